@@ -1,0 +1,57 @@
+"""The errors a user can cause, each saying what is wrong, why, and how to fix it.
+
+    NanotrainError            every mistake we can name; exit code 2, printed without a traceback
+    |-- ConfigError           a key, flag or value, or two that contradict each other
+    |   `-- TopologyError     ranks that cannot form the asked-for groups
+    |-- DataError             corpora, token files, tokenizers
+    |-- CheckpointError       a checkpoint that is missing, damaged or of another model
+    |   `-- HuggingFaceError  a Hugging Face folder that cannot be read or written
+    `-- EnvironmentFault      the machine: an unwritable folder, a missing device, a lost rank
+
+User mistakes raise these at load time, on every rank alike. `assert` is for our own invariants.
+"""
+
+EXIT_CODE = 2
+
+
+class NanotrainError(Exception):
+    """A mistake with a cure.
+
+    Args:
+        what: the fact, with its numbers ("8 ranks cannot form tp=4 x pp=4").
+        why: the rule it breaks ("tp*cp*pp = 16 must divide the world size").
+        fix: what to do ("set --pipeline-model-parallel-size 2 or run on 16 ranks").
+    """
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
+        self.what, self.why, self.fix = what, why, fix
+        super().__init__(what, why, fix)
+
+    def __str__(self) -> str:
+        reason = f": {self.why}" if self.why else ""
+        cure = f"; {self.fix}" if self.fix else ""
+        return f"{self.what}{reason}{cure}"
+
+
+class ConfigError(NanotrainError):
+    """A key, flag or value that is unknown, of the wrong type, or contradicts another."""
+
+
+class TopologyError(ConfigError):
+    """Ranks that cannot form the asked-for groups."""
+
+
+class DataError(NanotrainError):
+    """A corpus, token file or tokenizer that cannot be used."""
+
+
+class CheckpointError(NanotrainError):
+    """A checkpoint that is missing, damaged or of another model."""
+
+
+class HuggingFaceError(CheckpointError):
+    """A Hugging Face folder that cannot be read or written."""
+
+
+class EnvironmentFault(NanotrainError):
+    """The machine cannot do what was asked: an unwritable folder, a missing device, a lost rank."""
