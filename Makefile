@@ -1,0 +1,54 @@
+# Everything sets itself up: `make train` and `make test` need python >= 3.11, make and pip, nothing else.
+# Another interpreter: make PYTHON=python3.12 test.   More for the quick start: make train ARGS="--train-iters 500"
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+# Sleeping, not spinning, OpenMP threads: with more threads than free cores a spinning step takes 2 to 20 times as long.
+export OMP_WAIT_POLICY := PASSIVE
+HALF_THE_CORES = $$($(BIN)/python -c "import os; print(max(1, len(os.sched_getaffinity(0)) // 2))")
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test check format bench gpu-check docs build clean
+
+help: ## show what there is to make
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
+
+install: .venv/.installed ## create .venv and install everything, once
+
+train: .venv/.installed ## quick start: train a small GPT on the Python standard library, two processes
+	OMP_NUM_THREADS=$(HALF_THE_CORES) $(BIN)/torchrun --standalone --nproc-per-node 2 -m nanotrain.train +config=tiny $(ARGS)
+
+test: .venv/.installed ## the whole test suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+check: .venv/.installed ## lint, format, types, floors and sizes
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_floors.py tests/test_sizes.py
+
+format: .venv/.installed ## write the code as ruff would
+	$(BIN)/ruff check --fix-only --quiet . && $(BIN)/ruff format .
+
+bench: .venv/.installed ## memory against the table, throughput beside plain torch (minutes)
+	$(BIN)/python benchmarks/memory.py && $(BIN)/python benchmarks/throughput.py $(ARGS)
+
+gpu-check: .venv/.installed ## the tests marked gpu and the GPU benchmark; says so where there is no GPU
+	$(BIN)/python -m pytest -m gpu && $(BIN)/python benchmarks/gpu.py
+
+docs: .venv/.installed ## write docs/config.md from the configuration's fields
+	$(BIN)/python scripts/write_config_docs
+
+build: .venv/.installed ## a wheel and a source archive in dist/
+	$(BIN)/python -m hatchling build
+
+clean: ## remove what was built, keep .venv and runs/
+	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis && find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+# Debian's python3 can come without ensurepip; then the outer pip fills the new environment.
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("nanotrain needs Python 3.11 or newer and $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12 ...")'
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv 2>/dev/null || { $(PYTHON) -m venv --clear --without-pip .venv && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+	@echo "installing into .venv (once; some minutes)"
+	$(INSTALL) $$(grep -E '^(torch|hatchling|editables)==' constraints.txt)
+	$(INSTALL) --no-build-isolation --editable '.[dev]'
+	@touch $@
