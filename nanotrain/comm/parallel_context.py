@@ -1,0 +1,178 @@
+"""The live side of the topology: this rank's device and its groups, the only place that creates them.
+
+    ParallelContext.start     from torchrun's environment; without one, a world of one rank and no process group
+    ParallelContext.attach    on a default process group that is already there (test harness, notebooks)
+    ParallelContext.fake      any rank of any world, without communication (dry runs)
+    Launch                    what torchrun says in the environment; the only read of it
+
+Every distinct tuple of ranks gets one process group, whatever the number of names it serves; groups of one get none.
+A gloo group has 3 threads and 5 file descriptors, an NCCL group its own buffers, so sharing them matters.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from nanotrain.comm.device import backend_of, pick_device
+from nanotrain.comm.fake import fake_world
+from nanotrain.comm.group import Group
+from nanotrain.comm.pending import watch
+from nanotrain.comm.traffic import Ledger
+from nanotrain.errors import EnvironmentFault
+from nanotrain.topology.topology import Topology
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Where this process stands among those that were launched together."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    is_distributed: bool = False
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> "Launch":
+        """Read torchrun's variables; none of them means a world of one.
+
+        >>> Launch.of({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"})
+        Launch(rank=3, local_rank=1, world_size=4, is_distributed=True)
+
+        Raises:
+            EnvironmentFault: only some of RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are set.
+        """
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        given = [name for name in names if name in environment]
+        if not given:
+            return cls()
+        missing = [name for name in names if name not in environment]
+        if missing:
+            raise EnvironmentFault(
+                f"{', '.join(given)} set but not {', '.join(missing)} in the environment",
+                why="a rank must know its number and the size of the world",
+                fix="start with torchrun, or unset them all for one process",
+            )
+        rank, world_size, local_rank = (int(environment[name]) for name in names)
+        return cls(rank, local_rank, world_size, is_distributed=True)
+
+
+class ParallelContext:
+    """This rank among the others; made by `start`, `attach` or `fake`.
+
+    Attributes:
+        topology: the plan of all groups.
+        rank: this rank's number in the world.
+        coords: its place on every axis.
+        place: the same as text, axes longer than one only ("pp1 dp3 tp0").
+        device: where its tensors live.
+        groups: its group of every name.
+        control: a gloo group of the whole world for objects and barriers, whatever the device.
+        ledger: bytes sent over all of them.
+    """
+
+    def __init__(self, topology: Topology, rank: int, device: torch.device) -> None:
+        self.topology, self.rank, self.device = topology, rank, device
+        self.coords = topology.coords(rank)
+        self.place = " ".join(f"{axis}{at}" for axis, at in reversed(self.coords.items()) if topology.size(axis) > 1)
+        self.ledger = Ledger()
+        self.groups: dict[str, Group] = {}
+        self.control = self._handle("control", (rank,), None)
+
+    def group(self, name: str) -> Group:
+        """This rank's group of that name ("tp", "dp_shard", ...)."""
+        return self.groups[name]
+
+    @classmethod
+    @contextmanager
+    def start(
+        cls, topology: Topology, *, device: str = "auto", timeout_s: float = 600.0
+    ) -> Iterator["ParallelContext"]:
+        """Take this process's place in the world; leaving the block gives all groups back.
+
+        Args:
+            topology: of the world that was launched.
+            device: "auto", "cpu" or "cuda".
+            timeout_s: how long any collective waits for a late or lost rank.
+
+        Raises:
+            EnvironmentFault: the environment, the world's size or the devices do not fit.
+        """
+        launch = Launch.of(os.environ)
+        if launch.world_size != topology.world_size:
+            raise EnvironmentFault(
+                f"{launch.world_size} ranks were launched for a topology of {topology.world_size}",
+                why="the topology is planned for the world it runs in",
+                fix=f"launch {topology.world_size} ranks, or plan the topology for {launch.world_size}",
+            )
+        here = pick_device(device, launch.local_rank)
+        if not launch.is_distributed:
+            yield cls(topology, 0, here)._with_groups(timeout_s)
+            return
+        _join_world(launch, backend_of(here), timeout_s)
+        try:
+            yield cls(topology, launch.rank, here)._with_groups(timeout_s)
+        finally:
+            dist.destroy_process_group()
+
+    @classmethod
+    def attach(cls, topology: Topology, *, timeout_s: float = 600.0) -> "ParallelContext":
+        """The context on the default process group that this process has already joined."""
+        here = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        return cls(topology, dist.get_rank(), here)._with_groups(timeout_s)
+
+    @classmethod
+    @contextmanager
+    def fake(cls, topology: Topology, rank: int) -> Iterator["ParallelContext"]:
+        """Play one rank of any world; collectives return at once and leave other ranks' values undefined."""
+        with fake_world(rank, topology.world_size):
+            yield cls(topology, rank, torch.device("cpu"))._with_groups(1.0)
+
+    def _with_groups(self, timeout_s: float) -> "ParallelContext":
+        """Create one process group per distinct tuple of ranks and hand it to every name it serves."""
+        timeout = timedelta(seconds=timeout_s)
+        made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        if self.topology.world_size > 1:
+            made[self.topology.members(self.rank, "world")] = dist.group.WORLD
+        # Every rank goes through the names in the same order and creates only its own groups, so that no two ranks
+        # wait for each other in a circle and the cost does not grow with the world.
+        for name in self.topology.groups():
+            ranks = self.topology.members(self.rank, name)
+            if self.rank not in ranks:  # embed: the stages between the first and the last
+                continue
+            if len(ranks) > 1 and ranks not in made:
+                made[ranks] = _new_group(ranks, timeout, name)
+            self.groups[name] = self._handle(name, ranks, made.get(ranks))
+        everyone = self.topology.members(self.rank, "world")
+        if len(everyone) > 1:
+            backend = "fake" if dist.get_backend() == "fake" else "gloo"
+            self.control = self._handle("control", everyone, _new_group(everyone, timeout, "control", backend))
+        return self
+
+    def _handle(self, name: str, ranks: tuple[int, ...], process_group: dist.ProcessGroup | None) -> Group:
+        return Group(name, ranks, ranks.index(self.rank), process_group, self.ledger, self.place)
+
+
+def _new_group(
+    ranks: tuple[int, ...], timeout: timedelta, name: str, backend: str | None = None
+) -> dist.ProcessGroup | None:
+    assert list(ranks) == sorted(ranks), "torch sorts the ranks; slices would then reach the wrong member"
+    return dist.new_group(
+        list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True, group_desc=name
+    )
+
+
+def _join_world(launch: Launch, backend: str, timeout_s: float) -> None:
+    """Meet the other ranks at torchrun's address."""
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except (RuntimeError, ValueError) as error:
+        raise EnvironmentFault(
+            f"rank {launch.rank} of {launch.world_size} could not join the others over {backend}",
+            why=str(error).splitlines()[0],
+            fix="check that every rank started and can reach MASTER_ADDR:MASTER_PORT",
+        ) from error
