@@ -1,0 +1,132 @@
+"""Boxes: axis-aligned pieces of a tensor, in that tensor's own coordinates.
+
+A piece of a tensor is (name, Box) wherever it travels: init, clipping, optimizer state, checkpoints, Hugging Face.
+`flat_range_to_boxes` is the only bridge from flat buffers to boxes. Example, elements [2, 11) of a [3, 4] tensor:
+
+        . . 0 0         0  (0:1, 2:4)   rest of the first row
+        1 1 1 1         1  (1:2, 0:4)   whole rows
+        2 2 2 .         2  (2:3, 0:3)   begin of the last row
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Self
+
+
+@dataclass(frozen=True)
+class Box:
+    """The elements start <= index < stop, in every dim.
+
+    Args:
+        start: first index per dim; () for a scalar.
+        stop: index after the last per dim.
+
+    >>> Box((0, 2), (2, 5)).intersect(Box((1, 0), (3, 4)))
+    Box(start=(1, 2), stop=(2, 4))
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Self:
+        """The box of a whole tensor."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Elements along every dim."""
+        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a scalar."""
+        return prod(self.shape)
+
+    def slices(self) -> tuple[slice, ...]:
+        """What to index a tensor with to get this piece of it."""
+        return tuple(slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True))
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """The elements of both, or None where they share none."""
+        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
+        stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
+        if any(a >= b for a, b in zip(start, stop, strict=True)):
+            return None
+        return Box(start, stop)
+
+    def within(self, outer: "Box") -> "Box":
+        """This box in the coordinates of `outer`, which must hold it: what to index outer's tensor with."""
+        held = all(a <= b for a, b in zip(outer.start, self.start, strict=True)) and all(
+            a <= b for a, b in zip(self.stop, outer.stop, strict=True)
+        )
+        assert held, f"{self} sticks out of {outer}: it would read a neighbour's elements"
+        return self.shifted([-offset for offset in outer.start])
+
+    def shifted(self, offset: Sequence[int]) -> "Box":
+        """This box moved by `offset`, one number per dim."""
+        return Box(
+            tuple(a + d for a, d in zip(self.start, offset, strict=True)),
+            tuple(a + d for a, d in zip(self.stop, offset, strict=True)),
+        )
+
+
+@dataclass(frozen=True)
+class TensorBox:
+    """A piece of a global tensor; the key under which parts of the framework exchange tensors of `box.shape`.
+
+    Args:
+        name: the tensor's global name.
+        shape: the shape of the whole tensor, over all ranks.
+        box: the piece.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+
+    @classmethod
+    def whole(cls, name: str, shape: Sequence[int]) -> Self:
+        """All of a tensor."""
+        return cls(name, tuple(shape), Box.whole(shape))
+
+
+def flat_range_to_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
+    """The boxes that elements [start, stop) of a row-major tensor form, in flat order.
+
+    Args:
+        shape: the tensor's shape; () for a scalar.
+        start: first flat index.
+        stop: flat index after the last.
+
+    Returns:
+        At most 2*ndim-1 boxes (1 for a scalar), none empty, disjoint; read one after the other they are the range.
+
+    >>> [box.slices() for box in flat_range_to_boxes((4,), 1, 3)]
+    [(slice(1, 3, None),)]
+    >>> len(flat_range_to_boxes((3, 4), 2, 11))
+    3
+    """
+    assert 0 <= start <= stop <= prod(shape), f"[{start}, {stop}) leaves a tensor of shape {tuple(shape)}"
+    if start == stop:
+        return ()
+    if not shape:
+        return (Box((), ()),)
+    row_numel = prod(shape[1:])
+    first_whole, last_whole = -(-start // row_numel), stop // row_numel
+    if first_whole > last_whole:  # the range lies inside one row
+        return _in_row(shape, last_whole, start - last_whole * row_numel, stop - last_whole * row_numel)
+    boxes: tuple[Box, ...] = ()
+    if start < first_whole * row_numel:
+        boxes += _in_row(shape, first_whole - 1, start - (first_whole - 1) * row_numel, row_numel)
+    if first_whole < last_whole:
+        boxes += (Box((first_whole,) + (0,) * (len(shape) - 1), (last_whole, *shape[1:])),)
+    if last_whole * row_numel < stop:
+        boxes += _in_row(shape, last_whole, 0, stop - last_whole * row_numel)
+    return boxes
+
+
+def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> tuple[Box, ...]:
+    """Flat range [start, stop) of row `row`, whose shape is shape[1:], as boxes of the whole tensor."""
+    return tuple(Box((row, *box.start), (row + 1, *box.stop)) for box in flat_range_to_boxes(shape[1:], start, stop))
