@@ -21,10 +21,9 @@ import torch.distributed as dist
 from nanotrain.comm.device import backend_of, pick_device
 from nanotrain.comm.fake import fake_world
 from nanotrain.comm.group import Group
-from nanotrain.comm.pending import watch
 from nanotrain.comm.traffic import Ledger
 from nanotrain.errors import EnvironmentFault
-from nanotrain.topology.topology import Topology
+from nanotrain.topology.topology import GROUP_NAMES, Topology
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,9 @@ class ParallelContext:
         topology: the plan of all groups.
         rank: this rank's number in the world.
         coords: its place on every axis.
-        place: the same as text, axes longer than one only ("pp1 dp3 tp0").
+        place: the same as text, dense axes longer than one only ("pp1 dp3 tp0").
         device: where its tensors live.
-        groups: its group of every name.
+        groups: its group of every name; no `embed` on a stage that is neither first nor last.
         control: a gloo group of the whole world for objects and barriers, whatever the device.
         ledger: bytes sent over all of them.
     """
@@ -78,7 +77,8 @@ class ParallelContext:
     def __init__(self, topology: Topology, rank: int, device: torch.device) -> None:
         self.topology, self.rank, self.device = topology, rank, device
         self.coords = topology.coords(rank)
-        self.place = " ".join(f"{axis}{at}" for axis, at in reversed(self.coords.items()) if topology.size(axis) > 1)
+        long_axes = [axis for axis in reversed(topology.dense.axes) if topology.size(axis) > 1]
+        self.place = " ".join(f"{axis}{self.coords[axis]}" for axis in long_axes)
         self.ledger = Ledger()
         self.groups: dict[str, Group] = {}
         self.control = self._handle("control", (rank,), None)
@@ -140,9 +140,9 @@ class ParallelContext:
             made[self.topology.members(self.rank, "world")] = dist.group.WORLD
         # Every rank goes through the names in the same order and creates only its own groups, so that no two ranks
         # wait for each other in a circle and the cost does not grow with the world.
-        for name in self.topology.groups():
+        for name in GROUP_NAMES:
             ranks = self.topology.members(self.rank, name)
-            if self.rank not in ranks:  # embed: the stages between the first and the last
+            if not ranks:  # embed, on a stage that is neither first nor last
                 continue
             if len(ranks) > 1 and ranks not in made:
                 made[ranks] = _new_group(ranks, timeout, name)

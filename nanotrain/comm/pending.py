@@ -67,8 +67,9 @@ def watch(op: str, group: Group) -> Iterator[None]:
         yield
     except RuntimeError as error:
         place = f" ({group.place})" if group.place else ""
+        members = ", ".join(map(str, group.ranks))
         raise EnvironmentFault(
-            f"{op} over group {group.name} (ranks {', '.join(map(str, group.ranks))}) failed on rank {group.rank}{place}",
+            f"{op} over group {group.name} (ranks {members}) failed on rank {group.rank}{place}",
             why=str(error).splitlines()[0],
             fix="look for the first error among these ranks; if one of them is only slow, "
             "raise --distributed-timeout-minutes",
