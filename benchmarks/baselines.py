@@ -1,0 +1,248 @@
+"""The other side of the comparison: a Llama and training loops in plain PyTorch, as one writes them without nanotrain.
+
+    python benchmarks/baselines.py --strategy single --model 25m
+    torchrun --standalone --nproc-per-node 2 benchmarks/baselines.py --strategy fsdp2 --model 25m --dtype bf16
+
+Sizes, then the model, then one function per strategy that wraps it, then the loop. Rank 0 prints one JSON object:
+`step_time_s` (a list, warmup left out), `tokens_per_step`, `loss` and, on a GPU, `peak_memory_bytes`.
+bf16 is what users of each stack do: autocast around fp32 weights for one process and for DDP, FSDP2's mixed-precision
+policy (bf16 parameters, fp32 reduction) for FSDP2.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Shapes: B batch  S sequence  H hidden  N heads  D head width  V vocabulary
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A workload: the model and what one rank reads at a time."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    seq: int
+    micro_batch: int
+
+
+SHAPES = {
+    "smoke": Shape(hidden=64, layers=2, heads=4, kv_heads=2, ffn=128, vocab=256, seq=32, micro_batch=2),
+    "25m": Shape(hidden=384, layers=8, heads=6, kv_heads=6, ffn=1024, vocab=8192, seq=512, micro_batch=4),
+    "110m": Shape(hidden=768, layers=12, heads=12, kv_heads=12, ffn=2048, vocab=16384, seq=256, micro_batch=1),
+    "llama1b": Shape(hidden=2048, layers=16, heads=32, kv_heads=8, ffn=8192, vocab=128256, seq=2048, micro_batch=4),
+}
+# What nanotrain's defaults are, so that both sides do the same work.
+LR, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
+
+
+class SelfAttention(nn.Module):
+    """Causal attention with rotary positions and grouped key/value heads."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.head_dim = shape.hidden // shape.heads
+        self.q_proj = nn.Linear(shape.hidden, shape.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(shape.hidden, shape.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(shape.hidden, shape.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.heads * self.head_dim, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q = rotate(self.q_proj(x).view(heads).transpose(1, 2), cos, sin)
+        k = rotate(self.k_proj(x).view(heads).transpose(1, 2), cos, sin)
+        v = self.v_proj(x).view(heads).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Attention and a gated MLP, each behind an RMSNorm."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.hidden, eps=1e-5)
+        self.attention = SelfAttention(shape)
+        self.mlp_norm = nn.RMSNorm(shape.hidden, eps=1e-5)
+        self.gate_proj = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.down_proj = nn.Linear(shape.ffn, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        normed = self.mlp_norm(x)
+        return x + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
+
+
+class Llama(nn.Module):
+    """Token ids [B, S] to logits [B, S, V]; embedding and head are two weights."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocab, shape.hidden)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden, eps=1e-5)
+        self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        half = shape.hidden // shape.heads // 2
+        angles = torch.outer(torch.arange(shape.seq), 10000.0 ** (-torch.arange(half) / half)).repeat(1, 2)
+        self.cos, self.sin = angles.cos(), angles.sin()  # no buffers: DDP would broadcast them every step
+        for weight in self.parameters():
+            if weight.dim() == 2:
+                nn.init.normal_(weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return self.head(self.norm(x))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + D/2) of a head [B, N, S, D] by its position's angle."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A model made ready by one of the strategies."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    forward_context: Callable[[], AbstractContextManager[object]]
+
+
+def single(model: nn.Module, device: torch.device, bf16: bool) -> Stack:
+    """One process."""
+    return Stack(model, adamw(model), autocast_on(device, bf16))
+
+
+def ddp(model: nn.Module, device: torch.device, bf16: bool) -> Stack:
+    """torch's DistributedDataParallel."""
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return Stack(wrapped, adamw(wrapped), autocast_on(device, bf16))
+
+
+def zero1(model: nn.Module, device: torch.device, bf16: bool) -> Stack:
+    """DistributedDataParallel with torch's ZeroRedundancyOptimizer."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(
+        wrapped.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **adamw_options()
+    )
+    return Stack(wrapped, optimizer, autocast_on(device, bf16))
+
+
+def fsdp2(model: nn.Module, device: torch.device, bf16: bool) -> Stack:
+    """torch's fully_shard, a unit per block: parameters are sharded too, so it does more than ZeRO-2."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return Stack(model, adamw(model), nullcontext)
+
+
+STRATEGIES = {"single": single, "ddp": ddp, "zero1": zero1, "fsdp2": fsdp2}
+
+
+def adamw_options() -> dict[str, object]:
+    """AdamW as nanotrain sets it, in torch's fastest form."""
+    return {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY, "fused": True}
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """torch's fused AdamW over all parameters."""
+    return torch.optim.AdamW(model.parameters(), **adamw_options())
+
+
+def autocast_on(device: torch.device, bf16: bool) -> Callable[[], AbstractContextManager[object]]:
+    """torch.autocast to bf16, or nothing."""
+    return (lambda: torch.autocast(device.type, torch.bfloat16)) if bf16 else nullcontext
+
+
+def batches(shape: Shape, rank: int, device: torch.device) -> Iterator[Tensor]:
+    """Random token ids [B, S + 1], the same few again and again."""
+    generator = torch.Generator().manual_seed(1234 + rank)
+    fixed = torch.randint(shape.vocab, (4, shape.micro_batch, shape.seq + 1), generator=generator).to(device)
+    while True:
+        yield from fixed
+
+
+def train_step(stack: Stack, tokens: Tensor) -> float:
+    """Forward, backward, clip, update; the loss is read every step, as nanotrain reads it."""
+    stack.optimizer.zero_grad(set_to_none=True)
+    with stack.forward_context():
+        logits = stack.model(tokens[:, :-1])
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+    loss.backward()
+    nn.utils.clip_grad_norm_(stack.model.parameters(), MAX_NORM)
+    stack.optimizer.step()
+    return loss.item()
+
+
+def measure(stack: Stack, data: Iterator[Tensor], *, warmup: int, steps: int) -> tuple[list[float], float]:
+    """Seconds of each step after the warmup, and the last loss."""
+    times, loss = [], 0.0
+    for _ in range(warmup + steps):
+        start = time.perf_counter()
+        loss = train_step(stack, next(data))
+        times.append(time.perf_counter() - start)
+    return times[warmup:], loss
+
+
+def main() -> None:
+    """Run one strategy and print what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategy", choices=STRATEGIES, required=True)
+    parser.add_argument("--model", choices=SHAPES, default="25m")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--micro-batch", type=int, help="samples of a rank and step; default: the model's")
+    parser.add_argument("--compile", action="store_true", help="compile every block with torch.compile")
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    args = parser.parse_args()
+
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", "0")) if args.device == "cuda" else None)
+    if args.device == "cuda":
+        torch.cuda.set_device(device)
+    if args.strategy != "single":
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    shape = SHAPES[args.model]
+    shape = Shape(**{**vars(shape), "micro_batch": args.micro_batch or shape.micro_batch})
+    torch.manual_seed(0)
+    with device:
+        model = Llama(shape)
+    if args.compile:
+        for block in model.blocks:
+            block.compile()
+    stack = STRATEGIES[args.strategy](model, device, args.dtype == "bf16")
+    times, loss = measure(stack, batches(shape, rank, device), warmup=args.warmup, steps=args.steps)
+    if rank == 0:
+        peak = torch.cuda.max_memory_allocated() if args.device == "cuda" else 0
+        tokens = world_size * shape.micro_batch * shape.seq
+        print(json.dumps({"step_time_s": times, "tokens_per_step": tokens, "loss": loss, "peak_memory_bytes": peak}))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

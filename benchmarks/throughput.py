@@ -1,0 +1,195 @@
+"""Tokens per second of nanotrain beside plain PyTorch: the same model, the same machine, in turn.
+
+    python benchmarks/throughput.py                             # 25m, fp32 and bf16
+    python benchmarks/throughput.py --model 110m --dtype bf16 --rounds 5
+
+Every contender is a fresh launch of two processes with half of the cores each (the single ones: one process, all
+cores). Contenders run in turn, several rounds; a round's ratio compares neighbours in time, and the table shows the
+median over rounds, so that a slow minute of the machine meets both sides. nanotrain is what users run: its command
+line, its data workers, its log, read back from metrics.jsonl. Start-up and warmup steps are left out on both sides.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from baselines import SHAPES, Shape
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every contender of a run is asked to do."""
+
+    model: str
+    dtype: str
+    warmup: int
+    steps: int
+
+    @property
+    def shape(self) -> Shape:
+        """The sizes of the model and of a rank's microbatch."""
+        return SHAPES[self.model]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row of the table.
+
+    Attributes:
+        name: how the table calls it.
+        num_processes: ranks.
+        command: from (job, folder to write in) to the arguments after `torchrun`.
+        rivals: whom it is compared with; the fastest of them in each round counts.
+    """
+
+    name: str
+    num_processes: int
+    command: Callable[[Job, Path], list[str]]
+    rivals: tuple[str, ...] = ()
+
+
+def torch_command(strategy: str) -> Callable[[Job, Path], list[str]]:
+    """The command of a plain-PyTorch contender."""
+
+    def command(job: Job, folder: Path) -> list[str]:
+        options = {
+            "strategy": strategy,
+            "model": job.model,
+            "dtype": job.dtype,
+            "warmup": job.warmup,
+            "steps": job.steps,
+        }
+        return [str(HERE / "baselines.py"), *(f"--{name}={value}" for name, value in options.items())]
+
+    return command
+
+
+def nanotrain_command(*flags: str) -> Callable[[Job, Path], list[str]]:
+    """The command of a nanotrain contender: the same sizes as flags."""
+
+    def command(job: Job, folder: Path) -> list[str]:
+        options = {
+            "num-layers": job.shape.layers,
+            "hidden-size": job.shape.hidden,
+            "ffn-hidden-size": job.shape.ffn,
+            "num-attention-heads": job.shape.heads,
+            "num-query-groups": job.shape.kv_heads,
+            "vocab-size": job.shape.vocab,
+            "max-position-embeddings": job.shape.seq,
+            "seq-length": job.shape.seq,
+            "micro-batch-size": job.shape.micro_batch,
+            "train-iters": job.warmup + job.steps,
+            "eval-interval": 0,
+            "params-dtype": job.dtype,
+            "device": "cpu",
+            "run-dir": folder,
+        }
+        switches = ["--mock-data", "--untie-embeddings-and-output-weights", "--no-save"]
+        return ["-m", "nanotrain.train", *(f"--{name}={value}" for name, value in options.items()), *switches, *flags]
+
+    return command
+
+
+def sharding(strategy: str) -> Callable[[Job, Path], list[str]]:
+    """nanotrain with a sharding strategy, reducing gradients during the backward pass as DDP and FSDP2 do."""
+    return nanotrain_command(f"--data-parallel-sharding-strategy={strategy}", "--overlap-grad-reduce")
+
+
+ZERO_RIVALS = ("torch DDP + ZeroRedundancyOptimizer", "torch FSDP2")
+CONTENDERS = (
+    Contender("torch, one process", 1, torch_command("single")),
+    Contender("nanotrain, one process", 1, nanotrain_command(), ("torch, one process",)),
+    Contender("torch DDP", 2, torch_command("ddp")),
+    Contender("nanotrain no_shard", 2, sharding("no_shard"), ("torch DDP",)),
+    Contender("torch DDP + ZeroRedundancyOptimizer", 2, torch_command("zero1")),
+    Contender("nanotrain optim", 2, sharding("optim"), ZERO_RIVALS),
+    Contender("torch FSDP2", 2, torch_command("fsdp2")),
+    Contender("nanotrain optim_grads", 2, sharding("optim_grads"), ZERO_RIVALS),
+)
+
+
+def tokens_per_second(contender: Contender, job: Job) -> float:
+    """Launch a contender once; tokens of a step over the median step time."""
+    cores = len(os.sched_getaffinity(0))
+    threads = max(1, cores // contender.num_processes)
+    environment = dict(os.environ, OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "run"
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={contender.num_processes}"]
+        arguments = [sys.executable, *launcher, *contender.command(job, folder)]
+        done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise SystemExit(f"{contender.name} failed:\n{done.stdout}\n{done.stderr}")
+        times = step_times(done.stdout, folder)[-job.steps :]
+    tokens = contender.num_processes * job.shape.micro_batch * job.shape.seq
+    return tokens / statistics.median(times)
+
+
+def step_times(output: str, folder: Path) -> list[float]:
+    """Seconds of each step: nanotrain's from its metrics file, a baseline's from what it printed."""
+    metrics = folder / "metrics.jsonl"
+    if metrics.exists():
+        records = map(json.loads, metrics.read_text().splitlines())
+        return [record["step_time_s"] for record in records if "step_time_s" in record]
+    return json.loads(output.splitlines()[-1])["step_time_s"]
+
+
+def run(job: Job, contenders: list[Contender], rounds: int) -> dict[str, list[float]]:
+    """Tokens per second of every contender in every round, in turn."""
+    measured: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for number in range(1, rounds + 1):
+        # Every other round runs backwards, so that nobody always runs last.
+        for contender in contenders if number % 2 else reversed(contenders):
+            speed = tokens_per_second(contender, job)
+            measured[contender.name].append(speed)
+            print(f"round {number}  {contender.name:40} {speed:10,.0f} tokens/s", file=sys.stderr, flush=True)
+    return measured
+
+
+def table(contenders: list[Contender], measured: dict[str, list[float]]) -> str:
+    """The result as markdown: the median speed, and the median over rounds of the ratio to the fastest rival."""
+    lines = ["| contender | tokens/s | ratio | to the faster of |", "|---|---:|---:|---|"]
+    for contender in contenders:
+        speeds = measured[contender.name]
+        rivals = [rival for rival in contender.rivals if rival in measured]
+        ratio = ""
+        if rivals:
+            best = [max(speeds_of_round) for speeds_of_round in zip(*(measured[r] for r in rivals), strict=True)]
+            ratio = f"{statistics.median(mine / his for mine, his in zip(speeds, best, strict=True)):.2f}x"
+        lines.append(f"| {contender.name} | {statistics.median(speeds):,.0f} | {ratio} | {', '.join(rivals)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the contenders and print a table per dtype."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("smoke", "25m", "110m"), default="25m")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--only", default="", help="run contenders whose name contains this, and their rivals")
+    args = parser.parse_args()
+
+    chosen = {c.name for c in CONTENDERS if args.only in c.name}
+    chosen |= {rival for c in CONTENDERS if c.name in chosen for rival in c.rivals}
+    contenders = [c for c in CONTENDERS if c.name in chosen]
+    cores = len(os.sched_getaffinity(0))
+    for dtype in args.dtype:
+        job = Job(args.model, dtype, args.warmup, args.steps)
+        measured = run(job, contenders, args.rounds)
+        print(f"\n{args.model}, {dtype}, {cores} cores, median of {args.rounds} rounds of {args.steps} steps\n")
+        print(table(contenders, measured), flush=True)
+
+
+if __name__ == "__main__":
+    main()
