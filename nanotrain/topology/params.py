@@ -95,3 +95,16 @@ class ParamSpec:
             start[cut.dim] += coords[cut.axis] * piece
             stop[cut.dim] = start[cut.dim] + piece
         return Box(tuple(start), tuple(stop))
+
+
+@dataclass(frozen=True)
+class LocalParam:
+    """A parameter as one rank holds it.
+
+    Args:
+        spec: the whole parameter.
+        box: the piece that lies on this rank.
+    """
+
+    spec: ParamSpec
+    box: Box
