@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from nanotrain.comm.device import backend_of, pick_device
+from nanotrain.comm.device import backend_of, home_of, pick_device
 from nanotrain.comm.fake import fake_world
 from nanotrain.comm.group import Group
 from nanotrain.comm.traffic import Ledger
@@ -121,9 +121,10 @@ class ParallelContext:
 
     @classmethod
     def attach(cls, topology: Topology, *, timeout_s: float = 600.0) -> "ParallelContext":
-        """The context on the default process group that this process has already joined."""
-        here = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-        return cls(topology, dist.get_rank(), here)._with_groups(timeout_s)
+        """The context on the default process group that this process has joined; without one, a world of one."""
+        if not dist.is_initialized():
+            return cls(topology, 0, torch.device("cpu"))._with_groups(timeout_s)
+        return cls(topology, dist.get_rank(), home_of(dist.group.WORLD))._with_groups(timeout_s)
 
     @classmethod
     @contextmanager
