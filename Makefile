@@ -24,7 +24,7 @@ test: .venv/.installed ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
 check: .venv/.installed ## lint, format, types, floors and sizes
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_floors.py tests/test_sizes.py
+	scripts/check
 
 format: .venv/.installed ## write the code as ruff would
 	$(BIN)/ruff check --fix-only --quiet . && $(BIN)/ruff format .

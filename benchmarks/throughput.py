@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from baselines import SHAPES, Shape
 
@@ -33,6 +34,7 @@ class Job:
     dtype: str
     warmup: int
     steps: int
+    device: str = "cpu"
 
     @property
     def shape(self) -> Shape:
@@ -57,7 +59,7 @@ class Contender:
     rivals: tuple[str, ...] = ()
 
 
-def torch_command(strategy: str) -> Callable[[Job, Path], list[str]]:
+def torch_command(strategy: str, *extra: str) -> Callable[[Job, Path], list[str]]:
     """The command of a plain-PyTorch contender."""
 
     def command(job: Job, folder: Path) -> list[str]:
@@ -90,7 +92,7 @@ def nanotrain_command(*flags: str) -> Callable[[Job, Path], list[str]]:
             "train-iters": job.warmup + job.steps,
             "eval-interval": 0,
             "params-dtype": job.dtype,
-            "device": "cpu",
+            "device": job.device,
             "run-dir": folder,
         }
         switches = ["--mock-data", "--untie-embeddings-and-output-weights", "--no-save"]
@@ -117,8 +119,16 @@ CONTENDERS = (
 )
 
 
-def tokens_per_second(contender: Contender, job: Job) -> float:
-    """Launch a contender once; tokens of a step over the median step time."""
+@dataclass(frozen=True)
+class Outcome:
+    """What one launch of a contender gave."""
+
+    tokens_per_second: float
+    peak_memory_bytes: int
+
+
+def launch(contender: Contender, job: Job) -> Outcome:
+    """Run a contender once; the speed is the tokens of a step over the median step time."""
     cores = len(os.sched_getaffinity(0))
     threads = max(1, cores // contender.num_processes)
     environment = dict(os.environ, OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE")
@@ -129,18 +139,22 @@ def tokens_per_second(contender: Contender, job: Job) -> float:
         done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
         if done.returncode != 0:
             raise SystemExit(f"{contender.name} failed:\n{done.stdout}\n{done.stderr}")
-        times = step_times(done.stdout, folder)[-job.steps :]
+        report = read_report(done.stdout, folder)
     tokens = contender.num_processes * job.shape.micro_batch * job.shape.seq
-    return tokens / statistics.median(times)
+    return Outcome(tokens / statistics.median(report["step_time_s"][-job.steps :]), report["peak_memory_bytes"])
 
 
-def step_times(output: str, folder: Path) -> list[float]:
-    """Seconds of each step: nanotrain's from its metrics file, a baseline's from what it printed."""
+def read_report(output: str, folder: Path) -> dict[str, Any]:
+    """Step times and peak memory: nanotrain's from its metrics file, a baseline's from what it printed."""
     metrics = folder / "metrics.jsonl"
-    if metrics.exists():
-        records = map(json.loads, metrics.read_text().splitlines())
-        return [record["step_time_s"] for record in records if "step_time_s" in record]
-    return json.loads(output.splitlines()[-1])["step_time_s"]
+    if not metrics.exists():
+        return json.loads(output.splitlines()[-1])
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [record for record in records if "step_time_s" in record]
+    return {
+        "step_time_s": [record["step_time_s"] for record in steps],
+        "peak_memory_bytes": max(record["peak_memory_bytes"] for record in steps),
+    }
 
 
 def run(job: Job, contenders: list[Contender], rounds: int) -> dict[str, list[float]]:
@@ -149,7 +163,7 @@ def run(job: Job, contenders: list[Contender], rounds: int) -> dict[str, list[fl
     for number in range(1, rounds + 1):
         # Every other round runs backwards, so that nobody always runs last.
         for contender in contenders if number % 2 else reversed(contenders):
-            speed = tokens_per_second(contender, job)
+            speed = launch(contender, job).tokens_per_second
             measured[contender.name].append(speed)
             print(f"round {number}  {contender.name:40} {speed:10,.0f} tokens/s", file=sys.stderr, flush=True)
     return measured

@@ -1,0 +1,80 @@
+"""One GPU: nanotrain beside a plain PyTorch loop, the same llama1b-shaped model, bf16, with and without torch.compile.
+
+    python benchmarks/gpu.py [--rounds 3]
+
+Tokens per second, model FLOPs utilization (MFU) and peak memory. Both sides run in turn, each launch a fresh process,
+and both are driven as in throughput.py. Where there is no GPU it says so and is content.
+"""
+
+import argparse
+import statistics
+import sys
+
+import torch
+from baselines import Shape
+from throughput import Contender, Job, Outcome, launch, nanotrain_command, torch_command
+
+from nanotrain.config.config import ModelConfig
+from nanotrain.model.flops import flops_per_token
+from nanotrain.topology.hardware import peak_flops
+
+CONTENDERS = (
+    Contender("torch", 1, torch_command("single")),
+    Contender("nanotrain", 1, nanotrain_command(), ("torch",)),
+    Contender("torch, compiled", 1, torch_command("single", "--compile")),
+    Contender("nanotrain, compiled", 1, nanotrain_command("--torch-compile"), ("torch, compiled",)),
+)
+
+
+def model_flops(shape: Shape) -> int:
+    """Floating-point operations per token, forward and backward, by the convention of nanotrain's own log."""
+    model = ModelConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        vocab_size=shape.vocab,
+    )
+    return flops_per_token(model, shape.seq)
+
+
+def table(outcomes: dict[str, list[Outcome]], job: Job, peak: float | None) -> str:
+    """The result as markdown; medians over rounds."""
+    lines = ["| contender | tokens/s | ratio | MFU | peak memory |", "|---|---:|---:|---:|---:|"]
+    for contender in CONTENDERS:
+        mine = outcomes[contender.name]
+        speed = statistics.median(outcome.tokens_per_second for outcome in mine)
+        rival = outcomes[contender.rivals[0]] if contender.rivals else []
+        ratios = [a.tokens_per_second / b.tokens_per_second for a, b in zip(mine, rival, strict=False)]
+        ratio = f"{statistics.median(ratios):.2f}x" if ratios else ""
+        mfu = f"{speed * model_flops(job.shape) / peak:.1%}" if peak else "unknown"
+        memory = max(outcome.peak_memory_bytes for outcome in mine) / 2**30
+        lines.append(f"| {contender.name} | {speed:,.0f} | {ratio} | {mfu} | {memory:.1f} GiB |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the contenders in turn and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no GPU here: nothing to measure")
+        return
+    device = torch.cuda.get_device_name()
+    job = Job("llama1b", "bf16", args.warmup, args.steps, device="cuda")
+    outcomes: dict[str, list[Outcome]] = {contender.name: [] for contender in CONTENDERS}
+    for number in range(1, args.rounds + 1):
+        for contender in CONTENDERS:
+            outcomes[contender.name].append(launch(contender, job))
+            speed = outcomes[contender.name][-1].tokens_per_second
+            print(f"round {number}  {contender.name:20} {speed:10,.0f} tokens/s", file=sys.stderr, flush=True)
+    print(f"\nllama1b shape, bf16, {device}, torch {torch.__version__}, median of {args.rounds} rounds\n")
+    print(table(outcomes, job, peak_flops(device, "bf16")))
+
+
+if __name__ == "__main__":
+    main()
