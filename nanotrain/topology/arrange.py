@@ -6,8 +6,10 @@
 Data parallelism is what the other axes leave over. `--use-tp-pp-dp-mapping` swaps dp and pp in both grids.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from math import lcm, prod
+from typing import Any
 
 from nanotrain.config.config import ParallelConfig
 from nanotrain.config.option import flag_of
@@ -45,43 +47,64 @@ def arrange(parallel: ParallelConfig, world_size: int, *, is_sharded: bool) -> G
     """
     if world_size < 1:
         raise TopologyError(f"{world_size} ranks cannot run anything", fix="run on at least 1 rank")
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    pp, ep = parallel.pipeline_model_parallel_size, parallel.expert_model_parallel_size
-    etp = parallel.expert_tensor_parallel_size or tp
-    _check_divides({"tp": tp, "cp": cp, "pp": pp}, world_size, beside=etp * ep * pp)
-    _check_divides({"etp": etp, "ep": ep, "pp": pp}, world_size, beside=tp * cp * pp)
-    dense = {"tp": tp, "cp": cp, "dp": world_size // (tp * cp * pp), "pp": pp}
-    expert = {"etp": etp, "ep": ep, "expert_dp": world_size // (etp * ep * pp), "pp": pp}
+    if not _fits(parallel, world_size):
+        raise _misfit(parallel, world_size)
+    dense, expert = _dense_sizes(parallel), _expert_sizes(parallel)
+    dense["dp"], expert["expert_dp"] = world_size // prod(dense.values()), world_size // prod(expert.values())
     _check_instances(parallel.num_distributed_optimizer_instances, dense, expert, is_sharded=is_sharded)
     if not parallel.use_tp_pp_dp_mapping:
-        return Grids(_grid(dense, tuple(dense)), _grid(expert, tuple(expert)))
+        return Grids(_grid(dense, ("tp", "cp", "dp", "pp")), _grid(expert, ("etp", "ep", "expert_dp", "pp")))
     _check_same_stages(dense, expert)
     return Grids(_grid(dense, ("tp", "cp", "pp", "dp")), _grid(expert, ("etp", "ep", "pp", "expert_dp")))
+
+
+def _dense_sizes(parallel: ParallelConfig) -> dict[str, int]:
+    return {
+        "tp": parallel.tensor_model_parallel_size,
+        "cp": parallel.context_parallel_size,
+        "pp": parallel.pipeline_model_parallel_size,
+    }
+
+
+def _expert_sizes(parallel: ParallelConfig) -> dict[str, int]:
+    return {
+        "etp": parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
+        "ep": parallel.expert_model_parallel_size,
+        "pp": parallel.pipeline_model_parallel_size,
+    }
 
 
 def _grid(sizes: dict[str, int], axes: tuple[str, ...]) -> Grid:
     return Grid(axes, tuple(sizes[axis] for axis in axes))
 
 
-def _check_divides(sizes: dict[str, int], world_size: int, *, beside: int) -> None:
-    """Axes of a grid must fit the ranks; `beside` is the product that the other grid needs of them."""
-    product = prod(sizes.values())
-    if world_size % product == 0:
-        return
-    cures = [
-        f"set {flag_of(FIELDS[axis])} {smaller}"
+def _fits(parallel: ParallelConfig, world_size: int) -> bool:
+    return all(world_size % prod(sizes(parallel).values()) == 0 for sizes in (_dense_sizes, _expert_sizes))
+
+
+def _with_size(parallel: ParallelConfig, axis: str, size: int) -> ParallelConfig:
+    change: dict[str, Any] = {FIELDS[axis]: size}
+    return replace(parallel, **change)
+
+
+def _misfit(parallel: ParallelConfig, world_size: int) -> TopologyError:
+    """The error for axes whose product does not divide the ranks; a cure is one smaller axis, or other ranks."""
+    dense, expert = _dense_sizes(parallel), _expert_sizes(parallel)
+    wrong = dense if world_size % prod(dense.values()) else expert
+    current = dense | expert
+    smaller_axes = (
+        (FIELDS[axis], smaller)
         for axis in FIELDS
-        if axis in sizes
-        for smaller in range(sizes[axis] - 1, 0, -1)
-        if world_size % (product // sizes[axis] * smaller) == 0
-    ]
-    unit = lcm(product, beside)
-    enough = unit * -(-world_size // unit)
-    shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
-    raise TopologyError(
+        for smaller in range(current[axis] - 1, 0, -1)
+        if _fits(_with_size(parallel, axis, smaller), world_size)
+    )
+    cures = [f"set {flag_of(field)} {size}" for field, size in islice(smaller_axes, 1)]
+    unit = lcm(prod(dense.values()), prod(expert.values()))
+    shown = " x ".join(f"{axis}={size}" for axis, size in wrong.items() if size > 1)
+    return TopologyError(
         f"{world_size} ranks cannot form {shown}",
-        why=f"{'*'.join(sizes)} = {product} must divide the world size",
-        fix=" or ".join([*cures[:1], f"run on {enough} ranks"]),
+        why=f"{'*'.join(wrong)} = {prod(wrong.values())} must divide the world size",
+        fix=" or ".join([*cures, f"run on {unit * -(-world_size // unit)} ranks"]),
     )
 
 

@@ -1,0 +1,150 @@
+"""What `nanotrain topology` prints: the rank grids as a picture and every group as a list.
+
+Long worlds are shortened with `..`; the JSON form is always complete.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from nanotrain.config.config import ParallelConfig, ShardingStrategy
+from nanotrain.topology.grid import Grid
+from nanotrain.topology.topology import GROUP_NAMES, RankGroup, Topology
+
+MAX_WIDTH = 110  # characters of a group line
+MAX_COLUMNS, MAX_ROWS, MAX_STAGES = 8, 8, 4
+GAP = ".."
+UNSHARDED_NOTE = (
+    "\n\n_shard and _replicate as a sharded strategy forms them; under no_shard every rank is a shard of its own"
+)
+
+
+def run_topology(parallel: ParallelConfig, world_size: int, *, as_json: bool) -> str:
+    """The output of `nanotrain topology`.
+
+    Without a sharded strategy dp_shard and dp_replicate are shown as `optim` forms them: under no_shard every rank is
+    a shard group of its own, which says nothing about the ranks.
+
+    Args:
+        parallel: the axes asked for.
+        world_size: number of ranks.
+        as_json: print an object of group name -> list of rank lists in place of the picture.
+
+    Raises:
+        TopologyError: ranks that cannot form the groups.
+    """
+    is_sharded = parallel.data_parallel_sharding_strategy is not ShardingStrategy.no_shard
+    if not is_sharded:
+        parallel = replace(parallel, data_parallel_sharding_strategy=ShardingStrategy.optim)
+    topology = Topology.of(parallel, world_size)
+    if as_json:
+        return _json_text(topology)
+    return render(topology) + ("" if is_sharded else UNSHARDED_NOTE)
+
+
+def as_json(topology: Topology) -> dict[str, list[list[int]]]:
+    """Every group, as JSON has it: group name -> list of rank lists."""
+    return {name: [list(group) for group in groups] for name, groups in topology.groups().items()}
+
+
+def render(topology: Topology) -> str:
+    """The rank grids and every group, for a terminal."""
+    parts = [_sizes_line(topology.dense), _draw(topology.dense)]
+    if topology.expert.sizes != topology.dense.sizes:
+        parts += [_sizes_line(topology.expert, prefix="for experts, "), _draw(topology.expert)]
+    return "\n\n".join([*parts, _group_table(topology)])
+
+
+def _json_text(topology: Topology) -> str:
+    """One line per name, so that people can read it too."""
+    lines = (f"  {json.dumps(name)}: {json.dumps(groups)}" for name, groups in as_json(topology).items())
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def _sizes_line(grid: Grid, *, prefix: str = "") -> str:
+    sizes = " x ".join(f"{axis} {size}" for axis, size in zip(grid.axes, grid.sizes, strict=True))
+    return f"{prefix}{grid.world_size} {'rank' if grid.world_size == 1 else 'ranks'} = {sizes}"
+
+
+def _draw(grid: Grid) -> str:
+    """The ranks of a grid: a paragraph per stage, a row per data-parallel rank, the two fast axes side by side.
+
+              cp0          cp1
+             tp0  tp1     tp0  tp1
+    pp0
+      dp0      0    1       2    3
+    """
+    fast, block, row = (axis for axis in grid.axes if axis != "pp")
+    columns = _shorten(range(grid.size(fast)), MAX_COLUMNS)
+    blocks = _shorten(range(grid.size(block)), max(2, MAX_COLUMNS // len(columns)))
+    width = 2 + max(len(f"{fast}{grid.size(fast) - 1}"), len(str(grid.world_size - 1)))
+    margin = 4 + len(f"{row}{grid.size(row) - 1}")
+
+    def line(name: str, cells: Callable[[int], str]) -> str:
+        return name.ljust(margin) + "   ".join(GAP if b is None else cells(b) for b in blocks)
+
+    def header(_: int) -> str:
+        return "".join((GAP if c is None else f"{fast}{c}").rjust(width) for c in columns)
+
+    def ranks(place: dict[str, int], b: int) -> str:
+        cells = (GAP if c is None else str(grid.rank({**place, block: b, fast: c})) for c in columns)
+        return "".join(cell.rjust(width) for cell in cells)
+
+    lines = [line("", lambda b: f"{block}{b}".center(width * len(columns)))] if grid.size(block) > 1 else []
+    lines.append(line("", header))
+    for stage in _shorten(range(grid.size("pp")), MAX_STAGES):
+        if stage is None:
+            lines.append(GAP)
+            continue
+        lines.append(f"pp{stage}")
+        for replica in _shorten(range(grid.size(row)), MAX_ROWS):
+            if replica is None:
+                lines.append(f"  {GAP}")
+                continue
+            lines.append(line(f"  {row}{replica}", partial(ranks, {"pp": stage, row: replica})))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _shorten(items: Sequence[int], limit: int) -> list[int | None]:
+    """The items, or the first ones, a gap (None) and the last where there are more than `limit`.
+
+    >>> _shorten(range(9), 4)
+    [0, 1, None, 8]
+    """
+    if len(items) <= limit:
+        return list(items)
+    return [*items[: max(1, limit - 2)], None, items[-1]]
+
+
+def _group_table(topology: Topology) -> str:
+    """A line per group name: how many, how large, which ranks."""
+    rows = []
+    for name in GROUP_NAMES:
+        groups = topology.groups_of(name)
+        count = f"{len(groups)} x {len(groups[0])}"
+        rows.append((name, count, "each rank alone" if len(groups[0]) == 1 else _ranks_text(groups)))
+    names, counts = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
+    lines = (f"{name.ljust(names)}  {count.rjust(counts)}  {ranks}" for name, count, ranks in rows)
+    return f"{'group'.ljust(names)}  {'number x size'.rjust(counts)}\n" + "\n".join(lines)
+
+
+def _ranks_text(groups: tuple[RankGroup, ...]) -> str:
+    """Groups one after the other until the line is full; at least one."""
+    text = _group_text(groups[0])
+    for index, group in enumerate(groups[1:], start=1):
+        longer = f"{text}  {_group_text(group)}"
+        if len(longer) > MAX_WIDTH:
+            return f"{text}  {GAP} {len(groups) - index} more"
+        text = longer
+    return text
+
+
+def _group_text(group: RankGroup) -> str:
+    """The ranks of a group in brackets, the middle of a long one left out.
+
+    >>> _group_text((0, 8, 16, 24, 32, 40, 48, 56, 64, 72))
+    '[0 8 16 .. 72]'
+    """
+    ranks = [str(rank) for rank in group]
+    return f"[{' '.join(ranks if len(ranks) <= 8 else [*ranks[:3], GAP, ranks[-1]])}]"

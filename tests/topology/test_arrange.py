@@ -1,0 +1,109 @@
+"""Sizes that ranks cannot form are refused with the numbers and a cure that works."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanotrain.config.config import ParallelConfig
+from nanotrain.errors import TopologyError
+from nanotrain.topology.arrange import arrange
+
+sizes = st.integers(1, 5)
+
+
+def refusal(world_size: int, *, is_sharded: bool = True, **fields: object) -> str:
+    with pytest.raises(TopologyError) as caught:
+        arrange(ParallelConfig(**fields), world_size, is_sharded=is_sharded)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_the_message_says_the_ranks_the_product_and_the_cure() -> None:
+    assert refusal(8, tensor_model_parallel_size=4, pipeline_model_parallel_size=4) == (
+        "8 ranks cannot form tp=4 x pp=4: tp*cp*pp = 16 must divide the world size; "
+        "set --pipeline-model-parallel-size 2 or run on 16 ranks"
+    )
+
+
+def test_expert_axes_that_do_not_fit_are_named() -> None:
+    assert refusal(8, expert_model_parallel_size=3) == (
+        "8 ranks cannot form ep=3: etp*ep*pp = 3 must divide the world size; "
+        "set --expert-model-parallel-size 2 or run on 9 ranks"
+    )
+
+
+@given(world_size=st.integers(1, 40), tp=sizes, cp=sizes, pp=sizes, ep=sizes, etp=st.none() | sizes)
+def test_every_cure_works(world_size: int, tp: int, cp: int, pp: int, ep: int, etp: int | None) -> None:
+    # given
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+    try:
+        grids = arrange(parallel, world_size, is_sharded=True)
+    except TopologyError as error:
+        # then: both the smaller axis and the other number of ranks are accepted
+        for flag, size in re.findall(r"set --(\S+) (\d+)", error.fix):
+            arrange(replace(parallel, **{flag.replace("-", "_"): int(size)}), world_size, is_sharded=True)
+        (ranks,) = re.findall(r"run on (\d+) ranks", error.fix)
+        grids = arrange(parallel, int(ranks), is_sharded=True)
+        world_size = int(ranks)
+
+    # then: both grids hold all ranks
+    assert grids.dense.world_size == grids.expert.world_size == world_size
+
+
+def test_pp_before_dp_is_refused_where_a_rank_would_have_two_stages() -> None:
+    message = refusal(8, use_tp_pp_dp_mapping=True, pipeline_model_parallel_size=2, expert_model_parallel_size=2)
+
+    assert "dp=4 and expert_dp=2 with pp=2" in message
+    assert "drop --use-tp-pp-dp-mapping" in message
+
+
+@given(world_size=st.integers(1, 32), tp=sizes, cp=sizes, pp=sizes, ep=sizes, before=st.booleans())
+def test_a_rank_has_one_stage_in_both_grids(world_size: int, tp: int, cp: int, pp: int, ep: int, before: bool) -> None:
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        use_tp_pp_dp_mapping=before,
+    )
+    try:
+        grids = arrange(parallel, world_size, is_sharded=True)
+    except TopologyError:
+        return
+
+    for rank in range(world_size):
+        assert grids.dense.coords(rank)["pp"] == grids.expert.coords(rank)["pp"]
+
+
+def test_instances_must_divide_the_data_parallel_ranks() -> None:
+    message = refusal(8, num_distributed_optimizer_instances=3)
+
+    assert message == (
+        "3 optimizer instances cannot share dp*cp = 8 ranks: --num-distributed-optimizer-instances must divide "
+        "dp*cp = 8 and expert_dp = 8; set --num-distributed-optimizer-instances 2"
+    )
+
+
+def test_instances_must_divide_the_expert_data_parallel_ranks() -> None:
+    message = refusal(8, num_distributed_optimizer_instances=4, expert_model_parallel_size=4)
+
+    assert "expert_dp = 2" in message
+    assert message.endswith("set --num-distributed-optimizer-instances 2")
+
+
+def test_instances_without_sharding_are_refused() -> None:
+    message = refusal(8, is_sharded=False, num_distributed_optimizer_instances=2)
+
+    assert "has no effect with no_shard" in message
+
+
+def test_no_ranks_at_all_are_refused() -> None:
+    assert "0 ranks" in refusal(0)
