@@ -1,0 +1,102 @@
+"""What the model is fed: one sample, and a microbatch of samples as tensors.
+
+    Sample   numpy arrays of one sequence, made by the datasets
+    Batch    the same fields stacked and in torch, made by `collate`
+
+Shape legend: B samples of a microbatch, S tokens of a sample.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One training sequence.
+
+    Args:
+        tokens: [S] int64, what the model reads.
+        labels: [S] int64, the token that follows each of `tokens`.
+        loss_mask: [S] float32, 1 where the prediction counts.
+        position_ids: [S] int64, or None for 0..S-1.
+        document_ids: [S] int32, equal inside a document; None where attention crosses documents.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    loss_mask: np.ndarray
+    position_ids: np.ndarray | None = None
+    document_ids: np.ndarray | None = None
+
+
+class Samples(Protocol):
+    """An endless sequence of samples, each a pure function of its number.
+
+    Numbers go on after an epoch: number n is sample n % samples_per_epoch of epoch n // samples_per_epoch.
+    """
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """How many samples one pass over the data has."""
+        ...
+
+    def __getitem__(self, sample_number: int) -> Sample:
+        """The sample of that number, for any number from 0 on."""
+        ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One microbatch.
+
+    Args:
+        tokens: [B, S] int64.
+        labels: [B, S] int64.
+        loss_mask: [B, S] float32.
+        position_ids: [B, S] int64, or None for 0..S-1 in every row.
+        document_ids: [B, S] int32, or None where attention crosses documents.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor | None = None
+    document_ids: Tensor | None = None
+
+    @property
+    def num_target_tokens(self) -> Tensor:
+        """How many predictions count, as a scalar on the batch's device."""
+        return self.loss_mask.sum()
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The batch on a device; from pinned memory the copy runs beside the host."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "Batch":
+        """The batch in page-locked memory; the data loader calls this on machines with a GPU."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed: dict[str, Any] = {name: None if value is None else change(value) for name, value in given.items()}
+        return Batch(**changed)
+
+
+def collate(samples: Sequence[Sample]) -> Batch:
+    """Stack samples into a batch.
+
+    Args:
+        samples: B samples of one length, all with the same optional fields.
+    """
+    columns: dict[str, list[Any]] = {
+        field.name: [getattr(sample, field.name) for sample in samples] for field in fields(Sample)
+    }
+    stacked: dict[str, Any] = {
+        name: None if rows[0] is None else torch.from_numpy(np.stack(rows)) for name, rows in columns.items()
+    }
+    return Batch(**stacked)

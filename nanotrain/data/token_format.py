@@ -1,0 +1,109 @@
+"""The `.idx` half of Megatron-LM's token files: dtype codes, header, layout.
+
+    PREFIX.bin   token ids, one after the other, little endian, nothing else
+    PREFIX.idx   b"MMIDIDX\\0\\0" | u64 version 1 | u8 dtype code | u64 sequences n | u64 document indices d
+                 | n int32 lengths in tokens | n int64 pointers in bytes | d int64 first sequences of documents
+
+The document indices begin with 0 and end with n, so d is the number of documents plus one.
+"""
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanotrain.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+
+DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("uint8"),
+    2: np.dtype("int8"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+CODES: dict[np.dtype[Any], int] = {dtype: code for code, dtype in DTYPES.items()}
+
+# Megatron-LM's bound, below 2**16 so that added tokens still fit.
+UINT16_VOCAB = 65500
+
+
+@dataclass(frozen=True)
+class IndexHeader:
+    """What the first bytes of an `.idx` say."""
+
+    dtype: np.dtype[Any]
+    num_sequences: int
+    num_document_indices: int
+
+    @property
+    def file_bytes(self) -> int:
+        """How long the whole `.idx` must be."""
+        return HEADER.size + 12 * self.num_sequences + 8 * self.num_document_indices
+
+    def pack(self) -> bytes:
+        """The header as bytes."""
+        return HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.num_sequences, self.num_document_indices)
+
+
+def bin_path(prefix: Path) -> Path:
+    """The file that holds the tokens."""
+    return prefix.with_name(prefix.name + ".bin")
+
+
+def idx_path(prefix: Path) -> Path:
+    """The file that says where sequences and documents lie."""
+    return prefix.with_name(prefix.name + ".idx")
+
+
+def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The token type `prepare` writes for a vocabulary: uint16 where it fits, int32 otherwise.
+
+    >>> smallest_dtype(50257).name, smallest_dtype(128256).name
+    ('uint16', 'int32')
+    """
+    return np.dtype("<u2") if vocab_size < UINT16_VOCAB else np.dtype("<i4")
+
+
+def read_header(path: Path) -> IndexHeader:
+    """Read and check the header of an `.idx` and the file's size.
+
+    Raises:
+        DataError: not an index, another version, a dtype that holds no token ids, or a cut-off file.
+    """
+    with path.open("rb") as file:
+        start = file.read(HEADER.size)
+    if len(start) < HEADER.size or start[: len(MAGIC)] != MAGIC:
+        raise DataError(
+            f"{path} is no Megatron-LM index",
+            why=f"it begins with {start[: len(MAGIC)]!r}, an index with {MAGIC!r}",
+            fix="give the prefix of files that `nanotrain prepare` or Megatron-LM wrote",
+        )
+    _, version, code, num_sequences, num_document_indices = HEADER.unpack(start)
+    if version != VERSION:
+        raise DataError(f"{path} is of index version {version}", why=f"only version {VERSION} is known")
+    if code not in DTYPES or DTYPES[code].kind == "f":
+        name = DTYPES[code].name if code in DTYPES else "unknown"
+        raise DataError(
+            f"{path} says its tokens are of dtype code {code} ({name})",
+            why="token ids are integers: codes 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16",
+            fix="write the corpus again with `nanotrain prepare`",
+        )
+    header = IndexHeader(DTYPES[code], num_sequences, num_document_indices)
+    size = path.stat().st_size
+    if size != header.file_bytes:
+        raise DataError(
+            f"{path} has {size} bytes where its header asks for {header.file_bytes}",
+            why=f"{num_sequences} sequences and {num_document_indices} document indices were announced; "
+            "the copy was cut off, or the file holds more than token sequences",
+            fix="copy or prepare the corpus again",
+        )
+    return header

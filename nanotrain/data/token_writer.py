@@ -1,0 +1,78 @@
+"""Writing Megatron-LM `.bin/.idx` token files, one document a sequence.
+
+Both files grow under temporary names and appear under their own only when they are complete and on the disk.
+"""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from nanotrain.data.token_format import IndexHeader, bin_path, idx_path
+
+
+class TokenWriter:
+    """Writes a pair; use as a context manager, an exception inside leaves no pair behind.
+
+    Args:
+        prefix: path of the pair without `.bin` and `.idx`.
+        dtype: token type, one of `token_format.DTYPES`.
+    """
+
+    def __init__(self, prefix: Path | str, dtype: np.dtype[Any]) -> None:
+        self.prefix = Path(prefix)
+        self.dtype = np.dtype(dtype)
+        self._lengths: list[np.ndarray] = []
+        self._file: BinaryIO = _partial(bin_path(self.prefix)).open("wb")
+
+    def add_document(self, ids: Iterable[int] | np.ndarray) -> None:
+        """Append one document, end-of-document token included."""
+        tokens = np.asarray(ids)
+        self.add_documents(tokens, np.asarray([len(tokens)]))
+
+    def add_documents(self, ids: np.ndarray, lengths: np.ndarray) -> None:
+        """Append many documents at once.
+
+        Args:
+            ids: their tokens, one document after the other.
+            lengths: tokens of each; they sum to `len(ids)`.
+        """
+        assert int(lengths.sum()) == len(ids), "lengths that miss tokens would shift every later document"
+        self._file.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
+        self._lengths.append(lengths.astype("<i4"))
+
+    def __enter__(self) -> "TokenWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:
+            self._file.close()
+            _partial(bin_path(self.prefix)).unlink()
+            return
+        _sync(self._file)
+        self._file.close()
+        index = _partial(idx_path(self.prefix))
+        with index.open("wb") as file:
+            self._write_index(file)
+            _sync(file)
+        os.replace(_partial(bin_path(self.prefix)), bin_path(self.prefix))
+        os.replace(index, idx_path(self.prefix))
+
+    def _write_index(self, file: BinaryIO) -> None:
+        lengths = np.concatenate([np.empty(0, dtype="<i4"), *self._lengths])
+        file.write(IndexHeader(self.dtype, len(lengths), len(lengths) + 1).pack())
+        file.write(lengths.data)
+        ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
+        file.write(np.concatenate([np.zeros(1, dtype="<i8"), ends[:-1]])[: len(lengths)].data)
+        file.write(np.arange(len(lengths) + 1, dtype="<i8").data)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
