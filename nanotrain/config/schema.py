@@ -27,18 +27,22 @@ class Entry:
 
     @property
     def name(self) -> str:
+        """The field's name, unique over all sections."""
         return self.field.name
 
     @property
     def key(self) -> str:
+        """The field in Hydra's form, `section.field`."""
         return f"{self.section}.{self.name}"
 
     @property
     def flag(self) -> str:
+        """The field's flag."""
         return flag_of(self.name)
 
     @property
     def is_optional(self) -> bool:
+        """Whether the field may be unset."""
         return type(None) in get_args(self.field.type)
 
     @property
@@ -50,10 +54,12 @@ class Entry:
 
     @property
     def choices(self) -> tuple[str, ...]:
+        """The spellings of an enum's values."""
         return tuple(member.value for member in self.kind) if issubclass(self.kind, Enum) else ()
 
     @property
     def default(self) -> Any:
+        """The value where nothing says otherwise."""
         factory = self.field.default_factory
         return self.field.default if factory is MISSING else factory()
 
@@ -113,6 +119,7 @@ def convert(entry: Entry, value: Any) -> Any:
 
 
 def convert_bool(entry: Entry, value: Any) -> bool:
+    """true or false, yes or no, on or off, 1 or 0."""
     words = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "1": True, "0": False}
     if isinstance(value, bool):
         return value
@@ -130,6 +137,7 @@ def convert_int(entry: Entry, value: Any) -> int:
 
 
 def convert_float(entry: Entry, value: Any) -> float:
+    """A finite number."""
     if isinstance(value, bool):
         raise wrong_type(entry, value)
     try:
@@ -142,12 +150,14 @@ def convert_float(entry: Entry, value: Any) -> float:
 
 
 def convert_str(entry: Entry, value: Any) -> str:
+    """Text; a number in YAML is taken as it reads."""
     if isinstance(value, Mapping | list | tuple):
         raise wrong_type(entry, value)
     return str(value)
 
 
 def convert_list(entry: Entry, value: Any) -> list[str]:
+    """A list of words, or one text of several."""
     if isinstance(value, Mapping):
         raise wrong_type(entry, value)
     if isinstance(value, list | tuple):

@@ -1,0 +1,217 @@
+"""YAML files composed by Hydra; the only file that knows Hydra.
+
+The order of precedence, lowest first: `train.yaml`, the chosen files of its groups, the recipe, the command line.
+Hydra composes the files; the command line's fields are laid over them here, so that their words stay known.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import unquote, urlparse
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nanotrain.config.config import Config
+from nanotrain.config.flags import CommandLine, Setting
+from nanotrain.config.schema import KEYS, SECTIONS, check_names, did_you_mean, to_dict
+from nanotrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Composed:
+    """Plain values of the sections, and the file that said each value which is no default."""
+
+    values: dict[str, dict[str, Any]]
+    files: dict[str, str]
+
+
+def config_dir() -> Path:
+    """The folder of our own YAML: $NANOTRAIN_CONFIG_DIR, else the installed package's, else the repository's."""
+    package = Path(__file__).resolve().parent.parent
+    asked = os.environ.get("NANOTRAIN_CONFIG_DIR")
+    places = [Path(asked).absolute()] if asked else [package / "_configs", package.parent / "configs"]
+    for place in places:
+        if (place / "train.yaml").is_file():
+            return place
+    raise ConfigError(
+        f"no train.yaml in {' or '.join(map(str, places))}",
+        why="the recipes are composed from it",
+        fix="unset NANOTRAIN_CONFIG_DIR" if asked else "install nanotrain again",
+    )
+
+
+def search_path(line: CommandLine) -> list[Path]:
+    """Our own folder, then the user's (`--config-dir`, `hydra.searchpath`)."""
+    folders = [config_dir()]
+    for text in line.search_path:
+        folder = Path(unquote(urlparse(text).path) if text.startswith("file:") else text).expanduser().absolute()
+        if not folder.is_dir():
+            raise ConfigError(f"config folder {folder} does not exist", fix="name a folder with --config-dir")
+        folders.append(folder)
+    return folders
+
+
+def compose_files(line: CommandLine) -> Composed:
+    """Compose the chosen files and remember which file said what.
+
+    Raises:
+        ConfigError: an unknown file, group, section or field, or YAML that cannot be read.
+    """
+    folders = search_path(line)
+    choices, loose = dict(line.choices), None
+    if is_path(choices.get("config", "")):
+        loose = Path(choices.pop("config")).expanduser()
+    check_choices(choices, folders, line.config_name)
+    overrides = [f"{group}={name}" for group, name in choices.items()]
+    overrides.append("hydra.searchpath=[" + ",".join(f"'file://{folder}'" for folder in folders[1:]) + "]")
+    with hydra_at(folders[0]):
+        values = to_plain(compose(line.config_name, overrides))
+        files = trace(line.config_name, overrides, folders)
+    if loose is not None:
+        stated = read_yaml(loose)
+        check_stated(stated, str(loose))
+        values = to_plain(OmegaConf.merge(values, stated))
+        files |= dict.fromkeys(keys_of(stated), str(loose))
+    return Composed(values, files)
+
+
+def to_plain(composed: Any, *, resolve: bool = False) -> dict[str, Any]:
+    """Sections as plain values, with `${section.field}` looked up where asked."""
+    return cast(dict[str, Any], OmegaConf.to_container(composed, resolve=resolve))
+
+
+def is_path(recipe: str) -> bool:
+    """Whether a recipe is named by its file, as a run's config.yaml is, and not by its name."""
+    return recipe.endswith((".yaml", ".yml"))
+
+
+@contextmanager
+def hydra_at(folder: Path) -> Iterator[None]:
+    """Hydra with this folder as its own; its errors become ours, with the cause that it hides."""
+    try:
+        with initialize_config_dir(str(folder), version_base="1.3"):
+            yield
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        lines = [text.strip() for text in str(cause).splitlines() if text.strip()]
+        raise ConfigError("the YAML files cannot be composed", why=", ".join(lines[:3])) from error
+
+
+def check_choices(choices: Mapping[str, str], folders: list[Path], config_name: str) -> None:
+    """Every chosen group is a folder and every chosen name one file in it."""
+    if not any((folder / f"{config_name}.yaml").is_file() for folder in folders):
+        raise ConfigError(f"no {config_name}.yaml in {', '.join(map(str, folders))}", fix="leave --config-name out")
+    groups = {child.name for folder in folders for child in folder.iterdir() if child.is_dir()}
+    for group, name in choices.items():
+        if group not in groups:
+            known = [*KEYS, *groups, *SECTIONS]
+            raise ConfigError(
+                f"unknown key {group}",
+                why=f"it is neither section.field nor a group of YAML files ({', '.join(sorted(groups))})",
+                fix=did_you_mean(group, known),
+            )
+        names = sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+        if name not in names:
+            raise ConfigError(
+                f"there is no {group} {name!r}",
+                why=f"there are {', '.join(names)}",
+                fix=did_you_mean(name, names, prefix=f"{group}=") if name else f"write {group}=NAME",
+            )
+
+
+def trace(config_name: str, overrides: list[str], folders: list[Path]) -> dict[str, str]:
+    """For each value that a YAML file sets: the file that set it last."""
+    loader = GlobalHydra.instance().config_loader()
+    composed = loader.compute_defaults_list(config_name, overrides, run_mode=RunMode.RUN)
+    files: dict[str, str] = {}
+    for default in composed.defaults:
+        name = f"{default.config_path}.yaml"
+        places = [folder / name for folder in folders if (folder / name).is_file()]
+        if len(places) > 1:
+            where = " and in ".join(str(path.parent) for path in places)
+            raise ConfigError(f"{name} lies in {where}", why="only the first would be read", fix="rename yours")
+        for path in places:
+            stated = read_yaml(path)
+            stated.pop("defaults", None)
+            for part in reversed((default.package or "").split(".") if default.package else []):
+                stated = {part: stated}
+            shown = name if path.parent.is_relative_to(folders[0]) else str(path)
+            check_stated(stated, shown)
+            files |= dict.fromkeys(keys_of(stated), shown)
+    return files
+
+
+def check_stated(stated: dict[str, Any], file: str) -> None:
+    """Every section and field that a file names exists."""
+    if list(stated) == ["config"]:
+        raise ConfigError(
+            f"{file} would fill a section config",
+            why="a recipe names its sections itself",
+            fix="begin it with the line: # @package _global_",
+        )
+    if "defaults" in stated:
+        raise ConfigError(
+            f"{file} has a defaults list",
+            why="a recipe named by its path is read as it stands",
+            fix=f"put it into a folder config/ and write --config-dir FOLDER +config={Path(file).stem}",
+        )
+    try:
+        check_names(stated)
+    except ConfigError as error:
+        raise ConfigError(f"{error.what} in {file}", why=error.why, fix=error.fix) from None
+
+
+def lay_over(values: dict[str, dict[str, Any]], settings: list[Setting]) -> dict[str, dict[str, Any]]:
+    """The command line's settings over the values of the files, in their order; interpolations resolved."""
+    laid = OmegaConf.merge(to_dict(Config()), values)
+    try:
+        for setting in settings:
+            OmegaConf.update(laid, setting.key, parse_value(setting), merge=False)
+        return to_plain(laid, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError("a value refers to another that cannot be found", why=str(error).splitlines()[0]) from None
+
+
+def parse_value(setting: Setting) -> Any:
+    """A flag's text stands for itself; an override's lists and quotes follow Hydra's grammar."""
+    if not setting.is_hydra or not isinstance(setting.value, str):
+        return setting.value
+    if not setting.value:
+        raise ConfigError(f"{setting.words} has no value", why="it takes one", fix=f"write {setting.key}=VALUE")
+    if setting.value[0] not in "['\"":
+        return setting.value
+    try:
+        return OverridesParser.create().parse_override(setting.words).value()
+    except HydraException as error:
+        raise ConfigError(f"{setting.words} cannot be read", why=str(error).splitlines()[0]) from None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping a YAML file holds."""
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(f"{path} cannot be read", why=why, fix="name a YAML file of nanotrain's sections") from None
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{path} holds no mapping", why="a configuration has sections", fix="write section: {field: value}"
+        )
+    return {str(key): value for key, value in content.items()}
+
+
+def keys_of(stated: Mapping[str, Any]) -> list[str]:
+    """The keys of the fields that a mapping of sections sets."""
+    return [f"{section}.{name}" for section, fields in stated.items() for name in fields or {}]

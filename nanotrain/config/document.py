@@ -1,0 +1,66 @@
+"""docs/config.md, made from the fields: `python -m nanotrain.config.document > docs/config.md`."""
+
+from nanotrain.config.flags import ALIASES
+from nanotrain.config.help import default_text, meaning, metavar
+from nanotrain.config.schema import SECTIONS, Entry, entries_of
+
+INTRODUCTION = """\
+# Configuration
+
+This page is made from the fields of `nanotrain/config/config.py` by `python -m nanotrain.config.document`.
+
+## How a value is said
+
+A field stands in a section, and its name is unique over all sections. Three ways say the same:
+
+    --train-iters 50            a flag: the field's name in kebab case; also --train-iters=50
+    train.train_iters=50        Hydra's form: section.field=value
+    train: {train_iters: 50}    YAML
+
+They mix in any order. Where several speak, the later in this list wins: the default below, `train.yaml`, the files of
+the groups (`model=llama7b`), the recipe (`+config=NAME`), the command line; and on the command line the later word.
+
+- **Booleans**: `--overlap-grad-reduce`, `--no-overlap-grad-reduce`, or `parallel.overlap_grad_reduce=false`.
+- **Lists** take all words up to the next flag or override: `--data-path 0.7 a 0.3 b`, `data.data_path=[0.7,a,0.3,b]`.
+- **Unset**: `null`, as in `train.global_batch_size=null`.
+- **Your own YAML**: `--config-dir DIR` (or `hydra.searchpath=[DIR]`) adds a folder that is laid out as `configs/` is:
+  recipes in `config/`, models in `model/`. A recipe begins with `# @package _global_` and may start from another one:
+
+        # @package _global_
+        defaults:
+          - tiny
+          - _self_
+        train:
+          train_iters: 1000
+
+- **A run again**: every run writes its resolved configuration to `config.yaml`; `+config=runs/NAME/config.yaml` reads
+  it back. It names the run's folder too, so the run goes on from its checkpoints; `--run-dir DIR` begins another.
+- `--cfg job` prints the resolved configuration; `nanotrain config --explain ...` also says where each value came from.
+- A setting without effect is an error. Only where the command line puts a setting of a YAML file out of play, that
+  setting goes back to its default, and `--explain` says so.
+- `torchrun` takes abbreviations of its own options for itself; no flag here is one of these.
+"""
+
+
+def document() -> str:
+    """The page: how values are said, the aliases, and a table per section."""
+    parts = [INTRODUCTION, "## Aliases\n", "| flag | means |", "|---|---|"]
+    parts += [f"| `{flag}` | `--{alias.name.replace('_', '-')} {alias.value}` |" for flag, alias in ALIASES.items()]
+    parts.append("| `--data-parallel-size N` | nothing is set: an error unless the run has N data-parallel ranks |")
+    for name, section in SECTIONS.items():
+        parts += [f"\n## {name}\n", f"{(section.__doc__ or '').strip()}\n"]
+        parts += ["| flag | takes | default | meaning |", "|---|---|---|---|"]
+        parts += [row(entry) for entry in entries_of(name)]
+    return "\n".join(parts) + "\n"
+
+
+def row(entry: Entry) -> str:
+    """One field as a row of its section's table."""
+    check = entry.field.metadata["check"]
+    bound = f"; {check.__doc__}" if check is not None else ""
+    takes = metavar(entry).strip("{}").replace(",", ", ").replace("|", " or ")
+    return f"| `{entry.flag}` | {takes} | {default_text(entry)} | {meaning(entry)}{bound} |"
+
+
+if __name__ == "__main__":
+    print(document(), end="")

@@ -1,0 +1,187 @@
+"""Rules that span several fields, each a function that raises with the numbers and the cure.
+
+`validate` holds what needs no world, `validate_for_world` what needs the number of ranks, and `require_trainable` what
+can be planned but not yet trained. The bounds of a single field stand with the field.
+"""
+
+from nanotrain.config.config import Config, DType, LRDecayStyle, PositionEmbedding
+from nanotrain.config.derive import data_parallel_size, head_dim, num_microbatches, query_groups
+from nanotrain.config.idle import check_idle
+from nanotrain.errors import ConfigError
+
+
+def validate(config: Config) -> None:
+    """Check every rule that needs no world.
+
+    Raises:
+        ConfigError: the first rule that is broken.
+    """
+    if config.checkpoint.pretrained_checkpoint is None:
+        check_model(config)  # otherwise the model section is still to be read from config.json
+    for rule in (check_lr, check_wsd, check_batch, check_split, check_start, check_profile, check_loss_scale):
+        rule(config)
+    check_idle(config)
+
+
+def check_model(config: Config) -> None:
+    """Heads cut the width evenly, groups the heads, and a sample fits the positions."""
+    model = config.model
+    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        raise ConfigError(
+            f"hidden_size {model.hidden_size} cannot be cut into {model.num_attention_heads} heads",
+            why="num_attention_heads must divide it where kv_channels is unset",
+            fix="set --num-attention-heads to a divisor or --kv-channels to the width of a head",
+        )
+    if model.num_attention_heads % query_groups(model):
+        raise ConfigError(
+            f"{model.num_attention_heads} query heads cannot share {query_groups(model)} key/value heads",
+            why="num_query_groups must divide num_attention_heads",
+            fix="set --num-query-groups to a divisor",
+        )
+    if model.position_embedding_type is PositionEmbedding.rope and head_dim(model) % 2:
+        raise ConfigError(
+            f"a head is {head_dim(model)} wide",
+            why="rope rotates pairs of channels, so the width must be even",
+            fix="set --kv-channels to an even number or another --num-attention-heads",
+        )
+    positions = model.max_position_embeddings
+    if config.data.seq_length > positions:
+        raise ConfigError(
+            f"seq_length {config.data.seq_length} is longer than max_position_embeddings {positions}",
+            why="the model has no positions beyond",
+            fix=f"set --seq-length {positions} or raise --max-position-embeddings",
+        )
+
+
+def check_lr(config: Config) -> None:
+    """The learning rate begins and ends at or below its peak."""
+    optim = config.optim
+    for name, value in (("min_lr", optim.min_lr), ("lr_warmup_init", optim.lr_warmup_init)):
+        if value > optim.lr:
+            raise ConfigError(
+                f"{name} {value:g} is above lr {optim.lr:g}",
+                why="lr is the peak",
+                fix=f"set --{name.replace('_', '-')} or --lr",
+            )
+    if optim.lr_decay_iters is not None and optim.lr_decay_iters < optim.lr_warmup_iters:
+        raise ConfigError(
+            f"lr_decay_iters {optim.lr_decay_iters} is below lr_warmup_iters {optim.lr_warmup_iters}",
+            why="the decay ends before the warmup",
+            fix="raise --lr-decay-iters or lower --lr-warmup-iters",
+        )
+
+
+def check_wsd(config: Config) -> None:
+    """WSD knows how long its decay is, and the run is at least as long."""
+    optim, total = config.optim, config.optim.lr_decay_iters or config.train.train_iters
+    if optim.lr_decay_style is not LRDecayStyle.WSD:
+        return
+    if optim.lr_wsd_decay_iters is None:
+        raise ConfigError(
+            "lr_decay_style WSD has no length for its final decay",
+            why="lr_wsd_decay_iters is unset",
+            fix=f"set --lr-wsd-decay-iters, for example {max(1, total // 10)}",
+        )
+    if optim.lr_wsd_decay_iters > total:
+        raise ConfigError(
+            f"lr_wsd_decay_iters {optim.lr_wsd_decay_iters} is longer than the whole curve of {total} steps",
+            why="the decay is its last part",
+            fix=f"set --lr-wsd-decay-iters {max(1, total // 10)}",
+        )
+
+
+def check_batch(config: Config) -> None:
+    """A global batch holds whole microbatches."""
+    num_microbatches(config.train, 1)
+
+
+def check_split(config: Config) -> None:
+    """The split is up to three proportions, and the first, training, is not zero."""
+    try:
+        parts = [float(part) for part in config.data.split.split(",")]
+    except ValueError:
+        parts = []
+    if not 1 <= len(parts) <= 3 or min(parts) < 0 or parts[0] == 0 or not all(part < float("inf") for part in parts):
+        raise ConfigError(
+            f"split is {config.data.split!r}",
+            why="it takes proportions of training, validation and test, and training needs some",
+            fix="set --split 969,30,1",
+        )
+
+
+def check_start(config: Config) -> None:
+    """A run starts from one place."""
+    if config.checkpoint.load is not None and config.checkpoint.pretrained_checkpoint is not None:
+        raise ConfigError(
+            f"load {config.checkpoint.load} and pretrained_checkpoint {config.checkpoint.pretrained_checkpoint}",
+            why="a run starts either from a checkpoint or from Hugging Face weights",
+            fix="leave out --load or --pretrained-checkpoint",
+        )
+
+
+def check_profile(config: Config) -> None:
+    """The profiled steps are among the steps."""
+    train = config.train
+    if train.profile and not train.profile_step_start <= train.profile_step_end <= train.train_iters:
+        raise ConfigError(
+            f"steps {train.profile_step_start} to {train.profile_step_end} of {train.train_iters} cannot be profiled",
+            why="profile_step_start <= profile_step_end <= train_iters must hold",
+            fix="set --profile-step-start and --profile-step-end",
+        )
+
+
+def check_loss_scale(config: Config) -> None:
+    """The loss scale begins at or above its floor."""
+    precision = config.precision
+    if precision.params_dtype is DType.fp16 and precision.min_loss_scale > precision.initial_loss_scale:
+        raise ConfigError(
+            f"min_loss_scale {precision.min_loss_scale:g} is above initial_loss_scale {precision.initial_loss_scale:g}",
+            why="the scale never falls below the minimum",
+            fix="lower --min-loss-scale",
+        )
+
+
+def validate_for_world(config: Config, world_size: int, *, expected_dp: int | None = None) -> None:
+    """Check the rules that need the number of ranks.
+
+    Args:
+        config: a validated configuration.
+        world_size: ranks of the run.
+        expected_dp: what `--data-parallel-size` said.
+
+    Raises:
+        ConfigError: ranks that cannot be arranged, or a global batch that they cannot share.
+    """
+    dp = data_parallel_size(config.parallel, world_size)
+    if expected_dp is not None and expected_dp != dp:
+        raise ConfigError(
+            f"--data-parallel-size is {expected_dp}, the run has {dp}",
+            why=f"it follows from {world_size} ranks and only checks",
+            fix=f"run on {expected_dp * world_size // dp} ranks or leave it out",
+        )
+    num_microbatches(config.train, dp)
+
+
+def require_trainable(config: Config) -> None:
+    """Refuse what `nanotrain topology` plans but this version does not train: it trains with data parallelism."""
+    parallel = config.parallel
+    for name, value in (
+        ("tensor_model_parallel_size", parallel.tensor_model_parallel_size),
+        ("pipeline_model_parallel_size", parallel.pipeline_model_parallel_size),
+        ("context_parallel_size", parallel.context_parallel_size),
+        ("expert_model_parallel_size", parallel.expert_model_parallel_size),
+        ("expert_tensor_parallel_size", parallel.expert_tensor_parallel_size or 1),
+        ("num_distributed_optimizer_instances", parallel.num_distributed_optimizer_instances),
+    ):
+        if value > 1:
+            raise ConfigError(
+                f"{name} is {value}",
+                why="this version trains with data parallelism only",
+                fix=f"leave --{name.replace('_', '-')} out; nanotrain topology can plan it",
+            )
+    if parallel.use_tp_pp_dp_mapping:
+        raise ConfigError(
+            "use_tp_pp_dp_mapping has no effect",
+            why="with data parallelism only both orders are the same",
+            fix="leave --use-tp-pp-dp-mapping out",
+        )
