@@ -71,8 +71,9 @@ def compose_files(line: CommandLine) -> Composed:
     choices, loose = dict(line.choices), None
     if is_path(choices.get("config", "")):
         loose = Path(choices.pop("config")).expanduser()
-    check_choices(choices, folders, line.config_name)
-    overrides = [f"{group}={name}" for group, name in choices.items()]
+    check_choices(choices, folders)
+    listed = groups_listed(line.config_name, folders)
+    overrides = [f"{'' if group in listed else '+'}{group}={name}" for group, name in choices.items()]
     overrides.append("hydra.searchpath=[" + ",".join(f"'file://{folder}'" for folder in folders[1:]) + "]")
     with hydra_at(folders[0]):
         values = to_plain(compose(line.config_name, overrides))
@@ -109,10 +110,18 @@ def hydra_at(folder: Path) -> Iterator[None]:
         raise ConfigError("the YAML files cannot be composed", why=", ".join(lines[:3])) from error
 
 
-def check_choices(choices: Mapping[str, str], folders: list[Path], config_name: str) -> None:
+def groups_listed(config_name: str, folders: list[Path]) -> set[str]:
+    """The groups in the defaults list of the file that everything begins with; Hydra wants `+` before any other."""
+    for folder in folders:
+        if (path := folder / f"{config_name}.yaml").is_file():
+            return {
+                group for entry in read_yaml(path).get("defaults", []) if isinstance(entry, dict) for group in entry
+            }
+    raise ConfigError(f"no {config_name}.yaml in {', '.join(map(str, folders))}", fix="leave --config-name out")
+
+
+def check_choices(choices: Mapping[str, str], folders: list[Path]) -> None:
     """Every chosen group is a folder and every chosen name one file in it."""
-    if not any((folder / f"{config_name}.yaml").is_file() for folder in folders):
-        raise ConfigError(f"no {config_name}.yaml in {', '.join(map(str, folders))}", fix="leave --config-name out")
     groups = {child.name for folder in folders for child in folder.iterdir() if child.is_dir()}
     for group, name in choices.items():
         if group not in groups:
