@@ -11,6 +11,8 @@
 User mistakes raise these at load time, on every rank alike. `assert` is for our own invariants.
 """
 
+import sys
+
 EXIT_CODE = 2
 
 
@@ -55,3 +57,18 @@ class HuggingFaceError(CheckpointError):
 
 class EnvironmentFault(NanotrainError):
     """The machine cannot do what was asked: an unwritable folder, a missing device, a lost rank."""
+
+
+def report(error: NanotrainError, *, quiet: bool = False) -> int:
+    """Print an error as its one message on standard error, for entry points.
+
+    Args:
+        error: the mistake.
+        quiet: print nothing, on a rank that is not the first and whose mistake the first one has made alike.
+
+    Returns:
+        The exit code.
+    """
+    if not quiet:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    return EXIT_CODE
