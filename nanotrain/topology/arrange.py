@@ -51,7 +51,8 @@ def arrange(parallel: ParallelConfig, world_size: int, *, is_sharded: bool) -> G
         raise _misfit(parallel, world_size)
     dense, expert = _dense_sizes(parallel), _expert_sizes(parallel)
     dense["dp"], expert["expert_dp"] = world_size // prod(dense.values()), world_size // prod(expert.values())
-    _check_instances(parallel.num_distributed_optimizer_instances, dense, expert, is_sharded=is_sharded)
+    ranks = {"dp*cp": dense["dp"] * dense["cp"], "expert_dp": expert["expert_dp"]}
+    _check_instances(parallel.num_distributed_optimizer_instances, ranks, is_sharded=is_sharded)
     if not parallel.use_tp_pp_dp_mapping:
         return Grids(_grid(dense, ("tp", "cp", "dp", "pp")), _grid(expert, ("etp", "ep", "expert_dp", "pp")))
     _check_same_stages(dense, expert)
@@ -82,8 +83,7 @@ def _fits(parallel: ParallelConfig, world_size: int) -> bool:
     return all(world_size % prod(sizes(parallel).values()) == 0 for sizes in (_dense_sizes, _expert_sizes))
 
 
-def _with_size(parallel: ParallelConfig, axis: str, size: int) -> ParallelConfig:
-    change: dict[str, Any] = {FIELDS[axis]: size}
+def _with_size(parallel: ParallelConfig, change: dict[str, Any]) -> ParallelConfig:
     return replace(parallel, **change)
 
 
@@ -96,7 +96,7 @@ def _misfit(parallel: ParallelConfig, world_size: int) -> TopologyError:
         (FIELDS[axis], smaller)
         for axis in FIELDS
         for smaller in range(current[axis] - 1, 0, -1)
-        if _fits(_with_size(parallel, axis, smaller), world_size)
+        if _fits(_with_size(parallel, {FIELDS[axis]: smaller}), world_size)
     )
     cures = [f"set {flag_of(field)} {size}" for field, size in islice(smaller_axes, 1)]
     unit = lcm(prod(dense.values()), prod(expert.values()))
@@ -121,8 +121,8 @@ def _check_same_stages(dense: dict[str, int], expert: dict[str, int]) -> None:
     )
 
 
-def _check_instances(instances: int, dense: dict[str, int], expert: dict[str, int], *, is_sharded: bool) -> None:
-    """Optimizer instances must cut the data-parallel ranks of both grids into equal parts."""
+def _check_instances(instances: int, ranks: dict[str, int], *, is_sharded: bool) -> None:
+    """Optimizer instances must cut the data-parallel ranks of both grids, given by name, into equal parts."""
     flag = flag_of("num_distributed_optimizer_instances")
     if instances > 1 and not is_sharded:
         raise TopologyError(
@@ -130,12 +130,11 @@ def _check_instances(instances: int, dense: dict[str, int], expert: dict[str, in
             why="no_shard keeps the whole optimizer state on every rank, so there is nothing to split into instances",
             fix=f"set {flag_of('data_parallel_sharding_strategy')} optim or {flag} 1",
         )
-    dp_cp, expert_dp = dense["cp"] * dense["dp"], expert["expert_dp"]
-    for name, ranks in (("dp*cp", dp_cp), ("expert_dp", expert_dp)):
-        if ranks % instances:
-            fitting = max(n for n in range(1, instances) if dp_cp % n == 0 and expert_dp % n == 0)
+    for name, count in ranks.items():
+        if count % instances:
+            fitting = max(n for n in range(1, instances) if all(other % n == 0 for other in ranks.values()))
             raise TopologyError(
-                f"{instances} optimizer instances cannot share {name} = {ranks} ranks",
-                why=f"{flag} must divide dp*cp = {dp_cp} and expert_dp = {expert_dp}",
+                f"{instances} optimizer instances cannot share {name} = {count} ranks",
+                why=f"{flag} must divide " + " and ".join(f"{name} = {count}" for name, count in ranks.items()),
                 fix=f"set {flag} {fitting}",
             )

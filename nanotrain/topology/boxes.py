@@ -116,17 +116,17 @@ def flat_range_to_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Bo
     row_numel = prod(shape[1:])
     first_whole, last_whole = -(-start // row_numel), stop // row_numel
     if first_whole > last_whole:  # the range lies inside one row
-        return _in_row(shape, last_whole, start - last_whole * row_numel, stop - last_whole * row_numel)
+        return _in_row(shape, last_whole, start=start - last_whole * row_numel, stop=stop - last_whole * row_numel)
     boxes: tuple[Box, ...] = ()
     if start < first_whole * row_numel:
-        boxes += _in_row(shape, first_whole - 1, start - (first_whole - 1) * row_numel, row_numel)
+        boxes += _in_row(shape, first_whole - 1, start=start - (first_whole - 1) * row_numel, stop=row_numel)
     if first_whole < last_whole:
         boxes += (Box((first_whole,) + (0,) * (len(shape) - 1), (last_whole, *shape[1:])),)
     if last_whole * row_numel < stop:
-        boxes += _in_row(shape, last_whole, 0, stop - last_whole * row_numel)
+        boxes += _in_row(shape, last_whole, start=0, stop=stop - last_whole * row_numel)
     return boxes
 
 
-def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> tuple[Box, ...]:
+def _in_row(shape: Sequence[int], row: int, *, start: int, stop: int) -> tuple[Box, ...]:
     """Flat range [start, stop) of row `row`, whose shape is shape[1:], as boxes of the whole tensor."""
     return tuple(Box((row, *box.start), (row + 1, *box.stop)) for box in flat_range_to_boxes(shape[1:], start, stop))
