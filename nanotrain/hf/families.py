@@ -1,0 +1,214 @@
+"""The Hugging Face families there are, and how a ModelConfig travels to and from their config.json.
+
+A family can hold a model exactly when writing its config.json and reading it back gives the same model; nothing else
+decides it, so no feature can be lost on the way. docs/new_family.md says how to add one.
+
+    FAMILIES                                the table
+    config_from_hf, model_from_hf           config.json -> ModelConfig
+    family_of, config_to_hf                 ModelConfig -> config.json
+    check_against                           what was asked for beside a pretrained checkpoint
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from nanotrain.config.config import ModelConfig, PositionEmbedding
+from nanotrain.config.derive import ffn_size, head_dim, query_groups
+from nanotrain.config.option import flag_of
+from nanotrain.errors import HuggingFaceError
+from nanotrain.hf.gpt2 import read_gpt2, write_gpt2
+from nanotrain.hf.llama import read_llama, read_qwen2, read_qwen3, write_llama, write_qwen2, write_qwen3
+from nanotrain.hf.names import Place, gpt2_places, llama_places
+
+# Free to choose beside a pretrained checkpoint: they say nothing about its weights.
+FREE_FIELDS = ("make_vocab_size_divisible_by", "init_method_std")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type` of Hugging Face.
+
+    Args:
+        architecture: the class name config.json carries.
+        prefix: what every tensor but the head begins with; files of the bare transformer leave it out.
+        read: config.json -> model.
+        write: model -> config.json, less what all families share.
+        places: model -> parameter name -> place in the files.
+        ignored: ends of tensor names that hold no weights (buffers in old files).
+    """
+
+    architecture: str
+    prefix: str
+    read: Callable[[Mapping[str, Any]], ModelConfig]
+    write: Callable[[ModelConfig], dict[str, Any]]
+    places: Callable[[ModelConfig], dict[str, Place]]
+    ignored: tuple[str, ...] = ()
+
+
+ROPE_BUFFERS = (".rotary_emb.inv_freq",)
+MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
+
+# The first family that can hold a model is the one it is exported as.
+FAMILIES: dict[str, Family] = {
+    "gpt2": Family("GPT2LMHeadModel", "transformer.", read_gpt2, write_gpt2, gpt2_places, MASK_BUFFERS),
+    "llama": Family("LlamaForCausalLM", "model.", read_llama, write_llama, llama_places, ROPE_BUFFERS),
+    "qwen2": Family("Qwen2ForCausalLM", "model.", read_qwen2, write_qwen2, llama_places, ROPE_BUFFERS),
+    "qwen3": Family("Qwen3ForCausalLM", "model.", read_qwen3, write_qwen3, llama_places, ROPE_BUFFERS),
+}
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
+    """The model a config.json describes.
+
+    Args:
+        raw: the parsed config.json.
+
+    Raises:
+        HuggingFaceError: a family or feature this code does not have.
+
+    >>> config_from_hf({"model_type": "gpt2", "n_embd": 96, "n_head": 3}).hidden_size
+    96
+    """
+    return FAMILIES[_family_name(raw)].read(raw)
+
+
+def model_from_hf(folder: Path) -> ModelConfig:
+    """The model a Hugging Face folder holds; see `config_from_hf`."""
+    return config_from_hf(read_config(folder))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The parsed config.json of a folder.
+
+    Raises:
+        HuggingFaceError: no such folder, no config.json, or one that is no JSON object.
+    """
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+        fix = "give a folder as `save_pretrained` writes it, with config.json and *.safetensors"
+        raise HuggingFaceError(f"cannot read {path}", why=why, fix=fix) from None
+    except ValueError as error:
+        raise HuggingFaceError(f"{path} is not JSON", why=str(error), fix="fetch the folder again") from None
+    if not isinstance(raw, dict):
+        raise HuggingFaceError(f"{path} holds no JSON object", why="a config.json is one", fix="fetch the folder again")
+    return raw
+
+
+def family_of(model: ModelConfig, *, name: str | None = None) -> str:
+    """The family a model is exported as.
+
+    Args:
+        model: the model, its vocabulary size set.
+        name: the family asked for; None takes the first that can hold the model.
+
+    Raises:
+        HuggingFaceError: no family, or not the one asked for, can hold this model.
+    """
+    if name is not None and name not in FAMILIES:
+        raise _unknown_family(name)
+    names = FAMILIES if name is None else (name,)
+    lost = {candidate: _lost_fields(model, candidate) for candidate in names}
+    for candidate, missing in lost.items():
+        if not missing:
+            return candidate
+    reasons = "; ".join(f"{candidate} cannot say {', '.join(missing)}" for candidate, missing in lost.items())
+    raise HuggingFaceError(
+        "this model cannot be written as a Hugging Face model",
+        why=reasons,
+        fix="export models of these families only, or add a family (docs/new_family.md)",
+    )
+
+
+def config_to_hf(model: ModelConfig, *, family: str, dtype: str = "float32") -> dict[str, Any]:
+    """The config.json of a model, as transformers 4 and 5 read it.
+
+    Args:
+        model: a model that `family` can hold.
+        family: a key of FAMILIES.
+        dtype: of the weights beside it, by torch's name.
+    """
+    shared = {
+        "architectures": [FAMILIES[family].architecture],
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "model_type": family,
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+    return shared | FAMILIES[family].write(model)
+
+
+def check_against(from_hf: ModelConfig, asked: ModelConfig, *, explicit: frozenset[str]) -> ModelConfig:
+    """The model to train when a pretrained checkpoint is given: its own, plus what it leaves free.
+
+    Args:
+        from_hf: what config.json says.
+        asked: the model section as configured.
+        explicit: names of the fields that flags or overrides set; the others give way to config.json.
+
+    Raises:
+        HuggingFaceError: an explicit field that contradicts config.json, naming both values.
+    """
+    ours, theirs = canonical(replace(asked, vocab_size=asked.vocab_size or from_hf.vocab_size)), canonical(from_hf)
+    for name in sorted(explicit & {field.name for field in fields(ModelConfig)} - set(FREE_FIELDS)):
+        value, given, known = getattr(asked, name), getattr(ours, name), getattr(theirs, name)
+        if value is not None and given != known:
+            raise HuggingFaceError(
+                f"{flag_of(name)} {_shown(given)} contradicts the pretrained checkpoint",
+                why=f"its config.json says {name} = {_shown(known)}",
+                fix=f"leave {flag_of(name)} out, or train without --pretrained-checkpoint",
+            )
+    return replace(from_hf, **{name: getattr(asked, name) for name in FREE_FIELDS})
+
+
+def canonical(model: ModelConfig) -> ModelConfig:
+    """The same model with every derived size written out and every idle field at its default."""
+    default = ModelConfig()
+    model = replace(
+        model,
+        ffn_hidden_size=ffn_size(model),
+        num_query_groups=query_groups(model),
+        kv_channels=head_dim(model),
+        add_qkv_bias=model.add_qkv_bias and not model.add_bias_linear,
+    )
+    if model.position_embedding_type is not PositionEmbedding.rope:
+        model = replace(model, rotary_base=default.rotary_base, use_rope_scaling=False)
+    if not model.use_rope_scaling:
+        idle = [f.name for f in fields(ModelConfig) if f.name.startswith("rope_")]
+        model = replace(model, **{name: getattr(default, name) for name in idle})
+    return model
+
+
+def _lost_fields(model: ModelConfig, family: str) -> list[str]:
+    try:
+        back = FAMILIES[family].read(FAMILIES[family].write(model))
+    except HuggingFaceError as error:
+        return [error.what]
+    ours, theirs = canonical(replace(model, make_vocab_size_divisible_by=1)), canonical(back)
+    theirs = replace(theirs, make_vocab_size_divisible_by=1)
+    return [f.name for f in fields(ModelConfig) if getattr(ours, f.name) != getattr(theirs, f.name)]
+
+
+def _family_name(raw: Mapping[str, Any]) -> str:
+    name = str(raw.get("model_type", "(none)"))
+    if name not in FAMILIES:
+        raise _unknown_family(name)
+    return name
+
+
+def _unknown_family(name: str) -> HuggingFaceError:
+    return HuggingFaceError(
+        f"Hugging Face model_type {name} is not known here",
+        why=f"the known ones are {', '.join(FAMILIES)}",
+        fix="use a checkpoint of one of these, or add the family (docs/new_family.md)",
+    )
+
+
+def _shown(value: Any) -> str:
+    return str(getattr(value, "value", value))

@@ -1,0 +1,67 @@
+"""GPT-2's config.json, read and written."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanotrain.config.config import Activation, ModelConfig, Normalization, PositionEmbedding
+from nanotrain.config.derive import ffn_size
+from nanotrain.hf.reject import reject
+
+# What Hugging Face calls the activations we have.
+ACTIVATIONS = {
+    "gelu": Activation.gelu,
+    "gelu_new": Activation.gelu_tanh,
+    "gelu_pytorch_tanh": Activation.gelu_tanh,
+    "gelu_fast": Activation.gelu_tanh,
+}
+
+
+def read_gpt2(raw: Mapping[str, Any]) -> ModelConfig:
+    """The model a GPT-2 config.json describes. Its dropout rates are not taken over: pretraining uses none.
+
+    Raises:
+        HuggingFaceError: a feature this code does not have.
+    """
+    activation = raw.get("activation_function", "gelu_new")
+    if activation not in ACTIVATIONS:
+        reject("activation_function", activation, instead=f"one of {', '.join(ACTIVATIONS)}")
+    if not raw.get("scale_attn_weights", True):
+        reject("scale_attn_weights", False, instead="true")
+    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        if raw.get(key, False):
+            reject(key, True, instead="false")
+    return ModelConfig(
+        num_layers=raw.get("n_layer", 12),
+        hidden_size=raw.get("n_embd", 768),
+        ffn_hidden_size=raw.get("n_inner") or 4 * raw.get("n_embd", 768),
+        num_attention_heads=raw.get("n_head", 12),
+        max_position_embeddings=raw.get("n_positions", raw.get("n_ctx", 1024)),
+        vocab_size=raw.get("vocab_size", 50257),
+        position_embedding_type=PositionEmbedding.learned_absolute,
+        normalization=Normalization.LayerNorm,
+        norm_epsilon=raw.get("layer_norm_epsilon", 1e-5),
+        activation=ACTIVATIONS[activation],
+        add_bias_linear=True,
+        untie_embeddings_and_output_weights=not raw.get("tie_word_embeddings", True),
+        init_method_std=raw.get("initializer_range", 0.02),
+    )
+
+
+def write_gpt2(model: ModelConfig) -> dict[str, Any]:
+    """The config.json of a GPT-2; what it cannot say is found by reading it back."""
+    return {
+        "activation_function": "gelu" if model.activation is Activation.gelu else "gelu_new",
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "initializer_range": model.init_method_std,
+        "layer_norm_epsilon": model.norm_epsilon,
+        "n_ctx": model.max_position_embeddings,
+        "n_embd": model.hidden_size,
+        "n_head": model.num_attention_heads,
+        "n_inner": ffn_size(model),
+        "n_layer": model.num_layers,
+        "n_positions": model.max_position_embeddings,
+        "resid_pdrop": 0.0,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "vocab_size": model.vocab_size,
+    }

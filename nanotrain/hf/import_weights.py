@@ -1,0 +1,83 @@
+"""Weights from a Hugging Face folder: each rank reads the boxes it holds and no more.
+
+check       the files hold exactly the tensors the model has, in their shapes
+fill        every wanted box: one slice of one file, transposed or offset as the family's table says
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from nanotrain.config.config import ModelConfig
+from nanotrain.errors import HuggingFaceError
+from nanotrain.hf.families import FAMILIES, Family, read_config
+from nanotrain.hf.names import Place
+from nanotrain.hf.weights import WeightFiles
+from nanotrain.topology.boxes import Box, TensorBox
+
+# How many names an error lists.
+SHOWN = 5
+
+
+def import_weights(folder: Path, model: ModelConfig, wanted: Mapping[TensorBox, Tensor]) -> None:
+    """Fill tensors with their pieces of a Hugging Face checkpoint.
+
+    Args:
+        folder: the Hugging Face folder.
+        model: what `model_from_hf` said about it.
+        wanted: pieces of parameters, under their own names, -> tensors of the pieces' shapes, any dtype or
+            device; filled in place. Rows of the padded vocabulary become zero.
+
+    Raises:
+        HuggingFaceError: a missing, superfluous or mis-shaped tensor, a damaged file.
+    """
+    raw = read_config(folder)
+    family = FAMILIES[raw["model_type"]]
+    places = family.places(model)
+    files = WeightFiles(folder, prefix=family.prefix)
+    _check(files, places, family=family, folder=folder)
+    for piece, target in wanted.items():
+        assert piece.name in places, f"{piece.name} is no parameter of this model: it would stay unfilled"
+        _fill(target.detach(), piece, place=places[piece.name], files=files)
+
+
+def _fill(target: Tensor, piece: TensorBox, *, place: Place, files: WeightFiles) -> None:
+    real = piece.box.intersect(Box.whole(place.shape))
+    if real != piece.box:
+        target.zero_()
+    if real is None:
+        return
+    stored = files.read(place.tensor, place.box(real))
+    target[real.within(piece.box).slices()].copy_(stored.t() if place.transposed else stored)
+
+
+def _check(files: WeightFiles, places: Mapping[str, Place], *, family: Family, folder: Path) -> None:
+    expected = {place.tensor: place.tensor_shape for place in places.values()}
+    # A tied head is often stored all the same.
+    needless = {"lm_head.weight"} if "head.weight" not in places else set()
+    found = {
+        name: shape
+        for name, shape in files.shapes.items()
+        if not name.endswith(family.ignored) and name not in needless - expected.keys()
+    }
+    complaints = []
+    for label, names in (("missing", expected.keys() - found.keys()), ("unknown", found.keys() - expected.keys())):
+        if names:
+            shapes = expected if label == "missing" else found
+            complaints.append(f"{label}: {_listed([f'{name} {list(shapes[name])}' for name in sorted(names)])}")
+    wrong = [name for name in sorted(expected.keys() & found.keys()) if expected[name] != found[name]]
+    if wrong:
+        texts = [f"{name} is {list(found[name])} and should be {list(expected[name])}" for name in wrong]
+        complaints.append(f"mis-shaped: {_listed(texts)}")
+    if complaints:
+        raise HuggingFaceError(
+            f"the weights in {folder} are not those its config.json describes",
+            why="; ".join(complaints),
+            fix="use a folder whose config.json and weights were saved together",
+        )
+
+
+def _listed(items: list[str]) -> str:
+    more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+    return ", ".join(items[:SHOWN]) + more

@@ -1,0 +1,136 @@
+"""The config.json of Llama, Qwen2 and Qwen3, read and written.
+
+The three share one layout and differ in biases and norms. Rotary positions are accepted in both layouts there are
+(`rope_theta` + `rope_scaling` before transformers 5, `rope_parameters` since) and written in the older one, which
+every version reads.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanotrain.config.config import Activation, ModelConfig
+from nanotrain.config.derive import ffn_size, head_dim, query_groups
+from nanotrain.hf.reject import reject
+
+
+def read_llama(raw: Mapping[str, Any]) -> ModelConfig:
+    """The model a Llama config.json describes.
+
+    Raises:
+        HuggingFaceError: a feature this code does not have.
+    """
+    attention_bias, mlp_bias = raw.get("attention_bias", False), raw.get("mlp_bias", False)
+    if attention_bias != mlp_bias:
+        reject("attention_bias", attention_bias, instead=f"{str(mlp_bias).lower()}, equal to mlp_bias,")
+    return ModelConfig(add_bias_linear=bool(attention_bias), **_read_shared(raw, default_positions=2048))
+
+
+def read_qwen2(raw: Mapping[str, Any]) -> ModelConfig:
+    """The model a Qwen2 config.json describes; see `read_llama`."""
+    _check_full_attention(raw)
+    return ModelConfig(add_qkv_bias=True, **_read_shared(raw, default_positions=32768))
+
+
+def read_qwen3(raw: Mapping[str, Any]) -> ModelConfig:
+    """The model a Qwen3 config.json describes; see `read_llama`."""
+    _check_full_attention(raw)
+    if raw.get("attention_bias", False):
+        reject("attention_bias", True, instead="false")
+    shared = _read_shared({"head_dim": 128, **raw}, default_positions=32768)
+    return ModelConfig(qk_layernorm=True, **shared)
+
+
+def write_llama(model: ModelConfig) -> dict[str, Any]:
+    """The config.json of a Llama; what it cannot say is found by reading it back."""
+    bias = model.add_bias_linear
+    return _write_shared(model) | {"attention_bias": bias, "mlp_bias": bias, "pretraining_tp": 1}
+
+
+def write_qwen2(model: ModelConfig) -> dict[str, Any]:
+    """The config.json of a Qwen2; see `write_llama`."""
+    return _write_shared(model) | {"use_sliding_window": False}
+
+
+def write_qwen3(model: ModelConfig) -> dict[str, Any]:
+    """The config.json of a Qwen3; see `write_llama`."""
+    return _write_shared(model) | {"attention_bias": False, "use_sliding_window": False}
+
+
+def _read_shared(raw: Mapping[str, Any], *, default_positions: int) -> dict[str, Any]:
+    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+        reject("hidden_act", raw["hidden_act"], instead="silu")
+    heads, hidden = raw.get("num_attention_heads", 32), raw.get("hidden_size", 4096)
+    return {
+        "num_layers": raw.get("num_hidden_layers", 32),
+        "hidden_size": hidden,
+        "ffn_hidden_size": raw.get("intermediate_size", 11008),
+        "num_attention_heads": heads,
+        "num_query_groups": raw.get("num_key_value_heads") or heads,
+        "kv_channels": raw.get("head_dim") or hidden // heads,
+        "max_position_embeddings": raw.get("max_position_embeddings", default_positions),
+        "vocab_size": raw.get("vocab_size", 32000),
+        "norm_epsilon": raw.get("rms_norm_eps", 1e-6),
+        "activation": Activation.swiglu,
+        "untie_embeddings_and_output_weights": not raw.get("tie_word_embeddings", False),
+        "init_method_std": raw.get("initializer_range", 0.02),
+        **_read_rope(raw),
+    }
+
+
+def _read_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    base = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
+    partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if partial not in (1.0, None):
+        reject("partial_rotary_factor", partial, instead="1.0")
+    if kind == "default":
+        return {"rotary_base": float(base)}
+    if kind != "llama3":
+        reject("rope_type", kind, instead="default or llama3")
+    original = rope.get("original_max_position_embeddings", raw.get("max_position_embeddings", 2048))
+    return {
+        "rotary_base": float(base),
+        "use_rope_scaling": True,
+        "rope_scaling_factor": float(rope["factor"]),
+        "rope_low_freq_factor": float(rope["low_freq_factor"]),
+        "rope_high_freq_factor": float(rope["high_freq_factor"]),
+        "rope_original_max_positions": original,
+    }
+
+
+def _check_full_attention(raw: Mapping[str, Any]) -> None:
+    layers = raw.get("num_hidden_layers", 32)
+    kinds = set(raw.get("layer_types") or ()) - {"full_attention"}
+    if kinds:
+        reject("layer_types", sorted(kinds)[0], instead="full_attention")
+    # Without layer_types the window, where it is used, holds from max_window_layers on.
+    if raw.get("use_sliding_window") and not raw.get("layer_types") and raw.get("max_window_layers", 28) < layers:
+        reject("use_sliding_window", True, instead="false")
+
+
+def _write_shared(model: ModelConfig) -> dict[str, Any]:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": model.rope_scaling_factor,
+        "low_freq_factor": model.rope_low_freq_factor,
+        "high_freq_factor": model.rope_high_freq_factor,
+        "original_max_position_embeddings": model.rope_original_max_positions,
+    }
+    return {
+        "attention_dropout": 0.0,
+        "head_dim": head_dim(model),
+        "hidden_act": "silu",
+        "hidden_size": model.hidden_size,
+        "initializer_range": model.init_method_std,
+        "intermediate_size": ffn_size(model),
+        "max_position_embeddings": model.max_position_embeddings,
+        "num_attention_heads": model.num_attention_heads,
+        "num_hidden_layers": model.num_layers,
+        "num_key_value_heads": query_groups(model),
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_scaling": scaling if model.use_rope_scaling else None,
+        "rope_theta": model.rotary_base,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "vocab_size": model.vocab_size,
+    }
