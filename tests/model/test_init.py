@@ -1,0 +1,69 @@
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.model.building import LLAMA, MODELS, build
+
+from nanotrain.model.init import BLOCK_ELEMENTS, fill_normal
+from nanotrain.topology.boxes import Box
+from nanotrain.topology.params import ParamKind, ParamSpec
+from nanotrain.topology.stages import StageSpec
+
+HUGE = ParamSpec("layers.0.mlp.up.weight", (5000, 700), dtype="fp32", kind=ParamKind.matrix)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2-untied"])
+def test_a_stage_starts_with_the_bits_of_the_whole_model(name: str) -> None:
+    model = replace(MODELS[name], num_layers=4)
+    whole = dict(build(model, seed=7).named_parameters())
+    last = build(model, spec=StageSpec(1, 2, 4, has_embedding=False, has_head=True), seed=7)
+    names = [key for key, _ in last.named_parameters()]
+    assert "layers.2.mlp.down.weight" in names
+    for key, parameter in last.named_parameters():
+        assert torch.equal(parameter, whole[key]), key
+
+
+def test_another_seed_layer_or_name_gives_other_values() -> None:
+    first, second = dict(build(LLAMA, seed=1).named_parameters()), dict(build(LLAMA, seed=2).named_parameters())
+    gate = "layers.0.mlp.gate.weight"
+    assert not torch.equal(first[gate], second[gate])
+    assert not torch.equal(first[gate], first["layers.1.mlp.gate.weight"])
+    assert not torch.equal(first[gate], first["layers.0.mlp.up.weight"])
+
+
+def test_matrices_are_normal_and_output_projections_narrower() -> None:
+    model = replace(LLAMA, num_layers=8, hidden_size=256, ffn_hidden_size=512, init_method_std=0.05)
+    parameters = dict(build(model).named_parameters())
+    assert parameters["layers.3.mlp.up.weight"].std().item() == pytest.approx(0.05, rel=0.02)
+    assert parameters["layers.3.mlp.down.weight"].std().item() == pytest.approx(0.05 / 4, rel=0.02)
+    assert parameters["layers.3.attention.output.weight"].std().item() == pytest.approx(0.05 / 4, rel=0.02)
+    assert torch.equal(parameters["final_norm.weight"], torch.ones(256))
+    assert parameters["embedding.word.weight"][131:].std().item() == pytest.approx(0.05, rel=0.05)
+
+
+def test_bf16_starts_as_the_rounded_fp32_values() -> None:
+    exact, rounded = build(LLAMA), build(LLAMA, dtype=torch.bfloat16)
+    for one, other in zip(exact.parameters(), rounded.parameters(), strict=True):
+        assert torch.equal(one.bfloat16(), other)
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_any_box_of_a_parameter_is_cut_from_its_whole(data: st.DataObject) -> None:
+    assert HUGE.numel > 3 * BLOCK_ELEMENTS  # so that boxes cross the borders of blocks
+    rows = sorted(data.draw(st.lists(st.integers(0, 5000), min_size=2, max_size=2, unique=True)))
+    columns = sorted(data.draw(st.lists(st.integers(0, 700), min_size=2, max_size=2, unique=True)))
+    box = Box((rows[0], columns[0]), (rows[1], columns[1]))
+    target = torch.full(box.shape, float("nan"))
+    fill_normal(target, HUGE, box=box, seed=3, std=0.02)
+    assert torch.equal(target, whole_of_huge()[box.slices()])
+
+
+@cache
+def whole_of_huge() -> torch.Tensor:
+    whole = torch.empty(HUGE.shape)
+    fill_normal(whole, HUGE, box=Box.whole(HUGE.shape), seed=3, std=0.02)
+    return whole

@@ -1,0 +1,115 @@
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.model.building import GPT2, LLAMA, MODELS, VOCAB, build, give_storage, random_batch, randomize
+
+from nanotrain.config.config import ModelConfig
+from nanotrain.data.batch import Batch
+from nanotrain.model.build import build_stage
+from nanotrain.topology.stages import split_layers
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_loss_is_the_masked_sum_of_cross_entropies_over_the_real_vocabulary(name: str) -> None:
+    model, batch = randomize(build(MODELS[name])), random_batch()
+    logits = model.logits(batch.tokens)
+    each = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
+    assert logits.shape[-1] == VOCAB
+    torch.testing.assert_close(model(None, batch), (each * batch.loss_mask.flatten()).sum())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "llama-untied"])
+def test_padded_rows_of_the_vocabulary_change_neither_loss_nor_get_a_gradient(name: str) -> None:
+    model, batch = build(MODELS[name]), random_batch()
+    before = model(None, batch)
+    weight = model.embedding.word.weight if model.head.weight is None else model.head.weight
+    weight.data[VOCAB:] = 1e4
+    loss = model(None, batch)
+    loss.backward()
+    assert torch.equal(loss, before)
+    assert weight.grad[VOCAB:].abs().max() == 0
+    assert weight.grad[:VOCAB].abs().max() > 0
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", [LLAMA, GPT2])
+def test_stages_in_a_row_are_the_whole_model(family: ModelConfig, tied: bool, num_stages: int) -> None:
+    model = replace(family, num_layers=3, untie_embeddings_and_output_weights=not tied)
+    whole, batch = build(model), random_batch()
+    stages = [build(model, spec=spec) for spec in split_layers(3, num_stages)]
+    hidden = None
+    for stage in stages:
+        hidden = stage(hidden, batch)
+    expected = whole(None, batch)
+    hidden.backward()
+    expected.backward()
+    assert torch.equal(hidden, expected)
+    # A tied weight lives on both ends; its gradient is the sum of the two.
+    found: dict[str, torch.Tensor] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            found[name] = found[name] + parameter.grad if name in found else parameter.grad
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, msg=name)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-untied", "gpt2"])
+def test_parameters_may_be_replaced_after_the_build(name: str) -> None:
+    model, batch = build(MODELS[name]), random_batch()
+    before = model(None, batch)
+    values = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+    give_storage(model)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.copy_(values[key])
+    assert torch.equal(model(None, batch), before)
+    model(None, batch).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_token_sees_only_its_past(name: str) -> None:
+    model, batch = build(MODELS[name]), random_batch(batch=1)
+    changed = batch.tokens.clone()
+    changed[0, 10:] = (changed[0, 10:] + 1) % VOCAB
+    first, second = model.logits(batch.tokens), model.logits(changed)
+    torch.testing.assert_close(first[0, :10], second[0, :10])
+    assert not torch.allclose(first[0, 10], second[0, 10])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
+def test_documents_in_one_sample_are_the_documents_on_their_own(name: str) -> None:
+    model = randomize(build(MODELS[name]))
+    lengths = (7, 1, 12, 4)
+    whole = random_batch(batch=1, length=sum(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    documents = torch.cat([torch.full((n,), i, dtype=torch.int32) for i, n in enumerate(lengths)])[None]
+    packed = model(None, Batch(whole.tokens, whole.labels, whole.loss_mask, positions, documents))
+    alone, start = torch.zeros(()), 0
+    for length in lengths:
+        part = slice(start, start + length)
+        alone = alone + model(
+            None, Batch(whole.tokens[:, part], whole.labels[:, part], whole.loss_mask[:, part], None, None)
+        )
+        start += length
+    torch.testing.assert_close(packed, alone)
+
+
+def test_a_stage_runs_on_the_meta_device() -> None:
+    stage = build_stage(LLAMA, split_layers(2, 1)[0], dtype=torch.bfloat16)
+    batch = random_batch()
+    on_meta = Batch(*(x.to("meta") for x in (batch.tokens, batch.labels, batch.loss_mask)), None, None)
+    loss = stage(None, on_meta)
+    loss.backward()
+    assert loss.device.type == "meta"
+    assert all(parameter.grad.shape == parameter.shape for parameter in stage.parameters())
+
+
+def test_bf16_follows_fp32() -> None:
+    exact, rounded, batch = build(LLAMA), build(LLAMA, dtype=torch.bfloat16), random_batch()
+    expected, found = exact(None, batch), rounded(None, batch)
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=0)
