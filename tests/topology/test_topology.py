@@ -1,7 +1,5 @@
 """The groups of a job: worked examples for both orders, and laws for every shape."""
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -136,15 +134,8 @@ def test_impossible_shapes_are_refused() -> None:
         topology_of(6, tensor_model_parallel_size=4)
 
 
-def test_sixteen_thousand_ranks_are_planned_in_a_moment() -> None:
-    # given
-    topology = topology_of(16384, tensor_model_parallel_size=8, pipeline_model_parallel_size=16)
+def test_planning_sixteen_thousand_ranks_is_not_quadratic() -> None:
+    # 0.05 s where it was written; a plan that compares ranks with ranks runs into the test timeout
+    groups = topology_of(16384, tensor_model_parallel_size=8, pipeline_model_parallel_size=16).groups()
 
-    # when
-    start = time.perf_counter()
-    groups = topology.groups()
-    elapsed_s = time.perf_counter() - start
-
-    # then: 0.05 s where it was written; a plan that is quadratic in the ranks takes minutes
-    assert len(groups["dp"]) == 128
-    assert elapsed_s < 5
+    assert {name: len(groups[name]) for name in ("tp", "dp", "pp")} == {"tp": 2048, "dp": 128, "pp": 1024}
