@@ -55,6 +55,7 @@ class CommandLine:
     data_parallel_size: int | None = None
     wants_help: bool = False
     wants_job: bool = False
+    wants_explanation: bool = False
 
     @property
     def explicit(self) -> frozenset[str]:
@@ -206,6 +207,11 @@ def want_help(line: CommandLine) -> None:
     line.wants_help = True
 
 
+def want_explanation(line: CommandLine) -> None:
+    """`--explain`."""
+    line.wants_explanation = True
+
+
 # flags that set no field, with and without a value
 OWN_FLAGS: dict[str, Callable[[CommandLine, str], None]] = {
     "--config-dir": lambda line, value: line.search_path.append(value),
@@ -213,7 +219,11 @@ OWN_FLAGS: dict[str, Callable[[CommandLine, str], None]] = {
     "--data-parallel-size": set_data_parallel_size,
     "--cfg": set_cfg,
 }
-SWITCHES: dict[str, Callable[[CommandLine], None]] = {"--help": want_help, "-h": want_help}
+SWITCHES: dict[str, Callable[[CommandLine], None]] = {
+    "--help": want_help,
+    "-h": want_help,
+    "--explain": want_explanation,
+}
 
 
 def no_value(flag: str) -> ConfigError:

@@ -14,6 +14,7 @@ Words come in any order. The command line beats the recipe, the recipe beats tra
   --config-dir DIR        a folder of your own YAML files; may be repeated (also hydra.searchpath=[DIR,...])
   --config-name NAME      compose NAME.yaml in place of train.yaml
   --cfg job               print the resolved configuration and stop
+  --explain               the same with the origin of every value
   --data-parallel-size N  an error unless the world has so many data-parallel ranks
   --help, -h              print this and stop
 """

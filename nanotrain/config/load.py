@@ -3,7 +3,7 @@
     words --flags.parse--> CommandLine --compose_files--> values of the YAML --lay_over--> plain values
           --config_from_dict--> Config --settle_idle--> Config --validate--> Config
 
-`load` does all of it; `answer` serves the words that ask for text in place of a run (`--help`, `--cfg job`).
+`load` does all of it; `answer` serves the words that ask for text in place of a run (`--help`, `--cfg job`, `--explain`).
 """
 
 from collections.abc import Sequence
@@ -75,11 +75,13 @@ def compose_line(line: CommandLine) -> Loaded:
 
 
 def answer(argv: Sequence[str]) -> str | None:
-    """The text that `--help` or `--cfg job` asks for; None where the words ask for a run."""
+    """The text that `--help`, `--explain` or `--cfg job` asks for; None where the words ask for a run."""
     if "-h" in argv or "--help" in argv:
         return help_text()
     line = parse(argv)
-    return to_yaml(compose_line(line).config) if line.wants_job else None
+    if line.wants_explanation:
+        return explain(argv)
+    return to_yaml(compose_line(line).config).rstrip() if line.wants_job else None
 
 
 def explain(argv: Sequence[str]) -> str:

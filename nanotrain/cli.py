@@ -1,0 +1,167 @@
+"""`nanotrain COMMAND ...`: one function per command, which reads its words and hands them to a room.
+
+    train | prepare | topology | checkpoint inspect | checkpoint verify | checkpoint export-hf | generate | config
+
+Rooms are imported where a command needs them, so that `--help` answers before torch could be loaded.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from nanotrain.config.load import answer, load, to_yaml
+from nanotrain.errors import EXIT_CODE, ConfigError, NanotrainError, report
+
+
+class Words(argparse.ArgumentParser):
+    """A parser without abbreviations whose mistakes are our errors."""
+
+    def __init__(self, command: str, purpose: Callable[..., int], *, epilog: str | None = None) -> None:
+        super().__init__(prog=f"nanotrain {command}", description=purpose.__doc__, epilog=epilog, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print."""
+        raise ConfigError(f"{self.prog}: {message}", fix=f"{self.prog} --help lists what it takes")
+
+
+def train(argv: Sequence[str]) -> int:
+    """Train, as `python -m nanotrain.train` does; many ranks are started by torchrun."""
+    if (text := answer(argv)) is not None:
+        print(text)
+        return 0
+    from nanotrain.train.__main__ import main as train_main
+
+    return train_main(argv)
+
+
+def prepare(argv: Sequence[str]) -> int:
+    """Turn text into token files (.bin/.idx) for --data-path."""
+    from nanotrain.data.prepare import main as prepare_main
+
+    return prepare_main(argv)
+
+
+def topology(argv: Sequence[str]) -> int:
+    """Print the groups that a number of ranks forms; takes the flags of the parallel section."""
+    words = Words("topology", topology, epilog="any configuration flag may follow, as --tensor-model-parallel-size 2")
+    words.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
+    words.add_argument("--json", action="store_true", help="an object of group name -> list of rank lists")
+    asked, rest = words.parse_known_args(argv)
+    from nanotrain.topology.picture import run_topology
+
+    parallel = load(rest, to_train=False).config.parallel
+    print(run_topology(parallel, asked.world_size, as_json=asked.json))
+    return 0
+
+
+def checkpoint(argv: Sequence[str]) -> int:
+    """Look at a checkpoint (inspect, verify) or write it as a Hugging Face folder (export-hf)."""
+    if not argv or argv[0] not in CHECKPOINT_COMMANDS:
+        return choose("nanotrain checkpoint", argv, CHECKPOINT_COMMANDS)
+    return CHECKPOINT_COMMANDS[argv[0]](argv[1:])
+
+
+def inspect(argv: Sequence[str]) -> int:
+    """Print the step, sizes and tensors of a checkpoint."""
+    words = Words("checkpoint inspect", inspect)
+    words.add_argument("path", type=Path, help="a step folder, or a run folder for its newest")
+    asked = words.parse_args(argv)
+    from nanotrain.checkpoint.report import describe
+
+    print(describe(asked.path))
+    return 0
+
+
+def verify(argv: Sequence[str]) -> int:
+    """Compare every byte of a checkpoint with its checksums; exit code 2 where one differs."""
+    words = Words("checkpoint verify", verify)
+    words.add_argument("path", type=Path, help="a step folder, or a run folder for its newest")
+    asked = words.parse_args(argv)
+    from nanotrain.checkpoint.report import verify as verify_checkpoint
+
+    outcome = verify_checkpoint(asked.path)
+    print(outcome.text())
+    return 0 if outcome.is_sound else EXIT_CODE
+
+
+def export_hf(argv: Sequence[str]) -> int:
+    """Write the weights of a checkpoint as a Hugging Face folder."""
+    words = Words("checkpoint export-hf", export_hf)
+    words.add_argument("path", type=Path, help="a step folder, or a run folder for its newest")
+    words.add_argument("folder", type=Path, help="the Hugging Face folder to write")
+    words.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights (default: fp32)"
+    )
+    words.add_argument("--family", help="gpt2, llama, qwen2 or qwen3; unset: the first that can hold the model")
+    words.add_argument("--tokenizer", type=Path, help="a tokenizer.json or a folder, copied beside the weights")
+    asked = words.parse_args(argv)
+    from nanotrain.train.export import export_checkpoint
+
+    print(export_checkpoint(**vars(asked)))
+    return 0
+
+
+def generate(argv: Sequence[str]) -> int:
+    """Continue a text with the model of a checkpoint."""
+    words = Words("generate", generate)
+    words.add_argument("path", type=Path, help="a step folder, or a run folder for its newest")
+    words.add_argument("--prompt", default="", help="the text to continue (default: none)")
+    words.add_argument("--num-tokens", type=int, default=120, metavar="N", help="length of the text (default: 120)")
+    words.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
+    words.add_argument("--top-k", type=int, default=None, metavar="K", help="choose among the K likeliest tokens")
+    words.add_argument("--seed", type=int, default=0, help="the same seed writes the same text (default: 0)")
+    asked = words.parse_args(argv)
+    from nanotrain.train.sample import sample_from_checkpoint
+
+    print(sample_from_checkpoint(**vars(asked)))
+    return 0
+
+
+def config(argv: Sequence[str]) -> int:
+    """Print the resolved configuration; with --explain, where each value came from."""
+    print(answer(argv) or to_yaml(load(argv, to_train=False).config).rstrip())
+    return 0
+
+
+Command = Callable[[Sequence[str]], int]
+COMMANDS: dict[str, Command] = {
+    "train": train,
+    "prepare": prepare,
+    "topology": topology,
+    "checkpoint": checkpoint,
+    "generate": generate,
+    "config": config,
+}
+CHECKPOINT_COMMANDS: dict[str, Command] = {"inspect": inspect, "verify": verify, "export-hf": export_hf}
+
+
+def choose(program: str, argv: Sequence[str], commands: dict[str, Command]) -> int:
+    """Where no command is named: the list of them, or an error."""
+    lines = [f"  {name:<10}  {(command.__doc__ or '').splitlines()[0]}" for name, command in commands.items()]
+    if argv and argv[0] in ("-h", "--help"):
+        print(f"usage: {program} COMMAND ...\n\n" + "\n".join(lines) + f"\n\n{program} COMMAND --help says more")
+        return 0
+    what = f"unknown command {argv[0]!r}" if argv else "no command"
+    raise ConfigError(what, why=f"{program} takes {', '.join(commands)}", fix=f"{program} --help says what they do")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        The exit code: 0, or 2 for a mistake with a cure, which is printed on standard error.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if not words or words[0] not in COMMANDS:
+            return choose("nanotrain", words, COMMANDS)
+        return COMMANDS[words[0]](words[1:])
+    except NanotrainError as error:
+        return report(error, quiet=os.environ.get("RANK", "0") != "0")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
