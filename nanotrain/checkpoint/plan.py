@@ -76,12 +76,11 @@ def tiling_fault(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
             if len(held) > 1:
                 return f"{_text(region)} is written {len(held)} times"
             continue
-        for half in (
-            _cut(region, cut.dim, region.start[cut.dim], cut.at),
-            _cut(region, cut.dim, cut.at, region.stop[cut.dim]),
-        ):
-            parts = (box.intersect(half) for box in held)
-            cells.append((half, [part for part in parts if part is not None]))
+        dim, at = cut.dim, cut.at
+        lower = [_cut(box, dim, box.start[dim], min(at, box.stop[dim])) for box in held if box.start[dim] < at]
+        upper = [_cut(box, dim, max(at, box.start[dim]), box.stop[dim]) for box in held if box.stop[dim] > at]
+        cells.append((_cut(region, dim, region.start[dim], at), lower))
+        cells.append((_cut(region, dim, at, region.stop[dim]), upper))
     return None
 
 
@@ -178,6 +177,8 @@ def _cut_of(region: Box, boxes: Sequence[Box]) -> _CutAt | None:
 
 
 def _cut(box: Box, dim: int, start: int, stop: int) -> Box:
+    if box.start[dim] == start and box.stop[dim] == stop:
+        return box
     return Box(
         box.start[:dim] + (start,) + box.start[dim + 1 :],
         box.stop[:dim] + (stop,) + box.stop[dim + 1 :],

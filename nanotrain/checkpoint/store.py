@@ -61,8 +61,8 @@ def require_complete(path: Path) -> Manifest:
     Raises:
         CheckpointError: unfinished, no manifest, or a file of it is missing or has another size.
     """
-    if not _STEP.fullmatch(path.name):
-        raise CheckpointError(f"{path} is no finished checkpoint", why="its name is not step-NNNNNNNN", fix=_CURE)
+    if _LEFTOVER.fullmatch(path.name):
+        raise CheckpointError(f"{path} is no finished checkpoint", why="its writer or deleter died half-way", fix=_CURE)
     manifest = read_manifest(path)
     for name, size in manifest.files.items():
         file = path / name

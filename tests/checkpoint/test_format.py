@@ -1,0 +1,94 @@
+"""The format is what docs/checkpoint.md says: the reader printed there reads what we write, and safetensors agrees."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from nanotrain.checkpoint.checkpointer import Checkpointer
+from nanotrain.checkpoint.manifest import NewerFormat, from_json, to_json
+from nanotrain.checkpoint.store import read_manifest
+from nanotrain.comm.group import Group
+from nanotrain.errors import CheckpointError
+from nanotrain.topology.boxes import Box, TensorBox
+
+DOC = Path(__file__).parents[2] / "docs" / "checkpoint.md"
+SHAPE = (5, 4)
+
+
+def save(folder: Path) -> Path:
+    tensor = torch.arange(20.0).reshape(SHAPE)
+    boxes = [Box((0, 0), (2, 4)), Box((2, 0), (5, 1)), Box((2, 1), (5, 4))]
+    tensors = {TensorBox("model/a.weight", SHAPE, box): tensor[box.slices()] for box in boxes}
+    tensors[TensorBox.whole("model/scalar", ())] = torch.tensor(2.5)
+    checkpointer = Checkpointer(folder, group=Group.alone("world"))
+    return checkpointer.save(5, tensors, objects={"seen": (1, 2)}, config={"grün": 0.1}, topology={})
+
+
+def test_the_reader_in_the_document_reads_what_is_written(tmp_path: Path) -> None:
+    match = re.search(r"<!-- reader -->\n```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL)
+    assert match is not None
+    reader: dict[str, Any] = {}
+    exec(match.group(1), reader)
+    path = save(tmp_path)
+
+    assert reader["read_tensor"](path, "model/a.weight").tolist() == torch.arange(20.0).reshape(SHAPE).tolist()
+    assert reader["read_tensor"](path, "model/scalar") == 2.5
+
+
+def test_shards_are_ordinary_safetensors_with_aligned_bytes(tmp_path: Path) -> None:
+    path = save(tmp_path)
+    (file,) = read_manifest(path).files
+
+    with safe_open(path / file, framework="pt") as shard:
+        keys = set(shard.keys())
+        piece = shard.get_tensor("model/a.weight@2:5,1:4")
+
+    assert keys == {"model/a.weight@0:2,0:4", "model/a.weight@2:5,0:1", "model/a.weight@2:5,1:4", "model/scalar@"}
+    assert torch.equal(piece, torch.arange(20.0).reshape(SHAPE)[2:, 1:])
+    assert int.from_bytes((path / file).read_bytes()[:8], "little") % 8 == 0
+
+
+def test_a_manifest_survives_json_and_re_indenting(tmp_path: Path) -> None:
+    manifest = read_manifest(save(tmp_path))
+    text = to_json(manifest)
+
+    assert from_json(text) == manifest
+    assert from_json(json.dumps(json.loads(text), indent=4)) == manifest
+    assert manifest.objects == {"seen": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda text: text[: len(text) // 2], "it is no JSON"),
+        (lambda text: text.replace('"step": 5', '"step": 6'), "its content has"),
+        (lambda text: text.replace("nanotrain-checkpoint", "other"), "does not say"),
+        (lambda text: "[]", "does not say"),
+        (lambda text: "", "it is no JSON"),
+    ],
+)
+def test_a_damaged_manifest_is_told_from_a_sound_one(tmp_path: Path, change: Any, message: str) -> None:
+    text = to_json(read_manifest(save(tmp_path)))
+
+    with pytest.raises(CheckpointError, match=message):
+        from_json(change(text))
+
+
+def test_a_later_format_is_named_with_both_versions(tmp_path: Path) -> None:
+    text = to_json(read_manifest(save(tmp_path))).replace('"version": 1', '"version": 7')
+
+    with pytest.raises(NewerFormat, match="format version 7: this nanotrain reads versions up to 1"):
+        from_json(text)
+
+
+def test_a_manifest_cannot_point_outside_its_folder(tmp_path: Path) -> None:
+    manifest = read_manifest(save(tmp_path))
+    forged = to_json(type(manifest)(**(vars(manifest) | {"files": {"../secret.safetensors": 3}})))
+
+    with pytest.raises(CheckpointError, match="no plain file name"):
+        from_json(forged)

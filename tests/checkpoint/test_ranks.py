@@ -1,0 +1,158 @@
+"""Many ranks: what T1 wrote T2 reads; a failure on one rank is the same error on all, and nobody is left waiting."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanotrain.checkpoint.checkpointer import Checkpointer
+from nanotrain.checkpoint.read import read_full
+from nanotrain.checkpoint.store import complete_checkpoints, read_manifest
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.errors import NanotrainError
+from nanotrain.topology.boxes import Box, TensorBox, flat_range_to_boxes
+from tests.harness import ranks, run_ranks
+
+SHAPES = {"model/up": (7, 5), "optimizer/exp_avg/up": (7, 5), "model/norm": (3,), "model/deep": (2, 3, 4)}
+
+
+def truth(name: str) -> torch.Tensor:
+    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(len(name)))
+
+
+def shares(rank: int, size: int) -> dict[TensorBox, torch.Tensor]:
+    """A ZeRO-like cut: rank r's part of every tensor is a flat range, up to five boxes; the last ranks may get none."""
+    boxes = {}
+    for name, shape in SHAPES.items():
+        tensor = truth(name)
+        step = -(-tensor.numel() // size)
+        start, stop = min(rank * step, tensor.numel()), min((rank + 1) * step, tensor.numel())
+        for box in flat_range_to_boxes(shape, start, stop):
+            boxes[TensorBox(name, shape, box)] = tensor[box.slices()].clone()
+    return boxes
+
+
+def checkpointer(ctx: ParallelContext, folder: str) -> Checkpointer:
+    return Checkpointer(Path(folder), group=ctx.control)
+
+
+def save(ctx: ParallelContext, folder: str, step: int) -> str:
+    mine = shares(ctx.rank, ctx.topology.world_size)
+    return str(checkpointer(ctx, folder).save(step, mine, objects={"step": step}, config={}, topology={}))
+
+
+def load_and_save(ctx: ParallelContext, folder: str, step: int) -> bool:
+    own = checkpointer(ctx, folder)
+    truths = shares(ctx.rank, ctx.topology.world_size)
+    wanted = {box: torch.zeros_like(tensor) for box, tensor in truths.items()}
+    path = own.latest()
+    assert path is not None
+    manifest = own.restore(path, wanted)
+    own.save(step, wanted, objects=manifest.objects, config={}, topology={})
+    return all(torch.equal(wanted[box], tensor) for box, tensor in truths.items())
+
+
+@pytest.mark.parametrize("first, second", [(1, 3), (4, 1), (3, 4), (2, 2)])
+def test_save_on_one_number_of_ranks_load_on_another_save_gives_the_same_global_tensors(
+    tmp_path: Path, first: int, second: int
+) -> None:
+    folder = str(tmp_path / "checkpoints")
+
+    paths = run_ranks(first, save, folder, 1)
+    same = run_ranks(second, load_and_save, folder, 2)
+
+    assert len(set(paths)) == 1
+    assert all(same)
+    for path in complete_checkpoints(Path(folder)):
+        for name, tensor in read_full(path, SHAPES):
+            assert torch.equal(tensor, truth(name))
+    assert read_manifest(complete_checkpoints(Path(folder))[1]).objects == {"step": 1}
+
+
+def fail_on_one(ctx: ParallelContext, folder: str, what: str) -> str:
+    """Run `what` with something wrong on rank 1 only; the error each rank sees."""
+    own = checkpointer(ctx, folder)
+    mine = shares(ctx.rank, ctx.topology.world_size)
+    wanted = {box: torch.zeros_like(tensor) for box, tensor in mine.items()}
+    path = Path(folder) / "step-00000001"
+    if ctx.rank == 1 and what == "full disk":
+        os.pwrite = _full  # type: ignore[assignment]  this process serves one test only
+    if ctx.rank == 1 and what == "twice":
+        mine[TensorBox("model/norm", (3,), Box((0,), (1,)))] = torch.zeros(1)
+    if ctx.rank == 1 and what == "other objects":
+        own.save = lambda *args, **options: Checkpointer.save(own, *args, **(options | {"objects": {"a": 1}}))  # type: ignore
+    if ctx.rank == 1 and what == "other shape":
+        wanted[TensorBox.whole("model/norm", (4,))] = torch.zeros(4)
+    if ctx.rank == 1 and what == "bug":
+        mine[TensorBox.whole("model/meta", (1,))] = torch.zeros(1, device="meta")
+    try:
+        if what in ("damaged", "other shape"):
+            own.restore(path, wanted)
+        else:
+            own.save(2, mine, objects={}, config={}, topology={})
+    except (NanotrainError, AssertionError, RuntimeError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _full(*_: Any) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    "what, kind, message",
+    [
+        ("full disk", "EnvironmentFault", "No space left on device"),
+        ("twice", "AssertionError", "written 2 times"),
+        ("other objects", "AssertionError", "rank 1 saves other objects than rank 0"),
+        ("damaged", "CheckpointError", "model/deep@0:1,0:3,0:4 is damaged (on rank 0 of 2)"),
+        ("other shape", "CheckpointError", "model/norm is [3] there, [4] here"),
+    ],
+)
+def test_a_failure_on_one_rank_is_the_same_error_on_all_and_older_checkpoints_stay(
+    tmp_path: Path, what: str, kind: str, message: str
+) -> None:
+    folder = tmp_path / "checkpoints"
+    (path,) = set(run_ranks(2, save, str(folder), 1))
+    if what == "damaged":
+        _flip(Path(path), "model/deep@0:1,0:3,0:4")
+
+    errors = run_ranks(2, fail_on_one, str(folder), what)
+
+    assert len(set(errors)) == 1, errors
+    assert errors[0].startswith(kind) and message in errors[0]
+    assert [entry.name for entry in folder.iterdir()] == ["step-00000001"]
+
+
+def test_an_unforeseen_error_on_one_rank_stops_the_others_too(tmp_path: Path) -> None:
+    errors = run_ranks(2, fail_on_one, str(tmp_path), "bug")
+
+    assert "meta" in errors[1]
+    assert errors[0].startswith("RuntimeError") and errors[1].split(": ", 1)[1][:40] in errors[0]
+    assert not list(tmp_path.iterdir())
+
+
+def _flip(path: Path, key: str) -> None:
+    entries = read_manifest(path).tensors.values()
+    piece = next(piece for entry in entries for piece in entry.pieces if piece.key == key)
+    file = path / piece.file
+    content = bytearray(file.read_bytes())
+    length = int.from_bytes(content[:8], "little")
+    offset = json.loads(content[8 : 8 + length])[key]["data_offsets"][0]
+    content[8 + length + offset] ^= 1
+    file.write_bytes(content)
+
+
+@ranks(3)
+def test_every_rank_hears_the_same_of_what_is_there(ctx: ParallelContext, tmp_path: Path) -> None:
+    own = checkpointer(ctx, str(tmp_path))
+
+    assert own.latest() is None
+    path = save(ctx, str(tmp_path), 4)
+    assert str(own.latest()) == path == str(own.find(tmp_path))
+    with pytest.raises(NanotrainError, match="there is no such folder"):
+        own.find(tmp_path / "nowhere")

@@ -1,0 +1,64 @@
+"""What inspect and verify say of a sound checkpoint and of a damaged one."""
+
+from pathlib import Path
+
+import torch
+
+from nanotrain.checkpoint.checkpointer import Checkpointer
+from nanotrain.checkpoint.report import describe, verify
+from nanotrain.comm.group import Group
+from nanotrain.topology.boxes import TensorBox
+
+
+def save(folder: Path) -> Path:
+    tensors = {TensorBox.whole(f"model/{name}", (64, 8)): torch.ones(64, 8) for name in ("a", "b")}
+    tensors[TensorBox.whole("optimizer/exp_avg/a", (64, 8))] = torch.zeros(64, 8, dtype=torch.bfloat16)
+    checkpointer = Checkpointer(folder / "checkpoints", group=Group.alone("world"))
+    return checkpointer.save(12, tensors, objects={"consumed_samples": 48}, config={}, topology={"dp": 4})
+
+
+def test_describe_names_step_layout_kinds_and_tensors_of_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
+    save(tmp_path)
+
+    rows = [line.split() for line in describe(tmp_path).splitlines()]
+
+    assert ["step", "12,", "shards", "1,", "5.2", "KiB"] in rows
+    assert ["written", "by:", "dp=4"] in rows
+    assert ["objects:", "consumed_samples=48"] in rows
+    assert ["model", "2", "1,024", "fp32", "4.0", "KiB"] in rows
+    assert ["optimizer/exp_avg/a", "64", "x", "8", "bf16", "1", "1.0", "KiB"] in rows
+
+
+def test_a_sound_checkpoint_is_called_sound(tmp_path: Path) -> None:
+    report = verify(save(tmp_path))
+
+    assert report.is_sound
+    assert (report.num_pieces, report.nbytes) == (3, 2 * 64 * 8 * 4 + 64 * 8 * 2)
+    assert "sound" in report.text()
+
+
+def test_a_flipped_byte_is_reported_with_its_piece_and_both_checksums(tmp_path: Path) -> None:
+    shard = next(save(tmp_path).glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1  # the last byte belongs to the optimizer's tensor
+    shard.write_bytes(content)
+
+    report = verify(tmp_path)
+
+    (fault,) = report.faults
+    assert "optimizer/exp_avg/a@0:64,0:8" in fault
+    assert fault.count("crc32") == 1 and "the manifest says" in fault
+    assert fault in report.text()
+
+
+def test_every_piece_that_a_truncation_or_a_missing_file_took_is_reported(tmp_path: Path) -> None:
+    path = save(tmp_path)
+    shard = next(path.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1500])
+
+    truncated = verify(path)
+    shard.unlink()
+    missing = verify(path)
+
+    assert [fault.split()[1] for fault in truncated.faults[1:]] == ["model/b@0:64,0:8", "optimizer/exp_avg/a@0:64,0:8"]
+    assert len(missing.faults) == 1 and "3 pieces are lost" in missing.faults[0]

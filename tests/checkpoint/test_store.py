@@ -1,0 +1,206 @@
+"""Which checkpoint counts: complete ones only, whatever a killed writer or a bad disk left in the folder."""
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanotrain.checkpoint import store
+from nanotrain.checkpoint.checkpointer import Checkpointer
+from nanotrain.checkpoint.manifest import NewerFormat
+from nanotrain.comm.group import Group
+from nanotrain.errors import CheckpointError
+from nanotrain.topology.boxes import TensorBox
+
+BOX = TensorBox.whole("model/weight", (64,))
+
+
+def checkpointer(folder: Path, keep_last: int = 0) -> Checkpointer:
+    return Checkpointer(folder / "checkpoints", group=Group.alone("world"), keep_last=keep_last)
+
+
+def save(folder: Path, step: int, keep_last: int = 0) -> Path:
+    tensors = {BOX: torch.full((64,), float(step))}
+    return checkpointer(folder, keep_last).save(step, tensors, objects={}, config={}, topology={})
+
+
+def value(folder: Path, path: Path) -> float:
+    tensor = torch.zeros(64)
+    checkpointer(folder).restore(path, {BOX: tensor})
+    assert (tensor == tensor[0]).all()
+    return float(tensor[0])
+
+
+def shard(path: Path) -> Path:
+    return next(path.glob("*.safetensors"))
+
+
+def truncate(path: Path) -> None:
+    os.truncate(shard(path), 300)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated shard": (truncate, "300 of"),
+    "missing shard": (lambda path: shard(path).unlink(), "is missing"),
+    "missing manifest": (lambda path: (path / "manifest.json").unlink(), "does not exist"),
+    "half a manifest": (lambda path: os.truncate(path / "manifest.json", 100), "no JSON"),
+    "binary manifest": (lambda path: (path / "manifest.json").write_bytes(b"\xff\x00"), "cannot be read"),
+    "unfinished": (lambda path: path.rename(path.with_suffix(".tmp")) and None, "never finished"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_half_written_checkpoint_is_passed_over_with_one_warning_that_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    older, newer = save(tmp_path, 1), save(tmp_path, 2)
+    spoil, reason = DAMAGES[damage]
+    spoil(newer)
+
+    with caplog.at_level(logging.WARNING, logger="nanotrain"):
+        found = store.find_checkpoint(tmp_path)
+
+    assert found == older
+    assert store.complete_checkpoints(tmp_path / "checkpoints") == [older]
+    (warning,) = caplog.messages
+    assert "step-00000002" in warning and "using step-00000001" in warning
+    assert reason in warning or damage == "binary manifest"
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_half_written_checkpoint_that_was_named_is_an_error(tmp_path: Path, damage: str) -> None:
+    save(tmp_path, 1)
+    newer = save(tmp_path, 2)
+    DAMAGES[damage][0](newer)
+
+    with pytest.raises(CheckpointError):
+        store.find_checkpoint(newer)
+    if damage == "unfinished":
+        with pytest.raises(CheckpointError, match="no finished checkpoint"):
+            store.find_checkpoint(newer.with_suffix(".tmp"))
+
+
+def test_one_bit_flipped_is_found_and_named_with_both_checksums(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    content = bytearray(shard(path).read_bytes())
+    content[-5] ^= 0x10
+    shard(path).write_bytes(content)
+
+    with pytest.raises(CheckpointError, match=r"model/weight@0:64 is damaged.*shard-00000.*crc32 \w{8}.*says \w{8}"):
+        value(tmp_path, path)
+
+
+@pytest.mark.parametrize("place", [0, 12])
+def test_a_damaged_shard_header_is_an_error_not_a_crash(tmp_path: Path, place: int) -> None:
+    path = save(tmp_path, 1)
+    content = bytearray(shard(path).read_bytes())
+    content[place : place + 8] = b"\xff" * 8
+    shard(path).write_bytes(content)
+
+    with pytest.raises(CheckpointError, match="damaged"):
+        value(tmp_path, path)
+
+
+def test_a_checkpoint_of_a_later_format_is_never_skipped_for_an_older_one(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    manifest = save(tmp_path, 2) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 2'))
+
+    with pytest.raises(NewerFormat):
+        store.find_checkpoint(tmp_path)
+
+
+def test_steps_are_ordered_as_numbers_and_foreign_folders_are_left_alone(tmp_path: Path) -> None:
+    newest = save(tmp_path, 123_456_789)
+    save(tmp_path, 99_999_999)
+    foreign = tmp_path / "checkpoints" / "step-best"
+    foreign.mkdir()
+    (tmp_path / "checkpoints" / "step-00000007.tmp").mkdir()
+
+    save(tmp_path, 8, keep_last=3)
+
+    assert store.find_checkpoint(tmp_path) == newest
+    assert foreign.is_dir()
+    assert not (tmp_path / "checkpoints" / "step-00000007.tmp").exists()
+
+
+@pytest.mark.parametrize("place", ["", "runs/tiny", "checkpoints"])
+def test_nothing_complete_is_an_error_that_says_what_to_name(tmp_path: Path, place: str) -> None:
+    (tmp_path / "checkpoints").mkdir()
+
+    with pytest.raises(CheckpointError, match="name a run folder"):
+        store.find_checkpoint(tmp_path / place)
+
+
+def test_a_damaged_checkpoint_is_not_counted_among_those_to_keep(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    truncate(tmp_path / "checkpoints" / "step-00000003")
+
+    save(tmp_path, 4, keep_last=2)
+
+    assert [path.name for path in store.complete_checkpoints(tmp_path / "checkpoints")] == [
+        "step-00000002",
+        "step-00000004",
+    ]
+    assert (tmp_path / "checkpoints" / "step-00000003").is_dir()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.checkpoint.test_store import save
+folder, call, times = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+real = getattr(os, call)
+def last(*args, **options):
+    global times
+    times -= 1
+    if times < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*args, **options)
+setattr(os, call, last)
+save(folder, 3, keep_last=2)
+"""
+
+
+@pytest.mark.parametrize(
+    "call, times, survives",
+    [
+        ("pwrite", 1, False),  # in the middle of the shard
+        ("fsync", 1, False),  # the shard is there, the manifest is not yet on the disk
+        ("rename", 0, False),  # all written, not yet committed
+        ("rename", 1, True),  # committed, the oldest not yet deleted
+        ("rmdir", 0, True),  # in the middle of the deletion
+    ],
+)
+def test_a_kill_at_any_point_leaves_a_complete_checkpoint_and_the_next_save_cleans_up(
+    tmp_path: Path, call: str, times: int, survives: bool
+) -> None:
+    """Given steps 1 and 2, when the writer of step 3 is killed with SIGKILL, then 2 or 3 is read back whole."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), call, str(times)], cwd=Path(__file__).parents[2], check=False
+    )
+
+    assert killed.returncode == -signal.SIGKILL
+    found = store.find_checkpoint(tmp_path)
+    assert value(tmp_path, found) == (3.0 if survives else 2.0)
+    save(tmp_path, 4, keep_last=2)
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left == [f"step-{step:08d}" for step in ((3, 4) if survives else (2, 4))]
+
+
+def test_a_checkpoint_may_be_moved_and_renamed(tmp_path: Path) -> None:
+    moved = Path(shutil.move(save(tmp_path, 1), tmp_path / "best"))
+
+    assert store.find_checkpoint(moved) == moved
+    assert value(tmp_path, moved) == 1.0
