@@ -1,0 +1,75 @@
+"""A model nobody has published, put together from options: what it costs, and that it learns.
+
+    python examples/new_model.py
+
+Uses nanotrain.model alone, without data, configuration files or other ranks: grouped queries with normalized heads,
+LayerNorm, a gated MLP and no position embedding at all (the causal mask alone tells tokens apart). It learns to
+repeat: the second half of each sequence is the first half again, and only attention can know that.
+"""
+
+import torch
+
+from nanotrain.config.config import Activation, ModelConfig, Normalization, PositionEmbedding
+from nanotrain.config.derive import padded_vocab_size, parameter_count
+from nanotrain.data.batch import Batch
+from nanotrain.model.build import build_stage, collect_specs
+from nanotrain.model.flops import flops_per_token
+from nanotrain.model.generate import Sampling, generate
+from nanotrain.model.init import initialize
+from nanotrain.topology.stages import split_layers
+
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=64,
+    num_attention_heads=4,
+    num_query_groups=2,
+    max_position_embeddings=64,
+    vocab_size=30,
+    position_embedding_type=PositionEmbedding.rope,
+    normalization=Normalization.LayerNorm,
+    activation=Activation.swiglu,
+    qk_layernorm=True,
+    init_method_std=0.1,
+)
+HALF = 8
+STEPS = 151
+
+
+def repeating_batch(size: int) -> Batch:
+    """Random halves, each followed by itself; only the second half counts in the loss."""
+    half = torch.randint(MODEL.vocab_size or 0, (size, HALF))
+    tokens = torch.cat([half, half], dim=1)
+    mask = torch.zeros(size, 2 * HALF - 1)
+    mask[:, HALF - 1 :] = 1.0
+    return Batch(tokens[:, :-1], tokens[:, 1:], mask)
+
+
+def main() -> None:
+    """Build, count, train, and let it repeat."""
+    torch.manual_seed(0)
+    (whole,) = split_layers(MODEL.num_layers, 1)
+    stage = build_stage(MODEL, whole, dtype=torch.float32)
+    specs = collect_specs(stage)
+    stage.to_empty(device="cpu")
+    initialize(stage, specs, seed=0)
+    print(f"{parameter_count(MODEL):,} parameters, {flops_per_token(MODEL, 2 * HALF):,} FLOPs a token")
+    print(f"vocabulary of {MODEL.vocab_size} padded to {padded_vocab_size(MODEL)}; padding can never be predicted")
+
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=3e-3)
+    for step in range(STEPS):
+        batch = repeating_batch(64)
+        loss = stage(None, batch) / batch.num_target_tokens
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 50 == 0 or step == STEPS - 1:
+            print(f"step {step:3}  loss {loss.item():.3f}")
+
+    half = repeating_batch(1).tokens[0, :HALF].tolist()
+    repeated = generate(stage, half, num_tokens=HALF, sampling=Sampling(temperature=0))
+    print("told    ", half)
+    print("repeated", repeated)
+
+
+if __name__ == "__main__":
+    main()

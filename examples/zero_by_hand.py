@@ -1,0 +1,78 @@
+"""ZeRO-2 under a model and an optimizer that nanotrain has never seen.
+
+    torchrun --standalone --nproc-per-node 2 examples/zero_by_hand.py
+
+Uses nanotrain.comm and nanotrain.parallel.dp alone. DataParallel takes over the parameters of any module; each rank
+then sees the summed gradients of its own part only and updates its own part only, here by plain signs of gradients
+(signSGD). Every rank ends with the same weights, and none ever held a full-size gradient or the whole optimizer state.
+"""
+
+import os
+
+import torch
+from torch import nn
+
+from nanotrain.comm.collectives import gather_objects
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import ParallelConfig, ShardingStrategy
+from nanotrain.parallel.dp.bucket import ReduceGroups
+from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions
+from nanotrain.parallel.dp.layout import LayoutRules
+from nanotrain.parallel.dp.strategy import STRATEGIES
+from nanotrain.precision.policy import Precision
+from nanotrain.topology.boxes import Box
+from nanotrain.topology.params import LocalParam, ParamKind, ParamSpec
+from nanotrain.topology.topology import Topology
+
+
+def describe(model: nn.Module) -> list[LocalParam]:
+    """What DataParallel must know of each parameter: a name and a shape; nothing is cut, so the box is all of it."""
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    specs = [ParamSpec(name, shape, dtype="fp32", kind=ParamKind.matrix) for name, shape in shapes.items()]
+    return [LocalParam(spec, Box.whole(spec.shape)) for spec in specs]
+
+
+def train(context: ParallelContext) -> None:
+    """Fit a sine with a small network, two microbatches a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 77), nn.Tanh(), nn.Linear(77, 77), nn.Tanh(), nn.Linear(77, 1))
+    start = {name: param.detach().clone() for name, param in model.named_parameters()}
+    shard = context.group("dp_shard")
+    parallel = DataParallel(
+        model,
+        describe(model),
+        groups=ReduceGroups(shard, context.group("dp_replicate")),
+        options=DataParallelOptions(STRATEGIES["optim_grads"], LayoutRules(shard.size, bucket_size=3000)),
+        precision=Precision(params=torch.float32),
+        device=context.device,
+    )
+    with torch.no_grad():  # the buffer starts at zero
+        for name, param in model.named_parameters():
+            param.copy_(start[name])
+    torch.manual_seed(1 + context.rank)  # each rank reads data of its own
+    for step in range(200):
+        parallel.begin_step()
+        for is_last in (False, True):
+            x = 6 * torch.rand(64, 1, device=context.device) - 3
+            loss = (model(x) - x.sin()).square().mean()
+            parallel.backward_begins(is_last=is_last)
+            loss.backward()
+            parallel.backward_ended()
+        parallel.finish_grad_reduce()
+        with torch.no_grad():
+            for bucket in parallel.buckets:
+                bucket.param_shard.sub_(2e-3 * (1 - step / 200) * bucket.grad_shard.sign())
+        parallel.start_param_gather()
+        if context.rank == 0 and step % 50 == 49:
+            print(f"step {step + 1:3}  loss {loss.item():.4f}")
+    sums = gather_objects([param.double().sum().item() for param in model.parameters()], context.control)
+    held = sum(bucket.grad_shard.numel() for bucket in parallel.buckets)
+    if context.rank == 0:
+        print(f"{shard.size} ranks, each keeps gradients for {held:,} of {parallel.layout.numel:,} elements")
+        print("same weights on every rank:", all(row == sums[0] for row in sums))
+
+
+if __name__ == "__main__":
+    config = ParallelConfig(data_parallel_sharding_strategy=ShardingStrategy.optim_grads)
+    with ParallelContext.start(Topology.of(config, int(os.environ.get("WORLD_SIZE", "1"))), device="cpu") as ctx:
+        train(ctx)
