@@ -36,7 +36,7 @@ gpu-check: .venv/.installed ## the tests marked gpu and the GPU benchmark; says 
 	$(BIN)/python -m pytest -m gpu && $(BIN)/python benchmarks/gpu.py
 
 docs: .venv/.installed ## write docs/config.md from the configuration's fields
-	$(BIN)/python scripts/write_config_docs
+	$(BIN)/python -m nanotrain.config.document > docs/config.md
 
 build: .venv/.installed ## a wheel and a source archive in dist/
 	$(BIN)/python -m hatchling build

@@ -37,13 +37,16 @@ class Shape:
     vocab: int
     seq: int
     micro_batch: int
+    tied: bool = False
 
 
 SHAPES = {
     "smoke": Shape(hidden=64, layers=2, heads=4, kv_heads=2, ffn=128, vocab=256, seq=32, micro_batch=2),
     "25m": Shape(hidden=384, layers=8, heads=6, kv_heads=6, ffn=1024, vocab=8192, seq=512, micro_batch=4),
     "110m": Shape(hidden=768, layers=12, heads=12, kv_heads=12, ffn=2048, vocab=16384, seq=256, micro_batch=1),
-    "llama1b": Shape(hidden=2048, layers=16, heads=32, kv_heads=8, ffn=8192, vocab=128256, seq=2048, micro_batch=4),
+    "llama1b": Shape(
+        hidden=2048, layers=16, heads=32, kv_heads=8, ffn=8192, vocab=128256, seq=2048, micro_batch=4, tied=True
+    ),
 }
 # What nanotrain's defaults are, so that both sides do the same work.
 LR, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
@@ -88,7 +91,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token ids [B, S] to logits [B, S, V]; embedding and head are two weights."""
+    """Token ids [B, S] to logits [B, S, V]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -96,6 +99,8 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden, eps=1e-5)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        if shape.tied:
+            self.head.weight = self.embedding.weight
         half = shape.hidden // shape.heads // 2
         angles = torch.outer(torch.arange(shape.seq), 10000.0 ** (-torch.arange(half) / half)).repeat(1, 2)
         self.cos, self.sin = angles.cos(), angles.sin()  # no buffers: DDP would broadcast them every step

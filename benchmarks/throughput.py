@@ -95,7 +95,8 @@ def nanotrain_command(*flags: str) -> Callable[[Job, Path], list[str]]:
             "device": job.device,
             "run-dir": folder,
         }
-        switches = ["--mock-data", "--untie-embeddings-and-output-weights", "--no-save"]
+        tie = "--no-untie-embeddings-and-output-weights" if job.shape.tied else "--untie-embeddings-and-output-weights"
+        switches = ["--mock-data", tie, "--no-save"]
         return ["-m", "nanotrain.train", *(f"--{name}={value}" for name, value in options.items()), *switches, *flags]
 
     return command
