@@ -88,6 +88,9 @@ def _read_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
         return {"rotary_base": float(base)}
     if kind != "llama3":
         reject("rope_type", kind, instead="default or llama3")
+    for key in ("factor", "low_freq_factor", "high_freq_factor"):
+        if not isinstance(rope.get(key), int | float):
+            reject(f"{key} of its llama3 rotary scaling", rope.get(key), instead="a number")
     original = rope.get("original_max_position_embeddings", raw.get("max_position_embeddings", 2048))
     return {
         "rotary_base": float(base),

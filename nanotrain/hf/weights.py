@@ -87,8 +87,7 @@ def _weight_files(folder: Path) -> list[tuple[Path, type[_Safetensors] | type[_T
     for index_name, single, opener in KINDS:
         index = folder / index_name
         if index.exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            return [(folder / name, opener) for name in names]
+            return [(folder / name, opener) for name in _indexed(index)]
         if (folder / single).exists():
             return [(folder / single, opener)]
     raise HuggingFaceError(
@@ -96,6 +95,14 @@ def _weight_files(folder: Path) -> list[tuple[Path, type[_Safetensors] | type[_T
         why=f"none of {', '.join(name for kind in KINDS for name in kind[:2])} is there",
         fix="give a folder as `save_pretrained` writes it",
     )
+
+
+def _indexed(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise HuggingFaceError(f"{index} is no index of weights", why=why, fix="fetch the folder again") from None
 
 
 def _open(path: Path, opener: type[_Safetensors] | type[_TorchBin]) -> _File:

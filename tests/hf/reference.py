@@ -1,0 +1,74 @@
+"""Hugging Face models of random weights, the oracle of these tests."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from nanotrain.hf.families import model_from_hf
+from nanotrain.hf.import_weights import import_weights
+from nanotrain.model.build import build_stage, collect_specs
+from nanotrain.model.stage import Stage
+from nanotrain.topology.boxes import TensorBox
+from nanotrain.topology.stages import split_layers
+from tests.model.building import VOCAB, give_storage
+
+LLAMA_SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": VOCAB,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GPT2_SHAPE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": VOCAB}
+GPT2_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", GPT2_SHAPE | GPT2_DROPOUT),
+    "gpt2-untied-gelu": (
+        "GPT2",
+        GPT2_SHAPE | GPT2_DROPOUT | {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 80},
+    ),
+    "llama": ("Llama", LLAMA_SHAPE),
+    "llama-tied": ("Llama", LLAMA_SHAPE | {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    "llama-biased": ("Llama", LLAMA_SHAPE | {"attention_bias": True, "mlp_bias": True}),
+    "llama3": ("Llama", LLAMA_SHAPE | {"rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 1}),
+    "qwen2": ("Qwen2", LLAMA_SHAPE),
+    "qwen2-tied": ("Qwen2", LLAMA_SHAPE | {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", LLAMA_SHAPE | {"head_dim": 16}),
+    "qwen3-tied": ("Qwen3", LLAMA_SHAPE | {"head_dim": 16, "tie_word_embeddings": True}),
+}
+
+
+def reference(name: str, *, seed: int = 0) -> torch.nn.Module:
+    """A Hugging Face model in fp32 whose every parameter, biases and norms too, is random."""
+    family, fields = CONFIGS[name]
+    config = getattr(transformers, f"{family}Config")(**fields)
+    architecture = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    torch.manual_seed(seed)
+    model = getattr(transformers, architecture)(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.eval()
+
+
+def load(folder: Path) -> Stage:
+    """The whole nanotrain model of a folder, in fp32."""
+    model = model_from_hf(folder)
+    stage = give_storage(build_stage(model, split_layers(model.num_layers, 1)[0], dtype=torch.float32))
+    parameters = dict(stage.named_parameters())
+    wanted = {TensorBox.whole(spec.name, spec.shape): parameters[spec.name] for spec in collect_specs(stage)}
+    import_weights(folder, model, wanted)
+    return stage

@@ -1,0 +1,116 @@
+"""The oracle is transformers itself: same weights, same numbers, both ways."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from nanotrain.hf.export import export_weights
+from nanotrain.hf.families import FAMILIES, family_of
+from nanotrain.topology.boxes import Box
+from tests.hf.reference import CONFIGS, load, reference
+from tests.model.building import random_batch
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_and_every_gradient_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    theirs, batch = reference(name), random_batch(length=40)
+    theirs.save_pretrained(tmp_path)
+    ours = load(tmp_path)
+
+    expected = theirs(batch.tokens).logits
+    torch.testing.assert_close(ours.logits(batch.tokens), expected, rtol=1e-4, atol=2e-5)
+
+    each = F.cross_entropy(expected.flatten(0, 1), batch.labels.flatten(), reduction="none")
+    loss = (each * batch.loss_mask.flatten()).sum()
+    found = ours(None, batch)
+    torch.testing.assert_close(found, loss, rtol=1e-5, atol=0)
+    (loss / 40).backward()
+    (found / 40).backward()
+    gradients = {key: parameter.grad for key, parameter in theirs.named_parameters()}
+    places = FAMILIES[family_of(ours.model)].places(ours.model)
+    assert {place.tensor for place in places.values()} == gradients.keys()
+    for key, parameter in ours.named_parameters():
+        place = places[key]
+        real = parameter.grad[: place.shape[0]]
+        part = gradients[place.tensor][place.box(Box.whole(place.shape)).slices()]
+        torch.testing.assert_close(real, part.t() if place.transposed else part, rtol=1e-3, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_import_then_export_is_the_identity_to_the_bit(name: str, tmp_path: Path) -> None:
+    theirs = reference(name)
+    theirs.save_pretrained(tmp_path / "in")
+    ours = load(tmp_path / "in")
+    family = export_weights(tmp_path / "out", ours.model, tensors=tensors_of(ours).items())
+    assert family == theirs.config.model_type
+
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(back) is type(theirs)
+    expected, found = tensors_of(theirs), tensors_of(back)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    batch = random_batch()
+    assert torch.equal(back(batch.tokens).logits, theirs(batch.tokens).logits)
+    again = load(tmp_path / "out")
+    assert all(torch.equal(again.get_parameter(key), value) for key, value in tensors_of(ours).items())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_sharded_bf16_and_torch_files_load_alike(name: str, tmp_path: Path) -> None:
+    theirs = reference(name).bfloat16()
+    theirs.save_pretrained(tmp_path / "one")
+    theirs.save_pretrained(tmp_path / "many", max_shard_size="10KB")
+    (tmp_path / "bin").mkdir()
+    theirs.config.save_pretrained(tmp_path / "bin")
+    torch.save(theirs.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    one = tensors_of(load(tmp_path / "one"))
+    for other in ("many", "bin"):
+        found = tensors_of(load(tmp_path / other))
+        assert all(torch.equal(found[key], one[key]) for key in one)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
+def test_files_of_the_bare_transformer_and_old_buffers_load(name: str, tmp_path: Path) -> None:
+    theirs = reference(name)
+    theirs.save_pretrained(tmp_path / "whole")
+    bare = getattr(theirs, theirs.base_model_prefix)
+    buffer = "h.0.attn.bias" if name == "gpt2" else "layers.0.self_attn.rotary_emb.inv_freq"
+    state = bare.state_dict() | {buffer: torch.ones(3)}
+    (tmp_path / "bare").mkdir()
+    theirs.config.save_pretrained(tmp_path / "bare")
+    torch.save(state, tmp_path / "bare" / "pytorch_model.bin")
+    expected, found = tensors_of(load(tmp_path / "whole")), tensors_of(load(tmp_path / "bare"))
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_ten_steps_of_adamw_on_the_same_weights_give_the_same_losses(tmp_path: Path) -> None:
+    theirs = reference("llama3")
+    theirs.save_pretrained(tmp_path)
+    ours = load(tmp_path)
+    theirs.train()
+    losses: dict[str, list[float]] = {"theirs": [], "ours": []}
+    optimizers = {
+        "theirs": torch.optim.AdamW(theirs.parameters(), lr=1e-3),
+        "ours": torch.optim.AdamW(ours.parameters(), lr=1e-3),
+    }
+    for step in range(10):
+        batch = random_batch(seed=step)
+        count = batch.loss_mask.sum()
+        logits = theirs(batch.tokens).logits.flatten(0, 1)
+        each = F.cross_entropy(logits, batch.labels.flatten(), reduction="none")
+        for who, loss in (("theirs", (each * batch.loss_mask.flatten()).sum()), ("ours", ours(None, batch))):
+            mean = loss / count
+            mean.backward()
+            optimizers[who].step()
+            optimizers[who].zero_grad()
+            losses[who].append(mean.item())
+    assert losses["ours"] == pytest.approx(losses["theirs"], rel=1e-5)
+    assert losses["ours"][-1] != losses["ours"][0]

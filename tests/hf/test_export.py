@@ -1,0 +1,107 @@
+"""Writing a folder: shards, dtypes, tokenizers, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from nanotrain.errors import HuggingFaceError
+from nanotrain.hf import export
+from nanotrain.hf.export import export_weights
+from nanotrain.model.stage import Stage
+from tests.hf.reference import load
+from tests.model.building import LLAMA, MODELS, build, random_batch, randomize
+
+
+def tensors_of(stage: Stage) -> list[tuple[str, torch.Tensor]]:
+    return [(name, parameter.detach()) for name, parameter in stage.named_parameters()]
+
+
+@pytest.mark.parametrize("name", ["llama-untied", "gpt2"])
+def test_shards_hold_what_one_file_holds(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = randomize(build(MODELS[name]))
+    export_weights(tmp_path / "one", stage.model, tensors=tensors_of(stage))
+    monkeypatch.setattr(export, "MAX_SHARD_BYTES", 20_000)
+    # The order of the stream is free.
+    export_weights(tmp_path / "many", stage.model, tensors=reversed(tensors_of(stage)))
+    files = sorted((tmp_path / "many").glob("*.safetensors"))
+    assert len(files) > 2
+    assert all(file.name.endswith(f"-of-{len(files):05d}.safetensors") for file in files)
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    expected = load_file(tmp_path / "one" / "model.safetensors")
+    assert index["weight_map"].keys() == expected.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+    for key, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / "many" / file)[key], expected[key])
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "many")
+    tokens = random_batch().tokens
+    torch.testing.assert_close(back(tokens).logits, stage.logits(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_bf16_weights_are_the_rounded_ones(tmp_path: Path) -> None:
+    stage = build(LLAMA)
+    export_weights(tmp_path, LLAMA, tensors=tensors_of(stage), dtype="bf16")
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert back.dtype is torch.bfloat16
+    found = dict(load(tmp_path).named_parameters())
+    for name, tensor in tensors_of(stage):
+        real = tensor[:131] if name == "embedding.word.weight" else tensor
+        assert torch.equal(found[name][: len(real)], real.bfloat16().float())
+
+
+def test_padding_is_never_exported(tmp_path: Path) -> None:
+    stage = build(MODELS["llama-untied"])
+    for name, tensor in tensors_of(stage):
+        if name in ("embedding.word.weight", "head.weight"):
+            assert len(tensor) == 256
+    export_weights(tmp_path, stage.model, tensors=tensors_of(stage))
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored["model.embed_tokens.weight"].shape == stored["lm_head.weight"].shape == (131, 32)
+
+
+def write_tokenizer(folder: Path) -> None:
+    folder.mkdir()
+    added = [{"id": 0, "content": "<eod>"}, {"id": 1, "content": "<bos>"}]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eod>", "bos_token": {"content": "<bos>"}}))
+    (folder / "notes.txt").write_text("not a tokenizer file")
+
+
+def test_tokenizer_files_are_copied_and_name_the_special_tokens(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    export_weights(tmp_path / "out", LLAMA, tensors=tensors_of(build(LLAMA)), tokenizer=tmp_path / "tokenizer")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, 0)
+
+
+def test_a_single_tokenizer_file_is_copied_under_its_usual_name(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "tokenizer.json").rename(tmp_path / "bpe.json")
+    export_weights(tmp_path / "out", LLAMA, tensors=tensors_of(build(LLAMA)), tokenizer=tmp_path / "bpe.json")
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "bpe.json").read_bytes()
+
+
+def test_bad_targets_are_refused(tmp_path: Path) -> None:
+    tensors = tensors_of(build(LLAMA))
+    export_weights(tmp_path / "out", LLAMA, tensors=tensors)
+    with pytest.raises(HuggingFaceError, match="holds weights already"):
+        export_weights(tmp_path / "out", LLAMA, tensors=tensors)
+    (tmp_path / "file").touch()
+    with pytest.raises(HuggingFaceError, match="cannot write"):
+        export_weights(tmp_path / "file", LLAMA, tensors=tensors)
+    with pytest.raises(HuggingFaceError, match="holds no tokenizer"):
+        export_weights(tmp_path / "second", LLAMA, tensors=tensors, tokenizer=tmp_path / "nowhere")
+    with pytest.raises(HuggingFaceError, match="bloom is not known"):
+        export_weights(tmp_path / "third", LLAMA, tensors=tensors, family="bloom")
+
+
+def test_an_incomplete_stream_writes_no_config(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"final_norm\.weight"):
+        export_weights(tmp_path, LLAMA, tensors=[t for t in tensors_of(build(LLAMA)) if t[0] != "final_norm.weight"])
+    assert not (tmp_path / "config.json").exists()

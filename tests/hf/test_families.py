@@ -1,0 +1,156 @@
+"""config.json, read in every layout there is, written so that it reads back, and held against what was asked for."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanotrain.config.config import Activation, ModelConfig, PositionEmbedding
+from nanotrain.errors import HuggingFaceError
+from nanotrain.hf.families import canonical, check_against, config_from_hf, config_to_hf, family_of, model_from_hf
+from tests.hf.reference import CONFIGS, LLAMA3_ROPE, LLAMA_SHAPE
+from tests.model.building import FAMILIES as MODELS
+from tests.model.building import GPT2, LLAMA, LLAMA3, QWEN2, QWEN3
+
+LLAMA_JSON = LLAMA_SHAPE | {"model_type": "llama"}
+SCALING = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": LLAMA3_ROPE},
+        {"rope_theta": 500000.0, "rope_scaling": SCALING},
+        {"rope_theta": 500000.0, "rope_scaling": {"type": SCALING["rope_type"]} | SCALING},
+    ],
+)
+def test_rotary_positions_are_read_in_the_old_and_the_new_layout(rope: dict[str, Any]) -> None:
+    model = config_from_hf(LLAMA_JSON | rope)
+    assert (model.rotary_base, model.use_rope_scaling, model.rope_scaling_factor) == (500000.0, True, 4.0)
+    assert (model.rope_low_freq_factor, model.rope_high_freq_factor) == (1.0, 4.0)
+    assert model.rope_original_max_positions == 16
+
+
+def test_the_old_layout_without_scaling() -> None:
+    model = config_from_hf(LLAMA_JSON | {"rope_theta": 1e6, "rope_scaling": None})
+    assert (model.rotary_base, model.use_rope_scaling) == (1e6, False)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_of_transformers_is_read_as_transformers_reads_ours(name: str, tmp_path: Path) -> None:
+    family, fields = CONFIGS[name]
+    getattr(transformers, f"{family}Config")(**fields).save_pretrained(tmp_path)
+    model = model_from_hf(tmp_path)
+    written = config_to_hf(model, family=family.lower())
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert canonical(model_from_hf(tmp_path)) == canonical(model)
+    back = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert back.vocab_size == model.vocab_size
+    assert back.tie_word_embeddings is not model.untie_embeddings_and_output_weights
+    if model.use_rope_scaling:
+        assert back.rope_parameters == LLAMA3_ROPE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_exported_as_its_own_family(name: str) -> None:
+    assert family_of(MODELS[name]) == ("llama" if name == "llama3" else name)
+
+
+@given(
+    base=st.sampled_from([GPT2, LLAMA, LLAMA3, QWEN2, QWEN3]),
+    heads=st.integers(1, 8),
+    width=st.sampled_from([8, 16]),
+    ffn=st.none() | st.integers(1, 500),
+    vocab_size=st.integers(1, 10**6),
+    untied=st.booleans(),
+)
+def test_what_a_family_can_hold_comes_back_equal(
+    base: ModelConfig, heads: int, width: int, ffn: int | None, vocab_size: int, untied: bool
+) -> None:
+    model = replace(
+        base,
+        hidden_size=heads * width,
+        num_attention_heads=heads,
+        num_query_groups=None if base is GPT2 else 1,
+        kv_channels=None if base is GPT2 else width,
+        ffn_hidden_size=ffn,
+        vocab_size=vocab_size,
+        untie_embeddings_and_output_weights=untied,
+    )
+    written = config_to_hf(model, family=family_of(model))
+    assert canonical(config_from_hf(written)) == canonical(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "lost"),
+    [
+        (replace(LLAMA, activation=Activation.gelu), "activation"),
+        (replace(LLAMA, position_embedding_type=PositionEmbedding.none), "position_embedding_type"),
+        (replace(GPT2, num_query_groups=2), "num_query_groups"),
+        (replace(QWEN3, add_bias_linear=True), "add_bias_linear"),
+    ],
+)
+def test_a_model_no_family_can_hold_is_refused_by_name(model: ModelConfig, lost: str) -> None:
+    with pytest.raises(HuggingFaceError, match=lost):
+        family_of(model)
+    with pytest.raises(HuggingFaceError, match="cannot say"):
+        family_of(GPT2, name="llama")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "mistral"}, "mistral.*gpt2, llama, qwen2, qwen3"),
+        ({"hidden_act": "relu"}, "hidden_act: 'relu'"),
+        ({"attention_bias": True}, "attention_bias: True"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type: 'yarn'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
+        ({"model_type": "gpt2", "activation_function": "relu"}, "activation_function"),
+        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ({"model_type": "gpt2", "scale_attn_weights": False}, "scale_attn_weights"),
+    ],
+)
+def test_features_we_lack_are_refused_by_name(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(HuggingFaceError, match=named):
+        config_from_hf(LLAMA_JSON | change)
+
+
+def test_a_window_no_layer_uses_is_no_window() -> None:
+    unused = {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 2, "sliding_window": 8}
+    assert config_from_hf(LLAMA_JSON | unused).add_qkv_bias
+    assert config_from_hf(LLAMA_JSON | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 8})
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_a_folder_without_a_proper_config_is_refused(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(HuggingFaceError, match=r"config\.json"):
+        model_from_hf(tmp_path)
+
+
+def test_an_explicit_field_that_contradicts_names_both_values() -> None:
+    with pytest.raises(HuggingFaceError, match=r"--hidden-size 64 contradicts.*hidden_size = 32"):
+        check_against(LLAMA, replace(LLAMA, hidden_size=64), explicit=frozenset({"hidden_size"}))
+
+
+def test_fields_not_set_explicitly_give_way_and_free_ones_are_taken() -> None:
+    asked = replace(LLAMA, hidden_size=64, num_query_groups=None, make_vocab_size_divisible_by=256)
+    explicit = frozenset({"num_query_groups", "make_vocab_size_divisible_by", "lr"})
+    model = check_against(LLAMA, asked, explicit=explicit)
+    assert model == replace(LLAMA, make_vocab_size_divisible_by=256)
+
+
+def test_an_explicit_field_may_repeat_what_config_json_says() -> None:
+    asked = ModelConfig(hidden_size=32, num_attention_heads=4, kv_channels=8, vocab_size=131)
+    explicit = frozenset({"hidden_size", "num_attention_heads", "kv_channels", "vocab_size"})
+    assert check_against(LLAMA, asked, explicit=explicit) == replace(LLAMA, init_method_std=asked.init_method_std)

@@ -1,0 +1,37 @@
+"""The tables of names: every parameter has a place, and the places tile the files' tensors."""
+
+import pytest
+import torch
+
+from nanotrain.hf.families import FAMILIES, family_of
+from nanotrain.model.build import build_stage, collect_specs
+from nanotrain.topology.boxes import Box
+from nanotrain.topology.stages import split_layers
+from tests.model.building import MODELS
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_table_names_exactly_the_parameters_of_the_model(name: str) -> None:
+    model = MODELS[name]
+    stage = build_stage(model, split_layers(model.num_layers, 1)[0], dtype=torch.float32)
+    shapes = {spec.name: spec.shape for spec in collect_specs(stage)}
+    places = FAMILIES[family_of(model)].places(model)
+    assert places.keys() == shapes.keys()
+    for key, place in places.items():
+        padded = key in ("embedding.word.weight", "head.weight")
+        assert place.shape[padded:] == shapes[key][padded:]
+        assert place.shape[0] == (model.vocab_size if padded else shapes[key][0])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_places_tile_every_tensor_of_the_files(name: str) -> None:
+    model = MODELS[name]
+    boxes: dict[str, list[Box]] = {}
+    wholes: dict[str, Box] = {}
+    for place in FAMILIES[family_of(model)].places(model).values():
+        boxes.setdefault(place.tensor, []).append(place.box(Box.whole(place.shape)))
+        assert wholes.setdefault(place.tensor, Box.whole(place.tensor_shape)) == Box.whole(place.tensor_shape)
+    for tensor, pieces in boxes.items():
+        assert sum(piece.numel for piece in pieces) == wholes[tensor].numel
+        assert all(piece.within(wholes[tensor]) for piece in pieces)
+        assert not any(a.intersect(b) for i, a in enumerate(pieces) for b in pieces[:i])
