@@ -1,11 +1,13 @@
+"""What is known of a model before it has storage."""
+
 import pytest
 import torch
-from tests.model.building import MODELS
 
 from nanotrain.config.derive import padded_vocab_size, parameter_count
 from nanotrain.model.build import build_stage, collect_specs
 from nanotrain.topology.params import ParamKind
 from nanotrain.topology.stages import split_layers
+from tests.model.building import MODELS
 
 
 def specs_of(name: str, stages: int = 1) -> list:

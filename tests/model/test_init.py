@@ -1,3 +1,5 @@
+"""Start values: a function of seed, name and global shape, whoever asks."""
+
 from dataclasses import replace
 from functools import cache
 
@@ -5,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.model.building import LLAMA, MODELS, build
 
 from nanotrain.model.init import BLOCK_ELEMENTS, fill_normal
 from nanotrain.topology.boxes import Box
 from nanotrain.topology.params import ParamKind, ParamSpec
 from nanotrain.topology.stages import StageSpec
+from tests.model.building import LLAMA, MODELS, build
 
 HUGE = ParamSpec("layers.0.mlp.up.weight", (5000, 700), dtype="fp32", kind=ParamKind.matrix)
 

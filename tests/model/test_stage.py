@@ -1,14 +1,16 @@
+"""What a stage computes, alone and in a row of stages."""
+
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.model.building import GPT2, LLAMA, MODELS, VOCAB, build, give_storage, random_batch, randomize
 
 from nanotrain.config.config import ModelConfig
 from nanotrain.data.batch import Batch
 from nanotrain.model.build import build_stage
 from nanotrain.topology.stages import split_layers
+from tests.model.building import GPT2, LLAMA, MODELS, VOCAB, build, give_storage, random_batch, randomize
 
 
 @pytest.mark.parametrize("name", MODELS)

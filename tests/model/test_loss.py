@@ -1,0 +1,69 @@
+"""The loss in chunks is the loss in one piece, with its gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanotrain.model import loss as loss_module
+from nanotrain.model.loss import linear_cross_entropy
+
+
+def in_one_piece(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (F.cross_entropy((hidden @ weight.t()).float(), labels, reduction="none") * mask).sum()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    num_tokens=st.integers(1, 40),
+    vocab_size=st.integers(2, 60),
+    padding=st.integers(0, 9),
+    chunk=st.integers(1, 400),
+    seed=st.integers(0, 99),
+)
+def test_chunks_give_the_loss_and_gradients_of_one_piece(
+    num_tokens: int, vocab_size: int, padding: int, chunk: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(num_tokens, 8, generator=generator, requires_grad=True)
+    weight = torch.randn(vocab_size + padding, 8, generator=generator, requires_grad=True)
+    labels = torch.randint(0, vocab_size, (num_tokens,), generator=generator)
+    mask = torch.randint(0, 3, (num_tokens,), generator=generator) / 2
+    expected = in_one_piece(hidden, weight[:vocab_size], labels, mask)
+    gradients = torch.autograd.grad(expected / 7, (hidden, weight))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_module, "CHUNK_ELEMENTS", chunk)
+        found = linear_cross_entropy(hidden, weight, labels=labels, loss_mask=mask, vocab_size=vocab_size)
+        with torch.no_grad():
+            evaluated = linear_cross_entropy(hidden, weight, labels=labels, loss_mask=mask, vocab_size=vocab_size)
+    (found / 7).backward()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(evaluated, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hidden.grad, gradients[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(weight.grad, gradients[1], rtol=1e-4, atol=1e-6)
+    assert not weight.grad[vocab_size:].any()
+
+
+def test_a_hopeless_label_has_a_finite_loss() -> None:
+    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[500.0], [-500.0]])
+    found = linear_cross_entropy(hidden, weight, labels=torch.tensor([1]), loss_mask=torch.ones(1), vocab_size=2)
+    assert found.item() == 1000.0
+
+
+def test_chunks_of_the_weight_gradient_add_up_unrounded_in_an_fp32_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", 50 * 64)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(300, 16, generator=generator).bfloat16()
+    weight = torch.nn.Parameter(torch.randn(50, 16, generator=generator).bfloat16())
+    labels, mask = torch.randint(0, 50, (300,), generator=generator), torch.ones(300)
+    weight.grad_dtype = torch.float32
+    weight.grad = torch.zeros(50, 16)
+    buffer = weight.grad
+    linear_cross_entropy(hidden, weight, labels=labels, loss_mask=mask, vocab_size=50).backward()
+    exact = weight.detach().float().requires_grad_()
+    in_one_piece(hidden.float(), exact, labels, mask).backward()
+    assert weight.grad is buffer
+    assert not torch.equal(buffer, buffer.bfloat16().float())
+    torch.testing.assert_close(buffer, exact.grad, rtol=0.02, atol=0.05)

@@ -1,0 +1,34 @@
+"""The norms against their formulas."""
+
+import pytest
+import torch
+
+from nanotrain.config.config import Normalization
+from nanotrain.model.norm import build_norm
+
+
+@pytest.mark.parametrize("kind", list(Normalization))
+def test_a_norm_scales_to_unit_size(kind: Normalization) -> None:
+    norm = build_norm(kind, 16, epsilon=1e-3, dtype=torch.float64).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.copy_(torch.randn(16))
+    x = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
+    centred = x - x.mean(-1, keepdim=True) if kind is Normalization.LayerNorm else x
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-3).sqrt() * norm.weight
+    if kind is Normalization.LayerNorm:
+        expected = expected + norm.bias
+    torch.testing.assert_close(norm(x), expected)
+    torch.autograd.gradcheck(norm, x)
+
+
+@pytest.mark.parametrize("kind", list(Normalization))
+def test_bf16_is_computed_in_fp32_and_rounded_once(kind: Normalization) -> None:
+    exact = build_norm(kind, 64, epsilon=1e-5, dtype=torch.float32).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in exact.parameters():
+            parameter.copy_(torch.randn(64).bfloat16())
+    x = torch.randn(7, 64).bfloat16() * 100
+    expected = exact(x.float())
+    rounded = exact.bfloat16()(x)
+    torch.testing.assert_close(rounded, expected.bfloat16(), rtol=2**-8, atol=0)
