@@ -2,8 +2,8 @@
 
     pending.py                  what every `start_` returns, and how a failure is told
     start_all_reduce            in place
-    start_reduce_scatter        native on NCCL; on gloo `gloo_reduce_scatter.start`
-    start_all_gather            the own slice of the output may be the input
+    start_reduce_scatter        native on NCCL, gloo.py on gloo
+    start_all_gather            likewise; the own slice of the output may be the input
     all_reduce ... broadcast    the same, finished on return
     all_reduce_numbers          several host numbers in one collective
     gather_objects, barrier     control traffic
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanotrain.comm import gloo_reduce_scatter
+from nanotrain.comm import gloo
 from nanotrain.comm.device import home_of
 from nanotrain.comm.group import Group
 from nanotrain.comm.pending import DONE, Pending, watch
@@ -83,7 +83,7 @@ def start_reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pendin
     group.ledger.record(group.name, "reduce_scatter", reduced_bytes(tensor.nbytes, group.size))
     with watch("reduce_scatter", group):
         if dist.get_backend(group.process_group) == "gloo":
-            return gloo_reduce_scatter.start(output, tensor, group)
+            return gloo.start_reduce_scatter(output, tensor, group)
         work = _reduce_scatter_flat(output, tensor, group=group.process_group, async_op=True)
     return Pending("reduce_scatter", group, [work])
 
@@ -105,6 +105,8 @@ def start_all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
         return DONE
     group.ledger.record(group.name, "all_gather", reduced_bytes(output.nbytes, group.size))
     with watch("all_gather", group):
+        if dist.get_backend(group.process_group) == "gloo":
+            return gloo.start_all_gather(output, tensor, group)
         work = _all_gather_flat(output, tensor, group=group.process_group, async_op=True)
     return Pending("all_gather", group, [work])
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from nanotrain.comm.scratch import Scratch
 from nanotrain.comm.traffic import Ledger
 
 
@@ -21,6 +22,7 @@ class Group:
         index: this rank's place in `ranks`.
         process_group: torch's handle; None for a group of one.
         ledger: where sent bytes are booked.
+        scratch: memory that collectives receive into, shared by the groups of a rank.
         place: this rank's coordinates for messages ("pp1 dp3 tp0"); empty in a job of one rank.
     """
 
@@ -29,6 +31,7 @@ class Group:
     index: int
     process_group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
     ledger: Ledger = field(default_factory=Ledger, compare=False, repr=False)
+    scratch: Scratch = field(default_factory=Scratch, compare=False, repr=False)
     place: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from nanotrain.comm.device import backend_of, home_of, pick_device
 from nanotrain.comm.fake import fake_world
 from nanotrain.comm.group import Group
+from nanotrain.comm.scratch import Scratch
 from nanotrain.comm.traffic import Ledger
 from nanotrain.errors import EnvironmentFault
 from nanotrain.topology.topology import GROUP_NAMES, Topology
@@ -79,7 +80,7 @@ class ParallelContext:
         self.coords = topology.coords(rank)
         long_axes = [axis for axis in reversed(topology.dense.axes) if topology.size(axis) > 1]
         self.place = " ".join(f"{axis}{self.coords[axis]}" for axis in long_axes)
-        self.ledger = Ledger()
+        self.ledger, self._scratch = Ledger(), Scratch()
         self.groups: dict[str, Group] = {}
         self.control = self._handle("control", (rank,), None)
 
@@ -155,7 +156,7 @@ class ParallelContext:
         return self
 
     def _handle(self, name: str, ranks: tuple[int, ...], process_group: dist.ProcessGroup | None) -> Group:
-        return Group(name, ranks, ranks.index(self.rank), process_group, self.ledger, self.place)
+        return Group(name, ranks, ranks.index(self.rank), process_group, self.ledger, self._scratch, self.place)
 
 
 def _new_group(

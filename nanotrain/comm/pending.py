@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
+from torch import Tensor
 
 from nanotrain.comm.group import Group
 from nanotrain.errors import EnvironmentFault
@@ -22,6 +23,7 @@ class Pending:
         group: whom it runs over; None for one that is finished.
         works: torch's handles.
         finish: what is left to do on this rank once all of them are through.
+        keep: tensors that must outlive the transfer.
     """
 
     def __init__(
@@ -30,8 +32,10 @@ class Pending:
         group: Group | None = None,
         works: Sequence[dist.Work] = (),
         finish: Callable[[], None] | None = None,
+        *,
+        keep: Sequence[Tensor] = (),
     ) -> None:
-        self._op, self._group, self._works, self._finish = op, group, works, finish
+        self._op, self._group, self._works, self._finish, self._keep = op, group, works, finish, keep
         self._failure: EnvironmentFault | None = None
 
     def wait(self) -> None:
@@ -54,7 +58,7 @@ class Pending:
             self._failure = failure
             raise
         finally:
-            self._group, self._works, self._finish = None, (), None
+            self._group, self._works, self._finish, self._keep = None, (), None, ()
 
 
 DONE = Pending()
