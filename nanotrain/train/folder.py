@@ -1,0 +1,119 @@
+"""The run folder: where everything a run writes lies.
+
+    runs/<name>/
+      config.yaml        the resolved configuration, itself a valid input
+      environment.json   versions, git revision, machine, command line
+      metrics.jsonl      one JSON object a step
+      checkpoints/       step-00000100/ ...
+      data/              the quick-start corpus, where it is used
+      profile/, tensorboard/, wandb/   where asked for
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanotrain.errors import EnvironmentFault
+
+REPORTED_PACKAGES = ("nanotrain", "torch", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of a run."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints lie."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def data(self) -> Path:
+        """Where the quick-start corpus is prepared."""
+        return self.path / "data"
+
+    def require_writable(self) -> None:
+        """Make the folder and write into it.
+
+        Raises:
+            EnvironmentFault: it cannot be made or written.
+        """
+        probe = self.path / f".writable-{platform.node()}-{os.getpid()}"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise EnvironmentFault(
+                f"the run folder {self.path} cannot be written",
+                why=error.strerror or str(error),
+                fix="choose another folder with train.run_dir, or free it",
+            ) from error
+
+    def write_description(self, config_yaml: str, facts: Mapping[str, Any]) -> None:
+        """Write config.yaml and environment.json.
+
+        Args:
+            config_yaml: the resolved configuration.
+            facts: what only the run knows (device, world size), as JSON.
+        """
+        (self.path / "config.yaml").write_text(config_yaml, encoding="utf-8")
+        environment = {
+            "command": sys.argv,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "packages": {name: _version(name) for name in REPORTED_PACKAGES},
+            "git_revision": _git_revision(),
+            **facts,
+        }
+        (self.path / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop the lines of steps that will be taken again."""
+        if not self.metrics.exists():
+            return
+        lines = self.metrics.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if _step_of(line) <= step]
+        if len(kept) < len(lines):
+            replacement = self.metrics.with_suffix(".tmp")
+            replacement.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            replacement.replace(self.metrics)
+
+
+def _step_of(line: str) -> float:
+    """The step of a line of metrics.jsonl; infinite for a line that a crash cut short."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_revision() -> str | None:
+    """The revision of the source tree that runs; None for an installed package."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,45 @@
+"""Validation: the mean loss over the same samples every time, in every topology."""
+
+import torch
+
+from nanotrain.comm.collectives import all_reduce_numbers
+from nanotrain.data.loader import GlobalBatches
+from nanotrain.log import get_logger
+from nanotrain.train.feed import Feed
+from nanotrain.train.hooks import Hook
+from nanotrain.train.metrics import StepReport
+from nanotrain.train.run import Run
+
+log = get_logger(__name__)
+
+
+class EvaluateHook(Hook):
+    """Validates before the first step, every `eval_interval` steps and after the last one."""
+
+    def before_training(self, run: Run) -> None:
+        if run.state.step == 0 and run.config.train.train_iters > 0:
+            log.info("validation loss before training: %.4f", evaluate(run))
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        train = run.config.train
+        if report.step % train.eval_interval == 0 or report.step == train.train_iters:
+            report.valid_loss = evaluate(run)
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> float:
+    """Mean cross-entropy over the first `eval_iters` global batches of the validation split."""
+    samples = run.datasets.valid
+    assert samples is not None, "resolve requires a validation split where eval_interval is set"
+    run.data_parallel.finish_param_gather()
+    loss, num_tokens = torch.zeros((), device=run.context.device), 0
+    with GlobalBatches(samples, place=run.place) as batches:
+        feed = Feed(batches, run.context.control, device=run.context.device)
+        for _ in range(run.config.train.eval_iters):
+            batch = feed.next()
+            assert batch is not None, "no rank asks a validation to stop"
+            num_tokens += batch.num_target_tokens
+            for microbatch in batch.microbatches:
+                loss += run.stage(None, microbatch)
+    (total,) = all_reduce_numbers([loss.item()], run.context.group("dp_cp"))
+    return total / max(num_tokens, 1)

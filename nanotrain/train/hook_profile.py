@@ -1,0 +1,48 @@
+"""Writes a torch profiler trace of some steps into `profile/` of the run folder, one file a rank."""
+
+from torch.profiler import ProfilerActivity, profile
+
+from nanotrain.log import get_logger
+from nanotrain.train.hooks import Hook
+from nanotrain.train.metrics import StepReport
+from nanotrain.train.run import Run
+
+log = get_logger(__name__)
+
+
+class ProfileHook(Hook):
+    """Profiles the steps from `profile_step_start` to `profile_step_end`, both counted from 1."""
+
+    def __init__(self) -> None:
+        self._profiler: profile | None = None
+
+    def before_training(self, run: Run) -> None:
+        self._start_before(run, step=run.state.step + 1)
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        if report.step == run.config.train.profile_step_end:
+            self._write(run)
+        self._start_before(run, step=report.step + 1)
+
+    def after_training(self, run: Run) -> None:
+        self._write(run)
+
+    def _start_before(self, run: Run, *, step: int) -> None:
+        train = run.config.train
+        if self._profiler is None and train.profile_step_start <= step <= train.profile_step_end:
+            activities = [ProfilerActivity.CPU]
+            if run.context.device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            self._profiler = profile(activities=activities, record_shapes=True)
+            self._profiler.start()
+
+    def _write(self, run: Run) -> None:
+        if self._profiler is None:
+            return
+        self._profiler.stop()
+        folder = run.folder.path / "profile"
+        folder.mkdir(exist_ok=True)
+        path = folder / f"step-{run.state.step:08d}-rank-{run.context.rank:05d}.json"
+        self._profiler.export_chrome_trace(str(path))
+        self._profiler = None
+        log.info("wrote the profile %s; open it in chrome://tracing or Perfetto", path)

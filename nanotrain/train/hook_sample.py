@@ -1,0 +1,56 @@
+"""When training ends: a text the model writes, and where everything lies."""
+
+from nanotrain.data.tokenizer import load_tokenizer
+from nanotrain.log import get_logger
+from nanotrain.model.generate import Sampling, generate
+from nanotrain.train.hooks import Hook
+from nanotrain.train.run import Run
+
+log = get_logger(__name__)
+
+TEMPERATURE = 0.7
+TOP_K = 40
+
+
+class SampleHook(Hook):
+    """Prints a sample, written on the first rank.
+
+    Args:
+        tokenizer: in the form `load_tokenizer` takes; without one there is nothing to read.
+    """
+
+    def __init__(self, tokenizer: str | None) -> None:
+        self._tokenizer = tokenizer
+
+    def after_training(self, run: Run) -> None:
+        run.data_parallel.finish_param_gather()
+        if not run.context.control.is_first:
+            return
+        if self._tokenizer is None:
+            log.info("no sample: the data has no tokenizer; set --tokenizer-model to read what the model writes")
+            return
+        print(f"\nThe model writes:\n{sample(run, self._tokenizer)}\n", flush=True)
+
+
+class SummaryHook(Hook):
+    """Says where everything lies."""
+
+    def after_training(self, run: Run) -> None:
+        latest = run.checkpointer.latest()
+        if not run.context.control.is_first:
+            return
+        lines = [
+            f"run folder    {run.folder.path}",
+            f"metrics       {run.folder.metrics}",
+            f"checkpoint    {latest or 'none'}",
+        ]
+        print("\n".join(lines), flush=True)
+
+
+def sample(run: Run, tokenizer_name: str) -> str:
+    """A text by the present model: a continuation of the end-of-document token, or of an empty line without one."""
+    tokenizer = load_tokenizer(tokenizer_name)
+    prompt = [tokenizer.eod] if tokenizer.eod is not None else tokenizer.encode("\n")
+    sampling = Sampling(temperature=TEMPERATURE, top_k=TOP_K, seed=run.config.train.seed, stop=tokenizer.eod)
+    tokens = generate(run.stage, prompt, num_tokens=run.config.train.generate_tokens, sampling=sampling)
+    return tokenizer.decode([token for token in tokens if token != tokenizer.eod])

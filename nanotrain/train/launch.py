@@ -1,0 +1,71 @@
+"""From a plan and a context to the end of training: builds the run, chooses the hooks, fits, tidies up."""
+
+from nanotrain.comm.device import device_name, manual_seed, reset_peak_memory
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import Config
+from nanotrain.config.load import to_yaml
+from nanotrain.log import get_logger
+from nanotrain.train.build import build_run
+from nanotrain.train.hook_checkpoint import CheckpointHook
+from nanotrain.train.hook_evaluate import EvaluateHook
+from nanotrain.train.hook_log import LogHook
+from nanotrain.train.hook_profile import ProfileHook
+from nanotrain.train.hook_sample import SampleHook, SummaryHook
+from nanotrain.train.hook_track import TrackHook
+from nanotrain.train.hooks import Hook
+from nanotrain.train.resolve import Plan
+from nanotrain.train.trainer import Trainer
+
+log = get_logger(__name__)
+
+
+def run_plan(plan: Plan, context: ParallelContext) -> None:
+    """Train as planned, on this rank.
+
+    Args:
+        plan: what was asked for, complete.
+        context: this rank's device and groups.
+    """
+    config = plan.config
+    manual_seed(config.train.seed, context.device)
+    reset_peak_memory(context.device)
+    run = build_run(plan, context)
+    try:
+        if context.rank == 0:
+            facts = {"device": device_name(context.device), "world_size": context.topology.world_size}
+            plan.folder.write_description(to_yaml(config), facts)
+            _announce(plan, context)
+        if run.state.step >= config.train.train_iters:
+            log.info("nothing to do: step %d of %d is done", run.state.step, config.train.train_iters)
+        Trainer(run, choose_hooks(config, plan.tokenizer)).fit()
+    finally:
+        run.batches.close()
+
+
+def choose_hooks(config: Config, tokenizer: str | None) -> list[Hook]:
+    """The hooks of a run in the order in which they are called: a validation belongs to the step it is logged with."""
+    train = config.train
+    chosen: list[tuple[bool, Hook]] = [
+        (train.eval_interval > 0, EvaluateHook()),
+        (True, LogHook()),
+        (train.tensorboard or train.wandb, TrackHook()),
+        (config.checkpoint.save, CheckpointHook()),
+        (train.profile, ProfileHook()),
+        (train.generate_tokens > 0, SampleHook(tokenizer)),
+        (True, SummaryHook()),
+    ]
+    return [hook for wanted, hook in chosen if wanted]
+
+
+def _announce(plan: Plan, context: ParallelContext) -> None:
+    config, topology = plan.config, plan.topology
+    log.info(
+        "%s: %d ranks on %s, %s, %s",
+        plan.folder.path,
+        topology.world_size,
+        device_name(context.device),
+        config.precision.params_dtype.value,
+        config.parallel.data_parallel_sharding_strategy.value,
+    )
+    if plan.is_resumed:
+        log.info("resuming; --no-auto-resume starts anew")

@@ -1,0 +1,115 @@
+"""What is reported of a step: the result, the clock, the memory, and what follows from them."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from nanotrain.comm.device import device_name, peak_memory
+from nanotrain.config.config import Config
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.model.flops import flops_per_token
+from nanotrain.topology.hardware import peak_flops
+from nanotrain.train.state import TrainState
+from nanotrain.train.step import StepResult
+
+
+@dataclass
+class StepReport:
+    """One line of metrics.jsonl; hooks may add what they measured.
+
+    Attributes:
+        mfu: model FLOPs utilization, 0 to 1; None where the device's peak is unknown.
+        peak_memory_bytes: most memory this rank held so far (tensors on a GPU, the process on a CPU).
+        data_wait_s: part of `step_time_s` spent waiting for data.
+        valid_loss: set on steps that end with a validation.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    step_time_s: float
+    tokens_per_second: float
+    mfu: float | None
+    peak_memory_bytes: int
+    consumed_samples: int
+    consumed_tokens: int
+    skipped: bool
+    data_wait_s: float
+    loss_scale: float
+    valid_loss: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON: numbers that are not finite become null, and so does a validation that was not."""
+        values = asdict(self)
+        if self.valid_loss is None:
+            del values["valid_loss"]
+        return {key: _finite(value) for key, value in values.items()}
+
+
+@dataclass(frozen=True)
+class Speedometer:
+    """Turns times into rates.
+
+    Attributes:
+        tokens_per_step: tokens of a global batch, masked ones too: that is the work done.
+        flops_per_token: forward and backward, numerics as in `model/flops.py`.
+        peak_flops: of all ranks' devices together, per second; None where unknown.
+    """
+
+    tokens_per_step: int
+    flops_per_token: int
+    peak_flops: float | None
+
+    @classmethod
+    def of(cls, config: Config, context: ParallelContext, *, global_batch_size: int) -> "Speedometer":
+        """The speedometer of a run."""
+        peak = peak_flops(device_name(context.device), config.precision.params_dtype.value)
+        seq_length = config.data.seq_length
+        return cls(
+            tokens_per_step=global_batch_size * seq_length,
+            flops_per_token=flops_per_token(config.model, seq_length),
+            peak_flops=peak * context.topology.world_size if peak else None,
+        )
+
+    def tokens_per_second(self, step_time_s: float) -> float:
+        """Tokens of all ranks per second."""
+        return self.tokens_per_step / step_time_s
+
+    def mfu(self, tokens_per_second: float) -> float | None:
+        """Achieved over possible arithmetic."""
+        return tokens_per_second * self.flops_per_token / self.peak_flops if self.peak_flops else None
+
+
+@dataclass(frozen=True)
+class StepClock:
+    """The times of one step in seconds."""
+
+    step_time_s: float
+    data_wait_s: float
+
+
+def report_step(
+    result: StepResult, state: TrainState, *, clock: StepClock, speed: Speedometer, context: ParallelContext, loss_scale: float
+) -> StepReport:
+    """Everything that is known of a step when it ends."""
+    rate = speed.tokens_per_second(clock.step_time_s)
+    return StepReport(
+        step=state.step,
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        lr=result.lr,
+        step_time_s=clock.step_time_s,
+        tokens_per_second=rate,
+        mfu=speed.mfu(rate),
+        peak_memory_bytes=peak_memory(context.device),
+        consumed_samples=state.consumed_samples,
+        consumed_tokens=state.consumed_tokens,
+        skipped=result.skipped,
+        data_wait_s=clock.data_wait_s,
+        loss_scale=loss_scale,
+    )
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,46 @@
+"""The train step, the best-known function of the project."""
+
+from dataclasses import dataclass
+
+from nanotrain.comm.collectives import all_reduce_numbers
+from nanotrain.parallel.pp.executor import run_schedule
+from nanotrain.train.feed import GlobalBatch
+from nanotrain.train.run import Run
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did; the same on every rank.
+
+    Attributes:
+        loss: mean cross-entropy over all target tokens of the global batch, before the update; what was optimized.
+        grad_norm: global 2-norm before clipping.
+        lr: the learning rate that was used.
+        skipped: whether a norm that was not finite kept every weight as it was.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+def train_step(run: Run, batch: GlobalBatch) -> StepResult:
+    """One optimizer step: every microbatch forward and backward, then one update."""
+    lr = run.lr_schedule.lr_at(run.state.consumed_samples)
+    num_tokens = max(batch.num_target_tokens, 1)
+
+    run.data_parallel.begin_step()
+    loss_sum = run_schedule(
+        run.schedule,
+        run.stages,
+        microbatches=batch.microbatches,
+        grad_scale=run.optimizer.loss_scale.scale / num_tokens,
+    )
+    run.data_parallel.finish_grad_reduce()
+    update = run.optimizer.step(lr)
+    run.data_parallel.start_param_gather()
+
+    (loss,) = all_reduce_numbers([loss_sum.item()], run.context.group("dp_cp"))
+    run.state.advance(samples=run.place.global_batch_size, tokens=batch.num_target_tokens)
+    return StepResult(loss=loss / num_tokens, grad_norm=update.grad_norm, lr=lr, skipped=update.skipped)
