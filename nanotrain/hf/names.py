@@ -98,19 +98,19 @@ def gpt2_places(model: ModelConfig) -> dict[str, Place]:
     }
     for layer in range(model.num_layers):
         ours, theirs = f"layers.{layer}", f"transformer.h.{layer}"
-        places |= _layer_norm(f"{ours}.attention_norm", f"{theirs}.ln_1", hidden)
-        places |= _layer_norm(f"{ours}.mlp_norm", f"{theirs}.ln_2", hidden)
+        places |= _layer_norm(f"{ours}.attention_norm", f"{theirs}.ln_1", size=hidden)
+        places |= _layer_norm(f"{ours}.mlp_norm", f"{theirs}.ln_2", size=hidden)
         for name, place in projections.items():
             tensor, offset, outputs = f"{theirs}.{place.tensor}", place.offset, place.outputs
             places[f"{ours}.{name}.weight"] = Place(f"{tensor}.weight", place.shape, True, offset, outputs)
             places[f"{ours}.{name}.bias"] = Place(f"{tensor}.bias", place.shape[:1], False, offset, outputs)
-    return places | _layer_norm("final_norm", "transformer.ln_f", hidden) | _head(model)
+    return places | _layer_norm("final_norm", "transformer.ln_f", size=hidden) | _head(model)
 
 
 QKV = ("attention.query", "attention.key", "attention.value")
 
 
-def _layer_norm(name: str, tensor: str, size: int) -> dict[str, Place]:
+def _layer_norm(name: str, tensor: str, *, size: int) -> dict[str, Place]:
     return {f"{name}.{part}": Place(f"{tensor}.{part}", (size,)) for part in ("weight", "bias")}
 
 

@@ -76,14 +76,14 @@ class Attention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         if context.rotation is not None:
             query, key = rotate(query, context.rotation), rotate(key, context.rotation)
-        attended: Tensor = self.output(attend(query, key, value, mask=context.mask).flatten(2))
+        attended: Tensor = self.output(attend(query, key=key, value=value, mask=context.mask).flatten(2))
         return attended
 
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (-1, self.head_dim))
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None) -> Tensor:
+def attend(query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """Softmax attention of every query over the keys it may see.
 
     Args:

@@ -46,14 +46,14 @@ def generate(stage: Stage, prompt: Sequence[int], *, num_tokens: int, sampling: 
     while written < num_tokens:
         window = torch.tensor([tokens[-stage.model.max_position_embeddings :]], device=device)
         logits = stage.logits(window, last_only=True)[0, 0].float().cpu()
-        tokens.append(_choose(logits, sampling, generator))
+        tokens.append(_choose(logits, sampling, generator=generator))
         written += 1
         if tokens[-1] == sampling.stop:
             break
     return tokens[len(prompt) :]
 
 
-def _choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+def _choose(logits: Tensor, sampling: Sampling, *, generator: torch.Generator) -> int:
     """One token from [V] fp32 logits on the CPU."""
     if sampling.temperature == 0:
         return int(logits.argmax())

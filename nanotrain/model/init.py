@@ -58,13 +58,13 @@ def fill_normal(target: Tensor, spec: ParamSpec, *, box: Box, seed: int, std: fl
     first, last = box.start[0], box.stop[0]
     for start in range(first - first % block_rows, last, block_rows):
         stop = min(start + block_rows, num_rows)
-        generator = torch.Generator().manual_seed(_block_seed(seed, spec, start))
+        generator = torch.Generator().manual_seed(_block_seed(seed, spec, start_row=start))
         block = torch.empty((stop - start, *row_shape)).normal_(0.0, std, generator=generator)
         low, high = max(start, first), min(stop, last)
         columns = tuple(slice(a, b) for a, b in zip(box.start[1:], box.stop[1:], strict=True))
         target[low - first : high - first].copy_(block[(slice(low - start, high - start), *columns)])
 
 
-def _block_seed(seed: int, spec: ParamSpec, start_row: int) -> int:
+def _block_seed(seed: int, spec: ParamSpec, *, start_row: int) -> int:
     identity = f"{seed}/{spec.name}/{'x'.join(map(str, spec.shape))}/{start_row}"
     return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little") >> 1

@@ -107,15 +107,15 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, sign=1)
+        return _turn(x, cos=cos, sin=sin, sign=1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(grads[0], cos, sin, sign=-1), None, None
+        return _turn(grads[0], cos=cos, sin=sin, sign=-1), None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int) -> Tensor:
+def _turn(x: Tensor, *, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     low, high = x.chunk(2, dim=-1)
     out_low, out_high = out.chunk(2, dim=-1)

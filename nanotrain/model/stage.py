@@ -118,7 +118,7 @@ class Stage(nn.Module):
         Returns:
             With a head the sum over unmasked target tokens of the cross-entropy, an fp32 scalar; else [B, S, H].
         """
-        hidden = self._transform(hidden, batch.tokens, batch.position_ids, batch.document_ids)
+        hidden = self._transform(hidden, batch.tokens, position_ids=batch.position_ids, document_ids=batch.document_ids)
         if self.head is None:
             return hidden
         loss: Tensor = self.head(hidden, batch, tied=self._tied_weight())
@@ -135,11 +135,16 @@ class Stage(nn.Module):
             [B, S, V] (or [B, 1, V]), padding cut off, in the dtype of the activations.
         """
         assert self.head is not None, "only a stage with the head has logits"
-        hidden = self._transform(None, tokens, None, None)
+        hidden = self._transform(None, tokens)
         return self.head.logits(hidden[:, -1:] if last_only else hidden, tied=self._tied_weight())
 
     def _transform(
-        self, hidden: Tensor | None, tokens: Tensor, position_ids: Tensor | None, document_ids: Tensor | None
+        self,
+        hidden: Tensor | None,
+        tokens: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
     ) -> Tensor:
         """Everything but the head."""
         if self.spec.has_embedding:

@@ -12,7 +12,7 @@ def test_the_core_is_softmax_of_scores_over_the_past(groups: int) -> None:
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 10, 6, 8, generator=generator)
     key, value = (torch.randn(2, 10, groups, 8, generator=generator) for _ in range(2))
-    out = attend(query, key, value, mask=None)
+    out = attend(query, key=key, value=value, mask=None)
     for head in range(6):
         group = head // (6 // groups)
         scores = query[:, :, head] @ key[:, :, group].mT / 8**0.5
