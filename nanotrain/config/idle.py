@@ -67,12 +67,6 @@ RULES: tuple[Idle, ...] = (
         "mock_data has no text and no documents",
     ),
     Idle(
-        ("quickstart_vocab_size",),
-        ("data_path",),
-        lambda c: bool(c.data.data_path),
-        "data_path takes the place of the quick-start corpus",
-    ),
-    Idle(
         ("rotary_base", "use_rope_scaling"),
         ("position_embedding_type",),
         lambda c: c.model.position_embedding_type is not PositionEmbedding.rope,

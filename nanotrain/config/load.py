@@ -3,7 +3,7 @@
     words --flags.parse--> CommandLine --compose_files--> values of the YAML --lay_over--> plain values
           --config_from_dict--> Config --settle_idle--> Config --validate--> Config
 
-`load` does all of it; `answer` serves the words that ask for text in place of a run (`--help`, `--cfg job`, `--explain`).
+`load` does all of it; `answer` serves the words that ask for text in place of a run (`--help`, `--explain`).
 """
 
 from collections.abc import Sequence

@@ -1,0 +1,27 @@
+"""docs/config.md and `--help` are made from the fields."""
+
+from pathlib import Path
+
+from nanotrain.config.document import document
+from nanotrain.config.help import help_text
+from nanotrain.config.schema import ENTRIES
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_current():
+    page = (ROOT / "docs" / "config.md").read_text()
+    assert page == document(), "run: python -m nanotrain.config.document > docs/config.md"
+
+
+def test_help_and_page_name_every_flag_with_its_meaning():
+    text, page = help_text(), document()
+    for entry in ENTRIES.values():
+        flag = f"--[no-]{entry.flag[2:]}" if entry.kind is bool else entry.flag
+        assert f"  {flag}" in text and f"| `{entry.flag}` |" in page
+        assert entry.field.metadata["meaning"] in text and entry.field.metadata["meaning"] in page
+
+
+def test_help_fits_a_terminal():
+    longest = max(help_text().splitlines(), key=len)
+    assert len(longest) <= 160, longest

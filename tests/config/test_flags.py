@@ -1,0 +1,146 @@
+"""The words of a command line, in any order, mean what they say."""
+
+from itertools import permutations
+
+import pytest
+
+from nanotrain.config.flags import ALIASES, FLAGS, NEGATIONS, OWN_FLAGS, SWITCHES, parse
+from nanotrain.config.schema import ENTRIES
+from nanotrain.errors import ConfigError
+
+
+def said(*argv: str) -> dict[str, object]:
+    return {setting.key: setting.value for setting in parse(argv).settings}
+
+
+def test_every_field_has_a_flag_that_sets_it():
+    for entry in ENTRIES.values():
+        value = entry.choices[0] if entry.choices else "7"
+        words = [entry.flag] if entry.kind is bool else [entry.flag, value]
+        expected = "true" if entry.kind is bool else [value] if entry.kind is list else value
+        assert said(*words) == {entry.key: expected}
+
+
+@pytest.mark.parametrize("words", [["--lr", "1e-3"], ["--lr=1e-3"], ["optim.lr=1e-3"]])
+def test_three_ways_say_the_same(words):
+    assert said(*words) == {"optim.lr": "1e-3"}
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [(["--shuffle"], "true"), (["--no-shuffle"], "false"), (["--shuffle=false"], "false")],
+)
+def test_a_boolean_is_on_off_or_spelled_out(words, value):
+    assert said(*words) == {"data.shuffle": value}
+
+
+def test_words_mean_the_same_in_any_order():
+    # given a recipe, an override, flags with one, no and many values
+    groups = [
+        ["+config=tiny"],
+        ["train.train_iters=50"],
+        ["--overlap-grad-reduce"],
+        ["--data-path", "0.7", "a", "0.3", "/some/b=c/d"],
+        ["--micro-batch-size=4"],
+        ["--bf16"],
+    ]
+    # when they come in every order
+    lines = [parse([word for group in order for word in group]) for order in permutations(groups)]
+    # then they say the same
+    first = {setting.key: setting.value for setting in lines[0].settings}
+    assert first["data.data_path"] == ["0.7", "a", "0.3", "/some/b=c/d"] and len(first) == 5
+    for line in lines:
+        assert {setting.key: setting.value for setting in line.settings} == first
+        assert line.choices == {"config": "tiny"}
+
+
+def test_the_later_of_two_words_for_a_field_comes_later():
+    assert [setting.value for setting in parse(["--lr", "1", "optim.lr=2"]).settings] == ["1", "2"]
+
+
+def test_a_negative_number_is_a_value():
+    assert said("--exit-interval", "-1") == {"train.exit_interval": "-1"}
+
+
+def test_yaml_is_chosen_with_and_without_a_plus():
+    assert parse(["config=tiny"]).choices == parse(["+config=tiny"]).choices == {"config": "tiny"}
+    assert parse(["model=llama7b", "config=x"]).choices == {"model": "llama7b", "config": "x"}
+
+
+def test_folders_of_yaml_add_up():
+    line = parse(["--config-dir", "a", "hydra.searchpath=[file:///b,'/c']", "--config-dir=d"])
+    assert line.search_path == ["a", "file:///b", "/c", "d"]
+
+
+def test_data_parallel_size_sets_nothing():
+    line = parse(["--data-parallel-size", "4"])
+    assert line.data_parallel_size == 4 and line.settings == []
+
+
+@pytest.mark.parametrize(
+    ("words", "strategy"),
+    [
+        ("--use-distributed-optimizer", "optim"),
+        ("--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads", "optim_grads"),
+        ("--data-parallel-sharding-strategy optim_grads --use-distributed-optimizer", "optim_grads"),
+    ],
+)
+def test_use_distributed_optimizer_means_at_least_optim(words, strategy):
+    assert said(*words.split()) == {"parallel.data_parallel_sharding_strategy": strategy}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--train-iter 5", "unknown flag --train-iter: there is no such flag; did you mean --train-iters?"),
+        ("--no-lr", "unknown flag --no-lr"),
+        ("--no-shufle", "did you mean --no-shuffle?"),
+        ("trian.lr=3", "unknown key trian.lr: there is no such key; did you mean"),
+        ("optim.lrr=3", "unknown key optim.lrr: there is no such key; did you mean optim.lr?"),
+        ("lr=3", "unknown key lr: a key names its section; did you mean optim.lr?"),
+        ("+optim.lr=3", "+optim.lr=3 begins with +: every field exists already; write optim.lr=3"),
+        ("++zzz.a=1", "unknown key zzz.a"),
+        ("++zzz=1", "++zzz=1 begins with ++"),
+        ("~model=tiny", "~model=tiny begins with ~"),
+        ("hydra.run.dir=x", "only hydra.searchpath"),
+        ("--lr", "--lr has no value: it takes one; --lr is peak learning rate"),
+        ("--lr --bf16", "--lr has no value"),
+        ("--lr train.seed=3", "--lr has no value"),
+        ("--data-path --bf16", "--data-path has no value"),
+        ("--config-dir", "--config-dir has no value"),
+        ("--shuffle true", "stray word 'true': --shuffle takes no value; write --shuffle=true"),
+        ("tiny", "stray word 'tiny': it is neither a flag nor key=value"),
+        ("-x", "unknown flag -x"),
+        ("--data-parallel-size two", "--data-parallel-size is 'two'"),
+        ("--cfg hydra", "write --cfg job"),
+        ("--bf16 --params-dtype fp32", "--bf16 contradicts --params-dtype fp32"),
+        ("--bf16 --fp16", "contradicts"),
+        (
+            "--use-distributed-optimizer --data-parallel-sharding-strategy no_shard",
+            "--use-distributed-optimizer contradicts --data-parallel-sharding-strategy no_shard: "
+            "--use-distributed-optimizer means parallel.data_parallel_sharding_strategy=optim; leave one of them out",
+        ),
+    ],
+)
+def test_bad_words_are_named_with_their_cure(words, message):
+    with pytest.raises(ConfigError) as caught:
+        parse(words.split())
+    assert message in str(caught.value)
+
+
+def test_torchrun_hands_every_flag_through():
+    """A word that abbreviates several options of torchrun is a mistake to it, even behind the module's name."""
+    from torch.distributed.run import get_args_parser
+
+    words = [f"{flag}=1" for flag in [*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS]] + [*SWITCHES, *FLAGS, *ALIASES]
+    for word in words:
+        parsed = get_args_parser().parse_args(["--nproc-per-node", "2", "-m", "nanotrain.train", word])
+        assert parsed.training_script_args == [word]
+
+
+def test_no_flag_abbreviates_an_option_of_torchrun():
+    from torch.distributed.run import get_args_parser
+
+    theirs = [option for action in get_args_parser()._actions for option in action.option_strings]
+    ours = [*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS]
+    assert not [(flag, option) for flag in ours for option in theirs if option.startswith(flag)]

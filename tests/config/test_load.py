@@ -1,0 +1,212 @@
+"""From words and YAML files to a checked configuration."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nanotrain.config.config import Config, DType, LRDecayStyle, ShardingStrategy
+from nanotrain.config.load import answer, explain, load, load_config, to_yaml
+from nanotrain.config.schema import KEYS
+from nanotrain.errors import ConfigError
+
+
+def origins(*argv: str) -> dict[str, str]:
+    return load(argv, to_train=False).origins
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_without_words_everything_is_a_default_but_the_folder_of_the_run():
+    config = load_config([])
+    assert config == replace(Config(), train=replace(Config().train, run_dir="runs/train"))
+
+
+def test_the_promised_command_line_works_as_written():
+    words = (
+        "+config=tiny train.train_iters=50 --data-parallel-sharding-strategy optim_grads --overlap-grad-reduce "
+        "--ddp-bucket-size 500000 --micro-batch-size=4 --bf16"
+    )
+    loaded = load(words.split())
+    config = loaded.config
+    assert (config.train.train_iters, config.train.micro_batch_size, config.train.run_dir) == (50, 4, "runs/tiny")
+    assert config.parallel.data_parallel_sharding_strategy is ShardingStrategy.optim_grads
+    assert config.parallel.ddp_bucket_size == 500_000 and config.precision.params_dtype is DType.bf16
+    assert loaded.recipe == "tiny" and "parallel.ddp_bucket_size" in loaded.explicit
+    assert not [key for key in loaded.explicit if key.startswith("model.")]
+
+
+def test_the_fixed_order_run_from_hugging_face_weights_works_as_written():
+    words = (
+        "+config=tiny --pretrained-checkpoint DIR --data-path PREFIX --split 1,0,0 data.shuffle=false --seq-length 64 "
+        "--micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 1e-2 --lr-decay-style constant "
+        "--lr-warmup-iters 0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 0.5 --eval-interval 0 "
+        "--save-interval 3 --seed 1 precision.params_dtype=fp32 --data-parallel-sharding-strategy optim_grads "
+        "train.run_dir=OUT"
+    )
+    config = load_config(words.split())
+    assert config.data.data_path == ["PREFIX"] and config.data.split == "1,0,0" and not config.data.shuffle
+    assert config.optim.lr_decay_style is LRDecayStyle.constant and config.optim.lr == 1e-2
+    assert config.train.run_dir == "OUT" and config.train.eval_interval == 0
+
+
+@pytest.mark.parametrize("strategy", [member.value for member in ShardingStrategy])
+def test_a_recipe_goes_with_every_sharding_strategy(strategy):
+    config = load_config(["+config=tiny", "--data-parallel-sharding-strategy", strategy])
+    assert config.parallel.overlap_param_gather == (strategy != "no_shard")
+
+
+def test_the_command_line_beats_the_recipe_beats_the_group_beats_the_default(tmp_path):
+    # given a group file, a recipe on top of it, and words on top of both
+    write(tmp_path / "optim" / "mine.yaml", "lr: 1.0e-3\nclip_grad: 2.0\nweight_decay: 0.3\n")
+    defaults = "defaults:\n  - override /optim: mine\n  - _self_\n"
+    recipe = f"# @package _global_\n{defaults}optim:\n  lr: 2.0e-3\n  clip_grad: 3.0\n"
+    write(tmp_path / "config" / "my.yaml", recipe)
+    # when they meet
+    loaded = load(["--lr", "4e-3", "+config=my", "--config-dir", str(tmp_path)])
+    # then each layer wins over the one below, and is named
+    optim = loaded.config.optim
+    assert (optim.lr, optim.clip_grad, optim.weight_decay, optim.adam_beta1) == (4e-3, 3.0, 0.3, 0.9)
+    assert loaded.origins["optim.lr"] == "command line: --lr 4e-3"
+    assert loaded.origins["optim.clip_grad"] == str(tmp_path / "config" / "my.yaml")
+    assert loaded.origins["optim.weight_decay"] == str(tmp_path / "optim" / "mine.yaml")
+    assert loaded.origins["optim.adam_beta1"] == "default"
+
+
+def test_a_chosen_group_replaces_the_one_of_the_recipe():
+    config = load_config(["model=llama7b", "+config=tiny"])
+    assert config.model.num_layers == 32 and config.train.generate_tokens > 0
+
+
+def test_a_recipe_may_start_from_another(tmp_path):
+    write(tmp_path / "config" / "big.yaml", "# @package _global_\ndefaults:\n  - tiny\n  - _self_\ntrain:\n  seed: 5\n")
+    config = load_config(["+config=big", f"hydra.searchpath=[file://{tmp_path}]"])
+    tiny = load_config(["+config=tiny"])
+    assert config == replace(tiny, train=replace(tiny.train, seed=5, run_dir="runs/big"))
+
+
+def test_a_value_may_refer_to_another(tmp_path):
+    write(tmp_path / "config" / "ref.yaml", "# @package _global_\noptim:\n  min_lr: ${optim.lr}\n")
+    assert load_config(["+config=ref", "--config-dir", str(tmp_path), "--lr", "2e-4"]).optim.min_lr == 2e-4
+
+
+@pytest.mark.parametrize("words", [["--data-path", "0.7", "a", "0.3", "b"], ["data.data_path=[0.7,a,0.3,b]"]])
+def test_a_list_is_said_by_flag_or_in_hydras_form(words):
+    assert load_config(words).data.data_path == ["0.7", "a", "0.3", "b"]
+
+
+def test_text_with_commas_needs_no_quotes():
+    assert load_config(["data.split=1,2,3"]).data.split == load_config(["--split", "1,2,3"]).data.split == "1,2,3"
+    assert load_config(["data.split='1,2,3'"]).data.split == "1,2,3"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "+config=tiny --data-path 1e3 a 07 b --lr-decay-style inverse-square-root --tokenizer-model 1e3",
+        "+config=gpt2_124m --lr-decay-style WSD --lr-wsd-decay-iters 10 --adam-eps 1e-12",
+        "+config=tiny --data-parallel-sharding-strategy no_shard --run-dir /tmp/a,b",
+    ],
+)
+def test_the_yaml_of_a_run_is_a_valid_input_and_gives_the_same_run(words, tmp_path):
+    # given the resolved configuration of a run, as its folder keeps it
+    config = load_config(words.split())
+    path = write(tmp_path / "config.yaml", to_yaml(config))
+    # when it is read back
+    again = load([f"+config={path}"])
+    # then nothing differs, down to the text
+    assert again.config == config and to_yaml(again.config) == path.read_text()
+    # and words still win over it
+    assert load_config([f"+config={path}", "--seed", "9"]).train.seed == 9
+
+
+def test_explain_names_the_origin_of_every_value():
+    lines = explain(["+config=tiny", "--no-shuffle", "--data-parallel-sharding-strategy", "no_shard"]).splitlines()
+    said = {line.split()[0]: line for line in lines}
+    assert list(said) == list(KEYS)
+    assert said["model.hidden_size"].endswith("model/tiny.yaml")
+    assert said["optim.lr"].endswith("config/tiny.yaml")
+    assert said["data.shuffle"].endswith("command line: --no-shuffle")
+    assert said["optim.adam_eps"].endswith("default")
+    assert "default, not the YAML's True" in said["parallel.overlap_param_gather"]
+
+
+def test_answer_is_for_words_that_ask_for_text():
+    words = ["+config=tiny", "--bf16"]
+    assert answer(words) is None
+    assert answer([*words, "--cfg", "job"]) == to_yaml(load_config(words)).rstrip()
+    assert answer([*words, "--explain"]) == explain(words)
+    assert "--lr NUMBER" in (answer(["--help"]) or "")
+
+
+def test_planning_takes_axes_that_training_refuses():
+    words = ["--tensor-model-parallel-size", "2"]
+    assert load(words, to_train=False).config.parallel.tensor_model_parallel_size == 2
+    with pytest.raises(ConfigError, match="trains with data parallelism only"):
+        load_config(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("+config=tyni", "there is no config 'tyni': there are gpt2_124m, llama1b"),
+        ("+config=tyni", "did you mean config=tiny?"),
+        ("modle=tiny", "did you mean model?"),
+        ("+optm=x", "unknown key optm"),
+        ("--config-dir /nowhere", "config folder /nowhere does not exist"),
+        ("--config-name trian", "no trian.yaml in"),
+        ("+config=/nowhere/config.yaml", "/nowhere/config.yaml cannot be read"),
+        ("data.data_path=[a,", "data.data_path=[a, cannot be read"),
+        ("optim.lr=", "optim.lr= has no value"),
+        ("optim.min_lr=${optim.lrr}", "a value refers to another that cannot be found"),
+        ("+config=tiny --overlap-param-gather --data-parallel-sharding-strategy no_shard", "has no effect"),
+        ("--lr-wsd-decay-iters 5", "optim.lr_wsd_decay_iters = 5 has no effect"),
+    ],
+)
+def test_bad_input_is_one_error_with_its_cure(words, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(words.split())
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("# @package _global_\noptim:\n  lrr: 1\n", "unknown key optim.lrr in {path}"),
+        ("# @package _global_\noptm:\n  lr: 1\n", "unknown section optm in {path}"),
+        ("optim:\n  lr: 1\n", "begin it with the line: # @package _global_"),
+        ("# @package _global_\noptim: [\n", "cannot be composed"),
+        ("# @package _global_\ndefaults: [nothing, _self_]\n", "config/nothing"),
+        ("# @package _global_\noptim:\n  lr: fast\n", "optim.lr is 'fast': it takes a number"),
+    ],
+)
+def test_a_bad_recipe_is_named(text, message, tmp_path):
+    path = write(tmp_path / "config" / "bad.yaml", text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(["+config=bad", "--config-dir", str(tmp_path)])
+    assert message.format(path=path) in str(caught.value)
+
+
+def test_a_file_that_would_be_shadowed_is_an_error(tmp_path):
+    write(tmp_path / "config" / "tiny.yaml", "# @package _global_\ntrain:\n  seed: 3\n")
+    with pytest.raises(ConfigError, match="only the first would be read; rename yours"):
+        load_config(["+config=tiny", "--config-dir", str(tmp_path)])
+
+
+def test_a_recipe_named_by_its_path_stands_alone(tmp_path):
+    path = write(tmp_path / "my.yaml", "defaults: [tiny]\n")
+    with pytest.raises(ConfigError, match="defaults list"):
+        load_config([f"+config={path}"])
+
+
+def test_the_folder_of_recipes_can_be_moved(tmp_path, monkeypatch):
+    write(tmp_path / "train.yaml", "train:\n  seed: 77\n")
+    monkeypatch.setenv("NANOTRAIN_CONFIG_DIR", str(tmp_path))
+    assert load_config([]).train.seed == 77
+    monkeypatch.setenv("NANOTRAIN_CONFIG_DIR", str(tmp_path / "empty"))
+    with pytest.raises(ConfigError, match="unset NANOTRAIN_CONFIG_DIR"):
+        load_config([])

@@ -1,0 +1,118 @@
+"""Plain values go into the sections and come out of them unchanged."""
+
+import math
+from enum import Enum
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanotrain.config.config import Config, LRDecayStyle
+from nanotrain.config.schema import ENTRIES, KEYS, SECTIONS, Entry, config_from_dict, to_dict
+from nanotrain.errors import ConfigError
+
+WORDS = st.text("abc019. ,='/${}", max_size=8)
+KINDS = {
+    bool: st.booleans(),
+    int: st.integers(min_value=0, max_value=10**15),
+    float: st.floats(min_value=0, allow_nan=False, allow_infinity=False),
+    str: WORDS,
+    list: st.lists(WORDS, max_size=4),
+}
+
+
+def test_a_field_name_is_unique_over_all_sections():
+    names = [entry.name for entry in KEYS.values()]
+    assert len(names) == len(set(names)) == len(ENTRIES)
+
+
+def test_every_field_has_a_meaning_and_a_default_that_it_takes_itself():
+    for entry in ENTRIES.values():
+        assert entry.field.metadata["meaning"], entry.key
+        assert config_from_dict({entry.section: {entry.name: entry.default}}) == Config(), entry.key
+
+
+@st.composite
+def plain_values(draw: st.DrawFn) -> dict[str, dict[str, object]]:
+    """Values for some fields, each of the field's type and within its bounds."""
+    values: dict[str, dict[str, object]] = {}
+    for key in draw(st.lists(st.sampled_from(sorted(KEYS)), unique=True, max_size=12)):
+        entry = KEYS[key]
+        value = draw(st.sampled_from(entry.choices) if entry.choices else KINDS[entry.kind])
+        check = entry.field.metadata["check"]
+        if (check is None or check(value)) and str(value).lower() not in ("null", "none"):
+            values.setdefault(entry.section, {})[entry.name] = value
+    return values
+
+
+@given(plain_values())
+def test_a_configuration_and_its_plain_values_are_one_and_the_same(values):
+    # given a configuration from arbitrary plain values
+    config = config_from_dict(values)
+    # then its plain values hold them, and give the same configuration
+    for section, said in values.items():
+        assert to_dict(config)[section] | said == to_dict(config)[section]
+    assert config_from_dict(to_dict(config)) == config
+
+
+def test_plain_values_hold_no_enum():
+    found = [value for section in to_dict(Config()).values() for value in section.values()]
+    assert not [value for value in found if isinstance(value, Enum)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("train_iters", "1e4", 10_000),
+        ("train_iters", "1_000", 1000),
+        ("seed", str(2**60 + 1), 2**60 + 1),
+        ("lr", "2e-4", 2e-4),
+        ("lr_decay_iters", "null", None),
+        ("shuffle", "no", False),
+        ("lr_decay_style", "inverse-square-root", LRDecayStyle.inverse_square_root),
+        ("data_path", [0.7, "a"], ["0.7", "a"]),
+        ("data_path", "0.7 a 0.3 b", ["0.7", "a", "0.3", "b"]),
+    ],
+)
+def test_text_means_what_the_type_of_its_field_says(name, text, value):
+    entry = ENTRIES[name]
+    section = getattr(config_from_dict({entry.section: {name: text}}), entry.section)
+    assert getattr(section, name) == value
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("train.train_iters", "ten", "train.train_iters is 'ten': it takes a whole number; --train-iters is optimizer"),
+        ("train.train_iters", 1.5, "train.train_iters is 1.5: it takes a whole number"),
+        ("train.train_iters", True, "train.train_iters is True: it takes a whole number"),
+        ("train.train_iters", None, "train.train_iters is 'null': it takes a whole number"),
+        ("optim.lr", math.nan, "optim.lr is nan: it takes a number"),
+        ("optim.lr", 0, "optim.lr is 0.0: it must be above 0"),
+        ("optim.adam_beta1", 1, "optim.adam_beta1 is 1.0: it must be at least 0 and below 1"),
+        ("train.micro_batch_size", -1, "train.micro_batch_size is -1: it must be at least 1"),
+        ("data.shuffle", "maybe", "data.shuffle is 'maybe': it takes true or false"),
+        ("data.split", [1], "data.split is [1]: it takes text"),
+        ("precision.params_dtype", "bf61", "did you mean --params-dtype bf16?"),
+        ("optim.lr_decay_style", "inverse_square_root", "one of constant, linear, cosine, inverse-square-root, WSD"),
+        ("optim.learning_rate", 1, "unknown key optim.learning_rate: there is no such key; did you mean"),
+        ("optm.lr", 1, "unknown section optm: there is no such section; did you mean optim?"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_rule_and_its_cure(key, value, message):
+    section, name = key.split(".")
+    with pytest.raises(ConfigError) as caught:
+        config_from_dict({section: {name: value}})
+    assert message in str(caught.value)
+
+
+def test_a_section_holds_fields():
+    with pytest.raises(ConfigError, match="section optim is 3"):
+        config_from_dict({"optim": 3})
+    assert config_from_dict(dict.fromkeys(SECTIONS)) == Config()
+
+
+def test_an_entry_knows_its_kind():
+    kinds = {name: ENTRIES[name].kind for name in ("exit_interval", "data_path", "shuffle", "run_dir", "lr")}
+    assert kinds == {"exit_interval": int, "data_path": list, "shuffle": bool, "run_dir": str, "lr": float}
+    assert isinstance(ENTRIES["lr"], Entry) and ENTRIES["run_dir"].is_optional and not ENTRIES["lr"].is_optional

@@ -1,0 +1,94 @@
+"""`nanotrain COMMAND ...`: what each command prints and how a mistake ends."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from nanotrain.cli import CHECKPOINT_COMMANDS, COMMANDS, main
+from nanotrain.config.load import load_config, to_yaml
+
+
+def run(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "nanotrain.cli", *argv]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
+
+
+def test_help_answers_within_a_second():
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        done = run("train", "--help")
+        seconds.append(time.perf_counter() - began)
+        assert done.returncode == 0 and "--train-iters N" in done.stdout and done.stderr == ""
+    assert min(seconds) < 1
+
+
+def test_a_mistake_is_one_line_and_exit_code_2():
+    done = run("train", "+config=tiny", "--train-iter", "5")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == ("error: unknown flag --train-iter: there is no such flag; did you mean --train-iters?\n")
+
+
+def test_of_many_ranks_the_first_alone_speaks():
+    done = run("train", "--train-iter", "5", RANK="1", WORLD_SIZE="2")
+    assert done.returncode == 2 and done.stdout == done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "error: no command: nanotrain takes train, prepare"),
+        (["trian"], "error: unknown command 'trian'"),
+        (["checkpoint"], "error: no command: nanotrain checkpoint takes inspect"),
+        (["checkpoint", "export"], "error: unknown command 'export'"),
+        (["checkpoint", "inspect"], "error: nanotrain checkpoint inspect: the following arguments are required: path"),
+        (["topology"], "--world-size"),
+        (["topology", "--world-size", "x"], "invalid int value: 'x'"),
+        (["topology", "--world-size", "6", "--tensor-model-parallel-size", "4"], "6 ranks cannot form tp=4"),
+        (["config", "optim.lr=fast"], "error: optim.lr is 'fast': it takes a number"),
+    ],
+)
+def test_bad_words_end_with_code_2_and_one_message(argv, message, capsys):
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("error:") == 1 and captured.out == ""
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"]])
+def test_help_names_every_command(argv, capsys):
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in COMMANDS)
+    assert main(["checkpoint", *argv]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in CHECKPOINT_COMMANDS)
+
+
+def test_topology_prints_the_groups_as_json(capsys):
+    argv = "topology --world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --json"
+    assert main(argv.split()) == 0
+    groups = json.loads(capsys.readouterr().out)
+    assert groups["tp"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert groups["pp"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert groups["dp"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+def test_topology_shows_optimizer_instances_without_a_strategy(capsys):
+    assert main(["topology", "--world-size", "8", "--num-distributed-optimizer-instances", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dp_shard"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_config_prints_what_a_run_would_use(capsys):
+    assert main(["config", "+config=tiny", "--bf16"]) == 0
+    assert capsys.readouterr().out == to_yaml(load_config(["+config=tiny", "--bf16"]))
+    assert main(["config", "--explain", "+config=tiny", "--bf16"]) == 0
+    assert "command line: --bf16" in capsys.readouterr().out
+
+
+def test_cfg_job_prints_and_does_not_train(capsys):
+    assert main(["train", "+config=tiny", "--cfg", "job"]) == 0
+    assert capsys.readouterr().out == to_yaml(load_config(["+config=tiny"]))
