@@ -1,0 +1,202 @@
+"""Seconds to save and load a sharded state: nanotrain beside torch.save and torch.distributed.checkpoint, in turn.
+
+    python benchmarks/checkpoint.py                                  # 2 and 4 ranks x 64 and 256 MiB a rank
+    python benchmarks/checkpoint.py --ranks 2 --mib 64 --rounds 7 --folder /mnt/disk
+    python benchmarks/checkpoint.py --write benchmarks/results/checkpoint.md
+
+All three save the same tensors, cut along their first dim over the ranks, fsync them, and load them into tensors that
+are there already; the time is that of the slowest rank. Loads are measured warm (the files are in the page cache) and
+cold (dropped from it before). Contenders run in turn, several rounds; a ratio is the median over rounds of the quotient
+of neighbours in time, so that a slow minute of the machine meets both sides.
+
+torch.save writes one file a rank and nothing else: no manifest, no word between ranks, no other layout can read it.
+nanotrain compares a checksum of every byte it loads; torch.load (tried: a flipped bit) takes damage in silence.
+"""
+
+import argparse
+import datetime
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from nanotrain.checkpoint.checkpointer import Checkpointer
+from nanotrain.comm.group import Group
+from nanotrain.topology.boxes import Box, TensorBox
+
+TENSOR_MIB, COLUMNS = 4, 1024
+PHASES = ("save", "load warm", "load cold")
+
+
+@dataclass(frozen=True)
+class State:
+    """One rank's share: name -> rows of a global [size * rows, COLUMNS] tensor."""
+
+    tensors: dict[str, torch.Tensor]
+    rank: int
+    size: int
+
+    def boxes(self) -> dict[TensorBox, torch.Tensor]:
+        """The share as nanotrain takes it."""
+        found = {}
+        for name, tensor in self.tensors.items():
+            rows = len(tensor)
+            box = Box((self.rank * rows, 0), ((self.rank + 1) * rows, COLUMNS))
+            found[TensorBox(name, (self.size * rows, COLUMNS), box)] = tensor
+        return found
+
+    def dtensors(self, mesh: DeviceMesh) -> dict[str, DTensor]:
+        """The share as torch.distributed.checkpoint takes it."""
+        return {name: DTensor.from_local(tensor, mesh, [Shard(0)]) for name, tensor in self.tensors.items()}
+
+
+@dataclass(frozen=True)
+class Contender:
+    save: Callable[[Path], None]
+    load: Callable[[Path], None]
+
+
+def contenders(state: State) -> dict[str, Contender]:
+    """The three ways, each with the same state behind it."""
+    mesh = DeviceMesh("cpu", list(range(state.size)))
+    group = Group(name="world", ranks=tuple(range(state.size)), index=state.rank, process_group=dist.group.WORLD)
+
+    def save_nanotrain(folder: Path) -> None:
+        Checkpointer(folder, group=group).save(1, state.boxes(), objects={}, config={}, topology={})
+
+    def load_nanotrain(folder: Path) -> None:
+        Checkpointer(folder, group=group).restore(folder / "step-00000001", state.boxes())
+
+    def save_torch(folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        with open(folder / f"{state.rank}.pt", "wb") as file:
+            torch.save(state.tensors, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def load_torch(folder: Path) -> None:
+        for name, tensor in torch.load(folder / f"{state.rank}.pt").items():
+            state.tensors[name].copy_(tensor)
+
+    def save_dcp(folder: Path) -> None:
+        dcp.save(state.dtensors(mesh), checkpoint_id=folder)
+
+    def load_dcp(folder: Path) -> None:
+        dcp.load(state.dtensors(mesh), checkpoint_id=folder)
+
+    return {
+        "nanotrain": Contender(save_nanotrain, load_nanotrain),
+        "torch.save": Contender(save_torch, load_torch),
+        "torch DCP": Contender(save_dcp, load_dcp),
+    }
+
+
+def play_rank(rank: int, size: int, mib: int, rounds: int, folder: str) -> None:
+    """One process: all contenders in turn; rank 0 leaves the times in `times.pt`."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/rendezvous", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    rows = TENSOR_MIB * 2**20 // 4 // COLUMNS
+    state = State({f"model/{i}": torch.randn(rows, COLUMNS) for i in range(mib // TENSOR_MIB)}, rank, size)
+    expected = {name: tensor.double().sum() for name, tensor in state.tensors.items()}
+    times: dict[str, list[list[float]]] = {}
+    for number in range(rounds + 1):
+        for name, contender in contenders(state).items():
+            place = Path(folder) / name
+            taken = [_timed(contender.save, place), _timed(contender.load, place)]
+            for tensor in state.tensors.values():
+                tensor.zero_()
+            _drop_from_page_cache(place)
+            taken.append(_timed(contender.load, place))
+            assert all(state.tensors[key].double().sum() == total for key, total in expected.items()), (
+                f"{name} lost data"
+            )
+            dist.barrier()
+            if rank == 0:
+                shutil.rmtree(place)
+            if number > 0:  # the first round warms up
+                times.setdefault(name, []).append(taken)
+    if rank == 0:
+        torch.save(times, f"{folder}/times.pt")
+    dist.destroy_process_group()
+
+
+def rows_of(times: dict[str, list[list[float]]], *, size: int, mib: int) -> list[str]:
+    """The table's rows for one setting."""
+    rows = []
+    for name, rounds in times.items():
+        cells = []
+        for phase in range(len(PHASES)):
+            seconds = statistics.median(taken[phase] for taken in rounds)
+            quotients = [other[phase] / own[phase] for own, other in zip(times["nanotrain"], rounds, strict=True)]
+            ratio = "" if name == "nanotrain" else f" ({statistics.median(quotients):.2f}x)"
+            cells.append(f"{seconds:.3f} s, {size * mib / 1024 / seconds:.2f} GiB/s{ratio}")
+        rows.append(f"| {size} x {mib} MiB | {name} | " + " | ".join(cells) + " |")
+    return rows
+
+
+def _timed(work: Callable[[Path], None], place: Path) -> float:
+    """Seconds until the slowest rank is done."""
+    dist.barrier()
+    start = time.perf_counter()
+    work(place)
+    seconds = torch.tensor(time.perf_counter() - start)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def _drop_from_page_cache(place: Path) -> None:
+    dist.barrier()
+    for file in place.rglob("*"):
+        if file.is_file():
+            handle = os.open(file, os.O_RDONLY)
+            os.fsync(handle)  # only clean pages can be dropped
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--mib", type=int, nargs="+", default=[64, 256], help="MiB a rank")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=None, help="where to write; a temporary folder otherwise")
+    parser.add_argument("--write", type=Path, default=None, help="also write the table here")
+    options = parser.parse_args()
+    lines = [
+        f"{datetime.date.today()}, {os.cpu_count()}-core CPU (shared with other work), one disk, torch {torch.__version__},"
+        f" Python {platform.python_version()}; median of {options.rounds} rounds.",
+        "In brackets: time / nanotrain's time in the same round (above 1: nanotrain is faster).",
+        "",
+        "| state | writer | " + " | ".join(PHASES) + " |",
+        "|---|---|" + "---|" * len(PHASES),
+    ]
+    print("\n".join(lines))
+    for size in options.ranks:
+        for mib in options.mib:
+            with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+                mp.spawn(play_rank, args=(size, mib, options.rounds, folder), nprocs=size)
+                rows = rows_of(torch.load(f"{folder}/times.pt"), size=size, mib=mib)
+            print("\n".join(rows), flush=True)
+            lines += rows
+    if options.write:
+        options.write.write_text("# Saving and loading checkpoints\n\n" + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
