@@ -39,9 +39,12 @@ def train(argv: Sequence[str]) -> int:
 
 def prepare(argv: Sequence[str]) -> int:
     """Turn text into token files (.bin/.idx) for --data-path."""
-    from nanotrain.data.prepare import main as prepare_main
+    from nanotrain.data.prepare import add_arguments, run
 
-    return prepare_main(argv)
+    words = Words("prepare", prepare)
+    add_arguments(words)
+    run(words.parse_args(argv))
+    return 0
 
 
 def topology(argv: Sequence[str]) -> int:
@@ -60,7 +63,7 @@ def topology(argv: Sequence[str]) -> int:
 def checkpoint(argv: Sequence[str]) -> int:
     """Look at a checkpoint (inspect, verify) or write it as a Hugging Face folder (export-hf)."""
     if not argv or argv[0] not in CHECKPOINT_COMMANDS:
-        return choose("nanotrain checkpoint", argv, CHECKPOINT_COMMANDS)
+        return choose("nanotrain checkpoint", argv, commands=CHECKPOINT_COMMANDS)
     return CHECKPOINT_COMMANDS[argv[0]](argv[1:])
 
 
@@ -98,7 +101,7 @@ def export_hf(argv: Sequence[str]) -> int:
     words.add_argument("--family", help="gpt2, llama, qwen2 or qwen3; unset: the first that can hold the model")
     words.add_argument("--tokenizer", type=Path, help="a tokenizer.json or a folder, copied beside the weights")
     asked = words.parse_args(argv)
-    from nanotrain.train.export import export_checkpoint
+    from nanotrain.train.from_checkpoint import export_checkpoint
 
     print(export_checkpoint(**vars(asked)))
     return 0
@@ -114,9 +117,9 @@ def generate(argv: Sequence[str]) -> int:
     words.add_argument("--top-k", type=int, default=None, metavar="K", help="choose among the K likeliest tokens")
     words.add_argument("--seed", type=int, default=0, help="the same seed writes the same text (default: 0)")
     asked = words.parse_args(argv)
-    from nanotrain.train.sample import sample_from_checkpoint
+    from nanotrain.train.from_checkpoint import continue_text
 
-    print(sample_from_checkpoint(**vars(asked)))
+    print(continue_text(**vars(asked)))
     return 0
 
 
@@ -138,7 +141,7 @@ COMMANDS: dict[str, Command] = {
 CHECKPOINT_COMMANDS: dict[str, Command] = {"inspect": inspect, "verify": verify, "export-hf": export_hf}
 
 
-def choose(program: str, argv: Sequence[str], commands: dict[str, Command]) -> int:
+def choose(program: str, argv: Sequence[str], *, commands: dict[str, Command]) -> int:
     """Where no command is named: the list of them, or an error."""
     lines = [f"  {name:<10}  {(command.__doc__ or '').splitlines()[0]}" for name, command in commands.items()]
     if argv and argv[0] in ("-h", "--help"):
@@ -157,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if not words or words[0] not in COMMANDS:
-            return choose("nanotrain", words, COMMANDS)
+            return choose("nanotrain", words, commands=COMMANDS)
         return COMMANDS[words[0]](words[1:])
     except NanotrainError as error:
         return report(error, quiet=os.environ.get("RANK", "0") != "0")

@@ -77,7 +77,7 @@ def compose_files(line: CommandLine) -> Composed:
     overrides.append("hydra.searchpath=[" + ",".join(f"'file://{folder}'" for folder in folders[1:]) + "]")
     with hydra_at(folders[0]):
         values = to_plain(compose(line.config_name, overrides))
-        files = trace(line.config_name, overrides, folders)
+        files = trace(line.config_name, overrides, folders=folders)
     if loose is not None:
         stated = read_yaml(loose)
         check_stated(stated, str(loose))
@@ -140,7 +140,7 @@ def check_choices(choices: Mapping[str, str], folders: list[Path]) -> None:
             )
 
 
-def trace(config_name: str, overrides: list[str], folders: list[Path]) -> dict[str, str]:
+def trace(config_name: str, overrides: list[str], *, folders: list[Path]) -> dict[str, str]:
     """For each value that a YAML file sets: the file that set it last."""
     loader = GlobalHydra.instance().config_loader()
     composed = loader.compute_defaults_list(config_name, overrides, run_mode=RunMode.RUN)

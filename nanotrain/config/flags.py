@@ -77,7 +77,7 @@ def parse(argv: Sequence[str]) -> CommandLine:
     while words:
         word = words.pop(0)
         if word.startswith("-"):
-            read_flag(line, word, words)
+            read_flag(line, word, rest=words)
         elif OVERRIDE.match(word):
             read_override(line, word)
         else:
@@ -86,7 +86,7 @@ def parse(argv: Sequence[str]) -> CommandLine:
     return line
 
 
-def read_flag(line: CommandLine, word: str, rest: list[str]) -> None:
+def read_flag(line: CommandLine, word: str, *, rest: list[str]) -> None:
     """A word that begins with a dash, and the words that belong to it (taken from `rest`)."""
     flag, has_value, value = word.partition("=")
     if flag in OWN_FLAGS:
@@ -97,14 +97,14 @@ def read_flag(line: CommandLine, word: str, rest: list[str]) -> None:
         line.aliases.append(word)
     elif flag in FLAGS:
         entry = FLAGS[flag]
-        line.settings.append(read_field(entry, flag, value if has_value else None, rest))
+        line.settings.append(read_field(entry, flag, value=value if has_value else None, rest=rest))
     elif word in NEGATIONS:
         line.settings.append(Setting(NEGATIONS[word].key, "false", word))
     else:
-        raise unknown("flag", flag, [*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *SWITCHES])
+        raise unknown("flag", flag, known=[*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *SWITCHES])
 
 
-def read_field(entry: Entry, flag: str, value: str | None, rest: list[str]) -> Setting:
+def read_field(entry: Entry, flag: str, *, value: str | None, rest: list[str]) -> Setting:
     """A field's flag with its value: behind `=`, in the next word, or for a list in all words up to the next flag."""
     if entry.kind is bool:
         return Setting(entry.key, "true" if value is None else value, flag)
@@ -158,7 +158,7 @@ def read_override(line: CommandLine, word: str) -> None:
             raise ConfigError(
                 f"unknown key {key}", why="a key names its section", fix=f"did you mean {ENTRIES[key].key}?"
             )
-        raise unknown("key", key, KEYS)
+        raise unknown("key", key, known=KEYS)
     elif prefix:
         raise ConfigError(f"{word} begins with {prefix}", why="every field exists already", fix=f"write {key}={value}")
     else:

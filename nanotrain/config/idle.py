@@ -117,7 +117,7 @@ def settle_idle(config: Config, *, explicit: frozenset[str]) -> Settled:
             if value == entry.default:
                 continue
             if entry.key in explicit or not overruled:
-                raise without_effect(entry, value, rule)
+                raise without_effect(entry, rule, value=value)
             section = replace(getattr(config, entry.section), **{entry.name: entry.default})
             config = replace(config, **{entry.section: section})
             origins[entry.key] = f"default, not the YAML's {plain(value)}: {rule.why}"
@@ -134,7 +134,7 @@ def value_of(config: Config, entry: Entry) -> object:
     return getattr(getattr(config, entry.section), entry.name)
 
 
-def without_effect(entry: Entry, value: object, rule: Idle) -> ConfigError:
+def without_effect(entry: Entry, rule: Idle, *, value: object) -> ConfigError:
     """The error for a setting that would do nothing."""
     causes = " or ".join(ENTRIES[cause].flag for cause in rule.causes)
     return ConfigError(

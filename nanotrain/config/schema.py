@@ -93,12 +93,12 @@ def check_names(values: Mapping[str, Any]) -> None:
     """Every section and field is one that exists."""
     for name, section in values.items():
         if name not in SECTIONS:
-            raise unknown("section", name, SECTIONS)
+            raise unknown("section", name, known=SECTIONS)
         if not isinstance(section, Mapping | None):
             raise ConfigError(f"section {name} is {section!r}", why="a section holds fields", fix=f"write {name}.FIELD")
         for field in section or {}:
             if f"{name}.{field}" not in KEYS:
-                raise unknown("key", f"{name}.{field}", KEYS)
+                raise unknown("key", f"{name}.{field}", known=KEYS)
 
 
 def convert(entry: Entry, value: Any) -> Any:
@@ -209,7 +209,7 @@ def entries_of(section: str) -> list[Entry]:
     return [entry for entry in ENTRIES.values() if entry.section == section]
 
 
-def unknown(what: str, name: str, known: Iterable[str]) -> ConfigError:
+def unknown(what: str, name: str, *, known: Iterable[str]) -> ConfigError:
     """The error for a name that does not exist."""
     why = "there is no such " + what
     return ConfigError(f"unknown {what} {name}", why=why, fix=did_you_mean(name, known))
