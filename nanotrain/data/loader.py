@@ -16,7 +16,6 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -24,6 +23,7 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset
 
 from nanotrain.data.batch import Batch, Samples, collate
+from nanotrain.data.failure import Failure
 from nanotrain.data.sampler import MicrobatchSampler, ReadPlace
 from nanotrain.errors import DataError, EnvironmentFault
 
@@ -32,24 +32,15 @@ _INTERRUPTS = frozenset({signal.SIGINT, signal.SIGTERM})
 _LEAST_PREFETCH, _MOST_PREFETCH = 2, 16
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """A `DataError` on its way from a worker: exceptions would arrive wrapped in the worker's traceback."""
-
-    what: str
-    why: str
-    fix: str
-
-
 class _Reader(Dataset[Any]):
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
 
-    def __getitems__(self, numbers: Sequence[int]) -> Batch | _Failure:
+    def __getitems__(self, numbers: Sequence[int]) -> Batch | Failure:
         try:
             return collate([self.samples[number] for number in numbers])
         except DataError as error:
-            return _Failure(error.what, error.why, error.fix)
+            return Failure.of(error)
 
 
 class GlobalBatches:
@@ -74,7 +65,7 @@ class GlobalBatches:
     ) -> None:
         self.place = place
         self.num_workers = num_workers
-        self._microbatches: Iterator[Batch | _Failure] | None
+        self._microbatches: Iterator[Batch | Failure] | None
         prefetch = -(-2 * place.num_microbatches // max(1, num_workers))
         loader = DataLoader(
             _Reader(samples),
@@ -123,12 +114,12 @@ class GlobalBatches:
             if self.num_workers and (not isinstance(error, RuntimeError) or "DataLoader worker" in str(error)):
                 raise EnvironmentFault(
                     "a data worker process died",
-                    why=f"{str(error) or type(error).__name__}; most often the machine ran out of memory or of /dev/shm",
+                    why=f"{str(error) or type(error).__name__}; most often memory or /dev/shm ran out",
                     fix="lower --num-workers, or set --num-workers 0 to load in the training process",
                 ) from None
             raise
-        if isinstance(batch, _Failure):
-            raise DataError(batch.what, why=batch.why, fix=batch.fix)
+        if isinstance(batch, Failure):
+            raise batch.error()
         return batch
 
 

@@ -5,8 +5,9 @@ folder beside it.
 """
 
 import json
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
 
@@ -55,21 +56,55 @@ def parse_data_path(entries: Sequence[str]) -> tuple[Source, ...]:
     return tuple(Source(_prefix(name), weight) for weight, name in zip(numbers, names, strict=True))
 
 
+@dataclass(frozen=True)
+class Record:
+    """How a pair was made, kept beside it in `PREFIX.json`.
+
+    Args:
+        tokenizer: a word ("bytes") or the name of a folder beside the pair; None where nobody knows.
+        vocab_size: one more than the largest id of that tokenizer.
+        eod: the token that ends documents.
+        documents: how many.
+        tokens: how many.
+        plan: hash of inputs and options.
+    """
+
+    tokenizer: str | None = None
+    vocab_size: int = 0
+    eod: int | None = None
+    documents: int = 0
+    tokens: int = 0
+    plan: str = ""
+
+
 def record_path(prefix: Path) -> Path:
     """The file beside a pair that says how it was made."""
     return prefix.with_name(prefix.name + ".json")
 
 
+def tokenizer_path(prefix: Path) -> Path:
+    """The folder beside a pair that holds the tokenizer."""
+    return prefix.with_name(prefix.name + ".tokenizer")
+
+
+def read_record(prefix: Path) -> Record:
+    """The record of a pair; an empty one where there is none, as beside Megatron-LM's own files."""
+    path = record_path(prefix)
+    return Record(**json.loads(path.read_text())) if path.is_file() else Record()
+
+
+def write_record(prefix: Path, record: Record) -> None:
+    """Leave a record beside a pair."""
+    partial = record_path(prefix).with_suffix(".json.partial")
+    partial.write_text(json.dumps(asdict(record), indent=2) + "\n")
+    os.replace(partial, record_path(prefix))
+
+
 def tokenizer_beside(prefix: Path | str) -> str | None:
     """The tokenizer a prepared corpus was made with, in a form `load_tokenizer` takes; None where nobody knows."""
-    record = record_path(Path(prefix))
-    if not record.is_file():
-        return None
-    named = json.loads(record.read_text()).get("tokenizer")
-    if named is None:
-        return None
-    beside = record.with_name(named)
-    return str(beside) if beside.exists() else named
+    named = read_record(Path(prefix)).tokenizer
+    beside = tokenizer_path(Path(prefix))
+    return str(beside) if named == beside.name else named
 
 
 def _weight(word: str) -> Fraction | None:

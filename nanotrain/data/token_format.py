@@ -73,6 +73,20 @@ def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size < UINT16_VOCAB else np.dtype("<i4")
 
 
+def check_dtype(dtype: np.dtype[Any], vocab_size: int) -> None:
+    """Refuse a token type that cannot hold every id.
+
+    Raises:
+        DataError: it cannot.
+    """
+    if vocab_size - 1 > np.iinfo(dtype).max:
+        raise DataError(
+            f"{dtype.name} cannot hold the ids of a vocabulary of {vocab_size}",
+            why=f"they go up to {vocab_size - 1}, it goes up to {np.iinfo(dtype).max}",
+            fix="leave --dtype at auto",
+        )
+
+
 def read_header(path: Path) -> IndexHeader:
     """Read and check the header of an `.idx` and the file's size.
 

@@ -4,13 +4,16 @@ Both files grow under temporary names and appear under their own only when they 
 """
 
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from nanotrain.data.token_format import IndexHeader, bin_path, idx_path
+from nanotrain.data.token_format import HEADER, IndexHeader, bin_path, idx_path, read_header
+
+_COPY_BYTES = 1 << 22
 
 
 class TokenWriter:
@@ -42,6 +45,26 @@ class TokenWriter:
         assert int(lengths.sum()) == len(ids), "lengths that miss tokens would shift every later document"
         self._file.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
         self._lengths.append(lengths.astype("<i4"))
+
+    def append_pair(self, prefix: Path) -> None:
+        """Append all sequences of another pair, one a document; the pair may be empty."""
+        header = read_header(idx_path(prefix))
+        assert header.dtype == self.dtype, f"{prefix} holds {header.dtype}, not {self.dtype}"
+        with idx_path(prefix).open("rb") as index:
+            index.seek(HEADER.size)
+            self._lengths.append(np.fromfile(index, dtype="<i4", count=header.num_sequences))
+        with bin_path(prefix).open("rb") as tokens:
+            shutil.copyfileobj(tokens, self._file, _COPY_BYTES)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents written so far."""
+        return sum(map(len, self._lengths))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens written so far."""
+        return sum(int(lengths.sum(dtype=np.int64)) for lengths in self._lengths)
 
     def __enter__(self) -> "TokenWriter":
         return self
