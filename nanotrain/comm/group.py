@@ -47,6 +47,10 @@ class Group:
         """
         return cls(name=name, ranks=(rank,), index=0)
 
+    def release(self) -> None:
+        """Let go of the process group, at the end of the job; collectives of a larger group then fail."""
+        object.__setattr__(self, "process_group", None)
+
     @property
     def size(self) -> int:
         """Number of members."""

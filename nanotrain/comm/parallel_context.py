@@ -24,7 +24,7 @@ from nanotrain.comm.group import Group
 from nanotrain.comm.scratch import Scratch
 from nanotrain.comm.traffic import Ledger
 from nanotrain.errors import EnvironmentFault
-from nanotrain.topology.topology import GROUP_NAMES, Topology
+from nanotrain.topology.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Launch:
         Launch(rank=3, local_rank=1, world_size=4, is_distributed=True)
 
         Raises:
-            EnvironmentFault: only some of RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are set.
+            EnvironmentFault: only some of RANK, WORLD_SIZE and LOCAL_RANK are set, or they make no sense.
         """
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         given = [name for name in names if name in environment]
@@ -57,7 +57,12 @@ class Launch:
                 why="a rank must know its number and the size of the world",
                 fix="start with torchrun, or unset them all for one process",
             )
+        for name in names:
+            if not environment[name].isdecimal():
+                raise EnvironmentFault(f"{name} is {environment[name]!r} in the environment", why="it is no number")
         rank, world_size, local_rank = (int(environment[name]) for name in names)
+        if rank >= world_size:
+            raise EnvironmentFault(f"RANK is {rank} in a world of {world_size}", why="ranks count from 0")
         return cls(rank, local_rank, world_size, is_distributed=True)
 
 
@@ -115,10 +120,11 @@ class ParallelContext:
             yield cls(topology, 0, here)._with_groups(timeout_s)
             return
         _join_world(launch, backend_of(here), timeout_s)
+        context = cls(topology, launch.rank, here)
         try:
-            yield cls(topology, launch.rank, here)._with_groups(timeout_s)
+            yield context._with_groups(timeout_s)
         finally:
-            dist.destroy_process_group()
+            context._leave()
 
     @classmethod
     def attach(cls, topology: Topology, *, timeout_s: float = 600.0) -> "ParallelContext":
@@ -137,23 +143,28 @@ class ParallelContext:
     def _with_groups(self, timeout_s: float) -> "ParallelContext":
         """Create one process group per distinct tuple of ranks and hand it to every name it serves."""
         timeout = timedelta(seconds=timeout_s)
-        made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        if self.topology.world_size > 1:
-            made[self.topology.members(self.rank, "world")] = dist.group.WORLD
-        # Every rank goes through the names in the same order and creates only its own groups, so that no two ranks
-        # wait for each other in a circle and the cost does not grow with the world.
-        for name in GROUP_NAMES:
-            ranks = self.topology.members(self.rank, name)
-            if not ranks:  # embed, on a stage that is neither first nor last
-                continue
-            if len(ranks) > 1 and ranks not in made:
-                made[ranks] = _new_group(ranks, timeout, name)
-            self.groups[name] = self._handle(name, ranks, made.get(ranks))
         everyone = self.topology.members(self.rank, "world")
+        made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         if len(everyone) > 1:
+            made[everyone] = dist.group.WORLD
             backend = "fake" if dist.get_backend() == "fake" else "gloo"
             self.control = self._handle("control", everyone, _new_group(everyone, timeout, "control", backend))
+        # Every rank creates every group, its own or not, in the same order: torch numbers groups by counting, also
+        # where only the members synchronize, and a rank that skipped one (embed, on a middle stage) would count wrong.
+        for name, groups in self.topology.groups().items():
+            for ranks in groups:
+                if len(ranks) > 1 and ranks not in made:
+                    made[ranks] = _new_group(ranks, timeout, name)
+                if self.rank in ranks:
+                    self.groups[name] = self._handle(name, ranks, made.get(ranks))
         return self
+
+    def _leave(self) -> None:
+        """Give all process groups back, whoever still holds a `Group`."""
+        # A gloo group that lives until the interpreter's end aborts the process now and then ("terminate called").
+        for group in (*self.groups.values(), self.control):
+            group.release()
+        dist.destroy_process_group()
 
     def _handle(self, name: str, ranks: tuple[int, ...], process_group: dist.ProcessGroup | None) -> Group:
         return Group(name, ranks, ranks.index(self.rank), process_group, self.ledger, self._scratch, self.place)
@@ -163,9 +174,7 @@ def _new_group(
     ranks: tuple[int, ...], timeout: timedelta, name: str, backend: str | None = None
 ) -> dist.ProcessGroup | None:
     assert list(ranks) == sorted(ranks), "torch sorts the ranks; slices would then reach the wrong member"
-    return dist.new_group(
-        list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True, group_desc=name
-    )
+    return dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=name)
 
 
 def _join_world(launch: Launch, backend: str, timeout_s: float) -> None:

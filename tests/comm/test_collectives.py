@@ -1,0 +1,147 @@
+"""Collectives combine what they promise, book what they send, and leave a group of one alone."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanotrain.comm.collectives import (
+    DONE,
+    all_gather,
+    all_reduce,
+    all_reduce_numbers,
+    barrier,
+    broadcast,
+    gather_objects,
+    reduce_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from nanotrain.comm.group import Group
+from tests.harness import ranks
+
+
+@pytest.mark.parametrize(("op", "expected"), [("sum", 10.0), ("max", 4.0), ("min", 1.0)])
+@ranks(4)
+def test_all_reduce_combines_in_place(ctx, op, expected):
+    tensor = torch.full((3, 2), float(ctx.rank + 1))
+    all_reduce(tensor, ctx.group("world"), op=op)
+    assert torch.equal(tensor, torch.full((3, 2), expected))
+
+
+@ranks(4, tp=2)
+def test_a_collective_stays_inside_its_group(ctx):
+    tensor = torch.tensor([float(10**ctx.rank)])
+    all_reduce(tensor, ctx.group("dp"))
+    assert tensor.item() == (101.0 if ctx.rank in (0, 2) else 1010.0)
+
+
+@ranks(3)
+def test_broadcast_counts_its_source_inside_the_group(ctx):
+    tensor = torch.tensor([ctx.rank])
+    broadcast(tensor, ctx.group("world"), source=2)
+    assert tensor.item() == 2
+
+
+@ranks(3)
+def test_host_numbers_and_objects_travel(ctx):
+    world = ctx.group("world")
+    assert all_reduce_numbers([1, 0.1 * ctx.rank], world) == pytest.approx([3.0, 0.3], rel=1e-15)
+    assert all_reduce_numbers([ctx.rank], world, op="max") == [2.0]
+    assert gather_objects({"rank": ctx.rank}, ctx.control) == [{"rank": rank} for rank in range(3)]
+    barrier(ctx.control)
+
+
+def test_a_group_of_one_answers_with_its_input_and_books_nothing():
+    alone = Group.alone("dp")
+    tensor, output = torch.arange(4.0), torch.empty(4)
+    all_reduce(tensor, alone)
+    broadcast(tensor, alone)
+    reduce_scatter(output, tensor, alone)
+    assert torch.equal(output, torch.arange(4.0))
+    all_gather(output, tensor + 1, alone)
+    assert torch.equal(output, torch.arange(4.0) + 1)
+    assert all_reduce_numbers([1, 2.5], alone) == [1.0, 2.5]
+    assert gather_objects("me", alone) == ["me"]
+    barrier(alone)
+    assert alone.ledger.calls() == 0
+
+
+@pytest.mark.parametrize("start", [start_reduce_scatter, start_all_gather])
+def test_a_group_of_one_in_place_is_done_at_once(start):
+    tensor = torch.arange(4.0)
+    assert start(tensor, tensor, Group.alone("dp")) is DONE
+    assert torch.equal(tensor, torch.arange(4.0))
+
+
+@ranks(2)
+def test_unequal_slices_are_refused_before_anything_is_sent(ctx):
+    with pytest.raises(AssertionError, match="unequal slices"):
+        start_reduce_scatter(torch.empty(2), torch.empty(5), ctx.group("world"))
+    with pytest.raises(AssertionError, match="unequal slices"):
+        start_all_gather(torch.empty(5), torch.empty(2), ctx.group("world"))
+    assert ctx.ledger.calls() == 0
+
+
+@ranks(4)
+def test_the_ledger_holds_the_textbook_bytes(ctx):
+    world, full, slice_ = ctx.group("world"), torch.zeros(400), torch.zeros(100)
+    reduce_scatter(slice_, full, world)
+    all_gather(full, slice_, world)
+    all_reduce(full, world)
+    all_reduce_numbers([0.0, 0.0], world)
+    assert ctx.ledger.bytes("world", "reduce_scatter") == 1600 * 3 // 4
+    assert ctx.ledger.bytes("world", "all_gather") == 1600 * 3 // 4
+    assert ctx.ledger.bytes("world", "all_reduce") == 2 * 1600 * 3 // 4
+    assert ctx.ledger.bytes("world", "numbers") == 2 * 16 * 3 // 4
+    assert ctx.ledger.calls() == 4
+
+
+def loopback_bytes() -> int:
+    """Bytes the loopback interface has sent since the machine started; -1 where it does not say."""
+    table = Path("/proc/net/dev")
+    lines = table.read_text().splitlines() if table.exists() else []
+    counters = [line.split(":")[1].split() for line in lines if line.strip().startswith("lo:")]
+    return int(counters[0][8]) if counters else -1
+
+
+@ranks(4)
+def test_the_ledger_agrees_with_the_network_interface(ctx):
+    # Other processes use the loopback too, so the least of several tries counts.
+    world, full, slice_ = ctx.group("world"), torch.zeros(1 << 20), torch.zeros(1 << 18)
+    collectives = {
+        "reduce_scatter": lambda: reduce_scatter(slice_, full, world),
+        "all_gather": lambda: all_gather(full, slice_, world),
+        "all_reduce": lambda: all_reduce(full, world),
+    }
+    for op, collective in collectives.items():
+        ctx.ledger.reset()
+        seen = []
+        for _ in range(4):
+            barrier(ctx.control)
+            before = loopback_bytes()
+            barrier(ctx.control)
+            collective()
+            barrier(ctx.control)
+            seen.append(loopback_bytes() - before)
+        booked = world.size * ctx.ledger.bytes("world", op) // 4
+        if min(seen) == 0:
+            pytest.skip("the loopback interface is not counted here")
+        assert min(seen) == pytest.approx(booked, rel=0.05), op
+
+
+@ranks(2)
+def test_no_collective_warns_of_a_name_that_goes_away(ctx):
+    world, full, slice_ = ctx.group("world"), torch.zeros(4), torch.zeros(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reduce_scatter(slice_, full, world)
+        all_gather(full, slice_, world)
+        all_reduce(full, world)
+        start_all_reduce(full, world, op="max").wait()
+        broadcast(full, world)
+        all_reduce_numbers([1.0], world)
+        gather_objects(1, world)
+        barrier(world)

@@ -1,0 +1,90 @@
+"""Devices on a machine without a GPU, and the promise that no other file asks torch.cuda."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import nanotrain
+from nanotrain.comm import device as devices
+from nanotrain.errors import EnvironmentFault
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def gpus(monkeypatch, count: int) -> list[torch.device]:
+    """Pretend that `count` GPUs are there; returns the list of devices made current."""
+    made_current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
+    return made_current
+
+
+@pytest.mark.parametrize("kind", ["auto", "cpu"])
+def test_without_a_gpu_the_cpu_is_chosen(no_gpu, kind):
+    assert devices.pick_device(kind, 0) == CPU
+
+
+def test_a_gpu_asked_for_but_not_there_is_an_error_with_its_cure(no_gpu):
+    with pytest.raises(EnvironmentFault, match=r"sees no GPU.*--device cpu"):
+        devices.pick_device("cuda", 0)
+
+
+def test_each_local_rank_makes_its_own_gpu_current(monkeypatch):
+    made_current = gpus(monkeypatch, 2)
+    assert devices.pick_device("auto", 1) == torch.device("cuda", 1)
+    assert made_current == [torch.device("cuda", 1)]
+
+
+def test_more_local_ranks_than_gpus_is_an_error_with_the_numbers(monkeypatch):
+    gpus(monkeypatch, 2)
+    with pytest.raises(EnvironmentFault, match=r"local rank 2 has no GPU: 2 visible.*--nproc-per-node 2"):
+        devices.pick_device("cuda", 2)
+
+
+def test_backends_follow_the_device():
+    assert devices.backend_of(CPU) == "gloo"
+    assert devices.backend_of(torch.device("cuda", 3)) == "nccl"
+
+
+def test_everything_works_on_a_cpu():
+    devices.synchronize(CPU)
+    devices.manual_seed(7, CPU)
+    first = torch.rand(3)
+    devices.manual_seed(7, CPU)
+    assert torch.equal(first, torch.rand(3))
+    assert devices.device_name(CPU) == "cpu"
+    stream = devices.Stream(CPU)
+    with stream.use():
+        tensor = devices.to_device(torch.ones(3), CPU)
+    stream.join()
+    assert torch.equal(tensor, torch.ones(3))
+
+
+def test_peak_memory_of_a_cpu_counts_from_its_reset():
+    if devices.peak_memory(CPU) == 0:
+        pytest.skip("this system does not tell")
+    size = 64 << 20
+    torch.ones(size, dtype=torch.uint8)
+    devices.reset_peak_memory(CPU)
+    before = devices.peak_memory(CPU)
+    block = torch.ones(size, dtype=torch.uint8)
+    assert devices.peak_memory(CPU) - before >= 0.9 * block.nbytes
+
+
+def test_no_other_file_says_torch_cuda():
+    package = Path(nanotrain.__file__).parent
+    guilty = [
+        f"{path.relative_to(package)}:{number}"
+        for path in sorted(package.rglob("*.py"))
+        if path.name != "device.py"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if "torch.cuda." in line
+    ]
+    assert not guilty, f"on a CPU-only torch these raise; go through comm/device.py: {guilty}"

@@ -1,0 +1,94 @@
+"""On gloo: slices reach their owners, are summed in rank order and rounded once, in place or not."""
+
+import pytest
+import torch
+
+from nanotrain.comm import gloo
+from nanotrain.comm.collectives import reduce_scatter, start_all_gather, start_reduce_scatter
+from tests.harness import run_ranks
+
+# d members  n elements of the full tensor, several chunks of 8 in each slice
+_SLICE = 37
+
+
+def version_of(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """[n] what a rank brings; sums of these depend on the order and on every rounding."""
+    generator = torch.Generator().manual_seed(rank)
+    scale = 10.0 ** torch.randint(-3, 4, (size * _SLICE,), generator=generator)
+    return (torch.randn(size * _SLICE, generator=generator) * scale).to(dtype)
+
+
+def expected_slice(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    total = version_of(0, size, dtype).float()
+    for other in range(1, size):
+        total = total + version_of(other, size, dtype).float()
+    return total.to(dtype).view(size, _SLICE)[rank]
+
+
+def scatter_into_a_separate_output(ctx, dtype):
+    gloo._CHUNK = 8
+    group = ctx.group("world")
+    tensor, output = version_of(ctx.rank, group.size, dtype), torch.full((_SLICE,), torch.nan, dtype=dtype)
+    reduce_scatter(output, tensor, group)
+    assert torch.equal(output, expected_slice(ctx.rank, group.size, dtype))
+    assert torch.equal(tensor, version_of(ctx.rank, group.size, dtype)), "the input must stay as it was"
+
+
+def scatter_into_the_own_slice(ctx, dtype):
+    gloo._CHUNK = 8
+    group = ctx.group("world")
+    tensor = version_of(ctx.rank, group.size, dtype)
+    rows, before = tensor.view(group.size, _SLICE), tensor.clone().view(group.size, _SLICE)
+    reduce_scatter(rows[ctx.rank], tensor, group)
+    assert torch.equal(rows[ctx.rank], expected_slice(ctx.rank, group.size, dtype))
+    others = [row for row in range(group.size) if row != ctx.rank]
+    assert torch.equal(rows[others], before[others]), "only the own slice may change"
+
+
+@pytest.mark.parametrize("scatter", [scatter_into_a_separate_output, scatter_into_the_own_slice])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reduce_scatter_is_the_sum_in_rank_order_rounded_once(scatter, size, dtype):
+    run_ranks(size, scatter, dtype)
+
+
+def reduce_many_at_once(ctx):
+    gloo._CHUNK = 8
+    group = ctx.group("world")
+    tensors = [torch.arange(4.0 * size) + ctx.rank for size in (50, 3, 0, 200)]
+    outputs = [torch.empty(tensor.numel() // 4) for tensor in tensors]
+    pending = [start_reduce_scatter(output, tensor, group) for output, tensor in zip(outputs, tensors, strict=True)]
+    for one in reversed(pending):
+        one.wait()
+    for output, tensor in zip(outputs, tensors, strict=True):
+        whole = torch.arange(float(tensor.numel())) * 4 + 6
+        assert torch.equal(output, whole.chunk(4)[ctx.rank] if tensor.numel() else whole)
+    assert len(group.scratch._free) == 4
+    again = torch.empty(200)
+    reduce_scatter(again, tensors[3], group)
+    assert torch.equal(again, outputs[3])
+    assert len(group.scratch._free) == 4, "memory once received into is used again"
+
+
+def test_reductions_in_flight_together_do_not_mix_and_may_be_waited_for_in_any_order():
+    run_ranks(4, reduce_many_at_once)
+
+
+def gather_both_ways(ctx, dtype):
+    group = ctx.group("world")
+    own = torch.arange(5).to(dtype) + 10 * ctx.rank
+    whole = torch.cat([torch.arange(5).to(dtype) + 10 * rank for rank in range(group.size)])
+    separate, in_place = torch.empty(5 * group.size, dtype=dtype), torch.empty(5 * group.size, dtype=dtype)
+    slot = in_place.view(group.size, 5)[ctx.rank]
+    slot.copy_(own)
+    one, two = start_all_gather(separate, own, group), start_all_gather(in_place, slot, group)
+    two.wait()
+    one.wait()
+    assert torch.equal(separate, whole)
+    assert torch.equal(in_place, whole)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+def test_all_gather_collects_in_group_order(size, dtype):
+    run_ranks(size, gather_both_ways, dtype)

@@ -1,0 +1,127 @@
+"""The context holds the groups the topology plans, one process group per set of ranks, in any world."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nanotrain.comm.collectives import all_gather, all_reduce, all_reduce_numbers, barrier, reduce_scatter
+from nanotrain.comm.parallel_context import Launch, ParallelContext
+from nanotrain.errors import EnvironmentFault
+from nanotrain.topology.topology import GROUP_NAMES, Topology
+from tests.harness import parallel_config, ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+def topology(world_size: int, **options) -> Topology:
+    return Topology.of(parallel_config(**options), world_size)
+
+
+@pytest.fixture
+def no_torchrun(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@ranks(8, tp=2, pp=2, strategy="optim")
+def test_groups_are_those_of_the_topology(ctx, strategy):
+    for name in GROUP_NAMES:
+        group = ctx.group(name)
+        assert group.ranks == ctx.topology.members(ctx.rank, name)
+        assert group.rank == ctx.rank
+        assert (group.process_group is None) == (group.size == 1)
+        assert all_reduce_numbers([ctx.rank], group) == [float(sum(group.ranks))]
+    assert ctx.place == f"pp{ctx.rank // 4} dp{ctx.rank // 2 % 2} tp{ctx.rank % 2}"
+
+
+@ranks(3, pp=3)
+def test_a_middle_stage_is_in_no_embed_group(ctx):
+    assert ("embed" in ctx.groups) == (ctx.rank != 1)
+    if ctx.rank != 1:
+        assert all_reduce_numbers([1.0], ctx.group("embed")) == [2.0]
+
+
+@ranks(4, tp=2)
+def test_names_of_the_same_ranks_share_one_process_group(ctx):
+    distinct = {group.ranks for group in ctx.groups.values() if group.size > 1}
+    handles = {id(group.process_group) for group in ctx.groups.values() if group.size > 1}
+    assert len(handles) == len(distinct) == 3  # tp, dp, world
+    assert ctx.group("dp").process_group is ctx.group("dp_cp").process_group
+    assert ctx.group("world").process_group is dist.group.WORLD
+    assert ctx.control.process_group is not dist.group.WORLD
+
+
+def test_one_process_without_torchrun_is_a_world_of_one_without_process_groups(no_torchrun):
+    with ParallelContext.start(topology(1), device="cpu") as ctx:
+        assert not dist.is_initialized()
+        assert (ctx.rank, ctx.place, ctx.device) == (0, "", torch.device("cpu"))
+        assert all(group.size == 1 for group in [*ctx.groups.values(), ctx.control])
+        barrier(ctx.control)
+
+
+def test_a_topology_of_another_world_is_refused(no_torchrun):
+    with (
+        pytest.raises(EnvironmentFault, match="1 ranks were launched for a topology of 4.*launch 4 ranks"),
+        ParallelContext.start(topology(4), device="cpu"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "0"}, "RANK set but not WORLD_SIZE, LOCAL_RANK"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK, WORLD_SIZE set but not LOCAL_RANK"),
+        ({"RANK": "0", "WORLD_SIZE": "two", "LOCAL_RANK": "0"}, "WORLD_SIZE is 'two'"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK is 2 in a world of 2"),
+    ],
+)
+def test_half_an_environment_is_refused(environment, message):
+    with pytest.raises(EnvironmentFault, match=message):
+        Launch.of(environment)
+
+
+def test_any_rank_of_any_world_can_be_played_without_communication():
+    world = topology(1024, tp=8, pp=4, strategy="optim")
+    with ParallelContext.fake(world, 777) as ctx:
+        assert ctx.rank == 777
+        assert ctx.coords["tp"] == 777 % 8
+        assert {name: group.size for name, group in ctx.groups.items()} == {
+            name: world.size(name) for name in ctx.groups
+        }
+        shard = ctx.group("dp_shard")
+        full, part = torch.zeros(32 * 4), torch.zeros(4)
+        reduce_scatter(part, full, shard)
+        all_gather(full, part, shard)
+        all_reduce(full, ctx.group("tp"))
+        barrier(ctx.control)
+        assert ctx.ledger.bytes("dp_shard") == 2 * 512 * 31 // 32
+        assert ctx.ledger.bytes("tp") == 2 * 512 * 7 // 8
+        meta = torch.empty(32 * 4, device="meta")
+        reduce_scatter(meta[:4], meta, shard)
+    assert not dist.is_initialized()
+
+
+_JOB = """
+from nanotrain.comm.collectives import all_reduce_numbers
+from nanotrain.comm.parallel_context import ParallelContext
+from tests.harness import parallel_config
+from nanotrain.topology.topology import Topology
+with ParallelContext.start(Topology.of(parallel_config(strategy="optim"), 2), device="cpu", timeout_s=30) as ctx:
+    print("sum", all_reduce_numbers([ctx.rank + 1], ctx.group("dp_shard")), flush=True)
+"""
+
+
+def test_torchrun_starts_it(tmp_path, monkeypatch):
+    job = tmp_path / "job.py"
+    job.write_text(_JOB)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    torchrun = [sys.executable, "-W", "error::FutureWarning", "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run([*torchrun, "--nproc-per-node", "2", str(job)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum [3.0]") == 2
