@@ -27,6 +27,20 @@ class Words(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog}: {message}", fix=f"{self.prog} --help lists what it takes")
 
 
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
+def above_zero(text: str) -> float:
+    """A finite number above zero."""
+    if not 0 < float(text) < float("inf"):
+        raise ValueError(text)
+    return float(text)
+
+
 def train(argv: Sequence[str]) -> int:
     """Train, as `python -m nanotrain.train` does; many ranks are started by torchrun."""
     if (text := answer(argv)) is not None:
@@ -50,7 +64,7 @@ def prepare(argv: Sequence[str]) -> int:
 def topology(argv: Sequence[str]) -> int:
     """Print the groups that a number of ranks forms; takes the flags of the parallel section."""
     words = Words("topology", topology, epilog="any configuration flag may follow, as --tensor-model-parallel-size 2")
-    words.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
+    words.add_argument("--world-size", type=count, required=True, metavar="N", help="number of ranks")
     words.add_argument("--json", action="store_true", help="an object of group name -> list of rank lists")
     asked, rest = words.parse_known_args(argv)
     from nanotrain.topology.picture import run_topology
@@ -112,14 +126,20 @@ def generate(argv: Sequence[str]) -> int:
     words = Words("generate", generate)
     words.add_argument("path", type=Path, help="a step folder, or a run folder for its newest")
     words.add_argument("--prompt", default="", help="the text to continue (default: none)")
-    words.add_argument("--num-tokens", type=int, default=120, metavar="N", help="length of the text (default: 120)")
-    words.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
-    words.add_argument("--top-k", type=int, default=None, metavar="K", help="choose among the K likeliest tokens")
+    words.add_argument("--num-tokens", type=count, default=120, metavar="N", help="at most so many (default: 120)")
+    words.add_argument("--temperature", type=above_zero, default=0.8, help="lower is tamer (default: 0.8)")
+    words.add_argument("--top-k", type=count, metavar="K", help="choose among the K likeliest tokens; 1: no chance")
     words.add_argument("--seed", type=int, default=0, help="the same seed writes the same text (default: 0)")
+    words.add_argument("--tokenizer", help="Hugging Face name or folder, tokenizer.json; unset: the run's")
     asked = words.parse_args(argv)
+    from nanotrain.model.generate import Sampling
     from nanotrain.train.from_checkpoint import continue_text
 
-    print(continue_text(**vars(asked)))
+    sampling = Sampling(temperature=asked.temperature, top_k=asked.top_k, seed=asked.seed)
+    text = continue_text(
+        asked.path, asked.prompt, num_tokens=asked.num_tokens, sampling=sampling, tokenizer=asked.tokenizer
+    )
+    print(text)
     return 0
 
 
@@ -162,6 +182,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not words or words[0] not in COMMANDS:
             return choose("nanotrain", words, commands=COMMANDS)
         return COMMANDS[words[0]](words[1:])
+    except BrokenPipeError:  # the reader has seen enough, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except NanotrainError as error:
         return report(error, quiet=os.environ.get("RANK", "0") != "0")
 

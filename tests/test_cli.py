@@ -47,8 +47,12 @@ def test_of_many_ranks_the_first_alone_speaks():
         (["checkpoint", "export"], "error: unknown command 'export'"),
         (["checkpoint", "inspect"], "error: nanotrain checkpoint inspect: the following arguments are required: path"),
         (["topology"], "--world-size"),
-        (["topology", "--world-size", "x"], "invalid int value: 'x'"),
+        (["topology", "--world-size", "x"], "invalid count value: 'x'"),
         (["topology", "--world-size", "6", "--tensor-model-parallel-size", "4"], "6 ranks cannot form tp=4"),
+        (["generate", "runs/x", "--temperature", "0"], "invalid above_zero value: '0'"),
+        (["generate", "/nowhere"], "error: /nowhere is no checkpoint"),
+        (["checkpoint", "verify", "/nowhere"], "error: /nowhere is no checkpoint"),
+        (["prepare", "--input", "a"], "--output"),
         (["config", "optim.lr=fast"], "error: optim.lr is 'fast': it takes a number"),
     ],
 )
@@ -92,3 +96,9 @@ def test_config_prints_what_a_run_would_use(capsys):
 def test_cfg_job_prints_and_does_not_train(capsys):
     assert main(["train", "+config=tiny", "--cfg", "job"]) == 0
     assert capsys.readouterr().out == to_yaml(load_config(["+config=tiny"]))
+
+
+def test_a_reader_that_has_seen_enough_is_no_mistake():
+    command = f"{sys.executable} -m nanotrain.cli config --explain +config=tiny | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("model.num_layers") and done.stderr == ""

@@ -3,7 +3,7 @@
 The checkpoint says itself which model it holds (its manifest keeps the configuration), so a path is enough.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,14 +12,16 @@ from nanotrain.checkpoint.read import read_full
 from nanotrain.checkpoint.store import find_checkpoint, read_manifest
 from nanotrain.config.config import Config
 from nanotrain.config.schema import config_from_dict
-from nanotrain.data.build import tokenizer_of
+from nanotrain.data.build import tokenizer_of, uses_quickstart
+from nanotrain.data.sources import tokenizer_beside
 from nanotrain.data.tokenizer import load_tokenizer
-from nanotrain.errors import ConfigError, DataError
+from nanotrain.errors import DataError
 from nanotrain.hf.export import export_weights
 from nanotrain.model.build import build_stage, collect_specs
 from nanotrain.model.generate import Sampling, generate
 from nanotrain.model.stage import Stage
 from nanotrain.topology.stages import split_layers
+from nanotrain.train.folder import RunFolder
 
 PREFIX = "model/"  # of the names of main weights in a checkpoint
 
@@ -53,8 +55,17 @@ def load_stage(found: Found) -> Stage:
     return stage
 
 
+def tokenizer_name(found: Found) -> str | None:
+    """The tokenizer of the run that wrote a checkpoint: asked for, beside its data, or of its quick-start corpus."""
+    data = found.config.data
+    if not uses_quickstart(data) or data.tokenizer_model:
+        return tokenizer_of(data)
+    prepared = RunFolder(found.path.parent.parent).data.glob(f"*-bpe-{data.quickstart_vocab_size}-*/*.idx")
+    return next((tokenizer_beside(index.with_suffix("")) for index in sorted(prepared, reverse=True)), None)
+
+
 def continue_text(
-    path: Path, prompt: str, *, num_tokens: int = 120, temperature: float = 0.8, top_k: int | None = None, seed: int = 0
+    path: Path, prompt: str, *, num_tokens: int = 120, sampling: Sampling | None = None, tokenizer: str | None = None
 ) -> str:
     """A text by the model of a checkpoint.
 
@@ -62,9 +73,8 @@ def continue_text(
         path: a step folder, or a run folder for its newest.
         prompt: the text to continue; empty for a new document.
         num_tokens: length of what is added, at most: the model may end the document.
-        temperature: 0 takes the likeliest token.
-        top_k: choose among so many likeliest tokens; None among all.
-        seed: the same seed writes the same text.
+        sampling: how tokens are chosen; the end of a document always stops.
+        tokenizer: in the form `load_tokenizer` takes; None takes the run's.
 
     Returns:
         The prompt and what follows it.
@@ -73,20 +83,15 @@ def continue_text(
         CheckpointError: there is no complete checkpoint.
         DataError: the run had no tokenizer.
     """
-    if num_tokens < 1 or temperature < 0 or (top_k is not None and top_k < 1):
-        raise ConfigError(
-            f"num_tokens {num_tokens}, temperature {temperature:g}, top_k {top_k} write no text",
-            why="num_tokens and top_k must be at least 1 and temperature at least 0",
-        )
     found = find(path)
-    name = tokenizer_of(found.config.data)
+    name = tokenizer or tokenizer_name(found)
     if name is None:
-        raise DataError(f"{found.path} can write no text", why="its run had no tokenizer", fix="train on prepared text")
-    tokenizer = load_tokenizer(name)
-    words = tokenizer.encode(prompt) or ([tokenizer.eod] if tokenizer.eod is not None else tokenizer.encode("\n"))
-    sampling = Sampling(temperature=temperature, top_k=top_k, seed=seed, stop=tokenizer.eod)
+        raise DataError(f"{found.path} can write no text", why="no tokenizer lies with its data", fix="set --tokenizer")
+    coder = load_tokenizer(name)
+    words = coder.encode(prompt) or ([coder.eod] if coder.eod is not None else coder.encode("\n"))
+    sampling = replace(sampling or Sampling(), stop=coder.eod)
     written = generate(load_stage(found), words, num_tokens=num_tokens, sampling=sampling)
-    return prompt + tokenizer.decode([token for token in written if token != tokenizer.eod])
+    return prompt + coder.decode([token for token in written if token != coder.eod])
 
 
 def export_checkpoint(
@@ -110,12 +115,12 @@ def export_checkpoint(
     names = [PREFIX + spec.name for spec in collect_specs(build_stage(model, spec, dtype=torch.float32))]
     whole = ((name.removeprefix(PREFIX), tensor) for name, tensor in read_full(found.path, names))
     written = export_weights(
-        folder, model, tensors=whole, dtype=dtype, family=family, tokenizer=tokenizer or _tokenizer_folder(found.config)
+        folder, model, tensors=whole, dtype=dtype, family=family, tokenizer=tokenizer or _tokenizer_folder(found)
     )
     return f"{folder}: {written}, {dtype}, from {found.path}"
 
 
-def _tokenizer_folder(config: Config) -> Path | None:
+def _tokenizer_folder(found: Found) -> Path | None:
     """The run's tokenizer where it lies on this machine; one from the hub is named there already."""
-    name = tokenizer_of(config.data)
+    name = tokenizer_name(found)
     return Path(name) if name is not None and Path(name).exists() else None
