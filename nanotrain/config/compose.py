@@ -131,7 +131,8 @@ def check_choices(choices: Mapping[str, str], folders: list[Path]) -> None:
                 why=f"it is neither section.field nor a group of YAML files ({', '.join(sorted(groups))})",
                 fix=did_you_mean(group, known),
             )
-        names = sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+        homes = [folder / group for folder in folders]
+        names = sorted({str(path.relative_to(home))[:-5] for home in homes for path in home.rglob("*.yaml")})
         if name not in names:
             raise ConfigError(
                 f"there is no {group} {name!r}",

@@ -89,6 +89,17 @@ def test_a_recipe_may_start_from_another(tmp_path):
     assert config == replace(tiny, train=replace(tiny.train, seed=5, run_dir="runs/big"))
 
 
+def test_recipes_may_lie_in_folders(tmp_path):
+    write(tmp_path / "config" / "study" / "a.yaml", "# @package _global_\ntrain:\n  seed: 5\n")
+    train = load_config(["+config=study/a", "--config-dir", str(tmp_path)]).train
+    assert (train.seed, train.run_dir) == (5, "runs/a")
+
+
+def test_a_group_of_ones_own_needs_no_plus(tmp_path):
+    write(tmp_path / "cluster" / "mine.yaml", "# @package _global_\ntrain:\n  seed: 6\n")
+    assert load_config(["cluster=mine", "--config-dir", str(tmp_path)]).train.seed == 6
+
+
 def test_a_value_may_refer_to_another(tmp_path):
     write(tmp_path / "config" / "ref.yaml", "# @package _global_\noptim:\n  min_lr: ${optim.lr}\n")
     assert load_config(["+config=ref", "--config-dir", str(tmp_path), "--lr", "2e-4"]).optim.min_lr == 2e-4
