@@ -11,6 +11,9 @@ from nanotrain.comm.group import Group
 
 # Keeps the clip factor finite for a vanishing norm; Megatron-LM's value.
 EPSILON = 1e-6
+# torch's fp32 norm of a long vector loses digits on a CPU (measured: 3e-3 of 40 M elements), and shards of another
+# length would lose others; rows of this length lose 3e-9 and cost the same time.
+ROW_NUMEL = 4096
 
 
 def global_norm(grad_shards: Sequence[Tensor], group: Group) -> float:
@@ -20,9 +23,16 @@ def global_norm(grad_shards: Sequence[Tensor], group: Group) -> float:
         grad_shards: this rank's flat shards; padding is zero and every element lies on one rank of the group only.
         group: the ranks that the shards are cut among.
     """
-    norms = torch.stack([torch.linalg.vector_norm(shard, dtype=torch.float32) for shard in grad_shards])
-    squared = norms.double().square().sum().item()
+    squared = torch.stack([_squared_norm(shard) for shard in grad_shards]).sum().item()
     return math.sqrt(all_reduce_numbers([squared], group)[0])
+
+
+def _squared_norm(shard: Tensor) -> Tensor:
+    """The sum of squares, an fp64 scalar: fp32 within rows, fp64 across them."""
+    whole = shard.numel() // ROW_NUMEL * ROW_NUMEL
+    rows = torch.linalg.vector_norm(shard[:whole].view(-1, ROW_NUMEL), dim=1, dtype=torch.float32)
+    rest = torch.linalg.vector_norm(shard[whole:], dtype=torch.float32)
+    return rows.double().square().sum() + rest.double().square()
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
