@@ -82,11 +82,6 @@ class DistributedOptimizer:
         # A rank whose shards hold nothing but padding has no stretch, and torch's optimizers refuse an empty list.
         self._adamw = build_adamw(stretches, config) if stretches else None
 
-    def reload_main_weights(self) -> None:
-        """Take the main weights from the parameters, after those were written by name."""
-        for state in self._states:
-            state.main.copy_(state.bucket.param_shard)
-
     def step(self, lr: float) -> Update:
         """Update this rank's shards from `grad_shard`; every rank returns the same.
 
@@ -159,11 +154,11 @@ class DistributedOptimizer:
                 local = self._data_parallel.params[piece.name]
                 first, last = (piece.numel * i // num_parts for i in (part, part + 1))
                 for prefix, flat in tensors.items():
-                    yield from _boxes(f"{prefix}/{piece.name}", local, flat, piece=piece, span=range(first, last))
+                    yield from _boxes(f"{prefix}/{piece.name}", local, flat=flat, piece=piece, span=range(first, last))
 
 
 def _boxes(
-    name: str, local: LocalParam, flat: Tensor, *, piece: ShardPiece, span: range
+    name: str, local: LocalParam, *, flat: Tensor, piece: ShardPiece, span: range
 ) -> Iterator[tuple[TensorBox, Tensor]]:
     """The elements `span` of a piece as boxes of the global tensor, with their views of the flat shard."""
     begin = piece.shard_start + span.start
@@ -183,8 +178,11 @@ def _stretches(state: _BucketState, params: Mapping[str, LocalParam]) -> list[St
             ends[-1] = (end, decays)
         else:
             ends.append((end, decays))
-    starts = [0, *(end for end, _ in ends[:-1])]
-    return [_stretch(state, slice(start, end), decays=decays) for start, (end, decays) in zip(starts, ends, strict=True)]
+    stretches, start = [], 0
+    for end, decays in ends:
+        stretches.append(_stretch(state, slice(start, end), decays=decays))
+        start = end
+    return stretches
 
 
 def _stretch(state: _BucketState, elements: slice, *, decays: bool) -> Stretch:

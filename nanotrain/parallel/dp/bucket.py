@@ -38,7 +38,7 @@ class ReduceGroups:
 class GradPool:
     """Full-size gradient storage on loan; freed storage is lent again before any is allocated."""
 
-    def __init__(self, numel: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, numel: int, *, device: torch.device, dtype: torch.dtype) -> None:
         self._numel, self._device, self._dtype = numel, device, dtype
         self._free: list[torch.Tensor] = []
         self.num_allocated = 0
@@ -64,7 +64,7 @@ class Bucket(ABC):
         groups: whom to reduce with.
     """
 
-    def __init__(self, layout: BucketLayout, params: torch.Tensor, groups: ReduceGroups) -> None:
+    def __init__(self, layout: BucketLayout, params: torch.Tensor, *, groups: ReduceGroups) -> None:
         self.layout, self.params, self.groups = layout, params, groups
         self.param_shard = self._shard_of(params)
         self.grad_shard: torch.Tensor
@@ -153,7 +153,7 @@ class ResidentBucket(Bucket):
     def __init__(
         self, layout: BucketLayout, params: torch.Tensor, *, groups: ReduceGroups, grads: torch.Tensor
     ) -> None:
-        super().__init__(layout, params, groups)
+        super().__init__(layout, params, groups=groups)
         self.grads = grads
         self.grad_shard = self._shard_of(grads)
 
@@ -194,7 +194,7 @@ class TransientBucket(Bucket):
         grad_shard: torch.Tensor,
         pool: GradPool,
     ) -> None:
-        super().__init__(layout, params, groups)
+        super().__init__(layout, params, groups=groups)
         self.grad_shard = grad_shard
         self._pool = pool
         self._borrowed: torch.Tensor | None = None
