@@ -110,6 +110,8 @@ class DataParallel:
         self._start_reductions(until=len(self.buckets))
         while self._in_flight:
             self._finish_oldest()
+        # A unit that no forward pass used has not waited, and the optimizer is about to overwrite what is being sent.
+        self.finish_param_gather()
 
     def start_param_gather(self) -> None:
         """Spread the updated shards; the last bucket holds the first layers, so it goes first."""
@@ -183,7 +185,7 @@ def units_of(stage: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-def _wait_for_params(buckets: tuple[Bucket, ...], _module: nn.Module, _inputs: Any) -> None:
+def _wait_for_params(buckets: tuple[Bucket, ...], *_hook_arguments: Any) -> None:
     for bucket in buckets:
         bucket.finish_gather()
 
@@ -191,7 +193,7 @@ def _wait_for_params(buckets: tuple[Bucket, ...], _module: nn.Module, _inputs: A
 def _build_buckets(owner: DataParallel, grad_dtype: torch.dtype) -> tuple[Bucket, ...]:
     params, layout, groups = owner.param_buffer, owner.layout, owner.groups
     if owner.options.strategy.shard_grads:
-        pool = GradPool(max(b.numel for b in layout.buckets), params.device, grad_dtype)
+        pool = GradPool(max(b.numel for b in layout.buckets), device=params.device, dtype=grad_dtype)
         shards = torch.zeros(layout.numel // groups.shard.size, dtype=grad_dtype, device=params.device)
         pieces = shards.split([b.shard_numel for b in layout.buckets])
         return tuple(
