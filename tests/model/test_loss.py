@@ -34,7 +34,8 @@ def test_chunks_give_the_loss_and_gradients_of_one_piece(
     gradients = torch.autograd.grad(expected / 7, (hidden, weight))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_module, "CHUNK_ELEMENTS", chunk)
+        patch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", chunk)
+        patch.setattr(loss_module, "MIN_CHUNK_TOKENS", 1)
         found = linear_cross_entropy(hidden, weight, labels=labels, loss_mask=mask, vocab_size=vocab_size)
         with torch.no_grad():
             evaluated = linear_cross_entropy(hidden, weight, labels=labels, loss_mask=mask, vocab_size=vocab_size)
@@ -46,6 +47,16 @@ def test_chunks_give_the_loss_and_gradients_of_one_piece(
     assert not weight.grad[vocab_size:].any()
 
 
+def test_a_second_backward_is_an_error_not_a_wrong_gradient() -> None:
+    hidden = torch.ones(3, 2, requires_grad=True)
+    loss = linear_cross_entropy(
+        hidden, torch.ones(4, 2), labels=torch.zeros(3, dtype=torch.int64), loss_mask=torch.ones(3), vocab_size=4
+    )
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_hopeless_label_has_a_finite_loss() -> None:
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[500.0], [-500.0]])
     found = linear_cross_entropy(hidden, weight, labels=torch.tensor([1]), loss_mask=torch.ones(1), vocab_size=2)
@@ -53,7 +64,8 @@ def test_a_hopeless_label_has_a_finite_loss() -> None:
 
 
 def test_chunks_of_the_weight_gradient_add_up_unrounded_in_an_fp32_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", 50 * 64)
+    monkeypatch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", 50 * 64)
+    monkeypatch.setattr(loss_module, "MIN_CHUNK_TOKENS", 1)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(300, 16, generator=generator).bfloat16()
     weight = torch.nn.Parameter(torch.randn(50, 16, generator=generator).bfloat16())
