@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, default=None, help="also write the table here")
     options = parser.parse_args()
     lines = [
-        f"{datetime.date.today()}, {os.cpu_count()}-core CPU (shared with other work), one disk, torch {torch.__version__},"
+        f"{datetime.date.today()}, {os.cpu_count()}-core CPU shared with other work, torch {torch.__version__},"
         f" Python {platform.python_version()}; median of {options.rounds} rounds.",
         "In brackets: time / nanotrain's time in the same round (above 1: nanotrain is faster).",
         "",

@@ -126,13 +126,13 @@ class Checkpointer:
         own: list[_Planned] = []
 
         def plan() -> int:
-            own.append(_plan(path, wanted, config))
+            own.append(_plan(path, wanted, config=config))
             return own[0].mask
 
         masks = together(self.group, plan)
         planned = own[0]
         check_used(planned.manifest, masks, config=config)  # a function of what all ranks know, so all fail alike
-        together(self.group, lambda: fill(path, planned.reads, wanted))
+        together(self.group, lambda: fill(path, planned.reads, wanted=wanted))
         return planned.manifest
 
     def latest(self) -> Path | None:
@@ -175,7 +175,7 @@ class Checkpointer:
             config=config,
             topology=topology,
         )
-        final = store.commit(self.folder, first.step, to_json(manifest))
+        final = store.commit(self.folder, first.step, text=to_json(manifest))
         store.keep_newest(self.folder, self.keep_last, written=final)
         return final
 
@@ -208,7 +208,7 @@ def _checksum(objects: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(objects, sort_keys=True).encode())
 
 
-def _plan(path: Path, wanted: Tensors, config: Mapping[str, Any] | None) -> _Planned:
+def _plan(path: Path, wanted: Tensors, *, config: Mapping[str, Any] | None) -> _Planned:
     manifest = store.require_complete(path)
     for box, tensor in wanted.items():
         assert tuple(tensor.shape) == box.box.shape, (

@@ -41,7 +41,7 @@ def check_fits(manifest: Manifest, wanted: Mapping[TensorBox, str], *, config: M
         elif entry.dtype != dtype and not (kind_of(box.name) == "model" and {entry.dtype, dtype} <= CASTABLE):
             casts[box.name] = f"{box.name} is {entry.dtype} there, {dtype} here"
     if differences:
-        raise _another_model(manifest, list(differences.values()), config)
+        raise _another_model(manifest, list(differences.values()), config=config)
     if casts:
         raise CheckpointError(
             f"{len(casts)} tensors of the checkpoint have another dtype: {_listed(list(casts.values()))}",
@@ -75,7 +75,7 @@ def check_used(manifest: Manifest, masks: Iterable[int], *, config: Mapping[str,
     unused = [name for place, name in enumerate(names) if not used >> place & 1 and kind_of(name) in kinds]
     if unused:
         lines = [f"{name} is {list(manifest.tensors[name].shape)} there, missing here" for name in unused]
-        raise _another_model(manifest, lines, config)
+        raise _another_model(manifest, lines, config=config)
 
 
 def kind_of(name: str) -> str:
@@ -87,7 +87,7 @@ def kind_of(name: str) -> str:
     return name.split("/", 1)[0]
 
 
-def _another_model(manifest: Manifest, lines: Sequence[str], config: Mapping[str, Any] | None) -> CheckpointError:
+def _another_model(manifest: Manifest, lines: Sequence[str], *, config: Mapping[str, Any] | None) -> CheckpointError:
     options = _differing_options(manifest.config.get("model"), (config or {}).get("model"))
     why = f"model options differ: {_listed(options)}" if options else "names and shapes must be the same"
     return CheckpointError(

@@ -52,7 +52,7 @@ def split_box(box: Box, element_bytes: int, *, limit: int = PIECE_BYTES) -> tupl
         return (box,)
     rows = max(1, limit // (box.numel // box.shape[dim] * element_bytes))
     first, last = box.start[dim], box.stop[dim]
-    slabs = [_cut(box, dim, start, min(start + rows, last)) for start in range(first, last, rows)]
+    slabs = [_cut(box, dim, start=start, stop=min(start + rows, last)) for start in range(first, last, rows)]
     return tuple(piece for slab in slabs for piece in split_box(slab, element_bytes, limit=limit))
 
 
@@ -77,10 +77,14 @@ def tiling_fault(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
                 return f"{_text(region)} is written {len(held)} times"
             continue
         dim, at = cut.dim, cut.at
-        lower = [_cut(box, dim, box.start[dim], min(at, box.stop[dim])) for box in held if box.start[dim] < at]
-        upper = [_cut(box, dim, max(at, box.start[dim]), box.stop[dim]) for box in held if box.stop[dim] > at]
-        cells.append((_cut(region, dim, region.start[dim], at), lower))
-        cells.append((_cut(region, dim, at, region.stop[dim]), upper))
+        lower = [
+            _cut(box, dim, start=box.start[dim], stop=min(at, box.stop[dim])) for box in held if box.start[dim] < at
+        ]
+        upper = [
+            _cut(box, dim, start=max(at, box.start[dim]), stop=box.stop[dim]) for box in held if box.stop[dim] > at
+        ]
+        cells.append((_cut(region, dim, start=region.start[dim], stop=at), lower))
+        cells.append((_cut(region, dim, start=at, stop=region.stop[dim]), upper))
     return None
 
 
@@ -106,7 +110,7 @@ def plan_reads(manifest: Manifest, wanted: Iterable[TensorBox]) -> dict[str, tup
         index = _PieceIndex(entry)
         fills: dict[int, list[Fill]] = {}
         for box in boxes:
-            _plan_box(box, entry, index, fills=fills)
+            _plan_box(box, entry, index=index, fills=fills)
         for position in sorted(fills):
             piece = entry.pieces[position]
             read = PieceRead(name, entry.dtype, piece, tuple(fills[position]))
@@ -114,7 +118,7 @@ def plan_reads(manifest: Manifest, wanted: Iterable[TensorBox]) -> dict[str, tup
     return {file: tuple(found) for file, found in reads.items()}
 
 
-def _plan_box(wanted: TensorBox, entry: TensorEntry, index: "_PieceIndex", *, fills: dict[int, list[Fill]]) -> None:
+def _plan_box(wanted: TensorBox, entry: TensorEntry, *, index: "_PieceIndex", fills: dict[int, list[Fill]]) -> None:
     filled = 0
     for position in index.candidates(wanted.box):
         piece = entry.pieces[position]
@@ -176,7 +180,7 @@ def _cut_of(region: Box, boxes: Sequence[Box]) -> _CutAt | None:
     return _CutAt(best_dim, best[len(best) // 2]) if best else None
 
 
-def _cut(box: Box, dim: int, start: int, stop: int) -> Box:
+def _cut(box: Box, dim: int, *, start: int, stop: int) -> Box:
     if box.start[dim] == start and box.stop[dim] == stop:
         return box
     return Box(

@@ -58,7 +58,7 @@ class ShardFile:
     ) -> None:
         os.close(self._handle)
 
-    def read(self, piece: PieceEntry, dtype: str, into: torch.Tensor) -> None:
+    def read(self, piece: PieceEntry, dtype: str, *, into: torch.Tensor) -> None:
         """Fill a contiguous host tensor of the piece's shape and dtype with it.
 
         Raises:
@@ -97,7 +97,7 @@ class ShardFile:
             raise _damaged(f"{self.path} is damaged", f"its header is no JSON ({error})") from None
 
 
-def fill(folder: Path, reads: Mapping[str, tuple[PieceRead, ...]], wanted: Mapping[TensorBox, torch.Tensor]) -> None:
+def fill(folder: Path, reads: Mapping[str, tuple[PieceRead, ...]], *, wanted: Mapping[TensorBox, torch.Tensor]) -> None:
     """Read pieces and copy what is wanted of them into the given tensors, in place.
 
     Args:
@@ -111,7 +111,7 @@ def fill(folder: Path, reads: Mapping[str, tuple[PieceRead, ...]], wanted: Mappi
     with ThreadPoolExecutor(THREADS) as pool:
         for file, pieces in reads.items():
             with ShardFile(folder / file) as shard:
-                list(pool.map(lambda read, shard=shard: _fill_one(shard, read, wanted), pieces))
+                list(pool.map(lambda read, shard=shard: _fill_one(shard, read, wanted=wanted), pieces))
 
 
 def read_full(path: Path, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -129,10 +129,10 @@ def read_full(path: Path, names: Iterable[str]) -> Iterator[tuple[str, torch.Ten
     """
     manifest = read_manifest(path)
     for name in names:
-        yield name, _read_one(path, manifest, name)
+        yield name, _read_one(path, manifest, name=name)
 
 
-def _read_one(path: Path, manifest: Manifest, name: str) -> torch.Tensor:
+def _read_one(path: Path, manifest: Manifest, *, name: str) -> torch.Tensor:
     entry = manifest.tensors.get(name)
     if entry is None:
         raise CheckpointError(
@@ -142,20 +142,20 @@ def _read_one(path: Path, manifest: Manifest, name: str) -> torch.Tensor:
         )
     box = TensorBox(name, entry.shape, Box.whole(entry.shape))
     tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-    fill(path, plan_reads(manifest, [box]), {box: tensor})
+    fill(path, plan_reads(manifest, [box]), wanted={box: tensor})
     return tensor
 
 
-def _fill_one(shard: ShardFile, read: PieceRead, wanted: Mapping[TensorBox, torch.Tensor]) -> None:
+def _fill_one(shard: ShardFile, read: PieceRead, *, wanted: Mapping[TensorBox, torch.Tensor]) -> None:
     shape, dtype = read.piece.box.shape, DTYPES[read.dtype]
     parts = [wanted[copy.wanted].detach()[copy.target.slices()] for copy in read.fills]
     direct = parts[0] if len(parts) == 1 else None
     whole = direct is not None and direct.shape == shape and direct.is_contiguous()
     if direct is not None and whole and direct.dtype == dtype and direct.device.type == "cpu":
-        shard.read(read.piece, read.dtype, direct)  # the layout did not change: straight into its place
+        shard.read(read.piece, read.dtype, into=direct)  # the layout did not change: straight into its place
         return
     piece = torch.empty(shape, dtype=dtype)
-    shard.read(read.piece, read.dtype, piece)
+    shard.read(read.piece, read.dtype, into=piece)
     for copy, part in zip(read.fills, parts, strict=True):
         part.copy_(piece[copy.source.slices()])
 

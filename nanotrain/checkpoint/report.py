@@ -82,9 +82,9 @@ def describe(path: Path) -> str:
         if values:
             console.print(f"{title}: " + ", ".join(f"{key}={value}" for key, value in values.items()), markup=False)
     console.print()
-    console.print(_table("kind", ["tensors", "elements", "dtype", "size"], _kind_rows(manifest)))
+    console.print(_table("kind", ["tensors", "elements", "dtype", "size"], rows=_kind_rows(manifest)))
     console.print()
-    console.print(_table("tensor", ["shape", "dtype", "pieces", "size"], _tensor_rows(manifest)))
+    console.print(_table("tensor", ["shape", "dtype", "pieces", "size"], rows=_tensor_rows(manifest)))
     assert isinstance(console.file, StringIO)
     return console.file.getvalue().rstrip()
 
@@ -132,7 +132,7 @@ def _faults_of_file(path: Path, places: tuple[_Place, ...], *, size: int | None)
 def _fault_of_piece(shard: ShardFile, place: _Place) -> str | None:
     try:
         into = torch.empty(place.piece.box.shape, dtype=DTYPES[place.tensor.dtype])
-        shard.read(place.piece, place.tensor.dtype, into)
+        shard.read(place.piece, place.tensor.dtype, into=into)
     except CheckpointError as error:
         return f"{error.what}: {error.why}"
     return None
@@ -156,7 +156,7 @@ def _tensor_rows(manifest: Manifest) -> Iterator[list[str]]:
         yield [name, shape, entry.dtype, str(len(entry.pieces)), _size(entry.nbytes)]
 
 
-def _table(first: str, columns: Iterable[str], rows: Iterable[list[str]]) -> Table:
+def _table(first: str, columns: Iterable[str], *, rows: Iterable[list[str]]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(first, no_wrap=True)
     for column in columns:

@@ -139,7 +139,7 @@ def start_writing(folder: Path, step: int) -> Path:
     return temporary
 
 
-def commit(folder: Path, step: int, text: str) -> Path:
+def commit(folder: Path, step: int, *, text: str) -> Path:
     """Write the manifest into the temporary folder and give the folder its final name; what it held is complete then.
 
     Every shard is on the disk already; each fsync here stands before the rename that relies on it.

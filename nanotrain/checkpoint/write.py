@@ -99,9 +99,11 @@ def write_shard(path: Path, tensors: Mapping[TensorBox, torch.Tensor]) -> Shard:
     header = _header(plans)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        _write_at(handle, memoryview(header), 0)
+        _write_at(handle, memoryview(header), offset=0)
         with ThreadPoolExecutor(THREADS) as pool:
-            sums = list(pool.map(lambda plan: _write_piece(handle, plan, len(header), tensors[plan.source]), plans))
+            sums = list(
+                pool.map(lambda plan: _write_piece(handle, plan, begin=len(header), tensor=tensors[plan.source]), plans)
+            )
         os.fsync(handle)
     finally:
         os.close(handle)
@@ -147,16 +149,16 @@ def _header(plans: tuple[PiecePlan, ...]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_piece(handle: int, plan: PiecePlan, header_bytes: int, tensor: torch.Tensor) -> str:
+def _write_piece(handle: int, plan: PiecePlan, *, begin: int, tensor: torch.Tensor) -> str:
     part = tensor.detach()[plan.box.within(plan.source.box).slices()]
     data = raw_bytes(part.to("cpu").contiguous())
-    _write_at(handle, data, header_bytes + plan.offset)
+    _write_at(handle, data, offset=begin + plan.offset)
     # Starts the write-back of this piece now instead of all at the fsync: measured 0.10 s against 0.17 s for 256 MiB.
-    os.posix_fadvise(handle, header_bytes + plan.offset, plan.nbytes, os.POSIX_FADV_DONTNEED)
+    os.posix_fadvise(handle, begin + plan.offset, plan.nbytes, os.POSIX_FADV_DONTNEED)
     return f"{zlib.crc32(data):08x}"
 
 
-def _write_at(handle: int, data: memoryview, offset: int) -> None:
+def _write_at(handle: int, data: memoryview, *, offset: int) -> None:
     while data:  # a write may stop short, at 2 GiB at the latest
         done = os.pwrite(handle, data, offset)
         data, offset = data[done:], offset + done

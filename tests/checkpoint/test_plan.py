@@ -120,12 +120,14 @@ def test_a_hundred_thousand_pieces_are_checked_and_planned_in_seconds(cut: str) 
     shape = (side, side)
     step = side * side // num
     boxes = {
-        "flat ranges": [box for i in range(num) for box in flat_range_to_boxes(shape, i * step, (i + 1) * step)],
+        "flat ranges": [
+            box for i in range(num) for box in flat_range_to_boxes(shape, start=i * step, stop=(i + 1) * step)
+        ],
         "grid": [Box((i, j), (i + 40, j + 20)) for i in range(0, side, 40) for j in range(0, side, 20)],
         "columns": [Box((i, j), (i + side // 5, j + 1)) for i in range(0, side, side // 5) for j in range(side)],
     }[cut]
     manifest = manifest_of(shape, boxes)
-    wanted = [TensorBox("t", shape, box) for box in flat_range_to_boxes(shape, side * 7 + 5, side * 9 + 5)]
+    wanted = [TensorBox("t", shape, box) for box in flat_range_to_boxes(shape, start=side * 7 + 5, stop=side * 9 + 5)]
 
     start = time.perf_counter()
     assert tiling_fault(shape, boxes) is None
