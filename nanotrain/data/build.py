@@ -74,21 +74,24 @@ def build_data(
     ranges = [split_documents(corpus.num_documents, data.split) for corpus in corpora]
     built: dict[str, Samples | None] = {}
     for place, name in enumerate(SPLITS):
-        parts = [_windows(corpus, documents[place], options) for corpus, documents in zip(corpora, ranges, strict=True)]
+        parts = [
+            _windows(corpus, documents[place], options=options)
+            for corpus, documents in zip(corpora, ranges, strict=True)
+        ]
         if name in required:
-            _check_samples(name, parts, data.split)
+            _check_samples(name, parts, split=data.split)
             for part in parts:
                 part[0]  # reads one window: most vocabulary mistakes show in it
         built[name] = _blend(parts, sources)
     return Datasets(**built)
 
 
-def _windows(corpus: IndexedTokens, documents: DocumentRange, options: WindowOptions) -> GPTSamples:
+def _windows(corpus: IndexedTokens, documents: DocumentRange, *, options: WindowOptions) -> GPTSamples:
     start, stop = corpus.document_start(documents.start), corpus.document_start(documents.stop)
     return GPTSamples(corpus, start, stop, options)
 
 
-def _check_samples(name: str, parts: Sequence[GPTSamples], split: str) -> None:
+def _check_samples(name: str, parts: Sequence[GPTSamples], *, split: str) -> None:
     for part in parts:
         tokens, seq_length = part.stop - part.start, part.options.seq_length
         if part.samples_per_epoch == 0:

@@ -32,8 +32,7 @@ from nanotrain.data.token_writer import TokenWriter
 from nanotrain.data.tokenizer import Tokenizer, load_tokenizer
 from nanotrain.errors import DataError, EnvironmentFault
 
-# Documents encoded together: enough to keep the tokenizer's loop hot, little enough to stay small in memory.
-_ENCODED_TOGETHER = 64
+_WRITTEN_TOGETHER = 64  # documents
 
 
 @dataclass(frozen=True)
@@ -143,8 +142,9 @@ def write_part(number: int, piece: Piece, *, job: PartJob, tokenizer: Tokenizer)
     texts = read_documents(piece, job.column)
     end = [tokenizer.eod] if job.append_eod and tokenizer.eod is not None else []
     with TokenWriter(part_prefix(job.folder, number), np.dtype(job.dtype)) as writer:
-        while some := [text.encode("utf-8", errors="replace") for text in islice(texts, _ENCODED_TOGETHER)]:
-            rows = [ids + end for ids in tokenizer.encode_batch([data.decode() for data in some])]
+        while some := [text.encode("utf-8", errors="replace") for text in islice(texts, _WRITTEN_TOGETHER)]:
+            # One text at a time keeps to one thread: the processes are the parallelism.
+            rows = [tokenizer.encode(data.decode()) + end for data in some]
             lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
             ids = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(lengths.sum()))
             writer.add_documents(ids, lengths)
@@ -160,7 +160,6 @@ def _start_worker(job: PartJob) -> None:
     # Ctrl-C reaches every process of the terminal; the parent alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _worker.update(job=job, tokenizer=load_tokenizer(job.tokenizer))
 
 

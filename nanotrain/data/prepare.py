@@ -34,7 +34,7 @@ from nanotrain.data.token_writer import TokenWriter
 from nanotrain.data.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
 from nanotrain.errors import DataError, EnvironmentFault
 
-_STREAMED_ROWS = 1000  # rows in a piece of a stream
+_STREAMED_ROWS = 256  # rows in a piece of a stream
 _TRAINED_BYTES = 512 << 20  # text a BPE is trained on, at most
 
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
     pieces = None if args.streaming else plan_pieces(args.input, subset=args.subset, split=args.split_name)
     trained = args.tokenizer.startswith("bpe:")
     tokenizer = None if trained else load_tokenizer(args.tokenizer)
-    plan = _plan(args, pieces, tokenizer)
+    plan = _plan(args, pieces, tokenizer=tokenizer)
     if _is_prepared(prefix, plan, overwrite=args.overwrite):
         print(f"{prefix} is prepared already: {_summary(read_record(prefix))}")
         return
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
             f"{folder} cannot be written", why=error.strerror or "", fix="choose another --output"
         ) from None
     if tokenizer is None:
-        tokenizer = _trained_tokenizer(folder, args, pieces)
+        tokenizer = _trained_tokenizer(folder, args, pieces=pieces)
     _check_eod(tokenizer, args)
     left = tokenizer.save(folder / "tokenizer")
     named = left if left == "bytes" else str(folder / left)
@@ -97,8 +97,8 @@ def run(args: argparse.Namespace) -> None:
     check_dtype(dtype, tokenizer.vocab_size)
     job = PartJob(folder, named, dtype.name, args.text_column, args.append_eod)
     numbered = enumerate(_stream(args) if pieces is None else pieces)
-    num_parts = _write_missing(job, numbered, pieces or (), workers=args.workers)
-    record = _merge(prefix, job, num_parts, tokenizer, plan_hash=_hash(plan))
+    num_parts = _write_missing(job, numbered, planned=pieces or (), workers=args.workers)
+    record = _merge(prefix, job, num_parts=num_parts, tokenizer=tokenizer, plan_hash=_hash(plan))
     print(f"{bin_path(prefix)}: {_summary(record)}")
 
 
@@ -112,7 +112,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise DataError("--max-documents has no effect without --streaming", fix="add --streaming or leave it out")
 
 
-def _plan(args: argparse.Namespace, pieces: tuple[Piece, ...] | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _plan(args: argparse.Namespace, pieces: tuple[Piece, ...] | None, *, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """All that decides the content of the parts; equal plans give equal bytes."""
     files = sorted({file for piece in pieces or () for file in piece.files})
     return {
@@ -141,7 +141,7 @@ def _is_prepared(prefix: Path, plan: dict[str, Any], *, overwrite: bool) -> bool
     return False
 
 
-def _trained_tokenizer(folder: Path, args: argparse.Namespace, pieces: tuple[Piece, ...] | None) -> Tokenizer:
+def _trained_tokenizer(folder: Path, args: argparse.Namespace, *, pieces: tuple[Piece, ...] | None) -> Tokenizer:
     """The tokenizer an earlier run trained, or a new one."""
     if (folder / "tokenizer" / "tokenizer_config.json").is_file():
         return load_tokenizer(str(folder / "tokenizer"))
@@ -183,7 +183,7 @@ def _stream(args: argparse.Namespace) -> Iterator[Piece]:
 
 
 def _write_missing(
-    job: PartJob, numbered: Iterable[tuple[int, Piece]], planned: tuple[Piece, ...], *, workers: int
+    job: PartJob, numbered: Iterable[tuple[int, Piece]], *, planned: tuple[Piece, ...], workers: int
 ) -> int:
     """Write the parts that are not there yet; returns how many parts there are in all."""
     num_parts = 0
@@ -204,7 +204,7 @@ def _write_missing(
     return num_parts
 
 
-def _merge(prefix: Path, job: PartJob, num_parts: int, tokenizer: Tokenizer, *, plan_hash: str) -> Record:
+def _merge(prefix: Path, job: PartJob, *, num_parts: int, tokenizer: Tokenizer, plan_hash: str) -> Record:
     idx_path(prefix).unlink(missing_ok=True)
     with TokenWriter(prefix, np.dtype(job.dtype)) as writer:
         for number in range(num_parts):

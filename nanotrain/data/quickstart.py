@@ -70,7 +70,7 @@ def prepare_quickstart(
                 f"{folder} cannot be written", why=error.strerror or "", fix="choose another train.run_dir"
             ) from None
         try:
-            _build(building / "corpus", vocab_size, progress)
+            _build(building / "corpus", vocab_size, progress=progress)
             _publish(building, home)
         finally:
             shutil.rmtree(building, ignore_errors=True)
@@ -100,7 +100,7 @@ def library_sources(root: Path | None = None) -> Iterator[str]:
             yield text
 
 
-def _build(prefix: Path, vocab_size: int, progress: Callable[[str], None]) -> None:
+def _build(prefix: Path, vocab_size: int, *, progress: Callable[[str], None]) -> None:
     texts = list(library_sources())
     if not texts:
         raise DataError(
@@ -114,14 +114,14 @@ def _build(prefix: Path, vocab_size: int, progress: Callable[[str], None]) -> No
     progress("quick start: tokenizing")
     with TokenWriter(prefix, smallest_dtype(tokenizer.vocab_size)) as writer:
         for first in range(0, len(texts), _ENCODED_TOGETHER):
-            _write_documents(writer, tokenizer, texts[first : first + _ENCODED_TOGETHER])
+            _write_documents(writer, tokenizer, texts=texts[first : first + _ENCODED_TOGETHER])
         named = tokenizer.save(tokenizer_path(prefix))
         record = Record(named, tokenizer.vocab_size, tokenizer.eod, writer.num_documents, writer.num_tokens)
         write_record(prefix, record)
     progress(f"quick start: {record.tokens:,} tokens in {prefix.parent.parent}")
 
 
-def _write_documents(writer: TokenWriter, tokenizer: FastTokenizer, texts: list[str]) -> None:
+def _write_documents(writer: TokenWriter, tokenizer: FastTokenizer, *, texts: list[str]) -> None:
     for ids in tokenizer.encode_batch(texts):
         writer.add_document(np.asarray([*ids, tokenizer.eod], dtype=np.int64))
 

@@ -1,0 +1,86 @@
+"""From the data section to samples, and the errors that must show before a device is touched."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanotrain.config.config import DataConfig
+from nanotrain.data.blend import BlendedSamples
+from nanotrain.data.build import build_data, tokenizer_of, uses_quickstart
+from nanotrain.data.sources import Record, write_record
+from nanotrain.errors import DataError
+from tests.data.conftest import WriteCorpus, random_documents
+
+
+def test_splits_read_their_own_documents_only(write_corpus: WriteCorpus) -> None:
+    prefix = write_corpus([np.full(40, document) for document in range(10)])
+    data = DataConfig(data_path=[str(prefix)], split="8,1,1", seq_length=16)
+    built = build_data(data, vocab_size=10, seed=1)
+    for samples, documents in ((built.train, set(range(8))), (built.valid, {8}), (built.test, {9})):
+        read = {int(token) for i in range(samples.samples_per_epoch) for token in samples[i].tokens}
+        assert read == documents
+
+
+def test_everything_for_training_in_plain_order(write_corpus: WriteCorpus) -> None:
+    documents = random_documents([33, 50, 20])
+    data = DataConfig(data_path=[str(write_corpus(documents))], split="1,0,0", seq_length=8, shuffle=False)
+    built = build_data(data, vocab_size=100, seed=1, required=["train"])
+    assert built.valid is None
+    assert built.test is None
+    assert built.train[5].labels.tolist() == np.concatenate(documents)[41:49].tolist()
+
+
+def test_corpora_blend_by_weight_or_by_size(write_corpus: WriteCorpus) -> None:
+    one = write_corpus([np.full(161, 1)], name="one")
+    two = write_corpus([np.full(641, 2)], name="two")
+    for path, share in ((["1", str(one), "1", str(two)], 0.5), ([str(one), str(two)], 0.2)):
+        data = DataConfig(data_path=path, split="1", seq_length=16)
+        train = build_data(data, vocab_size=10, seed=1, required=["train"]).train
+        assert isinstance(train, BlendedSamples)
+        firsts = [int(train[number].tokens[0]) for number in range(50)]
+        assert firsts.count(1) == 50 * share
+
+
+def test_order_is_the_seeds(write_corpus: WriteCorpus) -> None:
+    data = DataConfig(data_path=[str(write_corpus([np.arange(500)]))], split="1", seq_length=4)
+    orders = [
+        [int(build_data(data, vocab_size=500, seed=seed, required=["train"]).train[i].tokens[0]) for i in range(20)]
+        for seed in (1, 1, 2)
+    ]
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_mock_data_needs_no_files_and_its_splits_differ() -> None:
+    built = build_data(DataConfig(mock_data=True, seq_length=8), vocab_size=99, seed=1)
+    assert built.train[0].tokens.max() < 99
+    assert not np.array_equal(built.train[0].tokens, built.valid[0].tokens)
+
+
+def test_too_few_tokens_are_an_error_with_numbers_and_a_cure(write_corpus: WriteCorpus) -> None:
+    prefix = write_corpus(random_documents([10] * 10))
+    data = DataConfig(data_path=[str(prefix)], split="8,2,0", seq_length=20)
+    with pytest.raises(
+        DataError, match=r"valid split .* has 20 tokens.*seq_length \+ 1 = 21.*10 documents.*--eval-interval 0"
+    ):
+        build_data(data, vocab_size=100, seed=1)
+    assert build_data(data, vocab_size=100, seed=1, required=["train"]).valid is None
+
+
+def test_a_corpus_of_another_vocabulary_is_refused_at_once(write_corpus: WriteCorpus) -> None:
+    data = DataConfig(data_path=[str(write_corpus([np.full(100, 70)]))], split="1", seq_length=20)
+    with pytest.raises(DataError, match="token id 70"):
+        build_data(data, vocab_size=64, seed=1, required=["train"])
+
+
+def test_the_tokenizer_asked_for_goes_before_the_one_beside_the_data(tmp_path: Path) -> None:
+    write_record(tmp_path / "a", Record("bytes", 257, 256))
+    assert tokenizer_of(DataConfig(data_path=[str(tmp_path / "a")])) == "bytes"
+    assert tokenizer_of(DataConfig(data_path=[str(tmp_path / "a")], tokenizer_model="gpt2")) == "gpt2"
+    assert tokenizer_of(DataConfig(data_path=[str(tmp_path / "b")])) is None
+
+
+def test_the_quick_start_is_for_runs_without_data() -> None:
+    assert uses_quickstart(DataConfig())
+    assert not uses_quickstart(DataConfig(mock_data=True))
+    assert not uses_quickstart(DataConfig(data_path=["a"]))

@@ -1,0 +1,155 @@
+"""Token files read back what was written, in stream offsets, and damaged ones are refused with a reason."""
+
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nanotrain.data.indexed import IndexedTokens
+from nanotrain.data.token_format import DTYPES, IndexHeader
+from nanotrain.data.token_writer import TokenWriter
+from nanotrain.errors import DataError
+from tests.data.conftest import WriteCorpus, random_documents
+
+LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any)
+INTEGERS = [dtype.name for dtype in DTYPES.values() if dtype.kind != "f"]
+SAME_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+
+
+@SAME_FOLDER
+@given(lengths=LENGTHS, dtype=st.sampled_from(INTEGERS), data=st.data())
+def test_any_range_reads_as_the_concatenation(
+    write_corpus: WriteCorpus, lengths: list[int], dtype: str, data: st.DataObject
+) -> None:
+    documents = random_documents(lengths)
+    corpus = IndexedTokens(write_corpus(documents, dtype=dtype))
+    stream = np.concatenate(documents)
+    start = data.draw(st.integers(0, len(stream) - 1))
+    stop = data.draw(st.integers(start + 1, len(stream)))
+    assert corpus.num_tokens == len(stream)
+    assert corpus.num_documents == len(documents)
+    assert corpus.read(start, stop).dtype == np.dtype(dtype)
+    assert corpus.read(start, stop).tolist() == stream[start:stop].tolist()
+    starts = np.unique(np.cumsum([0, *lengths[:-1]]))
+    assert corpus.document_starts(start, stop).tolist() == starts[(starts >= start) & (starts < stop)].tolist()
+
+
+@SAME_FOLDER
+@given(lengths=LENGTHS, data=st.data())
+def test_sequences_stored_in_any_order_read_in_the_order_of_the_index(
+    tmp_path: Path, lengths: list[int], data: st.DataObject
+) -> None:
+    # given: documents whose tokens lie in the .bin in another order, with a gap of 3 tokens in front
+    documents = random_documents(lengths)
+    stored = data.draw(st.permutations(range(len(documents))))
+    pointers, begin = np.zeros(len(documents), dtype="<i8"), 3
+    for document in stored:
+        pointers[document], begin = 2 * begin, begin + lengths[document]
+    tokens = np.concatenate([np.full(3, 7), *(documents[document] for document in stored)])
+    (tmp_path / "odd.bin").write_bytes(tokens.astype("<u2").tobytes())
+    header = IndexHeader(np.dtype("<u2"), len(lengths), len(lengths) + 1).pack()
+    columns = np.asarray(lengths, "<i4").tobytes() + pointers.tobytes() + np.arange(len(lengths) + 1).tobytes()
+    (tmp_path / "odd.idx").write_bytes(header + columns)
+    # when
+    corpus = IndexedTokens(tmp_path / "odd")
+    # then
+    stream = np.concatenate(documents)
+    assert corpus.num_tokens == len(stream)
+    assert corpus.read(0, len(stream)).tolist() == stream.tolist()
+    middle = len(stream) // 2
+    assert corpus.read(middle, len(stream)).tolist() == stream[middle:].tolist()
+
+
+def test_opening_builds_nothing_that_grows_with_the_corpus(write_corpus: WriteCorpus) -> None:
+    corpus = IndexedTokens(write_corpus(random_documents([3] * 5000)))
+    corpus.read(100, 200)
+    assert corpus._offsets is None
+    assert isinstance(corpus._pointers, np.memmap)
+    assert len(pickle.dumps(corpus)) < 500
+
+
+def test_the_files_are_megatrons_byte_for_byte(write_corpus: WriteCorpus) -> None:
+    prefix = write_corpus([np.array([1, 2, 3]), np.array([65000])])
+    assert prefix.with_suffix(".bin").read_bytes() == struct.pack("<4H", 1, 2, 3, 65000)
+    assert prefix.with_suffix(".idx").read_bytes() == (
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QB", 1, 8)
+        + struct.pack("<QQ", 2, 3)
+        + struct.pack("<2i", 3, 1)
+        + struct.pack("<2q", 0, 6)
+        + struct.pack("<3q", 0, 1, 2)
+    )
+
+
+def test_a_copy_in_another_process_reads_the_same(write_corpus: WriteCorpus) -> None:
+    corpus = IndexedTokens(write_corpus(random_documents([20, 30])))
+    copy = pickle.loads(pickle.dumps(corpus))
+    assert copy.read(5, 40).tolist() == corpus.read(5, 40).tolist()
+
+
+def _damage(file: Path, offset: int, data: bytes) -> None:
+    content = bytearray(file.read_bytes())
+    content[offset : offset + len(data)] = data
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "offset", "data", "message"),
+    [
+        (".idx", 0, b"NOTANIDX", "is no Megatron-LM index"),
+        (".idx", 9, b"\x02", "of index version 2"),
+        (".idx", 17, b"\x07", r"dtype code 7 \(float32\)"),
+        (".idx", 17, b"\x63", r"dtype code 99 \(unknown\)"),
+        (".idx", 17, b"\x04", "has 100 bytes where its index asks for 160"),
+        (".idx", 18, b"\x05", r"has 82 bytes where its header asks for 118"),
+        (".idx", 34 + 24 + 16, b"\x01", r"document indices that run over \[0, 1\]"),
+    ],
+)
+def test_a_damaged_index_is_refused_with_the_reason(
+    write_corpus: WriteCorpus, suffix: str, offset: int, data: bytes, message: str
+) -> None:
+    prefix = write_corpus(random_documents([20, 30]))
+    _damage(prefix.with_suffix(suffix), offset, data)
+    with pytest.raises(DataError, match=message):
+        IndexedTokens(prefix)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 50])
+def test_a_truncated_bin_is_refused_with_both_sizes(write_corpus: WriteCorpus, cut: int) -> None:
+    prefix = write_corpus(random_documents([20, 30]))
+    content = prefix.with_suffix(".bin").read_bytes()
+    prefix.with_suffix(".bin").write_bytes(content[:-cut])
+    with pytest.raises(DataError, match=f"has {100 - cut} bytes where its index asks for 100"):
+        IndexedTokens(prefix)
+
+
+def test_a_bin_with_more_than_the_index_knows_is_refused(write_corpus: WriteCorpus) -> None:
+    prefix = write_corpus(random_documents([20, 30]))
+    with prefix.with_suffix(".bin").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(DataError, match="has 104 bytes where its index asks for 100"):
+        IndexedTokens(prefix)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_half_a_pair_is_refused(write_corpus: WriteCorpus, suffix: str) -> None:
+    prefix = write_corpus(random_documents([20]))
+    prefix.with_suffix(suffix).unlink()
+    with pytest.raises(DataError, match=rf"corpus\{suffix} does not exist"):
+        IndexedTokens(prefix)
+
+
+def test_an_empty_corpus_is_refused(write_corpus: WriteCorpus) -> None:
+    with pytest.raises(DataError, match="empty corpus"):
+        IndexedTokens(write_corpus([]))
+
+
+def test_an_exception_while_writing_leaves_no_pair(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), TokenWriter(tmp_path / "half", np.dtype("uint16")) as writer:
+        writer.add_document([1, 2])
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []

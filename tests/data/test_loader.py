@@ -1,0 +1,97 @@
+"""Workers change time, never values; interrupts do not reach them; a dead one is an error, not a hang."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from nanotrain.data.batch import Sample
+from nanotrain.data.loader import GlobalBatches
+from nanotrain.data.sampler import ReadPlace
+from nanotrain.data.synthetic import SyntheticSamples
+from nanotrain.errors import DataError, EnvironmentFault
+
+SAMPLES = SyntheticSamples(vocab_size=1000, seq_length=8, seed=1)
+PLACE = ReadPlace(dp_rank=1, dp_size=2, micro_batch_size=2, global_batch_size=12)
+
+
+@dataclass(frozen=True)
+class _BrokenFrom:
+    number: int
+    samples_per_epoch: int = 100
+
+    def __getitem__(self, sample_number: int) -> Sample:
+        if sample_number >= self.number:
+            raise DataError("sample is broken", why="it is made so", fix="leave it out")
+        return SAMPLES[sample_number]
+
+
+def _worker_ids(batches: GlobalBatches) -> list[int]:
+    return [worker.pid for worker in batches._microbatches._workers]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_global_batch_is_this_ranks_microbatches_in_order() -> None:
+    with GlobalBatches(SAMPLES, place=PLACE, consumed_samples=24) as batches:
+        step = next(batches)
+    assert [batch.tokens.shape for batch in step] == [(2, 8)] * 3
+    for batch, first in zip(step, (26, 30, 34), strict=True):
+        assert torch.equal(batch.tokens[0], torch.from_numpy(SAMPLES[first].tokens))
+        assert torch.equal(batch.tokens[1], torch.from_numpy(SAMPLES[first + 1].tokens))
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_workers_give_the_same_batches_and_end_when_closed(num_workers: int) -> None:
+    with (
+        GlobalBatches(SAMPLES, place=PLACE, consumed_samples=12) as inline,
+        GlobalBatches(SAMPLES, place=PLACE, consumed_samples=12, num_workers=num_workers) as batches,
+    ):
+        workers = _worker_ids(batches)
+        assert len(workers) == num_workers
+        for _ in range(4):
+            for one, other in zip(next(inline), next(batches), strict=True):
+                assert torch.equal(one.tokens, other.tokens)
+                assert torch.equal(one.labels, other.labels)
+    deadline = time.monotonic() + 5
+    while any(map(_alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(_alive, workers))
+    batches.close()
+
+
+def test_interrupts_leave_workers_at_work_and_their_parent_unmasked() -> None:
+    with GlobalBatches(SAMPLES, place=PLACE, num_workers=1) as batches:
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGINT, signal.SIGTERM}
+        for worker in _worker_ids(batches):
+            os.kill(worker, signal.SIGTERM)
+            os.kill(worker, signal.SIGINT)
+        for _ in range(20):  # more than was loaded ahead
+            next(batches)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_data_error_arrives_as_it_was_raised(num_workers: int) -> None:
+    with GlobalBatches(_BrokenFrom(12), place=PLACE, num_workers=num_workers) as batches:
+        next(batches)
+        with pytest.raises(DataError) as caught:
+            next(batches)
+    assert str(caught.value) == "sample is broken: it is made so; leave it out"
+
+
+def test_a_killed_worker_is_one_clear_error() -> None:
+    with GlobalBatches(SAMPLES, place=PLACE, num_workers=1) as batches:
+        next(batches)
+        os.kill(_worker_ids(batches)[0], signal.SIGKILL)
+        with pytest.raises(EnvironmentFault, match="data worker process died.*--num-workers 0"):
+            for _ in range(100):
+                next(batches)

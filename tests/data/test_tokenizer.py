@@ -1,0 +1,84 @@
+"""Tokenizers give back the text they were given and are found again where they were saved."""
+
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanotrain.data.bpe import END, train_bpe
+from nanotrain.data.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer, load_tokenizer
+from nanotrain.errors import DataError
+
+TRAINED = train_bpe(["def f(x):\n    return x + 1\n", "größer als – 日本語\n"] * 20, 290)
+
+
+@settings(deadline=None)
+@given(text=st.text())
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), TRAINED], ids=["bytes", "bpe"])
+def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.encode_batch([text, text]) == [ids, ids]
+    assert all(0 <= token < tokenizer.vocab_size for token in ids)
+    assert tokenizer.eod not in ids
+
+
+def test_a_trained_bpe_has_its_size_and_an_end() -> None:
+    assert TRAINED.vocab_size == 290
+    assert TRAINED.backend.id_to_token(TRAINED.eod) == END
+    assert len(TRAINED.encode("return x + 1")) < 12
+    assert TRAINED.decode([*TRAINED.encode("x"), TRAINED.eod]) == "x"
+
+
+def test_training_again_gives_the_same_tokenizer() -> None:
+    again = train_bpe(["def f(x):\n    return x + 1\n", "größer als – 日本語\n"] * 20, 290)
+    assert again.backend.to_str() == TRAINED.backend.to_str()
+
+
+def test_a_vocabulary_smaller_than_the_bytes_is_refused() -> None:
+    with pytest.raises(DataError, match="BPE vocabulary of 100 is too small.*257"):
+        train_bpe(["text"], 100)
+
+
+def test_a_saved_tokenizer_loads_from_its_folder_its_file_and_transformers(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    assert TRAINED.save(tmp_path / "kept") == "kept"
+    text = "größer als 日本語"
+    for name in ("kept", "kept/tokenizer.json"):
+        loaded = load_tokenizer(str(tmp_path / name))
+        assert (loaded.encode(text), loaded.eod, loaded.vocab_size) == (TRAINED.encode(text), TRAINED.eod, 290)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "kept")
+    assert isinstance(theirs, PreTrainedTokenizerFast)
+    assert (theirs.encode(text), theirs.eos_token_id) == (TRAINED.encode(text), TRAINED.eod)
+
+
+def test_a_folder_without_tokenizer_json_goes_through_transformers(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    TRAINED.save(tmp_path / "kept")
+    PreTrainedTokenizerFast(tokenizer_object=TRAINED.backend, eos_token=END).save_pretrained(tmp_path / "theirs")
+    loaded = load_tokenizer(str(tmp_path / "theirs"))
+    assert isinstance(loaded, FastTokenizer)
+    assert loaded.eod == TRAINED.eod
+
+
+def test_a_bare_tokenizer_json_names_its_end_as_usual(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 5}, unk_token="a"))
+    backend.save(str(tmp_path / "words.json"))
+    loaded = load_tokenizer(str(tmp_path / "words.json"))
+    assert (loaded.eod, loaded.vocab_size) == (5, 6)
+
+
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"tokenizer\.json is no tokenizer"):
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
+def test_an_unknown_name_without_a_network_is_refused_with_a_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"tokenizer no/such cannot be loaded.*bytes"):
+        load_tokenizer("no/such")
