@@ -59,10 +59,10 @@ def start_all_reduce(tensor: Tensor, group: Group, *, op: str = "sum") -> Pendin
     """
     if group.size == 1:
         return DONE
-    group.ledger.record(group.name, "all_reduce", 2 * reduced_bytes(tensor.nbytes, group.size))
+    group.ledger.record(group.name, "all_reduce", num_bytes=2 * reduced_bytes(tensor.nbytes, group.size))
     with watch("all_reduce", group):
         work = dist.all_reduce(tensor, op=_OPS[op], group=group.process_group, async_op=True)
-    return Pending("all_reduce", group, [work])
+    return Pending("all_reduce", group, works=[work])
 
 
 def start_reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
@@ -76,16 +76,16 @@ def start_reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pendin
     Returns:
         what to wait on before `output` is read. On gloo the sum itself is done in `wait`.
     """
-    assert output.numel() * group.size == tensor.numel(), "unequal slices would reach the wrong rank"
+    _check_slices(tensor, output, size=group.size)
     if group.size == 1:
         _answer(output, tensor)
         return DONE
-    group.ledger.record(group.name, "reduce_scatter", reduced_bytes(tensor.nbytes, group.size))
+    group.ledger.record(group.name, "reduce_scatter", num_bytes=reduced_bytes(tensor.nbytes, group.size))
     with watch("reduce_scatter", group):
         if dist.get_backend(group.process_group) == "gloo":
-            return gloo.start_reduce_scatter(output, tensor, group)
+            return gloo.start_reduce_scatter(output, tensor, group=group)
         work = _reduce_scatter_flat(output, tensor, group=group.process_group, async_op=True)
-    return Pending("reduce_scatter", group, [work])
+    return Pending("reduce_scatter", group, works=[work])
 
 
 def start_all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
@@ -99,16 +99,16 @@ def start_all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
     Returns:
         what to wait on before `output` is read.
     """
-    assert tensor.numel() * group.size == output.numel(), "unequal slices would reach the wrong rank"
+    _check_slices(output, tensor, size=group.size)
     if group.size == 1:
         _answer(output, tensor)
         return DONE
-    group.ledger.record(group.name, "all_gather", reduced_bytes(output.nbytes, group.size))
+    group.ledger.record(group.name, "all_gather", num_bytes=reduced_bytes(output.nbytes, group.size))
     with watch("all_gather", group):
         if dist.get_backend(group.process_group) == "gloo":
-            return gloo.start_all_gather(output, tensor, group)
+            return gloo.start_all_gather(output, tensor, group=group)
         work = _all_gather_flat(output, tensor, group=group.process_group, async_op=True)
-    return Pending("all_gather", group, [work])
+    return Pending("all_gather", group, works=[work])
 
 
 def all_reduce(tensor: Tensor, group: Group, *, op: str = "sum") -> None:
@@ -130,10 +130,10 @@ def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> None:
     """Overwrite `tensor` with that of the group's member number `source` (an index, not a global rank)."""
     if group.size == 1:
         return
-    group.ledger.record(group.name, "broadcast", reduced_bytes(tensor.nbytes, group.size))
+    group.ledger.record(group.name, "broadcast", num_bytes=reduced_bytes(tensor.nbytes, group.size))
     with watch("broadcast", group):
         work = dist.broadcast(tensor, src=group.ranks[source], group=group.process_group, async_op=True)
-    Pending("broadcast", group, [work]).wait()
+    Pending("broadcast", group, works=[work]).wait()
 
 
 def all_reduce_numbers(values: Sequence[float], group: Group, *, op: str = "sum") -> list[float]:
@@ -144,10 +144,10 @@ def all_reduce_numbers(values: Sequence[float], group: Group, *, op: str = "sum"
     if group.size == 1:
         return [float(value) for value in values]
     packed = torch.tensor(values, dtype=torch.float64, device=home_of(group.process_group))
-    group.ledger.record(group.name, "numbers", 2 * reduced_bytes(packed.nbytes, group.size))
+    group.ledger.record(group.name, "numbers", num_bytes=2 * reduced_bytes(packed.nbytes, group.size))
     with watch("all_reduce_numbers", group):
         work = dist.all_reduce(packed, op=_OPS[op], group=group.process_group, async_op=True)
-    Pending("all_reduce_numbers", group, [work]).wait()
+    Pending("all_reduce_numbers", group, works=[work]).wait()
     return packed.tolist()
 
 
@@ -165,6 +165,12 @@ def barrier(group: Group) -> None:
     """Return once every member has come here; the host waits, on CUDA too."""
     # Not dist.barrier: on NCCL it picks a device by guesswork and does not stop the host.
     all_reduce_numbers([0.0], group)
+
+
+def _check_slices(full: Tensor, part: Tensor, *, size: int) -> None:
+    assert part.numel() * size == full.numel(), "unequal slices would reach the wrong rank"
+    assert part.dtype == full.dtype, f"{part.dtype} and {full.dtype}: bytes would be taken for other numbers"
+    assert part.is_contiguous() and full.is_contiguous(), "slices are cut from memory, not from strides"
 
 
 def _answer(output: Tensor, tensor: Tensor) -> None:

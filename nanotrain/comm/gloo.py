@@ -28,7 +28,7 @@ _CHUNK = 1 << 20
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-def start_reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
+def start_reduce_scatter(output: Tensor, tensor: Tensor, *, group: Group) -> Pending:
     """Begin to send every slice of `tensor` [n] to its owner; `wait` sums the own one into `output` [n / size]."""
     slices, scratch = tensor.view(group.size, -1), group.scratch.take(tensor.numel() - output.numel(), output.dtype)
     received = list(scratch.view(group.size - 1, -1))
@@ -37,8 +37,8 @@ def start_reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pendin
     for chunk in _chunks(output.numel()):
         for partner in _partners(group):
             arriving, leaving = received[partner.source][chunk], slices[partner.target][chunk]
-            exchange.receives[chunk.start, partner.source] = _receive(arriving, partner.source, group)
-            exchange.sends.append(_send(leaving, partner.target, group))
+            exchange.receives[chunk.start, partner.source] = _receive(arriving, partner.source, group=group)
+            exchange.sends.append(_send(leaving, partner.target, group=group))
 
     def finish() -> None:
         exchange.finish()
@@ -47,16 +47,16 @@ def start_reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pendin
     return Pending("reduce_scatter", group, finish=finish, keep=(tensor,))
 
 
-def start_all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
+def start_all_gather(output: Tensor, tensor: Tensor, *, group: Group) -> Pending:
     """Begin to send `tensor` [n / size] to every member and to receive theirs in `output` [n]."""
     slices, own = output.view(group.size, -1), tensor.view(-1)
     works = []
     for partner in _partners(group):
-        works.append(_receive(slices[partner.source], partner.source, group))
-        works.append(_send(own, partner.target, group))
+        works.append(_receive(slices[partner.source], partner.source, group=group))
+        works.append(_send(own, partner.target, group=group))
     if slices[group.index].data_ptr() != own.data_ptr():
         slices[group.index].copy_(own)
-    return Pending("all_gather", group, works, keep=(output, tensor))
+    return Pending("all_gather", group, works=works, keep=(output, tensor))
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,11 @@ def _chunks(numel: int) -> Iterator[slice]:
         yield slice(start, min(start + _CHUNK, numel))
 
 
-def _receive(tensor: Tensor, member: int, group: Group) -> dist.Work:
+def _receive(tensor: Tensor, member: int, *, group: Group) -> dist.Work:
     return _started(dist.irecv(tensor, src=group.ranks[member], group=group.process_group))
 
 
-def _send(tensor: Tensor, member: int, group: Group) -> dist.Work:
+def _send(tensor: Tensor, member: int, *, group: Group) -> dist.Work:
     return _started(dist.isend(tensor, dst=group.ranks[member], group=group.process_group))
 
 

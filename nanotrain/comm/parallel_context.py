@@ -80,14 +80,14 @@ class ParallelContext:
         ledger: bytes sent over all of them.
     """
 
-    def __init__(self, topology: Topology, rank: int, device: torch.device) -> None:
+    def __init__(self, topology: Topology, rank: int, *, device: torch.device) -> None:
         self.topology, self.rank, self.device = topology, rank, device
         self.coords = topology.coords(rank)
         long_axes = [axis for axis in reversed(topology.dense.axes) if topology.size(axis) > 1]
         self.place = " ".join(f"{axis}{self.coords[axis]}" for axis in long_axes)
         self.ledger, self._scratch = Ledger(), Scratch()
         self.groups: dict[str, Group] = {}
-        self.control = self._handle("control", (rank,), None)
+        self.control = self._handle("control", (rank,))
 
     def group(self, name: str) -> Group:
         """This rank's group of that name ("tp", "dp_shard", ...)."""
@@ -117,10 +117,10 @@ class ParallelContext:
             )
         here = pick_device(device, launch.local_rank)
         if not launch.is_distributed:
-            yield cls(topology, 0, here)._with_groups(timeout_s)
+            yield cls(topology, 0, device=here)._with_groups(timeout_s)
             return
-        _join_world(launch, backend_of(here), timeout_s)
-        context = cls(topology, launch.rank, here)
+        _join_world(launch, backend_of(here), timeout_s=timeout_s)
+        context = cls(topology, launch.rank, device=here)
         try:
             yield context._with_groups(timeout_s)
         finally:
@@ -130,15 +130,15 @@ class ParallelContext:
     def attach(cls, topology: Topology, *, timeout_s: float = 600.0) -> "ParallelContext":
         """The context on the default process group that this process has joined; without one, a world of one."""
         if not dist.is_initialized():
-            return cls(topology, 0, torch.device("cpu"))._with_groups(timeout_s)
-        return cls(topology, dist.get_rank(), home_of(dist.group.WORLD))._with_groups(timeout_s)
+            return cls(topology, 0, device=torch.device("cpu"))._with_groups(timeout_s)
+        return cls(topology, dist.get_rank(), device=home_of(dist.group.WORLD))._with_groups(timeout_s)
 
     @classmethod
     @contextmanager
     def fake(cls, topology: Topology, rank: int) -> Iterator["ParallelContext"]:
         """Play one rank of any world; collectives return at once and leave other ranks' values undefined."""
         with fake_world(rank, topology.world_size):
-            yield cls(topology, rank, torch.device("cpu"))._with_groups(1.0)
+            yield cls(topology, rank, device=torch.device("cpu"))._with_groups(1.0)
 
     def _with_groups(self, timeout_s: float) -> "ParallelContext":
         """Create one process group per distinct tuple of ranks and hand it to every name it serves."""
@@ -148,15 +148,16 @@ class ParallelContext:
         if len(everyone) > 1:
             made[everyone] = dist.group.WORLD
             backend = "fake" if dist.get_backend() == "fake" else "gloo"
-            self.control = self._handle("control", everyone, _new_group(everyone, timeout, "control", backend))
+            apart = _new_group("control", everyone, timeout=timeout, backend=backend)
+            self.control = self._handle("control", everyone, process_group=apart)
         # Every rank creates every group, its own or not, in the same order: torch numbers groups by counting, also
         # where only the members synchronize, and a rank that skipped one (embed, on a middle stage) would count wrong.
         for name, groups in self.topology.groups().items():
             for ranks in groups:
                 if len(ranks) > 1 and ranks not in made:
-                    made[ranks] = _new_group(ranks, timeout, name)
+                    made[ranks] = _new_group(name, ranks, timeout=timeout)
                 if self.rank in ranks:
-                    self.groups[name] = self._handle(name, ranks, made.get(ranks))
+                    self.groups[name] = self._handle(name, ranks, process_group=made.get(ranks))
         return self
 
     def _leave(self) -> None:
@@ -166,18 +167,18 @@ class ParallelContext:
             group.release()
         dist.destroy_process_group()
 
-    def _handle(self, name: str, ranks: tuple[int, ...], process_group: dist.ProcessGroup | None) -> Group:
+    def _handle(self, name: str, ranks: tuple[int, ...], *, process_group: dist.ProcessGroup | None = None) -> Group:
         return Group(name, ranks, ranks.index(self.rank), process_group, self.ledger, self._scratch, self.place)
 
 
 def _new_group(
-    ranks: tuple[int, ...], timeout: timedelta, name: str, backend: str | None = None
+    name: str, ranks: tuple[int, ...], *, timeout: timedelta, backend: str | None = None
 ) -> dist.ProcessGroup | None:
     assert list(ranks) == sorted(ranks), "torch sorts the ranks; slices would then reach the wrong member"
     return dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=name)
 
 
-def _join_world(launch: Launch, backend: str, timeout_s: float) -> None:
+def _join_world(launch: Launch, backend: str, *, timeout_s: float) -> None:
     """Meet the other ranks at torchrun's address."""
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))

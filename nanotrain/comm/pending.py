@@ -30,9 +30,9 @@ class Pending:
         self,
         op: str = "",
         group: Group | None = None,
+        *,
         works: Sequence[dist.Work] = (),
         finish: Callable[[], None] | None = None,
-        *,
         keep: Sequence[Tensor] = (),
     ) -> None:
         self._op, self._group, self._works, self._finish, self._keep = op, group, works, finish, keep

@@ -21,24 +21,24 @@ class Ledger:
     def __init__(self) -> None:
         self._entries: dict[tuple[str, str], _Entry] = defaultdict(_Entry)
 
-    def record(self, group: str, op: str, nbytes: int) -> None:
+    def record(self, group: str, op: str, *, num_bytes: int) -> None:
         """Book one call.
 
         Args:
             group: name of the group it ran over.
             op: name of the operation ("reduce_scatter").
-            nbytes: bytes that left this rank.
+            num_bytes: bytes that left this rank.
         """
         entry = self._entries[group, op]
         entry.calls += 1
-        entry.num_bytes += nbytes
+        entry.num_bytes += num_bytes
 
     def bytes(self, group: str | None = None, op: str | None = None) -> int:
         """Bytes sent over `group` by `op`; None stands for any.
 
         >>> ledger = Ledger()
-        >>> ledger.record("dp", "all_gather", 96)
-        >>> ledger.record("tp", "all_reduce", 64)
+        >>> ledger.record("dp", "all_gather", num_bytes=96)
+        >>> ledger.record("tp", "all_reduce", num_bytes=64)
         >>> ledger.bytes(), ledger.bytes("tp"), ledger.bytes(op="all_gather")
         (160, 64, 96)
         """

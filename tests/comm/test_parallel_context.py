@@ -113,7 +113,8 @@ from nanotrain.comm.parallel_context import ParallelContext
 from tests.harness import parallel_config
 from nanotrain.topology.topology import Topology
 with ParallelContext.start(Topology.of(parallel_config(strategy="optim"), 2), device="cpu", timeout_s=30) as ctx:
-    print("sum", all_reduce_numbers([ctx.rank + 1], ctx.group("dp_shard")), flush=True)
+    total = all_reduce_numbers([ctx.rank + 1], ctx.group("dp_shard"))
+    print(f"sum {total}\\n", end="", flush=True)  # one write: the ranks share the pipe
 """
 
 

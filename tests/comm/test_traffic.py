@@ -5,10 +5,10 @@ from nanotrain.comm.traffic import Ledger, reduced_bytes
 
 def test_bytes_and_calls_add_up_by_group_and_operation():
     ledger = Ledger()
-    ledger.record("dp", "reduce_scatter", 10)
-    ledger.record("dp", "reduce_scatter", 10)
-    ledger.record("dp", "all_gather", 5)
-    ledger.record("tp", "all_gather", 1)
+    ledger.record("dp", "reduce_scatter", num_bytes=10)
+    ledger.record("dp", "reduce_scatter", num_bytes=10)
+    ledger.record("dp", "all_gather", num_bytes=5)
+    ledger.record("tp", "all_gather", num_bytes=1)
     assert ledger.bytes("dp", "reduce_scatter") == 20
     assert ledger.calls("dp", "reduce_scatter") == 2
     assert ledger.bytes("dp") == 25
@@ -19,7 +19,7 @@ def test_bytes_and_calls_add_up_by_group_and_operation():
 
 def test_reset_forgets():
     ledger = Ledger()
-    ledger.record("dp", "all_gather", 5)
+    ledger.record("dp", "all_gather", num_bytes=5)
     ledger.reset()
     assert ledger.bytes() == ledger.calls() == 0
 
