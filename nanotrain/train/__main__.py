@@ -5,17 +5,24 @@
          -> Run        on the device, among the other ranks
          -> fit
 
-A mistake is one message and exit code 2, without a traceback. What every rank finds alike, the first rank of each
-machine prints; what only one rank meets, that rank prints.
+A mistake is one message and exit code 2, without a traceback. Nearly every mistake is found by all ranks alike, so the
+first rank of each machine speaks and the others give it a moment: torchrun ends them as soon as it has exited. A rank
+that is still there afterwards met the mistake alone, and speaks for itself.
 """
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 from nanotrain.config.load import Loaded, answer, load
 from nanotrain.config.validate import validate_for_world
 from nanotrain.errors import EnvironmentFault, NanotrainError, report
+
+# Ranks reach the same mistake at different times: imports alone differ by a second on a busy machine. Were a silent
+# rank the first to exit, torchrun would end the one that was about to speak.
+WAIT_FOR_SPEAKER_S = 4.0
+INTERRUPTED = 130  # 128 + SIGINT, what shells expect
 
 # Idle OpenMP threads that spin take the cores from the other ranks: measured 10x on a busy machine. Read by libgomp
 # when torch is imported, so it stands before every import that brings torch in.
@@ -29,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after the program's name; those of this process by default.
 
     Returns:
-        The exit code: 0 when the run ended as asked, 2 for a mistake that has a message.
+        The exit code: 0 when the run ended as asked, 2 for a mistake that has a message, 130 when it was interrupted.
     """
     words = sys.argv[1:] if argv is None else argv
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -44,8 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         validate_for_world(loaded.config, world_size, expected_dp=loaded.data_parallel_size)
         train(loaded, world_size)
     except NanotrainError as error:
-        met_alone = isinstance(error, EnvironmentFault)
-        return report(error, quiet=not (speaks or met_alone))
+        if not speaks:
+            time.sleep(WAIT_FOR_SPEAKER_S)
+        return report(error)
+    except KeyboardInterrupt:  # before the first step, or a second one: the trainer takes the first itself
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 
