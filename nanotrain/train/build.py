@@ -12,10 +12,10 @@ import torch
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
+from nanotrain.config.derive import global_batch_size
 from nanotrain.config.schema import to_dict
 from nanotrain.data.loader import GlobalBatches
 from nanotrain.data.sampler import ReadPlace
-from nanotrain.config.derive import global_batch_size, num_microbatches
 from nanotrain.hf.import_weights import import_weights
 from nanotrain.log import get_logger
 from nanotrain.model.build import build_stage, collect_specs
@@ -55,7 +55,7 @@ def build_run(plan: Plan, context: ParallelContext) -> Run:
     config = plan.config
     precision = Precision.of(config.precision)
     stage = build_stage(config.model, split_layers(config.model.num_layers, 1)[0], dtype=precision.params)
-    data_parallel = build_data_parallel(config, stage, context)
+    data_parallel = build_data_parallel(config, stage, context=context)
     if plan.checkpoint is None:
         _give_start_values(config, stage)
     if config.train.torch_compile:
@@ -63,9 +63,7 @@ def build_run(plan: Plan, context: ParallelContext) -> Run:
     optimizer = DistributedOptimizer(
         data_parallel, config.optim, precision=precision, loss_scale=LossScale.of(config.precision)
     )
-    checkpointer = Checkpointer(
-        plan.folder.checkpoints, group=context.control, keep_last=config.checkpoint.keep_last
-    )
+    checkpointer = Checkpointer(plan.folder.checkpoints, group=context.control, keep_last=config.checkpoint.keep_last)
     state = TrainState()
     if plan.checkpoint is not None:
         state = restore(plan.checkpoint, checkpointer, optimizer=optimizer, config=config)
@@ -100,7 +98,7 @@ def build_run(plan: Plan, context: ParallelContext) -> Run:
     )
 
 
-def build_data_parallel(config: Config, stage: Stage, context: ParallelContext) -> DataParallel:
+def build_data_parallel(config: Config, stage: Stage, *, context: ParallelContext) -> DataParallel:
     """Flat storage for the parameters of a stage; they are zero until start values are given."""
     parallel = config.parallel
     groups = ReduceGroups(context.group("dp_shard"), context.group("dp_replicate"))
@@ -146,12 +144,11 @@ def _give_start_values(config: Config, stage: Stage) -> None:
 def _compile_layers(stage: Stage) -> None:
     """Compile what runs inside each layer; the hooks around it, which wait for parameters, stay outside."""
     for layer in stage.layers.values():
-        layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
+        layer.forward = torch.compile(layer.forward)
 
 
 def _read_place(config: Config, context: ParallelContext) -> ReadPlace:
     group = context.group("dp")
-    num_microbatches(config.train, group.size)  # raises where the global batch cannot be cut
     return ReadPlace(
         dp_rank=group.index,
         dp_size=group.size,

@@ -1,12 +1,12 @@
 """The run folder: where everything a run writes lies.
 
-    runs/<name>/
-      config.yaml        the resolved configuration, itself a valid input
-      environment.json   versions, git revision, machine, command line
-      metrics.jsonl      one JSON object a step
-      checkpoints/       step-00000100/ ...
-      data/              the quick-start corpus, where it is used
-      profile/, tensorboard/, wandb/   where asked for
+runs/<name>/
+  config.yaml        the resolved configuration, itself a valid input
+  environment.json   versions, git revision, machine, command line
+  metrics.jsonl      one JSON object a step
+  checkpoints/       step-00000100/ ...
+  data/              the quick-start corpus, where it is used
+  profile/, tensorboard/, wandb/   where asked for
 """
 
 import importlib.metadata

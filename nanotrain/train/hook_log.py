@@ -1,11 +1,14 @@
 """Writes every step to metrics.jsonl and one honest line of every logged step to the console, on the first rank.
 
-On a terminal a progress bar stands below the lines; elsewhere they are plain, one a logged step.
+On a terminal a progress bar stands below the lines; elsewhere they are plain, one a logged step. A step that ends with
+a validation, and the last one, have their line whatever the interval.
 """
 
 import json
 import math
+import sys
 from datetime import timedelta
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -21,36 +24,49 @@ class LogHook(Hook):
     def __init__(self) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
         self._progress = Progress(
-            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=self._console
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            redirect_stderr=sys.stderr.isatty(),
         )
+        self._metrics: TextIO | None = None  # open on the first rank, while training
         self._since_line: list[StepReport] = []
 
     def before_training(self, run: Run) -> None:
         if not run.context.control.is_first:
             return
         run.folder.forget_metrics_after(run.state.step)
-        self._metrics = open(run.folder.metrics, "a", encoding="utf-8")  # noqa: SIM115 closed when training ends
+        self._metrics = open(run.folder.metrics, "a", encoding="utf-8")  # noqa: SIM115 closed by close
         if self._console.is_terminal:
             self._progress.start()
             self._task = self._progress.add_task("", total=run.config.train.train_iters, completed=run.state.step)
 
     def after_step(self, run: Run, report: StepReport) -> None:
-        if not run.context.control.is_first:
+        if self._metrics is None:
             return
         self._metrics.write(json.dumps(report.to_json()) + "\n")
         self._metrics.flush()
         if self._console.is_terminal:
             self._progress.update(self._task, completed=report.step)
         self._since_line.append(report)
-        train = run.config.train
-        if report.step % train.log_interval == 0 or report.step == train.train_iters:
-            self._console.print(describe(self._since_line, train_iters=train.train_iters, num_devices=run.context.topology.world_size))
-            self._since_line.clear()
+        if report.step % run.config.train.log_interval == 0 or report.valid_loss is not None:
+            self._print_line(run)
 
     def after_training(self, run: Run) -> None:
-        if run.context.control.is_first:
-            self._progress.stop()
+        if self._since_line:
+            self._print_line(run)
+
+    def close(self, *, failed: bool) -> None:
+        self._progress.stop()
+        if self._metrics is not None:
             self._metrics.close()
+
+    def _print_line(self, run: Run) -> None:
+        train_iters, num_devices = run.config.train.train_iters, run.context.topology.world_size
+        self._console.print(describe(self._since_line, train_iters=train_iters, num_devices=num_devices))
+        self._since_line.clear()
 
 
 def describe(reports: list[StepReport], *, train_iters: int, num_devices: int) -> str:

@@ -17,7 +17,10 @@ class ProfileHook(Hook):
         self._profiler: profile | None = None
 
     def before_training(self, run: Run) -> None:
-        self._start_before(run, step=run.state.step + 1)
+        first, last = run.state.step + 1, run.config.train.profile_step_end
+        if first > last:
+            log.warning("nothing is profiled: this run begins with step %d, --profile-step-end is %d", first, last)
+        self._start_before(run, step=first)
 
     def after_step(self, run: Run, report: StepReport) -> None:
         if report.step == run.config.train.profile_step_end:
@@ -26,6 +29,10 @@ class ProfileHook(Hook):
 
     def after_training(self, run: Run) -> None:
         self._write(run)
+
+    def close(self, *, failed: bool) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()  # an error came before its trace was complete
 
     def _start_before(self, run: Run, *, step: int) -> None:
         train = run.config.train

@@ -1,6 +1,7 @@
 """Sends the metrics of every step to experiment trackers, from the first rank; each tracker is one option."""
 
 import netrc
+from collections.abc import Callable
 from typing import Any, Protocol
 from urllib.parse import urlparse
 
@@ -19,8 +20,8 @@ class Tracker(Protocol):
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Record the numbers of one step."""
 
-    def close(self) -> None:
-        """Finish; nothing is written afterwards."""
+    def close(self, *, failed: bool) -> None:
+        """Finish; nothing is written afterwards. `failed` if an error ended the run."""
 
 
 class TensorBoardTracker:
@@ -35,7 +36,7 @@ class TensorBoardTracker:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         self._writer.close()
 
 
@@ -47,25 +48,24 @@ class WandbTracker:
 
         settings = wandb.setup().settings
         has_key = bool(settings.api_key) or _netrc_has(urlparse(settings.base_url).hostname)
-        mode = settings.mode if has_key else "offline"
         self._run = wandb.init(
             project=run.config.train.wandb_project,
-            name=run.folder.path.name,
+            name=run.folder.path.resolve().name,
             dir=str(run.folder.path),
             config=to_dict(run.config),
-            mode=mode,
+            mode="offline" if settings.mode == "online" and not has_key else None,
             settings=wandb.Settings(silent=True),
         )
-        log.info("wandb is %s; its files lie in %s", mode, run.folder.path / "wandb")
+        log.info("wandb: %s", f"offline, in {run.folder.path / 'wandb'}" if self._run.offline else self._run.url)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         self._run.log(values, step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
-TRACKERS = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
+TRACKERS: dict[str, Callable[[Run], Tracker]] = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
 
 
 class TrackHook(Hook):
@@ -76,16 +76,18 @@ class TrackHook(Hook):
 
     def before_training(self, run: Run) -> None:
         if run.context.control.is_first:
-            self._trackers = [make(run) for name, make in TRACKERS.items() if getattr(run.config.train, name)]
+            for name, make in TRACKERS.items():
+                if getattr(run.config.train, name):
+                    self._trackers.append(make(run))
 
     def after_step(self, run: Run, report: StepReport) -> None:
         values = {name: value for name, value in report.to_json().items() if name != "step" and value is not None}
         for tracker in self._trackers:
             tracker.write(report.step, values)
 
-    def after_training(self, run: Run) -> None:
+    def close(self, *, failed: bool) -> None:
         for tracker in self._trackers:
-            tracker.close()
+            tracker.close(failed=failed)
 
 
 def _netrc_has(host: str | None) -> bool:

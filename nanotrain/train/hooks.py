@@ -15,3 +15,6 @@ class Hook:
 
     def after_training(self, run: Run) -> None:
         """Called once, when the loop has ended for whatever reason but an error."""
+
+    def close(self, *, failed: bool) -> None:
+        """Called last and once, after an error too (`failed`): let go of files and screens; the run may be broken."""

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nanotrain.comm.device import device_name, peak_memory
-from nanotrain.config.config import Config
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import Config
 from nanotrain.model.flops import flops_per_token
 from nanotrain.topology.hardware import peak_flops
 from nanotrain.train.state import TrainState
@@ -90,7 +90,13 @@ class StepClock:
 
 
 def report_step(
-    result: StepResult, state: TrainState, *, clock: StepClock, speed: Speedometer, context: ParallelContext, loss_scale: float
+    result: StepResult,
+    state: TrainState,
+    *,
+    clock: StepClock,
+    speed: Speedometer,
+    context: ParallelContext,
+    loss_scale: float,
 ) -> StepReport:
     """Everything that is known of a step when it ends."""
     rate = speed.tokens_per_second(clock.step_time_s)

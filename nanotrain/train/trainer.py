@@ -2,7 +2,8 @@
 
 Reasons to stop, all between two steps and all on every rank at once: the last step; `exit_interval`;
 `exit_duration_in_mins`, SIGTERM and SIGINT (any rank's clock or signal; the roll call before the next step spreads
-it). Then the hooks write what has to be written and the process exits with 0.
+it). Then the hooks write what has to be written and the process exits with 0. Whatever ends the loop, an error too,
+the hooks are closed.
 """
 
 import gc
@@ -34,16 +35,27 @@ class Trainer:
         self._speed = Speedometer.of(run.config, run.context, global_batch_size=run.place.global_batch_size)
         self._signal: int | None = None
         self._started = time.monotonic()
+        self._first_step = run.state.step
 
     def fit(self) -> None:
         """Train until a reason to stop comes up."""
-        with self._stopping_on_signals(), manual_gc(self.run.config.train.manual_gc_interval):
-            for hook in self.hooks:
-                hook.before_training(self.run)
-            while not self._is_done() and self._one_step():
-                pass
-            for hook in self.hooks:
-                hook.after_training(self.run)
+        failed = True
+        try:
+            with self._stopping_on_signals(), manual_gc(self.run.config.train.manual_gc_interval):
+                self._run_steps()
+            failed = False
+        finally:
+            for hook in reversed(self.hooks):
+                hook.close(failed=failed)
+
+    def _run_steps(self) -> None:
+        for hook in self.hooks:
+            hook.before_training(self.run)
+        while not self._is_done() and self._one_step():
+            pass
+        self.run.data_parallel.finish_param_gather()
+        for hook in self.hooks:
+            hook.after_training(self.run)
 
     def _one_step(self) -> bool:
         """Take a step; False if the ranks agreed to stop instead."""
@@ -67,8 +79,12 @@ class Trainer:
 
     def _is_done(self) -> bool:
         train, step = self.run.config.train, self.run.state.step
-        begun = step > self._first_step
-        return step >= train.train_iters or bool(begun and train.exit_interval and step % train.exit_interval == 0)
+        if step >= train.train_iters:
+            return True
+        if not train.exit_interval or step == self._first_step or step % train.exit_interval:
+            return False
+        log.info("stopping after step %d: a multiple of --exit-interval %d", step, train.exit_interval)
+        return True
 
     def _wants_stop(self) -> bool:
         limit = self.run.config.train.exit_duration_in_mins
@@ -81,13 +97,16 @@ class Trainer:
 
     @contextmanager
     def _stopping_on_signals(self) -> Iterator[None]:
-        """The first SIGTERM or SIGINT ends the run after the present step, a second one at once."""
-        self._first_step = self.run.state.step
-        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        """SIGTERM or SIGINT ends the run after the present step, a second SIGINT (Ctrl-C) at once.
+
+        A second SIGTERM does not: schedulers send one to every process and torchrun another one to its ranks.
+        """
+        before = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGINT)}
 
         def remember(number: int, frame: FrameType | None) -> None:
             self._signal = number
-            signal.signal(number, before[signal.Signals(number)])
+            if number == signal.SIGINT:
+                signal.signal(number, before[signal.SIGINT])
 
         for number in before:
             signal.signal(number, remember)
