@@ -6,6 +6,7 @@ place, and prefixes every line with it ("pp1 dp3 tp0"). `first` loggers speak on
 
 import logging
 import sys
+from typing import TextIO
 
 
 class _Coordinates(logging.Filter):
@@ -19,6 +20,18 @@ class _Coordinates(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         record.coordinates = f"[{self.text}] " if self.text else ""
         return not self.quiet or record.levelno >= logging.WARNING
+
+
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Writes to what `sys.stderr` is at the time: a progress bar puts itself in its place to keep lines apart."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        """Where lines go now."""
+        return sys.stderr
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -37,7 +50,7 @@ def start_logging(*, coordinates: str = "", is_first: bool = True, level: int = 
     root = logging.getLogger("nanotrain")
     place = _Coordinates()
     place.text, place.quiet = coordinates, not is_first
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _StandardError()
     handler.addFilter(place)
     handler.setFormatter(logging.Formatter("%(coordinates)s%(message)s"))
     root.handlers[:] = [handler]
