@@ -47,7 +47,7 @@ SHORT_NAMES = {
     "instances": "num_distributed_optimizer_instances",
     "strategy": "data_parallel_sharding_strategy",
 }
-PRELOADED = ["torch", "torch.distributed", "pytest", "hypothesis", "numpy", "tests.harness"]
+PRELOADED = ["torch", "torch.distributed", "pytest", "hypothesis", "numpy", "nanotrain.train.build", "tests.harness"]
 ROOT = Path(__file__).parents[1]
 _DEFAULT_TIMEOUT_S = 60.0
 _SECOND_FAILURE_S = 0.5  # how long to look for ranks that failed along with the first

@@ -1,0 +1,120 @@
+"""A small model trained for a few steps on this rank, through the same build and step that the command line uses.
+
+`train_here(ctx, case)` is what law tests run on every rank; `Outcome` is what they compare between worlds.
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import CheckpointConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from nanotrain.config.schema import config_from_dict, to_dict
+from nanotrain.data.batch import Sample
+from nanotrain.data.build import Datasets
+from nanotrain.train.build import build_run
+from nanotrain.train.folder import RunFolder
+from nanotrain.train.resolve import Plan
+from nanotrain.train.run import Run
+from nanotrain.train.step import train_step
+
+VOCAB_SIZE = 300  # no multiple of 128: padding takes part
+SEQ_LENGTH = 24
+MODEL = ModelConfig(
+    num_layers=2, hidden_size=40, ffn_hidden_size=56, num_attention_heads=4, num_query_groups=2, vocab_size=VOCAB_SIZE
+)
+# Several buckets, none of them a multiple of any rank count used here.
+BUCKET_SIZE = 9000
+
+
+@dataclass(frozen=True)
+class UnevenSamples:
+    """Random tokens of which each sample masks another share, so ranks and microbatches count differently many."""
+
+    samples_per_epoch: int = 1000
+
+    def __getitem__(self, sample_number: int) -> Sample:
+        draw = np.random.default_rng(sample_number)
+        stream = draw.integers(0, VOCAB_SIZE, SEQ_LENGTH + 1)
+        mask = (draw.random(SEQ_LENGTH) < draw.random()).astype(np.float32)
+        return Sample(tokens=stream[:-1], labels=stream[1:], loss_mask=mask)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained: overrides of a section's fields by section name, and for how many steps."""
+
+    steps: int = 4
+    overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def but(self, **sections: dict[str, Any]) -> "Case":
+        """This case with further overrides."""
+        merged = {name: self.overrides.get(name, {}) | sections.get(name, {}) for name in {*self.overrides, *sections}}
+        return replace(self, overrides=merged)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank saw and holds at the end; `samples` are the token rows it read, in order."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    weights: dict[str, torch.Tensor]
+    samples: list[tuple[int, ...]]
+    bytes_sent: dict[str, int]
+
+
+def config_of(ctx: ParallelContext, case: Case) -> Config:
+    """The configuration of a case; its parallel section follows the context's topology."""
+    base = Config(
+        model=MODEL,
+        data=DataConfig(seq_length=SEQ_LENGTH, num_workers=0, mock_data=True),
+        optim=OptimConfig(lr=1e-2, lr_warmup_iters=0, clip_grad=0.5),
+        train=TrainConfig(train_iters=case.steps, global_batch_size=12, seed=7),
+        checkpoint=CheckpointConfig(save=False),
+    )
+    values = to_dict(base)
+    values["parallel"]["ddp_bucket_size"] = BUCKET_SIZE
+    for section, fields in case.overrides.items():
+        values[section].update(fields)
+    return config_from_dict(values)
+
+
+def build_here(ctx: ParallelContext, case: Case, *, checkpoint: Path | None = None, folder: Path | None = None) -> Run:
+    """Build the case's run on this rank."""
+    plan = Plan(
+        config=config_of(ctx, case),
+        topology=ctx.topology,
+        folder=RunFolder(folder or Path(mkdtemp(prefix="nanotrain-law-"))),
+        datasets=Datasets(UnevenSamples(), None, None),
+        tokenizer=None,
+        checkpoint=checkpoint,
+        is_resumed=checkpoint is not None,
+    )
+    return build_run(plan, ctx)
+
+
+def train_here(ctx: ParallelContext, case: Case) -> Outcome:
+    """Train a case on this rank."""
+    run = build_here(ctx, case)
+    losses, norms, samples = [], [], []
+    for _ in range(case.steps):
+        batch = run.feed.next()
+        assert batch is not None
+        samples += [tuple(row) for microbatch in batch.microbatches for row in microbatch.tokens.tolist()]
+        result = train_step(run, batch)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    run.data_parallel.finish_param_gather()
+    weights = {name: p.detach().float().clone() for name, p in run.stage.named_parameters()}
+    sent = {name: ctx.ledger.bytes(name) for name in ("dp_shard", "dp_replicate")}
+    return Outcome(losses, norms, weights, samples, sent)
+
+
+def train_cases(ctx: ParallelContext, cases: list[Case]) -> list[Outcome]:
+    """Several cases one after the other on the same ranks."""
+    return [train_here(ctx, case) for case in cases]
