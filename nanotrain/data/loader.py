@@ -23,8 +23,8 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset
 
 from nanotrain.data.batch import Batch, Samples, collate
-from nanotrain.data.failure import Failure
 from nanotrain.data.sampler import MicrobatchSampler, ReadPlace
+from nanotrain.data.worker import Failure, end_with_parent
 from nanotrain.errors import DataError, EnvironmentFault
 
 _INTERRUPTS = frozenset({signal.SIGINT, signal.SIGTERM})
@@ -71,7 +71,7 @@ class GlobalBatches:
             _Reader(samples),
             batch_sampler=MicrobatchSampler(place, consumed_samples),
             collate_fn=_as_it_is,
-            worker_init_fn=_ignore_interrupts if num_workers else None,
+            worker_init_fn=_start_worker if num_workers else None,
             num_workers=num_workers,
             multiprocessing_context=_fork_server() if num_workers else None,
             prefetch_factor=min(max(prefetch, _LEAST_PREFETCH), _MOST_PREFETCH) if num_workers else None,
@@ -127,7 +127,8 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _ignore_interrupts(worker: int) -> None:
+def _start_worker(worker: int) -> None:
+    end_with_parent()
     signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
 
 

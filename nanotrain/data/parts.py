@@ -12,24 +12,22 @@ import multiprocessing
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import chain, islice
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nanotrain.data.documents import Piece
-from nanotrain.data.failure import Failure
 from nanotrain.data.readers import read_documents
 from nanotrain.data.token_format import idx_path
 from nanotrain.data.token_writer import TokenWriter
 from nanotrain.data.tokenizer import Tokenizer, load_tokenizer
+from nanotrain.data.worker import Failure, end_with_parent
 from nanotrain.errors import DataError, EnvironmentFault
 
 _WRITTEN_TOGETHER = 64  # documents
@@ -159,16 +157,8 @@ _worker: dict[str, Any] = {}
 def _start_worker(job: PartJob) -> None:
     # Ctrl-C reaches every process of the terminal; the parent alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     _worker.update(job=job, tokenizer=load_tokenizer(job.tokenizer))
-
-
-def _end_with_parent() -> None:
-    # A pool's workers outlive a killed parent, waiting on a queue whose other end they hold themselves.
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "workers have a parent"
-    connection.wait([parent.sentinel])
-    os._exit(1)
 
 
 def _write_part(number: int, piece: Piece) -> PartDone | Failure:

@@ -2,8 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +44,13 @@ def _alive(pid: int) -> bool:
     return True
 
 
+def _wait_for_end(workers: list[int]) -> bool:
+    deadline = time.monotonic() + 10
+    while any(map(_alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not any(map(_alive, workers))
+
+
 def test_a_global_batch_is_this_ranks_microbatches_in_order() -> None:
     with GlobalBatches(SAMPLES, place=PLACE, consumed_samples=24) as batches:
         step = next(batches)
@@ -62,10 +72,7 @@ def test_workers_give_the_same_batches_and_end_when_closed(num_workers: int) -> 
             for one, other in zip(next(inline), next(batches), strict=True):
                 assert torch.equal(one.tokens, other.tokens)
                 assert torch.equal(one.labels, other.labels)
-    deadline = time.monotonic() + 5
-    while any(map(_alive, workers)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(_alive, workers))
+    assert _wait_for_end(workers)
     batches.close()
 
 
@@ -86,6 +93,28 @@ def test_a_data_error_arrives_as_it_was_raised(num_workers: int) -> None:
         with pytest.raises(DataError) as caught:
             next(batches)
     assert str(caught.value) == "sample is broken: it is made so; leave it out"
+
+
+KILLED = """
+import os, signal, sys
+from nanotrain.data.loader import GlobalBatches
+from nanotrain.data.sampler import ReadPlace
+from nanotrain.data.synthetic import SyntheticSamples
+
+if __name__ == "__main__":
+    batches = GlobalBatches(SyntheticSamples(10, 8, 1), place=ReadPlace(0, 1, 1, 2), num_workers=2)
+    next(batches)
+    print(*[worker.pid for worker in batches._microbatches._workers], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_do_not_outlive_a_killed_trainer(tmp_path: Path) -> None:
+    (tmp_path / "killed.py").write_text(KILLED)
+    done = subprocess.run([sys.executable, tmp_path / "killed.py"], stdout=subprocess.PIPE, timeout=60, check=False)
+    workers = [int(word) for word in done.stdout.split()]
+    assert len(workers) == 2
+    assert _wait_for_end(workers)
 
 
 def test_a_killed_worker_is_one_clear_error() -> None:
