@@ -115,3 +115,20 @@ def test_bf16_follows_fp32() -> None:
     expected, found = exact(None, batch), rounded(None, batch)
     assert found.dtype is torch.float32
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_a_block_is_traced_in_one_graph_that_computes_the_same(name: str) -> None:
+    # The tracer without code generation: what takes long in torch.compile is the compiler behind it.
+    model, batch = randomize(build(MODELS[name])), random_batch()
+    expected = model(None, batch)
+    expected.backward()
+    gradients = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
+    model.zero_grad()
+    for layer in model.layers.values():
+        layer.forward = torch.compile(layer.forward, fullgraph=True, backend="aot_eager")
+    found = model(None, batch)
+    found.backward()
+    torch.testing.assert_close(found, expected)
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[key], rtol=1e-4, atol=1e-4, msg=key)
