@@ -1,0 +1,127 @@
+"""Forward and backward of the model alone, beside the plain Llama of baselines.py: same sizes, same tokens.
+
+    python benchmarks/model.py                          # 25m, fp32 and bf16, two threads
+    python benchmarks/model.py --model 110m --rounds 20
+
+Both sides live in one process and take turns, so that a slow minute of the machine meets both; nanotrain with bf16
+parameters, the plain Llama with fp32 parameters under autocast, as users of each do. Beside the median time of the
+clock stands the median CPU time of all threads, which other programs on the machine disturb far less.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from baselines import SHAPES, Llama, Shape, autocast_on, batches
+from torch import Tensor, nn
+
+from nanotrain.config.config import ModelConfig
+from nanotrain.data.batch import Batch
+from nanotrain.model.build import build_stage, collect_specs
+from nanotrain.model.init import initialize
+from nanotrain.topology.stages import split_layers
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one forward and backward."""
+
+    clock: float
+    cpu: float
+
+
+def nanotrain_pass(shape: Shape, tokens: Tensor, *, dtype: str) -> Callable[[], float]:
+    """One forward and backward of nanotrain's model; calling it returns the loss."""
+    model = ModelConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        max_position_embeddings=shape.seq,
+        vocab_size=shape.vocab,
+        untie_embeddings_and_output_weights=not shape.tied,
+    )
+    stage = build_stage(model, split_layers(model.num_layers, 1)[0], dtype=DTYPES[dtype])
+    specs = collect_specs(stage)
+    stage.to_empty(device="cpu")
+    initialize(stage, specs, seed=0)
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    batch = Batch(inputs, labels, torch.ones(inputs.shape), None, None)
+
+    def run() -> float:
+        loss = stage(None, batch) / inputs.numel()
+        loss.backward()
+        return forget_gradients(stage, loss)
+
+    return run
+
+
+def plain_pass(shape: Shape, tokens: Tensor, *, dtype: str) -> Callable[[], float]:
+    """One forward and backward of the plain Llama."""
+    torch.manual_seed(0)
+    model, context = Llama(shape), autocast_on(CPU, dtype == "bf16")
+
+    def run() -> float:
+        with context():
+            logits = model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        return forget_gradients(model, loss)
+
+    return run
+
+
+def forget_gradients(model: nn.Module, loss: Tensor) -> float:
+    for parameter in model.parameters():
+        parameter.grad = None
+    return loss.item()
+
+
+def timed(run: Callable[[], float]) -> Times:
+    clock, cpu = time.perf_counter(), time.process_time()
+    run()
+    return Times(time.perf_counter() - clock, time.process_time() - cpu)
+
+
+def compare(shape: Shape, *, dtype: str, rounds: int) -> str:
+    """One row of the table."""
+    tokens = next(batches(shape, 0, CPU))
+    ours, plain = nanotrain_pass(shape, tokens, dtype=dtype), plain_pass(shape, tokens, dtype=dtype)
+    losses = [ours(), plain()]
+    assert abs(losses[0] - losses[1]) < 0.1 * losses[1], f"two models at their start should cost alike: {losses}"
+    ours(), plain()
+    pairs = [(timed(ours), timed(plain)) for _ in range(rounds)]
+    cells = [dtype]
+    for measure in ("clock", "cpu"):
+        mine, theirs = ([getattr(pair[side], measure) for pair in pairs] for side in (0, 1))
+        ratio = statistics.median(b / a for a, b in zip(mine, theirs, strict=True))
+        cells += [f"{statistics.median(side) * 1e3:.0f} ms" for side in (mine, theirs)] + [f"{ratio:.2f}x"]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Run both sides in turn and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="25m")
+    parser.add_argument("--dtype", choices=(*DTYPES, "both"), default="both")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    print(f"{args.model}, {args.threads} threads, medians of {args.rounds} rounds; ratio: plain / nanotrain\n")
+    print("| dtype | nanotrain | plain | speed-up | nanotrain, CPU time | plain, CPU time | speed-up |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for dtype in DTYPES if args.dtype == "both" else (args.dtype,):
+        print(compare(SHAPES[args.model], dtype=dtype, rounds=args.rounds), flush=True)
+
+
+if __name__ == "__main__":
+    main()
