@@ -2,7 +2,7 @@
 
 A Feistel network is a bijection of [0, 4**h) whatever its round function is; walking along its cycle until the
 value falls below n restricts it to [0, n). With 4**h < 4n the walk takes fewer than four steps on average, so one
-place costs some 20 microseconds and no memory, for 10 samples or 10**15.
+place costs a few microseconds and no memory, for 10 samples or 10**15.
 
 Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), section 4; the round function here is
 splitmix64's finalizer, keyed: a good mixer, no cipher.
