@@ -40,7 +40,7 @@ def test_any_flat_range_of_any_parameter_is_read_as_its_boxes(gpt2: Path, data: 
     # When its boxes are read, into tensors that hold something else.
     boxes = flat_range_to_boxes(whole.shape, start, stop)
     wanted = {TensorBox(name, tuple(whole.shape), box): torch.full(box.shape, float("nan")) for box in boxes}
-    import_weights(gpt2, model_from_hf(gpt2), wanted)
+    import_weights(gpt2, model_from_hf(gpt2), wanted=wanted)
     # Then they are that range; the rows that pad the vocabulary are zero.
     found = torch.cat([tensor.flatten() for tensor in wanted.values()]) if wanted else torch.empty(0)
     assert torch.equal(found, whole.flatten()[start:stop])
