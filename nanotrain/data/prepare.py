@@ -5,7 +5,7 @@
     1 plan       cut the inputs into pieces (documents.py); only the inputs decide how
     2 tokenizer  load it, or train it on the inputs (bpe:SIZE), and leave a copy for the workers
     3 parts      every piece becomes a part file (parts.py); finished ones of an earlier run are kept
-    4 merge      the parts, in order, become PREFIX.bin/.idx; PREFIX.json and PREFIX.tokenizer say how
+    4 merge      the parts, in order, become PREFIX.bin/.idx; PREFIX.nanotrain.json says how
 
 The result does not depend on the number of workers, nor on how often the work was interrupted.
 """
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `nanotrain prepare`."""
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="NAME", help="files, folders (.txt .jsonl .parquet) or hub names")
-    add("--output", required=True, metavar="PREFIX", help="write PREFIX.bin, PREFIX.idx and PREFIX.json")
+    add("--output", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx")
     add(
         "--tokenizer",
         required=True,

@@ -1,6 +1,6 @@
 """What `--data-path` names: token file prefixes with their weights, and the tokenizer that made them.
 
-`PREFIX.json` beside a prepared pair records how it was made; the tokenizer it names is a word ("bytes") or a
+`PREFIX.nanotrain.json` beside a prepared pair records how it was made; the tokenizer it names is a word ("bytes") or a
 folder beside it.
 """
 
@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from nanotrain.data.token_format import idx_path
-from nanotrain.errors import ConfigError
+from nanotrain.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def parse_data_path(entries: Sequence[str]) -> tuple[Source, ...]:
 
 @dataclass(frozen=True)
 class Record:
-    """How a pair was made, kept beside it in `PREFIX.json`.
+    """How a pair was made, kept beside it in `PREFIX.nanotrain.json` (`PREFIX.json` may well be its input).
 
     Args:
         tokenizer: a word ("bytes") or the name of a folder beside the pair; None where nobody knows.
@@ -79,7 +79,7 @@ class Record:
 
 def record_path(prefix: Path) -> Path:
     """The file beside a pair that says how it was made."""
-    return prefix.with_name(prefix.name + ".json")
+    return prefix.with_name(prefix.name + ".nanotrain.json")
 
 
 def tokenizer_path(prefix: Path) -> Path:
@@ -90,12 +90,21 @@ def tokenizer_path(prefix: Path) -> Path:
 def read_record(prefix: Path) -> Record:
     """The record of a pair; an empty one where there is none, as beside Megatron-LM's own files."""
     path = record_path(prefix)
-    return Record(**json.loads(path.read_text())) if path.is_file() else Record()
+    if not path.is_file():
+        return Record()
+    try:
+        return Record(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"{path} cannot be read",
+            why=str(error),
+            fix="remove it and name the tokenizer with --tokenizer-model, or prepare the corpus again",
+        ) from None
 
 
 def write_record(prefix: Path, record: Record) -> None:
     """Leave a record beside a pair."""
-    partial = record_path(prefix).with_suffix(".json.partial")
+    partial = record_path(prefix).with_suffix(".partial")
     partial.write_text(json.dumps(asdict(record), indent=2) + "\n")
     os.replace(partial, record_path(prefix))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nanotrain.data.sources import Record, Source, parse_data_path, tokenizer_beside, write_record
-from nanotrain.errors import ConfigError
+from nanotrain.errors import ConfigError, DataError
 
 
 def test_prefixes_alone_are_blended_by_size() -> None:
@@ -38,3 +38,9 @@ def test_the_tokenizer_is_found_beside_the_pair_wherever_the_folder_moves(tmp_pa
     assert tokenizer_beside(tmp_path / "web") == str(tmp_path / "web.tokenizer")
     assert tokenizer_beside(tmp_path / "raw") == "bytes"
     assert tokenizer_beside(tmp_path / "megatron") is None
+
+
+def test_a_record_that_cannot_be_read_is_an_error_with_a_cure(tmp_path: Path) -> None:
+    (tmp_path / "web.nanotrain.json").write_text("{")
+    with pytest.raises(DataError, match=r"web\.nanotrain\.json cannot be read.*--tokenizer-model"):
+        tokenizer_beside(tmp_path / "web")
