@@ -70,9 +70,9 @@ def operations(group: Group, num_bytes: int) -> dict[str, Callable[[], None]]:
     return {
         "all-reduce": lambda: dist.all_reduce(full),
         "reduce-scatter, gloo": lambda: scatter(part, full),
-        "reduce-scatter, nanotrain": lambda: reduce_scatter(part, full, group),
+        "reduce-scatter, nanotrain": lambda: reduce_scatter(part, full, group=group),
         "all-gather, gloo": lambda: gather(whole, part),
-        "all-gather, nanotrain": lambda: all_gather(whole, part, group),
+        "all-gather, nanotrain": lambda: all_gather(whole, part, group=group),
     }
 
 

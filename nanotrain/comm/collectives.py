@@ -65,7 +65,7 @@ def start_all_reduce(tensor: Tensor, group: Group, *, op: str = "sum") -> Pendin
     return Pending("all_reduce", group, works=[work])
 
 
-def start_reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
+def start_reduce_scatter(output: Tensor, tensor: Tensor, *, group: Group) -> Pending:
     """Begin to sum `tensor` over the group; member i receives the i-th of `size` equal slices.
 
     Args:
@@ -88,7 +88,7 @@ def start_reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pendin
     return Pending("reduce_scatter", group, works=[work])
 
 
-def start_all_gather(output: Tensor, tensor: Tensor, group: Group) -> Pending:
+def start_all_gather(output: Tensor, tensor: Tensor, *, group: Group) -> Pending:
     """Begin to collect every member's `tensor` in `output`, in the order of the group.
 
     Args:
@@ -116,14 +116,14 @@ def all_reduce(tensor: Tensor, group: Group, *, op: str = "sum") -> None:
     start_all_reduce(tensor, group, op=op).wait()
 
 
-def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> None:
+def reduce_scatter(output: Tensor, tensor: Tensor, *, group: Group) -> None:
     """`start_reduce_scatter`, finished on return."""
-    start_reduce_scatter(output, tensor, group).wait()
+    start_reduce_scatter(output, tensor, group=group).wait()
 
 
-def all_gather(output: Tensor, tensor: Tensor, group: Group) -> None:
+def all_gather(output: Tensor, tensor: Tensor, *, group: Group) -> None:
     """`start_all_gather`, finished on return."""
-    start_all_gather(output, tensor, group).wait()
+    start_all_gather(output, tensor, group=group).wait()
 
 
 def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> None:

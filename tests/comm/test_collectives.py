@@ -59,9 +59,9 @@ def test_a_group_of_one_answers_with_its_input_and_books_nothing():
     tensor, output = torch.arange(4.0), torch.empty(4)
     all_reduce(tensor, alone)
     broadcast(tensor, alone)
-    reduce_scatter(output, tensor, alone)
+    reduce_scatter(output, tensor, group=alone)
     assert torch.equal(output, torch.arange(4.0))
-    all_gather(output, tensor + 1, alone)
+    all_gather(output, tensor + 1, group=alone)
     assert torch.equal(output, torch.arange(4.0) + 1)
     assert all_reduce_numbers([1, 2.5], alone) == [1.0, 2.5]
     assert gather_objects("me", alone) == ["me"]
@@ -72,28 +72,28 @@ def test_a_group_of_one_answers_with_its_input_and_books_nothing():
 @pytest.mark.parametrize("start", [start_reduce_scatter, start_all_gather])
 def test_a_group_of_one_in_place_is_done_at_once(start):
     tensor = torch.arange(4.0)
-    assert start(tensor, tensor, Group.alone("dp")) is DONE
+    assert start(tensor, tensor, group=Group.alone("dp")) is DONE
     assert torch.equal(tensor, torch.arange(4.0))
 
 
 @ranks(2)
 def test_wrong_slices_are_refused_before_anything_is_sent(ctx):
     with pytest.raises(AssertionError, match="other numbers"):
-        start_reduce_scatter(torch.empty(2), torch.empty(4, dtype=torch.bfloat16), ctx.group("world"))
+        start_reduce_scatter(torch.empty(2), torch.empty(4, dtype=torch.bfloat16), group=ctx.group("world"))
     with pytest.raises(AssertionError, match="not from strides"):
-        start_all_gather(torch.empty(8)[::2], torch.empty(2), ctx.group("world"))
+        start_all_gather(torch.empty(8)[::2], torch.empty(2), group=ctx.group("world"))
     with pytest.raises(AssertionError, match="unequal slices"):
-        start_reduce_scatter(torch.empty(2), torch.empty(5), ctx.group("world"))
+        start_reduce_scatter(torch.empty(2), torch.empty(5), group=ctx.group("world"))
     with pytest.raises(AssertionError, match="unequal slices"):
-        start_all_gather(torch.empty(5), torch.empty(2), ctx.group("world"))
+        start_all_gather(torch.empty(5), torch.empty(2), group=ctx.group("world"))
     assert ctx.ledger.calls() == 0
 
 
 @ranks(4)
 def test_the_ledger_holds_the_textbook_bytes(ctx):
     world, full, slice_ = ctx.group("world"), torch.zeros(400), torch.zeros(100)
-    reduce_scatter(slice_, full, world)
-    all_gather(full, slice_, world)
+    reduce_scatter(slice_, full, group=world)
+    all_gather(full, slice_, group=world)
     all_reduce(full, world)
     all_reduce_numbers([0.0, 0.0], world)
     assert ctx.ledger.bytes("world", "reduce_scatter") == 1600 * 3 // 4
@@ -116,8 +116,8 @@ def test_the_ledger_agrees_with_what_the_process_wrote_to_its_sockets(ctx):
         pytest.skip("this system does not count them")
     world, full, slice_ = ctx.group("world"), torch.zeros(1 << 20), torch.zeros(1 << 18)
     collectives = {
-        "reduce_scatter": lambda: reduce_scatter(slice_, full, world),
-        "all_gather": lambda: all_gather(full, slice_, world),
+        "reduce_scatter": lambda: reduce_scatter(slice_, full, group=world),
+        "all_gather": lambda: all_gather(full, slice_, group=world),
         "all_reduce": lambda: all_reduce(full, world),
     }
     for op, collective in collectives.items():
@@ -134,8 +134,8 @@ def test_no_collective_warns_of_a_name_that_goes_away(ctx):
     world, full, slice_ = ctx.group("world"), torch.zeros(4), torch.zeros(2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        reduce_scatter(slice_, full, world)
-        all_gather(full, slice_, world)
+        reduce_scatter(slice_, full, group=world)
+        all_gather(full, slice_, group=world)
         all_reduce(full, world)
         start_all_reduce(full, world, op="max").wait()
         broadcast(full, world)

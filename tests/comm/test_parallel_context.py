@@ -96,14 +96,14 @@ def test_any_rank_of_any_world_can_be_played_without_communication():
         }
         shard = ctx.group("dp_shard")
         full, part = torch.zeros(32 * 4), torch.zeros(4)
-        reduce_scatter(part, full, shard)
-        all_gather(full, part, shard)
+        reduce_scatter(part, full, group=shard)
+        all_gather(full, part, group=shard)
         all_reduce(full, ctx.group("tp"))
         barrier(ctx.control)
         assert ctx.ledger.bytes("dp_shard") == 2 * 512 * 31 // 32
         assert ctx.ledger.bytes("tp") == 2 * 512 * 7 // 8
         meta = torch.empty(32 * 4, device="meta")
-        reduce_scatter(meta[:4], meta, shard)
+        reduce_scatter(meta[:4], meta, group=shard)
     assert not dist.is_initialized()
 
 

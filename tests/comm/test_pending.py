@@ -21,7 +21,7 @@ def test_waiting_twice_is_waiting_once(ctx):
     pending.wait()
     assert torch.equal(tensor, torch.full((3,), 2.0))
     output = torch.empty(2)
-    pending = start_reduce_scatter(output, torch.ones(4), ctx.group("world"))
+    pending = start_reduce_scatter(output, torch.ones(4), group=ctx.group("world"))
     pending.wait()
     output.zero_()
     pending.wait()
@@ -37,7 +37,11 @@ def start(op: str, group):
     full, part = torch.ones(4), torch.ones(2)
     if op == "all_reduce":
         return start_all_reduce(full, group)
-    return start_reduce_scatter(part, full, group) if op == "reduce_scatter" else start_all_gather(full, part, group)
+    return (
+        start_reduce_scatter(part, full, group=group)
+        if op == "reduce_scatter"
+        else start_all_gather(full, part, group=group)
+    )
 
 
 def lose_a_rank(ctx, op):

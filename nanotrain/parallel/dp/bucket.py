@@ -113,7 +113,7 @@ class Bucket(ABC):
 
     def start_gather(self) -> None:
         """Begin to collect every rank's updated parameters."""
-        self._gather = start_all_gather(self.params, self.param_shard, self.groups.shard)
+        self._gather = start_all_gather(self.params, self.param_shard, group=self.groups.shard)
 
     def finish_gather(self) -> None:
         """Wait until the parameters of this bucket are complete."""
@@ -121,7 +121,7 @@ class Bucket(ABC):
         pending.wait()
 
     def _start_collectives(self, grads: torch.Tensor, shard: torch.Tensor) -> None:
-        scattered = start_reduce_scatter(shard, grads, self.groups.shard)
+        scattered = start_reduce_scatter(shard, grads, group=self.groups.shard)
         if scattered is DONE:
             scattered = start_all_reduce(shard, self.groups.replicate)
         self._reduce, self.is_in_flight = scattered, True
