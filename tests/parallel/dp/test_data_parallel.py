@@ -1,0 +1,273 @@
+"""The data-parallel layer on one to five ranks: exact sums, order, memory, and waiting for parameters."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from nanotrain.comm.collectives import DONE
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import ParallelConfig
+from nanotrain.parallel.dp import bucket as bucket_module
+from nanotrain.parallel.dp.bucket import TransientBucket
+from nanotrain.parallel.dp.data_parallel import DataParallel, units_of
+from nanotrain.parallel.dp.strategy import STRATEGIES
+from nanotrain.topology.topology import Topology
+from tests.harness import ranks, run_ranks
+from tests.parallel.dp.test_bucket import Late
+from tests.parallel.dp.toys import NUM_BUCKETS, SHAPES, Toy, assert_shards, backward, numel_of, pattern_of, wrap
+
+SETTINGS = [(strategy, overlap) for strategy in STRATEGIES for overlap in (False, True)]
+
+
+def patterns(stage: Toy, factor: float) -> dict[str, torch.Tensor]:
+    return {name: pattern_of(p) * factor for name, p in stage.named_parameters()}
+
+
+def reduce_two_to_the_rank(ctx):
+    """Gradient 2**rank times a pattern on every parameter: no sum but the right one has all bits of the ranks set."""
+    for strategy, overlap in SETTINGS:
+        for num_microbatches in (1, 3):
+            stage = Toy()
+            parallel = wrap(ctx, stage, strategy=strategy, overlap=overlap)
+            assert len(parallel.buckets) == NUM_BUCKETS
+            assert all(b.layout.numel > b.layout.unpadded_numel for b in parallel.buckets)
+            for step in (1, 2):  # the second finds what the first left behind
+                parallel.begin_step()
+                for microbatch in range(num_microbatches):
+                    loss = stage(2.0**ctx.rank * step * (microbatch + 1))
+                    backward(parallel, loss, is_last=microbatch == num_microbatches - 1)
+                parallel.finish_grad_reduce()
+                of_microbatches = num_microbatches * (num_microbatches + 1) // 2
+                assert_shards(parallel, patterns(stage, (2**ctx.topology.world_size - 1) * step * of_microbatches))
+            assert all(p.grad is None for p in stage.parameters())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5])
+def test_two_to_the_rank_reduces_to_the_exact_sum_in_every_strategy(num_ranks):
+    run_ranks(num_ranks, reduce_two_to_the_rank, strategy="optim")
+
+
+@ranks(3, strategy="optim", timeout_s=20)
+def test_parameters_left_out_on_some_ranks_count_as_zero_there_and_nobody_hangs(ctx):
+    for strategy, overlap in SETTINGS:
+        stage = Toy()
+        parallel = wrap(ctx, stage, strategy=strategy, overlap=overlap)
+        # Given a step in which every parameter has a gradient,
+        parallel.begin_step()
+        backward(parallel, stage(1e6))
+        parallel.finish_grad_reduce()
+        # when in the next each rank leaves out another unit, the last unit is left out everywhere, and in the second
+        # microbatch rank 1 leaves out all but one,
+        used = [index for index in range(5) if index != ctx.rank]
+        parallel.begin_step()
+        backward(parallel, stage(1.0, used), is_last=False)
+        backward(parallel, stage(1.0, [3] if ctx.rank == 1 else range(5)))
+        parallel.finish_grad_reduce()
+        # then sums are over those that used it.
+        counts = {0: 4, 1: 4, 2: 4, 3: 6, 4: 5, 5: 0}
+        grads = {f"units.{i}.weight": pattern_of(stage.units[i].weight) * count for i, count in counts.items()}
+        assert_shards(parallel, grads)
+
+
+def launched_buckets(ctx) -> dict[str, list[int]]:
+    """Which buckets were reduced in what order, with gradients that arrive in another order on every rank."""
+    launched = {}
+    for strategy in STRATEGIES:
+        stage = Toy()
+        parallel = wrap(ctx, stage, strategy=strategy, overlap=True)
+        launched[strategy] = []
+        record_launches(parallel, into=launched[strategy])
+        order = [(index * (ctx.rank + 1) + ctx.rank) % 7 for index in range(7)]
+        parallel.begin_step()
+        backward(parallel, stage(1.0, [index for index in order if index < len(SHAPES)]))
+        parallel.finish_grad_reduce()
+        assert_shards(parallel, patterns(stage, ctx.topology.world_size))
+    return launched
+
+
+def record_launches(parallel: DataParallel, *, into: list[int]) -> None:
+    def record(index: int, start) -> None:
+        into.append(index)
+        start()
+
+    for index, bucket in enumerate(parallel.buckets):
+        bucket.start_reduce = lambda index=index, start=bucket.start_reduce: record(index, start)
+
+
+def test_buckets_are_reduced_in_buffer_order_whatever_the_order_of_arrival():
+    launched = run_ranks(4, launched_buckets, strategy="optim")
+    assert launched == [dict.fromkeys(STRATEGIES, list(range(NUM_BUCKETS)))] * 4
+
+
+@ranks(1)
+def test_overlap_reduces_a_bucket_before_the_backward_pass_has_ended(ctx):
+    for strategy, overlap in SETTINGS:
+        stage, seen = Toy(), []
+        parallel = wrap(ctx, stage, strategy=strategy, overlap=overlap)
+        record_launches(parallel, into=seen)
+        launched_early = []
+        stage.units[0].weight.register_hook(lambda grad, seen=seen, early=launched_early: early.append(len(seen)))
+        parallel.begin_step()
+        for is_last in (False, True):
+            backward(parallel, stage(1.0), is_last=is_last)
+        parallel.finish_grad_reduce()
+        # Then optim_grads reduces each microbatch as it goes, the others the last one, if they are asked to overlap.
+        every, last = [NUM_BUCKETS - 1, 2 * NUM_BUCKETS - 1], [0, NUM_BUCKETS - 1]
+        assert launched_early == (every if strategy == "optim_grads" else last if overlap else [0, 0])
+
+
+def test_a_gradient_in_flight_is_not_overwritten_by_the_next_microbatch(monkeypatch):
+    # Given reductions that are still reading when the next microbatch comes,
+    monkeypatch.setattr(bucket_module, "start_reduce_scatter", lambda output, tensor, group: Late(output, tensor))
+    stage, parallel = wrap_alone("optim_grads", overlap=True)
+    # when three microbatches follow each other, whose gradients arrive in different orders,
+    parallel.begin_step()
+    for microbatch, order in enumerate(([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [2, 0, 4, 1, 5, 3])):
+        backward(parallel, stage(1.0 + microbatch, order), is_last=microbatch == 2)
+    parallel.finish_grad_reduce()
+    # then `Late` has seen no change, and the sums are right.
+    assert_shards(parallel, patterns(stage, 6.0))
+
+
+def alone() -> ParallelContext:
+    return ParallelContext.attach(Topology.of(ParallelConfig(), 1))
+
+
+def wrap_alone(strategy: str, *, overlap: bool = False, dtype: torch.dtype = torch.float32):
+    stage = Toy(dtype=dtype)
+    return stage, wrap(alone(), stage, strategy=strategy, overlap=overlap, dtype=dtype)
+
+
+def held_bytes() -> int:
+    """Bytes of all tensor storage that Python can see."""
+    storages = {}
+    for found in gc.get_objects():
+        if type(found) in (torch.Tensor, nn.Parameter):
+            storage = found.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def peak_of(ctx, strategy: str, *, overlap: bool, shapes: list[tuple[int, ...]]) -> int:
+    """The most storage held at any arrival of a gradient, over two microbatches, beyond what was there before."""
+    before, peaks = held_bytes(), []
+    stage = Toy(shapes=shapes)
+    parallel = wrap(ctx, stage, strategy=strategy, overlap=overlap, bucket_size=20_000)
+    assert len(parallel.buckets) == len(shapes)
+    for unit in stage.units:  # one whose graph holds nothing
+        unit.forward = lambda scale, unit=unit: unit.weight.sum() * scale
+    for param in stage.parameters():
+        param.register_post_accumulate_grad_hook(lambda _: peaks.append(held_bytes() - before))
+    parallel.begin_step()
+    for is_last in (False, True):
+        backward(parallel, stage(1.0), is_last=is_last)
+    parallel.finish_grad_reduce()
+    if strategy == "optim_grads":
+        (pool,) = {bucket._pool for bucket in parallel.buckets if isinstance(bucket, TransientBucket)}
+        assert pool.num_allocated <= 2
+    return max(peaks)
+
+
+@ranks(2, strategy="optim")
+def test_optim_grads_never_holds_a_full_size_gradient(ctx):
+    numel, num_params = 150 * 140, 8
+    shapes = [(150, 140)] * num_params
+    peaks = {(s, o): peak_of(ctx, s, overlap=o, shapes=shapes) for s in ("optim", "optim_grads") for o in (False, True)}
+    bucket = 4 * 21120  # bytes of a padded fp32 bucket
+    full, one_grad, scalars = num_params * bucket, 4 * numel, 1000
+    for overlap in (False, True):
+        assert peaks["optim", overlap] >= 2 * full
+        assert peaks["optim_grads", overlap] <= full + full / 2 + 2 * bucket + one_grad + scalars
+
+
+@ranks(2, strategy="optim")
+def test_a_forward_pass_waits_for_the_parameters_of_its_unit_only(ctx):
+    # Given shards that every rank has updated by its own number, on their way to the others,
+    stage = Toy()
+    parallel = wrap(ctx, stage, strategy="optim", overlap=True)
+    for bucket in parallel.buckets:
+        bucket.param_shard.fill_(ctx.rank + 1)
+    parallel.start_param_gather()
+    waiting = [bucket for bucket in parallel.buckets if bucket._gather is not DONE]
+    assert len(waiting) == NUM_BUCKETS
+    # when the units run one after the other,
+    for name, unit in units_of(stage):
+        unit(1.0)
+        # then the unit's weight is complete, half of its bucket from either rank,
+        (bucket,) = [b for b in parallel.buckets for slot in b.layout.slots if slot.name == f"{name}.weight"]
+        assert bucket._gather is DONE
+        one, two = bucket.params.chunk(2)
+        assert (one == 1).all() and (two == 2).all()
+    # and a step in which a unit does not run waits for it before the optimizer may write again.
+    parallel.start_param_gather()
+    parallel.begin_step()
+    backward(parallel, stage(1.0, [0]))
+    assert any(bucket._gather is not DONE for bucket in parallel.buckets)
+    parallel.finish_grad_reduce()
+    assert all(bucket._gather is DONE for bucket in parallel.buckets)
+
+
+@ranks(2, strategy="optim")
+def test_without_overlap_parameters_are_complete_on_return(ctx):
+    parallel = wrap(ctx, Toy(), strategy="optim_grads")
+    for bucket in parallel.buckets:
+        bucket.param_shard.fill_(ctx.rank + 1)
+    parallel.start_param_gather()
+    for bucket in parallel.buckets:
+        assert bucket.params.chunk(2)[0].eq(1).all() and bucket.params.chunk(2)[1].eq(2).all()
+
+
+def test_the_last_bucket_is_gathered_first():
+    _, parallel = wrap_alone("optim", overlap=True)
+    started = []
+    for index, bucket in enumerate(parallel.buckets):
+        bucket.start_gather = lambda index=index: started.append(index)
+    parallel.start_param_gather()
+    assert started == list(reversed(range(NUM_BUCKETS)))  # it holds the first layers
+
+
+def test_parameters_become_views_of_one_buffer_and_keep_their_shapes():
+    stage, parallel = wrap_alone("no_shard")
+    assert [tuple(p.shape) for p in stage.parameters()] == list(SHAPES)
+    parallel.param_buffer.fill_(3.0)
+    assert all((p == 3.0).all() for p in stage.parameters())
+    assert parallel.layout.numel > numel_of()
+
+
+def test_a_stage_on_the_meta_device_gets_storage():
+    with torch.device("meta"):
+        stage = Toy()
+    wrap(alone(), stage, strategy="no_shard")
+    assert all(p.device.type == "cpu" and (p == 0).all() for p in stage.parameters())
+
+
+def test_bf16_parameters_have_fp32_gradients():
+    stage, parallel = wrap_alone("optim_grads", dtype=torch.bfloat16)
+    parallel.begin_step()
+    for index in range(3):  # 256 + 1 + 1 is 256 in bf16
+        backward(parallel, stage([256.0, 1.0, 1.0][index]), is_last=index == 2)
+    parallel.finish_grad_reduce()
+    assert all(bucket.grad_shard.dtype is torch.float32 for bucket in parallel.buckets)
+    assert_shards(parallel, patterns(stage, 258.0))
+    assert all(p.dtype is torch.bfloat16 for p in stage.parameters())
+
+
+@ranks(1)
+def test_one_rank_sends_nothing(ctx):
+    for strategy in STRATEGIES:
+        stage = Toy()
+        parallel = wrap(ctx, stage, strategy=strategy)
+        parallel.begin_step()
+        backward(parallel, stage(1.0))
+        parallel.finish_grad_reduce()
+        parallel.start_param_gather()
+    assert ctx.ledger.calls() == 0
+
+
+def test_units_are_the_children_with_lists_and_dicts_taken_apart():
+    stage = nn.Module()
+    stage.embedding, stage.norm = nn.Linear(1, 1), nn.Linear(1, 1)
+    stage.layers = nn.ModuleDict({"3": nn.Linear(1, 1), "4": nn.Sequential(nn.Linear(1, 1))})
+    assert [name for name, _ in units_of(stage)] == ["embedding", "norm", "layers.3", "layers.4"]

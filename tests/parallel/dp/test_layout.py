@@ -1,0 +1,164 @@
+"""The layout against Megatron-LM's worked examples, and the laws of every layout."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanotrain.parallel.dp.layout import (
+    BUCKET_ALIGNMENT,
+    SLOT_ALIGNMENT,
+    BufferLayout,
+    LayoutRules,
+    Slot,
+    plan_layout,
+)
+from nanotrain.topology.boxes import Box
+from nanotrain.topology.params import LocalParam, ParamKind, ParamSpec
+
+
+def params(*shapes: tuple[int, ...], tied: tuple[int, ...] = ()) -> list[LocalParam]:
+    """Parameters named by their place, in registration order."""
+    return [
+        LocalParam(
+            ParamSpec(f"p{index}", shape, dtype="bf16", kind=ParamKind.matrix, is_tied=index in tied), Box.whole(shape)
+        )
+        for index, shape in enumerate(shapes)
+    ]
+
+
+def ends(layout: BufferLayout) -> list[tuple[int, int]]:
+    return [(bucket.start, bucket.stop) for bucket in layout.buckets]
+
+
+def unpadded(layout: BufferLayout) -> list[int]:
+    return [bucket.unpadded_numel for bucket in layout.buckets]
+
+
+def test_three_small_parameters_as_worked_out():
+    # Given parameters of 100, 50 and 300 elements, two shards, buckets that close at 128 elements,
+    layout = plan_layout(params((100,), (50,), (300,)), LayoutRules(num_shards=2, bucket_size=128))
+    # then the last comes first, alone, and the others follow at multiples of 64.
+    assert ends(layout) == [(0, 384), (384, 640)]
+    assert unpadded(layout) == [300, 164]
+    slots = [bucket.slots for bucket in layout.buckets]
+    assert slots == [(Slot("p2", 0, 300),), (Slot("p1", 384, 434), Slot("p0", 448, 548))]
+
+
+def test_ten_matrices_in_one_bucket_as_worked_out():
+    layout = plan_layout(params(*[(95, 95)] * 10), LayoutRules(num_shards=8))
+    assert ends(layout) == [(0, 90880)]
+    assert unpadded(layout) == [90817]
+
+
+def test_ten_matrices_in_four_buckets_as_worked_out():
+    layout = plan_layout(params(*[(95, 95)] * 10), LayoutRules(num_shards=8, bucket_size=20000))
+    assert [bucket.numel for bucket in layout.buckets] == [27264, 27264, 27264, 9088]
+    assert unpadded(layout) == [27201, 27201, 27201, 9025]
+
+
+def test_padding_for_busbw_rounds_every_bucket_up_to_65536():
+    rules = LayoutRules(num_shards=8, bucket_size=20000, pad_for_high_busbw=True)
+    layout = plan_layout(params(*[(95, 95)] * 10), rules)
+    assert [bucket.numel for bucket in layout.buckets] == [65536] * 4
+    assert unpadded(layout) == [27201, 27201, 27201, 9025]  # what lies in them stays the same
+
+
+def test_a_shard_count_that_is_no_power_of_two_divides_every_bucket():
+    rules = LayoutRules(num_shards=6, bucket_size=20000, pad_for_high_busbw=True)
+    assert rules.bucket_alignment == 3 * 65536
+    assert LayoutRules(num_shards=5).bucket_alignment == 640
+
+
+@pytest.mark.parametrize(("num_shards", "size"), [(1, 40_000_000), (40, 40_000_000), (64, 64_000_000)])
+def test_the_default_bucket_size_grows_with_the_shards(num_shards, size):
+    assert LayoutRules(num_shards=num_shards).closing_size == size
+
+
+def test_a_tied_embedding_sits_alone_in_its_bucket():
+    # Given a tied embedding, registered first or in the middle, and buckets too large to close by themselves,
+    first = plan_layout(params((100,), (50,), (300,), tied=(0,)), LayoutRules(num_shards=2))
+    middle = plan_layout(params((100,), (50,), (300,), tied=(1,)), LayoutRules(num_shards=2))
+    # then it shares its bucket with nobody.
+    assert [[slot.name for slot in bucket.slots] for bucket in first.buckets] == [["p2", "p1"], ["p0"]]
+    assert [[slot.name for slot in bucket.slots] for bucket in middle.buckets] == [["p2"], ["p1"], ["p0"]]
+    assert ends(first) == [(0, 384), (384, 512)]
+
+
+def test_a_layout_of_nothing_has_no_buckets():
+    assert plan_layout([], LayoutRules()).numel == 0
+
+
+def test_pieces_say_where_each_parameter_lies_in_a_shard():
+    # Given the worked example, of which each rank owns half of each bucket: 192 and 128 elements,
+    first, second = plan_layout(params((100,), (50,), (300,)), LayoutRules(num_shards=2, bucket_size=128)).buckets
+    found = [
+        [(piece.name, piece.shard_start, piece.param_start, piece.numel) for piece in bucket.pieces(rank)]
+        for bucket in (first, second)
+        for rank in (0, 1)
+    ]
+    assert found == [
+        [("p2", 0, 0, 192)],
+        [("p2", 0, 192, 108)],
+        [("p1", 0, 0, 50), ("p0", 64, 0, 64)],
+        [("p0", 0, 64, 36)],
+    ]
+
+
+shapes = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple), min_size=1, max_size=12)
+rules = st.builds(
+    LayoutRules, num_shards=st.integers(1, 9), bucket_size=st.integers(1, 4000), pad_for_high_busbw=st.booleans()
+)
+
+
+@given(shapes, rules, st.integers(-1, 11))
+def test_buckets_lie_back_to_back_and_end_where_all_shards_are_equal(shapes, rules, tied):
+    layout = plan_layout(params(*shapes, tied=(tied,)), rules)
+    alignment = math.lcm(rules.num_shards, BUCKET_ALIGNMENT, 65536 if rules.pad_for_high_busbw else 1)
+    stop = 0
+    for bucket in layout.buckets:
+        assert bucket.start == stop
+        assert bucket.stop % alignment == 0
+        assert bucket.stop - bucket.slots[-1].stop < alignment  # no more padding than needed
+        assert bucket.shard_numel * rules.num_shards == bucket.numel
+        stop = bucket.stop
+    assert layout.numel == stop
+
+
+@given(shapes, rules, st.integers(-1, 11))
+def test_slots_keep_the_reverse_order_are_aligned_and_never_overlap(shapes, rules, tied):
+    given_params = params(*shapes, tied=(tied,))
+    layout = plan_layout(given_params, rules)
+    slots = [slot for bucket in layout.buckets for slot in bucket.slots]
+    assert [slot.name for slot in slots] == [param.spec.name for param in reversed(given_params)]
+    assert all(slot.start % SLOT_ALIGNMENT == 0 for slot in slots)
+    assert all(slot.stop - slot.start == p.box.numel for slot, p in zip(slots, reversed(given_params), strict=True))
+    assert all(one.stop <= other.start for one, other in zip(slots, slots[1:], strict=False))
+
+
+@given(shapes, rules)
+def test_a_bucket_closes_as_soon_as_it_holds_the_bucket_size(shapes, rules):
+    layout = plan_layout(params(*shapes), rules)
+    for bucket in layout.buckets[:-1]:
+        assert bucket.unpadded_numel >= rules.closing_size
+    for bucket in layout.buckets:
+        before_last = bucket.slots[-2].stop - bucket.start if len(bucket.slots) > 1 else 0
+        assert before_last < rules.closing_size
+
+
+@given(shapes, rules)
+def test_the_pieces_of_all_ranks_tile_every_parameter_exactly_once(shapes, rules):
+    given_params = params(*shapes)
+    covered = {param.spec.name: [] for param in given_params}
+    for bucket in plan_layout(given_params, rules).buckets:
+        for rank in range(rules.num_shards):
+            for piece in bucket.pieces(rank):
+                assert piece.shard_start >= 0 and piece.shard_start + piece.numel <= bucket.shard_numel
+                covered[piece.name].append((piece.param_start, piece.param_start + piece.numel))
+    for param in given_params:
+        stop = 0
+        for start, end in covered[param.spec.name]:  # rank by rank, so in the order of the parameter
+            assert start == stop < end
+            stop = end
+        assert stop == param.box.numel

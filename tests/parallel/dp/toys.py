@@ -1,0 +1,120 @@
+"""A stage of awkward sizes whose gradients are known by hand, and a data-parallel layer around it."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.parallel.dp.bucket import ReduceGroups
+from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions
+from nanotrain.parallel.dp.layout import LayoutRules
+from nanotrain.parallel.dp.strategy import STRATEGIES
+from nanotrain.precision.policy import Precision
+from nanotrain.topology.boxes import Box
+from nanotrain.topology.params import LocalParam, ParamKind, ParamSpec
+
+# Products and lengths that neither 64 nor a number of ranks divides.
+SHAPES = ((7, 19), (13,), (11, 23), (5, 5, 5), (301,), (2, 3))
+BUCKET_SIZE = 200  # three buckets of these units, all of them padded
+NUM_BUCKETS = 3
+
+
+class Unit(nn.Module):
+    """A weight whose gradient is `scale * pattern`."""
+
+    def __init__(self, shape: tuple[int, ...], *, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape, dtype=dtype))
+
+    def forward(self, scale: float) -> Tensor:
+        return (self.weight.float() * pattern_of(self.weight)).sum() * scale
+
+
+class Toy(nn.Module):
+    """Units that run in the order they are asked for; gradients arrive in the opposite order."""
+
+    def __init__(self, *, dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = SHAPES) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(Unit(shape, dtype=dtype) for shape in shapes)
+
+    def forward(self, scale: float, order: Iterable[int] | None = None) -> Tensor:
+        total = torch.zeros(())
+        for index in range(len(self.units)) if order is None else order:
+            total = total + self.units[index](scale)
+        return total
+
+
+def pattern_of(weight: Tensor) -> Tensor:
+    """Small integers, another row of them for every shape, so that sums are exact and a shifted element shows."""
+    return ((torch.arange(weight.numel()) + weight.numel()) % 11 + 1).float().view(weight.shape)
+
+
+def local_params(stage: nn.Module, *, tied: Sequence[str] = ()) -> list[LocalParam]:
+    return [
+        LocalParam(
+            ParamSpec(name, tuple(p.shape), dtype="fp32", kind=ParamKind.matrix, is_tied=name in tied),
+            Box.whole(tuple(p.shape)),
+        )
+        for name, p in stage.named_parameters()
+    ]
+
+
+def groups_of(ctx: ParallelContext, strategy: str) -> ReduceGroups:
+    """The groups of a strategy in a world that was built for a sharded one: `no_shard` swaps them."""
+    everyone, alone = ctx.group("dp_shard"), ctx.group("dp_replicate")
+    return ReduceGroups(everyone, alone) if STRATEGIES[strategy].shard_optim else ReduceGroups(alone, everyone)
+
+
+def wrap(
+    ctx: ParallelContext,
+    stage: nn.Module,
+    *,
+    strategy: str,
+    overlap: bool = False,
+    dtype: torch.dtype = torch.float32,
+    bucket_size: int = BUCKET_SIZE,
+) -> DataParallel:
+    groups = groups_of(ctx, strategy)
+    options = DataParallelOptions(
+        strategy=STRATEGIES[strategy],
+        rules=LayoutRules(num_shards=groups.shard.size, bucket_size=bucket_size),
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap and STRATEGIES[strategy].shard_optim,
+    )
+    return DataParallel(
+        stage,
+        local_params(stage),
+        groups=groups,
+        options=options,
+        precision=Precision(params=dtype),
+        device=torch.device("cpu"),
+    )
+
+
+def backward(parallel: DataParallel, loss: Tensor, *, is_last: bool = True) -> None:
+    parallel.backward_begins(is_last=is_last)
+    loss.backward()
+    parallel.backward_ended()
+
+
+def expected_shards(parallel: DataParallel, grads: dict[str, Tensor]) -> list[Tensor]:
+    """What every bucket's shard must hold on this rank, gaps and padding zero, from whole gradients by name."""
+    shards = []
+    for bucket in parallel.buckets:
+        shard = torch.zeros(bucket.layout.shard_numel)
+        for piece in bucket.layout.pieces(parallel.groups.shard.index):
+            values = grads[piece.name].flatten()[piece.param_start : piece.param_start + piece.numel]
+            shard[piece.shard_start : piece.shard_start + piece.numel] = values
+        shards.append(shard)
+    return shards
+
+
+def assert_shards(parallel: DataParallel, grads: dict[str, Tensor]) -> None:
+    for number, (bucket, expected) in enumerate(zip(parallel.buckets, expected_shards(parallel, grads), strict=True)):
+        assert torch.equal(bucket.grad_shard, expected), f"bucket {number} of {parallel.options.strategy}"
+
+
+def numel_of(shapes: Sequence[tuple[int, ...]] = SHAPES) -> int:
+    return sum(math.prod(shape) for shape in shapes)
