@@ -1,0 +1,74 @@
+"""Rows reach the rank they are meant for, gradients find the way back, and the ledger counts what left."""
+
+import pytest
+import torch
+
+from nanotrain.comm.collectives import DONE
+from nanotrain.comm.exchange import exchange, start_all_to_all
+from nanotrain.comm.group import Group
+from tests.harness import ranks, run_ranks
+
+# COUNTS[from][to]: uneven, a rank that receives nothing (2), one that sends nothing (3)
+COUNTS = [[1, 2, 0, 3], [0, 1, 0, 1], [4, 0, 0, 2], [0, 0, 0, 0]]
+WIDTH = 3
+
+
+def rows_of(source: int, target: int, *, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """What `source` has for `target`: every number names both and its place."""
+    count = COUNTS[source][target] if size == 4 else source + 2 * target
+    return (torch.arange(count * WIDTH).view(count, WIDTH) + 16 * source + 64 * target).to(dtype)
+
+
+def send_both_ways(ctx, dtype):
+    group = ctx.group("world")
+    size, me = group.size, ctx.rank
+    out = [rows_of(me, other, size=size, dtype=dtype) for other in range(size)]
+    back = [rows_of(other, me, size=size, dtype=dtype) for other in range(size)]
+    sent, expected = torch.cat(out), torch.cat(back)
+    received = torch.empty_like(expected)
+    counts = {"send_counts": [len(rows) for rows in out], "receive_counts": [len(rows) for rows in back]}
+    start_all_to_all(received, sent, group=group, **counts).wait()
+    assert torch.equal(received, expected)
+    left = sum(len(rows) for other, rows in enumerate(out) if other != me)
+    assert ctx.ledger.bytes("world", "all_to_all") == left * WIDTH * dtype.itemsize
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_every_row_reaches_its_rank(size, dtype):
+    run_ranks(size, send_both_ways, dtype)
+
+
+@ranks(4)
+def test_the_gradient_of_a_row_returns_to_its_source(ctx):
+    group, me = ctx.group("world"), ctx.rank
+    send, receive = COUNTS[me], [row[me] for row in COUNTS]
+    x = torch.arange(sum(send) * WIDTH, dtype=torch.float32).view(-1, WIDTH).requires_grad_()
+    received = exchange(x, group, send_counts=send, receive_counts=receive)
+    (received * (me + 1)).sum().backward()  # an expanded gradient times a factor that names the receiver
+    factors = torch.tensor([float(target + 1) for target, count in enumerate(send) for _ in range(count)])
+    assert torch.equal(x.grad, factors[:, None].expand(-1, WIDTH))
+    received = exchange(x, group, send_counts=send, receive_counts=receive)
+    (gradient,) = torch.autograd.grad(received.sum(), x)
+    assert torch.equal(gradient, torch.ones_like(x)), "a gradient without memory of its own (expanded) travels too"
+
+
+def test_a_group_of_one_answers_with_its_input():
+    alone, x = Group.alone("ep"), torch.ones(3, 2, requires_grad=True)
+    assert exchange(x, alone, send_counts=[3], receive_counts=[3]) is x
+    output = torch.zeros(3, 2)
+    assert start_all_to_all(output, x.detach(), send_counts=[3], receive_counts=[3], group=alone) is DONE
+    assert torch.equal(output, torch.ones(3, 2))
+    assert alone.ledger.calls() == 0
+
+
+@ranks(2)
+def test_counts_that_do_not_fit_are_refused_before_anything_is_sent(ctx):
+    group, x = ctx.group("world"), torch.ones(3, 2)
+    with pytest.raises(AssertionError, match="wrong rank"):
+        start_all_to_all(torch.empty(2, 2), x, send_counts=[1, 1], receive_counts=[1, 1], group=group)
+    with pytest.raises(AssertionError, match="every member"):
+        start_all_to_all(torch.empty(3, 2), x, send_counts=[3], receive_counts=[3], group=group)
+    with pytest.raises(AssertionError, match="not from strides"):
+        start_all_to_all(torch.empty(2, 3).t(), x, send_counts=[1, 2], receive_counts=[1, 2], group=group)
+    assert ctx.ledger.calls() == 0
