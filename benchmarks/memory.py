@@ -47,7 +47,6 @@ from nanotrain.parallel.dp.layout import LayoutRules
 from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
-from nanotrain.topology.boxes import Box
 from nanotrain.topology.params import LocalParam
 from nanotrain.topology.stages import split_layers
 from nanotrain.topology.topology import Topology
@@ -143,11 +142,11 @@ def measure(context: ParallelContext, strategy: str, dtype: str) -> Row:
     precision_config = PrecisionConfig(params_dtype=DType(dtype))
     precision = Precision.of(precision_config)
     stage = build_stage(MODEL, split_layers(MODEL.num_layers, 1)[0], dtype=precision.params)
-    specs = collect_specs(stage)
+    params = [LocalParam.whole(spec) for spec in collect_specs(stage)]
     shard = context.group("dp_shard")
     data_parallel = DataParallel(
         stage,
-        [LocalParam(spec, Box.whole(spec.shape)) for spec in specs],
+        params,
         groups=ReduceGroups(shard, context.group("dp_replicate")),
         options=DataParallelOptions(
             STRATEGIES[strategy], LayoutRules(shard.size, BUCKET_SIZE), overlap_grad_reduce=True
@@ -155,9 +154,10 @@ def measure(context: ParallelContext, strategy: str, dtype: str) -> Row:
         precision=precision,
         device=context.device,
     )
-    initialize(stage, specs, seed=1)
+    initialize(stage, params, seed=1)
     scale = LossScale.of(precision_config)
-    optimizer = DistributedOptimizer(data_parallel, OptimConfig(), precision=precision, loss_scale=scale)
+    world = context.group("world")
+    optimizer = DistributedOptimizer([data_parallel], OptimConfig(), precision=precision, loss_scale=scale, world=world)
     for _ in range(2):
         context.ledger.reset()
         take_step(stage, data_parallel, optimizer)

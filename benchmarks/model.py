@@ -23,6 +23,7 @@ from nanotrain.config.config import ModelConfig
 from nanotrain.data.batch import Batch
 from nanotrain.model.build import build_stage, collect_specs
 from nanotrain.model.init import initialize
+from nanotrain.topology.params import LocalParam
 from nanotrain.topology.stages import split_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -50,9 +51,9 @@ def nanotrain_pass(shape: Shape, tokens: Tensor, *, dtype: str) -> Callable[[], 
         untie_embeddings_and_output_weights=not shape.tied,
     )
     stage = build_stage(model, split_layers(model.num_layers, 1)[0], dtype=DTYPES[dtype])
-    specs = collect_specs(stage)
+    params = [LocalParam.whole(spec) for spec in collect_specs(stage)]
     stage.to_empty(device="cpu")
-    initialize(stage, specs, seed=0)
+    initialize(stage, params, seed=0)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     batch = Batch(inputs, labels, torch.ones(inputs.shape), None, None)
 

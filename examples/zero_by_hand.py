@@ -20,7 +20,6 @@ from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOption
 from nanotrain.parallel.dp.layout import LayoutRules
 from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.precision.policy import Precision
-from nanotrain.topology.boxes import Box
 from nanotrain.topology.params import LocalParam, ParamKind, ParamSpec
 from nanotrain.topology.topology import Topology
 
@@ -29,7 +28,7 @@ def describe(model: nn.Module) -> list[LocalParam]:
     """What DataParallel must know of each parameter: a name and a shape; nothing is cut, so the box is all of it."""
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     specs = [ParamSpec(name, shape, dtype="fp32", kind=ParamKind.matrix) for name, shape in shapes.items()]
-    return [LocalParam(spec, Box.whole(spec.shape)) for spec in specs]
+    return [LocalParam.whole(spec) for spec in specs]
 
 
 def train(context: ParallelContext) -> None:

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from nanotrain.model.stage import Stage
 from nanotrain.topology.boxes import Box
-from nanotrain.topology.params import ParamKind, ParamSpec
+from nanotrain.topology.params import LocalParam, ParamKind, ParamSpec
 
 # Elements of one block. Part of what a seed means: another number gives other weights.
 BLOCK_ELEMENTS = 2**20
 
 
-def initialize(stage: Stage, specs: Iterable[ParamSpec], *, seed: int) -> None:
+def initialize(stage: Stage, params: Iterable[LocalParam], *, seed: int) -> None:
     """Give every parameter of a stage its start value, in place.
 
     Args:
         stage: its parameters have storage (they may be views of a flat buffer).
-        specs: of those parameters; a subset initializes that subset.
+        params: what the stage holds of them; a subset initializes that subset.
         seed: the run's.
     """
     model = stage.model
@@ -35,10 +35,10 @@ def initialize(stage: Stage, specs: Iterable[ParamSpec], *, seed: int) -> None:
         ParamKind.output_matrix: std / math.sqrt(2 * model.num_layers),
     }
     parameters = dict(stage.named_parameters())
-    for spec in specs:
-        target = parameters[spec.name].data
+    for local in params:
+        spec, target = local.spec, parameters[local.spec.name].data
         if spec.kind in deviations:
-            fill_normal(target, spec, box=Box.whole(spec.shape), seed=seed, std=deviations[spec.kind])
+            fill_normal(target, spec, box=local.box, seed=seed, std=deviations[spec.kind])
         else:
             target.fill_(1.0 if spec.kind is ParamKind.norm else 0.0)
 

@@ -20,10 +20,10 @@ def global_norm(grad_shards: Sequence[Tensor], group: Group) -> float:
     """The 2-norm over all elements of all ranks' shards; not finite if any element anywhere is not.
 
     Args:
-        grad_shards: this rank's flat shards; padding is zero and every element lies on one rank of the group only.
-        group: the ranks that the shards are cut among.
+        grad_shards: flat gradients of this rank; padding is zero and every element is given by one rank only.
+        group: the ranks that have all elements among them.
     """
-    squared = torch.stack([_squared_norm(shard) for shard in grad_shards]).sum().item()
+    squared = sum((_squared_norm(shard) for shard in grad_shards), start=torch.zeros(())).item()
     return math.sqrt(all_reduce_numbers([squared], group)[0])
 
 

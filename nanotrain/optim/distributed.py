@@ -18,7 +18,7 @@ Source: Rajbhandari et al. 2020 (ZeRO), section 5.1; Megatron-LM, `distrib_optim
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,7 @@ class Update:
 class _BucketState:
     """This rank's optimizer state of one bucket, flat tensors of the shard's length."""
 
+    layer: DataParallel
     bucket: Bucket
     pieces: tuple[ShardPiece, ...]
     main: Tensor
@@ -61,24 +62,31 @@ class _BucketState:
 
 
 class DistributedOptimizer:
-    """AdamW on the shards of a data-parallel layer.
+    """AdamW on the shards of a rank's data-parallel layers.
 
     Args:
-        data_parallel: whose buckets are updated.
+        layers: whose buckets are updated: one per stage, and one per stage for its experts.
         config: hyperparameters.
         precision: says whether main weights are the parameters themselves.
         loss_scale: the scale that gradients carry; moved by every step.
+        world: all ranks, which share one gradient norm.
     """
 
     def __init__(
-        self, data_parallel: DataParallel, config: OptimConfig, *, precision: Precision, loss_scale: LossScale
+        self,
+        layers: Sequence[DataParallel],
+        config: OptimConfig,
+        *,
+        precision: Precision,
+        loss_scale: LossScale,
+        world: Group,
     ) -> None:
         self.loss_scale = loss_scale
         self.num_updates = 0
         self._clip_grad = config.clip_grad
-        self._data_parallel = data_parallel
-        self._states = [self._own(bucket, precision) for bucket in data_parallel.buckets]
-        stretches = [stretch for state in self._states for stretch in _stretches(state, data_parallel.params)]
+        self._world = world
+        self._states = [_own(layer, bucket, precision=precision) for layer in layers for bucket in layer.buckets]
+        stretches = [stretch for state in self._states for stretch in _stretches(state)]
         # A rank whose shards hold nothing but padding has no stretch, and torch's optimizers refuse an empty list.
         self._adamw = build_adamw(stretches, config) if stretches else None
 
@@ -90,7 +98,8 @@ class DistributedOptimizer:
         """
         grads = [state.bucket.grad_shard for state in self._states]
         scale = self.loss_scale.scale
-        norm = global_norm(grads, self._shard_group) / scale
+        counted = [grad for state in self._states for grad in _counted_grads(state)]
+        norm = global_norm(counted, self._world) / scale
         skipped = not math.isfinite(norm)
         self.loss_scale.update(overflowed=skipped)
         if not skipped:
@@ -108,12 +117,11 @@ class DistributedOptimizer:
 
     def held_tensors(self) -> dict[TensorBox, Tensor]:
         """Everything this rank holds, as views to read a checkpoint into."""
-        return dict(self._tensors(part=0, num_parts=1))
+        return dict(self._tensors(only_first_copies=False))
 
     def tensors_to_save(self) -> dict[TensorBox, Tensor]:
-        """This rank's share of what it holds: replicas divide the writing among themselves."""
-        replicate = self._data_parallel.groups.replicate
-        return dict(self._tensors(part=replicate.index, num_parts=replicate.size))
+        """This rank's share of what it holds: copies are left out, replicas divide the writing among themselves."""
+        return dict(self._tensors(only_first_copies=True))
 
     def state(self) -> dict[str, object]:
         """The part of the state that is no tensor, as JSON."""
@@ -129,16 +137,6 @@ class DistributedOptimizer:
             set_step(self._adamw, num_updates)
         self.publish()
 
-    @property
-    def _shard_group(self) -> Group:
-        return self._data_parallel.groups.shard
-
-    def _own(self, bucket: Bucket, precision: Precision) -> _BucketState:
-        shard = bucket.param_shard
-        main = shard.to(precision.main) if precision.has_own_main_weights else shard
-        moments = {name: torch.zeros_like(main) for name in STATE_NAMES}
-        return _BucketState(bucket, bucket.layout.pieces(self._shard_group.index), main, moments)
-
     def _update(self, lr: float) -> None:
         self.num_updates += 1
         if self._adamw is not None:
@@ -147,14 +145,42 @@ class DistributedOptimizer:
             self._adamw.step()
         self.publish()
 
-    def _tensors(self, *, part: int, num_parts: int) -> Iterator[tuple[TensorBox, Tensor]]:
+    def _tensors(self, *, only_first_copies: bool) -> Iterator[tuple[TensorBox, Tensor]]:
         for state in self._states:
             tensors = {"model": state.main} | {f"optimizer/{name}": t for name, t in state.moments.items()}
+            replicate = state.layer.groups.replicate
+            part, num_parts = (replicate.index, replicate.size) if only_first_copies else (0, 1)
             for piece in state.pieces:
-                local = self._data_parallel.params[piece.name]
+                local = state.layer.params[piece.name]
+                if only_first_copies and not local.is_first_copy:
+                    continue
                 first, last = (piece.numel * i // num_parts for i in (part, part + 1))
                 for prefix, flat in tensors.items():
                     yield from _boxes(f"{prefix}/{piece.name}", local, flat=flat, piece=piece, span=range(first, last))
+
+
+def _own(layer: DataParallel, bucket: Bucket, *, precision: Precision) -> _BucketState:
+    shard = bucket.param_shard
+    main = shard.to(precision.main) if precision.has_own_main_weights else shard
+    moments = {name: torch.zeros_like(main) for name in STATE_NAMES}
+    return _BucketState(layer, bucket, bucket.layout.pieces(layer.groups.shard.index), main, moments)
+
+
+def _counted_grads(state: _BucketState) -> Iterator[Tensor]:
+    """The stretches of gradients that this rank counts in the norm: of all copies of an element one is counted.
+
+    Runs of neighbours are merged, gaps and padding (zeros) included, so a bucket without copies is one tensor.
+    """
+    if not state.layer.groups.replicate.is_first:
+        return
+    start, end = 0, state.bucket.layout.shard_numel
+    for piece in state.pieces:
+        if not state.layer.params[piece.name].is_first_copy:
+            if start < piece.shard_start:
+                yield state.bucket.grad_shard[start : piece.shard_start]
+            start = piece.shard_start + piece.numel
+    if start < end:
+        yield state.bucket.grad_shard[start:end]
 
 
 def _boxes(
@@ -169,11 +195,11 @@ def _boxes(
         begin += box.numel
 
 
-def _stretches(state: _BucketState, params: Mapping[str, LocalParam]) -> list[Stretch]:
+def _stretches(state: _BucketState) -> list[Stretch]:
     """Merge neighbouring pieces with the same weight decay; fewer, longer tensors make a faster update."""
     ends: list[tuple[int, bool]] = []
     for piece in state.pieces:
-        decays, end = params[piece.name].spec.decays, piece.shard_start + piece.numel
+        decays, end = state.layer.params[piece.name].spec.decays, piece.shard_start + piece.numel
         if ends and ends[-1][1] is decays:
             ends[-1] = (end, decays)
         else:

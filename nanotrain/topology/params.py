@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from math import prod
+from typing import Self
 
 from nanotrain.errors import TopologyError
 from nanotrain.topology.boxes import Box
@@ -104,7 +105,37 @@ class LocalParam:
     Args:
         spec: the whole parameter.
         box: the piece that lies on this rank.
+        is_first_copy: whether, of the ranks of one data-parallel replica that hold this piece, this is the first: it
+            counts in the gradient norm and is saved. Copies are made by an axis that does not cut the parameter, and
+            of a tied embedding by the last stage.
     """
 
     spec: ParamSpec
     box: Box
+    is_first_copy: bool = True
+
+    @classmethod
+    def whole(cls, spec: ParamSpec) -> Self:
+        """All of a parameter, as a rank without model parallelism holds it."""
+        return cls(spec, Box.whole(spec.shape))
+
+
+# The axes inside one replica of the model that may leave a parameter uncut: (dense, expert).
+_COPYING_AXES = {False: ("tp",), True: ("etp",)}
+
+
+def localize(spec: ParamSpec, coords: Mapping[str, int], sizes: Mapping[str, int]) -> LocalParam:
+    """What a rank holds of a parameter of its stage.
+
+    Args:
+        spec: the parameter; `spec.stage` is the stage on this rank.
+        coords: the rank's place per axis.
+        sizes: ranks per axis.
+
+    Raises:
+        TopologyError: a dim that an axis cannot cut into equal pieces.
+    """
+    cut_axes = {cut.axis for cut in spec.cuts}
+    is_first = all(axis in cut_axes or coords[axis] == 0 for axis in _COPYING_AXES[spec.is_expert])
+    is_tied_copy = spec.is_tied and spec.stage > 0
+    return LocalParam(spec, spec.box(coords, sizes), is_first and not is_tied_copy)

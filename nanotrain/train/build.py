@@ -1,10 +1,11 @@
 """The one place that sees every part: from a plan to a `Run`.
 
-    stage (meta) -> specs -> data-parallel storage -> start values -> optimizer -> checkpoint -> feed
+    stages with storage -> start values -> optimizer -> checkpoint -> feed
 
 Start values come from the seed, from a Hugging Face folder or from a checkpoint; exactly one of them is used.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,25 +19,19 @@ from nanotrain.data.loader import GlobalBatches
 from nanotrain.data.sampler import ReadPlace
 from nanotrain.hf.import_weights import import_weights
 from nanotrain.log import get_logger
-from nanotrain.model.build import build_stage, collect_specs
 from nanotrain.model.init import initialize
-from nanotrain.model.stage import Stage
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.optim.lr import LRSchedule
-from nanotrain.parallel.dp.bucket import ReduceGroups
-from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions
-from nanotrain.parallel.dp.layout import LayoutRules
-from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.parallel.pp.executor import RunnableStage
 from nanotrain.parallel.pp.schedules import SCHEDULES
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.boxes import TensorBox
-from nanotrain.topology.params import LocalParam
 from nanotrain.topology.stages import split_layers
 from nanotrain.train.feed import Feed
 from nanotrain.train.resolve import Plan
 from nanotrain.train.run import Run
+from nanotrain.train.stages import BuiltStage, all_layers, build_stages
 from nanotrain.train.state import TrainState
 
 log = get_logger(__name__)
@@ -54,20 +49,25 @@ def build_run(plan: Plan, context: ParallelContext) -> Run:
     """
     config = plan.config
     precision = Precision.of(config.precision)
-    stage = build_stage(config.model, split_layers(config.model.num_layers, 1)[0], dtype=precision.params)
-    data_parallel = build_data_parallel(config, stage, context=context)
+    stages = build_stages(config, split_layers(config.model.num_layers, 1), context=context)
+    layers = all_layers(stages)
     if plan.checkpoint is None:
-        _give_start_values(config, stage)
+        _give_start_values(config, stages)
     if config.train.torch_compile:
-        _compile_layers(stage)
+        _compile_layers(stages)
     optimizer = DistributedOptimizer(
-        data_parallel, config.optim, precision=precision, loss_scale=LossScale.of(config.precision)
+        layers,
+        config.optim,
+        precision=precision,
+        loss_scale=LossScale.of(config.precision),
+        world=context.group("world"),
     )
     checkpointer = Checkpointer(plan.folder.checkpoints, group=context.control, keep_last=config.checkpoint.keep_last)
     state = TrainState()
     if plan.checkpoint is not None:
         state = restore(plan.checkpoint, checkpointer, optimizer=optimizer, config=config)
-        data_parallel.start_param_gather()
+        for layer in layers:
+            layer.start_param_gather()
 
     place = _read_place(config, context)
     samples = plan.datasets.train
@@ -83,9 +83,9 @@ def build_run(plan: Plan, context: ParallelContext) -> Run:
         config=config,
         context=context,
         folder=plan.folder,
-        stage=stage,
-        stages={0: RunnableStage(stage, (data_parallel,))},
-        data_parallel=data_parallel,
+        stages={index: stage.module for index, stage in stages.items()},
+        runnable={index: RunnableStage(stage.module, stage.layers) for index, stage in stages.items()},
+        layers=layers,
         optimizer=optimizer,
         schedule=SCHEDULES["one_stage"](place.num_microbatches),
         lr_schedule=LRSchedule(config.optim, place.global_batch_size, config.train.train_iters),
@@ -96,26 +96,6 @@ def build_run(plan: Plan, context: ParallelContext) -> Run:
         checkpointer=checkpointer,
         state=state,
     )
-
-
-def build_data_parallel(config: Config, stage: Stage, *, context: ParallelContext) -> DataParallel:
-    """Flat storage for the parameters of a stage; they are zero until start values are given."""
-    parallel = config.parallel
-    groups = ReduceGroups(context.group("dp_shard"), context.group("dp_replicate"))
-    sizes = {axis: context.topology.size(axis) for axis in ("tp", "pp", "cp", "ep", "etp")}
-    params = [LocalParam(spec, spec.box(context.coords, sizes)) for spec in collect_specs(stage)]
-    options = DataParallelOptions(
-        strategy=STRATEGIES[parallel.data_parallel_sharding_strategy.value],
-        rules=LayoutRules(
-            num_shards=groups.shard.size,
-            bucket_size=parallel.ddp_bucket_size,
-            pad_for_high_busbw=parallel.ddp_pad_buckets_for_high_nccl_busbw,
-        ),
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
-    )
-    precision = Precision.of(config.precision)
-    return DataParallel(stage, params, groups=groups, options=options, precision=precision, device=context.device)
 
 
 def restore(
@@ -129,22 +109,27 @@ def restore(
     return state
 
 
-def _give_start_values(config: Config, stage: Stage) -> None:
-    specs = collect_specs(stage)
-    if config.checkpoint.pretrained_checkpoint is None:
-        initialize(stage, specs, seed=config.train.seed)
-        return
-    folder = Path(config.checkpoint.pretrained_checkpoint)
-    params = dict(stage.named_parameters())
-    wanted = {TensorBox.whole(spec.name, spec.shape): params[spec.name].data for spec in specs}
-    import_weights(folder, config.model, wanted)
-    log.info("starting from the weights of %s", folder)
+def _give_start_values(config: Config, stages: Mapping[int, BuiltStage]) -> None:
+    folder = config.checkpoint.pretrained_checkpoint
+    for stage in stages.values():
+        if folder is None:
+            initialize(stage.module, stage.params, seed=config.train.seed)
+            continue
+        held = dict(stage.module.named_parameters())
+        wanted = {
+            TensorBox(local.spec.name, local.spec.shape, local.box): held[local.spec.name].data
+            for local in stage.params
+        }
+        import_weights(Path(folder), config.model, wanted=wanted)
+    if folder is not None:
+        log.info("starting from the weights of %s", folder)
 
 
-def _compile_layers(stage: Stage) -> None:
+def _compile_layers(stages: Mapping[int, BuiltStage]) -> None:
     """Compile what runs inside each layer; the hooks around it, which wait for parameters, stay outside."""
-    for layer in stage.layers.values():
-        layer.forward = torch.compile(layer.forward)
+    for stage in stages.values():
+        for layer in stage.module.layers.values():
+            layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
 
 
 def _read_place(config: Config, context: ParallelContext) -> ReadPlace:

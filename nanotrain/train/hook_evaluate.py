@@ -31,7 +31,8 @@ def evaluate(run: Run) -> float:
     """Mean cross-entropy over the first `eval_iters` global batches of the validation split."""
     samples = run.datasets.valid
     assert samples is not None, "resolve requires a validation split where eval_interval is set"
-    run.data_parallel.finish_param_gather()
+    for layer in run.layers:
+        layer.finish_param_gather()
     loss, num_tokens = torch.zeros((), device=run.context.device), 0
     with GlobalBatches(samples, place=run.place) as batches:
         feed = Feed(batches, run.context.control, device=run.context.device)
@@ -40,6 +41,6 @@ def evaluate(run: Run) -> float:
             assert batch is not None, "no rank asks a validation to stop"
             num_tokens += batch.num_target_tokens
             for microbatch in batch.microbatches:
-                loss += run.stage(None, microbatch)
+                loss += run.stages[0](None, microbatch)
     (total,) = all_reduce_numbers([loss.item()], run.context.group("dp_cp"))
     return total / max(num_tokens, 1)

@@ -23,7 +23,8 @@ class SampleHook(Hook):
         self._tokenizer = tokenizer
 
     def after_training(self, run: Run) -> None:
-        run.data_parallel.finish_param_gather()
+        for layer in run.layers:
+            layer.finish_param_gather()
         if not run.context.control.is_first:
             return
         if self._tokenizer is None:
@@ -52,5 +53,5 @@ def sample(run: Run, tokenizer_name: str) -> str:
     tokenizer = load_tokenizer(tokenizer_name)
     prompt = [tokenizer.eod] if tokenizer.eod is not None else tokenizer.encode("\n")
     sampling = Sampling(temperature=TEMPERATURE, top_k=TOP_K, seed=run.config.train.seed, stop=tokenizer.eod)
-    tokens = generate(run.stage, prompt, num_tokens=run.config.train.generate_tokens, sampling=sampling)
+    tokens = generate(run.stages[0], prompt, num_tokens=run.config.train.generate_tokens, sampling=sampling)
     return tokenizer.decode([token for token in tokens if token != tokenizer.eod])

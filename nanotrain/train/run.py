@@ -28,9 +28,9 @@ class Run:
         config: what was asked for, with the model section completed.
         context: device and groups.
         folder: where the run is written.
-        stage: this rank's part of the model.
-        stages: the same for the executor, by global stage index.
-        data_parallel: flat storage and reduction of the stage's parameters.
+        stages: this rank's parts of the model, by global stage index.
+        runnable: the same for the executor, with who listens to their backward passes.
+        layers: flat storage and reduction of the stages' parameters.
         optimizer: main weights and moments of this rank's shard.
         schedule: the order of forward and backward passes.
         lr_schedule: the learning rate over consumed samples.
@@ -45,9 +45,9 @@ class Run:
     config: Config
     context: ParallelContext
     folder: RunFolder
-    stage: Stage
-    stages: Mapping[int, RunnableStage]
-    data_parallel: DataParallel
+    stages: Mapping[int, Stage]
+    runnable: Mapping[int, RunnableStage]
+    layers: tuple[DataParallel, ...]
     optimizer: DistributedOptimizer
     schedule: Schedule
     lr_schedule: LRSchedule

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from nanotrain.comm.collectives import all_reduce_numbers
 from nanotrain.parallel.pp.executor import run_schedule
 from nanotrain.train.feed import GlobalBatch
+from nanotrain.train.finalize import finalize_grads
 from nanotrain.train.run import Run
 
 
@@ -30,16 +31,20 @@ def train_step(run: Run, batch: GlobalBatch) -> StepResult:
     lr = run.lr_schedule.lr_at(run.state.consumed_samples)
     num_tokens = max(batch.num_target_tokens, 1)
 
-    run.data_parallel.begin_step()
+    for layer in run.layers:
+        layer.begin_step()
     loss_sum = run_schedule(
         run.schedule,
-        run.stages,
+        run.runnable,
         microbatches=batch.microbatches,
         grad_scale=run.optimizer.loss_scale.scale / num_tokens,
     )
-    run.data_parallel.finish_grad_reduce()
+    for layer in run.layers:
+        layer.finish_grad_reduce()
+    finalize_grads(run.layers, run.context)
     update = run.optimizer.step(lr)
-    run.data_parallel.start_param_gather()
+    for layer in run.layers:
+        layer.start_param_gather()
 
     (loss,) = all_reduce_numbers([loss_sum.item()], run.context.group("dp_cp"))
     run.state.advance(samples=run.place.global_batch_size, tokens=batch.num_target_tokens)

@@ -53,7 +53,8 @@ class Trainer:
             hook.before_training(self.run)
         while not self._is_done() and self._one_step():
             pass
-        self.run.data_parallel.finish_param_gather()
+        for layer in self.run.layers:
+            layer.finish_param_gather()
         for hook in self.hooks:
             hook.after_training(self.run)
 

@@ -13,7 +13,7 @@ SIZES = (1, 2, 4)
 def measure(ctx: ParallelContext, case: Case) -> dict[str, int]:
     """Elements with padding, resident bytes and bytes sent in one step, of this rank."""
     run = build_here(ctx, case)
-    layer, optimizer = run.data_parallel, run.optimizer
+    (layer,), optimizer = run.layers, run.optimizer
     storages = {}
     for bucket in layer.buckets:
         for tensor in (bucket.params, bucket.grad_shard):

@@ -9,7 +9,7 @@ from tests.laws.worlds import Case, build_here
 
 def start_values(ctx: ParallelContext, case: Case) -> dict[str, torch.Tensor]:
     run = build_here(ctx, case)
-    return {name: parameter.detach().clone() for name, parameter in run.stage.named_parameters()}
+    return {name: parameter.detach().clone() for name, parameter in run.stages[0].named_parameters()}
 
 
 def test_start_values_do_not_know_the_topology() -> None:

@@ -109,8 +109,11 @@ def train_here(ctx: ParallelContext, case: Case) -> Outcome:
         result = train_step(run, batch)
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    run.data_parallel.finish_param_gather()
-    weights = {name: p.detach().float().clone() for name, p in run.stage.named_parameters()}
+    for layer in run.layers:
+        layer.finish_param_gather()
+    weights = {
+        name: p.detach().float().clone() for stage in run.stages.values() for name, p in stage.named_parameters()
+    }
     sent = {name: ctx.ledger.bytes(name) for name in ("dp_shard", "dp_replicate")}
     return Outcome(losses, norms, weights, samples, sent)
 

@@ -9,6 +9,7 @@ from nanotrain.data.batch import Batch
 from nanotrain.model.build import build_stage, collect_specs
 from nanotrain.model.init import initialize
 from nanotrain.model.stage import Stage
+from nanotrain.topology.params import LocalParam
 from nanotrain.topology.stages import StageSpec, split_layers
 
 # 131 is no multiple of 128, so every model here has a padded vocabulary.
@@ -62,7 +63,7 @@ def build(
     """A stage with start values; the whole model where no spec is given."""
     spec = spec or split_layers(model.num_layers, 1)[0]
     stage = give_storage(build_stage(model, spec, dtype=dtype))
-    initialize(stage, collect_specs(stage), seed=seed)
+    initialize(stage, [LocalParam.whole(spec) for spec in collect_specs(stage)], seed=seed)
     return stage
 
 

@@ -125,6 +125,18 @@ class DataParallel:
         for bucket in reversed(self.buckets):
             bucket.finish_gather()
 
+    def grad_pieces(self, axis: str) -> list[torch.Tensor]:
+        """This rank's reduced gradients of the parameters that are also summed over `axis`, as flat views.
+
+        Ranks along the axis hold the same parameters in the same layout, so their lists match.
+        """
+        return [
+            bucket.grad_shard[piece.shard_start : piece.shard_start + piece.numel]
+            for bucket in self.buckets
+            for piece in bucket.layout.pieces(self.groups.shard.index)
+            if axis in self.params[piece.name].spec.reduce_axes
+        ]
+
     @property
     def _reduces_now(self) -> bool:
         """Whether a complete bucket is reduced during this backward pass rather than at the end of the step."""
@@ -170,8 +182,11 @@ class DataParallel:
             owner, _, leaf = name.rpartition(".")
             stage.get_submodule(owner)._parameters[leaf] = param
             param.register_post_accumulate_grad_hook(partial(self._take_grad, name))
+        # A unit without parameters of its own, the head of a tied model, works with those that are tied to it.
+        tied = [name for name, local in self.params.items() if local.spec.is_tied]
         for unit_name, unit in units_of(stage):
-            used = {id(b): b for n, b in self._bucket_of.items() if n.startswith(unit_name + ".")}
+            own = [name for name in self.params if name.startswith(unit_name + ".")]
+            used = {id(bucket): bucket for bucket in (self._bucket_of[name] for name in own or tied)}
             if used:
                 unit.register_forward_pre_hook(partial(_wait_for_params, tuple(used.values())))
 
