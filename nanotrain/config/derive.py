@@ -1,16 +1,18 @@
 """Numbers that follow from the configuration: sizes of the model, of the groups and of the batch."""
 
-from nanotrain.config.config import Activation, ModelConfig, ParallelConfig, PositionEmbedding, TrainConfig
-from nanotrain.config.config import Normalization as Norm
+from nanotrain.config.config import Activation, ModelConfig, ParallelConfig, TrainConfig
+from nanotrain.config.pattern import read_pattern
 from nanotrain.errors import ConfigError, TopologyError
 
 
 def head_dim(model: ModelConfig) -> int:
-    """Width of one attention head.
+    """Width of one query and key head; with multi-latent attention its two parts together.
 
     >>> head_dim(ModelConfig(hidden_size=256, num_attention_heads=4))
     64
     """
+    if model.multi_latent_attention:
+        return model.qk_head_dim + model.qk_pos_emb_head_dim
     return model.kv_channels or model.hidden_size // model.num_attention_heads
 
 
@@ -55,31 +57,38 @@ def padded_vocab_size(model: ModelConfig) -> int:
     return -(-model.vocab_size // multiple) * multiple
 
 
-def parameter_count(model: ModelConfig) -> int:
-    """Elements of all parameters, without the padding of the vocabulary.
+def moe_layers(model: ModelConfig) -> tuple[bool, ...]:
+    """Which layers have experts, one answer per layer.
 
-    >>> gpt2 = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=10)
-    >>> parameter_count(gpt2) == 10 * 8 + 4 * 8 * 8 + 3 * 8 * 64 + 3 * 8
-    True
+    Raises:
+        ConfigError: a pattern that cannot be read or has not one 0 or 1 per layer.
+
+    >>> moe_layers(ModelConfig(num_layers=4, num_experts=8, moe_layer_freq="2"))
+    (True, False, True, False)
+    >>> moe_layers(ModelConfig(num_layers=4, num_experts=8, moe_layer_freq="[0]*1+[1]*3"))
+    (False, True, True, True)
     """
-    hidden, ffn = model.hidden_size, ffn_size(model)
-    query, key = model.num_attention_heads * head_dim(model), query_groups(model) * head_dim(model)
-    norm = 2 * hidden if model.normalization is Norm.LayerNorm else hidden
-    up_projections = 2 if model.activation is Activation.swiglu else 1
+    if model.num_experts is None:
+        return (False,) * model.num_layers
+    pattern = read_pattern(model.moe_layer_freq)
+    if isinstance(pattern, int):
+        return tuple(layer % pattern == 0 for layer in range(model.num_layers))
+    if len(pattern) != model.num_layers:
+        raise ConfigError(
+            f"moe_layer_freq {model.moe_layer_freq} speaks of {len(pattern)} layers",
+            why=f"num_layers is {model.num_layers}, and the pattern has one 0 or 1 for each",
+            fix=f"set --moe-layer-freq '[1]*{model.num_layers}' with as many zeros as layers shall be dense",
+        )
+    return tuple(bool(entry) for entry in pattern)
 
-    block = 2 * norm + hidden * (2 * query + 2 * key) + hidden * ffn * (up_projections + 1)
-    if model.add_bias_linear or model.add_qkv_bias:
-        block += query + 2 * key
-    if model.add_bias_linear:
-        block += hidden + up_projections * ffn + hidden
-    if model.qk_layernorm:
-        block += 2 * head_dim(model)
 
-    embedding = (model.vocab_size or 0) * hidden
-    total = model.num_layers * block + norm + embedding
-    if model.position_embedding_type is PositionEmbedding.learned_absolute:
-        total += model.max_position_embeddings * hidden
-    return total + embedding if model.untie_embeddings_and_output_weights else total
+def moe_ffn_size(model: ModelConfig) -> int:
+    """Width inside one expert.
+
+    >>> moe_ffn_size(ModelConfig(ffn_hidden_size=512)), moe_ffn_size(ModelConfig(moe_ffn_hidden_size=96))
+    (512, 96)
+    """
+    return model.moe_ffn_hidden_size or ffn_size(model)
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:

@@ -1,5 +1,7 @@
 """Sizes that follow from the configuration."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,9 +12,10 @@ from nanotrain.config.derive import (
     ffn_size,
     global_batch_size,
     head_dim,
+    moe_ffn_size,
+    moe_layers,
     num_microbatches,
     padded_vocab_size,
-    parameter_count,
     query_groups,
 )
 from nanotrain.errors import ConfigError, TopologyError
@@ -34,19 +37,30 @@ def test_what_is_set_beats_what_follows():
     assert (head_dim(model), query_groups(model), ffn_size(model)) == (80, 2, 1000)
 
 
+@given(st.integers(1, 12), st.integers(1, 12))
+def test_every_nth_layer_from_the_first_has_experts(num_layers, every):
+    layers = moe_layers(ModelConfig(num_layers=num_layers, num_experts=2, moe_layer_freq=str(every)))
+    assert [index for index, has_experts in enumerate(layers) if has_experts] == list(range(0, num_layers, every))
+
+
+def test_a_pattern_has_an_entry_per_layer():
+    model = ModelConfig(num_layers=5, num_experts=2, moe_layer_freq="[0]*2+[1]*2")
+    with pytest.raises(ConfigError, match="speaks of 4 layers: num_layers is 5"):
+        moe_layers(model)
+    assert moe_layers(replace(model, num_layers=4)) == (False, False, True, True)
+    assert moe_layers(replace(model, num_experts=None)) == (False,) * 5
+
+
+def test_an_expert_is_as_wide_as_the_mlp_unless_said():
+    assert moe_ffn_size(ModelConfig(hidden_size=64)) == ffn_size(ModelConfig(hidden_size=64))
+    assert moe_ffn_size(ModelConfig(moe_ffn_hidden_size=32, ffn_hidden_size=512)) == 32
+
+
 @given(st.integers(1, 10_000))
 def test_the_gated_mlp_is_as_large_as_the_plain_one_rounded_up_to_64(hidden):
     gated = ffn_size(ModelConfig(hidden_size=hidden, activation=Activation.swiglu))
     assert gated % 64 == 0 and 0 <= gated - 8 * hidden / 3 < 64
     assert ffn_size(ModelConfig(hidden_size=hidden, activation=Activation.gelu)) == 4 * hidden
-
-
-def test_biases_are_counted_where_they_are():
-    """Per block: qkv biases 3 x 8; with add_bias_linear also the output's 8, gate's and up's 64 each, and down's 8."""
-    sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": 10}
-    plain = parameter_count(ModelConfig(**sizes))
-    assert parameter_count(ModelConfig(**sizes, add_qkv_bias=True)) - plain == 2 * 24
-    assert parameter_count(ModelConfig(**sizes, add_bias_linear=True)) - plain == 2 * (24 + 8 + 64 + 64 + 8)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 200))

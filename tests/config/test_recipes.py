@@ -4,7 +4,8 @@ import pytest
 
 from nanotrain.config.compose import config_dir
 from nanotrain.config.config import DType
-from nanotrain.config.derive import global_batch_size, parameter_count
+from nanotrain.config.count import num_parameters
+from nanotrain.config.derive import global_batch_size
 from nanotrain.config.load import load, load_config
 from nanotrain.config.validate import validate_for_world
 
@@ -25,7 +26,7 @@ def test_every_recipe_is_known_here():
 @pytest.mark.parametrize("recipe", PUBLISHED)
 def test_a_recipe_has_the_size_of_the_published_model(recipe):
     config = load_config([f"+config={recipe}"])
-    assert parameter_count(config.model) == PUBLISHED[recipe]
+    assert num_parameters(config.model) == PUBLISHED[recipe]
     assert config.precision.params_dtype is DType.bf16
     validate_for_world(config, 8)
 

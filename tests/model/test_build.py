@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from nanotrain.config.derive import padded_vocab_size, parameter_count
+from nanotrain.config.count import num_parameters
+from nanotrain.config.derive import padded_vocab_size
 from nanotrain.model.build import build_stage, collect_specs
 from nanotrain.topology.params import ParamKind
 from nanotrain.topology.stages import split_layers
@@ -44,7 +45,7 @@ def test_specs_count_the_parameters_of_the_model(name: str) -> None:
     model = MODELS[name]
     copies = 2 if model.untie_embeddings_and_output_weights else 1
     padding = (padded_vocab_size(model) - model.vocab_size) * model.hidden_size * copies
-    assert sum(spec.numel for spec in specs_of(name)) == parameter_count(model) + padding
+    assert sum(spec.numel for spec in specs_of(name)) == num_parameters(model) + padding
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,0 +1,79 @@
+"""Which layers are of a kind, written short: `2` is every second layer, `[0]*3+[1]*58` three without and 58 with.
+
+The text is a small piece of Python (lists of 0 and 1, `+`, and `*` by a number) and is read as one, never run.
+"""
+
+import ast
+from itertools import groupby
+
+from nanotrain.errors import ConfigError
+
+# More layers than any model has; `[1]*10**9` is a slip.
+LONGEST = 10_000
+
+
+def read_pattern(text: str) -> int | list[int]:
+    """A frequency, or one 0 or 1 per layer.
+
+    Raises:
+        ConfigError: text that is neither.
+
+    >>> read_pattern("2"), read_pattern("[0]*2 + [1]"), read_pattern("([1] + [0]*2)*2")
+    (2, [0, 0, 1], [1, 0, 0, 1, 0, 0])
+    """
+    try:
+        value = read_node(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        value = 0
+    if isinstance(value, int) and value >= 1 or isinstance(value, list) and value and set(value) <= {0, 1}:
+        return value
+    raise ConfigError(
+        f"moe_layer_freq is {text!r}",
+        why="it takes N for every Nth layer, or lists of 0 (dense) and 1 (experts) joined by + and repeated by *",
+        fix="set --moe-layer-freq 1 for experts in every layer, or for example --moe-layer-freq '[0]*3+[1]*58'",
+    )
+
+
+def read_node(node: ast.expr) -> int | list[int]:
+    """The value of a number, a list of numbers, a sum of lists, or a list times a number."""
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.List(elts=nodes):
+            return [read_number(entry) for entry in nodes]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return read_list(left) + read_list(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            first, second = read_node(left), read_node(right)
+            entries, times = (first, second) if isinstance(first, list) else (second, first)
+            if isinstance(entries, list) and isinstance(times, int) and len(entries) * times <= LONGEST:
+                return entries * times
+    raise ValueError("no pattern")
+
+
+def read_number(node: ast.expr) -> int:
+    """A number, or an error where it is a list."""
+    value = read_node(node)
+    if isinstance(value, int):
+        return int(value)
+    raise ValueError("no number")
+
+
+def read_list(node: ast.expr) -> list[int]:
+    """A list, or an error where it is a number."""
+    value = read_node(node)
+    if isinstance(value, list):
+        return value
+    raise ValueError("no list")
+
+
+def write_pattern(layers: tuple[bool, ...]) -> str:
+    """The shortest way to say which layers are meant: `1` for all of them, runs otherwise.
+
+    >>> write_pattern((True, True)), write_pattern((False, False, True, True, False))
+    ('1', '[0]*2+[1]*2+[0]')
+    """
+    if all(layers):
+        return "1"
+    runs = ((int(kind), len(list(run))) for kind, run in groupby(layers))
+    return "+".join(f"[{kind}]*{length}" if length > 1 else f"[{kind}]" for kind, length in runs)
