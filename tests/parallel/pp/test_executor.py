@@ -8,7 +8,7 @@ from nanotrain.parallel.pp.actions import Action, ActionKind, Schedule
 from nanotrain.parallel.pp.executor import RunnableStage, run_schedule
 from nanotrain.parallel.pp.schedules import one_stage
 
-LOG: list[str] = []
+events: list[str] = []
 
 
 def batch(value: int) -> Batch:
@@ -22,24 +22,24 @@ class Doubling(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor(3.0))
-        self.weight.register_hook(lambda grad: LOG.append("grad"))
+        self.weight.register_hook(lambda grad: events.append("grad"))
 
     def forward(self, hidden: None, batch: Batch) -> torch.Tensor:
         assert hidden is None
-        LOG.append(f"forward {int(batch.tokens[0, 0])}")
+        events.append(f"forward {int(batch.tokens[0, 0])}")
         return self.weight * batch.tokens.sum()
 
 
 class Listener:
     def backward_begins(self, *, is_last: bool) -> None:
-        LOG.append("begins, the last" if is_last else "begins")
+        events.append("begins, the last" if is_last else "begins")
 
     def backward_ended(self) -> None:
-        LOG.append("ended")
+        events.append("ended")
 
 
 def run(schedule: Schedule, *values: int, listeners: int = 1, grad_scale: float = 1.0):
-    LOG.clear()
+    events.clear()
     module = Doubling()
     stage = RunnableStage(module, tuple(Listener() for _ in range(listeners)))
     microbatches = [batch(value) for value in values]
@@ -56,7 +56,7 @@ def test_the_loss_is_the_sum_over_microbatches_and_is_not_scaled():
 
 def test_listeners_hear_of_every_backward_and_which_is_the_last():
     run(one_stage(2), 1, 2)
-    assert LOG == [
+    assert events == [
         *("forward 1", "begins", "grad", "ended"),
         *("forward 2", "begins, the last", "grad", "ended"),
     ]
@@ -67,12 +67,12 @@ def test_the_order_is_the_schedules():
     kinds = [(ActionKind.forward, m) for m in (0, 1)] + [(ActionKind.backward, m) for m in (1, 0)]
     schedule = Schedule((tuple(Action(kind, 0, m) for kind, m in kinds),))
     loss, _ = run(schedule, 1, 2)
-    assert LOG == ["forward 1", "forward 2", "begins", "grad", "ended", "begins, the last", "grad", "ended"]
+    assert events == ["forward 1", "forward 2", "begins", "grad", "ended", "begins, the last", "grad", "ended"]
     assert loss.item() == 18.0
 
 
 def test_a_stage_may_have_several_listeners_or_none():
     run(one_stage(1), 1, listeners=2)
-    assert LOG == ["forward 1", "begins, the last", "begins, the last", "grad", "ended", "ended"]
+    assert events == ["forward 1", "begins, the last", "begins, the last", "grad", "ended", "ended"]
     run(one_stage(1), 1, listeners=0)
-    assert LOG == ["forward 1", "grad"]
+    assert events == ["forward 1", "grad"]

@@ -1,0 +1,123 @@
+"""Learning-rate curves against Megatron-LM's formulas, written out here once more."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanotrain.config.config import LRDecayStyle, OptimConfig, WSDDecayStyle
+from nanotrain.optim.lr import LR_DECAYS, WSD_DECAYS, LRSchedule
+
+LR, MIN_LR, INIT_LR = 1e-3, 1e-4, 2e-4
+BATCH, WARMUP, TOTAL, WSD_LENGTH = 8, 10, 100, 20  # samples a step; the others in steps
+
+
+def curve(style: LRDecayStyle, *, batch: int = BATCH, train_iters: int = TOTAL, **optim) -> LRSchedule:
+    fields = {"lr": LR, "min_lr": MIN_LR, "lr_warmup_init": INIT_LR, "lr_warmup_iters": WARMUP} | optim
+    return LRSchedule(OptimConfig(lr_decay_style=style, **fields), samples_per_step=batch, train_iters=train_iters)
+
+
+def decay_ratio(step: float) -> float:
+    return (step - WARMUP) / (TOTAL - WARMUP)
+
+
+def coefficient(style: LRDecayStyle, step: float) -> float:
+    return {
+        LRDecayStyle.linear: 1.0 - decay_ratio(step),
+        LRDecayStyle.cosine: 0.5 * (math.cos(math.pi * decay_ratio(step)) + 1.0),
+    }[style]
+
+
+def test_warmup_rises_in_a_straight_line_from_its_start_to_the_peak():
+    for style in LRDecayStyle:
+        schedule = curve(style, lr_wsd_decay_iters=WSD_LENGTH)
+        for step in range(WARMUP + 1):
+            assert schedule.lr_at(step * BATCH) == pytest.approx(INIT_LR + (LR - INIT_LR) * step / WARMUP)
+
+
+def test_without_warmup_the_first_step_has_the_peak():
+    for style in LRDecayStyle:
+        schedule = curve(style, lr_warmup_iters=0, lr_wsd_decay_iters=WSD_LENGTH)
+        assert schedule.lr_at(0) == pytest.approx(LR)
+
+
+@pytest.mark.parametrize("style", [LRDecayStyle.linear, LRDecayStyle.cosine])
+@pytest.mark.parametrize("step", [11, 30, 55, 99, 100])
+def test_linear_and_cosine_decay(style, step):
+    expected = MIN_LR + coefficient(style, step) * (LR - MIN_LR)
+    assert curve(style).lr_at(step * BATCH) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("step", [11, 40, 90, 100])
+def test_inverse_square_root_falls_with_the_consumed_samples(step):
+    expected = max(MIN_LR, LR * math.sqrt(WARMUP * BATCH) / math.sqrt(step * BATCH))
+    assert curve(LRDecayStyle.inverse_square_root).lr_at(step * BATCH) == pytest.approx(expected)
+
+
+def test_inverse_square_root_stays_above_the_minimum():
+    assert curve(LRDecayStyle.inverse_square_root, min_lr=9e-4).lr_at(50 * BATCH) == 9e-4
+
+
+def test_constant_never_falls():
+    assert curve(LRDecayStyle.constant).lr_at(10 * TOTAL * BATCH) == LR
+
+
+@pytest.mark.parametrize("style", [s for s in LRDecayStyle if s is not LRDecayStyle.constant])
+def test_after_the_decay_the_rate_is_the_minimum(style):
+    assert curve(style, lr_wsd_decay_iters=WSD_LENGTH).lr_at(TOTAL * BATCH + 1) == MIN_LR
+
+
+@pytest.mark.parametrize("wsd_style", list(WSDDecayStyle))
+@pytest.mark.parametrize("done", [0.25, 0.5, 1.0])
+def test_wsd_holds_the_peak_and_then_falls_in_its_style(wsd_style, done):
+    schedule = curve(LRDecayStyle.WSD, lr_wsd_decay_iters=WSD_LENGTH, lr_wsd_decay_style=wsd_style)
+    expected = {
+        WSDDecayStyle.linear: 1.0 - done,
+        WSDDecayStyle.cosine: 0.5 * (math.cos(math.pi * done) + 1.0),
+        WSDDecayStyle.exponential: 2.0 * math.pow(0.5, done) - 1.0,
+        WSDDecayStyle.minus_sqrt: 1.0 - math.sqrt(done),
+    }[wsd_style]
+    start = TOTAL - WSD_LENGTH
+    assert schedule.lr_at((WARMUP + 1) * BATCH) == schedule.lr_at(start * BATCH) == LR
+    consumed = round((start + done * WSD_LENGTH) * BATCH)
+    assert schedule.lr_at(consumed) == pytest.approx(MIN_LR + expected * (LR - MIN_LR))
+
+
+def test_the_decay_may_be_shorter_than_the_run():
+    schedule = curve(LRDecayStyle.linear, lr_decay_iters=50)
+    assert schedule.lr_at(50 * BATCH) == pytest.approx(MIN_LR)
+    assert schedule.lr_at(51 * BATCH) == MIN_LR
+
+
+def test_every_style_a_user_can_name_has_a_formula():
+    assert set(LR_DECAYS) | {LRDecayStyle.constant} == set(LRDecayStyle)
+    assert set(WSD_DECAYS) == set(WSDDecayStyle)
+
+
+@given(st.sampled_from(LRDecayStyle), st.integers(0, 2 * TOTAL * BATCH))
+def test_the_curve_is_the_same_whatever_the_batch_that_consumed_the_samples(style, consumed):
+    # Given the same lengths in samples, in half as many steps of twice the batch,
+    one = curve(style, lr_wsd_decay_iters=WSD_LENGTH)
+    other = curve(
+        style,
+        batch=2 * BATCH,
+        train_iters=TOTAL // 2,
+        lr_warmup_iters=WARMUP // 2,
+        lr_wsd_decay_iters=WSD_LENGTH // 2,
+    )
+    assert one.lr_at(consumed) == pytest.approx(other.lr_at(consumed))
+
+
+@given(st.sampled_from(LRDecayStyle), st.integers(0, 2 * TOTAL * BATCH))
+def test_the_rate_lies_between_its_ends_and_never_jumps_up_after_the_warmup(style, consumed):
+    schedule = curve(style, lr_wsd_decay_iters=WSD_LENGTH)
+    rate, later = schedule.lr_at(consumed), schedule.lr_at(consumed + 1)
+    assert min(INIT_LR, MIN_LR) <= rate <= LR * (1 + 1e-12)
+    if consumed >= WARMUP * BATCH:
+        assert later <= rate * (1 + 1e-12)
+
+
+def test_warmup_and_decay_of_equal_length_do_not_divide_by_zero():
+    schedule = curve(LRDecayStyle.cosine, lr_decay_iters=WARMUP)
+    assert schedule.lr_at(WARMUP * BATCH) == LR and schedule.lr_at(WARMUP * BATCH + 1) == MIN_LR

@@ -1,0 +1,65 @@
+"""The dynamic loss scale, with Megatron-LM's rules."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanotrain.config.config import DType, PrecisionConfig
+from nanotrain.precision.loss_scale import LossScale
+
+
+def scale(**fields) -> LossScale:
+    defaults = {"initial_loss_scale": 1024.0, "loss_scale_window": 3, "hysteresis": 2}
+    return LossScale.of(PrecisionConfig(params_dtype=DType.fp16, **(defaults | fields)))
+
+
+def after(loss_scale: LossScale, steps: str) -> list[float]:
+    """The scale after each step: "o" overflows, "c" is clean."""
+    scales = []
+    for step in steps:
+        loss_scale.update(overflowed=step == "o")
+        scales.append(loss_scale.scale)
+    return scales
+
+
+def test_it_halves_at_the_overflow_that_uses_up_the_hysteresis_and_at_every_further_one():
+    assert after(scale(), "oooo") == [1024, 512, 256, 128]
+    assert after(scale(hysteresis=1), "oo") == [512, 256]
+    assert after(scale(hysteresis=3), "ooo") == [1024, 1024, 512]
+
+
+def test_clean_steps_between_overflows_do_not_restore_the_hysteresis_before_the_window_is_full():
+    assert after(scale(), "occo") == [1024, 1024, 1024, 512]
+
+
+def test_a_full_window_doubles_it_and_restores_the_hysteresis():
+    assert after(scale(), "cccccc") == [1024, 1024, 2048, 2048, 2048, 4096]
+    assert after(scale(), "occcoo") == [1024, 1024, 1024, 2048, 2048, 1024]
+
+
+def test_an_overflow_begins_the_window_anew():
+    assert after(scale(hysteresis=9), "ccocc") == [1024] * 5
+    assert after(scale(hysteresis=9), "ccoccc")[-1] == 2048
+
+
+def test_it_never_falls_below_the_minimum():
+    assert after(scale(min_loss_scale=300.0), "oooo") == [1024, 512, 300, 300]
+
+
+@pytest.mark.parametrize("kind", [DType.fp32, DType.bf16])
+def test_other_formats_keep_a_scale_of_one(kind):
+    fixed = LossScale.of(PrecisionConfig(params_dtype=kind))
+    assert set(after(fixed, "o" * 5 + "c" * 5000)) == {1.0}
+    fixed.load_state(scale().state())  # of a run in fp16
+    assert fixed.scale == 1.0
+
+
+@given(st.text("oc", max_size=30), st.text("oc", max_size=30))
+def test_resuming_goes_on_as_if_never_stopped(before, behind):
+    never_stopped, saved, resumed = scale(), scale(), scale(initial_loss_scale=2.0)
+    after(never_stopped, before)
+    after(saved, before)
+    resumed.load_state(json.loads(json.dumps(saved.state())))
+    assert after(resumed, behind) == after(never_stopped, behind)
