@@ -7,15 +7,21 @@ about it. `Context` is what all layers of a batch share and is made once per bat
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanotrain.config.config import ModelConfig, Normalization
 from nanotrain.config.derive import head_dim, query_groups
 from nanotrain.model.norm import build_norm
 from nanotrain.model.rope import Rotation, rotate
+from nanotrain.parallel.cp.attention import Core, PlainCore
+from nanotrain.parallel.cp.plain import document_mask
+
+__all__ = ["Attention", "Context", "document_mask"]
+
+PLAIN: Core = PlainCore()
 
 
 @dataclass(frozen=True)
@@ -24,31 +30,25 @@ class Context:
 
     Args:
         rotation: of the batch's positions; None without rotary positions.
-        mask: [B, 1, S, S] bool, True where a query (row) may see a key (column); None for plain causal.
+        mask: what the core's `plan_mask` made of the batch.
     """
 
     rotation: Rotation | None = None
-    mask: Tensor | None = None
-
-
-def document_mask(document_ids: Tensor) -> Tensor:
-    """The causal mask that ends at document borders.
-
-    Args:
-        document_ids: [B, S] integers, equal within a document.
-
-    Returns:
-        [B, 1, S, S] bool, True where attention is allowed.
-    """
-    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
-    return same.tril()
+    mask: Any = None
 
 
 class Attention(nn.Module):
-    """Multi-head attention with grouped keys and values."""
+    """Multi-head attention with grouped keys and values.
 
-    def __init__(self, model: ModelConfig, *, dtype: torch.dtype) -> None:
+    Args:
+        model: the whole model's shape.
+        dtype: of the parameters and activations.
+        core: of the cp group that shares the sequences.
+    """
+
+    def __init__(self, model: ModelConfig, *, dtype: torch.dtype, core: Core = PLAIN) -> None:
         super().__init__()
+        self.core = core
         self.head_dim = head_dim(model)
         hidden, groups = model.hidden_size, query_groups(model)
         bias = model.add_bias_linear
@@ -76,29 +76,9 @@ class Attention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         if context.rotation is not None:
             query, key = rotate(query, context.rotation), rotate(key, context.rotation)
-        attended: Tensor = self.output(attend(query, key=key, value=value, mask=context.mask).flatten(2))
-        return attended
+        attended = self.core(query, key=key, value=value, mask=context.mask)
+        out: Tensor = self.output(attended.flatten(2))
+        return out
 
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (-1, self.head_dim))
-
-
-def attend(query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Softmax attention of every query over the keys it may see.
-
-    Args:
-        query: [B, S, N, D].
-        key, value: [B, S, G, D].
-        mask: [B, 1, S, S] bool, or None for plain causal.
-
-    Returns:
-        [B, S, N, D].
-    """
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    grouped = query.shape[1] != key.shape[1]
-    if grouped and not query.is_cuda:  # torch's own grouping is 1.4 to 1.5 times slower than repeating on the CPU
-        repeats = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-        grouped = False
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
-    return out.transpose(1, 2)

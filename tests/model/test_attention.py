@@ -1,30 +1,9 @@
-"""Attention: the core against the formula, masks, grouped heads."""
+"""Attention: documents, a part of the heads."""
 
-import pytest
 import torch
 
-from nanotrain.model.attention import Attention, Context, attend, document_mask
+from nanotrain.model.attention import Attention, Context, document_mask
 from tests.model.building import LLAMA, build, give_storage
-
-
-@pytest.mark.parametrize("groups", [1, 2, 6])
-def test_the_core_is_softmax_of_scores_over_the_past(groups: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(2, 10, 6, 8, generator=generator)
-    key, value = (torch.randn(2, 10, groups, 8, generator=generator) for _ in range(2))
-    out = attend(query, key=key, value=value, mask=None)
-    for head in range(6):
-        group = head // (6 // groups)
-        scores = query[:, :, head] @ key[:, :, group].mT / 8**0.5
-        scores = scores.masked_fill(torch.ones(10, 10).triu(1).bool(), float("-inf"))
-        torch.testing.assert_close(out[:, :, head], scores.softmax(-1) @ value[:, :, group])
-
-
-def test_the_document_mask_is_causal_and_ends_at_borders() -> None:
-    mask = document_mask(torch.tensor([[0, 0, 1, 1, 1]], dtype=torch.int32))
-    expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
-    assert mask.shape == (1, 1, 5, 5)
-    assert mask[0, 0].int().tolist() == expected
 
 
 def test_one_document_is_plain_causal() -> None:
