@@ -14,14 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanotrain.comm.group import Group
 from nanotrain.config.config import ModelConfig, PositionEmbedding
 from nanotrain.config.derive import padded_vocab_size
 from nanotrain.data.batch import Batch
 from nanotrain.model.attention import Context, document_mask
 from nanotrain.model.block import Block
-from nanotrain.model.loss import linear_cross_entropy
 from nanotrain.model.norm import build_norm
 from nanotrain.model.rope import RotaryTables
+from nanotrain.parallel.tp.loss import vocab_parallel_cross_entropy
 from nanotrain.topology.stages import StageSpec
 
 
@@ -54,6 +55,7 @@ class Head(nn.Module):
         super().__init__()
         assert model.vocab_size is not None, "the vocabulary size is resolved before a model is built"
         self.vocab_size = model.vocab_size
+        self.group = Group.alone("tp")
         self.weight: nn.Parameter | None = None
         if model.untie_embeddings_and_output_weights:
             shape = (padded_vocab_size(model), model.hidden_size)
@@ -61,12 +63,13 @@ class Head(nn.Module):
 
     def forward(self, hidden: Tensor, batch: Batch, *, tied: Tensor | None) -> Tensor:
         """The summed loss of the batch: [B, S, H] -> fp32 scalar."""
-        return linear_cross_entropy(
+        return vocab_parallel_cross_entropy(
             hidden.flatten(0, 1),
             self._weight(tied),
             labels=batch.labels.flatten(),
             loss_mask=batch.loss_mask.flatten(),
             vocab_size=self.vocab_size,
+            group=self.group,
         )
 
     def logits(self, hidden: Tensor, *, tied: Tensor | None) -> Tensor:

@@ -6,8 +6,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanotrain.model import loss as loss_module
-from nanotrain.model.loss import linear_cross_entropy
+from nanotrain.comm.group import Group
+from nanotrain.parallel.tp import loss as loss_module
+from nanotrain.parallel.tp.loss import vocab_parallel_cross_entropy
+
+ALONE = Group.alone("tp")
 
 
 def in_one_piece(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -36,9 +39,13 @@ def test_chunks_give_the_loss_and_gradients_of_one_piece(
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", chunk)
         patch.setattr(loss_module, "MIN_CHUNK_TOKENS", 1)
-        found = linear_cross_entropy(hidden, weight, labels=labels, loss_mask=mask, vocab_size=vocab_size)
+        found = vocab_parallel_cross_entropy(
+            hidden, weight, labels=labels, loss_mask=mask, vocab_size=vocab_size, group=ALONE
+        )
         with torch.no_grad():
-            evaluated = linear_cross_entropy(hidden, weight, labels=labels, loss_mask=mask, vocab_size=vocab_size)
+            evaluated = vocab_parallel_cross_entropy(
+                hidden, weight, labels=labels, loss_mask=mask, vocab_size=vocab_size, group=ALONE
+            )
     (found / 7).backward()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(evaluated, expected, rtol=1e-5, atol=1e-5)
@@ -49,8 +56,13 @@ def test_chunks_give_the_loss_and_gradients_of_one_piece(
 
 def test_a_second_backward_is_an_error_not_a_wrong_gradient() -> None:
     hidden = torch.ones(3, 2, requires_grad=True)
-    loss = linear_cross_entropy(
-        hidden, torch.ones(4, 2), labels=torch.zeros(3, dtype=torch.int64), loss_mask=torch.ones(3), vocab_size=4
+    loss = vocab_parallel_cross_entropy(
+        hidden,
+        torch.ones(4, 2),
+        labels=torch.zeros(3, dtype=torch.int64),
+        loss_mask=torch.ones(3),
+        vocab_size=4,
+        group=ALONE,
     )
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -59,7 +71,9 @@ def test_a_second_backward_is_an_error_not_a_wrong_gradient() -> None:
 
 def test_a_hopeless_label_has_a_finite_loss() -> None:
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[500.0], [-500.0]])
-    found = linear_cross_entropy(hidden, weight, labels=torch.tensor([1]), loss_mask=torch.ones(1), vocab_size=2)
+    found = vocab_parallel_cross_entropy(
+        hidden, weight, labels=torch.tensor([1]), loss_mask=torch.ones(1), vocab_size=2, group=ALONE
+    )
     assert found.item() == 1000.0
 
 
@@ -73,7 +87,7 @@ def test_chunks_of_the_weight_gradient_add_up_unrounded_in_an_fp32_buffer(monkey
     weight.grad_dtype = torch.float32
     weight.grad = torch.zeros(50, 16)
     buffer = weight.grad
-    linear_cross_entropy(hidden, weight, labels=labels, loss_mask=mask, vocab_size=50).backward()
+    vocab_parallel_cross_entropy(hidden, weight, labels=labels, loss_mask=mask, vocab_size=50, group=ALONE).backward()
     exact = weight.detach().float().requires_grad_()
     in_one_piece(hidden.float(), exact, labels, mask).backward()
     assert weight.grad is buffer

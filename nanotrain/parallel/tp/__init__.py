@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism: matrices, vocabulary and activations cut over the ranks of one tp group."""
