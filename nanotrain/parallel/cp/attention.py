@@ -13,13 +13,16 @@
 The model knows nothing of cp beyond the core it was built with.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from nanotrain.comm.group import Group
 from nanotrain.parallel.cp.all_gather import AllGatherCore
+from nanotrain.parallel.cp.heads import HeadsCore
 from nanotrain.parallel.cp.plain import PlainCore
+from nanotrain.parallel.cp.ring import RingCore
 
 __all__ = ["ATTENTION_CORES", "Core", "PlainCore", "build_core"]
 
@@ -51,7 +54,7 @@ class Core(Protocol):
         ...
 
 
-ATTENTION_CORES = {"allgather": AllGatherCore}
+ATTENTION_CORES: dict[str, Callable[[Group], Core]] = {"allgather": AllGatherCore, "p2p": RingCore, "a2a": HeadsCore}
 
 
 def build_core(comm_type: str, group: Group) -> Core:

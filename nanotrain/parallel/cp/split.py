@@ -12,7 +12,7 @@ many keys under a causal mask:
     split_batch       the microbatch as this rank sees it
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -83,4 +83,10 @@ def split_batch(batch: Batch, group: Group) -> Batch:
     positions = batch.position_ids
     if positions is None:
         positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)[None]
-    return Batch(own(batch.tokens), own(batch.labels), own(batch.loss_mask), own(positions), batch.document_ids)
+    return replace(
+        batch,
+        tokens=own(batch.tokens),
+        labels=own(batch.labels),
+        loss_mask=own(batch.loss_mask),
+        position_ids=own(positions),
+    )
