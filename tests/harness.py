@@ -47,7 +47,10 @@ SHORT_NAMES = {
     "instances": "num_distributed_optimizer_instances",
     "strategy": "data_parallel_sharding_strategy",
 }
-PRELOADED = ["torch", "torch.distributed", "pytest", "hypothesis", "numpy", "nanotrain.train.build", "tests.harness"]
+PRELOADED = [
+    *("torch", "torch.distributed", "pytest", "hypothesis", "numpy", "nanotrain.train.build", "tests.harness"),
+    "torch._dynamo",  # torch's optimizers import it when the first is made: 1 to 5 s on every rank
+]
 ROOT = Path(__file__).parents[1]
 _DEFAULT_TIMEOUT_S = 60.0
 _SECOND_FAILURE_S = 0.5  # how long to look for ranks that failed along with the first
