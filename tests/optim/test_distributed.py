@@ -1,0 +1,260 @@
+"""The sharded optimizer against torch AdamW on whole tensors, its vote, and the tensors it gives to checkpoints."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import DType, OptimConfig, ParallelConfig, PrecisionConfig
+from nanotrain.optim.distributed import DistributedOptimizer
+from nanotrain.parallel.dp.data_parallel import DataParallel
+from nanotrain.parallel.dp.strategy import STRATEGIES
+from nanotrain.precision.loss_scale import LossScale
+from nanotrain.precision.policy import Precision
+from nanotrain.topology.boxes import TensorBox
+from nanotrain.topology.topology import Topology
+from tests.harness import ranks, run_ranks
+from tests.parallel.dp.toys import SHAPES, Toy, wrap
+
+LR = 1e-2
+CONFIG = OptimConfig(lr=LR, clip_grad=0.5, weight_decay=0.2, adam_beta1=0.9, adam_beta2=0.95)
+DTYPES = {torch.float32: DType.fp32, torch.bfloat16: DType.bf16, torch.float16: DType.fp16}
+NAMES = [f"units.{index}.weight" for index in range(len(SHAPES))]
+
+
+class Trainee:
+    """A toy with start values, a data-parallel layer and an optimizer, fed with gradients by name."""
+
+    def __init__(self, ctx: ParallelContext, strategy: str, **options) -> None:
+        dtype = options.pop("dtype", torch.float32)
+        precision_config = PrecisionConfig(params_dtype=DTYPES[dtype], initial_loss_scale=1024.0, hysteresis=1)
+        self.stage = Toy(dtype=dtype, shapes=options.pop("shapes", SHAPES))
+        self.parallel: DataParallel = wrap(ctx, self.stage, strategy=strategy, dtype=dtype, **options)
+        for index, param in enumerate(self.stage.parameters()):
+            param.data.copy_(noise(param.shape, seed=index))
+        self.optimizer = DistributedOptimizer(
+            [self.parallel],
+            CONFIG,
+            precision=Precision.of(precision_config),
+            loss_scale=LossScale.of(precision_config),
+            world=ctx.group("world"),
+        )
+
+    def step(self, grads: dict[str, Tensor], *, lr: float = LR):
+        """One step whose gradient on this rank is `grads`."""
+        self.parallel.begin_step()
+        self.parallel.backward_begins(is_last=True)
+        for name, param in self.stage.named_parameters():
+            grad = grads[name] * self.optimizer.loss_scale.scale
+            (param.float() * grad).sum().backward()
+        self.parallel.backward_ended()
+        self.parallel.finish_grad_reduce()
+        update = self.optimizer.step(lr)
+        self.parallel.start_param_gather()
+        self.parallel.finish_param_gather()
+        return update
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: param.detach().clone() for name, param in self.stage.named_parameters()}
+
+
+def noise(shape: tuple[int, ...], *, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def grads_of(rank: int, step: int, *, shapes=SHAPES) -> dict[str, Tensor]:
+    return {
+        f"units.{i}.weight": (noise(shape, seed=1000 * step + 10 * rank + i) / 20).bfloat16().float()
+        for i, shape in enumerate(shapes)
+    }
+
+
+class Reference:
+    """torch AdamW on whole fp32 tensors, with torch's clipping."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.params = {name: torch.nn.Parameter(weight.float().clone()) for name, weight in weights.items()}
+        groups = [
+            {"params": [p for p in self.params.values() if p.ndim >= 2], "weight_decay": CONFIG.weight_decay},
+            {"params": [p for p in self.params.values() if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(groups, lr=LR, betas=(CONFIG.adam_beta1, CONFIG.adam_beta2), eps=CONFIG.adam_eps)
+
+    def step(self, grads: list[dict[str, Tensor]], *, lr: float = LR) -> float:
+        for name, param in self.params.items():
+            param.grad = torch.stack([of_rank[name] for of_rank in grads]).sum(0)
+        norm = torch.nn.utils.clip_grad_norm_(self.params.values(), CONFIG.clip_grad)
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        return norm.item()
+
+
+def follow_the_reference(ctx):
+    world = range(ctx.topology.world_size)
+    for strategy in STRATEGIES:
+        for dtype in (torch.float32, torch.bfloat16):
+            trainee = Trainee(ctx, strategy, dtype=dtype)
+            reference = Reference(trainee.weights())
+            for step in range(4):
+                lr = LR / (step + 1)
+                update = trainee.step(grads_of(ctx.rank, step), lr=lr)
+                norm = reference.step([grads_of(rank, step) for rank in world], lr=lr)
+                assert update.grad_norm == pytest.approx(norm, rel=1e-5) and norm > CONFIG.clip_grad
+                assert not update.skipped
+            main = {tensor.name: view for tensor, view in trainee.optimizer.held_tensors().items()}
+            assert all(view.dtype is torch.float32 for view in main.values())
+            for name, weight in trainee.weights().items():
+                expected = reference.params[name].detach()
+                tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 2**-8, "atol": 1e-5}
+                torch.testing.assert_close(weight.float(), expected, **tolerance)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_weights_follow_torch_adamw_in_every_strategy_and_dtype(num_ranks):
+    run_ranks(num_ranks, follow_the_reference, strategy="optim")
+
+
+@ranks(3, strategy="optim")
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(ctx):
+    for strategy in STRATEGIES:
+        for bad in (math.nan, math.inf):
+            trainee = Trainee(ctx, strategy)
+            trainee.step(grads_of(ctx.rank, 0))
+            before = trainee.weights()
+            moments = [view.clone() for view in trainee.optimizer.held_tensors().values()]
+            # When one element on one rank is bad,
+            grads = grads_of(ctx.rank, 1)
+            if ctx.rank == 1:
+                grads[NAMES[2]][3, 4] = bad
+            update = trainee.step(grads)
+            # then nobody has moved,
+            assert update.skipped and not math.isfinite(update.grad_norm)
+            assert all(torch.equal(weight, before[name]) for name, weight in trainee.weights().items())
+            views = trainee.optimizer.held_tensors().values()
+            assert all(torch.equal(view, old) for view, old in zip(views, moments, strict=True))
+            assert trainee.optimizer.num_updates == 1
+            # and the next step is taken as if it had not been.
+            assert not trainee.step(grads_of(ctx.rank, 2)).skipped
+            assert all(weight.isfinite().all() for weight in trainee.weights().values())
+            assert trainee.optimizer.num_updates == 2
+
+
+@ranks(1)
+def test_a_loss_scale_changes_no_update_and_halves_at_an_overflow(ctx):
+    plain, scaled = Trainee(ctx, "optim"), Trainee(ctx, "optim", dtype=torch.float16)
+    for name, param in plain.stage.named_parameters():  # begin at the same, fp16, values
+        param.data.copy_(dict(scaled.stage.named_parameters())[name])
+    # Given gradients that fp16 holds exactly, scaled or not,
+    grads = {name: torch.full(shape, 2.0**-6) for name, shape in zip(NAMES, SHAPES, strict=True)}
+    one, other = plain.step(grads), scaled.step(grads)
+    assert one.grad_norm == other.grad_norm
+    for mine, theirs in zip(
+        plain.optimizer.held_tensors().values(), scaled.optimizer.held_tensors().values(), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)
+    # when an element overflows under the scale,
+    update = scaled.step(dict(grads, **{NAMES[0]: torch.full(SHAPES[0], 1e3)}))
+    # then the step is skipped and the scale is halved for the next.
+    assert update.skipped and scaled.optimizer.loss_scale.scale == 512.0
+    assert scaled.optimizer.num_updates == 1
+
+
+@ranks(4, strategy="optim")
+def test_a_rank_whose_shards_are_padding_only_takes_part(ctx):
+    # Given three elements in a bucket of 128, of which the first of four ranks owns all,
+    for strategy in ("optim", "optim_grads"):
+        trainee = Trainee(ctx, strategy, shapes=((3,),))
+        assert bool(trainee.optimizer.held_tensors()) is (ctx.rank == 0)
+        reference = Reference(trainee.weights())
+        for step in range(2):
+            trainee.step(grads_of(ctx.rank, step, shapes=((3,),)))
+            reference.step([grads_of(rank, step, shapes=((3,),)) for rank in range(4)])
+        trainee.optimizer.load_state(trainee.optimizer.state())
+        torch.testing.assert_close(trainee.weights()["units.0.weight"], reference.params["units.0.weight"].detach())
+
+
+@ranks(1)
+def test_gaps_and_padding_stay_zero(ctx):
+    trainee = Trainee(ctx, "optim", dtype=torch.bfloat16)
+    for step in range(3):
+        trainee.step(grads_of(0, step))
+    used = sum(math.prod(shape) for shape in SHAPES)
+    for state in trainee.optimizer._states:
+        for flat in (state.main, *state.moments.values(), state.bucket.params):
+            used_here = sum(piece.numel for piece in state.pieces)
+            assert int((flat != 0).sum()) == used_here < flat.numel()
+    assert used == sum(piece.numel for state in trainee.optimizer._states for piece in state.pieces)
+
+
+def parts_to_save(ctx, strategy: str):
+    """What this rank writes after two steps, the optimizer's state, and the weights after a third."""
+    trainee = Trainee(ctx, strategy, dtype=torch.bfloat16)
+    for step in range(2):
+        trainee.step(mean_grads(ctx, step))
+    tensors = {box: view.clone() for box, view in trainee.optimizer.tensors_to_save().items()}
+    state = json.loads(json.dumps(trainee.optimizer.state()))
+    trainee.step(mean_grads(ctx, 2))
+    return tensors, state, trainee.weights()
+
+
+def mean_grads(ctx, step: int) -> dict[str, Tensor]:
+    """Gradients whose sum over the ranks is the same in every world, exactly: only the first rank has any."""
+    return {name: grad * (ctx.rank == 0) for name, grad in grads_of(0, step).items()}
+
+
+def go_on_from(ctx, strategy: str, saved: dict[str, Tensor], *rest):
+    state, bucket_size = rest
+    trainee = Trainee(ctx, strategy, dtype=torch.bfloat16, bucket_size=bucket_size)
+    for tensor, view in trainee.optimizer.held_tensors().items():
+        view.copy_(saved[tensor.name][tensor.box.slices()])
+    trainee.optimizer.load_state(state)
+    trainee.parallel.start_param_gather()
+    trainee.step(mean_grads(ctx, 2))
+    return trainee.weights()
+
+
+def merge(parts: list[dict[TensorBox, Tensor]]) -> dict[str, Tensor]:
+    """Whole tensors from the pieces of all ranks; fails where an element is missing or written twice."""
+    whole: dict[str, Tensor] = {}
+    counts: dict[str, Tensor] = {}
+    for part in parts:
+        for tensor, values in part.items():
+            whole.setdefault(tensor.name, torch.zeros(tensor.shape))[tensor.box.slices()] = values
+            counts.setdefault(tensor.name, torch.zeros(tensor.shape))[tensor.box.slices()] += 1
+    assert all((count == 1).all() for count in counts.values())
+    return whole
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_all_ranks_save_tiles_every_tensor_once_and_is_taken_up_by_another_layout(strategy):
+    # Given what three ranks save after two steps,
+    saved = run_ranks(3, parts_to_save, strategy, strategy="optim")
+    whole = merge([tensors for tensors, _, _ in saved])
+    assert set(whole) == {
+        f"{kind}/{name}" for kind in ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq") for name in NAMES
+    }
+    _, state, after_third = saved[0]
+    assert all(other == state for _, other, _ in saved)
+    # when two ranks in another strategy, with other buckets, read it and take the third step,
+    for other_strategy in STRATEGIES:
+        resumed = run_ranks(2, go_on_from, other_strategy, whole, state, 1000, strategy="optim")
+        # then their weights are those of the run that never stopped, to the bit.
+        for weights in resumed:
+            assert all(torch.equal(weights[name], after_third[name]) for name in NAMES)
+
+
+def test_replicas_share_the_writing():
+    saved = run_ranks(3, parts_to_save, "no_shard", strategy="optim")
+    sizes = [sum(view.numel() for view in tensors.values()) for tensors, _, _ in saved]
+    assert max(sizes) - min(sizes) <= 3 * len(NAMES)
+
+
+def test_fp32_parameters_are_their_own_main_weights():
+    trainee = Trainee(ParallelContext.attach(Topology.of(ParallelConfig(), 1)), "no_shard")
+    held = {box.name: view for box, view in trainee.optimizer.held_tensors().items()}
+    held[f"model/{NAMES[1]}"].fill_(7.0)
+    assert (trainee.weights()[NAMES[1]] == 7.0).all()
