@@ -1,0 +1,107 @@
+"""A small run in this process, built the way the command line builds it: from words to a plan to a `Run`."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.load import load
+from nanotrain.train.build import build_run
+from nanotrain.train.hooks import Hook
+from nanotrain.train.metrics import StepReport
+from nanotrain.train.resolve import Plan, resolve
+from nanotrain.train.run import Run
+from nanotrain.train.trainer import Trainer
+
+SEQ_LENGTH = 16
+SIZES = [
+    *("--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2"),
+    *("--vocab-size", "260", "--seq-length", str(SEQ_LENGTH)),
+]
+QUIET = [
+    *("--mock-data", "--num-workers", "0", "--eval-interval", "0"),
+    *("--manual-gc-interval", "0", "--ddp-bucket-size", "5000"),
+]
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    """The command line of a small run on synthetic data; `more` has the last word."""
+    return [*SIZES, *QUIET, "--run-dir", str(folder), *more]
+
+
+def plan_run(folder: Path, *more: str, world_size: int = 1) -> Plan:
+    return resolve(load(words(folder, *more)), world_size)
+
+
+@contextmanager
+def small_run(folder: Path, *more: str, context: ParallelContext | None = None) -> Iterator[Run]:
+    """A built run, its loader closed afterwards."""
+    plan = plan_run(folder, *more, world_size=context.topology.world_size if context else 1)
+    run = build_run(plan, context or ParallelContext.attach(plan.topology))
+    try:
+        yield run
+    finally:
+        run.batches.close()
+
+
+def train(run: Run, *hooks: Hook) -> Run:
+    Trainer(run, hooks).fit()
+    return run
+
+
+class Spy(Hook):
+    """Notes what it is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.reports: list[StepReport] = []
+
+    def before_training(self, run: Run) -> None:
+        self.calls.append("before")
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        self.calls.append(f"step {report.step}")
+        self.reports.append(report)
+
+    def after_training(self, run: Run) -> None:
+        self.calls.append("after")
+
+    def close(self, *, failed: bool) -> None:
+        self.calls.append("closed after an error" if failed else "closed")
+
+
+class Failing(Hook):
+    """Raises after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        if report.step == self.step:
+            raise RuntimeError("a hook broke")
+
+
+def report_of(step: int = 1, **fields: Any) -> StepReport:
+    """A report with round numbers."""
+    values: dict[str, Any] = {
+        "step": step,
+        "loss": 2.5,
+        "grad_norm": 0.75,
+        "lr": 1e-3,
+        "step_time_s": 0.5,
+        "tokens_per_second": 1000.0,
+        "mfu": None,
+        "peak_memory_bytes": 2_000_000_000,
+        "consumed_samples": 4 * step,
+        "consumed_tokens": 64 * step,
+        "skipped": False,
+        "data_wait_s": 0.05,
+        "loss_scale": 1.0,
+    }
+    return StepReport(**(values | fields))
+
+
+def metrics_of(folder: Path) -> Sequence[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

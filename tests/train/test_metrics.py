@@ -1,0 +1,81 @@
+"""What a step reports, in numbers and in JSON."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from nanotrain.config.config import Config, DataConfig, ModelConfig
+from nanotrain.model.flops import flops_per_token
+from nanotrain.train.metrics import Speedometer, StepClock, report_step
+from nanotrain.train.state import TrainState
+from nanotrain.train.step import StepResult
+from tests.train.small_run import report_of, small_run
+
+FIELDS = [
+    *("step", "loss", "grad_norm", "lr", "step_time_s", "tokens_per_second", "mfu", "peak_memory_bytes"),
+    *("consumed_samples", "consumed_tokens", "skipped", "data_wait_s", "loss_scale"),
+]
+
+
+def test_a_line_of_metrics_has_these_fields():
+    assert list(report_of().to_json()) == FIELDS
+    assert list(report_of(valid_loss=3.0).to_json()) == [*FIELDS, "valid_loss"]
+
+
+def test_numbers_that_are_not_finite_are_null():
+    line = json.dumps(report_of(loss=math.nan, grad_norm=math.inf, skipped=True).to_json(), allow_nan=False)
+    assert json.loads(line)["loss"] is None and json.loads(line)["grad_norm"] is None
+
+
+def test_rates_count_all_tokens_of_the_global_batch_and_all_devices(tmp_path):
+    with small_run(tmp_path) as run:
+        speed = Speedometer.of(run.config, run.context, global_batch_size=6)
+    assert speed.tokens_per_second(0.5) == 6 * 16 / 0.5
+    assert speed.flops_per_token == flops_per_token(run.config.model, 16)
+    assert speed.mfu(1e9) is None  # nobody knows this CPU's peak
+
+
+def test_mfu_of_a_known_case():
+    # LLaMA-7B at 4096 tokens needs 42,863,689,728 FLOPs a token; an H100 does 989.4e12 a second in bf16.
+    llama = ModelConfig(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=11008,
+        num_attention_heads=32,
+        max_position_embeddings=4096,
+        vocab_size=32000,
+        untie_embeddings_and_output_weights=True,
+    )
+    config = replace(Config(), model=llama, data=DataConfig(seq_length=4096))
+    needed = flops_per_token(config.model, 4096)
+    speed = Speedometer(tokens_per_step=2 * 4096, flops_per_token=needed, peak_flops=2 * 989.4e12)
+    assert needed == 42_863_689_728
+    assert speed.mfu(20_000.0) == pytest.approx(20_000 * 42_863_689_728 / (2 * 989.4e12))
+
+
+def test_a_report_joins_result_state_and_clock(tmp_path):
+    with small_run(tmp_path) as run:
+        report = report_step(
+            StepResult(loss=1.5, grad_norm=0.5, lr=1e-3, skipped=False),
+            TrainState(step=7, consumed_samples=70, consumed_tokens=900),
+            clock=StepClock(step_time_s=0.25, data_wait_s=0.05),
+            speed=Speedometer(tokens_per_step=100, flops_per_token=10, peak_flops=1e4),
+            context=run.context,
+            loss_scale=8.0,
+        )
+    assert report.peak_memory_bytes > 1_000_000
+    assert replace(report, peak_memory_bytes=0) == report_of(
+        7,
+        loss=1.5,
+        grad_norm=0.5,
+        step_time_s=0.25,
+        tokens_per_second=400.0,
+        mfu=0.4,
+        peak_memory_bytes=0,
+        consumed_samples=70,
+        consumed_tokens=900,
+        data_wait_s=0.05,
+        loss_scale=8.0,
+    )
