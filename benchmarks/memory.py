@@ -142,11 +142,11 @@ def measure(context: ParallelContext, strategy: str, dtype: str) -> Row:
     precision_config = PrecisionConfig(params_dtype=DType(dtype))
     precision = Precision.of(precision_config)
     stage = build_stage(MODEL, split_layers(MODEL.num_layers, 1)[0], dtype=precision.params)
-    params = [LocalParam.whole(spec) for spec in collect_specs(stage)]
+    held = [LocalParam.whole(spec) for spec in collect_specs(stage)]
     shard = context.group("dp_shard")
     data_parallel = DataParallel(
         stage,
-        params,
+        held,
         groups=ReduceGroups(shard, context.group("dp_replicate")),
         options=DataParallelOptions(
             STRATEGIES[strategy], LayoutRules(shard.size, BUCKET_SIZE), overlap_grad_reduce=True
@@ -154,7 +154,7 @@ def measure(context: ParallelContext, strategy: str, dtype: str) -> Row:
         precision=precision,
         device=context.device,
     )
-    initialize(stage, params, seed=1)
+    initialize(stage, held, seed=1)
     scale = LossScale.of(precision_config)
     world = context.group("world")
     optimizer = DistributedOptimizer([data_parallel], OptimConfig(), precision=precision, loss_scale=scale, world=world)
@@ -177,7 +177,7 @@ def measure(context: ParallelContext, strategy: str, dtype: str) -> Row:
         strategy=strategy,
         dtype=dtype,
         ranks=case.d,
-        num_params=sum(spec.numel for spec in specs),
+        num_params=sum(local.spec.numel for local in held),
         params=sum(params.values()),
         grads=sum(grads.values()),
         optimizer=sum(state.values()),

@@ -7,7 +7,7 @@ Shape legend: B samples of a microbatch, S tokens of a sample.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,6 +60,8 @@ class Batch:
         loss_mask: [B, S] float32.
         position_ids: [B, S] int64, or None for 0..S-1 in every row.
         document_ids: [B, S] int32, or None where attention crosses documents.
+        tokens_per_sequence: target tokens of the global batch by its samples: what turns a mean over sequences into
+            the sum over tokens that the loss is.
     """
 
     tokens: Tensor
@@ -67,6 +69,12 @@ class Batch:
     loss_mask: Tensor
     position_ids: Tensor | None = None
     document_ids: Tensor | None = None
+    tokens_per_sequence: float = 0.0
+
+    @classmethod
+    def of_tokens(cls, tokens: Tensor) -> "Batch":
+        """Tokens [B, S] to be read, none of them to be predicted."""
+        return cls(tokens, torch.zeros_like(tokens), torch.zeros(tokens.shape, device=tokens.device))
 
     @property
     def num_target_tokens(self) -> Tensor:
@@ -83,8 +91,8 @@ class Batch:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed: dict[str, Any] = {name: None if value is None else change(value) for name, value in given.items()}
-        return Batch(**changed)
+        tensors = {name: change(value) for name, value in given.items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)
 
 
 def collate(samples: Sequence[Sample]) -> Batch:

@@ -7,21 +7,21 @@ about it. `Context` is what all layers of a batch share and is made once per bat
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nanotrain.comm.group import Group
 from nanotrain.config.config import ModelConfig, Normalization
 from nanotrain.config.derive import head_dim, query_groups
 from nanotrain.model.norm import build_norm
+from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.rope import Rotation, rotate
-from nanotrain.parallel.cp.attention import Core, PlainCore
-from nanotrain.parallel.cp.plain import document_mask
+from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
 
-__all__ = ["Attention", "Context", "document_mask"]
-
-PLAIN: Core = PlainCore()
+ALONE = ModelParallel.alone()
 
 
 @dataclass(frozen=True)
@@ -43,35 +43,39 @@ class Attention(nn.Module):
     Args:
         model: the whole model's shape.
         dtype: of the parameters and activations.
-        core: of the cp group that shares the sequences.
+        parallel: the tp group shares the heads, the core's group the sequences.
     """
 
-    def __init__(self, model: ModelConfig, *, dtype: torch.dtype, core: Core = PLAIN) -> None:
+    def __init__(self, model: ModelConfig, *, dtype: torch.dtype, parallel: ModelParallel = ALONE) -> None:
         super().__init__()
-        self.core = core
+        self.core = parallel.core
         self.head_dim = head_dim(model)
-        hidden, groups = model.hidden_size, query_groups(model)
-        bias = model.add_bias_linear
-        inner, key_width = model.num_attention_heads * self.head_dim, groups * self.head_dim
-
-        def linear(inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=bias, dtype=dtype, device="meta")
-
-        self.query = linear(hidden, inner, bias=bias or model.add_qkv_bias)
-        self.key = linear(hidden, key_width, bias=bias or model.add_qkv_bias)
-        self.value = linear(hidden, key_width, bias=bias or model.add_qkv_bias)
         self.query_norm: nn.Module | None = None
         self.key_norm: nn.Module | None = None
+        column = partial(
+            ColumnParallelLinear,
+            bias=model.add_bias_linear or model.add_qkv_bias,
+            dtype=dtype,
+            tensor_parallel=parallel.tp,
+        )
+        hidden, inner = model.hidden_size, model.num_attention_heads * self.head_dim
+        key_width, rows = query_groups(model) * self.head_dim, shared_rows(model, parallel.tp.group)
+        self.query = column(hidden, inner)
+        self.key = column(hidden, key_width, rows=rows)
+        self.value = column(hidden, key_width, rows=rows)
         if model.qk_layernorm:
             # Qwen3's are RMS norms; a LayerNorm per head is in no published family.
-            kind, epsilon = Normalization.RMSNorm, model.norm_epsilon
-            self.query_norm = build_norm(kind, self.head_dim, epsilon=epsilon, dtype=dtype)
-            self.key_norm = build_norm(kind, self.head_dim, epsilon=epsilon, dtype=dtype)
-        self.output = linear(inner, hidden, bias=bias)
+            norm = partial(build_norm, epsilon=model.norm_epsilon, dtype=dtype, tensor_parallel=parallel.tp)
+            self.query_norm = norm(Normalization.RMSNorm, self.head_dim)
+            self.key_norm = norm(Normalization.RMSNorm, self.head_dim)
+        self.output = RowParallelLinear(
+            inner, hidden, bias=model.add_bias_linear, dtype=dtype, tensor_parallel=parallel.tp
+        )
 
     def forward(self, hidden: Tensor, context: Context) -> Tensor:
-        """[B, S, H] -> [B, S, H]."""
-        query, key, value = (self._heads(layer(hidden)) for layer in (self.query, self.key, self.value))
+        """[B, S or S/tp, H] -> the same shape."""
+        projections = column_parallel(hidden, (self.query, self.key, self.value))
+        query, key, value = (projected.unflatten(-1, (-1, self.head_dim)) for projected in projections)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if context.rotation is not None:
@@ -80,5 +84,17 @@ class Attention(nn.Module):
         out: Tensor = self.output(attended.flatten(2))
         return out
 
-    def _heads(self, projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (-1, self.head_dim))
+
+def shared_rows(model: ModelConfig, group: Group) -> slice | None:
+    """The rows of the key and value weights that a rank computes where heads are fewer than tp ranks.
+
+    Several ranks then need the same head: each holds all of these (small) weights and computes the one its query heads
+    belong to. None where every rank has heads of its own and the weights are cut.
+
+    >>> shared_rows(ModelConfig(hidden_size=64, num_attention_heads=8, num_query_groups=2), Group.alone("tp"))
+    """
+    groups, width = query_groups(model), head_dim(model)
+    if groups % group.size == 0:
+        return None
+    head = group.index * groups // group.size
+    return slice(head * width, (head + 1) * width)

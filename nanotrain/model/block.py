@@ -1,5 +1,7 @@
 """One transformer block: attention and MLP, each behind a norm and beside a residual."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -7,21 +9,22 @@ from nanotrain.config.config import ModelConfig
 from nanotrain.model.attention import Attention, Context
 from nanotrain.model.mlp import MLP
 from nanotrain.model.norm import build_norm
+from nanotrain.model.parallel import ModelParallel
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, model: ModelConfig, *, dtype: torch.dtype) -> None:
+    def __init__(self, model: ModelConfig, *, dtype: torch.dtype, parallel: ModelParallel) -> None:
         super().__init__()
-        size, epsilon = model.hidden_size, model.norm_epsilon
-        self.attention_norm = build_norm(model.normalization, size, epsilon=epsilon, dtype=dtype)
-        self.attention = Attention(model, dtype=dtype)
-        self.mlp_norm = build_norm(model.normalization, size, epsilon=epsilon, dtype=dtype)
-        self.mlp = MLP(model, dtype=dtype)
+        norm = partial(build_norm, epsilon=model.norm_epsilon, dtype=dtype, tensor_parallel=parallel.tp)
+        self.attention_norm = norm(model.normalization, model.hidden_size)
+        self.attention = Attention(model, dtype=dtype, parallel=parallel)
+        self.mlp_norm = norm(model.normalization, model.hidden_size)
+        self.mlp = MLP(model, dtype=dtype, tensor_parallel=parallel.tp)
 
     def forward(self, hidden: Tensor, context: Context) -> Tensor:
-        """[B, S, H] -> [B, S, H]."""
+        """[B, S or S/tp, H] -> the same shape."""
         hidden = hidden + self.attention(self.attention_norm(hidden), context)
         out: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
         return out

@@ -9,11 +9,15 @@ from dataclasses import dataclass
 import torch
 
 from nanotrain.config.config import ModelConfig
+from nanotrain.model.attention import shared_rows
+from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.stage import Stage
 from nanotrain.topology.params import Cut, ParamKind, ParamSpec
 from nanotrain.topology.stages import StageSpec
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+ALONE = ModelParallel.alone()
 
 ROWS = (Cut(0, "tp"),)
 COLUMNS = (Cut(1, "tp"),)
@@ -21,18 +25,24 @@ COLUMNS = (Cut(1, "tp"),)
 
 @dataclass(frozen=True)
 class Role:
-    """What a parameter is, whichever layer it stands in."""
+    """What a parameter is, whichever layer it stands in.
+
+    Attributes:
+        sums_over_tp: every tp rank's gradient is a part of the sum: each norms its own heads with the same weight.
+        meets_sequence_shards: the same holds under sequence parallelism, where each rank sees its own tokens.
+    """
 
     kind: ParamKind
     cuts: tuple[Cut, ...] = ()
-    reduce_axes: tuple[str, ...] = ()
+    sums_over_tp: bool = False
+    meets_sequence_shards: bool = False
 
 
 # The last two words of a parameter's name -> its role. Weights are [outputs, inputs]: layers that open a block are cut
 # along their outputs, those that close it along their inputs; a bias follows the outputs.
 PARAMETERS: dict[str, Role] = {
     "word.weight": Role(ParamKind.embedding, ROWS),
-    "position.weight": Role(ParamKind.embedding),
+    "position.weight": Role(ParamKind.embedding, meets_sequence_shards=True),
     "query.weight": Role(ParamKind.matrix, ROWS),
     "key.weight": Role(ParamKind.matrix, ROWS),
     "value.weight": Role(ParamKind.matrix, ROWS),
@@ -46,29 +56,29 @@ PARAMETERS: dict[str, Role] = {
     "value.bias": Role(ParamKind.bias, ROWS),
     "gate.bias": Role(ParamKind.bias, ROWS),
     "up.bias": Role(ParamKind.bias, ROWS),
-    "output.bias": Role(ParamKind.bias),
-    "down.bias": Role(ParamKind.bias),
-    # Each tp rank norms its own heads with the same weight, so the gradients of all of them belong to it.
-    "query_norm.weight": Role(ParamKind.norm, reduce_axes=("tp",)),
-    "key_norm.weight": Role(ParamKind.norm, reduce_axes=("tp",)),
-    "attention_norm.weight": Role(ParamKind.norm),
-    "attention_norm.bias": Role(ParamKind.bias),
-    "mlp_norm.weight": Role(ParamKind.norm),
-    "mlp_norm.bias": Role(ParamKind.bias),
-    "final_norm.weight": Role(ParamKind.norm),
-    "final_norm.bias": Role(ParamKind.bias),
+    "output.bias": Role(ParamKind.bias, meets_sequence_shards=True),
+    "down.bias": Role(ParamKind.bias, meets_sequence_shards=True),
+    "query_norm.weight": Role(ParamKind.norm, sums_over_tp=True),
+    "key_norm.weight": Role(ParamKind.norm, sums_over_tp=True),
+    "attention_norm.weight": Role(ParamKind.norm, meets_sequence_shards=True),
+    "attention_norm.bias": Role(ParamKind.bias, meets_sequence_shards=True),
+    "mlp_norm.weight": Role(ParamKind.norm, meets_sequence_shards=True),
+    "mlp_norm.bias": Role(ParamKind.bias, meets_sequence_shards=True),
+    "final_norm.weight": Role(ParamKind.norm, meets_sequence_shards=True),
+    "final_norm.bias": Role(ParamKind.bias, meets_sequence_shards=True),
 }
 
 
-def build_stage(model: ModelConfig, stage: StageSpec, *, dtype: torch.dtype) -> Stage:
+def build_stage(model: ModelConfig, stage: StageSpec, *, dtype: torch.dtype, parallel: ModelParallel = ALONE) -> Stage:
     """The modules of a stage, on the meta device: shapes and names, no storage.
 
     Args:
         model: the whole model's shape, its vocabulary size set.
         stage: which part of the model to build.
         dtype: of the parameters and activations.
+        parallel: what the layers talk over.
     """
-    return Stage(model, stage, dtype=dtype)
+    return Stage(model, stage, dtype=dtype, parallel=parallel)
 
 
 def collect_specs(stage: Stage) -> tuple[ParamSpec, ...]:
@@ -77,14 +87,23 @@ def collect_specs(stage: Stage) -> tuple[ParamSpec, ...]:
 
 
 def _spec(name: str, parameter: torch.Tensor, *, stage: Stage) -> ParamSpec:
-    role = PARAMETERS[".".join(name.split(".")[-2:])]
+    """The whole parameter of which a stage holds a part."""
+    place = ".".join(name.split(".")[-2:])
+    role, tp = PARAMETERS[place], stage.parallel.tp
+    is_shared = place.split(".")[0] in ("key", "value") and shared_rows(stage.model, tp.group) is not None
+    cuts = () if is_shared else role.cuts
+    shape = list(parameter.shape)
+    for cut in cuts:
+        shape[cut.dim] *= tp.group.size
+    sums_over_tp = role.sums_over_tp or is_shared or (role.meets_sequence_shards and tp.sequence_parallel)
+    is_tied = stage.is_tied and name == "embedding.word.weight"
     return ParamSpec(
         name=name,
-        shape=tuple(parameter.shape),
+        shape=tuple(shape),
         dtype=DTYPES[parameter.dtype],
-        cuts=role.cuts,
-        reduce_axes=role.reduce_axes,
+        cuts=cuts,
+        reduce_axes=("tp",) * sums_over_tp + ("embed",) * is_tied,
         stage=stage.spec.index,
         kind=role.kind,
-        is_tied=stage.is_tied and name == "embedding.word.weight",
+        is_tied=is_tied,
     )

@@ -5,6 +5,7 @@ B batch   S sequence   H hidden   F width inside
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,10 @@ from torch import Tensor, nn
 
 from nanotrain.config.config import Activation, ModelConfig
 from nanotrain.config.derive import ffn_size
+from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
+from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+
+ALONE = TensorParallel.alone()
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.gelu: F.gelu,
@@ -21,25 +26,39 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))), or down(silu(gate(x)) * up(x)) with swiglu (Shazeer, "GLU variants", 2020)."""
+    """down(activation(up(x))), or down(silu(gate(x)) * up(x)) with swiglu (Shazeer, "GLU variants", 2020).
 
-    def __init__(self, model: ModelConfig, *, dtype: torch.dtype) -> None:
+    Args:
+        model: the whole model's shape.
+        dtype: of the parameters and activations.
+        tensor_parallel: cuts the width inside.
+        size: the width inside; the model's by default.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        tensor_parallel: TensorParallel = ALONE,
+        size: int | None = None,
+    ) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[model.activation]
-
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=model.add_bias_linear, dtype=dtype, device="meta")
-
-        hidden, inner = model.hidden_size, ffn_size(model)
-        self.gate = linear(hidden, inner) if model.activation is Activation.swiglu else None
-        self.up = linear(hidden, inner)
-        self.down = linear(inner, hidden)
+        hidden, inner = model.hidden_size, size or ffn_size(model)
+        options: Any = {"bias": model.add_bias_linear, "dtype": dtype, "tensor_parallel": tensor_parallel}
+        is_gated = model.activation is Activation.swiglu
+        self.gate = ColumnParallelLinear(hidden, inner, **options) if is_gated else None
+        self.up = ColumnParallelLinear(hidden, inner, **options)
+        self.down = RowParallelLinear(inner, hidden, **options)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, S, H] -> [B, S, H]."""
+        """[B, S or S/tp, H] -> the same shape."""
         if self.gate is None:
-            inner = self.activation(self.up(hidden))
+            (up,) = column_parallel(hidden, (self.up,))
+            inner = self.activation(up)
         else:
-            inner = self.activation(self.gate(hidden)) * self.up(hidden)
+            gate, up = column_parallel(hidden, (self.gate, self.up))
+            inner = self.activation(gate) * up
         out: Tensor = self.down(inner)
         return out

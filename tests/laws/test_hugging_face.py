@@ -49,8 +49,8 @@ def test_a_hugging_face_llama_trains_alike(tmp_path: Path, tied: bool, dtype: to
     LlamaForCausalLM(LlamaConfig(**shape, **heads, tie_word_embeddings=tied)).save_pretrained(tmp_path / "llama")
     tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, 6000).astype(np.uint16)
     write_tokens(tmp_path / "tokens", tokens)
-    words = f"""+config=tiny --pretrained-checkpoint {tmp_path / "llama"} --data-path {tmp_path / "tokens"} --split 1,0,0
-        data.shuffle=false --seq-length {SEQ_LENGTH} --micro-batch-size 2 --global-batch-size {BATCH}
+    words = f"""+config=tiny --pretrained-checkpoint {tmp_path / "llama"} --data-path {tmp_path / "tokens"}
+        --split 1,0,0 data.shuffle=false --seq-length {SEQ_LENGTH} --micro-batch-size 2 --global-batch-size {BATCH}
         --train-iters {STEPS} --lr {lr} --lr-decay-style constant --lr-warmup-iters 0 --weight-decay 0.1
         --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad {CLIP} --eval-interval 0 --save-interval 3 --seed 1
         precision.params_dtype=fp32 --data-parallel-sharding-strategy optim_grads train.run_dir={tmp_path / "out"}

@@ -2,7 +2,8 @@
 
 import torch
 
-from nanotrain.model.attention import Attention, Context, document_mask
+from nanotrain.model.attention import Attention, Context
+from nanotrain.parallel.cp.plain import document_mask
 from tests.model.building import LLAMA, build, give_storage
 
 

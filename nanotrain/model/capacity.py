@@ -1,0 +1,55 @@
+"""Experts that take only so many tokens of a sequence: who stays and who is dropped.
+
+Of the tokens of one sequence that choose an expert, those that give it the highest weight stay; equal weights go by
+place in the sequence. That is a rule on whole sequences, so ranks that share one first tell each other their choices,
+and the answer is the same however the tokens are spread.
+
+    B batch   S tokens of a sequence on this rank   L all tokens of a sequence   E experts   K experts per token
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from nanotrain.comm.collectives import all_gather
+from nanotrain.comm.group import Group
+from nanotrain.config.config import ModelConfig
+from nanotrain.parallel.ep.dispatch import Choice
+
+
+def capacity_of(model: ModelConfig, length: int) -> int:
+    """Tokens of a sequence that an expert takes: its even share times the factor, rounded up.
+
+    >>> capacity_of(ModelConfig(num_experts=8, moe_router_topk=2, moe_expert_capacity_factor=1.25), 64)
+    20
+    """
+    assert model.num_experts is not None and model.moe_expert_capacity_factor is not None
+    return min(length, math.ceil(model.moe_expert_capacity_factor * length * model.moe_router_topk / model.num_experts))
+
+
+def within_capacity(choice: Choice, *, num_experts: int, capacity: int, places: Tensor, sequence: Group) -> Tensor:
+    """Drop what is beyond the experts' capacity.
+
+    Args:
+        choice: [B, S, K] experts and weights.
+        num_experts: E.
+        capacity: tokens of a sequence that an expert takes.
+        places: [S] int64, where this rank's tokens stand in their sequence.
+        sequence: the ranks that hold the tokens of one sequence.
+
+    Returns:
+        [B, S, K] int64: the experts, E in place of dropped choices.
+    """
+    experts, weights, everywhere = _of_all_ranks(choice, places, sequence=sequence)
+    batch, length, _ = experts.shape
+    # By expert: the weight of every token of the sequence in order, -1 where it chose others.
+    given = weights.new_full((batch, length, num_experts), -1.0)
+    rows = everywhere[:, None].expand_as(experts[0])
+    given[torch.arange(batch, device=rows.device)[:, None, None], rows, experts] = weights
+    best = given.argsort(dim=1, descending=True, stable=True)[:, :capacity]
+    stays = torch.zeros_like(given, dtype=torch.bool).scatter_(1, best, True)
+    return choice.experts.masked_fill(~stays[:, places].gather(2, choice.experts), num_experts)
+
+
+def _of_all_ranks(choice: Choice, places: Tensor, *, sequence: Group) -> tuple[Tensor, Tensor, Tensor]:
