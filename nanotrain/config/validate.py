@@ -1,12 +1,15 @@
 """Rules that span several fields, each a function that raises with the numbers and the cure.
 
 `validate` holds what needs no world, `validate_for_world` what needs the number of ranks, and `require_trainable` what
-can be planned but not yet trained. The bounds of a single field stand with the field.
+only training needs: a layout that fits the model, and nothing that can be planned but not yet trained. The bounds of a
+single field stand with the field, the rules of the model in model_rules.py, those of its layout in layout_rules.py.
 """
 
-from nanotrain.config.config import Config, DType, LRDecayStyle, PositionEmbedding
-from nanotrain.config.derive import data_parallel_size, head_dim, num_microbatches, query_groups
+from nanotrain.config.config import Config, DType, LRDecayStyle
+from nanotrain.config.derive import data_parallel_size, num_microbatches
 from nanotrain.config.idle import check_idle
+from nanotrain.config.layout_rules import check_layout
+from nanotrain.config.model_rules import check_model
 from nanotrain.errors import ConfigError
 
 
@@ -21,36 +24,6 @@ def validate(config: Config) -> None:
     for rule in (check_lr, check_wsd, check_batch, check_split, check_start, check_profile, check_loss_scale):
         rule(config)
     check_idle(config)
-
-
-def check_model(config: Config) -> None:
-    """Heads cut the width evenly, groups the heads, and a sample fits the positions."""
-    model = config.model
-    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
-        raise ConfigError(
-            f"hidden_size {model.hidden_size} cannot be cut into {model.num_attention_heads} heads",
-            why="num_attention_heads must divide it where kv_channels is unset",
-            fix="set --num-attention-heads to a divisor or --kv-channels to the width of a head",
-        )
-    if model.num_attention_heads % query_groups(model):
-        raise ConfigError(
-            f"{model.num_attention_heads} query heads cannot share {query_groups(model)} key/value heads",
-            why="num_query_groups must divide num_attention_heads",
-            fix="set --num-query-groups to a divisor",
-        )
-    if model.position_embedding_type is PositionEmbedding.rope and head_dim(model) % 2:
-        raise ConfigError(
-            f"a head is {head_dim(model)} wide",
-            why="rope rotates pairs of channels, so the width must be even",
-            fix="set --kv-channels to an even number or another --num-attention-heads",
-        )
-    positions = model.max_position_embeddings
-    if config.data.seq_length > positions:
-        raise ConfigError(
-            f"seq_length {config.data.seq_length} is longer than max_position_embeddings {positions}",
-            why="the model has no positions beyond",
-            fix=f"set --seq-length {positions} or raise --max-position-embeddings",
-        )
 
 
 def check_lr(config: Config) -> None:
@@ -163,7 +136,9 @@ def validate_for_world(config: Config, world_size: int, *, expected_dp: int | No
 
 
 def require_trainable(config: Config) -> None:
-    """Refuse what `nanotrain topology` plans but this version does not train: it trains with data parallelism."""
+    """Check that the layout fits the model; refuse what `nanotrain topology` plans but this version does not train."""
+    if config.checkpoint.pretrained_checkpoint is None:
+        check_layout(config)
     parallel = config.parallel
     for name, value in (
         ("tensor_model_parallel_size", parallel.tensor_model_parallel_size),
@@ -179,9 +154,3 @@ def require_trainable(config: Config) -> None:
                 why="this version trains with data parallelism only",
                 fix=f"leave --{name.replace('_', '-')} out; nanotrain topology can plan it",
             )
-    if parallel.use_tp_pp_dp_mapping:
-        raise ConfigError(
-            "use_tp_pp_dp_mapping has no effect",
-            why="with data parallelism only both orders are the same",
-            fix="leave --use-tp-pp-dp-mapping out",
-        )

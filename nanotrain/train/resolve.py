@@ -13,8 +13,9 @@ from pathlib import Path
 
 from nanotrain.checkpoint.store import find_checkpoint, newest_complete
 from nanotrain.config.config import Config, DataConfig
+from nanotrain.config.layout_rules import check_layout
 from nanotrain.config.load import Loaded
-from nanotrain.config.validate import check_model
+from nanotrain.config.model_rules import check_model
 from nanotrain.data.build import Datasets, build_data, tokenizer_of, uses_quickstart
 from nanotrain.data.quickstart import prepare_quickstart
 from nanotrain.data.tokenizer import load_tokenizer
@@ -68,6 +69,7 @@ def resolve(loaded: Loaded, world_size: int) -> Plan:
     tokenizer = tokenizer_of(data)
     config = _with_vocabulary(config, tokenizer)
     check_model(config)
+    check_layout(config)
     required = {"train", "valid"} if config.train.eval_interval else {"train"}
     assert config.model.vocab_size, "the vocabulary is known by now"
     datasets = build_data(data, vocab_size=config.model.vocab_size, seed=config.train.seed, required=required)

@@ -62,6 +62,20 @@ def test_a_setting_with_effect_stays():
         {"model": {"position_embedding_type": "none", "use_rope_scaling": True}},
         {"model": {"rope_scaling_factor": 2.0}},
         {"model": {"add_qkv_bias": True, "add_bias_linear": True}},
+        {"model": {"moe_router_topk": 4}},
+        {"model": {"moe_aux_loss_coeff": 0.1}},
+        {"model": {"num_experts": 4, "moe_ffn_hidden_size": 64, "ffn_hidden_size": 64}},
+        {"model": {"num_experts": 4, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1}},
+        {"model": {"num_experts": 4, "moe_router_bias_update_rate": 0.1}},
+        {"model": {"num_experts": 4, "moe_router_score_function": "sigmoid", "moe_router_pre_softmax": True}},
+        {"model": {"kv_lora_rank": 5}},
+        {"model": {"multi_latent_attention": True, "num_query_groups": 2}},
+        {"model": {"multi_latent_attention": True, "qk_layernorm": True}},
+        {"parallel": {"sequence_parallel": True}},
+        {"parallel": {"cp_comm_type": "a2a"}},
+        {"parallel": {"pipeline_schedule": "zb-h1"}},
+        {"parallel": {"decoder_first_pipeline_num_layers": 2}},
+        {"parallel": {"use_tp_pp_dp_mapping": True}},
         {"checkpoint": {"save": False, "save_interval": 5}},
         {"train": {"eval_interval": 0, "eval_iters": 5}},
         {"train": {"profile_step_start": 2}},
@@ -71,3 +85,15 @@ def test_a_setting_with_effect_stays():
 def test_no_setting_is_skipped_in_silence(values):
     with pytest.raises(ConfigError, match="has no effect"):
         check_idle(config_from_dict(values))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_virtual_stages_ask_for_the_interleaved_schedule(schedule):
+    sizes = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
+    with pytest.raises(ConfigError, match="or set --pipeline-schedule interleaved"):
+        check_idle(config_from_dict({"parallel": sizes | {"pipeline_schedule": schedule}}))
+
+
+def test_settings_of_experts_wait_for_the_config_of_pretrained_weights():
+    model = {"moe_aux_loss_coeff": 0.01}
+    check_idle(config_from_dict({"model": model, "checkpoint": {"pretrained_checkpoint": "folder"}}))

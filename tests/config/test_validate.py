@@ -4,19 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from nanotrain.config.config import Config
-from nanotrain.config.schema import config_from_dict
+from nanotrain.config.config import Config, ModelConfig
 from nanotrain.config.validate import require_trainable, validate, validate_for_world
 from nanotrain.errors import ConfigError
-
-
-def config_of(**keys: object) -> Config:
-    """A configuration from `section__field=value`."""
-    values: dict[str, dict[str, object]] = {}
-    for key, value in keys.items():
-        section, name = key.split("__")
-        values.setdefault(section, {})[name] = value
-    return config_from_dict(values)
+from tests.config.asking import config_of
 
 
 def test_the_defaults_break_no_rule():
@@ -28,11 +19,6 @@ def test_the_defaults_break_no_rule():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model__hidden_size": 100, "model__num_attention_heads": 3}, "hidden_size 100 cannot be cut into 3 heads"),
-        ({"model__num_query_groups": 3}, "4 query heads cannot share 3 key/value heads"),
-        ({"model__num_query_groups": 8}, "4 query heads cannot share 8 key/value heads"),
-        ({"model__kv_channels": 5}, "a head is 5 wide"),
-        ({"data__seq_length": 2048}, "seq_length 2048 is longer than max_position_embeddings 1024"),
         ({"optim__min_lr": 1.0}, "min_lr 1 is above lr 0.0003"),
         ({"optim__lr_warmup_init": 1.0, "optim__lr_warmup_iters": 5}, "lr_warmup_init 1 is above lr 0.0003"),
         ({"optim__lr_decay_iters": 5, "optim__lr_warmup_iters": 6}, "lr_decay_iters 5 is below lr_warmup_iters 6"),
@@ -93,12 +79,19 @@ def test_data_parallel_size_only_checks():
         "expert_model_parallel_size",
         "expert_tensor_parallel_size",
         "num_distributed_optimizer_instances",
-        "use_tp_pp_dp_mapping",
     ],
 )
 def test_what_is_planned_but_not_trained_is_refused_by_name(name):
-    value = True if name.startswith("use_") else 2
-    config = replace(Config(), parallel=replace(Config().parallel, **{name: value}))
+    model = ModelConfig(num_experts=4)
+    config = replace(Config(), model=model, parallel=replace(Config().parallel, **{name: 2}))
     validate(config)
-    with pytest.raises(ConfigError, match=name):
+    with pytest.raises(ConfigError, match=f"{name} is 2"):
+        require_trainable(config)
+
+
+def test_only_training_asks_whether_the_layout_fits_the_model():
+    """`nanotrain topology` plans ranks for models that are described elsewhere."""
+    config = config_of(parallel__tensor_model_parallel_size=8)
+    validate(config)
+    with pytest.raises(ConfigError, match="num_attention_heads 4 cannot be shared by tp=8 ranks"):
         require_trainable(config)

@@ -1,0 +1,62 @@
+"""Rules of the model section."""
+
+import pytest
+
+from nanotrain.config.model_rules import check_model
+from nanotrain.errors import ConfigError
+from tests.config.asking import config_of
+
+EXPERTS = {"num_experts": 8}
+LATENT = {"multi_latent_attention": True}
+GROUPS = {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        EXPERTS,
+        GROUPS | {"moe_router_topk": 4},
+        LATENT | {"hidden_size": 100, "num_attention_heads": 3, "q_lora_rank": 5},
+        EXPERTS | {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+        EXPERTS | {"moe_router_topk": 1, "moe_router_score_function": "sigmoid"},
+        EXPERTS | {"moe_layer_freq": "[0]*3+[1]"},
+    ],
+)
+def test_what_fits_together_breaks_no_rule(keys):
+    check_model(config_of(**keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"hidden_size": 100, "num_attention_heads": 3}, "hidden_size 100 cannot be cut into 3 heads"),
+        ({"num_query_groups": 3}, "4 query heads cannot share 3 key/value heads"),
+        ({"num_query_groups": 8}, "4 query heads cannot share 8 key/value heads"),
+        ({"kv_channels": 5}, "a head is 5 wide"),
+        ({"seq_length": 2048}, "seq_length 2048 is longer than max_position_embeddings 1024"),
+        (LATENT | {"position_embedding_type": "none"}, "position_embedding_type is none with multi_latent_attention"),
+        (LATENT | {"qk_pos_emb_head_dim": 63}, "set --qk-pos-emb-head-dim 64"),
+        (LATENT | {"add_bias_linear": True}, "add_bias_linear with multi_latent_attention"),
+        (EXPERTS | {"moe_layer_freq": "[0]*4"}, "no layer has the 8 experts: moe_layer_freq is [0]*4"),
+        (EXPERTS | {"moe_layer_freq": "[1]*5"}, "speaks of 5 layers: num_layers is 4"),
+        (EXPERTS | {"moe_layer_freq": "some"}, "moe_layer_freq is 'some'"),
+        (EXPERTS | {"moe_router_topk": 9}, "a token cannot be sent to 9 of 8 experts"),
+        (EXPERTS | {"moe_router_topk": 1}, "the router would never learn; set --moe-router-pre-softmax"),
+        (EXPERTS | {"moe_router_enable_expert_bias": True}, "set --moe-router-score-function sigmoid"),
+        (EXPERTS | {"add_bias_linear": True}, "add_bias_linear with 8 experts"),
+        (EXPERTS | {"moe_router_num_groups": 4}, "moe_router_num_groups is 4 and moe_router_group_topk is unset"),
+        (EXPERTS | {"moe_router_group_topk": 4}, "moe_router_group_topk is 4 and moe_router_num_groups is unset"),
+        (GROUPS | {"moe_router_num_groups": 3}, "8 experts cannot form 3 groups"),
+        (GROUPS | {"moe_router_group_topk": 5}, "a token cannot choose from 5 of 4 groups"),
+        (
+            GROUPS | {"moe_router_topk": 5},
+            "hold 2 x 2 = 4; set --moe-router-group-topk 3",
+        ),
+    ],
+)
+def test_a_broken_rule_is_named_with_its_numbers(keys, message):
+    with pytest.raises(ConfigError) as caught:
+        check_model(config_of(**keys))
+    assert message in str(caught.value)
+    assert caught.value.fix
