@@ -8,6 +8,7 @@ and the answer is the same however the tokens are spread.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -41,15 +42,32 @@ def within_capacity(choice: Choice, *, num_experts: int, capacity: int, places: 
     Returns:
         [B, S, K] int64: the experts, E in place of dropped choices.
     """
-    experts, weights, everywhere = _of_all_ranks(choice, places, sequence=sequence)
-    batch, length, _ = experts.shape
+    whole = _of_all_ranks(choice, places, sequence=sequence)
+    batch, length, _ = whole.experts.shape
     # By expert: the weight of every token of the sequence in order, -1 where it chose others.
-    given = weights.new_full((batch, length, num_experts), -1.0)
-    rows = everywhere[:, None].expand_as(experts[0])
-    given[torch.arange(batch, device=rows.device)[:, None, None], rows, experts] = weights
+    given = whole.weights.new_full((batch, length, num_experts), -1.0)
+    rows = whole.places[:, None].expand_as(whole.experts[0])
+    given[torch.arange(batch, device=rows.device)[:, None, None], rows, whole.experts] = whole.weights
     best = given.argsort(dim=1, descending=True, stable=True)[:, :capacity]
     stays = torch.zeros_like(given, dtype=torch.bool).scatter_(1, best, True)
     return choice.experts.masked_fill(~stays[:, places].gather(2, choice.experts), num_experts)
 
 
-def _of_all_ranks(choice: Choice, places: Tensor, *, sequence: Group) -> tuple[Tensor, Tensor, Tensor]:
+@dataclass(frozen=True)
+class _Whole:
+    """The choices of whole sequences: [B, L, K] experts and weights, [L] places, in any order."""
+
+    experts: Tensor
+    weights: Tensor
+    places: Tensor
+
+
+def _of_all_ranks(choice: Choice, places: Tensor, *, sequence: Group) -> _Whole:
+    """Every rank's choices, in one collective: numbers of experts and places travel beside the weights' bits."""
+    own = places.to(torch.int32)[None, :, None].expand(*choice.experts.shape[:2], 1)
+    packed = torch.cat([choice.experts.to(torch.int32), choice.weights.contiguous().view(torch.int32), own], dim=-1)
+    everyone = packed.new_empty((sequence.size, *packed.shape))
+    all_gather(everyone, packed, group=sequence)
+    topk = choice.experts.shape[-1]
+    experts, weights, where = everyone.movedim(0, 1).flatten(1, 2).split([topk, topk, 1], dim=-1)
+    return _Whole(experts.long(), weights.contiguous().view(torch.float32), where[0, :, 0].long())

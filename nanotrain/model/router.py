@@ -122,9 +122,7 @@ class Router(nn.Module):
             weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
         return weights * model.moe_router_topk_scaling_factor
 
-    def _with_losses(
-        self, weights: Tensor, logits: Tensor, *, scores: Tensor, experts: Tensor, scale: float
-    ) -> Tensor:
+    def _with_losses(self, weights: Tensor, logits: Tensor, *, scores: Tensor, experts: Tensor, scale: float) -> Tensor:
         """The weights, with the auxiliary losses hung to them."""
         model, length = self.model, logits.shape[1] * self.sequence.size
         if self._balance_coeff > 0:
