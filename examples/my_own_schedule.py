@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from nanotrain.data.batch import Batch
-from nanotrain.parallel.pp.actions import Action, ActionKind, Schedule
-from nanotrain.parallel.pp.executor import RunnableStage, run_schedule
+from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape, Schedule
+from nanotrain.parallel.pp.executor import Pipeline, RunnableStage, run_schedule
 from nanotrain.parallel.pp.schedules import one_stage
 
 
@@ -50,7 +50,7 @@ def gradient(schedule: Schedule, batches: list[Batch]) -> Tensor:
     """Carry a schedule out on a fresh model."""
     torch.manual_seed(0)
     model = Bigram()
-    run_schedule(schedule, {0: RunnableStage(model, listeners=())}, microbatches=batches, grad_scale=1.0)
+    run_schedule(schedule, {0: RunnableStage(model)}, microbatches=batches, grad_scale=1.0, pipeline=Pipeline.alone())
     assert model.table.weight.grad is not None
     return model.table.weight.grad
 
@@ -60,7 +60,7 @@ def main() -> None:
     torch.manual_seed(1)
     tokens = torch.randint(50, (4, 2, 17))
     batches = [Batch(t[:, :-1], t[:, 1:], torch.ones(2, 16)) for t in tokens]
-    schedules = {"one_stage": one_stage(4), "all_forward_first": all_forward_first(4)}
+    schedules = {"one_stage": one_stage(PipelineShape(1, 1, 4)), "all_forward_first": all_forward_first(4)}
     for name, schedule in schedules.items():
         print(f"{name:18}", *schedule.actions[0], f"  at most {most_alive(schedule)} alive")
     ours, theirs = (gradient(schedule, batches) for schedule in schedules.values())

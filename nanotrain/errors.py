@@ -2,7 +2,8 @@
 
     NanotrainError            every mistake we can name; exit code 2, printed without a traceback
     |-- ConfigError           a key, flag or value, or two that contradict each other
-    |   `-- TopologyError     ranks that cannot form the asked-for groups
+    |   |-- TopologyError     ranks that cannot form the asked-for groups
+    |   `-- ScheduleError     a pipeline schedule that cannot run, or not on such stages
     |-- DataError             corpora, token files, tokenizers
     |-- CheckpointError       a checkpoint that is missing, damaged or of another model
     |   `-- HuggingFaceError  a Hugging Face folder that cannot be read or written
@@ -41,6 +42,10 @@ class ConfigError(NanotrainError):
 
 class TopologyError(ConfigError):
     """Ranks that cannot form the asked-for groups."""
+
+
+class ScheduleError(ConfigError):
+    """A pipeline schedule that cannot run, or not on such stages."""
 
 
 class DataError(NanotrainError):

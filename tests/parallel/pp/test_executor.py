@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from nanotrain.data.batch import Batch
-from nanotrain.parallel.pp.actions import Action, ActionKind, Schedule
-from nanotrain.parallel.pp.executor import RunnableStage, run_schedule
+from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape, Schedule
+from nanotrain.parallel.pp.executor import Pipeline, RunnableStage, run_schedule
 from nanotrain.parallel.pp.schedules import one_stage
 
 events: list[str] = []
@@ -43,19 +43,21 @@ def run(schedule: Schedule, *values: int, listeners: int = 1, grad_scale: float 
     module = Doubling()
     stage = RunnableStage(module, tuple(Listener() for _ in range(listeners)))
     microbatches = [batch(value) for value in values]
-    loss = run_schedule(schedule, {0: stage}, microbatches=microbatches, grad_scale=grad_scale)
+    loss = run_schedule(
+        schedule, {0: stage}, microbatches=microbatches, grad_scale=grad_scale, pipeline=Pipeline.alone()
+    )
     return loss, module
 
 
 def test_the_loss_is_the_sum_over_microbatches_and_is_not_scaled():
-    loss, module = run(one_stage(3), 1, 2, 5, grad_scale=0.25)
+    loss, module = run(one_stage(PipelineShape(1, 1, 3)), 1, 2, 5, grad_scale=0.25)
     assert loss.item() == 3.0 * 2 * (1 + 2 + 5)
     assert not loss.requires_grad and loss.dtype is torch.float32
     assert module.weight.grad.item() == 0.25 * 2 * (1 + 2 + 5)
 
 
 def test_listeners_hear_of_every_backward_and_which_is_the_last():
-    run(one_stage(2), 1, 2)
+    run(one_stage(PipelineShape(1, 1, 2)), 1, 2)
     assert events == [
         *("forward 1", "begins", "grad", "ended"),
         *("forward 2", "begins, the last", "grad", "ended"),
@@ -72,7 +74,7 @@ def test_the_order_is_the_schedules():
 
 
 def test_a_stage_may_have_several_listeners_or_none():
-    run(one_stage(1), 1, listeners=2)
+    run(one_stage(PipelineShape(1, 1, 1)), 1, listeners=2)
     assert events == ["forward 1", "begins, the last", "begins, the last", "grad", "ended", "ended"]
-    run(one_stage(1), 1, listeners=0)
+    run(one_stage(PipelineShape(1, 1, 1)), 1, listeners=0)
     assert events == ["forward 1", "grad"]
