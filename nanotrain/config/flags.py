@@ -100,6 +100,10 @@ def read_flag(line: CommandLine, word: str, *, rest: list[str]) -> None:
         line.settings.append(read_field(entry, flag, value=value if has_value else None, rest=rest))
     elif word in NEGATIONS:
         line.settings.append(Setting(NEGATIONS[word].key, "false", word))
+    elif has_value and flag in {*ALIASES, *NEGATIONS, *SWITCHES}:
+        raise ConfigError(
+            f"{word} gives {flag} a value", why="it takes none", fix=f"write {flag} alone or leave it out"
+        )
     else:
         raise unknown("flag", flag, known=[*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *SWITCHES])
 

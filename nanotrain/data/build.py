@@ -99,8 +99,9 @@ def _check_samples(name: str, parts: Sequence[GPTSamples], *, split: str) -> Non
                 f"the {name} split of {part.corpus.prefix} has {tokens} tokens, too few for one sample",
                 why=f"a sample needs seq_length + 1 = {seq_length + 1}; --split {split} divides the corpus's "
                 f"{part.corpus.num_documents} documents ({part.corpus.num_tokens} tokens)",
-                fix=f"give {name} a larger share of --split, lower --seq-length"
-                + (", or turn validation off with --eval-interval 0" if name == "valid" else ""),
+                fix=f"give {name} a larger share of --split, "
+                + ("turn validation off with --eval-interval 0, " if name == "valid" else "")
+                + "or lower --seq-length",
             )
 
 

@@ -103,7 +103,11 @@ def read_header(path: Path) -> IndexHeader:
         )
     _, version, code, num_sequences, num_document_indices = HEADER.unpack(start)
     if version != VERSION:
-        raise DataError(f"{path} is of index version {version}", why=f"only version {VERSION} is known")
+        raise DataError(
+            f"{path} is of index version {version}",
+            why=f"only version {VERSION} is known",
+            fix="write the corpus again with `nanotrain prepare`",
+        )
     if code not in DTYPES or DTYPES[code].kind == "f":
         name = DTYPES[code].name if code in DTYPES else "unknown"
         raise DataError(
