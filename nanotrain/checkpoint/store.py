@@ -6,21 +6,23 @@ checkpoints/
     shard-00000-of-00004.safetensors
   step-00000200.tmp/           being written, or left by a writer that died; cleaned at the next save
   step-00000050.deleted/       on its way out; cleaned at the next save
+  step-00000300.superseded-1/  a run went back to an earlier step: never chosen, never deleted
 
 read_manifest, require_complete          one checkpoint
 complete_checkpoints, newest_complete,   a folder of them; "latest" is always derived, never stored
 find_checkpoint
 start_writing, commit, discard,          the life of one; a rename is the only step that makes or ends it
-keep_newest
+keep_newest, set_aside_after
 """
 
 import os
 import re
 import shutil
+from itertools import count
 from pathlib import Path
 
 from nanotrain.checkpoint.manifest import Manifest, NewerFormat, from_json
-from nanotrain.errors import CheckpointError
+from nanotrain.errors import CheckpointError, EnvironmentFault
 from nanotrain.log import get_logger
 
 MANIFEST = "manifest.json"
@@ -180,6 +182,30 @@ def keep_newest(folder: Path, keep_last: int, *, written: Path) -> None:
             log.warning("could not delete the old checkpoint %s: %s", path, error)
 
 
+def set_aside_after(folder: Path, step: int) -> list[Path]:
+    """Rename the checkpoints of later steps, which the run that begins at `step` is not a descendant of.
+
+    Left there, a crash before that run had come as far would resume from them.
+
+    Raises:
+        EnvironmentFault: the folder cannot be written.
+    """
+    aside = []
+    for path in _step_folders(folder):
+        if _step_of(path) <= step:
+            continue
+        names = (path.with_suffix(f".superseded-{number}") for number in count(1))
+        target = next(name for name in names if not name.exists())
+        try:
+            os.rename(path, target)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"{path} cannot be set aside", why=error.strerror or str(error), fix="choose another train.run_dir"
+            ) from error
+        aside.append(target)
+    return aside
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
@@ -201,7 +227,11 @@ def _fault_of(path: Path) -> CheckpointError | None:
 
 def _step_folders(folder: Path) -> list[Path]:
     found = [path for path in _entries(folder) if _STEP.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _leftovers(folder: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 
+from nanotrain.checkpoint.store import set_aside_after
 from nanotrain.config.schema import to_dict
 from nanotrain.log import get_logger
 from nanotrain.train.hooks import Hook
@@ -18,6 +19,11 @@ class CheckpointHook(Hook):
         self._saved_step: int | None = None
 
     def before_training(self, run: Run) -> None:
+        if run.context.control.is_first:
+            aside = set_aside_after(run.checkpointer.folder, run.state.step)
+            if aside:
+                names = ", ".join(path.name for path in aside)
+                log.info("beginning at step %d, so later checkpoints are set aside: %s", run.state.step, names)
         self._saved_step = run.state.step  # a new run has nothing to lose, a resumed one has it on disk
 
     def after_step(self, run: Run, report: StepReport) -> None:

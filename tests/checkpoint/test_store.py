@@ -204,3 +204,15 @@ def test_a_checkpoint_may_be_moved_and_renamed(tmp_path: Path) -> None:
 
     assert store.find_checkpoint(moved) == moved
     assert value(tmp_path, moved) == 1.0
+
+
+def test_a_run_that_goes_back_sets_later_checkpoints_aside(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    kept = [save(tmp_path, step) for step in (10, 20, 30)][1]
+
+    aside = store.set_aside_after(folder, 20)
+
+    assert [path.name for path in aside] == ["step-00000030.superseded-1"]
+    assert store.newest_complete(folder) == kept
+    save(tmp_path, 30)
+    assert [path.name for path in store.set_aside_after(folder, 20)] == ["step-00000030.superseded-2"]
