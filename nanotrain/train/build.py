@@ -22,7 +22,8 @@ from nanotrain.log import get_logger
 from nanotrain.model.init import initialize
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.optim.lr import LRSchedule
-from nanotrain.parallel.pp.executor import RunnableStage
+from nanotrain.parallel.pp.actions import PipelineShape
+from nanotrain.parallel.pp.executor import Pipeline, RunnableStage
 from nanotrain.parallel.pp.schedules import SCHEDULES
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
@@ -87,7 +88,8 @@ def build_run(plan: Plan, context: ParallelContext) -> Run:
         runnable={index: RunnableStage(stage.module, stage.layers) for index, stage in stages.items()},
         layers=layers,
         optimizer=optimizer,
-        schedule=SCHEDULES["one_stage"](place.num_microbatches),
+        schedule=SCHEDULES["one_stage"](PipelineShape(1, 1, place.num_microbatches)),
+        pipeline=Pipeline.alone(context.device),
         lr_schedule=LRSchedule(config.optim, place.global_batch_size, config.train.train_iters),
         datasets=plan.datasets,
         place=place,

@@ -5,6 +5,7 @@ import torch
 from nanotrain.comm.collectives import all_reduce_numbers
 from nanotrain.data.loader import GlobalBatches
 from nanotrain.log import get_logger
+from nanotrain.parallel.pp.executor import run_forward
 from nanotrain.train.feed import Feed
 from nanotrain.train.hooks import Hook
 from nanotrain.train.metrics import StepReport
@@ -40,7 +41,6 @@ def evaluate(run: Run) -> float:
             batch = feed.next()
             assert batch is not None, "no rank asks a validation to stop"
             num_tokens += batch.num_target_tokens
-            for microbatch in batch.microbatches:
-                loss += run.stages[0](None, microbatch)
+            loss += run_forward(run.runnable, microbatches=batch.microbatches, pipeline=run.pipeline)
     (total,) = all_reduce_numbers([loss.item()], run.context.group("dp_cp"))
     return total / max(num_tokens, 1)

@@ -14,7 +14,7 @@ from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.optim.lr import LRSchedule
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.pp.actions import Schedule
-from nanotrain.parallel.pp.executor import RunnableStage
+from nanotrain.parallel.pp.executor import Pipeline, RunnableStage
 from nanotrain.train.feed import Feed
 from nanotrain.train.folder import RunFolder
 from nanotrain.train.state import TrainState
@@ -33,6 +33,7 @@ class Run:
         layers: flat storage and reduction of the stages' parameters.
         optimizer: main weights and moments of this rank's shard.
         schedule: the order of forward and backward passes.
+        pipeline: the ranks that share the layers, and what they send each other.
         lr_schedule: the learning rate over consumed samples.
         datasets: samples by split.
         place: where this rank stands among the readers.
@@ -50,6 +51,7 @@ class Run:
     layers: tuple[DataParallel, ...]
     optimizer: DistributedOptimizer
     schedule: Schedule
+    pipeline: Pipeline
     lr_schedule: LRSchedule
     datasets: Datasets
     place: ReadPlace

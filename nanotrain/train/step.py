@@ -38,6 +38,7 @@ def train_step(run: Run, batch: GlobalBatch) -> StepResult:
         run.runnable,
         microbatches=batch.microbatches,
         grad_scale=run.optimizer.loss_scale.scale / num_tokens,
+        pipeline=run.pipeline,
     )
     for layer in run.layers:
         layer.finish_grad_reduce()
