@@ -1,7 +1,8 @@
 """Loggers that say which rank speaks.
 
-`get_logger` is what every module uses. `set_coordinates` is called once per process, when the rank knows its
-place, and prefixes every line with it ("pp1 dp3 tp0"). `first` loggers speak on one rank of the job only.
+`get_logger` is what every module uses. `start_logging` is called when a process knows whether it is the first rank of
+the job, and again when it knows its place. What the first rank says is news of the whole job; a warning may be of one
+rank alone, so it begins with that rank's place ("pp1 dp3 tp0").
 """
 
 import logging
@@ -10,7 +11,7 @@ from typing import TextIO
 
 
 class _Coordinates(logging.Filter):
-    """Adds the rank's coordinates to every record; `quiet` ranks pass warnings and errors only."""
+    """Adds the rank's coordinates to warnings and errors; `quiet` ranks pass nothing else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -18,8 +19,9 @@ class _Coordinates(logging.Filter):
         self.quiet = False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.coordinates = f"[{self.text}] " if self.text else ""
-        return not self.quiet or record.levelno >= logging.WARNING
+        is_warning = record.levelno >= logging.WARNING
+        record.coordinates = f"[{self.text}] " if self.text and is_warning else ""
+        return is_warning or not self.quiet
 
 
 class _StandardError(logging.StreamHandler[TextIO]):

@@ -10,6 +10,7 @@ first rank of each machine speaks and the others give it a moment: torchrun ends
 that is still there afterwards met the mistake alone, and speaks for itself.
 """
 
+import logging
 import os
 import sys
 import time
@@ -72,7 +73,8 @@ def train(loaded: Loaded, world_size: int) -> None:
     from nanotrain.train.launch import run_plan
     from nanotrain.train.resolve import resolve
 
-    start_logging(is_first=os.environ.get("RANK", "0") == "0")
+    is_first = os.environ.get("RANK", "0") == "0"
+    start_logging(is_first=is_first, level=logging.INFO if is_first else logging.ERROR)  # all ranks find the same
     plan = resolve(loaded, world_size)
     config = plan.config
     timeout_s = config.parallel.distributed_timeout_minutes * 60

@@ -7,6 +7,7 @@ Start values come from the seed, from a Hugging Face folder or from a checkpoint
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -107,8 +108,31 @@ def restore(
     manifest = checkpointer.restore(checkpoint, optimizer.held_tensors(), config=to_dict(config))
     optimizer.load_state(manifest.objects["optimizer"])
     state = TrainState(**manifest.objects["train"])
+    changed = changed_settings(manifest.config, to_dict(config))
+    if changed:
+        log.info("other settings than the checkpoint was written under: %s", "; ".join(changed))
     log.info("going on from %s: step %d, %d samples consumed", checkpoint, state.step, state.consumed_samples)
     return state
+
+
+def changed_settings(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Settings on which the further losses depend and that a checkpoint was not written under.
+
+    Args:
+        there: the checkpoint's configuration.
+        here: the present one.
+
+    >>> changed_settings({"optim": {"lr": 0.1}}, {"optim": {"lr": 0.2, "clip_grad": 1.0}, "train": {"seed": 1}})
+    ['optim.lr 0.1 -> 0.2']
+    """
+    watched = {"optim": None, "precision": None, "data": None, "train": ("seed", "global_batch_size")}
+    changed = []
+    for section, names in watched.items():
+        before, now = there.get(section, {}), here.get(section, {})
+        for name in sorted((before.keys() & now.keys()).intersection(names or now) - {"num_workers"}):
+            if before[name] != now[name]:
+                changed.append(f"{section}.{name} {before[name]} -> {now[name]}")
+    return changed
 
 
 def _give_start_values(config: Config, stages: Mapping[int, BuiltStage]) -> None:

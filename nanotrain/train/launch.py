@@ -1,9 +1,13 @@
 """From a plan and a context to the end of training: builds the run, chooses the hooks, fits, tidies up."""
 
+import zlib
+
+from nanotrain.comm.collectives import gather_objects
 from nanotrain.comm.device import device_name, manual_seed, reset_peak_memory
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.load import to_yaml
+from nanotrain.errors import EnvironmentFault
 from nanotrain.log import get_logger
 from nanotrain.train.build import build_run
 from nanotrain.train.hook_checkpoint import CheckpointHook
@@ -26,6 +30,7 @@ def run_plan(plan: Plan, context: ParallelContext) -> None:
         plan: what was asked for, complete.
         context: this rank's device and groups.
     """
+    require_same_start(plan, context)
     config = plan.config
     manual_seed(config.train.seed, context.device)
     reset_peak_memory(context.device)
@@ -40,6 +45,30 @@ def run_plan(plan: Plan, context: ParallelContext) -> None:
         Trainer(run, choose_hooks(config, plan.tokenizer)).fit()
     finally:
         run.batches.close()
+
+
+def require_same_start(plan: Plan, context: ParallelContext) -> None:
+    """Every rank resolved the plan for itself; where machines see different files, one would wait for ever.
+
+    Raises:
+        EnvironmentFault: ranks start from different checkpoints or with different settings; on every rank alike.
+    """
+    found = plan.checkpoint.name if plan.checkpoint else "no checkpoint"
+    starts = gather_objects((found, zlib.crc32(to_yaml(plan.config).encode())), context.control)
+    other = next((rank for rank, start in enumerate(starts) if start != starts[0]), None)
+    if other is None:
+        return
+    if starts[other][0] != starts[0][0]:
+        raise EnvironmentFault(
+            f"rank 0 starts from {starts[0][0]}, rank {other} from {starts[other][0]}",
+            why=f"their machines see different files in {plan.folder.path} or behind --load",
+            fix="put them on a file system that all machines share",
+        )
+    raise EnvironmentFault(
+        f"rank {other} was started with other settings than rank 0",
+        why="all ranks must run the same command line over the same files",
+        fix="compare `nanotrain config` with the same words on both machines",
+    )
 
 
 def choose_hooks(config: Config, tokenizer: str | None) -> list[Hook]:
@@ -60,9 +89,9 @@ def choose_hooks(config: Config, tokenizer: str | None) -> list[Hook]:
 def _announce(plan: Plan, context: ParallelContext) -> None:
     config, topology = plan.config, plan.topology
     log.info(
-        "%s: %d ranks on %s, %s, %s",
+        "%s: %s on %s, %s, %s",
         plan.folder.path,
-        topology.world_size,
+        "1 rank" if topology.world_size == 1 else f"{topology.world_size} ranks",
         device_name(context.device),
         config.precision.params_dtype.value,
         config.parallel.data_parallel_sharding_strategy.value,

@@ -6,6 +6,7 @@ corpus alone is prepared by whichever rank comes first, while the others wait fo
 """
 
 import fcntl
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -67,6 +68,8 @@ def resolve(loaded: Loaded, world_size: int) -> Plan:
     folder.require_writable()
     data = _with_quickstart(config.data, folder) if uses_quickstart(config.data) else config.data
     tokenizer = tokenizer_of(data)
+    if tokenizer is not None and (data.tokenizer_model or config.train.generate_tokens):
+        load_tokenizer(tokenizer)  # one that cannot be loaded would otherwise show when training ends
     config = _with_vocabulary(config, tokenizer)
     check_model(config)
     check_layout(config)
@@ -87,8 +90,12 @@ def _with_pretrained_model(config: Config, explicit: frozenset[str]) -> Config:
 
 def _with_quickstart(data: DataConfig, folder: RunFolder) -> DataConfig:
     """The data section with the quick-start corpus in place; only for opening it, the configuration stays as asked."""
+
+    def say(line: str) -> None:  # not a log line: the rank that builds it need not be the first
+        print(line, file=sys.stderr, flush=True)
+
     with _only_one(folder.path / ".preparing"):
-        corpus = prepare_quickstart(folder.data, data.quickstart_vocab_size)
+        corpus = prepare_quickstart(folder.data, data.quickstart_vocab_size, progress=say)
     return replace(data, data_path=[str(corpus.prefix)], tokenizer_model=str(corpus.tokenizer_path))
 
 
