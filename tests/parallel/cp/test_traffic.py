@@ -1,0 +1,46 @@
+"""Every core sends the bytes that the closed form says, no more and no fewer."""
+
+import pytest
+import torch
+
+from nanotrain.parallel.cp.attention import ATTENTION_CORES, build_core
+from nanotrain.parallel.cp.traffic import SENT_BYTES, AttentionShape, Sent
+from tests.harness import run_ranks
+from tests.parallel.cp.sequences import Shape, part, sequences
+
+SHAPES = [Shape(), Shape(heads=8, groups=2, width=12), Shape(heads=12, groups=6, batch=1)]
+OPS = {"allgather": {"all_gather", "reduce_scatter"}, "p2p": {"p2p"}, "a2a": {"all_to_all"}}
+
+
+def sent_by_this_rank(ctx, comm_type, shape, dtype):
+    group = ctx.group("cp")
+    given = part(sequences(shape, dtype=dtype), group)
+    core = build_core(comm_type, group)
+    query, key, value = (tensor.requires_grad_() for tensor in (given.query, given.key, given.value))
+    ctx.ledger.reset()
+    out = core(query, key=key, value=value, mask=core.plan_mask(None, tokens=query[:, :, 0, 0]))
+    forward = ctx.ledger.bytes()
+    out.backward(given.out)
+    booked = sum(ctx.ledger.bytes("cp", op) for op in OPS[comm_type])
+    assert booked == ctx.ledger.bytes(), "everything is booked under the core's own operations"
+    return Sent(forward, ctx.ledger.bytes() - forward)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("comm_type", list(ATTENTION_CORES))
+def test_measured_bytes_are_those_of_the_closed_form(comm_type, size):
+    for shape, dtype in zip(SHAPES, (torch.float32, torch.bfloat16, torch.float64), strict=True):
+        layer = AttentionShape(
+            positions=shape.batch * shape.length // size,
+            heads=shape.heads,
+            groups=shape.groups,
+            width=shape.width,
+            value_width=shape.value_width,
+            itemsize=dtype.itemsize,
+        )
+        found = run_ranks(size, sent_by_this_rank, comm_type, shape, dtype, cp=size)
+        assert found == [SENT_BYTES[comm_type](layer, size)] * size
+
+
+def test_every_core_has_a_closed_form():
+    assert SENT_BYTES.keys() == ATTENTION_CORES.keys()
