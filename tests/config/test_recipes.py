@@ -3,12 +3,16 @@
 import pytest
 
 from nanotrain.config.compose import config_dir
-from nanotrain.config.config import DType
-from nanotrain.config.count import num_parameters
-from nanotrain.config.derive import global_batch_size
+from nanotrain.config.config import DType, RouterScore
+from nanotrain.config.count import num_active_parameters, num_parameters
+from nanotrain.config.derive import global_batch_size, head_dim, moe_layers
+from nanotrain.config.layout_rules import check_layout
 from nanotrain.config.load import load, load_config
 from nanotrain.config.validate import validate_for_world
+from nanotrain.errors import TopologyError
+from nanotrain.topology.topology import Topology
 
+# Published numbers of parameters; for mixtures also those a token meets, and the fewest ranks the layout needs.
 PUBLISHED = {
     "gpt2_124m": 124_439_808,
     "llama1b": 1_235_814_400,
@@ -17,10 +21,17 @@ PUBLISHED = {
     "llama7b": 6_738_415_616,
     "qwen3_8b": 8_190_735_360,
 }
+MIXTURES = {
+    "mixtral_8x7b": (46_702_792_704, 12_879_925_248, 32),
+    "qwen3_30b_a3b": (30_532_122_624, 3_353_032_704, 16),
+    "deepseek_v3": (671_026_404_352, 37_552_282_624, 1024),  # without multi-token prediction
+}
+SMALL = ("tiny", "tiny_moe")
+RECIPES = (*PUBLISHED, *MIXTURES, *SMALL)
 
 
 def test_every_recipe_is_known_here():
-    assert sorted(path.stem for path in (config_dir() / "config").glob("*.yaml")) == sorted([*PUBLISHED, "tiny"])
+    assert sorted(path.stem for path in (config_dir() / "config").glob("*.yaml")) == sorted(RECIPES)
 
 
 @pytest.mark.parametrize("recipe", PUBLISHED)
@@ -31,10 +42,33 @@ def test_a_recipe_has_the_size_of_the_published_model(recipe):
     validate_for_world(config, 8)
 
 
+@pytest.mark.parametrize("recipe", MIXTURES)
+def test_a_mixture_has_the_size_of_the_published_model_and_fills_its_ranks(recipe):
+    parameters, active, world = MIXTURES[recipe]
+    config = load([f"+config={recipe}"], to_train=False).config
+    assert (num_parameters(config.model), num_active_parameters(config.model)) == (parameters, active)
+    check_layout(config)
+    for multiple in (1, 2):
+        validate_for_world(config, multiple * world)
+        assert Topology.of(config.parallel, multiple * world).size("expert_dp") == multiple
+    with pytest.raises(TopologyError):
+        Topology.of(config.parallel, world // 2)
+
+
+def test_deepseek_routes_as_published():
+    """Three dense layers, 256 sigmoid experts in 8 groups of which 4, one shared, weights scaled by 2.5."""
+    model = load(["+config=deepseek_v3"], to_train=False).config.model
+    assert [index for index, has_experts in enumerate(moe_layers(model)) if not has_experts] == [0, 1, 2]
+    assert head_dim(model) == 192
+    assert (model.num_experts, model.moe_router_topk, model.moe_router_topk_scaling_factor) == (256, 8, 2.5)
+    assert (model.moe_router_num_groups, model.moe_router_group_topk) == (8, 4)
+    assert model.moe_router_score_function is RouterScore.sigmoid and model.moe_router_enable_expert_bias
+
+
 def test_a_recipe_says_only_what_differs():
     """Only a model names its whole shape, defaults or not; elsewhere a field set to its default says nothing."""
-    for recipe in [*PUBLISHED, "tiny"]:
-        loaded = load([f"+config={recipe}"])
+    for recipe in RECIPES:
+        loaded = load([f"+config={recipe}"], to_train=False)
         bare = load_config([])
         for key, origin in loaded.origins.items():
             section, name = key.split(".")
@@ -43,8 +77,9 @@ def test_a_recipe_says_only_what_differs():
                 assert value != default, f"{key} in {origin} is the default {default!r}"
 
 
-def test_the_quick_start_is_small_and_shared_by_any_small_world():
-    config = load_config(["+config=tiny"])
+@pytest.mark.parametrize("recipe", SMALL)
+def test_a_quick_start_is_small_and_shared_by_any_small_world(recipe):
+    config = load_config([f"+config={recipe}"])
     assert config.model.vocab_size is None, "the tokenizer of whatever data is read says it"
     for world in (1, 2, 3, 4, 6):
         validate_for_world(config, world)
