@@ -5,7 +5,8 @@
 Start values come from the seed, from a Hugging Face folder or from a checkpoint; exactly one of them is used.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.derive import global_batch_size
 from nanotrain.config.schema import to_dict
+from nanotrain.data.batch import Batch
 from nanotrain.data.loader import GlobalBatches
 from nanotrain.data.sampler import ReadPlace
 from nanotrain.hf.import_weights import import_weights
@@ -23,13 +25,14 @@ from nanotrain.log import get_logger
 from nanotrain.model.init import initialize
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.optim.lr import LRSchedule
-from nanotrain.parallel.pp.actions import PipelineShape
-from nanotrain.parallel.pp.executor import Pipeline, RunnableStage
+from nanotrain.parallel.cp.split import split_batch
+from nanotrain.parallel.pp.actions import PipelineShape, Schedule
+from nanotrain.parallel.pp.executor import Pipeline
 from nanotrain.parallel.pp.schedules import SCHEDULES
+from nanotrain.parallel.pp.simulate import simulate
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.boxes import TensorBox
-from nanotrain.topology.stages import split_layers
 from nanotrain.train.feed import Feed
 from nanotrain.train.resolve import Plan
 from nanotrain.train.run import Run
@@ -51,7 +54,7 @@ def build_run(plan: Plan, context: ParallelContext) -> Run:
     """
     config = plan.config
     precision = Precision.of(config.precision)
-    stages = build_stages(config, split_layers(config.model.num_layers, 1), context=context)
+    stages = build_stages(config, context)
     layers = all_layers(stages)
     if plan.checkpoint is None:
         _give_start_values(config, stages)
@@ -86,19 +89,51 @@ def build_run(plan: Plan, context: ParallelContext) -> Run:
         context=context,
         folder=plan.folder,
         stages={index: stage.module for index, stage in stages.items()},
-        runnable={index: RunnableStage(stage.module, stage.layers) for index, stage in stages.items()},
+        runnable={index: stage.runnable for index, stage in stages.items()},
         layers=layers,
         optimizer=optimizer,
-        schedule=SCHEDULES["one_stage"](PipelineShape(1, 1, place.num_microbatches)),
-        pipeline=Pipeline.alone(context.device),
+        schedule=_build_schedule(config, place, context=context),
+        pipeline=_build_pipeline(config, context),
         lr_schedule=LRSchedule(config.optim, place.global_batch_size, config.train.train_iters),
         datasets=plan.datasets,
         place=place,
         batches=batches,
-        feed=Feed(batches, context.control, device=context.device),
+        feed=build_feed(batches, context),
         checkpointer=checkpointer,
         state=state,
     )
+
+
+def build_feed(batches: Iterator[list[Batch]], context: ParallelContext) -> Feed:
+    """The feed of this rank: ranks that share a sample (tp, cp, pp) read it all, and each keeps its part of it."""
+    return Feed(
+        batches,
+        context.control,
+        device=context.device,
+        readers_per_sample=context.topology.world_size // context.group("dp").size,
+        split=partial(split_batch, group=context.group("cp")),
+    )
+
+
+def _build_schedule(config: Config, place: ReadPlace, *, context: ParallelContext) -> Schedule:
+    parallel = config.parallel
+    num_ranks, num_virtual = context.group("pp").size, parallel.num_virtual_stages_per_pipeline_rank
+    name = parallel.pipeline_schedule.value if num_ranks > 1 else "one_stage"
+    schedule = SCHEDULES[name](PipelineShape(num_ranks, num_virtual, place.num_microbatches))
+    simulate(schedule)  # a schedule that would hang or drop a microbatch fails here, before the first step
+    return schedule
+
+
+def _build_pipeline(config: Config, context: ParallelContext) -> Pipeline:
+    shards = context.group("cp").size * (context.group("tp").size if config.parallel.sequence_parallel else 1)
+    pipeline = Pipeline(
+        group=context.group("pp"),
+        hidden_shape=(config.train.micro_batch_size, config.data.seq_length // shards, config.model.hidden_size),
+        dtype=Precision.of(config.precision).params,
+        device=context.device,
+    )
+    pipeline.connect()
+    return pipeline
 
 
 def restore(

@@ -1,13 +1,13 @@
 """The next global batch, agreed upon by all ranks.
 
-Before every step one small collective, the roll call, carries three numbers of every rank: how many target tokens its
-microbatches hold (the loss is divided by the global number), whether it was asked to stop, and whether its data
-failed. So no rank enters a step that another one will not take, and an error on one rank ends all of them.
+Before every step one small collective, the roll call, carries some numbers of every rank: how many target tokens and
+samples its microbatches hold (the loss is divided by the global number), whether it was asked to stop, and whether
+its data failed. So no rank enters a step that another one will not take, and an error on one rank ends all of them.
 """
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -40,12 +40,19 @@ class Feed:
         group: all ranks, for the roll call; its tensors live on the host.
         device: where microbatches are needed.
         readers_per_sample: ranks that read the same sample (tp x pp x cp), so that tokens are counted once.
+        split: what this rank holds of a microbatch: its part of the sequences under context parallelism.
     """
 
     def __init__(
-        self, batches: Iterator[list[Batch]], group: Group, *, device: torch.device, readers_per_sample: int = 1
+        self,
+        batches: Iterator[list[Batch]],
+        group: Group,
+        *,
+        device: torch.device,
+        readers_per_sample: int = 1,
+        split: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> None:
-        self._batches, self._group, self._device = batches, group, device
+        self._batches, self._group, self._device, self._split = batches, group, device, split
         self._readers_per_sample = readers_per_sample
 
     def next(self, *, wants_stop: bool = False) -> GlobalBatch | None:
@@ -66,13 +73,17 @@ class Feed:
             failure = error
         wait_s = time.perf_counter() - start
         tokens = sum(float(batch.num_target_tokens) for batch in microbatches) / self._readers_per_sample
-        votes = [tokens, float(wants_stop), float(failure is not None)]
-        all_tokens, stops, failures = all_reduce_numbers(votes, self._group)
+        samples = sum(len(batch.tokens) for batch in microbatches) / self._readers_per_sample
+        votes = [tokens, samples, float(wants_stop), float(failure is not None)]
+        all_tokens, all_samples, stops, failures = all_reduce_numbers(votes, self._group)
         if failures:
             self._raise_together(failure)
         if stops:
             return None
-        return GlobalBatch(tuple(batch.to(self._device) for batch in microbatches), round(all_tokens), wait_s)
+        held = (self._split(batch.to(self._device)) for batch in microbatches)
+        per_sequence = all_tokens / all_samples
+        parts = tuple(replace(batch, tokens_per_sequence=per_sequence) for batch in held)
+        return GlobalBatch(parts, round(all_tokens), wait_s)
 
     def _raise_together(self, failure: NanotrainError | None) -> None:
         parts = (failure.what, failure.why, failure.fix) if failure else None

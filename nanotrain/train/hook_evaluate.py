@@ -2,14 +2,14 @@
 
 import torch
 
-from nanotrain.comm.collectives import all_reduce_numbers
 from nanotrain.data.loader import GlobalBatches
 from nanotrain.log import get_logger
 from nanotrain.parallel.pp.executor import run_forward
-from nanotrain.train.feed import Feed
+from nanotrain.train.build import build_feed
 from nanotrain.train.hooks import Hook
 from nanotrain.train.metrics import StepReport
 from nanotrain.train.run import Run
+from nanotrain.train.step import global_loss
 
 log = get_logger(__name__)
 
@@ -36,11 +36,10 @@ def evaluate(run: Run) -> float:
         layer.finish_param_gather()
     loss, num_tokens = torch.zeros((), device=run.context.device), 0
     with GlobalBatches(samples, place=run.place) as batches:
-        feed = Feed(batches, run.context.control, device=run.context.device)
+        feed = build_feed(batches, run.context)
         for _ in range(run.config.train.eval_iters):
             batch = feed.next()
             assert batch is not None, "no rank asks a validation to stop"
             num_tokens += batch.num_target_tokens
             loss += run_forward(run.runnable, microbatches=batch.microbatches, pipeline=run.pipeline)
-    (total,) = all_reduce_numbers([loss.item()], run.context.group("dp_cp"))
-    return total / max(num_tokens, 1)
+    return global_loss(loss, run.context) / max(num_tokens, 1)

@@ -5,20 +5,25 @@
 Dense parameters are replicated over dp_cp, experts over expert_dp, so each has groups and buckets of its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import Config, ParallelConfig
+from nanotrain.config.config import Config, ParallelConfig, PipelineSchedule
 from nanotrain.model.build import build_stage, collect_specs
+from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.stage import Stage
+from nanotrain.parallel.cp.attention import build_core
 from nanotrain.parallel.dp.bucket import ReduceGroups
 from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions
 from nanotrain.parallel.dp.layout import LayoutRules
 from nanotrain.parallel.dp.strategy import STRATEGIES
+from nanotrain.parallel.pp.executor import RunnableStage
+from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+from nanotrain.parallel.tp.weight_grads import WeightGradQueue
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.params import LocalParam, localize
-from nanotrain.topology.stages import StageSpec
+from nanotrain.topology.stages import StageSpec, split_layers
 
 # Whether parameters are experts' -> the prefix of the names of their groups.
 GROUP_PREFIXES = {False: "dp", True: "expert_dp"}
@@ -32,25 +37,43 @@ class BuiltStage:
         module: its parameters are views of the layers' buffers.
         params: what this rank holds of each parameter, in registration order.
         layers: data-parallel layers: dense, then experts where there are any.
+        weight_grads: where its layers put off weight gradients; None where the schedule has no use for that.
     """
 
     module: Stage
     params: tuple[LocalParam, ...]
     layers: tuple[DataParallel, ...]
+    weight_grads: WeightGradQueue | None
+
+    @property
+    def runnable(self) -> RunnableStage:
+        """The stage as the executor wants it."""
+        return RunnableStage(self.module, self.layers, self.weight_grads)
 
 
-def build_stages(config: Config, specs: Sequence[StageSpec], *, context: ParallelContext) -> dict[int, BuiltStage]:
-    """Build stages with storage; parameters are zero until start values are given.
+def own_stages(config: Config, context: ParallelContext) -> tuple[StageSpec, ...]:
+    """Which stages this rank holds: every pp-th of them, from its place in the pipeline on."""
+    parallel, pp = config.parallel, context.group("pp")
+    every_stage = split_layers(
+        config.model.num_layers,
+        pp.size * parallel.num_virtual_stages_per_pipeline_rank,
+        first=parallel.decoder_first_pipeline_num_layers,
+        last=parallel.decoder_last_pipeline_num_layers,
+    )
+    return every_stage[pp.index :: pp.size]
+
+
+def build_stages(config: Config, context: ParallelContext) -> dict[int, BuiltStage]:
+    """Build this rank's stages with storage; parameters are zero until start values are given.
 
     Args:
         config: model, parallel and precision sections are read.
-        specs: the stages of this rank.
         context: device and groups.
 
     Returns:
         the stages by global index.
     """
-    return {spec.index: _build_one(config, spec, context=context) for spec in specs}
+    return {spec.index: _build_one(config, spec, context=context) for spec in own_stages(config, context)}
 
 
 def all_layers(stages: Mapping[int, BuiltStage]) -> tuple[DataParallel, ...]:
@@ -60,7 +83,10 @@ def all_layers(stages: Mapping[int, BuiltStage]) -> tuple[DataParallel, ...]:
 
 def _build_one(config: Config, spec: StageSpec, *, context: ParallelContext) -> BuiltStage:
     precision = Precision.of(config.precision)
-    module = build_stage(config.model, spec, dtype=precision.params)
+    is_split = config.parallel.pipeline_schedule is PipelineSchedule.zb_h1 and context.group("pp").size > 1
+    weight_grads = WeightGradQueue() if is_split else None
+    parallel = _model_parallel(config.parallel, context, weight_grads=weight_grads)
+    module = build_stage(config.model, spec, dtype=precision.params, parallel=parallel)
     sizes = {axis: context.topology.size(axis) for axis in ("tp", "ep", "etp")}
     params = tuple(localize(param, context.coords, sizes) for param in collect_specs(module))
     layers = []
@@ -72,7 +98,15 @@ def _build_one(config: Config, spec: StageSpec, *, context: ParallelContext) -> 
         options = _options(config.parallel, num_shards=groups.shard.size)
         layer = DataParallel(module, held, groups=groups, options=options, precision=precision, device=context.device)
         layers.append(layer)
-    return BuiltStage(module, params, tuple(layers))
+    return BuiltStage(module, params, tuple(layers), weight_grads)
+
+
+def _model_parallel(
+    parallel: ParallelConfig, context: ParallelContext, *, weight_grads: WeightGradQueue | None
+) -> ModelParallel:
+    """What the layers of one stage talk over."""
+    tensor_parallel = TensorParallel(context.group("tp"), parallel.sequence_parallel, weight_grads)
+    return ModelParallel(tp=tensor_parallel, core=build_core(parallel.cp_comm_type.value, context.group("cp")))
 
 
 def _options(parallel: ParallelConfig, *, num_shards: int) -> DataParallelOptions:

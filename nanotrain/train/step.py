@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from nanotrain.comm.collectives import all_reduce_numbers
+from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.parallel.pp.executor import run_schedule
 from nanotrain.train.feed import GlobalBatch
 from nanotrain.train.finalize import finalize_grads
@@ -47,6 +50,18 @@ def train_step(run: Run, batch: GlobalBatch) -> StepResult:
     for layer in run.layers:
         layer.start_param_gather()
 
-    (loss,) = all_reduce_numbers([loss_sum.item()], run.context.group("dp_cp"))
+    loss = global_loss(loss_sum, run.context)
     run.state.advance(samples=run.place.global_batch_size, tokens=batch.num_target_tokens)
     return StepResult(loss=loss / num_tokens, grad_norm=update.grad_norm, lr=lr, skipped=update.skipped)
+
+
+def global_loss(loss_sum: Tensor, context: ParallelContext) -> float:
+    """The summed loss of all ranks, for all ranks.
+
+    Args:
+        loss_sum: this rank's, zero where its stages have no head; all tp ranks have the same, so one of them counts.
+        context: the groups.
+    """
+    own = loss_sum.item() if context.group("tp").is_first else 0.0
+    (total,) = all_reduce_numbers([own], context.group("world"))
+    return total
