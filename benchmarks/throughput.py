@@ -5,8 +5,9 @@
 
 Every contender is a fresh launch of two processes with half of the cores each (the single ones: one process, all
 cores). Contenders run in turn, several rounds; a round's ratio compares neighbours in time, and the table shows the
-median over rounds, so that a slow minute of the machine meets both sides. nanotrain is what users run: its command
-line, its data workers, its log, read back from metrics.jsonl. Start-up and warmup steps are left out on both sides.
+median over rounds, so that a slow minute of the machine meets both sides; beside it stand the fastest steps.
+nanotrain is what users run: its command line, its data workers, its log, read back from metrics.jsonl. Start-up and
+warmup steps are left out on both sides.
 """
 
 import argparse
@@ -122,9 +123,10 @@ CONTENDERS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one launch of a contender gave."""
+    """What one launch of a contender gave: the speed of its median step, of its fastest one, and its memory."""
 
     tokens_per_second: float
+    fastest: float
     peak_memory_bytes: int
 
 
@@ -142,7 +144,8 @@ def launch(contender: Contender, job: Job) -> Outcome:
             raise SystemExit(f"{contender.name} failed:\n{done.stdout}\n{done.stderr}")
         report = read_report(done.stdout, folder)
     tokens = contender.num_processes * job.shape.micro_batch * job.shape.seq
-    return Outcome(tokens / statistics.median(report["step_time_s"][-job.steps :]), report["peak_memory_bytes"])
+    times = report["step_time_s"][-job.steps :]
+    return Outcome(tokens / statistics.median(times), tokens / min(times), report["peak_memory_bytes"])
 
 
 def read_report(output: str, folder: Path) -> dict[str, Any]:
@@ -158,29 +161,42 @@ def read_report(output: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def run(job: Job, contenders: list[Contender], rounds: int) -> dict[str, list[float]]:
-    """Tokens per second of every contender in every round, in turn."""
-    measured: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+def run(job: Job, contenders: list[Contender], rounds: int) -> dict[str, list[Outcome]]:
+    """What every contender gave in every round, in turn."""
+    measured: dict[str, list[Outcome]] = {contender.name: [] for contender in contenders}
     for number in range(1, rounds + 1):
         # Every other round runs backwards, so that nobody always runs last.
         for contender in contenders if number % 2 else reversed(contenders):
-            speed = launch(contender, job).tokens_per_second
-            measured[contender.name].append(speed)
-            print(f"round {number}  {contender.name:40} {speed:10,.0f} tokens/s", file=sys.stderr, flush=True)
+            outcome = launch(contender, job)
+            measured[contender.name].append(outcome)
+            speed = f"{outcome.tokens_per_second:10,.0f} tokens/s"
+            print(f"round {number}  {contender.name:40} {speed}", file=sys.stderr, flush=True)
     return measured
 
 
-def table(contenders: list[Contender], measured: dict[str, list[float]]) -> str:
-    """The result as markdown: the median speed, and the median over rounds of the ratio to the fastest rival."""
-    lines = ["| contender | tokens/s | ratio | to the faster of |", "|---|---:|---:|---|"]
+def table(contenders: list[Contender], measured: dict[str, list[Outcome]]) -> str:
+    """The result as markdown.
+
+    Median steps: the median over rounds, and of the ratio to the round's fastest rival. Fastest steps: the fastest of
+    all rounds, which other programs on the machine disturb least, and its ratio to the fastest of the rivals.
+    """
+    lines = [
+        "| contender | tokens/s | ratio | fastest step | ratio | to the faster of |",
+        "|---|" + "---:|" * 4 + "---|",
+    ]
     for contender in contenders:
-        speeds = measured[contender.name]
-        rivals = [rival for rival in contender.rivals if rival in measured]
-        ratio = ""
+        mine = measured[contender.name]
+        rivals = [measured[rival] for rival in contender.rivals if rival in measured]
+        speed = statistics.median(outcome.tokens_per_second for outcome in mine)
+        fastest = max(outcome.fastest for outcome in mine)
+        ratio = fastest_ratio = ""
         if rivals:
-            best = [max(speeds_of_round) for speeds_of_round in zip(*(measured[r] for r in rivals), strict=True)]
-            ratio = f"{statistics.median(mine / his for mine, his in zip(speeds, best, strict=True)):.2f}x"
-        lines.append(f"| {contender.name} | {statistics.median(speeds):,.0f} | {ratio} | {', '.join(rivals)} |")
+            best = [max(o.tokens_per_second for o in round_) for round_ in zip(*rivals, strict=True)]
+            pairs = zip(mine, best, strict=True)
+            ratio = f"{statistics.median(outcome.tokens_per_second / his for outcome, his in pairs):.2f}x"
+            fastest_ratio = f"{fastest / max(o.fastest for rival in rivals for o in rival):.2f}x"
+        cells = [contender.name, f"{speed:,.0f}", ratio, f"{fastest:,.0f}", fastest_ratio, ", ".join(contender.rivals)]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
