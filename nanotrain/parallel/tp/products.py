@@ -80,7 +80,8 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *_ = ctx.saved_tensors
+        # Detached: put off, it would keep the graph behind it alive.
+        x = ctx.saved_tensors[0].detach()
         tensor_parallel, products = ctx.tensor_parallel, ctx.products
         flat_grads = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         work = _ProductGrads(x, tensor_parallel, products=products, flat_grads=flat_grads)

@@ -1,4 +1,4 @@
-"""The loss in chunks is the loss in one piece, with its gradients."""
+"""The loss in chunks, over a vocabulary cut or whole, is the loss in one piece, with its gradients."""
 
 import pytest
 import torch
@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from nanotrain.comm.group import Group
 from nanotrain.parallel.tp import loss as loss_module
 from nanotrain.parallel.tp.loss import vocab_parallel_cross_entropy
+from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+from tests.harness import ranks, run_ranks
 
 ALONE = Group.alone("tp")
 
@@ -93,3 +95,68 @@ def test_chunks_of_the_weight_gradient_add_up_unrounded_in_an_fp32_buffer(monkey
     assert weight.grad is buffer
     assert not torch.equal(buffer, buffer.bfloat16().float())
     torch.testing.assert_close(buffer, exact.grad, rtol=0.02, atol=0.05)
+
+
+def cut_loss(ctx, vocab_size: int, padded: int, sequence_parallel: bool) -> None:
+    """Three chunks of tokens, uneven masks, labels on every rank that has words."""
+    tensor_parallel, group = TensorParallel(ctx.group("tp"), sequence_parallel), ctx.group("tp")
+    generator = torch.Generator().manual_seed(vocab_size)
+    hidden = torch.randn(2, 20, 6, generator=generator)
+    table = (3 * torch.randn(padded, 6, generator=generator)).requires_grad_()
+    labels = torch.randint(0, vocab_size, (40,), generator=generator)
+    mask = torch.randint(0, 3, (40,), generator=generator) / 2
+    whole = hidden.clone().requires_grad_()
+    expected = in_one_piece(whole.flatten(0, 1), table[:vocab_size], labels, mask)
+    (expected / 7).backward()
+
+    own = tensor_parallel.own_part(hidden).clone().requires_grad_()
+    rows = table.detach().chunk(group.size)[group.index].clone().requires_grad_()
+    options = {"labels": labels, "loss_mask": mask, "vocab_size": vocab_size, "group": group}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", 16 * min(len(rows), vocab_size))
+        patch.setattr(loss_module, "MIN_CHUNK_TOKENS", 1)
+        found = vocab_parallel_cross_entropy(tensor_parallel.enter(own).flatten(0, 1), rows, **options)
+        with torch.no_grad():
+            evaluated = vocab_parallel_cross_entropy(tensor_parallel.enter(own).flatten(0, 1), rows, **options)
+    (found / 7).backward()
+    every = [torch.empty_like(found) for _ in range(group.size)]
+    torch.distributed.all_gather(every, found.detach(), group=group.process_group)
+    assert all(torch.equal(other, found) for other in every)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(evaluated, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(own.grad, tensor_parallel.own_part(whole.grad), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(rows.grad, table.grad.chunk(group.size)[group.index], rtol=1e-4, atol=1e-6)
+
+
+# No padding; some on the last rank; a rank of nothing but padding; several of them.
+SIZES = [(16, 16), (13, 16), (12, 16), (11, 16), (3, 16)]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize(("vocab_size", "padded"), SIZES)
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_cut_vocabulary_gives_the_loss_and_gradients_of_the_whole(tp, vocab_size, padded, sequence_parallel):
+    run_ranks(tp, cut_loss, vocab_size, padded, sequence_parallel, tp=tp)
+
+
+@ranks(4, tp=4)
+def test_a_hopeless_label_on_another_rank_has_a_finite_loss(ctx):
+    weight = torch.tensor([[[500.0], [-500.0], [0.0], [0.0]][ctx.rank]], requires_grad=True)
+    hidden = torch.tensor([[1.0]], requires_grad=True)
+    labels, mask, group = torch.tensor([1]), torch.ones(1), ctx.group("tp")
+    found = vocab_parallel_cross_entropy(hidden, weight, labels=labels, loss_mask=mask, vocab_size=3, group=group)
+    found.backward()
+    assert found.item() == 1000.0
+    assert weight.grad.item() == [1.0, -1.0, 0.0, 0.0][ctx.rank]
+    assert hidden.grad.item() == [500.0, 500.0, 0.0, 0.0][ctx.rank]
+
+
+@ranks(2, tp=2)
+def test_no_logits_travel_but_one_number_a_token(ctx):
+    num_tokens, group = 24, ctx.group("tp")
+    hidden, weight = torch.zeros(num_tokens, 4, requires_grad=True), torch.zeros(50, 4, requires_grad=True)
+    labels, mask = torch.zeros(num_tokens, dtype=torch.int64), torch.ones(num_tokens)
+    ctx.ledger.reset()
+    vocab_parallel_cross_entropy(hidden, weight, labels=labels, loss_mask=mask, vocab_size=100, group=group).backward()
+    assert ctx.ledger.bytes("tp", "all_gather") == 4 * num_tokens * (group.size - 1)
+    assert ctx.ledger.bytes("tp") == 4 * num_tokens * (group.size - 1) + 4

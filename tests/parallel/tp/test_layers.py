@@ -1,0 +1,158 @@
+"""Cut layers are the whole layers: outputs and every gradient, on any number of ranks, with any heads."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanotrain.comm.collectives import all_reduce
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.parallel.tp.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    column_parallel,
+)
+from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+from nanotrain.parallel.tp.weight_grads import WeightGradQueue
+from tests.harness import ranks, run_ranks
+from tests.parallel.tp.whole import B, CutNetwork, D, H, N, Passed, S, cut_pass, draw, whole_pass
+
+BOTH = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+VOCAB, WIDTH = 12, 5
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def compare(network: CutNetwork, cut: Passed) -> None:
+    """The rank's parts against the whole network."""
+    tensor_parallel, whole = network.tensor_parallel, whole_pass(network.num_groups)
+    close(cut.out, tensor_parallel.own_part(whole.out))
+    close(cut.grads["x"], tensor_parallel.own_part(whole.grads["x"]))
+    for name in dict(network.named_parameters()):
+        found = cut.grads[name].clone()
+        if name in network.partial_names():
+            all_reduce(found, tensor_parallel.group)
+        close(found, network.own(name, whole.grads[name]))
+
+
+def pass_and_compare(ctx: ParallelContext, sequence_parallel: bool, num_groups: int) -> None:
+    network = CutNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), num_groups)
+    compare(network, cut_pass(network))
+
+
+@BOTH
+@pytest.mark.parametrize("num_groups", [4, 2, 1])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_outputs_and_all_gradients_are_those_of_the_whole_layers(tp, num_groups, sequence_parallel):
+    run_ranks(tp, pass_and_compare, sequence_parallel, num_groups, tp=tp)
+
+
+@BOTH
+@ranks(4, tp=2)
+def test_tp_groups_beside_each_other_do_not_meet(ctx, sequence_parallel):
+    pass_and_compare(ctx, sequence_parallel, 2)
+
+
+@BOTH
+@ranks(2, tp=2)
+def test_a_layer_alone_takes_an_input_that_has_entered(ctx, sequence_parallel):
+    network = CutNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2)
+    whole = network.tensor_parallel.own_part(draw("x", B, S, H))
+    entered = network.tensor_parallel.enter(whole)
+    for layer in (network.query, network.key):
+        assert torch.equal(layer(entered), column_parallel(whole, (layer,))[0])
+
+
+@BOTH
+@ranks(2, tp=2)
+def test_several_layers_send_no_more_than_one(ctx, sequence_parallel):
+    """One crossing each way for query, key and value together; sequence parallelism gathers the input once more."""
+    network = CutNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2)
+    ctx.ledger.reset()
+    cut_pass(network)
+    activation = B * S * H * 4  # bytes
+    half = activation // 2
+    sent = {op: ctx.ledger.bytes("tp", op) for op in ("all_reduce", "all_gather", "reduce_scatter")}
+    if sequence_parallel:
+        # enter, enter again for the weight gradients, leave's backward | leave, enter's backward
+        assert sent == {"all_reduce": 0, "all_gather": 3 * half, "reduce_scatter": 2 * half}
+    else:
+        assert sent == {"all_reduce": 2 * activation, "all_gather": 0, "reduce_scatter": 0}
+
+
+@BOTH
+@ranks(2, tp=2)
+def test_a_frozen_weight_and_an_input_without_gradient_are_left_out(ctx, sequence_parallel):
+    network = CutNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2)
+    network.key.requires_grad_(False)
+    network(network.tensor_parallel.own_part(draw("x", B, S, H))).sum().backward()
+    assert network.key.weight.grad is None and network.key.bias.grad is None
+    assert network.query.weight.grad is not None
+
+
+@BOTH
+@ranks(2, tp=2)
+def test_bf16_layers_round_like_the_whole_ones(ctx, sequence_parallel):
+    network = CutNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2).to(torch.bfloat16)
+    x = network.tensor_parallel.own_part(draw("x", B, S, H)).bfloat16()
+    out = network(x)
+    assert out.dtype is torch.bfloat16
+    exact = network.tensor_parallel.own_part(whole_pass(2).out)
+    torch.testing.assert_close(out.float(), exact, rtol=0.05, atol=0.3)
+
+
+def embed(ctx: ParallelContext, sequence_parallel: bool, is_queued: bool) -> None:
+    queue = WeightGradQueue() if is_queued else None
+    tensor_parallel = TensorParallel(ctx.group("tp"), sequence_parallel, queue)
+    group = tensor_parallel.group
+    layer = VocabParallelEmbedding(VOCAB, WIDTH, dtype=torch.float32, tensor_parallel=tensor_parallel)
+    layer.to_empty(device="cpu").weight.data.copy_(draw("word", VOCAB, WIDTH).chunk(group.size)[group.index])
+    tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(1))
+    table, upstream = draw("word", VOCAB, WIDTH).requires_grad_(), draw("words", B, S, WIDTH)
+    expected = F.embedding(tokens, table)
+    expected.backward(upstream)
+    found = layer(tokens)
+    found.backward(tensor_parallel.own_part(upstream))
+    assert torch.equal(found, tensor_parallel.own_part(expected))
+    assert torch.equal(layer.weight.grad, table.grad.chunk(group.size)[group.index])
+
+
+@BOTH
+@pytest.mark.parametrize("is_queued", [False, True])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_the_embedding_is_the_whole_table_to_the_bit(tp, is_queued, sequence_parallel):
+    run_ranks(tp, embed, sequence_parallel, is_queued, tp=tp)
+
+
+def test_on_one_rank_every_layer_is_torchs_own_and_leaves_one_node():
+    alone = TensorParallel.alone()
+    column = ColumnParallelLinear(H, N * D, bias=True, dtype=torch.float32, tensor_parallel=alone)
+    row = RowParallelLinear(N * D, H, bias=True, dtype=torch.float32, tensor_parallel=alone)
+    x = torch.zeros(B, S, H, device="meta", requires_grad=True)
+    names = [type(y.grad_fn).__name__ for y in (*column_parallel(x, (column, column)), row(column(x)))]
+    plain = type(nn.Linear(H, H, device="meta")(x).grad_fn).__name__
+    assert names == [plain] * 3
+
+
+def test_on_one_rank_layers_trace_into_one_graph():
+    network = CutNetwork(TensorParallel.alone(), 2)
+    traced = torch.compile(network.forward, fullgraph=True, backend="eager")
+    close(traced(draw("x", B, S, H)), whole_pass(2).out)
+
+
+@ranks(2, tp=2)
+def test_under_the_compiler_cut_layers_still_give_the_whole_layers_gradients(ctx):
+    network = CutNetwork(TensorParallel(ctx.group("tp"), True), 2)
+    network.forward = torch.compile(network.forward, backend="eager")
+    compare(network, cut_pass(network))
+
+
+@ranks(4, tp=4)
+def test_recomputed_layers_give_the_same_gradients(ctx):
+    network = CutNetwork(TensorParallel(ctx.group("tp"), True), 2)
+    forward = network.forward
+    network.forward = lambda x: torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False)
+    compare(network, cut_pass(network))

@@ -1,0 +1,85 @@
+"""What the backward of a column-parallel layer starts before it computes: order of launch, never time."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanotrain.comm.along import Coming
+from nanotrain.parallel.tp import tensor_parallel as crossing
+from nanotrain.parallel.tp.layers import ColumnParallelLinear, column_parallel
+from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+from tests.harness import ranks
+
+B, S, I, O = 2, 4, 6, 10  # noqa: E741
+
+
+class Diary(TorchDispatchMode):
+    """Matrix products by what they make, and collectives as they start and are waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
+            self.events.append({(B * S, I): "input gradient", (O, I): "weight gradient"}[tuple(out.shape)])
+        return out
+
+    def watch(self, patch: pytest.MonkeyPatch) -> None:
+        """From here on note collectives too."""
+
+        def noting(name: str, start):
+            def begin(*args, **kwargs) -> Coming:
+                self.events.append(f"start {name}")
+                coming = start(*args, **kwargs)
+
+                def wait() -> torch.Tensor:
+                    self.events.append(f"wait {name}")
+                    return coming.wait()
+
+                return type("Noted", (), {"wait": staticmethod(wait)})()
+
+            return begin
+
+        for name in ("start_gather", "start_scatter", "start_sum"):
+            patch.setattr(crossing, name, noting(name.removeprefix("start_"), getattr(crossing, name)))
+
+
+EXPECTED = {
+    False: [
+        *("input gradient", "input gradient", "start sum"),
+        *("weight gradient", "weight gradient", "wait sum"),
+    ],
+    True: [
+        *("start gather", "input gradient", "input gradient", "start scatter"),
+        *("wait gather", "weight gradient", "weight gradient", "wait scatter"),
+    ],
+}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@ranks(2, tp=2)
+def test_every_collective_starts_before_a_product_that_can_hide_it(ctx, sequence_parallel):
+    tensor_parallel = TensorParallel(ctx.group("tp"), sequence_parallel)
+    options = {"bias": False, "dtype": torch.float32, "tensor_parallel": tensor_parallel}
+    layers = [ColumnParallelLinear(I, 2 * O, **options).to_empty(device="cpu") for _ in range(2)]
+    x = torch.zeros(B, S // 2 if sequence_parallel else S, I, requires_grad=True)
+    first, second = column_parallel(x, layers)
+    diary, loss = Diary(), (first + second).sum()
+    with pytest.MonkeyPatch.context() as patch, diary:
+        diary.watch(patch)
+        loss.backward()
+    assert diary.events == EXPECTED[sequence_parallel]
+
+
+@ranks(2, tp=2)
+def test_a_weight_written_between_forward_and_backward_is_an_error(ctx):
+    tensor_parallel = TensorParallel(ctx.group("tp"))
+    layer = ColumnParallelLinear(I, 2 * O, bias=False, dtype=torch.float32, tensor_parallel=tensor_parallel)
+    layer.to_empty(device="cpu")
+    (out,) = column_parallel(torch.zeros(B, S, I, requires_grad=True), (layer,))
+    with torch.no_grad():
+        layer.weight.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

@@ -1,0 +1,113 @@
+"""A small network on one rank, and the same network cut over a tp group.
+
+    x -> query, key, value (key and value perhaps of fewer heads than ranks) -> mixed -> output -> y
+
+B batch   S sequence   H width of x   D width of a head   N query heads   G key/value heads
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanotrain.comm.group import Group
+from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
+from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+
+B, S, H, D, N = 2, 8, 6, 3, 4
+NAMES = ("query", "key", "value", "output")
+
+
+def draw(name: str, *shape: int) -> Tensor:
+    """The same numbers for the same name everywhere."""
+    generator = torch.Generator().manual_seed(sum(name.encode()) * 31 + len(shape))
+    return torch.randn(shape, generator=generator)
+
+
+def mix(query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:
+    """[B, S, N, D] and [B, S, G, D] -> [B, S, N * D]: every query head meets its own key and value head."""
+    key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
+    return (torch.tanh(query * key) * value).flatten(2)
+
+
+@dataclass
+class Passed:
+    """Output of a network and its gradients, by name."""
+
+    out: Tensor
+    grads: dict[str, Tensor]
+
+
+def whole_pass(num_groups: int) -> Passed:
+    """On one rank, with torch's own layers."""
+    width = {"query": N * D, "key": num_groups * D, "value": num_groups * D}
+    shapes = {name: (rows, H) for name, rows in width.items()} | {"output": (H, N * D)}
+    weights = {name: draw(name, *shape).requires_grad_() for name, shape in shapes.items()}
+    biases = {name: draw(name + "b", shape[0]).requires_grad_() for name, shape in shapes.items()}
+    x = draw("x", B, S, H).requires_grad_()
+    heads = {n: F.linear(x, weights[n], biases[n]).unflatten(-1, (-1, D)) for n in width}
+    out = F.linear(mix(heads["query"], key=heads["key"], value=heads["value"]), weights["output"], biases["output"])
+    out.backward(draw("upstream", *out.shape))
+    grads = {"x": x.grad}
+    for name in NAMES:
+        grads |= {f"{name}.weight": weights[name].grad, f"{name}.bias": biases[name].grad}
+    return Passed(out.detach(), grads)
+
+
+class CutNetwork(nn.Module):
+    """The same network, each rank with its part of the heads."""
+
+    def __init__(self, tensor_parallel: TensorParallel, num_groups: int) -> None:
+        super().__init__()
+        self.tensor_parallel, self.num_groups = tensor_parallel, num_groups
+        rows = shared_rows(tensor_parallel.group, num_groups)
+        options = {"bias": True, "dtype": torch.float32, "tensor_parallel": tensor_parallel}
+        self.query = ColumnParallelLinear(H, N * D, **options)
+        self.key = ColumnParallelLinear(H, num_groups * D, rows=rows, **options)
+        self.value = ColumnParallelLinear(H, num_groups * D, rows=rows, **options)
+        self.output = RowParallelLinear(N * D, H, **options)
+        self.to_empty(device="cpu")
+        for name, parameter in self.named_parameters():
+            layer, _, kind = name.partition(".")
+            whole = (N * D if layer == "query" else H if layer == "output" else num_groups * D,)
+            whole += ((N * D if layer == "output" else H),) if kind == "weight" else ()
+            source = draw(layer if kind == "weight" else layer + "b", *whole)
+            parameter.data.copy_(self.own(name, source))
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """The rank's part of a parameter, or of its gradient."""
+        group = self.tensor_parallel.group
+        is_shared = name.split(".")[0] in ("key", "value") and self.num_groups < group.size
+        if is_shared or name == "output.bias":
+            return whole
+        return whole.chunk(group.size, dim=1 if name == "output.weight" else 0)[group.index]
+
+    def partial_names(self) -> set[str]:
+        """Parameters whose gradients are parts of a sum over the group."""
+        names = {"output.bias"} if self.tensor_parallel.sequence_parallel else set()
+        if self.key.rows is not None:
+            names |= {f"{layer}.{kind}" for layer in ("key", "value") for kind in ("weight", "bias")}
+        return names
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected = column_parallel(x, (self.query, self.key, self.value))
+        query, key, value = (p.unflatten(-1, (-1, D)) for p in projected)
+        return self.output(mix(query, key=key, value=value))
+
+
+def shared_rows(group: Group, num_groups: int) -> slice | None:
+    """The one head of the key and value weights that a rank's query heads use, where heads are fewer than ranks."""
+    if num_groups >= group.size:
+        return None
+    head = group.index * num_groups // group.size
+    return slice(head * D, (head + 1) * D)
+
+
+def cut_pass(network: CutNetwork) -> Passed:
+    """Forward and backward with the input and the upstream gradient of `whole_pass`; the rank's parts."""
+    x = network.tensor_parallel.own_part(draw("x", B, S, H)).clone().requires_grad_()
+    out = network(x)
+    out.backward(network.tensor_parallel.own_part(draw("upstream", B, S, H)))
+    grads = {name: parameter.grad for name, parameter in network.named_parameters()}
+    return Passed(out.detach(), {"x": x.grad} | grads)
