@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from nanotrain.config.config import PipelineSchedule
 from nanotrain.config.load import answer, load, to_yaml
 from nanotrain.errors import EXIT_CODE, ConfigError, NanotrainError, report
 
@@ -62,15 +63,39 @@ def prepare(argv: Sequence[str]) -> int:
 
 
 def topology(argv: Sequence[str]) -> int:
-    """Print the groups that a number of ranks forms; takes the flags of the parallel section."""
+    """Print the groups of a number of ranks, or draw a pipeline schedule; takes the flags of the parallel section."""
     words = Words("topology", topology, epilog="any configuration flag may follow, as --tensor-model-parallel-size 2")
-    words.add_argument("--world-size", type=count, required=True, metavar="N", help="number of ranks")
-    words.add_argument("--json", action="store_true", help="an object of group name -> list of rank lists")
+    asked_for = words.add_mutually_exclusive_group(required=True)
+    asked_for.add_argument("--world-size", type=count, metavar="N", help="number of ranks: print their groups")
+    schedules = [schedule.value for schedule in PipelineSchedule]
+    asked_for.add_argument("--schedule", choices=schedules, help="draw how the pipeline ranks take turns")
+    words.add_argument("--json", action="store_true", help="groups as an object of name -> list of rank lists")
+    words.add_argument("--num-microbatches", type=count, metavar="M", help="of the schedule (default: 2 per rank)")
+    words.add_argument("--png", type=Path, metavar="FILE", help="draw the schedule into a picture as well")
     asked, rest = words.parse_known_args(argv)
+    if asked.schedule is not None:
+        if asked.json:
+            words.error("argument --json: not allowed with argument --schedule")
+        return draw(asked.schedule, rest, num_microbatches=asked.num_microbatches, png=asked.png)
+    if asked.num_microbatches is not None or asked.png is not None:
+        words.error("--num-microbatches and --png belong to --schedule")
     from nanotrain.topology.picture import run_topology
 
     parallel = load(rest, to_train=False).config.parallel
     print(run_topology(parallel, asked.world_size, as_json=asked.json))
+    return 0
+
+
+def draw(schedule: str, argv: Sequence[str], *, num_microbatches: int | None, png: Path | None) -> int:
+    """Draw a pipeline schedule for the pipeline ranks and stages that the flags say."""
+    from nanotrain.parallel.pp.actions import PipelineShape
+    from nanotrain.parallel.pp.draw import draw_schedule
+
+    parallel = load(["--pipeline-schedule", schedule, *argv], to_train=False).config.parallel
+    num_ranks = parallel.pipeline_model_parallel_size
+    stages_per_rank = parallel.num_virtual_stages_per_pipeline_rank
+    shape = PipelineShape(num_ranks, stages_per_rank, num_microbatches or 2 * num_ranks)
+    print(draw_schedule(schedule, shape, png=png))
     return 0
 
 

@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from nanotrain.comm.collectives import barrier
 from nanotrain.comm.group import Group
-from nanotrain.comm.p2p import Message, start_exchange
+from nanotrain.comm.p2p import Message, start_messages
 from nanotrain.comm.pending import DONE, Pending
 from nanotrain.data.batch import Batch
 from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape, Schedule
@@ -220,10 +220,10 @@ class _Step:
         receives = [Message(b, receive.peer) for b, receive in zip(buffers, exchange.receives, strict=True)]
         while sends and len(self.sending) >= MAX_SENDS:
             self.sending.pop(0).wait()
-        pending = start_exchange(sends, receives, group=pipeline.group)
+        started = start_messages(sends, receives, group=pipeline.group)
         if sends:
-            self.sending.append(pending)
-        for buffer, receive in zip(buffers, exchange.receives, strict=True):
+            self.sending.append(started.sent)
+        for receive, buffer, pending in zip(exchange.receives, buffers, started.received, strict=True):
             self.inbox[receive.to] = _Arrival(buffer, pending)
 
     def forward(self, action: Action) -> None:

@@ -13,7 +13,7 @@ from nanotrain.parallel.pp.one_f_one_b import one_f_one_b, require_one_stage_per
 
 
 def zero_bubble_h1(shape: PipelineShape) -> Schedule:
-    """1F1B with split backward passes; one stage per rank.
+    """1F1B with split backward passes; one stage per rank. A single rank has no bubble, and nothing is split.
 
     Raises:
         ScheduleError: several stages per rank.
@@ -24,6 +24,8 @@ def zero_bubble_h1(shape: PipelineShape) -> Schedule:
     """
     require_one_stage_per_rank("zb-h1", shape)
     whole = one_f_one_b(shape)
+    if shape.num_ranks == 1:
+        return whole
     return Schedule(tuple(_with_weights(actions, delay=rank) for rank, actions in enumerate(whole.actions)))
 
 
