@@ -1,13 +1,15 @@
-"""Messages between two members of a group, started in batches.
+"""Messages between members of a group, started in batches.
 
-    start_exchange      all sends and receives that a rank starts at one point
+    Message          a tensor and the member it goes to or comes from
+    start_messages   all sends and receives that a rank starts at one point
+    OnTheWay         what to wait for
 
 All of a batch run at once, so that two members may send to each other. NCCL runs the batches of a group one after
-another, in the order in which they were started: batches of different ranks must be started in one order that all agree
-on. gloo needs only that messages from one member to another are received in the order in which they were sent.
+another, in the order in which they were started: members must start what they exchange in one order that all agree on.
+gloo asks only that messages from one member to another are received in the order in which they are sent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -30,27 +32,49 @@ class Message:
     member: int
 
 
-def start_exchange(sends: Sequence[Message], receives: Sequence[Message], *, group: Group) -> Pending:
-    """Begin to send and to receive; neither order nor number has to match among the members, only each pair's.
+@dataclass(frozen=True)
+class OnTheWay:
+    """A batch of messages that was started.
 
     Args:
-        sends: must not change before `wait`.
-        receives: of the shape and dtype that the other member sends.
-        group: who takes part; a group of one has nobody to send to.
-
-    Returns:
-        what to wait on before a received tensor is read or a sent one is written.
+        sent: wait on it before a sent tensor is written.
+        received: wait on each before that message is read.
     """
-    if not sends and not receives:
-        return DONE
+
+    sent: Pending
+    received: tuple[Pending, ...]
+
+
+def start_messages(sends: Sequence[Message], receives: Sequence[Message], *, group: Group) -> OnTheWay:
+    """Begin to send and to receive. Bytes sent are booked in the group's ledger as "p2p".
+
+    Args:
+        sends: must not change before they are waited for.
+        receives: of the shape and dtype that the other member sends.
+        group: whose members they are; nobody sends to itself.
+    """
     assert all(message.member != group.index for message in (*sends, *receives)), "gloo cannot send to itself"
+    assert all(message.tensor.is_contiguous() for message in (*sends, *receives)), "bytes travel in memory order"
+    if not sends and not receives:
+        return OnTheWay(DONE, ())
     for message in sends:
         group.ledger.record(group.name, "p2p", num_bytes=message.tensor.nbytes)
-    operations = [(dist.irecv, message) for message in receives] + [(dist.isend, message) for message in sends]
-    batch = [
-        dist.P2POp(start, message.tensor, group.ranks[message.member], group=group.process_group)
-        for start, message in operations
-    ]
+    batch = [_operation(dist.irecv, message, group=group) for message in receives]
+    batch += [_operation(dist.isend, message, group=group) for message in sends]
     with watch("p2p", group):
         works = dist.batch_isend_irecv(batch)
-    return Pending("p2p", group, works=works, keep=[message.tensor for _, message in operations])
+    if len(works) != len(batch):  # NCCL has one handle for all, gloo one for each
+        works = works * len(batch)
+
+    def pending(messages: Sequence[Message], handles: Sequence[dist.Work]) -> Pending:
+        return Pending("p2p", group, works=handles, keep=[message.tensor for message in messages])
+
+    received = zip(receives, works, strict=False)
+    return OnTheWay(
+        sent=pending(sends, works[len(receives) :]),
+        received=tuple(pending([message], [work]) for message, work in received),
+    )
+
+
+def _operation(start: Callable[..., object], message: Message, *, group: Group) -> dist.P2POp:
+    return dist.P2POp(start, message.tensor, group.ranks[message.member], group=group.process_group)
