@@ -141,7 +141,7 @@ def wrap_alone(strategy: str, *, overlap: bool = False, dtype: torch.dtype = tor
 
 
 def held_bytes() -> int:
-    """Bytes of all tensor storage that Python can see."""
+    """Bytes of all tensor storage that Python can see; what existed before `gc.freeze` is not looked at."""
     storages = {}
     for found in gc.get_objects():
         if type(found) in (torch.Tensor, nn.Parameter):
@@ -152,14 +152,16 @@ def held_bytes() -> int:
 
 def peak_of(ctx, strategy: str, *, overlap: bool, shapes: list[tuple[int, ...]]) -> int:
     """The most storage held at any arrival of a gradient, over two microbatches, beyond what was there before."""
-    before, peaks = held_bytes(), []
+    gc.collect()
+    gc.freeze()  # a hundred thousand objects of the imports, to be passed over at every arrival
+    peaks = []
     stage = Toy(shapes=shapes)
     parallel = wrap(ctx, stage, strategy=strategy, overlap=overlap, bucket_size=20_000)
     assert len(parallel.buckets) == len(shapes)
     for unit in stage.units:  # one whose graph holds nothing
         unit.forward = lambda scale, unit=unit: unit.weight.sum() * scale
     for param in stage.parameters():
-        param.register_post_accumulate_grad_hook(lambda _: peaks.append(held_bytes() - before))
+        param.register_post_accumulate_grad_hook(lambda _: peaks.append(held_bytes()))
     parallel.begin_step()
     for is_last in (False, True):
         backward(parallel, stage(1.0), is_last=is_last)
@@ -174,12 +176,13 @@ def peak_of(ctx, strategy: str, *, overlap: bool, shapes: list[tuple[int, ...]])
 def test_optim_grads_never_holds_a_full_size_gradient(ctx):
     numel, num_params = 150 * 140, 8
     shapes = [(150, 140)] * num_params
-    peaks = {(s, o): peak_of(ctx, s, overlap=o, shapes=shapes) for s in ("optim", "optim_grads") for o in (False, True)}
+    # gloo receives into scratch memory that it keeps, half a bucket for each reduction in flight; so optim comes last.
+    peaks = {(s, o): peak_of(ctx, s, overlap=o, shapes=shapes) for s in ("optim_grads", "optim") for o in (False, True)}
     bucket = 4 * 21120  # bytes of a padded fp32 bucket
-    full, one_grad, scalars = num_params * bucket, 4 * numel, 1000
+    full, one_grad, scratch, scalars = num_params * bucket, 4 * numel, 2 * bucket // 2, 1000
     for overlap in (False, True):
         assert peaks["optim", overlap] >= 2 * full
-        assert peaks["optim_grads", overlap] <= full + full / 2 + 2 * bucket + one_grad + scalars
+        assert peaks["optim_grads", overlap] <= full + full / 2 + 2 * bucket + one_grad + scratch + scalars
 
 
 @ranks(2, strategy="optim")
