@@ -1,0 +1,133 @@
+"""The loop: the order of calls, every reason to stop, and what is closed after an error."""
+
+import gc
+import os
+import signal
+
+import pytest
+
+from nanotrain.comm.collectives import gather_objects
+from nanotrain.train.hook_checkpoint import CheckpointHook
+from nanotrain.train.hooks import Hook
+from nanotrain.train.trainer import Trainer, manual_gc
+from tests.harness import ranks
+from tests.train.small_run import Failing, Spy, small_run, train
+
+
+class Signalling(Hook):
+    """Sends signals to this process after a step."""
+
+    def __init__(self, step: int, *numbers: signal.Signals) -> None:
+        self.step, self.numbers = step, numbers
+
+    def after_step(self, run, report) -> None:
+        if report.step == self.step:
+            for number in self.numbers:
+                os.kill(os.getpid(), number)
+
+
+def handlers() -> list:
+    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+
+
+def test_hooks_are_called_around_the_steps(tmp_path):
+    spy = Spy()
+    with small_run(tmp_path, "--train-iters", "2") as run:
+        train(run, spy)
+    assert spy.calls == ["before", "step 1", "step 2", "after", "closed"]
+    assert [report.consumed_samples for report in spy.reports] == [1, 2]
+
+
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_a_run_with_nothing_left_takes_no_step(tmp_path, steps_before):
+    with small_run(tmp_path, "--train-iters", str(steps_before)) as run:
+        train(run, CheckpointHook())
+    spy = Spy()
+    with small_run(tmp_path, "--train-iters", "0") as run:
+        train(run, spy)
+        assert run.state.step == steps_before
+    assert spy.calls == ["before", "after", "closed"]
+
+
+def test_exit_interval_ends_the_run_at_its_multiples_one_after_the_other(tmp_path, logged):
+    reached = []
+    for _ in range(3):  # the same command again and again, resuming
+        with small_run(tmp_path, "--train-iters", "8", "--exit-interval", "3") as run:
+            train(run, CheckpointHook())
+            reached.append(run.state.step)
+    assert reached == [3, 6, 8]
+    assert "stopping after step 3: a multiple of --exit-interval 3" in logged
+
+
+def test_the_time_limit_ends_the_run_with_a_checkpoint(tmp_path, logged):
+    with small_run(tmp_path, "--train-iters", "1000", "--exit-duration-in-mins", "0.02") as run:
+        train(run, CheckpointHook())
+        assert 0 < run.state.step < 1000
+        assert run.checkpointer.latest().name == f"step-{run.state.step:08d}"
+    assert any("--exit-duration-in-mins is over" in line for line in logged)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_and_saves(tmp_path, logged, number):
+    spy, before = Spy(), handlers()
+    with small_run(tmp_path, "--train-iters", "9") as run:
+        train(run, Signalling(2, number), CheckpointHook(), spy)
+        assert run.checkpointer.latest().name == "step-00000002"
+    assert spy.calls == ["before", "step 1", "step 2", "after", "closed"]
+    assert f"stopping after step 2: received {number.name}" in logged
+    assert handlers() == before
+
+
+def test_a_second_sigterm_does_not_keep_the_run_from_saving(tmp_path):
+    # A scheduler sends one to every process, and torchrun one more to its ranks.
+    with small_run(tmp_path, "--train-iters", "9") as run:
+        train(run, Signalling(2, signal.SIGTERM, signal.SIGTERM, signal.SIGINT), CheckpointHook())
+        assert run.checkpointer.latest().name == "step-00000002"
+
+
+def test_a_second_interrupt_ends_the_run_at_once(tmp_path):
+    spy, before = Spy(), handlers()
+    with small_run(tmp_path, "--train-iters", "9") as run, pytest.raises(KeyboardInterrupt):
+        train(run, Signalling(2, signal.SIGINT, signal.SIGINT), spy)
+    assert spy.calls == ["before", "step 1", "closed after an error"]
+    assert handlers() == before
+
+
+@ranks(2)
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(ctx, tmp_path):
+    spy = Spy()
+    with small_run(tmp_path, "--train-iters", "9", context=ctx) as run:
+        train(run, *([Signalling(3, signal.SIGTERM)] if ctx.rank == 1 else []), CheckpointHook(), spy)
+        assert gather_objects(run.state.step, ctx.control) == [3, 3]
+        assert run.checkpointer.latest().name == "step-00000003"
+    assert spy.calls[-2:] == ["after", "closed"]
+
+
+def test_an_error_closes_every_hook_and_is_passed_on(tmp_path):
+    first, last, before = Spy(), Spy(), handlers()
+    with small_run(tmp_path, "--train-iters", "5") as run, pytest.raises(RuntimeError, match="a hook broke"):
+        train(run, first, Failing(2), last)
+    assert first.calls == ["before", "step 1", "step 2", "closed after an error"]
+    assert last.calls == ["before", "step 1", "closed after an error"]
+    assert handlers() == before
+
+
+def test_garbage_is_collected_at_agreed_steps_only(tmp_path, monkeypatch):
+    collected, was_enabled = [], []
+
+    class Watch(Hook):
+        def before_training(self, run) -> None:
+            monkeypatch.setattr(gc, "collect", lambda: collected.append(run.state.step))
+
+        def after_step(self, run, report) -> None:
+            was_enabled.append(gc.isenabled())
+
+    with small_run(tmp_path, "--train-iters", "5", "--manual-gc-interval", "2") as run:
+        Trainer(run, [Watch()]).fit()
+    assert collected == [2, 4] and was_enabled == [False] * 5
+    assert gc.isenabled()
+
+
+def test_without_an_interval_garbage_is_left_to_python():
+    with manual_gc(0):
+        assert gc.isenabled()
