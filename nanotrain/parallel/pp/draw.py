@@ -1,12 +1,10 @@
 """Draws a timeline as text: a row per rank, time from left to right, wrapped like music.
 
-time   0     1     2     3     4     5     6     7     8
-rank 0 F0    F1          B0          F2    B1          ..
-rank 1       F0    B0          F1    B1          F2    ..
+    draw_schedule     what `nanotrain topology --schedule` prints
+    draw_timeline     the rows
+    describe          duration, bubble and memory in words
 
-draw_schedule     what `nanotrain topology --schedule` prints
-draw_timeline     the rows
-describe          duration, bubble and memory in words
+`F0` is microbatch 0 forward, `B` backward, `W` its weight gradients; `F0b` is the rank's second stage.
 """
 
 from fractions import Fraction
@@ -49,8 +47,8 @@ def draw_timeline(timeline: Timeline, *, width: int = WIDTH) -> str:
 
     >>> from nanotrain.parallel.pp.one_f_one_b import one_f_one_b
     >>> print(draw_timeline(simulate(one_f_one_b(PipelineShape(2, 1, 2)))))
-    time    0  1  2  3  4  5  6  7  8
-    rank 0  F0.F1.   B0====   B1====
+    time    0  1  2  3  4  5  6  7  8  9
+    rank 0  F0.F1.      B0====   B1====
     rank 1     F0.B0====F1.B1====
     """
     spans, names = [span for row in timeline.spans for span in row], labels(timeline)

@@ -1,7 +1,7 @@
 """GPipe: every microbatch forward, then every one backward (Huang et al. 2019, section 2.3).
 
-    rank 0  F0 F1 F2 F3             B0    B1    B2    B3
-    rank 1     F0 F1 F2 F3       B0    B1    B2    B3
+    rank 0  F0.F1.F2.         B0====B1====B2====
+    rank 1     F0.F1.F2.B0====B1====B2====
 
 The simplest schedule and the hungriest: a rank holds the activations of all microbatches at once. Backward passes run
 in the order of the forward passes, not reversed as in the paper: every schedule here sums the gradients of microbatches

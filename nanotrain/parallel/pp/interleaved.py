@@ -1,10 +1,9 @@
 """Interleaved 1F1B: several stages per rank, so the pipeline fills in smaller steps (Narayanan et al. 2021, 2.2).
 
-    2 ranks, 2 stages each, 4 microbatches; stages 0 and 2 live on rank 0, 1 and 3 on rank 1; `2.0` is stage 2 on
-    microbatch 0
+    2 ranks with 2 stages each; hidden states pass stage a of rank 0, a of rank 1, b of rank 0, b of rank 1
 
-    rank 0  F0.0 F0.1 F2.0 F2.1           F0.2 ..
-    rank 1       F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 ..
+    rank 0  F0a.F1a.F0b.F1b.F2a.    B0b=====F3a.B1b=====F2b.B0a=====F3b.B1a=====    ..
+    rank 1      F0a.F1a.F0b.B0b=====F1b.B1b=====F2a.B0a=====F3a.B1a=====F2b.B2b=====..
 
 A rank takes its stages in turns of `num_ranks` microbatches: by then the first of them has come around the ring. The
 bubble shrinks by the number of stages per rank; hidden states travel that many times more often.

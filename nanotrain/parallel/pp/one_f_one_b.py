@@ -1,7 +1,7 @@
 """1F1B: after a warmup every forward pass is followed by a backward pass (Narayanan et al. 2019, section 3.2).
 
-    rank 0  F0 F1       B0    F2 B1    F3 B2       B3
-    rank 1     F0 B0    F1 B1    F2 B2    F3 B3
+    rank 0  F0.F1.      B0====F2.B1====F3.B2====   B3====
+    rank 1     F0.B0====F1.B1====F2.B2====F3.B3====
 
 As fast as GPipe, but rank r holds the activations of at most `num_ranks - r` microbatches, however many there are.
 """

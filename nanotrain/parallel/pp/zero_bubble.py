@@ -1,7 +1,7 @@
 """ZB-H1: split backward passes and fill the bubble with weight gradients (Qi et al. 2023, section 2.2 and appendix).
 
-    rank 0  F0 F1    B0 W0 F2 B1 W1 F3 B2 W2    B3 W3
-    rank 1     F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
+    rank 0  F0.F1.   B0=W0-F2.B1=W1-F3.B2=W2-B3=W3-
+    rank 1     F0.B0=F1.B1=W0-F2.B2=W1-F3.B3=W2-W3-
 
 B computes the gradients of the stage's input, which the rank before waits for; W those of the weights, for which nobody
 waits. Rank r puts W off by r microbatches: enough to fill its bubble, and what is kept for it, together with the
