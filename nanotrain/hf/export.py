@@ -18,7 +18,7 @@ from torch import Tensor
 from nanotrain.config.config import ModelConfig
 from nanotrain.errors import HuggingFaceError
 from nanotrain.hf.families import FAMILIES, config_to_hf, family_of
-from nanotrain.hf.names import Place
+from nanotrain.hf.place import Place
 from nanotrain.topology.boxes import Box
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -93,20 +93,21 @@ def _assemble(
     """Whole Hugging Face tensors, each as soon as the last parameter in it has come."""
     waiting: dict[str, set[str]] = {}
     for name, place in places.items():
-        waiting.setdefault(place.tensor, set()).add(name)
+        for stored in place.tensor_shapes:
+            waiting.setdefault(stored, set()).add(name)
     begun: dict[str, Tensor] = {}
     for name, tensor in tensors:
         assert name in places, f"{name} has no place in this family: the exported model would lack it"
         place = places[name]
-        if place.tensor not in begun:
-            begun[place.tensor] = torch.empty(place.tensor_shape, dtype=dtype)
-        real = Box.whole(place.shape)
-        part = tensor.detach()[real.slices()]
-        begun[place.tensor][place.box(real).slices()].copy_(part.t() if place.transposed else part)
-        waiting[place.tensor].remove(name)
-        if not waiting[place.tensor]:
-            del waiting[place.tensor]
-            yield place.tensor, begun.pop(place.tensor)
+        shapes = place.tensor_shapes
+        for piece in place.pieces(Box.whole(place.shape)):
+            if piece.tensor not in begun:
+                begun[piece.tensor] = torch.empty(shapes[piece.tensor], dtype=dtype)
+            begun[piece.tensor][piece.stored.slices()].copy_(piece.as_stored(tensor.detach()[piece.box.slices()]))
+            waiting[piece.tensor].remove(name)
+            if not waiting[piece.tensor]:
+                del waiting[piece.tensor]
+                yield piece.tensor, begun.pop(piece.tensor)
     missing = sorted(name for names in waiting.values() for name in names)
     assert not missing, f"{missing} never came: the exported model would lack them"
 

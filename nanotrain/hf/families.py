@@ -15,16 +15,17 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from nanotrain.config.config import ModelConfig, PositionEmbedding
-from nanotrain.config.derive import ffn_size, head_dim, query_groups
+from nanotrain.config.config import ModelConfig
 from nanotrain.config.option import flag_of
 from nanotrain.errors import HuggingFaceError
+from nanotrain.hf.canonical import canonical, free_fields
 from nanotrain.hf.gpt2 import read_gpt2, write_gpt2
 from nanotrain.hf.llama import read_llama, read_qwen2, read_qwen3, write_llama, write_qwen2, write_qwen3
-from nanotrain.hf.names import Place, gpt2_places, llama_places
+from nanotrain.hf.mixture import read_mixtral, read_qwen3_moe, write_mixtral, write_qwen3_moe
+from nanotrain.hf.names import fused_places, gpt2_places, llama_places, mixtral_places, qwen3_moe_places
+from nanotrain.hf.place import Place
 
-# Free to choose beside a pretrained checkpoint: they say nothing about its weights.
-FREE_FIELDS = ("make_vocab_size_divisible_by", "init_method_std")
+Places = Callable[[ModelConfig], dict[str, Place]]
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,16 @@ class Family:
         write: model -> config.json, less what all families share.
         places: model -> parameter name -> place in the files.
         ignored: ends of tensor names that hold no weights (buffers in old files).
+        other_places: layouts that files are found in but never written in.
     """
 
     architecture: str
     prefix: str
     read: Callable[[Mapping[str, Any]], ModelConfig]
     write: Callable[[ModelConfig], dict[str, Any]]
-    places: Callable[[ModelConfig], dict[str, Place]]
+    places: Places
     ignored: tuple[str, ...] = ()
+    other_places: tuple[Places, ...] = ()
 
 
 ROPE_BUFFERS = (".rotary_emb.inv_freq",)
@@ -57,6 +60,24 @@ FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", "model.", read_llama, write_llama, llama_places, ROPE_BUFFERS),
     "qwen2": Family("Qwen2ForCausalLM", "model.", read_qwen2, write_qwen2, llama_places, ROPE_BUFFERS),
     "qwen3": Family("Qwen3ForCausalLM", "model.", read_qwen3, write_qwen3, llama_places, ROPE_BUFFERS),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        prefix="model.",
+        read=read_mixtral,
+        write=write_mixtral,
+        places=mixtral_places,
+        ignored=ROPE_BUFFERS,
+        other_places=(fused_places,),
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        prefix="model.",
+        read=read_qwen3_moe,
+        write=write_qwen3_moe,
+        places=qwen3_moe_places,
+        ignored=ROPE_BUFFERS,
+        other_places=(fused_places,),
+    ),
 }
 
 
@@ -155,34 +176,20 @@ def check_against(from_hf: ModelConfig, asked: ModelConfig, *, explicit: frozens
     Raises:
         HuggingFaceError: an explicit field that contradicts config.json, naming both values.
     """
-    ours, theirs = canonical(replace(asked, vocab_size=asked.vocab_size or from_hf.vocab_size)), canonical(from_hf)
-    for name in sorted(explicit & {field.name for field in fields(ModelConfig)} - set(FREE_FIELDS)):
-        value, given, known = getattr(asked, name), getattr(ours, name), getattr(theirs, name)
-        if value is not None and given != known:
+    free = free_fields(from_hf)
+    names = explicit & {field.name for field in fields(ModelConfig)} - set(free)
+    said = {name: getattr(asked, name) for name in sorted(names) if getattr(asked, name) is not None}
+    ours, theirs = canonical(replace(from_hf, **said)), canonical(from_hf)
+    for name, value in said.items():
+        given, known = getattr(ours, name), getattr(theirs, name)
+        is_idle = given != value and name != "moe_layer_freq"  # which has several spellings
+        if given != known or is_idle:
             raise HuggingFaceError(
-                f"{flag_of(name)} {_shown(given)} contradicts the pretrained checkpoint",
+                f"{flag_of(name)} {_shown(value)} contradicts the pretrained checkpoint",
                 why=f"its config.json says {name} = {_shown(known)}",
                 fix=f"leave {flag_of(name)} out, or train without --pretrained-checkpoint",
             )
-    return replace(from_hf, **{name: getattr(asked, name) for name in FREE_FIELDS})
-
-
-def canonical(model: ModelConfig) -> ModelConfig:
-    """The same model with every derived size written out and every idle field at its default."""
-    default = ModelConfig()
-    model = replace(
-        model,
-        ffn_hidden_size=ffn_size(model),
-        num_query_groups=query_groups(model),
-        kv_channels=head_dim(model),
-        add_qkv_bias=model.add_qkv_bias and not model.add_bias_linear,
-    )
-    if model.position_embedding_type is not PositionEmbedding.rope:
-        model = replace(model, rotary_base=default.rotary_base, use_rope_scaling=False)
-    if not model.use_rope_scaling:
-        idle = [f.name for f in fields(ModelConfig) if f.name.startswith("rope_")]
-        model = replace(model, **{name: getattr(default, name) for name in idle})
-    return model
+    return replace(from_hf, **{name: getattr(asked, name) for name in free})
 
 
 def _lost_fields(model: ModelConfig, family: str) -> list[str]:
@@ -190,8 +197,8 @@ def _lost_fields(model: ModelConfig, family: str) -> list[str]:
         back = FAMILIES[family].read(FAMILIES[family].write(model))
     except HuggingFaceError as error:
         return [error.what]
-    ours, theirs = canonical(replace(model, make_vocab_size_divisible_by=1)), canonical(back)
-    theirs = replace(theirs, make_vocab_size_divisible_by=1)
+    free = {name: getattr(back, name) for name in free_fields(model) if name != "init_method_std"}
+    ours, theirs = canonical(replace(model, **free)), canonical(back)
     return [f.name for f in fields(ModelConfig) if getattr(ours, f.name) != getattr(theirs, f.name)]
 
 

@@ -1,7 +1,7 @@
 """Weights from a Hugging Face folder: each rank reads the boxes it holds and no more.
 
 check       the files hold exactly the tensors the model has, in their shapes
-fill        every wanted box: one slice of one file, transposed or offset as the family's table says
+fill        every wanted box: slices of the files, transposed, offset or by expert as the family's table says
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from torch import Tensor
 from nanotrain.config.config import ModelConfig
 from nanotrain.errors import HuggingFaceError
 from nanotrain.hf.families import FAMILIES, Family, read_config
-from nanotrain.hf.names import Place
+from nanotrain.hf.place import Place
 from nanotrain.hf.weights import WeightFiles
 from nanotrain.topology.boxes import Box, TensorBox
 
@@ -20,7 +20,7 @@ from nanotrain.topology.boxes import Box, TensorBox
 SHOWN = 5
 
 
-def import_weights(folder: Path, model: ModelConfig, wanted: Mapping[TensorBox, Tensor]) -> None:
+def import_weights(folder: Path, model: ModelConfig, *, wanted: Mapping[TensorBox, Tensor]) -> None:
     """Fill tensors with their pieces of a Hugging Face checkpoint.
 
     Args:
@@ -34,8 +34,8 @@ def import_weights(folder: Path, model: ModelConfig, wanted: Mapping[TensorBox, 
     """
     raw = read_config(folder)
     family = FAMILIES[raw["model_type"]]
-    places = family.places(model)
     files = WeightFiles(folder, prefix=family.prefix)
+    places = _places_in(files, family, model=model)
     _check(files, places, family=family, folder=folder)
     for piece, target in wanted.items():
         assert piece.name in places, f"{piece.name} is no parameter of this model: it would stay unfilled"
@@ -48,12 +48,23 @@ def _fill(target: Tensor, piece: TensorBox, *, place: Place, files: WeightFiles)
         target.zero_()
     if real is None:
         return
-    stored = files.read(place.tensor, place.box(real))
-    target[real.within(piece.box).slices()].copy_(stored.t() if place.transposed else stored)
+    for part in place.pieces(real):
+        stored = files.read(part.tensor, part.stored)
+        target[part.box.within(piece.box).slices()].copy_(part.as_parameter(stored))
+
+
+def _places_in(files: WeightFiles, family: Family, *, model: ModelConfig) -> dict[str, Place]:
+    """The layout of these files: the family's own, or the other one that more of them follow."""
+    layouts = [places(model) for places in (family.places, *family.other_places)]
+    return max(layouts, key=lambda places: len(_tensors(places).keys() & files.shapes.keys()))
+
+
+def _tensors(places: Mapping[str, Place]) -> dict[str, tuple[int, ...]]:
+    return {name: shape for place in places.values() for name, shape in place.tensor_shapes.items()}
 
 
 def _check(files: WeightFiles, places: Mapping[str, Place], *, family: Family, folder: Path) -> None:
-    expected = {place.tensor: place.tensor_shape for place in places.values()}
+    expected = _tensors(places)
     # A tied head is often stored all the same.
     needless = {"lm_head.weight"} if "head.weight" not in places else set()
     found = {

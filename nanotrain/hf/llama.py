@@ -22,41 +22,42 @@ def read_llama(raw: Mapping[str, Any]) -> ModelConfig:
     attention_bias, mlp_bias = raw.get("attention_bias", False), raw.get("mlp_bias", False)
     if attention_bias != mlp_bias:
         reject("attention_bias", attention_bias, instead=f"{str(mlp_bias).lower()}, equal to mlp_bias,")
-    return ModelConfig(add_bias_linear=bool(attention_bias), **_read_shared(raw, default_positions=2048))
+    return ModelConfig(add_bias_linear=bool(attention_bias), **read_shared(raw, default_positions=2048))
 
 
 def read_qwen2(raw: Mapping[str, Any]) -> ModelConfig:
     """The model a Qwen2 config.json describes; see `read_llama`."""
-    _check_full_attention(raw)
-    return ModelConfig(add_qkv_bias=True, **_read_shared(raw, default_positions=32768))
+    check_full_attention(raw)
+    return ModelConfig(add_qkv_bias=True, **read_shared(raw, default_positions=32768))
 
 
 def read_qwen3(raw: Mapping[str, Any]) -> ModelConfig:
     """The model a Qwen3 config.json describes; see `read_llama`."""
-    _check_full_attention(raw)
+    check_full_attention(raw)
     if raw.get("attention_bias", False):
         reject("attention_bias", True, instead="false")
-    shared = _read_shared({"head_dim": 128, **raw}, default_positions=32768)
+    shared = read_shared({"head_dim": 128, **raw}, default_positions=32768)
     return ModelConfig(qk_layernorm=True, **shared)
 
 
 def write_llama(model: ModelConfig) -> dict[str, Any]:
     """The config.json of a Llama; what it cannot say is found by reading it back."""
     bias = model.add_bias_linear
-    return _write_shared(model) | {"attention_bias": bias, "mlp_bias": bias, "pretraining_tp": 1}
+    return write_shared(model) | {"attention_bias": bias, "mlp_bias": bias, "pretraining_tp": 1}
 
 
 def write_qwen2(model: ModelConfig) -> dict[str, Any]:
     """The config.json of a Qwen2; see `write_llama`."""
-    return _write_shared(model) | {"use_sliding_window": False}
+    return write_shared(model) | {"use_sliding_window": False}
 
 
 def write_qwen3(model: ModelConfig) -> dict[str, Any]:
     """The config.json of a Qwen3; see `write_llama`."""
-    return _write_shared(model) | {"attention_bias": False, "use_sliding_window": False}
+    return write_shared(model) | {"attention_bias": False, "use_sliding_window": False}
 
 
-def _read_shared(raw: Mapping[str, Any], *, default_positions: int) -> dict[str, Any]:
+def read_shared(raw: Mapping[str, Any], *, default_positions: int) -> dict[str, Any]:
+    """Fields of ModelConfig that every family of this layout says alike."""
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         reject("hidden_act", raw["hidden_act"], instead="silu")
     heads, hidden = raw.get("num_attention_heads", 32), raw.get("hidden_size", 4096)
@@ -102,7 +103,8 @@ def _read_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_full_attention(raw: Mapping[str, Any]) -> None:
+def check_full_attention(raw: Mapping[str, Any]) -> None:
+    """Refuse a Qwen whose layers attend within a window."""
     layers = raw.get("num_hidden_layers", 32)
     kinds = set(raw.get("layer_types") or ()) - {"full_attention"}
     if kinds:
@@ -112,7 +114,8 @@ def _check_full_attention(raw: Mapping[str, Any]) -> None:
         reject("use_sliding_window", True, instead="false")
 
 
-def _write_shared(model: ModelConfig) -> dict[str, Any]:
+def write_shared(model: ModelConfig) -> dict[str, Any]:
+    """Entries of config.json that every family of this layout has."""
     scaling = {
         "rope_type": "llama3",
         "factor": model.rope_scaling_factor,

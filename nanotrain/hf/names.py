@@ -1,84 +1,108 @@
 """Where each parameter lies in a Hugging Face folder: one pure function per naming scheme.
 
-`llama_places` serves Llama, Qwen2 and Qwen3, which differ only in which parameters exist; `gpt2_places` serves GPT-2,
-whose matrices are transposed and whose query, key and value are one tensor. Import and export both read these
-tables and nothing else, so what one writes the other finds.
+`llama_places` serves Llama, Qwen2 and Qwen3, which differ only in which parameters exist; `mixtral_places` and
+`qwen3_moe_places` name their experts one by one, `fused_places` is the newer layout of both, with experts stacked and
+gate and up in one tensor; `gpt2_places` serves GPT-2, whose matrices are transposed and whose query, key and value
+are one tensor. Import and export both read these tables and nothing else, so what one writes the other finds.
 
-    H hidden   Q query heads x width   K key/value heads x width   F width of the MLP   V vocabulary
+    H hidden   Q query heads x width   K key/value heads x width   F width of the MLP   V vocabulary   E experts
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 from nanotrain.config.config import Activation, ModelConfig
-from nanotrain.config.derive import ffn_size, head_dim, query_groups
-from nanotrain.topology.boxes import Box
-
-
-@dataclass(frozen=True)
-class Place:
-    """A parameter's place in a Hugging Face tensor.
-
-    Args:
-        tensor: the tensor's name.
-        shape: the parameter's shape, padding of the vocabulary cut off.
-        transposed: the tensor is [inputs, outputs] where the parameter is [outputs, inputs].
-        offset: outputs of the tensor that belong to the parameters before this one.
-        outputs: outputs of the whole tensor; unset where the parameter is all of it.
-    """
-
-    tensor: str
-    shape: tuple[int, ...]
-    transposed: bool = False
-    offset: int = 0
-    outputs: int | None = None
-
-    @property
-    def tensor_shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor in the file."""
-        shape = (self.outputs or self.shape[0], *self.shape[1:])
-        return shape[::-1] if self.transposed else shape
-
-    def box(self, piece: Box) -> Box:
-        """A piece of the parameter, in the tensor's coordinates.
-
-        >>> Place("c_attn.weight", (4, 4), transposed=True, offset=4, outputs=12).box(Box((1, 0), (3, 4)))
-        Box(start=(0, 5), stop=(4, 7))
-        """
-        moved = piece.shifted((self.offset,) + (0,) * (len(self.shape) - 1))
-        return Box(moved.start[::-1], moved.stop[::-1]) if self.transposed else moved
+from nanotrain.config.derive import ffn_size, head_dim, moe_ffn_size, moe_layers, query_groups
+from nanotrain.hf.place import Place
 
 
 def llama_places(model: ModelConfig) -> dict[str, Place]:
     """Places of a Llama, Qwen2 or Qwen3."""
-    hidden, ffn, vocab = model.hidden_size, ffn_size(model), _vocab_size(model)
-    query, key = model.num_attention_heads * head_dim(model), query_groups(model) * head_dim(model)
-    projections = {
-        "attention.query": ("self_attn.q_proj", query, hidden),
-        "attention.key": ("self_attn.k_proj", key, hidden),
-        "attention.value": ("self_attn.v_proj", key, hidden),
-        "attention.output": ("self_attn.o_proj", hidden, query),
-        "mlp.gate": ("mlp.gate_proj", ffn, hidden),
-        "mlp.up": ("mlp.up_proj", ffn, hidden),
-        "mlp.down": ("mlp.down_proj", hidden, ffn),
+    return _decoder_places(model, experts={})
+
+
+def mixtral_places(model: ModelConfig) -> dict[str, Place]:
+    """Places of a Mixtral: w1 is the gate, w3 up and w2 down."""
+    hidden, ffn, count = model.hidden_size, moe_ffn_size(model), model.num_experts or 0
+    folder = "block_sparse_moe"
+    experts = {
+        "router": Place(f"{folder}.gate.weight", (count, hidden)),
+        "experts.gate": Place(f"{folder}.experts.{{expert}}.w1.weight", (count, ffn, hidden)),
+        "experts.up": Place(f"{folder}.experts.{{expert}}.w3.weight", (count, ffn, hidden)),
+        "experts.down": Place(f"{folder}.experts.{{expert}}.w2.weight", (count, hidden, ffn)),
     }
-    if model.activation is not Activation.swiglu:
-        del projections["mlp.gate"]
+    return _decoder_places(model, experts=experts)
+
+
+def qwen3_moe_places(model: ModelConfig) -> dict[str, Place]:
+    """Places of a Qwen3-MoE."""
+    hidden, ffn, count = model.hidden_size, moe_ffn_size(model), model.num_experts or 0
+    experts = {
+        "router": Place("mlp.gate.weight", (count, hidden)),
+        "experts.gate": Place("mlp.experts.{expert}.gate_proj.weight", (count, ffn, hidden)),
+        "experts.up": Place("mlp.experts.{expert}.up_proj.weight", (count, ffn, hidden)),
+        "experts.down": Place("mlp.experts.{expert}.down_proj.weight", (count, hidden, ffn)),
+    }
+    return _decoder_places(model, experts=experts)
+
+
+def fused_places(model: ModelConfig) -> dict[str, Place]:
+    """Places of a Mixtral or Qwen3-MoE as transformers 5 holds them in memory; `torch.save` writes these."""
+    hidden, ffn, count = model.hidden_size, moe_ffn_size(model), model.num_experts or 0
+    experts = {
+        "router": Place("mlp.gate.weight", (count, hidden)),
+        "experts.gate": Place("mlp.experts.gate_up_proj", (count, ffn, hidden), offset=0, outputs=2 * ffn),
+        "experts.up": Place("mlp.experts.gate_up_proj", (count, ffn, hidden), offset=ffn, outputs=2 * ffn),
+        "experts.down": Place("mlp.experts.down_proj", (count, hidden, ffn)),
+    }
+    return _decoder_places(model, experts=experts)
+
+
+def _decoder_places(model: ModelConfig, *, experts: dict[str, Place]) -> dict[str, Place]:
+    """Places of the Llama layout, with these in place of the MLP in layers that have experts."""
+    hidden, vocab = model.hidden_size, _vocab_size(model)
+    attention, mlp = _attention(model), _mlp(model)
     norms = {"attention_norm": ("input_layernorm", hidden), "mlp_norm": ("post_attention_layernorm", hidden)}
     if model.qk_layernorm:
         norms["attention.query_norm"] = ("self_attn.q_norm", head_dim(model))
         norms["attention.key_norm"] = ("self_attn.k_norm", head_dim(model))
 
     places = {"embedding.word.weight": Place("model.embed_tokens.weight", (vocab, hidden))}
-    for layer in range(model.num_layers):
+    for layer, has_experts in enumerate(moe_layers(model)):
         ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
         for name, (tensor, size) in norms.items():
             places[f"{ours}.{name}.weight"] = Place(f"{theirs}.{tensor}.weight", (size,))
-        for name, (tensor, outputs, inputs) in projections.items():
+        for name, (tensor, outputs, inputs) in (attention if has_experts else attention | mlp).items():
             places[f"{ours}.{name}.weight"] = Place(f"{theirs}.{tensor}.weight", (outputs, inputs))
             if model.add_bias_linear or (model.add_qkv_bias and name in QKV):
                 places[f"{ours}.{name}.bias"] = Place(f"{theirs}.{tensor}.bias", (outputs,))
+        for name, place in experts.items() if has_experts else ():
+            places[f"{ours}.mlp.{name}.weight"] = replace(place, tensor=f"{theirs}.{place.tensor}")
     places["final_norm.weight"] = Place("model.norm.weight", (hidden,))
     return places | _head(model)
+
+
+def _attention(model: ModelConfig) -> dict[str, tuple[str, int, int]]:
+    """Our name -> their name, outputs, inputs."""
+    hidden = model.hidden_size
+    query, key = model.num_attention_heads * head_dim(model), query_groups(model) * head_dim(model)
+    return {
+        "attention.query": ("self_attn.q_proj", query, hidden),
+        "attention.key": ("self_attn.k_proj", key, hidden),
+        "attention.value": ("self_attn.v_proj", key, hidden),
+        "attention.output": ("self_attn.o_proj", hidden, query),
+    }
+
+
+def _mlp(model: ModelConfig) -> dict[str, tuple[str, int, int]]:
+    hidden, ffn = model.hidden_size, ffn_size(model)
+    projections = {
+        "mlp.gate": ("mlp.gate_proj", ffn, hidden),
+        "mlp.up": ("mlp.up_proj", ffn, hidden),
+        "mlp.down": ("mlp.down_proj", hidden, ffn),
+    }
+    if model.activation is not Activation.swiglu:
+        del projections["mlp.gate"]
+    return projections
 
 
 def gpt2_places(model: ModelConfig) -> dict[str, Place]:

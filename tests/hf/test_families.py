@@ -10,10 +10,12 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.config.config import Activation, ModelConfig, PositionEmbedding
+from nanotrain.config.config import Activation, ModelConfig, PositionEmbedding, RouterScore
+from nanotrain.config.derive import moe_layers
 from nanotrain.errors import HuggingFaceError
-from nanotrain.hf.families import canonical, check_against, config_from_hf, config_to_hf, family_of, model_from_hf
-from tests.hf.reference import CONFIGS, LLAMA3_ROPE, LLAMA_SHAPE
+from nanotrain.hf.canonical import canonical
+from nanotrain.hf.families import check_against, config_from_hf, config_to_hf, family_of, model_from_hf
+from tests.hf.reference import CONFIGS, LLAMA3_ROPE, LLAMA_SHAPE, MIXTURES
 from tests.model.building import FAMILIES as MODELS
 from tests.model.building import GPT2, LLAMA, LLAMA3, QWEN2, QWEN3
 
@@ -41,17 +43,18 @@ def test_the_old_layout_without_scaling() -> None:
     assert (model.rotary_base, model.use_rope_scaling) == (1e6, False)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", CONFIGS | MIXTURES)
 def test_every_config_of_transformers_is_read_as_transformers_reads_ours(name: str, tmp_path: Path) -> None:
-    family, fields = CONFIGS[name]
+    family, fields = (CONFIGS | MIXTURES)[name]
     getattr(transformers, f"{family}Config")(**fields).save_pretrained(tmp_path)
     model = model_from_hf(tmp_path)
-    written = config_to_hf(model, family=family.lower())
+    written = config_to_hf(model, family=family_of(model))
     (tmp_path / "config.json").write_text(json.dumps(written))
     assert canonical(model_from_hf(tmp_path)) == canonical(model)
     back = transformers.AutoConfig.from_pretrained(tmp_path)
     assert back.vocab_size == model.vocab_size
     assert back.tie_word_embeddings is not model.untie_embeddings_and_output_weights
+    assert back.num_hidden_layers == model.num_layers
     if model.use_rope_scaling:
         assert back.rope_parameters == LLAMA3_ROPE
 
@@ -105,7 +108,7 @@ def test_a_model_no_family_can_hold_is_refused_by_name(model: ModelConfig, lost:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model_type": "mistral"}, "mistral.*gpt2, llama, qwen2, qwen3"),
+        ({"model_type": "mistral"}, "mistral.*gpt2, llama, qwen2, qwen3, mixtral, qwen3_moe"),
         ({"hidden_act": "relu"}, "hidden_act: 'relu'"),
         ({"attention_bias": True}, "attention_bias: True"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type: 'yarn'"),
@@ -114,6 +117,11 @@ def test_a_model_no_family_can_hold_is_refused_by_name(model: ModelConfig, lost:
         ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window"),
         ({"model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
+        ({"model_type": "mixtral", "sliding_window": 8}, "sliding_window: 8"),
+        ({"model_type": "qwen3_moe", "attention_bias": True}, "attention_bias"),
+        ({"model_type": "qwen3_moe", "num_experts": 0}, "num_experts: 0"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 5}, "experts in some layer"),
+        ({"model_type": "qwen3_moe", "use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window"),
         ({"model_type": "gpt2", "activation_function": "relu"}, "activation_function"),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ({"model_type": "gpt2", "scale_attn_weights": False}, "scale_attn_weights"),
@@ -154,3 +162,66 @@ def test_an_explicit_field_may_repeat_what_config_json_says() -> None:
     asked = ModelConfig(hidden_size=32, num_attention_heads=4, kv_channels=8, vocab_size=131)
     explicit = frozenset({"hidden_size", "num_attention_heads", "kv_channels", "vocab_size"})
     assert check_against(LLAMA, asked, explicit=explicit) == replace(LLAMA, init_method_std=asked.init_method_std)
+
+
+@pytest.mark.parametrize(
+    ("entries", "pattern"),
+    [
+        ({}, "1"),
+        ({"decoder_sparse_step": 2}, "[0]+[1]+[0]+[1]"),
+        ({"mlp_only_layers": [0, 1, 3]}, "[0]*2+[1]+[0]"),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, "[0]+[1]+[0]*2"),
+    ],
+)
+def test_dense_layers_of_a_qwen3_moe_become_a_pattern_and_come_back(entries: dict[str, Any], pattern: str) -> None:
+    raw = LLAMA_JSON | {"model_type": "qwen3_moe", "num_hidden_layers": 4, "num_experts": 4} | entries
+    model = config_from_hf(raw)
+    assert model.moe_layer_freq == pattern
+    assert (model.ffn_hidden_size is None) is (pattern == "1")
+    dense = [index for index, has_experts in enumerate(moe_layers(model)) if not has_experts]
+    written = config_to_hf(model, family="qwen3_moe")
+    assert (written["mlp_only_layers"], written["decoder_sparse_step"]) == (dense, 1)
+    assert config_from_hf(written) == model
+
+
+def test_a_chosen_softmax_is_the_renormalized_one() -> None:
+    raw = LLAMA_JSON | {"model_type": "qwen3_moe"}
+    assert not config_from_hf(raw | {"norm_topk_prob": True}).moe_router_pre_softmax
+    assert config_from_hf(raw | {"norm_topk_prob": False}).moe_router_pre_softmax
+
+
+def test_both_names_of_the_number_of_experts_are_read() -> None:
+    raw = LLAMA_JSON | {"model_type": "qwen3_moe"}
+    assert config_from_hf(raw | {"num_experts": 6}).num_experts == 6
+    assert config_from_hf(raw | {"num_local_experts": 6}).num_experts == 6
+
+
+MIXTRAL = replace(LLAMA, num_experts=4, moe_ffn_hidden_size=24)
+
+
+def test_losses_of_the_router_are_free_beside_pretrained_experts() -> None:
+    asked = ModelConfig(moe_aux_loss_coeff=0.01, moe_router_topk=2, moe_layer_freq="[1]*2")
+    explicit = frozenset({"moe_aux_loss_coeff", "moe_router_topk", "moe_layer_freq"})
+    assert check_against(MIXTRAL, asked, explicit=explicit) == replace(
+        MIXTRAL, moe_aux_loss_coeff=0.01, init_method_std=asked.init_method_std
+    )
+    with pytest.raises(HuggingFaceError, match="--moe-aux-loss-coeff 0.01 contradicts"):
+        check_against(LLAMA, asked, explicit=frozenset({"moe_aux_loss_coeff"}))
+    with pytest.raises(HuggingFaceError, match="--moe-router-topk 3 contradicts.*moe_router_topk = 2"):
+        check_against(MIXTRAL, replace(asked, moe_router_topk=3), explicit=explicit)
+
+
+@pytest.mark.parametrize(
+    ("change", "lost"),
+    [
+        ({"moe_router_score_function": RouterScore.sigmoid}, "moe_router_score_function"),
+        ({"moe_shared_expert_intermediate_size": 8}, "moe_shared_expert_intermediate_size"),
+        ({"moe_router_topk_scaling_factor": 2.0}, "moe_router_topk_scaling_factor"),
+        ({"moe_layer_freq": "2"}, "mixtral cannot say ffn_hidden_size, moe_layer_freq"),
+    ],
+)
+def test_a_mixture_no_family_can_hold_is_refused_by_name(change: dict[str, Any], lost: str) -> None:
+    assert family_of(replace(MIXTRAL, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.1)) == "mixtral"
+    assert family_of(replace(MIXTRAL, qk_layernorm=True, moe_layer_freq="2")) == "qwen3_moe"
+    with pytest.raises(HuggingFaceError, match=lost):
+        family_of(replace(MIXTRAL, **change))

@@ -1,9 +1,12 @@
 """The tables of names: every parameter has a place, and the places tile the files' tensors."""
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 
 from nanotrain.hf.families import FAMILIES, family_of
+from nanotrain.hf.place import Place
 from nanotrain.model.build import build_stage, collect_specs
 from nanotrain.topology.boxes import Box
 from nanotrain.topology.stages import split_layers
@@ -26,11 +29,20 @@ def test_the_table_names_exactly_the_parameters_of_the_model(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_places_tile_every_tensor_of_the_files(name: str) -> None:
     model = MODELS[name]
+    family = FAMILIES[family_of(model)]
+    for layout in (family.places, *family.other_places):
+        check_tiling(layout(model).values())
+
+
+def check_tiling(places: Iterable[Place]) -> None:
     boxes: dict[str, list[Box]] = {}
     wholes: dict[str, Box] = {}
-    for place in FAMILIES[family_of(model)].places(model).values():
-        boxes.setdefault(place.tensor, []).append(place.box(Box.whole(place.shape)))
-        assert wholes.setdefault(place.tensor, Box.whole(place.tensor_shape)) == Box.whole(place.tensor_shape)
+    for place in places:
+        for piece in place.pieces(Box.whole(place.shape)):
+            boxes.setdefault(piece.tensor, []).append(piece.stored)
+        for tensor, shape in place.tensor_shapes.items():
+            assert wholes.setdefault(tensor, Box.whole(shape)) == Box.whole(shape)
+    assert boxes.keys() == wholes.keys()
     for tensor, pieces in boxes.items():
         assert sum(piece.numel for piece in pieces) == wholes[tensor].numel
         assert all(piece.within(wholes[tensor]) for piece in pieces)

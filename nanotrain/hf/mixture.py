@@ -1,0 +1,104 @@
+"""The config.json of Mixtral and Qwen3-MoE, read and written: a Llama layout with experts in place of the MLP.
+
+Both route by a softmax over all experts. Renormalizing the chosen ones (Mixtral always, Qwen3-MoE with
+`norm_topk_prob`) is the same as a softmax over the chosen, which is what `moe_router_pre_softmax` off means.
+The weights of auxiliary losses say nothing about the weights: they are written for information and not read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from nanotrain.config.config import ModelConfig
+from nanotrain.config.derive import moe_ffn_size, moe_layers
+from nanotrain.config.pattern import write_pattern
+from nanotrain.hf.llama import check_full_attention, read_shared, write_shared
+from nanotrain.hf.reject import reject
+
+# What transformers takes where config.json is silent.
+MIXTRAL: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
+QWEN3_MOE: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 4,
+    "vocab_size": 151936,
+}
+
+
+def read_mixtral(raw: Mapping[str, Any]) -> ModelConfig:
+    """The model a Mixtral config.json describes. Its jitter of the router's input is not taken over.
+
+    Raises:
+        HuggingFaceError: a feature this code does not have.
+    """
+    if raw.get("sliding_window") is not None:
+        reject("sliding_window", raw["sliding_window"], instead="null")
+    shared = read_shared({**MIXTRAL, **raw}, default_positions=131072)
+    width = shared.pop("ffn_hidden_size")
+    return ModelConfig(
+        num_experts=raw.get("num_local_experts", raw.get("num_experts", 8)),
+        moe_ffn_hidden_size=width,
+        moe_router_topk=raw.get("num_experts_per_tok", 2),
+        **shared,
+    )
+
+
+def read_qwen3_moe(raw: Mapping[str, Any]) -> ModelConfig:
+    """The model a Qwen3-MoE config.json describes; see `read_mixtral`."""
+    check_full_attention(raw)
+    if raw.get("attention_bias", False):
+        reject("attention_bias", True, instead="false")
+    model = ModelConfig(
+        qk_layernorm=True,
+        num_experts=raw.get("num_experts", raw.get("num_local_experts", 128)),
+        moe_ffn_hidden_size=raw.get("moe_intermediate_size", 768),
+        moe_router_topk=raw.get("num_experts_per_tok", 8),
+        moe_router_pre_softmax=not raw.get("norm_topk_prob", False),
+        **read_shared({**QWEN3_MOE, **raw}, default_positions=32768),
+    )
+    dense, step = set(raw.get("mlp_only_layers") or ()), raw.get("decoder_sparse_step", 1)
+    layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(model.num_layers))
+    if not model.num_experts or not any(layers):
+        reject("num_experts", model.num_experts, instead="above 0, with experts in some layer,")
+    ffn = None if all(layers) else model.ffn_hidden_size  # the width of an MLP that no layer has
+    return replace(model, moe_layer_freq=write_pattern(layers), ffn_hidden_size=ffn)
+
+
+def write_mixtral(model: ModelConfig) -> dict[str, Any]:
+    """The config.json of a Mixtral; what it cannot say is found by reading it back."""
+    experts = {
+        "intermediate_size": moe_ffn_size(model),
+        "num_local_experts": model.num_experts or 0,
+        "router_jitter_noise": 0.0,
+        "sliding_window": None,
+    }
+    return write_shared(model) | _write_router(model) | experts
+
+
+def write_qwen3_moe(model: ModelConfig) -> dict[str, Any]:
+    """The config.json of a Qwen3-MoE; see `write_mixtral`."""
+    experts = {
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer, has_experts in enumerate(moe_layers(model)) if not has_experts],
+        "moe_intermediate_size": moe_ffn_size(model),
+        "norm_topk_prob": not model.moe_router_pre_softmax,
+        "num_experts": model.num_experts or 0,
+        "use_sliding_window": False,
+    }
+    return write_shared(model) | _write_router(model) | experts
+
+
+def _write_router(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "num_experts_per_tok": model.moe_router_topk,
+        "output_router_logits": False,
+        "router_aux_loss_coef": model.moe_aux_loss_coeff,
+    }
