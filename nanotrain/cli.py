@@ -137,7 +137,7 @@ def export_hf(argv: Sequence[str]) -> int:
     words.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights (default: fp32)"
     )
-    words.add_argument("--family", help="gpt2, llama, qwen2 or qwen3; unset: the first that can hold the model")
+    words.add_argument("--family", help="a model_type, as llama or mixtral; unset: the first that can hold the model")
     words.add_argument("--tokenizer", type=Path, help="a tokenizer.json or a folder, copied beside the weights")
     asked = words.parse_args(argv)
     from nanotrain.train.from_checkpoint import export_checkpoint
