@@ -51,6 +51,7 @@ class Router(nn.Module):
         model: the whole model's shape.
         dtype: of the weight.
         sequence: the ranks that hold the tokens of one sequence.
+        late: reads the weight so that its gradient waits with those that a schedule puts off.
 
     Attributes:
         expert_bias: [E] fp32, added to scores for the choice only; None where it is not asked for. No parameter: it is
@@ -58,10 +59,17 @@ class Router(nn.Module):
         tally: what was chosen since the last harvest.
     """
 
-    def __init__(self, model: ModelConfig, *, dtype: torch.dtype, sequence: Group) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        sequence: Group,
+        late: Callable[[nn.Parameter], Tensor] = lambda weight: weight,
+    ) -> None:
         super().__init__()
         assert model.num_experts is not None, "a dense layer has no router"
-        self.model, self.sequence, self.num_experts = model, sequence, model.num_experts
+        self.model, self.sequence, self.num_experts, self._late = model, sequence, model.num_experts, late
         self.weight = nn.Parameter(torch.empty((self.num_experts, model.hidden_size), dtype=dtype, device="meta"))
         self.expert_bias = torch.zeros(self.num_experts) if model.moe_router_enable_expert_bias else None
         self.tally = RouterTally(self.num_experts)
@@ -79,7 +87,7 @@ class Router(nn.Module):
         Returns:
             the choices of all B * S tokens.
         """
-        logits = F.linear(hidden.float(), self.weight.float())
+        logits = F.linear(hidden.float(), self._late(self.weight).float())
         scores = SCORES[self.model.moe_router_score_function](logits)
         experts = self._choose(scores.detach())
         weights = self._weigh(logits, scores, experts=experts)

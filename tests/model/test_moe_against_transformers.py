@@ -1,0 +1,69 @@
+"""The mixture-of-experts layer gives what transformers' Mixtral, Qwen3-MoE and DeepSeek-V3 blocks give."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3MoE
+from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
+
+from tests.model.moe_layers import DEEPSEEK, DROPLESS, B, E, H, S, build_whole, close, random, run, whole_weights
+
+
+def load_experts(block, weights):
+    """Our weights in transformers' layout: gate and up stacked."""
+    with torch.no_grad():
+        gate_up = torch.cat([weights["experts.gate.weight"], weights["experts.up.weight"]], dim=1)
+        block.experts.gate_up_proj.copy_(gate_up)
+        block.experts.down_proj.copy_(weights["experts.down.weight"])
+        block.gate.weight.copy_(weights["router.weight"])
+    return block.eval()
+
+
+def check_against(block, model):
+    layer, x, grad = build_whole(model), random(B, S, H, seed=7), random(B, S, H, seed=8)
+    outcome = run(layer, x, grad)
+    theirs = x.clone().requires_grad_()
+    output = block(theirs)
+    output.backward(grad)
+    close(outcome.output, output.detach())
+    close(outcome.grad_input, theirs.grad)
+    close(outcome.grads["router.weight"], block.gate.weight.grad)
+    experts = block.experts
+    gate_up = torch.cat([outcome.grads["experts.gate.weight"], outcome.grads["experts.up.weight"]], dim=1)
+    close(gate_up, experts.gate_up_proj.grad)
+    close(outcome.grads["experts.down.weight"], experts.down_proj.grad)
+
+
+def test_mixtral_block_gives_the_same():
+    config = MixtralConfig(hidden_size=H, intermediate_size=24, num_local_experts=E, num_experts_per_tok=2)
+    config._experts_implementation = "eager"
+    check_against(load_experts(MixtralSparseMoeBlock(config), whole_weights(DROPLESS)), DROPLESS)
+
+
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+def test_qwen3_moe_block_gives_the_same(norm_topk_prob):
+    model = replace(DROPLESS, moe_router_topk=3, moe_router_pre_softmax=not norm_topk_prob)
+    config = Qwen3MoeConfig(
+        hidden_size=H, moe_intermediate_size=24, num_experts=E, num_experts_per_tok=3, norm_topk_prob=norm_topk_prob
+    )
+    config._experts_implementation = "eager"
+    check_against(load_experts(Qwen3MoeSparseMoeBlock(config), whole_weights(model)), model)
+
+
+def test_deepseek_block_gives_the_same():
+    # Theirs counts a group's best two experts, ours topk // group_topk: the same in DeepSeek-V3 (8 // 4) and here.
+    model = replace(DEEPSEEK, moe_router_topk=4, moe_router_group_topk=2, moe_aux_loss_coeff=0.0, moe_z_loss_coeff=0.0)
+    sizes = {"hidden_size": H, "moe_intermediate_size": 20, "n_routed_experts": E, "num_local_experts": E}
+    routing = {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+    model = replace(model, moe_ffn_hidden_size=20)
+    config = DeepseekV3Config(**sizes, **routing, n_shared_experts=2, norm_topk_prob=True)
+    config._experts_implementation = "eager"
+    weights = whole_weights(model)
+    block = load_experts(DeepseekV3MoE(config), weights)
+    with torch.no_grad():
+        for ours, theirs in (("gate", "gate_proj"), ("up", "up_proj"), ("down", "down_proj")):
+            getattr(block.shared_experts, theirs).weight.copy_(weights[f"shared.{ours}.weight"])
+        block.gate.e_score_correction_bias.copy_(build_whole(model).router.expert_bias)
+    check_against(block, model)
