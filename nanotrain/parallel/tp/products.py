@@ -86,17 +86,18 @@ class _Multiply(torch.autograd.Function):
         flat_grads = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         work = _ProductGrads(x, tensor_parallel, products=products, flat_grads=flat_grads)
         queue = tensor_parallel.weight_grads
-        if queue is not None and queue.is_deferring:
-            queue.put(work)
-        else:
-            queue = None
+        is_put_off = queue is not None and queue.is_deferring
+        if not is_put_off:
             work.start()
         summing = None
         if ctx.needs_input_grad[0]:
             shape = (*grads[0].shape[:-1], x.shape[-1])
             summing = tensor_parallel.start_summing(_input_grad(flat_grads, products).view(shape))
-        deliveries = work.finish() if queue is None else []
-        grad_of = {id(delivery.parameter): delivery.grad for delivery in deliveries}
+        grad_of = {}
+        if is_put_off:
+            queue.put(work)
+        else:
+            grad_of = {id(delivery.parameter): delivery.grad for delivery in work.finish()}
         parameters = [parameter for product in products for parameter in (product.weight, product.bias)]
         grad_x = None if summing is None else summing.wait()
         return grad_x, None, None, *(grad_of.get(id(parameter)) for parameter in parameters)
