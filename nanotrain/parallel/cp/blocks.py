@@ -186,7 +186,7 @@ def _attend_cuda(block: Block) -> Attended:
 
 def _gradients_cuda(block: Block, whole: Attended, grad: Tensor) -> Gradients:
     # The state of the random generator only matters with dropout.
-    unused = torch.zeros(2, dtype=torch.uint64, device=grad.device)
+    seed, offset = (torch.zeros(shape, dtype=torch.uint64, device=grad.device) for shape in ((2,), ()))
     found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         grad,
         block.query,
@@ -200,8 +200,8 @@ def _gradients_cuda(block: Block, whole: Attended, grad: Tensor) -> Gradients:
         block.key.shape[2],
         0.0,
         block.is_causal,
-        unused,
-        unused[:0],
+        seed,
+        offset,
         scale=block.scale,
     )
     return Gradients(*found)

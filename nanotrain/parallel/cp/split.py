@@ -80,13 +80,13 @@ def split_batch(batch: Batch, group: Group) -> Batch:
     def own(tensor: Tensor) -> Tensor:
         return own_chunks(tensor, index=group.index, size=group.size)
 
-    positions = batch.position_ids
-    if positions is None:
-        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)[None]
+    places = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)[None]
+    positions = places if batch.position_ids is None else batch.position_ids
     return replace(
         batch,
         tokens=own(batch.tokens),
         labels=own(batch.labels),
         loss_mask=own(batch.loss_mask),
         position_ids=own(positions),
+        places=own(places)[0],
     )

@@ -6,11 +6,12 @@ import torch
 from nanotrain.parallel.cp.plain import attend, document_mask
 
 
+@pytest.mark.parametrize("value_width", [5, 8, 11])
 @pytest.mark.parametrize("groups", [1, 2, 6])
-def test_the_core_is_softmax_of_scores_over_the_past(groups: int) -> None:
+def test_the_core_is_softmax_of_scores_over_the_past(groups: int, value_width: int) -> None:
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 10, 6, 8, generator=generator)
-    key, value = (torch.randn(2, 10, groups, 8, generator=generator) for _ in range(2))
+    key, value = (torch.randn(2, 10, groups, width, generator=generator) for width in (8, value_width))
     out = attend(query, key=key, value=value, mask=None)
     for head in range(6):
         group = head // (6 // groups)
