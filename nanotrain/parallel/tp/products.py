@@ -130,6 +130,12 @@ class _ProductGrads:
         self._products, self._flat_grads = products, flat_grads
         self._entering: Coming | None = None
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The weights and biases that are trained."""
+        every = [parameter for product in self._products for parameter in (product.weight, product.bias)]
+        return [parameter for parameter in every if parameter is not None and parameter.requires_grad]
+
     def start(self) -> None:
         """Begin to gather the input."""
         self._entering = self._start()

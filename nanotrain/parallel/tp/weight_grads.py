@@ -10,6 +10,7 @@ its work here; `take` hands over what one microbatch has put, to be run at any l
     work()                                  W: weight gradients, as if autograd had just computed them
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ class Delivery:
 
 class WeightGrads(Protocol):
     """The weight gradients of one layer and microbatch, still to be computed."""
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """What they belong to."""
 
     def start(self) -> None:
         """Begin the communication they need."""
@@ -90,6 +95,11 @@ class _Ready:
 
     delivery: Delivery
 
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The one it belongs to."""
+        return (self.delivery.parameter,)
+
     def start(self) -> None:
         """Nothing to communicate."""
 
@@ -100,6 +110,8 @@ class _Ready:
 
 def _run(waiting: list[WeightGrads]) -> None:
     """Compute and deliver, each layer's communication running behind the matrix products of the layer before."""
+    uses_left = Counter(id(parameter) for work in waiting for parameter in work.parameters)
+    sums: dict[int, Tensor] = {}
     waiting.reverse()
     if waiting:
         waiting[-1].start()
@@ -108,5 +120,11 @@ def _run(waiting: list[WeightGrads]) -> None:
         if waiting:
             waiting[-1].start()
         for delivery in work.finish():
-            # Autograd's own way to accumulate: honours grad_dtype and fires the post-accumulate hooks.
-            torch.autograd.backward(delivery.parameter, delivery.grad)
+            key = id(delivery.parameter)
+            uses_left[key] -= 1
+            grad = sums.pop(key) + delivery.grad if key in sums else delivery.grad
+            if uses_left[key]:  # a tied weight: its hooks may fire once only, when all of its gradient is there
+                sums[key] = grad
+            else:
+                # Autograd's own way to accumulate: honours grad_dtype and fires the post-accumulate hooks.
+                torch.autograd.backward(delivery.parameter, grad)

@@ -87,6 +87,21 @@ def test_a_parameter_that_autograd_serves_waits_with_the_others():
     assert torch.equal(scale.grad, 2 * torch.arange(3.0))
 
 
+def test_a_weight_used_twice_receives_the_sum_and_its_hook_fires_once():
+    queue = WeightGradQueue()
+    network = CutNetwork(TensorParallel(ALONE, weight_grads=queue), 2)
+    tied = network.query.weight
+    received = watch(network)
+    with queue.defer():
+        (network(draw("x", 2, 8, 6)).sum() + (queue.late(tied) * 2).sum()).backward()
+    queue.take()()
+    assert received.count("query.weight") == 1
+    once = tied.grad
+    tied.grad = None
+    network(draw("x", 2, 8, 6)).sum().backward()
+    assert torch.equal(once, tied.grad + 2)
+
+
 def test_gradients_keep_the_dtype_asked_for():
     network = CutNetwork(TensorParallel(ALONE, weight_grads=WeightGradQueue()), 2).bfloat16()
     queue, weight = network.tensor_parallel.weight_grads, network.query.weight
@@ -138,6 +153,8 @@ def test_a_layer_gathers_while_the_one_before_multiplies():
     events: list[str] = []
 
     class Work:
+        parameters = ()
+
         def __init__(self, name: str) -> None:
             self.name = name
 
