@@ -119,7 +119,7 @@ def check_stages(config: Config) -> None:
 
 
 def check_uneven_stages(parallel: ParallelConfig, num_layers: int) -> None:
-    """What the first and the last stage leave over is shared evenly by the others."""
+    """The first and the last stage leave at least one layer for each of the others."""
     pp, sizes = parallel.pipeline_model_parallel_size, []
     for end in ("first", "last"):
         if (size := getattr(parallel, f"decoder_{end}_pipeline_num_layers")) is not None:
@@ -132,13 +132,13 @@ def check_uneven_stages(parallel: ParallelConfig, num_layers: int) -> None:
             fix=f"leave {flags} out, or set --pipeline-schedule 1f1b",
         )
     left, stages = num_layers - sum(sizes), pp - len(sizes)
-    if stages and left >= stages and left % stages == 0 or not stages and not left:
+    if (stages and left >= stages) or (not stages and not left):
         return
     taken = " + ".join(map(str, sizes))
     raise ConfigError(
         f"{left} layers are left for {stages} of pp={pp} pipeline stages",
-        why=f"of {num_layers} layers the ends take {taken}, and the other stages share the rest evenly",
-        fix=f"change {flags} so that they leave {max(1, left // stages) * stages if stages else 0}",
+        why=f"of {num_layers} layers the ends take {taken}, and every other stage holds at least one",
+        fix=f"change {flags} so that they leave {f'at least {stages}' if stages else 'none'}",
     )
 
 

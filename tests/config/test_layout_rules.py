@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanotrain.config.layout_rules import check_layout
-from nanotrain.errors import ConfigError
+from nanotrain.errors import ConfigError, TopologyError
+from nanotrain.topology.stages import split_layers
 from tests.config.asking import config_of
 
 TP2 = {"tensor_model_parallel_size": 2}
@@ -29,7 +30,7 @@ FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_la
         PP2 | {"num_layers": 5},
         PP2 | {"num_layers": 5, FIRST: 2},
         PP2 | {"num_layers": 5, FIRST: 2, LAST: 3},
-        {"pipeline_model_parallel_size": 4, "num_layers": 9, FIRST: 3, LAST: 2},
+        {"pipeline_model_parallel_size": 4, "num_layers": 10, FIRST: 3, LAST: 2},
         EXPERTS | {"moe_ffn_hidden_size": 99, "expert_tensor_parallel_size": 1} | TP2,
     ],
 )
@@ -73,10 +74,10 @@ def test_what_divides_breaks_no_rule(keys):
             "a length of its own with pipeline_schedule interleaved: a rank has 2 stages",
         ),
         (
-            {"pipeline_model_parallel_size": 4, "num_layers": 10, FIRST: 3, LAST: 2},
-            "5 layers are left for 2 of pp=4 pipeline stages: of 10 layers the ends take 3 + 2",
+            {"pipeline_model_parallel_size": 4, "num_layers": 6, FIRST: 3, LAST: 2},
+            "1 layers are left for 2 of pp=4 pipeline stages: of 6 layers the ends take 3 + 2",
         ),
-        ({"pipeline_model_parallel_size": 4, "num_layers": 10, FIRST: 3, LAST: 2}, "so that they leave 4"),
+        ({"pipeline_model_parallel_size": 4, "num_layers": 6, FIRST: 3, LAST: 2}, "so that they leave at least 2"),
         (PP2 | {FIRST: 4}, "0 layers are left for 1 of pp=2"),
         (PP2 | {FIRST: 1, LAST: 1}, "2 layers are left for 0 of pp=2"),
         (EP2, "expert_model_parallel_size 2 has no effect: the model has no experts"),
@@ -109,3 +110,20 @@ def test_the_sequence_length_that_an_error_names_is_the_next_that_fits(tp, cp, l
         for shorter in range(length, cure):
             with pytest.raises(ConfigError):
                 check_layout(config_of(seq_length=shorter, **sizes))
+
+
+@given(
+    num_layers=st.integers(1, 9),
+    pp=st.integers(2, 5),
+    first=st.none() | st.integers(1, 5),
+    last=st.none() | st.integers(1, 5),
+)
+def test_the_rule_of_stages_refuses_exactly_what_cannot_be_split(num_layers, pp, first, last):
+    config = config_of(num_layers=num_layers, pipeline_model_parallel_size=pp, **{FIRST: first, LAST: last})
+    try:
+        split_layers(num_layers, pp, first=first, last=last)
+    except TopologyError:
+        with pytest.raises(ConfigError):
+            check_layout(config)
+    else:
+        check_layout(config)

@@ -164,8 +164,8 @@ def test_planning_takes_axes_that_training_refuses():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("+config=tyni", "there is no config 'tyni': there are gpt2_124m, llama1b"),
-        ("+config=tyni", "did you mean config=tiny?"),
+        ("+config=tinny", "there is no config 'tinny': there are deepseek_v3, gpt2_124m"),
+        ("+config=tinny", "did you mean config=tiny?"),
         ("modle=tiny", "did you mean model?"),
         ("+optm=x", "unknown key optm"),
         ("--config-dir /nowhere", "config folder /nowhere does not exist"),
