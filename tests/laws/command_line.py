@@ -1,0 +1,119 @@
+"""Runs of the real command line, as words: under torchrun, or on the ranks of the test harness.
+
+words(folder, *more)        a tiny model on a small token file
+torchrun(words, n)          the program as users start it, 4 to 6 s
+train_words(ctx, *lines)    for run_ranks: the same rooms behind the same words, 0.1 s a line
+steps_of, saved_in          what a run wrote: metrics.jsonl, and the tensors of a checkpoint
+"""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanotrain.checkpoint.read import read_full
+from nanotrain.checkpoint.store import find_checkpoint, read_manifest
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.load import load
+from nanotrain.config.validate import validate_for_world
+from nanotrain.train.launch import run_plan
+from nanotrain.train.resolve import resolve
+from tests.harness import ROOT
+from tests.laws.megatron_file import write_tokens
+
+VOCAB_SIZE, SEQ_LENGTH, GLOBAL_BATCH = 100, 16, 12
+NUM_TOKENS = 1500  # 93 samples, so ten steps of twelve go on into a second epoch
+SIZES = f"""--num-layers 2 --hidden-size 24 --num-attention-heads 2 --num-query-groups 1 --ddp-bucket-size 3000
+    --seq-length {SEQ_LENGTH} --vocab-size {VOCAB_SIZE} --global-batch-size {GLOBAL_BATCH}"""
+QUIET = "--eval-interval 0 --generate-tokens 0 --split 1,0,0"
+
+
+def words(run_dir: Path, *more: str) -> list[str]:
+    """A command line; later words win. The token file lies beside the run folder and is made when missing."""
+    prefix = run_dir.parent / "tokens"
+    if not prefix.with_suffix(".idx").exists():
+        write_tokens(prefix, random_tokens())
+    line = f"+config=tiny {SIZES} {QUIET} --data-path {prefix} train.run_dir={run_dir}"
+    return [*line.split(), *(word for part in more for word in part.split())]
+
+
+def random_tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, VOCAB_SIZE, NUM_TOKENS).astype(np.uint16)
+
+
+def start_torchrun(line: Sequence[str], num_ranks: int = 2) -> subprocess.Popen[str]:
+    """The program on several ranks; its output is piped, standard error into standard output."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    return subprocess.Popen(
+        [*command, "-m", "nanotrain.train", *line],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A program that has ended."""
+
+    exit_code: int
+    output: str
+
+
+def wait_for(process: subprocess.Popen[str], *, timeout_s: float = 90) -> Ended:
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+    return Ended(process.returncode, output)
+
+
+def torchrun(line: Sequence[str], num_ranks: int = 2) -> Ended:
+    return wait_for(start_torchrun(line, num_ranks))
+
+
+def train_words(ctx: ParallelContext, *lines: Sequence[str]) -> None:
+    """Run command lines one after the other on this rank."""
+    world_size = ctx.topology.world_size
+    with contextlib.redirect_stdout(io.StringIO()):
+        for line in lines:
+            loaded = load([*line, "--num-workers", "0"])  # the harness's ranks may have no children
+            validate_for_world(loaded.config, world_size)
+            plan = resolve(loaded, world_size)
+            run_plan(plan, ParallelContext.attach(plan.topology))
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, without what the clock and the memory say."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    kept = ("step", "loss", "grad_norm", "lr", "consumed_samples", "consumed_tokens", "skipped", "loss_scale")
+    return [{name: line[name] for name in kept} for line in lines]
+
+
+def saved_in(run_dir: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the newest checkpoint, whole."""
+    newest = find_checkpoint(run_dir)
+    return dict(read_full(newest, list(read_manifest(newest).tensors)))
+
+
+def assert_same_to_the_bit(run_dir: Path, reference: Path) -> None:
+    """Two runs took the same steps and ended with the same checkpoint."""
+    assert steps_of(run_dir) == steps_of(reference)
+    saved, expected = saved_in(run_dir), saved_in(reference)
+    assert saved.keys() == expected.keys()
+    different = [name for name, tensor in expected.items() if not torch.equal(saved[name], tensor)]
+    assert not different, f"{len(different)} of {len(expected)} tensors differ: {different[:3]}"
+    objects = [read_manifest(find_checkpoint(folder)).objects for folder in (run_dir, reference)]
+    assert objects[0] == objects[1]
