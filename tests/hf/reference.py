@@ -36,6 +36,19 @@ GPT2_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 
 QWEN3_EXPERTS = {"moe_intermediate_size": 24, "head_dim": 16}
 
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", LLAMA_SHAPE | {"num_local_experts": 4, "rope_parameters": {"rope_theta": 5e5}}),
+    "mixtral-tied": ("Mixtral", LLAMA_SHAPE | {"num_local_experts": 6, "tie_word_embeddings": True, "head_dim": 16}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        LLAMA_SHAPE | QWEN3_EXPERTS | {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    ),
+    "qwen3_moe-dense-layer": (
+        "Qwen3Moe",
+        LLAMA_SHAPE | QWEN3_EXPERTS | {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
+    ),
+}
+
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", GPT2_SHAPE | GPT2_DROPOUT),
     "gpt2-untied-gelu": (
@@ -50,24 +63,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("Qwen2", LLAMA_SHAPE | {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", LLAMA_SHAPE | {"head_dim": 16}),
     "qwen3-tied": ("Qwen3", LLAMA_SHAPE | {"head_dim": 16, "tie_word_embeddings": True}),
-}
-MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("Mixtral", LLAMA_SHAPE | {"num_local_experts": 4, "rope_parameters": {"rope_theta": 5e5}}),
-    "mixtral-tied": ("Mixtral", LLAMA_SHAPE | {"num_local_experts": 6, "tie_word_embeddings": True, "head_dim": 16}),
-    "qwen3_moe": (
-        "Qwen3Moe",
-        LLAMA_SHAPE | QWEN3_EXPERTS | {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
-    ),
-    "qwen3_moe-dense-layer": (
-        "Qwen3Moe",
-        LLAMA_SHAPE | QWEN3_EXPERTS | {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
-    ),
+    **MIXTURES,
 }
 
 
 def reference(name: str, *, seed: int = 0) -> torch.nn.Module:
     """A Hugging Face model in fp32 whose every parameter, biases and norms too, is random."""
-    family, fields = (CONFIGS | MIXTURES)[name]
+    family, fields = CONFIGS[name]
     config = getattr(transformers, f"{family}Config")(**fields)
     architecture = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
     torch.manual_seed(seed)

@@ -62,7 +62,7 @@ def test_import_then_export_is_the_identity_to_the_bit(name: str, tmp_path: Path
     assert all(torch.equal(again.get_parameter(key), value) for key, value in tensors_of(ours).items())
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
 def test_sharded_bf16_and_torch_files_load_alike(name: str, tmp_path: Path) -> None:
     theirs = reference(name).bfloat16()
     theirs.save_pretrained(tmp_path / "one")

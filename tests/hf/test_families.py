@@ -15,7 +15,7 @@ from nanotrain.config.derive import moe_layers
 from nanotrain.errors import HuggingFaceError
 from nanotrain.hf.canonical import canonical
 from nanotrain.hf.families import check_against, config_from_hf, config_to_hf, family_of, model_from_hf
-from tests.hf.reference import CONFIGS, LLAMA3_ROPE, LLAMA_SHAPE, MIXTURES
+from tests.hf.reference import CONFIGS, LLAMA3_ROPE, LLAMA_SHAPE
 from tests.model.building import FAMILIES as MODELS
 from tests.model.building import GPT2, LLAMA, LLAMA3, QWEN2, QWEN3
 
@@ -43,9 +43,9 @@ def test_the_old_layout_without_scaling() -> None:
     assert (model.rotary_base, model.use_rope_scaling) == (1e6, False)
 
 
-@pytest.mark.parametrize("name", CONFIGS | MIXTURES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_every_config_of_transformers_is_read_as_transformers_reads_ours(name: str, tmp_path: Path) -> None:
-    family, fields = (CONFIGS | MIXTURES)[name]
+    family, fields = CONFIGS[name]
     getattr(transformers, f"{family}Config")(**fields).save_pretrained(tmp_path)
     model = model_from_hf(tmp_path)
     written = config_to_hf(model, family=family_of(model))

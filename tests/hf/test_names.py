@@ -1,6 +1,7 @@
 """The tables of names: every parameter has a place, and the places tile the files' tensors."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,14 @@ from nanotrain.hf.place import Place
 from nanotrain.model.build import build_stage, collect_specs
 from nanotrain.topology.boxes import Box
 from nanotrain.topology.stages import split_layers
-from tests.model.building import MODELS
+from tests.model.building import LLAMA, QWEN3
+from tests.model.building import MODELS as DENSE
+
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 24}
+MODELS = DENSE | {
+    "mixtral": replace(LLAMA, **EXPERTS),
+    "qwen3_moe": replace(QWEN3, **EXPERTS, moe_layer_freq="[0]+[1]"),
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
