@@ -163,6 +163,11 @@ class _LaterGrad:
     rows: Tensor
     ends: Tensor
 
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """What it belongs to."""
+        return (self.parameter,)
+
     def start(self) -> None:
         """Nothing to communicate."""
 
