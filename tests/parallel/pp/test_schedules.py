@@ -1,46 +1,156 @@
-"""The laws that every schedule by name keeps."""
+"""The laws that every schedule by name keeps, for any number of stages and microbatches."""
+
+from fractions import Fraction
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from nanotrain.config.config import PipelineSchedule
+from nanotrain.errors import ScheduleError
 from nanotrain.parallel.pp.actions import ActionKind, PipelineShape
+from nanotrain.parallel.pp.gpipe import forward_only
+from nanotrain.parallel.pp.interleaved import num_warmup
 from nanotrain.parallel.pp.schedules import SCHEDULES, one_stage
+from nanotrain.parallel.pp.simulate import Costs, simulate
 
-# The pipelines that a schedule takes: (ranks, stages on each of them).
-PIPELINES = {"one_stage": [(1, 1)], "interleaved": [(2, 2), (3, 2)]}
-CASES = [
-    (name, PipelineShape(*pipeline, num_microbatches))
-    for name in SCHEDULES
-    for pipeline in PIPELINES.get(name, [(1, 1), (2, 1), (3, 1)])
-    for num_microbatches in (pipeline[0], 2 * pipeline[0], 6)
-]
+TAKES_SEVERAL = ("gpipe", "interleaved")
+NAMES = [name for name in SCHEDULES if name != "one_stage"]
 
 
-@pytest.mark.parametrize(("name", "shape"), CASES)
-def test_every_microbatch_passes_every_stage_once_forward_and_then_once_backward(name, shape):
+@st.composite
+def named_shapes(draw: st.DrawFn) -> tuple[str, PipelineShape]:
+    name = draw(st.sampled_from(NAMES))
+    num_ranks = draw(st.integers(1, 8))
+    fewest = 2 if name == "interleaved" and num_ranks > 1 else 1
+    per_rank = draw(st.integers(fewest, 4)) if name in TAKES_SEVERAL else 1
+    return name, PipelineShape(num_ranks, per_rank, draw(st.integers(1, 20)))
+
+
+def bubble(name: str, num_ranks: int, per_rank: int, num_microbatches: int, **costs: float) -> Fraction:
+    schedule = SCHEDULES[name](PipelineShape(num_ranks, per_rank, num_microbatches))
+    return Fraction(simulate(schedule, costs=Costs(**costs)).bubble_fraction).limit_denominator(10_000)
+
+
+def test_every_schedule_of_the_configuration_has_a_name_here() -> None:
+    assert {schedule.value for schedule in PipelineSchedule} == set(NAMES)
+
+
+@given(named_shapes())
+def test_every_pass_of_every_stage_and_microbatch_runs_once_on_its_rank(named) -> None:
+    name, shape = named
     schedule = SCHEDULES[name](shape)
-    assert len(schedule.actions) == shape.num_ranks
-    expected = [(stage, m) for stage in range(shape.num_stages) for m in range(shape.num_microbatches)]
-    kinds = list(ActionKind) if schedule.has_weight_actions else [ActionKind.forward, ActionKind.backward]
-    for kind in kinds:
-        assert sorted((a.stage, a.microbatch) for a in schedule if a.kind is kind) == expected
+    is_split = name == "zb-h1" and shape.num_ranks > 1
+    kinds = list(ActionKind) if is_split else [ActionKind.forward, ActionKind.backward]
+
     for rank, actions in enumerate(schedule.actions):
-        assert {action.stage for action in actions} == set(shape.stages_of(rank))
-        for stage, microbatch in {(action.stage, action.microbatch) for action in actions}:
-            order = [a.kind for a in actions if (a.stage, a.microbatch) == (stage, microbatch)]
-            assert order == kinds
+        expected = [(k, s, m) for k in kinds for s in shape.stages_of(rank) for m in range(shape.num_microbatches)]
+        assert sorted((a.kind, a.stage, a.microbatch) for a in actions) == sorted(expected)
 
 
-@pytest.mark.parametrize(("name", "shape"), CASES)
-def test_one_action_completes_the_gradients_of_every_stage(name, shape):
+@given(named_shapes())
+def test_every_schedule_plays_through_and_is_never_faster_than_its_work(named) -> None:
+    name, shape = named
+    timeline = simulate(SCHEDULES[name](shape))
+
+    assert timeline.duration >= shape.num_stages_per_rank * shape.num_microbatches * 3
+    assert 0 <= timeline.bubble_fraction < 1
+    for spans in timeline.spans:
+        assert all(before.end <= after.start for before, after in zip(spans, spans[1:], strict=False))
+
+
+@given(named_shapes())
+def test_microbatches_reach_a_stages_gradients_in_order(named) -> None:
+    # so that every schedule sums the same numbers in the same order
+    name, shape = named
     schedule = SCHEDULES[name](shape)
-    for rank in range(shape.num_ranks):
-        last = schedule.last_backwards(rank)
-        assert sorted(action.stage for action in last) == list(shape.stages_of(rank))
-        for action in last:
-            behind = schedule.actions[rank][schedule.actions[rank].index(action) + 1 :]
-            assert not [other for other in behind if other.stage == action.stage]
+    completing = ActionKind.weight if schedule.has_weight_actions else ActionKind.backward
+
+    for stage in range(shape.num_stages):
+        order = [a.microbatch for a in schedule if a.kind is completing and a.stage == stage]
+        assert order == list(range(shape.num_microbatches))
 
 
-def test_without_a_pipeline_one_microbatch_lives_at_a_time():
+@given(named_shapes())
+def test_no_rank_holds_more_than_its_schedule_says(named) -> None:
+    name, shape = named
+    ranks, total = range(shape.num_ranks), shape.num_stages_per_rank * shape.num_microbatches
+    timeline = simulate(SCHEDULES[name](shape))
+
+    few = tuple(min(shape.num_microbatches, shape.num_ranks - rank) for rank in ranks)
+    if name in ("1f1b", "zb-h1"):
+        assert timeline.peak_alive == few
+        assert all(held <= max(few) for held in timeline.peak_held)
+    elif name == "gpipe":
+        assert timeline.peak_alive == (total,) * shape.num_ranks
+    else:
+        bounds = [min(total, num_warmup(shape, rank) + 1) for rank in ranks]
+        assert all(alive <= bound for alive, bound in zip(timeline.peak_alive, bounds, strict=True))
+        if shape.num_microbatches % shape.num_ranks == 0:
+            assert list(timeline.peak_alive) == bounds
+
+
+@pytest.mark.parametrize(
+    ("name", "per_rank", "expected"),
+    [
+        ("gpipe", 1, Fraction(3, 11)),
+        ("1f1b", 1, Fraction(3, 11)),
+        ("interleaved", 2, Fraction(3, 19)),
+        ("interleaved", 4, Fraction(3, 35)),
+        ("zb-h1", 1, Fraction(1, 9)),
+    ],
+)
+def test_four_ranks_and_eight_microbatches_have_the_textbook_bubble(name, per_rank, expected) -> None:
+    assert bubble(name, 4, per_rank, 8) == expected
+
+
+@given(p=st.integers(1, 8), v=st.integers(2, 4), rounds=st.integers(1, 4), f=st.integers(1, 4), b=st.integers(1, 6))
+def test_bubbles_follow_the_formulas(p: int, v: int, rounds: int, f: int, b: int) -> None:
+    m, costs = p * rounds, {"forward": f, "backward": b}
+
+    assert bubble("1f1b", p, 1, m, **costs) == bubble("gpipe", p, 1, m, **costs) == Fraction(p - 1, m + p - 1)
+    assert bubble("interleaved", p, v, m, **costs) == Fraction(p - 1, v * m + p - 1)
+
+
+@given(p=st.integers(2, 8), more=st.integers(0, 12), unit=st.integers(1, 5))
+def test_the_zero_bubble_schedule_waits_a_third_of_1f1b(p: int, more: int, unit: int) -> None:
+    # Given forward, input and weight gradients that take equally long, and enough microbatches to fill the pipeline,
+    m, costs = 2 * p + more, {"forward": unit, "backward": 2 * unit, "weight": unit}
+
+    assert bubble("zb-h1", p, 1, m, **costs) == Fraction(p - 1, 3 * m + p - 1)
+
+
+@given(p=st.integers(2, 8), m=st.integers(1, 20))
+def test_splitting_backwards_never_costs_time(p: int, m: int) -> None:
+    assert bubble("zb-h1", p, 1, m) <= bubble("1f1b", p, 1, m)
+
+
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 9))
+def test_validation_passes_every_microbatch_forward_only(p: int, v: int, m: int) -> None:
+    schedule = forward_only(PipelineShape(p, v, m))
+
+    assert len(set(schedule)) == len(list(schedule)) == p * v * m
+    assert all(action.kind is ActionKind.forward for action in schedule)
+    assert simulate(schedule).duration == v * m + p - 1 if m % p == 0 else simulate(schedule).duration > 0
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_several_stages_on_a_rank_are_refused_with_a_cure(name) -> None:
+    with pytest.raises(ScheduleError, match="2 stages per rank.*--pipeline-schedule interleaved"):
+        SCHEDULES[name](PipelineShape(4, 2, 8))
+
+
+def test_interleaving_a_single_stage_is_refused_with_a_cure() -> None:
+    with pytest.raises(ScheduleError, match="--num-virtual-stages-per-pipeline-rank 2"):
+        SCHEDULES["interleaved"](PipelineShape(4, 1, 8))
+
+
+def test_without_a_pipeline_one_microbatch_lives_at_a_time() -> None:
     (actions,) = one_stage(PipelineShape(1, 1, 3)).actions
     assert " ".join(map(str, actions)) == "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_on_one_rank_holds_what_it_must(name) -> None:
+    alive = simulate(SCHEDULES[name](PipelineShape(1, 1, 3))).peak_alive
+    assert alive == ((3,) if name == "gpipe" else (1,))

@@ -1,0 +1,56 @@
+"""Pictures of schedules: every action stands where the simulation puts it."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+
+from nanotrain.errors import EnvironmentFault
+from nanotrain.parallel.pp.actions import PipelineShape
+from nanotrain.parallel.pp.draw import draw_schedule, draw_timeline, labels
+from nanotrain.parallel.pp.schedules import SCHEDULES
+from nanotrain.parallel.pp.simulate import simulate
+from tests.parallel.pp.test_schedules import named_shapes
+
+
+@given(named_shapes())
+def test_every_action_stands_at_its_time_on_its_rank(named) -> None:
+    name, shape = named
+    timeline = simulate(SCHEDULES[name](shape))
+    _, *rows = draw_timeline(timeline, width=100_000).splitlines()
+    names = labels(timeline)
+    column, margin = 1 + max(map(len, names.values())), len(f"rank {shape.num_ranks - 1}") + 2
+
+    for row, spans in zip(rows, timeline.spans, strict=True):
+        for span in spans:
+            assert row[margin + round(span.start) * column :].startswith(names[span.action])
+
+
+def test_a_long_timeline_is_wrapped_with_its_ruler() -> None:
+    text = draw_timeline(simulate(SCHEDULES["1f1b"](PipelineShape(2, 1, 12))), width=50)
+
+    blocks = text.split("\n\n")
+    assert [block.splitlines()[0].split()[1] for block in blocks] == ["0", "10", "20", "30"]
+    assert all(len(line) <= 50 for line in text.splitlines())
+
+
+def test_the_text_says_what_the_schedule_costs() -> None:
+    text = draw_schedule("zb-h1", PipelineShape(4, 1, 8))
+
+    assert text.startswith("zb-h1: 4 ranks, 4 stages, 8 microbatches\n")
+    assert "duration  27   (forward 1, backward 2 (1 for B and 1 for W))" in text
+    assert "bubble    1/9 = 11.1%" in text
+    assert "alive     4 3 2 1" in text and "held      4 4 4 4" in text
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1"])
+def test_a_picture_is_written_where_it_was_asked_for(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "schedule.png"
+    text = draw_schedule(name, PipelineShape(2, 2 if name == "interleaved" else 1, 3), png=file)
+
+    assert file.read_bytes().startswith(b"\x89PNG") and f"drawn into {file}" in text
+
+
+def test_a_picture_that_cannot_be_written_is_an_error_with_a_cure(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFault, match="choose another file for --png"):
+        draw_schedule("1f1b", PipelineShape(2, 1, 3), png=tmp_path / "nowhere" / "schedule.png")

@@ -1,0 +1,152 @@
+"""Pipelines of several ranks give what one rank gives, to the bit, and tell their listeners the same."""
+
+import random
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.parallel.pp.actions import PipelineShape, Schedule
+from nanotrain.parallel.pp.executor import MAX_SENDS, Pipeline, RunnableStage, run_forward, run_schedule
+from nanotrain.parallel.pp.schedules import SCHEDULES
+from nanotrain.parallel.pp.simulate import simulate
+from tests.harness import ranks
+from tests.parallel.pp.schedules_of_chance import schedule_of_chance
+from tests.parallel.pp.toys import B, Ear, H, S, ToyQueue, ToyStage, batches, reference
+
+SCALE = 0.125
+VARIANTS = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3), ("gpipe", 2)]
+
+
+def pipeline_of(ctx: ParallelContext) -> Pipeline:
+    pipeline = Pipeline(ctx.group("pp"), (B, S, H), torch.float32, torch.device("cpu"))
+    pipeline.connect()
+    return pipeline
+
+
+def play(
+    pipeline: Pipeline,
+    schedule: Schedule,
+    shape: PipelineShape,
+    *,
+    has_queue: bool = True,
+    tolerance: float = 0.0,
+) -> list[ToyStage]:
+    """Run a step and compare everything with one rank; returns this rank's stages."""
+    modules, ears = {}, {}
+    for index in shape.stages_of(pipeline.group.index):
+        modules[index] = ToyStage(index, shape.num_stages, queue=ToyQueue() if has_queue else None)
+        ears[index] = Ear(modules[index])
+    stages = {index: RunnableStage(module, (ears[index],), module.queue) for index, module in modules.items()}
+    microbatches = batches(shape.num_microbatches)
+    expected, whole = reference(shape.num_stages, microbatches, grad_scale=SCALE)
+
+    loss = run_schedule(schedule, stages, microbatches=microbatches, grad_scale=SCALE, pipeline=pipeline)
+
+    close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
+    close(loss, expected if pipeline.group.is_last else torch.zeros(()))
+    for index, module in modules.items():
+        ears[index].check(module, shape.num_microbatches)
+        for name, param in module.named_parameters():
+            where = f"gradient of {name} of stage {index} in {shape}"
+            close(param.grad, whole[index].get_parameter(name).grad, msg=lambda text, where=where: f"{where}: {text}")
+    return list(modules.values())
+
+
+def play_everything(ctx: ParallelContext, largest: int) -> None:
+    pipeline = pipeline_of(ctx)
+    for name, num_stages_per_rank in VARIANTS:
+        for num_microbatches in range(1, largest + 1):
+            shape = PipelineShape(pipeline.group.size, num_stages_per_rank, num_microbatches)
+            schedule = SCHEDULES[name](shape)
+            modules = play(pipeline, schedule, shape)
+            bound = simulate(schedule).peak_alive[pipeline.group.index]
+            assert max(module.peak_alive for module in modules) <= bound, (name, shape)
+            if num_stages_per_rank == 1:
+                assert modules[0].peak_alive == bound, (name, shape)
+
+
+@ranks(2, pp=2)
+def test_two_ranks_equal_one_in_every_schedule_with_1_to_9_microbatches(ctx):
+    play_everything(ctx, 9)
+
+
+@ranks(4, pp=4)
+def test_four_ranks_equal_one_in_every_schedule_with_1_to_9_microbatches(ctx):
+    play_everything(ctx, 9)
+
+
+@ranks(3, pp=3)
+def test_split_backwards_are_right_where_no_layer_can_defer(ctx):
+    for num_microbatches in (1, 4):
+        shape = PipelineShape(3, 1, num_microbatches)
+        play(pipeline_of(ctx), SCHEDULES["zb-h1"](shape), shape, has_queue=False)
+
+
+@ranks(3, pp=3)
+def test_any_order_that_can_be_carried_out_is(ctx):
+    pipeline = pipeline_of(ctx)
+    for seed in range(12):
+        chance = random.Random(seed)
+        shape = PipelineShape(3, chance.choice((1, 2)), chance.randint(1, 5))
+        schedule = schedule_of_chance(shape, chance, is_split=chance.random() < 0.5)
+        # Microbatches come in any order, and sums of floats depend on it.
+        play(pipeline, schedule, shape, tolerance=1e-5)
+
+
+@ranks(3, pp=3)
+def test_ranks_of_unequal_speed_come_to_the_same_end(ctx):
+    pipeline, chance = pipeline_of(ctx), random.Random(ctx.rank)
+    shape = PipelineShape(3, 2, 4)
+    register_module_forward_pre_hook(lambda *_: time.sleep(chance.random() / 200))
+    play(pipeline, SCHEDULES["interleaved"](shape), shape)
+
+
+@ranks(2, pp=2)
+def test_validation_runs_forward_only_and_sums_on_the_last_rank(ctx):
+    pipeline = pipeline_of(ctx)
+    for num_stages_per_rank in (1, 2):
+        for num_microbatches in (1, 3, 4):
+            shape = PipelineShape(2, num_stages_per_rank, num_microbatches)
+            expected, _ = reference(shape.num_stages, batches(num_microbatches), grad_scale=1.0)
+            modules = {i: ToyStage(i, shape.num_stages) for i in shape.stages_of(ctx.rank)}
+            stages = {index: RunnableStage(module) for index, module in modules.items()}
+
+            loss = run_forward(stages, microbatches=batches(num_microbatches), pipeline=pipeline)
+
+            assert torch.equal(loss, expected if ctx.rank == 1 else torch.zeros(()))
+            assert all(param.grad is None for module in modules.values() for param in module.parameters())
+
+
+@ranks(2, pp=2)
+def test_what_was_sent_does_not_stay_in_memory(ctx):
+    # Given a schedule that keeps nine graphs on the first rank,
+    shape = PipelineShape(2, 1, 9)
+    (module,) = play(pipeline_of(ctx), SCHEDULES["gpipe"](shape), shape)
+
+    # then the graphs are kept but not what they have put out: those under way and the newest one only.
+    assert module.peak_alive == 9
+    if ctx.rank == 0:
+        assert module.peak_outputs <= MAX_SENDS + 1
+
+
+@ranks(2, pp=2)
+def test_every_message_is_booked(ctx):
+    pipeline, shape = pipeline_of(ctx), PipelineShape(2, 2, 5)
+    before = ctx.ledger.bytes("pp", "p2p")
+    play(pipeline, SCHEDULES["interleaved"](shape), shape)
+    # Stages 0 1 2 3 on ranks 0 1 0 1: each of the three borders is crossed once forward and once back by each of five.
+    forward_sends = {0: 2, 1: 1}[ctx.rank]
+    backward_sends = {0: 1, 1: 2}[ctx.rank]
+    assert ctx.ledger.bytes("pp", "p2p") - before == (forward_sends + backward_sends) * 5 * B * S * H * 4
+
+
+@pytest.mark.parametrize("num_stages_per_rank", [2, 3])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5])
+def test_one_rank_passes_hidden_states_between_its_own_stages(num_stages_per_rank, num_microbatches):
+    shape = PipelineShape(1, num_stages_per_rank, num_microbatches)
+    for name in ("gpipe", "interleaved"):
+        play(Pipeline.alone(), SCHEDULES[name](shape), shape)

@@ -1,0 +1,99 @@
+"""The order of transfers: every rank the same, so that none waits in a circle even if every transfer stops its rank."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanotrain.parallel.pp.actions import Action, PipelineShape, Schedule
+from nanotrain.parallel.pp.schedules import SCHEDULES
+from nanotrain.parallel.pp.simulate import needed_by
+from nanotrain.parallel.pp.transfers import Exchange, RankPlan, plan_rank
+from tests.parallel.pp.schedules_of_chance import schedule_of_chance
+from tests.parallel.pp.test_schedules import named_shapes
+
+
+def plans_of(schedule: Schedule) -> list[RankPlan]:
+    return [plan_rank(schedule, rank) for rank in range(len(schedule.actions))]
+
+
+def meet_everywhere(schedule: Schedule) -> None:
+    """Play all ranks with transfers that finish only when both sides have come to them, and stop the rank until then.
+
+    No backend is stricter: NCCL lets at most the batches of one group wait for each other in their order.
+    """
+    plans = plans_of(schedule)
+    at, started, done = [0] * len(plans), set(), set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, plan in enumerate(plans):
+            while at[rank] < len(plan.steps):
+                step = plan.steps[at[rank]]
+                if isinstance(step, Exchange):
+                    mine = {(str(send.to), rank, send.peer) for send in step.sends}
+                    mine |= {(str(receive.to), receive.peer, rank) for receive in step.receives}
+                    moved |= any((rank, message) not in started for message in mine)
+                    started |= {(rank, message) for message in mine}
+                    if any((side, message) not in started for message in mine for side in message[1:]):
+                        break
+                else:
+                    done.add(step)
+                at[rank] += 1
+                moved = True
+    assert at == [len(plan.steps) for plan in plans], "ranks wait in a circle"
+    assert done == set(schedule)
+
+
+def check_deliveries(schedule: Schedule) -> None:
+    """Everything that crosses ranks is sent once, after it is made, and received once, before it is used, in order."""
+    homes = {action.stage: rank for rank, actions in enumerate(schedule.actions) for action in actions}
+    sent: dict[tuple[int, int], list[Action]] = {}
+    received: dict[tuple[int, int], list[Action]] = {}
+    for rank, plan in enumerate(plans_of(schedule)):
+        ran: set[Action] = set()
+        here: set[Action] = set()
+        for step in plan.steps:
+            if isinstance(step, Action):
+                others = [o for o in needed_by(step, num_stages=schedule.num_stages) if homes[o.stage] != rank]
+                assert step in here or not others, f"{step} runs before what it needs is received"
+                ran.add(step)
+                continue
+            for send in step.sends:
+                (made,) = [o for o in needed_by(send.to, num_stages=plan.num_stages) if o.stage != send.to.stage]
+                assert made in ran, f"{made} is sent before it is made"
+                sent.setdefault((rank, send.peer), []).append(send.to)
+            for receive in step.receives:
+                here.add(receive.to)
+                received.setdefault((receive.peer, rank), []).append(receive.to)
+    assert sent == received, "gloo and NCCL deliver in order, without looking at what it is"
+    assert all(len(set(messages)) == len(messages) for messages in sent.values())
+
+
+@given(named_shapes())
+def test_no_named_schedule_deadlocks_or_mixes_messages_up(named) -> None:
+    name, shape = named
+    schedule = SCHEDULES[name](shape)
+    meet_everywhere(schedule)
+    check_deliveries(schedule)
+
+
+@given(p=st.integers(1, 4), v=st.integers(1, 3), m=st.integers(1, 4), split=st.booleans(), seed=st.integers(0, 10**6))
+def test_no_schedule_at_all_deadlocks_or_mixes_messages_up(p: int, v: int, m: int, split: bool, seed: int) -> None:
+    schedule = schedule_of_chance(PipelineShape(p, v, m), random.Random(seed), is_split=split)
+    meet_everywhere(schedule)
+    check_deliveries(schedule)
+
+
+def test_two_ranks_send_to_each_other_in_one_batch() -> None:
+    # Given 1f1b, where rank 0 ends a forward pass at the moment rank 1 ends a backward pass,
+    plan = plan_rank(SCHEDULES["1f1b"](PipelineShape(2, 1, 4)), 0)
+
+    # then what goes down and what comes up stand in one exchange.
+    both = [step for step in plan.steps if isinstance(step, Exchange) and step.sends and step.receives]
+    assert [(str(step.sends[0].to), str(step.receives[0].to)) for step in both] == [("F1.2", "B0.1"), ("F1.3", "B0.2")]
+
+
+def test_one_rank_sends_nothing() -> None:
+    plan = plan_rank(SCHEDULES["interleaved"](PipelineShape(1, 3, 4)), 0)
+    assert all(isinstance(step, Action) for step in plan.steps)

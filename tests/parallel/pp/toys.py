@@ -1,0 +1,142 @@
+"""A model in stages small enough to run hundreds of pipelines, and somebody who listens to it.
+
+ToyStage         embedding (first stage), a residual layer with a linear part and a gain, a loss (last stage)
+ToyQueue         defers the weight gradients of the linear parts
+Ear              a listener that also hears every gradient arrive
+reference        loss and gradients of the whole model by plain autograd
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nanotrain.data.batch import Batch
+
+B, S, H, VOCAB = 2, 3, 4, 7
+
+
+def batches(count: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(count)
+    tokens = torch.randint(VOCAB, (count, B, S + 1), generator=generator)
+    return [Batch(t[:, :-1], t[:, 1:], torch.ones(B, S)) for t in tokens]
+
+
+class ToyQueue:
+    def __init__(self) -> None:
+        self.is_deferring = False
+        self.waiting: list[Callable[[], None]] = []
+
+    @contextmanager
+    def defer(self) -> Iterator[None]:
+        self.is_deferring = True
+        yield
+        self.is_deferring = False
+
+    def take(self) -> Callable[[], None]:
+        waiting, self.waiting = self.waiting, []
+        return lambda: [work() for work in waiting] and None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, owner: "ToyStage") -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.weight, ctx.queue = weight, owner.queue
+        ctx.token = owner.new_token()
+        return hidden @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (hidden,), weight = ctx.saved_tensors, ctx.weight
+
+        def weight_grad() -> Tensor:
+            return grad.flatten(0, 1).T @ hidden.flatten(0, 1)
+
+        if ctx.queue is None or not ctx.queue.is_deferring:
+            return grad @ weight, weight_grad(), None
+        ctx.queue.waiting.append(lambda: torch.autograd.backward(weight, weight_grad()))
+        return grad @ weight, None, None
+
+
+class _Token:
+    """Lives as long as the graph of one forward pass."""
+
+
+class ToyStage(nn.Module):
+    """One stage; equal weights wherever it is built.
+
+    Attributes:
+        peak_alive: most graphs of this stage that were alive at once.
+        peak_outputs: most outputs whose memory was held when another one was made.
+    """
+
+    def __init__(self, index: int, num_stages: int, *, queue: ToyQueue | None = None) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(index)
+        self.index, self.is_last, self.queue = index, index == num_stages - 1, queue
+        self.weight = nn.Parameter(torch.randn(H, H, generator=generator) / 2)
+        self.gain = nn.Parameter(torch.randn(H, generator=generator))
+        self.table = nn.Parameter(torch.randn(VOCAB, H, generator=generator)) if index == 0 else None
+        self._tokens: weakref.WeakSet[_Token] = weakref.WeakSet()
+        self._outputs: list[StorageWeakRef] = []
+        self.peak_alive = self.peak_outputs = 0
+
+    def forward(self, hidden: Tensor | None, batch: Batch) -> Tensor:
+        assert (hidden is None) == (self.index == 0)
+        if hidden is None:
+            hidden = self.table[batch.tokens]
+        output = hidden + self.gain * torch.tanh(_Linear.apply(hidden, self.weight, self))
+        if self.is_last:
+            return (output.mean(-1) - batch.labels).square().sum()
+        self._outputs.append(StorageWeakRef(output.untyped_storage()))
+        self.peak_outputs = max(self.peak_outputs, sum(not ref.expired() for ref in self._outputs))
+        return output
+
+    def new_token(self) -> _Token:
+        token = _Token()
+        self._tokens.add(token)
+        self.peak_alive = max(self.peak_alive, len(self._tokens))
+        return token
+
+
+class Ear:
+    """Writes down what a stage's listener hears and when its gradients arrive."""
+
+    def __init__(self, stage: ToyStage) -> None:
+        self.heard: list[str] = []
+        for name, param in stage.named_parameters():
+            param.register_post_accumulate_grad_hook(lambda _, name=name: self.heard.append(name))
+
+    def backward_begins(self, *, is_last: bool) -> None:
+        self.heard.append("last" if is_last else "begins")
+
+    def backward_ended(self) -> None:
+        self.heard.append("ended")
+
+    def check(self, stage: ToyStage, num_microbatches: int) -> None:
+        """Every parameter once between the begin and the end of every microbatch, and only the last is the last."""
+        size = 2 + len(list(stage.parameters()))
+        turns = [self.heard[at : at + size] for at in range(0, len(self.heard), size)]
+        names = sorted(name for name, _ in stage.named_parameters())
+        for number, turn in enumerate(turns, start=1):
+            assert turn[0] == ("last" if number == num_microbatches else "begins"), self.heard
+            assert sorted(turn[1:-1]) == names and turn[-1] == "ended", self.heard
+        assert len(turns) == num_microbatches
+
+
+def reference(num_stages: int, microbatches: list[Batch], *, grad_scale: float) -> tuple[Tensor, list[ToyStage]]:
+    """The summed loss, and stages that hold the gradients."""
+    stages = [ToyStage(index, num_stages) for index in range(num_stages)]
+    total = torch.zeros(())
+    for batch in microbatches:
+        hidden = None
+        for stage in stages:
+            hidden = stage(hidden, batch)
+        torch.autograd.backward(hidden, torch.tensor(grad_scale))
+        total += hidden.detach()
+    return total, stages
