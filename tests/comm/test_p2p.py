@@ -1,0 +1,93 @@
+"""Messages between members: delivered in order, at once in both directions, and booked."""
+
+import pytest
+import torch
+
+from nanotrain.comm.group import Group
+from nanotrain.comm.p2p import Message, start_messages
+from tests.harness import ranks
+
+LARGE = 1 << 20  # elements; more than any buffer of a backend takes without a receiver
+
+
+@ranks(2, pp=2)
+def test_two_members_send_to_each_other_at_once(ctx):
+    group, other = ctx.group("pp"), 1 - ctx.rank
+    arriving = torch.empty(LARGE)
+
+    mine = torch.full((LARGE,), float(ctx.rank))
+    started = start_messages([Message(mine, other)], [Message(arriving, other)], group=group)
+    started.sent.wait()
+    (received,) = started.received
+    received.wait()
+
+    assert torch.equal(arriving, torch.full((LARGE,), float(other)))
+
+
+@ranks(2, pp=2)
+def test_messages_of_a_pair_arrive_in_the_order_in_which_they_were_sent(ctx):
+    group, other = ctx.group("pp"), 1 - ctx.rank
+    if ctx.rank == 0:
+        sends = [start_messages([Message(torch.tensor([n]), other)], [], group=group) for n in range(20)]
+        for started in sends:
+            started.sent.wait()
+        return
+    arriving = [torch.empty(1, dtype=torch.int64) for _ in range(20)]
+    receives = [start_messages([], [Message(tensor, other)], group=group) for tensor in arriving]
+    for started in reversed(receives):
+        started.received[0].wait()
+
+    assert [tensor.item() for tensor in arriving] == list(range(20))
+
+
+@ranks(4, pp=4)
+def test_a_batch_goes_to_and_comes_from_several_members(ctx):
+    # Given a ring in which everyone sends to both neighbours,
+    group, size = ctx.group("pp"), 4
+    neighbours = [(ctx.rank - 1) % size, (ctx.rank + 1) % size]
+    arriving = [torch.empty(3, dtype=torch.bfloat16) for _ in neighbours]
+    mine = torch.full((3,), ctx.rank, dtype=torch.bfloat16)
+
+    started = start_messages(
+        [Message(mine, member) for member in neighbours],
+        [Message(tensor, member) for tensor, member in zip(arriving, neighbours, strict=True)],
+        group=group,
+    )
+    for pending in started.received:
+        pending.wait()
+    started.sent.wait()
+
+    assert [tensor[0].item() for tensor in arriving] == neighbours
+    # then each has sent twice six bytes, and receiving costs nothing.
+    assert ctx.ledger.bytes("pp", "p2p") == 12 and ctx.ledger.calls("pp", "p2p") == 2
+
+
+@ranks(3, pp=3)
+def test_who_has_received_goes_on_before_its_own_message_is_taken(ctx):
+    # Given rank 2, who takes the message of rank 0 only after rank 0 has answered rank 1; gloo waits one by one.
+    group, large, word = ctx.group("pp"), torch.zeros(LARGE), torch.ones(1)
+    if ctx.rank == 0:
+        started = start_messages([Message(large, 2)], [Message(word, 1)], group=group)
+        started.received[0].wait()
+        start_messages([Message(word, 1)], [], group=group).sent.wait()
+        started.sent.wait()
+    elif ctx.rank == 1:
+        start_messages([Message(word, 0)], [], group=group).sent.wait()
+        start_messages([], [Message(word, 0)], group=group).received[0].wait()
+        start_messages([Message(word, 2)], [], group=group).sent.wait()
+    else:
+        start_messages([], [Message(word, 1)], group=group).received[0].wait()
+        start_messages([], [Message(large, 0)], group=group).received[0].wait()
+
+
+def test_nothing_to_send_or_receive_needs_no_group():
+    started = start_messages([], [], group=Group.alone("pp"))
+    started.sent.wait()
+    assert started.received == ()
+
+
+def test_a_message_to_oneself_or_out_of_memory_order_is_refused():
+    with pytest.raises(AssertionError, match="send to itself"):
+        start_messages([Message(torch.ones(2), 0)], [], group=Group.alone("pp"))
+    with pytest.raises(AssertionError, match="memory order"):
+        start_messages([Message(torch.ones(2, 2).T, 1)], [], group=Group.alone("pp"))
