@@ -35,3 +35,37 @@ def test_tokens_enter_the_first_stage_and_the_loss_leaves_the_last(num_stages: i
 def test_more_stages_than_layers_is_an_error_with_a_cure() -> None:
     with pytest.raises(TopologyError, match="--pipeline-model-parallel-size to at most 3"):
         split_layers(3, 4)
+
+
+@given(stages=st.integers(2, 10), more=st.integers(0, 30), first=st.integers(1, 9), last=st.integers(1, 9))
+def test_the_ends_have_the_lengths_that_were_asked_for(stages: int, more: int, first: int, last: int) -> None:
+    between = stages - 2
+    total = first + last + (between + more if between else 0)
+    lengths = [len(stage.layers) for stage in split_layers(total, stages, first=first, last=last)]
+
+    assert (lengths[0], lengths[-1], sum(lengths)) == (first, last, total)
+    assert not lengths[1:-1] or max(lengths[1:-1]) - min(lengths[1:-1]) <= 1
+
+
+@given(stages=st.integers(2, 10), more=st.integers(0, 30), length=st.integers(1, 9), is_first=st.booleans())
+def test_one_end_alone_may_be_given(stages: int, more: int, length: int, is_first: bool) -> None:
+    total = length + stages - 1 + more
+    split = split_layers(total, stages, first=length if is_first else None, last=None if is_first else length)
+
+    assert len(split[0 if is_first else -1].layers) == length
+    assert [layer for stage in split for layer in stage.layers] == list(range(total))
+
+
+@pytest.mark.parametrize(
+    ("stages", "ends", "message"),
+    [
+        (4, {"first": 7, "last": 2}, "leave 1 for 2 other stages.*at most 8 together"),
+        (4, {"first": 8}, "--decoder-first-pipeline-num-layers 8 do not split 10.*leave 2 for 3"),
+        (2, {"first": 4, "last": 4}, "take 8 and no other stage is there; let them take 10 together"),
+        (1, {"first": 4, "last": 6}, "one stage cannot have a first and a last length; leave one of them out"),
+        (1, {"last": 9}, "--decoder-last-pipeline-num-layers 9 .*let them take 10 together"),
+    ],
+)
+def test_ends_that_do_not_fit_are_an_error_with_a_cure(stages: int, ends: dict[str, int], message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
+        split_layers(10, stages, **ends)
