@@ -49,6 +49,10 @@ def test_of_many_ranks_the_first_alone_speaks():
         (["topology"], "--world-size"),
         (["topology", "--world-size", "x"], "invalid count value: 'x'"),
         (["topology", "--world-size", "6", "--tensor-model-parallel-size", "4"], "6 ranks cannot form tp=4"),
+        (["topology", "--world-size", "2", "--schedule", "1f1b"], "not allowed with argument --world-size"),
+        (["topology", "--schedule", "2f2b"], "invalid choice: '2f2b'"),
+        (["topology", "--schedule", "1f1b", "--json"], "--json: not allowed with argument --schedule"),
+        (["topology", "--world-size", "2", "--png", "a.png"], "--num-microbatches and --png belong to --schedule"),
         (["generate", "runs/x", "--temperature", "0"], "invalid above_zero value: '0'"),
         (["generate", "/nowhere"], "error: /nowhere is no checkpoint"),
         (["checkpoint", "verify", "/nowhere"], "error: /nowhere is no checkpoint"),
@@ -84,6 +88,18 @@ def test_topology_prints_the_groups_as_json(capsys):
 def test_topology_shows_optimizer_instances_without_a_strategy(capsys):
     assert main(["topology", "--world-size", "8", "--num-distributed-optimizer-instances", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["dp_shard"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_topology_draws_a_schedule_in_place_of_the_groups(capsys, tmp_path):
+    argv = "topology --schedule 1f1b --num-microbatches 8 --pipeline-model-parallel-size 4"
+    assert main([*argv.split(), "--png", str(tmp_path / "schedule.png")]) == 0
+    out = capsys.readouterr().out
+    assert "1f1b: 4 ranks, 4 stages, 8 microbatches" in out and "bubble    3/11 = 27.3%" in out
+    assert (tmp_path / "schedule.png").stat().st_size > 1000
+
+    argv = "topology --schedule interleaved --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
+    assert main([*argv.split(), "--num-layers", "8"]) == 0
+    assert "8 microbatches" in (out := capsys.readouterr().out) and "bubble    3/19 = 15.8%" in out
 
 
 def test_config_prints_what_a_run_would_use(capsys):
