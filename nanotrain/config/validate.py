@@ -10,6 +10,7 @@ from nanotrain.config.derive import data_parallel_size, num_microbatches
 from nanotrain.config.idle import check_idle
 from nanotrain.config.layout_rules import check_layout
 from nanotrain.config.model_rules import check_model
+from nanotrain.config.option import flag_of
 from nanotrain.errors import ConfigError
 
 
@@ -139,18 +140,14 @@ def require_trainable(config: Config) -> None:
     """Check that the layout fits the model; refuse what `nanotrain topology` plans but this version does not train."""
     if config.checkpoint.pretrained_checkpoint is None:
         check_layout(config)
-    parallel = config.parallel
-    for name, value in (
-        ("tensor_model_parallel_size", parallel.tensor_model_parallel_size),
-        ("pipeline_model_parallel_size", parallel.pipeline_model_parallel_size),
-        ("context_parallel_size", parallel.context_parallel_size),
-        ("expert_model_parallel_size", parallel.expert_model_parallel_size),
-        ("expert_tensor_parallel_size", parallel.expert_tensor_parallel_size or 1),
-        ("num_distributed_optimizer_instances", parallel.num_distributed_optimizer_instances),
+    instances = config.parallel.num_distributed_optimizer_instances
+    for name, value, is_asked in (
+        ("num_distributed_optimizer_instances", instances, instances > 1),
+        ("multi_latent_attention", "set", config.model.multi_latent_attention),
     ):
-        if value > 1:
+        if is_asked:
             raise ConfigError(
                 f"{name} is {value}",
-                why="this version trains with data parallelism only",
-                fix=f"leave --{name.replace('_', '-')} out; nanotrain topology can plan it",
+                why="this version plans and counts it, but does not train it",
+                fix=f"leave {flag_of(name)} out",
             )

@@ -154,10 +154,10 @@ def test_answer_is_for_words_that_ask_for_text():
     assert "--lr NUMBER" in (answer(["--help"]) or "")
 
 
-def test_planning_takes_axes_that_training_refuses():
-    words = ["--tensor-model-parallel-size", "2"]
-    assert load(words, to_train=False).config.parallel.tensor_model_parallel_size == 2
-    with pytest.raises(ConfigError, match="trains with data parallelism only"):
+def test_planning_takes_layouts_that_training_refuses():
+    words = ["--tensor-model-parallel-size", "8"]
+    assert load(words, to_train=False).config.parallel.tensor_model_parallel_size == 8
+    with pytest.raises(ConfigError, match="num_attention_heads 4 cannot be shared by tp=8 ranks"):
         load_config(words)
 
 

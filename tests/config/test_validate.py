@@ -1,10 +1,8 @@
 """Rules that span several fields."""
 
-from dataclasses import replace
-
 import pytest
 
-from nanotrain.config.config import Config, ModelConfig
+from nanotrain.config.config import Config
 from nanotrain.config.validate import require_trainable, validate, validate_for_world
 from nanotrain.errors import ConfigError
 from tests.config.asking import config_of
@@ -71,22 +69,23 @@ def test_data_parallel_size_only_checks():
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("keys", "message"),
     [
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "num_distributed_optimizer_instances",
+        ({"num_distributed_optimizer_instances": 2}, "num_distributed_optimizer_instances is 2"),
+        ({"multi_latent_attention": True}, "leave --multi-latent-attention out"),
     ],
 )
-def test_what_is_planned_but_not_trained_is_refused_by_name(name):
-    model = ModelConfig(num_experts=4)
-    config = replace(Config(), model=model, parallel=replace(Config().parallel, **{name: 2}))
+def test_what_is_planned_but_not_trained_is_refused_by_name(keys, message):
+    config = config_of(**keys)
     validate(config)
-    with pytest.raises(ConfigError, match=f"{name} is 2"):
+    with pytest.raises(ConfigError, match=message):
         require_trainable(config)
+
+
+def test_every_product_of_axes_is_trainable():
+    sizes = {f"{axis}_parallel_size": 2 for axis in ("tensor_model", "pipeline_model", "context", "expert_model")}
+    require_trainable(config_of(**sizes, num_experts=4, sequence_parallel=True, expert_tensor_parallel_size=2))
+    require_trainable(config_of(**sizes, num_experts=4, use_tp_pp_dp_mapping=True, expert_tensor_parallel_size=2))
 
 
 def test_only_training_asks_whether_the_layout_fits_the_model():
