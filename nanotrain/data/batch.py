@@ -60,8 +60,9 @@ class Batch:
         loss_mask: [B, S] float32.
         position_ids: [B, S] int64, or None for 0..S-1 in every row.
         document_ids: [B, S] int32, or None where attention crosses documents.
-        tokens_per_sequence: target tokens of the global batch by its samples: what turns a mean over sequences into
-            the sum over tokens that the loss is.
+        places: [S] int64, where the tokens stand in their sequence, on a rank that holds some of them; None for
+            0..S-1. Position ids may start anew with each document, places never do.
+        aux_scale: factor of a sequence's auxiliary losses in what is differentiated.
     """
 
     tokens: Tensor
@@ -69,7 +70,8 @@ class Batch:
     loss_mask: Tensor
     position_ids: Tensor | None = None
     document_ids: Tensor | None = None
-    tokens_per_sequence: float = 0.0
+    places: Tensor | None = None
+    aux_scale: float = 0.0
 
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> "Batch":
@@ -91,7 +93,7 @@ class Batch:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors = {name: change(value) for name, value in given.items() if isinstance(value, Tensor)}
+        tensors: dict[str, Any] = {name: change(value) for name, value in given.items() if isinstance(value, Tensor)}
         return replace(self, **tensors)
 
 

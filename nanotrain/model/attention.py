@@ -19,6 +19,7 @@ from nanotrain.config.derive import head_dim, query_groups
 from nanotrain.model.norm import build_norm
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.rope import Rotation, rotate
+from nanotrain.model.router import MoEContext
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
 
 ALONE = ModelParallel.alone()
@@ -26,15 +27,17 @@ ALONE = ModelParallel.alone()
 
 @dataclass(frozen=True)
 class Context:
-    """What every attention layer of one batch needs beside the activations.
+    """What the layers of one batch need beside the activations.
 
     Args:
         rotation: of the batch's positions; None without rotary positions.
         mask: what the core's `plan_mask` made of the batch.
+        moe: what routers need to know of the batch.
     """
 
     rotation: Rotation | None = None
     mask: Any = None
+    moe: MoEContext = MoEContext()
 
 
 class Attention(nn.Module):

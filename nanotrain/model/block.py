@@ -6,25 +6,39 @@ import torch
 from torch import Tensor, nn
 
 from nanotrain.config.config import ModelConfig
+from nanotrain.config.derive import moe_layers
 from nanotrain.model.attention import Attention, Context
 from nanotrain.model.mlp import MLP
+from nanotrain.model.moe import MoELayer
 from nanotrain.model.norm import build_norm
 from nanotrain.model.parallel import ModelParallel
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    def __init__(self, model: ModelConfig, *, dtype: torch.dtype, parallel: ModelParallel) -> None:
+    Args:
+        model: the whole model's shape.
+        index: of the block in the whole model; decides whether it has experts.
+        dtype: of the parameters and activations.
+        parallel: what its layers talk over.
+    """
+
+    def __init__(self, model: ModelConfig, index: int, *, dtype: torch.dtype, parallel: ModelParallel) -> None:
         super().__init__()
         norm = partial(build_norm, epsilon=model.norm_epsilon, dtype=dtype, tensor_parallel=parallel.tp)
         self.attention_norm = norm(model.normalization, model.hidden_size)
         self.attention = Attention(model, dtype=dtype, parallel=parallel)
         self.mlp_norm = norm(model.normalization, model.hidden_size)
-        self.mlp = MLP(model, dtype=dtype, tensor_parallel=parallel.tp)
+        has_experts = moe_layers(model)[index]
+        self.mlp = (
+            MoELayer(model, dtype=dtype, parallel=parallel)
+            if has_experts
+            else MLP(model, dtype=dtype, tensor_parallel=parallel.tp)
+        )
 
     def forward(self, hidden: Tensor, context: Context) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
         hidden = hidden + self.attention(self.attention_norm(hidden), context)
-        out: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
+        out: Tensor = hidden + self.mlp(self.mlp_norm(hidden), context)
         return out

@@ -28,7 +28,7 @@ class Role:
     """What a parameter is, whichever layer it stands in.
 
     Attributes:
-        sums_over_tp: every tp rank's gradient is a part of the sum: each norms its own heads with the same weight.
+        sums_over_tp: every tp rank's gradient is a part of the sum: each norms heads, or routes tokens, of its own.
         meets_sequence_shards: the same holds under sequence parallelism, where each rank sees its own tokens.
     """
 
@@ -58,6 +58,7 @@ PARAMETERS: dict[str, Role] = {
     "up.bias": Role(ParamKind.bias, ROWS),
     "output.bias": Role(ParamKind.bias, meets_sequence_shards=True),
     "down.bias": Role(ParamKind.bias, meets_sequence_shards=True),
+    "router.weight": Role(ParamKind.matrix, sums_over_tp=True),
     "query_norm.weight": Role(ParamKind.norm, sums_over_tp=True),
     "key_norm.weight": Role(ParamKind.norm, sums_over_tp=True),
     "attention_norm.weight": Role(ParamKind.norm, meets_sequence_shards=True),
@@ -66,6 +67,13 @@ PARAMETERS: dict[str, Role] = {
     "mlp_norm.bias": Role(ParamKind.bias, meets_sequence_shards=True),
     "final_norm.weight": Role(ParamKind.norm, meets_sequence_shards=True),
     "final_norm.bias": Role(ParamKind.bias, meets_sequence_shards=True),
+}
+
+# The experts' matrices are stacked along dim 0 and reduced over ranks of their own.
+EXPERT_PARAMETERS: dict[str, Role] = {
+    "gate.weight": Role(ParamKind.matrix, (Cut(0, "ep"), Cut(1, "etp"))),
+    "up.weight": Role(ParamKind.matrix, (Cut(0, "ep"), Cut(1, "etp"))),
+    "down.weight": Role(ParamKind.output_matrix, (Cut(0, "ep"), Cut(2, "etp"))),
 }
 
 
@@ -88,22 +96,26 @@ def collect_specs(stage: Stage) -> tuple[ParamSpec, ...]:
 
 def _spec(name: str, parameter: torch.Tensor, *, stage: Stage) -> ParamSpec:
     """The whole parameter of which a stage holds a part."""
-    place = ".".join(name.split(".")[-2:])
-    role, tp = PARAMETERS[place], stage.parallel.tp
-    is_shared = place.split(".")[0] in ("key", "value") and shared_rows(stage.model, tp.group) is not None
+    parallel, words = stage.parallel, name.split(".")
+    is_expert = "experts" in words
+    place = ".".join(words[-2:])
+    role = (EXPERT_PARAMETERS if is_expert else PARAMETERS)[place]
+    is_shared = words[-2] in ("key", "value") and shared_rows(stage.model, parallel.tp.group) is not None
     cuts = () if is_shared else role.cuts
+    sizes = {"tp": parallel.tp.group.size, "ep": parallel.ep.size, "etp": parallel.etp.size}
     shape = list(parameter.shape)
     for cut in cuts:
-        shape[cut.dim] *= tp.group.size
-    sums_over_tp = role.sums_over_tp or is_shared or (role.meets_sequence_shards and tp.sequence_parallel)
+        shape[cut.dim] *= sizes[cut.axis]
+    meets_shards = role.meets_sequence_shards and parallel.tp.sequence_parallel
     is_tied = stage.is_tied and name == "embedding.word.weight"
     return ParamSpec(
         name=name,
         shape=tuple(shape),
         dtype=DTYPES[parameter.dtype],
         cuts=cuts,
-        reduce_axes=("tp",) * sums_over_tp + ("embed",) * is_tied,
+        reduce_axes=("tp",) * (role.sums_over_tp or is_shared or meets_shards) + ("embed",) * is_tied,
         stage=stage.spec.index,
         kind=role.kind,
+        is_expert=is_expert,
         is_tied=is_tied,
     )

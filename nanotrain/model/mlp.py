@@ -52,8 +52,8 @@ class MLP(nn.Module):
         self.up = ColumnParallelLinear(hidden, inner, **options)
         self.down = RowParallelLinear(inner, hidden, **options)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[B, S or S/tp, H] -> the same shape."""
+    def forward(self, hidden: Tensor, context: object = None) -> Tensor:
+        """[B, S or S/tp, H] -> the same shape; the context is for layers with experts, which are called alike."""
         if self.gate is None:
             (up,) = column_parallel(hidden, (self.up,))
             inner = self.activation(up)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from nanotrain.comm.group import Group
 from nanotrain.parallel.cp.attention import Core
 from nanotrain.parallel.cp.plain import PlainCore
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
@@ -14,12 +15,19 @@ class ModelParallel:
     Attributes:
         tp: cuts matrices and the vocabulary.
         core: attention over sequences that the cp group shares.
+        ep: ranks that share the experts.
+        etp: ranks that share every expert's matrices.
+        sequence: ranks that hold the tokens of one sequence (tp x cp).
     """
 
     tp: TensorParallel
     core: Core
+    ep: Group
+    etp: Group
+    sequence: Group
 
     @classmethod
     def alone(cls) -> "ModelParallel":
         """The whole model on one rank."""
-        return cls(tp=TensorParallel.alone(), core=PlainCore())
+        names = ("ep", "etp", "tp_cp")
+        return cls(TensorParallel.alone(), PlainCore(), *(Group.alone(name) for name in names))

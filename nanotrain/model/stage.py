@@ -21,6 +21,7 @@ from nanotrain.model.ends import Embedding, Head
 from nanotrain.model.norm import build_norm
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.rope import RotaryTables
+from nanotrain.model.router import MoEContext
 from nanotrain.topology.stages import StageSpec
 
 ALONE = ModelParallel.alone()
@@ -50,7 +51,7 @@ class Stage(nn.Module):
             has_position = learned and spec.has_embedding
             self.embedding = Embedding(model, dtype=dtype, has_position=has_position, tensor_parallel=parallel.tp)
         layers = range(spec.first_layer, spec.last_layer)
-        self.layers = nn.ModuleDict({str(i): Block(model, dtype=dtype, parallel=parallel) for i in layers})
+        self.layers = nn.ModuleDict({str(i): Block(model, i, dtype=dtype, parallel=parallel) for i in layers})
         if spec.has_head:
             self.final_norm = build_norm(
                 model.normalization,
@@ -103,6 +104,7 @@ class Stage(nn.Module):
         context = Context(
             rotation=self._rotary.at(positions, like=hidden) if self._rotary is not None else None,
             mask=self.parallel.core.plan_mask(batch.document_ids, tokens=batch.tokens),
+            moe=MoEContext(aux_scale=batch.aux_scale, places=batch.places),
         )
         for layer in self.layers.values():
             hidden = layer(hidden, context)

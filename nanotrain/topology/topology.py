@@ -7,7 +7,8 @@ carved out of dp x cp (x tp); it is no further factor of the world size. dp and 
     cp  keys and values                      dp_shard     dp_cp inside an optimizer instance (ZeRO)
     ep  tokens to experts                    dp_replicate dp_cp across optimizer instances (HSDP)
     pp  activations between stages           expert_dp    expert gradients; _shard, _replicate likewise
-    dp  which samples a rank reads           model        tp x pp: one whole copy of the model
+    dp  which samples a rank reads           tp_cp        tokens of one sequence (routers)
+                                             model        tp x pp: one whole copy of the model
     etp activations inside an expert         embed        first and last stage (tied embeddings)
 
 Without sharding (`no_shard`) the shard group is the rank alone and everything else is replication: the same code.
@@ -30,6 +31,7 @@ DENSE_GROUPS = {
     "dp_cp": ("cp", "dp"),
     "dp_shard": ("cp", "dp"),
     "dp_replicate": ("cp", "dp"),
+    "tp_cp": ("tp", "cp"),
     "model": ("tp", "pp"),
     "embed": ("pp",),
     "world": ("tp", "cp", "dp", "pp"),
@@ -43,7 +45,7 @@ EXPERT_GROUPS = {
 }
 GROUP_NAMES = (
     *("tp", "cp", "ep", "pp", "dp", "dp_cp", "dp_shard", "dp_replicate"),
-    *("etp", "expert_dp", "expert_dp_shard", "expert_dp_replicate", "model", "embed", "world"),
+    *("etp", "expert_dp", "expert_dp_shard", "expert_dp_replicate", "tp_cp", "model", "embed", "world"),
 )
 
 

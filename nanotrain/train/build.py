@@ -35,6 +35,7 @@ from nanotrain.precision.policy import Precision
 from nanotrain.topology.boxes import TensorBox
 from nanotrain.train.feed import Feed
 from nanotrain.train.resolve import Plan
+from nanotrain.train.routers import router_biases
 from nanotrain.train.run import Run
 from nanotrain.train.stages import BuiltStage, all_layers, build_stages
 from nanotrain.train.state import TrainState
@@ -70,7 +71,8 @@ def build_run(plan: Plan, context: ParallelContext) -> Run:
     checkpointer = Checkpointer(plan.folder.checkpoints, group=context.control, keep_last=config.checkpoint.keep_last)
     state = TrainState()
     if plan.checkpoint is not None:
-        state = restore(plan.checkpoint, checkpointer, optimizer=optimizer, config=config)
+        biases = router_biases({index: stage.module for index, stage in stages.items()})
+        state = restore(plan, checkpointer, optimizer=optimizer, biases=biases)
         for layer in layers:
             layer.start_param_gather()
 
@@ -137,10 +139,16 @@ def _build_pipeline(config: Config, context: ParallelContext) -> Pipeline:
 
 
 def restore(
-    checkpoint: Path, checkpointer: Checkpointer, *, optimizer: DistributedOptimizer, config: Config
+    plan: Plan,
+    checkpointer: Checkpointer,
+    *,
+    optimizer: DistributedOptimizer,
+    biases: dict[TensorBox, torch.Tensor],
 ) -> TrainState:
-    """Read a checkpoint into the optimizer; the parameters still have to be gathered."""
-    manifest = checkpointer.restore(checkpoint, optimizer.held_tensors(), config=to_dict(config))
+    """Read a checkpoint into the optimizer and the routers; the parameters still have to be gathered."""
+    checkpoint, config = plan.checkpoint, plan.config
+    assert checkpoint is not None, "a new run has nothing to restore"
+    manifest = checkpointer.restore(checkpoint, optimizer.held_tensors() | biases, config=to_dict(config))
     optimizer.load_state(manifest.objects["optimizer"])
     state = TrainState(**manifest.objects["train"])
     changed = changed_settings(manifest.config, to_dict(config))
@@ -190,7 +198,7 @@ def _compile_layers(stages: Mapping[int, BuiltStage]) -> None:
     """Compile what runs inside each layer; the hooks around it, which wait for parameters, stay outside."""
     for stage in stages.values():
         for layer in stage.module.layers.values():
-            layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
+            layer.forward = torch.compile(layer.forward)
 
 
 def _read_place(config: Config, context: ParallelContext) -> ReadPlace:

@@ -7,7 +7,7 @@ its data failed. So no rank enters a step that another one will not take, and an
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -24,11 +24,13 @@ class GlobalBatch:
     Attributes:
         microbatches: this rank's part, on its device.
         num_target_tokens: predictions that count in the whole global batch, over all ranks.
+        num_samples: of the whole global batch.
         wait_s: how long this rank waited for its data.
     """
 
     microbatches: tuple[Batch, ...]
     num_target_tokens: int
+    num_samples: int
     wait_s: float
 
 
@@ -81,9 +83,7 @@ class Feed:
         if stops:
             return None
         held = (self._split(batch.to(self._device)) for batch in microbatches)
-        per_sequence = all_tokens / all_samples
-        parts = tuple(replace(batch, tokens_per_sequence=per_sequence) for batch in held)
-        return GlobalBatch(parts, round(all_tokens), wait_s)
+        return GlobalBatch(tuple(held), round(all_tokens), round(all_samples), wait_s)
 
     def _raise_together(self, failure: NanotrainError | None) -> None:
         parts = (failure.what, failure.why, failure.fix) if failure else None

@@ -7,6 +7,7 @@ from nanotrain.config.schema import to_dict
 from nanotrain.log import get_logger
 from nanotrain.train.hooks import Hook
 from nanotrain.train.metrics import StepReport
+from nanotrain.train.routers import router_biases_to_save
 from nanotrain.train.run import Run
 
 log = get_logger(__name__)
@@ -38,7 +39,7 @@ class CheckpointHook(Hook):
     def _save(self, run: Run) -> None:
         path = run.checkpointer.save(
             run.state.step,
-            run.optimizer.tensors_to_save(),
+            run.optimizer.tensors_to_save() | router_biases_to_save(run.stages, run.context),
             objects={"train": run.state.to_dict(), "optimizer": run.optimizer.state()},
             config=to_dict(run.config),
             topology={"world_size": run.context.topology.world_size, **asdict(run.context.topology.dense)},

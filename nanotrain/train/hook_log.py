@@ -94,6 +94,8 @@ def describe(reports: list[StepReport], *, train_iters: int, num_devices: int) -
     ]
     if last.mfu is not None:
         parts.insert(5, f"mfu {last.mfu:.1%}")
+    if last.moe is not None:
+        parts.insert(3, f"experts {last.moe['max_load']:.2f}x max load, {last.moe['dropped']:.1%} dropped")
     if any(report.skipped for report in reports):
         parts.append(f"SKIPPED {sum(report.skipped for report in reports)} (gradients not finite)")
     if last.valid_loss is not None:

@@ -30,10 +30,6 @@ class ProfileHook(Hook):
     def after_training(self, run: Run) -> None:
         self._write(run)
 
-    def close(self, *, failed: bool) -> None:
-        if self._profiler is not None:
-            self._profiler.stop()  # an error came before its trace was complete
-
     def _start_before(self, run: Run, *, step: int) -> None:
         train = run.config.train
         if self._profiler is None and train.profile_step_start <= step <= train.profile_step_end:

@@ -27,6 +27,10 @@ class SampleHook(Hook):
             layer.finish_param_gather()
         if not run.context.control.is_first:
             return
+        topology = run.context.topology
+        if topology.world_size > topology.size("dp"):
+            log.info("no sample: the model is spread over several ranks; nanotrain generate reads the checkpoint")
+            return
         if self._tokenizer is None:
             log.info("no sample: the data has no tokenizer; set --tokenizer-model to read what the model writes")
             return

@@ -81,7 +81,9 @@ class TrackHook(Hook):
                     self._trackers.append(make(run))
 
     def after_step(self, run: Run, report: StepReport) -> None:
-        values = {name: value for name, value in report.to_json().items() if name != "step" and value is not None}
+        fields = report.to_json()
+        fields |= {f"moe_{name}": value for name, value in fields.pop("moe", {}).items()}
+        values = {name: value for name, value in fields.items() if name != "step" and isinstance(value, int | float)}
         for tracker in self._trackers:
             tracker.write(report.step, values)
 

@@ -1,13 +1,16 @@
 """What is reported of a step: the result, the clock, the memory, and what follows from them."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 from nanotrain.comm.device import device_name, peak_memory
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.model.flops import flops_per_token
+from nanotrain.model.router_load import RouterLoad
 from nanotrain.topology.hardware import peak_flops
 from nanotrain.train.state import TrainState
 from nanotrain.train.step import StepResult
@@ -21,6 +24,9 @@ class StepReport:
         mfu: model FLOPs utilization, 0 to 1; None where the device's peak is unknown.
         peak_memory_bytes: most memory this rank held so far (tensors on a GPU, the process on a CPU).
         data_wait_s: part of `step_time_s` spent waiting for data.
+        moe: what routers have chosen, over all ranks: `load` (choices per expert by router), and means over routers of
+            `max_load` (busiest expert over an even share), `dropped`, `entropy`, `balance_loss` and `z_loss`; None for
+            a dense model.
         valid_loss: set on steps that end with a validation.
     """
 
@@ -37,13 +43,14 @@ class StepReport:
     skipped: bool
     data_wait_s: float
     loss_scale: float
+    moe: dict[str, Any] | None = None
     valid_loss: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON: numbers that are not finite become null, and so does a validation that was not."""
         values = asdict(self)
-        if self.valid_loss is None:
-            del values["valid_loss"]
+        for absent in [name for name in ("valid_loss", "moe") if values[name] is None]:
+            del values[absent]
         return {key: _finite(value) for key, value in values.items()}
 
 
@@ -114,7 +121,21 @@ def report_step(
         skipped=result.skipped,
         data_wait_s=clock.data_wait_s,
         loss_scale=loss_scale,
+        moe=_describe_routers(result.router_loads),
     )
+
+
+def _describe_routers(loads: Mapping[str, RouterLoad]) -> dict[str, Any] | None:
+    if not loads:
+        return None
+    return {
+        "load": {name: list(load.choices) for name, load in loads.items()},
+        "max_load": fmean(load.max_load for load in loads.values()),
+        "dropped": fmean(load.dropped_fraction for load in loads.values()),
+        "entropy": fmean(load.entropy for load in loads.values()),
+        "balance_loss": fmean(load.balance_loss for load in loads.values()),
+        "z_loss": fmean(load.z_loss for load in loads.values()),
+    }
 
 
 def _finite(value: Any) -> Any:

@@ -106,7 +106,13 @@ def _model_parallel(
 ) -> ModelParallel:
     """What the layers of one stage talk over."""
     tensor_parallel = TensorParallel(context.group("tp"), parallel.sequence_parallel, weight_grads)
-    return ModelParallel(tp=tensor_parallel, core=build_core(parallel.cp_comm_type.value, context.group("cp")))
+    return ModelParallel(
+        tp=tensor_parallel,
+        core=build_core(parallel.cp_comm_type.value, context.group("cp")),
+        ep=context.group("ep"),
+        etp=context.group("etp"),
+        sequence=context.group("tp_cp"),
+    )
 
 
 def _options(parallel: ParallelConfig, *, num_shards: int) -> DataParallelOptions:

@@ -1,14 +1,17 @@
 """The train step, the best-known function of the project."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from nanotrain.comm.collectives import all_reduce_numbers
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.model.router_load import RouterLoad
 from nanotrain.parallel.pp.executor import run_schedule
 from nanotrain.train.feed import GlobalBatch
 from nanotrain.train.finalize import finalize_grads
+from nanotrain.train.routers import balance_routers
 from nanotrain.train.run import Run
 
 
@@ -21,26 +24,29 @@ class StepResult:
         grad_norm: global 2-norm before clipping.
         lr: the learning rate that was used.
         skipped: whether a norm that was not finite kept every weight as it was.
+        router_loads: what each router has chosen, by name; empty for a dense model.
     """
 
     loss: float
     grad_norm: float
     lr: float
     skipped: bool
+    router_loads: Mapping[str, RouterLoad] = field(default_factory=dict)
 
 
 def train_step(run: Run, batch: GlobalBatch) -> StepResult:
     """One optimizer step: every microbatch forward and backward, then one update."""
     lr = run.lr_schedule.lr_at(run.state.consumed_samples)
-    num_tokens = max(batch.num_target_tokens, 1)
+    num_tokens, loss_scale = max(batch.num_target_tokens, 1), run.optimizer.loss_scale.scale
+    microbatches = [replace(part, aux_scale=loss_scale / batch.num_samples) for part in batch.microbatches]
 
     for layer in run.layers:
         layer.begin_step()
     loss_sum = run_schedule(
         run.schedule,
         run.runnable,
-        microbatches=batch.microbatches,
-        grad_scale=run.optimizer.loss_scale.scale / num_tokens,
+        microbatches=microbatches,
+        grad_scale=loss_scale / num_tokens,
         pipeline=run.pipeline,
     )
     for layer in run.layers:
@@ -51,8 +57,9 @@ def train_step(run: Run, batch: GlobalBatch) -> StepResult:
         layer.start_param_gather()
 
     loss = global_loss(loss_sum, run.context)
+    loads = balance_routers(run.stages, run.config.model, context=run.context)
     run.state.advance(samples=run.place.global_batch_size, tokens=batch.num_target_tokens)
-    return StepResult(loss=loss / num_tokens, grad_norm=update.grad_norm, lr=lr, skipped=update.skipped)
+    return StepResult(loss / num_tokens, update.grad_norm, lr=lr, skipped=update.skipped, router_loads=loads)
 
 
 def global_loss(loss_sum: Tensor, context: ParallelContext) -> float:

@@ -1,0 +1,54 @@
+"""The profiler's trace: which steps, where, and when there is none."""
+
+import json
+
+import pytest
+
+from nanotrain.train.hook_checkpoint import CheckpointHook
+from nanotrain.train.hook_profile import ProfileHook
+from tests.train.small_run import Failing, small_run, train
+
+TWO_STEPS = ("--profile", "--profile-step-start", "2", "--profile-step-end", "3")
+
+
+def traces(folder) -> list[str]:
+    return sorted(path.name for path in (folder / "profile").glob("*")) if (folder / "profile").exists() else []
+
+
+def test_a_trace_of_the_asked_steps_is_written(tmp_path, logged):
+    with small_run(tmp_path, "--train-iters", "4", *TWO_STEPS) as run:
+        train(run, ProfileHook())
+    assert traces(tmp_path) == ["step-00000003-rank-00000.json"]
+    trace = json.loads((tmp_path / "profile" / "step-00000003-rank-00000.json").read_text())
+    names = [event.get("name", "") for event in trace["traceEvents"]]
+    assert sum("AdamW.step" in name for name in names) == 2  # one for each of the two steps
+    assert any("wrote the profile" in line for line in logged)
+
+
+def test_an_early_end_writes_what_there_is(tmp_path):
+    with small_run(tmp_path, "--train-iters", "4", "--exit-interval", "2", *TWO_STEPS) as run:
+        train(run, ProfileHook())
+    assert traces(tmp_path) == ["step-00000002-rank-00000.json"]
+
+
+def test_a_resumed_run_profiles_what_is_left_of_the_steps_or_says_that_none_is(tmp_path, logged):
+    # Given a run that was saved after step 2, the first of the asked steps,
+    with small_run(tmp_path, "--train-iters", "2") as run:
+        train(run, CheckpointHook())
+    # then going on profiles the other one,
+    with small_run(tmp_path, "--train-iters", "4", *TWO_STEPS) as run:
+        train(run, ProfileHook(), CheckpointHook())
+    assert traces(tmp_path) == ["step-00000003-rank-00000.json"]
+    assert not any("nothing is profiled" in line for line in logged)
+    # and going on once more has none left.
+    with small_run(tmp_path, "--train-iters", "5", *TWO_STEPS) as run:
+        train(run, ProfileHook())
+    assert "nothing is profiled: this run begins with step 5, --profile-step-end is 3" in logged
+
+
+def test_an_error_leaves_no_half_trace(tmp_path):
+    hook = ProfileHook()
+    with small_run(tmp_path, "--train-iters", "4", *TWO_STEPS) as run, pytest.raises(RuntimeError):
+        train(run, hook, Failing(2))
+    assert traces(tmp_path) == []
+    hook._profiler.stop()  # otherwise the process would have ended
