@@ -146,8 +146,11 @@ class _Shards:
         (self._folder / "model.safetensors.index.json").write_text(json.dumps(table, indent=2) + "\n")
 
     def _flush(self) -> None:
-        # transformers refuses files without this mark.
-        save_file(self._open, self._part(len(self._written)), metadata={"format": "pt"})
+        part = self._part(len(self._written))
+        part.touch()
+        mode = part.stat().st_mode
+        save_file(self._open, part, metadata={"format": "pt"})  # transformers refuses files without this mark
+        part.chmod(mode)  # save_file leaves a file for its owner only, whatever the umask
         self._written.append(list(self._open))
         self._open, self._open_bytes = {}, 0
 

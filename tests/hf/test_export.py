@@ -53,6 +53,12 @@ def test_bf16_weights_are_the_rounded_ones(tmp_path: Path) -> None:
         assert torch.equal(found[name][: len(real)], real.bfloat16().float())
 
 
+def test_whoever_may_read_the_config_may_read_the_weights(tmp_path: Path) -> None:
+    export_weights(tmp_path, LLAMA, tensors=tensors_of(build(LLAMA)))
+    modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
+
+
 def test_padding_is_never_exported(tmp_path: Path) -> None:
     stage = build(MODELS["llama-untied"])
     for name, tensor in tensors_of(stage):
