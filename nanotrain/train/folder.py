@@ -55,7 +55,7 @@ class RunFolder:
         probe = self.path / f".writable-{platform.node()}-{os.getpid()}"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            probe.touch()
+            probe.write_text("this process can write here")  # on a full disk an empty file can still be made
             probe.unlink()
         except OSError as error:
             raise EnvironmentFault(
