@@ -55,9 +55,10 @@ class MoELayer(nn.Module):
         self._tp = tensor_parallel.group
         self._split = Group.alone("tp") if tensor_parallel.sequence_parallel else tensor_parallel.group
         self.router = Router(model, dtype=dtype, sequence=parallel.sequence, late=tensor_parallel.late)
+        shape = expert_shape(model, parallel)
         self._dispatch = build_dispatch(model.num_experts, ep=parallel.ep, etp=parallel.etp)
         self.experts = Experts(
-            expert_shape(model, parallel),
+            shape,
             dtype=dtype,
             may_drop=self._dispatch.keeps_dropped and model.moe_expert_capacity_factor is not None,
             weight_grads=tensor_parallel.weight_grads,

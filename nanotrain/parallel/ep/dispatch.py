@@ -45,7 +45,13 @@ class Choice:
 
 
 class Dispatch(Protocol):
-    """How a rank's tokens get through the experts."""
+    """How a rank's tokens get through the experts.
+
+    Attributes:
+        keeps_dropped: whether rows of dropped choices stay, behind those of the last expert.
+    """
+
+    keeps_dropped: bool
 
     def __call__(self, x: Tensor, choice: Choice, *, run: RunExperts) -> Tensor:
         """[T, H] -> [T, H]: the weighted sum of the answers of every token's experts."""
@@ -59,7 +65,9 @@ def build_dispatch(num_experts: int, *, ep: Group, etp: Group) -> Dispatch:
 
 
 class LocalDispatch:
-    """All experts are here. The host waits for nothing; rows of dropped choices stand behind the last expert's."""
+    """All experts are here, and the host waits for nothing, not even to learn how many choices were dropped."""
+
+    keeps_dropped = True
 
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
@@ -73,6 +81,8 @@ class LocalDispatch:
 
 class RemoteDispatch:
     """Experts lie on several ranks; member i of `ep` holds the i-th equal share of them."""
+
+    keeps_dropped = False
 
     def __init__(self, num_experts: int, *, ep: Group, etp: Group) -> None:
         assert num_experts % ep.size == 0, "every rank of ep holds as many experts"
@@ -96,9 +106,9 @@ class RemoteDispatch:
     def _agree(self, counts: Tensor) -> "_Traffic":
         """Tell every rank how many rows of each expert it will get: [E] int64, this rank's rows per expert."""
         leaving = counts.view(self._ep.size, -1)
-        arriving, ones = torch.empty_like(leaving), [1] * self._ep.size
+        arriving, ones = torch.zeros_like(leaving), [1] * self._ep.size
         start_all_to_all(arriving, leaving, send_counts=ones, receive_counts=ones, group=self._ep).wait()
-        everyone = arriving.new_empty((self._etp.size, *arriving.shape))
+        everyone = arriving.new_zeros((self._etp.size, *arriving.shape))
         all_gather(everyone, arriving, group=self._etp)
         numbers = torch.cat([leaving.sum(1), arriving.sum(1), everyone.sum((1, 2))]).tolist()
         size = self._ep.size

@@ -5,6 +5,7 @@ import torch
 
 from nanotrain.comm.group import Group
 from nanotrain.parallel.ep.dispatch import Choice, LocalDispatch, RemoteDispatch, build_dispatch
+from nanotrain.parallel.ep.traffic import ExpertTraffic, ep_bytes, etp_bytes
 from tests.harness import run_ranks
 
 E, H, T, K = 8, 4, 12, 3
@@ -55,9 +56,10 @@ def equals_local(ctx):
     )
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "sizes"), [(2, {"ep": 2}), (4, {"ep": 4}), (4, {"ep": 2}), (4, {"ep": 2, "etp": 2})]
-)
+SPREADS = [(2, {"ep": 2}), (2, {"etp": 2}), (4, {"ep": 4}), (4, {"ep": 2}), (4, {"ep": 2, "etp": 2})]
+
+
+@pytest.mark.parametrize(("num_ranks", "sizes"), SPREADS)
 def test_any_spread_of_the_experts_gives_what_one_rank_gives(num_ranks, sizes):
     run_ranks(num_ranks, equals_local, **sizes)
 
@@ -70,6 +72,25 @@ def test_every_row_travels_four_times_and_only_to_other_ranks():
     # there, back; the gradient of the way back, and of the way there
     expected = 2 * (leaving + arriving) * row_bytes + count_bytes
     assert [sent for _, sent in answers] == expected.tolist()
+
+
+def send_evenly(ctx):
+    """Every rank's tokens choose every expert equally often; bytes over ep and etp, sent and as foretold."""
+    ep, etp = ctx.group("ep"), ctx.group("etp")
+    experts = (torch.arange(2 * E)[:, None] + torch.arange(K) * 3) % E
+    x = torch.ones(2 * E, H, requires_grad=True)
+    dispatch = build_dispatch(E, ep=ep, etp=etp)
+    out = dispatch(x, Choice(experts, torch.ones(2 * E, K)), run=lambda rows, ends: rows * 2)
+    out.sum().backward()
+    traffic = ExpertTraffic(2 * E, K, num_experts=E, hidden=H, itemsize=4)
+    foretold = {"ep": ep_bytes(traffic, ep.size), "etp": etp_bytes(traffic, etp.size)}
+    return {name: ctx.ledger.bytes(name) for name in foretold}, foretold
+
+
+@pytest.mark.parametrize(("num_ranks", "sizes"), SPREADS)
+def test_the_closed_form_foretells_the_bytes_of_an_even_choice(num_ranks, sizes):
+    for sent, foretold in run_ranks(num_ranks, send_evenly, **sizes):
+        assert sent == foretold
 
 
 def test_alone_the_experts_are_local():
