@@ -42,7 +42,9 @@ def interleaved(shape: PipelineShape) -> Schedule:
 def num_warmup(shape: PipelineShape, rank: int) -> int:
     """Forward passes of a rank before its first pair of one forward and one backward.
 
-    Two more per rank that follows: a microbatch's hidden states go down there and its gradients come back.
+    Two more per rank that follows, as Megatron-LM has it. One more would fill the pipeline too if transfers took no
+    time; the second hides them: with a tenth of a forward pass each, 8 ranks with 4 stages and 32 microbatches take
+    411 in place of 429 forward passes (simulated), for the memory of up to `num_ranks - 1` more.
 
     >>> [num_warmup(PipelineShape(4, 2, 8), rank) for rank in range(4)]
     [10, 8, 6, 4]

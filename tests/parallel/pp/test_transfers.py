@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.parallel.pp.actions import Action, PipelineShape, Schedule
+from nanotrain.parallel.pp.actions import Action, PipelineShape, Schedule, backward, forward
 from nanotrain.parallel.pp.schedules import SCHEDULES
 from nanotrain.parallel.pp.simulate import needed_by
 from nanotrain.parallel.pp.transfers import Exchange, RankPlan, plan_rank
@@ -92,6 +92,17 @@ def test_two_ranks_send_to_each_other_in_one_batch() -> None:
     # then what goes down and what comes up stand in one exchange.
     both = [step for step in plan.steps if isinstance(step, Exchange) and step.sends and step.receives]
     assert [(str(step.sends[0].to), str(step.receives[0].to)) for step in both] == [("F1.2", "B0.1"), ("F1.3", "B0.2")]
+
+
+def test_what_arrives_while_a_rank_computes_is_received_meanwhile() -> None:
+    # Given a first rank that ends its third forward pass in the middle of the second rank's first backward pass,
+    first = [forward(0, m) for m in range(3)] + [backward(0, m) for m in range(3)]
+    second = [make(1, m) for m in range(3) for make in (forward, backward)]
+    steps = plan_rank(Schedule((tuple(first), tuple(second))), 1).steps
+
+    # then that message is under way before that backward pass begins.
+    texts = [str(step) if isinstance(step, Action) else [str(r.to) for r in step.receives] for step in steps]
+    assert texts[:5] == [["F1.0"], "F1.0", ["F1.1"], ["F1.2"], "B1.0"]
 
 
 def test_one_rank_sends_nothing() -> None:
