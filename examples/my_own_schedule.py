@@ -1,35 +1,32 @@
-"""Write a schedule of your own: a function from numbers to frozen data, drawn, checked and carried out.
+"""Write a schedule of your own: a function from numbers to frozen data, simulated, drawn and carried out.
 
     python examples/my_own_schedule.py
 
-Uses nanotrain.parallel.pp alone, with a torch module that nanotrain has never seen. Here every microbatch goes
-forward before the first goes backward: the gradients are the same as those of nanotrain's own one-stage schedule, and
-what differs, the number of microbatches whose activations are alive at once, is read off the schedule beforehand.
+Uses nanotrain.parallel.pp alone, with a torch module that nanotrain has never seen. Here the microbatches go through
+the pipeline in pairs: two forward, then the same two backward. The gradients are those of the schedules that come with
+nanotrain; what differs, bubble and memory, is known before anything runs.
 """
 
 import torch
 from torch import Tensor, nn
 
 from nanotrain.data.batch import Batch
-from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape, Schedule
+from nanotrain.parallel.pp.actions import PipelineShape, Schedule, backward, forward
+from nanotrain.parallel.pp.draw import describe, draw_timeline
 from nanotrain.parallel.pp.executor import Pipeline, RunnableStage, run_schedule
-from nanotrain.parallel.pp.schedules import one_stage
+from nanotrain.parallel.pp.schedules import SCHEDULES
+from nanotrain.parallel.pp.simulate import simulate
 
 
-def all_forward_first(num_microbatches: int) -> Schedule:
-    """Every microbatch forward, then every one backward, the last one first."""
-    forwards = [Action(ActionKind.forward, 0, m) for m in range(num_microbatches)]
-    backwards = [Action(ActionKind.backward, 0, m) for m in reversed(range(num_microbatches))]
-    return Schedule(((*forwards, *backwards),))
-
-
-def most_alive(schedule: Schedule) -> int:
-    """How many microbatches are between their forward and their backward at once: the price in memory."""
-    alive = peak = 0
-    for action in schedule.actions[0]:
-        alive += 1 if action.kind is ActionKind.forward else -1
-        peak = max(peak, alive)
-    return peak
+def in_pairs(shape: PipelineShape) -> Schedule:
+    """Two microbatches forward, the same two backward, then the next two; one stage per rank."""
+    pairs = [range(m, min(m + 2, shape.num_microbatches)) for m in range(0, shape.num_microbatches, 2)]
+    return Schedule(
+        tuple(
+            tuple(make(stage, m) for pair in pairs for make in (forward, backward) for m in pair)
+            for stage in range(shape.num_ranks)
+        )
+    )
 
 
 class Bigram(nn.Module):
@@ -47,7 +44,7 @@ class Bigram(nn.Module):
 
 
 def gradient(schedule: Schedule, batches: list[Batch]) -> Tensor:
-    """Carry a schedule out on a fresh model."""
+    """Carry a schedule out on a fresh model, all of it on this process."""
     torch.manual_seed(0)
     model = Bigram()
     run_schedule(schedule, {0: RunnableStage(model)}, microbatches=batches, grad_scale=1.0, pipeline=Pipeline.alone())
@@ -56,15 +53,16 @@ def gradient(schedule: Schedule, batches: list[Batch]) -> Tensor:
 
 
 def main() -> None:
-    """Draw both schedules and compare what they give."""
+    """Draw both schedules for a pipeline of two ranks, and compare what they give on one."""
     torch.manual_seed(1)
     tokens = torch.randint(50, (4, 2, 17))
     batches = [Batch(t[:, :-1], t[:, 1:], torch.ones(2, 16)) for t in tokens]
-    schedules = {"one_stage": one_stage(PipelineShape(1, 1, 4)), "all_forward_first": all_forward_first(4)}
-    for name, schedule in schedules.items():
-        print(f"{name:18}", *schedule.actions[0], f"  at most {most_alive(schedule)} alive")
-    ours, theirs = (gradient(schedule, batches) for schedule in schedules.values())
-    print("same gradient:", torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6))
+    schedules = {"in pairs": in_pairs, "1f1b": SCHEDULES["1f1b"]}
+    for name, plan in schedules.items():
+        timeline = simulate(plan(PipelineShape(num_ranks=2, num_stages_per_rank=1, num_microbatches=4)))
+        print(f"{name}\n{draw_timeline(timeline)}\n{describe(timeline)}\n")
+    ours, theirs = (gradient(plan(PipelineShape(1, 1, 4)), batches) for plan in schedules.values())
+    print("same gradient:", torch.equal(ours, theirs))
 
 
 if __name__ == "__main__":
