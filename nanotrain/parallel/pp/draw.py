@@ -32,7 +32,7 @@ def draw_schedule(name: str, shape: PipelineShape, *, png: Path | None = None) -
     """
     timeline = simulate(SCHEDULES[name](shape))
     title = f"{name}: {_counted(shape.num_ranks, 'rank')}, {_counted(shape.num_stages, 'stage')}, "
-    title += _counted(shape.num_microbatches, "microbatch", "es")
+    title += _counted(shape.num_microbatches, "microbatch", plural="es")
     parts = [title, draw_timeline(timeline), describe(timeline)]
     if png is not None:
         from nanotrain.parallel.pp.draw_png import save_png  # matplotlib takes half a second to load
@@ -109,5 +109,5 @@ def _listed(numbers: tuple[int, ...]) -> str:
     return " ".join(map(str, numbers))
 
 
-def _counted(count: int, noun: str, plural: str = "s") -> str:
+def _counted(count: int, noun: str, *, plural: str = "s") -> str:
     return f"{count} {noun}{plural if count != 1 else ''}"

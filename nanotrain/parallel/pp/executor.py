@@ -284,7 +284,7 @@ class _Step:
     def grad_of_output(self, action: Action) -> Tensor:
         """The gradient that a backward pass begins with."""
         if action.stage == self.plan.num_stages - 1:
-            return torch.tensor(self.grad_scale, device=self.pipeline.device)
+            return torch.full((), self.grad_scale, device=self.pipeline.device)
         return self.received(action)
 
     def hand_on(self, action: Action, made: Tensor | None) -> None:
