@@ -4,7 +4,8 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/baselines.py --strategy fsdp2 --model 25m --dtype bf16
 
 Sizes, then the model, then one function per strategy that wraps it, then the loop. Rank 0 prints one JSON object:
-`step_time_s` (a list, warmup left out), `tokens_per_step`, `loss` and, on a GPU, `peak_memory_bytes`.
+`step_time_s` and `cpu_time_s` (lists, warmup left out; CPU time is that of all ranks and threads together),
+`tokens_per_step`, `loss` and, on a GPU, `peak_memory_bytes`.
 bf16 is what users of each stack do: autocast around fp32 weights for one process and for DDP, FSDP2's mixed-precision
 policy (bf16 parameters, fp32 reduction) for FSDP2.
 """
@@ -15,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ class Shape:
 
 SHAPES = {
     "smoke": Shape(hidden=64, layers=2, heads=4, kv_heads=2, ffn=128, vocab=256, seq=32, micro_batch=2),
+    "10m": Shape(hidden=256, layers=8, heads=8, kv_heads=4, ffn=768, vocab=4096, seq=256, micro_batch=4),
     "25m": Shape(hidden=384, layers=8, heads=6, kv_heads=6, ffn=1024, vocab=8192, seq=512, micro_batch=4),
     "110m": Shape(hidden=768, layers=12, heads=12, kv_heads=12, ffn=2048, vocab=16384, seq=256, micro_batch=1),
     "llama1b": Shape(
@@ -123,11 +125,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Stack:
-    """A model made ready by one of the strategies."""
+    """A model made ready by one of the strategies.
+
+    Attributes:
+        forward_context: entered around the forward pass.
+        step_context: entered around forward, loss and backward.
+        num_readers: ranks that read samples of their own.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     forward_context: Callable[[], AbstractContextManager[object]]
+    step_context: Callable[[], AbstractContextManager[object]] = nullcontext
+    num_readers: int = field(default_factory=lambda: dist.get_world_size() if dist.is_initialized() else 1)
 
 
 def single(model: nn.Module, device: torch.device, bf16: bool) -> Stack:
@@ -154,17 +164,61 @@ def zero1(model: nn.Module, device: torch.device, bf16: bool) -> Stack:
 
 def fsdp2(model: nn.Module, device: torch.device, bf16: bool) -> Stack:
     """torch's fully_shard, a unit per block: parameters are sharded too, so it does more than ZeRO-2."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    shard_fully(model, mesh, bf16)
     return Stack(model, adamw(model), nullcontext)
 
 
-STRATEGIES = {"single": single, "ddp": ddp, "zero1": zero1, "fsdp2": fsdp2}
+def fsdp2_tp(model: nn.Module, device: torch.device, bf16: bool) -> Stack:
+    """torch's tensor and sequence parallelism over pairs of ranks, fully_shard across the pairs."""
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    pairs = dist.get_world_size() // 2
+    mesh = dist.device_mesh.init_device_mesh(device.type, (pairs, 2), mesh_dim_names=("dp", "tp"))
+    cut_matrices(model, mesh["tp"])
+    shard_fully(model, mesh["dp"], bf16)
+    return Stack(model, adamw(model), nullcontext, loss_parallel, num_readers=pairs)
+
+
+STRATEGIES = {"single": single, "ddp": ddp, "zero1": zero1, "fsdp2": fsdp2, "fsdp2_tp": fsdp2_tp}
+
+
+def shard_fully(model: nn.Module, mesh: dist.device_mesh.DeviceMesh, bf16: bool) -> None:
+    """fully_shard, a unit per block."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def cut_matrices(model: nn.Module, mesh: dist.device_mesh.DeviceMesh) -> None:
+    """Cut every matrix over the mesh, and activations along the sequence between them.
+
+    Both norms of a block hand out a whole sequence, gathered once for all the matrices that read it.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import parallel as tp
+
+    sequence, whole = Shard(1), Replicate()
+    columns, rows = tp.ColwiseParallel(), tp.RowwiseParallel(output_layouts=sequence)
+    for block in model.blocks:
+        for norm in (block.attention_norm, block.mlp_norm):
+            tp.parallelize_module(norm, mesh, tp.SequenceParallel())
+            gather = tp.PrepareModuleOutput(
+                output_layouts=sequence, desired_output_layouts=whole, use_local_output=False
+            )
+            tp.parallelize_module(norm, mesh, gather)
+        attention = {f"attention.{name}_proj": columns for name in "qkv"} | {"attention.o_proj": rows}
+        mlp = {"gate_proj": columns, "up_proj": columns, "down_proj": rows}
+        tp.parallelize_module(block, mesh, attention | mlp)
+    ends = {
+        "embedding": tp.RowwiseParallel(input_layouts=whole, output_layouts=sequence),
+        "norm": tp.SequenceParallel(),
+        "head": tp.ColwiseParallel(input_layouts=sequence, output_layouts=Shard(-1), use_local_output=False),
+    }
+    tp.parallelize_module(model, mesh, ends)
 
 
 def adamw_options() -> dict[str, object]:
@@ -193,23 +247,44 @@ def batches(shape: Shape, rank: int, device: torch.device) -> Iterator[Tensor]:
 def train_step(stack: Stack, tokens: Tensor) -> float:
     """Forward, backward, clip, update; the loss is read every step, as nanotrain reads it."""
     stack.optimizer.zero_grad(set_to_none=True)
-    with stack.forward_context():
-        logits = stack.model(tokens[:, :-1])
-    loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-    loss.backward()
+    with stack.step_context():
+        with stack.forward_context():
+            logits = stack.model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
     nn.utils.clip_grad_norm_(stack.model.parameters(), MAX_NORM)
     stack.optimizer.step()
     return loss.item()
 
 
-def measure(stack: Stack, data: Iterator[Tensor], *, warmup: int, steps: int) -> tuple[list[float], float]:
-    """Seconds of each step after the warmup, and the last loss."""
-    times, loss = [], 0.0
-    for _ in range(warmup + steps):
-        start = time.perf_counter()
-        loss = train_step(stack, next(data))
-        times.append(time.perf_counter() - start)
-    return times[warmup:], loss
+@dataclass
+class Times:
+    """What each step after the warmup cost this rank, and the last loss."""
+
+    step_time_s: list[float] = field(default_factory=list)
+    cpu_time_s: list[float] = field(default_factory=list)
+    loss: float = 0.0
+
+
+def measure(stack: Stack, data: Iterator[Tensor], *, warmup: int, steps: int) -> Times:
+    """Run and time the steps."""
+    times = Times()
+    for number in range(warmup + steps):
+        start, cpu_start = time.perf_counter(), time.process_time()
+        times.loss = train_step(stack, next(data))
+        if number >= warmup:
+            times.step_time_s.append(time.perf_counter() - start)
+            times.cpu_time_s.append(time.process_time() - cpu_start)
+    return times
+
+
+def summed_over_ranks(cpu_time_s: list[float]) -> list[float]:
+    """CPU time of all ranks, step by step."""
+    if not dist.is_initialized():
+        return cpu_time_s
+    ranks: list[list[float]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(ranks, cpu_time_s)
+    return [sum(step) for step in zip(*ranks, strict=True)]
 
 
 def main() -> None:
@@ -240,13 +315,22 @@ def main() -> None:
         for block in model.blocks:
             block.compile()
     stack = STRATEGIES[args.strategy](model, device, args.dtype == "bf16")
-    times, loss = measure(stack, batches(shape, rank, device), warmup=args.warmup, steps=args.steps)
+    reader = rank * stack.num_readers // world_size
+    times = measure(stack, batches(shape, reader, device), warmup=args.warmup, steps=args.steps)
+    cpu_time_s = summed_over_ranks(times.cpu_time_s)
     if rank == 0:
-        peak = torch.cuda.max_memory_allocated() if args.device == "cuda" else 0
-        tokens = world_size * shape.micro_batch * shape.seq
-        print(json.dumps({"step_time_s": times, "tokens_per_step": tokens, "loss": loss, "peak_memory_bytes": peak}))
+        report = {
+            "step_time_s": times.step_time_s,
+            "cpu_time_s": cpu_time_s,
+            "tokens_per_step": stack.num_readers * shape.micro_batch * shape.seq,
+            "loss": times.loss,
+            "peak_memory_bytes": torch.cuda.max_memory_allocated() if args.device == "cuda" else 0,
+        }
+        print(json.dumps(report), flush=True)
     if dist.is_initialized():
-        dist.destroy_process_group()
+        dist.barrier()
+        # Wrappers and meshes keep their gloo groups, and those that the interpreter's end finds abort it now and then.
+        os._exit(0)
 
 
 if __name__ == "__main__":

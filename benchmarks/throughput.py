@@ -5,9 +5,9 @@
 
 Every contender is a fresh launch of two processes with half of the cores each (the single ones: one process, all
 cores). Contenders run in turn, several rounds; a round's ratio compares neighbours in time, and the table shows the
-median over rounds, so that a slow minute of the machine meets both sides; beside it stand the fastest steps.
-nanotrain is what users run: its command line, its data workers, its log, read back from metrics.jsonl. Start-up and
-warmup steps are left out on both sides.
+median over rounds, so that a slow minute of the machine meets both sides; beside it stands the CPU time of a step,
+which other programs disturb less. nanotrain is what users run: its command line, its data workers, its log (rank.py
+adds the clocks). Start-up and warmup steps are left out on both sides.
 """
 
 import argparse
@@ -18,9 +18,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from baselines import SHAPES, Shape
 
@@ -52,12 +51,14 @@ class Contender:
         num_processes: ranks.
         command: from (job, folder to write in) to the arguments after `torchrun`.
         rivals: whom it is compared with; the fastest of them in each round counts.
+        environment: variables that its processes get.
     """
 
     name: str
     num_processes: int
     command: Callable[[Job, Path], list[str]]
     rivals: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 def torch_command(strategy: str, *extra: str) -> Callable[[Job, Path], list[str]]:
@@ -68,16 +69,17 @@ def torch_command(strategy: str, *extra: str) -> Callable[[Job, Path], list[str]
             "strategy": strategy,
             "model": job.model,
             "dtype": job.dtype,
+            "device": job.device,
             "warmup": job.warmup,
             "steps": job.steps,
         }
-        return [str(HERE / "baselines.py"), *(f"--{name}={value}" for name, value in options.items())]
+        return [str(HERE / "baselines.py"), *(f"--{name}={value}" for name, value in options.items()), *extra]
 
     return command
 
 
-def nanotrain_command(*flags: str) -> Callable[[Job, Path], list[str]]:
-    """The command of a nanotrain contender: the same sizes as flags."""
+def nanotrain_command(*flags: str, micro_batch: int | None = None) -> Callable[[Job, Path], list[str]]:
+    """The command of a nanotrain contender: the same sizes as flags, and a microbatch of its own where one is given."""
 
     def command(job: Job, folder: Path) -> list[str]:
         options = {
@@ -89,7 +91,7 @@ def nanotrain_command(*flags: str) -> Callable[[Job, Path], list[str]]:
             "vocab-size": job.shape.vocab,
             "max-position-embeddings": job.shape.seq,
             "seq-length": job.shape.seq,
-            "micro-batch-size": job.shape.micro_batch,
+            "micro-batch-size": micro_batch or job.shape.micro_batch,
             "train-iters": job.warmup + job.steps,
             "eval-interval": 0,
             "params-dtype": job.dtype,
@@ -98,7 +100,7 @@ def nanotrain_command(*flags: str) -> Callable[[Job, Path], list[str]]:
         }
         tie = "--no-untie-embeddings-and-output-weights" if job.shape.tied else "--untie-embeddings-and-output-weights"
         switches = ["--mock-data", tie, "--no-save"]
-        return ["-m", "nanotrain.train", *(f"--{name}={value}" for name, value in options.items()), *switches, *flags]
+        return [str(HERE / "rank.py"), *(f"--{name}={value}" for name, value in options.items()), *switches, *flags]
 
     return command
 
@@ -123,18 +125,26 @@ CONTENDERS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one launch of a contender gave: the speed of its median step, of its fastest one, and its memory."""
+    """What one launch of a contender gave.
+
+    Attributes:
+        tokens_per_second: of the median step.
+        tokens_per_cpu_second: likewise, over the CPU time of all ranks together.
+        peak_memory_bytes: of rank 0.
+        sent: bytes of a step per rank by group; nanotrain only.
+    """
 
     tokens_per_second: float
-    fastest: float
+    tokens_per_cpu_second: float
     peak_memory_bytes: int
+    sent: dict[str, float]
 
 
 def launch(contender: Contender, job: Job) -> Outcome:
-    """Run a contender once; the speed is the tokens of a step over the median step time."""
+    """Run a contender once."""
     cores = len(os.sched_getaffinity(0))
     threads = max(1, cores // contender.num_processes)
-    environment = dict(os.environ, OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE")
+    environment = dict(os.environ, OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE") | contender.environment
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={contender.num_processes}"]
@@ -142,23 +152,13 @@ def launch(contender: Contender, job: Job) -> Outcome:
         done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
         if done.returncode != 0:
             raise SystemExit(f"{contender.name} failed:\n{done.stdout}\n{done.stderr}")
-        report = read_report(done.stdout, folder)
-    tokens = contender.num_processes * job.shape.micro_batch * job.shape.seq
-    times = report["step_time_s"][-job.steps :]
-    return Outcome(tokens / statistics.median(times), tokens / min(times), report["peak_memory_bytes"])
-
-
-def read_report(output: str, folder: Path) -> dict[str, Any]:
-    """Step times and peak memory: nanotrain's from its metrics file, a baseline's from what it printed."""
-    metrics = folder / "metrics.jsonl"
-    if not metrics.exists():
-        return json.loads(output.splitlines()[-1])
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    steps = [record for record in records if "step_time_s" in record]
-    return {
-        "step_time_s": [record["step_time_s"] for record in steps],
-        "peak_memory_bytes": max(record["peak_memory_bytes"] for record in steps),
-    }
+    report = json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
+    return Outcome(
+        tokens_per_second=report["tokens_per_step"] / statistics.median(report["step_time_s"][-job.steps :]),
+        tokens_per_cpu_second=report["tokens_per_step"] / statistics.median(report["cpu_time_s"][-job.steps :]),
+        peak_memory_bytes=report["peak_memory_bytes"],
+        sent=report.get("sent", {}),
+    )
 
 
 def run(job: Job, contenders: list[Contender], rounds: int) -> dict[str, list[Outcome]]:
@@ -174,29 +174,36 @@ def run(job: Job, contenders: list[Contender], rounds: int) -> dict[str, list[Ou
     return measured
 
 
-def table(contenders: list[Contender], measured: dict[str, list[Outcome]]) -> str:
-    """The result as markdown.
+@dataclass(frozen=True)
+class Figure:
+    """A contender's speed over all rounds, and its ratio to the fastest rival of each round; medians."""
 
-    Median steps: the median over rounds, and of the ratio to the round's fastest rival. Fastest steps: the fastest of
-    all rounds, which other programs on the machine disturb least, and its ratio to the fastest of the rivals.
-    """
-    lines = [
-        "| contender | tokens/s | ratio | fastest step | ratio | to the faster of |",
-        "|---|" + "---:|" * 4 + "---|",
-    ]
+    speed: float
+    ratio: float | None
+
+    @classmethod
+    def of(cls, attribute: str, mine: list[Outcome], rivals: list[list[Outcome]]) -> "Figure":
+        """The figure of an attribute of `Outcome`; without rivals there is no ratio."""
+        own = [getattr(outcome, attribute) for outcome in mine]
+        best = [max(getattr(outcome, attribute) for outcome in round_) for round_ in zip(*rivals, strict=True)]
+        ratios = [speed / his for speed, his in zip(own, best, strict=bool(rivals))]
+        return cls(statistics.median(own), statistics.median(ratios) if ratios else None)
+
+    def cells(self) -> list[str]:
+        """Speed and ratio as text."""
+        return [f"{self.speed:,.0f}", "" if self.ratio is None else f"{self.ratio:.2f}x"]
+
+
+def table(contenders: list[Contender], measured: dict[str, list[Outcome]]) -> str:
+    """The result as markdown: medians over rounds of the speed and of the ratio to the round's fastest rival."""
+    heads = ("contender", "tokens/s", "ratio", "tokens per CPU second", "ratio", "to the faster of")
+    lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * 4 + "---|"]
     for contender in contenders:
-        mine = measured[contender.name]
         rivals = [measured[rival] for rival in contender.rivals if rival in measured]
-        speed = statistics.median(outcome.tokens_per_second for outcome in mine)
-        fastest = max(outcome.fastest for outcome in mine)
-        ratio = fastest_ratio = ""
-        if rivals:
-            best = [max(o.tokens_per_second for o in round_) for round_ in zip(*rivals, strict=True)]
-            pairs = zip(mine, best, strict=True)
-            ratio = f"{statistics.median(outcome.tokens_per_second / his for outcome, his in pairs):.2f}x"
-            fastest_ratio = f"{fastest / max(o.fastest for rival in rivals for o in rival):.2f}x"
-        cells = [contender.name, f"{speed:,.0f}", ratio, f"{fastest:,.0f}", fastest_ratio, ", ".join(contender.rivals)]
-        lines.append("| " + " | ".join(cells) + " |")
+        cells = [contender.name]
+        for attribute in ("tokens_per_second", "tokens_per_cpu_second"):
+            cells += Figure.of(attribute, measured[contender.name], rivals).cells()
+        lines.append("| " + " | ".join([*cells, ", ".join(contender.rivals)]) + " |")
     return "\n".join(lines)
 
 
