@@ -1,11 +1,14 @@
 """The profiler's trace: which steps, where, and when there is none."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from nanotrain.train.hook_checkpoint import CheckpointHook
 from nanotrain.train.hook_profile import ProfileHook
+from tests.harness import run_ranks
+from tests.laws.command_line import train_words, words
 from tests.train.small_run import Failing, small_run, train
 
 TWO_STEPS = ("--profile", "--profile-step-start", "2", "--profile-step-end", "3")
@@ -52,3 +55,10 @@ def test_an_error_leaves_no_half_trace(tmp_path):
         train(run, hook, Failing(2))
     assert traces(tmp_path) == []
     hook._profiler.stop()  # otherwise the process would have ended
+
+
+def test_a_profile_that_ends_while_parameters_are_gathered_leaves_the_heap_whole(tmp_path: Path) -> None:
+    # torch 2.13: a transfer begun under the profiler and waited for after it frees memory twice, soon or at exit.
+    overlapped = words(tmp_path / "run", "--train-iters 8 --overlap-param-gather --profile")
+    run_ranks(2, train_words, overlapped, words(tmp_path / "next", "--train-iters 8"), strategy="optim")
+    assert len(list((tmp_path / "run" / "profile").iterdir())) == 2
