@@ -119,6 +119,21 @@ class DistributedOptimizer:
         """Everything this rank holds, as views to read a checkpoint into."""
         return dict(self._tensors(only_first_copies=False))
 
+    def held_grads(self) -> dict[TensorBox, Tensor]:
+        """The reduced gradients of the last step that this rank holds, as views; after `step` they are clipped."""
+        return {
+            box: view
+            for state in self._states
+            for piece in state.pieces
+            for box, view in _boxes(
+                piece.name,
+                state.layer.params[piece.name],
+                flat=state.bucket.grad_shard,
+                piece=piece,
+                span=range(piece.numel),
+            )
+        }
+
     def tensors_to_save(self) -> dict[TensorBox, Tensor]:
         """This rank's share of what it holds: copies are left out, replicas divide the writing among themselves."""
         return dict(self._tensors(only_first_copies=True))
