@@ -1,6 +1,7 @@
 """`nanotrain COMMAND ...`: one function per command, which reads its words and hands them to a room.
 
-    train | prepare | topology | checkpoint inspect | checkpoint verify | checkpoint export-hf | generate | config
+    train | prepare | parity | topology | generate | config
+    checkpoint inspect | checkpoint verify | checkpoint export-hf
 
 Rooms are imported where a command needs them, so that `--help` answers before torch could be loaded.
 """
@@ -60,6 +61,24 @@ def prepare(argv: Sequence[str]) -> int:
     add_arguments(words)
     run(words.parse_args(argv))
     return 0
+
+
+def parity(argv: Sequence[str]) -> int:
+    """Check that a layout trains as one rank does: a shrunk model, on CPU processes of this machine."""
+    words = Words("parity", parity, epilog="any configuration flag may follow, as --tensor-model-parallel-size 2")
+    words.add_argument("--world-size", type=count, metavar="N", required=True, help="ranks: processes to start")
+    words.add_argument("--steps", type=count, default=3, metavar="K", help="optimizer steps (default: 3)")
+    words.add_argument(
+        "--tolerance", type=above_zero, default=1e-5, help="largest relative difference that is equal (default: 1e-5)"
+    )
+    words.add_argument("--json", action="store_true", help="the findings as JSON")
+    asked, rest = words.parse_known_args(argv)
+    loaded = load(rest)
+    from nanotrain.train.parity import check_parity
+
+    found = check_parity(loaded, asked.world_size, num_steps=asked.steps, tolerance=asked.tolerance)
+    print(found.to_json() if asked.json else found.text())
+    return 0 if found.holds else EXIT_CODE
 
 
 def topology(argv: Sequence[str]) -> int:
@@ -178,6 +197,7 @@ Command = Callable[[Sequence[str]], int]
 COMMANDS: dict[str, Command] = {
     "train": train,
     "prepare": prepare,
+    "parity": parity,
     "topology": topology,
     "checkpoint": checkpoint,
     "generate": generate,

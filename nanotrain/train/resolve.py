@@ -62,7 +62,7 @@ def resolve(loaded: Loaded, world_size: int) -> Plan:
     config = loaded.config
     topology = Topology.of(config.parallel, world_size)
     if config.checkpoint.pretrained_checkpoint:
-        config = _with_pretrained_model(config, loaded.explicit)
+        config = with_pretrained_model(config, loaded.explicit)
     assert config.train.run_dir, "load gives every run a folder"
     folder = RunFolder(Path(config.train.run_dir))
     folder.require_writable()
@@ -81,7 +81,13 @@ def resolve(loaded: Loaded, world_size: int) -> Plan:
     return Plan(config, topology, folder, datasets, tokenizer, checkpoint, is_resumed)
 
 
-def _with_pretrained_model(config: Config, explicit: frozenset[str]) -> Config:
+def with_pretrained_model(config: Config, explicit: frozenset[str]) -> Config:
+    """The configuration with the model section that the pretrained checkpoint's config.json describes.
+
+    Args:
+        config: names a pretrained checkpoint.
+        explicit: keys set on the command line, which must not contradict it.
+    """
     assert config.checkpoint.pretrained_checkpoint, "only called with a folder"
     described = model_from_hf(Path(config.checkpoint.pretrained_checkpoint))
     asked = frozenset(key.removeprefix("model.") for key in explicit if key.startswith("model."))
