@@ -26,14 +26,11 @@ from nanotrain.model.init import initialize
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.optim.lr import LRSchedule
 from nanotrain.parallel.cp.split import split_batch
-from nanotrain.parallel.pp.actions import PipelineShape, Schedule
-from nanotrain.parallel.pp.executor import Pipeline
-from nanotrain.parallel.pp.schedules import SCHEDULES
-from nanotrain.parallel.pp.simulate import simulate
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.boxes import TensorBox
 from nanotrain.train.feed import Feed
+from nanotrain.train.pipeline import build_pipeline, build_schedule
 from nanotrain.train.resolve import Plan
 from nanotrain.train.routers import router_biases
 from nanotrain.train.run import Run
@@ -77,15 +74,7 @@ def build_run(plan: Plan, context: ParallelContext) -> Run:
             layer.start_param_gather()
 
     place = _read_place(config, context)
-    samples = plan.datasets.train
-    assert samples is not None, "resolve requires a training split"
-    batches = GlobalBatches(
-        samples,
-        place=place,
-        consumed_samples=state.consumed_samples,
-        num_workers=config.data.num_workers,
-        pin_memory=context.device.type == "cuda",
-    )
+    batches = _open_batches(plan, place, consumed_samples=state.consumed_samples, device=context.device)
     return Run(
         config=config,
         context=context,
@@ -94,8 +83,8 @@ def build_run(plan: Plan, context: ParallelContext) -> Run:
         runnable={index: stage.runnable for index, stage in stages.items()},
         layers=layers,
         optimizer=optimizer,
-        schedule=_build_schedule(config, place, context=context),
-        pipeline=_build_pipeline(config, context),
+        schedule=build_schedule(config.parallel, context.group("pp"), num_microbatches=place.num_microbatches),
+        pipeline=build_pipeline(config, context),
         lr_schedule=LRSchedule(config.optim, place.global_batch_size, config.train.train_iters),
         datasets=plan.datasets,
         place=place,
@@ -103,6 +92,18 @@ def build_run(plan: Plan, context: ParallelContext) -> Run:
         feed=build_feed(batches, context),
         checkpointer=checkpointer,
         state=state,
+    )
+
+
+def _open_batches(plan: Plan, place: ReadPlace, *, consumed_samples: int, device: torch.device) -> GlobalBatches:
+    samples = plan.datasets.train
+    assert samples is not None, "resolve requires a training split"
+    return GlobalBatches(
+        samples,
+        place=place,
+        consumed_samples=consumed_samples,
+        num_workers=plan.config.data.num_workers,
+        pin_memory=device.type == "cuda",
     )
 
 
@@ -115,27 +116,6 @@ def build_feed(batches: Iterator[list[Batch]], context: ParallelContext) -> Feed
         readers_per_sample=context.topology.world_size // context.group("dp").size,
         split=partial(split_batch, group=context.group("cp")),
     )
-
-
-def _build_schedule(config: Config, place: ReadPlace, *, context: ParallelContext) -> Schedule:
-    parallel = config.parallel
-    num_ranks, num_virtual = context.group("pp").size, parallel.num_virtual_stages_per_pipeline_rank
-    name = parallel.pipeline_schedule.value if num_ranks > 1 else "one_stage"
-    schedule = SCHEDULES[name](PipelineShape(num_ranks, num_virtual, place.num_microbatches))
-    simulate(schedule)  # a schedule that would hang or drop a microbatch fails here, before the first step
-    return schedule
-
-
-def _build_pipeline(config: Config, context: ParallelContext) -> Pipeline:
-    shards = context.group("cp").size * (context.group("tp").size if config.parallel.sequence_parallel else 1)
-    pipeline = Pipeline(
-        group=context.group("pp"),
-        hidden_shape=(config.train.micro_batch_size, config.data.seq_length // shards, config.model.hidden_size),
-        dtype=Precision.of(config.precision).params,
-        device=context.device,
-    )
-    pipeline.connect()
-    return pipeline
 
 
 def restore(

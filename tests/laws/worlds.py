@@ -16,6 +16,7 @@ from nanotrain.config.config import CheckpointConfig, Config, DataConfig, ModelC
 from nanotrain.config.schema import config_from_dict, to_dict
 from nanotrain.data.batch import Sample
 from nanotrain.data.build import Datasets
+from nanotrain.topology.boxes import TensorBox
 from nanotrain.train.build import build_run
 from nanotrain.train.folder import RunFolder
 from nanotrain.train.resolve import Plan
@@ -27,17 +28,23 @@ SEQ_LENGTH = 24
 MODEL = ModelConfig(
     num_layers=2, hidden_size=40, ffn_hidden_size=56, num_attention_heads=4, num_query_groups=2, vocab_size=VOCAB_SIZE
 )
+GLOBAL_BATCH, LR = 12, 1e-2
 # Several buckets, none of them a multiple of any rank count used here.
 BUCKET_SIZE = 9000
 
 
 @dataclass(frozen=True)
 class UnevenSamples:
-    """Random tokens of which each sample masks another share, so ranks and microbatches count differently many."""
+    """Random tokens of which each sample masks another share, so ranks and microbatches count differently many.
+
+    `reads` are the numbers of the samples that were read, in order.
+    """
 
     samples_per_epoch: int = 1000
+    reads: list[int] = field(default_factory=list)
 
     def __getitem__(self, sample_number: int) -> Sample:
+        self.reads.append(sample_number)
         draw = np.random.default_rng(sample_number)
         stream = draw.integers(0, VOCAB_SIZE, SEQ_LENGTH + 1)
         mask = (draw.random(SEQ_LENGTH) < draw.random()).astype(np.float32)
@@ -59,12 +66,21 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank saw and holds at the end; `samples` are the token rows it read, in order."""
+    """What a rank saw and holds at the end.
+
+    Attributes:
+        losses, grad_norms: one a step.
+        weights: its pieces of the parameters.
+        dp: its place among the data-parallel ranks.
+        reads: the numbers of the samples it read, in order.
+        bytes_sent: by group.
+    """
 
     losses: list[float]
     grad_norms: list[float]
-    weights: dict[str, torch.Tensor]
-    samples: list[tuple[int, ...]]
+    weights: dict[TensorBox, torch.Tensor]
+    dp: int
+    reads: list[int]
     bytes_sent: dict[str, int]
 
 
@@ -73,8 +89,8 @@ def config_of(ctx: ParallelContext, case: Case) -> Config:
     base = Config(
         model=MODEL,
         data=DataConfig(seq_length=SEQ_LENGTH, num_workers=0, mock_data=True),
-        optim=OptimConfig(lr=1e-2, lr_warmup_iters=0, clip_grad=0.5),
-        train=TrainConfig(train_iters=case.steps, global_batch_size=12, seed=7),
+        optim=OptimConfig(lr=LR, lr_warmup_iters=0, clip_grad=0.5),
+        train=TrainConfig(train_iters=case.steps, global_batch_size=GLOBAL_BATCH, seed=7),
         checkpoint=CheckpointConfig(save=False),
     )
     values = to_dict(base)
@@ -86,11 +102,12 @@ def config_of(ctx: ParallelContext, case: Case) -> Config:
 
 def build_here(ctx: ParallelContext, case: Case, *, checkpoint: Path | None = None, folder: Path | None = None) -> Run:
     """Build the case's run on this rank."""
+    samples = UnevenSamples()
     plan = Plan(
         config=config_of(ctx, case),
         topology=ctx.topology,
         folder=RunFolder(folder or Path(mkdtemp(prefix="nanotrain-law-"))),
-        datasets=Datasets(UnevenSamples(), None, None),
+        datasets=Datasets(samples, None, None),
         tokenizer=None,
         checkpoint=checkpoint,
         is_resumed=checkpoint is not None,
@@ -101,21 +118,46 @@ def build_here(ctx: ParallelContext, case: Case, *, checkpoint: Path | None = No
 def train_here(ctx: ParallelContext, case: Case) -> Outcome:
     """Train a case on this rank."""
     run = build_here(ctx, case)
-    losses, norms, samples = [], [], []
+    ctx.ledger.reset()
+    results = []
     for _ in range(case.steps):
         batch = run.feed.next()
         assert batch is not None
-        samples += [tuple(row) for microbatch in batch.microbatches for row in microbatch.tokens.tolist()]
-        result = train_step(run, batch)
-        losses.append(result.loss)
-        norms.append(result.grad_norm)
+        results.append(train_step(run, batch))
+    source = run.datasets.train
+    assert isinstance(source, UnevenSamples)
+    return Outcome(
+        losses=[result.loss for result in results],
+        grad_norms=[result.grad_norm for result in results],
+        weights=held_weights(run),
+        dp=ctx.coords["dp"],
+        reads=source.reads,
+        bytes_sent={name: ctx.ledger.bytes(name) for name in ctx.groups},
+    )
+
+
+def held_weights(run: Run) -> dict[TensorBox, torch.Tensor]:
+    """What this rank holds of every parameter, complete."""
+    named = {name: parameter for stage in run.stages.values() for name, parameter in stage.named_parameters()}
+    held = {}
     for layer in run.layers:
         layer.finish_param_gather()
-    weights = {
-        name: p.detach().float().clone() for stage in run.stages.values() for name, p in stage.named_parameters()
-    }
-    sent = {name: ctx.ledger.bytes(name) for name in ("dp_shard", "dp_replicate")}
-    return Outcome(losses, norms, weights, samples, sent)
+        for name, local in layer.params.items():
+            held[TensorBox(name, local.spec.shape, local.box)] = named[name].detach().float().clone()
+    return held
+
+
+def assemble(outcomes: list[Outcome]) -> dict[str, torch.Tensor]:
+    """The whole parameters by name; every copy of a piece must be the same to the bit."""
+    pieces: dict[TensorBox, torch.Tensor] = {}
+    for outcome in outcomes:
+        for place, tensor in outcome.weights.items():
+            first = pieces.setdefault(place, tensor)
+            assert torch.equal(first, tensor), f"replicas of {place.name} {place.box} differ"
+    whole = {place.name: torch.full(place.shape, float("nan")) for place in pieces}
+    for place, tensor in pieces.items():
+        whole[place.name][place.box.slices()] = tensor
+    return whole
 
 
 def train_cases(ctx: ParallelContext, cases: list[Case]) -> list[Outcome]:

@@ -1,0 +1,168 @@
+"""Law 1 as a matrix: every pair of axes, every strategy, dense and with experts, trains as one rank does.
+
+A row is a layout. `LAYOUTS` covers every pair of tp, sp, pp, vpp, cp, ep, etp and dp (a test says so) on 2, 4 and 8
+ranks; a failure prints its row. Eight steps, so that an error in the weights has time to reach the losses.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from tests.harness import SHORT_NAMES, run_ranks
+from tests.laws.compare import assert_alike
+from tests.laws.worlds import GLOBAL_BATCH, Case, Outcome, train_here
+
+# The epsilon damps what Adam makes of gradients near zero: rounding there would move a weight by up to lr a step.
+STEPS, OPTIM = 8, {"lr": 3e-3, "adam_eps": 1e-6}
+EXPERTS = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_z_loss_coeff": 1e-3,
+}
+BIASED = EXPERTS | {
+    "moe_layer_freq": "[0]*1+[1]*3",
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
+    "moe_router_topk": 2,
+    "moe_shared_expert_intermediate_size": 16,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "untied": {"untie_embeddings_and_output_weights": True, "qk_layernorm": True},
+    "gpt2": {
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "activation": "gelu_tanh",
+        "add_bias_linear": True,
+        "num_query_groups": None,
+    },
+    "experts": EXPERTS,
+    "biased": BIASED,
+    "capacity": EXPERTS | {"moe_expert_capacity_factor": 1.0, "untie_embeddings_and_output_weights": True},
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A row: which model on which axes."""
+
+    model: str
+    ranks: int
+    strategy: str = "no_shard"
+    sizes: dict[str, int] = field(default_factory=dict)
+    micro_batch: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def axes(self) -> set[str]:
+        """The axes longer than one; sp and vpp are options, dp is what is left of the ranks."""
+        found = {axis for axis, size in self.sizes.items() if size > 1}
+        found |= {"sp"} if self.options.get("sequence_parallel") else set()
+        found |= {"vpp"} if self.options.get("num_virtual_stages_per_pipeline_rank", 1) > 1 else set()
+        inside = self.sizes.get("tp", 1) * self.sizes.get("pp", 1) * self.sizes.get("cp", 1)
+        return found | ({"dp"} if self.ranks > inside else set())
+
+    def __str__(self) -> str:
+        parts = [self.model, f"{self.ranks} ranks", self.strategy]
+        parts += [f"{axis}{size}" for axis, size in self.sizes.items()]
+        parts += [f"{name}={value}" for name, value in self.options.items()]
+        return " ".join([*parts, f"mbs{self.micro_batch}"])
+
+
+SP = {"sequence_parallel": True}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+GPIPE, ZB = {"pipeline_schedule": "gpipe"}, {"pipeline_schedule": "zb-h1"}
+VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
+GATHER, HEADS = {"cp_comm_type": "allgather"}, {"cp_comm_type": "a2a"}
+
+LAYOUTS = [
+    Layout("llama", 2, "no_shard", {"tp": 2}),
+    Layout("llama", 2, "optim", {"tp": 2}, options=SP),
+    Layout("gpt2", 2, "optim", {"tp": 2}, options=SP),
+    Layout("gpt2", 2, "optim", {"pp": 2}),
+    Layout("llama", 2, "optim", {"pp": 2}, options=GPIPE),
+    Layout("untied", 2, "optim_grads", {"pp": 2}, options=ZB | {"overlap_grad_reduce": True}),
+    Layout("llama", 2, "optim_grads", {"pp": 2}, options=VPP),
+    Layout("llama", 2, "optim", {"cp": 2}),
+    Layout("untied", 2, "optim_grads", {"cp": 2}, options=GATHER),
+    Layout("gpt2", 2, "no_shard", {"cp": 2}, options=HEADS),
+    Layout("experts", 2, "optim", {"ep": 2}),
+    Layout("biased", 2, "optim_grads", {"ep": 2}),
+    Layout("experts", 2, "optim", {"tp": 2, "etp": 2}),
+    Layout("capacity", 2, "optim", {"tp": 2, "etp": 1, "ep": 2}),
+    Layout("llama", 4, "no_shard", {"tp": 2}),
+    Layout("llama", 4, "optim", {"tp": 2}, options=SP | OVERLAP),
+    Layout("untied", 4, "optim_grads", {"tp": 2}, micro_batch=1, options=SP | OVERLAP),
+    Layout("llama", 4, "optim", {"tp": 4}),
+    Layout("untied", 4, "optim", {"tp": 4}, options=SP),
+    Layout("untied", 4, "no_shard", {"pp": 2}),
+    Layout("gpt2", 4, "optim_grads", {"pp": 2}, options=ZB | OVERLAP),
+    Layout("llama", 4, "optim", {"pp": 4}),
+    Layout("llama", 4, "optim", {"pp": 2}, micro_batch=1, options=VPP | OVERLAP),
+    Layout("untied", 4, "optim", {"tp": 2, "pp": 2}, options=SP),
+    Layout("gpt2", 4, "optim", {"tp": 2, "pp": 2}, options=ZB | SP),
+    Layout("llama", 4, "optim", {"tp": 2, "cp": 2}),
+    Layout("untied", 4, "optim", {"tp": 2, "cp": 2}, options=SP | HEADS),
+    Layout("llama", 4, "optim_grads", {"cp": 2}, options=GATHER | OVERLAP),
+    Layout("gpt2", 4, "optim", {"cp": 4}),
+    Layout("llama", 4, "optim", {"pp": 2, "cp": 2}),
+    Layout("experts", 4, "optim_grads", {"ep": 2}, micro_batch=1, options=OVERLAP),
+    Layout("biased", 4, "optim", {"ep": 4}, micro_batch=3),
+    Layout("experts", 4, "no_shard", {"ep": 2}, micro_batch=1),
+    Layout("biased", 4, "optim", {"tp": 2, "etp": 1, "ep": 2}, options=SP),
+    Layout("experts", 4, "optim_grads", {"tp": 2, "etp": 2, "ep": 2}),
+    Layout("capacity", 4, "optim", {"cp": 2, "ep": 2}),
+    Layout("biased", 4, "optim", {"pp": 2, "ep": 2}, options=ZB),
+    Layout("experts", 4, "optim", {"pp": 2, "ep": 2}, options=VPP),
+    Layout("experts", 4, "optim", {"tp": 2, "cp": 2, "etp": 2, "ep": 2}, options=SP),
+    Layout("llama", 8, "optim", {"tp": 2, "pp": 2}, options=SP | OVERLAP),
+    Layout("untied", 8, "optim_grads", {"tp": 2, "pp": 2, "cp": 2}, options=SP),
+    Layout("llama", 8, "optim", {"tp": 2, "pp": 2, "cp": 2}, options=VPP | HEADS),
+    Layout("gpt2", 8, "optim_grads", {"pp": 2, "cp": 2}, micro_batch=1, options=ZB | OVERLAP),
+    Layout("llama", 8, "optim", {"tp": 2, "cp": 2}, options=SP | OVERLAP),
+    Layout("biased", 8, "optim", {"tp": 2, "pp": 2, "etp": 2, "ep": 2}, options=SP | VPP),
+    Layout("experts", 8, "optim_grads", {"tp": 2, "etp": 1, "ep": 4}, micro_batch=1, options=OVERLAP),
+    Layout("capacity", 8, "optim", {"tp": 2, "pp": 2, "cp": 2, "etp": 2, "ep": 2}, options=ZB),
+    Layout("experts", 8, "no_shard", {"cp": 2, "etp": 2, "ep": 2}, micro_batch=1, options=GATHER),
+]
+
+
+@cache
+def alone(model: str) -> list[Outcome]:
+    case = Case(STEPS).but(train={"micro_batch_size": GLOBAL_BATCH}, optim=OPTIM, model=shape_of(model))
+    return run_ranks(1, train_here, case)
+
+
+def shape_of(model: str) -> dict[str, Any]:
+    return {"num_layers": 4} | MODELS[model]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_layout_trains_as_one_rank_does(layout: Layout) -> None:
+    short = layout.sizes | {"strategy": layout.strategy}
+    parallel = {SHORT_NAMES[name]: value for name, value in short.items()} | layout.options
+    case = Case(STEPS).but(
+        train={"micro_batch_size": layout.micro_batch},
+        optim=OPTIM,
+        parallel=parallel,
+        model=shape_of(layout.model),
+    )
+    outcomes = run_ranks(layout.ranks, train_here, case, **short)
+    assert_alike(outcomes, alone(layout.model), row=str(layout), lr=OPTIM["lr"])
+
+
+def test_the_matrix_has_every_pair_of_axes_and_every_strategy() -> None:
+    axes = ("tp", "sp", "pp", "vpp", "cp", "ep", "etp", "dp")
+    covered = {pair for layout in LAYOUTS for pair in combinations(axes, 2) if layout.axes >= set(pair)}
+    assert not set(combinations(axes, 2)) - covered
+    assert len(LAYOUTS) >= 40 and {layout.ranks for layout in LAYOUTS} == {2, 4, 8}
+    for strategy in ("no_shard", "optim", "optim_grads"):
+        seen = set().union(*(layout.axes for layout in LAYOUTS if layout.strategy == strategy))
+        assert seen >= {"tp", "pp", "cp", "ep", "dp"}, f"{strategy} misses an axis"
