@@ -1,8 +1,9 @@
 """What law 1 compares between a world of many ranks and one rank.
 
 Tolerances, fp32. Losses and norms are sums whose order differs between layouts: 1e-5 relative is a hundred roundings.
-Norms get ten times that, for the token whose choice of an expert is so near a tie that rounding decides it. Weights go through Adam, whose step is lr * m / sqrt(v): where a gradient is near zero its relative error, and with it
-the step's, is unbounded, but never more than 2 * lr a step. 1 % of lr is a bound that a wrong divisor, a lost
+Norms get ten times that, for the token whose choice of an expert is so near a tie that rounding decides it.
+Weights go through Adam, whose step is lr * m / (sqrt(v) + eps): where a gradient is near zero its relative error, and
+with it the step's, is unbounded, but never more than 2 * lr a step. 1 % of lr is a bound that a wrong divisor, a lost
 microbatch or a shard updated twice breaks by orders of magnitude.
 """
 
