@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from nanotrain.config.config import ModelConfig
 from nanotrain.config.derive import moe_layers
 from nanotrain.model.attention import Attention, Context
+from nanotrain.model.latent_attention import LatentAttention
 from nanotrain.model.mlp import MLP
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.norm import build_norm
@@ -28,7 +29,8 @@ class Block(nn.Module):
         super().__init__()
         norm = partial(build_norm, epsilon=model.norm_epsilon, dtype=dtype, tensor_parallel=parallel.tp)
         self.attention_norm = norm(model.normalization, model.hidden_size)
-        self.attention = Attention(model, dtype=dtype, parallel=parallel)
+        attention = LatentAttention if model.multi_latent_attention else Attention
+        self.attention = attention(model, dtype=dtype, parallel=parallel)
         self.mlp_norm = norm(model.normalization, model.hidden_size)
         has_experts = moe_layers(model)[index]
         self.mlp = (

@@ -28,12 +28,12 @@ class Rotation:
 
 
 def frequencies(model: ModelConfig) -> Tensor:
-    """The angle by which each pair turns per position.
+    """The angle by which each pair turns per position; latent attention turns a part of every head only.
 
     Returns:
         [D/2] fp32, on the CPU.
     """
-    size = head_dim(model)
+    size = model.qk_pos_emb_head_dim if model.multi_latent_attention else head_dim(model)
     exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
     plain = 1.0 / model.rotary_base**exponents
     return _stretch(plain, model) if model.use_rope_scaling else plain
