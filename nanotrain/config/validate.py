@@ -141,13 +141,9 @@ def require_trainable(config: Config) -> None:
     if config.checkpoint.pretrained_checkpoint is None:
         check_layout(config)
     instances = config.parallel.num_distributed_optimizer_instances
-    for name, value, is_asked in (
-        ("num_distributed_optimizer_instances", instances, instances > 1),
-        ("multi_latent_attention", "set", config.model.multi_latent_attention),
-    ):
-        if is_asked:
-            raise ConfigError(
-                f"{name} is {value}",
-                why="this version plans and counts it, but does not train it",
-                fix=f"leave {flag_of(name)} out",
-            )
+    if instances > 1:
+        raise ConfigError(
+            f"num_distributed_optimizer_instances is {instances}",
+            why="this version plans and counts it, but does not train it",
+            fix=f"leave {flag_of('num_distributed_optimizer_instances')} out",
+        )
