@@ -42,7 +42,7 @@ class Shape:
 
 
 SHAPES = {
-    "smoke": Shape(hidden=64, layers=2, heads=4, kv_heads=2, ffn=128, vocab=256, seq=32, micro_batch=2),
+    "smoke": Shape(hidden=64, layers=4, heads=4, kv_heads=2, ffn=128, vocab=256, seq=32, micro_batch=2),
     "10m": Shape(hidden=256, layers=8, heads=8, kv_heads=4, ffn=768, vocab=4096, seq=256, micro_batch=4),
     "25m": Shape(hidden=384, layers=8, heads=6, kv_heads=6, ffn=1024, vocab=8192, seq=512, micro_batch=4),
     "110m": Shape(hidden=768, layers=12, heads=12, kv_heads=12, ffn=2048, vocab=16384, seq=256, micro_batch=1),

@@ -69,7 +69,7 @@ def main() -> None:
     outcomes: dict[str, list[Outcome]] = {contender.name: [] for contender in CONTENDERS}
     for number in range(1, args.rounds + 1):
         for contender in CONTENDERS:
-            outcomes[contender.name].append(launch(contender, job))
+            outcomes[contender.name].extend(launch([contender], job))
             speed = outcomes[contender.name][-1].tokens_per_second
             print(f"round {number}  {contender.name:20} {speed:10,.0f} tokens/s", file=sys.stderr, flush=True)
     print(f"\nllama1b shape, bf16, {device}, torch {torch.__version__}, median of {args.rounds} rounds\n")

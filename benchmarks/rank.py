@@ -1,7 +1,8 @@
 """One rank of nanotrain, timed: `torchrun benchmarks/rank.py` takes the words of `python -m nanotrain.train`.
 
 It trains with the hooks of an ordinary run and one more, which notes clock, CPU time and bytes sent of every step.
-Rank 0 then prints one JSON object, of the same form as `baselines.py`:
+After the word `--then` the words of another run may follow, on the same processes (CPU only): starting them takes
+longer than what is measured. Rank 0 prints one JSON object for every run, of the same form as `baselines.py`:
 
     step_time_s          of rank 0
     cpu_time_s           all threads of all ranks together, without the processes that load data
@@ -14,11 +15,15 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch.distributed as dist
 
 from nanotrain.comm.collectives import gather_objects
 from nanotrain.comm.parallel_context import ParallelContext
@@ -28,7 +33,7 @@ from nanotrain.train.build import build_run
 from nanotrain.train.hooks import Hook
 from nanotrain.train.launch import choose_hooks
 from nanotrain.train.metrics import StepReport
-from nanotrain.train.resolve import resolve
+from nanotrain.train.resolve import Plan, resolve
 from nanotrain.train.run import Run
 from nanotrain.train.trainer import Trainer
 
@@ -68,19 +73,47 @@ def summary(meter: Meter, run: Run) -> dict[str, Any]:
     }
 
 
+def train(plan: Plan, context: ParallelContext) -> None:
+    """Train as planned; rank 0 prints what it cost."""
+    run, meter = build_run(plan, context), Meter()
+    try:
+        Trainer(run, [*choose_hooks(plan.config, plan.tokenizer), meter]).fit()
+        report = summary(meter, run)
+    finally:
+        run.batches.close()
+    if context.rank == 0:
+        print(json.dumps(report), flush=True)
+
+
+@contextmanager
+def attached(plan: Plan) -> Iterator[ParallelContext]:
+    """Groups for another run among the ranks that have met already, given back afterwards."""
+    context = ParallelContext.attach(plan.topology)
+    groups = [group for group in (context.control, *context.groups.values()) if group.process_group is not None]
+    own = {id(group.process_group): group.process_group for group in groups} if dist.is_initialized() else {}
+    own.pop(id(dist.group.WORLD), None)
+    try:
+        yield context
+    finally:
+        for group in groups:
+            group.release()
+        for process_group in own.values():
+            dist.destroy_process_group(process_group)
+
+
 def main() -> None:
-    """Train as the command line says and print what it cost."""
-    plan = resolve(load(sys.argv[1:]), int(os.environ.get("WORLD_SIZE", "1")))
+    """Train as the command line says, run after run."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     start_logging(is_first=os.environ.get("RANK", "0") == "0")
-    with ParallelContext.start(plan.topology, device=plan.config.train.device.value) as context:
-        run, meter = build_run(plan, context), Meter()
-        try:
-            Trainer(run, [*choose_hooks(plan.config, plan.tokenizer), meter]).fit()
-            report = summary(meter, run)
-        finally:
-            run.batches.close()
-        if context.rank == 0:
-            print(json.dumps(report), flush=True)
+    commands: list[list[str]] = [[]]
+    for word in sys.argv[1:]:
+        commands.append([]) if word == "--then" else commands[-1].append(word)
+    plans = [resolve(load(words), world_size) for words in commands]
+    with ParallelContext.start(plans[0].topology, device=plans[0].config.train.device.value) as context:
+        train(plans[0], context)
+        for plan in plans[1:]:
+            with attached(plan) as another:
+                train(plan, another)
 
 
 if __name__ == "__main__":

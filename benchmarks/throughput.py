@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from baselines import SHAPES, Shape
 
@@ -139,38 +140,48 @@ class Outcome:
     peak_memory_bytes: int
     sent: dict[str, float]
 
+    @classmethod
+    def of(cls, report: dict[str, Any], job: Job) -> "Outcome":
+        """What a rank printed."""
+        return cls(
+            tokens_per_second=report["tokens_per_step"] / statistics.median(report["step_time_s"][-job.steps :]),
+            tokens_per_cpu_second=report["tokens_per_step"] / statistics.median(report["cpu_time_s"][-job.steps :]),
+            peak_memory_bytes=report["peak_memory_bytes"],
+            sent=report.get("sent", {}),
+        )
 
-def launch(contender: Contender, job: Job) -> Outcome:
-    """Run a contender once."""
-    cores = len(os.sched_getaffinity(0))
-    threads = max(1, cores // contender.num_processes)
-    environment = dict(os.environ, OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE") | contender.environment
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "run"
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={contender.num_processes}"]
-        arguments = [sys.executable, *launcher, *contender.command(job, folder)]
-        done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
+
+def launch(contenders: list[Contender], job: Job) -> list[Outcome]:
+    """Run contenders once, one after the other; several of them must be nanotrain's, on as many processes."""
+    first = contenders[0]
+    threads = max(1, len(os.sched_getaffinity(0)) // first.num_processes)
+    environment = dict(os.environ, OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE") | first.environment
+    with tempfile.TemporaryDirectory() as folder:
+        script, *arguments = first.command(job, Path(folder) / "0")
+        for number, contender in enumerate(contenders[1:], start=1):
+            arguments += ["--then", *contender.command(job, Path(folder) / str(number))[1:]]
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={first.num_processes}"]
+        command = [sys.executable, *launcher, script, *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode != 0:
-            raise SystemExit(f"{contender.name} failed:\n{done.stdout}\n{done.stderr}")
-    report = json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
-    return Outcome(
-        tokens_per_second=report["tokens_per_step"] / statistics.median(report["step_time_s"][-job.steps :]),
-        tokens_per_cpu_second=report["tokens_per_step"] / statistics.median(report["cpu_time_s"][-job.steps :]),
-        peak_memory_bytes=report["peak_memory_bytes"],
-        sent=report.get("sent", {}),
-    )
+            raise SystemExit(f"{', '.join(c.name for c in contenders)} failed:\n{done.stdout}\n{done.stderr}")
+    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(reports) == len(contenders), "every run prints one report"
+    return [Outcome.of(report, job) for report in reports]
 
 
-def run(job: Job, contenders: list[Contender], rounds: int) -> dict[str, list[Outcome]]:
-    """What every contender gave in every round, in turn."""
-    measured: dict[str, list[Outcome]] = {contender.name: [] for contender in contenders}
+def run(job: Job, launches: list[list[Contender]], rounds: int) -> dict[str, list[Outcome]]:
+    """What every contender gave in every round, by name; launches take turns."""
+    measured: dict[str, list[Outcome]] = {contender.name: [] for together in launches for contender in together}
     for number in range(1, rounds + 1):
         # Every other round runs backwards, so that nobody always runs last.
-        for contender in contenders if number % 2 else reversed(contenders):
-            outcome = launch(contender, job)
-            measured[contender.name].append(outcome)
-            speed = f"{outcome.tokens_per_second:10,.0f} tokens/s"
-            print(f"round {number}  {contender.name:40} {speed}", file=sys.stderr, flush=True)
+        forwards = number % 2 == 1
+        for together in launches if forwards else reversed(launches):
+            contenders = together if forwards else together[::-1]
+            for contender, outcome in zip(contenders, launch(contenders, job), strict=True):
+                measured[contender.name].append(outcome)
+                speed = f"{outcome.tokens_per_second:10,.0f} tokens/s"
+                print(f"round {number}  {contender.name:40} {speed}", file=sys.stderr, flush=True)
     return measured
 
 
@@ -224,7 +235,7 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     for dtype in args.dtype:
         job = Job(args.model, dtype, args.warmup, args.steps)
-        measured = run(job, contenders, args.rounds)
+        measured = run(job, [[contender] for contender in contenders], args.rounds)
         print(f"\n{args.model}, {dtype}, {cores} cores, median of {args.rounds} rounds of {args.steps} steps\n")
         print(table(contenders, measured), flush=True)
 

@@ -1,0 +1,258 @@
+"""Every axis beside data parallelism on the same processes, and beside torch's own FSDP2 with tensor parallelism.
+
+    python benchmarks/parallel.py                             # 2 and 4 processes, the 10m shape, fp32
+    python benchmarks/parallel.py --only TP --ranks 2 --rounds 1
+    python benchmarks/parallel.py --output FILE --note TEXT   # the table as Markdown too
+
+Every layout trains the same model on the same global batch, 4 samples a process, with ZeRO-1 and gradients reduced
+during the backward pass: an axis of 2, and data parallelism over pairs where there are 4 processes. Contenders run
+in turn, as in throughput.py, nanotrain's on the same processes; ratios are to the reference in the same round, medians
+over rounds.
+
+Bytes are those that comm/ booked in the last step over the axis' group, per rank (the mean over ranks), beside the
+closed form of docs/parallel/. How many rows cross `ep` depends on what tokens choose; its form supposes even choices.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from baselines import Shape
+from throughput import Contender, Figure, Job, Outcome, nanotrain_command, run, torch_command
+
+from nanotrain.parallel.cp.traffic import SENT_BYTES, AttentionShape
+from nanotrain.parallel.ep.traffic import ExpertTraffic, ep_bytes
+
+NUM_EXPERTS, TOPK, EXPERT_WIDTH = 8, 2, 256
+EVERY = 2  # so many layers one has experts
+BYTES = 4  # of an fp32 number: activations, parameters and gradients
+ABOUT = """# Every axis
+
+{note}; torch {torch}, gloo. `python benchmarks/parallel.py`, {model}, fp32, median of {rounds} rounds of {steps} steps.
+
+{body}
+"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step as one rank of a layout sees it.
+
+    Attributes:
+        shape: sizes of the model.
+        micro_batch: samples of a microbatch.
+        num_microbatches: of a step.
+        num_readers: ranks that read samples of their own.
+    """
+
+    shape: Shape
+    micro_batch: int
+    num_microbatches: int
+    num_readers: int
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of one microbatch's hidden states: the A of the documents."""
+        return self.micro_batch * self.shape.seq * self.shape.hidden * BYTES
+
+
+Form = Callable[[Step], float]
+
+
+def dp_sent(step: Step) -> float:
+    """docs/zero.md, `optim`: gradients and parameters, fp32 both."""
+    s = step.shape
+    key_value = s.hidden // s.heads * s.kv_heads
+    layer = 2 * s.hidden * (s.hidden + key_value) + 3 * s.hidden * s.ffn + 2 * s.hidden
+    elements = 2 * s.vocab * s.hidden + s.layers * layer + s.hidden
+    return 2 * BYTES * elements * (step.num_readers - 1) / step.num_readers
+
+
+def expert_dp_sent(step: Step) -> float:
+    """The same of experts that every rank holds."""
+    elements = step.shape.layers // EVERY * NUM_EXPERTS * 3 * step.shape.hidden * EXPERT_WIDTH
+    return 2 * BYTES * elements * (step.num_readers - 1) / step.num_readers
+
+
+def tp_sent(step: Step, *, sequence_parallel: bool) -> float:
+    """docs/parallel/tp.md on 2 ranks; with sequence parallelism the norms' gradients are summed at the end."""
+    layers, positions = step.shape.layers, step.micro_batch * step.shape.seq
+    times = 10 * layers + 4 if sequence_parallel else 8 * layers + 4
+    loss = positions * BYTES + BYTES
+    norms = (2 * layers + 1) * step.shape.hidden * BYTES / step.num_readers if sequence_parallel else 0
+    return step.num_microbatches * (times * step.hidden_bytes / 2 + loss) + norms
+
+
+def pp_sent(step: Step, *, num_stages: int) -> float:
+    """docs/parallel/pp.md on 2 ranks: a microbatch crosses every border twice, once from either rank."""
+    return step.num_microbatches * (num_stages - 1) * step.hidden_bytes
+
+
+def cp_sent(step: Step, *, comm_type: str) -> float:
+    """docs/parallel/cp.md on 2 ranks."""
+    shape, width = step.shape, step.shape.hidden // step.shape.heads
+    positions = step.micro_batch * shape.seq // 2
+    attention = AttentionShape(positions, shape.heads, shape.kv_heads, width, width, itemsize=BYTES)
+    sent = SENT_BYTES[comm_type](attention, 2)
+    return step.num_microbatches * shape.layers * (sent.forward + sent.backward)
+
+
+def ep_sent(step: Step) -> float:
+    """docs/parallel/ep.md on 2 ranks, where every expert is chosen equally often."""
+    shape = step.shape
+    traffic = ExpertTraffic(step.micro_batch * shape.seq, TOPK, NUM_EXPERTS, shape.hidden, BYTES)
+    return step.num_microbatches * shape.layers // EVERY * ep_bytes(traffic, 2)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One row.
+
+    Attributes:
+        name: how the table calls it.
+        axis: the group whose bytes are shown.
+        form: what they should be; None for torch, which is not asked.
+        flags: beside those that all layouts get.
+        num_sharers: ranks that read the same samples.
+        micro_batch: samples of a microbatch; None for a rank's whole share of the global batch at once.
+        rivals: layouts on the same processes that it is compared with, one by one.
+        torch_strategy: of baselines.py, in place of nanotrain.
+    """
+
+    name: str
+    axis: str = ""
+    form: Form | None = None
+    flags: tuple[str, ...] = ()
+    num_sharers: int = 1
+    micro_batch: int | None = None
+    rivals: tuple[str, ...] = ()
+    torch_strategy: str | None = None
+
+    def step(self, job: Job, num_processes: int) -> Step:
+        """How a rank's share of the global batch is cut into microbatches."""
+        samples = job.shape.micro_batch * self.num_sharers
+        micro_batch = self.micro_batch or samples
+        return Step(job.shape, micro_batch, samples // micro_batch, num_processes // self.num_sharers)
+
+    def contender(self, job: Job, num_processes: int) -> Contender:
+        """What is launched."""
+        micro_batch = self.step(job, num_processes).micro_batch
+        if self.torch_strategy is not None:
+            command = torch_command(self.torch_strategy, f"--micro-batch={micro_batch}")
+        else:
+            batch = f"--global-batch-size={job.shape.micro_batch * num_processes}"
+            command = nanotrain_command(*ZERO, batch, *self.flags, micro_batch=micro_batch)
+        return Contender(self.name, num_processes, command)
+
+
+ZERO = ("--data-parallel-sharding-strategy=optim", "--overlap-grad-reduce", "--num-workers=0")
+TP = "--tensor-model-parallel-size=2"
+PP = "--pipeline-model-parallel-size=2"
+CP = "--context-parallel-size=2"
+MOE = (
+    f"--num-experts={NUM_EXPERTS}",
+    f"--moe-router-topk={TOPK}",
+    f"--moe-ffn-hidden-size={EXPERT_WIDTH}",
+    f"--moe-layer-freq={EVERY}",
+)
+VIRTUAL = "--num-virtual-stages-per-pipeline-rank=2"
+TORCH_TP = "torch FSDP2 + TP2 SP"
+BOTH = ("DP", TORCH_TP)
+
+
+def tp_layout(name: str, *flags: str) -> Layout:
+    """Tensor parallelism, with or without sequence parallelism."""
+    form = partial(tp_sent, sequence_parallel=bool(flags))
+    return Layout(name, "tp", form, (TP, *flags), num_sharers=2, rivals=BOTH)
+
+
+def pp_layout(schedule: str, *flags: str) -> Layout:
+    """A pipeline of 2 ranks by one of the schedules, a quarter of a rank's share at a time."""
+    form = partial(pp_sent, num_stages=4 if flags else 2)
+    flags = (PP, f"--pipeline-schedule={schedule}", *flags)
+    return Layout(f"PP2 {schedule}", "pp", form, flags, num_sharers=2, micro_batch=2, rivals=BOTH)
+
+
+def cp_layout(comm_type: str) -> Layout:
+    """Context parallelism in one of the three ways."""
+    form = partial(cp_sent, comm_type=comm_type)
+    flags = (CP, f"--cp-comm-type={comm_type}")
+    return Layout(f"CP2 {comm_type}", "cp", form, flags, num_sharers=2, rivals=BOTH)
+
+
+LAYOUTS = (
+    Layout("DP", "dp_shard", dp_sent, rivals=("torch FSDP2", TORCH_TP)),
+    Layout("torch FSDP2", torch_strategy="fsdp2"),
+    Layout(TORCH_TP, torch_strategy="fsdp2_tp", num_sharers=2, rivals=("torch FSDP2",)),
+    tp_layout("TP2"),
+    tp_layout("TP2 SP", "--sequence-parallel"),
+    *(pp_layout(schedule) for schedule in ("gpipe", "1f1b", "zb-h1")),
+    pp_layout("interleaved", VIRTUAL),
+    *(cp_layout(comm_type) for comm_type in ("p2p", "allgather", "a2a")),
+    Layout("MoE DP", "expert_dp_shard", expert_dp_sent, MOE),
+    Layout("MoE EP2", "ep", ep_sent, (*MOE, "--expert-model-parallel-size=2"), rivals=("MoE DP",)),
+)
+HEADS = ("processes", "layout", "tokens/s", "ratio to", "clock", "CPU time", "group", "MB sent", "closed form", "off")
+
+
+def rows(layouts: list[Layout], job: Job, *, num_processes: int, measured: dict[str, list[Outcome]]) -> list[list[str]]:
+    """The cells of one number of processes."""
+    lines = []
+    for layout in layouts:
+        mine = measured[layout.name]
+        speed = statistics.median(outcome.tokens_per_second for outcome in mine)
+        traffic = ["", "", "", ""]
+        if layout.form is not None:
+            sent, form = mine[-1].sent[layout.axis], layout.form(layout.step(job, num_processes))
+            off = "0" if sent == form else f"{sent - form:+,.0f} B ({sent / form - 1:+.1%})"
+            traffic = [layout.axis, f"{sent / 1e6:.3f}", f"{form / 1e6:.3f}", off]
+        rivals = [name for name in layout.rivals if name in measured]
+        ratios = [[name, *ratios_to(mine, measured[name])] for name in rivals] or [["", "", ""]]
+        lines.append([str(num_processes), layout.name, f"{speed:,.0f}", *ratios[0], *traffic])
+        lines += [["", "", "", *ratio, "", "", "", ""] for ratio in ratios[1:]]
+    return lines
+
+
+def ratios_to(mine: list[Outcome], rival: list[Outcome]) -> list[str]:
+    """By the clock and by CPU time; above 1 the rival is slower, or costs more."""
+    attributes = ("tokens_per_second", "tokens_per_cpu_second")
+    return [Figure.of(attribute, mine, [rival]).cells()[1] for attribute in attributes]
+
+
+def main() -> None:
+    """Run every world and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("smoke", "10m", "25m"), default="10m")
+    parser.add_argument("--ranks", type=int, nargs="+", choices=(2, 4), default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument(
+        "--only", default="", help="run layouts whose name contains this, and what they are compared with"
+    )
+    parser.add_argument("--output", type=Path, help="write the table to this file too")
+    parser.add_argument("--note", default="", help="date and machine, for the file")
+    args = parser.parse_args()
+
+    chosen = {layout.name for layout in LAYOUTS if args.only in layout.name}
+    chosen |= {rival for layout in LAYOUTS if layout.name in chosen for rival in layout.rivals}
+    layouts = [layout for layout in LAYOUTS if layout.name in chosen]
+    job = Job(args.model, "fp32", args.warmup, args.steps)
+    lines = [list(HEADS), ["---"] * len(HEADS)]
+    for num_processes in args.ranks:
+        contenders = [layout.contender(job, num_processes) for layout in layouts]
+        ours = [c for c, layout in zip(contenders, layouts, strict=True) if layout.torch_strategy is None]
+        measured = run(job, [ours, *([c] for c in contenders if c not in ours)], args.rounds)
+        lines += rows(layouts, job, num_processes=num_processes, measured=measured)
+    body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    print(body)
+    if args.output:
+        args.output.write_text(ABOUT.format(**vars(args), torch=torch.__version__, body=body))
+
+
+if __name__ == "__main__":
+    main()
