@@ -204,7 +204,7 @@ def _boxes(
     """The elements `span` of a piece as boxes of the global tensor, with their views of the flat shard."""
     begin = piece.shard_start + span.start
     first = piece.param_start + span.start
-    for box in flat_range_to_boxes(local.box.shape, first, first + len(span)):
+    for box in flat_range_to_boxes(local.box.shape, start=first, stop=first + len(span)):
         view = flat[begin : begin + box.numel].view(box.shape)
         yield TensorBox(name, local.spec.shape, box.shifted(local.box.start)), view
         begin += box.numel

@@ -92,7 +92,7 @@ class TensorBox:
         return cls(name, tuple(shape), Box.whole(shape))
 
 
-def flat_range_to_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
+def flat_range_to_boxes(shape: Sequence[int], *, start: int, stop: int) -> tuple[Box, ...]:
     """The boxes that elements [start, stop) of a row-major tensor form, in flat order.
 
     Args:
@@ -103,9 +103,9 @@ def flat_range_to_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Bo
     Returns:
         At most 2*ndim-1 boxes (1 for a scalar), none empty, disjoint; read one after the other they are the range.
 
-    >>> [box.slices() for box in flat_range_to_boxes((4,), 1, 3)]
+    >>> [box.slices() for box in flat_range_to_boxes((4,), start=1, stop=3)]
     [(slice(1, 3, None),)]
-    >>> len(flat_range_to_boxes((3, 4), 2, 11))
+    >>> len(flat_range_to_boxes((3, 4), start=2, stop=11))
     3
     """
     assert 0 <= start <= stop <= prod(shape), f"[{start}, {stop}) leaves a tensor of shape {tuple(shape)}"
@@ -129,4 +129,5 @@ def flat_range_to_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Bo
 
 def _in_row(shape: Sequence[int], row: int, *, start: int, stop: int) -> tuple[Box, ...]:
     """Flat range [start, stop) of row `row`, whose shape is shape[1:], as boxes of the whole tensor."""
-    return tuple(Box((row, *box.start), (row + 1, *box.stop)) for box in flat_range_to_boxes(shape[1:], start, stop))
+    inside = flat_range_to_boxes(shape[1:], start=start, stop=stop)
+    return tuple(Box((row, *box.start), (row + 1, *box.stop)) for box in inside)

@@ -124,7 +124,7 @@ class LocalParam:
 _COPYING_AXES = {False: ("tp",), True: ("etp",)}
 
 
-def localize(spec: ParamSpec, coords: Mapping[str, int], sizes: Mapping[str, int]) -> LocalParam:
+def localize(spec: ParamSpec, *, coords: Mapping[str, int], sizes: Mapping[str, int]) -> LocalParam:
     """What a rank holds of a parameter of its stage.
 
     Args:

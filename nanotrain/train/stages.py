@@ -88,7 +88,7 @@ def _build_one(config: Config, spec: StageSpec, *, context: ParallelContext) -> 
     parallel = _model_parallel(config.parallel, context, weight_grads=weight_grads)
     module = build_stage(config.model, spec, dtype=precision.params, parallel=parallel)
     sizes = {axis: context.topology.size(axis) for axis in ("tp", "ep", "etp")}
-    params = tuple(localize(param, context.coords, sizes) for param in collect_specs(module))
+    params = tuple(localize(param, coords=context.coords, sizes=sizes) for param in collect_specs(module))
     layers = []
     for is_expert, prefix in GROUP_PREFIXES.items():
         held = [param for param in params if param.spec.is_expert is is_expert]

@@ -38,7 +38,7 @@ def test_any_flat_range_of_any_parameter_is_read_as_its_boxes(gpt2: Path, data: 
     whole = parameters[name].detach()
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, whole.numel())] * 2)))
     # When its boxes are read, into tensors that hold something else.
-    boxes = flat_range_to_boxes(whole.shape, start, stop)
+    boxes = flat_range_to_boxes(whole.shape, start=start, stop=stop)
     wanted = {TensorBox(name, tuple(whole.shape), box): torch.full(box.shape, float("nan")) for box in boxes}
     import_weights(gpt2, model_from_hf(gpt2), wanted=wanted)
     # Then they are that range; the rows that pad the vocabulary are zero.

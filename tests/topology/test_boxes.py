@@ -26,7 +26,7 @@ def test_a_flat_range_is_its_boxes_read_one_after_the_other(shape: tuple[int, ..
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, prod(shape))] * 2)))
 
     # when
-    boxes = flat_range_to_boxes(shape, start, stop)
+    boxes = flat_range_to_boxes(shape, start=start, stop=stop)
 
     # then
     read = [int(index) for box in boxes for index in np.ravel(elements(shape, box))]
@@ -37,17 +37,17 @@ def test_a_flat_range_is_its_boxes_read_one_after_the_other(shape: tuple[int, ..
 
 @given(shapes)
 def test_the_whole_flat_range_is_one_box(shape: tuple[int, ...]) -> None:
-    assert flat_range_to_boxes(shape, 0, prod(shape)) == (Box.whole(shape),)
+    assert flat_range_to_boxes(shape, start=0, stop=prod(shape)) == (Box.whole(shape),)
 
 
 def test_the_bound_on_the_number_of_boxes_is_reached() -> None:
-    assert len(flat_range_to_boxes((4, 4, 4), 1, 63)) == 5
+    assert len(flat_range_to_boxes((4, 4, 4), start=1, stop=63)) == 5
 
 
 def test_nothing_and_tensors_without_elements_have_no_boxes() -> None:
-    assert flat_range_to_boxes((3, 4), 5, 5) == ()
-    assert flat_range_to_boxes((3, 0, 4), 0, 0) == ()
-    assert flat_range_to_boxes((), 0, 0) == ()
+    assert flat_range_to_boxes((3, 4), start=5, stop=5) == ()
+    assert flat_range_to_boxes((3, 0, 4), start=0, stop=0) == ()
+    assert flat_range_to_boxes((), start=0, stop=0) == ()
 
 
 @given(shapes, st.data())

@@ -71,7 +71,7 @@ class Kernel:
     """Forward and backward for equally many heads of one width on both sides."""
 
     attend: Callable[[Block], Attended]
-    gradients: Callable[[Block, Attended, Tensor], Gradients]
+    gradients: Callable[..., Gradients]
 
 
 class Running:
@@ -112,7 +112,7 @@ def block_gradients(block: Block, whole: Attended, *, grad: Tensor) -> Gradients
     """
     evened = _evened(block)
     out, grad = (_widened(x, evened.value.shape[-1]) for x in (whole.out, grad))
-    found = _kernel(block).gradients(evened, replace(whole, out=out), grad)
+    found = _kernel(block).gradients(evened, replace(whole, out=out), grad=grad)
     groups, width, value_width = block.key.shape[1], block.key.shape[-1], block.value.shape[-1]
     return Gradients(
         found.query[..., :width],
@@ -161,7 +161,7 @@ def _attend_cpu(block: Block) -> Attended:
     return Attended(out, lse)
 
 
-def _gradients_cpu(block: Block, whole: Attended, grad: Tensor) -> Gradients:
+def _gradients_cpu(block: Block, whole: Attended, *, grad: Tensor) -> Gradients:
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad,
         block.query,
@@ -184,7 +184,7 @@ def _attend_cuda(block: Block) -> Attended:
     return Attended(found[0], found[1])
 
 
-def _gradients_cuda(block: Block, whole: Attended, grad: Tensor) -> Gradients:
+def _gradients_cuda(block: Block, whole: Attended, *, grad: Tensor) -> Gradients:
     # The state of the random generator only matters with dropout.
     seed, offset = (torch.zeros(shape, dtype=torch.uint64, device=grad.device) for shape in ((2,), ()))
     found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -222,7 +222,7 @@ def _attend_written_out(block: Block) -> Attended:
     return Attended(out.to(block.query.dtype), lse)
 
 
-def _gradients_written_out(block: Block, whole: Attended, grad: Tensor) -> Gradients:
+def _gradients_written_out(block: Block, whole: Attended, *, grad: Tensor) -> Gradients:
     weights = (_scores(block) - whole.lse[..., None]).exp()
     query, key, value, out, grad = (x.to(weights.dtype) for x in (block.query, block.key, block.value, whole.out, grad))
     # softmax's derivative; sum(grad * out) is the same as the sum over *all* keys of weight times its gradient
