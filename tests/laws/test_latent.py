@@ -1,0 +1,69 @@
+"""Law 1 for a model shaped like DeepSeek-V3: latent attention, a dense first layer, biased experts chosen in groups."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.harness import SHORT_NAMES, run_ranks
+from tests.laws.compare import assert_alike
+from tests.laws.worlds import GLOBAL_BATCH, Case, Outcome, train_here
+
+STEPS, OPTIM = 6, {"lr": 3e-3, "adam_eps": 1e-6}
+DEEPSEEK = {
+    "num_layers": 4,
+    "num_query_groups": None,
+    "untie_embeddings_and_output_weights": True,
+    "multi_latent_attention": True,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+    "num_experts": 4,
+    "moe_layer_freq": "[0]*1+[1]*3",
+    "moe_ffn_hidden_size": 24,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_router_topk": 2,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
+    "moe_router_enable_expert_bias": True,
+    "moe_aux_loss_coeff": 1e-2,
+}
+# Without experts, without a query latent, with LayerNorms at the latents.
+DIRECT = {name: value for name, value in DEEPSEEK.items() if not name.startswith(("num_experts", "moe_"))} | {
+    "q_lora_rank": None,
+    "normalization": "LayerNorm",
+    "untie_embeddings_and_output_weights": False,
+}
+MODELS = {"deepseek": DEEPSEEK, "direct": DIRECT}
+
+SP, ZB = {"sequence_parallel": True}, {"pipeline_schedule": "zb-h1"}
+# model, ranks, strategy and sizes of axes, options
+LAYOUTS: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
+    ("direct", 2, {"strategy": "optim_grads", "tp": 2}, {}),
+    ("deepseek", 2, {"strategy": "optim", "pp": 2}, ZB),
+    ("deepseek", 2, {"strategy": "optim_grads", "cp": 2}, {}),
+    ("deepseek", 4, {"strategy": "optim", "tp": 4, "etp": 1, "ep": 4}, SP),
+    ("direct", 4, {"strategy": "optim", "tp": 2, "cp": 2}, SP | {"cp_comm_type": "a2a"}),
+    ("deepseek", 4, {"strategy": "optim", "tp": 2, "pp": 2, "etp": 2}, SP | ZB),
+    ("deepseek", 4, {"strategy": "optim_grads", "tp": 2, "etp": 1, "ep": 2}, {"overlap_grad_reduce": True}),
+]
+
+
+@cache
+def alone(model: str) -> list[Outcome]:
+    case = Case(STEPS).but(train={"micro_batch_size": GLOBAL_BATCH}, optim=OPTIM, model=MODELS[model])
+    return run_ranks(1, train_here, case)
+
+
+@pytest.mark.parametrize(("model", "num_ranks", "sizes", "options"), LAYOUTS, ids=str)
+def test_a_model_with_latents_trains_as_on_one_rank(
+    model: str, num_ranks: int, sizes: dict[str, Any], options: dict[str, Any]
+) -> None:
+    parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | options
+    case = Case(STEPS).but(train={"micro_batch_size": 2}, optim=OPTIM, parallel=parallel, model=MODELS[model])
+    outcomes = run_ranks(num_ranks, train_here, case, **sizes)
+    assert_alike(outcomes, alone(model), row=f"{model} {sizes} {options}", lr=OPTIM["lr"])
