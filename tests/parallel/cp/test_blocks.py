@@ -46,7 +46,7 @@ def test_the_fused_kernel_is_the_written_out_form(keys, seed):
         # the whole that a block is a part of has a larger log-sum-exp
         whole = Attended(plain.out, plain.lse.clamp(min=0) + 1)
         gradients = (
-            kernel.gradients(given_block, whole, torch.ones_like(plain.out)) for kernel in (FUSED, WRITTEN_OUT)
+            kernel.gradients(given_block, whole, grad=torch.ones_like(plain.out)) for kernel in (FUSED, WRITTEN_OUT)
         )
         for one, other in zip(*(vars(found).values() for found in gradients), strict=True):
             torch.testing.assert_close(one, other)
@@ -71,8 +71,8 @@ def test_parts_put_together_are_the_whole(kernel: Kernel):
     torch.testing.assert_close(running.out, expected.out)
     torch.testing.assert_close(running.lse, expected.lse)
     grad = torch.randn(2, 3, 5, 8, dtype=torch.float64)
-    found = [kernel.gradients(further, expected, grad) for further in parts]
-    all_at_once = WRITTEN_OUT.gradients(whole, expected, grad)
+    found = [kernel.gradients(further, expected, grad=grad) for further in parts]
+    all_at_once = WRITTEN_OUT.gradients(whole, expected, grad=grad)
     torch.testing.assert_close(sum(part.query for part in found), all_at_once.query)
     torch.testing.assert_close(torch.cat([part.key for part in found], dim=2), all_at_once.key)
     torch.testing.assert_close(torch.cat([part.value for part in found], dim=2), all_at_once.value)
