@@ -7,3 +7,9 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from hypothesis import settings  # noqa: E402 the settings above come first
+
+# No test asserts a time, and machines are shared.
+settings.register_profile("nanotrain", deadline=None)
+settings.load_profile("nanotrain")
