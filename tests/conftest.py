@@ -8,7 +8,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from hypothesis import settings  # noqa: E402 the settings above come first
+from hypothesis import settings
 
 # No test asserts a time, and machines are shared.
 settings.register_profile("nanotrain", deadline=None)
