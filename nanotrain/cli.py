@@ -84,24 +84,25 @@ def parity(argv: Sequence[str]) -> int:
 def topology(argv: Sequence[str]) -> int:
     """Print the groups of a number of ranks, or draw a pipeline schedule; takes the flags of the parallel section."""
     words = Words("topology", topology, epilog="any configuration flag may follow, as --tensor-model-parallel-size 2")
-    asked_for = words.add_mutually_exclusive_group(required=True)
-    asked_for.add_argument("--world-size", type=count, metavar="N", help="number of ranks: print their groups")
+    words.add_argument("--world-size", type=count, metavar="N", help="number of ranks: print their groups")
     schedules = [schedule.value for schedule in PipelineSchedule]
-    asked_for.add_argument("--schedule", choices=schedules, help="draw how the pipeline ranks take turns")
+    words.add_argument("--schedule", choices=schedules, help="draw how the pipeline ranks take turns")
     words.add_argument("--json", action="store_true", help="groups as an object of name -> list of rank lists")
     words.add_argument("--num-microbatches", type=count, metavar="M", help="of the schedule (default: 2 per rank)")
     words.add_argument("--png", type=Path, metavar="FILE", help="draw the schedule into a picture as well")
     asked, rest = words.parse_known_args(argv)
-    if asked.schedule is not None:
-        if asked.json:
-            words.error("argument --json: not allowed with argument --schedule")
-        return draw(asked.schedule, rest, num_microbatches=asked.num_microbatches, png=asked.png)
-    if asked.num_microbatches is not None or asked.png is not None:
+    if asked.world_size is None and asked.schedule is None:
+        words.error("give --world-size N, --schedule NAME or both")
+    if asked.json and (asked.schedule is not None or asked.world_size is None):
+        words.error("--json prints groups: it needs --world-size and leaves no room for --schedule")
+    if asked.schedule is None and (asked.num_microbatches is not None or asked.png is not None):
         words.error("--num-microbatches and --png belong to --schedule")
-    from nanotrain.topology.picture import run_topology
+    if asked.world_size is not None:
+        from nanotrain.topology.picture import run_topology
 
-    parallel = load(rest, to_train=False).config.parallel
-    print(run_topology(parallel, asked.world_size, as_json=asked.json))
+        print(run_topology(load(rest, to_train=False).config.parallel, asked.world_size, as_json=asked.json))
+    if asked.schedule is not None:
+        return draw(asked.schedule, rest, num_microbatches=asked.num_microbatches, png=asked.png)
     return 0
 
 

@@ -46,12 +46,11 @@ def test_of_many_ranks_the_first_alone_speaks():
         (["checkpoint"], "error: no command: nanotrain checkpoint takes inspect"),
         (["checkpoint", "export"], "error: unknown command 'export'"),
         (["checkpoint", "inspect"], "error: nanotrain checkpoint inspect: the following arguments are required: path"),
-        (["topology"], "--world-size"),
+        (["topology"], "give --world-size N, --schedule NAME or both"),
         (["topology", "--world-size", "x"], "invalid count value: 'x'"),
         (["topology", "--world-size", "6", "--tensor-model-parallel-size", "4"], "6 ranks cannot form tp=4"),
-        (["topology", "--world-size", "2", "--schedule", "1f1b"], "not allowed with argument --world-size"),
         (["topology", "--schedule", "2f2b"], "invalid choice: '2f2b'"),
-        (["topology", "--schedule", "1f1b", "--json"], "--json: not allowed with argument --schedule"),
+        (["topology", "--schedule", "1f1b", "--json"], "--json prints groups"),
         (["topology", "--world-size", "2", "--png", "a.png"], "--num-microbatches and --png belong to --schedule"),
         (["generate", "runs/x", "--temperature", "0"], "invalid above_zero value: '0'"),
         (["generate", "/nowhere"], "error: /nowhere is no checkpoint"),
@@ -118,3 +117,9 @@ def test_a_reader_that_has_seen_enough_is_no_mistake():
     command = f"{sys.executable} -m nanotrain.cli config --explain +config=tiny | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("model.num_layers") and done.stderr == ""
+
+
+def test_groups_and_schedule_can_be_asked_for_together(capsys):
+    assert main(["topology", "--world-size", "2", "--pipeline-model-parallel-size", "2", "--schedule", "gpipe"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 ranks = tp 1 x cp 1 x dp 1 x pp 2" in printed and "gpipe: 2 ranks, 2 stages, 4 microbatches" in printed
