@@ -258,3 +258,22 @@ def test_fp32_parameters_are_their_own_main_weights():
     held = {box.name: view for box, view in trainee.optimizer.held_tensors().items()}
     held[f"model/{NAMES[1]}"].fill_(7.0)
     assert (trainee.weights()[NAMES[1]] == 7.0).all()
+
+
+def reduced_grads(ctx, strategy: str):
+    trainee = Trainee(ctx, strategy)
+    trainee.optimizer._clip_grad = 0.0  # otherwise the step scales what is held
+    trainee.step(grads_of(ctx.rank, 0))
+    return {box: view.clone() for box, view in trainee.optimizer.held_grads().items()}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_held_gradients_are_the_sum_over_the_ranks_by_name(strategy):
+    held = run_ranks(3, reduced_grads, strategy, strategy=strategy)
+    expected = {name: sum(grads_of(rank, 0)[name] for rank in range(3)) for name in NAMES}
+    # Without sharding every rank holds all of it, otherwise the ranks together hold it once.
+    parts = [[part] for part in held] if strategy == "no_shard" else [held]
+    for together in parts:
+        whole = merge(together)
+        assert set(whole) == set(NAMES)
+        assert all(torch.allclose(whole[name], expected[name], rtol=1e-6) for name in NAMES)
