@@ -45,13 +45,15 @@ class _Answer:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """What a rank is told of the world."""
+class _Task:
+    """What a rank is told: its place in the world, and what to do there."""
 
     topology: Topology
     rank: int
     meeting: Path
     timeout_s: float
+    work: Callable[..., Any]
+    arguments: tuple[Any, ...]
 
 
 def run_ranks(
@@ -79,8 +81,8 @@ def run_ranks(
         try:
             for rank in range(topology.world_size):
                 ours, theirs = server.Pipe(duplex=False)
-                place = _Place(topology, rank, Path(folder) / "meeting", timeout_s)
-                child = server.Process(target=_play, args=(place, work, tuple(arguments), theirs), daemon=True)
+                task = _Task(topology, rank, Path(folder) / "meeting", timeout_s, work, tuple(arguments))
+                child = server.Process(target=_play, args=(task, theirs), daemon=True)
                 child.start()
                 theirs.close()
                 children.append(child)
@@ -145,27 +147,27 @@ def _receive(pipe: Connection, rank: int) -> _Answer:
         return _Answer(error=(EnvironmentFault, f"rank {rank} died", "most often memory ran out", fix))
 
 
-def _play(place: _Place, work: Callable[..., Any], arguments: tuple[Any, ...], pipe: Connection) -> None:
+def _play(task: _Task, pipe: Connection) -> None:
     """One rank, in a process of its own: join, work, answer, leave at once."""
-    pipe.send_bytes(pickle.dumps(_answer(place, work, arguments=arguments)))
+    pipe.send_bytes(pickle.dumps(_answer(task)))
     pipe.close()
     os._exit(0)  # nothing to tidy up: interpreter and gloo teardown would cost more than most checks
 
 
-def _answer(place: _Place, work: Callable[..., Any], *, arguments: tuple[Any, ...]) -> _Answer:
+def _answer(task: _Task) -> _Answer:
     torch.set_num_threads(1)
-    start_logging(is_first=place.rank == 0, level=logging.ERROR)
+    start_logging(is_first=task.rank == 0, level=logging.ERROR)
     try:
-        size = place.topology.world_size
+        size = task.topology.world_size
         if size > 1:
-            timeout = timedelta(seconds=place.timeout_s)
-            meeting = f"file://{place.meeting}"
-            dist.init_process_group("gloo", init_method=meeting, rank=place.rank, world_size=size, timeout=timeout)
-        context = ParallelContext.attach(place.topology, timeout_s=place.timeout_s)
-        value = work(context, *arguments)
+            timeout = timedelta(seconds=task.timeout_s)
+            meeting = f"file://{task.meeting}"
+            dist.init_process_group("gloo", init_method=meeting, rank=task.rank, world_size=size, timeout=timeout)
+        context = ParallelContext.attach(task.topology, timeout_s=task.timeout_s)
+        value = task.work(context, *task.arguments)
         barrier(context.control)  # nobody leaves while another rank still reads from it
         return _Answer(value)
     except NanotrainError as error:
         return _Answer(error=(type(error), error.what, error.why, error.fix))
     except Exception:
-        return _Answer(trace=f"rank {place.rank}: {traceback.format_exc()}")
+        return _Answer(trace=f"rank {task.rank}: {traceback.format_exc()}")

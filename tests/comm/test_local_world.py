@@ -1,0 +1,69 @@
+"""A world of local processes: every rank works, the first failure is told and ends the others."""
+
+import os
+import time
+
+import pytest
+import torch
+
+from nanotrain.comm.collectives import all_reduce, barrier
+from nanotrain.comm.local_world import run_ranks
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import ParallelConfig
+from nanotrain.errors import ConfigError, EnvironmentFault
+from nanotrain.topology.topology import Topology
+
+FOUR = Topology.of(ParallelConfig(tensor_model_parallel_size=2), 4)
+TWO = Topology.of(ParallelConfig(), 2)
+
+
+def sum_over_tp(context: ParallelContext, factor: float) -> tuple[int, float]:
+    tensor = torch.tensor([factor * context.rank])
+    all_reduce(tensor, context.group("tp"))
+    return os.getpid(), tensor.item()
+
+
+def refuse_on_rank_1(context: ParallelContext) -> None:
+    if context.rank == 1:
+        raise ConfigError("a mistake", why="of one rank", fix="mend it")
+    barrier(context.control)
+
+
+def fail_on_rank_1(context: ParallelContext) -> None:
+    if context.rank == 1:
+        raise ZeroDivisionError("planted")
+    barrier(context.control)
+
+
+def die_on_rank_1(context: ParallelContext) -> None:
+    if context.rank == 1:
+        os._exit(3)
+    time.sleep(30)
+
+
+def test_every_rank_works_in_a_process_of_its_own_and_answers_by_rank() -> None:
+    answers = run_ranks(FOUR, sum_over_tp, arguments=[10.0])
+    assert [value for _, value in answers] == [10.0, 10.0, 50.0, 50.0]
+    assert len({pid for pid, _ in answers} | {os.getpid()}) == 5
+
+
+def test_a_world_of_one_needs_no_process_group() -> None:
+    ((_, value),) = run_ranks(Topology.of(ParallelConfig(), 1), sum_over_tp, arguments=[10.0])
+    assert value == 0.0
+
+
+def test_a_mistake_of_one_rank_is_raised_with_its_cure() -> None:
+    with pytest.raises(ConfigError, match="a mistake: of one rank; mend it"):
+        run_ranks(TWO, refuse_on_rank_1)
+
+
+def test_any_other_failure_shows_the_ranks_traceback() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1: Traceback.*ZeroDivisionError: planted"):
+        run_ranks(TWO, fail_on_rank_1)
+
+
+def test_a_rank_that_dies_ends_the_others() -> None:
+    began = time.monotonic()
+    with pytest.raises(EnvironmentFault, match="rank 1 died"):
+        run_ranks(TWO, die_on_rank_1)
+    assert time.monotonic() - began < 20
