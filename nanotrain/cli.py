@@ -68,9 +68,8 @@ def parity(argv: Sequence[str]) -> int:
     words = Words("parity", parity, epilog="any configuration flag may follow, as --tensor-model-parallel-size 2")
     words.add_argument("--world-size", type=count, metavar="N", required=True, help="ranks: processes to start")
     words.add_argument("--steps", type=count, default=3, metavar="K", help="optimizer steps (default: 3)")
-    words.add_argument(
-        "--tolerance", type=above_zero, default=1e-5, help="largest relative difference that is equal (default: 1e-5)"
-    )
+    tolerance_help = "relative difference that is equal, gradients ten times that (default: 1e-5)"
+    words.add_argument("--tolerance", type=above_zero, default=1e-5, metavar="T", help=tolerance_help)
     words.add_argument("--json", action="store_true", help="the findings as JSON")
     asked, rest = words.parse_known_args(argv)
     loaded = load(rest)

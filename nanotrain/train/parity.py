@@ -106,7 +106,7 @@ def check_parity(loaded: Loaded, world_size: int, *, num_steps: int, tolerance: 
         loaded: a validated configuration.
         world_size: N, processes to start on this machine.
         num_steps: optimizer steps.
-        tolerance: largest relative difference that counts as equal.
+        tolerance: largest relative difference that counts as equal; of gradients ten times that.
 
     Raises:
         TopologyError: the layout does not fit the ranks.
@@ -166,7 +166,7 @@ def compare(reference: Record, records: Sequence[Record], *, config: Config, tol
         reference: of one rank.
         records: of every rank of the layout.
         config: what was trained.
-        tolerance: largest relative difference that counts as equal.
+        tolerance: largest relative difference that counts as equal; of gradients ten times that.
     """
     cuts = {name: cut for record in records for name, cut in record.cuts.items()}
     return ParityReport(
@@ -244,12 +244,13 @@ def _compare_grads(
     for record in records:
         for box, grad in record.grads.items():
             place = worst[box.name][box.box.slices()]
-            place.copy_(torch.fmax(place, (grad - whole[box.name][box.box.slices()]).abs().nan_to_num(nan=inf)))
+            difference = (grad - whole[box.name][box.box.slices()]).abs().nan_to_num(nan=inf, posinf=inf)
+            place.copy_(torch.fmax(place, difference))
     largest = {name: grad.abs().max().item() for name, grad in whole.items()}
     floor = NOISE_FLOOR * median(largest.values())
     rows = []
     for name, differences in worst.items():
-        absolute = differences.nan_to_num(nan=inf).max().item()
+        absolute = differences.nan_to_num(nan=inf, posinf=inf).max().item()
         scale = max(largest[name], floor)
         rows.append(
             ParamDifference(
