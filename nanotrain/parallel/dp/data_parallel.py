@@ -77,6 +77,8 @@ class DataParallel:
         precision: Precision,
         device: torch.device,
     ) -> None:
+        whole = options.strategy.shard_optim or groups.shard.size == 1
+        assert whole, "a rank that owns a part of an unsharded bucket would never receive the others' weights"
         self.groups, self.options = groups, options
         self.params = {param.spec.name: param for param in params}
         self.layout: BufferLayout = plan_layout(params, options.rules)
