@@ -29,9 +29,11 @@ def finalize_grads(layers: Sequence[DataParallel], context: ParallelContext) -> 
         context: the groups; a rank between the first and the last stage has no `embed` group.
     """
     for axis in AXES:
-        pieces = [piece for layer in layers for piece in layer.grad_pieces(axis)]
         group = context.groups.get(axis)
-        if pieces and group is not None and group.size > 1:
+        if group is None or group.size == 1:
+            continue
+        pieces = [piece for layer in layers for piece in layer.grad_pieces(axis)]
+        if pieces:
             _sum_as_one(pieces, group)
 
 
