@@ -269,7 +269,7 @@ def reduced_grads(ctx, strategy: str):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_held_gradients_are_the_sum_over_the_ranks_by_name(strategy):
-    held = run_ranks(3, reduced_grads, strategy, strategy=strategy)
+    held = run_ranks(3, reduced_grads, strategy, strategy="optim")
     expected = {name: sum(grads_of(rank, 0)[name] for rank in range(3)) for name in NAMES}
     # Without sharding every rank holds all of it, otherwise the ranks together hold it once.
     parts = [[part] for part in held] if strategy == "no_shard" else [held]
