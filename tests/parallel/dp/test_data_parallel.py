@@ -11,7 +11,7 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import ParallelConfig
 from nanotrain.parallel.dp import bucket as bucket_module
 from nanotrain.parallel.dp.bucket import TransientBucket
-from nanotrain.parallel.dp.data_parallel import DataParallel, units_of
+from nanotrain.parallel.dp.data_parallel import MAX_REDUCTIONS, DataParallel, units_of
 from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.topology.topology import Topology
 from tests.harness import ranks, run_ranks
@@ -116,6 +116,26 @@ def test_overlap_reduces_a_bucket_before_the_backward_pass_has_ended(ctx):
         # Then optim_grads reduces each microbatch as it goes, the others the last one, if they are asked to overlap.
         every, last = [NUM_BUCKETS - 1, 2 * NUM_BUCKETS - 1], [0, NUM_BUCKETS - 1]
         assert launched_early == (every if strategy == "optim_grads" else last if overlap else [0, 0])
+
+
+@ranks(2, strategy="optim")
+def test_no_more_than_two_reductions_are_in_flight(ctx):
+    for strategy, overlap in SETTINGS:
+        stage, together = Toy(), []
+        parallel = wrap(ctx, stage, strategy=strategy, overlap=overlap)
+        for bucket in parallel.buckets:
+
+            def start(start=bucket.start_reduce, parallel=parallel, together=together):
+                start()
+                together.append(sum(b.is_in_flight for b in parallel.buckets))
+
+            bucket.start_reduce = start
+        parallel.begin_step()
+        backward(parallel, stage(1.0))
+        parallel.finish_grad_reduce()
+        assert len(together) == NUM_BUCKETS > MAX_REDUCTIONS
+        assert max(together) <= MAX_REDUCTIONS
+        assert_shards(parallel, patterns(stage, 2.0))
 
 
 def test_a_gradient_in_flight_is_not_overwritten_by_the_next_microbatch(monkeypatch):
