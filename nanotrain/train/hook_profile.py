@@ -30,6 +30,10 @@ class ProfileHook(Hook):
     def after_training(self, run: Run) -> None:
         self._write(run)
 
+    def close(self, *, failed: bool) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()  # an error came first; Python crashes at exit while a profiler runs (torch 2.13)
+
     def _start_before(self, run: Run, *, step: int) -> None:
         train = run.config.train
         if self._profiler is None and train.profile_step_start <= step <= train.profile_step_end:

@@ -49,12 +49,13 @@ def test_a_resumed_run_profiles_what_is_left_of_the_steps_or_says_that_none_is(t
     assert "nothing is profiled: this run begins with step 5, --profile-step-end is 3" in logged
 
 
-def test_an_error_leaves_no_half_trace(tmp_path):
-    hook = ProfileHook()
+def test_an_error_leaves_no_profiler_running_and_no_half_trace(tmp_path):
     with small_run(tmp_path, "--train-iters", "4", *TWO_STEPS) as run, pytest.raises(RuntimeError):
-        train(run, hook, Failing(2))
+        train(run, ProfileHook(), Failing(2))
     assert traces(tmp_path) == []
-    hook._profiler.stop()  # otherwise the process would have ended
+    with small_run(tmp_path / "next", "--train-iters", "4", *TWO_STEPS) as run:
+        train(run, ProfileHook())  # a second profiler may start
+    assert len(traces(tmp_path / "next")) == 1
 
 
 def test_a_profile_that_ends_while_parameters_are_gathered_leaves_the_heap_whole(tmp_path: Path) -> None:
