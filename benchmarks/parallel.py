@@ -32,7 +32,13 @@ EVERY = 2  # so many layers one has experts
 BYTES = 4  # of an fp32 number: activations, parameters and gradients
 ABOUT = """# Every axis
 
-{note}; torch {torch}, gloo. `python benchmarks/parallel.py`, {model}, fp32, median of {rounds} rounds of {steps} steps.
+{note}; torch {torch}, gloo.
+`python benchmarks/parallel.py`, {model} shape, fp32, median of {rounds} rounds of {steps} steps.
+
+Ratios above 1: faster than nanotrain's data parallelism ("x DP"; of the same model) and than torch's FSDP2 with tensor
+and sequence parallelism ("x torch's TP") on the same processes and global batch, by the clock and by the CPU time of
+all ranks. MB are those a rank sends per step over the group, beside the closed form of docs/parallel/; that of `ep`
+supposes that tokens choose every expert equally often.
 
 {body}
 """
@@ -119,7 +125,7 @@ class Layout:
         flags: beside those that all layouts get.
         num_sharers: ranks that read the same samples.
         micro_batch: samples of a microbatch; None for a rank's whole share of the global batch at once.
-        rivals: layouts on the same processes that it is compared with, one by one.
+        reference: data parallelism of the same model.
         torch_strategy: of baselines.py, in place of nanotrain.
     """
 
@@ -129,7 +135,7 @@ class Layout:
     flags: tuple[str, ...] = ()
     num_sharers: int = 1
     micro_batch: int | None = None
-    rivals: tuple[str, ...] = ()
+    reference: str = "DP"
     torch_strategy: str | None = None
 
     def step(self, job: Job, num_processes: int) -> Step:
@@ -161,60 +167,68 @@ MOE = (
 )
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank=2"
 TORCH_TP = "torch FSDP2 + TP2 SP"
-BOTH = ("DP", TORCH_TP)
 
 
 def tp_layout(name: str, *flags: str) -> Layout:
     """Tensor parallelism, with or without sequence parallelism."""
     form = partial(tp_sent, sequence_parallel=bool(flags))
-    return Layout(name, "tp", form, (TP, *flags), num_sharers=2, rivals=BOTH)
+    return Layout(name, "tp", form, (TP, *flags), num_sharers=2)
 
 
 def pp_layout(schedule: str, *flags: str) -> Layout:
     """A pipeline of 2 ranks by one of the schedules, a quarter of a rank's share at a time."""
     form = partial(pp_sent, num_stages=4 if flags else 2)
     flags = (PP, f"--pipeline-schedule={schedule}", *flags)
-    return Layout(f"PP2 {schedule}", "pp", form, flags, num_sharers=2, micro_batch=2, rivals=BOTH)
+    return Layout(f"PP2 {schedule}", "pp", form, flags, num_sharers=2, micro_batch=2)
 
 
 def cp_layout(comm_type: str) -> Layout:
     """Context parallelism in one of the three ways."""
     form = partial(cp_sent, comm_type=comm_type)
     flags = (CP, f"--cp-comm-type={comm_type}")
-    return Layout(f"CP2 {comm_type}", "cp", form, flags, num_sharers=2, rivals=BOTH)
+    return Layout(f"CP2 {comm_type}", "cp", form, flags, num_sharers=2)
 
 
 LAYOUTS = (
-    Layout("DP", "dp_shard", dp_sent, rivals=("torch FSDP2", TORCH_TP)),
+    Layout("DP", "dp_shard", dp_sent),
     Layout("torch FSDP2", torch_strategy="fsdp2"),
-    Layout(TORCH_TP, torch_strategy="fsdp2_tp", num_sharers=2, rivals=("torch FSDP2",)),
+    Layout(TORCH_TP, torch_strategy="fsdp2_tp", num_sharers=2),
     tp_layout("TP2"),
     tp_layout("TP2 SP", "--sequence-parallel"),
     *(pp_layout(schedule) for schedule in ("gpipe", "1f1b", "zb-h1")),
     pp_layout("interleaved", VIRTUAL),
     *(cp_layout(comm_type) for comm_type in ("p2p", "allgather", "a2a")),
-    Layout("MoE DP", "expert_dp_shard", expert_dp_sent, MOE),
-    Layout("MoE EP2", "ep", ep_sent, (*MOE, "--expert-model-parallel-size=2"), rivals=("MoE DP",)),
+    Layout("MoE DP", "expert_dp_shard", expert_dp_sent, MOE, reference="MoE DP"),
+    Layout("MoE EP2", "ep", ep_sent, (*MOE, "--expert-model-parallel-size=2"), reference="MoE DP"),
 )
-HEADS = ("processes", "layout", "tokens/s", "ratio to", "clock", "CPU time", "group", "MB sent", "closed form", "off")
+HEADS = (
+    "processes",
+    "layout",
+    "tokens/s",
+    "x DP",
+    "by CPU",
+    "x torch's TP",
+    "by CPU",
+    "group",
+    "MB sent",
+    "form",
+    "off",
+)
 
 
-def rows(layouts: list[Layout], job: Job, *, num_processes: int, measured: dict[str, list[Outcome]]) -> list[list[str]]:
-    """The cells of one number of processes."""
-    lines = []
-    for layout in layouts:
-        mine = measured[layout.name]
-        speed = statistics.median(outcome.tokens_per_second for outcome in mine)
-        traffic = ["", "", "", ""]
-        if layout.form is not None:
-            sent, form = mine[-1].sent[layout.axis], layout.form(layout.step(job, num_processes))
-            off = "0" if sent == form else f"{sent - form:+,.0f} B ({sent / form - 1:+.1%})"
-            traffic = [layout.axis, f"{sent / 1e6:.3f}", f"{form / 1e6:.3f}", off]
-        rivals = [name for name in layout.rivals if name in measured]
-        ratios = [[name, *ratios_to(mine, measured[name])] for name in rivals] or [["", "", ""]]
-        lines.append([str(num_processes), layout.name, f"{speed:,.0f}", *ratios[0], *traffic])
-        lines += [["", "", "", *ratio, "", "", "", ""] for ratio in ratios[1:]]
-    return lines
+def row(layout: Layout, job: Job, *, num_processes: int, measured: dict[str, list[Outcome]]) -> list[str]:
+    """The cells of one layout."""
+    mine = measured[layout.name]
+    speed = statistics.median(outcome.tokens_per_second for outcome in mine)
+    ratios = []
+    for rival in (layout.reference, TORCH_TP if layout.reference == "DP" else ""):
+        ratios += ratios_to(mine, measured[rival]) if rival in measured else ["", ""]
+    traffic = ["", "", "", ""]
+    if layout.form is not None:
+        sent, form = mine[-1].sent[layout.axis], layout.form(layout.step(job, num_processes))
+        off = "0" if sent == form else f"{sent - form:+,.0f} B ({sent / form - 1:+.1%})"
+        traffic = [layout.axis, f"{sent / 1e6:.3f}", f"{form / 1e6:.3f}", off]
+    return [str(num_processes), layout.name, f"{speed:,.0f}", *ratios, *traffic]
 
 
 def ratios_to(mine: list[Outcome], rival: list[Outcome]) -> list[str]:
@@ -239,7 +253,7 @@ def main() -> None:
     args = parser.parse_args()
 
     chosen = {layout.name for layout in LAYOUTS if args.only in layout.name}
-    chosen |= {rival for layout in LAYOUTS if layout.name in chosen for rival in layout.rivals}
+    chosen |= {layout.reference for layout in LAYOUTS if layout.name in chosen} | {TORCH_TP}
     layouts = [layout for layout in LAYOUTS if layout.name in chosen]
     job = Job(args.model, "fp32", args.warmup, args.steps)
     lines = [list(HEADS), ["---"] * len(HEADS)]
@@ -247,7 +261,7 @@ def main() -> None:
         contenders = [layout.contender(job, num_processes) for layout in layouts]
         ours = [c for c, layout in zip(contenders, layouts, strict=True) if layout.torch_strategy is None]
         measured = run(job, [ours, *([c] for c in contenders if c not in ours)], args.rounds)
-        lines += rows(layouts, job, num_processes=num_processes, measured=measured)
+        lines += [row(layout, job, num_processes=num_processes, measured=measured) for layout in layouts]
     body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     print(body)
     if args.output:
