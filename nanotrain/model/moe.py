@@ -68,6 +68,7 @@ class MoELayer(nn.Module):
             size = model.moe_shared_expert_intermediate_size
             self.shared = MLP(model, dtype=dtype, tensor_parallel=tensor_parallel, size=size)
 
+    @torch.compiler.disable  # rows per expert differ from batch to batch, and ranks wait for each other in between
     def forward(self, hidden: Tensor, context: HasMoE) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
         own = split_along(hidden, self._split, dim=_SEQUENCE)
