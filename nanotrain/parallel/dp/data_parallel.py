@@ -82,6 +82,8 @@ class DataParallel:
     ) -> None:
         whole = options.strategy.shard_optim or groups.shard.size == 1
         assert whole, "a rank that owns a part of an unsharded bucket would never receive the others' weights"
+        alone = groups.shard.size == 1 or groups.replicate.size == 1
+        assert alone, "a bucket is reduced over one group only: replicas of shards would drift apart"
         self.groups, self.options = groups, options
         self.params = {param.spec.name: param for param in params}
         self.layout: BufferLayout = plan_layout(params, options.rules)

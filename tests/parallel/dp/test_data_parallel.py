@@ -11,12 +11,26 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import ParallelConfig
 from nanotrain.parallel.dp import bucket as bucket_module
 from nanotrain.parallel.dp.bucket import TransientBucket
-from nanotrain.parallel.dp.data_parallel import MAX_REDUCTIONS, DataParallel, units_of
+from nanotrain.parallel.dp.data_parallel import MAX_REDUCTIONS, DataParallel, DataParallelOptions, units_of
+from nanotrain.parallel.dp.layout import LayoutRules
 from nanotrain.parallel.dp.strategy import STRATEGIES
+from nanotrain.precision.policy import Precision
 from nanotrain.topology.topology import Topology
 from tests.harness import ranks, run_ranks
 from tests.parallel.dp.test_bucket import Late
-from tests.parallel.dp.toys import NUM_BUCKETS, SHAPES, Toy, assert_shards, backward, numel_of, pattern_of, wrap
+from tests.parallel.dp.toys import (
+    BUCKET_SIZE,
+    NUM_BUCKETS,
+    SHAPES,
+    Toy,
+    assert_shards,
+    backward,
+    groups_of,
+    local_params,
+    numel_of,
+    pattern_of,
+    wrap,
+)
 
 SETTINGS = [(strategy, overlap) for strategy in STRATEGIES for overlap in (False, True)]
 
@@ -294,3 +308,25 @@ def test_units_are_the_children_with_lists_and_dicts_taken_apart():
     stage.embedding, stage.norm = nn.Linear(1, 1), nn.Linear(1, 1)
     stage.layers = nn.ModuleDict({"3": nn.Linear(1, 1), "4": nn.Sequential(nn.Linear(1, 1))})
     assert [name for name, _ in units_of(stage)] == ["embedding", "norm", "layers.3", "layers.4"]
+
+
+def test_a_unit_without_parameters_waits_for_those_that_are_tied():
+    # Given a stage whose head has no weight of its own, and whose first unit's weight is tied,
+    stage = Toy()
+    stage.head = nn.Identity()
+    options = DataParallelOptions(STRATEGIES["optim"], LayoutRules(bucket_size=BUCKET_SIZE), overlap_param_gather=True)
+    parallel = DataParallel(
+        stage,
+        local_params(stage, tied=["units.0.weight"]),
+        groups=groups_of(alone(), "optim"),
+        options=options,
+        precision=Precision(params=torch.float32),
+        device=torch.device("cpu"),
+    )
+    waited = []
+    for index, bucket in enumerate(parallel.buckets):
+        bucket.finish_gather = lambda index=index: waited.append(index)
+    # when the head runs, it waits for the last bucket, where the tied weight is alone.
+    stage.head(torch.ones(1))
+    assert waited == [len(parallel.buckets) - 1]
+    assert [slot.name for slot in parallel.buckets[-1].layout.slots] == ["units.0.weight"]
