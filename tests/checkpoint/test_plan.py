@@ -129,11 +129,11 @@ def test_a_hundred_thousand_pieces_are_checked_and_planned_in_seconds(cut: str) 
     manifest = manifest_of(shape, boxes)
     wanted = [TensorBox("t", shape, box) for box in flat_range_to_boxes(shape, start=side * 7 + 5, stop=side * 9 + 5)]
 
-    start = time.perf_counter()
+    start = time.process_time()
     assert tiling_fault(shape, boxes) is None
     reads = plan_reads(manifest, wanted)
 
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert reads
 
 

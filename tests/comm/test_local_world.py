@@ -66,4 +66,4 @@ def test_a_rank_that_dies_ends_the_others() -> None:
     began = time.monotonic()
     with pytest.raises(EnvironmentFault, match="rank 1 died"):
         run_ranks(TWO, die_on_rank_1)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60

@@ -52,7 +52,7 @@ def lose_a_rank(ctx, op):
     started = time.monotonic()
     with pytest.raises(EnvironmentFault, match=rf"{op} over group dp \(ranks .*\) failed on rank {ctx.rank} \(dp0 tp"):
         start(op, group).wait()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     time.sleep(0.2)  # let the dead be found before the living answer
     raise KeyError(f"named on rank {ctx.rank}")
 

@@ -78,6 +78,7 @@ def test_a_setting_with_effect_stays():
         {"parallel": {"use_tp_pp_dp_mapping": True}},
         {"checkpoint": {"save": False, "save_interval": 5}},
         {"train": {"eval_interval": 0, "eval_iters": 5}},
+        {"train": {"generate_prompt": "def "}},
         {"train": {"profile_step_start": 2}},
         {"train": {"wandb_project": "mine"}},
     ],

@@ -45,7 +45,7 @@ def _alive(pid: int) -> bool:
 
 
 def _wait_for_end(workers: list[int]) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(map(_alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.01)
     return not any(map(_alive, workers))

@@ -186,7 +186,7 @@ def test_a_run_ends_when_its_time_is_over_and_goes_on_in_the_next(tmp_path: Path
 
     started = time.monotonic()
     assert main(words(timed, endless, "--exit-duration-in-mins 0.005")) == 0
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
     done = len(steps_of(timed))
     assert 0 < done < 100000
@@ -198,9 +198,9 @@ def test_a_run_ends_when_its_time_is_over_and_goes_on_in_the_next(tmp_path: Path
 
 def await_step(run_dir: Path, step: int, *, process: Popen[str]) -> None:
     """Wait until a run has taken a step."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     metrics = run_dir / "metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count("\n") < step:
         assert process.poll() is None, wait_for(process).output
-        assert time.monotonic() < deadline, "no step within 60 s"
+        assert time.monotonic() < deadline, "no step within 120 s"
         time.sleep(0.02)

@@ -52,3 +52,12 @@ def test_every_rank_waits_for_its_parameters_and_the_first_one_prints(ctx, tmp_p
     words = ("--train-iters", "2", "--overlap-param-gather", "--data-parallel-sharding-strategy", "optim")
     with small_run(tmp_path, *words, context=ctx) as run:
         train(run, SampleHook(None), SummaryHook())
+
+
+def test_the_sample_goes_on_from_the_prompt(tmp_path):
+    with small_run(tmp_path, "--vocab-size", "257") as run:
+        asked = replace(run.config.train, generate_tokens=4, generate_prompt="def f(")
+        prompted = sample(replace(run, config=replace(run.config, train=asked)), "bytes")
+        new_document = sample(with_length(run, 4), "bytes")
+    assert prompted.startswith("def f(") and not new_document.startswith("def f(")
+    assert len(prompted) <= len("def f(") + 4
