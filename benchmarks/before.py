@@ -25,11 +25,11 @@ ABOUT = """# {after} beside {before}
 {body}
 """
 ROOT = HERE.parent
+# Data workers would start in the present folder and find the nanotrain that lies there.
+ALONE = "--num-workers=0"
 KINDS = {
-    "one process": (1, nanotrain_command()),
-    "no_shard": (2, sharding("no_shard")),
-    "optim": (2, sharding("optim")),
-    "optim_grads": (2, sharding("optim_grads")),
+    "one process": (1, nanotrain_command(ALONE)),
+    **{strategy: (2, sharding(strategy, ALONE)) for strategy in ("no_shard", "optim", "optim_grads")},
 }
 
 

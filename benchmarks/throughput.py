@@ -106,9 +106,9 @@ def nanotrain_command(*flags: str, micro_batch: int | None = None) -> Callable[[
     return command
 
 
-def sharding(strategy: str) -> Callable[[Job, Path], list[str]]:
+def sharding(strategy: str, *flags: str) -> Callable[[Job, Path], list[str]]:
     """nanotrain with a sharding strategy, reducing gradients during the backward pass as DDP and FSDP2 do."""
-    return nanotrain_command(f"--data-parallel-sharding-strategy={strategy}", "--overlap-grad-reduce")
+    return nanotrain_command(f"--data-parallel-sharding-strategy={strategy}", "--overlap-grad-reduce", *flags)
 
 
 ZERO_RIVALS = ("torch DDP + ZeroRedundancyOptimizer", "torch FSDP2")
