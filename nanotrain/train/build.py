@@ -74,6 +74,7 @@ def build_run(plan: Plan, context: ParallelContext) -> Run:
             layer.start_param_gather()
 
     place = _read_place(config, context)
+    state.curve_batch_size = state.curve_batch_size or place.global_batch_size
     batches = _open_batches(plan, place, consumed_samples=state.consumed_samples, device=context.device)
     return Run(
         config=config,
@@ -85,7 +86,7 @@ def build_run(plan: Plan, context: ParallelContext) -> Run:
         optimizer=optimizer,
         schedule=build_schedule(config.parallel, context.group("pp"), num_microbatches=place.num_microbatches),
         pipeline=build_pipeline(config, context),
-        lr_schedule=LRSchedule(config.optim, place.global_batch_size, config.train.train_iters),
+        lr_schedule=LRSchedule(config.optim, state.curve_batch_size, config.train.train_iters),
         datasets=plan.datasets,
         place=place,
         batches=batches,

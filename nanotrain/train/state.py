@@ -11,11 +11,14 @@ class TrainState:
         step: optimizer steps done, skipped ones too.
         consumed_samples: samples that all ranks together have read; the next global batch begins there.
         consumed_tokens: target tokens that counted in the loss.
+        curve_batch_size: the global batch that the run began with: it turns the steps of the learning-rate curve into
+            samples, so that another batch size after a resume goes on along the same curve.
     """
 
     step: int = 0
     consumed_samples: int = 0
     consumed_tokens: int = 0
+    curve_batch_size: int = 0
 
     def advance(self, *, samples: int, tokens: int) -> None:
         """Account for one step."""

@@ -79,6 +79,11 @@ def load(ctx: ParallelContext, case: Case, folder: Path) -> tuple[Pieces, list[f
     return everything(run), train(run, 2)
 
 
+def rates(ctx: ParallelContext, case: Case, folder: Path) -> list[float]:
+    run = build_here(ctx, case, checkpoint=folder / "checkpoints" / "step-00000002", folder=folder)
+    return [run.lr_schedule.lr_at(consumed) for consumed in range(0, 60, 6)]
+
+
 def joined(pieces: list[Pieces]) -> dict[str, torch.Tensor]:
     whole: dict[str, torch.Tensor] = {}
     for place, tensor in (item for held in pieces for item in held.items()):
@@ -102,3 +107,11 @@ def test_any_topology_loads_what_any_other_saved(saved: str, tmp_path: Path) -> 
         if other == saved:
             assert resumed[0][1] == losses, "the same topology goes on to the bit"
         assert resumed[0][1] == pytest.approx(losses, rel=1e-5), f"{saved} -> {other}"
+
+
+def test_another_batch_size_goes_on_along_the_same_learning_rates(tmp_path: Path) -> None:
+    case = case_of("one").but(optim={"lr_warmup_iters": 2, "lr_decay_iters": 4})
+    run_ranks(1, save, case, tmp_path)
+    smaller = case.but(train={"global_batch_size": 6})
+    before, after = (run_ranks(1, rates, one, tmp_path)[0] for one in (case, smaller))
+    assert before == after and len(set(before)) > 5

@@ -41,7 +41,12 @@ def test_a_checkpoint_holds_counters_configuration_and_topology(tmp_path):
     with small_run(tmp_path, "--train-iters", "3", "--global-batch-size", "2") as run:
         train(run, CheckpointHook())
     manifest = read_manifest(tmp_path / "checkpoints" / "step-00000003")
-    assert manifest.objects["train"] == {"step": 3, "consumed_samples": 6, "consumed_tokens": 96}
+    assert manifest.objects["train"] == {
+        "step": 3,
+        "consumed_samples": 6,
+        "consumed_tokens": 96,
+        "curve_batch_size": 2,
+    }
     assert manifest.objects["optimizer"]["num_updates"] == 3
     assert manifest.config["model"]["hidden_size"] == 32
     assert manifest.topology["world_size"] == 1
