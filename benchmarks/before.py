@@ -50,10 +50,11 @@ def checked_out(commit: str) -> Iterator[Path]:
             git("worktree", "remove", "--force", str(tree))
 
 
-def pairs(before: Path) -> list[Contender]:
-    """Every kind of run in both trees, the older one first."""
+def pairs(kinds: list[str], before: Path) -> list[Contender]:
+    """Each kind of run in both trees, the older one first."""
     contenders = []
-    for kind, (num_processes, command) in KINDS.items():
+    for kind in kinds:
+        num_processes, command = KINDS[kind]
         old = Contender(f"before, {kind}", num_processes, command, environment={"PYTHONPATH": str(before)})
         new = Contender(f"after, {kind}", num_processes, command, (old.name,), {"PYTHONPATH": str(ROOT)})
         contenders += [old, new]
@@ -69,13 +70,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--only", choices=KINDS, nargs="+", default=list(KINDS))
     parser.add_argument("--output", type=Path, help="write the table to this file too")
     parser.add_argument("--note", default="", help="date and machine, for the file")
     args = parser.parse_args()
 
     before, after = git("rev-parse", "--short", args.commit), git("rev-parse", "--short", "HEAD")
     with checked_out(before) as tree:
-        contenders = pairs(tree)
+        contenders = pairs(args.only, tree)
         measured = run(Job(args.model, args.dtype, args.warmup, args.steps), [[c] for c in contenders], args.rounds)
     body = table(contenders, measured)
     print(body)
