@@ -88,7 +88,11 @@ def explain(argv: Sequence[str]) -> str:
     """The resolved configuration with the origin of every value, one line each."""
     loaded = compose_line(parse(argv))
     rows = [
-        (key, yaml_value(getattr(getattr(loaded.config, entry.section), entry.name)), loaded.origins[key])
+        (
+            key,
+            yaml_value(getattr(getattr(loaded.config, entry.section), entry.name)),
+            loaded.origins[key].replace("\n", "\\n"),
+        )
         for key, entry in KEYS.items()
     ]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
@@ -97,7 +101,8 @@ def explain(argv: Sequence[str]) -> str:
 
 def yaml_value(value: object) -> str:
     """A value in one line of YAML."""
-    text: str = yaml.safe_dump(plain(value), default_flow_style=True, width=1000)
+    quotes = '"' if isinstance(value, str) and "\n" in value else None  # other quotes would break the line
+    text: str = yaml.safe_dump(plain(value), default_flow_style=True, default_style=quotes, width=1000)
     return text.removesuffix("\n").removesuffix("\n...")
 
 

@@ -146,6 +146,12 @@ def test_explain_names_the_origin_of_every_value():
     assert "default, not the YAML's True" in said["parallel.overlap_param_gather"]
 
 
+def test_explain_keeps_a_text_of_several_lines_on_one():
+    lines = explain(["+config=tiny", "--generate-prompt", "import os\n\ndef"]).splitlines()
+    assert len(lines) == len(KEYS)
+    assert any('"import os\\n\\ndef"' in line for line in lines)
+
+
 def test_answer_is_for_words_that_ask_for_text():
     words = ["+config=tiny", "--bf16"]
     assert answer(words) is None
