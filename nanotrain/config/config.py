@@ -243,6 +243,7 @@ class TrainConfig:
     wandb: bool = option(False, "track with Weights & Biases; offline where there is no key")
     wandb_project: str = option("nanotrain", "Weights & Biases project")
     generate_tokens: int = option(0, "length of the sample the model writes when training ends; 0: none", unit="tokens", check=at_least(0))
+    generate_prompt: str = option("", "text that the sample goes on from; empty: a new document")
 
 
 @dataclass(frozen=True)

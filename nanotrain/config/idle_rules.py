@@ -165,7 +165,7 @@ RUN_RULES = (
     ),
     Idle(
         (
-            *("data_path", "tokenizer_model", "quickstart_vocab_size", "generate_tokens"),
+            *("data_path", "tokenizer_model", "quickstart_vocab_size", "generate_tokens", "generate_prompt"),
             *("reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
         ),
         ("mock_data",),
@@ -174,6 +174,7 @@ RUN_RULES = (
     ),
     Idle(("save_interval", "keep_last"), ("save",), lambda c: not c.checkpoint.save, "nothing is saved"),
     Idle(("eval_iters",), ("eval_interval",), lambda c: c.train.eval_interval == 0, "eval_interval 0 never validates"),
+    Idle(("generate_prompt",), ("generate_tokens",), lambda c: c.train.generate_tokens == 0, "no sample is asked for"),
     Idle(("profile_step_start", "profile_step_end"), ("profile",), lambda c: not c.train.profile, "profile is off"),
     Idle(("wandb_project",), ("wandb",), lambda c: not c.train.wandb, "wandb is off"),
 )

@@ -8,7 +8,7 @@ from nanotrain.train.run import Run
 
 log = get_logger(__name__)
 
-TEMPERATURE = 0.7
+TEMPERATURE = 0.6
 TOP_K = 40
 
 
@@ -53,9 +53,10 @@ class SummaryHook(Hook):
 
 
 def sample(run: Run, tokenizer_name: str) -> str:
-    """A text by the present model: a continuation of the end-of-document token, or of an empty line without one."""
-    tokenizer = load_tokenizer(tokenizer_name)
-    prompt = [tokenizer.eod] if tokenizer.eod is not None else tokenizer.encode("\n")
-    sampling = Sampling(temperature=TEMPERATURE, top_k=TOP_K, seed=run.config.train.seed, stop=tokenizer.eod)
-    tokens = generate(run.stages[0], prompt, num_tokens=run.config.train.generate_tokens, sampling=sampling)
-    return tokenizer.decode([token for token in tokens if token != tokenizer.eod])
+    """A text by the present model, the prompt included; without a prompt it begins a document."""
+    tokenizer, train = load_tokenizer(tokenizer_name), run.config.train
+    new_document = [tokenizer.eod] if tokenizer.eod is not None else tokenizer.encode("\n")
+    prompt = tokenizer.encode(train.generate_prompt) or new_document
+    sampling = Sampling(temperature=TEMPERATURE, top_k=TOP_K, seed=train.seed, stop=tokenizer.eod)
+    tokens = generate(run.stages[0], prompt, num_tokens=train.generate_tokens, sampling=sampling)
+    return train.generate_prompt + tokenizer.decode([token for token in tokens if token != tokenizer.eod])
