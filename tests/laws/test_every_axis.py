@@ -10,6 +10,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.compare import assert_alike
@@ -166,3 +167,14 @@ def test_the_matrix_has_every_pair_of_axes_and_every_strategy() -> None:
     for strategy in ("no_shard", "optim", "optim_grads"):
         seen = set().union(*(layout.axes for layout in LAYOUTS if layout.strategy == strategy))
         assert seen >= {"tp", "pp", "cp", "ep", "dp"}, f"{strategy} misses an axis"
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_overlap_changes_no_bit_in_a_product_of_axes(strategy: str) -> None:
+    sizes = {"tp": 2, "pp": 2, "etp": 1, "ep": 2, "strategy": strategy}
+    parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | SP
+    plain = Case(3).but(train={"micro_batch_size": 2}, parallel=parallel, model=shape_of("experts"))
+    outcomes = [run_ranks(8, train_here, case, **sizes) for case in (plain, plain.but(parallel=OVERLAP))]
+    assert outcomes[0][0].losses == outcomes[1][0].losses
+    for one, other in zip(*outcomes, strict=True):
+        assert all(torch.equal(one.weights[place], other.weights[place]) for place in one.weights)
