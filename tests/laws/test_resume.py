@@ -185,7 +185,7 @@ def test_a_run_ends_when_its_time_is_over_and_goes_on_in_the_next(tmp_path: Path
     endless = "--train-iters 100000 --lr-decay-style constant --num-workers 0"
 
     started = time.monotonic()
-    assert main(words(timed, endless, "--exit-duration-in-mins 0.005")) == 0
+    assert main(words(timed, endless, "--exit-duration-in-mins 0.03")) == 0
     assert time.monotonic() - started < 60
 
     done = len(steps_of(timed))
