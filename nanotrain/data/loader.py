@@ -129,7 +129,9 @@ def _as_it_is(batch: Any) -> Any:
 
 def _start_worker(worker: int) -> None:
     end_with_parent()
-    signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
+    # For the whole process: its other threads have the mask only where the fork server was started with it.
+    for number in _INTERRUPTS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _fork_server() -> Any:
