@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import torch.distributed as dist
 
-from nanotrain.comm.collectives import all_gather, barrier, reduce_scatter
+from nanotrain.comm.collectives import all_gather_into, barrier, reduce_scatter_into
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import ParallelConfig
@@ -70,9 +70,9 @@ def operations(group: Group, num_bytes: int) -> dict[str, Callable[[], None]]:
     return {
         "all-reduce": lambda: dist.all_reduce(full),
         "reduce-scatter, gloo": lambda: scatter(part, full),
-        "reduce-scatter, nanotrain": lambda: reduce_scatter(part, full, group=group),
+        "reduce-scatter, nanotrain": lambda: reduce_scatter_into(part, full, group=group),
         "all-gather, gloo": lambda: gather(whole, part),
-        "all-gather, nanotrain": lambda: all_gather(whole, part, group=group),
+        "all-gather, nanotrain": lambda: all_gather_into(whole, part, group=group),
     }
 
 

@@ -159,9 +159,9 @@ def measure(context: ParallelContext, strategy: str, dtype: str) -> Row:
     world = context.group("world")
     optimizer = DistributedOptimizer([data_parallel], OptimConfig(), precision=precision, loss_scale=scale, world=world)
     for _ in range(2):
-        context.ledger.reset()
+        context.traffic.reset()
         take_step(stage, data_parallel, optimizer)
-    sent = sum(context.ledger.bytes(op=op) for op in ("all_reduce", "reduce_scatter", "all_gather"))
+    sent = sum(context.traffic.bytes(op=op) for op in ("all_reduce", "reduce_scatter", "all_gather"))
 
     alive = [tensor for tensor in live_tensors() if tensor.untyped_storage().data_ptr() not in before]
     params = storages(stage.parameters())

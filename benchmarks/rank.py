@@ -25,12 +25,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch.distributed as dist
 
-from nanotrain.comm.collectives import gather_objects
+from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
 from nanotrain.log import start_logging
 from nanotrain.train.build import build_run
-from nanotrain.train.hooks import Hook
+from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.launch import choose_hooks
 from nanotrain.train.metrics import StepReport
 from nanotrain.train.resolve import Plan, resolve
@@ -48,21 +48,21 @@ class Meter(Hook):
     _cpu_before: float = 0.0
 
     def before_training(self, run: Run) -> None:
-        run.context.ledger.reset()
+        run.context.traffic.reset()
         self._cpu_before = time.process_time()
 
     def after_step(self, run: Run, report: StepReport) -> None:
-        now, ledger = time.process_time(), run.context.ledger
+        now, traffic = time.process_time(), run.context.traffic
         self.reports.append(report)
         self.cpu_time_s.append(now - self._cpu_before)
-        self.sent = {name: ledger.bytes(name) for name in run.context.groups if ledger.bytes(name)}
-        ledger.reset()
+        self.sent = {name: traffic.bytes(name) for name in run.context.groups if traffic.bytes(name)}
+        traffic.reset()
         self._cpu_before = now
 
 
 def summary(meter: Meter, run: Run) -> dict[str, Any]:
     """The meters of all ranks as one report; every rank must call it."""
-    ranks = gather_objects((meter.cpu_time_s, meter.sent), run.context.control)
+    ranks = all_gather_object((meter.cpu_time_s, meter.sent), run.context.control)
     groups = sorted({name for _, sent in ranks for name in sent})
     return {
         "step_time_s": [report.step_time_s for report in meter.reports],

@@ -13,9 +13,9 @@ from nanotrain.config.config import Activation, ModelConfig, Normalization, Posi
 from nanotrain.config.count import num_parameters
 from nanotrain.config.derive import padded_vocab_size
 from nanotrain.data.batch import Batch
+from nanotrain.inference.generate import Sampling, generate
 from nanotrain.model.build import build_stage, collect_specs
 from nanotrain.model.flops import flops_per_token
-from nanotrain.model.generate import Sampling, generate
 from nanotrain.model.init import initialize
 from nanotrain.topology.params import LocalParam
 from nanotrain.topology.stages import split_layers

@@ -12,7 +12,7 @@ import os
 import torch
 from torch import nn
 
-from nanotrain.comm.collectives import gather_objects
+from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import ParallelConfig, ShardingStrategy
 from nanotrain.parallel.dp.bucket import ReduceGroups
@@ -64,7 +64,7 @@ def train(context: ParallelContext) -> None:
         parallel.start_param_gather()
         if context.rank == 0 and step % 50 == 49:
             print(f"step {step + 1:3}  loss {loss.item():.4f}")
-    sums = gather_objects([param.double().sum().item() for param in model.parameters()], context.control)
+    sums = all_gather_object([param.double().sum().item() for param in model.parameters()], context.control)
     held = sum(bucket.grad_shard.numel() for bucket in parallel.buckets)
     if context.rank == 0:
         print(f"{shard.size} ranks, each keeps gradients for {held:,} of {parallel.layout.numel:,} elements")

@@ -55,7 +55,7 @@ def train(argv: Sequence[str]) -> int:
 
 def prepare(argv: Sequence[str]) -> int:
     """Turn text into token files (.bin/.idx) for --data-path."""
-    from nanotrain.data.prepare import add_arguments, run
+    from nanotrain.prepare.command import add_arguments, run
 
     words = Words("prepare", prepare)
     add_arguments(words)
@@ -73,7 +73,7 @@ def parity(argv: Sequence[str]) -> int:
     words.add_argument("--json", action="store_true", help="the findings as JSON")
     asked, rest = words.parse_known_args(argv)
     loaded = load(rest)
-    from nanotrain.train.parity import check_parity
+    from nanotrain.parity.check import check_parity
 
     found = check_parity(loaded, asked.world_size, num_steps=asked.steps, tolerance=asked.tolerance)
     print(found.to_json() if asked.json else found.text())
@@ -159,7 +159,7 @@ def export_hf(argv: Sequence[str]) -> int:
     words.add_argument("--family", help="a model_type, as llama or mixtral; unset: the first that can hold the model")
     words.add_argument("--tokenizer", type=Path, help="a tokenizer.json or a folder, copied beside the weights")
     asked = words.parse_args(argv)
-    from nanotrain.train.from_checkpoint import export_checkpoint
+    from nanotrain.inference.checkpoint import export_checkpoint
 
     print(export_checkpoint(**vars(asked)))
     return 0
@@ -176,8 +176,8 @@ def generate(argv: Sequence[str]) -> int:
     words.add_argument("--seed", type=int, default=0, help="the same seed writes the same text (default: 0)")
     words.add_argument("--tokenizer", help="Hugging Face name or folder, tokenizer.json; unset: the run's")
     asked = words.parse_args(argv)
-    from nanotrain.model.generate import Sampling
-    from nanotrain.train.from_checkpoint import continue_text
+    from nanotrain.inference.checkpoint import continue_text
+    from nanotrain.inference.generate import Sampling
 
     sampling = Sampling(temperature=asked.temperature, top_k=asked.top_k, seed=asked.seed)
     text = continue_text(

@@ -13,6 +13,7 @@ User mistakes raise these at load time, on every rank alike. `assert` is for our
 """
 
 import sys
+from collections.abc import Callable
 
 EXIT_CODE = 2
 
@@ -30,10 +31,19 @@ class NanotrainError(Exception):
         self.what, self.why, self.fix = what, why, fix
         super().__init__(what, why, fix)
 
+    def __reduce__(self) -> tuple[Callable[..., "NanotrainError"], tuple[object, ...]]:
+        """Pickle the kind and the three texts: what processes and ranks send each other."""
+        return _rebuild, (type(self), (self.what, self.why, self.fix))
+
     def __str__(self) -> str:
         reason = f": {self.why}" if self.why else ""
         cure = f"; {self.fix}" if self.fix else ""
         return f"{self.what}{reason}{cure}"
+
+
+def _rebuild(kind: type[NanotrainError], texts: tuple[str, str, str]) -> NanotrainError:
+    what, why, fix = texts
+    return kind(what, why=why, fix=fix)
 
 
 class ConfigError(NanotrainError):

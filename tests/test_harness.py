@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from nanotrain.comm.collectives import all_reduce_numbers, barrier
+from nanotrain.comm.collectives import all_reduce_scalars, barrier
 from tests.harness import ranks, run_ranks
 
 
@@ -13,7 +13,7 @@ from tests.harness import ranks, run_ranks
 def test_each_rank_gets_a_live_context(ctx):
     assert ctx.topology.world_size == 4
     assert ctx.group("tp").size == ctx.group("dp_shard").size == 2
-    assert all_reduce_numbers([1.0], ctx.group("world")) == [4.0]
+    assert all_reduce_scalars([1.0], ctx.group("world")) == [4.0]
 
 
 @ranks(2)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
-from nanotrain.comm.collectives import gather_objects
+from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.group import Group
 from nanotrain.errors import CheckpointError, EnvironmentFault, NanotrainError
 
@@ -51,7 +51,7 @@ def together(group: Group, work: Callable[[], Answer]) -> list[Answer]:
         outcome = _Outcome(work())
     except Exception as caught:  # an error of any kind must reach the others before it is raised here
         error, outcome = caught, _Outcome(None, _describe(caught))
-    outcomes: list[_Outcome[Answer]] = gather_objects(outcome, group)
+    outcomes: list[_Outcome[Answer]] = all_gather_object(outcome, group)
     failures = {rank: told.failure for rank, told in enumerate(outcomes) if told.failure is not None}
     if failures:
         if error is not None and not isinstance(error, NanotrainError | OSError | AssertionError):

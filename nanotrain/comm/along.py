@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from nanotrain.comm.collectives import DONE, Pending, start_all_gather, start_all_reduce, start_reduce_scatter
+from nanotrain.comm.collectives import DONE, Work, start_all_gather_into, start_reduce_scatter_into
+from nanotrain.comm.collectives import start_all_reduce as start_all_reduce_in_place
 from nanotrain.comm.group import Group
 
 
@@ -26,7 +27,7 @@ class Coming:
         take: makes the tensor once the collective is through.
     """
 
-    def __init__(self, pending: Pending, take: Callable[[], Tensor]) -> None:
+    def __init__(self, pending: Work, take: Callable[[], Tensor]) -> None:
         self._pending, self._take = pending, take
 
     def wait(self) -> Tensor:
@@ -35,7 +36,7 @@ class Coming:
         return self._take()
 
 
-def start_gather(tensor: Tensor, group: Group, *, dim: int) -> Coming:
+def start_all_gather(tensor: Tensor, group: Group, *, dim: int) -> Coming:
     """Begin to put every member's tensor one after another along `dim`, in the order of the group.
 
     Args:
@@ -46,11 +47,11 @@ def start_gather(tensor: Tensor, group: Group, *, dim: int) -> Coming:
     if group.size == 1:
         return Coming(DONE, lambda: tensor)
     parts = tensor.new_empty((group.size, *tensor.shape))
-    pending = start_all_gather(parts, tensor.contiguous(), group=group)
+    pending = start_all_gather_into(parts, tensor.contiguous(), group=group)
     return Coming(pending, lambda: parts.movedim(0, dim).flatten(dim, dim + 1))
 
 
-def start_scatter(tensor: Tensor, group: Group, *, dim: int) -> Coming:
+def start_reduce_scatter(tensor: Tensor, group: Group, *, dim: int) -> Coming:
     """Begin to sum over the group and to keep the own one of `size` equal slices along `dim`.
 
     Args:
@@ -63,12 +64,12 @@ def start_scatter(tensor: Tensor, group: Group, *, dim: int) -> Coming:
     _check_divides(tensor, group, dim=dim)
     slices = tensor.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
     own = slices.new_empty(slices.shape[1:])
-    return Coming(start_reduce_scatter(own, slices, group=group), lambda: own)
+    return Coming(start_reduce_scatter_into(own, slices, group=group), lambda: own)
 
 
-def start_sum(tensor: Tensor, group: Group) -> Coming:
+def start_all_reduce(tensor: Tensor, group: Group) -> Coming:
     """Begin to sum a contiguous tensor over the group, in place."""
-    return Coming(start_all_reduce(tensor, group), lambda: tensor)
+    return Coming(start_all_reduce_in_place(tensor, group), lambda: tensor)
 
 
 def own_slice(tensor: Tensor, group: Group, *, dim: int) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanotrain.comm.along import own_slice, start_gather, start_scatter, start_sum
+from nanotrain.comm.along import own_slice, start_all_gather, start_all_reduce, start_reduce_scatter
 from nanotrain.comm.group import Group
 
 Step = Callable[[Tensor], Tensor]
@@ -86,15 +86,15 @@ def _same(tensor: Tensor) -> Tensor:
 
 def _sum(tensor: Tensor, group: Group) -> Tensor:
     # A copy: the activation or gradient may be in use elsewhere in the graph.
-    return start_sum(tensor.clone(memory_format=torch.contiguous_format), group).wait()
+    return start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), group).wait()
 
 
 def _gather(tensor: Tensor, group: Group, *, dim: int) -> Tensor:
-    return start_gather(tensor, group, dim=dim).wait()
+    return start_all_gather(tensor, group, dim=dim).wait()
 
 
 def _scatter(tensor: Tensor, group: Group, *, dim: int) -> Tensor:
-    return start_scatter(tensor, group, dim=dim).wait()
+    return start_reduce_scatter(tensor, group, dim=dim).wait()
 
 
 def _split(tensor: Tensor, group: Group, *, dim: int) -> Tensor:

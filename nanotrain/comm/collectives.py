@@ -5,8 +5,8 @@
     start_reduce_scatter        native on NCCL, gloo.py on gloo
     start_all_gather            likewise; the own slice of the output may be the input
     all_reduce ... broadcast    the same, finished on return
-    all_reduce_numbers          several host numbers in one collective
-    gather_objects, barrier     control traffic
+    all_reduce_scalars          several host numbers in one collective
+    all_gather_object, barrier     control traffic
 
 A group of one answers with its input and touches no process group. Bytes sent are booked in the group's ledger.
 """
@@ -21,22 +21,22 @@ from torch import Tensor
 from nanotrain.comm import gloo
 from nanotrain.comm.device import home_of
 from nanotrain.comm.group import Group
-from nanotrain.comm.pending import DONE, Pending, watch
 from nanotrain.comm.traffic import reduced_bytes
+from nanotrain.comm.work import DONE, Work, watch
 
 __all__ = [
     "DONE",
-    "Pending",
-    "all_gather",
+    "Work",
+    "all_gather_into",
+    "all_gather_object",
     "all_reduce",
-    "all_reduce_numbers",
+    "all_reduce_scalars",
     "barrier",
     "broadcast",
-    "gather_objects",
-    "reduce_scatter",
-    "start_all_gather",
+    "reduce_scatter_into",
+    "start_all_gather_into",
     "start_all_reduce",
-    "start_reduce_scatter",
+    "start_reduce_scatter_into",
 ]
 
 # torch 2.13 renamed both and warns on the old names; 2.10 knows only the old ones.
@@ -46,7 +46,7 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-def start_all_reduce(tensor: Tensor, group: Group, *, op: str = "sum") -> Pending:
+def start_all_reduce(tensor: Tensor, group: Group, *, op: str = "sum") -> Work:
     """Begin to combine `tensor` elementwise over the group, in place.
 
     Args:
@@ -59,13 +59,13 @@ def start_all_reduce(tensor: Tensor, group: Group, *, op: str = "sum") -> Pendin
     """
     if group.size == 1:
         return DONE
-    group.ledger.record(group.name, "all_reduce", num_bytes=2 * reduced_bytes(tensor.nbytes, group.size))
+    group.traffic.record(group.name, "all_reduce", num_bytes=2 * reduced_bytes(tensor.nbytes, group.size))
     with watch("all_reduce", group):
         work = dist.all_reduce(tensor, op=_OPS[op], group=group.process_group, async_op=True)
-    return Pending("all_reduce", group, works=[work])
+    return Work("all_reduce", group, works=[work])
 
 
-def start_reduce_scatter(output: Tensor, tensor: Tensor, *, group: Group) -> Pending:
+def start_reduce_scatter_into(output: Tensor, tensor: Tensor, *, group: Group) -> Work:
     """Begin to sum `tensor` over the group; member i receives the i-th of `size` equal slices.
 
     Args:
@@ -80,15 +80,15 @@ def start_reduce_scatter(output: Tensor, tensor: Tensor, *, group: Group) -> Pen
     if group.size == 1:
         _answer(output, tensor)
         return DONE
-    group.ledger.record(group.name, "reduce_scatter", num_bytes=reduced_bytes(tensor.nbytes, group.size))
+    group.traffic.record(group.name, "reduce_scatter", num_bytes=reduced_bytes(tensor.nbytes, group.size))
     with watch("reduce_scatter", group):
         if dist.get_backend(group.process_group) == "gloo":
-            return gloo.start_reduce_scatter(output, tensor, group=group)
+            return gloo.start_reduce_scatter_into(output, tensor, group=group)
         work = _reduce_scatter_flat(output, tensor, group=group.process_group, async_op=True)
-    return Pending("reduce_scatter", group, works=[work])
+    return Work("reduce_scatter", group, works=[work])
 
 
-def start_all_gather(output: Tensor, tensor: Tensor, *, group: Group) -> Pending:
+def start_all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> Work:
     """Begin to collect every member's `tensor` in `output`, in the order of the group.
 
     Args:
@@ -103,12 +103,12 @@ def start_all_gather(output: Tensor, tensor: Tensor, *, group: Group) -> Pending
     if group.size == 1:
         _answer(output, tensor)
         return DONE
-    group.ledger.record(group.name, "all_gather", num_bytes=reduced_bytes(output.nbytes, group.size))
+    group.traffic.record(group.name, "all_gather", num_bytes=reduced_bytes(output.nbytes, group.size))
     with watch("all_gather", group):
         if dist.get_backend(group.process_group) == "gloo":
-            return gloo.start_all_gather(output, tensor, group=group)
+            return gloo.start_all_gather_into(output, tensor, group=group)
         work = _all_gather_flat(output, tensor, group=group.process_group, async_op=True)
-    return Pending("all_gather", group, works=[work])
+    return Work("all_gather", group, works=[work])
 
 
 def all_reduce(tensor: Tensor, group: Group, *, op: str = "sum") -> None:
@@ -116,27 +116,27 @@ def all_reduce(tensor: Tensor, group: Group, *, op: str = "sum") -> None:
     start_all_reduce(tensor, group, op=op).wait()
 
 
-def reduce_scatter(output: Tensor, tensor: Tensor, *, group: Group) -> None:
+def reduce_scatter_into(output: Tensor, tensor: Tensor, *, group: Group) -> None:
     """`start_reduce_scatter`, finished on return."""
-    start_reduce_scatter(output, tensor, group=group).wait()
+    start_reduce_scatter_into(output, tensor, group=group).wait()
 
 
-def all_gather(output: Tensor, tensor: Tensor, *, group: Group) -> None:
+def all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> None:
     """`start_all_gather`, finished on return."""
-    start_all_gather(output, tensor, group=group).wait()
+    start_all_gather_into(output, tensor, group=group).wait()
 
 
 def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> None:
     """Overwrite `tensor` with that of the group's member number `source` (an index, not a global rank)."""
     if group.size == 1:
         return
-    group.ledger.record(group.name, "broadcast", num_bytes=reduced_bytes(tensor.nbytes, group.size))
+    group.traffic.record(group.name, "broadcast", num_bytes=reduced_bytes(tensor.nbytes, group.size))
     with watch("broadcast", group):
         work = dist.broadcast(tensor, src=group.ranks[source], group=group.process_group, async_op=True)
-    Pending("broadcast", group, works=[work]).wait()
+    Work("broadcast", group, works=[work]).wait()
 
 
-def all_reduce_numbers(values: Sequence[float], group: Group, *, op: str = "sum") -> list[float]:
+def all_reduce_scalars(values: Sequence[float], group: Group, *, op: str = "sum") -> list[float]:
     """Combine host numbers over the group, all of them in one float64 collective (booked as "numbers").
 
     One element costs as much as a thousand (0.3 to 1.5 ms on gloo), so callers bring all they have at once.
@@ -144,19 +144,19 @@ def all_reduce_numbers(values: Sequence[float], group: Group, *, op: str = "sum"
     if group.size == 1:
         return [float(value) for value in values]
     packed = torch.tensor(values, dtype=torch.float64, device=home_of(group.process_group))
-    group.ledger.record(group.name, "numbers", num_bytes=2 * reduced_bytes(packed.nbytes, group.size))
-    with watch("all_reduce_numbers", group):
+    group.traffic.record(group.name, "numbers", num_bytes=2 * reduced_bytes(packed.nbytes, group.size))
+    with watch("all_reduce_scalars", group):
         work = dist.all_reduce(packed, op=_OPS[op], group=group.process_group, async_op=True)
-    Pending("all_reduce_numbers", group, works=[work]).wait()
+    Work("all_reduce_scalars", group, works=[work]).wait()
     return packed.tolist()
 
 
-def gather_objects(obj: Any, group: Group) -> list[Any]:
+def all_gather_object(obj: Any, group: Group) -> list[Any]:
     """Every member's picklable object, in the order of the group."""
     if group.size == 1:
         return [obj]
     gathered: list[Any] = [None] * group.size
-    with watch("gather_objects", group):
+    with watch("all_gather_object", group):
         dist.all_gather_object(gathered, obj, group=group.process_group)
     return gathered
 
@@ -164,7 +164,7 @@ def gather_objects(obj: Any, group: Group) -> list[Any]:
 def barrier(group: Group) -> None:
     """Return once every member has come here; the host waits, on CUDA too."""
     # Not dist.barrier: on NCCL it picks a device by guesswork and does not stop the host.
-    all_reduce_numbers([0.0], group)
+    all_reduce_scalars([0.0], group)
 
 
 def _check_slices(full: Tensor, part: Tensor, *, size: int) -> None:

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanotrain.comm.group import Group
-from nanotrain.comm.pending import DONE, Pending, watch
+from nanotrain.comm.work import DONE, Work, watch
 
 
 def start_all_to_all(
     output: Tensor, tensor: Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int], group: Group
-) -> Pending:
+) -> Work:
     """Begin to send rows of `tensor` to their members and to receive theirs in `output`.
 
     Args:
@@ -45,7 +45,7 @@ def start_all_to_all(
         return DONE
     leaving = sum(send_counts) - send_counts[group.index]
     row_bytes = tensor[:1].numel() * tensor.itemsize if len(tensor) else 0
-    group.ledger.record(group.name, "all_to_all", num_bytes=leaving * row_bytes)
+    group.traffic.record(group.name, "all_to_all", num_bytes=leaving * row_bytes)
     with watch("all_to_all", group):
         work = dist.all_to_all_single(
             output,
@@ -55,7 +55,7 @@ def start_all_to_all(
             group=group.process_group,
             async_op=True,
         )
-    return Pending("all_to_all", group, works=[work], keep=(output, tensor))
+    return Work("all_to_all", group, works=[work], keep=(output, tensor))
 
 
 def exchange(x: Tensor, group: Group, *, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:

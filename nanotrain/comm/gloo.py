@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanotrain.comm.group import Group
-from nanotrain.comm.pending import Pending
+from nanotrain.comm.work import Work
 
 # Elements sent at a time. Measured from 64 Ki to the whole slice on 1 to 128 MiB: the sum of a chunk hides behind the
 # transfer of the next, and the cost of a message (20 us) does not show.
@@ -28,7 +28,7 @@ _CHUNK = 1 << 20
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-def start_reduce_scatter(output: Tensor, tensor: Tensor, *, group: Group) -> Pending:
+def start_reduce_scatter_into(output: Tensor, tensor: Tensor, *, group: Group) -> Work:
     """Begin to send every slice of `tensor` [n] to its owner; `wait` sums the own one into `output` [n / size]."""
     slices, scratch = tensor.view(group.size, -1), group.scratch.take(tensor.numel() - output.numel(), output.dtype)
     received = list(scratch.view(group.size - 1, -1))
@@ -44,10 +44,10 @@ def start_reduce_scatter(output: Tensor, tensor: Tensor, *, group: Group) -> Pen
         exchange.finish()
         group.scratch.give(scratch)
 
-    return Pending("reduce_scatter", group, finish=finish, keep=(tensor,))
+    return Work("reduce_scatter", group, finish=finish, keep=(tensor,))
 
 
-def start_all_gather(output: Tensor, tensor: Tensor, *, group: Group) -> Pending:
+def start_all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> Work:
     """Begin to send `tensor` [n / size] to every member and to receive theirs in `output` [n]."""
     slices, own = output.view(group.size, -1), tensor.view(-1)
     works = []
@@ -56,7 +56,7 @@ def start_all_gather(output: Tensor, tensor: Tensor, *, group: Group) -> Pending
         works.append(_send(own, partner.target, group=group))
     if slices[group.index].data_ptr() != own.data_ptr():
         slices[group.index].copy_(own)
-    return Pending("all_gather", group, works=works, keep=(output, tensor))
+    return Work("all_gather", group, works=works, keep=(output, tensor))
 
 
 @dataclass(frozen=True)

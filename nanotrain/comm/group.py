@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from nanotrain.comm.scratch import Scratch
-from nanotrain.comm.traffic import Ledger
+from nanotrain.comm.traffic import TrafficCounter
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Group:
     ranks: tuple[int, ...]
     index: int
     process_group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    ledger: Ledger = field(default_factory=Ledger, compare=False, repr=False)
+    traffic: TrafficCounter = field(default_factory=TrafficCounter, compare=False, repr=False)
     scratch: Scratch = field(default_factory=Scratch, compare=False, repr=False)
     place: str = field(default="", compare=False, repr=False)
 
@@ -39,10 +39,10 @@ class Group:
         assert self.process_group is not None or self.size == 1, "without a process group its collectives would not run"
 
     @classmethod
-    def alone(cls, name: str, rank: int = 0) -> "Group":
+    def single_rank(cls, name: str, rank: int = 0) -> "Group":
         """The group of one rank, with a ledger of its own.
 
-        >>> Group.alone("tp", rank=3).next
+        >>> Group.single_rank("tp", rank=3).next
         3
         """
         return cls(name=name, ranks=(rank,), index=0)

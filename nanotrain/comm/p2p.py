@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanotrain.comm.group import Group
-from nanotrain.comm.pending import DONE, Pending, watch
+from nanotrain.comm.work import DONE, Work, watch
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class OnTheWay:
         received: wait on each before that message is read.
     """
 
-    sent: Pending
-    received: tuple[Pending, ...]
+    sent: Work
+    received: tuple[Work, ...]
 
 
 def start_messages(sends: Sequence[Message], receives: Sequence[Message], *, group: Group) -> OnTheWay:
@@ -58,7 +58,7 @@ def start_messages(sends: Sequence[Message], receives: Sequence[Message], *, gro
     if not sends and not receives:
         return OnTheWay(DONE, ())
     for message in sends:
-        group.ledger.record(group.name, "p2p", num_bytes=message.tensor.nbytes)
+        group.traffic.record(group.name, "p2p", num_bytes=message.tensor.nbytes)
     batch = [_operation(dist.irecv, message, group=group) for message in receives]
     batch += [_operation(dist.isend, message, group=group) for message in sends]
     with watch("p2p", group):
@@ -66,8 +66,8 @@ def start_messages(sends: Sequence[Message], receives: Sequence[Message], *, gro
     if len(works) != len(batch):  # NCCL has one handle for all, gloo one for each
         works = works * len(batch)
 
-    def pending(messages: Sequence[Message], handles: Sequence[dist.Work]) -> Pending:
-        return Pending("p2p", group, works=handles, keep=[message.tensor for message in messages])
+    def pending(messages: Sequence[Message], handles: Sequence[dist.Work]) -> Work:
+        return Work("p2p", group, works=handles, keep=[message.tensor for message in messages])
 
     received = zip(receives, works, strict=False)
     return OnTheWay(

@@ -22,7 +22,7 @@ from nanotrain.comm.device import backend_of, home_of, pick_device
 from nanotrain.comm.fake import fake_world
 from nanotrain.comm.group import Group
 from nanotrain.comm.scratch import Scratch
-from nanotrain.comm.traffic import Ledger
+from nanotrain.comm.traffic import TrafficCounter
 from nanotrain.errors import EnvironmentFault
 from nanotrain.topology.topology import Topology
 
@@ -85,7 +85,7 @@ class ParallelContext:
         self.coords = topology.coords(rank)
         long_axes = [axis for axis in reversed(topology.dense.axes) if topology.size(axis) > 1]
         self.place = " ".join(f"{axis}{self.coords[axis]}" for axis in long_axes)
-        self.ledger, self._scratch = Ledger(), Scratch()
+        self.traffic, self._scratch = TrafficCounter(), Scratch()
         self.groups: dict[str, Group] = {}
         self.control = self._handle("control", (rank,))
 
@@ -168,7 +168,7 @@ class ParallelContext:
         dist.destroy_process_group()
 
     def _handle(self, name: str, ranks: tuple[int, ...], *, process_group: dist.ProcessGroup | None = None) -> Group:
-        return Group(name, ranks, ranks.index(self.rank), process_group, self.ledger, self._scratch, self.place)
+        return Group(name, ranks, ranks.index(self.rank), process_group, self.traffic, self._scratch, self.place)
 
 
 def _new_group(

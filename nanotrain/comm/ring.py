@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanotrain.comm.group import Group
-from nanotrain.comm.pending import DONE, Pending, watch
+from nanotrain.comm.work import DONE, Work, watch
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Rotating:
     """
 
     arriving: tuple[Tensor, ...]
-    pending: Pending
+    pending: Work
 
     def wait(self) -> tuple[Tensor, ...]:
         """What the member before has sent; what was sent from here may then be overwritten."""
@@ -49,10 +49,10 @@ def start_rotate(tensors: Sequence[Tensor], group: Group) -> Rotating:
         return Rotating(tuple(tensors), DONE)
     assert all(tensor.is_contiguous() for tensor in tensors), "elements are sent in memory order"
     arriving = tuple(torch.empty_like(tensor) for tensor in tensors)
-    group.ledger.record(group.name, "p2p", num_bytes=sum(tensor.nbytes for tensor in tensors))
+    group.traffic.record(group.name, "p2p", num_bytes=sum(tensor.nbytes for tensor in tensors))
     # One batch: on NCCL sends and receives of a pair must be launched together or both sides wait for the other.
     sends = [dist.P2POp(dist.isend, tensor, group.next, group=group.process_group) for tensor in tensors]
     receives = [dist.P2POp(dist.irecv, tensor, group.prev, group=group.process_group) for tensor in arriving]
     with watch("p2p", group):
         works = dist.batch_isend_irecv(sends + receives)
-    return Rotating(arriving, Pending("p2p", group, works=works, keep=(*tensors, *arriving)))
+    return Rotating(arriving, Work("p2p", group, works=works, keep=(*tensors, *arriving)))

@@ -15,7 +15,7 @@ class _Entry:
     num_bytes: int = 0
 
 
-class Ledger:
+class TrafficCounter:
     """Bytes and calls that this rank has sent since the last reset, per group and operation."""
 
     def __init__(self) -> None:
@@ -36,10 +36,10 @@ class Ledger:
     def bytes(self, group: str | None = None, op: str | None = None) -> int:
         """Bytes sent over `group` by `op`; None stands for any.
 
-        >>> ledger = Ledger()
-        >>> ledger.record("dp", "all_gather", num_bytes=96)
-        >>> ledger.record("tp", "all_reduce", num_bytes=64)
-        >>> ledger.bytes(), ledger.bytes("tp"), ledger.bytes(op="all_gather")
+        >>> traffic = TrafficCounter()
+        >>> traffic.record("dp", "all_gather", num_bytes=96)
+        >>> traffic.record("tp", "all_reduce", num_bytes=64)
+        >>> traffic.bytes(), traffic.bytes("tp"), traffic.bytes(op="all_gather")
         (160, 64, 96)
         """
         return sum(entry.num_bytes for entry in self._chosen(group, op))

@@ -5,40 +5,40 @@ from nanotrain.config.pattern import read_pattern
 from nanotrain.errors import ConfigError, TopologyError
 
 
-def head_dim(model: ModelConfig) -> int:
+def head_dim(model_config: ModelConfig) -> int:
     """Width of one query and key head; with multi-latent attention its two parts together.
 
     >>> head_dim(ModelConfig(hidden_size=256, num_attention_heads=4))
     64
     """
-    if model.multi_latent_attention:
-        return model.qk_head_dim + model.qk_pos_emb_head_dim
-    return model.kv_channels or model.hidden_size // model.num_attention_heads
+    if model_config.multi_latent_attention:
+        return model_config.qk_head_dim + model_config.qk_pos_emb_head_dim
+    return model_config.kv_channels or model_config.hidden_size // model_config.num_attention_heads
 
 
-def query_groups(model: ModelConfig) -> int:
+def query_groups(model_config: ModelConfig) -> int:
     """Key/value heads: one per query head where nothing else is said.
 
     >>> query_groups(ModelConfig(num_attention_heads=8, num_query_groups=2))
     2
     """
-    return model.num_query_groups or model.num_attention_heads
+    return model_config.num_query_groups or model_config.num_attention_heads
 
 
-def ffn_size(model: ModelConfig) -> int:
+def ffn_size(model_config: ModelConfig) -> int:
     """Width inside the MLP: 4x hidden, or with swiglu 8/3x hidden rounded up to a multiple of 64.
 
     >>> ffn_size(ModelConfig(hidden_size=256)), ffn_size(ModelConfig(hidden_size=256, activation=Activation.gelu))
     (704, 1024)
     """
-    if model.ffn_hidden_size is not None:
-        return model.ffn_hidden_size
-    if model.activation is not Activation.swiglu:
-        return 4 * model.hidden_size
-    return -(-8 * model.hidden_size // (3 * 64)) * 64
+    if model_config.ffn_hidden_size is not None:
+        return model_config.ffn_hidden_size
+    if model_config.activation is not Activation.swiglu:
+        return 4 * model_config.hidden_size
+    return -(-8 * model_config.hidden_size // (3 * 64)) * 64
 
 
-def padded_vocab_size(model: ModelConfig) -> int:
+def padded_vocab_size(model_config: ModelConfig) -> int:
     """Rows of the embedding: the vocabulary rounded up, so that every tensor-parallel size may divide it.
 
     Raises:
@@ -47,17 +47,17 @@ def padded_vocab_size(model: ModelConfig) -> int:
     >>> padded_vocab_size(ModelConfig(vocab_size=50257))
     50304
     """
-    if model.vocab_size is None:
+    if model_config.vocab_size is None:
         raise ConfigError(
             "the size of the vocabulary is not known yet",
             why="model.vocab_size is unset and no tokenizer was read",
             fix="set --vocab-size",
         )
-    multiple = model.make_vocab_size_divisible_by
-    return -(-model.vocab_size // multiple) * multiple
+    multiple = model_config.make_vocab_size_divisible_by
+    return -(-model_config.vocab_size // multiple) * multiple
 
 
-def moe_layers(model: ModelConfig) -> tuple[bool, ...]:
+def moe_layers(model_config: ModelConfig) -> tuple[bool, ...]:
     """Which layers have experts, one answer per layer.
 
     Raises:
@@ -68,27 +68,27 @@ def moe_layers(model: ModelConfig) -> tuple[bool, ...]:
     >>> moe_layers(ModelConfig(num_layers=4, num_experts=8, moe_layer_freq="[0]*1+[1]*3"))
     (False, True, True, True)
     """
-    if model.num_experts is None:
-        return (False,) * model.num_layers
-    pattern = read_pattern(model.moe_layer_freq)
+    if model_config.num_experts is None:
+        return (False,) * model_config.num_layers
+    pattern = read_pattern(model_config.moe_layer_freq)
     if isinstance(pattern, int):
-        return tuple(layer % pattern == 0 for layer in range(model.num_layers))
-    if len(pattern) != model.num_layers:
+        return tuple(layer % pattern == 0 for layer in range(model_config.num_layers))
+    if len(pattern) != model_config.num_layers:
         raise ConfigError(
-            f"moe_layer_freq {model.moe_layer_freq} speaks of {len(pattern)} layers",
-            why=f"num_layers is {model.num_layers}, and the pattern has one 0 or 1 for each",
-            fix=f"set --moe-layer-freq '[1]*{model.num_layers}' with as many zeros as layers shall be dense",
+            f"moe_layer_freq {model_config.moe_layer_freq} speaks of {len(pattern)} layers",
+            why=f"num_layers is {model_config.num_layers}, and the pattern has one 0 or 1 for each",
+            fix=f"set --moe-layer-freq '[1]*{model_config.num_layers}' with as many zeros as layers shall be dense",
         )
     return tuple(bool(entry) for entry in pattern)
 
 
-def moe_ffn_size(model: ModelConfig) -> int:
+def moe_ffn_size(model_config: ModelConfig) -> int:
     """Width inside one expert.
 
     >>> moe_ffn_size(ModelConfig(ffn_hidden_size=512)), moe_ffn_size(ModelConfig(moe_ffn_hidden_size=96))
     (512, 96)
     """
-    return model.moe_ffn_hidden_size or ffn_size(model)
+    return model_config.moe_ffn_hidden_size or ffn_size(model_config)
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:

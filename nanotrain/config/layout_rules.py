@@ -23,21 +23,21 @@ def check_layout(config: Config) -> None:
 
 def check_tensor(config: Config) -> None:
     """Tensor-parallel ranks share heads and the MLP evenly; key/value heads are shared or repeated evenly."""
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
-    if model.num_attention_heads % tp:
-        raise uneven("num_attention_heads", model.num_attention_heads, tp=tp)
-    groups = query_groups(model)
-    if not model.multi_latent_attention and groups % tp and tp % groups:
+    model_config, tp = config.model, config.parallel.tensor_model_parallel_size
+    if model_config.num_attention_heads % tp:
+        raise uneven("num_attention_heads", model_config.num_attention_heads, tp=tp)
+    groups = query_groups(model_config)
+    if not model_config.multi_latent_attention and groups % tp and tp % groups:
         raise ConfigError(
             f"{groups} key/value heads (num_query_groups) cannot be shared by tp={tp} ranks",
             why="a rank holds several whole heads, or several ranks hold the same one",
             fix=f"set --num-query-groups or --tensor-model-parallel-size so that one divides the other, "
             f"as --num-query-groups {tp}",
         )
-    layers = moe_layers(model)
-    if not all(layers) and ffn_size(model) % tp:
-        raise uneven("ffn_hidden_size", ffn_size(model), tp=tp)
-    shared = model.moe_shared_expert_intermediate_size
+    layers = moe_layers(model_config)
+    if not all(layers) and ffn_size(model_config) % tp:
+        raise uneven("ffn_hidden_size", ffn_size(model_config), tp=tp)
+    shared = model_config.moe_shared_expert_intermediate_size
     if shared is not None and any(layers) and shared % tp:
         raise uneven("moe_shared_expert_intermediate_size", shared, tp=tp)
 
@@ -53,9 +53,9 @@ def uneven(name: str, size: int, *, tp: int) -> ConfigError:
 
 def check_vocabulary(config: Config) -> None:
     """Tensor-parallel ranks share the rows of the padded vocabulary; one that is not known yet fits by its padding."""
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
-    multiple = model.make_vocab_size_divisible_by
-    rows = multiple if model.vocab_size is None else padded_vocab_size(model)
+    model_config, tp = config.model, config.parallel.tensor_model_parallel_size
+    multiple = model_config.make_vocab_size_divisible_by
+    rows = multiple if model_config.vocab_size is None else padded_vocab_size(model_config)
     if rows % tp:
         raise ConfigError(
             f"a vocabulary padded to a multiple of {multiple} cannot be shared by tp={tp} ranks",
@@ -144,9 +144,9 @@ def check_uneven_stages(parallel: ParallelConfig, num_layers: int) -> None:
 
 def check_experts(config: Config) -> None:
     """Expert-parallel ranks share the experts, expert-tensor-parallel ranks the width of each."""
-    model, parallel = config.model, config.parallel
+    model_config, parallel = config.model, config.parallel
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
-    if model.num_experts is None:
+    if model_config.num_experts is None:
         for name, size in (("expert_model_parallel_size", ep), ("expert_tensor_parallel_size", etp or 1)):
             if size > 1:
                 raise ConfigError(
@@ -155,13 +155,13 @@ def check_experts(config: Config) -> None:
                     fix=f"set --num-experts or leave --{name.replace('_', '-')} out",
                 )
         return
-    if model.num_experts % ep:
+    if model_config.num_experts % ep:
         raise ConfigError(
-            f"{model.num_experts} experts cannot be shared by ep={ep} ranks",
+            f"{model_config.num_experts} experts cannot be shared by ep={ep} ranks",
             why="expert_model_parallel_size must divide num_experts",
-            fix=f"set --num-experts {-(-model.num_experts // ep) * ep} or another --expert-model-parallel-size",
+            fix=f"set --num-experts {-(-model_config.num_experts // ep) * ep} or another --expert-model-parallel-size",
         )
-    width, etp = moe_ffn_size(model), etp or parallel.tensor_model_parallel_size
+    width, etp = moe_ffn_size(model_config), etp or parallel.tensor_model_parallel_size
     if width % etp:
         unset = "" if parallel.expert_tensor_parallel_size else " (unset: as tensor_model_parallel_size)"
         raise ConfigError(

@@ -31,10 +31,10 @@ class Sample:
     labels: np.ndarray
     loss_mask: np.ndarray
     position_ids: np.ndarray | None = None
-    document_ids: np.ndarray | None = None
+    segment_ids: np.ndarray | None = None
 
 
-class Samples(Protocol):
+class SampleDataset(Protocol):
     """An endless sequence of samples, each a pure function of its number.
 
     Numbers go on after an epoch: number n is sample n % samples_per_epoch of epoch n // samples_per_epoch.
@@ -69,7 +69,7 @@ class Batch:
     labels: Tensor
     loss_mask: Tensor
     position_ids: Tensor | None = None
-    document_ids: Tensor | None = None
+    segment_ids: Tensor | None = None
     places: Tensor | None = None
     aux_scale: float = 0.0
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from nanotrain.data.batch import Sample, Samples
+from nanotrain.data.batch import Sample, SampleDataset
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def draw(tree: "_Node | int", number: int) -> Draw:
     return Draw(tree, number)
 
 
-class BlendedSamples:
+class BlendedDataset:
     """Samples of several corpora in fixed proportions; each corpus keeps epochs and an order of its own.
 
     Args:
@@ -79,7 +79,7 @@ class BlendedSamples:
         weights: their shares, above 0.
     """
 
-    def __init__(self, parts: Sequence[Samples], weights: Sequence[Fraction]) -> None:
+    def __init__(self, parts: Sequence[SampleDataset], weights: Sequence[Fraction]) -> None:
         assert len(parts) == len(weights) > 0, "every corpus needs a weight"
         self.parts = tuple(parts)
         self._tree = plan_blend(weights)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from nanotrain.config.config import DataConfig
-from nanotrain.data.batch import Samples
-from nanotrain.data.blend import BlendedSamples
-from nanotrain.data.gpt import GPTSamples, WindowOptions
+from nanotrain.data.batch import SampleDataset
+from nanotrain.data.blend import BlendedDataset
+from nanotrain.data.gpt import GPTDataset, WindowOptions
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.sources import Source, parse_data_path, tokenizer_beside
 from nanotrain.data.split import DocumentRange, split_documents
-from nanotrain.data.synthetic import SyntheticSamples
+from nanotrain.data.synthetic import SyntheticDataset
 from nanotrain.errors import DataError
 from nanotrain.log import get_logger
 
@@ -23,12 +23,12 @@ SPLITS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)
-class Datasets:
+class DatasetSplits:
     """Samples for training, validation and test; None where the split has none."""
 
-    train: Samples | None
-    valid: Samples | None
-    test: Samples | None
+    train: SampleDataset | None
+    valid: SampleDataset | None
+    test: SampleDataset | None
 
 
 def uses_quickstart(data: DataConfig) -> bool:
@@ -45,7 +45,7 @@ def tokenizer_of(data: DataConfig) -> str | None:
 
 def build_data(
     data: DataConfig, *, vocab_size: int, seed: int, required: Collection[str] = ("train", "valid")
-) -> Datasets:
+) -> DatasetSplits:
     """Open the corpora and cut them into samples.
 
     Args:
@@ -58,7 +58,7 @@ def build_data(
         DataError: a corpus that cannot be read, has ids outside the vocabulary (first sample), or too few tokens.
     """
     if data.mock_data:
-        return Datasets(*(SyntheticSamples(vocab_size, data.seq_length, seed + place) for place in range(3)))
+        return DatasetSplits(*(SyntheticDataset(vocab_size, data.seq_length, seed + place) for place in range(3)))
     options = WindowOptions(
         seq_length=data.seq_length,
         vocab_size=vocab_size,
@@ -72,7 +72,7 @@ def build_data(
     assert sources, "build_data was called before the quick-start corpus had a path"
     corpora = [IndexedTokens(source.prefix) for source in sources]
     ranges = [split_documents(corpus.num_documents, data.split) for corpus in corpora]
-    built: dict[str, Samples | None] = {}
+    built: dict[str, SampleDataset | None] = {}
     for place, name in enumerate(SPLITS):
         parts = [
             _windows(corpus, documents[place], options=options)
@@ -83,15 +83,15 @@ def build_data(
             for part in parts:
                 part[0]  # reads one window: most vocabulary mistakes show in it
         built[name] = _blend(parts, sources)
-    return Datasets(**built)
+    return DatasetSplits(**built)
 
 
-def _windows(corpus: IndexedTokens, documents: DocumentRange, *, options: WindowOptions) -> GPTSamples:
+def _windows(corpus: IndexedTokens, documents: DocumentRange, *, options: WindowOptions) -> GPTDataset:
     start, stop = corpus.document_start(documents.start), corpus.document_start(documents.stop)
-    return GPTSamples(corpus, start, stop, options)
+    return GPTDataset(corpus, start, stop, options)
 
 
-def _check_samples(name: str, parts: Sequence[GPTSamples], *, split: str) -> None:
+def _check_samples(name: str, parts: Sequence[GPTDataset], *, split: str) -> None:
     for part in parts:
         tokens, seq_length = part.stop - part.start, part.options.seq_length
         if part.samples_per_epoch == 0:
@@ -105,7 +105,7 @@ def _check_samples(name: str, parts: Sequence[GPTSamples], *, split: str) -> Non
             )
 
 
-def _blend(parts: Sequence[GPTSamples], sources: Sequence[Source]) -> Samples | None:
+def _blend(parts: Sequence[GPTDataset], sources: Sequence[Source]) -> SampleDataset | None:
     kept = [(part, source) for part, source in zip(parts, sources, strict=True) if part.samples_per_epoch]
     if not kept:
         return None
@@ -114,4 +114,4 @@ def _blend(parts: Sequence[GPTSamples], sources: Sequence[Source]) -> Samples | 
     weights = [
         source.weight if source.weight is not None else Fraction(part.samples_per_epoch) for part, source in kept
     ]
-    return BlendedSamples([part for part, _ in kept], weights)
+    return BlendedDataset([part for part, _ in kept], weights)

@@ -54,7 +54,7 @@ class WindowOptions:
 
 
 @dataclass(frozen=True)
-class GPTSamples:
+class GPTDataset:
     """The windows of tokens [start, stop) of a corpus.
 
     Args:
@@ -110,7 +110,7 @@ class GPTSamples:
             ids[1:],
             loss_mask=loss_mask,
             position_ids=positions if options.reset_position_ids else None,
-            document_ids=np.cumsum(steps, dtype=np.int32) if options.reset_attention_mask else None,
+            segment_ids=np.cumsum(steps, dtype=np.int32) if options.reset_attention_mask else None,
         )
 
     def _check_vocabulary(self, ids: np.ndarray, first: int) -> None:

@@ -22,8 +22,8 @@ from typing import Any
 import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset
 
-from nanotrain.data.batch import Batch, Samples, collate
-from nanotrain.data.sampler import MicrobatchSampler, ReadPlace
+from nanotrain.data.batch import Batch, SampleDataset, collate
+from nanotrain.data.sampler import MicrobatchSampler, SamplerConfig
 from nanotrain.data.worker import Failure, end_with_parent
 from nanotrain.errors import DataError, EnvironmentFault
 
@@ -33,7 +33,7 @@ _LEAST_PREFETCH, _MOST_PREFETCH = 2, 16
 
 
 class _Reader(Dataset[Any]):
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: SampleDataset) -> None:
         self.samples = samples
 
     def __getitems__(self, numbers: Sequence[int]) -> Batch | Failure:
@@ -43,7 +43,7 @@ class _Reader(Dataset[Any]):
             return Failure.of(error)
 
 
-class GlobalBatches:
+class GlobalBatchLoader:
     """This rank's microbatches, one global batch after the other, without end.
 
     Args:
@@ -56,9 +56,9 @@ class GlobalBatches:
 
     def __init__(
         self,
-        samples: Samples,
+        samples: SampleDataset,
         *,
-        place: ReadPlace,
+        place: SamplerConfig,
         consumed_samples: int = 0,
         num_workers: int = 0,
         pin_memory: bool = False,
@@ -99,7 +99,7 @@ class GlobalBatches:
         if shutdown is not None:
             shutdown()
 
-    def __enter__(self) -> "GlobalBatches":
+    def __enter__(self) -> "GlobalBatchLoader":
         return self
 
     def __exit__(self, *error: object) -> None:

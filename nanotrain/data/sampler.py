@@ -14,7 +14,7 @@ from nanotrain.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class ReadPlace:
+class SamplerConfig:
     """Where a rank stands among the readers, and how a global batch is cut.
 
     Args:
@@ -49,7 +49,7 @@ class ReadPlace:
         return self.global_batch_size // (self.micro_batch_size * self.dp_size)
 
 
-def microbatch_samples(place: ReadPlace, *, consumed_samples: int, microbatch: int) -> range:
+def microbatch_samples(place: SamplerConfig, *, consumed_samples: int, microbatch: int) -> range:
     """The numbers of the samples of one microbatch.
 
     Args:
@@ -57,7 +57,7 @@ def microbatch_samples(place: ReadPlace, *, consumed_samples: int, microbatch: i
         consumed_samples: samples all ranks have read before this global batch.
         microbatch: which microbatch of the global batch.
 
-    >>> microbatch_samples(ReadPlace(1, 2, 2, 12), consumed_samples=0, microbatch=1)
+    >>> microbatch_samples(SamplerConfig(1, 2, 2, 12), consumed_samples=0, microbatch=1)
     range(6, 8)
     """
     first = consumed_samples + (microbatch * place.dp_size + place.dp_rank) * place.micro_batch_size
@@ -68,7 +68,7 @@ def microbatch_samples(place: ReadPlace, *, consumed_samples: int, microbatch: i
 class MicrobatchSampler:
     """Every microbatch of a rank from `consumed_samples` on, without end, as lists of sample numbers."""
 
-    place: ReadPlace
+    place: SamplerConfig
     consumed_samples: int
 
     def __iter__(self) -> Iterator[list[int]]:

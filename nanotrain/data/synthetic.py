@@ -8,7 +8,7 @@ from nanotrain.data.batch import Sample
 
 
 @dataclass(frozen=True)
-class SyntheticSamples:
+class SyntheticDataset:
     """Uniformly random tokens.
 
     Args:

@@ -16,40 +16,42 @@ FREE_EXPERT_FIELDS = (
 )
 
 
-def free_fields(model: ModelConfig) -> tuple[str, ...]:
+def free_fields(model_config: ModelConfig) -> tuple[str, ...]:
     """Fields that say nothing about a model's weights."""
-    return FREE_FIELDS if model.num_experts is None else FREE_FIELDS + FREE_EXPERT_FIELDS
+    return FREE_FIELDS if model_config.num_experts is None else FREE_FIELDS + FREE_EXPERT_FIELDS
 
 
-def canonical(model: ModelConfig) -> ModelConfig:
+def canonical(model_config: ModelConfig) -> ModelConfig:
     """The same model with every derived size written out and every idle field at its default."""
-    layers = moe_layers(model)
-    model = replace(
-        model,
-        num_query_groups=query_groups(model),
-        kv_channels=head_dim(model),
-        add_qkv_bias=model.add_qkv_bias and not model.add_bias_linear,
-        moe_ffn_hidden_size=moe_ffn_size(model) if any(layers) else None,
-        ffn_hidden_size=None if all(layers) else ffn_size(model),
+    layers = moe_layers(model_config)
+    model_config = replace(
+        model_config,
+        num_query_groups=query_groups(model_config),
+        kv_channels=head_dim(model_config),
+        add_qkv_bias=model_config.add_qkv_bias and not model_config.add_bias_linear,
+        moe_ffn_hidden_size=moe_ffn_size(model_config) if any(layers) else None,
+        ffn_hidden_size=None if all(layers) else ffn_size(model_config),
         moe_layer_freq=write_pattern(layers) if any(layers) else "1",
     )
-    if model.position_embedding_type is not PositionEmbedding.rope:
-        model = replace(_without(model, "rotary_base"), use_rope_scaling=False)
-    if not model.use_rope_scaling:
-        model = _without(model, "rope_")
+    if model_config.position_embedding_type is not PositionEmbedding.rope:
+        model_config = replace(_without(model_config, "rotary_base"), use_rope_scaling=False)
+    if not model_config.use_rope_scaling:
+        model_config = _without(model_config, "rope_")
     if not any(layers):
-        model = _without(model, "moe_", "num_experts")
-    if not model.moe_router_enable_expert_bias:
-        model = _without(model, "moe_router_bias_update_rate")
-    if model.moe_router_score_function is RouterScore.sigmoid:
-        model = _without(model, "moe_router_pre_softmax")
-    if not model.multi_latent_attention:
-        model = _without(model, "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-    return model
+        model_config = _without(model_config, "moe_", "num_experts")
+    if not model_config.moe_router_enable_expert_bias:
+        model_config = _without(model_config, "moe_router_bias_update_rate")
+    if model_config.moe_router_score_function is RouterScore.sigmoid:
+        model_config = _without(model_config, "moe_router_pre_softmax")
+    if not model_config.multi_latent_attention:
+        model_config = _without(
+            model_config, "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"
+        )
+    return model_config
 
 
-def _without(model: ModelConfig, *prefixes: str) -> ModelConfig:
+def _without(model_config: ModelConfig, *prefixes: str) -> ModelConfig:
     """The model with the fields whose names begin so at their defaults."""
     default = ModelConfig()
     names = [field.name for field in fields(ModelConfig) if field.name.startswith(prefixes)]
-    return replace(model, **{name: getattr(default, name) for name in names})
+    return replace(model_config, **{name: getattr(default, name) for name in names})

@@ -37,7 +37,7 @@ TOKENIZER_FILES = (
 
 def export_weights(
     folder: Path,
-    model: ModelConfig,
+    model_config: ModelConfig,
     *,
     tensors: Iterable[tuple[str, Tensor]],
     dtype: str = "fp32",
@@ -48,7 +48,7 @@ def export_weights(
 
     Args:
         folder: created where it is not there; must hold no weights yet.
-        model: the model, its vocabulary size set.
+        model_config: the model, its vocabulary size set.
         tensors: (parameter name, whole tensor with padding) in any order, each parameter once. Read one by one,
             so the stream may be lazy: what is held at once is one file's worth.
         dtype: fp32, bf16 or fp16, of the weights written.
@@ -61,14 +61,14 @@ def export_weights(
     Raises:
         HuggingFaceError: no family can hold the model, the folder cannot be written or holds weights already.
     """
-    family = family_of(model, name=family)
+    family = family_of(model_config, name=family)
     _prepare(folder)
-    places = FAMILIES[family].places(model)
+    places = FAMILIES[family].places(model_config)
     shards = _Shards(folder)
     for name, tensor in _assemble(tensors, places, dtype=DTYPES[dtype]):
         shards.add(name, tensor)
     shards.finish()
-    config = config_to_hf(model, family=family, dtype=str(DTYPES[dtype]).removeprefix("torch."))
+    config = config_to_hf(model_config, family=family, dtype=str(DTYPES[dtype]).removeprefix("torch."))
     if tokenizer is not None:
         config |= _copy_tokenizer(tokenizer, folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -121,11 +121,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def family_of(model: ModelConfig, *, name: str | None = None) -> str:
+def family_of(model_config: ModelConfig, *, name: str | None = None) -> str:
     """The family a model is exported as.
 
     Args:
-        model: the model, its vocabulary size set.
+        model_config: the model, its vocabulary size set.
         name: the family asked for; None takes the first that can hold the model.
 
     Raises:
@@ -134,7 +134,7 @@ def family_of(model: ModelConfig, *, name: str | None = None) -> str:
     if name is not None and name not in FAMILIES:
         raise _unknown_family(name)
     names = FAMILIES if name is None else (name,)
-    lost = {candidate: _lost_fields(model, candidate) for candidate in names}
+    lost = {candidate: _lost_fields(model_config, candidate) for candidate in names}
     for candidate, missing in lost.items():
         if not missing:
             return candidate
@@ -146,11 +146,11 @@ def family_of(model: ModelConfig, *, name: str | None = None) -> str:
     )
 
 
-def config_to_hf(model: ModelConfig, *, family: str, dtype: str = "float32") -> dict[str, Any]:
+def config_to_hf(model_config: ModelConfig, *, family: str, dtype: str = "float32") -> dict[str, Any]:
     """The config.json of a model, as transformers 4 and 5 read it.
 
     Args:
-        model: a model that `family` can hold.
+        model_config: a model that `family` can hold.
         family: a key of FAMILIES.
         dtype: of the weights beside it, by torch's name.
     """
@@ -162,7 +162,7 @@ def config_to_hf(model: ModelConfig, *, family: str, dtype: str = "float32") -> 
         "torch_dtype": dtype,
         "use_cache": True,
     }
-    return shared | FAMILIES[family].write(model)
+    return shared | FAMILIES[family].write(model_config)
 
 
 def check_against(from_hf: ModelConfig, asked: ModelConfig, *, explicit: frozenset[str]) -> ModelConfig:
@@ -192,13 +192,13 @@ def check_against(from_hf: ModelConfig, asked: ModelConfig, *, explicit: frozens
     return replace(from_hf, **{name: getattr(asked, name) for name in free})
 
 
-def _lost_fields(model: ModelConfig, family: str) -> list[str]:
+def _lost_fields(model_config: ModelConfig, family: str) -> list[str]:
     try:
-        back = FAMILIES[family].read(FAMILIES[family].write(model))
+        back = FAMILIES[family].read(FAMILIES[family].write(model_config))
     except HuggingFaceError as error:
         return [error.what]
-    free = {name: getattr(back, name) for name in free_fields(model) if name != "init_method_std"}
-    ours, theirs = canonical(replace(model, **free)), canonical(back)
+    free = {name: getattr(back, name) for name in free_fields(model_config) if name != "init_method_std"}
+    ours, theirs = canonical(replace(model_config, **free)), canonical(back)
     return [f.name for f in fields(ModelConfig) if getattr(ours, f.name) != getattr(theirs, f.name)]
 
 

@@ -47,21 +47,21 @@ def read_gpt2(raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def write_gpt2(model: ModelConfig) -> dict[str, Any]:
+def write_gpt2(model_config: ModelConfig) -> dict[str, Any]:
     """The config.json of a GPT-2; what it cannot say is found by reading it back."""
     return {
-        "activation_function": "gelu" if model.activation is Activation.gelu else "gelu_new",
+        "activation_function": "gelu" if model_config.activation is Activation.gelu else "gelu_new",
         "attn_pdrop": 0.0,
         "embd_pdrop": 0.0,
-        "initializer_range": model.init_method_std,
-        "layer_norm_epsilon": model.norm_epsilon,
-        "n_ctx": model.max_position_embeddings,
-        "n_embd": model.hidden_size,
-        "n_head": model.num_attention_heads,
-        "n_inner": ffn_size(model),
-        "n_layer": model.num_layers,
-        "n_positions": model.max_position_embeddings,
+        "initializer_range": model_config.init_method_std,
+        "layer_norm_epsilon": model_config.norm_epsilon,
+        "n_ctx": model_config.max_position_embeddings,
+        "n_embd": model_config.hidden_size,
+        "n_head": model_config.num_attention_heads,
+        "n_inner": ffn_size(model_config),
+        "n_layer": model_config.num_layers,
+        "n_positions": model_config.max_position_embeddings,
         "resid_pdrop": 0.0,
-        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
-        "vocab_size": model.vocab_size,
+        "tie_word_embeddings": not model_config.untie_embeddings_and_output_weights,
+        "vocab_size": model_config.vocab_size,
     }

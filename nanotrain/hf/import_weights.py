@@ -20,12 +20,12 @@ from nanotrain.topology.boxes import Box, TensorBox
 SHOWN = 5
 
 
-def import_weights(folder: Path, model: ModelConfig, *, wanted: Mapping[TensorBox, Tensor]) -> None:
+def import_weights(folder: Path, model_config: ModelConfig, *, wanted: Mapping[TensorBox, Tensor]) -> None:
     """Fill tensors with their pieces of a Hugging Face checkpoint.
 
     Args:
         folder: the Hugging Face folder.
-        model: what `model_from_hf` said about it.
+        model_config: what `model_from_hf` said about it.
         wanted: pieces of parameters, under their own names, -> tensors of the pieces' shapes, any dtype or
             device; filled in place. Rows of the padded vocabulary become zero.
 
@@ -35,7 +35,7 @@ def import_weights(folder: Path, model: ModelConfig, *, wanted: Mapping[TensorBo
     raw = read_config(folder)
     family = FAMILIES[raw["model_type"]]
     files = WeightFiles(folder, prefix=family.prefix)
-    places = _places_in(files, family, model=model)
+    places = _places_in(files, family, model_config=model_config)
     _check(files, places, family=family, folder=folder)
     for piece, target in wanted.items():
         assert piece.name in places, f"{piece.name} is no parameter of this model: it would stay unfilled"
@@ -53,9 +53,9 @@ def _fill(target: Tensor, piece: TensorBox, *, place: Place, files: WeightFiles)
         target[part.box.within(piece.box).slices()].copy_(part.as_parameter(stored))
 
 
-def _places_in(files: WeightFiles, family: Family, *, model: ModelConfig) -> dict[str, Place]:
+def _places_in(files: WeightFiles, family: Family, *, model_config: ModelConfig) -> dict[str, Place]:
     """The layout of these files: the family's own, or the other one that more of them follow."""
-    layouts = [places(model) for places in (family.places, *family.other_places)]
+    layouts = [places(model_config) for places in (family.places, *family.other_places)]
     return max(layouts, key=lambda places: len(_tensors(places).keys() & files.shapes.keys()))
 
 

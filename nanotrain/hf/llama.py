@@ -40,20 +40,20 @@ def read_qwen3(raw: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(qk_layernorm=True, **shared)
 
 
-def write_llama(model: ModelConfig) -> dict[str, Any]:
+def write_llama(model_config: ModelConfig) -> dict[str, Any]:
     """The config.json of a Llama; what it cannot say is found by reading it back."""
-    bias = model.add_bias_linear
-    return write_shared(model) | {"attention_bias": bias, "mlp_bias": bias, "pretraining_tp": 1}
+    bias = model_config.add_bias_linear
+    return write_shared(model_config) | {"attention_bias": bias, "mlp_bias": bias, "pretraining_tp": 1}
 
 
-def write_qwen2(model: ModelConfig) -> dict[str, Any]:
+def write_qwen2(model_config: ModelConfig) -> dict[str, Any]:
     """The config.json of a Qwen2; see `write_llama`."""
-    return write_shared(model) | {"use_sliding_window": False}
+    return write_shared(model_config) | {"use_sliding_window": False}
 
 
-def write_qwen3(model: ModelConfig) -> dict[str, Any]:
+def write_qwen3(model_config: ModelConfig) -> dict[str, Any]:
     """The config.json of a Qwen3; see `write_llama`."""
-    return write_shared(model) | {"attention_bias": False, "use_sliding_window": False}
+    return write_shared(model_config) | {"attention_bias": False, "use_sliding_window": False}
 
 
 def read_shared(raw: Mapping[str, Any], *, default_positions: int) -> dict[str, Any]:
@@ -114,29 +114,29 @@ def check_full_attention(raw: Mapping[str, Any]) -> None:
         reject("use_sliding_window", True, instead="false")
 
 
-def write_shared(model: ModelConfig) -> dict[str, Any]:
+def write_shared(model_config: ModelConfig) -> dict[str, Any]:
     """Entries of config.json that every family of this layout has."""
     scaling = {
         "rope_type": "llama3",
-        "factor": model.rope_scaling_factor,
-        "low_freq_factor": model.rope_low_freq_factor,
-        "high_freq_factor": model.rope_high_freq_factor,
-        "original_max_position_embeddings": model.rope_original_max_positions,
+        "factor": model_config.rope_scaling_factor,
+        "low_freq_factor": model_config.rope_low_freq_factor,
+        "high_freq_factor": model_config.rope_high_freq_factor,
+        "original_max_position_embeddings": model_config.rope_original_max_positions,
     }
     return {
         "attention_dropout": 0.0,
-        "head_dim": head_dim(model),
+        "head_dim": head_dim(model_config),
         "hidden_act": "silu",
-        "hidden_size": model.hidden_size,
-        "initializer_range": model.init_method_std,
-        "intermediate_size": ffn_size(model),
-        "max_position_embeddings": model.max_position_embeddings,
-        "num_attention_heads": model.num_attention_heads,
-        "num_hidden_layers": model.num_layers,
-        "num_key_value_heads": query_groups(model),
-        "rms_norm_eps": model.norm_epsilon,
-        "rope_scaling": scaling if model.use_rope_scaling else None,
-        "rope_theta": model.rotary_base,
-        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
-        "vocab_size": model.vocab_size,
+        "hidden_size": model_config.hidden_size,
+        "initializer_range": model_config.init_method_std,
+        "intermediate_size": ffn_size(model_config),
+        "max_position_embeddings": model_config.max_position_embeddings,
+        "num_attention_heads": model_config.num_attention_heads,
+        "num_hidden_layers": model_config.num_layers,
+        "num_key_value_heads": query_groups(model_config),
+        "rms_norm_eps": model_config.norm_epsilon,
+        "rope_scaling": scaling if model_config.use_rope_scaling else None,
+        "rope_theta": model_config.rotary_base,
+        "tie_word_embeddings": not model_config.untie_embeddings_and_output_weights,
+        "vocab_size": model_config.vocab_size,
     }

@@ -55,7 +55,7 @@ def read_qwen3_moe(raw: Mapping[str, Any]) -> ModelConfig:
     check_full_attention(raw)
     if raw.get("attention_bias", False):
         reject("attention_bias", True, instead="false")
-    model = ModelConfig(
+    model_config = ModelConfig(
         qk_layernorm=True,
         num_experts=raw.get("num_experts", raw.get("num_local_experts", 128)),
         moe_ffn_hidden_size=raw.get("moe_intermediate_size", 768),
@@ -64,41 +64,41 @@ def read_qwen3_moe(raw: Mapping[str, Any]) -> ModelConfig:
         **read_shared({**QWEN3_MOE, **raw}, default_positions=32768),
     )
     dense, step = set(raw.get("mlp_only_layers") or ()), raw.get("decoder_sparse_step", 1)
-    layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(model.num_layers))
-    if not model.num_experts or not any(layers):
-        reject("num_experts", model.num_experts, instead="above 0, with experts in some layer,")
-    ffn = None if all(layers) else model.ffn_hidden_size  # the width of an MLP that no layer has
-    return replace(model, moe_layer_freq=write_pattern(layers), ffn_hidden_size=ffn)
+    layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(model_config.num_layers))
+    if not model_config.num_experts or not any(layers):
+        reject("num_experts", model_config.num_experts, instead="above 0, with experts in some layer,")
+    ffn = None if all(layers) else model_config.ffn_hidden_size  # the width of an MLP that no layer has
+    return replace(model_config, moe_layer_freq=write_pattern(layers), ffn_hidden_size=ffn)
 
 
-def write_mixtral(model: ModelConfig) -> dict[str, Any]:
+def write_mixtral(model_config: ModelConfig) -> dict[str, Any]:
     """The config.json of a Mixtral; what it cannot say is found by reading it back."""
     experts = {
-        "intermediate_size": moe_ffn_size(model),
-        "num_local_experts": model.num_experts or 0,
+        "intermediate_size": moe_ffn_size(model_config),
+        "num_local_experts": model_config.num_experts or 0,
         "router_jitter_noise": 0.0,
         "sliding_window": None,
     }
-    return write_shared(model) | _write_router(model) | experts
+    return write_shared(model_config) | _write_router(model_config) | experts
 
 
-def write_qwen3_moe(model: ModelConfig) -> dict[str, Any]:
+def write_qwen3_moe(model_config: ModelConfig) -> dict[str, Any]:
     """The config.json of a Qwen3-MoE; see `write_mixtral`."""
     experts = {
         "attention_bias": False,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [layer for layer, has_experts in enumerate(moe_layers(model)) if not has_experts],
-        "moe_intermediate_size": moe_ffn_size(model),
-        "norm_topk_prob": not model.moe_router_pre_softmax,
-        "num_experts": model.num_experts or 0,
+        "mlp_only_layers": [layer for layer, has_experts in enumerate(moe_layers(model_config)) if not has_experts],
+        "moe_intermediate_size": moe_ffn_size(model_config),
+        "norm_topk_prob": not model_config.moe_router_pre_softmax,
+        "num_experts": model_config.num_experts or 0,
         "use_sliding_window": False,
     }
-    return write_shared(model) | _write_router(model) | experts
+    return write_shared(model_config) | _write_router(model_config) | experts
 
 
-def _write_router(model: ModelConfig) -> dict[str, Any]:
+def _write_router(model_config: ModelConfig) -> dict[str, Any]:
     return {
-        "num_experts_per_tok": model.moe_router_topk,
+        "num_experts_per_tok": model_config.moe_router_topk,
         "output_router_logits": False,
-        "router_aux_loss_coef": model.moe_aux_loss_coeff,
+        "router_aux_loss_coef": model_config.moe_aux_loss_coeff,
     }

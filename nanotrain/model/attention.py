@@ -22,7 +22,7 @@ from nanotrain.model.rope import Rotation, rotate
 from nanotrain.model.router import MoEContext
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
 
-ALONE = ModelParallel.alone()
+ALONE = ModelParallel.single_rank()
 
 
 @dataclass(frozen=True)
@@ -44,35 +44,35 @@ class Attention(nn.Module):
     """Multi-head attention with grouped keys and values.
 
     Args:
-        model: the whole model's shape.
+        model_config: the whole model's shape.
         dtype: of the parameters and activations.
         parallel: the tp group shares the heads, the core's group the sequences.
     """
 
-    def __init__(self, model: ModelConfig, *, dtype: torch.dtype, parallel: ModelParallel = ALONE) -> None:
+    def __init__(self, model_config: ModelConfig, *, dtype: torch.dtype, parallel: ModelParallel = ALONE) -> None:
         super().__init__()
-        self.core = parallel.core
-        self.head_dim = head_dim(model)
+        self.core_attention = parallel.core_attention
+        self.head_dim = head_dim(model_config)
         self.query_norm: nn.Module | None = None
         self.key_norm: nn.Module | None = None
         column = partial(
             ColumnParallelLinear,
-            bias=model.add_bias_linear or model.add_qkv_bias,
+            bias=model_config.add_bias_linear or model_config.add_qkv_bias,
             dtype=dtype,
             tensor_parallel=parallel.tp,
         )
-        hidden, inner = model.hidden_size, model.num_attention_heads * self.head_dim
-        key_width, rows = query_groups(model) * self.head_dim, shared_rows(model, parallel.tp.group)
+        hidden, inner = model_config.hidden_size, model_config.num_attention_heads * self.head_dim
+        key_width, rows = query_groups(model_config) * self.head_dim, shared_rows(model_config, parallel.tp.group)
         self.query = column(hidden, inner)
         self.key = column(hidden, key_width, rows=rows)
         self.value = column(hidden, key_width, rows=rows)
-        if model.qk_layernorm:
+        if model_config.qk_layernorm:
             # Qwen3's are RMS norms; a LayerNorm per head is in no published family.
-            norm = partial(build_norm, epsilon=model.norm_epsilon, dtype=dtype, tensor_parallel=parallel.tp)
+            norm = partial(build_norm, epsilon=model_config.norm_epsilon, dtype=dtype, tensor_parallel=parallel.tp)
             self.query_norm = norm(Normalization.RMSNorm, self.head_dim)
             self.key_norm = norm(Normalization.RMSNorm, self.head_dim)
         self.output = RowParallelLinear(
-            inner, hidden, bias=model.add_bias_linear, dtype=dtype, tensor_parallel=parallel.tp
+            inner, hidden, bias=model_config.add_bias_linear, dtype=dtype, tensor_parallel=parallel.tp
         )
 
     def forward(self, hidden: Tensor, context: Context) -> Tensor:
@@ -83,20 +83,20 @@ class Attention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         if context.rotation is not None:
             query, key = rotate(query, context.rotation), rotate(key, context.rotation)
-        attended = self.core(query, key=key, value=value, mask=context.mask)
+        attended = self.core_attention(query, key=key, value=value, mask=context.mask)
         out: Tensor = self.output(attended.flatten(2))
         return out
 
 
-def shared_rows(model: ModelConfig, group: Group) -> slice | None:
+def shared_rows(model_config: ModelConfig, group: Group) -> slice | None:
     """The rows of the key and value weights that a rank computes where heads are fewer than tp ranks.
 
     Several ranks then need the same head: each holds all of these (small) weights and computes the one its query heads
     belong to. None where every rank has heads of its own and the weights are cut.
 
-    >>> shared_rows(ModelConfig(hidden_size=64, num_attention_heads=8, num_query_groups=2), Group.alone("tp"))
+    >>> shared_rows(ModelConfig(hidden_size=64, num_attention_heads=8, num_query_groups=2), Group.single_rank("tp"))
     """
-    groups, width = query_groups(model), head_dim(model)
+    groups, width = query_groups(model_config), head_dim(model_config)
     if groups % group.size == 0:
         return None
     head = group.index * groups // group.size

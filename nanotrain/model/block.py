@@ -19,24 +19,24 @@ class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
     Args:
-        model: the whole model's shape.
+        model_config: the whole model's shape.
         index: of the block in the whole model; decides whether it has experts.
         dtype: of the parameters and activations.
         parallel: what its layers talk over.
     """
 
-    def __init__(self, model: ModelConfig, index: int, *, dtype: torch.dtype, parallel: ModelParallel) -> None:
+    def __init__(self, model_config: ModelConfig, index: int, *, dtype: torch.dtype, parallel: ModelParallel) -> None:
         super().__init__()
-        norm = partial(build_norm, epsilon=model.norm_epsilon, dtype=dtype, tensor_parallel=parallel.tp)
-        self.attention_norm = norm(model.normalization, model.hidden_size)
-        attention = LatentAttention if model.multi_latent_attention else Attention
-        self.attention = attention(model, dtype=dtype, parallel=parallel)
-        self.mlp_norm = norm(model.normalization, model.hidden_size)
-        has_experts = moe_layers(model)[index]
+        norm = partial(build_norm, epsilon=model_config.norm_epsilon, dtype=dtype, tensor_parallel=parallel.tp)
+        self.attention_norm = norm(model_config.normalization, model_config.hidden_size)
+        attention = LatentAttention if model_config.multi_latent_attention else Attention
+        self.attention = attention(model_config, dtype=dtype, parallel=parallel)
+        self.mlp_norm = norm(model_config.normalization, model_config.hidden_size)
+        has_experts = moe_layers(model_config)[index]
         self.mlp = (
-            MoELayer(model, dtype=dtype, parallel=parallel)
+            MoELayer(model_config, dtype=dtype, parallel=parallel)
             if has_experts
-            else MLP(model, dtype=dtype, tensor_parallel=parallel.tp)
+            else MLP(model_config, dtype=dtype, tensor_parallel=parallel.tp)
         )
 
     def forward(self, hidden: Tensor, context: Context) -> Tensor:

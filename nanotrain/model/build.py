@@ -12,15 +12,15 @@ from nanotrain.config.config import ModelConfig
 from nanotrain.model.attention import shared_rows
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.stage import Stage
-from nanotrain.topology.params import Cut, ParamKind, ParamSpec
+from nanotrain.topology.params import ParamKind, ParamSpec, Shard
 from nanotrain.topology.stages import StageSpec
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-ALONE = ModelParallel.alone()
+ALONE = ModelParallel.single_rank()
 
-ROWS = (Cut(0, "tp"),)
-COLUMNS = (Cut(1, "tp"),)
+ROWS = (Shard(0, "tp"),)
+COLUMNS = (Shard(1, "tp"),)
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Role:
     """
 
     kind: ParamKind
-    cuts: tuple[Cut, ...] = ()
+    shards: tuple[Shard, ...] = ()
     sums_over_tp: bool = False
     meets_sequence_shards: bool = False
 
@@ -79,22 +79,24 @@ PARAMETERS: dict[str, Role] = {
 
 # The experts' matrices are stacked along dim 0 and reduced over ranks of their own.
 EXPERT_PARAMETERS: dict[str, Role] = {
-    "gate.weight": Role(ParamKind.matrix, (Cut(0, "ep"), Cut(1, "etp"))),
-    "up.weight": Role(ParamKind.matrix, (Cut(0, "ep"), Cut(1, "etp"))),
-    "down.weight": Role(ParamKind.output_matrix, (Cut(0, "ep"), Cut(2, "etp"))),
+    "gate.weight": Role(ParamKind.matrix, (Shard(0, "ep"), Shard(1, "etp"))),
+    "up.weight": Role(ParamKind.matrix, (Shard(0, "ep"), Shard(1, "etp"))),
+    "down.weight": Role(ParamKind.output_matrix, (Shard(0, "ep"), Shard(2, "etp"))),
 }
 
 
-def build_stage(model: ModelConfig, stage: StageSpec, *, dtype: torch.dtype, parallel: ModelParallel = ALONE) -> Stage:
+def build_stage(
+    model_config: ModelConfig, stage: StageSpec, *, dtype: torch.dtype, parallel: ModelParallel = ALONE
+) -> Stage:
     """The modules of a stage, on the meta device: shapes and names, no storage.
 
     Args:
-        model: the whole model's shape, its vocabulary size set.
+        model_config: the whole model's shape, its vocabulary size set.
         stage: which part of the model to build.
         dtype: of the parameters and activations.
         parallel: what the layers talk over.
     """
-    return Stage(model, stage, dtype=dtype, parallel=parallel)
+    return Stage(model_config, stage, dtype=dtype, parallel=parallel)
 
 
 def collect_specs(stage: Stage) -> tuple[ParamSpec, ...]:
@@ -109,10 +111,10 @@ def _spec(name: str, parameter: torch.Tensor, *, stage: Stage) -> ParamSpec:
     place = ".".join(words[-2:])
     role = (EXPERT_PARAMETERS if is_expert else PARAMETERS)[place]
     is_shared = words[-2] in ("key", "value") and shared_rows(stage.model, parallel.tp.group) is not None
-    cuts = () if is_shared else role.cuts
+    shards = () if is_shared else role.shards
     sizes = {"tp": parallel.tp.group.size, "ep": parallel.ep.size, "etp": parallel.etp.size}
     shape = list(parameter.shape)
-    for cut in cuts:
+    for cut in shards:
         shape[cut.dim] *= sizes[cut.axis]
     meets_shards = role.meets_sequence_shards and parallel.tp.sequence_parallel
     is_tied = stage.is_tied and name == "embedding.word.weight"
@@ -120,8 +122,8 @@ def _spec(name: str, parameter: torch.Tensor, *, stage: Stage) -> ParamSpec:
         name=name,
         shape=tuple(shape),
         dtype=DTYPES[parameter.dtype],
-        cuts=cuts,
-        reduce_axes=("tp",) * (role.sums_over_tp or is_shared or meets_shards) + ("embed",) * is_tied,
+        shards=shards,
+        grad_sum_axes=("tp",) * (role.sums_over_tp or is_shared or meets_shards) + ("embed",) * is_tied,
         stage=stage.spec.index,
         kind=role.kind,
         is_expert=is_expert,

@@ -13,20 +13,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanotrain.comm.collectives import all_gather
+from nanotrain.comm.collectives import all_gather_into
 from nanotrain.comm.group import Group
 from nanotrain.config.config import ModelConfig
 from nanotrain.parallel.ep.dispatch import Choice
 
 
-def capacity_of(model: ModelConfig, length: int) -> int:
+def capacity_of(model_config: ModelConfig, length: int) -> int:
     """Tokens of a sequence that an expert takes: its even share times the factor, rounded up.
 
     >>> capacity_of(ModelConfig(num_experts=8, moe_router_topk=2, moe_expert_capacity_factor=1.25), 64)
     20
     """
-    assert model.num_experts is not None and model.moe_expert_capacity_factor is not None
-    return min(length, math.ceil(model.moe_expert_capacity_factor * length * model.moe_router_topk / model.num_experts))
+    assert model_config.num_experts is not None and model_config.moe_expert_capacity_factor is not None
+    return min(
+        length,
+        math.ceil(
+            model_config.moe_expert_capacity_factor * length * model_config.moe_router_topk / model_config.num_experts
+        ),
+    )
 
 
 def within_capacity(choice: Choice, *, num_experts: int, capacity: int, places: Tensor, sequence: Group) -> Tensor:
@@ -67,7 +72,7 @@ def _of_all_ranks(choice: Choice, places: Tensor, *, sequence: Group) -> _Whole:
     own = places.to(torch.int32)[None, :, None].expand(*choice.experts.shape[:2], 1)
     packed = torch.cat([choice.experts.to(torch.int32), choice.weights.contiguous().view(torch.int32), own], dim=-1)
     everyone = packed.new_empty((sequence.size, *packed.shape))
-    all_gather(everyone, packed, group=sequence)
+    all_gather_into(everyone, packed, group=sequence)
     topk = choice.experts.shape[-1]
     experts, weights, where = everyone.movedim(0, 1).flatten(1, 2).split([topk, topk, 1], dim=-1)
     return _Whole(experts.long(), weights.contiguous().view(torch.float32), where[0, :, 0].long())

@@ -18,9 +18,9 @@ from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 class Positions(nn.Module):
     """Learned positions (Radford et al. 2019): a table that every tp rank holds whole."""
 
-    def __init__(self, model: ModelConfig, *, dtype: torch.dtype, tensor_parallel: TensorParallel) -> None:
+    def __init__(self, model_config: ModelConfig, *, dtype: torch.dtype, tensor_parallel: TensorParallel) -> None:
         super().__init__()
-        shape = (model.max_position_embeddings, model.hidden_size)
+        shape = (model_config.max_position_embeddings, model_config.hidden_size)
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
         self.tensor_parallel = tensor_parallel
 
@@ -33,13 +33,13 @@ class Embedding(nn.Module):
     """Words, plus learned positions where the model has them."""
 
     def __init__(
-        self, model: ModelConfig, *, dtype: torch.dtype, has_position: bool, tensor_parallel: TensorParallel
+        self, model_config: ModelConfig, *, dtype: torch.dtype, has_position: bool, tensor_parallel: TensorParallel
     ) -> None:
         super().__init__()
         self.word = VocabParallelEmbedding(
-            padded_vocab_size(model), model.hidden_size, dtype=dtype, tensor_parallel=tensor_parallel
+            padded_vocab_size(model_config), model_config.hidden_size, dtype=dtype, tensor_parallel=tensor_parallel
         )
-        self.position = Positions(model, dtype=dtype, tensor_parallel=tensor_parallel) if has_position else None
+        self.position = Positions(model_config, dtype=dtype, tensor_parallel=tensor_parallel) if has_position else None
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
         """[B, S] int64 -> [B, S or S/tp, H]; no position ids means 0..S-1."""
@@ -55,13 +55,13 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """The output layer; its weight is its own or, tied, the one it is handed."""
 
-    def __init__(self, model: ModelConfig, *, dtype: torch.dtype, tensor_parallel: TensorParallel) -> None:
+    def __init__(self, model_config: ModelConfig, *, dtype: torch.dtype, tensor_parallel: TensorParallel) -> None:
         super().__init__()
-        assert model.vocab_size is not None, "the vocabulary size is resolved before a model is built"
-        self.vocab_size, self.tensor_parallel = model.vocab_size, tensor_parallel
+        assert model_config.vocab_size is not None, "the vocabulary size is resolved before a model is built"
+        self.vocab_size, self.tensor_parallel = model_config.vocab_size, tensor_parallel
         self.weight: nn.Parameter | None = None
-        if model.untie_embeddings_and_output_weights:
-            shape = (padded_vocab_size(model) // tensor_parallel.group.size, model.hidden_size)
+        if model_config.untie_embeddings_and_output_weights:
+            shape = (padded_vocab_size(model_config) // tensor_parallel.group.size, model_config.hidden_size)
             self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
 
     def forward(self, hidden: Tensor, batch: Batch, *, tied: nn.Parameter | None) -> Tensor:

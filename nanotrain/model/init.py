@@ -27,12 +27,12 @@ def initialize(stage: Stage, params: Iterable[LocalParam], *, seed: int) -> None
         params: what the stage holds of them; a subset initializes that subset.
         seed: the run's.
     """
-    model = stage.model
-    std = model.init_method_std
+    model_config = stage.model
+    std = model_config.init_method_std
     deviations = {
         ParamKind.embedding: std,
         ParamKind.matrix: std,
-        ParamKind.output_matrix: std / math.sqrt(2 * model.num_layers),
+        ParamKind.output_matrix: std / math.sqrt(2 * model_config.num_layers),
     }
     parameters = dict(stage.named_parameters())
     for local in params:

@@ -29,43 +29,47 @@ from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.rope import rotate
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
 
-ALONE = ModelParallel.alone()
+ALONE = ModelParallel.single_rank()
 
 
 class LatentAttention(nn.Module):
     """Stands where `Attention` stands, on the meta device.
 
     Args:
-        model: the whole model's shape.
+        model_config: the whole model's shape.
         dtype: of the parameters and activations.
         parallel: the tp group shares the heads, the core's group the sequences.
     """
 
-    def __init__(self, model: ModelConfig, *, dtype: torch.dtype, parallel: ModelParallel = ALONE) -> None:
+    def __init__(self, model_config: ModelConfig, *, dtype: torch.dtype, parallel: ModelParallel = ALONE) -> None:
         super().__init__()
-        self.core, self.tensor_parallel = parallel.core, parallel.tp
-        hidden, heads, latent = model.hidden_size, model.num_attention_heads, model.kv_lora_rank
-        self.query_widths = (model.qk_head_dim, model.qk_pos_emb_head_dim)
-        self.key_value_widths = (model.qk_head_dim, model.v_head_dim)
-        self.latent_widths = (latent, model.qk_pos_emb_head_dim)
+        self.core_attention, self.tensor_parallel = parallel.core_attention, parallel.tp
+        hidden, heads, latent = model_config.hidden_size, model_config.num_attention_heads, model_config.kv_lora_rank
+        self.query_widths = (model_config.qk_head_dim, model_config.qk_pos_emb_head_dim)
+        self.key_value_widths = (model_config.qk_head_dim, model_config.v_head_dim)
+        self.latent_widths = (latent, model_config.qk_pos_emb_head_dim)
         column = partial(ColumnParallelLinear, bias=False, dtype=dtype)
         whole, cut = partial(column, tensor_parallel=parallel.tp.inside), partial(column, tensor_parallel=parallel.tp)
         norm = partial(
-            build_norm, model.normalization, epsilon=model.norm_epsilon, dtype=dtype, tensor_parallel=parallel.tp
+            build_norm,
+            model_config.normalization,
+            epsilon=model_config.norm_epsilon,
+            dtype=dtype,
+            tensor_parallel=parallel.tp,
         )
-        query_width = heads * head_dim(model)
+        query_width = heads * head_dim(model_config)
         self.query: ColumnParallelLinear | None = None
-        if model.q_lora_rank is None:
+        if model_config.q_lora_rank is None:
             self.query = cut(hidden, query_width)
         else:
-            self.query_down = whole(hidden, model.q_lora_rank)
-            self.query_latent_norm = norm(model.q_lora_rank)
-            self.query_up = cut(model.q_lora_rank, query_width)
+            self.query_down = whole(hidden, model_config.q_lora_rank)
+            self.query_latent_norm = norm(model_config.q_lora_rank)
+            self.query_up = cut(model_config.q_lora_rank, query_width)
         self.kv_down = whole(hidden, sum(self.latent_widths))
         self.kv_latent_norm = norm(latent)
         self.kv_up = cut(latent, heads * sum(self.key_value_widths))
         self.output = RowParallelLinear(
-            heads * model.v_head_dim, hidden, bias=False, dtype=dtype, tensor_parallel=parallel.tp
+            heads * model_config.v_head_dim, hidden, bias=False, dtype=dtype, tensor_parallel=parallel.tp
         )
 
     def forward(self, hidden: Tensor, context: Context) -> Tensor:
@@ -79,7 +83,7 @@ class LatentAttention(nn.Module):
         plain, value = key_value.unflatten(-1, (-1, sum(self.key_value_widths))).split(self.key_value_widths, dim=-1)
         shared = rotate(self.tensor_parallel.enter(shared)[:, :, None], context.rotation)
         key = torch.cat((plain, shared.expand(-1, -1, plain.shape[2], -1)), dim=-1)
-        attended = self.core(query, key=key, value=value, mask=context.mask)
+        attended = self.core_attention(query, key=key, value=value, mask=context.mask)
         out: Tensor = self.output(attended.flatten(2))
         return out
 

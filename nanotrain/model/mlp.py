@@ -16,7 +16,7 @@ from nanotrain.config.derive import ffn_size
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 
-ALONE = TensorParallel.alone()
+ALONE = TensorParallel.single_rank()
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.gelu: F.gelu,
@@ -29,7 +29,7 @@ class MLP(nn.Module):
     """down(activation(up(x))), or down(silu(gate(x)) * up(x)) with swiglu (Shazeer, "GLU variants", 2020).
 
     Args:
-        model: the whole model's shape.
+        model_config: the whole model's shape.
         dtype: of the parameters and activations.
         tensor_parallel: cuts the width inside.
         size: the width inside; the model's by default.
@@ -37,17 +37,17 @@ class MLP(nn.Module):
 
     def __init__(
         self,
-        model: ModelConfig,
+        model_config: ModelConfig,
         *,
         dtype: torch.dtype,
         tensor_parallel: TensorParallel = ALONE,
         size: int | None = None,
     ) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[model.activation]
-        hidden, inner = model.hidden_size, size or ffn_size(model)
-        options: Any = {"bias": model.add_bias_linear, "dtype": dtype, "tensor_parallel": tensor_parallel}
-        is_gated = model.activation is Activation.swiglu
+        self.activation = ACTIVATIONS[model_config.activation]
+        hidden, inner = model_config.hidden_size, size or ffn_size(model_config)
+        options: Any = {"bias": model_config.add_bias_linear, "dtype": dtype, "tensor_parallel": tensor_parallel}
+        is_gated = model_config.activation is Activation.swiglu
         self.gate = ColumnParallelLinear(hidden, inner, **options) if is_gated else None
         self.up = ColumnParallelLinear(hidden, inner, **options)
         self.down = RowParallelLinear(inner, hidden, **options)

@@ -40,7 +40,7 @@ class MoELayer(nn.Module):
     """Stands where an MLP stands, on the meta device.
 
     Args:
-        model: the whole model's shape.
+        model_config: the whole model's shape.
         dtype: of the parameters and activations.
         parallel: whom the layer talks to.
 
@@ -48,25 +48,25 @@ class MoELayer(nn.Module):
         TopologyError: experts that the groups cannot share.
     """
 
-    def __init__(self, model: ModelConfig, *, dtype: torch.dtype, parallel: ModelParallel) -> None:
+    def __init__(self, model_config: ModelConfig, *, dtype: torch.dtype, parallel: ModelParallel) -> None:
         super().__init__()
-        assert model.num_experts is not None, "a dense layer has no experts"
+        assert model_config.num_experts is not None, "a dense layer has no experts"
         tensor_parallel = parallel.tp
         self._tp = tensor_parallel.group
-        self._split = Group.alone("tp") if tensor_parallel.sequence_parallel else tensor_parallel.group
-        self.router = Router(model, dtype=dtype, sequence=parallel.sequence, late=tensor_parallel.late)
-        shape = expert_shape(model, parallel)
-        self._dispatch = build_dispatch(model.num_experts, ep=parallel.ep, etp=parallel.etp)
+        self._split = Group.single_rank("tp") if tensor_parallel.sequence_parallel else tensor_parallel.group
+        self.router = Router(model_config, dtype=dtype, sequence=parallel.sequence, late=tensor_parallel.late)
+        shape = expert_shape(model_config, parallel)
+        self._dispatch = build_dispatch(model_config.num_experts, ep=parallel.ep, etp=parallel.etp)
         self.experts = Experts(
             shape,
             dtype=dtype,
-            may_drop=self._dispatch.keeps_dropped and model.moe_expert_capacity_factor is not None,
+            may_drop=self._dispatch.keeps_dropped and model_config.moe_expert_capacity_factor is not None,
             weight_grads=tensor_parallel.weight_grads,
         )
         self.shared: MLP | None = None
-        if model.moe_shared_expert_intermediate_size is not None:
-            size = model.moe_shared_expert_intermediate_size
-            self.shared = MLP(model, dtype=dtype, tensor_parallel=tensor_parallel, size=size)
+        if model_config.moe_shared_expert_intermediate_size is not None:
+            size = model_config.moe_shared_expert_intermediate_size
+            self.shared = MLP(model_config, dtype=dtype, tensor_parallel=tensor_parallel, size=size)
 
     @torch.compiler.disable  # rows per expert differ from batch to batch, and ranks wait for each other in between
     def forward(self, hidden: Tensor, context: HasMoE) -> Tensor:
@@ -85,16 +85,16 @@ class MoELayer(nn.Module):
         return context.places[first : first + length]
 
 
-def expert_shape(model: ModelConfig, parallel: ModelParallel) -> ExpertShape:
+def expert_shape(model_config: ModelConfig, parallel: ModelParallel) -> ExpertShape:
     """What one rank holds of the experts.
 
     Raises:
         TopologyError: experts that the groups cannot share.
     """
-    assert model.num_experts is not None
-    inner, ep, etp = moe_ffn_size(model), parallel.ep.size, parallel.etp.size
+    assert model_config.num_experts is not None
+    inner, ep, etp = moe_ffn_size(model_config), parallel.ep.size, parallel.etp.size
     for whole, size, what, flag in (
-        (model.num_experts, ep, "experts", "expert-model-parallel-size"),
+        (model_config.num_experts, ep, "experts", "expert-model-parallel-size"),
         (inner, etp, "columns of an expert", "expert-tensor-parallel-size"),
     ):
         if whole % size:
@@ -104,9 +104,9 @@ def expert_shape(model: ModelConfig, parallel: ModelParallel) -> ExpertShape:
                 fix=f"set --{flag} to a divisor of {whole}",
             )
     return ExpertShape(
-        num_experts=model.num_experts // ep,
-        hidden=model.hidden_size,
+        num_experts=model_config.num_experts // ep,
+        hidden=model_config.hidden_size,
         inner=inner // etp,
-        activation=ACTIVATIONS[model.activation],
-        is_gated=model.activation is Activation.swiglu,
+        activation=ACTIVATIONS[model_config.activation],
+        is_gated=model_config.activation is Activation.swiglu,
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nanotrain.config.config import Normalization
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 
-ALONE = TensorParallel.alone()
+ALONE = TensorParallel.single_rank()
 
 
 def build_norm(

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from nanotrain.comm.group import Group
-from nanotrain.parallel.cp.attention import Core
-from nanotrain.parallel.cp.plain import PlainCore
+from nanotrain.parallel.cp.attention import CoreAttention
+from nanotrain.parallel.cp.sdpa import SDPAttention
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 
 
@@ -21,13 +21,13 @@ class ModelParallel:
     """
 
     tp: TensorParallel
-    core: Core
+    core_attention: CoreAttention
     ep: Group
     etp: Group
     sequence: Group
 
     @classmethod
-    def alone(cls) -> "ModelParallel":
+    def single_rank(cls) -> "ModelParallel":
         """The whole model on one rank."""
         names = ("ep", "etp", "tp_cp")
-        return cls(TensorParallel.alone(), PlainCore(), *(Group.alone(name) for name in names))
+        return cls(TensorParallel.single_rank(), SDPAttention(), *(Group.single_rank(name) for name in names))

@@ -27,25 +27,29 @@ class Rotation:
     sin: Tensor
 
 
-def frequencies(model: ModelConfig) -> Tensor:
+def frequencies(model_config: ModelConfig) -> Tensor:
     """The angle by which each pair turns per position; latent attention turns a part of every head only.
 
     Returns:
         [D/2] fp32, on the CPU.
     """
-    size = model.qk_pos_emb_head_dim if model.multi_latent_attention else head_dim(model)
+    size = model_config.qk_pos_emb_head_dim if model_config.multi_latent_attention else head_dim(model_config)
     exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
-    plain = 1.0 / model.rotary_base**exponents
-    return _stretch(plain, model) if model.use_rope_scaling else plain
+    plain = 1.0 / model_config.rotary_base**exponents
+    return _stretch(plain, model_config) if model_config.use_rope_scaling else plain
 
 
-def _stretch(plain: Tensor, model: ModelConfig) -> Tensor:
+def _stretch(plain: Tensor, model_config: ModelConfig) -> Tensor:
     """Llama 3.1: long wavelengths are stretched by the factor, short ones kept, those between blended."""
-    original, low, high = model.rope_original_max_positions, model.rope_low_freq_factor, model.rope_high_freq_factor
+    original, low, high = (
+        model_config.rope_original_max_positions,
+        model_config.rope_low_freq_factor,
+        model_config.rope_high_freq_factor,
+    )
     wavelength = 2 * math.pi / plain
-    stretched = torch.where(wavelength > original / low, plain / model.rope_scaling_factor, plain)
+    stretched = torch.where(wavelength > original / low, plain / model_config.rope_scaling_factor, plain)
     share = (original / wavelength - low) / (high - low)
-    blended = (1 - share) * stretched / model.rope_scaling_factor + share * stretched
+    blended = (1 - share) * stretched / model_config.rope_scaling_factor + share * stretched
     between = (wavelength <= original / low) & (wavelength >= original / high)
     return torch.where(between, blended, stretched)
 
@@ -56,8 +60,8 @@ class RotaryTables:
     Not a module: the tables follow the activations, are never saved and never built on the meta device by mistake.
     """
 
-    def __init__(self, model: ModelConfig) -> None:
-        self._model = model
+    def __init__(self, model_config: ModelConfig) -> None:
+        self._model = model_config
         self._made: dict[tuple[torch.device, torch.dtype], Rotation] = {}
 
     def at(self, positions: int | Tensor, *, like: Tensor) -> Rotation:

@@ -24,45 +24,47 @@ from nanotrain.model.rope import RotaryTables
 from nanotrain.model.router import MoEContext
 from nanotrain.topology.stages import StageSpec
 
-ALONE = ModelParallel.alone()
+ALONE = ModelParallel.single_rank()
 
 
 class Stage(nn.Module):
     """A contiguous run of layers with, at the ends of the model, the embedding and the head.
 
     Args:
-        model: the whole model's shape.
+        model_config: the whole model's shape.
         spec: which part of it this stage is.
         dtype: of the parameters and activations.
         parallel: what its layers talk over; they hold this rank's parts.
     """
 
     def __init__(
-        self, model: ModelConfig, spec: StageSpec, *, dtype: torch.dtype, parallel: ModelParallel = ALONE
+        self, model_config: ModelConfig, spec: StageSpec, *, dtype: torch.dtype, parallel: ModelParallel = ALONE
     ) -> None:
         super().__init__()
-        self.model, self.spec, self.parallel = model, spec, parallel
-        self.is_tied = not model.untie_embeddings_and_output_weights
+        self.model, self.spec, self.parallel = model_config, spec, parallel
+        self.is_tied = not model_config.untie_embeddings_and_output_weights
         self.embedding: Embedding | None = None
         self.final_norm: nn.Module | None = None
         self.head: Head | None = None
         if spec.has_embedding or (spec.has_head and self.is_tied):
-            learned = model.position_embedding_type is PositionEmbedding.learned_absolute
+            learned = model_config.position_embedding_type is PositionEmbedding.learned_absolute
             has_position = learned and spec.has_embedding
-            self.embedding = Embedding(model, dtype=dtype, has_position=has_position, tensor_parallel=parallel.tp)
+            self.embedding = Embedding(
+                model_config, dtype=dtype, has_position=has_position, tensor_parallel=parallel.tp
+            )
         layers = range(spec.first_layer, spec.last_layer)
-        self.layers = nn.ModuleDict({str(i): Block(model, i, dtype=dtype, parallel=parallel) for i in layers})
+        self.layers = nn.ModuleDict({str(i): Block(model_config, i, dtype=dtype, parallel=parallel) for i in layers})
         if spec.has_head:
             self.final_norm = build_norm(
-                model.normalization,
-                model.hidden_size,
-                epsilon=model.norm_epsilon,
+                model_config.normalization,
+                model_config.hidden_size,
+                epsilon=model_config.norm_epsilon,
                 dtype=dtype,
                 tensor_parallel=parallel.tp,
             )
-            self.head = Head(model, dtype=dtype, tensor_parallel=parallel.tp)
-        has_rope = model.position_embedding_type is PositionEmbedding.rope
-        self._rotary = RotaryTables(model) if has_rope else None
+            self.head = Head(model_config, dtype=dtype, tensor_parallel=parallel.tp)
+        has_rope = model_config.position_embedding_type is PositionEmbedding.rope
+        self._rotary = RotaryTables(model_config) if has_rope else None
 
     def forward(self, hidden: Tensor | None, batch: Batch) -> Tensor:
         """Run the stage on one microbatch.
@@ -103,7 +105,7 @@ class Stage(nn.Module):
         positions = batch.tokens.shape[1] if batch.position_ids is None else batch.position_ids
         context = Context(
             rotation=self._rotary.at(positions, like=hidden) if self._rotary is not None else None,
-            mask=self.parallel.core.plan_mask(batch.document_ids, tokens=batch.tokens),
+            mask=self.parallel.core_attention.plan_mask(batch.segment_ids, tokens=batch.tokens),
             moe=MoEContext(aux_scale=batch.aux_scale, places=batch.places),
         )
         for layer in self.layers.values():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nanotrain.comm.collectives import all_reduce_numbers
+from nanotrain.comm.collectives import all_reduce_scalars
 from nanotrain.comm.group import Group
 
 # Keeps the clip factor finite for a vanishing norm; Megatron-LM's value.
@@ -24,7 +24,7 @@ def global_norm(grad_shards: Sequence[Tensor], group: Group) -> float:
         group: the ranks that have all elements among them.
     """
     squared = sum((_squared_norm(shard) for shard in grad_shards), start=torch.zeros(())).item()
-    return math.sqrt(all_reduce_numbers([squared], group)[0])
+    return math.sqrt(all_reduce_scalars([squared], group)[0])
 
 
 def _squared_norm(shard: Tensor) -> Tensor:

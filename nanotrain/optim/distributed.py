@@ -167,7 +167,7 @@ class DistributedOptimizer:
             part, num_parts = (replicate.index, replicate.size) if only_first_copies else (0, 1)
             for piece in state.pieces:
                 local = state.layer.params[piece.name]
-                if only_first_copies and not local.is_first_copy:
+                if only_first_copies and not local.is_first_replica:
                     continue
                 first, last = (piece.numel * i // num_parts for i in (part, part + 1))
                 for prefix, flat in tensors.items():
@@ -190,7 +190,7 @@ def _counted_grads(state: _BucketState) -> Iterator[Tensor]:
         return
     start, end = 0, state.bucket.layout.shard_numel
     for piece in state.pieces:
-        if not state.layer.params[piece.name].is_first_copy:
+        if not state.layer.params[piece.name].is_first_replica:
             if start < piece.shard_start:
                 yield state.bucket.grad_shard[start : piece.shard_start]
             start = piece.shard_start + piece.numel

@@ -25,7 +25,7 @@ class ParamKind(str, Enum):
 
 
 @dataclass(frozen=True)
-class Cut:
+class Shard:
     """Ranks along `axis` hold equal consecutive pieces of `dim`."""
 
     dim: int
@@ -47,7 +47,7 @@ class ParamSpec:
         is_expert: replicated over expert_dp in place of dp_cp.
         is_tied: one weight used in two places (the word embedding that is also the head).
 
-    >>> spec = ParamSpec("layers.0.mlp.up.weight", (8, 4), dtype="bf16", kind=ParamKind.matrix, cuts=(Cut(0, "tp"),))
+    >>> spec = ParamSpec("layers.0.mlp.up.weight", (8, 4), dtype="bf16", kind=ParamKind.matrix, shards=(Shard(0, "tp"),))
     >>> spec.box({"tp": 1}, {"tp": 2})
     Box(start=(4, 0), stop=(8, 4))
     """
@@ -57,8 +57,8 @@ class ParamSpec:
     _: KW_ONLY
     dtype: str
     kind: ParamKind
-    cuts: tuple[Cut, ...] = ()
-    reduce_axes: tuple[str, ...] = ()
+    shards: tuple[Shard, ...] = ()
+    grad_sum_axes: tuple[str, ...] = ()
     stage: int = 0
     is_expert: bool = False
     is_tied: bool = False
@@ -84,7 +84,7 @@ class ParamSpec:
             TopologyError: a dim that an axis cannot cut into equal pieces.
         """
         start, stop = [0] * len(self.shape), list(self.shape)
-        for cut in self.cuts:
+        for cut in self.shards:
             length, size = stop[cut.dim] - start[cut.dim], sizes[cut.axis]
             if length % size:
                 raise TopologyError(
@@ -112,7 +112,7 @@ class LocalParam:
 
     spec: ParamSpec
     box: Box
-    is_first_copy: bool = True
+    is_first_replica: bool = True
 
     @classmethod
     def whole(cls, spec: ParamSpec) -> Self:
@@ -135,7 +135,7 @@ def localize(spec: ParamSpec, *, coords: Mapping[str, int], sizes: Mapping[str, 
     Raises:
         TopologyError: a dim that an axis cannot cut into equal pieces.
     """
-    cut_axes = {cut.axis for cut in spec.cuts}
+    cut_axes = {cut.axis for cut in spec.shards}
     is_first = all(axis in cut_axes or coords[axis] == 0 for axis in _COPYING_AXES[spec.is_expert])
     is_tied_copy = spec.is_tied and spec.stage > 0
     return LocalParam(spec, spec.box(coords, sizes), is_first and not is_tied_copy)

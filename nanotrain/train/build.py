@@ -18,8 +18,8 @@ from nanotrain.config.config import Config
 from nanotrain.config.derive import global_batch_size
 from nanotrain.config.schema import to_dict
 from nanotrain.data.batch import Batch
-from nanotrain.data.loader import GlobalBatches
-from nanotrain.data.sampler import ReadPlace
+from nanotrain.data.loader import GlobalBatchLoader
+from nanotrain.data.sampler import SamplerConfig
 from nanotrain.hf.import_weights import import_weights
 from nanotrain.log import get_logger
 from nanotrain.model.init import initialize
@@ -29,12 +29,12 @@ from nanotrain.parallel.cp.split import split_batch
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.boxes import TensorBox
-from nanotrain.train.feed import Feed
+from nanotrain.train.batches import BatchIterator
 from nanotrain.train.pipeline import build_pipeline, build_schedule
 from nanotrain.train.resolve import Plan
 from nanotrain.train.routers import router_biases
 from nanotrain.train.run import Run
-from nanotrain.train.stages import BuiltStage, all_layers, build_stages
+from nanotrain.train.stages import BuiltStage, all_data_parallel, build_stages
 from nanotrain.train.state import TrainState
 
 log = get_logger(__name__)
@@ -53,13 +53,13 @@ def build_run(plan: Plan, context: ParallelContext) -> Run:
     config = plan.config
     precision = Precision.of(config.precision)
     stages = build_stages(config, context)
-    layers = all_layers(stages)
+    data_parallel = all_data_parallel(stages)
     if plan.checkpoint is None:
         _give_start_values(config, stages)
     if config.train.torch_compile:
         _compile_layers(stages)
     optimizer = DistributedOptimizer(
-        layers,
+        data_parallel,
         config.optim,
         precision=precision,
         loss_scale=LossScale.of(config.precision),
@@ -70,7 +70,7 @@ def build_run(plan: Plan, context: ParallelContext) -> Run:
     if plan.checkpoint is not None:
         biases = router_biases({index: stage.module for index, stage in stages.items()})
         state = restore(plan, checkpointer, optimizer=optimizer, biases=biases)
-        for layer in layers:
+        for layer in data_parallel:
             layer.start_param_gather()
 
     place = _read_place(config, context)
@@ -82,7 +82,7 @@ def build_run(plan: Plan, context: ParallelContext) -> Run:
         folder=plan.folder,
         stages={index: stage.module for index, stage in stages.items()},
         runnable={index: stage.runnable for index, stage in stages.items()},
-        layers=layers,
+        data_parallel=data_parallel,
         optimizer=optimizer,
         schedule=build_schedule(config.parallel, context.group("pp"), num_microbatches=place.num_microbatches),
         pipeline=build_pipeline(config, context),
@@ -90,16 +90,18 @@ def build_run(plan: Plan, context: ParallelContext) -> Run:
         datasets=plan.datasets,
         place=place,
         batches=batches,
-        feed=build_feed(batches, context),
+        batch_iterator=build_batch_iterator(batches, context),
         checkpointer=checkpointer,
         state=state,
     )
 
 
-def _open_batches(plan: Plan, place: ReadPlace, *, consumed_samples: int, device: torch.device) -> GlobalBatches:
+def _open_batches(
+    plan: Plan, place: SamplerConfig, *, consumed_samples: int, device: torch.device
+) -> GlobalBatchLoader:
     samples = plan.datasets.train
     assert samples is not None, "resolve requires a training split"
-    return GlobalBatches(
+    return GlobalBatchLoader(
         samples,
         place=place,
         consumed_samples=consumed_samples,
@@ -108,9 +110,9 @@ def _open_batches(plan: Plan, place: ReadPlace, *, consumed_samples: int, device
     )
 
 
-def build_feed(batches: Iterator[list[Batch]], context: ParallelContext) -> Feed:
+def build_batch_iterator(batches: Iterator[list[Batch]], context: ParallelContext) -> BatchIterator:
     """The feed of this rank: ranks that share a sample (tp, cp, pp) read it all, and each keeps its part of it."""
-    return Feed(
+    return BatchIterator(
         batches,
         context.control,
         device=context.device,
@@ -182,9 +184,9 @@ def _compile_layers(stages: Mapping[int, BuiltStage]) -> None:
             layer.forward = torch.compile(layer.forward)
 
 
-def _read_place(config: Config, context: ParallelContext) -> ReadPlace:
+def _read_place(config: Config, context: ParallelContext) -> SamplerConfig:
     group = context.group("dp")
-    return ReadPlace(
+    return SamplerConfig(
         dp_rank=group.index,
         dp_size=group.size,
         micro_batch_size=config.train.micro_batch_size,

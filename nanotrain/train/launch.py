@@ -2,7 +2,7 @@
 
 import zlib
 
-from nanotrain.comm.collectives import gather_objects
+from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.device import device_name, manual_seed, reset_peak_memory
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
@@ -10,13 +10,13 @@ from nanotrain.config.load import to_yaml
 from nanotrain.errors import EnvironmentFault
 from nanotrain.log import get_logger
 from nanotrain.train.build import build_run
-from nanotrain.train.hook_checkpoint import CheckpointHook
-from nanotrain.train.hook_evaluate import EvaluateHook
-from nanotrain.train.hook_log import LogHook
-from nanotrain.train.hook_profile import ProfileHook
-from nanotrain.train.hook_sample import SampleHook, SummaryHook
-from nanotrain.train.hook_track import TrackHook
-from nanotrain.train.hooks import Hook
+from nanotrain.train.hooks.checkpoint import CheckpointHook
+from nanotrain.train.hooks.evaluate import EvaluateHook
+from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.hooks.log import LogHook
+from nanotrain.train.hooks.profile import ProfileHook
+from nanotrain.train.hooks.sample import SampleHook, SummaryHook
+from nanotrain.train.hooks.track import TrackHook
 from nanotrain.train.resolve import Plan
 from nanotrain.train.trainer import Trainer
 
@@ -54,7 +54,7 @@ def require_same_start(plan: Plan, context: ParallelContext) -> None:
         EnvironmentFault: ranks start from different checkpoints or with different settings; on every rank alike.
     """
     found = plan.checkpoint.name if plan.checkpoint else "no checkpoint"
-    starts = gather_objects((found, zlib.crc32(to_yaml(plan.config).encode())), context.control)
+    starts = all_gather_object((found, zlib.crc32(to_yaml(plan.config).encode())), context.control)
     other = next((rank for rank, start in enumerate(starts) if start != starts[0]), None)
     if other is None:
         return

@@ -17,13 +17,13 @@ from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.layout_rules import check_layout
 from nanotrain.config.load import Loaded
 from nanotrain.config.model_rules import check_model
-from nanotrain.data.build import Datasets, build_data, tokenizer_of, uses_quickstart
-from nanotrain.data.quickstart import prepare_quickstart
+from nanotrain.data.build import DatasetSplits, build_data, tokenizer_of, uses_quickstart
 from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.errors import ConfigError
 from nanotrain.hf.families import check_against, model_from_hf
+from nanotrain.prepare.quickstart import prepare_quickstart
+from nanotrain.runs.folder import RunFolder
 from nanotrain.topology.topology import Topology
-from nanotrain.train.folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Plan:
     config: Config
     topology: Topology
     folder: RunFolder
-    datasets: Datasets
+    datasets: DatasetSplits
     tokenizer: str | None
     checkpoint: Path | None
     is_resumed: bool

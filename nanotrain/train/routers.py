@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from nanotrain.comm.collectives import gather_objects
+from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import ModelConfig
 from nanotrain.model.router_load import RouterLoad, collect_router_loads, routers_of, update_expert_bias
@@ -34,7 +34,7 @@ def balance_routers(
         own = collect_router_loads(stage, (context.group("tp"), context.group("dp_cp")))
         update_expert_bias(stage, own, rate=model.moe_router_bias_update_rate)
         loads |= own
-    everyone = gather_objects(loads, context.group("pp"))
+    everyone = all_gather_object(loads, context.group("pp"))
     return {name: load for held in everyone for name, load in held.items()}
 
 

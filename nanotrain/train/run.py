@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
-from nanotrain.data.build import Datasets
-from nanotrain.data.loader import GlobalBatches
-from nanotrain.data.sampler import ReadPlace
+from nanotrain.data.build import DatasetSplits
+from nanotrain.data.loader import GlobalBatchLoader
+from nanotrain.data.sampler import SamplerConfig
 from nanotrain.model.stage import Stage
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.optim.lr import LRSchedule
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.pp.actions import Schedule
 from nanotrain.parallel.pp.executor import Pipeline, RunnableStage
-from nanotrain.train.feed import Feed
-from nanotrain.train.folder import RunFolder
+from nanotrain.runs.folder import RunFolder
+from nanotrain.train.batches import BatchIterator
 from nanotrain.train.state import TrainState
 
 
@@ -30,7 +30,7 @@ class Run:
         folder: where the run is written.
         stages: this rank's parts of the model, by global stage index.
         runnable: the same for the executor, with who listens to their backward passes.
-        layers: flat storage and reduction of the stages' parameters.
+        data_parallel: flat storage and reduction of the stages' parameters.
         optimizer: main weights and moments of this rank's shard.
         schedule: the order of forward and backward passes.
         pipeline: the ranks that share the layers, and what they send each other.
@@ -48,14 +48,14 @@ class Run:
     folder: RunFolder
     stages: Mapping[int, Stage]
     runnable: Mapping[int, RunnableStage]
-    layers: tuple[DataParallel, ...]
+    data_parallel: tuple[DataParallel, ...]
     optimizer: DistributedOptimizer
     schedule: Schedule
     pipeline: Pipeline
     lr_schedule: LRSchedule
-    datasets: Datasets
-    place: ReadPlace
-    batches: GlobalBatches
-    feed: Feed
+    datasets: DatasetSplits
+    place: SamplerConfig
+    batches: GlobalBatchLoader
+    batch_iterator: BatchIterator
     checkpointer: Checkpointer
     state: TrainState

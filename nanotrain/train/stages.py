@@ -13,7 +13,7 @@ from nanotrain.config.config import Config, ParallelConfig, PipelineSchedule
 from nanotrain.model.build import build_stage, collect_specs
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.stage import Stage
-from nanotrain.parallel.cp.attention import build_core
+from nanotrain.parallel.cp.attention import build_core_attention
 from nanotrain.parallel.dp.bucket import ReduceGroups
 from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions
 from nanotrain.parallel.dp.layout import LayoutRules
@@ -36,19 +36,19 @@ class BuiltStage:
     Attributes:
         module: its parameters are views of the layers' buffers.
         params: what this rank holds of each parameter, in registration order.
-        layers: data-parallel layers: dense, then experts where there are any.
+        data_parallel: data-parallel layers: dense, then experts where there are any.
         weight_grads: where its layers put off weight gradients; None where the schedule has no use for that.
     """
 
     module: Stage
     params: tuple[LocalParam, ...]
-    layers: tuple[DataParallel, ...]
+    data_parallel: tuple[DataParallel, ...]
     weight_grads: WeightGradQueue | None
 
     @property
     def runnable(self) -> RunnableStage:
         """The stage as the executor wants it."""
-        return RunnableStage(self.module, self.layers, self.weight_grads)
+        return RunnableStage(self.module, self.data_parallel, self.weight_grads)
 
 
 def own_stages(config: Config, context: ParallelContext) -> tuple[StageSpec, ...]:
@@ -76,9 +76,9 @@ def build_stages(config: Config, context: ParallelContext) -> dict[int, BuiltSta
     return {spec.index: _build_one(config, spec, context=context) for spec in own_stages(config, context)}
 
 
-def all_layers(stages: Mapping[int, BuiltStage]) -> tuple[DataParallel, ...]:
+def all_data_parallel(stages: Mapping[int, BuiltStage]) -> tuple[DataParallel, ...]:
     """The data-parallel layers of all stages of this rank."""
-    return tuple(layer for stage in stages.values() for layer in stage.layers)
+    return tuple(layer for stage in stages.values() for layer in stage.data_parallel)
 
 
 def _build_one(config: Config, spec: StageSpec, *, context: ParallelContext) -> BuiltStage:
@@ -108,7 +108,7 @@ def _model_parallel(
     tensor_parallel = TensorParallel(context.group("tp"), parallel.sequence_parallel, weight_grads)
     return ModelParallel(
         tp=tensor_parallel,
-        core=build_core(parallel.cp_comm_type.value, context.group("cp")),
+        core_attention=build_core_attention(parallel.cp_comm_type.value, context.group("cp")),
         ep=context.group("ep"),
         etp=context.group("etp"),
         sequence=context.group("tp_cp"),

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from nanotrain.comm.collectives import all_reduce_numbers
+from nanotrain.comm.collectives import all_reduce_scalars
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.model.router_load import RouterLoad
 from nanotrain.parallel.pp.executor import run_schedule
-from nanotrain.train.feed import GlobalBatch
+from nanotrain.train.batches import GlobalBatch
 from nanotrain.train.finalize import finalize_grads
 from nanotrain.train.routers import balance_routers
 from nanotrain.train.run import Run
@@ -40,7 +40,7 @@ def train_step(run: Run, batch: GlobalBatch) -> StepResult:
     num_tokens, loss_scale = max(batch.num_target_tokens, 1), run.optimizer.loss_scale.scale
     microbatches = [replace(part, aux_scale=loss_scale / batch.num_samples) for part in batch.microbatches]
 
-    for layer in run.layers:
+    for layer in run.data_parallel:
         layer.begin_step()
     loss_sum = run_schedule(
         run.schedule,
@@ -49,11 +49,11 @@ def train_step(run: Run, batch: GlobalBatch) -> StepResult:
         grad_scale=loss_scale / num_tokens,
         pipeline=run.pipeline,
     )
-    for layer in run.layers:
+    for layer in run.data_parallel:
         layer.finish_grad_reduce()
-    finalize_grads(run.layers, run.context)
+    finalize_grads(run.data_parallel, run.context)
     update = run.optimizer.step(lr)
-    for layer in run.layers:
+    for layer in run.data_parallel:
         layer.start_param_gather()
 
     loss = global_loss(loss_sum, run.context)
@@ -70,5 +70,5 @@ def global_loss(loss_sum: Tensor, context: ParallelContext) -> float:
         context: the groups.
     """
     own = loss_sum.item() if context.group("tp").is_first else 0.0
-    (total,) = all_reduce_numbers([own], context.group("world"))
+    (total,) = all_reduce_scalars([own], context.group("world"))
     return total

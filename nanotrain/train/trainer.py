@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from nanotrain.log import get_logger
-from nanotrain.train.hooks import Hook
+from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics import Speedometer, StepClock, report_step
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
@@ -53,7 +53,7 @@ class Trainer:
             hook.before_training(self.run)
         while not self._is_done() and self._one_step():
             pass
-        for layer in self.run.layers:
+        for layer in self.run.data_parallel:
             layer.finish_param_gather()
         for hook in self.hooks:
             hook.after_training(self.run)
@@ -61,7 +61,7 @@ class Trainer:
     def _one_step(self) -> bool:
         """Take a step; False if the ranks agreed to stop instead."""
         run, start = self.run, time.perf_counter()
-        batch = run.feed.next(wants_stop=self._wants_stop())
+        batch = run.batch_iterator.next(wants_stop=self._wants_stop())
         if batch is None:
             log.info("stopping after step %d: %s", run.state.step, self._reason())
             return False

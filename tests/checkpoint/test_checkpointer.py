@@ -31,7 +31,7 @@ def empty() -> dict[TensorBox, torch.Tensor]:
 
 
 def checkpointer(folder: Path, **options: int) -> Checkpointer:
-    return Checkpointer(folder / "checkpoints", group=Group.alone("world"), **options)
+    return Checkpointer(folder / "checkpoints", group=Group.single_rank("world"), **options)
 
 
 def save(folder: Path, step: int, **options: int) -> Path:

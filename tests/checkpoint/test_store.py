@@ -23,7 +23,7 @@ BOX = TensorBox.whole("model/weight", (64,))
 
 
 def checkpointer(folder: Path, keep_last: int = 0) -> Checkpointer:
-    return Checkpointer(folder / "checkpoints", group=Group.alone("world"), keep_last=keep_last)
+    return Checkpointer(folder / "checkpoints", group=Group.single_rank("world"), keep_last=keep_last)
 
 
 def save(folder: Path, step: int, keep_last: int = 0) -> Path:

@@ -103,25 +103,25 @@ def test_cutting_what_does_not_divide_is_refused_before_anything_is_sent(ctx):
     for cross in (scatter_along, split_along):
         with pytest.raises(AssertionError, match="6 elements of dim 1 cannot be cut into 4"):
             cross(x, group, dim=1)
-    assert ctx.ledger.bytes() == 0
+    assert ctx.traffic.bytes() == 0
 
 
 @ranks(4, tp=4)
 def test_one_way_and_back_sends_what_one_all_reduce_sends(ctx):
-    group, ledger = ctx.group("tp"), ctx.ledger
+    group, traffic = ctx.group("tp"), ctx.traffic
     full = draw(0)
     one_all_reduce = 2 * 3 * full.nbytes // 4
     for cross, x in ((copy_to, full), (reduce_from, full)):
-        ledger.reset()
+        traffic.reset()
         cross(x.clone().requires_grad_(), group).sum().backward()
-        assert ledger.bytes("tp") == one_all_reduce
+        assert traffic.bytes("tp") == one_all_reduce
     for cross, x in ((gather_along, own_of(full, group, 1)), (scatter_along, full)):
-        ledger.reset()
+        traffic.reset()
         cross(x.clone().requires_grad_(), group, dim=1).sum().backward()
-        assert ledger.bytes("tp", "all_gather") == ledger.bytes("tp", "reduce_scatter") == one_all_reduce // 2
+        assert traffic.bytes("tp", "all_gather") == traffic.bytes("tp", "reduce_scatter") == one_all_reduce // 2
 
 
 def test_a_group_of_one_answers_with_its_input_and_leaves_no_trace_in_the_graph():
-    alone, x = Group.alone("tp"), torch.ones(2, 3, requires_grad=True)
+    alone, x = Group.single_rank("tp"), torch.ones(2, 3, requires_grad=True)
     assert all(cross(x, alone) is x for cross in (copy_to, reduce_from))
     assert all(cross(x, alone, dim=1) is x for cross in ALONG)

@@ -8,16 +8,16 @@ import torch
 
 from nanotrain.comm.collectives import (
     DONE,
-    all_gather,
+    all_gather_into,
+    all_gather_object,
     all_reduce,
-    all_reduce_numbers,
+    all_reduce_scalars,
     barrier,
     broadcast,
-    gather_objects,
-    reduce_scatter,
-    start_all_gather,
+    reduce_scatter_into,
+    start_all_gather_into,
     start_all_reduce,
-    start_reduce_scatter,
+    start_reduce_scatter_into,
 )
 from nanotrain.comm.group import Group
 from tests.harness import ranks
@@ -48,59 +48,59 @@ def test_broadcast_counts_its_source_inside_the_group(ctx):
 @ranks(3)
 def test_host_numbers_and_objects_travel(ctx):
     world = ctx.group("world")
-    assert all_reduce_numbers([1, 0.1 * ctx.rank], world) == pytest.approx([3.0, 0.3], rel=1e-15)
-    assert all_reduce_numbers([ctx.rank], world, op="max") == [2.0]
-    assert gather_objects({"rank": ctx.rank}, ctx.control) == [{"rank": rank} for rank in range(3)]
+    assert all_reduce_scalars([1, 0.1 * ctx.rank], world) == pytest.approx([3.0, 0.3], rel=1e-15)
+    assert all_reduce_scalars([ctx.rank], world, op="max") == [2.0]
+    assert all_gather_object({"rank": ctx.rank}, ctx.control) == [{"rank": rank} for rank in range(3)]
     barrier(ctx.control)
 
 
 def test_a_group_of_one_answers_with_its_input_and_books_nothing():
-    alone = Group.alone("dp")
+    alone = Group.single_rank("dp")
     tensor, output = torch.arange(4.0), torch.empty(4)
     all_reduce(tensor, alone)
     broadcast(tensor, alone)
-    reduce_scatter(output, tensor, group=alone)
+    reduce_scatter_into(output, tensor, group=alone)
     assert torch.equal(output, torch.arange(4.0))
-    all_gather(output, tensor + 1, group=alone)
+    all_gather_into(output, tensor + 1, group=alone)
     assert torch.equal(output, torch.arange(4.0) + 1)
-    assert all_reduce_numbers([1, 2.5], alone) == [1.0, 2.5]
-    assert gather_objects("me", alone) == ["me"]
+    assert all_reduce_scalars([1, 2.5], alone) == [1.0, 2.5]
+    assert all_gather_object("me", alone) == ["me"]
     barrier(alone)
-    assert alone.ledger.calls() == 0
+    assert alone.traffic.calls() == 0
 
 
-@pytest.mark.parametrize("start", [start_reduce_scatter, start_all_gather])
+@pytest.mark.parametrize("start", [start_reduce_scatter_into, start_all_gather_into])
 def test_a_group_of_one_in_place_is_done_at_once(start):
     tensor = torch.arange(4.0)
-    assert start(tensor, tensor, group=Group.alone("dp")) is DONE
+    assert start(tensor, tensor, group=Group.single_rank("dp")) is DONE
     assert torch.equal(tensor, torch.arange(4.0))
 
 
 @ranks(2)
 def test_wrong_slices_are_refused_before_anything_is_sent(ctx):
     with pytest.raises(AssertionError, match="other numbers"):
-        start_reduce_scatter(torch.empty(2), torch.empty(4, dtype=torch.bfloat16), group=ctx.group("world"))
+        start_reduce_scatter_into(torch.empty(2), torch.empty(4, dtype=torch.bfloat16), group=ctx.group("world"))
     with pytest.raises(AssertionError, match="not from strides"):
-        start_all_gather(torch.empty(8)[::2], torch.empty(2), group=ctx.group("world"))
+        start_all_gather_into(torch.empty(8)[::2], torch.empty(2), group=ctx.group("world"))
     with pytest.raises(AssertionError, match="unequal slices"):
-        start_reduce_scatter(torch.empty(2), torch.empty(5), group=ctx.group("world"))
+        start_reduce_scatter_into(torch.empty(2), torch.empty(5), group=ctx.group("world"))
     with pytest.raises(AssertionError, match="unequal slices"):
-        start_all_gather(torch.empty(5), torch.empty(2), group=ctx.group("world"))
-    assert ctx.ledger.calls() == 0
+        start_all_gather_into(torch.empty(5), torch.empty(2), group=ctx.group("world"))
+    assert ctx.traffic.calls() == 0
 
 
 @ranks(4)
 def test_the_ledger_holds_the_textbook_bytes(ctx):
     world, full, slice_ = ctx.group("world"), torch.zeros(400), torch.zeros(100)
-    reduce_scatter(slice_, full, group=world)
-    all_gather(full, slice_, group=world)
+    reduce_scatter_into(slice_, full, group=world)
+    all_gather_into(full, slice_, group=world)
     all_reduce(full, world)
-    all_reduce_numbers([0.0, 0.0], world)
-    assert ctx.ledger.bytes("world", "reduce_scatter") == 1600 * 3 // 4
-    assert ctx.ledger.bytes("world", "all_gather") == 1600 * 3 // 4
-    assert ctx.ledger.bytes("world", "all_reduce") == 2 * 1600 * 3 // 4
-    assert ctx.ledger.bytes("world", "numbers") == 2 * 16 * 3 // 4
-    assert ctx.ledger.calls() == 4
+    all_reduce_scalars([0.0, 0.0], world)
+    assert ctx.traffic.bytes("world", "reduce_scatter") == 1600 * 3 // 4
+    assert ctx.traffic.bytes("world", "all_gather") == 1600 * 3 // 4
+    assert ctx.traffic.bytes("world", "all_reduce") == 2 * 1600 * 3 // 4
+    assert ctx.traffic.bytes("world", "numbers") == 2 * 16 * 3 // 4
+    assert ctx.traffic.calls() == 4
 
 
 def written_bytes() -> int:
@@ -116,8 +116,8 @@ def test_the_ledger_agrees_with_what_the_process_wrote_to_its_sockets(ctx):
         pytest.skip("this system does not count them")
     world, full, slice_ = ctx.group("world"), torch.zeros(1 << 20), torch.zeros(1 << 18)
     collectives = {
-        "reduce_scatter": lambda: reduce_scatter(slice_, full, group=world),
-        "all_gather": lambda: all_gather(full, slice_, group=world),
+        "reduce_scatter": lambda: reduce_scatter_into(slice_, full, group=world),
+        "all_gather": lambda: all_gather_into(full, slice_, group=world),
         "all_reduce": lambda: all_reduce(full, world),
     }
     for op, collective in collectives.items():
@@ -125,7 +125,7 @@ def test_the_ledger_agrees_with_what_the_process_wrote_to_its_sockets(ctx):
         before = written_bytes()
         collective()
         barrier(ctx.control)
-        written, booked = written_bytes() - before, ctx.ledger.bytes("world", op)
+        written, booked = written_bytes() - before, ctx.traffic.bytes("world", op)
         assert written == pytest.approx(booked, rel=0.005), f"{op}: {written} bytes written, {booked} booked"
 
 
@@ -134,11 +134,11 @@ def test_no_collective_warns_of_a_name_that_goes_away(ctx):
     world, full, slice_ = ctx.group("world"), torch.zeros(4), torch.zeros(2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        reduce_scatter(slice_, full, group=world)
-        all_gather(full, slice_, group=world)
+        reduce_scatter_into(slice_, full, group=world)
+        all_gather_into(full, slice_, group=world)
         all_reduce(full, world)
         start_all_reduce(full, world, op="max").wait()
         broadcast(full, world)
-        all_reduce_numbers([1.0], world)
-        gather_objects(1, world)
+        all_reduce_scalars([1.0], world)
+        all_gather_object(1, world)
         barrier(world)

@@ -30,7 +30,7 @@ def send_both_ways(ctx, dtype):
     start_all_to_all(received, sent, group=group, **counts).wait()
     assert torch.equal(received, expected)
     left = sum(len(rows) for other, rows in enumerate(out) if other != me)
-    assert ctx.ledger.bytes("world", "all_to_all") == left * WIDTH * dtype.itemsize
+    assert ctx.traffic.bytes("world", "all_to_all") == left * WIDTH * dtype.itemsize
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -54,12 +54,12 @@ def test_the_gradient_of_a_row_returns_to_its_source(ctx):
 
 
 def test_a_group_of_one_answers_with_its_input():
-    alone, x = Group.alone("ep"), torch.ones(3, 2, requires_grad=True)
+    alone, x = Group.single_rank("ep"), torch.ones(3, 2, requires_grad=True)
     assert exchange(x, alone, send_counts=[3], receive_counts=[3]) is x
     output = torch.zeros(3, 2)
     assert start_all_to_all(output, x.detach(), send_counts=[3], receive_counts=[3], group=alone) is DONE
     assert torch.equal(output, torch.ones(3, 2))
-    assert alone.ledger.calls() == 0
+    assert alone.traffic.calls() == 0
 
 
 @ranks(2)
@@ -71,4 +71,4 @@ def test_counts_that_do_not_fit_are_refused_before_anything_is_sent(ctx):
         start_all_to_all(torch.empty(3, 2), x, send_counts=[3], receive_counts=[3], group=group)
     with pytest.raises(AssertionError, match="not from strides"):
         start_all_to_all(torch.empty(2, 3).t(), x, send_counts=[1, 2], receive_counts=[1, 2], group=group)
-    assert ctx.ledger.calls() == 0
+    assert ctx.traffic.calls() == 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanotrain.comm import gloo
-from nanotrain.comm.collectives import reduce_scatter, start_all_gather, start_reduce_scatter
+from nanotrain.comm.collectives import reduce_scatter_into, start_all_gather_into, start_reduce_scatter_into
 from tests.harness import run_ranks
 
 # d members  n elements of the full tensor, several chunks of 8 in each slice
@@ -29,7 +29,7 @@ def scatter_into_a_separate_output(ctx, dtype):
     gloo._CHUNK = 8
     group = ctx.group("world")
     tensor, output = version_of(ctx.rank, group.size, dtype), torch.full((_SLICE,), torch.nan, dtype=dtype)
-    reduce_scatter(output, tensor, group=group)
+    reduce_scatter_into(output, tensor, group=group)
     assert torch.equal(output, expected_slice(ctx.rank, group.size, dtype))
     assert torch.equal(tensor, version_of(ctx.rank, group.size, dtype)), "the input must stay as it was"
 
@@ -39,7 +39,7 @@ def scatter_into_the_own_slice(ctx, dtype):
     group = ctx.group("world")
     tensor = version_of(ctx.rank, group.size, dtype)
     rows, before = tensor.view(group.size, _SLICE), tensor.clone().view(group.size, _SLICE)
-    reduce_scatter(rows[ctx.rank], tensor, group=group)
+    reduce_scatter_into(rows[ctx.rank], tensor, group=group)
     assert torch.equal(rows[ctx.rank], expected_slice(ctx.rank, group.size, dtype))
     others = [row for row in range(group.size) if row != ctx.rank]
     assert torch.equal(rows[others], before[others]), "only the own slice may change"
@@ -58,7 +58,7 @@ def reduce_many_at_once(ctx):
     tensors = [torch.arange(4.0 * size) + ctx.rank for size in (50, 3, 0, 200)]
     outputs = [torch.empty(tensor.numel() // 4) for tensor in tensors]
     pending = [
-        start_reduce_scatter(output, tensor, group=group) for output, tensor in zip(outputs, tensors, strict=True)
+        start_reduce_scatter_into(output, tensor, group=group) for output, tensor in zip(outputs, tensors, strict=True)
     ]
     for one in reversed(pending):
         one.wait()
@@ -67,7 +67,7 @@ def reduce_many_at_once(ctx):
         assert torch.equal(output, whole.chunk(4)[ctx.rank] if tensor.numel() else whole)
     assert len(group.scratch._free) == 4
     again = torch.empty(200)
-    reduce_scatter(again, tensors[3], group=group)
+    reduce_scatter_into(again, tensors[3], group=group)
     assert torch.equal(again, outputs[3])
     assert len(group.scratch._free) == 4, "memory once received into is used again"
 
@@ -83,7 +83,7 @@ def gather_both_ways(ctx, dtype):
     separate, in_place = torch.empty(5 * group.size, dtype=dtype), torch.empty(5 * group.size, dtype=dtype)
     slot = in_place.view(group.size, 5)[ctx.rank]
     slot.copy_(own)
-    one, two = start_all_gather(separate, own, group=group), start_all_gather(in_place, slot, group=group)
+    one, two = start_all_gather_into(separate, own, group=group), start_all_gather_into(in_place, slot, group=group)
     two.wait()
     one.wait()
     assert torch.equal(separate, whole)

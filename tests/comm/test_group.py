@@ -15,7 +15,7 @@ def test_neighbours_are_global_ranks_and_wrap_around():
 
 
 def test_a_group_of_one_is_first_last_and_its_own_neighbour():
-    alone = Group.alone("tp", rank=3)
+    alone = Group.single_rank("tp", rank=3)
     assert (alone.size, alone.index, alone.rank, alone.next, alone.prev) == (1, 0, 3, 3, 3)
     assert alone.is_first
     assert alone.is_last

@@ -59,7 +59,7 @@ def test_a_batch_goes_to_and_comes_from_several_members(ctx):
 
     assert [tensor[0].item() for tensor in arriving] == neighbours
     # then each has sent twice six bytes, and receiving costs nothing.
-    assert ctx.ledger.bytes("pp", "p2p") == 12 and ctx.ledger.calls("pp", "p2p") == 2
+    assert ctx.traffic.bytes("pp", "p2p") == 12 and ctx.traffic.calls("pp", "p2p") == 2
 
 
 @ranks(3, pp=3)
@@ -81,13 +81,13 @@ def test_who_has_received_goes_on_before_its_own_message_is_taken(ctx):
 
 
 def test_nothing_to_send_or_receive_needs_no_group():
-    started = start_messages([], [], group=Group.alone("pp"))
+    started = start_messages([], [], group=Group.single_rank("pp"))
     started.sent.wait()
     assert started.received == ()
 
 
 def test_a_message_to_oneself_or_out_of_memory_order_is_refused():
     with pytest.raises(AssertionError, match="send to itself"):
-        start_messages([Message(torch.ones(2), 0)], [], group=Group.alone("pp"))
+        start_messages([Message(torch.ones(2), 0)], [], group=Group.single_rank("pp"))
     with pytest.raises(AssertionError, match="memory order"):
-        start_messages([Message(torch.ones(2, 2).T, 1)], [], group=Group.alone("pp"))
+        start_messages([Message(torch.ones(2, 2).T, 1)], [], group=Group.single_rank("pp"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanotrain.comm.collectives import all_gather, all_reduce, all_reduce_numbers, barrier, reduce_scatter
+from nanotrain.comm.collectives import all_gather_into, all_reduce, all_reduce_scalars, barrier, reduce_scatter_into
 from nanotrain.comm.parallel_context import Launch, ParallelContext
 from nanotrain.errors import EnvironmentFault
 from nanotrain.topology.topology import GROUP_NAMES, Topology
@@ -35,7 +35,7 @@ def test_groups_are_those_of_the_topology(ctx, strategy):
         assert group.ranks == ctx.topology.members(ctx.rank, name)
         assert group.rank == ctx.rank
         assert (group.process_group is None) == (group.size == 1)
-        assert all_reduce_numbers([ctx.rank], group) == [float(sum(group.ranks))]
+        assert all_reduce_scalars([ctx.rank], group) == [float(sum(group.ranks))]
     assert ctx.place == f"pp{ctx.rank // 4} dp{ctx.rank // 2 % 2} tp{ctx.rank % 2}"
 
 
@@ -43,7 +43,7 @@ def test_groups_are_those_of_the_topology(ctx, strategy):
 def test_a_middle_stage_is_in_no_embed_group(ctx):
     assert ("embed" in ctx.groups) == (ctx.rank != 1)
     if ctx.rank != 1:
-        assert all_reduce_numbers([1.0], ctx.group("embed")) == [2.0]
+        assert all_reduce_scalars([1.0], ctx.group("embed")) == [2.0]
 
 
 @ranks(4, tp=2)
@@ -96,24 +96,24 @@ def test_any_rank_of_any_world_can_be_played_without_communication():
         }
         shard = ctx.group("dp_shard")
         full, part = torch.zeros(32 * 4), torch.zeros(4)
-        reduce_scatter(part, full, group=shard)
-        all_gather(full, part, group=shard)
+        reduce_scatter_into(part, full, group=shard)
+        all_gather_into(full, part, group=shard)
         all_reduce(full, ctx.group("tp"))
         barrier(ctx.control)
-        assert ctx.ledger.bytes("dp_shard") == 2 * 512 * 31 // 32
-        assert ctx.ledger.bytes("tp") == 2 * 512 * 7 // 8
+        assert ctx.traffic.bytes("dp_shard") == 2 * 512 * 31 // 32
+        assert ctx.traffic.bytes("tp") == 2 * 512 * 7 // 8
         meta = torch.empty(32 * 4, device="meta")
-        reduce_scatter(meta[:4], meta, group=shard)
+        reduce_scatter_into(meta[:4], meta, group=shard)
     assert not dist.is_initialized()
 
 
 _JOB = """
-from nanotrain.comm.collectives import all_reduce_numbers
+from nanotrain.comm.collectives import all_reduce_scalars
 from nanotrain.comm.parallel_context import ParallelContext
 from tests.harness import parallel_config
 from nanotrain.topology.topology import Topology
 with ParallelContext.start(Topology.of(parallel_config(strategy="optim"), 2), device="cpu", timeout_s=30) as ctx:
-    total = all_reduce_numbers([ctx.rank + 1], ctx.group("dp_shard"))
+    total = all_reduce_scalars([ctx.rank + 1], ctx.group("dp_shard"))
     print(f"sum {total}\\n", end="", flush=True)  # one write: the ranks share the pipe
 """
 

@@ -15,7 +15,7 @@ def test_everyone_receives_from_the_member_before_and_books_what_it_sent(ctx):
     before = (ctx.rank - 1) % 3
     assert torch.equal(numbers, torch.full((2, 3), float(before)))
     assert integers.tolist() == [before] * 4
-    assert ctx.ledger.bytes("world", "p2p") == 24 + 32
+    assert ctx.traffic.bytes("world", "p2p") == 24 + 32
 
 
 @ranks(4, tp=2)
@@ -33,4 +33,4 @@ def test_rotations_in_flight_together_arrive_in_the_order_they_were_started(ctx)
 
 def test_a_group_of_one_gets_its_own_tensors_back():
     tensor = torch.arange(3)
-    assert start_rotate([tensor], Group.alone("cp")).wait()[0] is tensor
+    assert start_rotate([tensor], Group.single_rank("cp")).wait()[0] is tensor

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanotrain.data.token_writer import TokenWriter
+from nanotrain.prepare.token_writer import TokenWriter
 
 WriteCorpus = Callable[..., Path]
 

@@ -9,14 +9,14 @@ from nanotrain.data.batch import Sample, collate
 def _sample(value: int, *, documents: bool) -> Sample:
     ids = np.full(4, value)
     mask = np.array([1, 1, 0, 1], dtype=np.float32)
-    return Sample(ids, ids + 1, mask, document_ids=np.zeros(4, dtype=np.int32) if documents else None)
+    return Sample(ids, ids + 1, mask, segment_ids=np.zeros(4, dtype=np.int32) if documents else None)
 
 
 def test_fields_keep_their_dtype_and_rows_their_order() -> None:
     batch = collate([_sample(3, documents=True), _sample(5, documents=True)])
     assert batch.tokens.tolist() == [[3] * 4, [5] * 4]
     assert batch.labels.tolist() == [[4] * 4, [6] * 4]
-    assert (batch.tokens.dtype, batch.loss_mask.dtype, batch.document_ids.dtype) == (
+    assert (batch.tokens.dtype, batch.loss_mask.dtype, batch.segment_ids.dtype) == (
         torch.int64,
         torch.float32,
         torch.int32,
@@ -29,4 +29,4 @@ def test_masked_tokens_are_no_targets_on_any_device() -> None:
     assert batch.num_target_tokens.item() == 6
     moved = batch.to("meta")
     assert moved.tokens.device.type == "meta"
-    assert moved.document_ids is None
+    assert moved.segment_ids is None

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanotrain.data.batch import Sample
-from nanotrain.data.blend import BlendedSamples, Draw, draw, plan_blend
+from nanotrain.data.blend import BlendedDataset, Draw, draw, plan_blend
 
 WEIGHTS = st.lists(
     st.fractions(min_value=Fraction(1, 1000), max_value=1000, max_denominator=1000), min_size=1, max_size=9
@@ -53,7 +53,7 @@ class _Numbers:
 @pytest.mark.parametrize("number", [0, 1, 99, 12345])
 def test_blended_samples_come_from_the_drawn_corpus(number: int) -> None:
     weights = [Fraction(7, 10), Fraction(3, 10)]
-    blend = BlendedSamples([_Numbers(0, 10), _Numbers(1, 20)], weights)
+    blend = BlendedDataset([_Numbers(0, 10), _Numbers(1, 20)], weights)
     drawn = draw(plan_blend(weights), number)
     assert blend.samples_per_epoch == 30
     assert blend[number].tokens.tolist() == [drawn.corpus, drawn.number]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nanotrain.config.config import DataConfig
-from nanotrain.data.blend import BlendedSamples
+from nanotrain.data.blend import BlendedDataset
 from nanotrain.data.build import build_data, tokenizer_of, uses_quickstart
 from nanotrain.data.sources import Record, write_record
 from nanotrain.errors import DataError
@@ -37,7 +37,7 @@ def test_corpora_blend_by_weight_or_by_size(write_corpus: WriteCorpus) -> None:
     for path, share in ((["1", str(one), "1", str(two)], 0.5), ([str(one), str(two)], 0.2)):
         data = DataConfig(data_path=path, split="1", seq_length=16)
         train = build_data(data, vocab_size=10, seed=1, required=["train"]).train
-        assert isinstance(train, BlendedSamples)
+        assert isinstance(train, BlendedDataset)
         firsts = [int(train[number].tokens[0]) for number in range(50)]
         assert firsts.count(1) == 50 * share
 

@@ -5,15 +5,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanotrain.data.gpt import GPTSamples, WindowOptions
+from nanotrain.data.gpt import GPTDataset, WindowOptions
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.errors import DataError
 from tests.data.conftest import WriteCorpus, random_documents
 
 
-def _samples(prefix: object, *, start: int = 0, stop: int | None = None, **options: object) -> GPTSamples:
+def _samples(prefix: object, *, start: int = 0, stop: int | None = None, **options: object) -> GPTDataset:
     corpus = IndexedTokens(prefix)  # type: ignore[arg-type]
-    return GPTSamples(corpus, start, corpus.num_tokens if stop is None else stop, WindowOptions(**options))  # type: ignore[arg-type]
+    return GPTDataset(corpus, start, corpus.num_tokens if stop is None else stop, WindowOptions(**options))  # type: ignore[arg-type]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
@@ -38,7 +38,7 @@ def test_windows_are_the_naive_cut_of_the_stream(
         assert sample.tokens.tolist() == stream[window].tolist()
         assert sample.labels.tolist() == stream[behind].tolist()
         assert sample.loss_mask.tolist() == (owner[window] == owner[behind]).astype(float).tolist()
-        same = sample.document_ids[:, None] == sample.document_ids[None, :]
+        same = sample.segment_ids[:, None] == sample.segment_ids[None, :]
         assert np.array_equal(same, owner[window][:, None] == owner[window][None, :])
         first = [int(np.argmax(owner[window] == document)) for document in owner[window]]
         assert sample.position_ids.tolist() == (np.arange(seq_length) - first).tolist()
@@ -61,7 +61,7 @@ def test_plain_order_repeats_after_an_epoch(write_corpus: WriteCorpus) -> None:
 def test_without_document_options_positions_are_left_to_the_model(write_corpus: WriteCorpus) -> None:
     sample = _samples(write_corpus([np.arange(20)]), seq_length=4, vocab_size=100)[0]
     assert sample.position_ids is None
-    assert sample.document_ids is None
+    assert sample.segment_ids is None
     assert sample.loss_mask.tolist() == [1, 1, 1, 1]
 
 

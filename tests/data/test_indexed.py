@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.token_format import DTYPES, IndexHeader
-from nanotrain.data.token_writer import TokenWriter
 from nanotrain.errors import DataError
+from nanotrain.prepare.token_writer import TokenWriter
 from tests.data.conftest import WriteCorpus, random_documents
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanotrain.data.sampler import MicrobatchSampler, ReadPlace, microbatch_samples
+from nanotrain.data.sampler import MicrobatchSampler, SamplerConfig, microbatch_samples
 from nanotrain.errors import ConfigError
 
 SIZES = st.integers(1, 6)
@@ -16,7 +16,7 @@ def test_ranks_together_read_the_global_batch_once(dp_size: int, micro: int, mic
     size = dp_size * micro * microbatches
     read: list[int] = []
     for rank in range(dp_size):
-        place = ReadPlace(rank, dp_size, micro, size)
+        place = SamplerConfig(rank, dp_size, micro, size)
         for microbatch in range(place.num_microbatches):
             read += microbatch_samples(place, consumed_samples=consumed, microbatch=microbatch)
     assert sorted(read) == list(range(consumed, consumed + size))
@@ -27,7 +27,7 @@ def test_ranks_together_read_the_global_batch_once(dp_size: int, micro: int, mic
 def test_resuming_goes_on_exactly_where_the_run_stopped(
     dp_size: int, micro: int, microbatches: int, steps: int
 ) -> None:
-    place = ReadPlace(dp_size - 1, dp_size, micro, dp_size * micro * microbatches)
+    place = SamplerConfig(dp_size - 1, dp_size, micro, dp_size * micro * microbatches)
     whole = iter(MicrobatchSampler(place, 0))
     for _ in range(steps * place.num_microbatches):
         next(whole)
@@ -37,11 +37,11 @@ def test_resuming_goes_on_exactly_where_the_run_stopped(
 
 
 def test_microbatches_interleave_the_ranks() -> None:
-    place = ReadPlace(dp_rank=1, dp_size=2, micro_batch_size=2, global_batch_size=12)
+    place = SamplerConfig(dp_rank=1, dp_size=2, micro_batch_size=2, global_batch_size=12)
     batches = iter(MicrobatchSampler(place, 24))
     assert [next(batches) for _ in range(4)] == [[26, 27], [30, 31], [34, 35], [38, 39]]
 
 
 def test_a_global_batch_that_cannot_be_cut_is_an_error_with_numbers() -> None:
     with pytest.raises(ConfigError, match=r"10 samples.*micro_batch_size 2 x data-parallel size 3 = 6.*multiple of 6"):
-        ReadPlace(0, 3, 2, 10)
+        SamplerConfig(0, 3, 2, 10)

@@ -7,9 +7,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanotrain.data.bpe import END, train_bpe
 from nanotrain.data.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer, load_tokenizer
 from nanotrain.errors import DataError
+from nanotrain.prepare.bpe import END, train_bpe
 
 TRAINED = train_bpe(["def f(x):\n    return x + 1\n", "größer als – 日本語\n"] * 20, 290)
 

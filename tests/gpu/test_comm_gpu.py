@@ -10,7 +10,7 @@ from nanotrain.comm import collectives
 from nanotrain.comm import device as devices
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.comm.pending import Pending
+from nanotrain.comm.work import Work
 from nanotrain.topology.topology import Topology
 from tests.harness import parallel_config
 
@@ -43,12 +43,12 @@ def test_nccl_runs_the_collectives_under_the_names_this_torch_has(nccl_world, dt
     group = Group("world", (0,), 0, dist.group.WORLD)
     full, part = torch.arange(8, device="cuda").to(dtype), torch.empty(8, device="cuda", dtype=dtype)
     scatter = collectives._reduce_scatter_flat(part, full, group=dist.group.WORLD, async_op=True)
-    Pending("reduce_scatter", group, works=[scatter]).wait()
+    Work("reduce_scatter", group, works=[scatter]).wait()
     gathered = torch.empty_like(part)
     gather = collectives._all_gather_flat(gathered, part, group=dist.group.WORLD, async_op=True)
-    Pending("all_gather", group, works=[gather]).wait()
+    Work("all_gather", group, works=[gather]).wait()
     reduce = dist.all_reduce(gathered, group=dist.group.WORLD, async_op=True)
-    Pending("all_reduce", group, works=[reduce]).wait()
+    Work("all_reduce", group, works=[reduce]).wait()
     assert torch.equal(gathered.cpu(), torch.arange(8).to(dtype))
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanotrain.model.generate import Sampling, generate
+from nanotrain.inference.generate import Sampling, generate
 from nanotrain.model.stage import Stage
 from tests.model.building import MODELS, build, random_batch
 

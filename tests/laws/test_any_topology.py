@@ -53,7 +53,7 @@ def everything(run: Run) -> Pieces:
 def train(run: Run, steps: int) -> list[float]:
     losses = []
     for _ in range(steps):
-        batch = run.feed.next()
+        batch = run.batch_iterator.next()
         assert batch is not None
         losses.append(train_step(run, batch).loss)
     return losses

@@ -13,20 +13,20 @@ SIZES = (1, 2, 4)
 def measure(ctx: ParallelContext, case: Case) -> dict[str, int]:
     """Elements with padding, resident bytes and bytes sent in one step, of this rank."""
     run = build_here(ctx, case)
-    (layer,), optimizer = run.layers, run.optimizer
+    (layer,), optimizer = run.data_parallel, run.optimizer
     storages = {}
     for bucket in layer.buckets:
         for tensor in (bucket.params, bucket.grad_shard):
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     for tensor in optimizer.held_tensors().values():
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    ctx.ledger.reset()
-    batch = run.feed.next()
+    ctx.traffic.reset()
+    batch = run.batch_iterator.next()
     assert batch is not None
     train_step(run, batch)
     layer.finish_param_gather()
     sent = sum(
-        ctx.ledger.bytes(group, op)
+        ctx.traffic.bytes(group, op)
         for group in ("dp_shard", "dp_replicate")
         for op in ("all_reduce", "reduce_scatter", "all_gather")
     )

@@ -136,7 +136,7 @@ LAYOUTS = [
 
 
 @cache
-def alone(model: str) -> list[Outcome]:
+def single_rank(model: str) -> list[Outcome]:
     case = Case(STEPS).but(train={"micro_batch_size": GLOBAL_BATCH}, optim=OPTIM, model=shape_of(model))
     return run_ranks(1, train_here, case)
 
@@ -156,7 +156,7 @@ def test_a_layout_trains_as_one_rank_does(layout: Layout) -> None:
         model=shape_of(layout.model),
     )
     outcomes = run_ranks(layout.ranks, train_here, case, **short)
-    assert_alike(outcomes, alone(layout.model), row=str(layout), lr=OPTIM["lr"])
+    assert_alike(outcomes, single_rank(layout.model), row=str(layout), lr=OPTIM["lr"])
 
 
 def test_the_matrix_has_every_pair_of_axes_and_every_strategy() -> None:

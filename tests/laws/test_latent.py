@@ -54,7 +54,7 @@ LAYOUTS: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
 
 
 @cache
-def alone(model: str) -> list[Outcome]:
+def single_rank(model: str) -> list[Outcome]:
     case = Case(STEPS).but(train={"micro_batch_size": GLOBAL_BATCH}, optim=OPTIM, model=MODELS[model])
     return run_ranks(1, train_here, case)
 
@@ -66,4 +66,4 @@ def test_a_model_with_latents_trains_as_on_one_rank(
     parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | options
     case = Case(STEPS).but(train={"micro_batch_size": 2}, optim=OPTIM, parallel=parallel, model=MODELS[model])
     outcomes = run_ranks(num_ranks, train_here, case, **sizes)
-    assert_alike(outcomes, alone(model), row=f"{model} {sizes} {options}", lr=OPTIM["lr"])
+    assert_alike(outcomes, single_rank(model), row=f"{model} {sizes} {options}", lr=OPTIM["lr"])

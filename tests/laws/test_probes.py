@@ -40,15 +40,15 @@ def probe(ctx: ParallelContext, case: Case) -> list[Found]:
     """Reduce the gradient 2**rank of every parameter."""
     run = build_here(ctx, case)
     named = {name: parameter for stage in run.stages.values() for name, parameter in stage.named_parameters()}
-    for layer in run.layers:
+    for layer in run.data_parallel:
         layer.begin_step()
         layer.backward_begins(is_last=True)
         for name in layer.params:
             torch.autograd.backward(named[name], torch.full_like(named[name], 2.0**ctx.rank))
         layer.backward_ended()
         layer.finish_grad_reduce()
-    finalize_grads(run.layers, ctx)
-    return [found for layer in run.layers for found in values_of(layer)]
+    finalize_grads(run.data_parallel, ctx)
+    return [found for layer in run.data_parallel for found in values_of(layer)]
 
 
 def values_of(layer: DataParallel) -> list[Found]:
@@ -65,7 +65,7 @@ def values_of(layer: DataParallel) -> list[Found]:
 def expected_sum(topology: Topology, rank: int, spec: ParamSpec) -> float:
     """The powers of all ranks that hold a gradient of the same elements."""
     members = set(topology.members(rank, "expert_dp" if spec.is_expert else "dp_cp"))
-    for axis in spec.reduce_axes:
+    for axis in spec.grad_sum_axes:
         members = {other for member in members for other in (topology.members(member, axis) or (member,))}
     return sum(2.0**member for member in members)
 

@@ -15,10 +15,10 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import CheckpointConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from nanotrain.config.schema import config_from_dict, to_dict
 from nanotrain.data.batch import Sample
-from nanotrain.data.build import Datasets
+from nanotrain.data.build import DatasetSplits
+from nanotrain.runs.folder import RunFolder
 from nanotrain.topology.boxes import TensorBox
 from nanotrain.train.build import build_run
-from nanotrain.train.folder import RunFolder
 from nanotrain.train.resolve import Plan
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
@@ -107,7 +107,7 @@ def build_here(ctx: ParallelContext, case: Case, *, checkpoint: Path | None = No
         config=config_of(ctx, case),
         topology=ctx.topology,
         folder=RunFolder(folder or Path(mkdtemp(prefix="nanotrain-law-"))),
-        datasets=Datasets(samples, None, None),
+        datasets=DatasetSplits(samples, None, None),
         tokenizer=None,
         checkpoint=checkpoint,
         is_resumed=checkpoint is not None,
@@ -118,10 +118,10 @@ def build_here(ctx: ParallelContext, case: Case, *, checkpoint: Path | None = No
 def train_here(ctx: ParallelContext, case: Case) -> Outcome:
     """Train a case on this rank."""
     run = build_here(ctx, case)
-    ctx.ledger.reset()
+    ctx.traffic.reset()
     results = []
     for _ in range(case.steps):
-        batch = run.feed.next()
+        batch = run.batch_iterator.next()
         assert batch is not None
         results.append(train_step(run, batch))
     source = run.datasets.train
@@ -132,7 +132,7 @@ def train_here(ctx: ParallelContext, case: Case) -> Outcome:
         weights=held_weights(run),
         dp=ctx.coords["dp"],
         reads=source.reads,
-        bytes_sent={name: ctx.ledger.bytes(name) for name in ctx.groups},
+        bytes_sent={name: ctx.traffic.bytes(name) for name in ctx.groups},
     )
 
 
@@ -140,7 +140,7 @@ def held_weights(run: Run) -> dict[TensorBox, torch.Tensor]:
     """What this rank holds of every parameter, complete."""
     named = {name: parameter for stage in run.stages.values() for name, parameter in stage.named_parameters()}
     held = {}
-    for layer in run.layers:
+    for layer in run.data_parallel:
         layer.finish_param_gather()
         for name, local in layer.params.items():
             held[TensorBox(name, local.spec.shape, local.box)] = named[name].detach().float().clone()

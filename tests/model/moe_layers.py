@@ -62,7 +62,7 @@ def random(*shape: int, seed: int, std: float = 1.0) -> Tensor:
 
 def whole_weights(model: ModelConfig) -> dict[str, Tensor]:
     """Every parameter of the layer, over all ranks."""
-    layer = MoELayer(model, dtype=torch.float32, parallel=ModelParallel.alone())
+    layer = MoELayer(model, dtype=torch.float32, parallel=ModelParallel.single_rank())
     named = list(layer.named_parameters())
     return {name: random(*param.shape, seed=i, std=0.5) for i, (name, param) in enumerate(named)}
 
@@ -80,7 +80,7 @@ def give(layer: MoELayer, weights: dict[str, Tensor]) -> MoELayer:
 
 
 def build_whole(model: ModelConfig) -> MoELayer:
-    return give(MoELayer(model, dtype=torch.float32, parallel=ModelParallel.alone()), whole_weights(model))
+    return give(MoELayer(model, dtype=torch.float32, parallel=ModelParallel.single_rank()), whole_weights(model))
 
 
 def run(layer: MoELayer, x: Tensor, grad: Tensor, *, places: Tensor | None = None) -> Outcome:
@@ -102,7 +102,7 @@ class Part:
         group = self.ctx.group
         tensor_parallel = TensorParallel(group("tp"), sequence_parallel=self.sequence_parallel)
         return replace(
-            ModelParallel.alone(), tp=tensor_parallel, ep=group("ep"), etp=group("etp"), sequence=group("tp_cp")
+            ModelParallel.single_rank(), tp=tensor_parallel, ep=group("ep"), etp=group("etp"), sequence=group("tp_cp")
         )
 
     @property

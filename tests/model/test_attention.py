@@ -3,14 +3,14 @@
 import torch
 
 from nanotrain.model.attention import Attention, Context
-from nanotrain.parallel.cp.plain import document_mask
+from nanotrain.parallel.cp.sdpa import segment_mask
 from tests.model.building import LLAMA, build, give_storage
 
 
 def test_one_document_is_plain_causal() -> None:
     layer = build(LLAMA).layers["0"].attention
     hidden = torch.randn(2, 9, 32)
-    masked = Context(mask=document_mask(torch.zeros(2, 9, dtype=torch.int32)))
+    masked = Context(mask=segment_mask(torch.zeros(2, 9, dtype=torch.int32)))
     torch.testing.assert_close(layer(hidden, masked), layer(hidden, Context()))
 
 

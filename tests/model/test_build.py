@@ -61,7 +61,7 @@ def test_the_pieces_of_two_tp_ranks_tile_every_parameter(name: str) -> None:
     for spec in specs_of(name):
         boxes = {spec.box({"tp": rank}, {"tp": 2}) for rank in range(2)}
         assert sum(box.numel for box in boxes) == spec.numel
-        assert len(boxes) == (2 if spec.cuts else 1)
+        assert len(boxes) == (2 if spec.shards else 1)
 
 
 def test_kinds_say_what_decays_and_what_starts_smaller() -> None:

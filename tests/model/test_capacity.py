@@ -37,7 +37,7 @@ def test_the_highest_weights_stay_and_ties_go_by_place(length, capacity, seed):
         num_experts=E,
         capacity=min(capacity, length),
         places=torch.arange(length),
-        sequence=Group.alone("tp_cp"),
+        sequence=Group.single_rank("tp_cp"),
     )
     assert torch.equal(found, kept_by_hand(experts, weights, capacity))
 
@@ -47,7 +47,7 @@ def test_the_order_in_which_a_rank_holds_its_tokens_does_not_matter(order):
     generator = torch.Generator().manual_seed(1)
     experts = torch.rand(1, 6, E, generator=generator).topk(2, dim=-1).indices
     weights = torch.randint(0, 2, (1, 6, 2), generator=generator).float()
-    options = {"num_experts": E, "capacity": 2, "sequence": Group.alone("tp_cp")}
+    options = {"num_experts": E, "capacity": 2, "sequence": Group.single_rank("tp_cp")}
     straight = within_capacity(Choice(experts, weights), places=torch.arange(6), **options)
     places = torch.tensor(order)
     mixed = within_capacity(Choice(experts[:, places], weights[:, places]), places=places, **options)

@@ -20,7 +20,7 @@ from nanotrain.model.build import build_stage, collect_specs
 from nanotrain.model.latent_attention import LatentAttention
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.rope import RotaryTables
-from nanotrain.parallel.cp.attention import build_core
+from nanotrain.parallel.cp.attention import build_core_attention
 from nanotrain.parallel.cp.split import zigzag_chunks
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.parallel.tp.weight_grads import WeightGradQueue
@@ -91,7 +91,7 @@ def whole_weight(name: str, spec: ParamSpec) -> Tensor:
 
 
 def whole_layer(model: ModelConfig) -> LatentAttention:
-    return layer_of(model, ModelParallel.alone(), coords={"tp": 0}, sizes={"tp": 1})[0]
+    return layer_of(model, ModelParallel.single_rank(), coords={"tp": 0}, sizes={"tp": 1})[0]
 
 
 def apply(
@@ -101,7 +101,7 @@ def apply(
     hidden = hidden.clone().requires_grad_()
     tokens = torch.empty(B, S if places is None else len(places))
     rotation = RotaryTables(model).at(S if places is None else places.expand(B, -1), like=hidden)
-    mask = layer.core.plan_mask(None, tokens=tokens)
+    mask = layer.core_attention.plan_mask(None, tokens=tokens)
     output = layer(hidden, Context(rotation=rotation, mask=mask))
     output.backward(grad)
     assert hidden.grad is not None
@@ -172,7 +172,9 @@ def a_part_of_every_shape(ctx, sequence_parallel, comm_type):
     """This rank's part of output and gradients is that of the layer on one rank."""
     tp, cp = ctx.group("tp"), ctx.group("cp")
     tensor_parallel = TensorParallel(tp, sequence_parallel=sequence_parallel)
-    parallel = replace(ModelParallel.alone(), tp=tensor_parallel, core=build_core(comm_type, cp))
+    parallel = replace(
+        ModelParallel.single_rank(), tp=tensor_parallel, core_attention=build_core_attention(comm_type, cp)
+    )
     hidden, grad = draw(B, S, H, seed=1), draw(B, S, H, seed=2)
     chunks, held_chunks = torch.arange(S).chunk(2 * cp.size), zigzag_chunks(cp.index, cp.size)
     places = torch.cat([chunks[held_chunks.early], chunks[held_chunks.late]])
@@ -189,7 +191,7 @@ def a_part_of_every_shape(ctx, sequence_parallel, comm_type):
         assert found.keys() == whole.keys()
         for name, local in held.items():
             total = found[name].clone()
-            for axis in ("cp", *local.spec.reduce_axes):
+            for axis in ("cp", *local.spec.grad_sum_axes):
                 all_reduce(total, ctx.group(axis))
             close(total, whole[name][local.box.slices()], what=f"{shape}: {name}")
 
@@ -213,7 +215,7 @@ def test_weight_gradients_that_waited_are_the_same(model: ModelConfig) -> None:
     hidden, grad = draw(B, S, H, seed=1), draw(B, S, H, seed=2)
     expected = apply(whole_layer(model), model, hidden, grad=grad)
     queue = WeightGradQueue()
-    parallel = replace(ModelParallel.alone(), tp=replace(TensorParallel.alone(), weight_grads=queue))
+    parallel = replace(ModelParallel.single_rank(), tp=replace(TensorParallel.single_rank(), weight_grads=queue))
     layer, held = layer_of(model, parallel, coords={"tp": 0}, sizes={"tp": 1})
     with queue.defer():
         found = apply(layer, model, hidden, grad=grad)
@@ -228,7 +230,7 @@ def test_weight_gradients_that_waited_are_the_same(model: ModelConfig) -> None:
 @pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES)
 def test_two_tp_ranks_cut_the_heads_and_hold_the_latents_whole(model: ModelConfig) -> None:
     specs = collect_specs(build_stage(model, split_layers(1, 1)[0], dtype=torch.float32))
-    cut = {spec.name.split(".")[-2] for spec in specs if ".attention." in spec.name and spec.cuts}
+    cut = {spec.name.split(".")[-2] for spec in specs if ".attention." in spec.name and spec.shards}
     assert cut == {"query" if model.q_lora_rank is None else "query_up", "kv_up", "output"}
 
 

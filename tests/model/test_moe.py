@@ -123,7 +123,7 @@ def test_bf16_stays_near_fp32():
     model = MODELS["deepseek"]
     exact = build_whole(model)
     narrow = give(
-        MoELayer(model, dtype=torch.bfloat16, parallel=ModelParallel.alone()),
+        MoELayer(model, dtype=torch.bfloat16, parallel=ModelParallel.single_rank()),
         {name: weight.bfloat16() for name, weight in whole_weights(model).items()},
     )
     x = random(1, 4, H, seed=5).bfloat16()
@@ -136,7 +136,7 @@ def test_bf16_stays_near_fp32():
 
 
 def test_experts_that_the_ranks_cannot_share_are_refused():
-    alone = ModelParallel.alone()
+    alone = ModelParallel.single_rank()
     two = Group("ep", (0, 1), 0, process_group=object())
     with pytest.raises(TopologyError, match="7 experts cannot be shared by 2 ranks"):
         MoELayer(replace(DROPLESS, num_experts=7), dtype=torch.float32, parallel=replace(alone, ep=two))

@@ -16,7 +16,7 @@ SIGMOID = replace(SOFTMAX, moe_router_score_function=RouterScore.sigmoid)
 
 def route(model, logits, *, bias=None, aux_scale=0.0):
     """A router whose weight is the identity, so that its input is its logits."""
-    router = Router(model, dtype=torch.float32, sequence=Group.alone("tp_cp"))
+    router = Router(model, dtype=torch.float32, sequence=Group.single_rank("tp_cp"))
     router.weight = torch.nn.Parameter(torch.eye(E))
     if bias is not None:
         router.expert_bias = torch.tensor(bias)

@@ -52,7 +52,7 @@ def test_all_ranks_are_counted_in_one_collective_per_group(ctx):
     loads = collect_router_loads(stage, [ctx.group("tp"), ctx.group("dp_cp")])
     assert list(loads) == ["layers.0.router", "layers.1.router"]
     assert [load.choices for load in loads.values()] == [(5, 1, 1, 1), (0, 0, 4, 4)]
-    assert ctx.ledger.calls() == 2
+    assert ctx.traffic.calls() == 2
     update_expert_bias(stage, loads, rate=0.5)
     assert first.expert_bias.tolist() == [-0.5, 0.5, 0.5, 0.5]
     count(first, [[[1, 1]]])

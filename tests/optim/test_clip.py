@@ -11,7 +11,7 @@ from nanotrain.comm.group import Group
 from nanotrain.optim.clip import ROW_NUMEL, clip_factor, global_norm
 from tests.harness import run_ranks
 
-ALONE = Group.alone("dp_shard")
+ALONE = Group.single_rank("dp_shard")
 
 
 def norm_of_shards(ctx, whole: torch.Tensor) -> float:

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanotrain.errors import TopologyError
-from nanotrain.topology.params import Cut, ParamKind, ParamSpec
+from nanotrain.topology.params import ParamKind, ParamSpec, Shard
 
 
-def spec_of(shape: tuple[int, ...], *cuts: Cut) -> ParamSpec:
-    return ParamSpec("layers.0.mlp.up.weight", shape, dtype="fp32", kind=ParamKind.matrix, cuts=cuts)
+def spec_of(shape: tuple[int, ...], *shards: Shard) -> ParamSpec:
+    return ParamSpec("layers.0.mlp.up.weight", shape, dtype="fp32", kind=ParamKind.matrix, shards=shards)
 
 
 @given(
@@ -28,7 +28,7 @@ def test_the_boxes_of_all_ranks_tile_the_parameter(
     shape = [pieces[0], pieces[1]]
     shape[dims[0]] *= tp
     shape[dims[1]] *= ep
-    spec = spec_of(tuple(shape), Cut(dims[0], "tp"), Cut(dims[1], "ep"))
+    spec = spec_of(tuple(shape), Shard(dims[0], "tp"), Shard(dims[1], "ep"))
 
     # when
     held = np.zeros(shape, int)
@@ -45,7 +45,7 @@ def test_an_uncut_parameter_is_whole_on_every_rank() -> None:
 
 
 def test_two_cuts_of_one_dim_nest_with_the_first_outside() -> None:
-    spec = spec_of((8, 2), Cut(0, "ep"), Cut(0, "tp"))
+    spec = spec_of((8, 2), Shard(0, "ep"), Shard(0, "tp"))
 
     box = spec.box({"ep": 1, "tp": 0}, {"ep": 2, "tp": 2})
 
@@ -54,7 +54,7 @@ def test_two_cuts_of_one_dim_nest_with_the_first_outside() -> None:
 
 def test_a_dim_that_an_axis_cannot_cut_is_an_error_with_its_numbers() -> None:
     with pytest.raises(TopologyError, match=r"\(10, 4\).*tp=4.*10"):
-        spec_of((10, 4), Cut(0, "tp")).box({"tp": 0}, {"tp": 4})
+        spec_of((10, 4), Shard(0, "tp")).box({"tp": 0}, {"tp": 4})
 
 
 def test_only_matrices_decay() -> None:

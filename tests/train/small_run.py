@@ -9,7 +9,7 @@ from typing import Any
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
 from nanotrain.train.build import build_run
-from nanotrain.train.hooks import Hook
+from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics import StepReport
 from nanotrain.train.resolve import Plan, resolve
 from nanotrain.train.run import Run

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from nanotrain.config.load import load
-from nanotrain.data.quickstart import QuickStart
-from nanotrain.data.token_writer import TokenWriter
 from nanotrain.errors import CheckpointError, ConfigError, DataError, EnvironmentFault
+from nanotrain.prepare.quickstart import QuickStart
+from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.train import resolve as resolve_module
-from nanotrain.train.hook_checkpoint import CheckpointHook
+from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.resolve import _only_one, resolve
 from tests.train.small_run import SEQ_LENGTH, plan_run, small_run, train
 

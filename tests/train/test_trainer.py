@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from nanotrain.comm.collectives import gather_objects
-from nanotrain.train.hook_checkpoint import CheckpointHook
-from nanotrain.train.hooks import Hook
+from nanotrain.comm.collectives import all_gather_object
+from nanotrain.train.hooks.checkpoint import CheckpointHook
+from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.trainer import Trainer, manual_gc
 from tests.harness import ranks
 from tests.train.small_run import Failing, Spy, small_run, train
@@ -98,7 +98,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(ctx, tmp_path):
     spy = Spy()
     with small_run(tmp_path, "--train-iters", "9", context=ctx) as run:
         train(run, *([Signalling(3, signal.SIGTERM)] if ctx.rank == 1 else []), CheckpointHook(), spy)
-        assert gather_objects(run.state.step, ctx.control) == [3, 3]
+        assert all_gather_object(run.state.step, ctx.control) == [3, 3]
         assert run.checkpointer.latest().name == "step-00000003"
     assert spy.calls[-2:] == ["after", "closed"]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanotrain.comm.autograd import gather_along
 from nanotrain.comm.group import Group
-from nanotrain.parallel.cp.plain import attend
+from nanotrain.parallel.cp.sdpa import attend
 from nanotrain.parallel.cp.split import natural_order, zigzag_chunks
 
 
@@ -31,17 +31,17 @@ class HalfMasks:
     late: Tensor
 
 
-class AllGatherCore:
+class AllGatherAttention:
     """Attention with gathered keys and values."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.chunks = zigzag_chunks(group.index, group.size)
 
-    def plan_mask(self, document_ids: Tensor | None, *, tokens: Tensor) -> HalfMasks:
+    def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor) -> HalfMasks:
         """The rows of the whole mask that this rank's queries need."""
         size = tokens.shape[1] // 2
-        return HalfMasks(*(_rows(document_ids, chunk, size=size, like=tokens) for chunk in self._both()))
+        return HalfMasks(*(_rows(segment_ids, chunk, size=size, like=tokens) for chunk in self._both()))
 
     def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: HalfMasks) -> Tensor:
         """Gather, then attend chunk by chunk."""
@@ -58,10 +58,10 @@ class AllGatherCore:
         return self.chunks.early, self.chunks.late
 
 
-def _rows(document_ids: Tensor | None, chunk: int, *, size: int, like: Tensor) -> Tensor:
+def _rows(segment_ids: Tensor | None, chunk: int, *, size: int, like: Tensor) -> Tensor:
     """[B or 1, 1, C, (chunk + 1) * C]: the mask of the queries in `chunk`."""
     start, stop = chunk * size, (chunk + 1) * size
     seen = torch.ones(size, stop, dtype=torch.bool, device=like.device).tril(start)[None, None]
-    if document_ids is None:
+    if segment_ids is None:
         return seen
-    return seen & (document_ids[:, None, start:stop, None] == document_ids[:, None, None, :stop])
+    return seen & (segment_ids[:, None, start:stop, None] == segment_ids[:, None, None, :stop])

@@ -19,18 +19,18 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from nanotrain.comm.group import Group
-from nanotrain.parallel.cp.all_gather import AllGatherCore
-from nanotrain.parallel.cp.heads import HeadsCore
-from nanotrain.parallel.cp.plain import PlainCore
-from nanotrain.parallel.cp.ring import RingCore
+from nanotrain.parallel.cp.all_gather import AllGatherAttention
+from nanotrain.parallel.cp.ring import RingAttention
+from nanotrain.parallel.cp.sdpa import SDPAttention
+from nanotrain.parallel.cp.ulysses import UlyssesAttention
 
-__all__ = ["ATTENTION_CORES", "Core", "PlainCore", "build_core"]
+__all__ = ["CORE_ATTENTIONS", "CoreAttention", "SDPAttention", "build_core_attention"]
 
 
-class Core(Protocol):
+class CoreAttention(Protocol):
     """Causal attention over sequences that the ranks of a cp group share."""
 
-    def plan_mask(self, document_ids: Tensor | None, *, tokens: Tensor) -> Any:
+    def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor) -> Any:
         """What all layers need to know of the batch's borders; made once per batch and meant for this core only.
 
         Args:
@@ -54,14 +54,18 @@ class Core(Protocol):
         ...
 
 
-ATTENTION_CORES: dict[str, Callable[[Group], Core]] = {"allgather": AllGatherCore, "p2p": RingCore, "a2a": HeadsCore}
+CORE_ATTENTIONS: dict[str, Callable[[Group], CoreAttention]] = {
+    "allgather": AllGatherAttention,
+    "p2p": RingAttention,
+    "a2a": UlyssesAttention,
+}
 
 
-def build_core(comm_type: str, group: Group) -> Core:
+def build_core_attention(comm_type: str, group: Group) -> CoreAttention:
     """The core for a cp group.
 
     Args:
         comm_type: a key of ATTENTION_CORES.
         group: cp; a group of one gets the plain core.
     """
-    return PlainCore() if group.size == 1 else ATTENTION_CORES[comm_type](group)
+    return SDPAttention() if group.size == 1 else CORE_ATTENTIONS[comm_type](group)

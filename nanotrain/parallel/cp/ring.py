@@ -61,15 +61,15 @@ def plan_steps(index: int, size: int, *, length: int) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-class RingCore:
+class RingAttention:
     """Attention with keys and values passed around."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
 
-    def plan_mask(self, document_ids: Tensor | None, *, tokens: Tensor) -> Tensor | None:
+    def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor) -> Tensor | None:
         """[cp, B, L], the document ids of what each rank holds; every block makes its own mask of them."""
-        return None if document_ids is None else zigzag_order(document_ids, size=self.group.size)
+        return None if segment_ids is None else zigzag_order(segment_ids, size=self.group.size)
 
     def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Attend to all keys of the group, one step at a time."""

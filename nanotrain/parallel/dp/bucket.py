@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanotrain.comm.collectives import DONE, Pending, start_all_gather, start_all_reduce, start_reduce_scatter
+from nanotrain.comm.collectives import DONE, Work, start_all_gather_into, start_all_reduce, start_reduce_scatter_into
 from nanotrain.comm.group import Group
 from nanotrain.parallel.dp.layout import BucketLayout
 
@@ -72,8 +72,8 @@ class Bucket(ABC):
         self._gaps = _gaps(layout)
         self._written: set[str] = set()
         self._missing: set[str] = set()
-        self._reduce: Pending = DONE
-        self._gather: Pending = DONE
+        self._reduce: Work = DONE
+        self._gather: Work = DONE
         self.is_in_flight = False
 
     @property
@@ -111,9 +111,9 @@ class Bucket(ABC):
         """A backward pass begins: no gradient of it has arrived."""
         self._missing = set(self._ranges)
 
-    def start_gather(self) -> None:
+    def start_all_gather(self) -> None:
         """Begin to collect every rank's updated parameters."""
-        self._gather = start_all_gather(self.params, self.param_shard, group=self.groups.shard)
+        self._gather = start_all_gather_into(self.params, self.param_shard, group=self.groups.shard)
 
     def finish_gather(self) -> None:
         """Wait until the parameters of this bucket are complete."""
@@ -121,7 +121,7 @@ class Bucket(ABC):
         pending.wait()
 
     def _start_collectives(self, grads: torch.Tensor, shard: torch.Tensor) -> None:
-        scattered = start_reduce_scatter(shard, grads, group=self.groups.shard)
+        scattered = start_reduce_scatter_into(shard, grads, group=self.groups.shard)
         if scattered is DONE:
             scattered = start_all_reduce(shard, self.groups.replicate)
         self._reduce, self.is_in_flight = scattered, True

@@ -123,7 +123,7 @@ class DataParallel:
     def start_param_gather(self) -> None:
         """Spread the updated shards; the last bucket holds the first layers, so it goes first."""
         for bucket in reversed(self.buckets):
-            bucket.start_gather()
+            bucket.start_all_gather()
         if not self.options.overlap_param_gather:
             self.finish_param_gather()
 
@@ -141,7 +141,7 @@ class DataParallel:
             bucket.grad_shard[piece.shard_start : piece.shard_start + piece.numel]
             for bucket in self.buckets
             for piece in bucket.layout.pieces(self.groups.shard.index)
-            if axis in self.params[piece.name].spec.reduce_axes
+            if axis in self.params[piece.name].spec.grad_sum_axes
         ]
 
     @property

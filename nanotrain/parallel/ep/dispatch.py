@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nanotrain.comm.collectives import all_gather
+from nanotrain.comm.collectives import all_gather_into
 from nanotrain.comm.exchange import exchange, start_all_to_all
 from nanotrain.comm.group import Group
 from nanotrain.parallel.ep.rows import combine, inverse_of, permute, permute_by, plan_rows
@@ -109,7 +109,7 @@ class RemoteDispatch:
         arriving, ones = torch.zeros_like(leaving), [1] * self._ep.size
         start_all_to_all(arriving, leaving, send_counts=ones, receive_counts=ones, group=self._ep).wait()
         everyone = arriving.new_zeros((self._etp.size, *arriving.shape))
-        all_gather(everyone, arriving, group=self._etp)
+        all_gather_into(everyone, arriving, group=self._etp)
         numbers = torch.cat([leaving.sum(1), arriving.sum(1), everyone.sum((1, 2))]).tolist()
         size = self._ep.size
         return _Traffic(numbers[:size], numbers[size : 2 * size], numbers[2 * size :], everyone.flatten(0, 1))

@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from nanotrain.comm.collectives import barrier
 from nanotrain.comm.group import Group
 from nanotrain.comm.p2p import Message, start_messages
-from nanotrain.comm.pending import DONE, Pending
+from nanotrain.comm.work import DONE, Work
 from nanotrain.data.batch import Batch
 from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape, Schedule
 from nanotrain.parallel.pp.gpipe import forward_only
@@ -89,9 +89,9 @@ class Pipeline:
     device: torch.device
 
     @classmethod
-    def alone(cls, device: torch.device | str = "cpu") -> "Pipeline":
+    def single_rank(cls, device: torch.device | str = "cpu") -> "Pipeline":
         """No pipeline: all stages are on this rank and nothing is sent."""
-        return cls(Group.alone("pp"), (), torch.float32, torch.device(device))
+        return cls(Group.single_rank("pp"), (), torch.float32, torch.device(device))
 
     def connect(self) -> None:
         """Bring all ranks of the group together once, before the first step."""
@@ -137,7 +137,7 @@ class _Arrival:
     """What an action was sent: hidden states, or the gradient of its output."""
 
     tensor: Tensor
-    pending: Pending = DONE
+    pending: Work = DONE
 
     def ready(self) -> Tensor:
         self.pending.wait()
@@ -196,7 +196,7 @@ class _Step:
         self.outbox: dict[Action, Tensor] = {}
         self.live: dict[tuple[int, int], _Live] = {}
         self.late: dict[tuple[int, int], _LateGrads] = {}
-        self.sending: list[Pending] = []
+        self.sending: list[Work] = []
 
     def run(self) -> Tensor:
         act = {ActionKind.forward: self.forward, ActionKind.weight: self.weight}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from nanotrain.comm.along import Coming, own_slice, start_gather, start_scatter, start_sum
+from nanotrain.comm.along import Coming, own_slice, start_all_gather, start_all_reduce, start_reduce_scatter
 from nanotrain.comm.autograd import copy_to, gather_along, reduce_from, scatter_along
 from nanotrain.comm.collectives import DONE
 from nanotrain.comm.group import Group
@@ -40,14 +40,14 @@ class TensorParallel:
     weight_grads: WeightGradQueue | None = None
 
     @classmethod
-    def alone(cls) -> "TensorParallel":
+    def single_rank(cls) -> "TensorParallel":
         """Nothing is cut."""
-        return cls(Group.alone("tp"))
+        return cls(Group.single_rank("tp"))
 
     @property
     def inside(self) -> "TensorParallel":
         """What holds between enter and leave: nothing more to cross."""
-        return replace(self, group=Group.alone("tp"), sequence_parallel=False)
+        return replace(self, group=Group.single_rank("tp"), sequence_parallel=False)
 
     @property
     def is_plain(self) -> bool:
@@ -72,8 +72,12 @@ class TensorParallel:
 
     def start_entering(self, x: Tensor) -> Coming:
         """The forward of `enter`, without autograd and without waiting."""
-        return start_gather(x, self.group, dim=SEQUENCE) if self.sequence_parallel else Coming(DONE, lambda: x)
+        return start_all_gather(x, self.group, dim=SEQUENCE) if self.sequence_parallel else Coming(DONE, lambda: x)
 
     def start_summing(self, grad: Tensor) -> Coming:
         """The backward of `enter`; a contiguous `grad` [B, S, H] is overwritten."""
-        return start_scatter(grad, self.group, dim=SEQUENCE) if self.sequence_parallel else start_sum(grad, self.group)
+        return (
+            start_reduce_scatter(grad, self.group, dim=SEQUENCE)
+            if self.sequence_parallel
+            else start_all_reduce(grad, self.group)
+        )

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from nanotrain.comm.group import Group
-from nanotrain.parallel.cp.attention import Core, build_core
-from nanotrain.parallel.cp.plain import PlainCore
+from nanotrain.parallel.cp.attention import CoreAttention, build_core_attention
+from nanotrain.parallel.cp.sdpa import SDPAttention
 from nanotrain.parallel.cp.split import own_chunks
 
 
@@ -55,11 +55,11 @@ def documents(shape: Shape) -> Tensor:
     return torch.stack([torch.as_tensor(row, dtype=torch.int32).expand(shape.length) for row in rows])
 
 
-def run(core: Core, given: Attended, document_ids: Tensor | None = None) -> Attended:
+def run(core_attention: CoreAttention, given: Attended, segment_ids: Tensor | None = None) -> Attended:
     """Forward and backward of a core on what `given` holds."""
     query, key, value = (tensor.clone().requires_grad_() for tensor in (given.query, given.key, given.value))
-    mask = core.plan_mask(document_ids, tokens=query[:, :, 0, 0])
-    out = core(query, key=key, value=value, mask=mask)
+    mask = core_attention.plan_mask(segment_ids, tokens=query[:, :, 0, 0])
+    out = core_attention(query, key=key, value=value, mask=mask)
     out.backward(given.out)
     assert query.grad is not None and key.grad is not None and value.grad is not None
     return Attended(out.detach(), query.grad, key.grad, value.grad)
@@ -72,8 +72,8 @@ def part(whole: Attended, group: Group) -> Attended:
 def largest_error(comm_type: str, group: Group, shape: Shape, *, dtype: torch.dtype, with_documents: bool) -> float:
     """Of output and gradients against the plain core on one rank in fp64, relative to the largest value of each."""
     given = sequences(shape, dtype=dtype)
-    document_ids = documents(shape) if with_documents else None
-    expected = part(run(PlainCore(), Attended(*(x.double() for x in given)), document_ids), group)
-    found = run(build_core(comm_type, group), part(given, group), document_ids)
+    segment_ids = documents(shape) if with_documents else None
+    expected = part(run(SDPAttention(), Attended(*(x.double() for x in given)), segment_ids), group)
+    found = run(build_core_attention(comm_type, group), part(given, group), segment_ids)
     assert [x.dtype for x in found] == [dtype] * 4
     return max(((x.double() - y).abs().max() / y.abs().max()).item() for x, y in zip(found, expected, strict=True))

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nanotrain.comm.group import Group
-from nanotrain.parallel.cp.attention import ATTENTION_CORES, build_core
-from nanotrain.parallel.cp.plain import PlainCore
+from nanotrain.parallel.cp.attention import CORE_ATTENTIONS, build_core_attention
+from nanotrain.parallel.cp.sdpa import SDPAttention
 from tests.harness import run_ranks
 from tests.parallel.cp.sequences import Shape, largest_error
 
@@ -34,12 +34,12 @@ def errors_on_this_rank(ctx, comm_type, names, dtype):
 
 @pytest.mark.parametrize("dtype", list(BOUNDS), ids=str)
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("comm_type", list(ATTENTION_CORES))
+@pytest.mark.parametrize("comm_type", list(CORE_ATTENTIONS))
 def test_output_and_gradients_are_those_of_one_rank(comm_type, size, dtype):
     for errors in run_ranks(size, errors_on_this_rank, comm_type, list(SHAPES), dtype, cp=size):
         assert all(error <= BOUNDS[dtype] for error in errors.values()), errors
 
 
-@pytest.mark.parametrize("comm_type", list(ATTENTION_CORES))
+@pytest.mark.parametrize("comm_type", list(CORE_ATTENTIONS))
 def test_a_group_of_one_gets_the_plain_core(comm_type):
-    assert isinstance(build_core(comm_type, Group.alone("cp")), PlainCore)
+    assert isinstance(build_core_attention(comm_type, Group.single_rank("cp")), SDPAttention)

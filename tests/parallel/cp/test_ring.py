@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanotrain.parallel.cp import ring
-from nanotrain.parallel.cp.attention import build_core
+from nanotrain.parallel.cp.attention import build_core_attention
 from nanotrain.parallel.cp.ring import plan_steps
 from nanotrain.parallel.cp.split import own_chunks
 from tests.harness import ranks
@@ -49,7 +49,7 @@ def test_every_transfer_starts_before_the_computation_that_hides_it(ctx, monkeyp
     for name in ("start_rotate", "attend_block", "block_gradients"):
         monkeypatch.setattr(ring, name, noting(name, getattr(ring, name)))
     group = ctx.group("cp")
-    run(build_core("p2p", group), part(sequences(Shape(), dtype=torch.float32), group))
+    run(build_core_attention("p2p", group), part(sequences(Shape(), dtype=torch.float32), group))
     keys, sums = "start_rotate", "start_rotate"
     forward = [keys, "attend_block"] * 3 + ["attend_block"]
     backward = [keys, "block_gradients", sums] * 3 + ["block_gradients", sums]
@@ -60,12 +60,12 @@ def test_every_transfer_starts_before_the_computation_that_hides_it(ctx, monkeyp
 def test_inputs_and_gradients_may_have_any_strides(ctx):
     group = ctx.group("cp")
     given_here = part(sequences(Shape(groups=2), dtype=torch.float64), group)
-    expected = run(build_core("p2p", group), given_here)
+    expected = run(build_core_attention("p2p", group), given_here)
     strided = type(given_here)(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in given_here))
-    for found, value in zip(run(build_core("p2p", group), strided), expected, strict=True):
+    for found, value in zip(run(build_core_attention("p2p", group), strided), expected, strict=True):
         torch.testing.assert_close(found, value, rtol=1e-13, atol=1e-13)
     # the gradient of a sum is one number, expanded
     query, key, value = (x.requires_grad_() for x in (given_here.query, given_here.key, given_here.value))
-    build_core("p2p", group)(query, key=key, value=value, mask=None).sum().backward()
+    build_core_attention("p2p", group)(query, key=key, value=value, mask=None).sum().backward()
     ones = type(given_here)(torch.ones_like(given_here.out), *(x.detach() for x in (query, key, value)))
-    torch.testing.assert_close(value.grad, run(build_core("p2p", group), ones).value, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(value.grad, run(build_core_attention("p2p", group), ones).value, rtol=1e-13, atol=1e-13)

@@ -45,7 +45,7 @@ def whole_batch() -> Batch:
 
 def test_a_group_of_one_gets_its_batch_back():
     batch = whole_batch()
-    assert split_batch(batch, Group.alone("cp")) is batch
+    assert split_batch(batch, Group.single_rank("cp")) is batch
 
 
 @ranks(2, cp=2)
@@ -60,7 +60,7 @@ def test_ranks_share_a_batch_without_loss(ctx):
     assert torch.equal(mine.tokens, whole.tokens[:, own])
     assert torch.equal(mine.labels, mine.tokens + 1)
     assert torch.equal(mine.loss_mask, whole.loss_mask[:, own])
-    assert torch.equal(mine.document_ids, whole.document_ids)
+    assert torch.equal(mine.segment_ids, whole.segment_ids)
 
 
 @ranks(2, cp=2)
@@ -69,4 +69,4 @@ def test_given_positions_are_kept(ctx):
     restarted = Batch(whole.tokens, whole.labels, whole.loss_mask, torch.arange(16).view(2, 8) % 5, None)
     mine = split_batch(restarted, ctx.group("cp"))
     assert torch.equal(mine.position_ids, mine.tokens % 5)
-    assert mine.document_ids is None
+    assert mine.segment_ids is None

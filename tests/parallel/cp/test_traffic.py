@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanotrain.parallel.cp.attention import ATTENTION_CORES, build_core
+from nanotrain.parallel.cp.attention import CORE_ATTENTIONS, build_core_attention
 from nanotrain.parallel.cp.traffic import SENT_BYTES, AttentionShape, Sent
 from tests.harness import run_ranks
 from tests.parallel.cp.sequences import Shape, part, sequences
@@ -15,19 +15,19 @@ OPS = {"allgather": {"all_gather", "reduce_scatter"}, "p2p": {"p2p"}, "a2a": {"a
 def sent_by_this_rank(ctx, comm_type, shape, dtype):
     group = ctx.group("cp")
     given = part(sequences(shape, dtype=dtype), group)
-    core = build_core(comm_type, group)
+    core_attention = build_core_attention(comm_type, group)
     query, key, value = (tensor.requires_grad_() for tensor in (given.query, given.key, given.value))
-    ctx.ledger.reset()
-    out = core(query, key=key, value=value, mask=core.plan_mask(None, tokens=query[:, :, 0, 0]))
-    forward = ctx.ledger.bytes()
+    ctx.traffic.reset()
+    out = core_attention(query, key=key, value=value, mask=core_attention.plan_mask(None, tokens=query[:, :, 0, 0]))
+    forward = ctx.traffic.bytes()
     out.backward(given.out)
-    booked = sum(ctx.ledger.bytes("cp", op) for op in OPS[comm_type])
-    assert booked == ctx.ledger.bytes(), "everything is booked under the core's own operations"
-    return Sent(forward, ctx.ledger.bytes() - forward)
+    booked = sum(ctx.traffic.bytes("cp", op) for op in OPS[comm_type])
+    assert booked == ctx.traffic.bytes(), "everything is booked under the core's own operations"
+    return Sent(forward, ctx.traffic.bytes() - forward)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("comm_type", list(ATTENTION_CORES))
+@pytest.mark.parametrize("comm_type", list(CORE_ATTENTIONS))
 def test_measured_bytes_are_those_of_the_closed_form(comm_type, size):
     for shape, dtype in zip(SHAPES, (torch.float32, torch.bfloat16, torch.float64), strict=True):
         layer = AttentionShape(
@@ -43,4 +43,4 @@ def test_measured_bytes_are_those_of_the_closed_form(comm_type, size):
 
 
 def test_every_core_has_a_closed_form():
-    assert SENT_BYTES.keys() == ATTENTION_CORES.keys()
+    assert SENT_BYTES.keys() == CORE_ATTENTIONS.keys()

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from nanotrain.comm.collectives import Pending
+from nanotrain.comm.collectives import Work
 from nanotrain.comm.group import Group
 from nanotrain.parallel.dp import bucket as bucket_module
 from nanotrain.parallel.dp.bucket import Bucket, GradPool, ReduceGroups, ResidentBucket, TransientBucket
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from tests.parallel.dp.toys import Toy, local_params
 
-ALONE = ReduceGroups(Group.alone("dp_shard"), Group.alone("dp_replicate"))
+ALONE = ReduceGroups(Group.single_rank("dp_shard"), Group.single_rank("dp_replicate"))
 LAYOUT = plan_layout(local_params(Toy(shapes=((7, 19), (13,), (70,)))), LayoutRules()).buckets[0]
 NAMES = ["units.0.weight", "units.1.weight", "units.2.weight"]
 SHAPES = dict(zip(NAMES, ((7, 19), (13,), (70,)), strict=True))
@@ -124,7 +124,7 @@ def test_bf16_gradients_add_up_in_fp32():
     assert torch.equal(bucket.slot(NAMES[0], bucket.grads), torch.full((7 * 19,), 3 * (1 + 2.0**-10)))
 
 
-class Late(Pending):
+class Late(Work):
     """A reduction that reads its input only when it is waited for, as a collective in flight may."""
 
     def __init__(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -139,7 +139,7 @@ class Late(Pending):
 @pytest.fixture
 def late(monkeypatch):
     """Replaces the reduce-scatter by one that finishes when it is waited for."""
-    monkeypatch.setattr(bucket_module, "start_reduce_scatter", lambda output, tensor, group: Late(output, tensor))
+    monkeypatch.setattr(bucket_module, "start_reduce_scatter_into", lambda output, tensor, group: Late(output, tensor))
 
 
 def test_a_reduction_in_flight_ends_with_the_values_it_began_with(late):

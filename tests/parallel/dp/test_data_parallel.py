@@ -154,7 +154,7 @@ def test_no_more_than_two_reductions_are_in_flight(ctx):
 
 def test_a_gradient_in_flight_is_not_overwritten_by_the_next_microbatch(monkeypatch):
     # Given reductions that are still reading when the next microbatch comes,
-    monkeypatch.setattr(bucket_module, "start_reduce_scatter", lambda output, tensor, group: Late(output, tensor))
+    monkeypatch.setattr(bucket_module, "start_reduce_scatter_into", lambda output, tensor, group: Late(output, tensor))
     stage, parallel = wrap_alone("optim_grads", overlap=True)
     # when three microbatches follow each other, whose gradients arrive in different orders,
     parallel.begin_step()
@@ -165,13 +165,13 @@ def test_a_gradient_in_flight_is_not_overwritten_by_the_next_microbatch(monkeypa
     assert_shards(parallel, patterns(stage, 6.0))
 
 
-def alone() -> ParallelContext:
+def single_rank() -> ParallelContext:
     return ParallelContext.attach(Topology.of(ParallelConfig(), 1))
 
 
 def wrap_alone(strategy: str, *, overlap: bool = False, dtype: torch.dtype = torch.float32):
     stage = Toy(dtype=dtype)
-    return stage, wrap(alone(), stage, strategy=strategy, overlap=overlap, dtype=dtype)
+    return stage, wrap(single_rank(), stage, strategy=strategy, overlap=overlap, dtype=dtype)
 
 
 def held_bytes() -> int:
@@ -260,7 +260,7 @@ def test_the_last_bucket_is_gathered_first():
     _, parallel = wrap_alone("optim", overlap=True)
     started = []
     for index, bucket in enumerate(parallel.buckets):
-        bucket.start_gather = lambda index=index: started.append(index)
+        bucket.start_all_gather = lambda index=index: started.append(index)
     parallel.start_param_gather()
     assert started == list(reversed(range(NUM_BUCKETS)))  # it holds the first layers
 
@@ -276,7 +276,7 @@ def test_parameters_become_views_of_one_buffer_and_keep_their_shapes():
 def test_a_stage_on_the_meta_device_gets_storage():
     with torch.device("meta"):
         stage = Toy()
-    wrap(alone(), stage, strategy="no_shard")
+    wrap(single_rank(), stage, strategy="no_shard")
     assert all(p.device.type == "cpu" and (p == 0).all() for p in stage.parameters())
 
 
@@ -300,7 +300,7 @@ def test_one_rank_sends_nothing(ctx):
         backward(parallel, stage(1.0))
         parallel.finish_grad_reduce()
         parallel.start_param_gather()
-    assert ctx.ledger.calls() == 0
+    assert ctx.traffic.calls() == 0
 
 
 def test_units_are_the_children_with_lists_and_dicts_taken_apart():
@@ -318,7 +318,7 @@ def test_a_unit_without_parameters_waits_for_those_that_are_tied():
     parallel = DataParallel(
         stage,
         local_params(stage, tied=["units.0.weight"]),
-        groups=groups_of(alone(), "optim"),
+        groups=groups_of(single_rank(), "optim"),
         options=options,
         precision=Precision(params=torch.float32),
         device=torch.device("cpu"),

@@ -51,7 +51,7 @@ def equals_local(ctx):
     assert isinstance(dispatch, RemoteDispatch)
     for found, wanted in zip(outcome(dispatch, x, choice, grad, run=mine), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-    return [(choice.experts // size == other).sum().item() for other in range(ep.size)], ctx.ledger.bytes(
+    return [(choice.experts // size == other).sum().item() for other in range(ep.size)], ctx.traffic.bytes(
         op="all_to_all"
     )
 
@@ -84,7 +84,7 @@ def send_evenly(ctx):
     out.sum().backward()
     traffic = ExpertTraffic(2 * E, K, num_experts=E, hidden=H, itemsize=4)
     foretold = {"ep": ep_bytes(traffic, ep.size), "etp": etp_bytes(traffic, etp.size)}
-    return {name: ctx.ledger.bytes(name) for name in foretold}, foretold
+    return {name: ctx.traffic.bytes(name) for name in foretold}, foretold
 
 
 @pytest.mark.parametrize(("num_ranks", "sizes"), SPREADS)
@@ -94,7 +94,7 @@ def test_the_closed_form_foretells_the_bytes_of_an_even_choice(num_ranks, sizes)
 
 
 def test_alone_the_experts_are_local():
-    assert isinstance(build_dispatch(E, ep=Group.alone("ep"), etp=Group.alone("etp")), LocalDispatch)
+    assert isinstance(build_dispatch(E, ep=Group.single_rank("ep"), etp=Group.single_rank("etp")), LocalDispatch)
 
 
 def test_without_tokens_nothing_happens():

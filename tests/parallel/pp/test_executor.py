@@ -44,7 +44,7 @@ def run(schedule: Schedule, *values: int, listeners: int = 1, grad_scale: float 
     stage = RunnableStage(module, tuple(Listener() for _ in range(listeners)))
     microbatches = [batch(value) for value in values]
     loss = run_schedule(
-        schedule, {0: stage}, microbatches=microbatches, grad_scale=grad_scale, pipeline=Pipeline.alone()
+        schedule, {0: stage}, microbatches=microbatches, grad_scale=grad_scale, pipeline=Pipeline.single_rank()
     )
     return loss, module
 

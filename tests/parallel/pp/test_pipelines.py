@@ -139,9 +139,9 @@ def test_what_is_sent_is_what_was_planned(ctx):
     pipeline = pipeline_of(ctx)
     for name, num_stages_per_rank in VARIANTS:
         shape = PipelineShape(3, num_stages_per_rank, 5)
-        before = ctx.ledger.bytes("pp", "p2p")
+        before = ctx.traffic.bytes("pp", "p2p")
         play(pipeline, SCHEDULES[name](shape), shape)
-        sent = ctx.ledger.bytes("pp", "p2p") - before
+        sent = ctx.traffic.bytes("pp", "p2p") - before
         assert sent == sent_bytes(shape, ctx.rank, message_bytes=B * S * H * 4), (name, shape)
 
 
@@ -150,4 +150,4 @@ def test_what_is_sent_is_what_was_planned(ctx):
 def test_one_rank_passes_hidden_states_between_its_own_stages(num_stages_per_rank, num_microbatches):
     shape = PipelineShape(1, num_stages_per_rank, num_microbatches)
     for name in ("gpipe", "interleaved"):
-        play(Pipeline.alone(), SCHEDULES[name](shape), shape)
+        play(Pipeline.single_rank(), SCHEDULES[name](shape), shape)

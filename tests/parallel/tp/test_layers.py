@@ -71,11 +71,11 @@ def test_a_layer_alone_takes_an_input_that_has_entered(ctx, sequence_parallel):
 def test_several_layers_send_no_more_than_one(ctx, sequence_parallel):
     """One crossing each way for query, key and value together; sequence parallelism gathers the input once more."""
     network = CutNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2)
-    ctx.ledger.reset()
+    ctx.traffic.reset()
     cut_pass(network)
     activation = B * S * H * 4  # bytes
     half = activation // 2
-    sent = {op: ctx.ledger.bytes("tp", op) for op in ("all_reduce", "all_gather", "reduce_scatter")}
+    sent = {op: ctx.traffic.bytes("tp", op) for op in ("all_reduce", "all_gather", "reduce_scatter")}
     if sequence_parallel:
         # enter, enter again for the weight gradients, leave's backward | leave, enter's backward
         assert sent == {"all_reduce": 0, "all_gather": 3 * half, "reduce_scatter": 2 * half}
@@ -128,7 +128,7 @@ def test_the_embedding_is_the_whole_table_to_the_bit(tp, is_queued, sequence_par
 
 
 def test_on_one_rank_every_layer_is_torchs_own_and_leaves_one_node():
-    alone = TensorParallel.alone()
+    alone = TensorParallel.single_rank()
     column = ColumnParallelLinear(H, N * D, bias=True, dtype=torch.float32, tensor_parallel=alone)
     row = RowParallelLinear(N * D, H, bias=True, dtype=torch.float32, tensor_parallel=alone)
     x = torch.zeros(B, S, H, device="meta", requires_grad=True)
@@ -138,7 +138,7 @@ def test_on_one_rank_every_layer_is_torchs_own_and_leaves_one_node():
 
 
 def test_on_one_rank_layers_trace_into_one_graph():
-    network = CutNetwork(TensorParallel.alone(), 2)
+    network = CutNetwork(TensorParallel.single_rank(), 2)
     traced = torch.compile(network.forward, fullgraph=True, backend="eager")
     close(traced(draw("x", B, S, H)), whole_pass(2).out)
 

@@ -12,7 +12,7 @@ from nanotrain.parallel.tp.loss import vocab_parallel_cross_entropy
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from tests.harness import ranks, run_ranks
 
-ALONE = Group.alone("tp")
+ALONE = Group.single_rank("tp")
 
 
 def in_one_piece(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -156,7 +156,7 @@ def test_no_logits_travel_but_one_number_a_token(ctx):
     num_tokens, group = 24, ctx.group("tp")
     hidden, weight = torch.zeros(num_tokens, 4, requires_grad=True), torch.zeros(50, 4, requires_grad=True)
     labels, mask = torch.zeros(num_tokens, dtype=torch.int64), torch.ones(num_tokens)
-    ctx.ledger.reset()
+    ctx.traffic.reset()
     vocab_parallel_cross_entropy(hidden, weight, labels=labels, loss_mask=mask, vocab_size=100, group=group).backward()
-    assert ctx.ledger.bytes("tp", "all_gather") == 4 * num_tokens * (group.size - 1)
-    assert ctx.ledger.bytes("tp") == 4 * num_tokens * (group.size - 1) + 4
+    assert ctx.traffic.bytes("tp", "all_gather") == 4 * num_tokens * (group.size - 1)
+    assert ctx.traffic.bytes("tp") == 4 * num_tokens * (group.size - 1) + 4

@@ -42,18 +42,18 @@ class Diary(TorchDispatchMode):
 
             return begin
 
-        for name in ("start_gather", "start_scatter", "start_sum"):
+        for name in ("start_all_gather", "start_reduce_scatter", "start_all_reduce"):
             patch.setattr(crossing, name, noting(name.removeprefix("start_"), getattr(crossing, name)))
 
 
 EXPECTED = {
     False: [
-        *("input gradient", "input gradient", "start sum"),
-        *("weight gradient", "weight gradient", "wait sum"),
+        *("input gradient", "input gradient", "start all_reduce"),
+        *("weight gradient", "weight gradient", "wait all_reduce"),
     ],
     True: [
-        *("start gather", "input gradient", "input gradient", "start scatter"),
-        *("wait gather", "weight gradient", "weight gradient", "wait scatter"),
+        *("start all_gather", "input gradient", "input gradient", "start reduce_scatter"),
+        *("wait all_gather", "weight gradient", "weight gradient", "wait reduce_scatter"),
     ],
 }
 

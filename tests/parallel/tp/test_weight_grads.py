@@ -14,7 +14,7 @@ from nanotrain.parallel.tp.weight_grads import WeightGradQueue
 from tests.harness import ranks, run_ranks
 from tests.parallel.tp.whole import CutNetwork, cut_pass, draw, whole_pass
 
-ALONE = Group.alone("tp")
+ALONE = Group.single_rank("tp")
 
 
 def watch(network: nn.Module) -> list[str]:

@@ -1,0 +1,48 @@
+"""Saves the run every `save_interval` steps and when it ends."""
+
+from dataclasses import asdict
+
+from nanotrain.checkpoint.store import set_aside_after
+from nanotrain.config.schema import to_dict
+from nanotrain.log import get_logger
+from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.metrics import StepReport
+from nanotrain.train.routers import router_biases_to_save
+from nanotrain.train.run import Run
+
+log = get_logger(__name__)
+
+
+class CheckpointHook(Hook):
+    """Writes checkpoints; knows which step it wrote last."""
+
+    def __init__(self) -> None:
+        self._saved_step: int | None = None
+
+    def before_training(self, run: Run) -> None:
+        if run.context.control.is_first:
+            aside = set_aside_after(run.checkpointer.folder, run.state.step)
+            if aside:
+                names = ", ".join(path.name for path in aside)
+                log.info("beginning at step %d, so later checkpoints are set aside: %s", run.state.step, names)
+        self._saved_step = run.state.step  # a new run has nothing to lose, a resumed one has it on disk
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        interval = run.config.checkpoint.save_interval
+        if interval and report.step % interval == 0:
+            self._save(run)
+
+    def after_training(self, run: Run) -> None:
+        if self._saved_step != run.state.step:
+            self._save(run)
+
+    def _save(self, run: Run) -> None:
+        path = run.checkpointer.save(
+            run.state.step,
+            run.optimizer.tensors_to_save() | router_biases_to_save(run.stages, run.context),
+            objects={"train": run.state.to_dict(), "optimizer": run.optimizer.state()},
+            config=to_dict(run.config),
+            topology={"world_size": run.context.topology.world_size, **asdict(run.context.topology.dense)},
+        )
+        self._saved_step = run.state.step
+        log.info("saved %s", path)

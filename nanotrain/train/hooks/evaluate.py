@@ -1,0 +1,45 @@
+"""Validation: the mean loss over the same samples every time, in every topology."""
+
+import torch
+
+from nanotrain.data.loader import GlobalBatchLoader
+from nanotrain.log import get_logger
+from nanotrain.parallel.pp.executor import run_forward
+from nanotrain.train.build import build_batch_iterator
+from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.metrics import StepReport
+from nanotrain.train.run import Run
+from nanotrain.train.step import global_loss
+
+log = get_logger(__name__)
+
+
+class EvaluateHook(Hook):
+    """Validates before the first step, every `eval_interval` steps and after the last one."""
+
+    def before_training(self, run: Run) -> None:
+        if run.state.step == 0 and run.config.train.train_iters > 0:
+            log.info("validation loss before training: %.4f", evaluate(run))
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        train = run.config.train
+        if report.step % train.eval_interval == 0 or report.step == train.train_iters:
+            report.valid_loss = evaluate(run)
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> float:
+    """Mean cross-entropy over the first `eval_iters` global batches of the validation split."""
+    samples = run.datasets.valid
+    assert samples is not None, "resolve requires a validation split where eval_interval is set"
+    for layer in run.data_parallel:
+        layer.finish_param_gather()
+    loss, num_tokens = torch.zeros((), device=run.context.device), 0
+    with GlobalBatchLoader(samples, place=run.place) as batches:
+        batch_iterator = build_batch_iterator(batches, run.context)
+        for _ in range(run.config.train.eval_iters):
+            batch = batch_iterator.next()
+            assert batch is not None, "no rank asks a validation to stop"
+            num_tokens += batch.num_target_tokens
+            loss += run_forward(run.runnable, microbatches=batch.microbatches, pipeline=run.pipeline)
+    return global_loss(loss, run.context) / max(num_tokens, 1)

@@ -1,0 +1,57 @@
+"""Writes a torch profiler trace of some steps into `profile/` of the run folder, one file a rank."""
+
+from torch.profiler import ProfilerActivity, profile
+
+from nanotrain.log import get_logger
+from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.metrics import StepReport
+from nanotrain.train.run import Run
+
+log = get_logger(__name__)
+
+
+class ProfileHook(Hook):
+    """Profiles the steps from `profile_step_start` to `profile_step_end`, both counted from 1."""
+
+    def __init__(self) -> None:
+        self._profiler: profile | None = None
+
+    def before_training(self, run: Run) -> None:
+        first, last = run.state.step + 1, run.config.train.profile_step_end
+        if first > last:
+            log.warning("nothing is profiled: this run begins with step %d, --profile-step-end is %d", first, last)
+        self._start_before(run, step=first)
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        if report.step == run.config.train.profile_step_end:
+            self._write(run)
+        self._start_before(run, step=report.step + 1)
+
+    def after_training(self, run: Run) -> None:
+        self._write(run)
+
+    def close(self, *, failed: bool) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()  # an error came first; Python crashes at exit while a profiler runs (torch 2.13)
+
+    def _start_before(self, run: Run, *, step: int) -> None:
+        train = run.config.train
+        if self._profiler is None and train.profile_step_start <= step <= train.profile_step_end:
+            activities = [ProfilerActivity.CPU]
+            if run.context.device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            self._profiler = profile(activities=activities, record_shapes=True)
+            self._profiler.start()
+
+    def _write(self, run: Run) -> None:
+        if self._profiler is None:
+            return
+        for layer in run.data_parallel:
+            layer.finish_param_gather()  # a transfer that outlives its profiler corrupts the heap (torch 2.13)
+        self._profiler.stop()
+        folder = run.folder.path / "profile"
+        folder.mkdir(exist_ok=True)
+        path = folder / f"step-{run.state.step:08d}-rank-{run.context.rank:05d}.json"
+        self._profiler.export_chrome_trace(str(path))
+        self._profiler = None
+        log.info("wrote the profile %s; open it in chrome://tracing or Perfetto", path)

@@ -1,0 +1,62 @@
+"""When training ends: a text the model writes, and where everything lies."""
+
+from nanotrain.data.tokenizer import load_tokenizer
+from nanotrain.inference.generate import Sampling, generate
+from nanotrain.log import get_logger
+from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.run import Run
+
+log = get_logger(__name__)
+
+TEMPERATURE = 0.6
+TOP_K = 40
+
+
+class SampleHook(Hook):
+    """Prints a sample, written on the first rank.
+
+    Args:
+        tokenizer: in the form `load_tokenizer` takes; without one there is nothing to read.
+    """
+
+    def __init__(self, tokenizer: str | None) -> None:
+        self._tokenizer = tokenizer
+
+    def after_training(self, run: Run) -> None:
+        for layer in run.data_parallel:
+            layer.finish_param_gather()
+        if not run.context.control.is_first:
+            return
+        topology = run.context.topology
+        if topology.world_size > topology.size("dp"):
+            log.info("no sample: the model is spread over several ranks; nanotrain generate reads the checkpoint")
+            return
+        if self._tokenizer is None:
+            log.info("no sample: the data has no tokenizer; set --tokenizer-model to read what the model writes")
+            return
+        print(f"\nThe model writes:\n{sample(run, self._tokenizer)}\n", flush=True)
+
+
+class SummaryHook(Hook):
+    """Says where everything lies."""
+
+    def after_training(self, run: Run) -> None:
+        latest = run.checkpointer.latest()
+        if not run.context.control.is_first:
+            return
+        lines = [
+            f"run folder    {run.folder.path}",
+            f"metrics       {run.folder.metrics}",
+            f"checkpoint    {latest or 'none'}",
+        ]
+        print("\n".join(lines), flush=True)
+
+
+def sample(run: Run, tokenizer_name: str) -> str:
+    """A text by the present model, the prompt included; without a prompt it begins a document."""
+    tokenizer, train = load_tokenizer(tokenizer_name), run.config.train
+    new_document = [tokenizer.eod] if tokenizer.eod is not None else tokenizer.encode("\n")
+    prompt = tokenizer.encode(train.generate_prompt) or new_document
+    sampling = Sampling(temperature=TEMPERATURE, top_k=TOP_K, seed=train.seed, stop=tokenizer.eod)
+    tokens = generate(run.stages[0], prompt, num_tokens=train.generate_tokens, sampling=sampling)
+    return train.generate_prompt + tokenizer.decode([token for token in tokens if token != tokenizer.eod])

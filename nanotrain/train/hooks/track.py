@@ -1,0 +1,100 @@
+"""Sends the metrics of every step to experiment trackers, from the first rank; each tracker is one option."""
+
+import netrc
+from collections.abc import Callable
+from typing import Any, Protocol
+from urllib.parse import urlparse
+
+from nanotrain.config.schema import to_dict
+from nanotrain.log import get_logger
+from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.metrics import StepReport
+from nanotrain.train.run import Run
+
+log = get_logger(__name__)
+
+
+class Tracker(Protocol):
+    """Where metrics go."""
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Record the numbers of one step."""
+
+    def close(self, *, failed: bool) -> None:
+        """Finish; nothing is written afterwards. `failed` if an error ended the run."""
+
+
+class TensorBoardTracker:
+    """Event files in `tensorboard/` of the run folder."""
+
+    def __init__(self, run: Run) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # 2 s to import, for those who ask for it
+
+        self._writer = SummaryWriter(str(run.folder.path / "tensorboard"), purge_step=run.state.step + 1)
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self, *, failed: bool) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """Weights & Biases; offline, into `wandb/` of the run folder, where there is no key for its server."""
+
+    def __init__(self, run: Run) -> None:
+        import wandb
+
+        settings = wandb.setup().settings
+        has_key = bool(settings.api_key) or _netrc_has(urlparse(settings.base_url).hostname)
+        self._run = wandb.init(
+            project=run.config.train.wandb_project,
+            name=run.folder.path.resolve().name,
+            dir=str(run.folder.path),
+            config=to_dict(run.config),
+            mode="offline" if settings.mode == "online" and not has_key else None,
+            settings=wandb.Settings(silent=True),
+        )
+        log.info("wandb: %s", f"offline, in {run.folder.path / 'wandb'}" if self._run.offline else self._run.url)
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        self._run.log(values, step=step)
+
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+TRACKERS: dict[str, Callable[[Run], Tracker]] = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
+
+
+class TrackHook(Hook):
+    """Feeds the trackers that `train.tensorboard` and `train.wandb` ask for."""
+
+    def __init__(self) -> None:
+        self._trackers: list[Tracker] = []
+
+    def before_training(self, run: Run) -> None:
+        if run.context.control.is_first:
+            for name, make in TRACKERS.items():
+                if getattr(run.config.train, name):
+                    self._trackers.append(make(run))
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        fields = report.to_json()
+        fields |= {f"moe_{name}": value for name, value in fields.pop("moe", {}).items()}
+        values = {name: value for name, value in fields.items() if name != "step" and isinstance(value, int | float)}
+        for tracker in self._trackers:
+            tracker.write(report.step, values)
+
+    def close(self, *, failed: bool) -> None:
+        for tracker in self._trackers:
+            tracker.close(failed=failed)
+
+
+def _netrc_has(host: str | None) -> bool:
+    """Whether the user's netrc file has a login for a host."""
+    try:
+        return host is not None and netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

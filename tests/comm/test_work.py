@@ -1,0 +1,88 @@
+"""A lost or late peer is an error that names the group and the rank, never a hang."""
+
+import os
+import time
+
+import pytest
+import torch
+
+from nanotrain.comm.collectives import (
+    all_reduce_scalars,
+    start_all_gather_into,
+    start_all_reduce,
+    start_reduce_scatter_into,
+)
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.comm.work import DONE
+from nanotrain.errors import EnvironmentFault
+from tests.harness import ranks, run_ranks
+
+
+@ranks(2)
+def test_waiting_twice_is_waiting_once(ctx):
+    tensor = torch.ones(3)
+    pending = start_all_reduce(tensor, ctx.group("world"))
+    pending.wait()
+    pending.wait()
+    assert torch.equal(tensor, torch.full((3,), 2.0))
+    output = torch.empty(2)
+    pending = start_reduce_scatter_into(output, torch.ones(4), group=ctx.group("world"))
+    pending.wait()
+    output.zero_()
+    pending.wait()
+    assert torch.equal(output, torch.zeros(2)), "the sum must not be written a second time"
+
+
+def test_done_is_done():
+    DONE.wait()
+    DONE.wait()
+
+
+def start(op: str, group):
+    full, part = torch.ones(4), torch.ones(2)
+    if op == "all_reduce":
+        return start_all_reduce(full, group)
+    return (
+        start_reduce_scatter_into(part, full, group=group)
+        if op == "reduce_scatter"
+        else start_all_gather_into(full, part, group=group)
+    )
+
+
+def lose_a_rank(ctx, op):
+    group = ctx.group("dp")
+    all_reduce_scalars([0.0], group)
+    if ctx.coords["dp"] == 1:
+        os._exit(3)
+    started = time.monotonic()
+    with pytest.raises(EnvironmentFault, match=rf"{op} over group dp \(ranks .*\) failed on rank {ctx.rank} \(dp0 tp"):
+        start(op, group).wait()
+    assert time.monotonic() - started < 30
+    time.sleep(0.2)  # let the dead be found before the living answer
+    raise KeyError(f"named on rank {ctx.rank}")
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_a_lost_rank_is_told_by_group_and_rank_at_once(op):
+    with pytest.raises(pytest.fail.Exception, match="rank [23] of 4: it died without a word, exit code 3"):
+        run_ranks(4, lose_a_rank, op, tp=2)
+
+
+def come_late(ctx, op):
+    group = ParallelContext.attach(ctx.topology, timeout_s=0.5).control
+    if ctx.rank == 1:
+        time.sleep(1.5)
+        return ""
+    pending = start(op, group)
+    with pytest.raises(EnvironmentFault) as fault:
+        pending.wait()
+    with pytest.raises(EnvironmentFault):
+        pending.wait()
+    return str(fault.value)
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_a_late_rank_is_told_after_the_timeout(op):
+    message = run_ranks(2, come_late, op)[0]
+    assert f"{op} over group control (ranks 0, 1) failed on rank 0 (dp0)" in message
+    assert "--distributed-timeout-minutes" in message

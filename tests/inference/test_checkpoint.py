@@ -1,0 +1,74 @@
+"""A checkpoint alone is enough to write text and a Hugging Face folder."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nanotrain.checkpoint.checkpointer import Checkpointer
+from nanotrain.comm.group import Group
+from nanotrain.config.config import Config
+from nanotrain.config.schema import config_from_dict, to_dict
+from nanotrain.errors import DataError
+from nanotrain.inference.checkpoint import continue_text, export_checkpoint, find, load_stage
+from nanotrain.inference.generate import Sampling
+from nanotrain.model.build import build_stage, collect_specs
+from nanotrain.model.init import initialize
+from nanotrain.model.stage import Stage
+from nanotrain.topology.boxes import Box, TensorBox
+from nanotrain.topology.params import LocalParam
+from nanotrain.topology.stages import split_layers
+
+
+def write_run(folder: Path, *, tokenizer: str | None = "bytes") -> Stage:
+    """The folder of a run that has saved once, and the model it saved."""
+    model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 257}
+    data = {"tokenizer_model": tokenizer, "data_path": ["text"]}
+    config: Config = config_from_dict({"model": model, "data": data})
+    (spec,) = split_layers(2, 1)
+    stage = build_stage(config.model, spec, dtype=torch.float32).to_empty(device="cpu")
+    specs = collect_specs(stage)
+    initialize(stage, [LocalParam.whole(spec) for spec in specs], seed=1)
+    weights = dict(stage.named_parameters())
+    tensors = {
+        TensorBox(f"model/{spec.name}", spec.shape, Box.whole(spec.shape)): weights[spec.name].data for spec in specs
+    }
+    checkpointer = Checkpointer(folder / "checkpoints", group=Group.single_rank("world"), keep_last=0)
+    checkpointer.save(3, tensors, objects={}, config=to_dict(config), topology={})
+    return stage
+
+
+def test_the_model_comes_back_to_the_bit(tmp_path):
+    saved = write_run(tmp_path)
+    loaded = load_stage(find(tmp_path))
+    tokens = torch.arange(12).reshape(2, 6)
+    assert torch.equal(loaded.logits(tokens), saved.logits(tokens))
+
+
+def test_the_same_seed_writes_the_same_text(tmp_path):
+    write_run(tmp_path)
+    texts = [continue_text(tmp_path, "abc", num_tokens=8, sampling=Sampling(seed=seed)) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    assert all(text.startswith("abc") for text in texts)
+    assert isinstance(continue_text(tmp_path, "", num_tokens=2), str)
+
+
+def test_a_run_without_a_tokenizer_writes_no_text_unless_given_one(tmp_path):
+    write_run(tmp_path, tokenizer=None)
+    with pytest.raises(DataError, match="--tokenizer"):
+        continue_text(tmp_path, "abc")
+    assert continue_text(tmp_path, "abc", num_tokens=2, tokenizer="bytes").startswith("abc")
+
+
+def test_the_exported_folder_holds_the_weights_without_padding(tmp_path):
+    # given a run whose embedding is padded from 257 to 384 rows
+    stage = write_run(tmp_path)
+    # when it is exported
+    line = export_checkpoint(tmp_path, tmp_path / "hf", dtype="fp32")
+    # then the first 257 rows are there, to the bit
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    padded = dict(stage.named_parameters())["embedding.word.weight"]
+    assert padded.shape[0] == 384
+    assert torch.equal(weights["model.embed_tokens.weight"], padded.data[:257])
+    assert "llama" in line and (tmp_path / "hf" / "config.json").is_file()

@@ -1,0 +1,53 @@
+"""Writing text: deterministic by seed, within the model's positions."""
+
+import pytest
+import torch
+
+from nanotrain.inference.generate import Sampling, generate
+from tests.model.building import GPT2, LLAMA, VOCAB, build, randomize
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return randomize(build(LLAMA))
+
+
+def test_the_same_seed_gives_the_same_text_and_another_seed_another(model: torch.nn.Module) -> None:
+    texts = [generate(model, [1, 2, 3], num_tokens=20, sampling=Sampling(seed=seed)) for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+    assert len(texts[0]) == 20
+    assert all(0 <= token < VOCAB for token in texts[0])
+
+
+def test_temperature_zero_takes_the_likeliest_token_each_time(model: torch.nn.Module) -> None:
+    tokens = [5, 6]
+    for token in generate(model, tokens, num_tokens=8, sampling=Sampling(temperature=0)):
+        assert token == model.logits(torch.tensor([tokens]))[0, -1].argmax()
+        tokens.append(token)
+
+
+def test_top_k_of_one_is_greedy(model: torch.nn.Module) -> None:
+    greedy = generate(model, [9], num_tokens=8, sampling=Sampling(temperature=0))
+    assert generate(model, [9], num_tokens=8, sampling=Sampling(top_k=1, seed=4)) == greedy
+
+
+def test_top_k_leaves_out_all_others(model: torch.nn.Module) -> None:
+    allowed = set(model.logits(torch.tensor([[7]]))[0, -1].topk(3).indices.tolist())
+    found = {generate(model, [7], num_tokens=1, sampling=Sampling(top_k=3, seed=seed))[0] for seed in range(60)}
+    assert found == allowed
+
+
+def test_the_stop_token_ends_the_text(model: torch.nn.Module) -> None:
+    free = generate(model, [1], num_tokens=30, sampling=Sampling(seed=2))
+    stop = free[10]
+    stopped = generate(model, [1], num_tokens=30, sampling=Sampling(seed=2, stop=stop))
+    assert stopped == free[: free.index(stop) + 1]
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2])
+def test_text_longer_than_the_positions_goes_on_in_a_window(config: object) -> None:
+    model = randomize(build(config))
+    prompt = [token % VOCAB for token in range(60)]
+    text = generate(model, prompt, num_tokens=10, sampling=Sampling(temperature=0))
+    window = (prompt + text)[-65:-1]
+    assert text[-1] == model.logits(torch.tensor([window]))[0, -1].argmax()

@@ -1,0 +1,178 @@
+"""`nanotrain parity` finds layouts equal to one rank, and names what is wrong where something was made wrong."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from nanotrain.cli import main
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import Config
+from nanotrain.config.load import load
+from nanotrain.parity import check as parity_module
+from nanotrain.parity.check import Record, TrialDataset, compare, record_steps
+from nanotrain.parity.report import ParityReport
+from nanotrain.parity.shrink import on_one_rank, shrink
+from nanotrain.topology.boxes import Box, TensorBox
+from nanotrain.train import step as step_module
+from tests.harness import run_ranks
+
+TP_SP = ("+config=tiny", "--tensor-model-parallel-size", "2", "--sequence-parallel")
+
+
+def small_config(*words: str, world: int) -> Config:
+    return shrink(load(words).config, world, num_steps=2)
+
+
+def report_of(
+    config: Config, world: int, *, work: Callable[..., Record] = record_steps, **layout: object
+) -> ParityReport:
+    (reference,) = run_ranks(1, record_steps, on_one_rank(config))
+    records = run_ranks(world, work, config, strategy="optim", **layout)
+    return compare(reference, records, config=config, tolerance=1e-5)
+
+
+def without_the_sum_over_tp(ctx: ParallelContext, config: Config) -> Record:
+    """A framework that forgets that norms under sequence parallel saw a part of the tokens only."""
+    step_module.finalize_grads = lambda layers, context: None
+    return record_steps(ctx, config)
+
+
+def with_another_weight_on_rank_1(ctx: ParallelContext, config: Config) -> Record:
+    """A rank whose copy of one weight drifts by one rounding after the last step."""
+    train_step = step_module.train_step
+
+    def drift(run, batch):
+        result = train_step(run, batch)
+        if ctx.rank == 1 and run.state.step == config.train.train_iters:
+            for layer in run.data_parallel:
+                layer.finish_param_gather()
+            for stage in run.stages.values():
+                weight = stage.get_parameter("layers.1.mlp_norm.weight").data
+                weight[3] = torch.nextafter(weight[3], torch.tensor(9.0))
+        return result
+
+    parity_module.train_step = drift
+    return record_steps(ctx, config)
+
+
+def with_a_gradient_off_by(factor: float, ctx: ParallelContext, config: Config) -> Record:
+    """One parameter's gradient is scaled on every rank, after everything was reduced."""
+
+    def scale(layers, context):
+        for layer in layers:
+            for bucket in layer.buckets:
+                for piece in bucket.layout.pieces(layer.groups.shard.index):
+                    if piece.name == "layers.0.attention.key.weight":
+                        bucket.grad_shard[piece.shard_start : piece.shard_start + piece.numel] *= factor
+
+    step_module.finalize_grads = scale
+    return record_steps(ctx, config)
+
+
+def a_little_off(ctx: ParallelContext, config: Config) -> Record:
+    return with_a_gradient_off_by(1.001, ctx, config)
+
+
+@pytest.fixture(scope="module")
+def tensor_parallel() -> ParityReport:
+    return report_of(small_config(*TP_SP, world=4), 4, tp=2)
+
+
+def test_a_right_layout_is_equal(tensor_parallel: ParityReport) -> None:
+    assert tensor_parallel.holds, tensor_parallel.text()
+    assert tensor_parallel.verdict == "equal: 4 ranks train as one does, within 1e-05"
+    shards = {row.name: row.cut for row in tensor_parallel.parameters}
+    assert shards["layers.0.mlp.down.weight"] == "dim 1 by tp=2, shards 2" and shards["final_norm.weight"] == "shards 2"
+    worst = [row.relative for row in tensor_parallel.parameters]
+    assert worst == sorted(worst, reverse=True) and len(worst) == len(shards) == 20
+
+
+def test_a_sum_that_was_left_out_is_named_at_the_top() -> None:
+    report = report_of(small_config(*TP_SP, world=2), 2, work=without_the_sum_over_tp, tp=2)
+    wrong = [row.name for row in report.wrong]
+    norms = sorted(row.name for row in report.parameters if "norm" in row.name)
+    assert sorted(wrong) == norms == sorted(row.name for row in report.parameters[: len(norms)])
+    assert all(row.relative > 0.01 for row in report.parameters[: len(norms)])
+    assert not report.holds and report.verdict.startswith("NOT EQUAL: 2 ranks")
+    first = next(line for line in report.text().splitlines() if line.endswith("<-"))
+    assert first.startswith(report.parameters[0].name)
+
+
+def test_one_gradient_off_by_a_thousandth_is_found_alone() -> None:
+    config = small_config("+config=tiny", world=2)
+    report = report_of(config, 2, work=a_little_off)
+    wrong = [row.name for row in report.wrong]
+    assert wrong == ["layers.0.attention.key.weight"]
+    assert report.parameters[0].relative == pytest.approx(1e-3, rel=0.01)
+
+
+def test_a_replica_that_drifts_by_one_rounding_is_found() -> None:
+    report = report_of(small_config(*TP_SP, world=2), 2, work=with_another_weight_on_rank_1, tp=2)
+    assert report.unequal_replicas == ("layers.1.mlp_norm.weight",) and len(report.complaints) == 1
+
+
+def test_samples_read_twice_or_by_half_a_replica_are_found() -> None:
+    config = small_config("+config=tiny", world=2)  # 4 samples on each of 2 ranks, 2 steps
+    assert config.train.global_batch_size == 8
+    right = {0: [[0, 1, 4, 5], [8, 9, 12, 13]], 1: [[2, 3, 6, 7], [10, 11, 14, 15]]}
+    twice = {0: right[0], 1: [right[1][0], [8, 11, 14, 15]]}
+    check = partial(compare, Record(0, losses=[1.0], grad_norms=[1.0], grads=grads()), config=config, tolerance=1e-5)
+    for reads_by_dp, is_right in ((right, True), (twice, False)):
+        records = [
+            Record(dp, losses=[1.0], grad_norms=[1.0], grads=grads(), reads=reads) for dp, reads in reads_by_dp.items()
+        ]
+        assert check(records).samples_read_once is is_right
+    other = Record(0, losses=[1.0], grad_norms=[1.0], grads=grads(), reads=right[1])
+    assert not check([*records, other]).samples_read_once  # two ranks of one replica read different samples
+
+
+def grads() -> dict[TensorBox, torch.Tensor]:
+    return {TensorBox.whole("a", (2,)): torch.tensor([1.0, 2.0])}
+
+
+def test_an_element_that_no_rank_holds_and_one_that_is_nan_are_infinitely_wrong() -> None:
+    config = small_config("+config=tiny", world=1)
+    reference = Record(0, losses=[1.0], grad_norms=[1.0], grads=grads())
+    half = {TensorBox("a", (2,), Box((0,), (1,))): torch.tensor([1.0])}
+    for held in (half, {TensorBox.whole("a", (2,)): torch.tensor([1.0, torch.nan])}):
+        record = Record(0, losses=[float("nan")], grad_norms=[1.0], grads=held, reads=[[]])
+        report = compare(reference, [record], config=config, tolerance=1e-5)
+        assert report.parameters[0].absolute == float("inf") and not report.holds
+        found = json.loads(report.to_json())
+        assert found["parameters"][0]["relative"] is None and found["steps"][0]["loss"] is None
+        assert found["equal"] is False
+
+
+def test_samples_have_documents_where_the_configuration_asks_for_them() -> None:
+    config = small_config("+config=tiny", "--reset-position-ids", "--reset-attention-mask", world=1)
+    samples = TrialDataset(config)
+    sample = samples[5]
+    assert samples.asked == [5] and sample.segment_ids is not None and sample.position_ids is not None
+    changes = sample.segment_ids[1:] != sample.segment_ids[:-1]
+    assert (sample.position_ids[1:][changes] == 0).all() and sample.position_ids[0] == 0
+    assert (sample.position_ids[1:][~changes] == sample.position_ids[:-1][~changes] + 1).all()
+    assert 0 < sample.loss_mask.sum() < len(sample.loss_mask)
+
+
+def test_the_command_checks_experts_and_says_so_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["+config=tiny_moe", "--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]
+    code = main(["parity", "--world-size", "2", "--steps", "2", "--json", *words])
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0 and found["equal"] and found["complaints"] == [] and len(found["steps"]) == 2
+    assert found["samples_read_once"] and not found["unequal_replicas"]
+    assert found["config"]["parallel"]["expert_model_parallel_size"] == 2
+
+
+def test_a_tolerance_that_nothing_meets_ends_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["parity", "--world-size", "2", "--steps", "1", "--tolerance", "1e-12", *TP_SP]
+    assert main(words) == 2
+    assert "NOT EQUAL: 2 ranks" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_ranks_that_do_not_fit_are_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parity", "--world-size", "3", *TP_SP]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: 3 ranks cannot form tp=2")

@@ -1,0 +1,124 @@
+"""Whatever configuration is asked for, its small form keeps structure and layout and is itself valid."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from nanotrain.config.compose import config_dir
+from nanotrain.config.config import Config, CPCommType, DType, PipelineSchedule
+from nanotrain.config.count import num_parameters
+from nanotrain.config.derive import head_dim, moe_layers, num_microbatches, padded_vocab_size, query_groups
+from nanotrain.config.layout_rules import check_layout
+from nanotrain.config.load import load
+from nanotrain.config.model_rules import check_model
+from nanotrain.config.validate import validate, validate_for_world
+from nanotrain.errors import ConfigError, TopologyError
+from nanotrain.parity.shrink import on_one_rank, shrink
+from nanotrain.topology.topology import Topology
+
+RECIPES = sorted(path.stem for path in (config_dir() / "config").glob("*.yaml"))
+OWN_WORLD = {"mixtral_8x7b": 32, "qwen3_30b_a3b": 16, "deepseek_v3": 1024}
+# Of the model section: what is no size stays as it is.
+KEPT = (
+    *("position_embedding_type", "rotary_base", "use_rope_scaling", "normalization", "norm_epsilon", "activation"),
+    *("add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"),
+    *("multi_latent_attention", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
+    *("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk"),
+    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias"),
+    "moe_expert_capacity_factor",
+)
+
+
+@cache
+def recipe(name: str) -> Config:
+    return load([f"+config={name}"], to_train=False).config
+
+
+def assert_valid_and_alike(config: Config, world: int) -> None:
+    small = shrink(config, world, num_steps=3)
+    for checked in (small, on_one_rank(small)):
+        validate(checked)
+        check_model(checked)
+        check_layout(checked)
+    validate_for_world(small, world)
+    before, after = config.model, small.model
+    assert all(getattr(before, name) == getattr(after, name) for name in KEPT)
+    if not before.multi_latent_attention:
+        assert before.num_attention_heads * query_groups(after) == after.num_attention_heads * query_groups(before)
+    assert set(moe_layers(before)) == set(moe_layers(after))
+    assert (before.num_experts is None) == (after.num_experts is None)
+    dp = world // (Topology.of(small.parallel, world).size("model") * small.parallel.context_parallel_size)
+    assert num_microbatches(small.train, dp) >= 2
+    assert small.precision.params_dtype is DType.fp32
+    assert after.vocab_size is not None and after.vocab_size % 128 and padded_vocab_size(after) <= 512
+    assert (
+        head_dim(after) <= 16 and after.hidden_size <= 512 and after.hidden_size <= 12 * after.num_attention_heads * 4
+    )
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_shrinks_for_its_own_layout(name: str) -> None:
+    assert_valid_and_alike(recipe(name), OWN_WORLD.get(name, 8))
+
+
+def layouts(draw: st.DrawFn, config: Config) -> Config:
+    """The recipe in some other layout; it need not be a valid one."""
+    tp, pp, cp, ep = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 3, 4, 8), (1, 2, 4), (1, 2, 4), (1, 2, 4, 8)))
+    has_experts = config.model.num_experts is not None
+    schedule = draw(st.sampled_from(PipelineSchedule)) if pp > 1 else PipelineSchedule.one_f_one_b
+    is_interleaved = schedule is PipelineSchedule.interleaved
+    ends = st.none() if pp == 1 or is_interleaved else st.none() | st.integers(1, 6)
+    parallel = replace(
+        config.parallel,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1 and draw(st.booleans()),
+        pipeline_model_parallel_size=pp,
+        pipeline_schedule=schedule,
+        num_virtual_stages_per_pipeline_rank=2 if is_interleaved else 1,
+        decoder_first_pipeline_num_layers=draw(ends),
+        decoder_last_pipeline_num_layers=draw(ends),
+        context_parallel_size=cp,
+        cp_comm_type=draw(st.sampled_from(CPCommType)) if cp > 1 else config.parallel.cp_comm_type,
+        expert_model_parallel_size=ep if has_experts else 1,
+        expert_tensor_parallel_size=draw(st.sampled_from((None, 1, 2))) if has_experts else None,
+    )
+    return replace(config, parallel=parallel)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_every_recipe_shrinks_for_every_layout_that_it_can_have(data: st.DataObject) -> None:
+    config = layouts(data.draw, recipe(data.draw(st.sampled_from(RECIPES))))
+    parallel = config.parallel
+    tp, pp, cp = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
+    world = tp * pp * cp * parallel.expert_model_parallel_size * 2
+    try:
+        check_layout(config)
+        Topology.of(parallel, world)
+    except ConfigError:
+        assume(False)
+    assert_valid_and_alike(config, world)
+
+
+def test_both_kinds_of_layers_remain() -> None:
+    model = replace(recipe("deepseek_v3").model, num_layers=61)
+    config = replace(recipe("deepseek_v3"), model=model, parallel=recipe("tiny").parallel)
+    small = shrink(config, 1, num_steps=1)
+    assert set(moe_layers(small.model)) == {False, True} and num_parameters(small.model) < 1_000_000
+
+
+def test_ends_of_a_pipeline_stay_uneven() -> None:
+    parallel = shrink(recipe("deepseek_v3"), 1024, num_steps=1).parallel
+    assert (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers) == (3, 2)
+
+
+def test_ranks_that_do_not_fit_the_layout_are_a_topology_error() -> None:
+    with pytest.raises(TopologyError, match="6 ranks cannot form tp=2 x cp=1 x pp=4"):
+        shrink(recipe("mixtral_8x7b"), 6, num_steps=1)

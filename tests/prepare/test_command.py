@@ -1,0 +1,166 @@
+"""Prepared files do not depend on workers or interruptions, and name their tokenizer."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanotrain.data.indexed import IndexedTokens
+from nanotrain.data.sources import read_record, tokenizer_beside
+from nanotrain.data.tokenizer import ByteTokenizer, load_tokenizer
+from nanotrain.errors import DataError
+from nanotrain.prepare import command as prepare
+from nanotrain.prepare import parts
+from nanotrain.prepare.documents import Piece
+
+TEXTS = [f"document {i} {'word ' * (i % 50)}" for i in range(400)]
+DRIVER = """
+import argparse, sys
+from nanotrain.prepare import command as prepare
+from nanotrain.prepare import documents
+documents._LEAST_BYTES = 2000
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    prepare.add_arguments(parser)
+    prepare.run(parser.parse_args())
+"""
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("nanotrain.prepare.documents._LEAST_BYTES", 2000)
+    file = tmp_path / "in.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return file
+
+
+def _prepare(source: Path, output: Path, *options: str) -> None:
+    parser = argparse.ArgumentParser()
+    prepare.add_arguments(parser)
+    words = ["--input", str(source), "--output", str(output), *options]
+    prepare.run(parser.parse_args(words if "--tokenizer" in words else [*words, "--tokenizer", "bytes"]))
+
+
+def _bytes(prefix: Path) -> tuple[bytes, bytes]:
+    return prefix.with_suffix(".bin").read_bytes(), prefix.with_suffix(".idx").read_bytes()
+
+
+def test_documents_come_in_order_each_ended_by_eod(corpus: Path, tmp_path: Path) -> None:
+    _prepare(corpus, tmp_path / "new folder" / "out", "--workers", "2")
+    tokens = IndexedTokens(tmp_path / "new folder" / "out")
+    tokenizer = ByteTokenizer()
+    expected = [token for text in TEXTS for token in [*tokenizer.encode(text), tokenizer.eod]]
+    assert tokens.dtype == np.uint16
+    assert tokens.num_documents == len(TEXTS)
+    assert tokens.read(0, tokens.num_tokens).tolist() == expected
+    assert read_record(tokens.prefix).tokens == len(expected)
+    assert tokenizer_beside(tokens.prefix) == "bytes"
+    assert not (tmp_path / "new folder" / "out.parts").exists()
+
+
+def test_workers_streaming_and_dtype_change_no_token(corpus: Path, tmp_path: Path) -> None:
+    _prepare(corpus, tmp_path / "a", "--workers", "1")
+    _prepare(corpus, tmp_path / "b", "--workers", "3")
+    _prepare(corpus, tmp_path / "c", "--workers", "2", "--streaming")
+    _prepare(corpus, tmp_path / "d", "--workers", "1", "--dtype", "int32", "--no-append-eod")
+    assert _bytes(tmp_path / "a") == _bytes(tmp_path / "b") == _bytes(tmp_path / "c")
+    wide = IndexedTokens(tmp_path / "d")
+    assert wide.dtype == np.int32
+    assert wide.num_tokens == sum(len(text) for text in TEXTS)
+
+
+def test_a_trained_tokenizer_stays_beside_its_corpus(corpus: Path, tmp_path: Path) -> None:
+    _prepare(corpus, tmp_path / "out", "--tokenizer", "bpe:280", "--workers", "1")
+    tokenizer = load_tokenizer(tokenizer_beside(tmp_path / "out") or "")
+    tokens = IndexedTokens(tmp_path / "out")
+    assert tokenizer.vocab_size == 280
+    first = tokens.read(0, tokens.document_start(1))
+    assert first[-1] == tokenizer.eod
+    assert tokenizer.decode(first.tolist()) == TEXTS[0]
+
+
+def test_killed_and_started_again_gives_the_bytes_of_a_run_undisturbed(corpus: Path, tmp_path: Path) -> None:
+    # given: a run killed once some parts are there
+    _prepare(corpus, tmp_path / "whole", "--tokenizer", "bpe:280", "--workers", "2")
+    (tmp_path / "driver.py").write_text(DRIVER)
+    options = ["--input", str(corpus), "--output", str(tmp_path / "again"), "--tokenizer", "bpe:280", "--workers", "1"]
+    command = [sys.executable, str(tmp_path / "driver.py"), *options]
+    killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    folder = tmp_path / "again.parts"
+    while len(list(folder.glob("*.idx"))) < 2 and killed.poll() is None:
+        time.sleep(0.002)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    kept = {file: file.stat().st_mtime_ns for file in folder.glob("*.idx")}
+    # when
+    written: list[Path] = []
+    append = parts.TokenWriter.append_pair
+
+    def note(self: parts.TokenWriter, prefix: Path) -> None:
+        written.append(prefix.with_suffix(".idx"))
+        assert kept.get(written[-1], 0) in (0, written[-1].stat().st_mtime_ns), "a finished part was done again"
+        append(self, prefix)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts.TokenWriter, "append_pair", note)
+        _prepare(corpus, tmp_path / "again", "--tokenizer", "bpe:280", "--workers", "2")
+    # then
+    assert 0 < len(kept) < len(written)
+    assert _bytes(tmp_path / "again") == _bytes(tmp_path / "whole")
+
+
+def test_finished_parts_of_other_inputs_are_thrown_away(tmp_path: Path) -> None:
+    parts.open_parts(tmp_path / "p", {"inputs": 1})
+    job = parts.PartJob(tmp_path / "p", "bytes", "uint16", "text", True)
+    done = parts.write_part(0, Piece("texts", texts=("ab", "\ud800")), job=job, tokenizer=ByteTokenizer())
+    assert (done.documents, done.tokens) == (2, 5)
+    parts.open_parts(tmp_path / "p", {"inputs": 1})
+    assert parts.is_complete(tmp_path / "p", 0)
+    parts.open_parts(tmp_path / "p", {"inputs": 2})
+    assert not parts.is_complete(tmp_path / "p", 0)
+
+
+def test_a_prepared_corpus_is_left_alone_or_refused(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _prepare(corpus, tmp_path / "out", "--workers", "1")
+    before = os.stat(tmp_path / "out.bin").st_mtime_ns
+    _prepare(corpus, tmp_path / "out", "--workers", "2")
+    assert "prepared already" in capsys.readouterr().out
+    assert os.stat(tmp_path / "out.bin").st_mtime_ns == before
+    with pytest.raises(DataError, match="exists.*--overwrite"):
+        _prepare(corpus, tmp_path / "out", "--no-append-eod")
+    _prepare(corpus, tmp_path / "out", "--no-append-eod", "--overwrite", "--workers", "1")
+    assert IndexedTokens(tmp_path / "out").num_tokens == sum(len(text) for text in TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--text-column", "body"], "no column body: its columns are text"),
+        (["--tokenizer", "bpe:many"], "bpe:many has no size"),
+        (["--dtype", "uint8"], "uint8 cannot hold the ids of a vocabulary of 257"),
+        (["--max-documents", "5"], "no effect without --streaming"),
+        (["--workers", "0"], "--workers 0"),
+    ],
+)
+def test_bad_arguments_are_refused_and_leave_no_pair(
+    corpus: Path, tmp_path: Path, options: list[str], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        _prepare(corpus, tmp_path / "out", "--workers", "1", *options)
+    assert not (tmp_path / "out.bin").exists()
+    assert not (tmp_path / "out.idx").exists()
+
+
+def test_an_input_without_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(DataError, match="holds no text"):
+        _prepare(tmp_path / "in.jsonl", tmp_path / "out", "--workers", "1")

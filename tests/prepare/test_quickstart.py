@@ -1,0 +1,98 @@
+"""The quick-start corpus is built once, whole, and holds the library's sources."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanotrain.config.config import DataConfig
+from nanotrain.data.build import build_data
+from nanotrain.data.indexed import IndexedTokens
+from nanotrain.data.sources import tokenizer_beside
+from nanotrain.data.tokenizer import load_tokenizer
+from nanotrain.errors import DataError, EnvironmentFault
+from nanotrain.prepare import quickstart
+from nanotrain.prepare.quickstart import library_sources, prepare_quickstart
+
+TEXTS = [f"def function_{i}(x):\n    return x + {i}\n" for i in range(40)]
+
+
+@pytest.fixture
+def small_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quickstart, "library_sources", lambda: iter(TEXTS))
+
+
+def test_sources_are_a_fixed_shuffle_of_readable_library_files(tmp_path: Path) -> None:
+    for name in [*"abcdefgh", "site-packages/left_out"]:
+        file = tmp_path / f"{name}.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(name)
+    (tmp_path / "latin.py").write_bytes(b"\xff\xfe\xff")
+    (tmp_path / "empty.py").touch()
+    (tmp_path / "data.txt").write_text("no source")
+    texts = list(library_sources(tmp_path))
+    assert sorted(texts) == list("abcdefgh")
+    assert texts != sorted(texts)
+    assert texts == list(library_sources(tmp_path))
+
+
+def test_the_running_python_has_sources() -> None:
+    assert any("def " in text for text in library_sources())
+
+
+@pytest.mark.usefixtures("small_library")
+def test_one_document_a_file_ended_by_eod_and_read_by_the_trainer(tmp_path: Path) -> None:
+    made = prepare_quickstart(tmp_path, 300)
+    tokenizer = load_tokenizer(str(made.tokenizer_path))
+    corpus = IndexedTokens(made.prefix)
+    assert made.vocab_size == tokenizer.vocab_size == 300
+    assert corpus.num_documents == len(TEXTS)
+    ids = corpus.read(0, corpus.document_start(1))
+    assert ids[-1] == tokenizer.eod
+    assert tokenizer.decode(ids[:-1].tolist()) == TEXTS[0]
+    assert load_tokenizer(tokenizer_beside(made.prefix) or "").vocab_size == 300
+    data = DataConfig(data_path=[str(made.prefix)], split="8,2,0", seq_length=8)
+    assert build_data(data, vocab_size=made.vocab_size, seed=1).valid is not None
+
+
+@pytest.mark.usefixtures("small_library")
+def test_it_is_built_once_and_again_for_another_vocabulary(tmp_path: Path) -> None:
+    said: list[str] = []
+    first = prepare_quickstart(tmp_path, 300, progress=said.append)
+    assert said
+    said.clear()
+    assert prepare_quickstart(tmp_path, 300, progress=said.append) == first
+    assert not said
+    assert prepare_quickstart(tmp_path, 310).prefix != first.prefix
+    assert not list(tmp_path.glob(".building-*"))
+
+
+@pytest.mark.usefixtures("small_library")
+def test_two_that_build_at_once_leave_one_whole_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # given: while this process builds, another one finishes
+    build = quickstart._build
+    other: list[quickstart.QuickStart] = []
+
+    def build_late(*args: object, **options: object) -> None:
+        monkeypatch.setattr(quickstart, "_build", build)
+        other.append(prepare_quickstart(tmp_path, 300))
+        build(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(quickstart, "_build", build_late)
+    # when
+    mine = prepare_quickstart(tmp_path, 300)
+    # then
+    assert mine == other[0]
+    assert np.array_equal(*(IndexedTokens(made.prefix).read(0, 50) for made in (mine, other[0])))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_python_without_sources_and_a_closed_folder_are_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quickstart, "library_sources", lambda: iter(()))
+    with pytest.raises(DataError, match="no library sources.*--data-path"):
+        prepare_quickstart(tmp_path, 300)
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentFault, match="cannot be written"):
+        prepare_quickstart(tmp_path / "file", 300)

@@ -1,0 +1,114 @@
+"""The console and metrics.jsonl."""
+
+import pytest
+
+from nanotrain.train.hooks.checkpoint import CheckpointHook
+from nanotrain.train.hooks.evaluate import EvaluateHook
+from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.hooks.log import LogHook, describe
+from tests.harness import ranks
+from tests.train.small_run import Failing, metrics_of, report_of, small_run, train
+
+
+def lines_of(capsys) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+
+
+def steps_of(lines: list[str]) -> list[str]:
+    return [line.split(" | ")[0] for line in lines]
+
+
+def test_a_line_says_everything_once():
+    line = describe([report_of(5, mfu=0.415)], train_iters=9, num_devices=4)
+    assert line == (
+        "step 5/9 | loss 2.5000 | grad norm 0.750 | lr 1.000e-03 | 1,000 tok/s (250 per device) | mfu 41.5% | "
+        "mem 2.00 GB | data wait 10.0% | eta 0:00:02"
+    )
+
+
+def test_rates_are_means_over_the_steps_since_the_last_line():
+    # Given a slow step and a fast one, 500 tokens each,
+    slow = report_of(1, step_time_s=4.0, tokens_per_second=125.0, data_wait_s=1.0)
+    fast = report_of(2, step_time_s=1.0, tokens_per_second=500.0, data_wait_s=0.0)
+    line = describe([slow, fast], train_iters=12, num_devices=1)
+    # then 1000 tokens took 5 s, of which 1 s was waiting, and ten more steps take 25 s.
+    assert "200 tok/s" in line and "data wait 20.0%" in line and "eta 0:00:25" in line
+
+
+def test_skipped_steps_and_validations_are_told():
+    reports = [report_of(1, skipped=True), report_of(2, valid_loss=2.0)]
+    line = describe(reports, train_iters=2, num_devices=1)
+    assert "SKIPPED 1 (gradients not finite)" in line
+    assert line.endswith("validation loss 2.0000 (perplexity 7.4)")
+
+
+def test_every_step_is_in_the_metrics_and_every_logged_one_on_the_console(tmp_path, capsys):
+    with small_run(tmp_path, "--train-iters", "5", "--log-interval", "2") as run:
+        train(run, LogHook())
+    assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4, 5]
+    assert steps_of(lines_of(capsys)) == ["step 2/5", "step 4/5", "step 5/5"]
+
+
+def test_a_step_with_a_validation_has_its_line_whatever_the_interval(tmp_path, capsys):
+    words = ("--train-iters", "4", "--log-interval", "4", "--eval-interval", "3", "--eval-iters", "1")
+    with small_run(tmp_path, *words) as run:
+        train(run, EvaluateHook(), LogHook())
+    lines = lines_of(capsys)
+    assert steps_of(lines) == ["step 3/4", "step 4/4"]
+    assert all("validation loss" in line for line in lines)
+    assert ["valid_loss" in line for line in metrics_of(tmp_path)] == [False, False, True, True]
+
+
+def test_the_steps_before_an_early_end_have_their_line(tmp_path, capsys):
+    with small_run(tmp_path, "--train-iters", "9", "--log-interval", "5", "--exit-interval", "3") as run:
+        train(run, LogHook())
+    assert steps_of(lines_of(capsys)) == ["step 3/9"]
+
+
+def test_metrics_of_steps_taken_again_are_replaced(tmp_path):
+    # Given a run that saved step 2 and was killed after step 4,
+    with small_run(tmp_path, "--train-iters", "9", "--save-interval", "2") as run, pytest.raises(RuntimeError):
+        train(run, LogHook(), CheckpointHook(), Failing(3))
+    assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3]
+    # when it goes on from there,
+    with small_run(tmp_path, "--train-iters", "4") as run:
+        train(run, LogHook())
+    # then every step is there once, with samples that follow each other.
+    assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4]
+    assert [line["consumed_samples"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_run_begun_anew_forgets_the_metrics_of_the_old_one(tmp_path):
+    for _ in range(2):
+        with small_run(tmp_path, "--train-iters", "2", "--no-auto-resume") as run:
+            train(run, LogHook(), CheckpointHook())
+    assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2]
+
+
+def test_after_an_error_the_file_is_closed_and_the_bar_is_gone(tmp_path, monkeypatch):
+    log = LogHook()
+    monkeypatch.setattr(log._console, "_force_terminal", True)
+    assert log._console.is_terminal
+    with small_run(tmp_path, "--train-iters", "9") as run, pytest.raises(RuntimeError):
+        train(run, log, Failing(2))
+    assert log._metrics.closed
+    assert not log._progress.live.is_started
+
+
+class BreaksAtOnce(Hook):
+    def before_training(self, run) -> None:
+        raise RuntimeError("before anything was opened")
+
+
+def test_a_log_that_never_began_can_be_closed(tmp_path):
+    with small_run(tmp_path) as run, pytest.raises(RuntimeError, match="before anything"):
+        train(run, BreaksAtOnce(), LogHook())
+
+
+@ranks(2)
+def test_only_the_first_rank_writes(ctx, tmp_path):
+    log = LogHook()
+    with small_run(tmp_path, "--train-iters", "2", context=ctx) as run:
+        train(run, log)
+    assert (log._metrics is None) is (ctx.rank == 1)
+    assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2] or ctx.rank == 1

@@ -1,0 +1,65 @@
+"""The profiler's trace: which steps, where, and when there is none."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nanotrain.train.hooks.checkpoint import CheckpointHook
+from nanotrain.train.hooks.profile import ProfileHook
+from tests.harness import run_ranks
+from tests.laws.command_line import train_words, words
+from tests.train.small_run import Failing, small_run, train
+
+TWO_STEPS = ("--profile", "--profile-step-start", "2", "--profile-step-end", "3")
+
+
+def traces(folder) -> list[str]:
+    return sorted(path.name for path in (folder / "profile").glob("*")) if (folder / "profile").exists() else []
+
+
+def test_a_trace_of_the_asked_steps_is_written(tmp_path, logged):
+    with small_run(tmp_path, "--train-iters", "4", *TWO_STEPS) as run:
+        train(run, ProfileHook())
+    assert traces(tmp_path) == ["step-00000003-rank-00000.json"]
+    trace = json.loads((tmp_path / "profile" / "step-00000003-rank-00000.json").read_text())
+    names = [event.get("name", "") for event in trace["traceEvents"]]
+    assert sum("AdamW.step" in name for name in names) == 2  # one for each of the two steps
+    assert any("wrote the profile" in line for line in logged)
+
+
+def test_an_early_end_writes_what_there_is(tmp_path):
+    with small_run(tmp_path, "--train-iters", "4", "--exit-interval", "2", *TWO_STEPS) as run:
+        train(run, ProfileHook())
+    assert traces(tmp_path) == ["step-00000002-rank-00000.json"]
+
+
+def test_a_resumed_run_profiles_what_is_left_of_the_steps_or_says_that_none_is(tmp_path, logged):
+    # Given a run that was saved after step 2, the first of the asked steps,
+    with small_run(tmp_path, "--train-iters", "2") as run:
+        train(run, CheckpointHook())
+    # then going on profiles the other one,
+    with small_run(tmp_path, "--train-iters", "4", *TWO_STEPS) as run:
+        train(run, ProfileHook(), CheckpointHook())
+    assert traces(tmp_path) == ["step-00000003-rank-00000.json"]
+    assert not any("nothing is profiled" in line for line in logged)
+    # and going on once more has none left.
+    with small_run(tmp_path, "--train-iters", "5", *TWO_STEPS) as run:
+        train(run, ProfileHook())
+    assert "nothing is profiled: this run begins with step 5, --profile-step-end is 3" in logged
+
+
+def test_an_error_leaves_no_profiler_running_and_no_half_trace(tmp_path):
+    with small_run(tmp_path, "--train-iters", "4", *TWO_STEPS) as run, pytest.raises(RuntimeError):
+        train(run, ProfileHook(), Failing(2))
+    assert traces(tmp_path) == []
+    with small_run(tmp_path / "next", "--train-iters", "4", *TWO_STEPS) as run:
+        train(run, ProfileHook())  # a second profiler may start
+    assert len(traces(tmp_path / "next")) == 1
+
+
+def test_a_profile_that_ends_while_parameters_are_gathered_leaves_the_heap_whole(tmp_path: Path) -> None:
+    # torch 2.13: a transfer begun under the profiler and waited for after it frees memory twice, soon or at exit.
+    overlapped = words(tmp_path / "run", "--train-iters 8 --overlap-param-gather --profile")
+    run_ranks(2, train_words, overlapped, words(tmp_path / "next", "--train-iters 8"), strategy="optim")
+    assert len(list((tmp_path / "run" / "profile").iterdir())) == 2

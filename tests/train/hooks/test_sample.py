@@ -1,0 +1,63 @@
+"""What is printed when training ends."""
+
+from dataclasses import replace
+
+from nanotrain.train.hooks.checkpoint import CheckpointHook
+from nanotrain.train.hooks.sample import SampleHook, SummaryHook, sample
+from tests.harness import ranks
+from tests.train.small_run import small_run, train
+
+
+def with_length(run, num_tokens: int):
+    """The run with a sample asked for, which synthetic data does not allow."""
+    return replace(run, config=replace(run.config, train=replace(run.config.train, generate_tokens=num_tokens)))
+
+
+def test_the_model_writes_a_text_of_the_asked_length_the_same_one_every_time(tmp_path):
+    with small_run(tmp_path, "--vocab-size", "257") as run:
+        short, long = (sample(with_length(run, length), "bytes") for length in (5, 12))
+        again = sample(with_length(run, 12), "bytes")
+    assert long == again and long.startswith(short[:2])
+    assert len(short) <= len(long) <= 12
+
+
+def test_the_sample_is_printed_when_training_ends(tmp_path, capsys):
+    with small_run(tmp_path, "--vocab-size", "257", "--train-iters", "1") as run:
+        train(with_length(run, 8), SampleHook("bytes"))
+    assert "\nThe model writes:\n" in capsys.readouterr().out
+
+
+def test_without_a_tokenizer_it_says_how_to_get_a_sample(tmp_path, logged):
+    with small_run(tmp_path, "--train-iters", "1") as run:
+        train(run, SampleHook(None))
+    assert any("--tokenizer-model" in line for line in logged)
+
+
+def test_the_summary_says_where_everything_lies(tmp_path, capsys):
+    with small_run(tmp_path, "--train-iters", "2") as run:
+        train(run, CheckpointHook(), SummaryHook())
+    out = capsys.readouterr().out
+    for path in (tmp_path, tmp_path / "metrics.jsonl", tmp_path / "checkpoints" / "step-00000002"):
+        assert f" {path}\n" in out
+
+
+def test_without_a_checkpoint_the_summary_says_none(tmp_path, capsys):
+    with small_run(tmp_path, "--train-iters", "1", "--no-save") as run:
+        train(run, SummaryHook())
+    assert "checkpoint    none" in capsys.readouterr().out
+
+
+@ranks(2, strategy="optim")
+def test_every_rank_waits_for_its_parameters_and_the_first_one_prints(ctx, tmp_path):
+    words = ("--train-iters", "2", "--overlap-param-gather", "--data-parallel-sharding-strategy", "optim")
+    with small_run(tmp_path, *words, context=ctx) as run:
+        train(run, SampleHook(None), SummaryHook())
+
+
+def test_the_sample_goes_on_from_the_prompt(tmp_path):
+    with small_run(tmp_path, "--vocab-size", "257") as run:
+        asked = replace(run.config.train, generate_tokens=4, generate_prompt="def f(")
+        prompted = sample(replace(run, config=replace(run.config, train=asked)), "bytes")
+        new_document = sample(with_length(run, 4), "bytes")
+    assert prompted.startswith("def f(") and not new_document.startswith("def f(")
+    assert len(prompted) <= len("def f(") + 4

@@ -1,0 +1,87 @@
+"""Experiment trackers: TensorBoard's event files are read back, wandb works offline without a key."""
+
+import pytest
+
+from nanotrain.train.hooks import track as hook_track
+from nanotrain.train.hooks.track import TRACKERS, TrackHook
+from tests.harness import ranks
+from tests.train.small_run import Failing, metrics_of, small_run, train
+
+
+def read_scalars(folder) -> dict[str, dict[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_has_every_number_of_every_step(tmp_path):
+    from nanotrain.train.hooks.log import LogHook
+
+    with small_run(tmp_path, "--train-iters", "3", "--tensorboard") as run:
+        train(run, LogHook(), TrackHook())
+    scalars, lines = read_scalars(tmp_path), metrics_of(tmp_path)
+    assert set(scalars) == {name for name, value in lines[0].items() if name != "step" and value is not None}
+    for line in lines:
+        assert scalars["loss"][line["step"]] == pytest.approx(line["loss"])
+        assert scalars["skipped"][line["step"]] == 0.0
+
+
+def test_wandb_works_offline_without_a_key(tmp_path, monkeypatch, logged):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # and no netrc
+    monkeypatch.setattr(hook_track, "_netrc_has", lambda host: False)
+    with small_run(tmp_path / "run", "--train-iters", "2", "--wandb", "--wandb-project", "test") as run:
+        train(run, TrackHook())
+    (found,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    assert found.stat().st_size > 0
+    assert any(line.startswith("wandb: offline, in ") for line in logged)
+
+
+class Notebook:
+    """A tracker that notes what it is told."""
+
+    def __init__(self, run) -> None:
+        self.run, self.written, self.closed = run, [], []
+        notebooks.append(self)
+
+    def write(self, step, values) -> None:
+        self.written.append((step, sorted(values)))
+
+    def close(self, *, failed) -> None:
+        self.closed.append(failed)
+
+
+notebooks: list[Notebook] = []
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    """Puts a notebook in TensorBoard's place."""
+    notebooks.clear()
+    monkeypatch.setitem(TRACKERS, "tensorboard", Notebook)
+    return notebooks
+
+
+def test_what_is_not_known_is_not_sent(tmp_path, notebook):
+    with small_run(tmp_path, "--train-iters", "1", "--tensorboard") as run:
+        train(run, TrackHook())
+    ((step, names),) = notebook[0].written
+    assert step == 1 and "loss" in names and "mfu" not in names and "step" not in names
+    assert notebook[0].closed == [False]
+
+
+def test_a_tracker_hears_that_the_run_failed(tmp_path, notebook):
+    with small_run(tmp_path, "--train-iters", "3", "--tensorboard") as run, pytest.raises(RuntimeError):
+        train(run, TrackHook(), Failing(1))
+    assert notebook[0].closed == [True]
+
+
+@ranks(2)
+def test_only_the_first_rank_tracks(ctx, tmp_path):
+    TRACKERS["tensorboard"] = Notebook  # in this rank's process
+    with small_run(tmp_path, "--train-iters", "1", "--tensorboard", context=ctx) as run:
+        train(run, TrackHook())
+    assert len(notebooks) == (ctx.rank == 0)
