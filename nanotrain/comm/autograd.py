@@ -1,15 +1,15 @@
-"""Collectives that autograd can differentiate: one for each way an activation crosses a group.
+"""Differentiable collectives, as Megatron-LM's `mappings.py`.
 
-    function        forward               backward
-    copy_to         nothing               all-reduce
-    reduce_from     all-reduce            nothing
-    gather_along    all-gather            reduce-scatter
-    scatter_along   reduce-scatter        all-gather
-    split_along     own slice             all-gather
-    concat_along    all-gather            own slice
+    function        forward           backward
+    copy_to         identity          all-reduce
+    reduce_from     all-reduce        identity
+    gather_along    all-gather        reduce-scatter
+    scatter_along   reduce-scatter    all-gather
+    split_along     local slice       all-gather
+    concat_along    all-gather        local slice
 
-The first four belong where the group's members compute parts of one sum, each with its own weights; the last two
-where they all go on to compute the same. A group of one answers with its input and leaves no trace in the graph.
+The first four are for regions in which each rank computes a partial sum with weights of its own. The last two are for
+regions in which all ranks compute the same. In a group of one rank the output is the input, without a graph node.
 """
 
 from collections.abc import Callable
@@ -19,83 +19,83 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanotrain.comm.along import own_slice, start_all_gather, start_all_reduce, start_reduce_scatter
+from nanotrain.comm.collectives import local_slice, start_all_gather, start_all_reduce, start_reduce_scatter
 from nanotrain.comm.group import Group
 
-Step = Callable[[Tensor], Tensor]
+TensorFunction = Callable[[Tensor], Tensor]
 
 
 def copy_to(x: Tensor, group: Group) -> Tensor:
-    """The input, which every member has alike; its gradient is the sum of the members' gradients."""
-    return _cross(x, group, forward=_same, backward=partial(_sum, group=group))
+    """Return the input, which is equal on all ranks; the backward sums the ranks' gradients."""
+    return _apply(x, group, forward=_identity, backward=partial(_all_reduce, group=group))
 
 
 def reduce_from(x: Tensor, group: Group) -> Tensor:
-    """The sum of the members' inputs, for every member; its gradient, alike on all, is each one's gradient."""
-    return _cross(x, group, forward=partial(_sum, group=group), backward=_same)
+    """Sum the ranks' inputs; the backward returns the gradient, which is equal on all ranks."""
+    return _apply(x, group, forward=partial(_all_reduce, group=group), backward=_identity)
 
 
 def gather_along(x: Tensor, group: Group, *, dim: int) -> Tensor:
-    """The members' inputs joined along `dim`; the gradients of all of it are summed, each member takes its slice."""
-    gather, scatter = partial(_gather, group=group, dim=dim), partial(_scatter, group=group, dim=dim)
-    return _cross(x, group, forward=gather, backward=scatter)
+    """Concatenate the ranks' inputs along `dim`; the backward reduce-scatters the gradients."""
+    gather, scatter = partial(_all_gather, group=group, dim=dim), partial(_reduce_scatter, group=group, dim=dim)
+    return _apply(x, group, forward=gather, backward=scatter)
 
 
 def scatter_along(x: Tensor, group: Group, *, dim: int) -> Tensor:
-    """The own slice along `dim` of the sum of the members' inputs; the slices' gradients are joined."""
-    gather, scatter = partial(_gather, group=group, dim=dim), partial(_scatter, group=group, dim=dim)
-    return _cross(x, group, forward=scatter, backward=gather)
+    """Sum the ranks' inputs and return this rank's slice along `dim`; the backward all-gathers the gradients."""
+    gather, scatter = partial(_all_gather, group=group, dim=dim), partial(_reduce_scatter, group=group, dim=dim)
+    return _apply(x, group, forward=scatter, backward=gather)
 
 
 def split_along(x: Tensor, group: Group, *, dim: int) -> Tensor:
-    """The own slice along `dim` of an input that every member has alike; the slices' gradients are joined."""
-    gather, split = partial(_gather, group=group, dim=dim), partial(_split, group=group, dim=dim)
-    return _cross(x, group, forward=split, backward=gather)
+    """Return this rank's slice along `dim` of an input equal on all ranks; the backward all-gathers the gradients."""
+    gather, split = partial(_all_gather, group=group, dim=dim), partial(_local_slice, group=group, dim=dim)
+    return _apply(x, group, forward=split, backward=gather)
 
 
 def concat_along(x: Tensor, group: Group, *, dim: int) -> Tensor:
-    """The members' inputs joined along `dim`, for every member to use alike; each takes its slice of the gradient."""
-    gather, split = partial(_gather, group=group, dim=dim), partial(_split, group=group, dim=dim)
-    return _cross(x, group, forward=gather, backward=split)
+    """Concatenate the ranks' inputs along `dim`; the backward returns this rank's slice of the gradient."""
+    gather, split = partial(_all_gather, group=group, dim=dim), partial(_local_slice, group=group, dim=dim)
+    return _apply(x, group, forward=gather, backward=split)
 
 
-def _cross(x: Tensor, group: Group, *, forward: Step, backward: Step) -> Tensor:
-    return x if group.size == 1 else _crossed(x, forward, backward=backward)
+@torch.compiler.disable  # collectives stay outside compiled graphs
+def _apply_collective(x: Tensor, forward: TensorFunction, *, backward: TensorFunction) -> Tensor:
+    out: Tensor = _Collective.apply(x, forward, backward)
+    return out
 
 
-@torch.compiler.disable  # what waits on other ranks stays out of compiled graphs
-def _crossed(x: Tensor, forward: Step, *, backward: Step) -> Tensor:
-    crossed: Tensor = _Crossing.apply(x, forward, backward)
-    return crossed
+def _apply(x: Tensor, group: Group, *, forward: TensorFunction, backward: TensorFunction) -> Tensor:
+    return x if group.size == 1 else _apply_collective(x, forward, backward=backward)
 
 
-class _Crossing(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Step, backward: Step) -> Tensor:
-        ctx.step = backward
+    def forward(ctx: Any, x: Tensor, forward: TensorFunction, backward: TensorFunction) -> Tensor:
+        ctx.backward_function = backward
         return forward(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.step(grads[0]), None, None
+        return ctx.backward_function(grads[0]), None, None
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor)
 
 
-def _sum(tensor: Tensor, group: Group) -> Tensor:
+def _all_reduce(tensor: Tensor, group: Group) -> Tensor:
     # A copy: the activation or gradient may be in use elsewhere in the graph.
     return start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), group).wait()
 
 
-def _gather(tensor: Tensor, group: Group, *, dim: int) -> Tensor:
+def _all_gather(tensor: Tensor, group: Group, *, dim: int) -> Tensor:
     return start_all_gather(tensor, group, dim=dim).wait()
 
 
-def _scatter(tensor: Tensor, group: Group, *, dim: int) -> Tensor:
+def _reduce_scatter(tensor: Tensor, group: Group, *, dim: int) -> Tensor:
     return start_reduce_scatter(tensor, group, dim=dim).wait()
 
 
-def _split(tensor: Tensor, group: Group, *, dim: int) -> Tensor:
-    return own_slice(tensor, group, dim=dim).contiguous()
+def _local_slice(tensor: Tensor, group: Group, *, dim: int) -> Tensor:
+    return local_slice(tensor, group, dim=dim).contiguous()

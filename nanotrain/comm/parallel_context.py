@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from nanotrain.comm.device import backend_of, home_of, pick_device
+from nanotrain.comm.device import backend_of, pick_device, process_group_device
 from nanotrain.comm.fake import fake_world
 from nanotrain.comm.group import Group
 from nanotrain.comm.scratch import Scratch
@@ -131,7 +131,7 @@ class ParallelContext:
         """The context on the default process group that this process has joined; without one, a world of one."""
         if not dist.is_initialized():
             return cls(topology, 0, device=torch.device("cpu"))._with_groups(timeout_s)
-        return cls(topology, dist.get_rank(), device=home_of(dist.group.WORLD))._with_groups(timeout_s)
+        return cls(topology, dist.get_rank(), device=process_group_device(dist.group.WORLD))._with_groups(timeout_s)
 
     @classmethod
     @contextmanager

@@ -1,79 +1,100 @@
-"""What a started collective returns, and how its failure is told.
+"""`Work`, the handle of an asynchronous operation, and `translate_errors`, which names the rank a failure belongs to.
 
-`Pending` keeps torch's Work handles alive until `wait`: on NCCL a dropped handle lets memory be reused while it is
-still being read. `wait` on NCCL makes the current stream wait, not the host; on gloo it blocks the host.
-`watch` turns a lost or late peer into an error that names the group and the rank.
+A `Work` keeps torch's handles and the tensors in use alive until `wait`: on NCCL the memory of a dropped handle may be
+reused while it is still being read. On NCCL `wait` makes the current stream wait, not the host; on gloo it blocks the
+host.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
-from torch import Tensor
 
 from nanotrain.comm.group import Group
 from nanotrain.errors import EnvironmentFault
 
+T = TypeVar("T")
+U = TypeVar("U")
 
-class Work:
-    """A collective on its way; `wait` may be called any number of times.
+
+class Work(Generic[T]):
+    """An asynchronous operation; `wait` returns its result and may be called any number of times.
 
     Args:
-        op: name of the collective, for messages.
-        group: whom it runs over; None for one that is finished.
-        works: torch's handles.
-        finish: what is left to do on this rank once all of them are through.
-        keep: tensors that must outlive the transfer.
+        finish: computes the result on this rank, once, after all handles are complete.
+        op: name of the collective, for error messages.
+        group: the group it runs over, for error messages; None if nothing is sent.
+        handles: torch's handles.
+        keep: tensors that must stay alive until the transfer is complete.
     """
 
     def __init__(
         self,
+        finish: Callable[[], T],
+        *,
         op: str = "",
         group: Group | None = None,
-        *,
-        works: Sequence[dist.Work] = (),
-        finish: Callable[[], None] | None = None,
-        keep: Sequence[Tensor] = (),
+        handles: Sequence[dist.Work] = (),
+        keep: Sequence[Any] = (),
     ) -> None:
-        self._op, self._group, self._works, self._finish, self._keep = op, group, works, finish, keep
+        self._finish: Callable[[], T] | None = finish
+        self._op, self._group, self._handles, self._keep = op, group, handles, keep
+        self._result: T
         self._failure: EnvironmentFault | None = None
 
-    def wait(self) -> None:
-        """Return once the results may be used on the current stream.
+    @classmethod
+    def completed(cls, result: T) -> "Work[T]":
+        """A handle whose result is already there.
+
+        >>> Work.completed(3).wait()
+        3
+        """
+        return cls(lambda: result)
+
+    def then(self, convert: Callable[[T], U]) -> "Work[U]":
+        """A handle that waits for this one and returns `convert(result)`; `convert` runs once.
+
+        >>> Work.completed(3).then(str).wait()
+        '3'
+        """
+        return Work(lambda: convert(self.wait()))
+
+    def wait(self) -> T:
+        """Return the result, valid on the current stream.
 
         Raises:
-            EnvironmentFault: a member was lost or too late; every further `wait` raises it again.
+            EnvironmentFault: a rank of the group was lost or timed out; every further call raises it again.
         """
         if self._failure is not None:
             raise self._failure
-        if self._group is None:
-            return
+        if self._finish is None:
+            return self._result
         try:
-            with watch(self._op, self._group):
-                for work in self._works:
-                    work.wait()
-                if self._finish is not None:
-                    self._finish()
+            with translate_errors(self._op, self._group):
+                for handle in self._handles:
+                    handle.wait()
+                self._result = self._finish()
         except EnvironmentFault as failure:
             self._failure = failure
             raise
         finally:
-            self._group, self._works, self._finish, self._keep = None, (), None, ()
-
-
-DONE = Work()
+            self._finish, self._group, self._handles, self._keep = None, None, (), ()
+        return self._result
 
 
 @contextmanager
-def watch(op: str, group: Group) -> Iterator[None]:
-    """Give torch's errors inside the block the names of the collective, the group and this rank."""
+def translate_errors(op: str, group: Group | None) -> Iterator[None]:
+    """Raise torch's errors inside the block as `EnvironmentFault` naming the collective, group and rank."""
     try:
         yield
     except RuntimeError as error:
-        place = f" ({group.place})" if group.place else ""
-        members = ", ".join(map(str, group.ranks))
+        if group is None:
+            raise
+        coords = f" ({group.place})" if group.place else ""
         raise EnvironmentFault(
-            f"{op} over group {group.name} (ranks {members}) failed on rank {group.rank}{place}",
+            f"{op} over group {group.name} (ranks {', '.join(map(str, group.ranks))}) "
+            f"failed on rank {group.rank}{coords}",
             why=str(error).splitlines()[0],
             fix="look for the first error among these ranks; if one of them is only slow, "
             "raise --distributed-timeout-minutes",

@@ -101,7 +101,7 @@ def test_an_input_and_a_gradient_in_use_elsewhere_stay_as_they_are(ctx):
 def test_cutting_what_does_not_divide_is_refused_before_anything_is_sent(ctx):
     group, x = ctx.group("tp"), torch.zeros(2, 6)
     for cross in (scatter_along, split_along):
-        with pytest.raises(AssertionError, match="6 elements of dim 1 cannot be cut into 4"):
+        with pytest.raises(AssertionError, match="6 elements of dim 1 cannot be split into 4"):
             cross(x, group, dim=1)
     assert ctx.traffic.bytes() == 0
 

@@ -32,7 +32,7 @@ def test_without_a_gpu_the_cpu_is_chosen(no_gpu, kind):
 
 
 def test_a_gpu_asked_for_but_not_there_is_an_error_with_its_cure(no_gpu):
-    with pytest.raises(EnvironmentFault, match=r"sees no GPU.*--device cpu"):
+    with pytest.raises(EnvironmentFault, match=r"finds no GPU.*--device cpu"):
         devices.pick_device("cuda", 0)
 
 
@@ -60,11 +60,6 @@ def test_everything_works_on_a_cpu():
     devices.manual_seed(7, CPU)
     assert torch.equal(first, torch.rand(3))
     assert devices.device_name(CPU) == "cpu"
-    stream = devices.Stream(CPU)
-    with stream.use():
-        tensor = devices.to_device(torch.ones(3), CPU)
-    stream.join()
-    assert torch.equal(tensor, torch.ones(3))
 
 
 def test_peak_memory_of_a_cpu_counts_from_its_reset():

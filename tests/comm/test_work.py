@@ -13,7 +13,7 @@ from nanotrain.comm.collectives import (
     start_reduce_scatter_into,
 )
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.comm.work import DONE
+from nanotrain.comm.work import Work
 from nanotrain.errors import EnvironmentFault
 from tests.harness import ranks, run_ranks
 
@@ -33,9 +33,11 @@ def test_waiting_twice_is_waiting_once(ctx):
     assert torch.equal(output, torch.zeros(2)), "the sum must not be written a second time"
 
 
-def test_done_is_done():
-    DONE.wait()
-    DONE.wait()
+def test_a_conversion_runs_once_and_only_when_waited_for():
+    converted = []
+    work = Work.completed(3).then(lambda result: converted.append(result) or str(result))
+    assert converted == []
+    assert (work.wait(), work.wait(), converted) == ("3", "3", [3])
 
 
 def start(op: str, group):

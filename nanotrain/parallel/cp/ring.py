@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from nanotrain.comm.group import Group
-from nanotrain.comm.ring import Rotating, start_rotate
+from nanotrain.comm.send_recv import start_ring_send_recv
+from nanotrain.comm.work import Work
 from nanotrain.parallel.cp.blocks import Attended, Block, Running, attend_block, block_gradients, sum_dtype
 from nanotrain.parallel.cp.split import zigzag_order
 
@@ -99,7 +100,7 @@ class _Ring(torch.autograd.Function):
         query, key, value, ids, out, lse = ctx.saved_tensors
         turns, whole, grad = _Turns(query.transpose(1, 2), ids, ctx.group), Attended(out, lse), grads[0].transpose(1, 2)
         by_query = torch.zeros_like(turns.query, dtype=sum_dtype(query))
-        following: Rotating | None = None
+        following: Work[tuple[Tensor, ...]] | None = None
         for step, keys, values in turns.with_keys(key, value):
             block = turns.block(step, key=keys, value=values)
             found = block_gradients(block, whole.rows(step.rows), grad=grad[:, :, step.rows])
@@ -108,7 +109,7 @@ class _Ring(torch.autograd.Function):
             sums = _zeros(key, value) if following is None else following.wait()
             for total, part in zip(sums, (found.key, found.value), strict=True):
                 total[:, step.columns] += part.transpose(1, 2)
-            following = start_rotate(sums, ctx.group)
+            following = start_ring_send_recv(sums, ctx.group)
         assert following is not None, "the first step, with the own keys, is always there"
         by_key, by_value = following.wait()
         return by_query.transpose(1, 2).to(query.dtype), by_key.to(key.dtype), by_value.to(value.dtype), None, None
@@ -127,7 +128,7 @@ class _Turns:
         at_hand: tuple[Tensor, ...] = (key.contiguous(), value.contiguous())
         steps = plan_steps(self.group.index, self.group.size, length=self.query.shape[2])
         for step in steps:
-            coming = start_rotate(at_hand, self.group) if step is not steps[-1] else None
+            coming = start_ring_send_recv(at_hand, self.group) if step is not steps[-1] else None
             yield step, at_hand[0], at_hand[1]
             if coming is not None:
                 at_hand = coming.wait()

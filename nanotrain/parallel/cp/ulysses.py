@@ -19,7 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from nanotrain.comm.exchange import exchange
+from nanotrain.comm.all_to_all import all_to_all
 from nanotrain.comm.group import Group
 from nanotrain.parallel.cp.sdpa import SDPAttention
 from nanotrain.parallel.cp.split import natural_order, zigzag_order
@@ -64,4 +64,4 @@ class UlyssesAttention:
     def _trade(self, pieces: Tensor) -> Tensor:
         """[cp, ...], one piece for each rank -> [cp, ...], one from each rank."""
         one_each = [1] * self.group.size
-        return exchange(pieces, self.group, send_counts=one_each, receive_counts=one_each)
+        return all_to_all(pieces, self.group, input_splits=one_each, output_splits=one_each)

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-from nanotrain.comm.collectives import DONE, Work, start_all_gather_into, start_all_reduce, start_reduce_scatter_into
+from nanotrain.comm.collectives import start_all_gather_into, start_all_reduce, start_reduce_scatter_into
 from nanotrain.comm.group import Group
+from nanotrain.comm.work import Work
 from nanotrain.parallel.dp.layout import BucketLayout
 
 
@@ -72,8 +73,8 @@ class Bucket(ABC):
         self._gaps = _gaps(layout)
         self._written: set[str] = set()
         self._missing: set[str] = set()
-        self._reduce: Work = DONE
-        self._gather: Work = DONE
+        self._reduce: Work[torch.Tensor] | None = None
+        self._gather: Work[torch.Tensor] | None = None
         self.is_in_flight = False
 
     @property
@@ -117,18 +118,20 @@ class Bucket(ABC):
 
     def finish_gather(self) -> None:
         """Wait until the parameters of this bucket are complete."""
-        pending, self._gather = self._gather, DONE
-        pending.wait()
+        work, self._gather = self._gather, None
+        if work is not None:
+            work.wait()
 
     def _start_collectives(self, grads: torch.Tensor, shard: torch.Tensor) -> None:
-        scattered = start_reduce_scatter_into(shard, grads, group=self.groups.shard)
-        if scattered is DONE:
-            scattered = start_all_reduce(shard, self.groups.replicate)
-        self._reduce, self.is_in_flight = scattered, True
+        self._reduce = start_reduce_scatter_into(shard, grads, group=self.groups.shard)
+        if self.groups.shard.size == 1:
+            self._reduce = start_all_reduce(shard, self.groups.replicate)
+        self.is_in_flight = True
 
     def _finish_collectives(self) -> None:
-        pending, self._reduce = self._reduce, DONE
-        pending.wait()
+        work, self._reduce = self._reduce, None
+        if work is not None:
+            work.wait()
         self.is_in_flight = False
 
     def _zero_unwritten(self, grads: torch.Tensor) -> None:

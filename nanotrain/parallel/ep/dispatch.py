@@ -22,8 +22,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nanotrain.comm.all_to_all import all_to_all, start_all_to_all
 from nanotrain.comm.collectives import all_gather_into
-from nanotrain.comm.exchange import exchange, start_all_to_all
 from nanotrain.comm.group import Group
 from nanotrain.parallel.ep.rows import combine, inverse_of, permute, permute_by, plan_rows
 
@@ -93,21 +93,21 @@ class RemoteDispatch:
         plan = plan_rows(choice.experts, self._num_experts)
         traffic = self._agree(plan.counts)
         rows = permute(x, plan, num_rows=sum(traffic.to_ranks))
-        rows = exchange(rows, self._ep, send_counts=traffic.to_ranks, receive_counts=traffic.from_ranks)
+        rows = all_to_all(rows, self._ep, input_splits=traffic.to_ranks, output_splits=traffic.from_ranks)
         rows = _gather_slices(rows, self._etp, counts=traffic.from_members)
         order = _by_expert(traffic.arriving, num_rows=sum(traffic.from_members))
         rows = permute_by(rows, order)
         rows = run(rows, _ends(traffic.arriving.sum(0)))
         rows = permute_by(rows, inverse_of(order))
         rows = _sum_slices(rows, self._etp, counts=traffic.from_members)
-        rows = exchange(rows, self._ep, send_counts=traffic.from_ranks, receive_counts=traffic.to_ranks)
+        rows = all_to_all(rows, self._ep, input_splits=traffic.from_ranks, output_splits=traffic.to_ranks)
         return combine(rows, plan, weights=choice.weights)
 
     def _agree(self, counts: Tensor) -> "_Traffic":
         """Tell every rank how many rows of each expert it will get: [E] int64, this rank's rows per expert."""
         leaving = counts.view(self._ep.size, -1)
         arriving, ones = torch.zeros_like(leaving), [1] * self._ep.size
-        start_all_to_all(arriving, leaving, send_counts=ones, receive_counts=ones, group=self._ep).wait()
+        start_all_to_all(arriving, leaving, input_splits=ones, output_splits=ones, group=self._ep).wait()
         everyone = arriving.new_zeros((self._etp.size, *arriving.shape))
         all_gather_into(everyone, arriving, group=self._etp)
         numbers = torch.cat([leaving.sum(1), arriving.sum(1), everyone.sum((1, 2))]).tolist()
@@ -137,7 +137,7 @@ def _gather_slices(rows: Tensor, group: Group, *, counts: list[int]) -> Tensor:
     if group.size == 1:
         return rows
     copies = rows.repeat(group.size, 1)  # torch has no all-gather of uneven counts; this sends the same bytes
-    return exchange(copies, group, send_counts=[len(rows)] * group.size, receive_counts=counts)
+    return all_to_all(copies, group, input_splits=[len(rows)] * group.size, output_splits=counts)
 
 
 def _sum_slices(rows: Tensor, group: Group, *, counts: list[int]) -> Tensor:
@@ -145,7 +145,7 @@ def _sum_slices(rows: Tensor, group: Group, *, counts: list[int]) -> Tensor:
     if group.size == 1:
         return rows
     own = [counts[group.index]] * group.size
-    parts = exchange(rows, group, send_counts=counts, receive_counts=own)
+    parts = all_to_all(rows, group, input_splits=counts, output_splits=own)
     return parts.view(group.size, own[0], -1).sum(0)
 
 

@@ -23,8 +23,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from nanotrain.comm.collectives import barrier
 from nanotrain.comm.group import Group
-from nanotrain.comm.p2p import Message, start_messages
-from nanotrain.comm.work import DONE, Work
+from nanotrain.comm.send_recv import Message, start_send_recv
+from nanotrain.comm.work import Work
 from nanotrain.data.batch import Batch
 from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape, Schedule
 from nanotrain.parallel.pp.gpipe import forward_only
@@ -133,18 +133,6 @@ def run_forward(stages: Mapping[int, RunnableStage], *, microbatches: Sequence[B
 
 
 @dataclass(frozen=True)
-class _Arrival:
-    """What an action was sent: hidden states, or the gradient of its output."""
-
-    tensor: Tensor
-    pending: Work = DONE
-
-    def ready(self) -> Tensor:
-        self.pending.wait()
-        return self.tensor
-
-
-@dataclass(frozen=True)
 class _Live:
     """A microbatch between its forward and its backward pass through a stage.
 
@@ -192,11 +180,11 @@ class _Step:
         self.plan, self.stages, self.microbatches, self.pipeline = plan, stages, microbatches, pipeline
         self.grad_scale = grad_scale
         self.total = torch.zeros((), device=pipeline.device)
-        self.inbox: dict[Action, _Arrival] = {}
+        self.inbox: dict[Action, Work[Tensor]] = {}
         self.outbox: dict[Action, Tensor] = {}
         self.live: dict[tuple[int, int], _Live] = {}
         self.late: dict[tuple[int, int], _LateGrads] = {}
-        self.sending: list[Work] = []
+        self.sending: list[Work[None]] = []
 
     def run(self) -> Tensor:
         act = {ActionKind.forward: self.forward, ActionKind.weight: self.weight}
@@ -206,8 +194,8 @@ class _Step:
                 self.exchange(step)
             else:
                 act[step.kind](step)
-        for pending in self.sending:
-            pending.wait()
+        for work in self.sending:
+            work.wait()
         return self.total
 
     def exchange(self, exchange: Exchange) -> None:
@@ -220,11 +208,11 @@ class _Step:
         receives = [Message(b, receive.peer) for b, receive in zip(buffers, exchange.receives, strict=True)]
         while sends and len(self.sending) >= MAX_SENDS:
             self.sending.pop(0).wait()
-        started = start_messages(sends, receives, group=pipeline.group)
+        started = start_send_recv(sends, receives, group=pipeline.group)
         if sends:
             self.sending.append(started.sent)
-        for receive, buffer, pending in zip(exchange.receives, buffers, started.received, strict=True):
-            self.inbox[receive.to] = _Arrival(buffer, pending)
+        for receive, work in zip(exchange.receives, started.received, strict=True):
+            self.inbox[receive.to] = work
 
     def forward(self, action: Action) -> None:
         """Run a stage forward and keep its graph."""
@@ -279,7 +267,7 @@ class _Step:
 
     def received(self, action: Action) -> Tensor:
         """What was sent to an action, waited for."""
-        return self.inbox.pop(action).ready()
+        return self.inbox.pop(action).wait()
 
     def grad_of_output(self, action: Action) -> Tensor:
         """The gradient that a backward pass begins with."""
@@ -294,6 +282,6 @@ class _Step:
             return
         assert made is not None, f"{action} made nothing for {to}: its output does not depend on its input"
         if to.stage in self.stages:
-            self.inbox[to] = _Arrival(made)
+            self.inbox[to] = Work.completed(made)
         else:
             self.outbox[to] = made

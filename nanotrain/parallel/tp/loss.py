@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanotrain.comm.along import start_all_gather, start_all_reduce
+from nanotrain.comm.collectives import start_all_gather, start_all_reduce
 from nanotrain.comm.group import Group
 
 # Logits of one chunk. On the CPU they stay in the cache (measured at V = 8192, H = 384, one core, against one piece:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanotrain.comm.along import Coming
+from nanotrain.comm.work import Work
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.parallel.tp.weight_grads import Delivery
 
@@ -126,9 +126,9 @@ class _ProductGrads:
     def __init__(
         self, x: Tensor, tensor_parallel: TensorParallel, *, products: tuple[Product, ...], flat_grads: list[Tensor]
     ) -> None:
-        self._start: Callable[[], Coming] = lambda: tensor_parallel.start_entering(x)
+        self._start: Callable[[], Work[Tensor]] = lambda: tensor_parallel.start_entering(x)
         self._products, self._flat_grads = products, flat_grads
-        self._entering: Coming | None = None
+        self._entering: Work[Tensor] | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:

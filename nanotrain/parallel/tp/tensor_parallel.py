@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from nanotrain.comm.along import Coming, own_slice, start_all_gather, start_all_reduce, start_reduce_scatter
 from nanotrain.comm.autograd import copy_to, gather_along, reduce_from, scatter_along
-from nanotrain.comm.collectives import DONE
+from nanotrain.comm.collectives import local_slice, start_all_gather, start_all_reduce, start_reduce_scatter
 from nanotrain.comm.group import Group
+from nanotrain.comm.work import Work
 from nanotrain.parallel.tp.weight_grads import WeightGradQueue
 
 SEQUENCE = 1  # the dim of [B, S, H] that sequence parallelism cuts
@@ -68,13 +68,13 @@ class TensorParallel:
 
     def own_part(self, tensor: Tensor) -> Tensor:
         """[B, S, ...], the same on all ranks (positions, masks) -> the part of the tokens held outside cut layers."""
-        return own_slice(tensor, self.group, dim=SEQUENCE) if self.sequence_parallel else tensor
+        return local_slice(tensor, self.group, dim=SEQUENCE) if self.sequence_parallel else tensor
 
-    def start_entering(self, x: Tensor) -> Coming:
+    def start_entering(self, x: Tensor) -> Work[Tensor]:
         """The forward of `enter`, without autograd and without waiting."""
-        return start_all_gather(x, self.group, dim=SEQUENCE) if self.sequence_parallel else Coming(DONE, lambda: x)
+        return start_all_gather(x, self.group, dim=SEQUENCE) if self.sequence_parallel else Work.completed(x)
 
-    def start_summing(self, grad: Tensor) -> Coming:
+    def start_summing(self, grad: Tensor) -> Work[Tensor]:
         """The backward of `enter`; a contiguous `grad` [B, S, H] is overwritten."""
         return (
             start_reduce_scatter(grad, self.group, dim=SEQUENCE)

@@ -46,11 +46,11 @@ def test_every_transfer_starts_before_the_computation_that_hides_it(ctx, monkeyp
 
         return call
 
-    for name in ("start_rotate", "attend_block", "block_gradients"):
+    for name in ("start_ring_send_recv", "attend_block", "block_gradients"):
         monkeypatch.setattr(ring, name, noting(name, getattr(ring, name)))
     group = ctx.group("cp")
     run(build_core_attention("p2p", group), part(sequences(Shape(), dtype=torch.float32), group))
-    keys, sums = "start_rotate", "start_rotate"
+    keys, sums = "start_ring_send_recv", "start_ring_send_recv"
     forward = [keys, "attend_block"] * 3 + ["attend_block"]
     backward = [keys, "block_gradients", sums] * 3 + ["block_gradients", sums]
     assert events == forward + backward

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nanotrain.comm.collectives import Work
 from nanotrain.comm.group import Group
+from nanotrain.comm.work import Work
 from nanotrain.parallel.dp import bucket as bucket_module
 from nanotrain.parallel.dp.bucket import Bucket, GradPool, ReduceGroups, ResidentBucket, TransientBucket
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
@@ -128,7 +128,7 @@ class Late(Work):
     """A reduction that reads its input only when it is waited for, as a collective in flight may."""
 
     def __init__(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
-        super().__init__()
+        super().__init__(lambda: output)
         self.output, self.tensor, self.sent = output, tensor, tensor.clone()
 
     def wait(self) -> None:

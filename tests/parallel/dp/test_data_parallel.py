@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from nanotrain.comm.collectives import DONE
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import ParallelConfig
 from nanotrain.parallel.dp import bucket as bucket_module
@@ -227,23 +226,23 @@ def test_a_forward_pass_waits_for_the_parameters_of_its_unit_only(ctx):
     for bucket in parallel.buckets:
         bucket.param_shard.fill_(ctx.rank + 1)
     parallel.start_param_gather()
-    waiting = [bucket for bucket in parallel.buckets if bucket._gather is not DONE]
+    waiting = [bucket for bucket in parallel.buckets if bucket._gather is not None]
     assert len(waiting) == NUM_BUCKETS
     # when the units run one after the other,
     for name, unit in units_of(stage):
         unit(1.0)
         # then the unit's weight is complete, half of its bucket from either rank,
         (bucket,) = [b for b in parallel.buckets for slot in b.layout.slots if slot.name == f"{name}.weight"]
-        assert bucket._gather is DONE
+        assert bucket._gather is None
         one, two = bucket.params.chunk(2)
         assert (one == 1).all() and (two == 2).all()
     # and a step in which a unit does not run waits for it before the optimizer may write again.
     parallel.start_param_gather()
     parallel.begin_step()
     backward(parallel, stage(1.0, [0]))
-    assert any(bucket._gather is not DONE for bucket in parallel.buckets)
+    assert any(bucket._gather is not None for bucket in parallel.buckets)
     parallel.finish_grad_reduce()
-    assert all(bucket._gather is DONE for bucket in parallel.buckets)
+    assert all(bucket._gather is None for bucket in parallel.buckets)
 
 
 @ranks(2, strategy="optim")

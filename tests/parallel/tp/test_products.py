@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanotrain.comm.along import Coming
+from nanotrain.comm.work import Work
 from nanotrain.parallel.tp import tensor_parallel as crossing
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, column_parallel
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
@@ -30,7 +30,7 @@ class Diary(TorchDispatchMode):
         """From here on note collectives too."""
 
         def noting(name: str, start):
-            def begin(*args, **kwargs) -> Coming:
+            def begin(*args, **kwargs) -> Work:
                 self.events.append(f"start {name}")
                 coming = start(*args, **kwargs)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanotrain.comm.group import Group
-from nanotrain.comm.p2p import Message, start_messages
+from nanotrain.comm.send_recv import Message, start_ring_send_recv, start_send_recv
 from tests.harness import ranks
 
 LARGE = 1 << 20  # elements; more than any buffer of a backend takes without a receiver
@@ -16,7 +16,7 @@ def test_two_members_send_to_each_other_at_once(ctx):
     arriving = torch.empty(LARGE)
 
     mine = torch.full((LARGE,), float(ctx.rank))
-    started = start_messages([Message(mine, other)], [Message(arriving, other)], group=group)
+    started = start_send_recv([Message(mine, other)], [Message(arriving, other)], group=group)
     started.sent.wait()
     (received,) = started.received
     received.wait()
@@ -28,12 +28,12 @@ def test_two_members_send_to_each_other_at_once(ctx):
 def test_messages_of_a_pair_arrive_in_the_order_in_which_they_were_sent(ctx):
     group, other = ctx.group("pp"), 1 - ctx.rank
     if ctx.rank == 0:
-        sends = [start_messages([Message(torch.tensor([n]), other)], [], group=group) for n in range(20)]
+        sends = [start_send_recv([Message(torch.tensor([n]), other)], [], group=group) for n in range(20)]
         for started in sends:
             started.sent.wait()
         return
     arriving = [torch.empty(1, dtype=torch.int64) for _ in range(20)]
-    receives = [start_messages([], [Message(tensor, other)], group=group) for tensor in arriving]
+    receives = [start_send_recv([], [Message(tensor, other)], group=group) for tensor in arriving]
     for started in reversed(receives):
         started.received[0].wait()
 
@@ -48,7 +48,7 @@ def test_a_batch_goes_to_and_comes_from_several_members(ctx):
     arriving = [torch.empty(3, dtype=torch.bfloat16) for _ in neighbours]
     mine = torch.full((3,), ctx.rank, dtype=torch.bfloat16)
 
-    started = start_messages(
+    started = start_send_recv(
         [Message(mine, member) for member in neighbours],
         [Message(tensor, member) for tensor, member in zip(arriving, neighbours, strict=True)],
         group=group,
@@ -67,27 +67,56 @@ def test_who_has_received_goes_on_before_its_own_message_is_taken(ctx):
     # Given rank 2, who takes the message of rank 0 only after rank 0 has answered rank 1; gloo waits one by one.
     group, large, word = ctx.group("pp"), torch.zeros(LARGE), torch.ones(1)
     if ctx.rank == 0:
-        started = start_messages([Message(large, 2)], [Message(word, 1)], group=group)
+        started = start_send_recv([Message(large, 2)], [Message(word, 1)], group=group)
         started.received[0].wait()
-        start_messages([Message(word, 1)], [], group=group).sent.wait()
+        start_send_recv([Message(word, 1)], [], group=group).sent.wait()
         started.sent.wait()
     elif ctx.rank == 1:
-        start_messages([Message(word, 0)], [], group=group).sent.wait()
-        start_messages([], [Message(word, 0)], group=group).received[0].wait()
-        start_messages([Message(word, 2)], [], group=group).sent.wait()
+        start_send_recv([Message(word, 0)], [], group=group).sent.wait()
+        start_send_recv([], [Message(word, 0)], group=group).received[0].wait()
+        start_send_recv([Message(word, 2)], [], group=group).sent.wait()
     else:
-        start_messages([], [Message(word, 1)], group=group).received[0].wait()
-        start_messages([], [Message(large, 0)], group=group).received[0].wait()
+        start_send_recv([], [Message(word, 1)], group=group).received[0].wait()
+        start_send_recv([], [Message(large, 0)], group=group).received[0].wait()
 
 
 def test_nothing_to_send_or_receive_needs_no_group():
-    started = start_messages([], [], group=Group.single_rank("pp"))
+    started = start_send_recv([], [], group=Group.single_rank("pp"))
     started.sent.wait()
     assert started.received == ()
 
 
 def test_a_message_to_oneself_or_out_of_memory_order_is_refused():
-    with pytest.raises(AssertionError, match="send to itself"):
-        start_messages([Message(torch.ones(2), 0)], [], group=Group.single_rank("pp"))
+    with pytest.raises(AssertionError, match="to the same rank"):
+        start_send_recv([Message(torch.ones(2), 0)], [], group=Group.single_rank("pp"))
     with pytest.raises(AssertionError, match="memory order"):
-        start_messages([Message(torch.ones(2, 2).T, 1)], [], group=Group.single_rank("pp"))
+        start_send_recv([Message(torch.ones(2, 2).T, 1)], [], group=Group.single_rank("pp"))
+
+
+@ranks(3)
+def test_everyone_receives_from_the_member_before_and_books_what_it_sent(ctx):
+    world = ctx.group("world")
+    tensors = (torch.full((2, 3), float(ctx.rank)), torch.full((4,), ctx.rank, dtype=torch.int64))
+    numbers, integers = start_ring_send_recv(tensors, world).wait()
+    before = (ctx.rank - 1) % 3
+    assert torch.equal(numbers, torch.full((2, 3), float(before)))
+    assert integers.tolist() == [before] * 4
+    assert ctx.traffic.bytes("world", "p2p") == 24 + 32
+
+
+@ranks(4, tp=2)
+def test_a_ring_stays_inside_its_group_also_of_two(ctx):
+    (received,) = start_ring_send_recv([torch.tensor([ctx.rank])], ctx.group("dp")).wait()
+    assert received.item() == (ctx.rank + 2) % 4
+
+
+@ranks(2)
+def test_rotations_in_flight_together_arrive_in_the_order_they_were_started(ctx):
+    first, second = (start_ring_send_recv([torch.tensor([10 * n + ctx.rank])], ctx.group("world")) for n in (1, 2))
+    assert second.wait()[0].item() == 20 + 1 - ctx.rank
+    assert first.wait()[0].item() == 10 + 1 - ctx.rank
+
+
+def test_a_group_of_one_gets_its_own_tensors_back():
+    tensor = torch.arange(3)
+    assert start_ring_send_recv([tensor], Group.single_rank("cp")).wait()[0] is tensor

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from nanotrain.comm.collectives import DONE
-from nanotrain.comm.exchange import exchange, start_all_to_all
+from nanotrain.comm.all_to_all import all_to_all, start_all_to_all
 from nanotrain.comm.group import Group
 from tests.harness import ranks, run_ranks
 
@@ -26,7 +25,7 @@ def send_both_ways(ctx, dtype):
     back = [rows_of(other, me, size=size, dtype=dtype) for other in range(size)]
     sent, expected = torch.cat(out), torch.cat(back)
     received = torch.empty_like(expected)
-    counts = {"send_counts": [len(rows) for rows in out], "receive_counts": [len(rows) for rows in back]}
+    counts = {"input_splits": [len(rows) for rows in out], "output_splits": [len(rows) for rows in back]}
     start_all_to_all(received, sent, group=group, **counts).wait()
     assert torch.equal(received, expected)
     left = sum(len(rows) for other, rows in enumerate(out) if other != me)
@@ -44,20 +43,20 @@ def test_the_gradient_of_a_row_returns_to_its_source(ctx):
     group, me = ctx.group("world"), ctx.rank
     send, receive = COUNTS[me], [row[me] for row in COUNTS]
     x = torch.arange(sum(send) * WIDTH, dtype=torch.float32).view(-1, WIDTH).requires_grad_()
-    received = exchange(x, group, send_counts=send, receive_counts=receive)
+    received = all_to_all(x, group, input_splits=send, output_splits=receive)
     (received * (me + 1)).sum().backward()  # an expanded gradient times a factor that names the receiver
     factors = torch.tensor([float(target + 1) for target, count in enumerate(send) for _ in range(count)])
     assert torch.equal(x.grad, factors[:, None].expand(-1, WIDTH))
-    received = exchange(x, group, send_counts=send, receive_counts=receive)
+    received = all_to_all(x, group, input_splits=send, output_splits=receive)
     (gradient,) = torch.autograd.grad(received.sum(), x)
     assert torch.equal(gradient, torch.ones_like(x)), "a gradient without memory of its own (expanded) travels too"
 
 
 def test_a_group_of_one_answers_with_its_input():
     alone, x = Group.single_rank("ep"), torch.ones(3, 2, requires_grad=True)
-    assert exchange(x, alone, send_counts=[3], receive_counts=[3]) is x
+    assert all_to_all(x, alone, input_splits=[3], output_splits=[3]) is x
     output = torch.zeros(3, 2)
-    assert start_all_to_all(output, x.detach(), send_counts=[3], receive_counts=[3], group=alone) is DONE
+    assert start_all_to_all(output, x.detach(), input_splits=[3], output_splits=[3], group=alone).wait() is output
     assert torch.equal(output, torch.ones(3, 2))
     assert alone.traffic.calls() == 0
 
@@ -66,9 +65,9 @@ def test_a_group_of_one_answers_with_its_input():
 def test_counts_that_do_not_fit_are_refused_before_anything_is_sent(ctx):
     group, x = ctx.group("world"), torch.ones(3, 2)
     with pytest.raises(AssertionError, match="wrong rank"):
-        start_all_to_all(torch.empty(2, 2), x, send_counts=[1, 1], receive_counts=[1, 1], group=group)
-    with pytest.raises(AssertionError, match="every member"):
-        start_all_to_all(torch.empty(3, 2), x, send_counts=[3], receive_counts=[3], group=group)
-    with pytest.raises(AssertionError, match="not from strides"):
-        start_all_to_all(torch.empty(2, 3).t(), x, send_counts=[1, 2], receive_counts=[1, 2], group=group)
+        start_all_to_all(torch.empty(2, 2), x, input_splits=[1, 1], output_splits=[1, 1], group=group)
+    with pytest.raises(AssertionError, match="one split size"):
+        start_all_to_all(torch.empty(3, 2), x, input_splits=[3], output_splits=[3], group=group)
+    with pytest.raises(AssertionError, match="not by strides"):
+        start_all_to_all(torch.empty(2, 3).t(), x, input_splits=[1, 2], output_splits=[1, 2], group=group)
     assert ctx.traffic.calls() == 0

@@ -1,0 +1,98 @@
+"""All-to-all over dim 0, with even or uneven split sizes.
+
+    start_all_to_all   asynchronous, into a given output
+    all_to_all         differentiable; the backward is the all-to-all with the two split lists swapped
+
+    rank 0  [to 0 | to 1 to 1]   ->   [from 0 | from 1]
+    rank 1  [to 0 | to 1]        ->   [from 0 from 0 | from 1]
+
+Both sides need the split sizes; a rank that has only its input splits obtains the output splits by an all-to-all of
+the input splits. In a group of one rank the output is the input. `group.traffic` counts the rows that leave this rank
+as "all_to_all".
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanotrain.comm.group import Group
+from nanotrain.comm.work import Work, translate_errors
+
+
+def start_all_to_all(
+    output: Tensor, tensor: Tensor, *, output_splits: Sequence[int], input_splits: Sequence[int], group: Group
+) -> Work[Tensor]:
+    """Start an all-to-all of the rows of `tensor`, as `torch.distributed.all_to_all_single`.
+
+    Args:
+        output: [sum(output_splits), ...], contiguous; the rows of rank 0 of the group first. Must not overlap `tensor`.
+        tensor: [sum(input_splits), ...], contiguous, the dtype of `output`; must not change before `wait`.
+        output_splits: rows received from each rank, in group order.
+        input_splits: rows sent to each rank, in group order.
+        group: the ranks that take part.
+
+    Returns:
+        A handle whose result is `output`.
+    """
+    assert len(input_splits) == len(output_splits) == group.size, "one split size per rank of the group is needed"
+    assert sum(input_splits) == len(tensor) and sum(output_splits) == len(output), "rows would reach the wrong rank"
+    assert output.dtype == tensor.dtype, f"the bytes of {tensor.dtype} would be read as {output.dtype}"
+    assert output.is_contiguous() and tensor.is_contiguous(), "rows are sent in memory order, not by strides"
+    if group.size == 1:
+        output.copy_(tensor)
+        return Work.completed(output)
+    num_sent = sum(input_splits) - input_splits[group.index]
+    row_bytes = tensor[:1].numel() * tensor.itemsize if len(tensor) else 0
+    group.traffic.record(group.name, "all_to_all", num_bytes=num_sent * row_bytes)
+    with translate_errors("all_to_all", group):
+        handle = dist.all_to_all_single(
+            output,
+            tensor,
+            list(output_splits),
+            list(input_splits),
+            group=group.process_group,
+            async_op=True,
+        )
+    return Work(lambda: output, op="all_to_all", group=group, handles=[handle], keep=[tensor])
+
+
+def all_to_all(x: Tensor, group: Group, *, output_splits: Sequence[int], input_splits: Sequence[int]) -> Tensor:
+    """All-to-all with autograd: the gradient of a row returns to the rank that sent the row.
+
+    Args:
+        x: [sum(input_splits), ...]; the rows for rank 0 of the group first.
+        group: the ranks that take part.
+        output_splits: rows received from each rank, in group order.
+        input_splits: rows sent to each rank, in group order.
+
+    Returns:
+        [sum(output_splits), ...], the rows of rank 0 of the group first; `x` itself in a group of one rank.
+    """
+    if group.size == 1:
+        return x
+    out: Tensor = _AllToAll.apply(x, group, tuple(output_splits), tuple(input_splits))
+    return out
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: Group, output_splits: tuple[int, ...], input_splits: tuple[int, ...]
+    ) -> Tensor:
+        ctx.group, ctx.output_splits, ctx.input_splits = group, output_splits, input_splits
+        return _all_to_all(x, group, output_splits=output_splits, input_splits=input_splits)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        grad = _all_to_all(grads[0], ctx.group, output_splits=ctx.input_splits, input_splits=ctx.output_splits)
+        return grad, None, None, None
+
+
+def _all_to_all(x: Tensor, group: Group, *, output_splits: Sequence[int], input_splits: Sequence[int]) -> Tensor:
+    output = x.new_empty((sum(output_splits), *x.shape[1:]))
+    return start_all_to_all(
+        output, x.contiguous(), output_splits=output_splits, input_splits=input_splits, group=group
+    ).wait()
