@@ -15,8 +15,9 @@ from baselines import Shape
 from throughput import Contender, Job, Outcome, launch, nanotrain_command, torch_command
 
 from nanotrain.config.config import ModelConfig
-from nanotrain.model.flops import flops_per_token
+from nanotrain.topology.counts import flops_per_token
 from nanotrain.topology.hardware import peak_flops
+from nanotrain.topology.shape import ModelShape
 
 CONTENDERS = (
     Contender("torch", 1, torch_command("single")),
@@ -36,7 +37,7 @@ def model_flops(shape: Shape) -> int:
         num_query_groups=shape.kv_heads,
         vocab_size=shape.vocab,
     )
-    return flops_per_token(model, shape.seq)
+    return flops_per_token(ModelShape.of(model), shape.seq)
 
 
 def table(outcomes: dict[str, list[Outcome]], job: Job, peak: float | None) -> str:

@@ -142,7 +142,7 @@ def measure(context: ParallelContext, strategy: str, dtype: str) -> Row:
     precision_config = PrecisionConfig(params_dtype=DType(dtype))
     precision = Precision.of(precision_config)
     stage = build_stage(MODEL, split_layers(MODEL.num_layers, 1)[0], dtype=precision.params)
-    held = [LocalParam.whole(spec) for spec in collect_specs(stage)]
+    held = [LocalParam.unsharded(spec) for spec in collect_specs(stage)]
     shard = context.group("dp_shard")
     data_parallel = DataParallel(
         stage,

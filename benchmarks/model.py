@@ -51,7 +51,7 @@ def nanotrain_pass(shape: Shape, tokens: Tensor, *, dtype: str) -> Callable[[], 
         untie_embeddings_and_output_weights=not shape.tied,
     )
     stage = build_stage(model, split_layers(model.num_layers, 1)[0], dtype=DTYPES[dtype])
-    params = [LocalParam.whole(spec) for spec in collect_specs(stage)]
+    params = [LocalParam.unsharded(spec) for spec in collect_specs(stage)]
     stage.to_empty(device="cpu")
     initialize(stage, params, seed=0)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

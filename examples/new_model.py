@@ -10,14 +10,14 @@ repeat: the second half of each sequence is the first half again, and only atten
 import torch
 
 from nanotrain.config.config import Activation, ModelConfig, Normalization, PositionEmbedding
-from nanotrain.config.count import num_parameters
 from nanotrain.config.derive import padded_vocab_size
 from nanotrain.data.batch import Batch
 from nanotrain.inference.generate import Sampling, generate
 from nanotrain.model.build import build_stage, collect_specs
-from nanotrain.model.flops import flops_per_token
 from nanotrain.model.init import initialize
+from nanotrain.topology.counts import flops_per_token, num_parameters
 from nanotrain.topology.params import LocalParam
+from nanotrain.topology.shape import ModelShape
 from nanotrain.topology.stages import split_layers
 
 MODEL = ModelConfig(
@@ -51,10 +51,11 @@ def main() -> None:
     torch.manual_seed(0)
     (whole,) = split_layers(MODEL.num_layers, 1)
     stage = build_stage(MODEL, whole, dtype=torch.float32)
-    params = [LocalParam.whole(spec) for spec in collect_specs(stage)]
+    params = [LocalParam.unsharded(spec) for spec in collect_specs(stage)]
     stage.to_empty(device="cpu")
     initialize(stage, params, seed=0)
-    print(f"{num_parameters(MODEL):,} parameters, {flops_per_token(MODEL, 2 * HALF):,} FLOPs a token")
+    shape = ModelShape.of(MODEL)
+    print(f"{num_parameters(shape):,} parameters, {flops_per_token(shape, 2 * HALF):,} FLOPs per token")
     print(f"vocabulary of {MODEL.vocab_size} padded to {padded_vocab_size(MODEL)}; padding can never be predicted")
 
     optimizer = torch.optim.AdamW(stage.parameters(), lr=3e-3)

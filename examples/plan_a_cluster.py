@@ -9,8 +9,9 @@ import argparse
 from dataclasses import dataclass
 
 from nanotrain.config.config import ModelConfig, ParallelConfig, ShardingStrategy
-from nanotrain.config.count import num_parameters
 from nanotrain.errors import TopologyError
+from nanotrain.topology.counts import num_parameters
+from nanotrain.topology.shape import ModelShape
 from nanotrain.topology.stages import split_layers
 from nanotrain.topology.topology import Topology
 
@@ -51,7 +52,7 @@ def plan(model: ModelConfig, *, world_size: int, node: int, tp: int, pp: int) ->
     )
     topology = Topology.of(parallel, world_size)
     longest_stage = max(len(stage.layers) for stage in split_layers(model.num_layers, pp))
-    held = num_parameters(model) * longest_stage / model.num_layers / tp
+    held = num_parameters(ModelShape.of(model)) * longest_stage / model.num_layers / tp
     size = held * (PARAM_BYTES + GRAD_BYTES + STATE_BYTES / topology.size("dp_shard"))
     crosses = any(group[0] // node != group[-1] // node for group in topology.groups_of("tp"))
     return Plan(tp, pp, topology.size("dp"), size / 2**30, crosses)

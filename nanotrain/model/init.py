@@ -1,7 +1,7 @@
-"""Start values that know nothing of the topology: each is a function of (seed, name, global shape) and its place.
+"""Initial weights, independent of the topology: a function of (seed, name, global shape) and the index of an element.
 
-A matrix is generated in blocks of whole rows, each block from a generator of its own, so a rank that holds some rows
-makes only the blocks they lie in and gets the same bits as one that holds them all.
+A matrix is generated in blocks of rows, each from its own generator. A rank generates only the blocks that overlap its
+box, and gets the same bits in every topology.
 """
 
 import hashlib
@@ -9,48 +9,40 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from nanotrain.model.stage import Stage
 from nanotrain.topology.boxes import Box
-from nanotrain.topology.params import LocalParam, ParamKind, ParamSpec
+from nanotrain.topology.params import LocalParam, Normal, ParamSpec
 
-# Elements of one block. Part of what a seed means: another number gives other weights.
+# Elements per block. Another number gives other weights for the same seed.
 BLOCK_ELEMENTS = 2**20
 
 
-def initialize(stage: Stage, params: Iterable[LocalParam], *, seed: int) -> None:
-    """Give every parameter of a stage its start value, in place.
+def initialize(stage: nn.Module, params: Iterable[LocalParam], *, seed: int) -> None:
+    """Initialize the parameters of a stage in place.
 
     Args:
         stage: its parameters have storage (they may be views of a flat buffer).
-        params: what the stage holds of them; a subset initializes that subset.
-        seed: the run's.
+        params: the parameters to initialize, any subset of the stage's.
+        seed: of the run.
     """
-    model_config = stage.model
-    std = model_config.init_method_std
-    deviations = {
-        ParamKind.embedding: std,
-        ParamKind.matrix: std,
-        ParamKind.output_matrix: std / math.sqrt(2 * model_config.num_layers),
-    }
     parameters = dict(stage.named_parameters())
     for local in params:
         spec, target = local.spec, parameters[local.spec.name].data
-        if spec.kind in deviations:
-            fill_normal(target, spec, box=local.box, seed=seed, std=deviations[spec.kind])
+        if isinstance(spec.init, Normal):
+            fill_normal(target, spec, box=local.box, seed=seed, std=spec.init.std)
         else:
-            target.fill_(1.0 if spec.kind is ParamKind.norm else 0.0)
+            target.fill_(spec.init.value)
 
 
 def fill_normal(target: Tensor, spec: ParamSpec, *, box: Box, seed: int, std: float) -> None:
-    """Write the normal start values of a box of a parameter.
+    """Fill a box of a parameter with normal initial values.
 
     Args:
         target: tensor of the box's shape, any dtype or device; filled in place.
-        spec: the whole parameter.
-        box: the part of it that `target` holds.
-        seed: the run's.
+        spec: the global parameter.
+        box: the box of `target` in it.
+        seed: of the run.
         std: standard deviation.
     """
     num_rows, row_shape = spec.shape[0], spec.shape[1:]

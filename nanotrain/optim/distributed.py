@@ -214,7 +214,7 @@ def _stretches(state: _BucketState) -> list[Stretch]:
     """Merge neighbouring pieces with the same weight decay; fewer, longer tensors make a faster update."""
     ends: list[tuple[int, bool]] = []
     for piece in state.pieces:
-        decays, end = state.layer.params[piece.name].spec.decays, piece.shard_start + piece.numel
+        decays, end = state.layer.params[piece.name].spec.weight_decay, piece.shard_start + piece.numel
         if ends and ends[-1][1] is decays:
             ends[-1] = (end, decays)
         else:

@@ -1,12 +1,12 @@
-"""What is known of a parameter without allocating it.
+"""Parameters as plans see them: global shape, sharding and initialization, without storage.
 
-A `ParamSpec` says how large the parameter is over all ranks and which axis cuts which dim; `box` then says which
-piece a rank holds. Init, buffers, optimizer, checkpoints and the planner read the same spec.
+ParamSpec    a parameter over all ranks: name, shape, how it is sharded and initialized
+LocalParam   what one rank holds of it: a box and a replica id
+localize     the LocalParam of a rank
 """
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from enum import Enum
 from math import prod
 from typing import Self
 
@@ -14,40 +14,48 @@ from nanotrain.errors import TopologyError
 from nanotrain.topology.boxes import Box
 
 
-class ParamKind(str, Enum):
-    """What a parameter is for; decides its start value."""
-
-    embedding = "embedding"
-    matrix = "matrix"
-    output_matrix = "output_matrix"  # writes into the residual stream: std / sqrt(2 * num_layers)
-    bias = "bias"
-    norm = "norm"
-
-
 @dataclass(frozen=True)
 class Shard:
-    """Ranks along `axis` hold equal consecutive pieces of `dim`."""
+    """Ranks along `axis` hold equal consecutive shards of `dim`."""
 
     dim: int
     axis: str
 
 
 @dataclass(frozen=True)
+class Normal:
+    """Initial values drawn from a normal distribution with mean 0."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same initial value for every element."""
+
+    value: float
+
+
+@dataclass(frozen=True)
 class ParamSpec:
-    """A parameter of the whole model.
+    """A parameter over all ranks.
 
     Args:
         name: global name, the same in every topology ("layers.3.mlp.up.weight").
-        shape: shape over all ranks.
+        shape: global shape.
         dtype: "fp32", "bf16" or "fp16".
-        kind: what it is for.
-        cuts: which axis cuts which dim; two cuts of one dim nest, the first is the outer one.
-        reduce_axes: axes over which the gradient is summed besides data parallelism.
-        stage: pipeline stage that holds it.
-        is_expert: replicated over expert_dp in place of dp_cp.
-        is_tied: one weight used in two places (the word embedding that is also the head).
+        init: distribution of the initial values.
+        weight_decay: whether weight decay applies.
+        shards: the axis that shards each sharded dim; two shards of one dim nest, the first is the outer one.
+        grad_sum_axes: axes over which the gradient is summed besides data parallelism.
+        stage: pipeline stage.
+        unit: FSDP unit: "embedding", "layers.3", "final_norm" or "head".
+        is_expert: data-parallel over expert_dp instead of dp_cp.
+        is_tied: the word embedding that is also the head.
+        needs_whole_matrix: an update rule on matrices (Muon) applies and needs all of it; not embeddings or the head.
 
-    >>> spec = ParamSpec("layers.0.mlp.up.weight", (8, 4), dtype="bf16", kind=ParamKind.matrix, shards=(Shard(0, "tp"),))
+    >>> spec = ParamSpec("layers.0.mlp.up.weight", (8, 4), dtype="bf16", init=Normal(0.02), weight_decay=True,
+    ...                  shards=(Shard(0, "tp"),))
     >>> spec.box({"tp": 1}, {"tp": 2})
     Box(start=(4, 0), stop=(8, 4))
     """
@@ -56,45 +64,42 @@ class ParamSpec:
     shape: tuple[int, ...]
     _: KW_ONLY
     dtype: str
-    kind: ParamKind
+    init: Normal | Constant
+    weight_decay: bool
     shards: tuple[Shard, ...] = ()
     grad_sum_axes: tuple[str, ...] = ()
     stage: int = 0
+    unit: str = ""
     is_expert: bool = False
     is_tied: bool = False
+    needs_whole_matrix: bool = False
 
     @property
     def numel(self) -> int:
         """Elements over all ranks."""
         return prod(self.shape)
 
-    @property
-    def decays(self) -> bool:
-        """Whether weight decay applies: not to biases and other 1-D parameters."""
-        return len(self.shape) >= 2
-
     def box(self, coords: Mapping[str, int], sizes: Mapping[str, int]) -> Box:
-        """The piece that one rank holds.
+        """The box of one rank.
 
         Args:
-            coords: the rank's place per axis; only the axes that cut this parameter are read.
+            coords: the rank's coordinate per axis; only the axes that shard this parameter are read.
             sizes: ranks per axis.
 
         Raises:
-            TopologyError: a dim that an axis cannot cut into equal pieces.
+            TopologyError: a dim that an axis does not divide.
         """
         start, stop = [0] * len(self.shape), list(self.shape)
-        for cut in self.shards:
-            length, size = stop[cut.dim] - start[cut.dim], sizes[cut.axis]
+        for shard in self.shards:
+            length, size = stop[shard.dim] - start[shard.dim], sizes[shard.axis]
             if length % size:
                 raise TopologyError(
-                    f"{self.name} of shape {self.shape} cannot be cut over {cut.axis}={size}",
-                    why=f"dim {cut.dim} has {length} elements to share and {size} does not divide {length}",
-                    fix=f"choose {cut.axis} among the divisors of {length}, or a model whose sizes {size} divides",
+                    f"{self.name} of shape {self.shape} cannot be sharded over {shard.axis}={size}",
+                    why=f"dim {shard.dim} has {length} elements and {size} does not divide {length}",
+                    fix=f"choose {shard.axis} among the divisors of {length}, or a model whose sizes {size} divides",
                 )
-            piece = length // size
-            start[cut.dim] += coords[cut.axis] * piece
-            stop[cut.dim] = start[cut.dim] + piece
+            start[shard.dim] += coords[shard.axis] * (length // size)
+            stop[shard.dim] = start[shard.dim] + length // size
         return Box(tuple(start), tuple(stop))
 
 
@@ -103,39 +108,45 @@ class LocalParam:
     """A parameter as one rank holds it.
 
     Args:
-        spec: the whole parameter.
-        box: the piece that lies on this rank.
-        is_first_copy: whether, of the ranks of one data-parallel replica that hold this piece, this is the first: it
-            counts in the gradient norm and is saved. Copies are made by an axis that does not cut the parameter, and
-            of a tied embedding by the last stage.
+        spec: the global parameter.
+        box: the rank's box of it.
+        replica_id: numbers the ranks of one data-parallel replica that hold this box. Replicas come from an axis that
+            does not shard the parameter, and for a tied embedding from the last stage. Replica 0 counts in the
+            gradient norm and is saved.
     """
 
     spec: ParamSpec
     box: Box
-    is_first_replica: bool = True
+    replica_id: int = 0
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this is replica 0."""
+        return self.replica_id == 0
 
     @classmethod
-    def whole(cls, spec: ParamSpec) -> Self:
-        """All of a parameter, as a rank without model parallelism holds it."""
+    def unsharded(cls, spec: ParamSpec) -> Self:
+        """All of a parameter, as without model parallelism."""
         return cls(spec, Box.whole(spec.shape))
 
 
-# The axes inside one replica of the model that may leave a parameter uncut: (dense, expert).
-_COPYING_AXES = {False: ("tp",), True: ("etp",)}
+# The axis inside one model replica that may leave a parameter unsharded, by `is_expert`.
+_REPLICATING_AXES = {False: "tp", True: "etp"}
 
 
 def localize(spec: ParamSpec, *, coords: Mapping[str, int], sizes: Mapping[str, int]) -> LocalParam:
     """What a rank holds of a parameter of its stage.
 
     Args:
-        spec: the parameter; `spec.stage` is the stage on this rank.
-        coords: the rank's place per axis.
+        spec: the parameter; `spec.stage` is a stage of this rank.
+        coords: the rank's coordinate per axis.
         sizes: ranks per axis.
 
     Raises:
-        TopologyError: a dim that an axis cannot cut into equal pieces.
+        TopologyError: a dim that an axis does not divide.
     """
-    cut_axes = {cut.axis for cut in spec.shards}
-    is_first = all(axis in cut_axes or coords[axis] == 0 for axis in _COPYING_AXES[spec.is_expert])
-    is_tied_copy = spec.is_tied and spec.stage > 0
-    return LocalParam(spec, spec.box(coords, sizes), is_first and not is_tied_copy)
+    axis = _REPLICATING_AXES[spec.is_expert]
+    is_sharded = any(shard.axis == axis for shard in spec.shards)
+    index, num_replicas = (0, 1) if is_sharded else (coords[axis], sizes[axis])
+    is_tied_replica = spec.is_tied and spec.stage > 0
+    return LocalParam(spec, spec.box(coords, sizes), index + num_replicas * is_tied_replica)

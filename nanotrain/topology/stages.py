@@ -1,20 +1,21 @@
-"""Which layers a pipeline stage holds."""
+"""Pipeline stages: consecutive layers of a model, with the embedding on the first and the head on the last."""
 
 from dataclasses import dataclass
+from typing import Self
 
 from nanotrain.errors import TopologyError
 
 
 @dataclass(frozen=True)
 class StageSpec:
-    """A consecutive part of the model.
+    """Consecutive layers of a model.
 
     Args:
-        index: place in the pipeline, from 0.
+        index: of the stage in the pipeline.
         first_layer: first transformer block.
-        last_layer: the block after the last one held.
-        has_embedding: whether tokens enter here.
-        has_head: whether the loss is computed here.
+        last_layer: one past the last transformer block.
+        has_embedding: whether the stage embeds tokens.
+        has_head: whether the stage computes the loss.
     """
 
     index: int
@@ -25,25 +26,30 @@ class StageSpec:
 
     @property
     def layers(self) -> range:
-        """Global indices of the transformer blocks held."""
+        """Indices of the stage's transformer blocks in the model."""
         return range(self.first_layer, self.last_layer)
+
+    @classmethod
+    def single(cls, num_layers: int) -> Self:
+        """The only stage of a model without pipeline parallelism."""
+        return cls(0, 0, num_layers, has_embedding=True, has_head=True)
 
 
 def split_layers(
     num_layers: int, num_stages: int, *, first: int | None = None, last: int | None = None
 ) -> tuple[StageSpec, ...]:
-    """Split a model into stages of equal length, or one layer longer in the front where it does not come out even.
+    """Split a model into stages of equal length; where that is uneven, the first stages get one layer more.
 
-    The longer stages stand in the front because the last one computes the head and the loss as well.
+    The last stage also computes the head and the loss, so it is never among the longer ones.
 
     Args:
         num_layers: transformer blocks of the model.
-        num_stages: stages on all ranks.
-        first: layers of the first stage; None: an even share.
-        last: layers of the last stage; None: an even share. The stages between share the rest evenly.
+        num_stages: stages on all pipeline ranks.
+        first: layers of the first stage; None for an even share.
+        last: layers of the last stage; None for an even share. The other stages share the rest evenly.
 
     Raises:
-        TopologyError: fewer layers than stages, or ends that leave the others too few or too many.
+        TopologyError: fewer layers than stages, or `first` and `last` that leave too few or too many for the others.
 
     >>> [(stage.first_layer, stage.last_layer) for stage in split_layers(5, 2)]
     [(0, 3), (3, 5)]
@@ -53,7 +59,7 @@ def split_layers(
     if num_layers < num_stages:
         raise TopologyError(
             f"{num_layers} layers cannot fill {num_stages} pipeline stages",
-            why="every stage holds at least one layer",
+            why="every stage has at least one layer",
             fix=f"set --pipeline-model-parallel-size to at most {num_layers} or --num-layers to at least {num_stages}",
         )
     front, back = [[size] if size is not None else [] for size in (first, last)]
@@ -74,7 +80,7 @@ def split_layers(
 
 
 def even_shares(total: int, count: int) -> list[int]:
-    """`total` in `count` shares that differ by at most one, the larger ones in the front.
+    """Split `total` into `count` shares that differ by at most one, larger shares first.
 
     >>> even_shares(8, 3)
     [3, 3, 2]
@@ -83,16 +89,16 @@ def even_shares(total: int, count: int) -> list[int]:
 
 
 def _misfit(num_layers: int, num_stages: int, *, first: int | None, last: int | None) -> TopologyError:
-    """The error for ends that cannot stand with the other stages."""
+    """The error for first and last lengths that do not fit the other stages."""
     flags = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
     given = {flag: size for flag, size in flags.items() if size is not None}
-    num_between, taken = num_stages - len(given), sum(given.values())
-    asked = " and ".join(f"{flag} {size}" for flag, size in given.items())
+    num_between, total = num_stages - len(given), sum(given.values())
+    settings = " and ".join(f"{flag} {size}" for flag, size in given.items())
     if num_between > 0:
-        why = f"they leave {num_layers - taken} for {num_between} other stages, which hold at least one each"
-        fix = f"let them take at most {num_layers - num_between} together"
+        why = f"they leave {num_layers - total} for {num_between} other stages, which need at least one each"
+        fix = f"set them to at most {num_layers - num_between} together"
     elif num_between == 0:
-        why, fix = f"they take {taken} and no other stage is there", f"let them take {num_layers} together"
+        why, fix = f"they sum to {total} and there is no other stage", f"set them to {num_layers} together"
     else:
         why, fix = "one stage cannot have a first and a last length", "leave one of them out"
-    return TopologyError(f"{asked} do not split {num_layers} layers into {num_stages} stages", why=why, fix=fix)
+    return TopologyError(f"{settings} do not split {num_layers} layers into {num_stages} stages", why=why, fix=fix)

@@ -9,9 +9,10 @@ from typing import Any
 from nanotrain.comm.device import device_name, peak_memory
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
-from nanotrain.model.flops import flops_per_token
 from nanotrain.model.router_load import RouterLoad
+from nanotrain.topology.counts import flops_per_token
 from nanotrain.topology.hardware import peak_flops
+from nanotrain.topology.shape import ModelShape
 from nanotrain.train.state import TrainState
 from nanotrain.train.step import StepResult
 
@@ -60,7 +61,7 @@ class Speedometer:
 
     Attributes:
         tokens_per_step: tokens of a global batch, masked ones too: that is the work done.
-        flops_per_token: forward and backward, numerics as in `model/flops.py`.
+        flops_per_token: forward and backward, as in `topology/counts.py`.
         peak_flops: of all ranks' devices together, per second; None where unknown.
     """
 
@@ -75,7 +76,7 @@ class Speedometer:
         seq_length = config.data.seq_length
         return cls(
             tokens_per_step=global_batch_size * seq_length,
-            flops_per_token=flops_per_token(config.model, seq_length),
+            flops_per_token=flops_per_token(ModelShape.of(config.model), seq_length),
             peak_flops=peak * context.topology.world_size if peak else None,
         )
 

@@ -4,12 +4,13 @@ import pytest
 
 from nanotrain.config.compose import config_dir
 from nanotrain.config.config import DType, RouterScore
-from nanotrain.config.count import num_active_parameters, num_parameters
 from nanotrain.config.derive import global_batch_size, head_dim, moe_layers
 from nanotrain.config.layout_rules import check_layout
 from nanotrain.config.load import load, load_config
 from nanotrain.config.validate import validate_for_world
 from nanotrain.errors import TopologyError
+from nanotrain.topology.counts import num_active_parameters, num_parameters
+from nanotrain.topology.shape import ModelShape
 from nanotrain.topology.topology import Topology
 
 # Published numbers of parameters; for mixtures also those a token meets, and the fewest ranks the layout needs.
@@ -37,7 +38,7 @@ def test_every_recipe_is_known_here():
 @pytest.mark.parametrize("recipe", PUBLISHED)
 def test_a_recipe_has_the_size_of_the_published_model(recipe):
     config = load_config([f"+config={recipe}"])
-    assert num_parameters(config.model) == PUBLISHED[recipe]
+    assert num_parameters(ModelShape.of(config.model)) == PUBLISHED[recipe]
     assert config.precision.params_dtype is DType.bf16
     validate_for_world(config, 8)
 
@@ -46,7 +47,8 @@ def test_a_recipe_has_the_size_of_the_published_model(recipe):
 def test_a_mixture_has_the_size_of_the_published_model_and_fills_its_ranks(recipe):
     parameters, active, world = MIXTURES[recipe]
     config = load([f"+config={recipe}"], to_train=False).config
-    assert (num_parameters(config.model), num_active_parameters(config.model)) == (parameters, active)
+    shape = ModelShape.of(config.model)
+    assert (num_parameters(shape), num_active_parameters(shape)) == (parameters, active)
     check_layout(config)
     for multiple in (1, 2):
         validate_for_world(config, multiple * world)

@@ -29,7 +29,7 @@ def write_run(folder: Path, *, tokenizer: str | None = "bytes") -> Stage:
     (spec,) = split_layers(2, 1)
     stage = build_stage(config.model, spec, dtype=torch.float32).to_empty(device="cpu")
     specs = collect_specs(stage)
-    initialize(stage, [LocalParam.whole(spec) for spec in specs], seed=1)
+    initialize(stage, [LocalParam.unsharded(spec) for spec in specs], seed=1)
     weights = dict(stage.named_parameters())
     tensors = {
         TensorBox(f"model/{spec.name}", spec.shape, Box.whole(spec.shape)): weights[spec.name].data for spec in specs

@@ -63,7 +63,7 @@ def build(
     """A stage with start values; the whole model where no spec is given."""
     spec = spec or split_layers(model.num_layers, 1)[0]
     stage = give_storage(build_stage(model, spec, dtype=dtype))
-    initialize(stage, [LocalParam.whole(spec) for spec in collect_specs(stage)], seed=seed)
+    initialize(stage, [LocalParam.unsharded(spec) for spec in collect_specs(stage)], seed=seed)
     return stage
 
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from nanotrain.model.init import BLOCK_ELEMENTS, fill_normal
 from nanotrain.topology.boxes import Box
-from nanotrain.topology.params import ParamKind, ParamSpec
+from nanotrain.topology.params import Normal, ParamSpec
 from nanotrain.topology.stages import StageSpec
 from tests.model.building import LLAMA, MODELS, build
 
-HUGE = ParamSpec("layers.0.mlp.up.weight", (5000, 700), dtype="fp32", kind=ParamKind.matrix)
+HUGE = ParamSpec("layers.0.mlp.up.weight", (5000, 700), dtype="fp32", init=Normal(0.02), weight_decay=True)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2-untied"])

@@ -13,7 +13,6 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from nanotrain.comm.collectives import all_reduce
 from nanotrain.config.config import ModelConfig, Normalization
-from nanotrain.config.count import num_parameters
 from nanotrain.config.load import load_config
 from nanotrain.model.attention import Context
 from nanotrain.model.build import build_stage, collect_specs
@@ -24,7 +23,9 @@ from nanotrain.parallel.cp.attention import build_core_attention
 from nanotrain.parallel.cp.split import zigzag_chunks
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.parallel.tp.weight_grads import WeightGradQueue
+from nanotrain.topology.counts import num_parameters
 from nanotrain.topology.params import LocalParam, ParamSpec, localize
+from nanotrain.topology.shape import ModelShape
 from nanotrain.topology.stages import split_layers
 from tests.harness import run_ranks
 from tests.model.building import LLAMA, give_storage
@@ -238,4 +239,4 @@ def test_deepseek_v3_is_built_with_as_many_parameters_as_are_counted() -> None:
     model = load_config(["+config=deepseek_v3"]).model
     stage = build_stage(model, split_layers(model.num_layers, 1)[0], dtype=torch.bfloat16)
     # Its vocabulary needs no padding.
-    assert sum(spec.numel for spec in collect_specs(stage)) == num_parameters(model) == 671_026_404_352
+    assert sum(spec.numel for spec in collect_specs(stage)) == num_parameters(ModelShape.of(model)) == 671_026_404_352

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from nanotrain.config.compose import config_dir
 from nanotrain.config.config import Config, CPCommType, DType, PipelineSchedule
-from nanotrain.config.count import num_parameters
 from nanotrain.config.derive import head_dim, moe_layers, num_microbatches, padded_vocab_size, query_groups
 from nanotrain.config.layout_rules import check_layout
 from nanotrain.config.load import load
@@ -17,6 +16,8 @@ from nanotrain.config.model_rules import check_model
 from nanotrain.config.validate import validate, validate_for_world
 from nanotrain.errors import ConfigError, TopologyError
 from nanotrain.parity.shrink import on_one_rank, shrink
+from nanotrain.topology.counts import num_parameters
+from nanotrain.topology.shape import ModelShape
 from nanotrain.topology.topology import Topology
 
 RECIPES = sorted(path.stem for path in (config_dir() / "config").glob("*.yaml"))
@@ -111,7 +112,7 @@ def test_both_kinds_of_layers_remain() -> None:
     model = replace(recipe("deepseek_v3").model, num_layers=61)
     config = replace(recipe("deepseek_v3"), model=model, parallel=recipe("tiny").parallel)
     small = shrink(config, 1, num_steps=1)
-    assert set(moe_layers(small.model)) == {False, True} and num_parameters(small.model) < 1_000_000
+    assert set(moe_layers(small.model)) == {False, True} and num_parameters(ModelShape.of(small.model)) < 1_000_000
 
 
 def test_ends_of_a_pipeline_stay_uneven() -> None:

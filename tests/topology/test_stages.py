@@ -61,9 +61,9 @@ def test_one_end_alone_may_be_given(stages: int, more: int, length: int, is_firs
     [
         (4, {"first": 7, "last": 2}, "leave 1 for 2 other stages.*at most 8 together"),
         (4, {"first": 8}, "--decoder-first-pipeline-num-layers 8 do not split 10.*leave 2 for 3"),
-        (2, {"first": 4, "last": 4}, "take 8 and no other stage is there; let them take 10 together"),
+        (2, {"first": 4, "last": 4}, "sum to 8 and there is no other stage; set them to 10 together"),
         (1, {"first": 4, "last": 6}, "one stage cannot have a first and a last length; leave one of them out"),
-        (1, {"last": 9}, "--decoder-last-pipeline-num-layers 9 .*let them take 10 together"),
+        (1, {"last": 9}, "--decoder-last-pipeline-num-layers 9 .*set them to 10 together"),
     ],
 )
 def test_ends_that_do_not_fit_are_an_error_with_a_cure(stages: int, ends: dict[str, int], message: str) -> None:

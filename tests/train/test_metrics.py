@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from nanotrain.config.config import Config, DataConfig, ModelConfig
-from nanotrain.model.flops import flops_per_token
+from nanotrain.topology.counts import flops_per_token
+from nanotrain.topology.shape import ModelShape
 from nanotrain.train.metrics import Speedometer, StepClock, report_step
 from nanotrain.train.state import TrainState
 from nanotrain.train.step import StepResult
@@ -33,7 +34,7 @@ def test_rates_count_all_tokens_of_the_global_batch_and_all_devices(tmp_path):
     with small_run(tmp_path) as run:
         speed = Speedometer.of(run.config, run.context, global_batch_size=6)
     assert speed.tokens_per_second(0.5) == 6 * 16 / 0.5
-    assert speed.flops_per_token == flops_per_token(run.config.model, 16)
+    assert speed.flops_per_token == flops_per_token(ModelShape.of(run.config.model), 16)
     assert speed.mfu(1e9) is None  # nobody knows this CPU's peak
 
 
@@ -49,7 +50,7 @@ def test_mfu_of_a_known_case():
         untie_embeddings_and_output_weights=True,
     )
     config = replace(Config(), model=llama, data=DataConfig(seq_length=4096))
-    needed = flops_per_token(config.model, 4096)
+    needed = flops_per_token(ModelShape.of(config.model), 4096)
     speed = Speedometer(tokens_per_step=2 * 4096, flops_per_token=needed, peak_flops=2 * 989.4e12)
     assert needed == 42_863_689_728
     assert speed.mfu(20_000.0) == pytest.approx(20_000 * 42_863_689_728 / (2 * 989.4e12))

@@ -15,14 +15,15 @@ from nanotrain.parallel.dp.layout import (
     plan_layout,
 )
 from nanotrain.topology.boxes import Box
-from nanotrain.topology.params import LocalParam, ParamKind, ParamSpec
+from nanotrain.topology.params import LocalParam, Normal, ParamSpec
 
 
 def params(*shapes: tuple[int, ...], tied: tuple[int, ...] = ()) -> list[LocalParam]:
     """Parameters named by their place, in registration order."""
     return [
         LocalParam(
-            ParamSpec(f"p{index}", shape, dtype="bf16", kind=ParamKind.matrix, is_tied=index in tied), Box.whole(shape)
+            ParamSpec(f"p{index}", shape, dtype="bf16", init=Normal(0.02), weight_decay=True, is_tied=index in tied),
+            Box.whole(shape),
         )
         for index, shape in enumerate(shapes)
     ]

@@ -13,7 +13,7 @@ from nanotrain.parallel.dp.layout import LayoutRules
 from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.boxes import Box
-from nanotrain.topology.params import LocalParam, ParamKind, ParamSpec
+from nanotrain.topology.params import LocalParam, Normal, ParamSpec
 
 # Products and lengths that neither 64 nor a number of ranks divides.
 SHAPES = ((7, 19), (13,), (11, 23), (5, 5, 5), (301,), (2, 3))
@@ -54,7 +54,9 @@ def pattern_of(weight: Tensor) -> Tensor:
 def local_params(stage: nn.Module, *, tied: Sequence[str] = ()) -> list[LocalParam]:
     return [
         LocalParam(
-            ParamSpec(name, tuple(p.shape), dtype="fp32", kind=ParamKind.matrix, is_tied=name in tied),
+            ParamSpec(
+                name, tuple(p.shape), dtype="fp32", init=Normal(0.02), weight_decay=p.ndim >= 2, is_tied=name in tied
+            ),
             Box.whole(tuple(p.shape)),
         )
         for name, p in stage.named_parameters()

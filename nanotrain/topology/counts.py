@@ -1,0 +1,68 @@
+"""Parameter counts and FLOPs of a model, read from its declared parameters; the padding of the vocabulary left out."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from nanotrain.topology.parameters import declare_model
+from nanotrain.topology.params import ParamSpec
+from nanotrain.topology.shape import ModelShape
+
+
+def num_parameters(shape: ModelShape) -> int:
+    """Elements of all parameters.
+
+    >>> from nanotrain.config.config import ModelConfig
+    >>> small = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=10)
+    >>> num_parameters(ModelShape.of(small)) == 10 * 8 + 4 * 8 * 8 + 3 * 8 * 64 + 3 * 8
+    True
+    """
+    return sum(spec.numel for spec in _unpadded(shape))
+
+
+def num_active_parameters(shape: ModelShape) -> int:
+    """Elements of the parameters that one token uses: of the routed experts, its top k.
+
+    >>> from nanotrain.config.config import ModelConfig
+    >>> shape = ModelShape.of(ModelConfig(vocab_size=10))
+    >>> num_active_parameters(shape) == num_parameters(shape)
+    True
+    """
+    return sum(_active(spec, shape) for spec in _unpadded(shape))
+
+
+def flops_per_token(shape: ModelShape, seq_length: int) -> int:
+    """Floating-point operations of forward and backward per trained token.
+
+    6 per active weight of a matrix product (2 forward, 4 backward), plus causal attention: half of the S x S pairs in
+    the scores and in the weighted sum of values. As is customary, norms (those on the compressed queries, keys and
+    values of MLA too), activations, softmaxes, routers and embedding look-ups are left out.
+
+    Args:
+        shape: of the model.
+        seq_length: S, tokens per sample.
+
+    >>> from nanotrain.config.config import ModelConfig
+    >>> llama7b = ModelConfig(num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32,
+    ...                       vocab_size=32000)
+    >>> flops_per_token(ModelShape.of(llama7b), 4096)
+    42863689728
+    """
+    weights = sum(_active(spec, shape) for spec in _unpadded(shape) if _is_multiplied(spec))
+    pairs_width = shape.num_heads * (shape.head_dim + shape.value_head_dim)
+    return 6 * weights + 3 * shape.num_layers * pairs_width * seq_length
+
+
+def _unpadded(shape: ModelShape) -> Iterator[ParamSpec]:
+    yield from declare_model(replace(shape, padded_vocab_size=shape.vocab_size))
+
+
+def _active(spec: ParamSpec, shape: ModelShape) -> int:
+    if not spec.is_expert or shape.moe is None:
+        return spec.numel
+    return spec.numel // shape.moe.num_experts * shape.moe.topk
+
+
+def _is_multiplied(spec: ParamSpec) -> bool:
+    """Whether a parameter is the weight of a counted matrix product; a tied word embedding is the head's."""
+    is_lookup = spec.unit == "embedding" and not spec.is_tied
+    return len(spec.shape) >= 2 and not is_lookup and ".router." not in spec.name

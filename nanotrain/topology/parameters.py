@@ -1,0 +1,222 @@
+"""Every parameter of a GPT, declared once: one function per layer, pure.
+
+    declare_stage                               the parameters of a pipeline stage, in registration order
+    block                                       norm, attention or mla, norm, mlp or moe
+    norm, attention, mla, mlp, moe, embedding   the parameters of one layer, named relative to it
+    Declaration                                 what these share, and the kinds of linear layers
+
+Allocation, counting, FLOPs, buffer layouts, checkpoints, initialization and Hugging Face names read these declarations.
+
+Weights are [outputs, inputs]. Over tp, column-parallel layers are sharded along their outputs and row-parallel layers
+along their inputs; a bias follows the outputs. Experts are stacked along dim 0, which ep shards.
+
+The gradient of a parameter is summed over tp where each tp rank computes it from tokens or heads of its own.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from nanotrain.topology.params import Constant, Normal, ParamSpec, Shard
+from nanotrain.topology.shape import ModelShape
+from nanotrain.topology.stages import StageSpec
+
+Specs = tuple[ParamSpec, ...]
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What the parameters of a layer depend on.
+
+    Args:
+        shape: of the model.
+        dtype: "fp32", "bf16" or "fp16".
+        tensor_parallel_size: ranks of tp; key and value heads are replicated where they are fewer.
+        sequence_parallel: replicated parameters are applied to a sequence shard per tp rank.
+    """
+
+    shape: ModelShape
+    dtype: str
+    tensor_parallel_size: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def sequence_axes(self) -> tuple[str, ...]:
+        """Axes that sum the gradients of parameters outside the tensor-parallel region."""
+        return ("tp",) if self.sequence_parallel else ()
+
+    @property
+    def output_std(self) -> float:
+        """Standard deviation of projections into the residual stream (Radford et al. 2019, section 2.3)."""
+        return self.shape.init_std / math.sqrt(2 * self.shape.num_layers)
+
+    def weight(self, *shape: int, std: float | None = None) -> ParamSpec:
+        """A weight with normal initial values, decayed."""
+        init = Normal(self.shape.init_std if std is None else std)
+        return ParamSpec("weight", shape, dtype=self.dtype, init=init, weight_decay=True, needs_whole_matrix=True)
+
+    def vector(self, name: str, size: int, *, value: float = 0.0) -> ParamSpec:
+        """A vector with a constant initial value, not decayed."""
+        return ParamSpec(name, (size,), dtype=self.dtype, init=Constant(value), weight_decay=False)
+
+    def column_linear(self, outputs: int, inputs: int, *, bias: bool = False) -> Specs:
+        """A linear layer sharded along its outputs."""
+        specs = (self.weight(outputs, inputs), *([self.vector("bias", outputs)] if bias else []))
+        return tuple(replace(spec, shards=(Shard(0, "tp"),)) for spec in specs)
+
+    def row_linear(self, outputs: int, inputs: int, *, bias: bool = False) -> Specs:
+        """A projection into the residual stream, sharded along its inputs; its bias is added after the reduction."""
+        weight = replace(self.weight(outputs, inputs, std=self.output_std), shards=(Shard(1, "tp"),))
+        return (weight, *_summed([self.vector("bias", outputs)] if bias else [], self.sequence_axes))
+
+    def replicated_linear(self, outputs: int, inputs: int) -> Specs:
+        """A linear layer that every tp rank holds and applies outside the tensor-parallel region."""
+        return _summed([self.weight(outputs, inputs)], self.sequence_axes)
+
+    def vocab_parallel(self) -> ParamSpec:
+        """A table with one row per token of the padded vocabulary: the word embedding or the head."""
+        weight = self.weight(self.shape.padded_vocab_size, self.shape.hidden_size)
+        return replace(weight, shards=(Shard(0, "tp"),), needs_whole_matrix=False)
+
+
+def declare_stage(
+    shape: ModelShape,
+    stage: StageSpec,
+    *,
+    dtype: str,
+    tensor_parallel_size: int = 1,
+    sequence_parallel: bool = False,
+) -> Specs:
+    """Every parameter of a pipeline stage, in registration order.
+
+    Args:
+        shape: of the model.
+        stage: the layers of the stage; a tied word embedding is declared on the first and on the last stage.
+        dtype: of the parameters, "fp32", "bf16" or "fp16".
+        tensor_parallel_size: ranks of tp.
+        sequence_parallel: whether activations are sharded along the sequence between tensor-parallel layers.
+    """
+    declare = Declaration(shape, dtype, tensor_parallel_size, sequence_parallel)
+    units: dict[str, Specs] = {}
+    if stage.has_embedding or (stage.has_head and shape.is_tied):
+        units["embedding"] = embedding(declare, has_positions=stage.has_embedding)
+    units |= {f"layers.{layer}": block(declare, layer) for layer in stage.layers}
+    if stage.has_head:
+        units["final_norm"] = norm(declare, shape.hidden_size)
+    if stage.has_head and not shape.is_tied:
+        units["head"] = (declare.vocab_parallel(),)
+    return tuple(
+        replace(spec, name=f"{unit}.{spec.name}", unit=unit, stage=stage.index)
+        for unit, specs in units.items()
+        for spec in specs
+    )
+
+
+def declare_model(shape: ModelShape, *, dtype: str = "fp32") -> Specs:
+    """Every parameter of an unsharded model, in registration order."""
+    return declare_stage(shape, StageSpec.single(shape.num_layers), dtype=dtype)
+
+
+def embedding(declare: Declaration, *, has_positions: bool) -> Specs:
+    """The word embedding, and learned positions where the model has them and tokens enter here."""
+    shape = declare.shape
+    axes = ("embed",) if shape.is_tied else ()
+    specs = _nest("word", [replace(declare.vocab_parallel(), is_tied=shape.is_tied, grad_sum_axes=axes)])
+    if has_positions and shape.num_positions is not None:
+        table = declare.weight(shape.num_positions, shape.hidden_size)
+        table = replace(table, grad_sum_axes=declare.sequence_axes, needs_whole_matrix=False)
+        specs += _nest("position", [table])
+    return specs
+
+
+def block(declare: Declaration, layer: int) -> Specs:
+    """One transformer block, by its index in the model."""
+    shape = declare.shape
+    return (
+        *_nest("attention_norm", norm(declare, shape.hidden_size)),
+        *_nest("attention", attention(declare) if shape.mla is None else mla(declare)),
+        *_nest("mlp_norm", norm(declare, shape.hidden_size)),
+        *_nest("mlp", moe(declare) if shape.has_experts(layer) else mlp(declare, shape.ffn_size)),
+    )
+
+
+def norm(declare: Declaration, size: int) -> Specs:
+    """LayerNorm (weight and bias) or RMSNorm (weight), outside the tensor-parallel region."""
+    specs = [declare.vector("weight", size, value=1.0)]
+    if declare.shape.has_norm_bias:
+        specs.append(declare.vector("bias", size))
+    return _summed(specs, declare.sequence_axes)
+
+
+def attention(declare: Declaration) -> Specs:
+    """Multi-head attention with grouped key/value heads; several tp ranks may share a replicated head."""
+    shape = declare.shape
+    query_size, key_size = shape.num_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
+    key = declare.column_linear(key_size, shape.hidden_size, bias=shape.has_qkv_bias)
+    if shape.replicates_kv_heads(declare.tensor_parallel_size):
+        key = tuple(replace(spec, shards=(), grad_sum_axes=("tp",)) for spec in key)
+    specs = _nest("query", declare.column_linear(query_size, shape.hidden_size, bias=shape.has_qkv_bias))
+    specs += _nest("key", key) + _nest("value", key)
+    if shape.has_qk_norm:
+        # An RMSNorm without bias, whatever the other norms are (Qwen3); applied to the heads of each tp rank.
+        per_head = _summed([declare.vector("weight", shape.head_dim, value=1.0)], ("tp",))
+        specs += _nest("query_norm", per_head) + _nest("key_norm", per_head)
+    return specs + _nest("output", declare.row_linear(shape.hidden_size, query_size, bias=shape.has_linear_bias))
+
+
+def mla(declare: Declaration) -> Specs:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): replicated down-projections, sharded up-projections."""
+    shape = declare.shape
+    assert shape.mla is not None, "a model without latent attention declares `attention`"
+    hidden, rank, compressed = shape.hidden_size, shape.mla.q_lora_rank, shape.mla.kv_lora_rank
+    query_size = shape.num_heads * shape.head_dim
+    if rank is None:
+        specs = _nest("query", declare.column_linear(query_size, hidden))
+    else:
+        specs = _nest("query_down", declare.replicated_linear(rank, hidden))
+        specs += _nest("query_latent_norm", norm(declare, rank))
+        specs += _nest("query_up", declare.column_linear(query_size, rank))
+    key_value_size = shape.num_heads * (shape.mla.nope_dim + shape.value_head_dim)
+    return (
+        *specs,
+        *_nest("kv_down", declare.replicated_linear(compressed + shape.mla.rope_dim, hidden)),
+        *_nest("kv_latent_norm", norm(declare, compressed)),
+        *_nest("kv_up", declare.column_linear(key_value_size, compressed)),
+        *_nest("output", declare.row_linear(hidden, shape.num_heads * shape.value_head_dim)),
+    )
+
+
+def mlp(declare: Declaration, inner: int) -> Specs:
+    """Up and down projections, with a gate where the activation has one."""
+    hidden, bias = declare.shape.hidden_size, declare.shape.has_linear_bias
+    up = declare.column_linear(inner, hidden, bias=bias)
+    gate = _nest("gate", up) if declare.shape.is_gated else ()
+    return (*gate, *_nest("up", up), *_nest("down", declare.row_linear(hidden, inner, bias=bias)))
+
+
+def moe(declare: Declaration) -> Specs:
+    """A router, stacked experts, and a shared expert where the model has one."""
+    shape, moe_shape = declare.shape, declare.shape.moe
+    assert moe_shape is not None, "a dense model has no experts"
+    # Each tp rank routes a sequence shard, with or without sequence parallelism.
+    router = replace(declare.weight(moe_shape.num_experts, shape.hidden_size), grad_sum_axes=("tp",))
+    up = declare.weight(moe_shape.num_experts, moe_shape.ffn_size, shape.hidden_size)
+    up = replace(up, shards=(Shard(0, "ep"), Shard(1, "etp")), is_expert=True)
+    down_shape = (moe_shape.num_experts, shape.hidden_size, moe_shape.ffn_size)
+    down = declare.weight(*down_shape, std=declare.output_std)
+    down = replace(down, shards=(Shard(0, "ep"), Shard(2, "etp")), is_expert=True)
+    gate = _nest("experts.gate", [up]) if shape.is_gated else ()
+    specs = (*_nest("router", [router]), *gate, *_nest("experts.up", [up]), *_nest("experts.down", [down]))
+    if moe_shape.shared_ffn_size is None:
+        return specs
+    return specs + _nest("shared", mlp(declare, moe_shape.shared_ffn_size))
+
+
+def _nest(layer: str, specs: Iterable[ParamSpec]) -> Specs:
+    """Prefix the names of a layer's parameters."""
+    return tuple(replace(spec, name=f"{layer}.{spec.name}") for spec in specs)
+
+
+def _summed(specs: Iterable[ParamSpec], axes: tuple[str, ...]) -> Specs:
+    """Sum the gradients over these axes."""
+    return tuple(replace(spec, grad_sum_axes=axes) for spec in specs)

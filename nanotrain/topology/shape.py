@@ -1,0 +1,164 @@
+"""The shape of a model: every size that follows from the model section of a configuration, resolved once.
+
+    ModelShape   the whole model
+    MLAShape     multi-head latent attention (DeepSeek-V2)
+    MoEShape     mixture-of-experts layers
+
+Parameters, FLOPs, modules and Hugging Face files read these sizes; none of them derives one again.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+from nanotrain.config.config import Activation, ModelConfig, Normalization, PositionEmbedding
+from nanotrain.config.derive import ffn_size, head_dim, moe_ffn_size, moe_layers, padded_vocab_size, query_groups
+
+
+@dataclass(frozen=True)
+class MLAShape:
+    """Sizes of multi-head latent attention.
+
+    Attributes:
+        q_lora_rank: width of the compressed queries; None where queries are projected directly.
+        kv_lora_rank: width of the compressed keys and values.
+        nope_dim: channels of a query/key head without positions.
+        rope_dim: rotary channels of a query/key head; the key's are shared by all heads.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+
+
+@dataclass(frozen=True)
+class MoEShape:
+    """Sizes of the mixture-of-experts layers.
+
+    Attributes:
+        layers: whether each layer of the model has experts.
+        num_experts: routed experts per layer.
+        topk: experts per token.
+        ffn_size: inner width of an expert.
+        shared_ffn_size: inner width of the shared expert; None without one.
+    """
+
+    layers: tuple[bool, ...]
+    num_experts: int
+    topk: int
+    ffn_size: int
+    shared_ffn_size: int | None
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes and structure of a model, over all ranks.
+
+    Attributes:
+        num_layers: transformer blocks.
+        hidden_size: width of the residual stream.
+        vocab_size: tokens of the vocabulary.
+        padded_vocab_size: rows of the embedding and the head.
+        num_positions: rows of the learned position table; None without one.
+        num_heads: query heads.
+        num_query_groups: key/value heads.
+        head_dim: width of a query or key head.
+        value_head_dim: width of a value head.
+        ffn_size: inner width of a dense MLP.
+        is_gated: the MLP has a gate projection (swiglu).
+        has_linear_bias: biases on every linear layer but the head.
+        has_qkv_bias: biases on query, key and value.
+        has_norm_bias: norms have a bias (LayerNorm).
+        has_qk_norm: an RMSNorm per query and key head.
+        is_tied: the head reads the word embedding.
+        init_std: standard deviation of the initial weights.
+        mla: set with multi-head latent attention.
+        moe: set where some layers have experts.
+    """
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    padded_vocab_size: int
+    num_positions: int | None
+    num_heads: int
+    num_query_groups: int
+    head_dim: int
+    value_head_dim: int
+    ffn_size: int
+    is_gated: bool
+    has_linear_bias: bool
+    has_qkv_bias: bool
+    has_norm_bias: bool
+    has_qk_norm: bool
+    is_tied: bool
+    init_std: float
+    mla: MLAShape | None = None
+    moe: MoEShape | None = None
+
+    @classmethod
+    def of(cls, model_config: ModelConfig) -> Self:
+        """The shape of a configured model.
+
+        Raises:
+            ConfigError: the vocabulary size is unset, or the pattern of MoE layers does not fit.
+
+        >>> ModelShape.of(ModelConfig(hidden_size=256, vocab_size=50257)).padded_vocab_size
+        50304
+        """
+        padded_size, vocab_size = padded_vocab_size(model_config), model_config.vocab_size
+        assert vocab_size is not None, "padded_vocab_size raises without it"
+        learned = model_config.position_embedding_type is PositionEmbedding.learned_absolute
+        width = head_dim(model_config)
+        return cls(
+            num_layers=model_config.num_layers,
+            hidden_size=model_config.hidden_size,
+            vocab_size=vocab_size,
+            padded_vocab_size=padded_size,
+            num_positions=model_config.max_position_embeddings if learned else None,
+            num_heads=model_config.num_attention_heads,
+            num_query_groups=query_groups(model_config),
+            head_dim=width,
+            value_head_dim=model_config.v_head_dim if model_config.multi_latent_attention else width,
+            ffn_size=ffn_size(model_config),
+            is_gated=model_config.activation is Activation.swiglu,
+            has_linear_bias=model_config.add_bias_linear,
+            has_qkv_bias=model_config.add_bias_linear or model_config.add_qkv_bias,
+            has_norm_bias=model_config.normalization is Normalization.LayerNorm,
+            has_qk_norm=model_config.qk_layernorm,
+            is_tied=not model_config.untie_embeddings_and_output_weights,
+            init_std=model_config.init_method_std,
+            mla=_mla_shape(model_config),
+            moe=_moe_shape(model_config),
+        )
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, by its index in the model, is a mixture of experts."""
+        return self.moe is not None and self.moe.layers[layer]
+
+    def replicates_kv_heads(self, tensor_parallel_size: int) -> bool:
+        """Whether key and value weights are replicated over tp, because there are fewer heads than tp ranks."""
+        return self.num_query_groups % tensor_parallel_size != 0
+
+
+def _mla_shape(model_config: ModelConfig) -> MLAShape | None:
+    if not model_config.multi_latent_attention:
+        return None
+    return MLAShape(
+        q_lora_rank=model_config.q_lora_rank,
+        kv_lora_rank=model_config.kv_lora_rank,
+        nope_dim=model_config.qk_head_dim,
+        rope_dim=model_config.qk_pos_emb_head_dim,
+    )
+
+
+def _moe_shape(model_config: ModelConfig) -> MoEShape | None:
+    if model_config.num_experts is None:
+        return None
+    return MoEShape(
+        layers=moe_layers(model_config),
+        num_experts=model_config.num_experts,
+        topk=model_config.moe_router_topk,
+        ffn_size=moe_ffn_size(model_config),
+        shared_ffn_size=model_config.moe_shared_expert_intermediate_size,
+    )
