@@ -178,7 +178,7 @@ def a_part_of_every_shape(ctx, sequence_parallel, comm_type):
     )
     hidden, grad = draw(B, S, H, seed=1), draw(B, S, H, seed=2)
     chunks, held_chunks = torch.arange(S).chunk(2 * cp.size), zigzag_chunks(cp.index, cp.size)
-    places = torch.cat([chunks[held_chunks.early], chunks[held_chunks.late]])
+    places = torch.cat([chunks[held_chunks.first], chunks[held_chunks.second]])
 
     def own(whole: Tensor) -> Tensor:
         return tensor_parallel.own_part(whole[:, places])

@@ -1,16 +1,15 @@
-"""The cores of attention: from the queries, keys and values of this rank to what its queries attend to.
+"""Core attention over sequences sharded across a context-parallel group.
 
-    split.py        which positions a rank holds (zigzag), and the batch cut that way
-    plain.py        the core of a group of one
-    all_gather.py   keys and values are gathered
-    ring.py         keys and values are passed around; blocks.py attends to what has arrived
-    heads.py        a rank trades its part of the sequence for a part of the heads
+split.py             zigzag sharding of sequences and microbatches
+sdpa.py              SDPA, for a group of one rank
+all_gather.py        all-gather of keys and values
+ring.py              ring attention; chunk_attention.py: attention to one chunk of keys, log-sum-exp merge
+ulysses.py           all-to-all from sequence-sharded to head-sharded tensors
 
-    Core              what the model calls
-    ATTENTION_CORES   by the value of --cp-comm-type
-    build_core        the one a group gets
-
-The model knows nothing of cp beyond the core it was built with.
+CoreAttention          the protocol that the model calls
+CORE_ATTENTIONS        the only list of backends, by their value of --cp-comm-type
+find_core_attention    look one up, or a ConfigError
+build_core_attention   the backend of a group
 """
 
 from collections.abc import Callable
@@ -19,23 +18,29 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from nanotrain.comm.group import Group
+from nanotrain.config.schema import did_you_mean
+from nanotrain.errors import ConfigError
 from nanotrain.parallel.cp.all_gather import AllGatherAttention
 from nanotrain.parallel.cp.ring import RingAttention
 from nanotrain.parallel.cp.sdpa import SDPAttention
 from nanotrain.parallel.cp.ulysses import UlyssesAttention
 
-__all__ = ["CORE_ATTENTIONS", "CoreAttention", "SDPAttention", "build_core_attention"]
+__all__ = ["CORE_ATTENTIONS", "CoreAttention", "SDPAttention", "build_core_attention", "find_core_attention"]
 
 
 class CoreAttention(Protocol):
-    """Causal attention over sequences that the ranks of a cp group share."""
+    """Causal softmax attention over sequences sharded across a cp group."""
 
     def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor) -> Any:
-        """What all layers need to know of the batch's borders; made once per batch and meant for this core only.
+        """Prepare the attention mask once per microbatch, for all layers.
 
         Args:
-            document_ids: [B, S] of the whole sequence, equal within a document; None where attention crosses documents.
-            tokens: [B, S / cp], the ones this rank holds.
+            segment_ids: [B, S] integers of the full sequences, equal within a segment; None where attention crosses
+                segments.
+            tokens: [B, S / cp], the tokens of this rank.
+
+        Returns:
+            The `mask` argument of `__call__`, in a form private to the backend.
         """
         ...
 
@@ -46,7 +51,7 @@ class CoreAttention(Protocol):
             query: [B, S / cp, N, D].
             key: [B, S / cp, G, D]; N is a multiple of G.
             value: [B, S / cp, G, Dv].
-            mask: what `plan_mask` made for this batch.
+            mask: the result of `plan_mask` for this microbatch.
 
         Returns:
             [B, S / cp, N, Dv].
@@ -61,11 +66,26 @@ CORE_ATTENTIONS: dict[str, Callable[[Group], CoreAttention]] = {
 }
 
 
-def build_core_attention(comm_type: str, group: Group) -> CoreAttention:
-    """The core for a cp group.
+def find_core_attention(comm_type: str) -> Callable[[Group], CoreAttention]:
+    """Look up the constructor of a backend.
 
-    Args:
-        comm_type: a key of ATTENTION_CORES.
-        group: cp; a group of one gets the plain core.
+    Raises:
+        ConfigError: `comm_type` is not a key of CORE_ATTENTIONS.
     """
-    return SDPAttention() if group.size == 1 else CORE_ATTENTIONS[comm_type](group)
+    if comm_type not in CORE_ATTENTIONS:
+        raise ConfigError(
+            f"there is no core attention {comm_type!r}",
+            why=f"--cp-comm-type is one of {', '.join(CORE_ATTENTIONS)}",
+            fix=did_you_mean(comm_type, CORE_ATTENTIONS, prefix="--cp-comm-type "),
+        )
+    return CORE_ATTENTIONS[comm_type]
+
+
+def build_core_attention(comm_type: str, group: Group) -> CoreAttention:
+    """Build the core attention of a cp group; a group of one rank gets SDPA.
+
+    Raises:
+        ConfigError: `comm_type` is not a key of CORE_ATTENTIONS.
+    """
+    build = find_core_attention(comm_type)
+    return SDPAttention() if group.size == 1 else build(group)

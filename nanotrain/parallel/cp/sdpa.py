@@ -1,12 +1,10 @@
-"""Attention over a sequence that is whole on this rank: the core of a group of one.
+"""Core attention with `torch.nn.functional.scaled_dot_product_attention`, for full sequences on one rank.
 
-    document_mask   causal, ending at document borders
-    attend          softmax attention, plain causal or masked
-    PlainCore       both, as the model asks for them
+segment_mask   causal mask within segments
+attend         softmax attention, causal or with a mask
+SDPAttention   the core attention of a group of one rank
 
-Shape legend of this room:
-
-    B batch   S sequence   N query heads   G key/value heads (N is a multiple of G)   D, Dv widths of a head
+B batch   S sequence   N query heads   G key/value heads (N is a multiple of G)   D, Dv head dims
 """
 
 import torch.nn.functional as F
@@ -14,10 +12,10 @@ from torch import Tensor
 
 
 def segment_mask(segment_ids: Tensor) -> Tensor:
-    """The causal mask that ends at document borders.
+    """The causal mask that ends at segment borders.
 
     Args:
-        document_ids: [B, S] integers, equal within a document.
+        segment_ids: [B, S] integers, equal within a segment.
 
     Returns:
         [B, 1, S, S] bool, True where attention is allowed.
@@ -27,36 +25,36 @@ def segment_mask(segment_ids: Tensor) -> Tensor:
 
 
 def attend(query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Softmax attention of every query over the keys it may see.
+    """Softmax attention with grouped queries.
 
     Args:
         query: [B, S, N, D].
         key: [B, Sk, G, D].
         value: [B, Sk, G, Dv].
-        mask: [B or 1, 1, S, Sk] bool, True where a query (row) may see a key (column); None for plain causal.
+        mask: [B or 1, 1, S, Sk] bool, True where a query (row) may attend to a key (column); None for causal.
 
     Returns:
         [B, S, N, Dv].
     """
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
-    if grouped and not query.is_cuda:  # torch's own grouping is 1.4 to 1.5 times slower than repeating on the CPU
+    if grouped and not query.is_cuda:  # on the CPU enable_gqa is 1.4 to 1.5 times slower than repeated heads
         repeats = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
         grouped = False
-    width, value_width = key.shape[-1], value.shape[-1]
-    is_narrow = value_width < width and not query.is_cuda
-    if is_narrow:  # else torch's CPU kernel is out of the question and the long way takes 2 to 4 times as long
-        value = F.pad(value, (0, width - value_width))
+    head_dim, value_head_dim = key.shape[-1], value.shape[-1]
+    is_padded = value_head_dim < head_dim and not query.is_cuda
+    if is_padded:  # with unequal head dims torch falls back to its math kernel on the CPU, 2 to 4 times slower
+        value = F.pad(value, (0, head_dim - value_head_dim))
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
-    return (out[..., :value_width] if is_narrow else out).transpose(1, 2)
+    return (out[..., :value_head_dim] if is_padded else out).transpose(1, 2)
 
 
 class SDPAttention:
-    """Every query and key is here."""
+    """`attend` as a core attention."""
 
     def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor) -> Tensor | None:
-        """[B, 1, S, S] bool with document ids, else None: plain causal."""
+        """[B, 1, S, S] bool with segment ids, else None for causal."""
         return None if segment_ids is None else segment_mask(segment_ids)
 
     def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

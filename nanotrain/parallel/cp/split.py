@@ -1,15 +1,17 @@
-"""Which positions of a sequence a rank of `cp` holds: the zigzag, and the batch cut along it.
+"""Zigzag sharding of sequences over a context-parallel group.
 
-A sequence is cut into 2 * cp equal chunks and rank r holds the r-th from either end, so that every rank sees equally
-many keys under a causal mask:
+A sequence is split into 2 * cp equal chunks. Rank r holds chunks r and 2 * cp - 1 - r, so that causal attention costs
+every rank the same:
 
     chunk     0   1   2   3   4   5   6   7
     cp rank   0   1   2   3   3   2   1   0
 
-    zigzag_chunks     pure: the two chunks of a rank
-    own_chunks        a rank's chunks of a tensor, in ascending order
-    natural_order     what all ranks hold, put back in the order of the sequence
-    split_batch       the microbatch as this rank sees it
+    zigzag_chunks     the two chunk numbers of a rank
+    local_chunks      the shard of a tensor
+    local_positions   the positions of a rank's tokens in their sequence
+    stack_shards      full sequences -> the shards of all ranks
+    join_shards       the shards of all ranks -> full sequences
+    split_batch       the shard of a microbatch
 """
 
 from dataclasses import dataclass, replace
@@ -23,70 +25,71 @@ from nanotrain.data.batch import Batch
 
 @dataclass(frozen=True)
 class Chunks:
-    """Numbers of the two chunks that a rank holds, early < late."""
+    """Numbers of the two chunks of a rank, in the order of the sequence."""
 
-    early: int
-    late: int
+    first: int
+    second: int
 
 
 def zigzag_chunks(index: int, size: int) -> Chunks:
-    """The chunks of member `index` of a cp group of `size`.
+    """The chunks of rank `index` of a cp group of `size` ranks.
 
     >>> [zigzag_chunks(index, 2) for index in range(2)]
-    [Chunks(early=0, late=3), Chunks(early=1, late=2)]
+    [Chunks(first=0, second=3), Chunks(first=1, second=2)]
     """
     return Chunks(index, 2 * size - 1 - index)
 
 
-def own_chunks(tensor: Tensor, *, index: int, size: int, dim: int = 1) -> Tensor:
-    """What member `index` holds of `tensor`, whose `dim` is the whole sequence."""
+def local_chunks(tensor: Tensor, *, index: int, size: int, dim: int = 1) -> Tensor:
+    """The shard of rank `index` of a tensor whose dim `dim` is the full sequence."""
     assert tensor.shape[dim] % (2 * size) == 0, f"{tensor.shape[dim]} positions do not make {2 * size} equal chunks"
-    chunks, own = tensor.chunk(2 * size, dim=dim), zigzag_chunks(index, size)
-    return torch.cat((chunks[own.early], chunks[own.late]), dim=dim)
+    chunks, local = tensor.chunk(2 * size, dim=dim), zigzag_chunks(index, size)
+    return torch.cat((chunks[local.first], chunks[local.second]), dim=dim)
 
 
-def natural_order(pieces: Tensor) -> Tensor:
-    """Put the pieces of all members in the order of the sequence.
+def local_positions(length: int, *, index: int, size: int, device: torch.device | None = None) -> Tensor:
+    """[length / size] int64: the positions, in sequences of `length` tokens, of the tokens of rank `index`.
 
-    Args:
-        pieces: [cp, B, S / cp, ...], member by member.
-
-    Returns:
-        [B, S, ...].
+    >>> local_positions(8, index=0, size=2).tolist()
+    [0, 1, 6, 7]
     """
-    early, late = pieces.chunk(2, dim=2)
-    return torch.cat((*early.unbind(), *late.flip(0).unbind()), dim=1)
+    return local_chunks(torch.arange(length, device=device), index=index, size=size, dim=0)
 
 
-def zigzag_order(whole: Tensor, *, size: int) -> Tensor:
-    """Undo `natural_order`: [B, S, ...] -> [cp, B, S / cp, ...]."""
-    return torch.stack([own_chunks(whole, index=index, size=size) for index in range(size)])
+def stack_shards(tensor: Tensor, *, size: int) -> Tensor:
+    """Shard full sequences for all ranks: [B, S, ...] -> [cp, B, S / cp, ...]."""
+    return torch.stack([local_chunks(tensor, index=index, size=size) for index in range(size)])
+
+
+def join_shards(shards: Tensor) -> Tensor:
+    """Inverse of `stack_shards`: [cp, B, S / cp, ...] -> [B, S, ...]."""
+    first, second = shards.chunk(2, dim=2)
+    return torch.cat((*first.unbind(), *reversed(second.unbind())), dim=1)
 
 
 def split_batch(batch: Batch, group: Group) -> Batch:
-    """The microbatch with this rank's part of every sequence; a group of one gets it back as it is.
+    """Shard a microbatch over the cp group; a group of one rank gets it back unchanged.
 
     Args:
-        batch: whole sequences, the same on every rank of the group.
+        batch: full sequences, the same on every rank of the group.
         group: cp.
 
     Returns:
-        tokens, labels, loss_mask [B, S / cp]; position_ids always given, [1, S / cp] where the batch has none;
-        document_ids stay [B, S]: a query must know the document of keys that other ranks hold.
+        tokens, labels, loss_mask [B, S / cp]; position_ids [B, S / cp], or [1, S / cp] where the batch has none;
+        segment_ids stay [B, S], since the mask needs the segments of keys on other ranks.
     """
     if group.size == 1:
         return batch
 
-    def own(tensor: Tensor) -> Tensor:
-        return own_chunks(tensor, index=group.index, size=group.size)
+    def local(tensor: Tensor) -> Tensor:
+        return local_chunks(tensor, index=group.index, size=group.size)
 
-    places = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)[None]
-    positions = places if batch.position_ids is None else batch.position_ids
+    positions = local_positions(batch.tokens.shape[1], index=group.index, size=group.size, device=batch.tokens.device)
     return replace(
         batch,
-        tokens=own(batch.tokens),
-        labels=own(batch.labels),
-        loss_mask=own(batch.loss_mask),
-        position_ids=own(positions),
-        places=own(places)[0],
+        tokens=local(batch.tokens),
+        labels=local(batch.labels),
+        loss_mask=local(batch.loss_mask),
+        position_ids=positions[None] if batch.position_ids is None else local(batch.position_ids),
+        places=positions,
     )

@@ -1,5 +1,6 @@
-"""Whole sequences, what attention makes of them on one rank, and the parts that a rank of cp should get."""
+"""Full sequences, their attention on one rank, and the shards of a cp rank."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from nanotrain.comm.group import Group
 from nanotrain.parallel.cp.attention import CoreAttention, build_core_attention
 from nanotrain.parallel.cp.sdpa import SDPAttention
-from nanotrain.parallel.cp.split import own_chunks
+from nanotrain.parallel.cp.split import local_chunks
 
 
 @dataclass(frozen=True)
@@ -17,63 +18,63 @@ class Shape:
     length: int = 24
     heads: int = 4
     groups: int = 4
-    width: int = 8
-    value_width: int = 8
+    head_dim: int = 8
+    value_head_dim: int = 8
 
 
 @dataclass(frozen=True)
-class Attended:
-    """The output and the gradients of query, key and value."""
+class Tensors:
+    """The output and the gradients of query, key and value; or the output's gradient and the three inputs."""
 
     out: Tensor
     query: Tensor
     key: Tensor
     value: Tensor
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Tensor]:
         return iter((self.out, self.query, self.key, self.value))
 
 
-def sequences(shape: Shape, *, dtype: torch.dtype, seed: int = 0) -> Attended:
-    """Random query, key and value, and the gradient of the output (in place of the output)."""
+def random_inputs(shape: Shape, *, dtype: torch.dtype, seed: int = 0) -> Tensors:
+    """Random query, key and value, and the gradient of the output (as `out`)."""
     generator = torch.Generator().manual_seed(seed)
     heads = (shape.heads, shape.heads, shape.groups, shape.groups)
-    widths = (shape.value_width, shape.width, shape.width, shape.value_width)
-    return Attended(
+    head_dims = (shape.value_head_dim, shape.head_dim, shape.head_dim, shape.value_head_dim)
+    return Tensors(
         *(
-            torch.randn(shape.batch, shape.length, n, width, generator=generator, dtype=torch.float64).to(dtype)
-            for n, width in zip(heads, widths, strict=True)
+            torch.randn(shape.batch, shape.length, n, head_dim, generator=generator, dtype=torch.float64).to(dtype)
+            for n, head_dim in zip(heads, head_dims, strict=True)
         )
     )
 
 
-def documents(shape: Shape) -> Tensor:
-    """[B, S] int32: borders at different places in every row, some of them inside a chunk."""
-    places = torch.arange(shape.length)
+def segments(shape: Shape) -> Tensor:
+    """[B, S] int32: borders at different positions in every row, some of them inside a chunk."""
+    positions = torch.arange(shape.length)
     borders = [[5, 6, 17], [shape.length // 2], []]
-    rows = [sum((places >= border).int() for border in borders[row % 3]) for row in range(shape.batch)]
+    rows = [sum((positions >= border).int() for border in borders[row % 3]) for row in range(shape.batch)]
     return torch.stack([torch.as_tensor(row, dtype=torch.int32).expand(shape.length) for row in rows])
 
 
-def run(core_attention: CoreAttention, given: Attended, segment_ids: Tensor | None = None) -> Attended:
-    """Forward and backward of a core on what `given` holds."""
-    query, key, value = (tensor.clone().requires_grad_() for tensor in (given.query, given.key, given.value))
+def run(core_attention: CoreAttention, inputs: Tensors, segment_ids: Tensor | None = None) -> Tensors:
+    """Forward and backward of a core attention."""
+    query, key, value = (tensor.clone().requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value))
     mask = core_attention.plan_mask(segment_ids, tokens=query[:, :, 0, 0])
     out = core_attention(query, key=key, value=value, mask=mask)
-    out.backward(given.out)
+    out.backward(inputs.out)
     assert query.grad is not None and key.grad is not None and value.grad is not None
-    return Attended(out.detach(), query.grad, key.grad, value.grad)
+    return Tensors(out.detach(), query.grad, key.grad, value.grad)
 
 
-def part(whole: Attended, group: Group) -> Attended:
-    return Attended(*(own_chunks(tensor, index=group.index, size=group.size) for tensor in whole))
+def shard(tensors: Tensors, group: Group) -> Tensors:
+    return Tensors(*(local_chunks(tensor, index=group.index, size=group.size) for tensor in tensors))
 
 
-def largest_error(comm_type: str, group: Group, shape: Shape, *, dtype: torch.dtype, with_documents: bool) -> float:
-    """Of output and gradients against the plain core on one rank in fp64, relative to the largest value of each."""
-    given = sequences(shape, dtype=dtype)
-    segment_ids = documents(shape) if with_documents else None
-    expected = part(run(SDPAttention(), Attended(*(x.double() for x in given)), segment_ids), group)
-    found = run(build_core_attention(comm_type, group), part(given, group), segment_ids)
-    assert [x.dtype for x in found] == [dtype] * 4
-    return max(((x.double() - y).abs().max() / y.abs().max()).item() for x, y in zip(found, expected, strict=True))
+def largest_error(comm_type: str, group: Group, shape: Shape, *, dtype: torch.dtype, with_segments: bool) -> float:
+    """Of output and gradients against SDPA on one rank in fp64, relative to the largest value of each."""
+    inputs = random_inputs(shape, dtype=dtype)
+    segment_ids = segments(shape) if with_segments else None
+    expected = shard(run(SDPAttention(), Tensors(*(x.double() for x in inputs)), segment_ids), group)
+    result = run(build_core_attention(comm_type, group), shard(inputs, group), segment_ids)
+    assert [x.dtype for x in result] == [dtype] * 4
+    return max(((x.double() - y).abs().max() / y.abs().max()).item() for x, y in zip(result, expected, strict=True))

@@ -1,4 +1,4 @@
-"""The plain core against the formula; the mask of documents."""
+"""SDPA against the formula; the mask of segments."""
 
 import pytest
 import torch
@@ -6,12 +6,12 @@ import torch
 from nanotrain.parallel.cp.sdpa import attend, segment_mask
 
 
-@pytest.mark.parametrize("value_width", [5, 8, 11])
+@pytest.mark.parametrize("value_head_dim", [5, 8, 11])
 @pytest.mark.parametrize("groups", [1, 2, 6])
-def test_the_core_is_softmax_of_scores_over_the_past(groups: int, value_width: int) -> None:
+def test_attend_is_softmax_of_the_causal_scores(groups: int, value_head_dim: int) -> None:
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 10, 6, 8, generator=generator)
-    key, value = (torch.randn(2, 10, groups, width, generator=generator) for width in (8, value_width))
+    key, value = (torch.randn(2, 10, groups, head_dim, generator=generator) for head_dim in (8, value_head_dim))
     out = attend(query, key=key, value=value, mask=None)
     for head in range(6):
         group = head // (6 // groups)
@@ -20,7 +20,7 @@ def test_the_core_is_softmax_of_scores_over_the_past(groups: int, value_width: i
         torch.testing.assert_close(out[:, :, head], scores.softmax(-1) @ value[:, :, group])
 
 
-def test_the_document_mask_is_causal_and_ends_at_borders() -> None:
+def test_the_segment_mask_is_causal_and_ends_at_borders() -> None:
     mask = segment_mask(torch.tensor([[0, 0, 1, 1, 1]], dtype=torch.int32))
     expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
     assert mask.shape == (1, 1, 5, 5)

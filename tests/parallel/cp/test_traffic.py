@@ -6,15 +6,15 @@ import torch
 from nanotrain.parallel.cp.attention import CORE_ATTENTIONS, build_core_attention
 from nanotrain.parallel.cp.traffic import SENT_BYTES, AttentionShape, Sent
 from tests.harness import run_ranks
-from tests.parallel.cp.sequences import Shape, part, sequences
+from tests.parallel.cp.sequences import Shape, random_inputs, shard
 
-SHAPES = [Shape(), Shape(heads=8, groups=2, width=12), Shape(heads=12, groups=6, batch=1)]
+SHAPES = [Shape(), Shape(heads=8, groups=2, head_dim=12), Shape(heads=12, groups=6, batch=1)]
 OPS = {"allgather": {"all_gather", "reduce_scatter"}, "p2p": {"p2p"}, "a2a": {"all_to_all"}}
 
 
 def sent_by_this_rank(ctx, comm_type, shape, dtype):
     group = ctx.group("cp")
-    given = part(sequences(shape, dtype=dtype), group)
+    given = shard(random_inputs(shape, dtype=dtype), group)
     core_attention = build_core_attention(comm_type, group)
     query, key, value = (tensor.requires_grad_() for tensor in (given.query, given.key, given.value))
     ctx.traffic.reset()
@@ -34,8 +34,8 @@ def test_measured_bytes_are_those_of_the_closed_form(comm_type, size):
             positions=shape.batch * shape.length // size,
             heads=shape.heads,
             groups=shape.groups,
-            width=shape.width,
-            value_width=shape.value_width,
+            width=shape.head_dim,
+            value_width=shape.value_head_dim,
             itemsize=dtype.itemsize,
         )
         found = run_ranks(size, sent_by_this_rank, comm_type, shape, dtype, cp=size)
