@@ -31,9 +31,10 @@ from nanotrain.config.load import load
 from nanotrain.log import start_logging
 from nanotrain.train.build import build_run
 from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.inputs import RunInputs, open_inputs
 from nanotrain.train.launch import choose_hooks
 from nanotrain.train.metrics import StepReport
-from nanotrain.train.resolve import Plan, resolve
+from nanotrain.train.plan import Plan, plan_run
 from nanotrain.train.run import Run
 from nanotrain.train.trainer import Trainer
 
@@ -67,17 +68,17 @@ def summary(meter: Meter, run: Run) -> dict[str, Any]:
     return {
         "step_time_s": [report.step_time_s for report in meter.reports],
         "cpu_time_s": [sum(step) for step in zip(*(cpu for cpu, _ in ranks), strict=True)],
-        "tokens_per_step": run.place.global_batch_size * run.config.data.seq_length,
+        "tokens_per_step": run.plan.sampler.global_batch_size * run.config.data.seq_length,
         "peak_memory_bytes": meter.reports[-1].peak_memory_bytes,
         "sent": {name: fmean(sent.get(name, 0) for _, sent in ranks) for name in groups},
     }
 
 
-def train(plan: Plan, context: ParallelContext) -> None:
+def train(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> None:
     """Train as planned; rank 0 prints what it cost."""
-    run, meter = build_run(plan, context), Meter()
+    run, meter = build_run(plan, inputs, context=context), Meter()
     try:
-        Trainer(run, [*choose_hooks(plan.config, plan.tokenizer), meter]).fit()
+        Trainer(run, [*choose_hooks(plan.config, inputs.tokenizer), meter]).fit()
         report = summary(meter, run)
     finally:
         run.batches.close()
@@ -108,12 +109,14 @@ def main() -> None:
     commands: list[list[str]] = [[]]
     for word in sys.argv[1:]:
         commands.append([]) if word == "--then" else commands[-1].append(word)
-    plans = [resolve(load(words), world_size) for words in commands]
+    rank, opened = int(os.environ.get("RANK", "0")), [open_inputs(load(words)) for words in commands]
+    plans = [plan_run(config, world_size, rank=rank) for config, _ in opened]
+    runs = list(zip(plans, (inputs for _, inputs in opened), strict=True))
     with ParallelContext.start(plans[0].topology, device=plans[0].config.train.device.value) as context:
-        train(plans[0], context)
-        for plan in plans[1:]:
+        train(*runs[0], context)
+        for plan, inputs in runs[1:]:
             with attached(plan) as another:
-                train(plan, another)
+                train(plan, inputs, another)
 
 
 if __name__ == "__main__":

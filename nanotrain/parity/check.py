@@ -40,7 +40,8 @@ from nanotrain.runs.folder import RunFolder
 from nanotrain.topology.boxes import TensorBox
 from nanotrain.topology.topology import Topology
 from nanotrain.train.build import build_run
-from nanotrain.train.resolve import Plan, with_pretrained_model
+from nanotrain.train.inputs import RunInputs, with_pretrained_model
+from nanotrain.train.plan import plan_run
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
 
@@ -137,16 +138,9 @@ def record_steps(context: ParallelContext, config: Config) -> Record:
     """
     record, samples = Record(dp=context.coords["dp"]), TrialDataset(config)
     with TemporaryDirectory(prefix="nanotrain-parity-") as folder:
-        plan = Plan(
-            config=config,
-            topology=context.topology,
-            folder=RunFolder(Path(folder)),
-            datasets=DatasetSplits(samples, None, None),
-            tokenizer=None,
-            checkpoint=None,
-            is_resumed=False,
-        )
-        run = build_run(plan, context)
+        plan = plan_run(config, context.topology.world_size, rank=context.rank)
+        inputs = RunInputs(RunFolder(Path(folder)), DatasetSplits(samples, None, None))
+        run = build_run(plan, inputs, context=context)
         try:
             for _ in range(config.train.train_iters):
                 _record_step(run, record, samples=samples)

@@ -1,13 +1,14 @@
 """`torchrun -m nanotrain.train ...`: from the command line to the end of training.
 
-    argv -> Loaded     the configuration; no torch yet, so mistakes show at once
-         -> Plan       data, model, folders, checkpoint; no device yet, the same on every rank
-         -> Run        on the device, among the other ranks
-         -> fit
+    argv -> Config      without torch, so that mistakes show at once
+         -> RunInputs   datasets, tokenizer, run folder, checkpoint; completes the config
+         -> Plan        groups, parameters, buffers, pipeline schedule of this rank; pure
+         -> Run         on the device, with process groups
+         -> Trainer.fit
 
-A mistake is one message and exit code 2, without a traceback. Nearly every mistake is found by all ranks alike, so the
-first rank of each machine speaks and the others give it a moment: torchrun ends them as soon as it has exited. A rank
-that is still there afterwards met the mistake alone, and speaks for itself.
+A user error is one message and exit code 2, without a traceback. Nearly all of them are raised by every rank, so local
+rank 0 prints first and the other ranks wait: torchrun ends them once it has exited. A rank that is still alive after
+the wait is the only one with the error and prints it.
 """
 
 import logging
@@ -20,72 +21,73 @@ from nanotrain.config.load import Loaded, answer, load
 from nanotrain.config.validate import validate_for_world
 from nanotrain.errors import EnvironmentFault, NanotrainError, report
 
-# Ranks reach the same mistake at different times: imports alone differ by a second on a busy machine. Were a silent
-# rank the first to exit, torchrun would end the one that was about to speak.
-WAIT_FOR_SPEAKER_S = 4.0
+# Ranks reach the same error at different times: imports alone differ by a second on a busy machine. If a silent rank
+# exited first, torchrun would end local rank 0 before it prints.
+WAIT_FOR_FIRST_RANK_S = 4.0
 INTERRUPTED = 130  # 128 + SIGINT, what shells expect
 
-# Idle OpenMP threads that spin take the cores from the other ranks: measured 10x on a busy machine. Read by libgomp
-# when torch is imported, so it stands before every import that brings torch in.
+# Spinning idle OpenMP threads take cores from the other ranks: measured 10x on a busy machine. libgomp reads this when
+# torch is imported, so it is set before any import of torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train as the command line says.
+    """Train with the settings of a command line.
 
     Args:
-        argv: the words after the program's name; those of this process by default.
+        argv: arguments after the program name; None for `sys.argv[1:]`.
 
     Returns:
-        The exit code: 0 when the run ended as asked, 2 for a mistake that has a message, 130 when it was interrupted.
+        The exit code: 0 on success, 2 for a user error, 130 for an interrupt.
     """
-    words = sys.argv[1:] if argv is None else argv
-    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    arguments = sys.argv[1:] if argv is None else argv
+    is_first_local = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        text = answer(words)
+        text = answer(arguments)
         if text is not None:
-            if speaks:
+            if is_first_local:
                 print(text)
             return 0
-        loaded = load(words)
+        loaded = load(arguments)
         world_size = _world_size(os.environ.get("WORLD_SIZE", "1"))
         validate_for_world(loaded.config, world_size, expected_dp=loaded.data_parallel_size)
         train(loaded, world_size)
     except NanotrainError as error:
-        if not speaks:
-            time.sleep(WAIT_FOR_SPEAKER_S)
+        if not is_first_local:
+            time.sleep(WAIT_FOR_FIRST_RANK_S)
         return report(error)
-    except KeyboardInterrupt:  # before the first step, or a second one: the trainer takes the first itself
+    except KeyboardInterrupt:  # before the first step, or the second Ctrl-C: the trainer handles the first
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     return 0
 
 
 def train(loaded: Loaded, world_size: int) -> None:
-    """Run a validated configuration on this rank.
+    """Train a validated configuration on this rank.
 
     Args:
-        loaded: the configuration and what the command line said of it.
+        loaded: configuration and its origins.
         world_size: ranks of the run.
     """
-    from nanotrain.comm.parallel_context import ParallelContext
+    from nanotrain.comm.parallel_context import Launch, ParallelContext
     from nanotrain.log import start_logging
-    from nanotrain.train.launch import run_plan
-    from nanotrain.train.resolve import resolve
+    from nanotrain.train.inputs import open_inputs
+    from nanotrain.train.launch import run_training
+    from nanotrain.train.plan import plan_run
 
-    is_first = os.environ.get("RANK", "0") == "0"
-    start_logging(is_first=is_first, level=logging.INFO if is_first else logging.ERROR)  # all ranks find the same
-    plan = resolve(loaded, world_size)
-    config = plan.config
+    rank = Launch.of(os.environ).rank
+    start_logging(is_first=rank == 0, level=logging.INFO if rank == 0 else logging.ERROR)  # all ranks log the same
+    config, inputs = open_inputs(loaded)
+    plan = plan_run(config, world_size, rank=rank)
     timeout_s = config.parallel.distributed_timeout_minutes * 60
     with ParallelContext.start(plan.topology, device=config.train.device.value, timeout_s=timeout_s) as context:
         start_logging(coordinates=context.place, is_first=context.rank == 0)
-        run_plan(plan, context)
+        run_training(plan, inputs, context=context)
 
 
 def _world_size(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise EnvironmentFault(f"WORLD_SIZE is {text!r}", why="it counts the ranks", fix="start with torchrun")
+        raise EnvironmentFault(f"WORLD_SIZE is {text!r}", why="it is the number of ranks", fix="start with torchrun")
     return int(text)
 
 

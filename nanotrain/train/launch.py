@@ -1,4 +1,4 @@
-"""From a plan and a context to the end of training: builds the run, chooses the hooks, fits, tidies up."""
+"""Train a planned run on this rank: build it, choose the hooks, run the steps, close the data loader."""
 
 import zlib
 
@@ -17,51 +17,55 @@ from nanotrain.train.hooks.log import LogHook
 from nanotrain.train.hooks.profile import ProfileHook
 from nanotrain.train.hooks.sample import SampleHook, SummaryHook
 from nanotrain.train.hooks.track import TrackHook
-from nanotrain.train.resolve import Plan
+from nanotrain.train.inputs import RunInputs
+from nanotrain.train.plan import Plan
 from nanotrain.train.trainer import Trainer
 
 log = get_logger(__name__)
 
 
-def run_plan(plan: Plan, context: ParallelContext) -> None:
-    """Train as planned, on this rank.
+def run_training(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> None:
+    """Train on this rank until the run ends.
 
     Args:
-        plan: what was asked for, complete.
-        context: this rank's device and groups.
+        plan: of this rank.
+        inputs: open datasets, run folder and checkpoint.
+        context: this rank's device and process groups.
     """
-    require_same_start(plan, context)
+    require_same_start(plan, inputs, context=context)
     config = plan.config
     manual_seed(config.train.seed, context.device)
     reset_peak_memory(context.device)
-    run = build_run(plan, context)
+    run = build_run(plan, inputs, context=context)
     try:
         if context.rank == 0:
             facts = {"device": device_name(context.device), "world_size": context.topology.world_size}
-            plan.folder.write_description(to_yaml(config), facts)
-            _announce(plan, context)
+            inputs.folder.write_description(to_yaml(config), facts)
+            _log_start(plan, inputs, context=context)
         if run.state.step >= config.train.train_iters:
-            log.info("nothing to do: step %d of %d is done", run.state.step, config.train.train_iters)
-        Trainer(run, choose_hooks(config, plan.tokenizer)).fit()
+            log.info("nothing to do: step %d of %d is already done", run.state.step, config.train.train_iters)
+        Trainer(run, choose_hooks(config, inputs.tokenizer)).fit()
     finally:
         run.batches.close()
 
 
-def require_same_start(plan: Plan, context: ParallelContext) -> None:
-    """Every rank resolved the plan for itself; where machines see different files, one would wait for ever.
+def require_same_start(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> None:
+    """Check that all ranks have the same configuration and start from the same checkpoint.
+
+    Each rank opens the inputs by itself; where machines see different files, the collectives of one would never match.
 
     Raises:
-        EnvironmentFault: ranks start from different checkpoints or with different settings; on every rank alike.
+        EnvironmentFault: ranks differ; on every rank.
     """
-    found = plan.checkpoint.name if plan.checkpoint else "no checkpoint"
-    starts = all_gather_object((found, zlib.crc32(to_yaml(plan.config).encode())), context.control)
+    checkpoint = inputs.checkpoint.name if inputs.checkpoint else "no checkpoint"
+    starts = all_gather_object((checkpoint, zlib.crc32(to_yaml(plan.config).encode())), context.control)
     other = next((rank for rank, start in enumerate(starts) if start != starts[0]), None)
     if other is None:
         return
     if starts[other][0] != starts[0][0]:
         raise EnvironmentFault(
             f"rank 0 starts from {starts[0][0]}, rank {other} from {starts[other][0]}",
-            why=f"their machines see different files in {plan.folder.path} or behind --load",
+            why=f"their machines see different files in {inputs.folder.path} or behind --load",
             fix="put them on a file system that all machines share",
         )
     raise EnvironmentFault(
@@ -72,9 +76,9 @@ def require_same_start(plan: Plan, context: ParallelContext) -> None:
 
 
 def choose_hooks(config: Config, tokenizer: str | None) -> list[Hook]:
-    """The hooks of a run in the order in which they are called: a validation belongs to the step it is logged with."""
+    """The hooks of a run in call order; validation comes before logging, which reports its loss."""
     train = config.train
-    chosen: list[tuple[bool, Hook]] = [
+    hooks: list[tuple[bool, Hook]] = [
         (train.eval_interval > 0, EvaluateHook()),
         (True, LogHook()),
         (train.tensorboard or train.wandb, TrackHook()),
@@ -83,18 +87,18 @@ def choose_hooks(config: Config, tokenizer: str | None) -> list[Hook]:
         (train.generate_tokens > 0, SampleHook(tokenizer)),
         (True, SummaryHook()),
     ]
-    return [hook for wanted, hook in chosen if wanted]
+    return [hook for is_enabled, hook in hooks if is_enabled]
 
 
-def _announce(plan: Plan, context: ParallelContext) -> None:
+def _log_start(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> None:
     config, topology = plan.config, plan.topology
     log.info(
         "%s: %s on %s, %s, %s",
-        plan.folder.path,
+        inputs.folder.path,
         "1 rank" if topology.world_size == 1 else f"{topology.world_size} ranks",
         device_name(context.device),
         config.precision.params_dtype.value,
         config.parallel.data_parallel_sharding_strategy.value,
     )
-    if plan.is_resumed:
-        log.info("resuming; --no-auto-resume starts anew")
+    if inputs.is_resumed:
+        log.info("resuming; --no-auto-resume starts a new run")

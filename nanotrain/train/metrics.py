@@ -13,7 +13,7 @@ from nanotrain.model.router_load import RouterLoad
 from nanotrain.topology.counts import flops_per_token
 from nanotrain.topology.hardware import peak_flops
 from nanotrain.topology.shape import ModelShape
-from nanotrain.train.state import TrainState
+from nanotrain.train.run import TrainState
 from nanotrain.train.step import StepResult
 
 

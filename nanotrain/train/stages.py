@@ -23,7 +23,8 @@ from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.parallel.tp.weight_grads import WeightGradQueue
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.params import LocalParam, localize
-from nanotrain.topology.stages import StageSpec, split_layers
+from nanotrain.topology.stages import StageSpec
+from nanotrain.train.plan import Plan
 
 # Whether parameters are experts' -> the prefix of the names of their groups.
 GROUP_PREFIXES = {False: "dp", True: "expert_dp"}
@@ -51,37 +52,25 @@ class BuiltStage:
         return RunnableStage(self.module, self.data_parallel, self.weight_grads)
 
 
-def own_stages(config: Config, context: ParallelContext) -> tuple[StageSpec, ...]:
-    """Which stages this rank holds: every pp-th of them, from its place in the pipeline on."""
-    parallel, pp = config.parallel, context.group("pp")
-    every_stage = split_layers(
-        config.model.num_layers,
-        pp.size * parallel.num_virtual_stages_per_pipeline_rank,
-        first=parallel.decoder_first_pipeline_num_layers,
-        last=parallel.decoder_last_pipeline_num_layers,
-    )
-    return every_stage[pp.index :: pp.size]
-
-
-def build_stages(config: Config, context: ParallelContext) -> dict[int, BuiltStage]:
-    """Build this rank's stages with storage; parameters are zero until start values are given.
+def build_stages(plan: Plan, context: ParallelContext) -> dict[int, BuiltStage]:
+    """Build this rank's stages with storage; parameters are zero until they are initialized or loaded.
 
     Args:
-        config: model, parallel and precision sections are read.
+        plan: says which stages this rank holds.
         context: device and groups.
 
     Returns:
         the stages by global index.
     """
-    return {spec.index: _build_one(config, spec, context=context) for spec in own_stages(config, context)}
+    return {spec.index: _build_stage(plan.config, spec, context=context) for spec in plan.stages}
 
 
 def all_data_parallel(stages: Mapping[int, BuiltStage]) -> tuple[DataParallel, ...]:
-    """The data-parallel layers of all stages of this rank."""
-    return tuple(layer for stage in stages.values() for layer in stage.data_parallel)
+    """The data-parallel storage of all stages of this rank."""
+    return tuple(dp for stage in stages.values() for dp in stage.data_parallel)
 
 
-def _build_one(config: Config, spec: StageSpec, *, context: ParallelContext) -> BuiltStage:
+def _build_stage(config: Config, spec: StageSpec, *, context: ParallelContext) -> BuiltStage:
     precision = Precision.of(config.precision)
     is_split = config.parallel.pipeline_schedule is PipelineSchedule.zb_h1 and context.group("pp").size > 1
     weight_grads = WeightGradQueue() if is_split else None

@@ -1,30 +1,34 @@
-"""The train step, the best-known function of the project."""
+"""The train step, and what belongs to it: the remaining gradient sums after backward, and the global loss."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
-from nanotrain.comm.collectives import all_reduce_scalars
+from nanotrain.comm.collectives import all_reduce, all_reduce_scalars
+from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.model.router_load import RouterLoad
+from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.pp.executor import run_schedule
 from nanotrain.train.batches import GlobalBatch
-from nanotrain.train.finalize import finalize_grads
 from nanotrain.train.routers import balance_routers
 from nanotrain.train.run import Run
+
+GRAD_SUM_AXES = ("tp", "embed")
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did; the same on every rank.
+    """The outcome of one step, equal on every rank.
 
     Attributes:
-        loss: mean cross-entropy over all target tokens of the global batch, before the update; what was optimized.
+        loss: mean cross-entropy over the target tokens of the global batch, before the update.
         grad_norm: global 2-norm before clipping.
-        lr: the learning rate that was used.
-        skipped: whether a norm that was not finite kept every weight as it was.
-        router_loads: what each router has chosen, by name; empty for a dense model.
+        lr: learning rate of this step.
+        skipped: True if the gradient norm was not finite; no weight changed.
+        router_loads: routing statistics by router name; empty for a dense model.
     """
 
     loss: float
@@ -35,40 +39,70 @@ class StepResult:
 
 
 def train_step(run: Run, batch: GlobalBatch) -> StepResult:
-    """One optimizer step: every microbatch forward and backward, then one update."""
+    """One optimizer step: forward and backward of every microbatch, gradient reduction, parameter update."""
     lr = run.lr_schedule.lr_at(run.state.consumed_samples)
     num_tokens, loss_scale = max(batch.num_target_tokens, 1), run.optimizer.loss_scale.scale
     microbatches = [replace(part, aux_scale=loss_scale / batch.num_samples) for part in batch.microbatches]
 
-    for layer in run.data_parallel:
-        layer.begin_step()
+    for dp in run.data_parallel:
+        dp.begin_step()
     loss_sum = run_schedule(
-        run.schedule,
+        run.plan.schedule,
         run.runnable,
         microbatches=microbatches,
         grad_scale=loss_scale / num_tokens,
         pipeline=run.pipeline,
     )
-    for layer in run.data_parallel:
-        layer.finish_grad_reduce()
+    for dp in run.data_parallel:
+        dp.finish_grad_reduce()
     finalize_grads(run.data_parallel, run.context)
     update = run.optimizer.step(lr)
-    for layer in run.data_parallel:
-        layer.start_param_gather()
+    for dp in run.data_parallel:
+        dp.start_param_gather()
 
     loss = global_loss(loss_sum, run.context)
     loads = balance_routers(run.stages, run.config.model, context=run.context)
-    run.state.advance(samples=run.place.global_batch_size, tokens=batch.num_target_tokens)
+    run.state.advance(samples=run.plan.sampler.global_batch_size, tokens=batch.num_target_tokens)
     return StepResult(loss / num_tokens, update.grad_norm, lr=lr, skipped=update.skipped, router_loads=loads)
 
 
-def global_loss(loss_sum: Tensor, context: ParallelContext) -> float:
-    """The summed loss of all ranks, for all ranks.
+def finalize_grads(data_parallel: Sequence[DataParallel], context: ParallelContext) -> None:
+    """All-reduce, in place, the gradients that need a sum over further axes after the data-parallel reduction.
+
+        tp      parameters used on sequence shards or on some heads only: norms under sequence parallel, q/k norms,
+                routers, replicated key and value projections
+        embed   the tied embedding: embedding of the first stage, output layer of the last
+
+    Source: Megatron-LM, `finalize_model_grads.py`. There the sums run before the reduce-scatter, over full gradients;
+    here they run after it, over 1/d of the bytes.
 
     Args:
-        loss_sum: this rank's, zero where its stages have no head; all tp ranks have the same, so one of them counts.
+        data_parallel: of this rank; gradient shards are reduced.
+        context: a rank between the first and the last stage has no `embed` group.
+    """
+    for axis in GRAD_SUM_AXES:
+        group = context.groups.get(axis)
+        if group is None or group.size == 1:
+            continue
+        grads = [grad for dp in data_parallel for grad in dp.grad_pieces(axis)]
+        if grads:
+            _all_reduce_coalesced(grads, group)
+
+
+def global_loss(loss_sum: Tensor, context: ParallelContext) -> float:
+    """The loss summed over all ranks.
+
+    Args:
+        loss_sum: scalar; zero on ranks without the output layer, equal on all ranks of a tp group.
         context: the groups.
     """
-    own = loss_sum.item() if context.group("tp").is_first else 0.0
-    (total,) = all_reduce_scalars([own], context.group("world"))
+    local = loss_sum.item() if context.group("tp").is_first else 0.0
+    (total,) = all_reduce_scalars([local], context.group("world"))
     return total
+
+
+def _all_reduce_coalesced(tensors: Sequence[Tensor], group: Group) -> None:
+    """One all-reduce for many small flat tensors."""
+    flat = torch.cat(list(tensors))
+    all_reduce(flat, group)
+    torch._foreach_copy_(list(tensors), list(flat.split([tensor.numel() for tensor in tensors])))

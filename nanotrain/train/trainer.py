@@ -32,7 +32,7 @@ class Trainer:
 
     def __init__(self, run: Run, hooks: Sequence[Hook]) -> None:
         self.run, self.hooks = run, hooks
-        self._speed = Speedometer.of(run.config, run.context, global_batch_size=run.place.global_batch_size)
+        self._speed = Speedometer.of(run.config, run.context, global_batch_size=run.plan.sampler.global_batch_size)
         self._signal: int | None = None
         self._started = time.monotonic()
         self._first_step = run.state.step
@@ -53,8 +53,8 @@ class Trainer:
             hook.before_training(self.run)
         while not self._is_done() and self._one_step():
             pass
-        for layer in self.run.data_parallel:
-            layer.finish_param_gather()
+        for dp in self.run.data_parallel:
+            dp.finish_param_gather()
         for hook in self.hooks:
             hook.after_training(self.run)
 

@@ -25,8 +25,9 @@ from nanotrain.checkpoint.store import find_checkpoint, read_manifest
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
 from nanotrain.config.validate import validate_for_world
-from nanotrain.train.launch import run_plan
-from nanotrain.train.resolve import resolve
+from nanotrain.train.inputs import open_inputs
+from nanotrain.train.launch import run_training
+from nanotrain.train.plan import plan_run
 from tests.harness import ROOT
 from tests.laws.megatron_file import write_tokens
 
@@ -91,8 +92,9 @@ def train_words(ctx: ParallelContext, *lines: Sequence[str]) -> None:
         for line in lines:
             loaded = load([*line, "--num-workers", "0"])  # the harness's ranks may have no children
             validate_for_world(loaded.config, world_size)
-            plan = resolve(loaded, world_size)
-            run_plan(plan, ParallelContext.attach(plan.topology))
+            config, inputs = open_inputs(loaded)
+            plan = plan_run(config, world_size, rank=ctx.rank)
+            run_training(plan, inputs, context=ParallelContext.attach(plan.topology))
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:

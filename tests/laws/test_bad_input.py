@@ -18,8 +18,9 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
 from nanotrain.errors import EnvironmentFault
 from nanotrain.train.__main__ import main
+from nanotrain.train.inputs import open_inputs
 from nanotrain.train.launch import require_same_start
-from nanotrain.train.resolve import resolve
+from nanotrain.train.plan import plan_run
 from tests.harness import ranks, run_ranks
 from tests.laws.command_line import (
     GLOBAL_BATCH,
@@ -285,9 +286,10 @@ def test_all_ranks_together_warn_once_of_a_checkpoint_they_pass_over(run_dir: Pa
 def test_ranks_that_would_start_from_different_checkpoints_say_so(ctx: ParallelContext, run_dir: Path) -> None:
     if ctx.rank == 1:  # a machine that does not see the folder of the others
         run_dir = run_dir.with_name("elsewhere")
-    plan = resolve(load([*words(run_dir), f"--data-path={run_dir.parent / 'tokens'}", "--num-workers", "0"]), 2)
+    arguments = [*words(run_dir), f"--data-path={run_dir.parent / 'tokens'}", "--num-workers", "0"]
+    config, inputs = open_inputs(load(arguments))
     with pytest.raises(EnvironmentFault, match="rank 0 starts from step-00000006, rank 1 from no checkpoint"):
-        require_same_start(plan, ctx)
+        require_same_start(plan_run(config, 2, rank=ctx.rank), inputs, context=ctx)
 
 
 def refused(line: list[str], capfd: pytest.CaptureFixture[str]) -> str:

@@ -44,7 +44,7 @@ def test_five_and_five_steps_are_ten_under_torchrun(tmp_path: Path) -> None:
 
     assert (first.exit_code, second.exit_code) == (0, 0), first.output + second.output
     assert "stopping after step 5: a multiple of --exit-interval 5" in first.output
-    assert "going on from" in second.output and "step 5, 60 samples consumed" in second.output
+    assert "loaded " in second.output and "step 5, 60 samples consumed" in second.output
     run_ranks(2, train_words, words(whole, how, overlap), strategy="optim")  # without data workers
     assert_same_to_the_bit(halves, whole)
 
@@ -132,8 +132,8 @@ def test_a_plain_run_from_hugging_face_weights_goes_on(tmp_path: Path) -> None:
     second = torchrun(line.replace("--train-iters 6", "--train-iters 12").split())
 
     assert (first.exit_code, second.exit_code) == (0, 0), first.output + second.output
-    assert "starting from the weights of" in first.output and "starting from the weights" not in second.output
-    assert "going on from" in second.output and "step 6, 48 samples consumed" in second.output
+    assert "initial weights from" in first.output and "initial weights from" not in second.output
+    assert "loaded " in second.output and "step 6, 48 samples consumed" in second.output
     never_stopped = line.replace("--train-iters 6", "--train-iters 12").replace(
         str(tmp_path / "out"), str(tmp_path / "whole")
     )

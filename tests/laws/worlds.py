@@ -19,7 +19,8 @@ from nanotrain.data.build import DatasetSplits
 from nanotrain.runs.folder import RunFolder
 from nanotrain.topology.boxes import TensorBox
 from nanotrain.train.build import build_run
-from nanotrain.train.resolve import Plan
+from nanotrain.train.inputs import RunInputs
+from nanotrain.train.plan import plan_run
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
 
@@ -84,8 +85,8 @@ class Outcome:
     bytes_sent: dict[str, int]
 
 
-def config_of(ctx: ParallelContext, case: Case) -> Config:
-    """The configuration of a case; its parallel section follows the context's topology."""
+def config_of(case: Case) -> Config:
+    """The configuration of a case; its parallel section must describe the topology that it runs on."""
     base = Config(
         model=MODEL,
         data=DataConfig(seq_length=SEQ_LENGTH, num_workers=0, mock_data=True),
@@ -103,16 +104,14 @@ def config_of(ctx: ParallelContext, case: Case) -> Config:
 def build_here(ctx: ParallelContext, case: Case, *, checkpoint: Path | None = None, folder: Path | None = None) -> Run:
     """Build the case's run on this rank."""
     samples = UnevenSamples()
-    plan = Plan(
-        config=config_of(ctx, case),
-        topology=ctx.topology,
-        folder=RunFolder(folder or Path(mkdtemp(prefix="nanotrain-law-"))),
-        datasets=DatasetSplits(samples, None, None),
-        tokenizer=None,
+    plan = plan_run(config_of(case), ctx.topology.world_size, rank=ctx.rank)
+    inputs = RunInputs(
+        RunFolder(folder or Path(mkdtemp(prefix="nanotrain-law-"))),
+        DatasetSplits(samples, None, None),
         checkpoint=checkpoint,
         is_resumed=checkpoint is not None,
     )
-    return build_run(plan, ctx)
+    return build_run(plan, inputs, context=ctx)
 
 
 def train_here(ctx: ParallelContext, case: Case) -> Outcome:
@@ -124,7 +123,7 @@ def train_here(ctx: ParallelContext, case: Case) -> Outcome:
         batch = run.batch_iterator.next()
         assert batch is not None
         results.append(train_step(run, batch))
-    source = run.datasets.train
+    source = run.inputs.datasets.train
     assert isinstance(source, UnevenSamples)
     return Outcome(
         losses=[result.loss for result in results],

@@ -1,4 +1,4 @@
-"""A small run in this process, built the way the command line builds it: from words to a plan to a `Run`."""
+"""A small run in this process, built the way the command line builds it: Config -> RunInputs -> Plan -> Run."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -10,8 +10,9 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
 from nanotrain.train.build import build_run
 from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.inputs import RunInputs, open_inputs
 from nanotrain.train.metrics import StepReport
-from nanotrain.train.resolve import Plan, resolve
+from nanotrain.train.plan import plan_run
 from nanotrain.train.run import Run
 from nanotrain.train.trainer import Trainer
 
@@ -31,15 +32,16 @@ def words(folder: Path, *more: str) -> list[str]:
     return [*SIZES, *QUIET, "--run-dir", str(folder), *more]
 
 
-def plan_run(folder: Path, *more: str, world_size: int = 1) -> Plan:
-    return resolve(load(words(folder, *more)), world_size)
+def inputs_of(folder: Path, *more: str) -> RunInputs:
+    return open_inputs(load(words(folder, *more)))[1]
 
 
 @contextmanager
 def small_run(folder: Path, *more: str, context: ParallelContext | None = None) -> Iterator[Run]:
     """A built run, its loader closed afterwards."""
-    plan = plan_run(folder, *more, world_size=context.topology.world_size if context else 1)
-    run = build_run(plan, context or ParallelContext.attach(plan.topology))
+    config, inputs = open_inputs(load(words(folder, *more)))
+    plan = plan_run(config, context.topology.world_size if context else 1, rank=context.rank if context else 0)
+    run = build_run(plan, inputs, context=context or ParallelContext.attach(plan.topology))
     try:
         yield run
     finally:

@@ -7,7 +7,7 @@ import pytest
 
 from nanotrain.config.load import load
 from nanotrain.train import __main__ as entry
-from nanotrain.train.__main__ import INTERRUPTED, WAIT_FOR_SPEAKER_S, main
+from nanotrain.train.__main__ import INTERRUPTED, WAIT_FOR_FIRST_RANK_S, main
 from tests.train.small_run import metrics_of, words
 
 
@@ -59,11 +59,11 @@ def test_the_same_command_with_more_steps_resumes_and_with_the_same_has_nothing_
     capfd.readouterr()
     assert main(words(tmp_path, "--train-iters", "4")) == 0
     err = capfd.readouterr().err
-    assert "resuming; --no-auto-resume starts anew" in err
+    assert "resuming; --no-auto-resume starts a new run" in err
     assert "step-00000002: step 2, 2 samples consumed" in err
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4]
     assert main(words(tmp_path, "--train-iters", "4")) == 0
-    assert "nothing to do: step 4 of 4 is done" in capfd.readouterr().err
+    assert "nothing to do: step 4 of 4 is already done" in capfd.readouterr().err
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4]
 
 
@@ -79,7 +79,7 @@ def test_a_rank_that_is_not_the_first_of_its_machine_lets_that_one_speak_first(t
     monkeypatch.setenv("LOCAL_RANK", "1")
     (tmp_path / "file").touch()
     assert main(words(tmp_path / "file" / "run")) == 2
-    assert naps == [WAIT_FOR_SPEAKER_S]
+    assert naps == [WAIT_FOR_FIRST_RANK_S]
     assert capfd.readouterr().err.count("error: ") == 1
 
 

@@ -10,7 +10,7 @@ from nanotrain.config.config import Config, DataConfig, ModelConfig
 from nanotrain.topology.counts import flops_per_token
 from nanotrain.topology.shape import ModelShape
 from nanotrain.train.metrics import Speedometer, StepClock, report_step
-from nanotrain.train.state import TrainState
+from nanotrain.train.run import TrainState
 from nanotrain.train.step import StepResult
 from tests.train.small_run import report_of, small_run
 

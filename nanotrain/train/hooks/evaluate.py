@@ -30,12 +30,12 @@ class EvaluateHook(Hook):
 @torch.no_grad()
 def evaluate(run: Run) -> float:
     """Mean cross-entropy over the first `eval_iters` global batches of the validation split."""
-    samples = run.datasets.valid
-    assert samples is not None, "resolve requires a validation split where eval_interval is set"
-    for layer in run.data_parallel:
-        layer.finish_param_gather()
+    samples = run.inputs.datasets.valid
+    assert samples is not None, "open_inputs requires a validation split where eval_interval is set"
+    for dp in run.data_parallel:
+        dp.finish_param_gather()
     loss, num_tokens = torch.zeros((), device=run.context.device), 0
-    with GlobalBatchLoader(samples, place=run.place) as batches:
+    with GlobalBatchLoader(samples, place=run.plan.sampler) as batches:
         batch_iterator = build_batch_iterator(batches, run.context)
         for _ in range(run.config.train.eval_iters):
             batch = batch_iterator.next()

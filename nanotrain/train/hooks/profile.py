@@ -46,8 +46,8 @@ class ProfileHook(Hook):
     def _write(self, run: Run) -> None:
         if self._profiler is None:
             return
-        for layer in run.data_parallel:
-            layer.finish_param_gather()  # a transfer that outlives its profiler corrupts the heap (torch 2.13)
+        for dp in run.data_parallel:
+            dp.finish_param_gather()  # a transfer that outlives its profiler corrupts the heap (torch 2.13)
         self._profiler.stop()
         folder = run.folder.path / "profile"
         folder.mkdir(exist_ok=True)

@@ -23,8 +23,8 @@ class SampleHook(Hook):
         self._tokenizer = tokenizer
 
     def after_training(self, run: Run) -> None:
-        for layer in run.data_parallel:
-            layer.finish_param_gather()
+        for dp in run.data_parallel:
+            dp.finish_param_gather()
         if not run.context.control.is_first:
             return
         topology = run.context.topology

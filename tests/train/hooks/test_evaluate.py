@@ -20,7 +20,7 @@ def test_it_runs_before_the_first_step_at_every_interval_and_after_the_last(tmp_
 def test_the_loss_is_the_mean_over_the_first_batches_of_the_validation_split(tmp_path):
     with small_run(tmp_path, *EVERY_TWO, "--global-batch-size", "2") as run:
         losses = [evaluate(run), evaluate(run)]
-        samples = [run.datasets.valid[number] for number in range(3 * 2)]
+        samples = [run.inputs.datasets.valid[number] for number in range(3 * 2)]
         (stage,) = run.stages.values()
         by_hand = [
             torch.nn.functional.cross_entropy(

@@ -2,15 +2,21 @@
 
 from dataclasses import replace
 
+from nanotrain.config.config import TrainConfig
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.sample import SampleHook, SummaryHook, sample
+from nanotrain.train.run import Run
 from tests.harness import ranks
 from tests.train.small_run import small_run, train
 
 
+def with_train(run: Run, train: TrainConfig) -> Run:
+    return replace(run, plan=replace(run.plan, config=replace(run.config, train=train)))
+
+
 def with_length(run, num_tokens: int):
     """The run with a sample asked for, which synthetic data does not allow."""
-    return replace(run, config=replace(run.config, train=replace(run.config.train, generate_tokens=num_tokens)))
+    return with_train(run, replace(run.config.train, generate_tokens=num_tokens))
 
 
 def test_the_model_writes_a_text_of_the_asked_length_the_same_one_every_time(tmp_path):
@@ -57,7 +63,7 @@ def test_every_rank_waits_for_its_parameters_and_the_first_one_prints(ctx, tmp_p
 def test_the_sample_goes_on_from_the_prompt(tmp_path):
     with small_run(tmp_path, "--vocab-size", "257") as run:
         asked = replace(run.config.train, generate_tokens=4, generate_prompt="def f(")
-        prompted = sample(replace(run, config=replace(run.config, train=asked)), "bytes")
+        prompted = sample(with_train(run, asked), "bytes")
         new_document = sample(with_length(run, 4), "bytes")
     assert prompted.startswith("def f(") and not new_document.startswith("def f(")
     assert len(prompted) <= len("def f(") + 4

@@ -2,7 +2,7 @@
 
 import json
 
-from nanotrain.train.state import TrainState
+from nanotrain.train.run import TrainState
 
 
 def test_a_step_advances_every_counter():

@@ -1,4 +1,4 @@
-"""From a configuration to a plan: vocabulary, data, folders and the checkpoint to start from."""
+"""What a run opens on disk: vocabulary, data, folder and the checkpoint to start from."""
 
 import threading
 import time
@@ -7,14 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nanotrain.config.config import Config
 from nanotrain.config.load import load
 from nanotrain.errors import CheckpointError, ConfigError, DataError, EnvironmentFault
 from nanotrain.prepare.quickstart import QuickStart
 from nanotrain.prepare.token_writer import TokenWriter
-from nanotrain.train import resolve as resolve_module
+from nanotrain.train import inputs as inputs_module
 from nanotrain.train.hooks.checkpoint import CheckpointHook
-from nanotrain.train.resolve import _only_one, resolve
-from tests.train.small_run import SEQ_LENGTH, plan_run, small_run, train
+from nanotrain.train.inputs import RunInputs, _file_lock, open_inputs
+from tests.train.small_run import SEQ_LENGTH, inputs_of, small_run, train
 
 
 def write_corpus(prefix, *, num_documents: int = 40, largest_id: int = 255):
@@ -24,9 +25,9 @@ def write_corpus(prefix, *, num_documents: int = 40, largest_id: int = 255):
     return prefix
 
 
-def plan_on(folder, prefix, *more: str):
+def open_on(folder, prefix, *more: str) -> tuple[Config, RunInputs]:
     words = ["--data-path", str(prefix), "--seq-length", str(SEQ_LENGTH), "--run-dir", str(folder), *more]
-    return resolve(load(words), 1)
+    return open_inputs(load(words))
 
 
 def save_steps(folder, *steps: int):
@@ -36,58 +37,56 @@ def save_steps(folder, *steps: int):
             train(run, CheckpointHook())
 
 
-def test_a_plan_holds_all_that_can_be_known(tmp_path):
-    plan = plan_run(tmp_path / "run", world_size=2)
-    assert plan.config.model.vocab_size == 260
-    assert plan.topology.world_size == 2
-    assert plan.folder.path.is_dir()
-    assert plan.datasets.train is not None
-    assert plan.checkpoint is None and not plan.is_resumed
+def test_a_new_run_has_a_folder_and_samples_and_no_checkpoint(tmp_path):
+    inputs = inputs_of(tmp_path / "run")
+    assert inputs.folder.path.is_dir()
+    assert inputs.datasets.train is not None
+    assert inputs.checkpoint is None and not inputs.is_resumed
 
 
 def test_the_vocabulary_is_the_tokenizers_where_it_is_not_set(tmp_path):
     prefix = write_corpus(tmp_path / "text")
-    plan = plan_on(tmp_path / "run", prefix, "--tokenizer-model", "bytes")
-    assert plan.config.model.vocab_size == 257  # 256 bytes and the end of a document
-    assert plan.tokenizer == "bytes"
+    config, inputs = open_on(tmp_path / "run", prefix, "--tokenizer-model", "bytes")
+    assert config.model.vocab_size == 257  # 256 bytes and the end of a document
+    assert inputs.tokenizer == "bytes"
 
 
 def test_a_vocabulary_that_nobody_knows_is_an_error(tmp_path):
     prefix = write_corpus(tmp_path / "text")
     with pytest.raises(ConfigError, match="--vocab-size"):
-        plan_on(tmp_path / "run", prefix)
+        open_on(tmp_path / "run", prefix)
 
 
 def test_a_validation_split_is_required_only_where_there_is_validation(tmp_path):
     prefix = write_corpus(tmp_path / "text")
     words = ("--vocab-size", "256", "--split", "1,0,0")
-    assert plan_on(tmp_path / "run", prefix, *words, "--eval-interval", "0").datasets.valid is None
+    assert open_on(tmp_path / "run", prefix, *words, "--eval-interval", "0")[1].datasets.valid is None
     with pytest.raises(DataError, match="eval-interval 0"):
-        plan_on(tmp_path / "run", prefix, *words, "--eval-interval", "5")
+        open_on(tmp_path / "run", prefix, *words, "--eval-interval", "5")
 
 
 def test_a_run_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(EnvironmentFault, match="cannot be written"):
-        plan_run(tmp_path / "file" / "run")
+        inputs_of(tmp_path / "file" / "run")
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint_unless_told_otherwise(tmp_path):
     save_steps(tmp_path / "run", 2, 3)
-    resumed = plan_run(tmp_path / "run")
+    resumed = inputs_of(tmp_path / "run")
     assert resumed.checkpoint.name == "step-00000003" and resumed.is_resumed
-    anew = plan_run(tmp_path / "run", "--no-auto-resume")
+    anew = inputs_of(tmp_path / "run", "--no-auto-resume")
     assert anew.checkpoint is None and not anew.is_resumed
 
 
 def test_a_named_checkpoint_comes_before_the_runs_own(tmp_path):
     save_steps(tmp_path / "one", 2)
     save_steps(tmp_path / "other", 3)
-    loaded = plan_run(tmp_path / "other", "--load", str(tmp_path / "one"))
+    loaded = inputs_of(tmp_path / "other", "--load", str(tmp_path / "one"))
     assert loaded.checkpoint == tmp_path / "one" / "checkpoints" / "step-00000002"
     assert not loaded.is_resumed
     with pytest.raises(CheckpointError, match="nowhere"):
-        plan_run(tmp_path / "other", "--load", str(tmp_path / "nowhere"))
+        inputs_of(tmp_path / "other", "--load", str(tmp_path / "nowhere"))
 
 
 def test_the_quick_start_corpus_lies_in_the_run_folder_and_the_configuration_stays_as_asked(tmp_path, monkeypatch):
@@ -97,23 +96,23 @@ def test_the_quick_start_corpus_lies_in_the_run_folder_and_the_configuration_sta
         asked.append((folder, vocab_size))
         return QuickStart(write_corpus(tmp_path / "text"), Path("bytes"), vocab_size)
 
-    monkeypatch.setattr(resolve_module, "prepare_quickstart", prepare)
+    monkeypatch.setattr(inputs_module, "prepare_quickstart", prepare)
     words = ["--run-dir", str(tmp_path / "run"), "--vocab-size", "256", "--seq-length", "16", "--eval-interval", "0"]
-    plan = resolve(load(words), 1)
+    config, inputs = open_inputs(load(words))
     assert asked == [(tmp_path / "run" / "data", 8192)]
-    assert plan.config.data.data_path == []
-    assert plan.tokenizer == "bytes"
+    assert config.data.data_path == []
+    assert inputs.tokenizer == "bytes"
 
 
-def test_only_one_rank_of_a_machine_prepares_at_a_time(tmp_path):
+def test_file_lock_rank_of_a_machine_prepares_at_a_time(tmp_path):
     events = []
 
     def second():
-        with _only_one(tmp_path / "lock"):
+        with _file_lock(tmp_path / "lock"):
             events.append("second")
 
     other = threading.Thread(target=second)
-    with _only_one(tmp_path / "lock"):
+    with _file_lock(tmp_path / "lock"):
         other.start()
         time.sleep(0.1)
         events.append("first is done")

@@ -1,0 +1,132 @@
+"""Open what a run reads and writes on disk: corpora, tokenizer, run folder, checkpoint to start from.
+
+    prepare the quick-start corpus, if used -> tokenizer -> complete the model section -> datasets -> checkpoint
+
+No device is touched. Every rank opens everything and raises the same errors. The quick-start corpus is written by one
+rank per machine, under a file lock; the others wait for it.
+"""
+
+import fcntl
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nanotrain.checkpoint.store import find_checkpoint, newest_complete
+from nanotrain.config.config import Config, DataConfig
+from nanotrain.config.layout_rules import check_layout
+from nanotrain.config.load import Loaded
+from nanotrain.config.model_rules import check_model
+from nanotrain.data.build import DatasetSplits, build_data, tokenizer_of, uses_quickstart
+from nanotrain.data.tokenizer import load_tokenizer
+from nanotrain.errors import ConfigError
+from nanotrain.hf.families import check_against, model_from_hf
+from nanotrain.prepare.quickstart import prepare_quickstart
+from nanotrain.runs.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What a run has open on disk.
+
+    Attributes:
+        folder: the run folder; it exists and is writable.
+        datasets: samples by split.
+        tokenizer: name or path as `load_tokenizer` takes it; None without a tokenizer.
+        checkpoint: the step folder to start from; None for a new run.
+        is_resumed: whether `checkpoint` is in this run's own folder.
+    """
+
+    folder: RunFolder
+    datasets: DatasetSplits
+    tokenizer: str | None = None
+    checkpoint: Path | None = None
+    is_resumed: bool = False
+
+
+def open_inputs(loaded: Loaded) -> tuple[Config, RunInputs]:
+    """Open the inputs of a run and complete its configuration with what they say.
+
+    Args:
+        loaded: a validated configuration.
+
+    Returns:
+        the configuration with model and vocabulary size set, and the open inputs.
+
+    Raises:
+        NanotrainError: invalid data, model, folder or checkpoint.
+    """
+    config = loaded.config
+    if config.checkpoint.pretrained_checkpoint:
+        config = with_pretrained_model(config, loaded.explicit)
+    assert config.train.run_dir, "load sets a run folder for every run"
+    folder = RunFolder(Path(config.train.run_dir))
+    folder.require_writable()
+    data = _prepare_quickstart(config.data, folder) if uses_quickstart(config.data) else config.data
+    tokenizer = tokenizer_of(data)
+    if tokenizer is not None and (data.tokenizer_model or config.train.generate_tokens):
+        load_tokenizer(tokenizer)  # an unreadable tokenizer would otherwise fail at the end of training
+    config = _with_vocabulary(config, tokenizer)
+    check_model(config)
+    check_layout(config)
+    required = {"train", "valid"} if config.train.eval_interval else {"train"}
+    assert config.model.vocab_size, "set by _with_vocabulary"
+    datasets = build_data(data, vocab_size=config.model.vocab_size, seed=config.train.seed, required=required)
+    checkpoint = _checkpoint_to_load(config, folder)
+    is_resumed = checkpoint is not None and config.checkpoint.load is None
+    return config, RunInputs(folder, datasets, tokenizer, checkpoint, is_resumed)
+
+
+def with_pretrained_model(config: Config, explicit: frozenset[str]) -> Config:
+    """Replace the model section by the one in the pretrained checkpoint's config.json.
+
+    Args:
+        config: `checkpoint.pretrained_checkpoint` is set.
+        explicit: keys set on the command line, which must agree with config.json.
+    """
+    assert config.checkpoint.pretrained_checkpoint, "callers check it"
+    described = model_from_hf(Path(config.checkpoint.pretrained_checkpoint))
+    fields = frozenset(key.removeprefix("model.") for key in explicit if key.startswith("model."))
+    return replace(config, model=check_against(described, config.model, explicit=fields))
+
+
+def _prepare_quickstart(data: DataConfig, folder: RunFolder) -> DataConfig:
+    """Write the quick-start corpus and train its tokenizer, once per run folder; a data section that points to them.
+
+    The saved configuration keeps an empty `data_path`: the corpus belongs to the run folder.
+    """
+
+    def progress(line: str) -> None:  # not a log line: logging is silent on every rank but the first
+        print(line, file=sys.stderr, flush=True)
+
+    with _file_lock(folder.path / ".preparing"):
+        corpus = prepare_quickstart(folder.data, data.quickstart_vocab_size, progress=progress)
+    return replace(data, data_path=[str(corpus.prefix)], tokenizer_model=str(corpus.tokenizer_path))
+
+
+def _with_vocabulary(config: Config, tokenizer: str | None) -> Config:
+    if config.model.vocab_size is not None:
+        return config
+    if tokenizer is None:
+        raise ConfigError(
+            "the vocabulary size is not set",
+            why="neither vocab_size nor a tokenizer is set, and there is no tokenizer beside the data",
+            fix="set --vocab-size, or --tokenizer-model NAME_OR_FOLDER",
+        )
+    return replace(config, model=replace(config.model, vocab_size=load_tokenizer(tokenizer).vocab_size))
+
+
+def _checkpoint_to_load(config: Config, folder: RunFolder) -> Path | None:
+    """The checkpoint of `--load`, otherwise the newest complete one of the run folder."""
+    if config.checkpoint.load is not None:
+        return find_checkpoint(Path(config.checkpoint.load))
+    return newest_complete(folder.checkpoints) if config.checkpoint.auto_resume else None
+
+
+@contextmanager
+def _file_lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock shared by the ranks of this machine."""
+    with open(path, "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,87 @@
+"""`Plan`: everything that is known of a rank's run before a device is touched. Pure: no process group, no module.
+
+    Config -> plan_run(config, world_size, rank=rank) -> Plan -> build.build_run
+
+`plan_run` answers for any rank of any world size, in one process.
+"""
+
+from dataclasses import dataclass
+
+from nanotrain.config.config import Config, ParallelConfig
+from nanotrain.config.derive import global_batch_size
+from nanotrain.data.sampler import SamplerConfig
+from nanotrain.parallel.pp.actions import PipelineShape, Schedule
+from nanotrain.parallel.pp.schedules import SCHEDULES
+from nanotrain.parallel.pp.simulate import simulate
+from nanotrain.topology.stages import StageSpec, split_layers
+from nanotrain.topology.topology import Topology
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rank's part of a run.
+
+    Attributes:
+        config: complete: the vocabulary size is set.
+        topology: all ranks and their groups.
+        rank: global rank, 0 to world_size - 1.
+        stages: the pipeline stages of this rank, ascending.
+        sampler: which samples this rank reads.
+        schedule: the pipeline schedule of a training step.
+    """
+
+    config: Config
+    topology: Topology
+    rank: int
+    stages: tuple[StageSpec, ...]
+    sampler: SamplerConfig
+    schedule: Schedule
+
+
+def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
+    """Plan one rank's part of a run.
+
+    Args:
+        config: a validated configuration with the vocabulary size set.
+        world_size: ranks of the run.
+        rank: global rank.
+
+    Raises:
+        NanotrainError: a layout that does not fit the ranks, the batch or the model.
+    """
+    topology = Topology.of(config.parallel, world_size)
+    coords = topology.coords(rank)
+    sampler = SamplerConfig(
+        dp_rank=coords["dp"],
+        dp_size=topology.size("dp"),
+        micro_batch_size=config.train.micro_batch_size,
+        global_batch_size=global_batch_size(config.train, topology.size("dp")),
+    )
+    return Plan(
+        config=config,
+        topology=topology,
+        rank=rank,
+        stages=_stages(config, topology)[coords["pp"] :: topology.size("pp")],
+        sampler=sampler,
+        schedule=_schedule(config.parallel, topology, num_microbatches=sampler.num_microbatches),
+    )
+
+
+def _stages(config: Config, topology: Topology) -> tuple[StageSpec, ...]:
+    """All stages of the model."""
+    parallel = config.parallel
+    return split_layers(
+        config.model.num_layers,
+        topology.size("pp") * parallel.num_virtual_stages_per_pipeline_rank,
+        first=parallel.decoder_first_pipeline_num_layers,
+        last=parallel.decoder_last_pipeline_num_layers,
+    )
+
+
+def _schedule(parallel: ParallelConfig, topology: Topology, *, num_microbatches: int) -> Schedule:
+    """The schedule of all pipeline ranks; without a pipeline that of one stage."""
+    name = parallel.pipeline_schedule.value if topology.size("pp") > 1 else "one_stage"
+    shape = PipelineShape(topology.size("pp"), parallel.num_virtual_stages_per_pipeline_rank, num_microbatches)
+    schedule = SCHEDULES[name](shape)
+    simulate(schedule)  # a schedule that would hang or drop a microbatch fails here, before the first step
+    return schedule
