@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from nanotrain.train.finalize import finalize_grads
+from nanotrain.train.step import finalize_grads
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.parallel.dp.data_parallel import DataParallel
