@@ -1,12 +1,12 @@
-"""The run folder: where everything a run writes lies.
+"""The run folder: paths of everything a run writes.
 
 runs/<name>/
   config.yaml        the resolved configuration, itself a valid input
   environment.json   versions, git revision, machine, command line
-  metrics.jsonl      one JSON object a step
+  metrics.jsonl      one JSON object per step
   checkpoints/       step-00000100/ ...
-  data/              the quick-start corpus, where it is used
-  profile/, tensorboard/, wandb/   where asked for
+  data/              the quick-start corpus, if it is used
+  profile/, tensorboard/, wandb/   if enabled
 """
 
 import importlib.metadata
@@ -27,41 +27,45 @@ REPORTED_PACKAGES = ("nanotrain", "torch", "transformers", "datasets", "tokenize
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths of a run."""
+    """The paths of a run.
+
+    Args:
+        path: the folder itself.
+    """
 
     path: Path
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints lie."""
+        """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a step."""
+        """File with one JSON object per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def data(self) -> Path:
-        """Where the quick-start corpus is prepared."""
+        """Folder of the quick-start corpus."""
         return self.path / "data"
 
     def require_writable(self) -> None:
-        """Make the folder and write into it.
+        """Create the folder and check that it can be written.
 
         Raises:
-            EnvironmentFault: it cannot be made or written.
+            EnvironmentFault: it cannot be created or written.
         """
         probe = self.path / f".writable-{platform.node()}-{os.getpid()}"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            probe.write_text("this process can write here")  # on a full disk an empty file can still be made
+            probe.write_text("this process can write here")  # on a full disk an empty file can still be created
             probe.unlink()
         except OSError as error:
             raise EnvironmentFault(
                 f"the run folder {self.path} cannot be written",
                 why=error.strerror or str(error),
-                fix="choose another folder with train.run_dir, or free it",
+                fix="choose another folder with train.run_dir, or free space",
             ) from error
 
     def write_description(self, config_yaml: str, facts: Mapping[str, Any]) -> None:
@@ -69,7 +73,7 @@ class RunFolder:
 
         Args:
             config_yaml: the resolved configuration.
-            facts: what only the run knows (device, world size), as JSON.
+            facts: values of the live run (device, world size), serializable as JSON.
         """
         (self.path / "config.yaml").write_text(config_yaml, encoding="utf-8")
         environment = {
@@ -82,8 +86,8 @@ class RunFolder:
         }
         (self.path / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
 
-    def forget_metrics_after(self, step: int) -> None:
-        """Drop the lines of steps that will be taken again."""
+    def drop_metrics_after(self, step: int) -> None:
+        """Drop the metrics of steps after `step`, which will be repeated."""
         if not self.metrics.exists():
             return
         lines = self.metrics.read_text(encoding="utf-8").splitlines()
@@ -95,7 +99,7 @@ class RunFolder:
 
 
 def _step_of(line: str) -> float:
-    """The step of a line of metrics.jsonl; infinite for a line that a crash cut short."""
+    """The step of a line of metrics.jsonl; infinite for a line truncated by a crash."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -110,7 +114,7 @@ def _version(package: str) -> str | None:
 
 
 def _git_revision() -> str | None:
-    """The revision of the source tree that runs; None for an installed package."""
+    """The git revision of the source tree; None for an installed package."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)

@@ -44,19 +44,19 @@ def test_the_description_holds_configuration_and_environment(tmp_path):
 def test_metrics_of_steps_that_will_be_taken_again_are_dropped(tmp_path):
     folder = RunFolder(tmp_path)
     folder.metrics.write_text(lines(1, 2, 3, 4))
-    folder.forget_metrics_after(2)
+    folder.drop_metrics_after(2)
     assert folder.metrics.read_text() == lines(1, 2)
-    folder.forget_metrics_after(0)
+    folder.drop_metrics_after(0)
     assert folder.metrics.read_text() == ""
 
 
 def test_a_line_that_a_crash_cut_short_is_dropped(tmp_path):
     folder = RunFolder(tmp_path)
     folder.metrics.write_text(lines(1, 2) + '{"step": 3, "lo')
-    folder.forget_metrics_after(3)
+    folder.drop_metrics_after(3)
     assert folder.metrics.read_text() == lines(1, 2)
 
 
 def test_metrics_that_are_not_there_need_no_trimming(tmp_path):
-    RunFolder(tmp_path).forget_metrics_after(3)
+    RunFolder(tmp_path).drop_metrics_after(3)
     assert not list(tmp_path.iterdir())

@@ -37,7 +37,7 @@ class LogHook(Hook):
     def before_training(self, run: Run) -> None:
         if not run.context.control.is_first:
             return
-        run.folder.forget_metrics_after(run.state.step)
+        run.folder.drop_metrics_after(run.state.step)
         self._metrics = open(run.folder.metrics, "a", encoding="utf-8")  # noqa: SIM115 closed by close
         if self._console.is_terminal:
             self._progress.start()
