@@ -1,9 +1,9 @@
-"""What the model is fed: one sample, and a microbatch of samples as tensors.
+"""Samples and microbatches.
 
-    Sample   numpy arrays of one sequence, made by the datasets
-    Batch    the same fields stacked and in torch, made by `collate`
+    Sample   one sequence as numpy arrays, from a dataset
+    Batch    samples stacked into torch tensors by `collate`
 
-Shape legend: B samples of a microbatch, S tokens of a sample.
+Shape legend: B samples per microbatch, S tokens per sample.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ class Sample:
     """One training sequence.
 
     Args:
-        tokens: [S] int64, what the model reads.
-        labels: [S] int64, the token that follows each of `tokens`.
-        loss_mask: [S] float32, 1 where the prediction counts.
+        tokens: [S] int64, the inputs.
+        labels: [S] int64, the next token of each input.
+        loss_mask: [S] float32, 1 where the prediction counts in the loss.
         position_ids: [S] int64, or None for 0..S-1.
-        document_ids: [S] int32, equal inside a document; None where attention crosses documents.
+        segment_ids: [S] int32, equal inside a document; None where attention crosses documents.
     """
 
     tokens: np.ndarray
@@ -35,18 +35,18 @@ class Sample:
 
 
 class SampleDataset(Protocol):
-    """An endless sequence of samples, each a pure function of its number.
+    """An endless dataset: each sample is a pure function of its index.
 
-    Numbers go on after an epoch: number n is sample n % samples_per_epoch of epoch n // samples_per_epoch.
+    Indices continue after an epoch: index n is sample n % samples_per_epoch of epoch n // samples_per_epoch.
     """
 
     @property
     def samples_per_epoch(self) -> int:
-        """How many samples one pass over the data has."""
+        """Samples per pass over the data."""
         ...
 
-    def __getitem__(self, sample_number: int) -> Sample:
-        """The sample of that number, for any number from 0 on."""
+    def __getitem__(self, index: int) -> Sample:
+        """Sample `index` >= 0."""
         ...
 
 
@@ -59,7 +59,7 @@ class Batch:
         labels: [B, S] int64.
         loss_mask: [B, S] float32.
         position_ids: [B, S] int64, or None for 0..S-1 in every row.
-        document_ids: [B, S] int32, or None where attention crosses documents.
+        segment_ids: [B, S] int32, or None where attention crosses documents.
         places: [S] int64, where the tokens stand in their sequence, on a rank that holds some of them; None for
             0..S-1. Position ids may start anew with each document, places never do.
         aux_scale: factor of a sequence's auxiliary losses in what is differentiated.
@@ -75,25 +75,25 @@ class Batch:
 
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> "Batch":
-        """Tokens [B, S] to be read, none of them to be predicted."""
+        """A batch of tokens [B, S] without labels, for inference."""
         return cls(tokens, torch.zeros_like(tokens), torch.zeros(tokens.shape, device=tokens.device))
 
     @property
     def num_target_tokens(self) -> Tensor:
-        """How many predictions count, as a scalar on the batch's device."""
+        """Predictions that count in the loss, a scalar on the batch's device."""
         return self.loss_mask.sum()
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The batch on a device; from pinned memory the copy runs beside the host."""
+        """Copy the batch to a device, asynchronously from pinned memory."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
-        """The batch in page-locked memory; the data loader calls this on machines with a GPU."""
+        """Copy the batch into page-locked memory; called by torch's DataLoader."""
         return self._map(lambda tensor: tensor.pin_memory())
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors: dict[str, Any] = {name: change(value) for name, value in given.items() if isinstance(value, Tensor)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors: dict[str, Any] = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
         return replace(self, **tensors)
 
 

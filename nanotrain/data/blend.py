@@ -1,18 +1,17 @@
-"""Several corpora as one, mixed by weight.
+"""Several datasets as one, mixed by weight.
 
-Sample number n must go to a corpus, and to a number in it, by a pure function of n that costs nothing to set up.
-The corpora are the leaves of a binary tree. A node hands its m-th visitor to the left exactly when round(m*p)
-steps, p being the left side's share, so among its first m visitors exactly round(m*p) went left and a leaf knows
-how often it was reached without any table:
+Sample n must map to a dataset and an index in it by a pure function of n, without a table. The datasets are the
+leaves of a binary tree. A node sends visit m to its left child exactly when round(m*p) increases, where p is the left
+child's share of the weight. So round(m*p) of the first m visits went left, and every leaf index follows from n:
 
                    n              weights 4 1 1 2
               p = 5/8
              /       \\
-        p = 4/5     p = 1/3       each node is off by at most 1/2 visitor, and passes on only its share of that:
-         /   \\       /   \\        over any n samples a corpus of weight w got n*w within 1/2 * depth.
+        p = 4/5     p = 1/3       each node is off by at most 1/2 visit and passes on only its share of that:
+         /   \\       /   \\        of any n samples a dataset of weight w gets n*w within 1/2 * depth.
         4     1     1     2
 
-Shares are exact fractions: nothing drifts, whatever n.
+Shares are exact fractions, so the error does not grow with n.
 """
 
 from collections.abc import Sequence
@@ -23,16 +22,16 @@ from nanotrain.data.batch import Sample, SampleDataset
 
 
 @dataclass(frozen=True)
-class Draw:
+class BlendIndex:
     """Where a sample of the blend comes from.
 
     Args:
-        corpus: which of the blended ones.
-        number: the sample number there.
+        dataset: index of the blended dataset.
+        sample: sample index in that dataset.
     """
 
-    corpus: int
-    number: int
+    dataset: int
+    sample: int
 
 
 @dataclass(frozen=True)
@@ -41,65 +40,65 @@ class _Node:
     left: "_Node | int"
     right: "_Node | int"
 
-    def visitors_left(self, visitors: int) -> int:
+    def visits_left(self, visits: int) -> int:
         share = self.share
-        return (2 * visitors * share.numerator + share.denominator) // (2 * share.denominator)
+        return (2 * visits * share.numerator + share.denominator) // (2 * share.denominator)
 
 
 def plan_blend(weights: Sequence[Fraction]) -> "_Node | int":
-    """The tree of a blend; draw from it with `draw`.
+    """Build the tree of a blend, for `locate`.
 
     Args:
-        weights: one per corpus, above 0; they need not sum to 1.
+        weights: one per dataset, above 0; they need not sum to 1.
     """
     return _split(range(len(weights)), weights)
 
 
-def draw(tree: "_Node | int", number: int) -> Draw:
-    """The corpus and number of the blend's sample `number`.
+def locate(tree: "_Node | int", index: int) -> BlendIndex:
+    """The dataset and sample index of sample `index` of the blend.
 
     >>> tree = plan_blend([Fraction(2), Fraction(1)])
-    >>> [draw(tree, n).corpus for n in range(6)]
+    >>> [locate(tree, n).dataset for n in range(6)]
     [0, 1, 0, 0, 1, 0]
     """
     while isinstance(tree, _Node):
-        went_left = tree.visitors_left(number)
-        if tree.visitors_left(number + 1) > went_left:
-            tree, number = tree.left, went_left
+        num_left = tree.visits_left(index)
+        if tree.visits_left(index + 1) > num_left:
+            tree, index = tree.left, num_left
         else:
-            tree, number = tree.right, number - went_left
-    return Draw(tree, number)
+            tree, index = tree.right, index - num_left
+    return BlendIndex(tree, index)
 
 
 class BlendedDataset:
-    """Samples of several corpora in fixed proportions; each corpus keeps epochs and an order of its own.
+    """Samples of several datasets in fixed proportions; each dataset keeps its own epochs and order.
 
     Args:
-        parts: the corpora.
-        weights: their shares, above 0.
+        datasets: the datasets, at least one.
+        weights: their weights, above 0.
     """
 
-    def __init__(self, parts: Sequence[SampleDataset], weights: Sequence[Fraction]) -> None:
-        assert len(parts) == len(weights) > 0, "every corpus needs a weight"
-        self.parts = tuple(parts)
+    def __init__(self, datasets: Sequence[SampleDataset], weights: Sequence[Fraction]) -> None:
+        assert len(datasets) == len(weights) > 0, "every dataset needs a weight"
+        self.datasets = tuple(datasets)
         self._tree = plan_blend(weights)
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples of all parts together; how often each part has been seen by then depends on its weight."""
-        return sum(part.samples_per_epoch for part in self.parts)
+        """Sum over the datasets; how often each has been read by then depends on its weight."""
+        return sum(dataset.samples_per_epoch for dataset in self.datasets)
 
-    def __getitem__(self, sample_number: int) -> Sample:
-        """The sample of that number, for any number from 0 on."""
-        drawn = draw(self._tree, sample_number)
-        return self.parts[drawn.corpus][drawn.number]
+    def __getitem__(self, index: int) -> Sample:
+        """Sample `index` >= 0; indices continue after an epoch."""
+        found = locate(self._tree, index)
+        return self.datasets[found.dataset][found.sample]
 
 
-def _split(corpora: Sequence[int], weights: Sequence[Fraction]) -> "_Node | int":
-    if len(corpora) == 1:
-        return corpora[0]
-    middle = len(corpora) // 2
-    left, right = corpora[:middle], corpora[middle:]
-    left_weight, right_weight = (sum(weights[corpus] for corpus in side) for side in (left, right))
+def _split(datasets: Sequence[int], weights: Sequence[Fraction]) -> "_Node | int":
+    if len(datasets) == 1:
+        return datasets[0]
+    middle = len(datasets) // 2
+    left, right = datasets[:middle], datasets[middle:]
+    left_weight, right_weight = (sum(weights[dataset] for dataset in side) for side in (left, right))
     share = Fraction(left_weight) / (left_weight + right_weight)
     return _Node(share, _split(left, weights), _split(right, weights))

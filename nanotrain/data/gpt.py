@@ -1,21 +1,19 @@
-"""Windows of a token stream as training samples.
+"""Fixed-length samples from a token stream.
 
-    sample number --(divmod by samples_per_epoch)--> epoch, place
-    place --(keyed permutation of the epoch, or as it is)--> window i
-    window i --> tokens [first + i*S, first + i*S + S + 1) of the corpus; the last one is only a label
+    sample index --(divmod by samples_per_epoch)--> epoch, position
+    position --(keyed permutation of the epoch, or unchanged)--> window i
+    window i --> tokens [start + i*S, start + i*S + S + 1) of the corpus; the last one is only a label
 
-A window crosses documents. What then follows from the boundaries, which the `.idx` knows, so no tokenizer is
-needed: the end-of-document token is the last token of its document, as `nanotrain prepare` and Megatron-LM write
-it.
+A window crosses document boundaries. The `.idx` stores them, so no tokenizer is needed: the end-of-document token
+(E) is the last token of its document, as `nanotrain prepare` and Megatron-LM write it.
 
     stream        a  a  a  E  b  b  E  c  c
     position_ids  0  1  2  3  0  1  2  0  1     reset_position_ids
-    document_ids  0  0  0  0  1  1  1  2  2     reset_attention_mask
-    loss_mask     1  1  1  0  1  1  0  1  1     eod_mask_loss: reading E, the next document cannot be foretold
+    segment_ids   0  0  0  0  1  1  1  2  2     reset_attention_mask
+    loss_mask     1  1  1  0  1  1  0  1  1     eod_mask_loss: the next document cannot be predicted from E
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -26,17 +24,17 @@ from nanotrain.errors import DataError
 
 
 @dataclass(frozen=True)
-class WindowOptions:
-    """How a stream is cut into samples.
+class GPTDatasetConfig:
+    """How a token stream is split into samples.
 
     Args:
-        seq_length: S, tokens of a sample.
-        vocab_size: token ids must lie in [0, vocab_size).
-        seed: key of the order of every epoch.
-        shuffle: visit the windows in that order; off: as they lie.
-        reset_position_ids: count positions from each document's start.
-        reset_attention_mask: say which document each token belongs to.
-        eod_mask_loss: leave what follows an end-of-document token out of the loss.
+        seq_length: S, tokens per sample.
+        vocab_size: token ids must be in [0, vocab_size).
+        seed: key of the shuffle of every epoch.
+        shuffle: visit the windows in a random order per epoch; off: in file order.
+        reset_position_ids: count positions from the start of each document.
+        reset_attention_mask: produce segment ids, so that attention stays inside a document.
+        eod_mask_loss: mask the loss of predictions made from an end-of-document token.
     """
 
     seq_length: int
@@ -48,84 +46,82 @@ class WindowOptions:
     eod_mask_loss: bool = False
 
     @property
-    def needs_documents(self) -> bool:
+    def needs_document_starts(self) -> bool:
         """Whether document boundaries have to be looked up."""
         return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
 
 
 @dataclass(frozen=True)
 class GPTDataset:
-    """The windows of tokens [start, stop) of a corpus.
+    """Samples from tokens [start, stop) of a corpus.
 
     Args:
         corpus: the token files.
-        start: stream offset of the first token that belongs to the split.
-        stop: stream offset behind its last token.
-        options: how windows are cut and ordered.
+        start: stream offset of the first token of the split.
+        stop: stream offset after its last token.
+        config: how the tokens are split and shuffled.
     """
 
     corpus: IndexedTokens
     start: int
     stop: int
-    options: WindowOptions
+    config: GPTDatasetConfig
 
     @property
     def samples_per_epoch(self) -> int:
-        """Windows of the split; each needs one token more than it has inputs."""
-        return max(0, self.stop - self.start - 1) // self.options.seq_length
+        """Windows in the split; the last label takes one token more."""
+        return max(0, self.stop - self.start - 1) // self.config.seq_length
 
-    def __getitem__(self, sample_number: int) -> Sample:
-        """The sample of that number, for any number from 0 on.
+    def __getitem__(self, index: int) -> Sample:
+        """Sample `index` >= 0; indices continue after an epoch.
 
         Raises:
             DataError: the window holds a token id outside the vocabulary.
         """
-        seq_length = self.options.seq_length
-        epoch, window = divmod(sample_number, self.samples_per_epoch)
-        if self.options.shuffle:
-            window = _order(self.samples_per_epoch, seed=self.options.seed, epoch=epoch)[window]
+        config, seq_length = self.config, self.config.seq_length
+        epoch, window = divmod(index, self.samples_per_epoch)
+        if config.shuffle:
+            window = Permutation(self.samples_per_epoch, seed=config.seed, epoch=epoch)[window]
         first = self.start + window * seq_length
         ids = self.corpus.read(first, first + seq_length + 1).astype(np.int64)
         self._check_vocabulary(ids, first)
-        if not self.options.needs_documents:
+        if not config.needs_document_starts:
             return Sample(ids[:-1], ids[1:], loss_mask=np.ones(seq_length, dtype=np.float32))
         starts = self.corpus.document_starts(first + 1, first + seq_length + 1) - first
         return self._with_documents(ids, starts)
 
     def _with_documents(self, ids: np.ndarray, starts: np.ndarray) -> Sample:
-        # `starts` are the places in (0, S] where a document begins; the window's own first counts from the window,
-        # as in Megatron-LM, so positions stay below S.
-        options, seq_length = self.options, self.options.seq_length
+        """Add masks and positions for documents that start at `starts`, positions in (0, S] of the window.
+
+        A document that started before the window counts from the window's start, as in Megatron-LM, so positions
+        stay below S.
+        """
+        config, seq_length = self.config, self.config.seq_length
         loss_mask = np.ones(seq_length, dtype=np.float32)
-        if options.eod_mask_loss:
+        if config.eod_mask_loss:
             loss_mask[starts - 1] = 0.0
         inside = starts[starts < seq_length]
         begins = np.zeros(seq_length, dtype=np.int64)
         begins[inside] = inside
         positions = np.arange(seq_length) - np.maximum.accumulate(begins)
-        steps = np.zeros(seq_length, dtype=np.int32)
-        steps[inside] = 1
+        is_start = np.zeros(seq_length, dtype=np.int32)
+        is_start[inside] = 1
         return Sample(
             ids[:-1],
             ids[1:],
             loss_mask=loss_mask,
-            position_ids=positions if options.reset_position_ids else None,
-            segment_ids=np.cumsum(steps, dtype=np.int32) if options.reset_attention_mask else None,
+            position_ids=positions if config.reset_position_ids else None,
+            segment_ids=np.cumsum(is_start, dtype=np.int32) if config.reset_attention_mask else None,
         )
 
     def _check_vocabulary(self, ids: np.ndarray, first: int) -> None:
         low, high = int(ids.min()), int(ids.max())
-        if low >= 0 and high < self.options.vocab_size:
+        if low >= 0 and high < self.config.vocab_size:
             return
-        bad = high if high >= self.options.vocab_size else low
-        place = first + int(np.argmax(ids == bad))
+        bad = high if high >= self.config.vocab_size else low
+        offset = first + int(np.argmax(ids == bad))
         raise DataError(
-            f"token id {bad} at position {place} of {self.corpus.bin_file}",
-            why=f"the model's vocabulary holds ids 0 to {self.options.vocab_size - 1}",
+            f"token id {bad} at position {offset} of {self.corpus.bin_file}",
+            why=f"the model's vocabulary has ids 0 to {self.config.vocab_size - 1}",
             fix="set --vocab-size to the tokenizer's, or prepare the corpus with the model's tokenizer",
         )
-
-
-@lru_cache(maxsize=64)
-def _order(size: int, *, seed: int, epoch: int) -> Permutation:
-    return Permutation(size, seed=seed, epoch=epoch)

@@ -1,18 +1,17 @@
-"""Reading Megatron-LM `.bin/.idx` token files as one long stream of tokens.
+"""Read Megatron-LM `.bin/.idx` token files as one stream of tokens.
 
-Index spaces, named before anything is computed in them:
+Index spaces:
 
-    document d -> sequence s      first sequence of a document, from the .idx
-    sequence s -> stream offset   tokens before it when the sequences are laid end to end
-    stream offset -> byte         where the token lies in the .bin
+    document d -> sequence s      first sequence of the document, from the .idx
+    sequence s -> stream offset   tokens before it in the concatenated sequences
+    stream offset -> byte         offset of the token in the .bin
 
-In files as `prepare` and Megatron-LM write them the sequences lie end to end already: a pointer divided by the
-token size *is* the stream offset and nothing has to be built when a corpus is opened. The format allows other
-pointers; such files are noticed on opening and read through a table of offsets, O(sequences) to build.
+`prepare` and Megatron-LM write contiguous sequences: a pointer divided by the token size is the stream offset, and
+opening a corpus builds nothing. The format allows other pointers; such files are detected when opened and read through
+a table of offsets, O(sequences) to build.
 
-Tokens are read with `os.pread`: on cold files it is 4 to 6 times as fast as page faults through a memory map
-(measured, windows of 2048 tokens), and the descriptor has no position to share between processes. The `.idx`
-is memory-mapped, its accesses are few and tiny.
+Tokens are read with `os.pread`: on cold files it is 4 to 6 times as fast as page faults through a memory map (measured,
+windows of 2048 tokens), and it needs no file position. The `.idx` is memory-mapped: its accesses are few and small.
 """
 
 import os
@@ -25,8 +24,8 @@ import numpy as np
 from nanotrain.data.token_format import HEADER, bin_path, idx_path, read_header
 from nanotrain.errors import DataError
 
-# Up to so many sequences every pointer is checked on opening (12 MB to read); beyond, as many as the second number
-# says, evenly spread, and each window's own when it is read.
+# Up to _CHECK_ALL sequences every pointer is checked on opening (12 MB to read). Above, _CHECK_SOME evenly spread ones
+# are checked, and those of each window when it is read.
 _CHECK_ALL = 1_000_000
 _CHECK_SOME = 4096
 
@@ -38,7 +37,7 @@ class IndexedTokens:
         prefix: path of the pair without `.bin` and `.idx`.
 
     Raises:
-        DataError: a file is missing, cut off, of another format, or the pair does not belong together.
+        DataError: a file is missing, truncated or of another format, or the files do not match.
     """
 
     def __init__(self, prefix: Path | str) -> None:
@@ -98,22 +97,28 @@ class IndexedTokens:
         """Tokens [start, stop) of the stream, in the file's dtype.
 
         Raises:
-            DataError: the file was cut off after it was opened, or its pointers are not what they seemed.
+            DataError: a range outside the stream, a file truncated after it was opened, or pointers that are not
+                contiguous.
         """
-        assert 0 <= start < stop <= self.num_tokens, f"[{start}, {stop}) is not inside {self.num_tokens} tokens"
+        if not 0 <= start < stop <= self.num_tokens:
+            raise DataError(
+                f"tokens [{start}, {stop}) of {self.prefix} cannot be read",
+                why=f"the corpus has tokens [0, {self.num_tokens})",
+                fix="read a range of at least one token inside it",
+            )
         first = bisect_right(range(self.num_sequences), start, key=self._sequence_start) - 1
         last = bisect_left(range(self.num_sequences), stop, lo=first, key=self._sequence_start)
         if self._offsets is None:
             self._check_window(first, last)
             return self._pread(start * self.dtype.itemsize, stop - start)
-        pieces = []
+        parts = []
         for sequence in range(first, last):
             begins = self._sequence_start(sequence)
             skipped = max(0, start - begins)
             count = min(stop, begins + int(self._lengths[sequence])) - begins - skipped
             if count > 0:
-                pieces.append(self._pread(int(self._pointers[sequence]) + skipped * self.dtype.itemsize, count))
-        return np.concatenate(pieces)
+                parts.append(self._pread(int(self._pointers[sequence]) + skipped * self.dtype.itemsize, count))
+        return np.concatenate(parts)
 
     def _sequence_start(self, sequence: int) -> int:
         if self._offsets is not None:
@@ -124,22 +129,22 @@ class IndexedTokens:
 
     @cached_property
     def _offsets(self) -> np.ndarray | None:
-        """Stream offset of every sequence and of the end; None where the pointers say it already."""
-        if self._lie_end_to_end():
+        """Stream offset of every sequence and of the end; None if the sequences are contiguous."""
+        if self._is_contiguous():
             return None
         return np.concatenate(([0], np.cumsum(self._lengths, dtype=np.int64)))
 
-    def _lie_end_to_end(self) -> bool:
+    def _is_contiguous(self) -> bool:
         last = self.num_sequences - 1
         end = int(self._pointers[last]) + int(self._lengths[last]) * self.dtype.itemsize
         if self._pointers[0] != 0 or end != self._file_bytes:
             return False
         if self.num_sequences <= _CHECK_ALL:
-            return self._follow(np.arange(last))
+            return self._are_adjacent(np.arange(last))
         checked = np.linspace(0, last - 1, _CHECK_SOME).astype(np.int64)
-        return self._follow(checked) and bool(np.all(np.diff(self._pointers[checked]) >= 0))
+        return self._are_adjacent(checked) and bool(np.all(np.diff(self._pointers[checked]) >= 0))
 
-    def _follow(self, sequences: np.ndarray) -> bool:
+    def _are_adjacent(self, sequences: np.ndarray) -> bool:
         ends = self._pointers[sequences] + self._lengths[sequences].astype(np.int64) * self.dtype.itemsize
         return bool(np.array_equal(self._pointers[sequences + 1], ends))
 
@@ -152,15 +157,15 @@ class IndexedTokens:
             os.close(self._descriptor)
 
     def _pread(self, offset: int, count: int) -> np.ndarray:
-        wanted = count * self.dtype.itemsize
-        data = os.pread(self._descriptor, wanted, offset)
-        while len(data) < wanted:
-            more = os.pread(self._descriptor, wanted - len(data), offset + len(data))
+        num_bytes = count * self.dtype.itemsize
+        data = os.pread(self._descriptor, num_bytes, offset)
+        while len(data) < num_bytes:
+            more = os.pread(self._descriptor, num_bytes - len(data), offset + len(data))
             if not more:
                 raise DataError(
                     f"{self.bin_file} ended at byte {offset + len(data)}",
                     why=f"it had {self._file_bytes} bytes when it was opened",
-                    fix="do not write a corpus that a run is reading",
+                    fix="do not overwrite a corpus while a run reads it",
                 )
             data += more
         return np.frombuffer(data, dtype=self.dtype)
@@ -180,19 +185,19 @@ class IndexedTokens:
             return
         ends = self._pointers + self._lengths.astype(np.int64) * self.dtype.itemsize
         needed = int(ends.max())
-        in_order = self._pointers[0] == 0 and self._follow(np.arange(last))
+        in_order = self._pointers[0] == 0 and self._are_adjacent(np.arange(last))
         if needed > self._file_bytes or (in_order and needed != self._file_bytes) or int(self._pointers.min()) < 0:
             raise DataError(
                 f"{self.bin_file} has {self._file_bytes} bytes where its index asks for {needed}",
-                why=f"{self.num_sequences} sequences of {self.dtype.name} tokens; the copy was cut off, "
+                why=f"{self.num_sequences} sequences of {self.dtype.name} tokens; the copy is incomplete, "
                 "or the .idx belongs to another .bin",
                 fix="copy or prepare the corpus again",
             )
 
     def _check_window(self, first: int, last: int) -> None:
-        if not self._follow(np.arange(first, min(last, self.num_sequences - 1))):
+        if not self._are_adjacent(np.arange(first, min(last, self.num_sequences - 1))):
             raise DataError(
                 f"{self.prefix} has pointers out of order near sequence {first}",
-                why="a spread of its pointers lies end to end, these do not, so offsets cannot be trusted",
+                why="the pointers checked on opening are contiguous, these are not, so offsets would be wrong",
                 fix="write the corpus again with sequences in file order",
             )

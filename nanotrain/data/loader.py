@@ -1,15 +1,14 @@
-"""Microbatches for one rank, loaded inline or by worker processes.
+"""Microbatches of one rank, loaded in this process or by worker processes.
 
-    MicrobatchSampler (numbers) -> _Reader (samples, stacked) in this process or in a worker -> Batch
+    MicrobatchSampler (indices) -> _BatchReader (samples, collated) in this process or in a worker -> Batch
 
-Everything a batch depends on is its sample numbers, so resuming means starting with another `consumed_samples`,
-and workers change time, never values.
+A batch depends only on its sample indices. So resuming means starting from another `consumed_samples`, and workers
+change time, never values.
 
-Workers come from a fork server, not from `fork`: the trainer has gloo, OpenMP and CUDA threads, and a fork that
-copies a held lock hangs. The server imports torch once (1.3 s, beside the trainer's own start) and is shared by all
-loaders of a process. SIGINT and SIGTERM are blocked while processes start and that mask is inherited: an
-interrupt, which reaches the whole process group, is the trainer's to handle and leaves the workers at work until it
-closes them.
+Workers are started by a fork server, not by `fork`: the trainer has gloo, OpenMP and CUDA threads, and a forked copy
+of a held lock hangs. The server imports torch once (1.3 s, in parallel with the trainer's own start) and all loaders
+of a process share it. SIGINT and SIGTERM are blocked while processes start, and workers inherit that mask: an
+interrupt reaches the whole process group, and only the trainer must handle it.
 """
 
 import signal
@@ -24,57 +23,57 @@ from torch.utils.data import DataLoader, Dataset
 
 from nanotrain.data.batch import Batch, SampleDataset, collate
 from nanotrain.data.sampler import MicrobatchSampler, SamplerConfig
-from nanotrain.data.worker import Failure, end_with_parent
-from nanotrain.errors import DataError, EnvironmentFault
+from nanotrain.data.worker import exit_with_parent
+from nanotrain.errors import EnvironmentFault, NanotrainError
 
 _INTERRUPTS = frozenset({signal.SIGINT, signal.SIGTERM})
-# In microbatches and per worker: at least double buffering, at most what keeps /dev/shm small.
-_LEAST_PREFETCH, _MOST_PREFETCH = 2, 16
+# Microbatches per worker: at least double buffering, at most what keeps /dev/shm small.
+_MIN_PREFETCH, _MAX_PREFETCH = 2, 16
 
 
-class _Reader(Dataset[Any]):
-    def __init__(self, samples: SampleDataset) -> None:
-        self.samples = samples
+class _BatchReader(Dataset[Any]):
+    def __init__(self, dataset: SampleDataset) -> None:
+        self.dataset = dataset
 
-    def __getitems__(self, numbers: Sequence[int]) -> Batch | Failure:
+    def __getitems__(self, indices: Sequence[int]) -> Batch | NanotrainError:
         try:
-            return collate([self.samples[number] for number in numbers])
-        except DataError as error:
-            return Failure.of(error)
+            return collate([self.dataset[index] for index in indices])
+        except NanotrainError as error:
+            return error  # returned, not raised: torch would put the worker's traceback into the message
 
 
 class GlobalBatchLoader:
-    """This rank's microbatches, one global batch after the other, without end.
+    """An endless iterator over global batches, each a list of this rank's microbatches.
 
     Args:
-        samples: what is read.
-        place: where this rank stands among the readers.
-        consumed_samples: samples all ranks together have read before; the exact point to go on from.
-        num_workers: processes that load ahead; 0 loads when asked.
-        pin_memory: leave batches in page-locked memory, for copies to a GPU.
+        dataset: the samples.
+        sampler: this rank's data-parallel index and the batch sizes.
+        consumed_samples: samples all ranks together have read before; where to resume.
+        num_workers: processes that load ahead; 0 loads in this process.
+        pin_memory: put batches into page-locked memory, for asynchronous copies to a GPU.
     """
 
     def __init__(
         self,
-        samples: SampleDataset,
+        dataset: SampleDataset,
         *,
-        place: SamplerConfig,
+        sampler: SamplerConfig,
         consumed_samples: int = 0,
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        self.place = place
+        self.sampler = sampler
         self.num_workers = num_workers
-        self._microbatches: Iterator[Batch | Failure] | None
-        prefetch = -(-2 * place.num_microbatches // max(1, num_workers))
+        self._microbatches: Iterator[Batch | NanotrainError] | None
+        prefetch = -(-2 * sampler.num_microbatches // max(1, num_workers))
         loader = DataLoader(
-            _Reader(samples),
-            batch_sampler=MicrobatchSampler(place, consumed_samples),
-            collate_fn=_as_it_is,
+            _BatchReader(dataset),
+            batch_sampler=MicrobatchSampler(sampler, consumed_samples),
+            collate_fn=_identity,
             worker_init_fn=_start_worker if num_workers else None,
             num_workers=num_workers,
             multiprocessing_context=_fork_server() if num_workers else None,
-            prefetch_factor=min(max(prefetch, _LEAST_PREFETCH), _MOST_PREFETCH) if num_workers else None,
+            prefetch_factor=min(max(prefetch, _MIN_PREFETCH), _MAX_PREFETCH) if num_workers else None,
             pin_memory=pin_memory,
         )
         with _interrupts_blocked():
@@ -90,10 +89,10 @@ class GlobalBatchLoader:
             DataError: a sample that cannot be used.
             EnvironmentFault: a worker process died.
         """
-        return [self._next_microbatch() for _ in range(self.place.num_microbatches)]
+        return [self._next_microbatch() for _ in range(self.sampler.num_microbatches)]
 
     def close(self) -> None:
-        """End the worker processes; calling it again does nothing."""
+        """Stop the worker processes; further calls do nothing."""
         microbatches, self._microbatches = self._microbatches, None
         shutdown = getattr(microbatches, "_shutdown_workers", None)
         if shutdown is not None:
@@ -106,11 +105,11 @@ class GlobalBatchLoader:
         self.close()
 
     def _next_microbatch(self) -> Batch:
-        assert self._microbatches is not None, "a closed loader has no more batches"
+        assert self._microbatches is not None, "the loader is closed"
         try:
             batch = next(self._microbatches)
         except (RuntimeError, OSError, EOFError) as error:
-            # A worker that is gone shows as torch's RuntimeError or as the end of its socket.
+            # A dead worker shows as torch's RuntimeError or as the end of its socket.
             if self.num_workers and (not isinstance(error, RuntimeError) or "DataLoader worker" in str(error)):
                 raise EnvironmentFault(
                     "a data worker process died",
@@ -118,18 +117,18 @@ class GlobalBatchLoader:
                     fix="lower --num-workers, or set --num-workers 0 to load in the training process",
                 ) from None
             raise
-        if isinstance(batch, Failure):
-            raise batch.error()
+        if isinstance(batch, NanotrainError):
+            raise batch
         return batch
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
 def _start_worker(worker: int) -> None:
-    end_with_parent()
-    # For the whole process: its other threads have the mask only where the fork server was started with it.
+    exit_with_parent()
+    # For the whole process: its other threads have the mask only if the fork server was started with it.
     for number in _INTERRUPTS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -142,11 +141,11 @@ def _fork_server() -> Any:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Hold back SIGINT and SIGTERM; what arrives meanwhile is delivered afterwards, to this process only."""
+    """Block SIGINT and SIGTERM in this process; what arrives meanwhile is delivered afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # Starting the resource tracker ends with these signals unblocked, so it has to run before they are blocked.
+    # Starting the resource tracker unblocks these signals, so it has to run before they are blocked.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
     try:

@@ -1,11 +1,11 @@
-"""A random order of n things that is computed, not stored.
+"""A random permutation of [0, n) that is computed, not stored.
 
-A Feistel network is a bijection of [0, 4**h) whatever its round function is; walking along its cycle until the
-value falls below n restricts it to [0, n). With 4**h < 4n the walk takes fewer than four steps on average, so one
-place costs a few microseconds and no memory, for 10 samples or 10**15.
+A Feistel network is a bijection of [0, 4**h) for any round function. Following its cycle until the value is below n
+restricts it to [0, n). With 4**h < 4n this takes fewer than four steps on average, so one index costs a few
+microseconds and no memory, for 10 samples or 10**15.
 
-Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), section 4; the round function here is
-splitmix64's finalizer, keyed: a good mixer, no cipher.
+Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), section 4. The round function is a keyed
+splitmix64 finalizer: it mixes well but is not a cipher.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ _MASK64 = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Permutation:
-    """A bijection of [0, size) chosen by a key.
+    """A bijection of [0, size) selected by a key.
 
     Args:
-        size: how many things are ordered, at least 1.
+        size: number of elements, at least 1.
         seed: first half of the key.
-        epoch: second half of the key; every epoch has an order of its own.
+        epoch: second half of the key; every epoch has its own order.
 
     >>> order = Permutation(5, seed=1, epoch=0)
     >>> sorted(order[i] for i in range(5))
@@ -44,10 +44,10 @@ class Permutation:
         key = hashlib.blake2b(f"{self.seed} {self.epoch}".encode(), digest_size=8 * _ROUNDS).digest()
         return struct.unpack(f"<{_ROUNDS}Q", key)
 
-    def __getitem__(self, place: int) -> int:
-        """Which thing stands at `place` of the order."""
-        assert 0 <= place < self.size, f"place {place} of {self.size} would walk a cycle that is not ours"
-        value = self._feistel(place)
+    def __getitem__(self, index: int) -> int:
+        """The element at `index` of the permuted order."""
+        assert 0 <= index < self.size, f"index {index} is outside [0, {self.size}): the loop might not end"
+        value = self._feistel(index)
         while value >= self.size:
             value = self._feistel(value)
         return value

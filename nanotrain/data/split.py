@@ -1,4 +1,4 @@
-"""Which documents are for training, validation and test (`--split 969,30,1`)."""
+"""Split the documents of a corpus into training, validation and test (`--split 969,30,1`)."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,7 +15,7 @@ class DocumentRange:
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """The three proportions of a `--split`, summing to 1.
+    """Parse a `--split` into three proportions that sum to 1.
 
     Args:
         split: up to three numbers, "969,30,1", "1,0,0" or "99,1"; missing ones are 0.
@@ -32,8 +32,8 @@ def parse_split(split: str) -> tuple[float, float, float]:
         parts = []
     if not 1 <= len(parts) <= 3 or any(not part >= 0 for part in parts) or not 0 < sum(parts) < float("inf"):
         raise ConfigError(
-            f"--split {split} cannot be read",
-            why="it takes up to three proportions from 0 on, not all 0",
+            f"--split {split} cannot be parsed",
+            why="it takes up to three proportions of at least 0, not all 0",
             fix="write for example --split 969,30,1, or 1,0,0 to train on everything",
         )
     train, valid, test = (parts + [0.0, 0.0])[:3]
@@ -42,7 +42,7 @@ def parse_split(split: str) -> tuple[float, float, float]:
 
 
 def split_documents(num_documents: int, split: str) -> tuple[DocumentRange, DocumentRange, DocumentRange]:
-    """The documents of training, validation and test: consecutive, boundaries rounded as Megatron-LM rounds them.
+    """Document ranges of training, validation and test: consecutive, with Megatron-LM's rounding.
 
     >>> split_documents(1000, "969,30,1")[1]
     DocumentRange(start=969, stop=999)

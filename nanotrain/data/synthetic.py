@@ -1,4 +1,4 @@
-"""Tokens from nothing (`--mock-data`): a pure function of (seed, sample number), for benchmarks and tests."""
+"""Random tokens (`--mock-data`), a pure function of (seed, sample index), for benchmarks and tests."""
 
 from dataclasses import dataclass
 
@@ -12,9 +12,9 @@ class SyntheticDataset:
     """Uniformly random tokens.
 
     Args:
-        vocab_size: tokens lie in [0, vocab_size).
-        seq_length: S, tokens of a sample.
-        seed: chooses the tokens.
+        vocab_size: tokens are in [0, vocab_size).
+        seq_length: S, tokens per sample.
+        seed: key of the random generator.
     """
 
     vocab_size: int
@@ -23,11 +23,11 @@ class SyntheticDataset:
 
     @property
     def samples_per_epoch(self) -> int:
-        """More than any run reads: the data never repeats."""
+        """More than any run reads, so that the data never repeats."""
         return 1 << 62
 
-    def __getitem__(self, sample_number: int) -> Sample:
-        """The sample of that number; Philox is counter-based, so no number costs more than another."""
-        random = np.random.Generator(np.random.Philox(key=[self.seed, sample_number]))
+    def __getitem__(self, index: int) -> Sample:
+        """Sample `index`, at the same cost for any index: Philox is counter-based."""
+        random = np.random.Generator(np.random.Philox(key=[self.seed, index]))
         ids = random.integers(0, self.vocab_size, self.seq_length + 1, dtype=np.int64)
         return Sample(tokens=ids[:-1], labels=ids[1:], loss_mask=np.ones(self.seq_length, dtype=np.float32))

@@ -32,13 +32,13 @@ DTYPES: dict[int, np.dtype[Any]] = {
 }
 CODES: dict[np.dtype[Any], int] = {dtype: code for code, dtype in DTYPES.items()}
 
-# Megatron-LM's bound, below 2**16 so that added tokens still fit.
+# Megatron-LM's bound, below 2**16, so that added tokens still fit.
 UINT16_VOCAB = 65500
 
 
 @dataclass(frozen=True)
 class IndexHeader:
-    """What the first bytes of an `.idx` say."""
+    """The header of an `.idx` file."""
 
     dtype: np.dtype[Any]
     num_sequences: int
@@ -46,7 +46,7 @@ class IndexHeader:
 
     @property
     def file_bytes(self) -> int:
-        """How long the whole `.idx` must be."""
+        """Size of the `.idx` file."""
         return HEADER.size + 12 * self.num_sequences + 8 * self.num_document_indices
 
     def pack(self) -> bytes:
@@ -55,17 +55,17 @@ class IndexHeader:
 
 
 def bin_path(prefix: Path) -> Path:
-    """The file that holds the tokens."""
+    """Path of the token file."""
     return prefix.with_name(prefix.name + ".bin")
 
 
 def idx_path(prefix: Path) -> Path:
-    """The file that says where sequences and documents lie."""
+    """Path of the index file."""
     return prefix.with_name(prefix.name + ".idx")
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The token type `prepare` writes for a vocabulary: uint16 where it fits, int32 otherwise.
+    """The token dtype `prepare` writes for a vocabulary: uint16 if it fits, else int32.
 
     >>> smallest_dtype(50257).name, smallest_dtype(128256).name
     ('uint16', 'int32')
@@ -74,15 +74,15 @@ def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def check_dtype(dtype: np.dtype[Any], vocab_size: int) -> None:
-    """Refuse a token type that cannot hold every id.
+    """Check that a token dtype can hold every id.
 
     Raises:
-        DataError: it cannot.
+        DataError: it cannot hold the largest id.
     """
     if vocab_size - 1 > np.iinfo(dtype).max:
         raise DataError(
             f"{dtype.name} cannot hold the ids of a vocabulary of {vocab_size}",
-            why=f"they go up to {vocab_size - 1}, it goes up to {np.iinfo(dtype).max}",
+            why=f"the largest id is {vocab_size - 1}, the largest {dtype.name} is {np.iinfo(dtype).max}",
             fix="leave --dtype at auto",
         )
 
@@ -91,7 +91,7 @@ def read_header(path: Path) -> IndexHeader:
     """Read and check the header of an `.idx` and the file's size.
 
     Raises:
-        DataError: not an index, another version, a dtype that holds no token ids, or a cut-off file.
+        DataError: not an index, another version, a non-integer dtype, or a truncated file.
     """
     with path.open("rb") as file:
         start = file.read(HEADER.size)
@@ -105,13 +105,13 @@ def read_header(path: Path) -> IndexHeader:
     if version != VERSION:
         raise DataError(
             f"{path} is of index version {version}",
-            why=f"only version {VERSION} is known",
+            why=f"only version {VERSION} is supported",
             fix="write the corpus again with `nanotrain prepare`",
         )
     if code not in DTYPES or DTYPES[code].kind == "f":
         name = DTYPES[code].name if code in DTYPES else "unknown"
         raise DataError(
-            f"{path} says its tokens are of dtype code {code} ({name})",
+            f"{path} has tokens of dtype code {code} ({name})",
             why="token ids are integers: codes 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16",
             fix="write the corpus again with `nanotrain prepare`",
         )
@@ -120,8 +120,8 @@ def read_header(path: Path) -> IndexHeader:
     if size != header.file_bytes:
         raise DataError(
             f"{path} has {size} bytes where its header asks for {header.file_bytes}",
-            why=f"{num_sequences} sequences and {num_document_indices} document indices were announced; "
-            "the copy was cut off, or the file holds more than token sequences",
+            why=f"{num_sequences} sequences and {num_document_indices} document indices; "
+            "the copy is incomplete, or the file holds more than token sequences (multimodal)",
             fix="copy or prepare the corpus again",
         )
     return header

@@ -1,10 +1,10 @@
 """Text to token ids and back.
 
-    "bytes"                              a token per byte, and one that ends a document
-    tokenizer.json, a folder with one    read by `tokenizers` alone, in milliseconds
-    any other folder, a Hugging Face name  through transformers (data/hf.py)
+    "bytes"                                one token per byte, and one end-of-document token
+    tokenizer.json, a folder with one      loaded by `tokenizers` alone, in milliseconds
+    any other folder, a Hugging Face name  loaded by transformers (data/hf.py)
 
-No special tokens are added while encoding: `prepare` itself ends each document with `eod`.
+Encoding adds no special tokens; `prepare` ends each document with `eod`.
 """
 
 import json
@@ -18,12 +18,12 @@ import tokenizers
 from nanotrain.data import hf
 from nanotrain.errors import DataError
 
-# What tokenizers in the wild call the end of a document, for a bare tokenizer.json, which does not say.
-_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "[EOS]", "[SEP]")
+# Usual names of the end-of-document token, for a bare tokenizer.json, which does not name it.
+_EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "[EOS]", "[SEP]")
 
 
 class Tokenizer(Protocol):
-    """What `prepare`, the trainer and `generate` need of a tokenizer."""
+    """The tokenizer interface of `prepare`, the trainer and `generate`."""
 
     @property
     def vocab_size(self) -> int:
@@ -32,29 +32,29 @@ class Tokenizer(Protocol):
 
     @property
     def eod(self) -> int | None:
-        """The token that ends a document; None where there is none."""
+        """The end-of-document token; None if there is none."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text."""
+        """Encode a text."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of many texts."""
+        """Encode several texts."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
+        """Decode ids, without special tokens."""
         ...
 
     def save(self, folder: Path) -> str:
-        """Leave a copy in a folder named so; returns what `load_tokenizer` finds beside it, a word or the folder."""
+        """Save to a folder; returns the folder's name, or "bytes" if there is nothing to save."""
         ...
 
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """UTF-8 bytes as tokens 0 to 255, and 256 to end a document.
+    """UTF-8 bytes as tokens 0 to 255, and 256 as end of document.
 
     >>> ByteTokenizer().encode("hé")
     [104, 195, 169]
@@ -64,19 +64,19 @@ class ByteTokenizer:
     eod: int | None = 256
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of a text."""
+        """Encode a text as its UTF-8 bytes."""
         return list(text.encode("utf-8", errors="replace"))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The bytes of many texts."""
+        """Encode several texts."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of bytes; broken UTF-8 shows as replacement characters."""
+        """Decode bytes; invalid UTF-8 gives replacement characters."""
         return bytes(token for token in ids if token < 256).decode("utf-8", errors="replace")
 
     def save(self, folder: Path) -> str:
-        """Nothing to leave: the word is enough."""
+        """Write nothing: the name is enough to load it."""
         return "bytes"
 
 
@@ -84,35 +84,37 @@ class FastTokenizer:
     """A tokenizer of the `tokenizers` library.
 
     Args:
-        backend: the tokenizer.
-        end: the text of its end-of-document token; None to look for one by its usual names.
+        backend: the tokenizer; its stored truncation and padding are switched off, as transformers ignores them too.
+        eod_text: text of its end-of-document token; None to search the usual names.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, end: str | None = None) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, *, eod_text: str | None = None) -> None:
+        backend.no_truncation()
+        backend.no_padding()
         self.backend = backend
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        names = [end] if end is not None else _END_NAMES
-        self.end = next((name for name in names if name in vocabulary), None)
-        self.eod: int | None = None if self.end is None else vocabulary[self.end]
+        names = [eod_text] if eod_text is not None else _EOD_NAMES
+        self.eod_text = next((name for name in names if name in vocabulary), None)
+        self.eod: int | None = None if self.eod_text is None else vocabulary[self.eod_text]
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, on one thread."""
+        """Encode a text on one thread."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of many texts, on all threads `tokenizers` may use."""
+        """Encode several texts on all threads that `tokenizers` may use."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
+        """Decode ids, without special tokens."""
         return str(self.backend.decode(list(ids), skip_special_tokens=True))
 
     def save(self, folder: Path) -> str:
-        """Write tokenizer.json and what transformers' AutoTokenizer needs beside it."""
+        """Write tokenizer.json and the tokenizer_config.json that transformers' AutoTokenizer needs."""
         folder.mkdir(parents=True, exist_ok=True)
         self.backend.save(str(folder / "tokenizer.json"))
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.end}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eod_text}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
         return folder.name
 
@@ -124,18 +126,18 @@ def load_tokenizer(name: str) -> Tokenizer:
         name: "bytes", the path of a tokenizer.json, a folder, or a Hugging Face name.
 
     Raises:
-        DataError: nothing of that name can be read here.
+        DataError: no tokenizer of that name can be loaded.
     """
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()
     if path.is_dir() and (path / "tokenizer.json").is_file():
-        return _read_fast(path / "tokenizer.json")
+        return _load_fast(path / "tokenizer.json")
     if path.is_file():
-        return _read_fast(path)
+        return _load_fast(path)
     loaded = hf.load_tokenizer(str(path) if path.is_dir() else name)
     backend = getattr(loaded, "backend_tokenizer", None)
-    return FastTokenizer(backend, end=loaded.eos_token) if backend is not None else _SlowTokenizer(loaded)
+    return FastTokenizer(backend, eod_text=loaded.eos_token) if backend is not None else _SlowTokenizer(loaded)
 
 
 class _SlowTokenizer:
@@ -160,7 +162,7 @@ class _SlowTokenizer:
         return folder.name
 
 
-def _read_fast(file: Path) -> FastTokenizer:
+def _load_fast(file: Path) -> FastTokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
@@ -168,5 +170,5 @@ def _read_fast(file: Path) -> FastTokenizer:
             f"{file} is no tokenizer", why=str(error), fix="give a tokenizer.json that `tokenizers` saved"
         ) from None
     settings = file.with_name("tokenizer_config.json")
-    end = json.loads(settings.read_text()).get("eos_token") if settings.is_file() else None
-    return FastTokenizer(backend, end=end["content"] if isinstance(end, dict) else end)
+    eos = json.loads(settings.read_text()).get("eos_token") if settings.is_file() else None
+    return FastTokenizer(backend, eod_text=eos["content"] if isinstance(eos, dict) else eos)

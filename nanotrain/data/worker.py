@@ -1,40 +1,19 @@
-"""What worker processes of the loader and of `prepare` have in common: how they fail and how they end."""
+"""What the worker processes of the loader and of `prepare` share."""
 
 import multiprocessing
 import os
 import threading
-from dataclasses import dataclass
 from multiprocessing import connection
 
-from nanotrain.errors import DataError
 
+def exit_with_parent() -> None:
+    """Make this worker process exit when the process that started it exits, even if that one is killed.
 
-@dataclass(frozen=True)
-class Failure:
-    """A `DataError` on its way between processes, as plain values: an exception would bring a foreign traceback."""
-
-    what: str
-    why: str
-    fix: str
-
-    @classmethod
-    def of(cls, error: DataError) -> "Failure":
-        """Pack an error, in the worker."""
-        return cls(error.what, error.why, error.fix)
-
-    def error(self) -> DataError:
-        """Unpack it, in the process that asked."""
-        return DataError(self.what, why=self.why, fix=self.fix)
-
-
-def end_with_parent() -> None:
-    """Let this process end when the one that asked for it does, even if that one is killed.
-
-    A worker's parent is the fork server, which lives as long as a worker does: left alone, both would outlive a
-    killed trainer for ever (seen).
+    The parent in the process tree is the fork server, which lives as long as its workers. Without this, a killed
+    trainer would leave both behind (observed).
     """
     parent = multiprocessing.parent_process()
-    assert parent is not None, "a worker was asked for by some process"
+    assert parent is not None, "called in a worker process only"
 
     def watch() -> None:
         connection.wait([parent.sentinel])

@@ -1,6 +1,6 @@
-"""What is made of a checkpoint without a run: a text, or a Hugging Face folder.
+"""Generate text from a checkpoint, or export it as a Hugging Face folder.
 
-The checkpoint says itself which model it holds (its manifest keeps the configuration), so a path is enough.
+The manifest of a checkpoint contains the configuration, so its path is enough.
 """
 
 from dataclasses import dataclass, replace
@@ -13,68 +13,81 @@ from nanotrain.checkpoint.store import find_checkpoint, read_manifest
 from nanotrain.config.config import Config
 from nanotrain.config.schema import config_from_dict
 from nanotrain.data.build import tokenizer_of, uses_quickstart
-from nanotrain.data.sources import tokenizer_beside
+from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.errors import DataError
 from nanotrain.hf.export import export_weights
 from nanotrain.inference.generate import Sampling, generate
 from nanotrain.model.build import build_stage, collect_specs
 from nanotrain.model.stage import Stage
+from nanotrain.prepare.quickstart import find_quickstart
 from nanotrain.runs.folder import RunFolder
 from nanotrain.topology.stages import split_layers
 
-PREFIX = "model/"  # of the names of main weights in a checkpoint
+PREFIX = "model/"  # of the names of main params in a checkpoint
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint and the configuration it was written under."""
+class OpenedCheckpoint:
+    """A checkpoint and its configuration.
+
+    Args:
+        path: the step folder.
+        config: the configuration of the run that wrote it.
+    """
 
     path: Path
     config: Config
 
 
-def find(path: Path) -> Found:
-    """The checkpoint that a step folder or a run folder means.
+def open_checkpoint(path: Path) -> OpenedCheckpoint:
+    """Open a checkpoint.
+
+    Args:
+        path: a step folder, or a run folder for its newest.
 
     Raises:
-        CheckpointError: there is no complete one.
+        CheckpointError: there is no complete checkpoint.
     """
     step = find_checkpoint(path)
-    return Found(step, config_from_dict(read_manifest(step).config))
+    return OpenedCheckpoint(step, config_from_dict(read_manifest(step).config))
 
 
-def load_stage(found: Found) -> Stage:
-    """The whole model of a checkpoint, fp32 on the CPU."""
-    (spec,) = split_layers(found.config.model.num_layers, 1)
-    stage = build_stage(found.config.model, spec, dtype=torch.float32).to_empty(device="cpu")
+def load_stage(checkpoint: OpenedCheckpoint) -> Stage:
+    """Load all layers of a checkpoint's model, fp32 on the CPU."""
+    model_config = checkpoint.config.model
+    (spec,) = split_layers(model_config.num_layers, 1)
+    stage = build_stage(model_config, spec, dtype=torch.float32).to_empty(device="cpu")
     parameters = dict(stage.named_parameters())
     with torch.no_grad():
-        for name, tensor in read_full(found.path, [PREFIX + name for name in parameters]):
+        for name, tensor in read_full(checkpoint.path, [PREFIX + name for name in parameters]):
             parameters[name.removeprefix(PREFIX)].copy_(tensor)
     return stage
 
 
-def tokenizer_name(found: Found) -> str | None:
-    """The tokenizer of the run that wrote a checkpoint: asked for, beside its data, or of its quick-start corpus."""
-    data = found.config.data
+def tokenizer_name(checkpoint: OpenedCheckpoint) -> str | None:
+    """The tokenizer of the run, as `load_tokenizer` takes it; None if unknown.
+
+    It is --tokenizer-model, else that of the first corpus of --data-path, else that of the quick-start corpus.
+    """
+    data = checkpoint.config.data
     if not uses_quickstart(data) or data.tokenizer_model:
         return tokenizer_of(data)
-    prepared = RunFolder(found.path.parent.parent).data.glob(f"*-bpe-{data.quickstart_vocab_size}-*/*.idx")
-    return next((tokenizer_beside(index.with_suffix("")) for index in sorted(prepared, reverse=True)), None)
+    prefix = find_quickstart(RunFolder(checkpoint.path.parent.parent).data, data.quickstart_vocab_size)
+    return None if prefix is None else recorded_tokenizer(prefix)
 
 
 def continue_text(
     path: Path, prompt: str, *, num_tokens: int = 120, sampling: Sampling | None = None, tokenizer: str | None = None
 ) -> str:
-    """A text by the model of a checkpoint.
+    """Continue a text with the model of a checkpoint.
 
     Args:
         path: a step folder, or a run folder for its newest.
         prompt: the text to continue; empty for a new document.
-        num_tokens: length of what is added, at most: the model may end the document.
-        sampling: how tokens are chosen; the end of a document always stops.
-        tokenizer: in the form `load_tokenizer` takes; None takes the run's.
+        num_tokens: maximum number of new tokens; an end-of-document token stops earlier.
+        sampling: how tokens are sampled.
+        tokenizer: what `load_tokenizer` takes; None for the run's.
 
     Returns:
         The prompt and what follows it.
@@ -83,15 +96,19 @@ def continue_text(
         CheckpointError: there is no complete checkpoint.
         DataError: the run had no tokenizer.
     """
-    found = find(path)
-    name = tokenizer or tokenizer_name(found)
+    checkpoint = open_checkpoint(path)
+    name = tokenizer or tokenizer_name(checkpoint)
     if name is None:
-        raise DataError(f"{found.path} can write no text", why="no tokenizer lies with its data", fix="set --tokenizer")
-    coder = load_tokenizer(name)
-    words = coder.encode(prompt) or ([coder.eod] if coder.eod is not None else coder.encode("\n"))
-    sampling = replace(sampling or Sampling(), stop=coder.eod)
-    written = generate(load_stage(found), words, num_tokens=num_tokens, sampling=sampling)
-    return prompt + coder.decode([token for token in written if token != coder.eod])
+        raise DataError(
+            f"{checkpoint.path} has no tokenizer",
+            why="--tokenizer-model was not set, and the corpus was prepared without one",
+            fix="set --tokenizer",
+        )
+    loaded = load_tokenizer(name)
+    ids = loaded.encode(prompt) or ([loaded.eod] if loaded.eod is not None else loaded.encode("\n"))
+    sampling = replace(sampling or Sampling(), stop=loaded.eod)
+    generated = generate(load_stage(checkpoint), ids, num_tokens=num_tokens, sampling=sampling)
+    return prompt + loaded.decode([token for token in generated if token != loaded.eod])
 
 
 def export_checkpoint(
@@ -101,26 +118,25 @@ def export_checkpoint(
 
     Args:
         path: a step folder, or a run folder for its newest.
-        folder: the Hugging Face folder; must hold no weights yet.
-        dtype: fp32, bf16 or fp16, of the weights written.
-        family: gpt2, llama, qwen2 or qwen3; None takes the first that can hold the model.
-        tokenizer: a tokenizer.json or a folder, copied beside the weights; None takes the run's where it is a folder.
+        folder: the Hugging Face folder; must not contain weights.
+        dtype: dtype of the exported weights: fp32, bf16 or fp16.
+        family: a `model_type` of Hugging Face; None for the first that can represent the model.
+        tokenizer: a tokenizer.json or a folder to copy beside the weights; None for the run's, if it is local.
 
     Returns:
-        A line that says what was written.
+        A summary line.
     """
-    found = find(path)
-    model = found.config.model
-    (spec,) = split_layers(model.num_layers, 1)
-    names = [PREFIX + spec.name for spec in collect_specs(build_stage(model, spec, dtype=torch.float32))]
-    whole = ((name.removeprefix(PREFIX), tensor) for name, tensor in read_full(found.path, names))
-    written = export_weights(
-        folder, model, tensors=whole, dtype=dtype, family=family, tokenizer=tokenizer or _tokenizer_folder(found)
-    )
-    return f"{folder}: {written}, {dtype}, from {found.path}"
+    checkpoint = open_checkpoint(path)
+    model_config = checkpoint.config.model
+    (spec,) = split_layers(model_config.num_layers, 1)
+    names = [PREFIX + spec.name for spec in collect_specs(build_stage(model_config, spec, dtype=torch.float32))]
+    tensors = ((name.removeprefix(PREFIX), tensor) for name, tensor in read_full(checkpoint.path, names))
+    tokenizer = tokenizer or _local_tokenizer(checkpoint)
+    written = export_weights(folder, model_config, tensors=tensors, dtype=dtype, family=family, tokenizer=tokenizer)
+    return f"{folder}: {written}, {dtype}, from {checkpoint.path}"
 
 
-def _tokenizer_folder(found: Found) -> Path | None:
-    """The run's tokenizer where it lies on this machine; one from the hub is named there already."""
-    name = tokenizer_name(found)
+def _local_tokenizer(checkpoint: OpenedCheckpoint) -> Path | None:
+    """The run's tokenizer if it is a local path; one from the hub needs no copy."""
+    name = tokenizer_name(checkpoint)
     return Path(name) if name is not None and Path(name).exists() else None

@@ -1,7 +1,6 @@
-"""A byte-level BPE tokenizer trained on local text, as GPT-2's: any bytes can be encoded, nothing is unknown.
+"""Train a byte-level BPE tokenizer, as GPT-2's: it encodes any bytes and has no unknown token.
 
-Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), section 2.2; the splitting pattern is
-theirs.
+Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), section 2.2; with its splitting pattern.
 """
 
 from collections.abc import Iterable
@@ -11,34 +10,34 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from nanotrain.data.tokenizer import FastTokenizer
 from nanotrain.errors import DataError
 
-END = "<|endoftext|>"
-LEAST_VOCAB = 257
+EOD_TEXT = "<|endoftext|>"
+MIN_VOCAB = 257
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
     """Train a tokenizer.
 
     Args:
-        texts: documents.
-        vocab_size: tokens to learn at most: 256 bytes, `<|endoftext|>` and merges; little text gives fewer.
+        texts: documents, without lone surrogates.
+        vocab_size: maximum vocabulary: 256 bytes, `<|endoftext|>` and merges; little text gives fewer merges.
 
     Raises:
-        DataError: the vocabulary would not hold the bytes.
+        DataError: the vocabulary is too small for the bytes.
     """
-    if vocab_size < LEAST_VOCAB:
+    if vocab_size < MIN_VOCAB:
         raise DataError(
             f"a BPE vocabulary of {vocab_size} is too small",
-            why=f"256 bytes and {END} are {LEAST_VOCAB} tokens",
-            fix="ask for more, for example bpe:8192",
+            why=f"256 bytes and {EOD_TEXT} are {MIN_VOCAB} tokens",
+            fix="use a larger one, for example bpe:8192",
         )
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END],
+        special_tokens=[EOD_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    return FastTokenizer(backend, end=END)
+    return FastTokenizer(backend, eod_text=EOD_TEXT)

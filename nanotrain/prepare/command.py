@@ -1,13 +1,11 @@
 """`nanotrain prepare`: text to token files.
 
-    inputs -> pieces -> part files, all cores -> one pair + record
+    1 plan       split the inputs into chunks (chunks.py); depends on the inputs only
+    2 tokenizer  load it, or train it on the inputs (bpe:SIZE), and save a copy for the workers
+    3 parts      tokenize every chunk into a part file (parts.py); complete parts of an earlier run are kept
+    4 merge      concatenate the parts, in order, into PREFIX.bin/.idx; write PREFIX.nanotrain.json
 
-    1 plan       cut the inputs into pieces (documents.py); only the inputs decide how
-    2 tokenizer  load it, or train it on the inputs (bpe:SIZE), and leave a copy for the workers
-    3 parts      every piece becomes a part file (parts.py); finished ones of an earlier run are kept
-    4 merge      the parts, in order, become PREFIX.bin/.idx; PREFIX.nanotrain.json says how
-
-The result does not depend on the number of workers, nor on how often the work was interrupted.
+The result depends neither on the number of workers nor on interruptions.
 """
 
 import argparse
@@ -22,141 +20,114 @@ from typing import Any
 
 import numpy as np
 
-from nanotrain.data import hf
-from nanotrain.data.sources import Record, read_record, tokenizer_path, write_record
+from nanotrain.data.corpus_info import CorpusInfo, read_info, tokenizer_path, write_info
 from nanotrain.data.token_format import bin_path, check_dtype, idx_path, smallest_dtype
 from nanotrain.data.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
 from nanotrain.errors import DataError, EnvironmentFault
 from nanotrain.prepare.bpe import train_bpe
-from nanotrain.prepare.documents import Piece, plan_pieces, streamed_corpus
+from nanotrain.prepare.chunks import InputChunk, plan_chunks, streamed_dataset
+from nanotrain.prepare.hub import stream_rows
+from nanotrain.prepare.options import PrepareOptions, add_arguments
 from nanotrain.prepare.parts import PartJob, is_complete, open_parts, part_prefix, write_parts
 from nanotrain.prepare.progress import PrepareProgress
-from nanotrain.prepare.readers import pick_text, read_documents
+from nanotrain.prepare.readers import DocumentReader, pick_text
 from nanotrain.prepare.token_writer import TokenWriter
 
-_STREAMED_ROWS = 256  # rows in a piece of a stream
-_TRAINED_BYTES = 512 << 20  # text a BPE is trained on, at most
+__all__ = ["add_arguments", "prepare_corpus", "run"]
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `nanotrain prepare`."""
-    add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="NAME", help="files, folders (.txt .jsonl .parquet) or hub names")
-    add("--output", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx")
-    add(
-        "--tokenizer",
-        required=True,
-        metavar="NAME",
-        help="Hugging Face name or folder, tokenizer.json, bytes, bpe:SIZE",
-    )
-    add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores, %(default)s)")
-    add("--text-column", default="text", metavar="NAME", help="field that holds the text (default: %(default)s)")
-    add("--subset", metavar="NAME", help="configuration of a hub corpus")
-    add("--split-name", default="train", metavar="NAME", help="split of a hub corpus (default: %(default)s)")
-    add("--streaming", action="store_true", help="read hub corpora as they arrive, without keeping them on disk")
-    add("--max-documents", type=int, metavar="N", help="with --streaming: stop after so many rows of each corpus")
-    add("--append-eod", action=argparse.BooleanOptionalAction, default=True, help="end documents with the eod token")
-    add(
-        "--dtype",
-        choices=["auto", "uint8", "uint16", "int32"],
-        default="auto",
-        help="token type (default: by vocabulary)",
-    )
-    add("--overwrite", action="store_true", help="replace an existing PREFIX")
+_STREAMED_ROWS = 256  # rows per chunk of a stream
+_BPE_TRAINING_BYTES = 512 << 20  # maximum text that a BPE is trained on
 
 
 def run(args: argparse.Namespace) -> None:
-    """Carry out `nanotrain prepare`.
+    """Run `nanotrain prepare` with parsed arguments."""
+    prepare_corpus(PrepareOptions.from_args(args))
+
+
+def prepare_corpus(options: PrepareOptions) -> None:
+    """Prepare a corpus.
 
     Raises:
         DataError: an input, a document or a tokenizer that cannot be used.
         EnvironmentFault: a folder that cannot be written, or a process that was killed.
     """
-    _check_arguments(args)
-    prefix = Path(args.output).expanduser()
-    pieces = None if args.streaming else plan_pieces(args.input, subset=args.subset, split=args.split_name)
-    trained = args.tokenizer.startswith("bpe:")
-    tokenizer = None if trained else load_tokenizer(args.tokenizer)
-    plan = _plan(args, pieces, tokenizer=tokenizer)
-    if _is_prepared(prefix, plan, overwrite=args.overwrite):
-        print(f"{prefix} is prepared already: {_summary(read_record(prefix))}")
+    prefix = options.output
+    chunks = None
+    if not options.streaming:
+        chunks = plan_chunks(options.input, subset=options.subset, split=options.split_name)
+    tokenizer = load_tokenizer(options.tokenizer) if options.bpe_vocab_size is None else None
+    plan = _plan(options, chunks, tokenizer=tokenizer)
+    if _is_prepared(options, plan):
+        print(f"{prefix} is already prepared: {_summary(read_info(prefix))}")
         return
-    folder = prefix.with_name(prefix.name + ".parts")
     try:
-        open_parts(folder, plan)
+        open_parts(options.parts, plan)
     except OSError as error:
         raise EnvironmentFault(
-            f"{folder} cannot be written", why=error.strerror or "", fix="choose another --output"
+            f"{options.parts} cannot be written", why=error.strerror or "", fix="choose another --output"
         ) from None
-    if tokenizer is None:
-        tokenizer = _trained_tokenizer(folder, args, pieces=pieces)
-    _check_eod(tokenizer, args)
-    left = tokenizer.save(folder / "tokenizer")
-    named = left if left == "bytes" else str(folder / left)
-    dtype = smallest_dtype(tokenizer.vocab_size) if args.dtype == "auto" else np.dtype(args.dtype)
-    check_dtype(dtype, tokenizer.vocab_size)
-    job = PartJob(folder, named, dtype.name, args.text_column, args.append_eod)
-    numbered = enumerate(_stream(args) if pieces is None else pieces)
-    num_parts = _write_missing(job, numbered, planned=pieces or (), workers=args.workers)
-    record = _merge(prefix, job, num_parts=num_parts, tokenizer=tokenizer, plan_hash=_hash(plan))
-    print(f"{bin_path(prefix)}: {_summary(record)}")
+    tokenizer = tokenizer or _trained_tokenizer(options, chunks)
+    job = _plan_job(options, tokenizer)
+    planned = chunks or ()
+    workers = min(options.workers, len(planned) or options.workers)
+    num_parts = _write_missing(job, planned if planned else _stream(options), planned=planned, workers=workers)
+    info = _merge(prefix, job, num_parts=num_parts, tokenizer=tokenizer, plan=_hash(plan))
+    print(f"{bin_path(prefix)}: {_summary(info)}")
 
 
-def _check_arguments(args: argparse.Namespace) -> None:
-    size = args.tokenizer.removeprefix("bpe:")
-    if args.tokenizer.startswith("bpe:") and not size.isdecimal():
-        raise DataError(f"--tokenizer {args.tokenizer} has no size", fix="write for example bpe:8192")
-    if args.workers < 1:
-        raise DataError(f"--workers {args.workers} would do no work", fix="give at least 1")
-    if args.max_documents is not None and not args.streaming:
-        raise DataError("--max-documents has no effect without --streaming", fix="add --streaming or leave it out")
+def _plan(
+    options: PrepareOptions, chunks: tuple[InputChunk, ...] | None, *, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    """Everything that determines the content of the parts; equal plans give equal bytes.
 
-
-def _plan(args: argparse.Namespace, pieces: tuple[Piece, ...] | None, *, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """All that decides the content of the parts; equal plans give equal bytes."""
-    files = sorted({file for piece in pieces or () for file in piece.files})
+    Its hash is stored with every prepared corpus: with another key every corpus would count as outdated.
+    """
+    files = sorted({file for chunk in chunks or () for file in chunk.files})
     return {
-        "inputs": args.input,
+        "inputs": options.input,
         "files": [[file, (stat := os.stat(file)).st_size, stat.st_mtime_ns] for file in files],
-        "pieces": _hash([[p.kind, p.files, p.start, p.stop] for p in pieces or ()]),
-        "tokenizer": args.tokenizer,
+        "pieces": _hash([[chunk.kind, chunk.files, chunk.start, chunk.stop] for chunk in chunks or ()]),
+        "tokenizer": options.tokenizer,
         "vocabulary": _hash(tokenizer.backend.to_str()) if isinstance(tokenizer, FastTokenizer) else None,
-        "options": [args.subset, args.split_name, args.text_column, args.append_eod, args.dtype],
-        "streaming": [args.streaming, args.max_documents],
+        "options": [options.subset, options.split_name, options.text_column, options.append_eod, options.dtype],
+        "streaming": [options.streaming, options.max_documents],
     }
 
 
-def _is_prepared(prefix: Path, plan: dict[str, Any], *, overwrite: bool) -> bool:
-    if not idx_path(prefix).exists():
+def _is_prepared(options: PrepareOptions, plan: dict[str, Any]) -> bool:
+    index = idx_path(options.output)
+    if not index.exists():
         return False
-    if read_record(prefix).plan == _hash(plan):
-        shutil.rmtree(prefix.with_name(prefix.name + ".parts"), ignore_errors=True)
+    if read_info(options.output).plan == _hash(plan):
+        shutil.rmtree(options.parts, ignore_errors=True)
         return True
-    if not overwrite:
+    if not options.overwrite:
         raise DataError(
-            f"{idx_path(prefix)} exists",
-            why="it was made from other inputs or with other options",
+            f"{index} exists",
+            why="it was prepared from other inputs or with other options",
             fix="choose another --output, or pass --overwrite",
         )
     return False
 
 
-def _trained_tokenizer(folder: Path, args: argparse.Namespace, *, pieces: tuple[Piece, ...] | None) -> Tokenizer:
-    """The tokenizer an earlier run trained, or a new one."""
-    if (folder / "tokenizer" / "tokenizer_config.json").is_file():
-        return load_tokenizer(str(folder / "tokenizer"))
-    print(f"training a BPE of {args.tokenizer.removeprefix('bpe:')} tokens", flush=True)
-    sample = _stream(args) if pieces is None else _spread(pieces)
-    texts = chain.from_iterable(read_documents(piece, args.text_column) for piece in sample)
-    return train_bpe(_at_most(texts, _TRAINED_BYTES), int(args.tokenizer.removeprefix("bpe:")))
+def _trained_tokenizer(options: PrepareOptions, chunks: tuple[InputChunk, ...] | None) -> Tokenizer:
+    """The tokenizer that an interrupted run trained, or a new one."""
+    folder = options.parts / "tokenizer"
+    if (folder / "tokenizer_config.json").is_file():
+        return load_tokenizer(str(folder))
+    assert options.bpe_vocab_size is not None, "called only to train a tokenizer"
+    print(f"training a BPE of {options.bpe_vocab_size} tokens", flush=True)
+    reader = DocumentReader(options.text_column)
+    texts = chain.from_iterable(map(reader.read, _stream(options) if chunks is None else _subsample(chunks)))
+    return train_bpe(_truncate(texts, _BPE_TRAINING_BYTES), options.bpe_vocab_size)
 
 
-def _spread(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    """Pieces from all over the input that together are small enough to train on."""
-    return pieces[:: max(1, -(-sum(piece.num_bytes for piece in pieces) // _TRAINED_BYTES))]
+def _subsample(chunks: tuple[InputChunk, ...]) -> tuple[InputChunk, ...]:
+    """Evenly spaced chunks of about _BPE_TRAINING_BYTES in total."""
+    return chunks[:: max(1, -(-sum(chunk.num_bytes for chunk in chunks) // _BPE_TRAINING_BYTES))]
 
 
-def _at_most(texts: Iterable[str], num_bytes: int) -> Iterator[str]:
+def _truncate(texts: Iterable[str], num_bytes: int) -> Iterator[str]:
     for text in texts:
         yield text
         num_bytes -= len(text)
@@ -164,62 +135,70 @@ def _at_most(texts: Iterable[str], num_bytes: int) -> Iterator[str]:
             return
 
 
-def _check_eod(tokenizer: Tokenizer, args: argparse.Namespace) -> None:
-    if args.append_eod and tokenizer.eod is None:
+def _plan_job(options: PrepareOptions, tokenizer: Tokenizer) -> PartJob:
+    """Check the tokenizer, save it for the workers, and choose the token dtype."""
+    if options.append_eod and tokenizer.eod is None:
         raise DataError(
-            f"the tokenizer {args.tokenizer} has no end-of-document token",
-            why="none is named in its tokenizer_config.json, and none has a usual name",
+            f"the tokenizer {options.tokenizer} has no end-of-document token",
+            why="its tokenizer_config.json names none, and no token has a usual name",
             fix="pass --no-append-eod, or name an eos_token in tokenizer_config.json",
         )
+    saved = tokenizer.save(options.parts / "tokenizer")
+    dtype = smallest_dtype(tokenizer.vocab_size) if options.dtype == "auto" else np.dtype(options.dtype)
+    check_dtype(dtype, tokenizer.vocab_size)
+    return PartJob(
+        options.parts,
+        tokenizer=saved if saved == "bytes" else str(options.parts / saved),
+        dtype=dtype.name,
+        column=options.text_column,
+        append_eod=options.append_eod,
+    )
 
 
-def _stream(args: argparse.Namespace) -> Iterator[Piece]:
-    for name in args.input:
-        rows = islice(
-            hf.stream_rows(streamed_corpus(name, subset=args.subset, split=args.split_name)), args.max_documents
-        )
-        while texts := tuple(pick_text(row, args.text_column, place=name) for row in islice(rows, _STREAMED_ROWS)):
-            yield Piece("texts", texts=texts)
+def _stream(options: PrepareOptions) -> Iterator[InputChunk]:
+    for name in options.input:
+        dataset = streamed_dataset(name, subset=options.subset, split=options.split_name)
+        rows = islice(stream_rows(dataset), options.max_documents)
+        while texts := tuple(pick_text(row, options.text_column, source=name) for row in islice(rows, _STREAMED_ROWS)):
+            yield InputChunk("texts", texts=texts)
 
 
-def _write_missing(
-    job: PartJob, numbered: Iterable[tuple[int, Piece]], *, planned: tuple[Piece, ...], workers: int
-) -> int:
-    """Write the parts that are not there yet; returns how many parts there are in all."""
+def _write_missing(job: PartJob, chunks: Iterable[InputChunk], *, planned: tuple[InputChunk, ...], workers: int) -> int:
+    """Write the missing parts; returns the number of all parts."""
     num_parts = 0
 
-    def missing() -> Iterator[tuple[int, Piece]]:
+    def missing() -> Iterator[tuple[int, InputChunk]]:
         nonlocal num_parts
-        for number, piece in numbered:
+        for number, chunk in enumerate(chunks):
             num_parts = number + 1
             if not is_complete(job.folder, number):
-                yield number, piece
+                yield number, chunk
 
-    kept = [piece.num_bytes for number, piece in enumerate(planned) if is_complete(job.folder, number)]
-    if kept:
-        print(f"going on: {len(kept)} of {len(planned)} parts are there already", flush=True)
-    with PrepareProgress(sum(piece.num_bytes for piece in planned), done_bytes=sum(kept)) as progress:
-        for part in write_parts(job, missing(), workers=min(workers, len(planned) or workers)):
+    complete = [chunk.num_bytes for number, chunk in enumerate(planned) if is_complete(job.folder, number)]
+    if complete:
+        print(f"resuming: {len(complete)} of {len(planned)} parts are complete", flush=True)
+    with PrepareProgress(sum(chunk.num_bytes for chunk in planned), done_bytes=sum(complete)) as progress:
+        for part in write_parts(job, missing(), workers=workers):
             progress.add(part)
     return num_parts
 
 
-def _merge(prefix: Path, job: PartJob, *, num_parts: int, tokenizer: Tokenizer, plan_hash: str) -> Record:
+def _merge(prefix: Path, job: PartJob, *, num_parts: int, tokenizer: Tokenizer, plan: str) -> CorpusInfo:
     idx_path(prefix).unlink(missing_ok=True)
     with TokenWriter(prefix, np.dtype(job.dtype)) as writer:
         for number in range(num_parts):
             writer.append_pair(part_prefix(job.folder, number))
         if not writer.num_tokens:
             raise DataError(f"nothing was written to {prefix}", why="the input holds no text", fix="check --input")
-        named = tokenizer.save(tokenizer_path(prefix))
-        record = Record(named, tokenizer.vocab_size, tokenizer.eod, writer.num_documents, writer.num_tokens, plan_hash)
-        write_record(prefix, record)
+        saved = tokenizer.save(tokenizer_path(prefix))
+        info = CorpusInfo(saved, tokenizer.vocab_size, tokenizer.eod, writer.num_documents, writer.num_tokens, plan)
+        write_info(prefix, info)
     shutil.rmtree(job.folder)
-    return record
+    return info
 
 
-def _summary(record: Record) -> str:
-    return f"{record.documents:,} documents, {record.tokens:,} tokens, vocabulary {record.vocab_size:,}"
+def _summary(info: CorpusInfo) -> str:
+    return f"{info.documents:,} documents, {info.tokens:,} tokens, vocabulary {info.vocab_size:,}"
 
 
 def _hash(value: Any) -> str:

@@ -1,10 +1,10 @@
-"""Part files: each piece of the input becomes one small `.bin/.idx` pair, whichever process writes it.
+"""Part files: every chunk of the input becomes one small `.bin/.idx` pair, written by any worker process.
 
-    PREFIX.parts/plan.json        what is being prepared; parts of another plan are thrown away
-                 tokenizer/       the tokenizer every worker loads
-                 00000.bin .idx   complete as soon as the .idx is there (token_writer renames it last)
+    PREFIX.parts/plan.json        the plan of this corpus; parts of another plan are deleted
+                 tokenizer/       the tokenizer that every worker loads
+                 000000.bin .idx  complete as soon as the .idx exists (TokenWriter renames it last)
 
-A run that is started again skips complete parts, so killing one costs at most the pieces in the works.
+A restarted run skips complete parts, so a killed run loses at most the parts in progress.
 """
 
 import json
@@ -13,10 +13,12 @@ import os
 import shutil
 import signal
 from collections.abc import Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +26,23 @@ import numpy as np
 
 from nanotrain.data.token_format import idx_path
 from nanotrain.data.tokenizer import Tokenizer, load_tokenizer
-from nanotrain.data.worker import Failure, end_with_parent
-from nanotrain.errors import DataError, EnvironmentFault
-from nanotrain.prepare.documents import Piece
-from nanotrain.prepare.readers import read_documents
+from nanotrain.data.worker import exit_with_parent
+from nanotrain.errors import EnvironmentFault, NanotrainError
+from nanotrain.prepare.chunks import InputChunk
+from nanotrain.prepare.readers import DocumentReader
 from nanotrain.prepare.token_writer import TokenWriter
 
-_WRITTEN_TOGETHER = 64  # documents
+_DOCUMENTS_PER_WRITE = 64
 
 
 @dataclass(frozen=True)
 class PartJob:
-    """How every piece becomes tokens.
+    """How chunks become part files.
 
     Args:
-        folder: where parts lie.
+        folder: the folder of part files.
         tokenizer: what `load_tokenizer` takes.
-        dtype: name of the token type.
+        dtype: name of the token dtype.
         column: field that holds the text.
         append_eod: end each document with the end-of-document token.
     """
@@ -48,8 +50,8 @@ class PartJob:
     folder: Path
     tokenizer: str
     dtype: str
-    column: str
-    append_eod: bool
+    column: str = "text"
+    append_eod: bool = True
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,11 @@ class PartDone:
     """A finished part.
 
     Args:
-        number: which piece.
-        documents: documents in it.
-        tokens: tokens in it.
+        number: index of the chunk.
+        documents: number of documents.
+        tokens: number of tokens.
         text_bytes: UTF-8 bytes read.
-        num_bytes: what the plan said the piece would weigh.
+        num_bytes: planned size of the chunk.
     """
 
     number: int
@@ -72,97 +74,138 @@ class PartDone:
 
 
 def part_prefix(folder: Path, number: int) -> Path:
-    """Where a part lies."""
+    """Prefix of a part's `.bin/.idx` pair."""
     return folder / f"{number:06d}"
 
 
 def is_complete(folder: Path, number: int) -> bool:
-    """Whether a part has been written to its end."""
+    """Whether a part is complete."""
     return idx_path(part_prefix(folder, number)).is_file()
 
 
 def open_parts(folder: Path, plan: dict[str, Any]) -> None:
-    """Make the folder for parts, and throw away parts of another plan.
+    """Create the folder of part files, and delete parts of another plan.
 
     Args:
-        folder: where parts will lie.
-        plan: all that decides their content.
+        folder: the folder of part files.
+        plan: everything that determines their content.
     """
-    written = json.dumps(plan, indent=2, sort_keys=True) + "\n"
+    text = json.dumps(plan, indent=2, sort_keys=True) + "\n"
     file = folder / "plan.json"
-    if folder.exists() and not (file.is_file() and file.read_text() == written):
+    if folder.exists() and not (file.is_file() and file.read_text() == text):
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".partial")
-    partial.write_text(written)
+    partial.write_text(text)
     os.replace(partial, file)
 
 
-def write_parts(job: PartJob, pieces: Iterable[tuple[int, Piece]], *, workers: int) -> Iterator[PartDone]:
-    """Write the parts of numbered pieces, several at a time, and say so as each is done.
+def write_parts(job: PartJob, chunks: Iterable[tuple[int, InputChunk]], *, workers: int) -> Iterator[PartDone]:
+    """Write the parts of numbered chunks in worker processes; yields each part when it is complete.
 
     Args:
-        job: how pieces become tokens.
-        pieces: numbers and pieces; taken from the iterator only as fast as they are worked on.
+        job: how chunks become part files.
+        chunks: numbers and chunks; consumed only as fast as they are written.
         workers: processes.
 
     Raises:
         DataError: a document that cannot be read or encoded.
         EnvironmentFault: a worker process was killed.
     """
-    waiting = iter(pieces)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["nanotrain.prepare.parts"])
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(job,))
+    waiting = iter(chunks)
+    processes: list[BaseProcess] = []
+    idle: list[Connection] = []
+    busy: set[Connection] = set()
     try:
-        running = {pool.submit(_write_part, *numbered) for numbered in islice(waiting, 2 * workers)}
-        while running:
-            finished = wait(running, return_when=FIRST_COMPLETED).done
-            running -= finished
-            for done in [future.result() for future in finished]:
-                if isinstance(done, Failure):
-                    raise done.error()
-                running |= {pool.submit(_write_part, *numbered) for numbered in islice(waiting, 1)}
-                yield done
-    except BrokenProcessPool:
-        raise EnvironmentFault(
-            "a tokenizing process was killed",
-            why="most often the machine ran out of memory",
-            fix="run the same command again with fewer --workers; finished parts are kept",
-        ) from None
+        for _ in range(workers):
+            ours, theirs = context.Pipe()
+            processes.append(context.Process(target=_work, args=(job, theirs)))
+            processes[-1].start()
+            theirs.close()  # the worker has the only copy, so its end shows on our side
+            idle.append(ours)
+        while True:
+            while idle and (numbered := next(waiting, None)) is not None:
+                with _lost_worker_is_an_error():
+                    idle[-1].send(numbered)
+                busy.add(idle.pop())
+            if not busy:
+                return
+            for connection in [ready for ready in wait(busy) if isinstance(ready, Connection)]:
+                with _lost_worker_is_an_error():
+                    outcome: PartDone | NanotrainError = connection.recv()
+                busy.remove(connection)
+                idle.append(connection)
+                if isinstance(outcome, NanotrainError):
+                    raise outcome
+                yield outcome
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        for connection in (*idle, *busy):
+            connection.close()  # a worker ends when it finds its connection closed
+        for process in processes:
+            process.join()
 
 
-def write_part(number: int, piece: Piece, *, job: PartJob, tokenizer: Tokenizer) -> PartDone:
-    """Tokenize one piece into its part file."""
+def write_part(
+    number: int, chunk: InputChunk, *, job: PartJob, tokenizer: Tokenizer, reader: DocumentReader
+) -> PartDone:
+    """Tokenize one chunk into its part file."""
     documents = tokens = text_bytes = 0
-    texts = read_documents(piece, job.column)
-    end = [tokenizer.eod] if job.append_eod and tokenizer.eod is not None else []
+    texts = reader.read(chunk)
+    eod = [tokenizer.eod] if job.append_eod and tokenizer.eod is not None else []
     with TokenWriter(part_prefix(job.folder, number), np.dtype(job.dtype)) as writer:
-        while some := [text.encode("utf-8", errors="replace") for text in islice(texts, _WRITTEN_TOGETHER)]:
+        while some := list(islice(texts, _DOCUMENTS_PER_WRITE)):
             # One text at a time keeps to one thread: the processes are the parallelism.
-            rows = [tokenizer.encode(data.decode()) + end for data in some]
+            rows = [tokenizer.encode(text) + eod for text in some]
             lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
             ids = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(lengths.sum()))
             writer.add_documents(ids, lengths)
             documents, tokens = documents + len(some), tokens + len(ids)
-            text_bytes += sum(map(len, some))
-    return PartDone(number, documents, tokens, text_bytes, piece.num_bytes)
+            text_bytes += sum(len(text.encode()) for text in some)
+    return PartDone(number, documents, tokens, text_bytes, chunk.num_bytes)
 
 
-_worker: dict[str, Any] = {}
-
-
-def _start_worker(job: PartJob) -> None:
-    # Ctrl-C reaches every process of the terminal; the parent alone decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent()
-    _worker.update(job=job, tokenizer=load_tokenizer(job.tokenizer))
-
-
-def _write_part(number: int, piece: Piece) -> PartDone | Failure:
+@contextmanager
+def _lost_worker_is_an_error() -> Iterator[None]:
     try:
-        return write_part(number, piece, **_worker)
-    except DataError as error:
-        return Failure.of(error)
+        yield
+    except (EOFError, ConnectionError):
+        raise EnvironmentFault(
+            "a tokenizing process was killed",
+            why="most often the machine ran out of memory",
+            fix="run the same command again with fewer --workers; complete parts are kept",
+        ) from None
+
+
+def _work(job: PartJob, connection: Connection) -> None:
+    """A worker process: write the part of every chunk received, and send the outcome."""
+    # Ctrl-C reaches every process of the terminal; the parent alone handles it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    exit_with_parent()
+    write = _PartWriter(job)
+    with suppress(EOFError, ConnectionError):  # the parent has closed its end
+        while True:
+            connection.send(write(*connection.recv()))
+
+
+class _PartWriter:
+    """The state of a worker process: what is loaded once and used for many chunks."""
+
+    def __init__(self, job: PartJob) -> None:
+        self.job = job
+        self.reader = DocumentReader(job.column)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.job.tokenizer)
+
+    def __call__(self, number: int, chunk: InputChunk) -> PartDone | NanotrainError:
+        try:
+            return write_part(number, chunk, job=self.job, tokenizer=self.tokenizer, reader=self.reader)
+        except NanotrainError as error:
+            return error
+        except OSError as error:
+            return EnvironmentFault(
+                f"{self.job.folder} cannot be written", why=error.strerror or "", fix="free space, or change --output"
+            )

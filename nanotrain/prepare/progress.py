@@ -1,4 +1,4 @@
-"""How far `nanotrain prepare` is: a bar on a terminal, a plain line now and then elsewhere."""
+"""Progress of `nanotrain prepare`: a bar on a terminal, a line every few seconds elsewhere."""
 
 import sys
 import time
@@ -11,17 +11,17 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class PrepareProgress:
-    """Counts finished parts and shows them; a context manager.
+    """Counts and displays finished parts; a context manager.
 
     Args:
-        total_bytes: size of the input; 0 where unknown.
-        done_bytes: what an earlier run had finished.
+        total_bytes: size of the input; 0 if unknown.
+        done_bytes: size of what an earlier run finished.
     """
 
     def __init__(self, total_bytes: int, *, done_bytes: int = 0) -> None:
         self.total_bytes, self.done_bytes = total_bytes, done_bytes
         self.documents = self.tokens = self.text_bytes = 0
-        self._started = self._said = time.monotonic()
+        self._started = self._printed = time.monotonic()
         self._bar: Any = None
 
     def __enter__(self) -> "PrepareProgress":
@@ -42,19 +42,19 @@ class PrepareProgress:
             self._bar.stop()
 
     def add(self, part: PartDone) -> None:
-        """Count a part and show it."""
+        """Count a finished part and update the display."""
         self.done_bytes += part.num_bytes
         self.documents += part.documents
         self.tokens += part.tokens
         self.text_bytes += part.text_bytes
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done_bytes, rates=self.rates())
-        elif time.monotonic() - self._said > _SECONDS_BETWEEN_LINES:
-            self._said = time.monotonic()
+        elif time.monotonic() - self._printed > _SECONDS_BETWEEN_LINES:
+            self._printed = time.monotonic()
             percent = f"{100 * self.done_bytes / self.total_bytes:.0f} %  " if self.total_bytes else ""
             print(f"{percent}{self.documents} documents  {self.rates()}", flush=True)
 
     def rates(self) -> str:
-        """What this run has done per second."""
+        """Rates of this run: text in MB/s and tokens per second."""
         elapsed = max(1e-9, time.monotonic() - self._started)
         return f"{self.text_bytes / elapsed / 1e6:.1f} MB/s  {self.tokens / elapsed:,.0f} tok/s"

@@ -1,10 +1,10 @@
-"""A corpus that is already there: the source files of the running Python's standard library.
+"""The quick-start corpus: the source files of the running Python's standard library.
 
-Some 1800 files, 31 MB where the library's own tests are installed and 13 MB where not, one document a file, and a BPE
-trained on them: real text with no network, ready in seconds.
+About 1800 files, one document per file: 31 MB if the library's own tests are installed, else 13 MB. A BPE is trained on
+them. It is real text without a network, ready in seconds.
 
-The corpus lies in a folder named after what it depends on, is built under another name and renamed when complete.
-So an old one is never taken for a new one, and two processes that build at once leave one whole corpus.
+The folder's name contains everything the corpus depends on. It is built under a temporary name and renamed when
+complete, so an outdated corpus is never used, and of two processes that build at once one wins.
 """
 
 import hashlib
@@ -19,16 +19,16 @@ from pathlib import Path
 
 import numpy as np
 
-from nanotrain.data.sources import Record, read_record, tokenizer_path, write_record
+from nanotrain.data.corpus_info import CorpusInfo, read_info, tokenizer_path, write_info
 from nanotrain.data.token_format import idx_path, smallest_dtype
 from nanotrain.data.tokenizer import FastTokenizer
 from nanotrain.errors import DataError, EnvironmentFault
 from nanotrain.prepare.bpe import train_bpe
 from nanotrain.prepare.token_writer import TokenWriter
 
-_LAYOUT = 1  # raise it when the same Python and vocabulary would give other files
-_ENCODED_TOGETHER = 64
-_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__"}
+_VERSION = 1  # increase it when the same Python and vocabulary would give other files
+_ENCODE_BATCH = 64
+_EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class QuickStart:
     """A prepared quick-start corpus.
 
     Args:
-        prefix: of its `.bin/.idx` pair.
+        prefix: prefix of its `.bin/.idx` pair.
         tokenizer_path: its tokenizer.json.
-        vocab_size: tokens of that tokenizer.
+        vocab_size: vocabulary of that tokenizer.
     """
 
     prefix: Path
@@ -49,19 +49,19 @@ class QuickStart:
 def prepare_quickstart(
     folder: Path, vocab_size: int, *, progress: Callable[[str], None] = lambda line: None
 ) -> QuickStart:
-    """Prepare the corpus, or find it prepared.
+    """Prepare the corpus unless it is prepared already.
 
     Args:
-        folder: where it is kept.
-        vocab_size: tokens the BPE learns.
-        progress: is told what is going on, a line at a time.
+        folder: parent folder of the corpus.
+        vocab_size: vocabulary of the BPE.
+        progress: called with each line of progress.
 
     Raises:
         DataError: this Python has no library sources.
         EnvironmentFault: the folder cannot be written.
     """
-    home = folder / f"python-{platform.python_version()}-bpe-{vocab_size}-v{_LAYOUT}"
-    if not idx_path(home / "corpus").is_file():
+    prefix = folder / f"python-{platform.python_version()}-bpe-{vocab_size}-v{_VERSION}" / "corpus"
+    if not idx_path(prefix).is_file():
         try:
             folder.mkdir(parents=True, exist_ok=True)
             building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder))
@@ -71,31 +71,36 @@ def prepare_quickstart(
             ) from None
         try:
             _build(building / "corpus", vocab_size, progress=progress)
-            _publish(building, home)
+            _rename(building, prefix.parent)
         finally:
             shutil.rmtree(building, ignore_errors=True)
-    prefix = home / "corpus"
-    return QuickStart(prefix, tokenizer_path(prefix) / "tokenizer.json", read_record(prefix).vocab_size)
+    return QuickStart(prefix, tokenizer_path(prefix) / "tokenizer.json", read_info(prefix).vocab_size)
+
+
+def find_quickstart(folder: Path, vocab_size: int) -> Path | None:
+    """Prefix of the newest quick-start corpus in a folder, prepared by any Python version; None if there is none."""
+    found = sorted(folder.glob(f"python-*-bpe-{vocab_size}-v*/corpus.idx"))
+    return found[-1].with_suffix("") if found else None
 
 
 def library_sources(root: Path | None = None) -> Iterator[str]:
-    """The library's source files as text, in an order that is random and always the same.
+    """Iterate over the library's source files as text, in a fixed random order.
+
+    The validation split takes the last documents, so files of one package must be spread.
 
     Args:
-        root: folder of the library; the running Python's when None.
-
-    A validation split takes the last documents, so neighbours of the alphabet must not sit together.
+        root: folder of the library; None for the running Python's.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     files = []
     for folder, below, names in os.walk(root):
-        below[:] = [name for name in below if name not in _LEFT_OUT]
+        below[:] = [name for name in below if name not in _EXCLUDED]
         files += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
     for file in sorted(files, key=lambda file: hashlib.blake2b(file.as_posix().encode()).digest()):
         try:
             text = (root / file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
-            continue  # the library's tests hold files that are broken on purpose
+            continue  # the library's tests contain files that are invalid on purpose
         if text:
             yield text
 
@@ -105,20 +110,20 @@ def _build(prefix: Path, vocab_size: int, *, progress: Callable[[str], None]) ->
     if not texts:
         raise DataError(
             "this Python has no library sources",
-            why=f"no .py files lie below {sysconfig.get_path('stdlib')}",
-            fix="give a corpus of your own with --data-path",
+            why=f"there are no .py files below {sysconfig.get_path('stdlib')}",
+            fix="give another corpus with --data-path",
         )
     size = sum(map(len, texts)) / 1e6
     progress(f"quick start: training a BPE of {vocab_size} tokens on {len(texts)} library files, {size:.0f} MB")
     tokenizer = train_bpe(texts, vocab_size)
     progress("quick start: tokenizing")
     with TokenWriter(prefix, smallest_dtype(tokenizer.vocab_size)) as writer:
-        for first in range(0, len(texts), _ENCODED_TOGETHER):
-            _write_documents(writer, tokenizer, texts=texts[first : first + _ENCODED_TOGETHER])
-        named = tokenizer.save(tokenizer_path(prefix))
-        record = Record(named, tokenizer.vocab_size, tokenizer.eod, writer.num_documents, writer.num_tokens)
-        write_record(prefix, record)
-    progress(f"quick start: {record.tokens:,} tokens in {prefix.parent.parent}")
+        for first in range(0, len(texts), _ENCODE_BATCH):
+            _write_documents(writer, tokenizer, texts=texts[first : first + _ENCODE_BATCH])
+        saved = tokenizer.save(tokenizer_path(prefix))
+        info = CorpusInfo(saved, tokenizer.vocab_size, tokenizer.eod, writer.num_documents, writer.num_tokens)
+        write_info(prefix, info)
+    progress(f"quick start: {info.tokens:,} tokens in {prefix.parent.parent}")
 
 
 def _write_documents(writer: TokenWriter, tokenizer: FastTokenizer, *, texts: list[str]) -> None:
@@ -126,10 +131,10 @@ def _write_documents(writer: TokenWriter, tokenizer: FastTokenizer, *, texts: li
         writer.add_document(np.asarray([*ids, tokenizer.eod], dtype=np.int64))
 
 
-def _publish(building: Path, home: Path) -> None:
-    os.chmod(building, 0o755)  # mkdtemp's folder is for its owner only
+def _rename(building: Path, folder: Path) -> None:
+    os.chmod(building, 0o755)  # mkdtemp makes it readable by its owner only
     try:
-        building.rename(home)
+        building.rename(folder)
     except OSError:
-        if not idx_path(home / "corpus").is_file():  # else another process was first, and its corpus is as good
+        if not idx_path(folder / "corpus").is_file():  # else another process was first, and its corpus is equal
             raise

@@ -1,38 +1,52 @@
-"""The documents of a piece: one reader for each kind, all with the same signature."""
+"""Read the documents of a chunk: one function per kind of input."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanotrain.data import hf
 from nanotrain.errors import DataError
-from nanotrain.prepare.documents import Piece
+from nanotrain.prepare.chunks import InputChunk
+from nanotrain.prepare.hub import HubDataset, load_rows
 
-_ROWS_TOGETHER = 256
+_ROWS_PER_READ = 256
 
 
-def read_documents(piece: Piece, column: str) -> Iterator[str]:
-    """The documents of a piece, in order; empty ones are left out.
+class DocumentReader:
+    """Reads the documents of chunks; keeps a dataset of rows open between its chunks.
 
     Args:
-        piece: what is read.
         column: field of a row that holds the text; plain text files have none.
-
-    Raises:
-        DataError: unreadable text, broken JSON, or no such column.
     """
-    return (text for text in READERS[piece.kind](piece, column) if text)
+
+    def __init__(self, column: str) -> None:
+        self.column = column
+        self._rows: dict[HubDataset, Any] = {}
+
+    def read(self, chunk: InputChunk) -> Iterator[str]:
+        """The documents of a chunk, in order, without empty ones; lone surrogates become question marks.
+
+        Raises:
+            DataError: unreadable text, broken JSON, or no such column.
+        """
+        # JSON can hold lone surrogates, which no tokenizer can encode.
+        return (text.encode("utf-8", "replace").decode() for text in READERS[chunk.kind](self, chunk) if text)
+
+    def rows(self, dataset: HubDataset) -> Any:
+        """The rows of a dataset, loaded on first use."""
+        if dataset not in self._rows:
+            self._rows[dataset] = load_rows(dataset)
+        return self._rows[dataset]
 
 
-def pick_text(row: Mapping[str, Any], column: str, *, place: str, columns: Sequence[str] | None = None) -> str:
-    """The text of a row; empty for null.
+def pick_text(row: Mapping[str, Any], column: str, *, source: str, columns: Sequence[str] | None = None) -> str:
+    """Get the text of a row; empty for null.
 
     Args:
         row: column name -> value.
-        column: the wanted one.
-        place: where the row lies, for the error.
-        columns: all there are, where the row holds only the wanted one.
+        column: the column of the text.
+        source: file or dataset of the row, for the error.
+        columns: all columns, if the row holds only that of the text.
 
     Raises:
         DataError: no such column, or no text in it.
@@ -40,7 +54,7 @@ def pick_text(row: Mapping[str, Any], column: str, *, place: str, columns: Seque
     names = ", ".join(columns or row)
     if column not in row:
         raise DataError(
-            f"{place} has no column {column}",
+            f"{source} has no column {column}",
             why=f"its columns are {names}",
             fix="name one with --text-column",
         )
@@ -49,30 +63,29 @@ def pick_text(row: Mapping[str, Any], column: str, *, place: str, columns: Seque
         return ""
     if not isinstance(text, str):
         raise DataError(
-            f"{place} holds no text in column {column}",
+            f"{source} holds no text in column {column}",
             why=f"it holds a {type(text).__name__}; the columns are {names}",
             fix="name a column of strings with --text-column",
         )
     return text
 
 
-def _read_text(piece: Piece, column: str) -> Iterator[str]:
-    for file in piece.files:
+def _read_text(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
+    for file in chunk.files:
         yield _decode(_bytes_of(file), file)
 
 
-def _read_lines(piece: Piece, column: str) -> Iterator[str]:
-    file = piece.files[0]
+def _read_lines(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
+    file = chunk.files[0]
     with Path(file).open("rb") as stream:
-        if piece.start:
-            # The line that reaches into this piece belongs to the one before: begin behind the first newline
-            # at or after the byte before us.
-            stream.seek(piece.start - 1)
+        if chunk.start:
+            # A line belongs to the chunk it starts in: skip to the first newline from the byte before the chunk on.
+            stream.seek(chunk.start - 1)
             stream.readline()
-        while (begin := stream.tell()) < piece.stop:
+        while (begin := stream.tell()) < chunk.stop:
             line = stream.readline()
             if line.strip():
-                yield _text_of_line(line, column, file=file, begin=begin)
+                yield _text_of_line(line, reader.column, file=file, begin=begin)
 
 
 def _text_of_line(line: bytes, column: str, *, file: str, begin: int) -> str:
@@ -82,7 +95,7 @@ def _text_of_line(line: bytes, column: str, *, file: str, begin: int) -> str:
         raise DataError(
             f"{file} line {_line_number(file, begin)} is no JSON",
             why=str(error),
-            fix="a .jsonl file holds one JSON object a line; mend or remove the line",
+            fix="a .jsonl file holds one JSON object per line; correct or remove the line",
         ) from None
     if not isinstance(row, dict):
         raise DataError(
@@ -92,37 +105,38 @@ def _text_of_line(line: bytes, column: str, *, file: str, begin: int) -> str:
         )
     if isinstance(row.get(column), str):
         return str(row[column])
-    return pick_text(row, column, place=f"{file} line {_line_number(file, begin)}")
+    return pick_text(row, column, source=f"{file} line {_line_number(file, begin)}")
 
 
-def _read_parquet(piece: Piece, column: str) -> Iterator[str]:
+def _read_parquet(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
     import pyarrow.parquet
 
-    file = pyarrow.parquet.ParquetFile(piece.files[0])
+    column, source = reader.column, chunk.files[0]
+    file = pyarrow.parquet.ParquetFile(source)
     names = file.schema_arrow.names
     if column not in names:
-        pick_text(dict.fromkeys(names), column, place=piece.files[0])
-    for batch in file.iter_batches(_ROWS_TOGETHER, row_groups=range(piece.start, piece.stop), columns=[column]):
+        pick_text(dict.fromkeys(names), column, source=source)
+    for batch in file.iter_batches(_ROWS_PER_READ, row_groups=range(chunk.start, chunk.stop), columns=[column]):
         for text in batch.column(0).to_pylist():
-            yield pick_text({column: text}, column, place=piece.files[0], columns=names)
+            yield pick_text({column: text}, column, source=source, columns=names)
 
 
-def _read_rows(piece: Piece, column: str) -> Iterator[str]:
-    assert piece.corpus is not None, "rows come from a corpus"
-    rows = hf.load_rows(piece.corpus)
-    place = piece.files[0] if piece.files else piece.corpus.name
+def _read_rows(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
+    assert chunk.dataset is not None, "a chunk of rows has a dataset"
+    rows, column = reader.rows(chunk.dataset), reader.column
+    source = chunk.files[0] if chunk.files else chunk.dataset.name
     if column not in rows.column_names:
-        pick_text(dict.fromkeys(rows.column_names), column, place=place)
-    for batch in rows.select(range(piece.start, piece.stop)).select_columns([column]).iter(_ROWS_TOGETHER):
+        pick_text(dict.fromkeys(rows.column_names), column, source=source)
+    for batch in rows.select(range(chunk.start, chunk.stop)).select_columns([column]).iter(_ROWS_PER_READ):
         for text in batch[column]:
-            yield pick_text({column: text}, column, place=place, columns=rows.column_names)
+            yield pick_text({column: text}, column, source=source, columns=rows.column_names)
 
 
-def _read_texts(piece: Piece, column: str) -> Iterator[str]:
-    yield from piece.texts
+def _read_texts(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
+    yield from chunk.texts
 
 
-READERS: dict[str, Callable[[Piece, str], Iterator[str]]] = {
+READERS: dict[str, Callable[[DocumentReader, InputChunk], Iterator[str]]] = {
     "text": _read_text,
     "lines": _read_lines,
     "parquet": _read_parquet,

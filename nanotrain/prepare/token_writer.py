@@ -1,6 +1,6 @@
-"""Writing Megatron-LM `.bin/.idx` token files, one document a sequence.
+"""Write Megatron-LM `.bin/.idx` token files, one sequence per document.
 
-Both files grow under temporary names and appear under their own only when they are complete and on the disk.
+Both files are written under temporary names and renamed when they are complete and synced to disk.
 """
 
 import os
@@ -17,11 +17,11 @@ _COPY_BYTES = 1 << 22
 
 
 class TokenWriter:
-    """Writes a pair; use as a context manager, an exception inside leaves no pair behind.
+    """Writes a pair, as a context manager; after an exception inside, no pair is left.
 
     Args:
         prefix: path of the pair without `.bin` and `.idx`.
-        dtype: token type, one of `token_format.DTYPES`.
+        dtype: token dtype, one of `token_format.DTYPES`.
     """
 
     def __init__(self, prefix: Path | str, dtype: np.dtype[Any]) -> None:
@@ -36,18 +36,18 @@ class TokenWriter:
         self.add_documents(tokens, np.asarray([len(tokens)]))
 
     def add_documents(self, ids: np.ndarray, lengths: np.ndarray) -> None:
-        """Append many documents at once.
+        """Append several documents at once.
 
         Args:
-            ids: their tokens, one document after the other.
-            lengths: tokens of each; they sum to `len(ids)`.
+            ids: their concatenated tokens.
+            lengths: tokens per document; they sum to `len(ids)`.
         """
-        assert int(lengths.sum()) == len(ids), "lengths that miss tokens would shift every later document"
+        assert int(lengths.sum()) == len(ids), "wrong lengths would shift every later document"
         self._file.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
         self._lengths.append(lengths.astype("<i4"))
 
     def append_pair(self, prefix: Path) -> None:
-        """Append all sequences of another pair, one a document; the pair may be empty."""
+        """Append every sequence of another pair as a document; the pair may be empty."""
         header = read_header(idx_path(prefix))
         assert header.dtype == self.dtype, f"{prefix} holds {header.dtype}, not {self.dtype}"
         with idx_path(prefix).open("rb") as index:

@@ -168,7 +168,7 @@ def _open_batches(
     assert samples is not None, "open_inputs requires a training split"
     return GlobalBatchLoader(
         samples,
-        place=plan.sampler,
+        sampler=plan.sampler,
         consumed_samples=consumed_samples,
         num_workers=plan.config.data.num_workers,
         pin_memory=context.device.type == "cuda",

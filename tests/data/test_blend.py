@@ -1,4 +1,4 @@
-"""A blend keeps its proportions over every prefix and reads each corpus in order, without gaps."""
+"""A blend keeps its proportions over every prefix and reads each dataset in order, without gaps."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanotrain.data.batch import Sample
-from nanotrain.data.blend import BlendedDataset, Draw, draw, plan_blend
+from nanotrain.data.blend import BlendedDataset, BlendIndex, locate, plan_blend
 
 WEIGHTS = st.lists(
     st.fractions(min_value=Fraction(1, 1000), max_value=1000, max_denominator=1000), min_size=1, max_size=9
@@ -22,9 +22,9 @@ def test_any_prefix_has_its_share_within_two_samples(weights: list[Fraction]) ->
     tree, total = plan_blend(weights), sum(weights)
     counts = [0] * len(weights)
     for number in range(300):
-        drawn = draw(tree, number)
-        assert drawn.number == counts[drawn.corpus], "a corpus is read in order, nothing left out, nothing twice"
-        counts[drawn.corpus] += 1
+        drawn = locate(tree, number)
+        assert drawn.sample == counts[drawn.dataset], "a dataset is read in order, without gaps or repeats"
+        counts[drawn.dataset] += 1
         for count, weight in zip(counts, weights, strict=True):
             assert abs(count - (number + 1) * weight / total) <= 2
 
@@ -32,12 +32,12 @@ def test_any_prefix_has_its_share_within_two_samples(weights: list[Fraction]) ->
 @settings(deadline=None)
 @given(weights=WEIGHTS, number=st.integers(10**14, 10**15))
 def test_nothing_drifts_after_a_quadrillion_samples(weights: list[Fraction], number: int) -> None:
-    drawn = draw(plan_blend(weights), number)
-    assert abs(drawn.number - number * weights[drawn.corpus] / sum(weights)) <= 2
+    drawn = locate(plan_blend(weights), number)
+    assert abs(drawn.sample - number * weights[drawn.dataset] / sum(weights)) <= 2
 
 
 def test_a_blend_of_one_is_that_corpus() -> None:
-    assert draw(plan_blend([Fraction(3)]), 17) == Draw(0, 17)
+    assert locate(plan_blend([Fraction(3)]), 17) == BlendIndex(0, 17)
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,6 @@ class _Numbers:
 def test_blended_samples_come_from_the_drawn_corpus(number: int) -> None:
     weights = [Fraction(7, 10), Fraction(3, 10)]
     blend = BlendedDataset([_Numbers(0, 10), _Numbers(1, 20)], weights)
-    drawn = draw(plan_blend(weights), number)
+    drawn = locate(plan_blend(weights), number)
     assert blend.samples_per_epoch == 30
-    assert blend[number].tokens.tolist() == [drawn.corpus, drawn.number]
+    assert blend[number].tokens.tolist() == [drawn.dataset, drawn.sample]

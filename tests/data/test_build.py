@@ -8,7 +8,7 @@ import pytest
 from nanotrain.config.config import DataConfig
 from nanotrain.data.blend import BlendedDataset
 from nanotrain.data.build import build_data, tokenizer_of, uses_quickstart
-from nanotrain.data.sources import Record, write_record
+from nanotrain.data.corpus_info import CorpusInfo, write_info
 from nanotrain.errors import DataError
 from tests.data.conftest import WriteCorpus, random_documents
 
@@ -74,7 +74,7 @@ def test_a_corpus_of_another_vocabulary_is_refused_at_once(write_corpus: WriteCo
 
 
 def test_the_tokenizer_asked_for_goes_before_the_one_beside_the_data(tmp_path: Path) -> None:
-    write_record(tmp_path / "a", Record("bytes", 257, 256))
+    write_info(tmp_path / "a", CorpusInfo("bytes", 257, 256))
     assert tokenizer_of(DataConfig(data_path=[str(tmp_path / "a")])) == "bytes"
     assert tokenizer_of(DataConfig(data_path=[str(tmp_path / "a")], tokenizer_model="gpt2")) == "gpt2"
     assert tokenizer_of(DataConfig(data_path=[str(tmp_path / "b")])) is None

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanotrain.data.gpt import GPTDataset, WindowOptions
+from nanotrain.data.gpt import GPTDataset, GPTDatasetConfig
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.errors import DataError
 from tests.data.conftest import WriteCorpus, random_documents
@@ -13,7 +13,7 @@ from tests.data.conftest import WriteCorpus, random_documents
 
 def _samples(prefix: object, *, start: int = 0, stop: int | None = None, **options: object) -> GPTDataset:
     corpus = IndexedTokens(prefix)  # type: ignore[arg-type]
-    return GPTDataset(corpus, start, corpus.num_tokens if stop is None else stop, WindowOptions(**options))  # type: ignore[arg-type]
+    return GPTDataset(corpus, start, corpus.num_tokens if stop is None else stop, GPTDatasetConfig(**options))  # type: ignore[arg-type]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)

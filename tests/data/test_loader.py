@@ -18,7 +18,7 @@ from nanotrain.data.synthetic import SyntheticDataset
 from nanotrain.errors import DataError, EnvironmentFault
 
 SAMPLES = SyntheticDataset(vocab_size=1000, seq_length=8, seed=1)
-PLACE = SamplerConfig(dp_rank=1, dp_size=2, micro_batch_size=2, global_batch_size=12)
+SAMPLER = SamplerConfig(dp_rank=1, dp_size=2, micro_batch_size=2, global_batch_size=12)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def _wait_for_end(workers: list[int]) -> bool:
 
 
 def test_a_global_batch_is_this_ranks_microbatches_in_order() -> None:
-    with GlobalBatchLoader(SAMPLES, place=PLACE, consumed_samples=24) as batches:
+    with GlobalBatchLoader(SAMPLES, sampler=SAMPLER, consumed_samples=24) as batches:
         step = next(batches)
     assert [batch.tokens.shape for batch in step] == [(2, 8)] * 3
     for batch, first in zip(step, (26, 30, 34), strict=True):
@@ -63,8 +63,8 @@ def test_a_global_batch_is_this_ranks_microbatches_in_order() -> None:
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_workers_give_the_same_batches_and_end_when_closed(num_workers: int) -> None:
     with (
-        GlobalBatchLoader(SAMPLES, place=PLACE, consumed_samples=12) as inline,
-        GlobalBatchLoader(SAMPLES, place=PLACE, consumed_samples=12, num_workers=num_workers) as batches,
+        GlobalBatchLoader(SAMPLES, sampler=SAMPLER, consumed_samples=12) as inline,
+        GlobalBatchLoader(SAMPLES, sampler=SAMPLER, consumed_samples=12, num_workers=num_workers) as batches,
     ):
         workers = _worker_ids(batches)
         assert len(workers) == num_workers
@@ -77,7 +77,7 @@ def test_workers_give_the_same_batches_and_end_when_closed(num_workers: int) -> 
 
 
 def test_interrupts_leave_workers_at_work_and_their_parent_unmasked() -> None:
-    with GlobalBatchLoader(SAMPLES, place=PLACE, num_workers=1) as batches:
+    with GlobalBatchLoader(SAMPLES, sampler=SAMPLER, num_workers=1) as batches:
         assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGINT, signal.SIGTERM}
         next(batches)  # the fork server of these tests was started elsewhere, so the mask stands once a worker works
         for worker in _worker_ids(batches):
@@ -89,7 +89,7 @@ def test_interrupts_leave_workers_at_work_and_their_parent_unmasked() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_data_error_arrives_as_it_was_raised(num_workers: int) -> None:
-    with GlobalBatchLoader(_BrokenFrom(12), place=PLACE, num_workers=num_workers) as batches:
+    with GlobalBatchLoader(_BrokenFrom(12), sampler=SAMPLER, num_workers=num_workers) as batches:
         next(batches)
         with pytest.raises(DataError) as caught:
             next(batches)
@@ -98,12 +98,12 @@ def test_a_data_error_arrives_as_it_was_raised(num_workers: int) -> None:
 
 KILLED = """
 import os, signal, sys
-from nanotrain.data.loader import GlobalBatches
+from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.data.sampler import SamplerConfig
-from nanotrain.data.synthetic import SyntheticSamples
+from nanotrain.data.synthetic import SyntheticDataset
 
 if __name__ == "__main__":
-    batches = GlobalBatches(SyntheticSamples(10, 8, 1), place=SamplerConfig(0, 1, 1, 2), num_workers=2)
+    batches = GlobalBatchLoader(SyntheticDataset(10, 8, 1), sampler=SamplerConfig(0, 1, 1, 2), num_workers=2)
     next(batches)
     print(*[worker.pid for worker in batches._microbatches._workers], flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -119,7 +119,7 @@ def test_workers_do_not_outlive_a_killed_trainer(tmp_path: Path) -> None:
 
 
 def test_a_killed_worker_is_one_clear_error() -> None:
-    with GlobalBatchLoader(SAMPLES, place=PLACE, num_workers=1) as batches:
+    with GlobalBatchLoader(SAMPLES, sampler=SAMPLER, num_workers=1) as batches:
         next(batches)
         os.kill(_worker_ids(batches)[0], signal.SIGKILL)
         with pytest.raises(EnvironmentFault, match="data worker process died.*--num-workers 0"):

@@ -32,5 +32,5 @@ def test_one_number_gives_everything_to_training() -> None:
 
 @pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,1", "0,0,0", "nan,1", "inf,1"])
 def test_a_split_without_sense_is_refused(split: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot be parsed"):
         parse_split(split)

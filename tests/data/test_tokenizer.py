@@ -1,5 +1,6 @@
 """Tokenizers give back the text they were given and are found again where they were saved."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from nanotrain.data.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer, load_tokenizer
 from nanotrain.errors import DataError
-from nanotrain.prepare.bpe import END, train_bpe
+from nanotrain.prepare.bpe import EOD_TEXT, train_bpe
 
 TRAINED = train_bpe(["def f(x):\n    return x + 1\n", "größer als – 日本語\n"] * 20, 290)
 
@@ -27,7 +28,7 @@ def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
 
 def test_a_trained_bpe_has_its_size_and_an_end() -> None:
     assert TRAINED.vocab_size == 290
-    assert TRAINED.backend.id_to_token(TRAINED.eod) == END
+    assert TRAINED.backend.id_to_token(TRAINED.eod) == EOD_TEXT
     assert len(TRAINED.encode("return x + 1")) < 12
     assert TRAINED.decode([*TRAINED.encode("x"), TRAINED.eod]) == "x"
 
@@ -59,10 +60,37 @@ def test_a_folder_without_tokenizer_json_goes_through_transformers(tmp_path: Pat
     from transformers import PreTrainedTokenizerFast
 
     TRAINED.save(tmp_path / "kept")
-    PreTrainedTokenizerFast(tokenizer_object=TRAINED.backend, eos_token=END).save_pretrained(tmp_path / "theirs")
+    PreTrainedTokenizerFast(tokenizer_object=TRAINED.backend, eos_token=EOD_TEXT).save_pretrained(tmp_path / "theirs")
     loaded = load_tokenizer(str(tmp_path / "theirs"))
     assert isinstance(loaded, FastTokenizer)
     assert loaded.eod == TRAINED.eod
+
+
+def test_stored_truncation_and_padding_are_ignored(tmp_path: Path) -> None:
+    TRAINED.save(tmp_path / "kept")
+    settings = json.loads((tmp_path / "kept" / "tokenizer.json").read_text())
+    settings["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    settings["padding"] = {
+        "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+        "pad_token": "!",
+    }  # fmt: skip
+    (tmp_path / "kept" / "tokenizer.json").write_text(json.dumps(settings))
+    loaded = load_tokenizer(str(tmp_path / "kept"))
+    text = "größer als – 日本語"
+    assert loaded.encode(text) == TRAINED.encode(text)
+    assert loaded.encode_batch(["x", text]) == TRAINED.encode_batch(["x", text])
+
+
+def test_code_of_a_repository_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # given a folder whose tokenizer is Python code, and a user who would answer "y"
+    (tmp_path / "code.py").write_text("open('ran', 'w')\nclass Coded: pass\n")
+    config = {"auto_map": {"AutoTokenizer": ["code.Coded", None]}, "tokenizer_class": "Coded"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(DataError, match="cannot be loaded"):
+        load_tokenizer(str(tmp_path))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_bare_tokenizer_json_names_its_end_as_usual(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from nanotrain.comm.group import Group
 from nanotrain.config.config import Config
 from nanotrain.config.schema import config_from_dict, to_dict
 from nanotrain.errors import DataError
-from nanotrain.inference.checkpoint import continue_text, export_checkpoint, find, load_stage
+from nanotrain.inference.checkpoint import continue_text, export_checkpoint, load_stage, open_checkpoint
 from nanotrain.inference.generate import Sampling
 from nanotrain.model.build import build_stage, collect_specs
 from nanotrain.model.init import initialize
@@ -41,7 +41,7 @@ def write_run(folder: Path, *, tokenizer: str | None = "bytes") -> Stage:
 
 def test_the_model_comes_back_to_the_bit(tmp_path):
     saved = write_run(tmp_path)
-    loaded = load_stage(find(tmp_path))
+    loaded = load_stage(open_checkpoint(tmp_path))
     tokens = torch.arange(12).reshape(2, 6)
     assert torch.equal(loaded.logits(tokens), saved.logits(tokens))
 

@@ -12,20 +12,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nanotrain.data.corpus_info import read_info, recorded_tokenizer
 from nanotrain.data.indexed import IndexedTokens
-from nanotrain.data.sources import read_record, tokenizer_beside
 from nanotrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from nanotrain.errors import DataError
 from nanotrain.prepare import command as prepare
 from nanotrain.prepare import parts
-from nanotrain.prepare.documents import Piece
 
 TEXTS = [f"document {i} {'word ' * (i % 50)}" for i in range(400)]
 DRIVER = """
 import argparse, sys
 from nanotrain.prepare import command as prepare
-from nanotrain.prepare import documents
-documents._LEAST_BYTES = 2000
+from nanotrain.prepare import chunks
+chunks._MIN_BYTES = 2000
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     prepare.add_arguments(parser)
@@ -35,7 +34,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("nanotrain.prepare.documents._LEAST_BYTES", 2000)
+    monkeypatch.setattr("nanotrain.prepare.chunks._MIN_BYTES", 2000)
     file = tmp_path / "in.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     return file
@@ -44,8 +43,8 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _prepare(source: Path, output: Path, *options: str) -> None:
     parser = argparse.ArgumentParser()
     prepare.add_arguments(parser)
-    words = ["--input", str(source), "--output", str(output), *options]
-    prepare.run(parser.parse_args(words if "--tokenizer" in words else [*words, "--tokenizer", "bytes"]))
+    argv = ["--input", str(source), "--output", str(output), *options]
+    prepare.run(parser.parse_args(argv if "--tokenizer" in argv else [*argv, "--tokenizer", "bytes"]))
 
 
 def _bytes(prefix: Path) -> tuple[bytes, bytes]:
@@ -60,8 +59,8 @@ def test_documents_come_in_order_each_ended_by_eod(corpus: Path, tmp_path: Path)
     assert tokens.dtype == np.uint16
     assert tokens.num_documents == len(TEXTS)
     assert tokens.read(0, tokens.num_tokens).tolist() == expected
-    assert read_record(tokens.prefix).tokens == len(expected)
-    assert tokenizer_beside(tokens.prefix) == "bytes"
+    assert read_info(tokens.prefix).tokens == len(expected)
+    assert recorded_tokenizer(tokens.prefix) == "bytes"
     assert not (tmp_path / "new folder" / "out.parts").exists()
 
 
@@ -78,12 +77,21 @@ def test_workers_streaming_and_dtype_change_no_token(corpus: Path, tmp_path: Pat
 
 def test_a_trained_tokenizer_stays_beside_its_corpus(corpus: Path, tmp_path: Path) -> None:
     _prepare(corpus, tmp_path / "out", "--tokenizer", "bpe:280", "--workers", "1")
-    tokenizer = load_tokenizer(tokenizer_beside(tmp_path / "out") or "")
+    tokenizer = load_tokenizer(recorded_tokenizer(tmp_path / "out") or "")
     tokens = IndexedTokens(tmp_path / "out")
     assert tokenizer.vocab_size == 280
     first = tokens.read(0, tokens.document_start(1))
     assert first[-1] == tokenizer.eod
     assert tokenizer.decode(first.tolist()) == TEXTS[0]
+
+
+def test_a_lone_surrogate_does_not_stop_the_training_of_a_tokenizer(tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"text": "some text \\ud800"}\n' * 20)
+    _prepare(file, tmp_path / "out", "--tokenizer", "bpe:270", "--workers", "1")
+    tokens = IndexedTokens(tmp_path / "out")
+    tokenizer = load_tokenizer(recorded_tokenizer(tmp_path / "out") or "")
+    assert tokenizer.decode(tokens.read(0, tokens.document_start(1)).tolist()) == "some text ?"
 
 
 def test_killed_and_started_again_gives_the_bytes_of_a_run_undisturbed(corpus: Path, tmp_path: Path) -> None:
@@ -116,24 +124,13 @@ def test_killed_and_started_again_gives_the_bytes_of_a_run_undisturbed(corpus: P
     assert _bytes(tmp_path / "again") == _bytes(tmp_path / "whole")
 
 
-def test_finished_parts_of_other_inputs_are_thrown_away(tmp_path: Path) -> None:
-    parts.open_parts(tmp_path / "p", {"inputs": 1})
-    job = parts.PartJob(tmp_path / "p", "bytes", "uint16", "text", True)
-    done = parts.write_part(0, Piece("texts", texts=("ab", "\ud800")), job=job, tokenizer=ByteTokenizer())
-    assert (done.documents, done.tokens) == (2, 5)
-    parts.open_parts(tmp_path / "p", {"inputs": 1})
-    assert parts.is_complete(tmp_path / "p", 0)
-    parts.open_parts(tmp_path / "p", {"inputs": 2})
-    assert not parts.is_complete(tmp_path / "p", 0)
-
-
 def test_a_prepared_corpus_is_left_alone_or_refused(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _prepare(corpus, tmp_path / "out", "--workers", "1")
     before = os.stat(tmp_path / "out.bin").st_mtime_ns
     _prepare(corpus, tmp_path / "out", "--workers", "2")
-    assert "prepared already" in capsys.readouterr().out
+    assert "already prepared" in capsys.readouterr().out
     assert os.stat(tmp_path / "out.bin").st_mtime_ns == before
     with pytest.raises(DataError, match="exists.*--overwrite"):
         _prepare(corpus, tmp_path / "out", "--no-append-eod")

@@ -7,8 +7,8 @@ import pytest
 
 from nanotrain.config.config import DataConfig
 from nanotrain.data.build import build_data
+from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.indexed import IndexedTokens
-from nanotrain.data.sources import tokenizer_beside
 from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.errors import DataError, EnvironmentFault
 from nanotrain.prepare import quickstart
@@ -50,7 +50,7 @@ def test_one_document_a_file_ended_by_eod_and_read_by_the_trainer(tmp_path: Path
     ids = corpus.read(0, corpus.document_start(1))
     assert ids[-1] == tokenizer.eod
     assert tokenizer.decode(ids[:-1].tolist()) == TEXTS[0]
-    assert load_tokenizer(tokenizer_beside(made.prefix) or "").vocab_size == 300
+    assert load_tokenizer(recorded_tokenizer(made.prefix) or "").vocab_size == 300
     data = DataConfig(data_path=[str(made.prefix)], split="8,2,0", seq_length=8)
     assert build_data(data, vocab_size=made.vocab_size, seed=1).valid is not None
 

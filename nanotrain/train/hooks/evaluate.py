@@ -35,7 +35,7 @@ def evaluate(run: Run) -> float:
     for dp in run.data_parallel:
         dp.finish_param_gather()
     loss, num_tokens = torch.zeros((), device=run.context.device), 0
-    with GlobalBatchLoader(samples, place=run.plan.sampler) as batches:
+    with GlobalBatchLoader(samples, sampler=run.plan.sampler) as batches:
         batch_iterator = build_batch_iterator(batches, run.context)
         for _ in range(run.config.train.eval_iters):
             batch = batch_iterator.next()

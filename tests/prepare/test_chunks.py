@@ -1,4 +1,4 @@
-"""Pieces cover the input once, in order, and readers give every document of them."""
+"""Chunks cover the input once, in order."""
 
 import gzip
 import json
@@ -11,16 +11,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanotrain.errors import DataError
-from nanotrain.prepare import documents
-from nanotrain.prepare.documents import Piece, plan_pieces
-from nanotrain.prepare.readers import read_documents
+from nanotrain.prepare import chunks
+from nanotrain.prepare.chunks import InputChunk, plan_chunks
+from nanotrain.prepare.readers import DocumentReader
 
 TEXTS = [f"document {i} – {'ü' * (i % 7)}" for i in range(50)]
 
 
 def _read(*inputs: Path, column: str = "text") -> list[str]:
-    pieces = plan_pieces([str(path) for path in inputs], subset=None, split="train")
-    return [text for piece in pieces for text in read_documents(piece, column)]
+    reader = DocumentReader(column)
+    planned = plan_chunks([str(path) for path in inputs], subset=None, split="train")
+    return [text for chunk in planned for text in reader.read(chunk)]
 
 
 def _write_lines(path: Path, texts: list[str]) -> Path:
@@ -29,9 +30,9 @@ def _write_lines(path: Path, texts: list[str]) -> Path:
 
 
 @pytest.fixture
-def tiny_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes pieces of about 100 bytes."""
-    monkeypatch.setattr(documents, "_LEAST_BYTES", 100)
+def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make chunks of about 100 bytes."""
+    monkeypatch.setattr(chunks, "_MIN_BYTES", 100)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
@@ -44,12 +45,12 @@ def test_ranges_of_bytes_share_the_lines_of_a_file_without_loss(
     file.write_bytes("".join(rows).encode("utf-8", "replace"))
     size = file.stat().st_size
     shards = sorted({0, size, *(edge for edge in edges if edge < size)})
-    pieces = [Piece("lines", (str(file),), start, stop) for start, stop in zip(shards, shards[1:], strict=False)]
+    split = [InputChunk("lines", (str(file),), start, stop) for start, stop in zip(shards, shards[1:], strict=False)]
     expected = [text.encode("utf-8", "replace").decode() for text in texts]
-    assert [text for piece in pieces for text in read_documents(piece, "text")] == expected
+    assert [text for chunk in split for text in DocumentReader("text").read(chunk)] == expected
 
 
-@pytest.mark.usefixtures("tiny_pieces")
+@pytest.mark.usefixtures("tiny_chunks")
 def test_every_file_type_gives_every_document_in_order(tmp_path: Path) -> None:
     lines = _write_lines(tmp_path / "a.jsonl", TEXTS)
     table = pa.table({"text": TEXTS, "n": range(50)})
@@ -57,50 +58,20 @@ def test_every_file_type_gives_every_document_in_order(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "c.jsonl.gz", "wt") as file:
         file.write(lines.read_text())
     for name in ("a.jsonl", "b.parquet", "c.jsonl.gz"):
-        pieces = plan_pieces([str(tmp_path / name)], subset=None, split="train")
-        assert len(pieces) > 1
+        planned = plan_chunks([str(tmp_path / name)], subset=None, split="train")
+        assert len(planned) > 1
         assert _read(tmp_path / name) == TEXTS
 
 
-def test_folders_give_their_files_sorted_and_text_files_share_pieces(tmp_path: Path) -> None:
+def test_folders_give_their_files_sorted_and_text_files_share_chunks(tmp_path: Path) -> None:
     for i, text in enumerate(TEXTS):
         folder = tmp_path / f"{i % 2}"
         folder.mkdir(exist_ok=True)
         (folder / f"{i:02d}.txt").write_text(text)
     (tmp_path / "0" / "empty.txt").touch()
     (tmp_path / "ignored.py").write_text("no text")
-    assert len(plan_pieces([str(tmp_path)], subset=None, split="train")) == 1
+    assert len(plan_chunks([str(tmp_path)], subset=None, split="train")) == 1
     assert _read(tmp_path) == TEXTS[0::2] + TEXTS[1::2]
-
-
-def test_rows_without_text_are_left_out(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"text": "a"}\n\n{"text": null}\n{"text": ""}\n{"text": "b"}')
-    assert _read(file) == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"text": "a"', r"a\.jsonl line 3 is no JSON"),
-        ("[1]", r"line 3 is no JSON object.*a list"),
-        ('{"body": "a", "id": 1}', r"line 3 has no column text: its columns are body, id; name one with --text-column"),
-        ('{"text": 5}', r"line 3 holds no text in column text: it holds a int"),
-    ],
-)
-def test_a_broken_line_is_named(tmp_path: Path, line: str, message: str) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"text": "a"}\n{"text": "b"}\n' + line + "\n")
-    with pytest.raises(DataError, match=message):
-        _read(file)
-
-
-def test_a_column_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"body": ["a"], "n": [1]}), tmp_path / "b.parquet")
-    with pytest.raises(DataError, match="no column text: its columns are body, n"):
-        _read(tmp_path / "b.parquet")
-    with pytest.raises(DataError, match="no text in column n: it holds a int; the columns are body, n"):
-        _read(tmp_path / "b.parquet", column="n")
 
 
 def test_inputs_that_hold_nothing_or_do_not_exist_are_refused(tmp_path: Path) -> None:
@@ -116,5 +87,5 @@ def test_inputs_that_hold_nothing_or_do_not_exist_are_refused(tmp_path: Path) ->
     with pytest.raises(DataError, match="is no parquet file"):
         _read(tmp_path / "bad.parquet")
     (tmp_path / "what.xyz").write_text("a")
-    with pytest.raises(DataError, match="is of no known type"):
+    with pytest.raises(DataError, match="is of no supported type"):
         _read(tmp_path / "what.xyz")

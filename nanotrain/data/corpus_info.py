@@ -1,0 +1,75 @@
+"""How a corpus was prepared: `PREFIX.nanotrain.json`, written beside its `.bin/.idx` pair.
+
+The tokenizer named there is "bytes" or a folder beside the pair.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from nanotrain.errors import DataError
+
+
+@dataclass(frozen=True)
+class CorpusInfo:
+    """The contents of `PREFIX.nanotrain.json` (`PREFIX.json` may be an input file).
+
+    Args:
+        tokenizer: "bytes", or the name of a folder beside the pair; None if unknown.
+        vocab_size: one more than the largest id of that tokenizer.
+        eod: the end-of-document token.
+        documents: number of documents.
+        tokens: number of tokens.
+        plan: hash of inputs and options.
+    """
+
+    tokenizer: str | None = None
+    vocab_size: int = 0
+    eod: int | None = None
+    documents: int = 0
+    tokens: int = 0
+    plan: str = ""
+
+
+def tokenizer_path(prefix: Path) -> Path:
+    """The folder beside a pair that holds the tokenizer."""
+    return prefix.with_name(prefix.name + ".tokenizer")
+
+
+def read_info(prefix: Path) -> CorpusInfo:
+    """Read the info of a corpus; an empty one if there is none, as beside Megatron-LM's own files.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    path = _info_path(prefix)
+    if not path.is_file():
+        return CorpusInfo()
+    try:
+        return CorpusInfo(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"{path} cannot be read",
+            why=str(error),
+            fix="remove it and name the tokenizer with --tokenizer-model, or prepare the corpus again",
+        ) from None
+
+
+def write_info(prefix: Path, info: CorpusInfo) -> None:
+    """Write the info of a corpus, atomically."""
+    path = _info_path(prefix)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(asdict(info), indent=2) + "\n")
+    os.replace(partial, path)
+
+
+def recorded_tokenizer(prefix: Path | str) -> str | None:
+    """The tokenizer a corpus was prepared with, as `load_tokenizer` takes it; None if unknown."""
+    name = read_info(Path(prefix)).tokenizer
+    folder = tokenizer_path(Path(prefix))
+    return str(folder) if name == folder.name else name
+
+
+def _info_path(prefix: Path) -> Path:
+    return prefix.with_name(prefix.name + ".nanotrain.json")

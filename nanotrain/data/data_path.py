@@ -1,0 +1,63 @@
+"""Parse `--data-path`: prefixes of token files, with or without weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from nanotrain.data.token_format import idx_path
+from nanotrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class WeightedPrefix:
+    """One corpus of a blend.
+
+    Args:
+        prefix: path of the `.bin/.idx` pair without its endings.
+        weight: its weight; None to blend by size.
+    """
+
+    prefix: Path
+    weight: Fraction | None = None
+
+
+def parse_data_path(entries: Sequence[str]) -> tuple[WeightedPrefix, ...]:
+    """Parse a `--data-path`: "a b" blends by size, "0.7 a 0.3 b" by weight.
+
+    Raises:
+        ConfigError: weights for some prefixes only, or a weight that is not above 0.
+
+    >>> parse_data_path(["0.7", "a", "0.3", "b"])[1].weight
+    Fraction(3, 10)
+    """
+    items = [item for entry in entries for item in str(entry).split()]
+    weights = [_weight(item) for item in items]
+    if all(weight is None for weight in weights):
+        return tuple(WeightedPrefix(_prefix(item)) for item in items)
+    numbers, names = weights[::2], items[1::2]
+    if len(numbers) != len(names) or None in numbers or any(weight is not None for weight in weights[1::2]):
+        raise ConfigError(
+            f"--data-path {' '.join(items)} cannot be parsed",
+            why="either every prefix has a weight before it, or none has",
+            fix="write for example --data-path 0.7 web 0.3 code",
+        )
+    for weight, name in zip(numbers, names, strict=True):
+        if weight is None or weight <= 0:
+            raise ConfigError(
+                f"--data-path gives {name} the weight {weight}", why="weights are above 0", fix="leave that corpus out"
+            )
+    return tuple(WeightedPrefix(_prefix(name), weight) for weight, name in zip(numbers, names, strict=True))
+
+
+def _weight(item: str) -> Fraction | None:
+    if idx_path(_prefix(item)).exists():
+        return None
+    try:
+        return Fraction(item)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def _prefix(item: str) -> Path:
+    return Path(item[:-4] if item.endswith((".bin", ".idx")) else item).expanduser()

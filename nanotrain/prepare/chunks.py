@@ -1,0 +1,183 @@
+"""Split the inputs of `nanotrain prepare` into chunks that processes tokenize independently.
+
+    file.txt, .md          one document per file; small files share a chunk
+    file.jsonl, .ndjson    one document per line; a chunk is a range of bytes and contains the lines that start in it
+    file.parquet           one document per row; a chunk is a range of row groups
+    folder                 every such file below it, sorted by path
+    anything else          `datasets.load_dataset`: other file types, hub names; a chunk is a range of rows
+
+Chunks depend on the inputs only, never on the number of workers, and keep the order of documents.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from nanotrain.errors import DataError
+from nanotrain.prepare.hub import HubDataset, load_rows
+
+# The input is split into about this many chunks, within these bounds in bytes: enough to keep every core busy.
+_NUM_CHUNKS, _MIN_BYTES, _MAX_BYTES = 512, 1 << 20, 256 << 20
+_ROW_TYPES = {".csv": "csv", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+_COMPRESSED = {".gz", ".zst", ".bz2", ".xz"}
+
+
+@dataclass(frozen=True)
+class InputChunk:
+    """A range of the input that one process tokenizes into one part file.
+
+    Args:
+        kind: how it is read, a key of `readers.READERS`.
+        files: the input files; one, except for small text files.
+        start: first byte, row group or row.
+        stop: one after the last.
+        num_bytes: size for the progress bar; 0 if unknown.
+        dataset: source of the rows, for kind "rows".
+        texts: the documents themselves, for kind "texts" (streaming).
+    """
+
+    kind: str
+    files: tuple[str, ...] = ()
+    start: int = 0
+    stop: int = 0
+    num_bytes: int = 0
+    dataset: HubDataset | None = None
+    texts: tuple[str, ...] = ()
+
+
+def plan_chunks(inputs: Sequence[str], *, subset: str | None, split: str) -> tuple[InputChunk, ...]:
+    """Split the inputs into chunks, in order.
+
+    Args:
+        inputs: files, folders and hub names.
+        subset: configuration of hub datasets.
+        split: split of hub datasets.
+
+    Raises:
+        DataError: an input is missing, unreadable or empty.
+    """
+    expanded = [_expand(name) for name in inputs]
+    sizes = [path.stat().st_size for paths in expanded for path in paths or ()]
+    chunk_bytes = min(max(sum(sizes) // _NUM_CHUNKS, _MIN_BYTES), _MAX_BYTES)
+    chunks: list[InputChunk] = []
+    for name, paths in zip(inputs, expanded, strict=True):
+        if paths is None:
+            chunks += _split_rows(HubDataset(name, subset, split))
+        else:
+            chunks += _split_files(paths, chunk_bytes)
+    if not chunks:
+        raise DataError(
+            f"{', '.join(inputs)} holds no text", why="every file is empty", fix="give files with text in them"
+        )
+    return tuple(chunks)
+
+
+def streamed_dataset(name: str, *, subset: str | None, split: str) -> HubDataset:
+    """The dataset of an input with `--streaming`: a hub name, a folder, or a file of rows, compressed or not.
+
+    Raises:
+        DataError: a file type without rows.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return _dataset_of_file(path)
+    return HubDataset(str(path) if path.is_dir() else name, subset, split)
+
+
+def _expand(name: str) -> list[Path] | None:
+    """The files of an input; None for what `datasets` has to load."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in _SPLITTERS and file.is_file())
+        return files or None
+    if path.suffix in {*_SPLITTERS, *_ROW_TYPES, *_COMPRESSED} or name.startswith((".", "/", "~")):
+        raise DataError(
+            f"{name} does not exist", why="there is no such file or folder", fix="check the path of --input"
+        )
+    return None
+
+
+def _split_files(paths: Iterable[Path], chunk_bytes: int) -> list[InputChunk]:
+    chunks: list[InputChunk] = []
+    for path in paths:
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise DataError(f"{path} cannot be read", why=error.strerror or "", fix="check its permissions") from None
+        if path.stat().st_size == 0:
+            continue
+        for chunk in _SPLITTERS.get(path.suffix, _split_other)(path, chunk_bytes):
+            last = chunks[-1] if chunks else None
+            if last and chunk.kind == last.kind == "text" and last.num_bytes + chunk.num_bytes <= chunk_bytes:
+                joined = InputChunk("text", last.files + chunk.files, num_bytes=last.num_bytes + chunk.num_bytes)
+                chunks[-1] = joined
+            else:
+                chunks.append(chunk)
+    return chunks
+
+
+def _split_text(path: Path, chunk_bytes: int) -> list[InputChunk]:
+    return [InputChunk("text", (str(path),), num_bytes=path.stat().st_size)]
+
+
+def _split_lines(path: Path, chunk_bytes: int) -> list[InputChunk]:
+    size = path.stat().st_size
+    edges = [*range(0, size, chunk_bytes), size]
+    return [InputChunk("lines", (str(path),), start, stop, stop - start) for start, stop in pairwise(edges)]
+
+
+def _split_parquet(path: Path, chunk_bytes: int) -> list[InputChunk]:
+    import pyarrow.parquet
+
+    try:
+        metadata = pyarrow.parquet.ParquetFile(path).metadata
+    except Exception as error:
+        raise DataError(f"{path} is no parquet file", why=str(error), fix="write or copy it again") from None
+    groups = range(metadata.num_row_groups)
+    sizes = [metadata.row_group(group).total_byte_size for group in groups]
+    edges, total = [0], 0
+    for group in groups:
+        total += sizes[group]
+        if total >= chunk_bytes or group == groups[-1]:
+            edges.append(group + 1)
+            total = 0
+    return [InputChunk("parquet", (str(path),), start, stop, sum(sizes[start:stop])) for start, stop in pairwise(edges)]
+
+
+def _split_other(path: Path, chunk_bytes: int) -> list[InputChunk]:
+    return _split_rows(_dataset_of_file(path))
+
+
+def _dataset_of_file(path: Path) -> HubDataset:
+    suffix = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
+    if suffix not in _ROW_TYPES:
+        raise DataError(
+            f"{path} is of no supported type",
+            why=f"rows are read from {', '.join(_ROW_TYPES)}, also compressed as .gz or .zst; text from .txt and .md",
+            fix="rename it to .txt if it is plain text (and leave --streaming out)",
+        )
+    return HubDataset(_ROW_TYPES[suffix], None, "train", (str(path),))
+
+
+def _split_rows(dataset: HubDataset) -> list[InputChunk]:
+    rows: Any = load_rows(dataset)
+    row_bytes = rows.data.nbytes / max(1, len(rows))
+    step = max(1, len(rows) // _NUM_CHUNKS, int(_MIN_BYTES / max(1.0, row_bytes)))
+    edges = [*range(0, len(rows), step), len(rows)]
+    return [
+        InputChunk("rows", dataset.files, start, stop, int(row_bytes * (stop - start)), dataset)
+        for start, stop in pairwise(edges)
+    ]
+
+
+_SPLITTERS = {
+    ".txt": _split_text,
+    ".md": _split_text,
+    ".jsonl": _split_lines,
+    ".ndjson": _split_lines,
+    ".parquet": _split_parquet,
+}

@@ -1,0 +1,62 @@
+"""Rows of Hugging Face datasets, from the hub or from local files of other types.
+
+`datasets` takes seconds to import, so it is imported only when such rows are read; no other file imports it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanotrain.data.hf import first_line, go_offline_if_unreachable
+from nanotrain.errors import DataError
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """The arguments of `datasets.load_dataset`.
+
+    Args:
+        name: hub name, a folder, or a file type ("csv") with `files`.
+        subset: configuration of the dataset; None for its only one.
+        split: split of the dataset, usually "train".
+        files: local files, for a file type.
+    """
+
+    name: str
+    subset: str | None
+    split: str
+    files: tuple[str, ...] = ()
+
+
+def stream_rows(dataset: HubDataset) -> Iterator[dict[str, Any]]:
+    """Iterate over the rows as they are downloaded, without storing them on disk."""
+    return iter(_load(dataset, streaming=True))
+
+
+def load_rows(dataset: HubDataset) -> Any:
+    """Load a random-access `datasets.Dataset`, downloaded on first use."""
+    return _load(dataset, streaming=False)
+
+
+def _load(dataset: HubDataset, *, streaming: bool) -> Any:
+    if not dataset.files and not Path(dataset.name).is_dir():
+        go_offline_if_unreachable()
+    import datasets
+
+    if not streaming:
+        datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(
+            dataset.name,
+            dataset.subset,
+            split=dataset.split,
+            data_files=list(dataset.files) or None,
+            streaming=streaming,
+        )
+    except Exception as error:  # a loader may raise anything; its first line is what the user needs
+        raise DataError(
+            f"the dataset {dataset.files[0] if dataset.files else dataset.name} cannot be loaded",
+            why=f"it is no local file or folder of text, and Hugging Face datasets reports: {first_line(error)}",
+            fix="check the spelling, --subset and --split-name; without a network give local files",
+        ) from None

@@ -1,0 +1,97 @@
+"""The options of `nanotrain prepare`: its arguments, parsed and checked."""
+
+import argparse
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from nanotrain.errors import DataError
+
+_BPE = "bpe:"
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """The options of `nanotrain prepare`.
+
+    Args:
+        input: files, folders and hub names.
+        output: prefix of the `.bin/.idx` pair.
+        tokenizer: what `load_tokenizer` takes, or "bpe:SIZE" to train one.
+        workers: processes.
+        text_column: field of a row that holds the text.
+        subset: configuration of hub datasets.
+        split_name: split of hub datasets.
+        streaming: read hub datasets without storing them.
+        max_documents: rows to read per dataset, with `streaming`.
+        append_eod: end every document with the end-of-document token.
+        dtype: name of the token dtype, or "auto".
+        overwrite: replace an existing pair.
+
+    Raises:
+        DataError: values that are invalid or contradict each other.
+    """
+
+    input: tuple[str, ...]
+    output: Path
+    tokenizer: str
+    workers: int = 1
+    text_column: str = "text"
+    subset: str | None = None
+    split_name: str = "train"
+    streaming: bool = False
+    max_documents: int | None = None
+    append_eod: bool = True
+    dtype: str = "auto"
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tokenizer.startswith(_BPE) and not self.tokenizer.removeprefix(_BPE).isdecimal():
+            raise DataError(f"--tokenizer {self.tokenizer} has no size", fix="write for example bpe:8192")
+        if self.workers < 1:
+            raise DataError(f"--workers {self.workers} is not positive", fix="give at least 1")
+        if self.max_documents is not None and not self.streaming:
+            raise DataError("--max-documents has no effect without --streaming", fix="add --streaming or leave it out")
+
+    @property
+    def bpe_vocab_size(self) -> int | None:
+        """Vocabulary of the BPE to train; None to load a tokenizer."""
+        return int(self.tokenizer.removeprefix(_BPE)) if self.tokenizer.startswith(_BPE) else None
+
+    @property
+    def parts(self) -> Path:
+        """The folder of part files."""
+        return self.output.with_name(self.output.name + ".parts")
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> "PrepareOptions":
+        """The options of a parsed command line."""
+        values = {field.name: getattr(args, field.name) for field in fields(cls)}
+        return cls(**values | {"input": tuple(args.input), "output": Path(args.output).expanduser()})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `nanotrain prepare`."""
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="NAME", help="files, folders (.txt .jsonl .parquet) or hub names")
+    add("--output", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx")
+    add(
+        "--tokenizer",
+        required=True,
+        metavar="NAME",
+        help="Hugging Face name or folder, tokenizer.json, bytes, bpe:SIZE",
+    )
+    add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores, %(default)s)")
+    add("--text-column", default="text", metavar="NAME", help="field that holds the text (default: %(default)s)")
+    add("--subset", metavar="NAME", help="configuration of a hub dataset")
+    add("--split-name", default="train", metavar="NAME", help="split of a hub dataset (default: %(default)s)")
+    add("--streaming", action="store_true", help="stream hub datasets instead of storing them on disk")
+    add("--max-documents", type=int, metavar="N", help="rows to read per dataset; requires --streaming")
+    add("--append-eod", action=argparse.BooleanOptionalAction, default=True, help="end documents with the eod token")
+    add(
+        "--dtype",
+        choices=["auto", "uint8", "uint16", "int32"],
+        default="auto",
+        help="token dtype (default: the smallest that holds the vocabulary)",
+    )
+    add("--overwrite", action="store_true", help="replace an existing PREFIX")

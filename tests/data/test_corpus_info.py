@@ -1,0 +1,30 @@
+"""The info of a corpus: written, read, and the tokenizer it names."""
+
+from pathlib import Path
+
+import pytest
+
+from nanotrain.data.corpus_info import CorpusInfo, read_info, recorded_tokenizer, write_info
+from nanotrain.errors import DataError
+
+
+def test_a_written_info_reads_back_and_a_missing_one_is_empty(tmp_path: Path) -> None:
+    info = CorpusInfo("bytes", 257, 256, documents=3, tokens=10, plan="abc")
+    write_info(tmp_path / "web", info)
+    assert read_info(tmp_path / "web") == info
+    assert read_info(tmp_path / "megatron") == CorpusInfo()
+    assert [file.name for file in tmp_path.iterdir()] == ["web.nanotrain.json"]
+
+
+def test_the_tokenizer_is_found_beside_the_pair_wherever_the_folder_moves(tmp_path: Path) -> None:
+    write_info(tmp_path / "web", CorpusInfo("web.tokenizer", 300, 0))
+    write_info(tmp_path / "raw", CorpusInfo("bytes", 257, 256))
+    assert recorded_tokenizer(tmp_path / "web") == str(tmp_path / "web.tokenizer")
+    assert recorded_tokenizer(tmp_path / "raw") == "bytes"
+    assert recorded_tokenizer(tmp_path / "megatron") is None
+
+
+def test_a_record_that_cannot_be_read_is_an_error_with_a_cure(tmp_path: Path) -> None:
+    (tmp_path / "web.nanotrain.json").write_text("{")
+    with pytest.raises(DataError, match=r"web\.nanotrain\.json cannot be read.*--tokenizer-model"):
+        recorded_tokenizer(tmp_path / "web")

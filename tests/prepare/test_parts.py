@@ -1,0 +1,76 @@
+"""Part files: kept for the same plan, deleted for another, and written by workers whose end is an error."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nanotrain.data.indexed import IndexedTokens
+from nanotrain.data.tokenizer import ByteTokenizer
+from nanotrain.errors import DataError, EnvironmentFault
+from nanotrain.prepare.chunks import InputChunk
+from nanotrain.prepare.parts import PartJob, is_complete, open_parts, part_prefix, write_part, write_parts
+from nanotrain.prepare.readers import DocumentReader
+
+
+def _job(folder: Path) -> PartJob:
+    folder.mkdir(exist_ok=True)
+    return PartJob(folder, tokenizer="bytes", dtype="uint16")
+
+
+def test_parts_of_another_plan_are_deleted(tmp_path: Path) -> None:
+    open_parts(tmp_path / "p", {"inputs": 1})
+    chunk = InputChunk("texts", texts=("ab", "\ud800"))
+    done = write_part(0, chunk, job=_job(tmp_path / "p"), tokenizer=ByteTokenizer(), reader=DocumentReader("text"))
+    assert (done.documents, done.tokens, done.text_bytes) == (2, 5, 3)
+    open_parts(tmp_path / "p", {"inputs": 1})
+    assert is_complete(tmp_path / "p", 0)
+    open_parts(tmp_path / "p", {"inputs": 2})
+    assert not is_complete(tmp_path / "p", 0)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_every_chunk_becomes_its_part(tmp_path: Path, workers: int) -> None:
+    chunks = [(number, InputChunk("texts", texts=("a" * number, "b"), num_bytes=number)) for number in range(7)]
+    done = list(write_parts(_job(tmp_path), chunks, workers=workers))
+    assert sorted(part.number for part in done) == list(range(7))
+    assert sum(part.num_bytes for part in done) == sum(range(7))
+    for number in range(7):
+        corpus = IndexedTokens(part_prefix(tmp_path, number))
+        assert corpus.num_documents == (2 if number else 1)
+        assert corpus.num_tokens == number + (3 if number else 2)
+
+
+def test_an_error_of_a_worker_arrives_as_it_was_raised(tmp_path: Path) -> None:
+    (tmp_path / "bad.txt").write_bytes(b"ab\xff")
+    chunk = InputChunk("text", (str(tmp_path / "bad.txt"),))
+    with pytest.raises(DataError) as caught:
+        list(write_parts(_job(tmp_path / "p"), [(0, chunk)], workers=2))
+    assert str(caught.value) == f"{tmp_path / 'bad.txt'} is not UTF-8: byte 2 is 0xff; convert or remove it"
+    assert caught.value.__cause__ is None, "no traceback of the worker"
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    job = PartJob(tmp_path / "missing", tokenizer="bytes", dtype="uint16")
+    with pytest.raises(EnvironmentFault, match="missing cannot be written: No such file"):
+        list(write_parts(job, [(0, InputChunk("texts", texts=("a",)))], workers=1))
+
+
+def test_a_killed_worker_is_one_clear_error(tmp_path: Path) -> None:
+    def chunks() -> Iterator[tuple[int, InputChunk]]:
+        yield 0, InputChunk("texts", texts=("a",))
+        for number in range(1, 500):
+            if number == 3:
+                for process in _workers():
+                    os.kill(process, signal.SIGKILL)
+            yield number, InputChunk("texts", texts=("a" * 1000,))
+
+    with pytest.raises(EnvironmentFault, match="tokenizing process was killed.*fewer --workers"):
+        list(write_parts(_job(tmp_path), chunks(), workers=1))
+
+
+def _workers() -> list[int]:
+    return [child.pid for child in multiprocessing.active_children() if child.pid is not None]

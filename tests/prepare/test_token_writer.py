@@ -1,0 +1,49 @@
+"""Written pairs are Megatron-LM's byte for byte, concatenate, and appear only when complete."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanotrain.data.indexed import IndexedTokens
+from nanotrain.prepare.token_writer import TokenWriter
+
+
+def _write(prefix: Path, *documents: list[int]) -> Path:
+    with TokenWriter(prefix, np.dtype("uint16")) as writer:
+        for document in documents:
+            writer.add_document(document)
+    return prefix
+
+
+def test_the_files_are_megatrons_byte_for_byte(tmp_path: Path) -> None:
+    prefix = _write(tmp_path / "corpus", [1, 2, 3], [65000])
+    assert prefix.with_suffix(".bin").read_bytes() == struct.pack("<4H", 1, 2, 3, 65000)
+    assert prefix.with_suffix(".idx").read_bytes() == (
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QB", 1, 8)
+        + struct.pack("<QQ", 2, 3)
+        + struct.pack("<2i", 3, 1)
+        + struct.pack("<2q", 0, 6)
+        + struct.pack("<3q", 0, 1, 2)
+    )
+
+
+def test_pairs_are_appended_in_order(tmp_path: Path) -> None:
+    parts = [_write(tmp_path / "0", [1, 2], [3]), _write(tmp_path / "1"), _write(tmp_path / "2", [4, 5, 6])]
+    with TokenWriter(tmp_path / "all", np.dtype("uint16")) as writer:
+        for part in parts:
+            writer.append_pair(part)
+        assert (writer.num_documents, writer.num_tokens) == (3, 6)
+    _write(tmp_path / "once", [1, 2], [3], [4, 5, 6])
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"all{suffix}").read_bytes() == (tmp_path / f"once{suffix}").read_bytes()
+    assert IndexedTokens(tmp_path / "all").document_start(2) == 3
+
+
+def test_an_exception_while_writing_leaves_no_pair(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), TokenWriter(tmp_path / "half", np.dtype("uint16")) as writer:
+        writer.add_document([1, 2])
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
