@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.inference.checkpoint import find, load_stage
+from nanotrain.inference.checkpoint import load_stage, open_checkpoint
 from nanotrain.topology.boxes import TensorBox, flat_range_to_boxes
 from tests.harness import run_ranks
 from tests.laws.command_line import steps_of, train_words
@@ -80,7 +80,7 @@ def test_training_resumes_from_it_with_the_losses_of_its_writer(model: str, num_
 
 @pytest.mark.parametrize("model", MODELS)
 def test_its_manifest_gives_the_model(model: str) -> None:
-    stage = load_stage(find(FORMAT_1 / model))
+    stage = load_stage(open_checkpoint(FORMAT_1 / model))
 
     expected = global_tensors(FORMAT_1 / model)
     for name, parameter in stage.named_parameters():
