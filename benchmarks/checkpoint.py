@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor, Shard
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.group import Group
 from nanotrain.topology.boxes import Box, TensorBox
+from nanotrain.topology.groups import GroupSpec
 
 TENSOR_MIB, COLUMNS = 4, 1024
 PHASES = ("save", "load warm", "load cold")
@@ -74,7 +75,7 @@ class Contender:
 def contenders(state: State) -> dict[str, Contender]:
     """The three ways, each with the same state behind it."""
     mesh = DeviceMesh("cpu", list(range(state.size)))
-    group = Group(name="world", ranks=tuple(range(state.size)), index=state.rank, process_group=dist.group.WORLD)
+    group = Group(GroupSpec("world", tuple(range(state.size)), state.rank), dist.group.WORLD)
 
     def save_nanotrain(folder: Path) -> None:
         Checkpointer(folder, group=group).save(1, state.boxes(), objects={}, config={}, topology={})

@@ -260,7 +260,7 @@ def _answer(world: _World, rank: int, payload: bytes) -> Answer:
             meeting = f"file://{world.folder}/meeting"
             dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world.size, timeout=timeout)
         ctx = ParallelContext.attach(Topology.of(parallel, world.size), timeout_s=world.timeout_s)
-        place = ctx.place
+        place = ctx.coords_text
         value = pickle.dumps(inspect.unwrap(fn)(ctx, *args))
         barrier(ctx.control)  # nobody leaves while another rank still reads from it
         return Answer("result", place, value=value)

@@ -91,7 +91,7 @@ def translate_errors(op: str, group: Group | None) -> Iterator[None]:
     except RuntimeError as error:
         if group is None:
             raise
-        coords = f" ({group.place})" if group.place else ""
+        coords = f" ({group.coords_text})" if group.coords_text else ""
         raise EnvironmentFault(
             f"{op} over group {group.name} (ranks {', '.join(map(str, group.ranks))}) "
             f"failed on rank {group.rank}{coords}",

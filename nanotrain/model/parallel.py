@@ -6,6 +6,7 @@ from nanotrain.comm.group import Group
 from nanotrain.parallel.cp.attention import CoreAttention
 from nanotrain.parallel.cp.sdpa import SDPAttention
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+from nanotrain.topology.groups import GroupName
 
 
 @dataclass(frozen=True)
@@ -29,5 +30,5 @@ class ModelParallel:
     @classmethod
     def single_rank(cls) -> "ModelParallel":
         """The whole model on one rank."""
-        names = ("ep", "etp", "tp_cp")
+        names: tuple[GroupName, ...] = ("ep", "etp", "tp_cp")
         return cls(TensorParallel.single_rank(), SDPAttention(), *(Group.single_rank(name) for name in names))

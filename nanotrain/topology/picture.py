@@ -10,7 +10,8 @@ from functools import partial
 
 from nanotrain.config.config import ParallelConfig, ShardingStrategy
 from nanotrain.topology.grid import Grid
-from nanotrain.topology.topology import GROUP_NAMES, RankGroup, Topology
+from nanotrain.topology.groups import GROUP_NAMES, Ranks
+from nanotrain.topology.topology import Topology
 
 MAX_WIDTH = 110  # characters of a group line
 MAX_COLUMNS, MAX_ROWS, MAX_STAGES = 8, 8, 4
@@ -129,7 +130,7 @@ def _group_table(topology: Topology) -> str:
     return f"{'group'.ljust(names)}  {'number x size'.rjust(counts)}\n" + "\n".join(lines)
 
 
-def _ranks_text(groups: tuple[RankGroup, ...]) -> str:
+def _ranks_text(groups: tuple[Ranks, ...]) -> str:
     """Groups one after the other until the line is full; at least one."""
     text = _group_text(groups[0])
     for index, group in enumerate(groups[1:], start=1):
@@ -140,7 +141,7 @@ def _ranks_text(groups: tuple[RankGroup, ...]) -> str:
     return text
 
 
-def _group_text(group: RankGroup) -> str:
+def _group_text(group: Ranks) -> str:
     """The ranks of a group in brackets, the middle of a long one left out.
 
     >>> _group_text((0, 8, 16, 24, 32, 40, 48, 56, 64, 72))

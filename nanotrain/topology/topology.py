@@ -1,17 +1,10 @@
-"""Every group of ranks a job uses, as a pure function of what was asked and the number of ranks.
+"""Every group of ranks of a job, as a pure function of the parallel sizes and the number of ranks.
 
-Two grids lie over the same ranks: `dense` (tp cp dp pp) and `expert` (etp ep expert_dp pp). Expert parallelism is
-carved out of dp x cp (x tp); it is no further factor of the world size. dp and expert_dp are what is left.
+Two grids cover the same ranks: `dense` (tp cp dp pp) and `expert` (etp ep expert_dp pp). Expert parallelism divides the
+ranks of dp x cp (x tp) and is not a further factor of the world size. dp and expert_dp follow from the other sizes.
+`groups.py` lists the group names.
 
-    tp  activations, vocab-parallel loss     dp_cp        dense gradients and the loss
-    cp  keys and values                      dp_shard     dp_cp inside an optimizer instance (ZeRO)
-    ep  tokens to experts                    dp_replicate dp_cp across optimizer instances (HSDP)
-    pp  activations between stages           expert_dp    expert gradients; _shard, _replicate likewise
-    dp  which samples a rank reads           tp_cp        tokens of one sequence (routers)
-                                             model        tp x pp: one whole copy of the model
-    etp activations inside an expert         embed        first and last stage (tied embeddings)
-
-Without sharding (`no_shard`) the shard group is the rank alone and everything else is replication: the same code.
+With `no_shard` a shard group is a single rank and the replicate group contains the other data-parallel ranks.
 """
 
 from dataclasses import dataclass
@@ -19,34 +12,7 @@ from dataclasses import dataclass
 from nanotrain.config.config import ParallelConfig, ShardingStrategy
 from nanotrain.topology.arrange import arrange
 from nanotrain.topology.grid import Grid
-
-RankGroup = tuple[int, ...]
-
-# name -> the axes of the one grid that has them all; the whole group before it is split into instances
-DENSE_GROUPS = {
-    "tp": ("tp",),
-    "cp": ("cp",),
-    "pp": ("pp",),
-    "dp": ("dp",),
-    "dp_cp": ("cp", "dp"),
-    "dp_shard": ("cp", "dp"),
-    "dp_replicate": ("cp", "dp"),
-    "tp_cp": ("tp", "cp"),
-    "model": ("tp", "pp"),
-    "embed": ("pp",),
-    "world": ("tp", "cp", "dp", "pp"),
-}
-EXPERT_GROUPS = {
-    "ep": ("ep",),
-    "etp": ("etp",),
-    "expert_dp": ("expert_dp",),
-    "expert_dp_shard": ("expert_dp",),
-    "expert_dp_replicate": ("expert_dp",),
-}
-GROUP_NAMES = (
-    *("tp", "cp", "ep", "pp", "dp", "dp_cp", "dp_shard", "dp_replicate"),
-    *("etp", "expert_dp", "expert_dp_shard", "expert_dp_replicate", "tp_cp", "model", "embed", "world"),
-)
+from nanotrain.topology.groups import DENSE_GROUPS, EXPERT_GROUPS, GROUP_NAMES, GroupName, GroupSpec, Ranks
 
 
 @dataclass(frozen=True)
@@ -54,14 +20,16 @@ class Topology:
     """The ranks of a job and the groups they form.
 
     Args:
-        dense: the grid of everything but experts; its axes are tp, cp, dp, pp in the order asked for.
-        expert: the grid of experts over the same ranks; its axes are etp, ep, expert_dp, pp.
-        num_instances: optimizer instances: state is sharded inside each and replicated across them.
-        is_sharded: False for `no_shard`: every rank is a shard group of its own.
+        dense: the grid of all layers but experts, with the axes tp, cp, dp, pp.
+        expert: the grid of experts over the same ranks, with the axes etp, ep, expert_dp, pp.
+        num_instances: optimizer instances; state is sharded inside each and replicated across them.
+        is_sharded: False for `no_shard`, where every shard group is a single rank.
 
     >>> topology = Topology.of(ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 8)
     >>> topology.groups_of("dp")
     ((0, 2), (1, 3), (4, 6), (5, 7))
+    >>> topology.group_spec(6, "dp")
+    GroupSpec(name='dp', ranks=(4, 6), index=1)
     """
 
     dense: Grid
@@ -71,10 +39,10 @@ class Topology:
 
     @classmethod
     def of(cls, parallel: ParallelConfig, world_size: int) -> "Topology":
-        """The topology that a configuration asks for.
+        """The topology of a parallel config on `world_size` ranks.
 
         Raises:
-            TopologyError: ranks that cannot form the groups; says the numbers and a cure.
+            TopologyError: the ranks cannot form the groups; names the numbers and a fix.
         """
         is_sharded = parallel.data_parallel_sharding_strategy is not ShardingStrategy.no_shard
         grids = arrange(parallel, world_size, is_sharded=is_sharded)
@@ -87,20 +55,20 @@ class Topology:
 
     @property
     def shard_size(self) -> int:
-        """Ranks that share one copy of dense optimizer state."""
+        """Ranks that share one replica of the dense optimizer state."""
         return self.dense.size("cp") * self.dense.size("dp") // self.num_instances if self.is_sharded else 1
 
     @property
     def expert_shard_size(self) -> int:
-        """Ranks that share one copy of expert optimizer state."""
+        """Ranks that share one replica of the expert optimizer state."""
         return self.expert.size("expert_dp") // self.num_instances if self.is_sharded else 1
 
     def size(self, name: str) -> int:
-        """Ranks in a group."""
-        return len(self.members(0, name))  # rank 0 is in a group of every name, and all groups of a name are equal
+        """Ranks per group of this name."""
+        return len(self.members(0, name))  # rank 0 is in a group of every name, and groups of a name have equal sizes
 
     def coords(self, rank: int) -> dict[str, int]:
-        """A rank's place in every group that an axis or a split of data parallelism forms, by group name."""
+        """A rank's coordinate on every axis and its index in the groups that split data parallelism, by group name."""
         dense, expert = self.dense.coords(rank), self.expert.coords(rank)
         dp_cp = dense["cp"] + self.dense.size("cp") * dense["dp"]
         splits = {
@@ -112,31 +80,46 @@ class Topology:
         }
         return dense | expert | splits
 
-    def members(self, rank: int, name: str) -> RankGroup:
-        """The group of a rank, ascending; empty where it is in none (`embed` on a middle stage)."""
+    def coords_text(self, rank: int) -> str:
+        """A rank's coordinates on the dense axes longer than one, for messages: "pp1 dp3 tp0"."""
+        coords = self.dense.coords(rank)
+        return " ".join(f"{axis}{coords[axis]}" for axis in reversed(self.dense.axes) if self.dense.size(axis) > 1)
+
+    def members(self, rank: int, name: str) -> Ranks:
+        """The ranks of a rank's group, ascending; empty if it is in none (`embed` on a middle stage)."""
         grid, axes = self._grid_of(name)
         parts = self._split(name, grid.members(rank, *axes))
         return next((part for part in parts if rank in part), ())
 
-    def groups_of(self, name: str) -> tuple[RankGroup, ...]:
+    def group_spec(self, rank: int, name: GroupName) -> GroupSpec | None:
+        """A rank's group of this name; None if it is in none (`embed` on a middle stage)."""
+        ranks = self.members(rank, name)
+        return GroupSpec(name, ranks, ranks.index(rank)) if ranks else None
+
+    def group_specs(self, rank: int) -> dict[GroupName, GroupSpec]:
+        """All groups of a rank by name."""
+        specs = ((name, self.group_spec(rank, name)) for name in GROUP_NAMES)
+        return {name: spec for name, spec in specs if spec is not None}
+
+    def groups_of(self, name: GroupName) -> tuple[Ranks, ...]:
         """All groups of one name, ascending."""
         grid, axes = self._grid_of(name)
-        return tuple(sorted(part for whole in grid.groups(*axes) for part in self._split(name, whole)))
+        return tuple(sorted(part for ranks in grid.groups(*axes) for part in self._split(name, ranks)))
 
-    def groups(self) -> dict[str, tuple[RankGroup, ...]]:
+    def groups(self) -> dict[GroupName, tuple[Ranks, ...]]:
         """All groups of all names."""
         return {name: self.groups_of(name) for name in GROUP_NAMES}
 
     def _grid_of(self, name: str) -> tuple[Grid, tuple[str, ...]]:
         return (self.expert, EXPERT_GROUPS[name]) if name in EXPERT_GROUPS else (self.dense, DENSE_GROUPS[name])
 
-    def _split(self, name: str, whole: RankGroup) -> list[RankGroup]:
-        """The groups of `name` among the ranks of one whole group."""
+    def _split(self, name: str, ranks: Ranks) -> list[Ranks]:
+        """Split ranks that differ along the axes of `name` into the groups of `name`."""
         if name == "embed":
-            return [whole if len(whole) == 1 else (whole[0], whole[-1])]
+            return [ranks if len(ranks) == 1 else (ranks[0], ranks[-1])]
         size = self.expert_shard_size if name in EXPERT_GROUPS else self.shard_size
         if name.endswith("_shard"):
-            return [whole[first : first + size] for first in range(0, len(whole), size)]
+            return [ranks[first : first + size] for first in range(0, len(ranks), size)]
         if name.endswith("_replicate"):
-            return [whole[first::size] for first in range(size)]
-        return [whole]
+            return [ranks[first::size] for first in range(size)]
+        return [ranks]

@@ -81,7 +81,7 @@ def train(loaded: Loaded, world_size: int) -> None:
     plan = plan_run(config, world_size, rank=rank)
     timeout_s = config.parallel.distributed_timeout_minutes * 60
     with ParallelContext.start(plan.topology, device=config.train.device.value, timeout_s=timeout_s) as context:
-        start_logging(coordinates=context.place, is_first=context.rank == 0)
+        start_logging(coordinates=context.coords_text, is_first=context.rank == 0)
         run_training(plan, inputs, context=context)
 
 

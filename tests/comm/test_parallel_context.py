@@ -11,7 +11,9 @@ import torch.distributed as dist
 from nanotrain.comm.collectives import all_gather_into, all_reduce, all_reduce_scalars, barrier, reduce_scatter_into
 from nanotrain.comm.parallel_context import Launch, ParallelContext
 from nanotrain.errors import EnvironmentFault
-from nanotrain.topology.topology import GROUP_NAMES, Topology
+from nanotrain.topology.groups import GROUP_NAMES
+from nanotrain.topology.topology import Topology
+from tests.fake_world import fake_context
 from tests.harness import parallel_config, ranks
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +38,7 @@ def test_groups_are_those_of_the_topology(ctx, strategy):
         assert group.rank == ctx.rank
         assert (group.process_group is None) == (group.size == 1)
         assert all_reduce_scalars([ctx.rank], group) == [float(sum(group.ranks))]
-    assert ctx.place == f"pp{ctx.rank // 4} dp{ctx.rank // 2 % 2} tp{ctx.rank % 2}"
+    assert ctx.coords_text == f"pp{ctx.rank // 4} dp{ctx.rank // 2 % 2} tp{ctx.rank % 2}"
 
 
 @ranks(3, pp=3)
@@ -59,7 +61,7 @@ def test_names_of_the_same_ranks_share_one_process_group(ctx):
 def test_one_process_without_torchrun_is_a_world_of_one_without_process_groups(no_torchrun):
     with ParallelContext.start(topology(1), device="cpu") as ctx:
         assert not dist.is_initialized()
-        assert (ctx.rank, ctx.place, ctx.device) == (0, "", torch.device("cpu"))
+        assert (ctx.rank, ctx.coords_text, ctx.device) == (0, "", torch.device("cpu"))
         assert all(group.size == 1 for group in [*ctx.groups.values(), ctx.control])
         barrier(ctx.control)
 
@@ -88,7 +90,7 @@ def test_half_an_environment_is_refused(environment, message):
 
 def test_any_rank_of_any_world_can_be_played_without_communication():
     world = topology(1024, tp=8, pp=4, strategy="optim")
-    with ParallelContext.fake(world, 777) as ctx:
+    with fake_context(world, 777) as ctx:
         assert ctx.rank == 777
         assert ctx.coords["tp"] == 777 % 8
         assert {name: group.size for name, group in ctx.groups.items()} == {
@@ -110,6 +112,7 @@ def test_any_rank_of_any_world_can_be_played_without_communication():
 _JOB = """
 from nanotrain.comm.collectives import all_reduce_scalars
 from nanotrain.comm.parallel_context import ParallelContext
+from tests.fake_world import fake_context
 from tests.harness import parallel_config
 from nanotrain.topology.topology import Topology
 with ParallelContext.start(Topology.of(parallel_config(strategy="optim"), 2), device="cpu", timeout_s=30) as ctx:

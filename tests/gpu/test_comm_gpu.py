@@ -11,6 +11,7 @@ from nanotrain.comm import device as devices
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.comm.work import Work
+from nanotrain.topology.groups import GroupSpec
 from nanotrain.topology.topology import Topology
 from tests.harness import parallel_config
 
@@ -40,7 +41,7 @@ def test_the_context_takes_the_gpu_and_joins_over_nccl(nccl_world):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nccl_runs_the_collectives_under_the_names_this_torch_has(nccl_world, dtype):
-    group = Group("world", (0,), 0, dist.group.WORLD)
+    group = Group(GroupSpec.single_rank("world"), dist.group.WORLD)
     full, part = torch.arange(8, device="cuda").to(dtype), torch.empty(8, device="cuda", dtype=dtype)
     scatter = collectives._reduce_scatter_flat(part, full, group=dist.group.WORLD, async_op=True)
     Work(lambda: None, op="reduce_scatter", group=group, handles=[scatter]).wait()

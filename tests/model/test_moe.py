@@ -11,6 +11,7 @@ from nanotrain.model.moe import MoELayer
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.router import MoEContext
 from nanotrain.model.router_load import collect_router_loads, update_expert_bias
+from nanotrain.topology.groups import GroupSpec
 from tests.harness import run_ranks
 from tests.model.moe_layers import (
     DEEPSEEK,
@@ -137,7 +138,7 @@ def test_bf16_stays_near_fp32():
 
 def test_experts_that_the_ranks_cannot_share_are_refused():
     alone = ModelParallel.single_rank()
-    two = Group("ep", (0, 1), 0, process_group=object())
+    two = Group(GroupSpec("ep", (0, 1), 0), process_group=object())
     with pytest.raises(TopologyError, match="7 experts cannot be shared by 2 ranks"):
         MoELayer(replace(DROPLESS, num_experts=7), dtype=torch.float32, parallel=replace(alone, ep=two))
     with pytest.raises(TopologyError, match="23 columns of an expert .* --expert-tensor-parallel-size"):

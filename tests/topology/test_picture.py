@@ -3,8 +3,9 @@
 import json
 
 from nanotrain.config.config import ParallelConfig, ShardingStrategy
+from nanotrain.topology.groups import GROUP_NAMES
 from nanotrain.topology.picture import as_json, render, run_topology
-from nanotrain.topology.topology import GROUP_NAMES, Topology
+from nanotrain.topology.topology import Topology
 
 TP2_PP4 = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=4)
 

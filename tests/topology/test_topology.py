@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from nanotrain.config.config import ParallelConfig, ShardingStrategy
 from nanotrain.errors import TopologyError
-from nanotrain.topology.topology import GROUP_NAMES, Topology
+from nanotrain.topology.groups import GROUP_NAMES
+from nanotrain.topology.topology import Topology
 
 
 def topology_of(world_size: int, *, strategy: str = "optim", **fields: object) -> Topology:
