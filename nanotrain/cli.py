@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from nanotrain.config.config import PipelineSchedule
 from nanotrain.config.load import answer, load, to_yaml
+from nanotrain.config.schema import check_choice
 from nanotrain.errors import EXIT_CODE, ConfigError, NanotrainError, report
 
 
@@ -84,8 +84,7 @@ def topology(argv: Sequence[str]) -> int:
     """Print the groups of a number of ranks, or draw a pipeline schedule; takes the flags of the parallel section."""
     words = Words("topology", topology, epilog="any configuration flag may follow, as --tensor-model-parallel-size 2")
     words.add_argument("--world-size", type=count, metavar="N", help="number of ranks: print their groups")
-    schedules = [schedule.value for schedule in PipelineSchedule]
-    words.add_argument("--schedule", choices=schedules, help="draw how the pipeline ranks take turns")
+    words.add_argument("--schedule", metavar="NAME", help="draw this pipeline schedule")
     words.add_argument("--json", action="store_true", help="groups as an object of name -> list of rank lists")
     words.add_argument("--num-microbatches", type=count, metavar="M", help="of the schedule (default: 2 per rank)")
     words.add_argument("--png", type=Path, metavar="FILE", help="draw the schedule into a picture as well")
@@ -109,7 +108,9 @@ def draw(schedule: str, argv: Sequence[str], *, num_microbatches: int | None, pn
     """Draw a pipeline schedule for the pipeline ranks and stages that the flags say."""
     from nanotrain.parallel.pp.actions import PipelineShape
     from nanotrain.parallel.pp.draw import draw_schedule
+    from nanotrain.parallel.pp.schedules import SCHEDULES
 
+    check_choice("pipeline_schedule", schedule, SCHEDULES.keys() - {"one_stage"})
     parallel = load(["--pipeline-schedule", schedule, *argv], to_train=False).config.parallel
     num_ranks = parallel.pipeline_model_parallel_size
     stages_per_rank = parallel.num_virtual_stages_per_pipeline_rank

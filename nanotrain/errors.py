@@ -13,7 +13,7 @@ User mistakes raise these at load time, on every rank alike. `assert` is for our
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 EXIT_CODE = 2
 
@@ -48,6 +48,53 @@ def _rebuild(kind: type[NanotrainError], texts: tuple[str, str, str]) -> Nanotra
 
 class ConfigError(NanotrainError):
     """A key, flag or value that is unknown, of the wrong type, or contradicts another."""
+
+
+class ConfigErrors(ConfigError):
+    """Several mistakes of one configuration, printed as a list.
+
+    Args:
+        errors: at least two.
+    """
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        self.errors = tuple(errors)
+        super().__init__(f"{len(self.errors)} mistakes", why="".join(f"\n  - {error}" for error in self.errors))
+
+    def __reduce__(self) -> tuple[Callable[..., "ConfigErrors"], tuple[object, ...]]:
+        return ConfigErrors, (self.errors,)
+
+
+class ErrorCollector:
+    """Collect the errors of independent checks, to raise them together.
+
+    >>> errors = ErrorCollector()
+    >>> for value in (1, 2):
+    ...     with errors:
+    ...         raise ConfigError(f"{value} is wrong")
+    >>> [str(error) for error in errors.errors]
+    ['1 is wrong', '2 is wrong']
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[ConfigError] = []
+
+    def __enter__(self) -> None:
+        """Begin one check."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        """Keep a ConfigError and go on after the check."""
+        if isinstance(error, ConfigErrors):
+            self.errors += error.errors
+        elif isinstance(error, ConfigError):
+            self.errors.append(error)
+        return isinstance(error, ConfigError)
+
+    def raise_errors(self) -> None:
+        """Raise what was collected: one error as it is, several as `ConfigErrors`."""
+        distinct = list({str(error): error for error in self.errors}.values())
+        if distinct:
+            raise distinct[0] if len(distinct) == 1 else ConfigErrors(distinct)
 
 
 class TopologyError(ConfigError):

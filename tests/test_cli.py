@@ -47,7 +47,7 @@ def test_of_many_ranks_the_first_alone_speaks():
         (["topology"], "give --world-size N, --schedule NAME or both"),
         (["topology", "--world-size", "x"], "invalid count value: 'x'"),
         (["topology", "--world-size", "6", "--tensor-model-parallel-size", "4"], "6 ranks cannot form tp=4"),
-        (["topology", "--schedule", "2f2b"], "invalid choice: '2f2b'"),
+        (["topology", "--schedule", "2f2b"], "parallel.pipeline_schedule is '2f2b': the known names are"),
         (["topology", "--schedule", "1f1b", "--json"], "--json prints groups"),
         (["topology", "--world-size", "2", "--png", "a.png"], "--num-microbatches and --png belong to --schedule"),
         (["generate", "runs/x", "--temperature", "0"], "invalid above_zero value: '0'"),

@@ -97,11 +97,17 @@ def _another_model(manifest: Manifest, lines: Sequence[str], *, config: Mapping[
     )
 
 
-def _differing_options(there: Any, here: Any) -> list[str]:
+def _differing_options(there: Any, here: Any, *, path: str = "model.") -> list[str]:
     if not isinstance(there, Mapping) or not isinstance(here, Mapping):
         return []
-    names = [name for name in here if name in there and there[name] != here[name]]
-    return [f"model.{name} {there[name]} there, {here[name]} here" for name in names]
+    options = []
+    for name in here.keys() & there.keys():
+        before, now = there[name], here[name]
+        if isinstance(now, Mapping):
+            options += _differing_options(before, now, path=f"{path}{name}.")
+        elif before != now:
+            options.append(f"{path}{name} {before} there, {now} here")
+    return sorted(options)
 
 
 def _listed(lines: Sequence[str]) -> str:

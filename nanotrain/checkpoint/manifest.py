@@ -16,11 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nanotrain.config.schema import nest_flat_values
 from nanotrain.errors import CheckpointError
 from nanotrain.topology.boxes import Box
 
 FORMAT = "nanotrain-checkpoint"
-VERSION = 1
+VERSION = 2  # 1: the model section of `config` was flat (moe_router_topk in place of moe.router_topk)
 ELEMENT_BYTES = {
     "fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
@@ -144,7 +145,7 @@ def _manifest_of(body: dict[str, Any]) -> Manifest:
         files={_plain_name(name): int(size) for name, size in body["files"].items()},
         tensors={name: _tensor_from_dict(entry) for name, entry in body["tensors"].items()},
         objects=body["objects"],
-        config=body["config"],
+        config=body["config"] if body["version"] > 1 else nest_flat_values(body["config"]),
         topology=body["topology"],
     )
 

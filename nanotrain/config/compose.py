@@ -23,8 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nanotrain.config.config import Config
 from nanotrain.config.flags import CommandLine, Setting
-from nanotrain.config.schema import KEYS, SECTIONS, check_names, did_you_mean, to_dict
-from nanotrain.errors import ConfigError
+from nanotrain.config.schema import KEYS, SECTIONS, check_names, did_you_mean, flatten, to_dict
+from nanotrain.errors import ConfigError, ErrorCollector
 
 
 @dataclass(frozen=True)
@@ -224,4 +224,4 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def keys_of(stated: Mapping[str, Any]) -> list[str]:
     """The keys of the fields that a mapping of sections sets."""
-    return [f"{section}.{name}" for section, fields in stated.items() for name in fields or {}]
+    return [key for key, _ in flatten(stated, errors=ErrorCollector())]

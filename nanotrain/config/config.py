@@ -1,13 +1,13 @@
-"""What was asked for: one frozen dataclass per section, strings, numbers and enums only.
+"""The configuration: one frozen dataclass per section, with strings, numbers and enums only.
 
-Every field is unique across the sections and its flag is `--` + its name in kebab case. Nothing here knows
-ranks, tensors or files; `validate.py` holds the rules that span several fields, `load.py` fills the sections.
+A field's flag is `--` and its name in kebab case; fields of `model.moe` have the prefix `--moe-`. Flags are unique over
+all sections. `rules.py` holds the rules that span several fields, `load.py` fills the sections.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
-from nanotrain.config.option import above, at_least, between, option
+from nanotrain.config.option import above, at_least, between, option, section
 
 
 class PositionEmbedding(str, Enum):
@@ -37,19 +37,6 @@ class DType(str, Enum):
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
-
-
-class PipelineSchedule(str, Enum):
-    gpipe = "gpipe"
-    one_f_one_b = "1f1b"
-    interleaved = "interleaved"
-    zb_h1 = "zb-h1"
-
-
-class CPCommType(str, Enum):
-    allgather = "allgather"
-    p2p = "p2p"
-    a2a = "a2a"
 
 
 class RouterScore(str, Enum):
@@ -84,6 +71,39 @@ class DeviceKind(str, Enum):
 
 
 @dataclass(frozen=True)
+class MLAConfig:
+    """Multi-latent attention (DeepSeek-V2, section 2.1); in use with multi_latent_attention."""
+
+    q_lora_rank: int | None = option(None, "width of the query latent; unset: none", check=at_least(1))
+    kv_lora_rank: int = option(512, "width of the key/value latent", check=at_least(1))
+    qk_head_dim: int = option(128, "width of a query/key head without position", check=at_least(1))
+    qk_pos_emb_head_dim: int = option(64, "width of its rotary part", check=at_least(1))
+    v_head_dim: int = option(128, "width of a value head", check=at_least(1))
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Mixture-of-experts layers and their router; in use where num_experts is set."""
+
+    num_experts: int | None = option(None, "experts per MoE layer; unset: every layer is dense", name="num_experts", check=at_least(1))
+    layer_freq: str = option("1", "which layers have experts: N for every Nth from the first, or a pattern like [0]*3+[1]*58")
+    ffn_hidden_size: int | None = option(None, "width inside an expert; unset: as ffn_hidden_size", check=at_least(1))
+    shared_expert_intermediate_size: int | None = option(None, "width inside the shared expert; unset: none", check=at_least(1))
+    router_topk: int = option(2, "experts per token", check=at_least(1))
+    router_score_function: RouterScore = option(RouterScore.softmax, "softmax or sigmoid")
+    router_pre_softmax: bool = option(False, "take the softmax over all experts and keep its values, in place of over the chosen")
+    router_topk_scaling_factor: float = option(1.0, "what the chosen experts' weights are multiplied by", check=above(0))
+    router_num_groups: int | None = option(None, "experts are chosen within the best of so many groups; unset: among all", check=at_least(1))
+    router_group_topk: int | None = option(None, "groups that a token may choose from", check=at_least(1))
+    router_load_balancing_type: LoadBalancing = option(LoadBalancing.seq_aux_loss, "seq_aux_loss (per sequence) or none")
+    aux_loss_coeff: float = option(0.0, "weight of the load-balancing loss", check=at_least(0))
+    z_loss_coeff: float = option(0.0, "weight of the router z-loss", check=at_least(0))
+    router_enable_expert_bias: bool = option(False, "balance loads by a bias on the choice (no auxiliary loss)")
+    router_bias_update_rate: float = option(1e-3, "step of that bias", check=at_least(0))
+    expert_capacity_factor: float | None = option(None, "tokens an expert takes per sequence, relative to an even share; unset: all", check=above(0))
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a GPT; the names are Megatron-LM's."""
 
@@ -111,28 +131,9 @@ class ModelConfig:
     qk_layernorm: bool = option(False, "normalize each query and key head (Qwen3)")
     untie_embeddings_and_output_weights: bool = option(False, "give the head a weight of its own")
     multi_latent_attention: bool = option(False, "compress keys and values into a latent vector (DeepSeek)")
-    q_lora_rank: int | None = option(None, "multi-latent attention: width of the query latent; unset: none", check=at_least(1))
-    kv_lora_rank: int = option(512, "multi-latent attention: width of the key/value latent", check=at_least(1))
-    qk_head_dim: int = option(128, "multi-latent attention: width of a query/key head without position", check=at_least(1))
-    qk_pos_emb_head_dim: int = option(64, "multi-latent attention: width of its rotary part", check=at_least(1))
-    v_head_dim: int = option(128, "multi-latent attention: width of a value head", check=at_least(1))
-    num_experts: int | None = option(None, "experts of a mixture-of-experts layer; unset: every layer is dense", check=at_least(1))
-    moe_layer_freq: str = option("1", "which layers have experts: N for every Nth from the first, or a pattern like [0]*3+[1]*58")
-    moe_ffn_hidden_size: int | None = option(None, "width inside an expert; unset: as ffn_hidden_size", check=at_least(1))
-    moe_shared_expert_intermediate_size: int | None = option(None, "width inside the shared expert; unset: none", check=at_least(1))
-    moe_router_topk: int = option(2, "experts per token", check=at_least(1))
-    moe_router_score_function: RouterScore = option(RouterScore.softmax, "softmax or sigmoid")
-    moe_router_pre_softmax: bool = option(False, "take the softmax over all experts and keep its values, in place of over the chosen")
-    moe_router_topk_scaling_factor: float = option(1.0, "what the chosen experts' weights are multiplied by", check=above(0))
-    moe_router_num_groups: int | None = option(None, "experts are chosen within the best of so many groups; unset: among all", check=at_least(1))
-    moe_router_group_topk: int | None = option(None, "groups that a token may choose from", check=at_least(1))
-    moe_router_load_balancing_type: LoadBalancing = option(LoadBalancing.seq_aux_loss, "seq_aux_loss (per sequence) or none")
-    moe_aux_loss_coeff: float = option(0.0, "weight of the load-balancing loss", check=at_least(0))
-    moe_z_loss_coeff: float = option(0.0, "weight of the router z-loss", check=at_least(0))
-    moe_router_enable_expert_bias: bool = option(False, "balance loads by a bias on the choice (no auxiliary loss)")
-    moe_router_bias_update_rate: float = option(1e-3, "step of that bias", check=at_least(0))
-    moe_expert_capacity_factor: float | None = option(None, "tokens an expert takes per sequence, relative to an even share; unset: all", check=above(0))
     init_method_std: float = option(0.02, "standard deviation of the initial weights; output projections get std / sqrt(2 * num_layers)", check=above(0))
+    mla: MLAConfig = section(MLAConfig)
+    moe: MoEConfig = section(MoEConfig, prefix="moe_")
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,10 @@ class ParallelConfig:
     num_distributed_optimizer_instances: int = option(1, "shard within each of so many groups and replicate across them (HSDP)", check=at_least(1))
     sequence_parallel: bool = option(False, "cut activations along the sequence between the tensor-parallel layers")
     num_virtual_stages_per_pipeline_rank: int = option(1, "stages that each pipeline rank holds (interleaved)", check=at_least(1))
-    pipeline_schedule: PipelineSchedule = option(PipelineSchedule.one_f_one_b, "gpipe, 1f1b, interleaved or zb-h1")
+    pipeline_schedule: str = option("1f1b", "name of the pipeline schedule")
     decoder_first_pipeline_num_layers: int | None = option(None, "layers of the first stage; unset: an even share", check=at_least(1))
     decoder_last_pipeline_num_layers: int | None = option(None, "layers of the last stage; unset: an even share", check=at_least(1))
-    cp_comm_type: CPCommType = option(CPCommType.p2p, "context parallelism by allgather, p2p (ring) or a2a (heads)")
+    cp_comm_type: str = option("p2p", "name of the core attention under context parallelism; p2p is ring attention")
     use_tp_pp_dp_mapping: bool = option(False, "rank order tp-cp-ep-pp-dp in place of tp-cp-ep-dp-pp")
     data_parallel_sharding_strategy: ShardingStrategy = option(ShardingStrategy.no_shard, "no_shard, optim (ZeRO-1) or optim_grads (ZeRO-2)")
     ddp_bucket_size: int | None = option(None, "a bucket closes once it holds so many elements; unset: max(40000000, 1000000 * shard ranks)", check=at_least(1))
@@ -173,8 +174,9 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its learning-rate curve."""
+    """The optimizer and its learning-rate curve."""
 
+    optimizer: str = option("adam", "name of the update rule; adam is AdamW")
     lr: float = option(3e-4, "peak learning rate", check=above(0))
     min_lr: float = option(0.0, "learning rate at the end of the decay", check=at_least(0))
     lr_decay_style: LRDecayStyle = option(LRDecayStyle.cosine, "constant, linear, cosine, inverse-square-root or WSD")
@@ -248,12 +250,12 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that was asked for; a part receives its own section only."""
+    """The whole configuration; a component takes only the sections that it needs."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
+    model: ModelConfig = section(ModelConfig)
+    parallel: ParallelConfig = section(ParallelConfig)
+    precision: PrecisionConfig = section(PrecisionConfig)
+    optim: OptimConfig = section(OptimConfig)
+    data: DataConfig = section(DataConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    train: TrainConfig = section(TrainConfig)

@@ -12,7 +12,7 @@ def head_dim(model_config: ModelConfig) -> int:
     64
     """
     if model_config.multi_latent_attention:
-        return model_config.qk_head_dim + model_config.qk_pos_emb_head_dim
+        return model_config.mla.qk_head_dim + model_config.mla.qk_pos_emb_head_dim
     return model_config.kv_channels or model_config.hidden_size // model_config.num_attention_heads
 
 
@@ -63,19 +63,20 @@ def moe_layers(model_config: ModelConfig) -> tuple[bool, ...]:
     Raises:
         ConfigError: a pattern that cannot be read or has not one 0 or 1 per layer.
 
-    >>> moe_layers(ModelConfig(num_layers=4, num_experts=8, moe_layer_freq="2"))
+    >>> from nanotrain.config.config import MoEConfig
+    >>> moe_layers(ModelConfig(num_layers=4, moe=MoEConfig(num_experts=8, layer_freq="2")))
     (True, False, True, False)
-    >>> moe_layers(ModelConfig(num_layers=4, num_experts=8, moe_layer_freq="[0]*1+[1]*3"))
+    >>> moe_layers(ModelConfig(num_layers=4, moe=MoEConfig(num_experts=8, layer_freq="[0]*1+[1]*3")))
     (False, True, True, True)
     """
-    if model_config.num_experts is None:
+    if model_config.moe.num_experts is None:
         return (False,) * model_config.num_layers
-    pattern = read_pattern(model_config.moe_layer_freq)
+    pattern = read_pattern(model_config.moe.layer_freq)
     if isinstance(pattern, int):
         return tuple(layer % pattern == 0 for layer in range(model_config.num_layers))
     if len(pattern) != model_config.num_layers:
         raise ConfigError(
-            f"moe_layer_freq {model_config.moe_layer_freq} speaks of {len(pattern)} layers",
+            f"moe_layer_freq {model_config.moe.layer_freq} is for {len(pattern)} layers",
             why=f"num_layers is {model_config.num_layers}, and the pattern has one 0 or 1 for each",
             fix=f"set --moe-layer-freq '[1]*{model_config.num_layers}' with as many zeros as layers shall be dense",
         )
@@ -85,10 +86,11 @@ def moe_layers(model_config: ModelConfig) -> tuple[bool, ...]:
 def moe_ffn_size(model_config: ModelConfig) -> int:
     """Width inside one expert.
 
-    >>> moe_ffn_size(ModelConfig(ffn_hidden_size=512)), moe_ffn_size(ModelConfig(moe_ffn_hidden_size=96))
+    >>> from nanotrain.config.config import MoEConfig
+    >>> moe_ffn_size(ModelConfig(ffn_hidden_size=512)), moe_ffn_size(ModelConfig(moe=MoEConfig(ffn_hidden_size=96)))
     (512, 96)
     """
-    return model_config.moe_ffn_hidden_size or ffn_size(model_config)
+    return model_config.moe.ffn_hidden_size or ffn_size(model_config)
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:

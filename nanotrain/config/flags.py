@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from nanotrain.config.schema import ENTRIES, KEYS, Entry, did_you_mean, unknown
+from nanotrain.config.schema import ENTRIES, KEYS, Entry, did_you_mean, unknown, unknown_key
 from nanotrain.errors import ConfigError
 
 
@@ -158,11 +158,7 @@ def read_override(line: CommandLine, word: str) -> None:
             )
         line.choices[key] = value
     elif key not in KEYS:
-        if key in ENTRIES:
-            raise ConfigError(
-                f"unknown key {key}", why="a key names its section", fix=f"did you mean {ENTRIES[key].key}?"
-            )
-        raise unknown("key", key, known=KEYS)
+        raise unknown_key(key)
     elif prefix:
         raise ConfigError(f"{word} begins with {prefix}", why="every field exists already", fix=f"write {key}={value}")
     else:

@@ -5,11 +5,11 @@ of play (`+config=tiny --data-parallel-sharding-strategy no_shard`, where tiny o
 field goes back to its default, and `nanotrain config --explain` says why.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nanotrain.config.config import Config
 from nanotrain.config.idle_rules import RULES, Idle
-from nanotrain.config.schema import ENTRIES, KEYS, Entry, plain
+from nanotrain.config.schema import ENTRIES, KEYS, Entry, plain, value_of, with_values
 from nanotrain.errors import ConfigError
 
 
@@ -37,13 +37,12 @@ def settle_idle(config: Config, *, explicit: frozenset[str]) -> Settled:
             continue
         overruled = any(ENTRIES[cause].key in explicit for cause in rule.causes)
         for entry in (ENTRIES[name] for name in rule.names):
-            value = value_of(config, entry)
+            value = value_of(config, entry.key)
             if value == entry.default:
                 continue
             if entry.key in explicit or not overruled:
                 raise without_effect(entry, rule, value=value)
-            section = replace(getattr(config, entry.section), **{entry.name: entry.default})
-            config = replace(config, **{entry.section: section})
+            config = with_values(config, {entry.key: entry.default})
             origins[entry.key] = f"default, not the YAML's {plain(value)}: {rule.why}"
     return Settled(config, origins)
 
@@ -51,11 +50,6 @@ def settle_idle(config: Config, *, explicit: frozenset[str]) -> Settled:
 def check_idle(config: Config) -> None:
     """Every setting that is not a default has an effect."""
     settle_idle(config, explicit=frozenset(KEYS))
-
-
-def value_of(config: Config, entry: Entry) -> object:
-    """The value of a field."""
-    return getattr(getattr(config, entry.section), entry.name)
 
 
 def without_effect(entry: Entry, rule: Idle, *, value: object) -> ConfigError:

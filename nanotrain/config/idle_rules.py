@@ -8,7 +8,6 @@ from nanotrain.config.config import (
     DType,
     LoadBalancing,
     LRDecayStyle,
-    PipelineSchedule,
     PositionEmbedding,
     RouterScore,
     ShardingStrategy,
@@ -74,31 +73,31 @@ MODEL_RULES = (
         ),
         ("num_experts",),
         # Beside pretrained weights the model section is still to be read from their config.json.
-        lambda c: c.model.num_experts is None and c.checkpoint.pretrained_checkpoint is None,
+        lambda c: c.model.moe.num_experts is None and c.checkpoint.pretrained_checkpoint is None,
         "the model has no experts: num_experts is unset",
     ),
     Idle(
         ("ffn_hidden_size",),
         ("moe_ffn_hidden_size", "moe_layer_freq", "num_experts"),
-        lambda c: c.model.moe_ffn_hidden_size is not None and all(moe_layers(c.model)),
+        lambda c: c.model.moe.ffn_hidden_size is not None and all(moe_layers(c.model)),
         "every layer has experts, and they are moe_ffn_hidden_size wide",
     ),
     Idle(
         ("moe_aux_loss_coeff",),
         ("moe_router_load_balancing_type",),
-        lambda c: c.model.moe_router_load_balancing_type is LoadBalancing.none,
+        lambda c: c.model.moe.router_load_balancing_type is LoadBalancing.none,
         "moe_router_load_balancing_type none has no loss",
     ),
     Idle(
         ("moe_router_bias_update_rate",),
         ("moe_router_enable_expert_bias",),
-        lambda c: not c.model.moe_router_enable_expert_bias,
+        lambda c: not c.model.moe.router_enable_expert_bias,
         "it belongs to moe_router_enable_expert_bias",
     ),
     Idle(
         ("moe_router_pre_softmax",),
         ("moe_router_score_function",),
-        lambda c: c.model.moe_router_score_function is RouterScore.sigmoid,
+        lambda c: c.model.moe.router_score_function is RouterScore.sigmoid,
         "moe_router_score_function sigmoid takes no softmax",
     ),
 )
@@ -133,13 +132,6 @@ PARALLEL_RULES = (
         lambda c: c.parallel.pipeline_model_parallel_size == 1,
         "with pipeline_model_parallel_size 1 there is one stage",
         "set --pipeline-model-parallel-size above 1",
-    ),
-    Idle(
-        ("num_virtual_stages_per_pipeline_rank",),
-        ("pipeline_schedule",),
-        lambda c: c.parallel.pipeline_schedule is not PipelineSchedule.interleaved,
-        "only pipeline_schedule interleaved has several stages on a rank",
-        "set --pipeline-schedule interleaved",
     ),
 )
 

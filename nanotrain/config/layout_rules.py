@@ -6,7 +6,7 @@ layers by pp, experts by ep and the width of each by etp.
 
 from math import lcm
 
-from nanotrain.config.config import Config, CPCommType, ParallelConfig, PipelineSchedule
+from nanotrain.config.config import Config, ParallelConfig
 from nanotrain.config.derive import ffn_size, moe_ffn_size, moe_layers, padded_vocab_size, query_groups
 from nanotrain.errors import ConfigError
 
@@ -37,7 +37,7 @@ def check_tensor(config: Config) -> None:
     layers = moe_layers(model_config)
     if not all(layers) and ffn_size(model_config) % tp:
         raise uneven("ffn_hidden_size", ffn_size(model_config), tp=tp)
-    shared = model_config.moe_shared_expert_intermediate_size
+    shared = model_config.moe.shared_expert_intermediate_size
     if shared is not None and any(layers) and shared % tp:
         raise uneven("moe_shared_expert_intermediate_size", shared, tp=tp)
 
@@ -72,7 +72,7 @@ def check_sequence(config: Config) -> None:
     if cp > 1:
         unit = 2 * cp
         reasons.append(f"cp={cp} ranks hold two chunks each")
-    if tp > 1 and (parallel.sequence_parallel or config.model.num_experts is not None):
+    if tp > 1 and (parallel.sequence_parallel or config.model.moe.num_experts is not None):
         unit = lcm(unit, tp * cp)
         what = "sequence_parallel" if parallel.sequence_parallel else "a layer with experts"
         reasons.append(f"{what} cuts a part among tp={tp} ranks")
@@ -88,7 +88,7 @@ def check_context(config: Config) -> None:
     """All-to-all gives every context-parallel rank whole heads."""
     parallel, heads = config.parallel, config.model.num_attention_heads
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    if parallel.cp_comm_type is CPCommType.a2a and heads % (tp * cp):
+    if parallel.cp_comm_type == "a2a" and heads % (tp * cp):
         raise ConfigError(
             f"{heads} attention heads cannot be exchanged among cp={cp} ranks",
             why=f"cp_comm_type a2a needs tp*cp = {tp * cp} to divide num_attention_heads",
@@ -100,13 +100,6 @@ def check_stages(config: Config) -> None:
     """Every stage has a layer, and the schedule fits the stages."""
     parallel, num_layers = config.parallel, config.model.num_layers
     pp, virtual = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
-    is_interleaved = parallel.pipeline_schedule is PipelineSchedule.interleaved
-    if is_interleaved and virtual == 1:
-        raise ConfigError(
-            "pipeline_schedule is interleaved and num_virtual_stages_per_pipeline_rank is 1",
-            why="it interleaves the several stages of a rank",
-            fix="set --num-virtual-stages-per-pipeline-rank 2 or --pipeline-schedule 1f1b",
-        )
     if num_layers < pp * virtual:
         stages = f"pp={pp}" if virtual == 1 else f"pp={pp} x {virtual} = {pp * virtual}"
         raise ConfigError(
@@ -125,11 +118,11 @@ def check_uneven_stages(parallel: ParallelConfig, num_layers: int) -> None:
         if (size := getattr(parallel, f"decoder_{end}_pipeline_num_layers")) is not None:
             sizes.append(size)
     flags = "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
-    if parallel.pipeline_schedule is PipelineSchedule.interleaved:
+    if parallel.num_virtual_stages_per_pipeline_rank > 1:
         raise ConfigError(
-            "the first or last stage has a length of its own with pipeline_schedule interleaved",
-            why=f"a rank has {parallel.num_virtual_stages_per_pipeline_rank} stages then, and the ends are one of them",
-            fix=f"leave {flags} out, or set --pipeline-schedule 1f1b",
+            f"{flags} with {parallel.num_virtual_stages_per_pipeline_rank} virtual stages per pipeline rank",
+            why="the first and the last stage are only one of the stages of their rank",
+            fix=f"leave {flags} out, or set --num-virtual-stages-per-pipeline-rank 1",
         )
     left, stages = num_layers - sum(sizes), pp - len(sizes)
     if (stages and left >= stages) or (not stages and not left):
@@ -146,7 +139,8 @@ def check_experts(config: Config) -> None:
     """Expert-parallel ranks share the experts, expert-tensor-parallel ranks the width of each."""
     model_config, parallel = config.model, config.parallel
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
-    if model_config.num_experts is None:
+    num_experts = model_config.moe.num_experts
+    if num_experts is None:
         for name, size in (("expert_model_parallel_size", ep), ("expert_tensor_parallel_size", etp or 1)):
             if size > 1:
                 raise ConfigError(
@@ -155,11 +149,11 @@ def check_experts(config: Config) -> None:
                     fix=f"set --num-experts or leave --{name.replace('_', '-')} out",
                 )
         return
-    if model_config.num_experts % ep:
+    if num_experts % ep:
         raise ConfigError(
-            f"{model_config.num_experts} experts cannot be shared by ep={ep} ranks",
+            f"{num_experts} experts cannot be shared by ep={ep} ranks",
             why="expert_model_parallel_size must divide num_experts",
-            fix=f"set --num-experts {-(-model_config.num_experts // ep) * ep} or another --expert-model-parallel-size",
+            fix=f"set --num-experts {-(-num_experts // ep) * ep} or another --expert-model-parallel-size",
         )
     width, etp = moe_ffn_size(model_config), etp or parallel.tensor_model_parallel_size
     if width % etp:

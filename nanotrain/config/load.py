@@ -16,7 +16,7 @@ from nanotrain.config.config import Config
 from nanotrain.config.flags import CommandLine, parse
 from nanotrain.config.help import help_text
 from nanotrain.config.idle import settle_idle
-from nanotrain.config.schema import KEYS, config_from_dict, plain, to_dict
+from nanotrain.config.schema import KEYS, config_from_dict, plain, to_dict, value_of
 from nanotrain.config.validate import require_trainable, validate
 
 
@@ -90,10 +90,10 @@ def explain(argv: Sequence[str]) -> str:
     rows = [
         (
             key,
-            yaml_value(getattr(getattr(loaded.config, entry.section), entry.name)),
+            yaml_value(value_of(loaded.config, key)),
             loaded.origins[key].replace("\n", "\\n"),
         )
-        for key, entry in KEYS.items()
+        for key in KEYS
     ]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}" for key, value, origin in rows)

@@ -17,9 +17,9 @@ def check_model(config: Config) -> None:
     else:
         check_heads(model_config)
     check_positions(model_config, config.data.seq_length)
-    if model_config.num_experts is not None:
-        check_experts(model_config, model_config.num_experts)
-        check_expert_groups(model_config, model_config.num_experts)
+    if model_config.moe.num_experts is not None:
+        check_experts(model_config, model_config.moe.num_experts)
+        check_expert_groups(model_config, model_config.moe.num_experts)
 
 
 def check_heads(model_config: ModelConfig) -> None:
@@ -49,14 +49,14 @@ def check_latent_attention(model_config: ModelConfig) -> None:
     if model_config.position_embedding_type is not PositionEmbedding.rope:
         raise ConfigError(
             f"position_embedding_type is {model_config.position_embedding_type.value} with multi_latent_attention",
-            why=f"{model_config.qk_pos_emb_head_dim} channels per head (qk_pos_emb_head_dim) are rotated",
+            why=f"{model_config.mla.qk_pos_emb_head_dim} channels per head (qk_pos_emb_head_dim) are rotated",
             fix="set --position-embedding-type rope",
         )
-    if model_config.qk_pos_emb_head_dim % 2:
+    if model_config.mla.qk_pos_emb_head_dim % 2:
         raise ConfigError(
-            f"qk_pos_emb_head_dim is {model_config.qk_pos_emb_head_dim}",
+            f"qk_pos_emb_head_dim is {model_config.mla.qk_pos_emb_head_dim}",
             why="rope rotates pairs of channels, so the width must be even",
-            fix=f"set --qk-pos-emb-head-dim {model_config.qk_pos_emb_head_dim + 1}",
+            fix=f"set --qk-pos-emb-head-dim {model_config.mla.qk_pos_emb_head_dim + 1}",
         )
     if model_config.add_bias_linear:
         raise ConfigError(
@@ -82,23 +82,23 @@ def check_experts(model_config: ModelConfig, num_experts: int) -> None:
     if not any(moe_layers(model_config)):
         raise ConfigError(
             f"no layer has the {num_experts} experts",
-            why=f"moe_layer_freq is {model_config.moe_layer_freq}",
+            why=f"moe_layer_freq is {model_config.moe.layer_freq}",
             fix="set --moe-layer-freq 1 or leave --num-experts out",
         )
-    if model_config.moe_router_topk > num_experts:
+    if model_config.moe.router_topk > num_experts:
         raise ConfigError(
-            f"a token cannot be sent to {model_config.moe_router_topk} of {num_experts} experts",
+            f"a token cannot be sent to {model_config.moe.router_topk} of {num_experts} experts",
             why="moe_router_topk must be at most num_experts",
             fix=f"set --moe-router-topk to at most {num_experts} or raise --num-experts",
         )
-    is_softmax = model_config.moe_router_score_function is RouterScore.softmax
-    if is_softmax and model_config.moe_router_topk == 1 and not model_config.moe_router_pre_softmax:
+    is_softmax = model_config.moe.router_score_function is RouterScore.softmax
+    if is_softmax and model_config.moe.router_topk == 1 and not model_config.moe.router_pre_softmax:
         raise ConfigError(
             "moe_router_topk is 1 and moe_router_pre_softmax is off",
             why="a softmax over the one chosen expert is always 1, so the router would never learn",
             fix="set --moe-router-pre-softmax or --moe-router-topk 2",
         )
-    if is_softmax and model_config.moe_router_enable_expert_bias:
+    if is_softmax and model_config.moe.router_enable_expert_bias:
         raise ConfigError(
             "moe_router_enable_expert_bias with moe_router_score_function softmax",
             why="the bias is added to scores that do not depend on one another",
@@ -114,7 +114,7 @@ def check_experts(model_config: ModelConfig, num_experts: int) -> None:
 
 def check_expert_groups(model_config: ModelConfig, num_experts: int) -> None:
     """Groups are of equal size, and those a token may choose from hold enough experts."""
-    groups, chosen = model_config.moe_router_num_groups, model_config.moe_router_group_topk
+    groups, chosen = model_config.moe.router_num_groups, model_config.moe.router_group_topk
     if groups is None and chosen is None:
         return
     if groups is None or chosen is None:
@@ -137,9 +137,9 @@ def check_expert_groups(model_config: ModelConfig, num_experts: int) -> None:
             fix=f"set --moe-router-group-topk to at most {groups}",
         )
     size = num_experts // groups
-    if model_config.moe_router_topk > chosen * size:
+    if model_config.moe.router_topk > chosen * size:
         raise ConfigError(
-            f"a token cannot be sent to {model_config.moe_router_topk} experts",
+            f"a token cannot be sent to {model_config.moe.router_topk} experts",
             why=f"the {chosen} groups it may choose from hold {chosen} x {size} = {chosen * size}",
-            fix=f"set --moe-router-group-topk {-(-model_config.moe_router_topk // size)} or lower --moe-router-topk",
+            fix=f"set --moe-router-group-topk {-(-model_config.moe.router_topk // size)} or lower --moe-router-topk",
         )

@@ -1,32 +1,50 @@
-"""One `option` per field: its default, its meaning, its flag and what the help says about it."""
+"""Declare the fields and nested sections of the configuration."""
 
 from collections.abc import Callable
 from dataclasses import Field, field, fields
 from typing import Any
 
 
-def option(default: Any, meaning: str, *, unit: str = "", check: Callable[[Any], bool] | None = None) -> Any:
-    """Declare a configuration field; the only way to declare one.
+def option(
+    default: Any, meaning: str, *, name: str = "", unit: str = "", check: Callable[[Any], bool] | None = None
+) -> Any:
+    """Declare one field; its default stands here only.
 
     Args:
-        default: the value where nothing says otherwise; the only place where a default stands.
+        default: the value where no file and no argument sets one.
         meaning: one line for `--help` and docs/config.md.
-        unit: what a number counts, when the name does not say it.
-        check: what a value must satisfy on its own; a failing value is a `ConfigError` naming the flag.
+        name: unique name behind the flag, where it is not the section's prefix and the field's own name.
+        unit: unit of a number, where the field's name does not give it.
+        check: bound on the value; a value that fails it is a `ConfigError`.
     """
-    metadata = {"meaning": meaning, "unit": unit, "check": check}
+    metadata = {"meaning": meaning, "unit": unit, "check": check, "name": name}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def options_of(section: Any) -> tuple[Field[Any], ...]:
+def section(kind: type, *, prefix: str = "") -> Any:
+    """Declare a nested section.
+
+    Args:
+        kind: its frozen dataclass.
+        prefix: what the flags of its fields begin with, "moe_" for `--moe-router-topk`.
+    """
+    return field(default_factory=kind, metadata={"section": kind, "prefix": prefix})
+
+
+def sections_of(kind: Any) -> tuple[Field[Any], ...]:
+    """The fields of a section (class or instance) that `section` declared, in order."""
+    return tuple(f for f in fields(kind) if "section" in f.metadata)
+
+
+def options_of(kind: Any) -> tuple[Field[Any], ...]:
     """The fields of a section (class or instance) that `option` declared, in order."""
-    return tuple(f for f in fields(section) if "meaning" in f.metadata)
+    return tuple(f for f in fields(kind) if "meaning" in f.metadata)
 
 
 def flag_of(name: str) -> str:
-    """The flag of a field.
+    """The flag of a field's unique name.
 
     >>> flag_of("tensor_model_parallel_size")
     '--tensor-model-parallel-size'

@@ -1,39 +1,48 @@
-"""The fields of the configuration as a table, and values poured into them.
+"""The fields of the configuration as a table, and conversion between plain values and a `Config`.
 
-`ENTRIES` holds every field once, by its name; `config_from_dict` is the only way from plain values (YAML, JSON, text
-of a flag) to a `Config`, and `to_dict` the way back. A value may come as text: the field's type says what it means.
+ENTRIES, KEYS      every field, by its unique name ("moe_router_topk") and by its key ("model.moe.router_topk")
+config_from_dict   plain values (YAML, JSON, text of a flag) -> Config
+to_dict            Config -> plain values
+with_value         a Config with one field changed
+check_choice       refuse a name that a table does not hold
 """
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
+from functools import reduce
 from typing import Any, get_args, get_origin
 
 from nanotrain.config.config import Config
-from nanotrain.config.option import flag_of, options_of
-from nanotrain.errors import ConfigError
-
-SECTIONS: dict[str, Any] = {field.name: field.default_factory for field in fields(Config)}  # name -> its class
+from nanotrain.config.option import flag_of, options_of, sections_of
+from nanotrain.errors import ConfigError, ErrorCollector
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One field: where it stands, what it means and what it takes."""
+    """One field: its place in the configuration, its unique name and its declaration.
+
+    Args:
+        section: dotted name of its section, "model.moe".
+        field: its dataclass field.
+        prefix: what its unique name begins with.
+    """
 
     section: str
     field: Field[Any]
+    prefix: str = ""
 
     @property
     def name(self) -> str:
-        """The field's name, unique over all sections."""
-        return self.field.name
+        """The field's unique name over all sections, the one behind its flag."""
+        return self.field.metadata["name"] or self.prefix + self.field.name
 
     @property
     def key(self) -> str:
         """The field in Hydra's form, `section.field`."""
-        return f"{self.section}.{self.name}"
+        return f"{self.section}.{self.field.name}"
 
     @property
     def flag(self) -> str:
@@ -59,46 +68,174 @@ class Entry:
 
     @property
     def default(self) -> Any:
-        """The value where nothing says otherwise."""
+        """The value where no file and no argument sets one."""
         factory = self.field.default_factory
         return self.field.default if factory is MISSING else factory()
 
 
+def walk_sections(kind: Any = Config, *, path: str = "", prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Dotted name, class and flag prefix of every section below `kind`, nested ones after their parent."""
+    for field in sections_of(kind):
+        name, inner = f"{path}{field.name}", field.metadata["section"]
+        yield name, inner, prefix + field.metadata["prefix"]
+        yield from walk_sections(inner, path=f"{name}.", prefix=prefix + field.metadata["prefix"])
+
+
+SECTIONS: dict[str, Any] = {name: kind for name, kind, _ in walk_sections()}
 ENTRIES: dict[str, Entry] = {
-    field.name: Entry(name, field) for name, section in SECTIONS.items() for field in options_of(section)
+    entry.name: entry
+    for section, kind, prefix in walk_sections()
+    for entry in (Entry(section, field, prefix) for field in options_of(kind))
 }
 KEYS: dict[str, Entry] = {entry.key: entry for entry in ENTRIES.values()}
 
 
 def config_from_dict(values: Mapping[str, Any]) -> Config:
-    """Pour `{section: {field: value}}` into a `Config`; what is not named keeps its default.
+    """Convert `{section: {field: value}}` into a `Config`; fields that are not named keep their defaults.
 
     Raises:
-        ConfigError: an unknown section or field, or a value of the wrong type or out of bounds.
+        ConfigError: unknown sections or fields, values of the wrong type or out of bounds; all of them in one error.
 
     >>> config_from_dict({"optim": {"lr": "2e-4", "lr_decay_style": "inverse-square-root"}}).optim.lr
     0.0002
     """
-    check_names(values)
-    sections = {
-        name: section(
-            **{field: convert(KEYS[f"{name}.{field}"], value) for field, value in (values.get(name) or {}).items()}
-        )
-        for name, section in SECTIONS.items()
+    errors, converted = ErrorCollector(), {}
+    for key, value in flatten(values, errors=errors):
+        with errors:
+            converted[key] = convert(KEYS[key], value)
+    errors.raise_errors()
+    config: Config = build_section(Config, converted)
+    return config
+
+
+def build_section(kind: Any, converted: Mapping[str, Any], *, path: str = "") -> Any:
+    """An instance of a section, its fields taken from converted values by key."""
+    nested = {
+        f.name: build_section(f.metadata["section"], converted, path=f"{path}{f.name}.") for f in sections_of(kind)
     }
-    return Config(**sections)
+    own = {f.name: converted[f"{path}{f.name}"] for f in options_of(kind) if f"{path}{f.name}" in converted}
+    return kind(**nested, **own)
+
+
+def flatten(values: Mapping[str, Any], *, errors: ErrorCollector, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Key and value of every field in nested mappings; unknown names are collected in `errors`."""
+    for name, value in values.items():
+        key = f"{path}{name}"
+        if key in SECTIONS:
+            if isinstance(value, Mapping | None):
+                yield from flatten(value or {}, errors=errors, path=f"{key}.")
+            else:
+                with errors:
+                    raise ConfigError(
+                        f"section {key} is {value!r}", why="a section holds fields", fix=f"write {key}.FIELD"
+                    )
+        elif key in KEYS:
+            yield key, value
+        else:
+            with errors:
+                raise unknown_key(key)
+
+
+def unknown_key(key: str) -> ConfigError:
+    """The error for a key that is neither a field nor a section.
+
+    >>> unknown_key("model.moe_router_topk").fix
+    'did you mean model.moe.router_topk?'
+    """
+    name = key.rpartition(".")[2]
+    if name in ENTRIES and (key == name or ENTRIES[name].key.startswith(key.removesuffix(name))):
+        return ConfigError(
+            f"unknown key {key}", why="a key names its section", fix=f"did you mean {ENTRIES[name].key}?"
+        )
+    if "." not in key:
+        return unknown("section", key, known=SECTIONS)
+    return unknown("key", key, known=KEYS)
 
 
 def check_names(values: Mapping[str, Any]) -> None:
-    """Every section and field is one that exists."""
-    for name, section in values.items():
-        if name not in SECTIONS:
-            raise unknown("section", name, known=SECTIONS)
-        if not isinstance(section, Mapping | None):
-            raise ConfigError(f"section {name} is {section!r}", why="a section holds fields", fix=f"write {name}.FIELD")
-        for field in section or {}:
-            if f"{name}.{field}" not in KEYS:
-                raise unknown("key", f"{name}.{field}", known=KEYS)
+    """Check that every section and field exists.
+
+    Raises:
+        ConfigError: all unknown names.
+    """
+    errors = ErrorCollector()
+    for _ in flatten(values, errors=errors):
+        pass
+    errors.raise_errors()
+
+
+def value_of(config: Any, key: str) -> Any:
+    """The value of a field of a configuration (or section)."""
+    return reduce(getattr, key.split("."), config)
+
+
+def flat_values(config: Any, *, path: str = "") -> dict[str, Any]:
+    """The values of a configuration (or section) by key."""
+    values = {f"{path}{f.name}": getattr(config, f.name) for f in options_of(config)}
+    for f in sections_of(config):
+        values |= flat_values(getattr(config, f.name), path=f"{path}{f.name}.")
+    return values
+
+
+def with_values(config: Any, values: Mapping[str, Any]) -> Any:
+    """The configuration (or section) with some fields changed.
+
+    >>> with_values(Config(), {"model.moe.router_topk": 8}).model.moe.router_topk
+    8
+    """
+    return build_section(type(config), {**flat_values(config), **values})
+
+
+def set_value(values: dict[str, Any], name: str, value: Any) -> None:
+    """Set a field, given by its unique name, in plain nested values.
+
+    >>> values = {}
+    >>> set_value(values, "moe_router_topk", 8)
+    >>> values
+    {'model': {'moe': {'router_topk': 8}}}
+    """
+    *path, last = ENTRIES[name].key.split(".")
+    for part in path:
+        values = values.setdefault(part, {})
+    values[last] = value
+
+
+def nest_flat_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values whose model section is flat (`moe_router_topk`), as before checkpoint format 2, in their nested form.
+
+    >>> nest_flat_values({"model": {"num_layers": 2, "num_experts": 4}})
+    {'model': {'num_layers': 2, 'moe': {'num_experts': 4}}}
+    """
+    model = values.get("model")
+    if not isinstance(model, Mapping):
+        return dict(values)
+    nested: dict[str, Any] = {"model": {}}
+    for name, value in model.items():
+        if name in ENTRIES:
+            set_value(nested, name, value)
+        else:
+            nested["model"][name] = value
+    return {**values, **nested}
+
+
+def check_choice(name: str, value: str, known: Iterable[str]) -> None:
+    """Check that the value of a field is a name of the table that holds its choices.
+
+    Args:
+        name: unique name of the field.
+        value: its value.
+        known: the names of the table.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    entry, names = ENTRIES[name], list(known)
+    if value not in names:
+        raise ConfigError(
+            f"{entry.key} is {value!r}",
+            why=f"the known names are {', '.join(names)}",
+            fix=did_you_mean(value, names, prefix=f"{entry.flag} "),
+        )
 
 
 def convert(entry: Entry, value: Any) -> Any:
@@ -189,16 +326,18 @@ CONVERSIONS = {
 TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list of words"}
 
 
-def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """Every section as plain values (enums by their value), the inverse of `config_from_dict`."""
+def to_dict(config: Any) -> dict[str, Any]:
+    """A configuration or section as plain nested values (enums by their value), the inverse of `config_from_dict`."""
     return {
-        name: {entry.name: plain(getattr(getattr(config, name), entry.name)) for entry in entries_of(name)}
-        for name in SECTIONS
+        field.name: to_dict(getattr(config, field.name))
+        if "section" in field.metadata
+        else plain(getattr(config, field.name))
+        for field in fields(config)
     }
 
 
 def plain(value: Any) -> Any:
-    """A value as YAML and JSON know it."""
+    """A value in the types of YAML and JSON."""
     if isinstance(value, Enum):
         return value.value
     return list(value) if isinstance(value, list) else value

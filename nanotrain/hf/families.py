@@ -11,14 +11,14 @@ decides it, so no feature can be lost on the way. docs/new_family.md says how to
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanotrain.config.config import ModelConfig
-from nanotrain.config.option import flag_of
+from nanotrain.config.schema import KEYS, flat_values, value_of, with_values
 from nanotrain.errors import HuggingFaceError
-from nanotrain.hf.canonical import canonical, free_fields
+from nanotrain.hf.canonical import canonical, free_keys
 from nanotrain.hf.gpt2 import read_gpt2, write_gpt2
 from nanotrain.hf.llama import read_llama, read_qwen2, read_qwen3, write_llama, write_qwen2, write_qwen3
 from nanotrain.hf.mixture import read_mixtral, read_qwen3_moe, write_mixtral, write_qwen3_moe
@@ -165,31 +165,32 @@ def config_to_hf(model_config: ModelConfig, *, family: str, dtype: str = "float3
     return shared | FAMILIES[family].write(model_config)
 
 
-def check_against(from_hf: ModelConfig, asked: ModelConfig, *, explicit: frozenset[str]) -> ModelConfig:
-    """The model to train when a pretrained checkpoint is given: its own, plus what it leaves free.
+def check_against(from_hf: ModelConfig, configured: ModelConfig, *, explicit: frozenset[str]) -> ModelConfig:
+    """The model to train from a pretrained checkpoint: its own, with the free fields as configured.
 
     Args:
-        from_hf: what config.json says.
-        asked: the model section as configured.
-        explicit: names of the fields that flags or overrides set; the others give way to config.json.
+        from_hf: what config.json describes.
+        configured: the model section of the configuration.
+        explicit: keys of the section ("moe.router_topk") set on the command line; config.json overrides the others.
 
     Raises:
-        HuggingFaceError: an explicit field that contradicts config.json, naming both values.
+        HuggingFaceError: an explicit field that contradicts config.json, with both values.
     """
-    free = free_fields(from_hf)
-    names = explicit & {field.name for field in fields(ModelConfig)} - set(free)
-    said = {name: getattr(asked, name) for name in sorted(names) if getattr(asked, name) is not None}
-    ours, theirs = canonical(replace(from_hf, **said)), canonical(from_hf)
-    for name, value in said.items():
-        given, known = getattr(ours, name), getattr(theirs, name)
-        is_idle = given != value and name != "moe_layer_freq"  # which has several spellings
-        if given != known or is_idle:
+    free = free_keys(from_hf)
+    given = {key: value_of(configured, key) for key in sorted(explicit - set(free))}
+    given = {key: value for key, value in given.items() if value is not None}
+    ours, theirs = canonical(with_values(from_hf, given)), canonical(from_hf)
+    for key, value in given.items():
+        canonical_value, known = value_of(ours, key), value_of(theirs, key)
+        is_idle = canonical_value != value and key != "moe.layer_freq"  # which has several spellings
+        if canonical_value != known or is_idle:
+            flag = KEYS[f"model.{key}"].flag
             raise HuggingFaceError(
-                f"{flag_of(name)} {_shown(value)} contradicts the pretrained checkpoint",
-                why=f"its config.json says {name} = {_shown(known)}",
-                fix=f"leave {flag_of(name)} out, or train without --pretrained-checkpoint",
+                f"{flag} {_shown(value)} contradicts the pretrained checkpoint",
+                why=f"its config.json says {key} = {_shown(known)}",
+                fix=f"leave {flag} out, or train without --pretrained-checkpoint",
             )
-    return replace(from_hf, **{name: getattr(asked, name) for name in free})
+    return with_values(from_hf, {key: value_of(configured, key) for key in free})
 
 
 def _lost_fields(model_config: ModelConfig, family: str) -> list[str]:
@@ -197,9 +198,9 @@ def _lost_fields(model_config: ModelConfig, family: str) -> list[str]:
         back = FAMILIES[family].read(FAMILIES[family].write(model_config))
     except HuggingFaceError as error:
         return [error.what]
-    free = {name: getattr(back, name) for name in free_fields(model_config) if name != "init_method_std"}
-    ours, theirs = canonical(replace(model_config, **free)), canonical(back)
-    return [f.name for f in fields(ModelConfig) if getattr(ours, f.name) != getattr(theirs, f.name)]
+    free = {key: value_of(back, key) for key in free_keys(model_config) if key != "init_method_std"}
+    ours, theirs = flat_values(canonical(with_values(model_config, free))), flat_values(canonical(back))
+    return [key for key, value in ours.items() if value != theirs[key]]
 
 
 def _family_name(raw: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanotrain.config.config import ModelConfig
+from nanotrain.config.config import ModelConfig, MoEConfig
 from nanotrain.config.derive import moe_ffn_size, moe_layers
 from nanotrain.config.pattern import write_pattern
 from nanotrain.hf.llama import check_full_attention, read_shared, write_shared
@@ -43,9 +43,11 @@ def read_mixtral(raw: Mapping[str, Any]) -> ModelConfig:
     shared = read_shared({**MIXTRAL, **raw}, default_positions=131072)
     width = shared.pop("ffn_hidden_size")
     return ModelConfig(
-        num_experts=raw.get("num_local_experts", raw.get("num_experts", 8)),
-        moe_ffn_hidden_size=width,
-        moe_router_topk=raw.get("num_experts_per_tok", 2),
+        moe=MoEConfig(
+            num_experts=raw.get("num_local_experts", raw.get("num_experts", 8)),
+            ffn_hidden_size=width,
+            router_topk=raw.get("num_experts_per_tok", 2),
+        ),
         **shared,
     )
 
@@ -57,25 +59,27 @@ def read_qwen3_moe(raw: Mapping[str, Any]) -> ModelConfig:
         reject("attention_bias", True, instead="false")
     model_config = ModelConfig(
         qk_layernorm=True,
-        num_experts=raw.get("num_experts", raw.get("num_local_experts", 128)),
-        moe_ffn_hidden_size=raw.get("moe_intermediate_size", 768),
-        moe_router_topk=raw.get("num_experts_per_tok", 8),
-        moe_router_pre_softmax=not raw.get("norm_topk_prob", False),
+        moe=MoEConfig(
+            num_experts=raw.get("num_experts", raw.get("num_local_experts", 128)),
+            ffn_hidden_size=raw.get("moe_intermediate_size", 768),
+            router_topk=raw.get("num_experts_per_tok", 8),
+            router_pre_softmax=not raw.get("norm_topk_prob", False),
+        ),
         **read_shared({**QWEN3_MOE, **raw}, default_positions=32768),
     )
     dense, step = set(raw.get("mlp_only_layers") or ()), raw.get("decoder_sparse_step", 1)
     layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(model_config.num_layers))
-    if not model_config.num_experts or not any(layers):
-        reject("num_experts", model_config.num_experts, instead="above 0, with experts in some layer,")
+    if not model_config.moe.num_experts or not any(layers):
+        reject("num_experts", model_config.moe.num_experts, instead="above 0, with experts in some layer,")
     ffn = None if all(layers) else model_config.ffn_hidden_size  # the width of an MLP that no layer has
-    return replace(model_config, moe_layer_freq=write_pattern(layers), ffn_hidden_size=ffn)
+    return replace(model_config, moe=replace(model_config.moe, layer_freq=write_pattern(layers)), ffn_hidden_size=ffn)
 
 
 def write_mixtral(model_config: ModelConfig) -> dict[str, Any]:
     """The config.json of a Mixtral; what it cannot say is found by reading it back."""
     experts = {
         "intermediate_size": moe_ffn_size(model_config),
-        "num_local_experts": model_config.num_experts or 0,
+        "num_local_experts": model_config.moe.num_experts or 0,
         "router_jitter_noise": 0.0,
         "sliding_window": None,
     }
@@ -89,8 +93,8 @@ def write_qwen3_moe(model_config: ModelConfig) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [layer for layer, has_experts in enumerate(moe_layers(model_config)) if not has_experts],
         "moe_intermediate_size": moe_ffn_size(model_config),
-        "norm_topk_prob": not model_config.moe_router_pre_softmax,
-        "num_experts": model_config.num_experts or 0,
+        "norm_topk_prob": not model_config.moe.router_pre_softmax,
+        "num_experts": model_config.moe.num_experts or 0,
         "use_sliding_window": False,
     }
     return write_shared(model_config) | _write_router(model_config) | experts
@@ -98,7 +102,7 @@ def write_qwen3_moe(model_config: ModelConfig) -> dict[str, Any]:
 
 def _write_router(model_config: ModelConfig) -> dict[str, Any]:
     return {
-        "num_experts_per_tok": model_config.moe_router_topk,
+        "num_experts_per_tok": model_config.moe.router_topk,
         "output_router_logits": False,
-        "router_aux_loss_coef": model_config.moe_aux_loss_coeff,
+        "router_aux_loss_coef": model_config.moe.aux_loss_coeff,
     }

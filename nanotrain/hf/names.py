@@ -22,7 +22,7 @@ def llama_places(model_config: ModelConfig) -> dict[str, Place]:
 
 def mixtral_places(model_config: ModelConfig) -> dict[str, Place]:
     """Places of a Mixtral: w1 is the gate, w3 up and w2 down."""
-    hidden, ffn, count = model_config.hidden_size, moe_ffn_size(model_config), model_config.num_experts or 0
+    hidden, ffn, count = model_config.hidden_size, moe_ffn_size(model_config), model_config.moe.num_experts or 0
     folder = "block_sparse_moe"
     experts = {
         "router": Place(f"{folder}.gate.weight", (count, hidden)),
@@ -35,7 +35,7 @@ def mixtral_places(model_config: ModelConfig) -> dict[str, Place]:
 
 def qwen3_moe_places(model_config: ModelConfig) -> dict[str, Place]:
     """Places of a Qwen3-MoE."""
-    hidden, ffn, count = model_config.hidden_size, moe_ffn_size(model_config), model_config.num_experts or 0
+    hidden, ffn, count = model_config.hidden_size, moe_ffn_size(model_config), model_config.moe.num_experts or 0
     experts = {
         "router": Place("mlp.gate.weight", (count, hidden)),
         "experts.gate": Place("mlp.experts.{expert}.gate_proj.weight", (count, ffn, hidden)),
@@ -47,7 +47,7 @@ def qwen3_moe_places(model_config: ModelConfig) -> dict[str, Place]:
 
 def fused_places(model_config: ModelConfig) -> dict[str, Place]:
     """Places of a Mixtral or Qwen3-MoE as transformers 5 holds them in memory; `torch.save` writes these."""
-    hidden, ffn, count = model_config.hidden_size, moe_ffn_size(model_config), model_config.num_experts or 0
+    hidden, ffn, count = model_config.hidden_size, moe_ffn_size(model_config), model_config.moe.num_experts or 0
     experts = {
         "router": Place("mlp.gate.weight", (count, hidden)),
         "experts.gate": Place("mlp.experts.gate_up_proj", (count, ffn, hidden), offset=0, outputs=2 * ffn),

@@ -22,16 +22,13 @@ from nanotrain.parallel.ep.dispatch import Choice
 def capacity_of(model_config: ModelConfig, length: int) -> int:
     """Tokens of a sequence that an expert takes: its even share times the factor, rounded up.
 
-    >>> capacity_of(ModelConfig(num_experts=8, moe_router_topk=2, moe_expert_capacity_factor=1.25), 64)
+    >>> from nanotrain.config.config import MoEConfig
+    >>> capacity_of(ModelConfig(moe=MoEConfig(num_experts=8, router_topk=2, expert_capacity_factor=1.25)), 64)
     20
     """
-    assert model_config.num_experts is not None and model_config.moe_expert_capacity_factor is not None
-    return min(
-        length,
-        math.ceil(
-            model_config.moe_expert_capacity_factor * length * model_config.moe_router_topk / model_config.num_experts
-        ),
-    )
+    moe = model_config.moe
+    assert moe.num_experts is not None and moe.expert_capacity_factor is not None
+    return min(length, math.ceil(moe.expert_capacity_factor * length * moe.router_topk / moe.num_experts))
 
 
 def within_capacity(choice: Choice, *, num_experts: int, capacity: int, places: Tensor, sequence: Group) -> Tensor:

@@ -44,10 +44,11 @@ class LatentAttention(nn.Module):
     def __init__(self, model_config: ModelConfig, *, dtype: torch.dtype, parallel: ModelParallel = ALONE) -> None:
         super().__init__()
         self.core_attention, self.tensor_parallel = parallel.core_attention, parallel.tp
-        hidden, heads, latent = model_config.hidden_size, model_config.num_attention_heads, model_config.kv_lora_rank
-        self.query_widths = (model_config.qk_head_dim, model_config.qk_pos_emb_head_dim)
-        self.key_value_widths = (model_config.qk_head_dim, model_config.v_head_dim)
-        self.latent_widths = (latent, model_config.qk_pos_emb_head_dim)
+        hidden, heads, mla = model_config.hidden_size, model_config.num_attention_heads, model_config.mla
+        latent = mla.kv_lora_rank
+        self.query_widths = (mla.qk_head_dim, mla.qk_pos_emb_head_dim)
+        self.key_value_widths = (mla.qk_head_dim, mla.v_head_dim)
+        self.latent_widths = (latent, mla.qk_pos_emb_head_dim)
         column = partial(ColumnParallelLinear, bias=False, dtype=dtype)
         whole, cut = partial(column, tensor_parallel=parallel.tp.inside), partial(column, tensor_parallel=parallel.tp)
         norm = partial(
@@ -59,17 +60,17 @@ class LatentAttention(nn.Module):
         )
         query_width = heads * head_dim(model_config)
         self.query: ColumnParallelLinear | None = None
-        if model_config.q_lora_rank is None:
+        if mla.q_lora_rank is None:
             self.query = cut(hidden, query_width)
         else:
-            self.query_down = whole(hidden, model_config.q_lora_rank)
-            self.query_latent_norm = norm(model_config.q_lora_rank)
-            self.query_up = cut(model_config.q_lora_rank, query_width)
+            self.query_down = whole(hidden, mla.q_lora_rank)
+            self.query_latent_norm = norm(mla.q_lora_rank)
+            self.query_up = cut(mla.q_lora_rank, query_width)
         self.kv_down = whole(hidden, sum(self.latent_widths))
         self.kv_latent_norm = norm(latent)
         self.kv_up = cut(latent, heads * sum(self.key_value_widths))
         self.output = RowParallelLinear(
-            heads * model_config.v_head_dim, hidden, bias=False, dtype=dtype, tensor_parallel=parallel.tp
+            heads * mla.v_head_dim, hidden, bias=False, dtype=dtype, tensor_parallel=parallel.tp
         )
 
     def forward(self, hidden: Tensor, context: Context) -> Tensor:

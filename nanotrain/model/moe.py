@@ -50,22 +50,22 @@ class MoELayer(nn.Module):
 
     def __init__(self, model_config: ModelConfig, *, dtype: torch.dtype, parallel: ModelParallel) -> None:
         super().__init__()
-        assert model_config.num_experts is not None, "a dense layer has no experts"
+        assert model_config.moe.num_experts is not None, "a dense layer has no experts"
         tensor_parallel = parallel.tp
         self._tp = tensor_parallel.group
         self._split = Group.single_rank("tp") if tensor_parallel.sequence_parallel else tensor_parallel.group
         self.router = Router(model_config, dtype=dtype, sequence=parallel.sequence, late=tensor_parallel.late)
         shape = expert_shape(model_config, parallel)
-        self._dispatch = build_dispatch(model_config.num_experts, ep=parallel.ep, etp=parallel.etp)
+        self._dispatch = build_dispatch(model_config.moe.num_experts, ep=parallel.ep, etp=parallel.etp)
         self.experts = Experts(
             shape,
             dtype=dtype,
-            may_drop=self._dispatch.keeps_dropped and model_config.moe_expert_capacity_factor is not None,
+            may_drop=self._dispatch.keeps_dropped and model_config.moe.expert_capacity_factor is not None,
             weight_grads=tensor_parallel.weight_grads,
         )
         self.shared: MLP | None = None
-        if model_config.moe_shared_expert_intermediate_size is not None:
-            size = model_config.moe_shared_expert_intermediate_size
+        if model_config.moe.shared_expert_intermediate_size is not None:
+            size = model_config.moe.shared_expert_intermediate_size
             self.shared = MLP(model_config, dtype=dtype, tensor_parallel=tensor_parallel, size=size)
 
     @torch.compiler.disable  # rows per expert differ from batch to batch, and ranks wait for each other in between
@@ -91,10 +91,10 @@ def expert_shape(model_config: ModelConfig, parallel: ModelParallel) -> ExpertSh
     Raises:
         TopologyError: experts that the groups cannot share.
     """
-    assert model_config.num_experts is not None
+    assert model_config.moe.num_experts is not None
     inner, ep, etp = moe_ffn_size(model_config), parallel.ep.size, parallel.etp.size
     for whole, size, what, flag in (
-        (model_config.num_experts, ep, "experts", "expert-model-parallel-size"),
+        (model_config.moe.num_experts, ep, "experts", "expert-model-parallel-size"),
         (inner, etp, "columns of an expert", "expert-tensor-parallel-size"),
     ):
         if whole % size:
@@ -104,7 +104,7 @@ def expert_shape(model_config: ModelConfig, parallel: ModelParallel) -> ExpertSh
                 fix=f"set --{flag} to a divisor of {whole}",
             )
     return ExpertShape(
-        num_experts=model_config.num_experts // ep,
+        num_experts=model_config.moe.num_experts // ep,
         hidden=model_config.hidden_size,
         inner=inner // etp,
         activation=ACTIVATIONS[model_config.activation],

@@ -33,7 +33,7 @@ def frequencies(model_config: ModelConfig) -> Tensor:
     Returns:
         [D/2] fp32, on the CPU.
     """
-    size = model_config.qk_pos_emb_head_dim if model_config.multi_latent_attention else head_dim(model_config)
+    size = model_config.mla.qk_pos_emb_head_dim if model_config.multi_latent_attention else head_dim(model_config)
     exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
     plain = 1.0 / model_config.rotary_base**exponents
     return _stretch(plain, model_config) if model_config.use_rope_scaling else plain

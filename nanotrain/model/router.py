@@ -68,15 +68,16 @@ class Router(nn.Module):
         late: Callable[[nn.Parameter], Tensor] = lambda weight: weight,
     ) -> None:
         super().__init__()
-        assert model_config.num_experts is not None, "a dense layer has no router"
-        self.model, self.sequence, self.num_experts, self._late = model_config, sequence, model_config.num_experts, late
+        assert model_config.moe.num_experts is not None, "a dense layer has no router"
+        self.model, self.sequence, self._late = model_config, sequence, late
+        self.num_experts = model_config.moe.num_experts
         self.weight = nn.Parameter(
             torch.empty((self.num_experts, model_config.hidden_size), dtype=dtype, device="meta")
         )
-        self.expert_bias = torch.zeros(self.num_experts) if model_config.moe_router_enable_expert_bias else None
+        self.expert_bias = torch.zeros(self.num_experts) if model_config.moe.router_enable_expert_bias else None
         self.tally = RouterTally(self.num_experts)
-        is_balanced = model_config.moe_router_load_balancing_type is LoadBalancing.seq_aux_loss
-        self._balance_coeff = model_config.moe_aux_loss_coeff if is_balanced else 0.0
+        is_balanced = model_config.moe.router_load_balancing_type is LoadBalancing.seq_aux_loss
+        self._balance_coeff = model_config.moe.aux_loss_coeff if is_balanced else 0.0
 
     def forward(self, hidden: Tensor, context: MoEContext, *, places: Tensor) -> Choice:
         """Choose.
@@ -90,14 +91,14 @@ class Router(nn.Module):
             the choices of all B * S tokens.
         """
         logits = F.linear(hidden.float(), self._late(self.weight).float())
-        scores = SCORES[self.model.moe_router_score_function](logits)
+        scores = SCORES[self.model.moe.router_score_function](logits)
         experts = self._choose(scores.detach())
         weights = self._weigh(logits, scores, experts=experts)
         is_training = self.training and torch.is_grad_enabled()
         if is_training:
             weights = self._with_losses(weights, logits, scores=scores, experts=experts, scale=context.aux_scale)
         kept = experts
-        if self.model.moe_expert_capacity_factor is not None:
+        if self.model.moe.expert_capacity_factor is not None:
             length = hidden.shape[1] * self.sequence.size
             capacity = capacity_of(self.model, length)
             kept = within_capacity(
@@ -117,20 +118,20 @@ class Router(nn.Module):
         if self.expert_bias is not None:
             self.expert_bias = self.expert_bias.to(scores.device)
             scores = scores + self.expert_bias
-        if model_config.moe_router_num_groups is not None:
+        if model_config.moe.router_num_groups is not None:
             scores = _best_groups_only(scores, model_config)
-        return scores.topk(model_config.moe_router_topk, dim=-1).indices
+        return scores.topk(model_config.moe.router_topk, dim=-1).indices
 
     def _weigh(self, logits: Tensor, scores: Tensor, *, experts: Tensor) -> Tensor:
         """[B, S, K] fp32."""
         model_config = self.model
         weights = scores.gather(-1, experts)
-        if model_config.moe_router_score_function is RouterScore.softmax:
-            if not model_config.moe_router_pre_softmax:
+        if model_config.moe.router_score_function is RouterScore.softmax:
+            if not model_config.moe.router_pre_softmax:
                 weights = logits.gather(-1, experts).softmax(dim=-1)
-        elif model_config.moe_router_topk > 1:
+        elif model_config.moe.router_topk > 1:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
-        return weights * model_config.moe_router_topk_scaling_factor
+        return weights * model_config.moe.router_topk_scaling_factor
 
     def _with_losses(self, weights: Tensor, logits: Tensor, *, scores: Tensor, experts: Tensor, scale: float) -> Tensor:
         """The weights, with the auxiliary losses hung to them."""
@@ -139,10 +140,10 @@ class Router(nn.Module):
             loss = balance_loss(_probabilities(scores), experts, sequence=self.sequence)
             self.tally.add_balance_loss(loss.detach() * length)
             weights = join_loss(weights, loss * (self._balance_coeff * scale))
-        if model_config.moe_z_loss_coeff > 0:
+        if model_config.moe.z_loss_coeff > 0:
             loss = z_loss(logits)
             self.tally.add_z_loss(loss.detach())
-            weights = join_loss(weights, loss * (model_config.moe_z_loss_coeff * scale / length))
+            weights = join_loss(weights, loss * (model_config.moe.z_loss_coeff * scale / length))
         return weights
 
 
@@ -153,9 +154,9 @@ def _probabilities(scores: Tensor) -> Tensor:
 
 def _best_groups_only(scores: Tensor, model_config: ModelConfig) -> Tensor:
     """Minus infinity for every expert outside the best groups; a group is as good as its best few experts together."""
-    num_groups, num_kept = model_config.moe_router_num_groups, model_config.moe_router_group_topk or 1
+    num_groups, num_kept = model_config.moe.router_num_groups, model_config.moe.router_group_topk or 1
     grouped = scores.unflatten(-1, (num_groups, -1))
-    num_counted = min(max(1, model_config.moe_router_topk // num_kept), grouped.shape[-1])
+    num_counted = min(max(1, model_config.moe.router_topk // num_kept), grouped.shape[-1])
     best = grouped.topk(num_counted, dim=-1).values.sum(dim=-1).topk(num_kept, dim=-1).indices
     is_best = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=scores.device).scatter_(-1, best, True)
     return grouped.masked_fill(~is_best[..., None], float("-inf")).flatten(-2)

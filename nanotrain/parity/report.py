@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from math import inf, isfinite
 from typing import Any
 
-from nanotrain.config.config import Config
-from nanotrain.config.schema import ENTRIES, plain, to_dict
+from nanotrain.config.config import Config, ModelConfig, ParallelConfig
+from nanotrain.config.schema import flat_values, plain, to_dict
 
 # An element of a gradient is one sum with cancellation, a loss the mean of many: seen are 1e-7 of a loss, 7e-6 here.
 GRADIENT_FACTOR = 10
@@ -129,8 +129,8 @@ class ParityReport:
         replicas = "no: " + ", ".join(self.unequal_replicas) if self.unequal_replicas else "yes"
         return "\n".join(
             [
-                f"layout   world_size {self.world_size}, {_said(self.config.parallel)}",
-                f"model    {_said(self.config.model)}",
+                f"layout   world_size {self.world_size}, {_changed_fields(self.config.parallel, ParallelConfig())}",
+                f"model    {_changed_fields(self.config.model, ModelConfig())}",
                 f"batch    {train.global_batch_size} samples of {data.seq_length} tokens, by {train.micro_batch_size}",
                 *("", *_table(steps, right=range(7)), "", *_table(rows, right=(3, 4)), ""),
                 f"replicas bit-equal  {replicas}",
@@ -172,10 +172,11 @@ def relative(value: float, reference: float) -> float:
     return abs(value - reference) / abs(reference) if reference else inf
 
 
-def _said(section: object) -> str:
-    """The fields of a section that are not at their defaults, and how large the model is."""
-    values = [(name, value) for name, value in vars(section).items() if name in SIZES or value != ENTRIES[name].default]
-    return ", ".join(f"{name} {plain(value)}" for name, value in values)
+def _changed_fields(section: object, default: object) -> str:
+    """The fields of a section that are not at their defaults, and the sizes of the model."""
+    values, defaults = flat_values(section), flat_values(default)
+    shown = {key: value for key, value in values.items() if key in SIZES or value != defaults[key]}
+    return ", ".join(f"{key} {plain(value)}" for key, value in shown.items())
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:

@@ -19,11 +19,12 @@ from typing import Any
 from nanotrain.config.config import (
     CheckpointConfig,
     Config,
-    CPCommType,
     DataConfig,
     DeviceKind,
     LRDecayStyle,
+    MLAConfig,
     ModelConfig,
+    MoEConfig,
     OptimConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -128,14 +129,13 @@ def shrink_model(config: Config, seq_length: int) -> ModelConfig:
         make_vocab_size_divisible_by=multiple if multiple <= 128 and multiple % tp == 0 else lcm(16, tp),
         **sizes,
     )
-    if model_config.moe_ffn_hidden_size is None or not all(
-        moe_layers(model_config)
-    ):  # otherwise no MLP is left to be so wide
+    if model_config.moe.ffn_hidden_size is None or not all(moe_layers(model_config)):  # else no layer has an MLP
         ranks = lcm(tp, parallel.expert_tensor_parallel_size or 1)
         small = replace(small, ffn_hidden_size=_width(2 * small.hidden_size, ranks=ranks))
-    if model_config.num_experts is None:
+    if model_config.moe.num_experts is None:
         return small
-    return replace(small, **shrink_experts(model_config, parallel, num_layers=num_layers, ffn_size=small.hidden_size))
+    experts = shrink_experts(model_config, parallel, num_layers=num_layers, ffn_size=small.hidden_size)
+    return replace(small, moe=experts)
 
 
 @dataclass(frozen=True)
@@ -168,18 +168,20 @@ def shrink_attention(model_config: ModelConfig, parallel: ParallelConfig) -> dic
 
     Groups and heads stay in proportion, and a rank holds two groups where it held several.
     """
-    tp = parallel.tensor_model_parallel_size
-    unit = tp * parallel.context_parallel_size if parallel.cp_comm_type is CPCommType.a2a else tp
+    tp, mla = parallel.tensor_model_parallel_size, model_config.mla
+    unit = tp * parallel.context_parallel_size if parallel.cp_comm_type == "a2a" else tp
     if model_config.multi_latent_attention:
         heads = _first(unit, least=2 * unit, most=model_config.num_attention_heads)
         return {
             "hidden_size": 48,
             "num_attention_heads": heads,
-            "q_lora_rank": None if model_config.q_lora_rank is None else 24,
-            "kv_lora_rank": 16,
-            "qk_head_dim": 8,
-            "qk_pos_emb_head_dim": 4,
-            "v_head_dim": 8 if model_config.v_head_dim == model_config.qk_head_dim else 12,
+            "mla": MLAConfig(
+                q_lora_rank=None if mla.q_lora_rank is None else 24,
+                kv_lora_rank=16,
+                qk_head_dim=8,
+                qk_pos_emb_head_dim=4,
+                v_head_dim=8 if mla.v_head_dim == mla.qk_head_dim else 12,
+            ),
         }
     ratio, groups = model_config.num_attention_heads // query_groups(model_config), query_groups(model_config)
     if groups >= tp:
@@ -194,10 +196,8 @@ def shrink_attention(model_config: ModelConfig, parallel: ParallelConfig) -> dic
     }
 
 
-def shrink_experts(
-    model_config: ModelConfig, parallel: ParallelConfig, *, num_layers: int, ffn_size: int
-) -> dict[str, Any]:
-    """Experts, their widths and which layers have them; a token still chooses among at least twice as many.
+def shrink_experts(model_config: ModelConfig, parallel: ParallelConfig, *, num_layers: int, ffn_size: int) -> MoEConfig:
+    """The experts, their widths and which layers have them; a token still chooses among at least twice as many.
 
     Args:
         model_config: the large model.
@@ -205,42 +205,36 @@ def shrink_experts(
         num_layers: of the small one.
         ffn_size: about how wide a small expert is.
     """
-    assert model_config.num_experts is not None, "only called for a mixture"
-    ep, tp, topk = (
-        parallel.expert_model_parallel_size,
-        parallel.tensor_model_parallel_size,
-        model_config.moe_router_topk,
-    )
-    groups, chosen = model_config.moe_router_num_groups or 1, model_config.moe_router_group_topk or 1
+    moe, tp, ep = model_config.moe, parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    assert moe.num_experts is not None, "only called for a mixture"
+    groups, chosen, topk = moe.router_num_groups or 1, moe.router_group_topk or 1, moe.router_topk
     num_experts = _first(
         lcm(ep, groups),
         least=max(8, 2 * topk, 2 * ep),
-        most=model_config.num_experts,
+        most=moe.num_experts,
         fits=lambda count: topk <= chosen * (count // groups),
     )
-    shared, has_own_width = (
-        model_config.moe_shared_expert_intermediate_size,
-        model_config.moe_ffn_hidden_size is not None,
-    )
+    has_shared, has_own_width = moe.shared_expert_intermediate_size is not None, moe.ffn_hidden_size is not None
     width = _width(ffn_size, ranks=parallel.expert_tensor_parallel_size or tp)
-    return {
-        "num_experts": num_experts,
-        "moe_layer_freq": shrink_pattern(model_config, num_layers),
-        "moe_ffn_hidden_size": width if has_own_width else None,
-        "moe_shared_expert_intermediate_size": None if shared is None else _width(ffn_size, ranks=tp),
-    }
+    return replace(
+        moe,
+        num_experts=num_experts,
+        layer_freq=shrink_pattern(model_config, num_layers),
+        ffn_hidden_size=width if has_own_width else None,
+        shared_expert_intermediate_size=_width(ffn_size, ranks=tp) if has_shared else None,
+    )
 
 
 def shrink_pattern(model_config: ModelConfig, num_layers: int) -> str:
     """Which of fewer layers have experts: evenly picked from the pattern, with both kinds where it has both.
 
-    >>> shrink_pattern(ModelConfig(num_layers=61, num_experts=8, moe_layer_freq="[0]*3+[1]*58"), 4)
+    >>> shrink_pattern(ModelConfig(num_layers=61, moe=MoEConfig(num_experts=8, layer_freq="[0]*3+[1]*58")), 4)
     '[0]+[1]*3'
-    >>> shrink_pattern(ModelConfig(num_layers=61, num_experts=8, moe_layer_freq="[0]+[1]*59+[0]"), 4)
+    >>> shrink_pattern(ModelConfig(num_layers=61, moe=MoEConfig(num_experts=8, layer_freq="[0]+[1]*59+[0]")), 4)
     '[0]+[1]*3'
     """
-    if isinstance(read_pattern(model_config.moe_layer_freq), int):
-        return model_config.moe_layer_freq
+    if isinstance(read_pattern(model_config.moe.layer_freq), int):
+        return model_config.moe.layer_freq
     before = moe_layers(model_config)
     picked = [before[layer * len(before) // num_layers] for layer in range(num_layers)]
     missing = set(before) - set(picked)

@@ -119,7 +119,7 @@ class ModelShape:
             num_heads=model_config.num_attention_heads,
             num_query_groups=query_groups(model_config),
             head_dim=width,
-            value_head_dim=model_config.v_head_dim if model_config.multi_latent_attention else width,
+            value_head_dim=model_config.mla.v_head_dim if model_config.multi_latent_attention else width,
             ffn_size=ffn_size(model_config),
             is_gated=model_config.activation is Activation.swiglu,
             has_linear_bias=model_config.add_bias_linear,
@@ -145,20 +145,20 @@ def _mla_shape(model_config: ModelConfig) -> MLAShape | None:
     if not model_config.multi_latent_attention:
         return None
     return MLAShape(
-        q_lora_rank=model_config.q_lora_rank,
-        kv_lora_rank=model_config.kv_lora_rank,
-        nope_dim=model_config.qk_head_dim,
-        rope_dim=model_config.qk_pos_emb_head_dim,
+        q_lora_rank=model_config.mla.q_lora_rank,
+        kv_lora_rank=model_config.mla.kv_lora_rank,
+        nope_dim=model_config.mla.qk_head_dim,
+        rope_dim=model_config.mla.qk_pos_emb_head_dim,
     )
 
 
 def _moe_shape(model_config: ModelConfig) -> MoEShape | None:
-    if model_config.num_experts is None:
+    if model_config.moe.num_experts is None:
         return None
     return MoEShape(
         layers=moe_layers(model_config),
-        num_experts=model_config.num_experts,
-        topk=model_config.moe_router_topk,
+        num_experts=model_config.moe.num_experts,
+        topk=model_config.moe.router_topk,
         ffn_size=moe_ffn_size(model_config),
-        shared_ffn_size=model_config.moe_shared_expert_intermediate_size,
+        shared_ffn_size=model_config.moe.shared_expert_intermediate_size,
     )

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from nanotrain.config.config import Config, ParallelConfig
 from nanotrain.config.derive import global_batch_size
+from nanotrain.config.schema import check_choice
 from nanotrain.data.sampler import SamplerConfig
+from nanotrain.parallel.cp.attention import CORE_ATTENTIONS
 from nanotrain.parallel.pp.actions import PipelineShape, Schedule
 from nanotrain.parallel.pp.schedules import SCHEDULES
 from nanotrain.parallel.pp.simulate import simulate
@@ -49,6 +51,7 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
     Raises:
         NanotrainError: a layout that does not fit the ranks, the batch or the model.
     """
+    _check_names(config)
     topology = Topology.of(config.parallel, world_size)
     coords = topology.coords(rank)
     sampler = SamplerConfig(
@@ -67,6 +70,13 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
     )
 
 
+def _check_names(config: Config) -> None:
+    """Check that every name of a table is in its table."""
+    check_choice("pipeline_schedule", config.parallel.pipeline_schedule, known=SCHEDULES.keys() - {"one_stage"})
+    check_choice("cp_comm_type", config.parallel.cp_comm_type, known=CORE_ATTENTIONS)
+    check_choice("optimizer", config.optim.optimizer, known=("adam",))
+
+
 def _stages(config: Config, topology: Topology) -> tuple[StageSpec, ...]:
     """All stages of the model."""
     parallel = config.parallel
@@ -80,7 +90,7 @@ def _stages(config: Config, topology: Topology) -> tuple[StageSpec, ...]:
 
 def _schedule(parallel: ParallelConfig, topology: Topology, *, num_microbatches: int) -> Schedule:
     """The schedule of all pipeline ranks; without a pipeline that of one stage."""
-    name = parallel.pipeline_schedule.value if topology.size("pp") > 1 else "one_stage"
+    name = parallel.pipeline_schedule if topology.size("pp") > 1 else "one_stage"
     shape = PipelineShape(topology.size("pp"), parallel.num_virtual_stages_per_pipeline_rank, num_microbatches)
     schedule = SCHEDULES[name](shape)
     simulate(schedule)  # a schedule that would hang or drop a microbatch fails here, before the first step

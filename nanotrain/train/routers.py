@@ -27,12 +27,12 @@ def balance_routers(
     Returns:
         the load of every router of the whole model by name, the same on every rank; empty for a dense model.
     """
-    if model.num_experts is None:
+    if model.moe.num_experts is None:
         return {}
     loads: dict[str, RouterLoad] = {}
     for stage in stages.values():
         own = collect_router_loads(stage, (context.group("tp"), context.group("dp_cp")))
-        update_expert_bias(stage, own, rate=model.moe_router_bias_update_rate)
+        update_expert_bias(stage, own, rate=model.moe.router_bias_update_rate)
         loads |= own
     everyone = all_gather_object(loads, context.group("pp"))
     return {name: load for held in everyone for name, load in held.items()}

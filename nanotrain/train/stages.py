@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import Config, ParallelConfig, PipelineSchedule
+from nanotrain.config.config import Config, ParallelConfig
 from nanotrain.model.build import build_stage, collect_specs
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.stage import Stage
@@ -72,7 +72,7 @@ def all_data_parallel(stages: Mapping[int, BuiltStage]) -> tuple[DataParallel, .
 
 def _build_stage(config: Config, spec: StageSpec, *, context: ParallelContext) -> BuiltStage:
     precision = Precision.of(config.precision)
-    is_split = config.parallel.pipeline_schedule is PipelineSchedule.zb_h1 and context.group("pp").size > 1
+    is_split = config.parallel.pipeline_schedule == "zb-h1" and context.group("pp").size > 1
     weight_grads = WeightGradQueue() if is_split else None
     parallel = _model_parallel(config.parallel, context, weight_grads=weight_grads)
     module = build_stage(config.model, spec, dtype=precision.params, parallel=parallel)
@@ -97,7 +97,7 @@ def _model_parallel(
     tensor_parallel = TensorParallel(context.group("tp"), parallel.sequence_parallel, weight_grads)
     return ModelParallel(
         tp=tensor_parallel,
-        core_attention=build_core_attention(parallel.cp_comm_type.value, context.group("cp")),
+        core_attention=build_core_attention(parallel.cp_comm_type, context.group("cp")),
         ep=context.group("ep"),
         etp=context.group("etp"),
         sequence=context.group("tp_cp"),

@@ -80,9 +80,9 @@ def test_a_damaged_manifest_is_told_from_a_sound_one(tmp_path: Path, change: Any
 
 
 def test_a_later_format_is_named_with_both_versions(tmp_path: Path) -> None:
-    text = to_json(read_manifest(save(tmp_path))).replace('"version": 1', '"version": 7')
+    text = to_json(read_manifest(save(tmp_path))).replace('"version": 2', '"version": 7')
 
-    with pytest.raises(NewerFormat, match="format version 7: this nanotrain reads versions up to 1"):
+    with pytest.raises(NewerFormat, match="format version 7: this nanotrain reads versions up to 2"):
         from_json(text)
 
 

@@ -111,7 +111,7 @@ def test_a_damaged_shard_header_is_an_error_not_a_crash(tmp_path: Path, place: i
 def test_a_checkpoint_of_a_later_format_is_never_skipped_for_an_older_one(tmp_path: Path) -> None:
     save(tmp_path, 1)
     manifest = save(tmp_path, 2) / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 2'))
+    manifest.write_text(manifest.read_text().replace('"version": 2', '"version": 3'))
 
     with pytest.raises(NewerFormat):
         store.find_checkpoint(tmp_path)

@@ -1,13 +1,14 @@
 """Configurations for tests, written as short as their fields' unique names allow."""
 
+from typing import Any
+
 from nanotrain.config.config import Config
-from nanotrain.config.schema import ENTRIES, config_from_dict
+from nanotrain.config.schema import config_from_dict, set_value
 
 
-def config_of(**keys: object) -> Config:
-    """A configuration from `field=value` or `section__field=value`."""
-    values: dict[str, dict[str, object]] = {}
-    for key, value in keys.items():
-        name = key.split("__")[-1]
-        values.setdefault(ENTRIES[name].section, {})[name] = value
+def config_of(**fields: object) -> Config:
+    """A configuration from `name=value`, `moe_router_topk=2` for instance."""
+    values: dict[str, Any] = {}
+    for name, value in fields.items():
+        set_value(values, name, value)
     return config_from_dict(values)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.config.config import Activation, ModelConfig, ParallelConfig, TrainConfig
+from nanotrain.config.config import Activation, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
 from nanotrain.config.derive import (
     data_parallel_size,
     ffn_size,
@@ -39,21 +39,21 @@ def test_what_is_set_beats_what_follows():
 
 @given(st.integers(1, 12), st.integers(1, 12))
 def test_every_nth_layer_from_the_first_has_experts(num_layers, every):
-    layers = moe_layers(ModelConfig(num_layers=num_layers, num_experts=2, moe_layer_freq=str(every)))
+    layers = moe_layers(ModelConfig(num_layers=num_layers, moe=MoEConfig(num_experts=2, layer_freq=str(every))))
     assert [index for index, has_experts in enumerate(layers) if has_experts] == list(range(0, num_layers, every))
 
 
 def test_a_pattern_has_an_entry_per_layer():
-    model = ModelConfig(num_layers=5, num_experts=2, moe_layer_freq="[0]*2+[1]*2")
-    with pytest.raises(ConfigError, match="speaks of 4 layers: num_layers is 5"):
+    model = ModelConfig(num_layers=5, moe=MoEConfig(num_experts=2, layer_freq="[0]*2+[1]*2"))
+    with pytest.raises(ConfigError, match="is for 4 layers: num_layers is 5"):
         moe_layers(model)
     assert moe_layers(replace(model, num_layers=4)) == (False, False, True, True)
-    assert moe_layers(replace(model, num_experts=None)) == (False,) * 5
+    assert moe_layers(replace(model, moe=replace(model.moe, num_experts=None))) == (False,) * 5
 
 
 def test_an_expert_is_as_wide_as_the_mlp_unless_said():
     assert moe_ffn_size(ModelConfig(hidden_size=64)) == ffn_size(ModelConfig(hidden_size=64))
-    assert moe_ffn_size(ModelConfig(moe_ffn_hidden_size=32, ffn_hidden_size=512)) == 32
+    assert moe_ffn_size(ModelConfig(moe=MoEConfig(ffn_hidden_size=32), ffn_hidden_size=512)) == 32
 
 
 @given(st.integers(1, 10_000))

@@ -7,6 +7,7 @@ from nanotrain.config.config import DType, RouterScore
 from nanotrain.config.derive import global_batch_size, head_dim, moe_layers
 from nanotrain.config.layout_rules import check_layout
 from nanotrain.config.load import load, load_config
+from nanotrain.config.schema import value_of
 from nanotrain.config.validate import validate_for_world
 from nanotrain.errors import TopologyError
 from nanotrain.topology.counts import num_active_parameters, num_parameters
@@ -62,9 +63,9 @@ def test_deepseek_routes_as_published():
     model = load(["+config=deepseek_v3"], to_train=False).config.model
     assert [index for index, has_experts in enumerate(moe_layers(model)) if not has_experts] == [0, 1, 2]
     assert head_dim(model) == 192
-    assert (model.num_experts, model.moe_router_topk, model.moe_router_topk_scaling_factor) == (256, 8, 2.5)
-    assert (model.moe_router_num_groups, model.moe_router_group_topk) == (8, 4)
-    assert model.moe_router_score_function is RouterScore.sigmoid and model.moe_router_enable_expert_bias
+    assert (model.moe.num_experts, model.moe.router_topk, model.moe.router_topk_scaling_factor) == (256, 8, 2.5)
+    assert (model.moe.router_num_groups, model.moe.router_group_topk) == (8, 4)
+    assert model.moe.router_score_function is RouterScore.sigmoid and model.moe.router_enable_expert_bias
 
 
 def test_a_recipe_says_only_what_differs():
@@ -73,9 +74,8 @@ def test_a_recipe_says_only_what_differs():
         loaded = load([f"+config={recipe}"], to_train=False)
         bare = load_config([])
         for key, origin in loaded.origins.items():
-            section, name = key.split(".")
-            if origin.endswith(".yaml") and section != "model":
-                value, default = (getattr(getattr(c, section), name) for c in (loaded.config, bare))
+            if origin.endswith(".yaml") and not key.startswith("model."):
+                value, default = (value_of(config, key) for config in (loaded.config, bare))
                 assert value != default, f"{key} in {origin} is the default {default!r}"
 
 

@@ -2,14 +2,29 @@
 
 import math
 from enum import Enum
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nanotrain.config.config import Config, LRDecayStyle
-from nanotrain.config.schema import ENTRIES, KEYS, SECTIONS, Entry, config_from_dict, to_dict
-from nanotrain.errors import ConfigError
+from nanotrain.config.schema import (
+    ENTRIES,
+    KEYS,
+    SECTIONS,
+    Entry,
+    check_choice,
+    config_from_dict,
+    flatten,
+    plain,
+    set_value,
+    to_dict,
+    value_of,
+    with_values,
+)
+from nanotrain.errors import ConfigError, ConfigErrors, ErrorCollector
+from tests.config.asking import config_of
 
 WORDS = st.text("abc019. ,='/${}", max_size=8)
 KINDS = {
@@ -29,19 +44,19 @@ def test_a_field_name_is_unique_over_all_sections():
 def test_every_field_has_a_meaning_and_a_default_that_it_takes_itself():
     for entry in ENTRIES.values():
         assert entry.field.metadata["meaning"], entry.key
-        assert config_from_dict({entry.section: {entry.name: entry.default}}) == Config(), entry.key
+        assert config_of(**{entry.name: entry.default}) == Config(), entry.key
 
 
 @st.composite
-def plain_values(draw: st.DrawFn) -> dict[str, dict[str, object]]:
+def plain_values(draw: st.DrawFn) -> dict[str, Any]:
     """Values for some fields, each of the field's type and within its bounds."""
-    values: dict[str, dict[str, object]] = {}
+    values: dict[str, Any] = {}
     for key in draw(st.lists(st.sampled_from(sorted(KEYS)), unique=True, max_size=12)):
         entry = KEYS[key]
         value = draw(st.sampled_from(entry.choices) if entry.choices else KINDS[entry.kind])
         check = entry.field.metadata["check"]
         if (check is None or check(value)) and str(value).lower() not in ("null", "none"):
-            values.setdefault(entry.section, {})[entry.name] = value
+            set_value(values, entry.name, value)
     return values
 
 
@@ -50,13 +65,13 @@ def test_a_configuration_and_its_plain_values_are_one_and_the_same(values):
     # given a configuration from arbitrary plain values
     config = config_from_dict(values)
     # then its plain values hold them, and give the same configuration
-    for section, said in values.items():
-        assert to_dict(config)[section] | said == to_dict(config)[section]
+    for key, value in flatten(values, errors=ErrorCollector()):
+        assert plain(value_of(config, key)) == value
     assert config_from_dict(to_dict(config)) == config
 
 
 def test_plain_values_hold_no_enum():
-    found = [value for section in to_dict(Config()).values() for value in section.values()]
+    found = [value for _, value in flatten(to_dict(Config()), errors=ErrorCollector())]
     assert not [value for value in found if isinstance(value, Enum)]
 
 
@@ -75,9 +90,7 @@ def test_plain_values_hold_no_enum():
     ],
 )
 def test_text_means_what_the_type_of_its_field_says(name, text, value):
-    entry = ENTRIES[name]
-    section = getattr(config_from_dict({entry.section: {name: text}}), entry.section)
-    assert getattr(section, name) == value
+    assert value_of(config_of(**{name: text}), ENTRIES[name].key) == value
 
 
 @pytest.mark.parametrize(
@@ -112,7 +125,32 @@ def test_a_section_holds_fields():
     assert config_from_dict(dict.fromkeys(SECTIONS)) == Config()
 
 
-def test_an_entry_knows_its_kind():
+def test_fields_of_nested_sections_have_a_key_and_a_flag():
+    config = config_from_dict({"model": {"moe": {"router_topk": 4, "num_experts": 8}, "mla": {"v_head_dim": 16}}})
+    assert (config.model.moe.router_topk, config.model.mla.v_head_dim) == (4, 16)
+    flags = {key: KEYS[key].flag for key in ("model.moe.router_topk", "model.moe.num_experts", "model.mla.v_head_dim")}
+    assert list(flags.values()) == ["--moe-router-topk", "--num-experts", "--v-head-dim"]
+    changed = with_values(config, {"model.moe.router_topk": 2})
+    assert changed.model.moe.router_topk == 2 and changed.model.moe.num_experts == 8
+    with pytest.raises(ConfigError, match="did you mean model.moe.router_topk?"):
+        config_from_dict({"model": {"moe_router_topk": 4}})
+
+
+def test_all_bad_values_are_in_one_error():
+    with pytest.raises(ConfigErrors) as caught:
+        config_from_dict({"optim": {"lr": "fast", "lrr": 1}, "model": {"moe": {"router_topk": 0}}})
+    assert str(caught.value).startswith("3 mistakes")
+    for what in ("optim.lr is 'fast'", "unknown key optim.lrr", "model.moe.router_topk is 0"):
+        assert what in str(caught.value)
+
+
+def test_a_name_that_no_table_holds_is_refused_with_the_nearest():
+    check_choice("pipeline_schedule", "1f1b", ["1f1b", "gpipe"])
+    with pytest.raises(ConfigError, match="did you mean --pipeline-schedule gpipe?"):
+        check_choice("pipeline_schedule", "gpip", ["1f1b", "gpipe"])
+
+
+def test_an_entry_has_the_kind_of_its_field():
     kinds = {name: ENTRIES[name].kind for name in ("exit_interval", "data_path", "shuffle", "run_dir", "lr")}
     assert kinds == {"exit_interval": int, "data_path": list, "shuffle": bool, "run_dir": str, "lr": float}
     assert isinstance(ENTRIES["lr"], Entry) and ENTRIES["run_dir"].is_optional and not ENTRIES["lr"].is_optional

@@ -17,23 +17,23 @@ def test_the_defaults_break_no_rule():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"optim__min_lr": 1.0}, "min_lr 1 is above lr 0.0003"),
-        ({"optim__lr_warmup_init": 1.0, "optim__lr_warmup_iters": 5}, "lr_warmup_init 1 is above lr 0.0003"),
-        ({"optim__lr_decay_iters": 5, "optim__lr_warmup_iters": 6}, "lr_decay_iters 5 is below lr_warmup_iters 6"),
-        ({"optim__lr_decay_style": "WSD"}, "set --lr-wsd-decay-iters, for example 10"),
-        ({"optim__lr_decay_style": "WSD", "optim__lr_wsd_decay_iters": 101}, "longer than the whole curve of 100"),
-        ({"train__micro_batch_size": 4, "train__global_batch_size": 6}, "a global batch of 6 samples cannot be cut"),
-        ({"data__split": "1,2,3,4"}, "split is '1,2,3,4'"),
-        ({"data__split": "0,1"}, "training needs some"),
-        ({"data__split": "a"}, "split is 'a'"),
-        ({"data__split": "1,-1"}, "split is '1,-1'"),
-        ({"checkpoint__load": "a", "checkpoint__pretrained_checkpoint": "b"}, "leave out --load or --pretrained"),
-        ({"train__profile": True, "train__train_iters": 4}, "steps 3 to 5 of 4 cannot be profiled"),
+        ({"min_lr": 1.0}, "min_lr 1 is above lr 0.0003"),
+        ({"lr_warmup_init": 1.0, "lr_warmup_iters": 5}, "lr_warmup_init 1 is above lr 0.0003"),
+        ({"lr_decay_iters": 5, "lr_warmup_iters": 6}, "lr_decay_iters 5 is below lr_warmup_iters 6"),
+        ({"lr_decay_style": "WSD"}, "set --lr-wsd-decay-iters, for example 10"),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 101}, "longer than the whole curve of 100"),
+        ({"micro_batch_size": 4, "global_batch_size": 6}, "a global batch of 6 samples cannot be cut"),
+        ({"split": "1,2,3,4"}, "split is '1,2,3,4'"),
+        ({"split": "0,1"}, "training needs some"),
+        ({"split": "a"}, "split is 'a'"),
+        ({"split": "1,-1"}, "split is '1,-1'"),
+        ({"load": "a", "pretrained_checkpoint": "b"}, "leave out --load or --pretrained"),
+        ({"profile": True, "train_iters": 4}, "steps 3 to 5 of 4 cannot be profiled"),
         (
-            {"precision__params_dtype": "fp16", "precision__min_loss_scale": 4.0, "precision__initial_loss_scale": 2.0},
+            {"params_dtype": "fp16", "min_loss_scale": 4.0, "initial_loss_scale": 2.0},
             "min_loss_scale 4 is above initial_loss_scale 2",
         ),
-        ({"data__mock_data": True, "data__data_path": ["a"]}, "data.data_path = ['a'] has no effect: mock_data"),
+        ({"mock_data": True, "data_path": ["a"]}, "data.data_path = ['a'] has no effect: mock_data"),
     ],
 )
 def test_a_broken_rule_is_named_with_its_numbers(keys, message):
@@ -44,12 +44,12 @@ def test_a_broken_rule_is_named_with_its_numbers(keys, message):
 
 
 def test_a_model_that_is_still_to_be_read_breaks_no_rule():
-    config = config_of(model__hidden_size=100, model__num_attention_heads=3, checkpoint__pretrained_checkpoint="x")
+    config = config_of(hidden_size=100, num_attention_heads=3, pretrained_checkpoint="x")
     validate(config)
 
 
 def test_the_world_must_share_the_global_batch():
-    config = config_of(train__micro_batch_size=2, train__global_batch_size=12)
+    config = config_of(micro_batch_size=2, global_batch_size=12)
     for world in (1, 2, 3, 6):
         validate_for_world(config, world)
     with pytest.raises(ConfigError, match="micro_batch_size 2 x data-parallel size 4 = 8 must divide it"):
@@ -57,7 +57,7 @@ def test_the_world_must_share_the_global_batch():
 
 
 def test_the_world_must_hold_every_axis():
-    config = config_of(parallel__tensor_model_parallel_size=4)
+    config = config_of(tensor_model_parallel_size=4)
     with pytest.raises(ConfigError, match=r"6 ranks cannot form tp=4 x cp=1 x pp=1: tp\*cp\*pp = 4 must divide"):
         validate_for_world(config, 6)
 
@@ -83,7 +83,7 @@ def test_every_product_of_axes_is_trainable():
 
 def test_only_training_asks_whether_the_layout_fits_the_model():
     """`nanotrain topology` plans ranks for models that are described elsewhere."""
-    config = config_of(parallel__tensor_model_parallel_size=8)
+    config = config_of(tensor_model_parallel_size=8)
     validate(config)
     with pytest.raises(ConfigError, match="num_attention_heads 4 cannot be shared by tp=8 ranks"):
         require_trainable(config)

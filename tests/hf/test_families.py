@@ -10,8 +10,9 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.config.config import Activation, ModelConfig, PositionEmbedding, RouterScore
+from nanotrain.config.config import Activation, ModelConfig, MoEConfig, PositionEmbedding, RouterScore
 from nanotrain.config.derive import moe_layers
+from nanotrain.config.schema import with_values
 from nanotrain.errors import HuggingFaceError
 from nanotrain.hf.canonical import canonical
 from nanotrain.hf.families import check_against, config_from_hf, config_to_hf, family_of, model_from_hf
@@ -153,7 +154,7 @@ def test_an_explicit_field_that_contradicts_names_both_values() -> None:
 
 def test_fields_not_set_explicitly_give_way_and_free_ones_are_taken() -> None:
     asked = replace(LLAMA, hidden_size=64, num_query_groups=None, make_vocab_size_divisible_by=256)
-    explicit = frozenset({"num_query_groups", "make_vocab_size_divisible_by", "lr"})
+    explicit = frozenset({"num_query_groups", "make_vocab_size_divisible_by"})
     model = check_against(LLAMA, asked, explicit=explicit)
     assert model == replace(LLAMA, make_vocab_size_divisible_by=256)
 
@@ -176,7 +177,7 @@ def test_an_explicit_field_may_repeat_what_config_json_says() -> None:
 def test_dense_layers_of_a_qwen3_moe_become_a_pattern_and_come_back(entries: dict[str, Any], pattern: str) -> None:
     raw = LLAMA_JSON | {"model_type": "qwen3_moe", "num_hidden_layers": 4, "num_experts": 4} | entries
     model = config_from_hf(raw)
-    assert model.moe_layer_freq == pattern
+    assert model.moe.layer_freq == pattern
     assert (model.ffn_hidden_size is None) is (pattern == "1")
     dense = [index for index, has_experts in enumerate(moe_layers(model)) if not has_experts]
     written = config_to_hf(model, family="qwen3_moe")
@@ -186,42 +187,42 @@ def test_dense_layers_of_a_qwen3_moe_become_a_pattern_and_come_back(entries: dic
 
 def test_a_chosen_softmax_is_the_renormalized_one() -> None:
     raw = LLAMA_JSON | {"model_type": "qwen3_moe"}
-    assert not config_from_hf(raw | {"norm_topk_prob": True}).moe_router_pre_softmax
-    assert config_from_hf(raw | {"norm_topk_prob": False}).moe_router_pre_softmax
+    assert not config_from_hf(raw | {"norm_topk_prob": True}).moe.router_pre_softmax
+    assert config_from_hf(raw | {"norm_topk_prob": False}).moe.router_pre_softmax
 
 
 def test_both_names_of_the_number_of_experts_are_read() -> None:
     raw = LLAMA_JSON | {"model_type": "qwen3_moe"}
-    assert config_from_hf(raw | {"num_experts": 6}).num_experts == 6
-    assert config_from_hf(raw | {"num_local_experts": 6}).num_experts == 6
+    assert config_from_hf(raw | {"num_experts": 6}).moe.num_experts == 6
+    assert config_from_hf(raw | {"num_local_experts": 6}).moe.num_experts == 6
 
 
-MIXTRAL = replace(LLAMA, num_experts=4, moe_ffn_hidden_size=24)
+MIXTRAL = replace(LLAMA, moe=replace(LLAMA.moe, num_experts=4, ffn_hidden_size=24))
 
 
 def test_losses_of_the_router_are_free_beside_pretrained_experts() -> None:
-    asked = ModelConfig(moe_aux_loss_coeff=0.01, moe_router_topk=2, moe_layer_freq="[1]*2")
-    explicit = frozenset({"moe_aux_loss_coeff", "moe_router_topk", "moe_layer_freq"})
+    asked = ModelConfig(moe=MoEConfig(aux_loss_coeff=0.01, router_topk=2, layer_freq="[1]*2"))
+    explicit = frozenset({"moe.aux_loss_coeff", "moe.router_topk", "moe.layer_freq"})
     assert check_against(MIXTRAL, asked, explicit=explicit) == replace(
-        MIXTRAL, moe_aux_loss_coeff=0.01, init_method_std=asked.init_method_std
+        MIXTRAL, moe=replace(MIXTRAL.moe, aux_loss_coeff=0.01), init_method_std=asked.init_method_std
     )
     with pytest.raises(HuggingFaceError, match="--moe-aux-loss-coeff 0.01 contradicts"):
-        check_against(LLAMA, asked, explicit=frozenset({"moe_aux_loss_coeff"}))
-    with pytest.raises(HuggingFaceError, match="--moe-router-topk 3 contradicts.*moe_router_topk = 2"):
-        check_against(MIXTRAL, replace(asked, moe_router_topk=3), explicit=explicit)
+        check_against(LLAMA, asked, explicit=frozenset({"moe.aux_loss_coeff"}))
+    with pytest.raises(HuggingFaceError, match="--moe-router-topk 3 contradicts.*moe.router_topk = 2"):
+        check_against(MIXTRAL, replace(asked, moe=replace(asked.moe, router_topk=3)), explicit=explicit)
 
 
 @pytest.mark.parametrize(
     ("change", "lost"),
     [
-        ({"moe_router_score_function": RouterScore.sigmoid}, "moe_router_score_function"),
-        ({"moe_shared_expert_intermediate_size": 8}, "moe_shared_expert_intermediate_size"),
-        ({"moe_router_topk_scaling_factor": 2.0}, "moe_router_topk_scaling_factor"),
-        ({"moe_layer_freq": "2"}, "mixtral cannot say ffn_hidden_size, moe_layer_freq"),
+        ({"moe.router_score_function": RouterScore.sigmoid}, "moe.router_score_function"),
+        ({"moe.shared_expert_intermediate_size": 8}, "moe.shared_expert_intermediate_size"),
+        ({"moe.router_topk_scaling_factor": 2.0}, "moe.router_topk_scaling_factor"),
+        ({"moe.layer_freq": "2"}, "mixtral cannot say ffn_hidden_size, moe.layer_freq"),
     ],
 )
 def test_a_mixture_no_family_can_hold_is_refused_by_name(change: dict[str, Any], lost: str) -> None:
-    assert family_of(replace(MIXTRAL, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.1)) == "mixtral"
-    assert family_of(replace(MIXTRAL, qk_layernorm=True, moe_layer_freq="2")) == "qwen3_moe"
+    assert family_of(replace(MIXTRAL, moe=replace(MIXTRAL.moe, aux_loss_coeff=0.1, z_loss_coeff=0.1))) == "mixtral"
+    assert family_of(replace(MIXTRAL, qk_layernorm=True, moe=replace(MIXTRAL.moe, layer_freq="2"))) == "qwen3_moe"
     with pytest.raises(HuggingFaceError, match=lost):
-        family_of(replace(MIXTRAL, **change))
+        family_of(with_values(MIXTRAL, change))

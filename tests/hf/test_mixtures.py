@@ -128,4 +128,4 @@ def test_the_published_layout_is_read() -> None:
         "router_aux_loss_coef": 0.001, "sliding_window": null, "tie_word_embeddings": false,
         "torch_dtype": "bfloat16", "use_cache": true, "use_sliding_window": false, "vocab_size": 151936}""")
     recipe = load(["+config=qwen3_30b_a3b"], to_train=False).config.model
-    assert canonical(config_from_hf(raw)) == canonical(replace(recipe, moe_aux_loss_coeff=0.0))
+    assert canonical(config_from_hf(raw)) == canonical(replace(recipe, moe=replace(recipe.moe, aux_loss_coeff=0.0)))

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nanotrain.config.config import MoEConfig
 from nanotrain.hf.families import FAMILIES, family_of
 from nanotrain.hf.place import Place
 from nanotrain.model.build import build_stage, collect_specs
@@ -14,10 +15,10 @@ from nanotrain.topology.stages import split_layers
 from tests.model.building import LLAMA, QWEN3
 from tests.model.building import MODELS as DENSE
 
-EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 24}
+EXPERTS = MoEConfig(num_experts=4, ffn_hidden_size=24)
 MODELS = DENSE | {
-    "mixtral": replace(LLAMA, **EXPERTS),
-    "qwen3_moe": replace(QWEN3, **EXPERTS, moe_layer_freq="[0]+[1]"),
+    "mixtral": replace(LLAMA, moe=EXPERTS),
+    "qwen3_moe": replace(QWEN3, moe=replace(EXPERTS, layer_freq="[0]+[1]")),
 }
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from nanotrain.train.step import finalize_grads
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.topology.params import ParamSpec
 from nanotrain.topology.topology import Topology
+from nanotrain.train.step import finalize_grads
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.worlds import Case, build_here
 

@@ -13,7 +13,7 @@ import torch
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import CheckpointConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
-from nanotrain.config.schema import config_from_dict, to_dict
+from nanotrain.config.schema import config_from_dict, set_value, to_dict
 from nanotrain.data.batch import Sample
 from nanotrain.data.build import DatasetSplits
 from nanotrain.runs.folder import RunFolder
@@ -97,7 +97,11 @@ def config_of(case: Case) -> Config:
     values = to_dict(base)
     values["parallel"]["ddp_bucket_size"] = BUCKET_SIZE
     for section, fields in case.overrides.items():
-        values[section].update(fields)
+        for name, value in fields.items():
+            if name in values[section]:  # a nested section, or a field by its own name
+                values[section][name] = value
+            else:
+                set_value(values, name, value)
     return config_from_dict(values)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import Activation, ModelConfig, RouterScore
+from nanotrain.config.config import Activation, ModelConfig, MoEConfig, RouterScore
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.router import MoEContext
@@ -18,23 +18,27 @@ from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 
 B, S, H, E = 4, 32, 16, 8
 
-DROPLESS = ModelConfig(hidden_size=H, num_experts=E, moe_router_topk=2, moe_ffn_hidden_size=24)
+DROPLESS = ModelConfig(hidden_size=H, moe=MoEConfig(num_experts=E, router_topk=2, ffn_hidden_size=24))
 CAPACITY = replace(
-    DROPLESS, moe_router_topk=3, moe_router_pre_softmax=True, moe_aux_loss_coeff=0.7, moe_expert_capacity_factor=0.8
+    DROPLESS,
+    moe=replace(DROPLESS.moe, router_topk=3, router_pre_softmax=True, aux_loss_coeff=0.7, expert_capacity_factor=0.8),
 )
 DEEPSEEK = replace(
     DROPLESS,
-    moe_shared_expert_intermediate_size=40,
-    moe_router_score_function=RouterScore.sigmoid,
-    moe_router_num_groups=4,
-    moe_router_group_topk=3,
-    moe_router_topk_scaling_factor=2.5,
-    moe_router_enable_expert_bias=True,
-    moe_aux_loss_coeff=0.5,
-    moe_z_loss_coeff=0.3,
+    moe=replace(
+        DROPLESS.moe,
+        shared_expert_intermediate_size=40,
+        router_score_function=RouterScore.sigmoid,
+        router_num_groups=4,
+        router_group_topk=3,
+        router_topk_scaling_factor=2.5,
+        router_enable_expert_bias=True,
+        aux_loss_coeff=0.5,
+        z_loss_coeff=0.3,
+    ),
 )
 GELU = replace(
-    DROPLESS, activation=Activation.gelu, moe_ffn_hidden_size=22, moe_z_loss_coeff=0.2
+    DROPLESS, activation=Activation.gelu, moe=replace(DROPLESS.moe, ffn_hidden_size=22, z_loss_coeff=0.2)
 )  # 22: the looped form
 MODELS = {"dropless": DROPLESS, "capacity": CAPACITY, "deepseek": DEEPSEEK, "gelu": GELU}
 

@@ -37,17 +37,13 @@ LATENT = replace(
     num_layers=1,
     num_query_groups=None,
     multi_latent_attention=True,
-    q_lora_rank=24,
-    kv_lora_rank=16,
-    qk_head_dim=8,
-    qk_pos_emb_head_dim=4,
-    v_head_dim=6,
+    mla=replace(LLAMA.mla, q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6),
 )
-DIRECT = replace(LATENT, q_lora_rank=None)
+DIRECT = replace(LATENT, mla=replace(LATENT.mla, q_lora_rank=None))
 SHAPES = {
     "latent": LATENT,
     "direct": DIRECT,
-    "wide values": replace(LATENT, v_head_dim=14),
+    "wide values": replace(LATENT, mla=replace(LATENT.mla, v_head_dim=14)),
     "biased norms": replace(LATENT, normalization=Normalization.LayerNorm),
 }
 THEIRS = {
@@ -117,7 +113,7 @@ def neighbours_apart(model: ModelConfig, name: str, weight: Tensor) -> Tensor:
     """From rows that pair neighbouring rotary channels to rows that pair i with i + R/2."""
     if name not in ("query", "query_up", "kv_down"):
         return weight
-    rotary = model.qk_pos_emb_head_dim
+    rotary = model.mla.qk_pos_emb_head_dim
     order = torch.cat((torch.arange(0, rotary, 2), torch.arange(1, rotary, 2)))
     heads = weight.unflatten(0, (1 if name == "kv_down" else N, -1))
     plain, turned = heads[:, :-rotary], heads[:, -rotary:]
@@ -132,11 +128,11 @@ def test_it_is_the_attention_of_deepseek_v3(model: ModelConfig, pairs_neighbours
         hidden_size=H,
         num_attention_heads=N,
         num_key_value_heads=N,
-        q_lora_rank=model.q_lora_rank,
-        kv_lora_rank=model.kv_lora_rank,
-        qk_nope_head_dim=model.qk_head_dim,
-        qk_rope_head_dim=model.qk_pos_emb_head_dim,
-        v_head_dim=model.v_head_dim,
+        q_lora_rank=model.mla.q_lora_rank,
+        kv_lora_rank=model.mla.kv_lora_rank,
+        qk_nope_head_dim=model.mla.qk_head_dim,
+        qk_rope_head_dim=model.mla.qk_pos_emb_head_dim,
+        v_head_dim=model.mla.v_head_dim,
         rope_interleave=pairs_neighbours,
         attn_implementation="eager",
     )
@@ -232,7 +228,7 @@ def test_weight_gradients_that_waited_are_the_same(model: ModelConfig) -> None:
 def test_two_tp_ranks_cut_the_heads_and_hold_the_latents_whole(model: ModelConfig) -> None:
     specs = collect_specs(build_stage(model, split_layers(1, 1)[0], dtype=torch.float32))
     cut = {spec.name.split(".")[-2] for spec in specs if ".attention." in spec.name and spec.shards}
-    assert cut == {"query" if model.q_lora_rank is None else "query_up", "kv_up", "output"}
+    assert cut == {"query" if model.mla.q_lora_rank is None else "query_up", "kv_up", "output"}
 
 
 def test_deepseek_v3_is_built_with_as_many_parameters_as_are_counted() -> None:

@@ -140,6 +140,14 @@ def test_experts_that_the_ranks_cannot_share_are_refused():
     alone = ModelParallel.single_rank()
     two = Group(GroupSpec("ep", (0, 1), 0), process_group=object())
     with pytest.raises(TopologyError, match="7 experts cannot be shared by 2 ranks"):
-        MoELayer(replace(DROPLESS, num_experts=7), dtype=torch.float32, parallel=replace(alone, ep=two))
+        MoELayer(
+            replace(DROPLESS, moe=replace(DROPLESS.moe, num_experts=7)),
+            dtype=torch.float32,
+            parallel=replace(alone, ep=two),
+        )
     with pytest.raises(TopologyError, match="23 columns of an expert .* --expert-tensor-parallel-size"):
-        MoELayer(replace(DROPLESS, moe_ffn_hidden_size=23), dtype=torch.float32, parallel=replace(alone, etp=two))
+        MoELayer(
+            replace(DROPLESS, moe=replace(DROPLESS.moe, ffn_hidden_size=23)),
+            dtype=torch.float32,
+            parallel=replace(alone, etp=two),
+        )

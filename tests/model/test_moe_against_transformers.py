@@ -44,7 +44,7 @@ def test_mixtral_block_gives_the_same():
 
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
 def test_qwen3_moe_block_gives_the_same(norm_topk_prob):
-    model = replace(DROPLESS, moe_router_topk=3, moe_router_pre_softmax=not norm_topk_prob)
+    model = replace(DROPLESS, moe=replace(DROPLESS.moe, router_topk=3, router_pre_softmax=not norm_topk_prob))
     config = Qwen3MoeConfig(
         hidden_size=H, moe_intermediate_size=24, num_experts=E, num_experts_per_tok=3, norm_topk_prob=norm_topk_prob
     )
@@ -54,10 +54,12 @@ def test_qwen3_moe_block_gives_the_same(norm_topk_prob):
 
 def test_deepseek_block_gives_the_same():
     # Theirs counts a group's best two experts, ours topk // group_topk: the same in DeepSeek-V3 (8 // 4) and here.
-    model = replace(DEEPSEEK, moe_router_topk=4, moe_router_group_topk=2, moe_aux_loss_coeff=0.0, moe_z_loss_coeff=0.0)
+    model = replace(
+        DEEPSEEK, moe=replace(DEEPSEEK.moe, router_topk=4, router_group_topk=2, aux_loss_coeff=0.0, z_loss_coeff=0.0)
+    )
     sizes = {"hidden_size": H, "moe_intermediate_size": 20, "n_routed_experts": E, "num_local_experts": E}
     routing = {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
-    model = replace(model, moe_ffn_hidden_size=20)
+    model = replace(model, moe=replace(model.moe, ffn_hidden_size=20))
     config = DeepseekV3Config(**sizes, **routing, n_shared_experts=2, norm_topk_prob=True)
     config._experts_implementation = "eager"
     weights = whole_weights(model)

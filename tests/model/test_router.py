@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from nanotrain.comm.group import Group
-from nanotrain.config.config import LoadBalancing, ModelConfig, RouterScore
+from nanotrain.config.config import LoadBalancing, ModelConfig, MoEConfig, RouterScore
 from nanotrain.model.router import MoEContext, Router
 
 E, K, S = 8, 2, 6
-SOFTMAX = ModelConfig(hidden_size=E, num_experts=E, moe_router_topk=K)
-SIGMOID = replace(SOFTMAX, moe_router_score_function=RouterScore.sigmoid)
+SOFTMAX = ModelConfig(hidden_size=E, moe=MoEConfig(num_experts=E, router_topk=K))
+SIGMOID = replace(SOFTMAX, moe=replace(SOFTMAX.moe, router_score_function=RouterScore.sigmoid))
 
 
 def route(model, logits, *, bias=None, aux_scale=0.0):
@@ -31,22 +31,25 @@ TOKEN = one_token(0.0, 3.0, 1.0, 2.0, -1.0, -2.0, 0.5, -3.0)
 
 
 def test_softmax_over_the_chosen_or_before_the_choice():
-    after, before = route(SOFTMAX, TOKEN), route(replace(SOFTMAX, moe_router_pre_softmax=True), TOKEN)
+    after, before = (
+        route(SOFTMAX, TOKEN),
+        route(replace(SOFTMAX, moe=replace(SOFTMAX.moe, router_pre_softmax=True)), TOKEN),
+    )
     assert after.experts.tolist() == before.experts.tolist() == [[1, 3]]
     torch.testing.assert_close(after.weights, torch.tensor([[3.0, 2.0]]).softmax(-1))
     torch.testing.assert_close(before.weights, TOKEN[0].softmax(-1)[:, [1, 3]])
 
 
 def test_sigmoid_scores_are_normalized_over_the_chosen_and_scaled():
-    choice = route(replace(SIGMOID, moe_router_topk_scaling_factor=2.5), TOKEN)
+    choice = route(replace(SIGMOID, moe=replace(SIGMOID.moe, router_topk_scaling_factor=2.5)), TOKEN)
     scores = torch.tensor([[3.0, 2.0]]).sigmoid()
     torch.testing.assert_close(choice.weights, 2.5 * scores / scores.sum())
-    one = route(replace(SIGMOID, moe_router_topk=1), TOKEN)
+    one = route(replace(SIGMOID, moe=replace(SIGMOID.moe, router_topk=1)), TOKEN)
     torch.testing.assert_close(one.weights, torch.tensor([[3.0]]).sigmoid())
 
 
 def test_the_bias_moves_the_choice_and_never_the_weights():
-    biased = replace(SIGMOID, moe_router_enable_expert_bias=True)
+    biased = replace(SIGMOID, moe=replace(SIGMOID.moe, router_enable_expert_bias=True))
     choice = route(biased, TOKEN, bias=[0.0, -1.0, 0, 0, 0, 0, 0, 0])
     assert choice.experts.tolist() == [[3, 2]]
     scores = torch.tensor([[2.0, 1.0]]).sigmoid()
@@ -55,7 +58,7 @@ def test_the_bias_moves_the_choice_and_never_the_weights():
 
 def test_only_the_best_groups_are_chosen_from():
     # given groups of two: the best expert is in the first, the best two together are in the second
-    model = replace(SOFTMAX, moe_router_num_groups=4, moe_router_group_topk=1)
+    model = replace(SOFTMAX, moe=replace(SOFTMAX.moe, router_num_groups=4, router_group_topk=1))
     token = one_token(2.0, -8.0, 1.8, 1.9, -1.0, -2.0, 0.5, -3.0)
     assert route(SOFTMAX, token).experts.tolist() == [[0, 3]]
     assert route(model, token).experts.tolist() == [[3, 2]]
@@ -86,16 +89,18 @@ def test_the_balance_loss_is_that_of_each_sequence_written_out(model):
     fractions = torch.nn.functional.one_hot(experts, E).sum(2).float().mean(1) * E / K
     loss = (fractions * scores.mean(1)).sum()  # over experts and sequences
     (expected,) = torch.autograd.grad(loss * 0.3 / 16, logits)
-    found = gradient_of(replace(model, moe_aux_loss_coeff=0.3), logits.detach(), 1 / 16)
+    found = gradient_of(replace(model, moe=replace(model.moe, aux_loss_coeff=0.3)), logits.detach(), 1 / 16)
     torch.testing.assert_close(found, expected)
 
 
 def test_the_z_loss_is_a_mean_over_the_tokens_of_the_global_batch():
     logits = batch_of_logits().requires_grad_()
     (expected,) = torch.autograd.grad(logits.logsumexp(-1).square().sum() / (16 * S) * 0.3, logits)
-    torch.testing.assert_close(gradient_of(replace(SOFTMAX, moe_z_loss_coeff=0.3), logits.detach(), 1 / 16), expected)
+    torch.testing.assert_close(
+        gradient_of(replace(SOFTMAX, moe=replace(SOFTMAX.moe, z_loss_coeff=0.3)), logits.detach(), 1 / 16), expected
+    )
 
 
 def test_without_load_balancing_there_is_no_balance_loss():
-    off = replace(SOFTMAX, moe_aux_loss_coeff=0.3, moe_router_load_balancing_type=LoadBalancing.none)
+    off = replace(SOFTMAX, moe=replace(SOFTMAX.moe, aux_loss_coeff=0.3, router_load_balancing_type=LoadBalancing.none))
     assert (gradient_of(off, batch_of_logits(), 1.0) == 0).all()

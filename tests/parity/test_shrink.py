@@ -8,13 +8,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from nanotrain.config.compose import config_dir
-from nanotrain.config.config import Config, CPCommType, DType, PipelineSchedule
+from nanotrain.config.config import Config, DType
 from nanotrain.config.derive import head_dim, moe_layers, num_microbatches, padded_vocab_size, query_groups
 from nanotrain.config.layout_rules import check_layout
 from nanotrain.config.load import load
 from nanotrain.config.model_rules import check_model
+from nanotrain.config.schema import value_of
 from nanotrain.config.validate import validate, validate_for_world
 from nanotrain.errors import ConfigError, TopologyError
+from nanotrain.parallel.cp.attention import CORE_ATTENTIONS
+from nanotrain.parallel.pp.schedules import SCHEDULES
 from nanotrain.parity.shrink import on_one_rank, shrink
 from nanotrain.topology.counts import num_parameters
 from nanotrain.topology.shape import ModelShape
@@ -26,10 +29,10 @@ OWN_WORLD = {"mixtral_8x7b": 32, "qwen3_30b_a3b": 16, "deepseek_v3": 1024}
 KEPT = (
     *("position_embedding_type", "rotary_base", "use_rope_scaling", "normalization", "norm_epsilon", "activation"),
     *("add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"),
-    *("multi_latent_attention", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
-    *("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk"),
-    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias"),
-    "moe_expert_capacity_factor",
+    *("multi_latent_attention", "moe.router_topk", "moe.router_score_function", "moe.router_pre_softmax"),
+    *("moe.router_topk_scaling_factor", "moe.router_num_groups", "moe.router_group_topk"),
+    *("moe.router_load_balancing_type", "moe.aux_loss_coeff", "moe.z_loss_coeff", "moe.router_enable_expert_bias"),
+    "moe.expert_capacity_factor",
 )
 
 
@@ -46,11 +49,11 @@ def assert_valid_and_alike(config: Config, world: int) -> None:
         check_layout(checked)
     validate_for_world(small, world)
     before, after = config.model, small.model
-    assert all(getattr(before, name) == getattr(after, name) for name in KEPT)
+    assert all(value_of(before, key) == value_of(after, key) for key in KEPT)
     if not before.multi_latent_attention:
         assert before.num_attention_heads * query_groups(after) == after.num_attention_heads * query_groups(before)
     assert set(moe_layers(before)) == set(moe_layers(after))
-    assert (before.num_experts is None) == (after.num_experts is None)
+    assert (before.moe.num_experts is None) == (after.moe.num_experts is None)
     dp = world // (Topology.of(small.parallel, world).size("model") * small.parallel.context_parallel_size)
     assert num_microbatches(small.train, dp) >= 2
     assert small.precision.params_dtype is DType.fp32
@@ -68,9 +71,9 @@ def test_every_recipe_shrinks_for_its_own_layout(name: str) -> None:
 def layouts(draw: st.DrawFn, config: Config) -> Config:
     """The recipe in some other layout; it need not be a valid one."""
     tp, pp, cp, ep = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 3, 4, 8), (1, 2, 4), (1, 2, 4), (1, 2, 4, 8)))
-    has_experts = config.model.num_experts is not None
-    schedule = draw(st.sampled_from(PipelineSchedule)) if pp > 1 else PipelineSchedule.one_f_one_b
-    is_interleaved = schedule is PipelineSchedule.interleaved
+    has_experts = config.model.moe.num_experts is not None
+    schedule = draw(st.sampled_from(sorted(SCHEDULES.keys() - {"one_stage"}))) if pp > 1 else "1f1b"
+    is_interleaved = schedule == "interleaved"
     ends = st.none() if pp == 1 or is_interleaved else st.none() | st.integers(1, 6)
     parallel = replace(
         config.parallel,
@@ -82,7 +85,7 @@ def layouts(draw: st.DrawFn, config: Config) -> Config:
         decoder_first_pipeline_num_layers=draw(ends),
         decoder_last_pipeline_num_layers=draw(ends),
         context_parallel_size=cp,
-        cp_comm_type=draw(st.sampled_from(CPCommType)) if cp > 1 else config.parallel.cp_comm_type,
+        cp_comm_type=draw(st.sampled_from(sorted(CORE_ATTENTIONS))) if cp > 1 else config.parallel.cp_comm_type,
         expert_model_parallel_size=ep if has_experts else 1,
         expert_tensor_parallel_size=draw(st.sampled_from((None, 1, 2))) if has_experts else None,
     )

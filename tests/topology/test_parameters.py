@@ -12,16 +12,14 @@ from nanotrain.topology.shape import ModelShape
 from nanotrain.topology.stages import StageSpec, split_layers
 from tests.model.building import GPT2, LLAMA, MODELS, QWEN3
 
-MOE = replace(LLAMA, num_experts=8, moe_layer_freq="[0]*1+[1]*1", moe_shared_expert_intermediate_size=16)
+MOE = replace(
+    LLAMA, moe=replace(LLAMA.moe, num_experts=8, layer_freq="[0]*1+[1]*1", shared_expert_intermediate_size=16)
+)
 MLA = replace(
     LLAMA,
     num_query_groups=None,
     multi_latent_attention=True,
-    q_lora_rank=24,
-    kv_lora_rank=16,
-    qk_head_dim=8,
-    qk_pos_emb_head_dim=4,
-    v_head_dim=6,
+    mla=replace(LLAMA.mla, q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6),
 )
 
 

@@ -24,15 +24,19 @@ def test_learned_positions_and_biases_of_gpt2() -> None:
 
 
 def test_latent_attention_has_two_head_widths() -> None:
-    model = replace(LLAMA, multi_latent_attention=True, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4)
-    shape = ModelShape.of(replace(model, v_head_dim=6))
+    model = replace(
+        LLAMA,
+        multi_latent_attention=True,
+        mla=replace(LLAMA.mla, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4),
+    )
+    shape = ModelShape.of(replace(model, mla=replace(model.mla, v_head_dim=6)))
     assert (shape.head_dim, shape.value_head_dim) == (12, 6)
     assert shape.mla == MLAShape(q_lora_rank=None, kv_lora_rank=16, nope_dim=8, rope_dim=4)
     assert ModelShape.of(LLAMA).mla is None
 
 
 def test_layers_with_experts_are_resolved_per_layer() -> None:
-    shape = ModelShape.of(replace(LLAMA, num_layers=4, num_experts=8, moe_layer_freq="[0]+[1]*3"))
+    shape = ModelShape.of(replace(LLAMA, num_layers=4, moe=replace(LLAMA.moe, num_experts=8, layer_freq="[0]+[1]*3")))
     assert [shape.has_experts(layer) for layer in range(4)] == [False, True, True, True]
     assert shape.moe is not None and shape.moe.ffn_size == 48
     assert not ModelShape.of(LLAMA).has_experts(0)

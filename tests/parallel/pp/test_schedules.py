@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.config.config import PipelineSchedule
 from nanotrain.errors import ScheduleError
 from nanotrain.parallel.pp.actions import ActionKind, PipelineShape
 from nanotrain.parallel.pp.gpipe import forward_only
@@ -30,10 +29,6 @@ def named_shapes(draw: st.DrawFn) -> tuple[str, PipelineShape]:
 def bubble(name: str, num_ranks: int, per_rank: int, num_microbatches: int, **costs: float) -> Fraction:
     schedule = SCHEDULES[name](PipelineShape(num_ranks, per_rank, num_microbatches))
     return Fraction(simulate(schedule, costs=Costs(**costs)).bubble_fraction).limit_denominator(10_000)
-
-
-def test_every_schedule_of_the_configuration_has_a_name_here() -> None:
-    assert {schedule.value for schedule in PipelineSchedule} == set(NAMES)
 
 
 @given(named_shapes())
