@@ -186,18 +186,20 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
     return build_section(type(config), {**flat_values(config), **values})
 
 
-def set_value(values: dict[str, Any], name: str, value: Any) -> None:
-    """Set a field, given by its unique name, in plain nested values.
+def set_values(values: dict[str, Any], named: Mapping[str, Any]) -> None:
+    """Set fields, given by their unique names, in plain nested values.
 
     >>> values = {}
-    >>> set_value(values, "moe_router_topk", 8)
+    >>> set_values(values, {"moe_router_topk": 8})
     >>> values
     {'model': {'moe': {'router_topk': 8}}}
     """
-    *path, last = ENTRIES[name].key.split(".")
-    for part in path:
-        values = values.setdefault(part, {})
-    values[last] = value
+    for name, value in named.items():
+        *path, last = ENTRIES[name].key.split(".")
+        section = values
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = value
 
 
 def nest_flat_values(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,13 +214,13 @@ def nest_flat_values(values: Mapping[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {"model": {}}
     for name, value in model.items():
         if name in ENTRIES:
-            set_value(nested, name, value)
+            set_values(nested, {name: value})
         else:
             nested["model"][name] = value
     return {**values, **nested}
 
 
-def check_choice(name: str, value: str, known: Iterable[str]) -> None:
+def check_choice(name: str, value: str, *, known: Iterable[str]) -> None:
     """Check that the value of a field is a name of the table that holds its choices.
 
     Args:

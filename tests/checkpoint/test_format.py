@@ -1,5 +1,6 @@
 """The format is what docs/checkpoint.md says: the reader printed there reads what we write, and safetensors agrees."""
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -92,3 +93,19 @@ def test_a_manifest_cannot_point_outside_its_folder(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="no plain file name"):
         from_json(forged)
+
+
+def test_a_flat_model_section_of_format_1_is_nested(tmp_path: Path) -> None:
+    manifest = read_manifest(save(tmp_path))
+    flat = {"model": {"num_layers": 2, "num_experts": 4, "moe_router_topk": 2, "kv_lora_rank": 8}, "train": {}}
+    body = json.loads(to_json(type(manifest)(**(vars(manifest) | {"config": flat}))))
+    body |= {"version": 1}
+    del body["sha256"]
+    text = json.dumps(body | {"sha256": sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())})
+
+    model = {"num_layers": 2, "moe": {"num_experts": 4, "router_topk": 2}, "mla": {"kv_lora_rank": 8}}
+    assert from_json(text).config == {"model": model, "train": {}}
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

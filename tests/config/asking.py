@@ -3,12 +3,11 @@
 from typing import Any
 
 from nanotrain.config.config import Config
-from nanotrain.config.schema import config_from_dict, set_value
+from nanotrain.config.schema import config_from_dict, set_values
 
 
 def config_of(**fields: object) -> Config:
     """A configuration from `name=value`, `moe_router_topk=2` for instance."""
     values: dict[str, Any] = {}
-    for name, value in fields.items():
-        set_value(values, name, value)
+    set_values(values, fields)
     return config_from_dict(values)

@@ -18,7 +18,7 @@ from nanotrain.config.schema import (
     config_from_dict,
     flatten,
     plain,
-    set_value,
+    set_values,
     to_dict,
     value_of,
     with_values,
@@ -56,7 +56,7 @@ def plain_values(draw: st.DrawFn) -> dict[str, Any]:
         value = draw(st.sampled_from(entry.choices) if entry.choices else KINDS[entry.kind])
         check = entry.field.metadata["check"]
         if (check is None or check(value)) and str(value).lower() not in ("null", "none"):
-            set_value(values, entry.name, value)
+            set_values(values, {entry.name: value})
     return values
 
 
@@ -145,9 +145,9 @@ def test_all_bad_values_are_in_one_error():
 
 
 def test_a_name_that_no_table_holds_is_refused_with_the_nearest():
-    check_choice("pipeline_schedule", "1f1b", ["1f1b", "gpipe"])
+    check_choice("pipeline_schedule", "1f1b", known=["1f1b", "gpipe"])
     with pytest.raises(ConfigError, match="did you mean --pipeline-schedule gpipe?"):
-        check_choice("pipeline_schedule", "gpip", ["1f1b", "gpipe"])
+        check_choice("pipeline_schedule", "gpip", known=["1f1b", "gpipe"])
 
 
 def test_an_entry_has_the_kind_of_its_field():

@@ -118,3 +118,19 @@ def test_file_lock_rank_of_a_machine_prepares_at_a_time(tmp_path):
         events.append("first is done")
     other.join()
     assert events == ["first is done", "second"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--pipeline-schedule interlaeved", "did you mean --pipeline-schedule interleaved?"),
+        ("--optimizer adan", "did you mean --optimizer adam?"),
+        ("--pipeline-schedule interleaved", "set --num-virtual-stages-per-pipeline-rank 2"),
+        ("--num-virtual-stages-per-pipeline-rank 2", "set --pipeline-schedule interleaved"),
+    ],
+)
+def test_names_and_schedules_are_checked_before_a_device_is_touched(tmp_path, words, message):
+    line = f"--mock-data --vocab-size 64 --pipeline-model-parallel-size 2 --run-dir {tmp_path / 'run'} {words}"
+    with pytest.raises(ConfigError, match=message):
+        resolve(load(line.split()), 2)
+    assert not (tmp_path / "run").exists()
