@@ -15,6 +15,7 @@ from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.train import inputs as inputs_module
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.inputs import RunInputs, _file_lock, open_inputs
+from nanotrain.train.plan import plan_run
 from tests.train.small_run import SEQ_LENGTH, inputs_of, small_run, train
 
 
@@ -129,8 +130,7 @@ def test_file_lock_rank_of_a_machine_prepares_at_a_time(tmp_path):
         ("--num-virtual-stages-per-pipeline-rank 2", "set --pipeline-schedule interleaved"),
     ],
 )
-def test_names_and_schedules_are_checked_before_a_device_is_touched(tmp_path, words, message):
-    line = f"--mock-data --vocab-size 64 --pipeline-model-parallel-size 2 --run-dir {tmp_path / 'run'} {words}"
+def test_names_and_schedules_are_checked_by_the_plan(words, message):
+    line = f"--mock-data --vocab-size 64 --pipeline-model-parallel-size 2 {words}"
     with pytest.raises(ConfigError, match=message):
-        resolve(load(line.split()), 2)
-    assert not (tmp_path / "run").exists()
+        plan_run(load(line.split()).config, 2, rank=0)
