@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from nanotrain.config.config import ModelConfig
+from nanotrain.config.config import MLAConfig, ModelConfig
 from nanotrain.topology.counts import flops_per_token, num_active_parameters, num_parameters
 from nanotrain.topology.shape import ModelShape
 from tests.model.building import GPT2, LLAMA
@@ -47,8 +47,8 @@ def test_a_token_meets_its_experts_and_everything_else():
 
 def test_latent_attention_has_matrices_down_and_up_and_a_norm_at_each_latent():
     plain = count(SMALL) - 4 * 4 * 8 * 8
-    sizes = {"kv_lora_rank": 5, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 3, "num_attention_heads": 2}
-    latent = replace(SMALL, multi_latent_attention=True, **sizes)
+    sizes = {"kv_lora_rank": 5, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 3}
+    latent = replace(SMALL, multi_latent_attention=True, num_attention_heads=2, mla=MLAConfig(**sizes))
     keys_and_output = 8 * (5 + 2) + 5 + 5 * 2 * (4 + 3) + 2 * 3 * 8
     assert count(latent) - plain == 4 * (keys_and_output + 8 * 2 * 6)
     with_query_latent = replace(latent, mla=replace(latent.mla, q_lora_rank=7))
