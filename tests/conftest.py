@@ -1,6 +1,6 @@
-"""Settings every test needs before torch is imported.
+"""Settings for all tests, made before torch is imported.
 
-Spinning OpenMP threads make an oversubscribed test 20 times slower, and ranks share the cores of one machine.
+Ranks share the cores of one machine, and spinning OpenMP threads make an oversubscribed test 20 times slower.
 """
 
 import os
@@ -10,6 +10,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from hypothesis import settings
 
-# No test asserts a time, and machines are shared.
+# Machines are shared, so no example has a time limit.
 settings.register_profile("nanotrain", deadline=None)
 settings.load_profile("nanotrain")

@@ -1,15 +1,15 @@
-"""Many ranks as an argument: a test gets a live `ParallelContext` on each of n processes.
+"""Run a test on n local ranks; each rank gets its `ParallelContext` as the first argument.
 
     @ranks(4, tp=2, strategy="optim")            run_ranks(4, train_a_bit, seed, strategy="optim")
-    def test_something(ctx): ...                 -> the four values that train_a_bit(ctx, seed) returned
+    def test_something(ctx): ...                 -> the results of train_a_bit(ctx, seed), by rank
 
-    ranks, run_ranks      what tests use
-    Answer                what one rank sends back
-    _gather_answers       wait for all, kill what hangs, tell the failure that came first
-    _play_rank            the child's side
+    ranks, run_ranks      the interface for tests
+    Reply                 the message from a rank to the test
+    _gather_replies       wait for all ranks, kill those that hang, report the first failure
+    _run_rank             the rank's side
 
-Processes are forked from a server that has imported torch once and never used it, so four ranks cost 0.2 s; they meet
-through a file, so no port is needed, and run one OpenMP thread each (forked children with more hang).
+Processes are forked from a server that has imported torch but not used it, so four ranks cost 0.2 s. Their rendezvous
+is a file, so no port is needed. Each has one OpenMP thread (forked children with more hang).
 """
 
 import faulthandler
@@ -49,11 +49,11 @@ SHORT_NAMES = {
 }
 PRELOADED = [
     *("torch", "torch.distributed", "pytest", "hypothesis", "numpy", "nanotrain.train.build", "tests.harness"),
-    "torch._dynamo",  # torch's optimizers import it when the first is made: 1 to 5 s on every rank
+    "torch._dynamo",  # torch's optimizers import it when the first one is created: 1 to 5 s on every rank
 ]
 ROOT = Path(__file__).parents[1]
 _DEFAULT_TIMEOUT_S = 60.0
-_SECOND_FAILURE_S = 0.5  # how long to look for ranks that failed along with the first
+_SECOND_FAILURE_S = 0.5  # how long to wait for further failures after the first
 
 
 def ranks(num_ranks: int, *, timeout_s: float = _DEFAULT_TIMEOUT_S, **parallel_options: Any) -> Callable[..., Any]:
@@ -61,7 +61,7 @@ def ranks(num_ranks: int, *, timeout_s: float = _DEFAULT_TIMEOUT_S, **parallel_o
 
     Args:
         num_ranks: size of the world.
-        timeout_s: after which ranks that have not finished are killed and named.
+        timeout_s: ranks that have not finished by then are killed and reported.
         parallel_options: fields of ParallelConfig, or their short names (tp, pp, cp, ep, etp, instances, strategy).
     """
 
@@ -82,38 +82,38 @@ def ranks(num_ranks: int, *, timeout_s: float = _DEFAULT_TIMEOUT_S, **parallel_o
 
 def run_ranks(
     num_ranks: int,
-    fn: Callable[..., Any],
+    function: Callable[..., Any],
     *args: Any,
     timeout_s: float = _DEFAULT_TIMEOUT_S,
     **parallel_options: Any,
 ) -> list[Any]:
-    """Call `fn(ctx, *args)` on every rank of a new world.
+    """Call `function(ctx, *args)` on every rank of a new world.
 
     Args:
         num_ranks: size of the world.
-        fn: a function at the top of a module; results and arguments must be picklable.
-        args: passed on to every rank alike.
-        timeout_s: after which ranks that have not finished are killed and named.
+        function: a module-level function; results and arguments must be picklable.
+        args: the same for every rank.
+        timeout_s: ranks that have not finished by then are killed and reported.
         parallel_options: as for `ranks`.
 
     Returns:
-        what each rank returned, by rank.
+        The results, by rank.
     """
     parallel = parallel_config(**parallel_options)
-    home = inspect.getfile(inspect.unwrap(fn))
+    file = inspect.getfile(inspect.unwrap(function))
     with tempfile.TemporaryDirectory(prefix="nanotrain-ranks-") as folder:
-        world = _World(num_ranks, timeout_s, folder, home, fn.__module__, fn.__qualname__)
+        world = _World(num_ranks, timeout_s, folder, file, function.__module__, function.__qualname__)
         payload = pickle.dumps((parallel, args))
         children = [_start_rank(world, rank, payload) for rank in range(num_ranks)]
         try:
-            answers = _gather_answers(children, world)
+            replies = _gather_replies(children, world)
         finally:
             for child in children:
                 child.process.kill()
                 child.process.join()
                 child.process.close()
                 child.pipe.close()
-    return [pickle.loads(answer.value) for answer in answers]
+    return [pickle.loads(reply.result) for reply in replies]
 
 
 def parallel_config(**options: Any) -> ParallelConfig:
@@ -130,18 +130,25 @@ def parallel_config(**options: Any) -> ParallelConfig:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What one rank sends back: its kind is "result", "skip", "failure" or, where another rank was lost, "echo"."""
+class Reply:
+    """The message from a rank to the test.
+
+    Args:
+        kind: "result", "skip", "failure", or "peer_failure" for an error that another rank's failure causes.
+        coords: the rank's coordinates, "dp1 tp0".
+        text: reason or traceback.
+        result: pickled.
+    """
 
     kind: str
-    place: str = ""
+    coords: str = ""
     text: str = ""
-    value: bytes = b""
+    result: bytes = b""
 
 
 @dataclass(frozen=True)
 class _World:
-    """What every rank of one run is told; the function travels as its file and name."""
+    """The arguments of every rank's process; the function is passed as file and name."""
 
     size: int
     timeout_s: float
@@ -163,7 +170,7 @@ class _Child:
 @functools.cache
 def _server() -> Any:
     """The process that all ranks are forked from; started by the first test that needs it."""
-    # Read when the server starts. Its OpenMP threads never run, but its children inherit the settings.
+    # Read when the server starts; its children inherit the settings.
     os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", GLOO_SOCKET_IFNAME="lo")
     old = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([old] if old else [])])
@@ -173,77 +180,77 @@ def _server() -> Any:
 
 
 def _start_rank(world: _World, rank: int, payload: bytes) -> _Child:
-    ours, theirs = _server().Pipe(duplex=False)
-    process = _server().Process(target=_play_rank, args=(world, rank, payload, theirs), daemon=True)
+    receiver, sender = _server().Pipe(duplex=False)
+    process = _server().Process(target=_run_rank, args=(world, rank, payload, sender), daemon=True)
     process.start()
-    theirs.close()
-    return _Child(process, ours)
+    sender.close()
+    return _Child(process, receiver)
 
 
-def _gather_answers(children: list[_Child], world: _World) -> list[Answer]:
-    """Every rank's answer; fails the test at the first failure, death or timeout."""
-    answers: dict[int, Answer] = {}
+def _gather_replies(children: list[_Child], world: _World) -> list[Reply]:
+    """Every rank's reply; fails the test at the first failure, exit or timeout."""
+    replies: dict[int, Reply] = {}
     deadline = time.monotonic() + world.timeout_s
-    bad: list[int] = []  # ranks in the order in which they failed
-    while len(answers) < len(children):
-        left = {child.pipe: rank for rank, child in enumerate(children) if rank not in answers}
-        ready = multiprocessing.connection.wait(left, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready and not bad:
-            _fail_hung(sorted(left.values()), world)
+    failed: list[int] = []  # ranks in the order in which they failed
+    while len(replies) < len(children):
+        running = {child.pipe: rank for rank, child in enumerate(children) if rank not in replies}
+        ready = multiprocessing.connection.wait(running, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready and not failed:
+            _fail_hung(sorted(running.values()), world)
         if not ready:
             break
         for pipe in ready:
-            rank = left[pipe]  # type: ignore[index]
-            answers[rank] = _receive(children[rank])
-            if answers[rank].kind != "result":
-                bad.append(rank)
-        if bad:  # give the others a moment to say whether they failed too
+            rank = running[pipe]  # type: ignore[index]
+            replies[rank] = _receive(children[rank])
+            if replies[rank].kind != "result":
+                failed.append(rank)
+        if failed:
             deadline = min(deadline, time.monotonic() + _SECOND_FAILURE_S)
-    if bad:
-        _fail_with(bad, answers, world)
-    return [answers[rank] for rank in range(world.size)]
+    if failed:
+        _fail_with(failed, replies, world)
+    return [replies[rank] for rank in range(world.size)]
 
 
-def _receive(child: _Child) -> Answer:
+def _receive(child: _Child) -> Reply:
     try:
         return pickle.loads(child.pipe.recv_bytes())
     except EOFError:
         child.process.join(timeout=5)
-        return Answer("failure", text=f"it died without a word, exit code {child.process.exitcode}")
+        return Reply("failure", text=f"exited with code {child.process.exitcode} and sent no reply")
 
 
-def _fail_with(bad: list[int], answers: dict[int, Answer], world: _World) -> NoReturn:
-    culprit = next((rank for rank in bad if answers[rank].kind != "echo"), bad[0])
-    cause = answers[culprit]
+def _fail_with(failed: list[int], replies: dict[int, Reply], world: _World) -> NoReturn:
+    first = next((rank for rank in failed if replies[rank].kind != "peer_failure"), failed[0])
+    cause = replies[first]
     if cause.kind == "skip":
         pytest.skip(cause.text)
-    place = f" ({cause.place})" if cause.place else ""
-    others = ", ".join(str(rank) for rank in sorted(bad) if rank != culprit)
-    and_others = f"\nfailed too: rank {others}" if others else ""
-    pytest.fail(f"rank {culprit}{place} of {world.size}: {cause.text}{and_others}", pytrace=False)
+    coords = f" ({cause.coords})" if cause.coords else ""
+    others = ", ".join(str(rank) for rank in sorted(failed) if rank != first)
+    and_others = f"\nalso failed: rank {others}" if others else ""
+    pytest.fail(f"rank {first}{coords} of {world.size}: {cause.text}{and_others}", pytrace=False)
 
 
 def _fail_hung(hung: list[int], world: _World) -> NoReturn:
     stacks = []
     for rank in hung:
         with suppress(OSError):
-            stacks.append(f"rank {rank} stood at\n{world.stack_file(rank).read_text()}")
-    who = ", ".join(map(str, hung))
-    message = f"rank {who} of {world.size} did not finish within {world.timeout_s:g} s and was killed"
+            stacks.append(f"stack of rank {rank}\n{world.stack_file(rank).read_text()}")
+    numbers = ", ".join(map(str, hung))
+    message = f"rank {numbers} of {world.size} did not finish within {world.timeout_s:g} s and was killed"
     pytest.fail("\n".join([message, *stacks]), pytrace=False)
 
 
-def _play_rank(world: _World, rank: int, payload: bytes, pipe: Connection) -> None:
-    """One rank, in a process of its own: join, run, answer, leave at once."""
+def _run_rank(world: _World, rank: int, payload: bytes, pipe: Connection) -> None:
+    """Run one rank in this process, send its reply and exit."""
     with world.stack_file(rank).open("w") as stack_file:
         faulthandler.dump_traceback_later(max(0.1, world.timeout_s - 0.3), file=stack_file)
-        pipe.send_bytes(pickle.dumps(_answer(world, rank, payload)))
+        pipe.send_bytes(pickle.dumps(_reply(world, rank, payload)))
         pipe.close()
-        os._exit(0)  # nothing to tidy up: interpreter and gloo teardown would cost more than the test
+        os._exit(0)  # skip the teardown of the interpreter and of gloo, which takes longer than most tests
 
 
-def _answer(world: _World, rank: int, payload: bytes) -> Answer:
-    place = ""
+def _reply(world: _World, rank: int, payload: bytes) -> Reply:
+    coords = ""
     try:
         import torch
         import torch.distributed as dist
@@ -253,26 +260,26 @@ def _answer(world: _World, rank: int, payload: bytes) -> Answer:
         from nanotrain.topology.topology import Topology
 
         torch.set_num_threads(1)
-        fn = getattr(_load(world.module, world.file), world.name)
+        function = getattr(_load(world.module, world.file), world.name)
         parallel, args = pickle.loads(payload)
         if world.size > 1:
             timeout = timedelta(seconds=world.timeout_s)
-            meeting = f"file://{world.folder}/meeting"
-            dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world.size, timeout=timeout)
+            url = f"file://{world.folder}/rendezvous"
+            dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world.size, timeout=timeout)
         ctx = ParallelContext.attach(Topology.of(parallel, world.size), timeout_s=world.timeout_s)
-        place = ctx.coords_text
-        value = pickle.dumps(inspect.unwrap(fn)(ctx, *args))
-        barrier(ctx.control)  # nobody leaves while another rank still reads from it
-        return Answer("result", place, value=value)
+        coords = ctx.coords_text
+        result = pickle.dumps(inspect.unwrap(function)(ctx, *args))
+        barrier(ctx.control)  # no rank exits while another one still reads from it
+        return Reply("result", coords, result=result)
     except pytest.skip.Exception as skip:
-        return Answer("skip", place, str(skip))
+        return Reply("skip", coords, str(skip))
     except BaseException as error:
-        kind = "echo" if isinstance(error, EnvironmentFault) else "failure"
-        return Answer(kind, place, _own_traceback(error))
+        kind = "peer_failure" if isinstance(error, EnvironmentFault) else "failure"
+        return Reply(kind, coords, _traceback(error))
 
 
-def _own_traceback(error: BaseException) -> str:
-    """The traceback below this file's frames."""
+def _traceback(error: BaseException) -> str:
+    """The traceback without the frames of this file."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -280,11 +287,11 @@ def _own_traceback(error: BaseException) -> str:
 
 
 def _load(name: str, file: str) -> ModuleType:
-    """The module of that name, read from that file unless it is there already."""
+    """The module of that name, loaded from that file unless it is loaded already."""
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None, f"{file} is no Python module"
+    assert spec is not None and spec.loader is not None, f"{file} is not a Python module"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

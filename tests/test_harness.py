@@ -1,4 +1,4 @@
-"""The harness itself: results by rank, failures told by the rank that caused them, nothing left hanging."""
+"""The harness: results by rank, failures reported with their rank, no rank left running."""
 
 import os
 import time
@@ -18,7 +18,7 @@ def test_each_rank_gets_a_live_context(ctx):
 
 @ranks(2)
 @pytest.mark.parametrize("number", [3, 5])
-def test_fixtures_and_parameters_travel(ctx, number, tmp_path):
+def test_fixtures_and_parameters_reach_every_rank(ctx, number, tmp_path):
     (tmp_path / str(ctx.rank)).write_text(str(number))
     barrier(ctx.control)
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [str(number)] * 2
@@ -39,7 +39,7 @@ def fail_on_rank_2(ctx):
     barrier(ctx.control)
 
 
-def test_a_failure_shows_the_rank_its_place_and_its_traceback_only():
+def test_a_failure_shows_the_rank_its_coordinates_and_its_traceback_only():
     with pytest.raises(pytest.fail.Exception) as failure:
         run_ranks(4, fail_on_rank_2, tp=2)
     message = str(failure.value)
@@ -54,7 +54,7 @@ def hang_on_rank_1(ctx):
         time.sleep(60)
 
 
-def test_a_rank_that_hangs_is_killed_and_named_with_its_stack():
+def test_a_rank_that_hangs_is_killed_and_reported_with_its_stack():
     started = time.monotonic()
     with pytest.raises(pytest.fail.Exception) as failure:
         run_ranks(2, hang_on_rank_1, timeout_s=2.0)
@@ -69,8 +69,8 @@ def die_on_rank_0(ctx):
     barrier(ctx.control)
 
 
-def test_a_rank_that_dies_is_named():
-    with pytest.raises(pytest.fail.Exception, match=r"rank 0 of 2: it died without a word, exit code 7"):
+def test_a_rank_that_exits_is_reported():
+    with pytest.raises(pytest.fail.Exception, match=r"rank 0 of 2: exited with code 7 and sent no reply"):
         run_ranks(2, die_on_rank_0)
 
 

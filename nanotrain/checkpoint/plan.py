@@ -62,7 +62,7 @@ def tiling_fault(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
     Halves the tensor at an edge of some box, and each half again, until a cell holds one box: O(n log n) for the grids
     and flat ranges that ranks write, instead of the n*n of comparing pairs.
     """
-    whole = Box.whole(shape)
+    whole = Box.full(shape)
     for box in boxes:
         if len(box.start) != len(shape) or box.intersect(whole) != box:
             return f"{_text(box)} lies outside the tensor of shape {list(shape)}"

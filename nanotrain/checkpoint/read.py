@@ -140,7 +140,7 @@ def _read_one(path: Path, manifest: Manifest, *, name: str) -> torch.Tensor:
             why=f"it holds {len(manifest.tensors)} others, the first is {next(iter(manifest.tensors), 'none')}",
             fix="`nanotrain checkpoint inspect` lists them",
         )
-    box = TensorBox(name, entry.shape, Box.whole(entry.shape))
+    box = TensorBox(name, entry.shape, Box.full(entry.shape))
     tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
     fill(path, plan_reads(manifest, [box]), wanted={box: tensor})
     return tensor

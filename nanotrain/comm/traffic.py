@@ -1,8 +1,8 @@
-"""What this rank sends: bytes and calls per (group, operation).
+"""Bytes and calls that this rank sends, per group and operation.
 
-Counted by the textbook formula of what is executed, d being the group's size: reduce-scatter and all-gather send
-(d-1)/d of the full tensor, an all-reduce twice that. A broadcast is booked on every rank with (d-1)/d, its mean over
-the ranks. Groups of one send nothing and are not booked. Objects and barriers are control traffic and not counted.
+Counted by the textbook formula of the executed collective in a group of d ranks: reduce-scatter and all-gather send
+(d-1)/d of the full tensor, an all-reduce twice that. A broadcast counts (d-1)/d on every rank, the mean over the ranks.
+Groups of one rank send nothing and are not counted, nor are Python objects.
 """
 
 from collections import defaultdict
@@ -22,19 +22,19 @@ class TrafficCounter:
         self._entries: dict[tuple[str, str], _Entry] = defaultdict(_Entry)
 
     def record(self, group: str, op: str, *, num_bytes: int) -> None:
-        """Book one call.
+        """Count one call.
 
         Args:
-            group: name of the group it ran over.
+            group: name of the group.
             op: name of the operation ("reduce_scatter").
-            num_bytes: bytes that left this rank.
+            num_bytes: bytes sent by this rank.
         """
         entry = self._entries[group, op]
         entry.calls += 1
         entry.num_bytes += num_bytes
 
     def bytes(self, group: str | None = None, op: str | None = None) -> int:
-        """Bytes sent over `group` by `op`; None stands for any.
+        """Bytes sent over `group` by `op`; None means all.
 
         >>> traffic = TrafficCounter()
         >>> traffic.record("dp", "all_gather", num_bytes=96)
@@ -42,21 +42,21 @@ class TrafficCounter:
         >>> traffic.bytes(), traffic.bytes("tp"), traffic.bytes(op="all_gather")
         (160, 64, 96)
         """
-        return sum(entry.num_bytes for entry in self._chosen(group, op))
+        return sum(entry.num_bytes for entry in self._matching(group, op))
 
     def calls(self, group: str | None = None, op: str | None = None) -> int:
-        """How often `op` ran over `group`; None stands for any."""
-        return sum(entry.calls for entry in self._chosen(group, op))
+        """Calls of `op` over `group`; None means all."""
+        return sum(entry.calls for entry in self._matching(group, op))
 
     def reset(self) -> None:
-        """Forget everything booked so far."""
+        """Set all counts to zero."""
         self._entries.clear()
 
-    def _chosen(self, group: str | None, op: str | None) -> list[_Entry]:
+    def _matching(self, group: str | None, op: str | None) -> list[_Entry]:
         return [
             entry
-            for (its_group, its_op), entry in self._entries.items()
-            if group in (None, its_group) and op in (None, its_op)
+            for (entry_group, entry_op), entry in self._entries.items()
+            if group in (None, entry_group) and op in (None, entry_op)
         ]
 
 

@@ -100,7 +100,7 @@ def _assemble(
         assert name in places, f"{name} has no place in this family: the exported model would lack it"
         place = places[name]
         shapes = place.tensor_shapes
-        for piece in place.pieces(Box.whole(place.shape)):
+        for piece in place.pieces(Box.full(place.shape)):
             if piece.tensor not in begun:
                 begun[piece.tensor] = torch.empty(shapes[piece.tensor], dtype=dtype)
             begun[piece.tensor][piece.stored.slices()].copy_(piece.as_stored(tensor.detach()[piece.box.slices()]))

@@ -43,7 +43,7 @@ def import_weights(folder: Path, model_config: ModelConfig, *, wanted: Mapping[T
 
 
 def _fill(target: Tensor, piece: TensorBox, *, place: Place, files: WeightFiles) -> None:
-    real = piece.box.intersect(Box.whole(place.shape))
+    real = piece.box.intersect(Box.full(place.shape))
     if real != piece.box:
         target.zero_()
     if real is None:

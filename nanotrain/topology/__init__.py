@@ -1,1 +1,4 @@
-"""Pure plans: which ranks form a group, which box of a tensor a rank owns, which layers a stage holds."""
+"""Pure plans: ranks and groups, boxes, parameter declarations, pipeline stages, hardware peaks.
+
+No torch, no process group and no device: `comm/` creates the live groups, `model/` and `parallel/` the tensors.
+"""

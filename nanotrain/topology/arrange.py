@@ -1,9 +1,9 @@
-"""The two grids a configuration asks for, or the error that says why the ranks cannot form them.
+"""Arrange ranks in a dense and an expert grid, or refuse sizes that do not fit.
 
     dense   tp + TP*(cp + CP*(dp + DP*pp))                        order tp-cp-ep-dp-pp
     expert  etp + ETP*(ep + EP*(expert_dp + EXPERT_DP*pp))
 
-Data parallelism is what the other axes leave over. `--use-tp-pp-dp-mapping` swaps dp and pp in both grids.
+dp and expert_dp are the world size divided by the other axes. `--use-tp-pp-dp-mapping` swaps dp and pp in both grids.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from nanotrain.config.option import flag_of
 from nanotrain.errors import TopologyError
 from nanotrain.topology.grid import Grid
 
-# the axes a user sizes, in the order in which a smaller one is offered as a cure
+# the axes that a flag sizes, in the order in which a smaller size is suggested
 FIELDS = {
     "pp": "pipeline_model_parallel_size",
     "cp": "context_parallel_size",
@@ -28,25 +28,25 @@ FIELDS = {
 
 @dataclass(frozen=True)
 class Grids:
-    """One grid for everything but experts and one for experts, over the same ranks."""
+    """The grid of experts and the grid of all other layers, over the same ranks."""
 
     dense: Grid
     expert: Grid
 
 
 def arrange(parallel: ParallelConfig, world_size: int, *, is_sharded: bool) -> Grids:
-    """Arrange ranks along the axes of a configuration.
+    """Arrange ranks along the axes of a parallel config.
 
     Args:
-        parallel: the sizes asked for.
+        parallel: the parallel sizes.
         world_size: number of ranks.
-        is_sharded: whether data-parallel ranks share optimizer state.
+        is_sharded: whether optimizer state is sharded over data-parallel ranks.
 
     Raises:
-        TopologyError: ranks that cannot form the groups; says the numbers and a cure.
+        TopologyError: the ranks cannot form the groups; names the numbers and a fix.
     """
     if world_size < 1:
-        raise TopologyError(f"{world_size} ranks cannot run anything", fix="run on at least 1 rank")
+        raise TopologyError(f"{world_size} ranks cannot run a job", fix="run on at least 1 rank")
     if not _fits(parallel, world_size):
         raise _misfit(parallel, world_size)
     dense, expert = _dense_sizes(parallel), _expert_sizes(parallel)
@@ -88,7 +88,7 @@ def _with_size(parallel: ParallelConfig, change: dict[str, Any]) -> ParallelConf
 
 
 def _misfit(parallel: ParallelConfig, world_size: int) -> TopologyError:
-    """The error for axes whose product does not divide the ranks; a cure is one smaller axis, or other ranks."""
+    """The error for axes whose product does not divide the world size; the fix is one smaller axis, or other ranks."""
     dense, expert = _dense_sizes(parallel), _expert_sizes(parallel)
     wrong = dense if world_size % prod(dense.values()) else expert
     current = dense | expert
@@ -98,36 +98,36 @@ def _misfit(parallel: ParallelConfig, world_size: int) -> TopologyError:
         for smaller in range(current[axis] - 1, 0, -1)
         if _fits(_with_size(parallel, {FIELDS[axis]: smaller}), world_size)
     )
-    cures = [f"set {flag_of(field)} {size}" for field, size in islice(smaller_axes, 1)]
+    fixes = [f"set {flag_of(field)} {size}" for field, size in islice(smaller_axes, 1)]
     unit = lcm(prod(dense.values()), prod(expert.values()))
     shown = " x ".join(f"{axis}={size}" for axis, size in wrong.items() if size > 1)
     return TopologyError(
         f"{world_size} ranks cannot form {shown}",
         why=f"{'*'.join(wrong)} = {prod(wrong.values())} must divide the world size",
-        fix=" or ".join([*cures, f"run on {unit * -(-world_size // unit)} ranks"]),
+        fix=" or ".join([*fixes, f"run on {unit * -(-world_size // unit)} ranks"]),
     )
 
 
 def _check_same_stages(dense: dict[str, int], expert: dict[str, int]) -> None:
-    """With pp before dp a rank's stage is the same in both grids only where both put pp at the same stride."""
+    """With pp before dp, a rank has the same stage in both grids only if pp has the same stride in both."""
     if dense["pp"] == 1 or dense["dp"] == expert["expert_dp"]:
         return
     flag = flag_of("use_tp_pp_dp_mapping")
     raise TopologyError(
         f"{flag} cannot arrange dp={dense['dp']} and expert_dp={expert['expert_dp']} with pp={dense['pp']}",
         why=f"tp*cp = {dense['tp'] * dense['cp']} and etp*ep = {expert['etp'] * expert['ep']} differ, "
-        "so a rank would hold the experts of one stage and the rest of another",
+        "so a rank would hold the experts of one stage and the other layers of another",
         fix=f"drop {flag} or choose sizes with tp*cp = etp*ep",
     )
 
 
 def _check_instances(instances: int, ranks: dict[str, int], *, is_sharded: bool) -> None:
-    """Optimizer instances must cut the data-parallel ranks of both grids, given by name, into equal parts."""
+    """The number of optimizer instances must divide the data-parallel ranks of both grids, given by name."""
     flag = flag_of("num_distributed_optimizer_instances")
     if instances > 1 and not is_sharded:
         raise TopologyError(
             f"{flag} {instances} has no effect with no_shard",
-            why="no_shard keeps the whole optimizer state on every rank, so there is nothing to split into instances",
+            why="no_shard replicates the optimizer state on every rank, so there are no shards to replicate",
             fix=f"set {flag_of('data_parallel_sharding_strategy')} optim or {flag} 1",
         )
     for name, count in ranks.items():

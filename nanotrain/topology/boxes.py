@@ -1,10 +1,10 @@
-"""Boxes: axis-aligned pieces of a tensor, in that tensor's own coordinates.
+"""Boxes: axis-aligned regions of a tensor, in the coordinates of the global tensor.
 
-A piece of a tensor is (name, Box) wherever it travels: init, clipping, optimizer state, checkpoints, Hugging Face.
-`flat_range_to_boxes` is the only bridge from flat buffers to boxes. Example, elements [2, 11) of a [3, 4] tensor:
+Init, clipping, optimizer state, checkpoints and Hugging Face files name a part of a tensor as (name, Box).
+`flat_range_to_boxes` is the only conversion from flat buffers to boxes. Example, elements [2, 11) of a [3, 4] tensor:
 
-        . . 0 0         0  (0:1, 2:4)   rest of the first row
-        1 1 1 1         1  (1:2, 0:4)   whole rows
+        . . 0 0         0  (0:1, 2:4)   end of the first row
+        1 1 1 1         1  (1:2, 0:4)   full rows
         2 2 2 .         2  (2:3, 0:3)   begin of the last row
 """
 
@@ -30,8 +30,8 @@ class Box:
     stop: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Self:
-        """The box of a whole tensor."""
+    def full(cls, shape: Sequence[int]) -> Self:
+        """The box that contains all elements of a tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -45,11 +45,11 @@ class Box:
         return prod(self.shape)
 
     def slices(self) -> tuple[slice, ...]:
-        """What to index a tensor with to get this piece of it."""
+        """The index that selects this box from the global tensor."""
         return tuple(slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True))
 
     def intersect(self, other: "Box") -> "Box | None":
-        """The elements of both, or None where they share none."""
+        """The elements in both boxes, or None if there are none."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
         if any(a >= b for a, b in zip(start, stop, strict=True)):
@@ -57,11 +57,11 @@ class Box:
         return Box(start, stop)
 
     def within(self, outer: "Box") -> "Box":
-        """This box in the coordinates of `outer`, which must hold it: what to index outer's tensor with."""
-        held = all(a <= b for a, b in zip(outer.start, self.start, strict=True)) and all(
+        """This box relative to `outer`, which must contain it: the index into a tensor of outer's shape."""
+        is_inside = all(a <= b for a, b in zip(outer.start, self.start, strict=True)) and all(
             a <= b for a, b in zip(self.stop, outer.stop, strict=True)
         )
-        assert held, f"{self} sticks out of {outer}: it would read a neighbour's elements"
+        assert is_inside, f"{self} is not inside {outer}: elements outside would be read"
         return self.shifted([-offset for offset in outer.start])
 
     def shifted(self, offset: Sequence[int]) -> "Box":
@@ -74,12 +74,12 @@ class Box:
 
 @dataclass(frozen=True)
 class TensorBox:
-    """A piece of a global tensor; the key under which parts of the framework exchange tensors of `box.shape`.
+    """A box of a named global tensor; the key of a local tensor of shape `box.shape`.
 
     Args:
         name: the tensor's global name.
-        shape: the shape of the whole tensor, over all ranks.
-        box: the piece.
+        shape: the global shape, over all ranks.
+        box: the region.
     """
 
     name: str
@@ -87,13 +87,13 @@ class TensorBox:
     box: Box
 
     @classmethod
-    def whole(cls, name: str, shape: Sequence[int]) -> Self:
-        """All of a tensor."""
-        return cls(name, tuple(shape), Box.whole(shape))
+    def full(cls, name: str, shape: Sequence[int]) -> Self:
+        """All elements of a tensor."""
+        return cls(name, tuple(shape), Box.full(shape))
 
 
 def flat_range_to_boxes(shape: Sequence[int], *, start: int, stop: int) -> tuple[Box, ...]:
-    """The boxes that elements [start, stop) of a row-major tensor form, in flat order.
+    """Split elements [start, stop) of a row-major tensor into boxes, in flat order.
 
     Args:
         shape: the tensor's shape; () for a scalar.
@@ -101,33 +101,33 @@ def flat_range_to_boxes(shape: Sequence[int], *, start: int, stop: int) -> tuple
         stop: flat index after the last.
 
     Returns:
-        At most 2*ndim-1 boxes (1 for a scalar), none empty, disjoint; read one after the other they are the range.
+        At most 2*ndim-1 boxes (1 for a scalar), none empty, disjoint; concatenated they are the range.
 
     >>> [box.slices() for box in flat_range_to_boxes((4,), start=1, stop=3)]
     [(slice(1, 3, None),)]
     >>> len(flat_range_to_boxes((3, 4), start=2, stop=11))
     3
     """
-    assert 0 <= start <= stop <= prod(shape), f"[{start}, {stop}) leaves a tensor of shape {tuple(shape)}"
+    assert 0 <= start <= stop <= prod(shape), f"[{start}, {stop}) is outside a tensor of shape {tuple(shape)}"
     if start == stop:
         return ()
     if not shape:
         return (Box((), ()),)
     row_numel = prod(shape[1:])
-    first_whole, last_whole = -(-start // row_numel), stop // row_numel
-    if first_whole > last_whole:  # the range lies inside one row
-        return _in_row(shape, last_whole, start=start - last_whole * row_numel, stop=stop - last_whole * row_numel)
+    first_full, last_full = -(-start // row_numel), stop // row_numel
+    if first_full > last_full:  # the range is inside one row
+        return _in_row(shape, last_full, start=start - last_full * row_numel, stop=stop - last_full * row_numel)
     boxes: tuple[Box, ...] = ()
-    if start < first_whole * row_numel:
-        boxes += _in_row(shape, first_whole - 1, start=start - (first_whole - 1) * row_numel, stop=row_numel)
-    if first_whole < last_whole:
-        boxes += (Box((first_whole,) + (0,) * (len(shape) - 1), (last_whole, *shape[1:])),)
-    if last_whole * row_numel < stop:
-        boxes += _in_row(shape, last_whole, start=0, stop=stop - last_whole * row_numel)
+    if start < first_full * row_numel:
+        boxes += _in_row(shape, first_full - 1, start=start - (first_full - 1) * row_numel, stop=row_numel)
+    if first_full < last_full:
+        boxes += (Box((first_full,) + (0,) * (len(shape) - 1), (last_full, *shape[1:])),)
+    if last_full * row_numel < stop:
+        boxes += _in_row(shape, last_full, start=0, stop=stop - last_full * row_numel)
     return boxes
 
 
 def _in_row(shape: Sequence[int], row: int, *, start: int, stop: int) -> tuple[Box, ...]:
-    """Flat range [start, stop) of row `row`, whose shape is shape[1:], as boxes of the whole tensor."""
+    """Flat range [start, stop) of row `row`, whose shape is shape[1:], as boxes of the tensor."""
     inside = flat_range_to_boxes(shape[1:], start=start, stop=stop)
     return tuple(Box((row, *box.start), (row + 1, *box.stop)) for box in inside)

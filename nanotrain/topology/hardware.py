@@ -1,14 +1,14 @@
-"""What machines can do at best: peak matrix throughput per device, for honest utilization figures.
+"""Peak matrix throughput per device, the denominator of MFU (model FLOPs utilization).
 
-Dense peaks (no structured sparsity) of the vendors' data sheets, floating-point operations per second. fp32 is the
-plain fp32 rate, because torch does not use TF32 for fp32 matrices unless told to.
+Dense peaks (no structured sparsity) of the vendors' data sheets, in FLOP/s. fp32 is the plain fp32 rate: torch does not
+use TF32 for fp32 matrices by default.
 """
 
 import re
 
 Peaks = dict[str, float]
 
-# device-name pattern -> dtype -> peak; the first that matches counts, so narrow names stand before wide ones
+# device-name pattern -> dtype -> peak; the first match counts, so specific names come before general ones
 PEAK_FLOPS: dict[str, Peaks] = {
     # NVIDIA V100 data sheet: no bf16
     r"\bV100-SXM": {"fp16": 125e12, "fp32": 15.7e12},
@@ -20,7 +20,7 @@ PEAK_FLOPS: dict[str, Peaks] = {
     # NVIDIA H100 data sheet and Hopper architecture paper: PCIe and NVL cards run slower than SXM modules
     r"\bH100 PCIe\b": {"bf16": 756e12, "fp16": 756e12, "fp32": 51.2e12},
     r"\bH[12]00 NVL\b": {"bf16": 835.5e12, "fp16": 835.5e12, "fp32": 60e12},
-    # SXM modules report "H100 80GB HBM3", Grace Hopper "GH200 480GB", H20 is a cut-down part and matches nothing
+    # SXM modules report "H100 80GB HBM3", Grace Hopper "GH200 480GB", H20 is a slower part and matches no row
     r"\b(H100|H200|H800|GH200)\b": {"bf16": 989.4e12, "fp16": 989.4e12, "fp32": 66.9e12},
     # NVIDIA HGX B200 and GB200 NVL72 data sheets, per GPU
     r"\bB200\b": {"bf16": 2.25e15, "fp16": 2.25e15, "fp32": 75e12},
@@ -31,21 +31,18 @@ PEAK_FLOPS: dict[str, Peaks] = {
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """The dense matrix peak of a device, or None where it is not known (CPUs, slices of a GPU, unlisted cards).
+    """The dense matrix peak of a device in FLOP/s, or None if unknown (CPUs, MIG slices, unlisted cards).
 
     Args:
-        device_name: as the driver says it, "NVIDIA H100 80GB HBM3".
+        device_name: as reported by the driver, "NVIDIA H100 80GB HBM3".
         dtype: "fp32", "bf16" or "fp16".
-
-    Returns:
-        Floating-point operations per second.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3", "bf16")
     989400000000000.0
     >>> peak_flops("AMD EPYC 7763", "fp32") is None
     True
     """
-    if " MIG " in device_name:  # a slice of a GPU has an unknown fraction of its peak
+    if " MIG " in device_name:  # the slice's fraction of the peak is unknown
         return None
     for pattern, peaks in PEAK_FLOPS.items():
         if re.search(pattern, device_name):

@@ -127,7 +127,7 @@ class LocalParam:
     @classmethod
     def unsharded(cls, spec: ParamSpec) -> Self:
         """All of a parameter, as without model parallelism."""
-        return cls(spec, Box.whole(spec.shape))
+        return cls(spec, Box.full(spec.shape))
 
 
 # The axis inside one model replica that may leave a parameter unsharded, by `is_expert`.

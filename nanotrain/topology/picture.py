@@ -1,6 +1,6 @@
-"""What `nanotrain topology` prints: the rank grids as a picture and every group as a list.
+"""The output of `nanotrain topology`: the rank grids as a picture and a table of all groups.
 
-Long worlds are shortened with `..`; the JSON form is always complete.
+Large worlds are shortened with `..`; the JSON form is always complete.
 """
 
 import json
@@ -16,24 +16,21 @@ from nanotrain.topology.topology import Topology
 MAX_WIDTH = 110  # characters of a group line
 MAX_COLUMNS, MAX_ROWS, MAX_STAGES = 8, 8, 4
 GAP = ".."
-UNSHARDED_NOTE = (
-    "\n\n_shard and _replicate as a sharded strategy forms them; under no_shard every rank is a shard of its own"
-)
+UNSHARDED_NOTE = "\n\n_shard and _replicate as in a sharded strategy; with no_shard every shard group is a single rank"
 
 
 def run_topology(parallel: ParallelConfig, world_size: int, *, as_json: bool) -> str:
     """The output of `nanotrain topology`.
 
-    Without a sharded strategy dp_shard and dp_replicate are shown as `optim` forms them: under no_shard every rank is
-    a shard group of its own, which says nothing about the ranks.
+    With `no_shard` every shard group is a single rank, so dp_shard and dp_replicate are shown as `optim` forms them.
 
     Args:
-        parallel: the axes asked for.
+        parallel: the parallel sizes.
         world_size: number of ranks.
-        as_json: print an object of group name -> list of rank lists in place of the picture.
+        as_json: return an object of group name -> list of rank lists instead of the picture.
 
     Raises:
-        TopologyError: ranks that cannot form the groups.
+        TopologyError: the ranks cannot form the groups.
     """
     is_sharded = parallel.data_parallel_sharding_strategy is not ShardingStrategy.no_shard
     if not is_sharded:
@@ -45,20 +42,20 @@ def run_topology(parallel: ParallelConfig, world_size: int, *, as_json: bool) ->
 
 
 def as_json(topology: Topology) -> dict[str, list[list[int]]]:
-    """Every group, as JSON has it: group name -> list of rank lists."""
+    """All groups as JSON values: group name -> list of rank lists."""
     return {name: [list(group) for group in groups] for name, groups in topology.groups().items()}
 
 
 def render(topology: Topology) -> str:
-    """The rank grids and every group, for a terminal."""
+    """The rank grids and all groups as text for a terminal."""
     parts = [_sizes_line(topology.dense), _draw(topology.dense)]
     if topology.expert.sizes != topology.dense.sizes:
-        parts += [_sizes_line(topology.expert, prefix="for experts, "), _draw(topology.expert)]
+        parts += [_sizes_line(topology.expert, prefix="experts: "), _draw(topology.expert)]
     return "\n\n".join([*parts, _group_table(topology)])
 
 
 def _json_text(topology: Topology) -> str:
-    """One line per name, so that people can read it too."""
+    """One line per group name."""
     lines = (f"  {json.dumps(name)}: {json.dumps(groups)}" for name, groups in as_json(topology).items())
     return "{\n" + ",\n".join(lines) + "\n}"
 
@@ -69,7 +66,7 @@ def _sizes_line(grid: Grid, *, prefix: str = "") -> str:
 
 
 def _draw(grid: Grid) -> str:
-    """The ranks of a grid: a paragraph per stage, a row per data-parallel rank, the two fast axes side by side.
+    """The ranks of a grid: one paragraph per stage, one row per data-parallel rank, the two fastest axes as columns.
 
               cp0          cp1
              tp0  tp1     tp0  tp1
@@ -88,8 +85,8 @@ def _draw(grid: Grid) -> str:
     def header(_: int) -> str:
         return "".join((GAP if c is None else f"{fast}{c}").rjust(width) for c in columns)
 
-    def ranks(place: dict[str, int], b: int) -> str:
-        cells = (GAP if c is None else str(grid.rank({**place, block: b, fast: c})) for c in columns)
+    def ranks(coords: dict[str, int], b: int) -> str:
+        cells = (GAP if c is None else str(grid.rank({**coords, block: b, fast: c})) for c in columns)
         return "".join(cell.rjust(width) for cell in cells)
 
     lines = [line("", lambda b: f"{block}{b}".center(width * len(columns)))] if grid.size(block) > 1 else []
@@ -108,7 +105,7 @@ def _draw(grid: Grid) -> str:
 
 
 def _shorten(items: Sequence[int], limit: int) -> list[int | None]:
-    """The items, or the first ones, a gap (None) and the last where there are more than `limit`.
+    """The items; if more than `limit`, the first ones, None for a gap, and the last.
 
     >>> _shorten(range(9), 4)
     [0, 1, None, 8]
@@ -119,19 +116,19 @@ def _shorten(items: Sequence[int], limit: int) -> list[int | None]:
 
 
 def _group_table(topology: Topology) -> str:
-    """A line per group name: how many, how large, which ranks."""
+    """One line per group name: number, size and ranks of its groups."""
     rows = []
     for name in GROUP_NAMES:
         groups = topology.groups_of(name)
         count = f"{len(groups)} x {len(groups[0])}"
-        rows.append((name, count, "each rank alone" if len(groups[0]) == 1 else _ranks_text(groups)))
+        rows.append((name, count, "single ranks" if len(groups[0]) == 1 else _ranks_text(groups)))
     names, counts = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
     lines = (f"{name.ljust(names)}  {count.rjust(counts)}  {ranks}" for name, count, ranks in rows)
     return f"{'group'.ljust(names)}  {'number x size'.rjust(counts)}\n" + "\n".join(lines)
 
 
 def _ranks_text(groups: tuple[Ranks, ...]) -> str:
-    """Groups one after the other until the line is full; at least one."""
+    """As many groups as fit on a line; at least one."""
     text = _group_text(groups[0])
     for index, group in enumerate(groups[1:], start=1):
         longer = f"{text}  {_group_text(group)}"
@@ -142,7 +139,7 @@ def _ranks_text(groups: tuple[Ranks, ...]) -> str:
 
 
 def _group_text(group: Ranks) -> str:
-    """The ranks of a group in brackets, the middle of a long one left out.
+    """The ranks of a group in brackets, without the middle of a long one.
 
     >>> _group_text((0, 8, 16, 24, 32, 40, 48, 56, 64, 72))
     '[0 8 16 .. 72]'

@@ -41,7 +41,7 @@ def balance_routers(
 def router_biases(stages: Mapping[int, Stage]) -> dict[TensorBox, torch.Tensor]:
     """The biases of this rank's routers, as a checkpoint keeps them; the same on every rank with these stages."""
     return {
-        TensorBox.whole(f"{PREFIX}{name}.expert_bias", router.expert_bias.shape): router.expert_bias
+        TensorBox.full(f"{PREFIX}{name}.expert_bias", router.expert_bias.shape): router.expert_bias
         for stage in stages.values()
         for name, router in routers_of(stage).items()
         if router.expert_bias is not None

@@ -18,7 +18,7 @@ CONFIG = {"model": {"hidden_size": 6, "num_layers": 1}}
 
 
 def whole(name: str, *shape: int) -> TensorBox:
-    return TensorBox(name, shape, Box.whole(shape))
+    return TensorBox(name, shape, Box.full(shape))
 
 
 def state(seed: int = 0) -> dict[TensorBox, torch.Tensor]:

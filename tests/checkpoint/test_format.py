@@ -25,7 +25,7 @@ def save(folder: Path) -> Path:
     tensor = torch.arange(20.0).reshape(SHAPE)
     boxes = [Box((0, 0), (2, 4)), Box((2, 0), (5, 1)), Box((2, 1), (5, 4))]
     tensors = {TensorBox("model/a.weight", SHAPE, box): tensor[box.slices()] for box in boxes}
-    tensors[TensorBox.whole("model/scalar", ())] = torch.tensor(2.5)
+    tensors[TensorBox.full("model/scalar", ())] = torch.tensor(2.5)
     checkpointer = Checkpointer(folder, group=Group.single_rank("world"))
     return checkpointer.save(5, tensors, objects={"seen": (1, 2)}, config={"grün": 0.1}, topology={})
 

@@ -19,7 +19,7 @@ shapes = st.lists(st.integers(1, 7), max_size=3).map(tuple)
 @st.composite
 def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
     """A random exact tiling: the tensor cut in two, a piece of it cut in two, and so on; in random order."""
-    boxes = [Box.whole(shape)]
+    boxes = [Box.full(shape)]
     for _ in range(draw(st.integers(0, 8))):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
         dims = [dim for dim, size in enumerate(box.shape) if size > 1]
@@ -40,7 +40,7 @@ def manifest_of(shape: tuple[int, ...], boxes: list[Box]) -> Manifest:
 
 @given(shapes, st.integers(1, 40))
 def test_split_pieces_tile_the_box_within_the_limit(shape: tuple[int, ...], limit: int) -> None:
-    pieces = split_box(Box.whole(shape), 2, limit=limit)
+    pieces = split_box(Box.full(shape), 2, limit=limit)
 
     assert tiling_fault(shape, pieces) is None
     assert all(piece.numel * 2 <= max(limit, 2) for piece in pieces)

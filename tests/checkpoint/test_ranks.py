@@ -86,9 +86,9 @@ def fail_on_one(ctx: ParallelContext, folder: str, what: str) -> str:
     if ctx.rank == 1 and what == "other objects":
         own.save = lambda *args, **options: Checkpointer.save(own, *args, **(options | {"objects": {"a": 1}}))  # type: ignore
     if ctx.rank == 1 and what == "other shape":
-        wanted[TensorBox.whole("model/norm", (4,))] = torch.zeros(4)
+        wanted[TensorBox.full("model/norm", (4,))] = torch.zeros(4)
     if ctx.rank == 1 and what == "bug":
-        mine[TensorBox.whole("model/meta", (1,))] = torch.zeros(1, device="meta")
+        mine[TensorBox.full("model/meta", (1,))] = torch.zeros(1, device="meta")
     try:
         if what in ("damaged", "other shape"):
             own.restore(path, wanted)

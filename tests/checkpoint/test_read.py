@@ -67,8 +67,8 @@ def test_save_on_t1_load_on_t2_save_gives_the_same_global_tensors(data: st.DataO
 def test_a_file_is_opened_once_however_many_pieces_are_read_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    share = {TensorBox.whole(f"model/{i}", (4,)): torch.ones(4) for i in range(9)}
-    path = write(tmp_path, 1, shares=[share, {TensorBox.whole("model/other", (4,)): torch.ones(4)}])
+    share = {TensorBox.full(f"model/{i}", (4,)): torch.ones(4) for i in range(9)}
+    path = write(tmp_path, 1, shares=[share, {TensorBox.full("model/other", (4,)): torch.ones(4)}])
     manifest = store.read_manifest(path)
     opened: list[str] = []
     monkeypatch.setattr("nanotrain.checkpoint.read.ShardFile.__init__", _counting(opened))
@@ -89,7 +89,7 @@ def _counting(opened: list[str]) -> Callable[[ShardFile, Path], None]:
 
 
 def test_a_name_that_is_not_there_is_an_error_that_says_how_to_list_them(tmp_path: Path) -> None:
-    path = write(tmp_path, 1, shares=[{TensorBox.whole("model/a", (2,)): torch.ones(2)}])
+    path = write(tmp_path, 1, shares=[{TensorBox.full("model/a", (2,)): torch.ones(2)}])
 
     with pytest.raises(CheckpointError, match="holds no tensor model/b: it holds 1 others, the first is model/a"):
         list(read_full(path, ["model/b"]))

@@ -11,8 +11,8 @@ from nanotrain.topology.boxes import TensorBox
 
 
 def save(folder: Path) -> Path:
-    tensors = {TensorBox.whole(f"model/{name}", (64, 8)): torch.ones(64, 8) for name in ("a", "b")}
-    tensors[TensorBox.whole("optimizer/exp_avg/a", (64, 8))] = torch.zeros(64, 8, dtype=torch.bfloat16)
+    tensors = {TensorBox.full(f"model/{name}", (64, 8)): torch.ones(64, 8) for name in ("a", "b")}
+    tensors[TensorBox.full("optimizer/exp_avg/a", (64, 8))] = torch.zeros(64, 8, dtype=torch.bfloat16)
     checkpointer = Checkpointer(folder / "checkpoints", group=Group.single_rank("world"))
     return checkpointer.save(12, tensors, objects={"consumed_samples": 48}, config={}, topology={"dp": 4})
 

@@ -19,7 +19,7 @@ from nanotrain.comm.group import Group
 from nanotrain.errors import CheckpointError
 from nanotrain.topology.boxes import TensorBox
 
-BOX = TensorBox.whole("model/weight", (64,))
+BOX = TensorBox.full("model/weight", (64,))
 
 
 def checkpointer(folder: Path, keep_last: int = 0) -> Checkpointer:

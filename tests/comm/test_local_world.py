@@ -1,4 +1,4 @@
-"""A world of local processes: every rank works, the first failure is told and ends the others."""
+"""Worlds of local processes: every rank runs, the first failure is raised and ends the others."""
 
 import os
 import time
@@ -25,7 +25,7 @@ def sum_over_tp(context: ParallelContext, factor: float) -> tuple[int, float]:
 
 def refuse_on_rank_1(context: ParallelContext) -> None:
     if context.rank == 1:
-        raise ConfigError("a mistake", why="of one rank", fix="mend it")
+        raise ConfigError("a mistake", why="of one rank", fix="correct it")
     barrier(context.control)
 
 
@@ -41,10 +41,10 @@ def die_on_rank_1(context: ParallelContext) -> None:
     time.sleep(30)
 
 
-def test_every_rank_works_in_a_process_of_its_own_and_answers_by_rank() -> None:
-    answers = run_ranks(FOUR, sum_over_tp, arguments=[10.0])
-    assert [value for _, value in answers] == [10.0, 10.0, 50.0, 50.0]
-    assert len({pid for pid, _ in answers} | {os.getpid()}) == 5
+def test_every_rank_runs_in_its_own_process_and_results_are_by_rank() -> None:
+    results = run_ranks(FOUR, sum_over_tp, arguments=[10.0])
+    assert [value for _, value in results] == [10.0, 10.0, 50.0, 50.0]
+    assert len({pid for pid, _ in results} | {os.getpid()}) == 5
 
 
 def test_a_world_of_one_needs_no_process_group() -> None:
@@ -52,8 +52,8 @@ def test_a_world_of_one_needs_no_process_group() -> None:
     assert value == 0.0
 
 
-def test_a_mistake_of_one_rank_is_raised_with_its_cure() -> None:
-    with pytest.raises(ConfigError, match="a mistake: of one rank; mend it"):
+def test_an_error_of_one_rank_is_raised_as_it_is() -> None:
+    with pytest.raises(ConfigError, match="a mistake: of one rank; correct it"):
         run_ranks(TWO, refuse_on_rank_1)
 
 

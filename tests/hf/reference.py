@@ -85,6 +85,6 @@ def load(folder: Path) -> Stage:
     model = model_from_hf(folder)
     stage = give_storage(build_stage(model, split_layers(model.num_layers, 1)[0], dtype=torch.float32))
     parameters = dict(stage.named_parameters())
-    wanted = {TensorBox.whole(spec.name, spec.shape): parameters[spec.name] for spec in collect_specs(stage)}
+    wanted = {TensorBox.full(spec.name, spec.shape): parameters[spec.name] for spec in collect_specs(stage)}
     import_weights(folder, model, wanted=wanted)
     return stage

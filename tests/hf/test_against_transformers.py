@@ -38,7 +38,7 @@ def test_logits_and_every_gradient_are_those_of_transformers(name: str, tmp_path
     places = (*family.other_places, family.places)[0](ours.model)  # of transformers 5: experts are fused in memory
     assert {tensor for place in places.values() for tensor in place.tensor_shapes} == gradients.keys()
     for key, parameter in ours.named_parameters():
-        (piece,) = places[key].pieces(Box.whole(places[key].shape))
+        (piece,) = places[key].pieces(Box.full(places[key].shape))
         part = piece.as_parameter(gradients[piece.tensor][piece.stored.slices()])
         torch.testing.assert_close(parameter.grad[: part.shape[0]], part, rtol=1e-3, atol=1e-5, msg=key)
 

@@ -29,7 +29,7 @@ def read_whole(folder: Path, model: ModelConfig) -> dict[str, torch.Tensor]:
     """Every parameter of a folder, whole and without padding."""
     places = FAMILIES[family_of(model)].places(model)
     tensors = {name: torch.full(place.shape, float("nan")) for name, place in places.items()}
-    wanted = {TensorBox.whole(name, tensor.shape): tensor for name, tensor in tensors.items()}
+    wanted = {TensorBox.full(name, tensor.shape): tensor for name, tensor in tensors.items()}
     import_weights(folder, model, wanted=wanted)
     return tensors
 
@@ -43,7 +43,7 @@ def test_every_parameter_is_the_one_transformers_holds(name: str, tmp_path: Path
     places = fused_places(model)
     assert {tensor for place in places.values() for tensor in place.tensor_shapes} == held.keys()
     for key, place in places.items():
-        (piece,) = place.pieces(Box.whole(place.shape))
+        (piece,) = place.pieces(Box.full(place.shape))
         assert torch.equal(found[key], held[piece.tensor][piece.stored.slices()])
 
 

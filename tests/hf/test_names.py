@@ -47,10 +47,10 @@ def check_tiling(places: Iterable[Place]) -> None:
     boxes: dict[str, list[Box]] = {}
     wholes: dict[str, Box] = {}
     for place in places:
-        for piece in place.pieces(Box.whole(place.shape)):
+        for piece in place.pieces(Box.full(place.shape)):
             boxes.setdefault(piece.tensor, []).append(piece.stored)
         for tensor, shape in place.tensor_shapes.items():
-            assert wholes.setdefault(tensor, Box.whole(shape)) == Box.whole(shape)
+            assert wholes.setdefault(tensor, Box.full(shape)) == Box.full(shape)
     assert boxes.keys() == wholes.keys()
     for tensor, pieces in boxes.items():
         assert sum(piece.numel for piece in pieces) == wholes[tensor].numel

@@ -21,7 +21,7 @@ def test_a_box_written_piece_by_piece_reads_back(place: Place, data: st.DataObje
     # Given a parameter stored whole, as its place says.
     whole = torch.randn(place.shape)
     stored = {name: torch.full(shape, float("nan")) for name, shape in place.tensor_shapes.items()}
-    for piece in place.pieces(Box.whole(place.shape)):
+    for piece in place.pieces(Box.full(place.shape)):
         stored[piece.tensor][piece.stored.slices()] = piece.as_stored(whole[piece.box.slices()])
     # When any box of it is read.
     bounds = [sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2))) for size in place.shape]

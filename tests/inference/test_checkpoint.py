@@ -32,7 +32,7 @@ def write_run(folder: Path, *, tokenizer: str | None = "bytes") -> Stage:
     initialize(stage, [LocalParam.unsharded(spec) for spec in specs], seed=1)
     weights = dict(stage.named_parameters())
     tensors = {
-        TensorBox(f"model/{spec.name}", spec.shape, Box.whole(spec.shape)): weights[spec.name].data for spec in specs
+        TensorBox(f"model/{spec.name}", spec.shape, Box.full(spec.shape)): weights[spec.name].data for spec in specs
     }
     checkpointer = Checkpointer(folder / "checkpoints", group=Group.single_rank("world"), keep_last=0)
     checkpointer.save(3, tensors, objects={}, config=to_dict(config), topology={})

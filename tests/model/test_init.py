@@ -67,5 +67,5 @@ def test_any_box_of_a_parameter_is_cut_from_its_whole(data: st.DataObject) -> No
 @cache
 def whole_of_huge() -> torch.Tensor:
     whole = torch.empty(HUGE.shape)
-    fill_normal(whole, HUGE, box=Box.whole(HUGE.shape), seed=3, std=0.02)
+    fill_normal(whole, HUGE, box=Box.full(HUGE.shape), seed=3, std=0.02)
     return whole

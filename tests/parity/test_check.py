@@ -130,14 +130,14 @@ def test_samples_read_twice_or_by_half_a_replica_are_found() -> None:
 
 
 def grads() -> dict[TensorBox, torch.Tensor]:
-    return {TensorBox.whole("a", (2,)): torch.tensor([1.0, 2.0])}
+    return {TensorBox.full("a", (2,)): torch.tensor([1.0, 2.0])}
 
 
 def test_an_element_that_no_rank_holds_and_one_that_is_nan_are_infinitely_wrong() -> None:
     config = small_config("+config=tiny", world=1)
     reference = Record(0, losses=[1.0], grad_norms=[1.0], grads=grads())
     half = {TensorBox("a", (2,), Box((0,), (1,))): torch.tensor([1.0])}
-    for held in (half, {TensorBox.whole("a", (2,)): torch.tensor([1.0, torch.nan])}):
+    for held in (half, {TensorBox.full("a", (2,)): torch.tensor([1.0, torch.nan])}):
         record = Record(0, losses=[float("nan")], grad_norms=[1.0], grads=held, reads=[[]])
         report = compare(reference, [record], config=config, tolerance=1e-5)
         assert report.parameters[0].absolute == float("inf") and not report.holds

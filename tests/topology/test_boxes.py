@@ -37,7 +37,7 @@ def test_a_flat_range_is_its_boxes_read_one_after_the_other(shape: tuple[int, ..
 
 @given(shapes)
 def test_the_whole_flat_range_is_one_box(shape: tuple[int, ...]) -> None:
-    assert flat_range_to_boxes(shape, start=0, stop=prod(shape)) == (Box.whole(shape),)
+    assert flat_range_to_boxes(shape, start=0, stop=prod(shape)) == (Box.full(shape),)
 
 
 def test_the_bound_on_the_number_of_boxes_is_reached() -> None:
@@ -90,6 +90,6 @@ def test_a_box_counts_its_elements(shape: tuple[int, ...], data: st.DataObject) 
 
 
 def test_equal_pieces_are_equal_keys() -> None:
-    pieces = {TensorBox.whole("weight", (2, 3)): 1}
+    pieces = {TensorBox.full("weight", (2, 3)): 1}
 
     assert pieces[TensorBox("weight", (2, 3), Box((0, 0), (2, 3)))] == 1

@@ -1,4 +1,4 @@
-"""What `nanotrain topology` prints is all there in JSON and short enough for a terminal."""
+"""The output of `nanotrain topology`: JSON is complete, the picture fits a terminal."""
 
 import json
 
@@ -26,7 +26,7 @@ def test_json_is_complete_however_large_the_world_is() -> None:
 
 
 def test_shard_groups_are_shown_as_a_sharded_strategy_forms_them() -> None:
-    # given: no strategy was asked for
+    # given: no strategy is configured
     unsharded = ParallelConfig()
     assert unsharded.data_parallel_sharding_strategy is ShardingStrategy.no_shard
 
@@ -35,10 +35,10 @@ def test_shard_groups_are_shown_as_a_sharded_strategy_forms_them() -> None:
 
     # then
     assert printed["dp_shard"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert "under no_shard" in run_topology(unsharded, 8, as_json=False)
+    assert "with no_shard" in run_topology(unsharded, 8, as_json=False)
 
 
-def test_the_picture_draws_a_small_world_whole() -> None:
+def test_the_picture_of_a_small_world_is_complete() -> None:
     lines = run_topology(TP2_PP4, 16, as_json=False).splitlines()
 
     assert lines[:8] == [
@@ -54,9 +54,9 @@ def test_the_picture_draws_a_small_world_whole() -> None:
     assert "dp                    8 x 2  [0 2]  [1 3]  [4 6]  [5 7]  [8 10]  [9 11]  [12 14]  [13 15]" in lines
 
 
-def test_experts_have_a_picture_of_their_own_where_they_are_arranged_otherwise() -> None:
-    assert "for experts" not in render(Topology.of(TP2_PP4, 16))
-    assert "for experts, 8 ranks = etp 1 x ep 4" in render(Topology.of(ParallelConfig(expert_model_parallel_size=4), 8))
+def test_experts_have_a_second_picture_if_their_grid_differs() -> None:
+    assert "experts:" not in render(Topology.of(TP2_PP4, 16))
+    assert "experts: 8 ranks = etp 1 x ep 4" in render(Topology.of(ParallelConfig(expert_model_parallel_size=4), 8))
 
 
 def test_the_picture_of_a_large_world_fits_a_terminal() -> None:
@@ -72,7 +72,7 @@ def test_the_picture_of_a_large_world_fits_a_terminal() -> None:
     # when
     lines = render(Topology.of(parallel, 16_384)).splitlines()
 
-    # then: the last rank is there, most are left out
+    # then: the last rank is shown, most are not
     assert len(lines) < 100
     assert max(len(line) for line in lines) < 160
     assert any(line.endswith("16383") for line in lines)

@@ -23,7 +23,7 @@ def params(*shapes: tuple[int, ...], tied: tuple[int, ...] = ()) -> list[LocalPa
     return [
         LocalParam(
             ParamSpec(f"p{index}", shape, dtype="bf16", init=Normal(0.02), weight_decay=True, is_tied=index in tied),
-            Box.whole(shape),
+            Box.full(shape),
         )
         for index, shape in enumerate(shapes)
     ]

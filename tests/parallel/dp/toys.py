@@ -57,7 +57,7 @@ def local_params(stage: nn.Module, *, tied: Sequence[str] = ()) -> list[LocalPar
             ParamSpec(
                 name, tuple(p.shape), dtype="fp32", init=Normal(0.02), weight_decay=p.ndim >= 2, is_tied=name in tied
             ),
-            Box.whole(tuple(p.shape)),
+            Box.full(tuple(p.shape)),
         )
         for name, p in stage.named_parameters()
     ]
