@@ -1,20 +1,20 @@
-"""`nanotrain parity`: does a layout train as one rank does? Tried out on a shrunk model and local CPU processes.
+"""`nanotrain parity`: compare a layout with one rank, on a shrunk model and local CPU processes.
 
-    shrink (shrink.py) -> one rank and N ranks train the same samples -> Record of each -> compare -> ParityReport
+    shrink.py -> one rank and N ranks train on the same samples -> Record per rank -> compare -> ParityReport
 
-    losses, gradient norms    of every step
-    gradients                 of the first step, reduced and complete, piece by piece by global name
-    replicas                  weights after the last step, to the bit
-    samples                   numbers read by whom in every step
+    losses, gradient norms    every step
+    gradients                 of the first step, after reduction, by global name and box
+    weights, router biases    after the last step
+    replicas                  weights and buffers that several ranks hold, bit for bit
+    samples                   which rank read which, every step
 
-A relative difference of a gradient is its largest absolute one over the largest element of the parameter's gradient
-on one rank, or over `NOISE_FLOOR` of what is typical among the parameters where that is larger: a gradient that is zero
-by construction (a key bias shifts all scores alike) is made of roundings only and has no digits to compare.
+Gradient differences are relative to the largest element of the parameter's gradient on one rank, or to `NOISE_FLOOR`
+of the median over parameters where that is larger: a gradient that is zero by construction (a key bias shifts all
+scores alike) consists of rounding errors only. Weight differences are relative to the learning rate.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -34,7 +34,7 @@ from nanotrain.config.validate import validate_for_world
 from nanotrain.data.batch import Sample
 from nanotrain.data.build import DatasetSplits
 from nanotrain.parallel.dp.data_parallel import DataParallel
-from nanotrain.parity.report import ParamDifference, ParityReport, StepDifference, relative
+from nanotrain.parity.report import ParityReport, StepDifference, TensorDifference, relative
 from nanotrain.parity.shrink import on_one_rank, shrink
 from nanotrain.runs.folder import RunFolder
 from nanotrain.topology.boxes import TensorBox
@@ -46,72 +46,77 @@ from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
 
 NOISE_FLOOR = 0.01
+Tensors = dict[TensorBox, Tensor]
 
 
 @dataclass
 class Record:
-    """What one rank saw and held.
+    """The values of one rank.
 
     Attributes:
-        dp: which of the data-parallel ranks it is; ranks of the same number read the same samples.
-        grads: its pieces of the first step's gradients.
-        weights: digests of its pieces of the weights after the last step.
-        cuts: how the layout cuts each parameter, as text.
-        reads: the numbers of the samples it read, by step.
+        dp: index in the data-parallel group; ranks with equal indices read the same samples.
+        losses, grad_norms: per step.
+        grads: local shards of the gradients of the first step.
+        weights: local boxes of the parameters after the last step.
+        buffers: registered buffers after the last step, as router biases.
+        shards: description of the sharding by parameter.
+        reads: numbers of the samples read, per step.
     """
 
     dp: int
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
-    grads: dict[TensorBox, Tensor] = field(default_factory=dict)
-    weights: dict[TensorBox, bytes] = field(default_factory=dict)
+    grads: Tensors = field(default_factory=dict)
+    weights: Tensors = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)
     shards: dict[str, str] = field(default_factory=dict)
     reads: list[list[int]] = field(default_factory=list)
 
 
 @dataclass
-class TrialDataset:
-    """Random tokens in which every sample masks another share; remembers which samples were asked for.
+class RandomDataset:
+    """Random tokens with a different share of masked tokens in each sample.
 
     Args:
-        config: a shrunk configuration; says how long samples are and whether documents matter.
+        config: a shrunk configuration; sets length, vocabulary and segments.
+        reads: numbers of the samples that were read.
     """
 
     config: Config
-    asked: list[int] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list)
     samples_per_epoch: int = 1 << 62
 
     def __getitem__(self, sample_number: int) -> Sample:
-        """The sample of that number, and a note that it was read."""
-        self.asked.append(sample_number)
+        """The sample of a number, a pure function of it and the seed; records the read."""
+        self.reads.append(sample_number)
         data, length = self.config.data, self.config.data.seq_length
-        draw = np.random.Generator(np.random.Philox(key=[self.config.train.seed, sample_number]))
-        stream = draw.integers(0, self.config.model.vocab_size or 0, length + 1, dtype=np.int64)
-        mask = (draw.random(length) < 0.25 + 0.75 * draw.random()).astype(np.float32)
-        documents = np.cumsum(draw.random(length) < 4 / length, dtype=np.int32)
-        _, starts = np.unique(documents, return_index=True)
-        positions = np.arange(length) - starts[documents - documents[0]]
+        rng = np.random.Generator(np.random.Philox(key=[self.config.train.seed, sample_number]))
+        stream = rng.integers(0, self.config.model.vocab_size or 0, length + 1, dtype=np.int64)
+        mask = (rng.random(length) < 0.25 + 0.75 * rng.random()).astype(np.float32)
+        segments = np.cumsum(rng.random(length) < 4 / length, dtype=np.int32)
+        _, starts = np.unique(segments, return_index=True)
+        positions = np.arange(length) - starts[segments - segments[0]]
         return Sample(
             tokens=stream[:-1],
             labels=stream[1:],
             loss_mask=mask,
             position_ids=positions if data.reset_position_ids else None,
-            segment_ids=documents if data.reset_attention_mask else None,
+            segment_ids=segments if data.reset_attention_mask else None,
         )
 
 
 def check_parity(loaded: Loaded, world_size: int, *, num_steps: int, tolerance: float) -> ParityReport:
-    """Train a shrunk form of a configuration on one rank and on N, and compare.
+    """Train a shrunk form of a configuration on one rank and on N ranks, and compare.
 
     Args:
         loaded: a validated configuration.
-        world_size: N, processes to start on this machine.
+        world_size: N, processes started on this machine.
         num_steps: optimizer steps.
-        tolerance: largest relative difference that counts as equal; of gradients ten times that.
+        tolerance: largest relative difference of losses that counts as equal (see `ParityReport.tolerance`).
 
     Raises:
         TopologyError: the layout does not fit the ranks.
-        ConfigError: the model cannot be cut as asked.
+        ConfigError: the model cannot be sharded by the layout.
     """
     config = loaded.config
     topology = Topology.of(config.parallel, world_size)
@@ -123,20 +128,15 @@ def check_parity(loaded: Loaded, world_size: int, *, num_steps: int, tolerance: 
     validate_for_world(small, world_size, expected_dp=loaded.data_parallel_size)
     check_model(small)
     check_layout(small)
-    alone = on_one_rank(small)
-    (reference,) = run_ranks(Topology.of(alone.parallel, 1), record_steps, arguments=[alone])
+    single = on_one_rank(small)
+    (reference,) = run_ranks(Topology.of(single.parallel, 1), record_steps, arguments=[single])
     records = run_ranks(topology, record_steps, arguments=[small])
     return compare(reference, records, config=small, tolerance=tolerance)
 
 
 def record_steps(context: ParallelContext, config: Config) -> Record:
-    """Train a shrunk configuration on this rank.
-
-    Args:
-        context: this rank's groups.
-        config: what to train, for `train_iters` steps.
-    """
-    record, samples = Record(dp=context.coords["dp"]), TrialDataset(config)
+    """Train a shrunk configuration on this rank for `train_iters` steps."""
+    record, samples = Record(dp=context.coords["dp"]), RandomDataset(config)
     with TemporaryDirectory(prefix="nanotrain-parity-") as folder:
         plan = plan_run(config, context.topology.world_size, rank=context.rank)
         inputs = RunInputs(RunFolder(Path(folder)), DatasetSplits(samples, None, None))
@@ -146,70 +146,82 @@ def record_steps(context: ParallelContext, config: Config) -> Record:
                 _record_step(run, record, samples=samples)
         finally:
             run.batches.close()
-    for layer in run.data_parallel:
-        layer.finish_param_gather()
-        record.shards |= _cuts(layer, context)
-    record.weights = _digests(run)
+    for dp in run.data_parallel:
+        dp.finish_param_gather()
+        record.shards |= _sharding(dp, context)
+        record.weights |= _weights(run, dp)
+    for stage in run.stages.values():
+        record.buffers |= {TensorBox.whole(name, b.shape): b.clone() for name, b in stage.named_buffers()}
     return record
 
 
 def compare(reference: Record, records: Sequence[Record], *, config: Config, tolerance: float) -> ParityReport:
-    """Hold what the ranks of a layout recorded against one rank's record.
+    """Compare the records of a layout with that of one rank.
 
     Args:
         reference: of one rank.
         records: of every rank of the layout.
         config: what was trained.
-        tolerance: largest relative difference that counts as equal; of gradients ten times that.
+        tolerance: largest relative difference of losses that counts as equal (see `ParityReport.tolerance`).
     """
-    shards = {name: cut for record in records for name, cut in record.shards.items()}
+    shards = {name: text for record in records for name, text in record.shards.items()}
+    grads, lr = _largest(reference.grads), config.optim.lr
+    floor = NOISE_FLOOR * median(grads.values())
+    scales = {name: max(largest, floor) for name, largest in grads.items()}
     return ParityReport(
         config=config,
         world_size=len(records),
         tolerance=tolerance,
         steps=_compare_steps(reference, records),
-        parameters=_compare_grads(reference, records, shards=shards),
+        parameters=_differences(reference.grads, [r.grads for r in records], scales=scales, shards=shards),
+        weights=_differences(
+            reference.weights,
+            [r.weights for r in records],
+            scales=dict.fromkeys((box.name for box in reference.weights), lr),
+            shards=shards,
+        ),
+        buffers=_differences(
+            reference.buffers, [r.buffers for r in records], scales=_largest(reference.buffers), shards=shards
+        ),
         unequal_replicas=_unequal_replicas(records),
         samples_read_once=_are_read_once(records, config.train.global_batch_size or 0),
     )
 
 
-def _record_step(run: Run, record: Record, *, samples: TrialDataset) -> None:
-    samples.asked.clear()
+def _record_step(run: Run, record: Record, *, samples: RandomDataset) -> None:
+    samples.reads.clear()
     batch = run.batch_iterator.next()
-    assert batch is not None, "nobody asked to stop"
+    assert batch is not None, "no rank stops early here"
     result = train_step(run, batch)
     if not record.losses:
         record.grads = {box: grad.clone() for box, grad in run.optimizer.held_grads().items()}
     record.losses.append(result.loss)
     record.grad_norms.append(result.grad_norm)
-    record.reads.append(list(samples.asked))
+    record.reads.append(list(samples.reads))
 
 
-def _digests(run: Run) -> dict[TensorBox, bytes]:
-    """The bytes of what this rank holds of each weight, in short."""
-    weights = {name: weight for stage in run.stages.values() for name, weight in stage.named_parameters()}
-    held = {name: local for layer in run.data_parallel for name, local in layer.params.items()}
+def _weights(run: Run, dp: DataParallel) -> Tensors:
+    """Copies of this rank's boxes of the parameters."""
+    named = {name: weight for stage in run.stages.values() for name, weight in stage.named_parameters()}
     return {
-        TensorBox(name, local.spec.shape, local.box): sha256(weights[name].detach().numpy().tobytes()).digest()
-        for name, local in held.items()
+        TensorBox(name, local.spec.shape, local.box): named[name].detach().clone() for name, local in dp.params.items()
     }
 
 
-def _cuts(layer: DataParallel, context: ParallelContext) -> dict[str, str]:
-    """Which dims of a parameter are cut among how many ranks, and among how many its optimizer state is."""
+def _sharding(dp: DataParallel, context: ParallelContext) -> dict[str, str]:
+    """By parameter: sharded dims with their axes, and the number of optimizer state shards."""
     texts = {}
-    num_shards = layer.groups.shard.size
-    for name, local in layer.params.items():
-        sizes = [(cut, context.topology.size(cut.axis)) for cut in local.spec.shards]
-        parts = [f"dim {cut.dim} by {cut.axis}={size}" for cut, size in sizes if size > 1]
+    num_shards = dp.groups.shard.size
+    for name, local in dp.params.items():
+        sizes = [(shard, context.topology.size(shard.axis)) for shard in local.spec.shards]
+        parts = [f"dim {shard.dim} by {shard.axis}={size}" for shard, size in sizes if size > 1]
         parts += [f"shards {num_shards}"] if num_shards > 1 else []
         texts[name] = ", ".join(parts) or "-"
     return texts
 
 
 def _compare_steps(reference: Record, records: Sequence[Record]) -> tuple[StepDifference, ...]:
-    """Step by step; of the ranks, which should all say the same, the one that is furthest off."""
+    """Step by step; of the ranks, which should agree, the one with the largest difference."""
     steps = []
     for index, (loss, norm) in enumerate(zip(reference.losses, reference.grad_norms, strict=True)):
         steps.append(
@@ -226,31 +238,42 @@ def _compare_steps(reference: Record, records: Sequence[Record]) -> tuple[StepDi
     return tuple(steps)
 
 
-def _compare_grads(
-    reference: Record, records: Sequence[Record], *, shards: Mapping[str, str]
-) -> tuple[ParamDifference, ...]:
-    """Parameter by parameter, worst first."""
-    whole = {box.name: torch.zeros(box.shape) for box in reference.grads}
-    for box, grad in reference.grads.items():
-        whole[box.name][box.box.slices()] = grad
-    # What the ranks' pieces say of every element; nan where none of them says anything.
-    worst = {name: torch.full_like(grad, torch.nan) for name, grad in whole.items()}
-    for record in records:
-        for box, grad in record.grads.items():
-            place = worst[box.name][box.box.slices()]
-            difference = (grad - whole[box.name][box.box.slices()]).abs().nan_to_num(nan=inf, posinf=inf)
-            place.copy_(torch.fmax(place, difference))
-    largest = {name: grad.abs().max().item() for name, grad in whole.items()}
-    floor = NOISE_FLOOR * median(largest.values())
+def _largest(tensors: Tensors) -> dict[str, float]:
+    """The largest absolute element of each tensor."""
+    largest: dict[str, float] = {}
+    for box, tensor in tensors.items():
+        largest[box.name] = max(largest.get(box.name, 0.0), tensor.abs().max().item())
+    return largest
+
+
+def _differences(
+    reference: Tensors, found: Sequence[Tensors], *, scales: Mapping[str, float], shards: Mapping[str, str]
+) -> tuple[TensorDifference, ...]:
+    """Tensor by tensor, largest difference first; elements that no rank holds differ infinitely.
+
+    Args:
+        reference: boxes on one rank.
+        found: boxes on each rank of the layout.
+        scales: what the differences are relative to, by name.
+        shards: description of the sharding by name.
+    """
+    expected = {box.name: torch.zeros(box.shape) for box in reference}
+    for box, tensor in reference.items():
+        expected[box.name][box.box.slices()] = tensor.float()
+    worst = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}  # nan: held by no rank yet
+    for tensors in found:
+        for box, tensor in tensors.items():
+            elements = worst[box.name][box.box.slices()]
+            difference = (tensor.float() - expected[box.name][box.box.slices()]).abs().nan_to_num(nan=inf, posinf=inf)
+            elements.copy_(torch.fmax(elements, difference))
     rows = []
     for name, differences in worst.items():
-        absolute = differences.nan_to_num(nan=inf, posinf=inf).max().item()
-        scale = max(largest[name], floor)
+        absolute, scale = differences.nan_to_num(nan=inf, posinf=inf).max().item(), scales[name]
         rows.append(
-            ParamDifference(
+            TensorDifference(
                 name=name,
                 shape=tuple(differences.shape),
-                cut=shards.get(name, "-"),
+                sharding=shards.get(name, "-"),
                 absolute=absolute,
                 relative=absolute / scale if scale else (inf if absolute else 0.0),
             )
@@ -259,18 +282,23 @@ def _compare_grads(
 
 
 def _unequal_replicas(records: Sequence[Record]) -> tuple[str, ...]:
-    """Names of parameters of which two ranks hold the same piece with different bits."""
-    first: dict[TensorBox, bytes] = {}
+    """Names of weights and buffers of which two ranks hold the same box with different bits."""
+    first: Tensors = {}
     unequal = set()
     for record in records:
-        for box, digest in record.weights.items():
-            if first.setdefault(box, digest) != digest:
+        for box, tensor in (record.weights | record.buffers).items():
+            if not torch.equal(_bits(first.setdefault(box, tensor)), _bits(tensor)):
                 unequal.add(box.name)
     return tuple(sorted(unequal))
 
 
+def _bits(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor: NaN equals NaN, and 0.0 does not equal -0.0."""
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
 def _are_read_once(records: Sequence[Record], global_batch_size: int) -> bool:
-    """Whether in every step the data-parallel ranks together read every sample of the global batch, each once."""
+    """Whether the data-parallel ranks together read every sample of every global batch exactly once."""
     by_dp = {record.dp: record.reads for record in records}
     if any(record.reads != by_dp[record.dp] for record in records):
         return False

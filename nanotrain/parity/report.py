@@ -1,4 +1,4 @@
-"""What `nanotrain parity` found, as tables and as JSON: `ParityReport` of `StepDifference` and `ParamDifference`."""
+"""The report of `nanotrain parity`, as text and as JSON: `ParityReport` of `StepDifference` and `TensorDifference`."""
 
 import json
 from collections.abc import Sequence
@@ -9,14 +9,17 @@ from typing import Any
 from nanotrain.config.config import Config, ModelConfig, ParallelConfig
 from nanotrain.config.schema import flat_values, plain, to_dict
 
-# An element of a gradient is one sum with cancellation, a loss the mean of many: seen are 1e-7 of a loss, 7e-6 here.
+# Tolerances of gradients and weights, as multiples of that of losses. An element of a gradient is one sum with
+# cancellation, a loss the mean of many: measured 7e-6 of a gradient, 1e-7 of a loss. Adam divides a gradient by its own
+# size, so rounding errors of small gradients move weights: measured up to 3e-4 of the learning rate.
 GRADIENT_FACTOR = 10
+WEIGHT_FACTOR = 1000
 SIZES = ("num_layers", "hidden_size", "num_attention_heads")
 
 
 @dataclass(frozen=True)
 class StepDifference:
-    """One step: the layout's numbers and one rank's."""
+    """Loss and gradient norm of one step, of the layout and of one rank."""
 
     step: int
     loss: float
@@ -36,64 +39,79 @@ class StepDifference:
 
 
 @dataclass(frozen=True)
-class ParamDifference:
-    """One parameter's gradient in the first step.
+class TensorDifference:
+    """Difference of one tensor between the layout and one rank.
 
     Attributes:
         name: global name.
-        shape: over all ranks.
-        cut: how the layout cuts it.
-        absolute: largest absolute difference of an element; infinite where no rank held some element.
-        relative: the same over the largest element of the gradient.
+        shape: global shape.
+        sharding: how the layout shards it.
+        absolute: largest absolute difference of an element; infinite if no rank held some element.
+        relative: `absolute` relative to the scale of the tensor.
     """
 
     name: str
     shape: tuple[int, ...]
-    cut: str
+    sharding: str
     absolute: float
     relative: float
 
 
 @dataclass(frozen=True)
 class ParityReport:
-    """A layout beside one rank.
+    """Comparison of a layout with one rank.
 
     Attributes:
-        config: what was trained, shrunk.
+        config: the shrunk configuration.
         world_size: ranks of the layout.
-        tolerance: largest relative difference of losses and norms that counts as equal; ten times that of gradients.
+        tolerance: largest relative difference of losses and gradient norms that counts as equal; `GRADIENT_FACTOR`
+            times that for gradients, `WEIGHT_FACTOR` times that for weights and buffers.
         steps: in order.
-        parameters: worst first.
-        unequal_replicas: parameters whose copies differ between ranks after the last step.
-        samples_read_once: whether every sample of every global batch was read, each once.
+        parameters: gradients of the first step, relative to their largest element; largest difference first.
+        weights: after the last step, relative to the learning rate; largest difference first.
+        buffers: after the last step, relative to their largest element; largest difference first.
+        unequal_replicas: weights and buffers whose replicas differ between ranks after the last step.
+        samples_read_once: whether every sample of every global batch was read exactly once.
     """
 
     config: Config
     world_size: int
     tolerance: float
     steps: tuple[StepDifference, ...]
-    parameters: tuple[ParamDifference, ...]
+    parameters: tuple[TensorDifference, ...]
+    weights: tuple[TensorDifference, ...]
+    buffers: tuple[TensorDifference, ...]
     unequal_replicas: tuple[str, ...]
     samples_read_once: bool
 
     @property
-    def wrong(self) -> tuple[ParamDifference, ...]:
-        """Parameters whose gradient differs, worst first."""
+    def wrong_gradients(self) -> tuple[TensorDifference, ...]:
+        """Gradients out of tolerance, largest difference first."""
         return tuple(row for row in self.parameters if not row.relative <= GRADIENT_FACTOR * self.tolerance)
 
     @property
+    def wrong_state(self) -> tuple[TensorDifference, ...]:
+        """Weights and buffers out of tolerance, largest difference first."""
+        rows = [row for row in (*self.weights, *self.buffers) if not row.relative <= WEIGHT_FACTOR * self.tolerance]
+        return tuple(sorted(rows, key=lambda row: -row.relative))
+
+    @property
     def complaints(self) -> tuple[str, ...]:
-        """What is not as on one rank; nothing if the layout trains alike."""
-        steps, wrong = self.steps, self.wrong
+        """One text per difference between the layout and one rank; empty if they train alike."""
         found = []
-        for what, worst in (
-            ("losses", max(step.loss_difference for step in steps)),
-            ("gradient norms", max(step.grad_norm_difference for step in steps)),
+        for name, largest in (
+            ("losses", max(step.loss_difference for step in self.steps)),
+            ("gradient norms", max(step.grad_norm_difference for step in self.steps)),
         ):
-            if not worst <= self.tolerance:
-                found.append(f"{what} differ by {worst:.1e}")
-        if wrong:
-            found.append(f"{len(wrong)} of {len(self.parameters)} gradients differ, {wrong[0].name} the most")
+            if not largest <= self.tolerance:
+                found.append(f"{name} differ by {largest:.1e}")
+        num_tensors = len(self.weights) + len(self.buffers)
+        for name, wrong, num in (
+            ("gradients", self.wrong_gradients, len(self.parameters)),
+            ("weights and buffers", self.wrong_state, num_tensors),
+        ):
+            if wrong:
+                found.append(f"{len(wrong)} of {num} {name} differ, {wrong[0].name} most")
         if self.unequal_replicas:
             found.append(f"replicas of {', '.join(self.unequal_replicas[:3])} are not equal")
         if not self.samples_read_once:
@@ -102,7 +120,7 @@ class ParityReport:
 
     @property
     def holds(self) -> bool:
-        """Whether the layout trains as one rank does."""
+        """Whether the layout trains like one rank."""
         return not self.complaints
 
     @property
@@ -114,25 +132,23 @@ class ParityReport:
         return f"NOT EQUAL: {ranks} do not train as one does, within {self.tolerance:g}: {'; '.join(self.complaints)}"
 
     def text(self) -> str:
-        """Tables for people."""
+        """Tables for the console."""
         train, data = self.config.train, self.config.data
         steps = [("step", "loss", "one rank", "differs", "grad norm", "one rank", "differs")]
         for step in self.steps:
             losses = (f"{step.loss:.7f}", f"{step.loss_on_one_rank:.7f}", f"{step.loss_difference:.1e}")
             norms = (f"{step.grad_norm:.7f}", f"{step.grad_norm_on_one_rank:.7f}", f"{step.grad_norm_difference:.1e}")
             steps.append((str(step.step), *losses, *norms))
-        rows = [("gradient of the first step", "shape", "cut", "max abs", "relative", "")]
-        for row in self.parameters:
-            mark = "<-" if row in self.wrong else ""
-            shape = "x".join(map(str, row.shape))
-            rows.append((row.name, shape, row.cut, f"{row.absolute:.1e}", f"{row.relative:.1e}", mark))
         replicas = "no: " + ", ".join(self.unequal_replicas) if self.unequal_replicas else "yes"
+        state = sorted((*self.weights, *self.buffers), key=lambda row: -row.relative)
         return "\n".join(
             [
                 f"layout   world_size {self.world_size}, {_changed_fields(self.config.parallel, ParallelConfig())}",
                 f"model    {_changed_fields(self.config.model, ModelConfig())}",
                 f"batch    {train.global_batch_size} samples of {data.seq_length} tokens, by {train.micro_batch_size}",
-                *("", *_table(steps, right=range(7)), "", *_table(rows, right=(3, 4)), ""),
+                *("", *_table(steps, right=range(7)), ""),
+                *_tensor_table("gradient of the first step", self.parameters, wrong=self.wrong_gradients),
+                *("", *_tensor_table("weights and buffers after the last step", state, wrong=self.wrong_state), ""),
                 f"replicas bit-equal  {replicas}",
                 f"samples read once   {'yes' if self.samples_read_once else 'no'}",
                 self.verdict,
@@ -140,27 +156,29 @@ class ParityReport:
         )
 
     def to_json(self) -> str:
-        """Everything, for programs; numbers that are not finite become null."""
+        """All numbers; those that are not finite become null."""
         steps = [
             asdict(step) | {"loss_difference": step.loss_difference, "grad_norm_difference": step.grad_norm_difference}
             for step in self.steps
         ]
-        found = {
+        values = {
             "equal": self.holds,
             "complaints": self.complaints,
             "world_size": self.world_size,
             "tolerance": self.tolerance,
             "steps": [_finite(step) for step in steps],
             "parameters": [_finite(asdict(row)) for row in self.parameters],
+            "weights": [_finite(asdict(row)) for row in self.weights],
+            "buffers": [_finite(asdict(row)) for row in self.buffers],
             "unequal_replicas": self.unequal_replicas,
             "samples_read_once": self.samples_read_once,
             "config": to_dict(self.config),
         }
-        return json.dumps(found, indent=2, allow_nan=False)
+        return json.dumps(values, indent=2, allow_nan=False)
 
 
 def relative(value: float, reference: float) -> float:
-    """How far a number is off, relative to what it should be; infinite where either is not finite.
+    """Relative difference of a number from its reference; infinite if either is not finite.
 
     >>> relative(1.5, 1.0), relative(0.0, 0.0), relative(float("nan"), 1.0)
     (0.5, 0.0, inf)
@@ -183,8 +201,17 @@ def _finite(row: dict[str, Any]) -> dict[str, Any]:
     return {key: None if isinstance(value, float) and not isfinite(value) else value for key, value in row.items()}
 
 
+def _tensor_table(title: str, tensors: Sequence[TensorDifference], *, wrong: Sequence[TensorDifference]) -> list[str]:
+    rows = [(title, "shape", "sharding", "max abs", "relative", "")]
+    for row in tensors:
+        shape = "x".join(map(str, row.shape))
+        mark = "<-" if row in wrong else ""
+        rows.append((row.name, shape, row.sharding, f"{row.absolute:.1e}", f"{row.relative:.1e}", mark))
+    return _table(rows, right=(3, 4))
+
+
 def _table(rows: Sequence[tuple[str, ...]], *, right: Sequence[int]) -> list[str]:
-    """Rows as lines of equally wide columns, those of numbers set to the right."""
+    """Rows as lines of aligned columns; those in `right` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -1,8 +1,8 @@
-"""The next global batch, agreed upon by all ranks.
+"""Global batches, with the counts that all ranks agree on before every step.
 
-Before every step one small collective, the roll call, carries some numbers of every rank: how many target tokens and
-samples its microbatches hold (the loss is divided by the global number), whether it was asked to stop, and whether
-its data failed. So no rank enters a step that another one will not take, and an error on one rank ends all of them.
+Before each step one small all-reduce carries the target tokens and samples of every rank's microbatches (the loss is
+divided by the global count), whether a rank wants to stop, and whether its data failed. So all ranks enter a step or
+none does, and an error on one rank is raised on all of them.
 """
 
 import time
@@ -14,18 +14,18 @@ import torch
 from nanotrain.comm.collectives import all_gather_object, all_reduce_scalars
 from nanotrain.comm.group import Group
 from nanotrain.data.batch import Batch
-from nanotrain.errors import DataError, NanotrainError
+from nanotrain.errors import NanotrainError
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """What one rank trains on in one step.
+    """One rank's part of a global batch.
 
     Attributes:
-        microbatches: this rank's part, on its device.
-        num_target_tokens: predictions that count in the whole global batch, over all ranks.
-        num_samples: of the whole global batch.
-        wait_s: how long this rank waited for its data.
+        microbatches: of this rank, on its device.
+        num_target_tokens: unmasked target tokens of the global batch, over all ranks.
+        num_samples: of the global batch.
+        wait_s: seconds that this rank waited for data.
     """
 
     microbatches: tuple[Batch, ...]
@@ -35,14 +35,14 @@ class GlobalBatch:
 
 
 class BatchIterator:
-    """This rank's stream of global batches.
+    """Iterator over the global batches of this rank.
 
     Args:
-        batches: yields this rank's microbatches of one global batch after the other.
-        group: all ranks, for the roll call; its tensors live on the host.
-        device: where microbatches are needed.
-        readers_per_sample: ranks that read the same sample (tp x pp x cp), so that tokens are counted once.
-        split: what this rank holds of a microbatch: its part of the sequences under context parallelism.
+        batches: this rank's microbatches per global batch.
+        group: all ranks; its tensors are on the host.
+        device: of the microbatches.
+        readers_per_sample: ranks that read the same sample (tp x pp x cp), so that it is counted once.
+        split: selects the sequence shard of this rank under context parallelism.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class BatchIterator:
         self._readers_per_sample = readers_per_sample
 
     def next(self, *, wants_stop: bool = False) -> GlobalBatch | None:
-        """The next global batch, or None if any rank wants to stop; then no rank has used up a batch.
+        """The next global batch; None if any rank wants to stop.
 
         Args:
-            wants_stop: whether this rank was asked to stop.
+            wants_stop: whether this rank received a signal or reached its time limit.
 
         Raises:
-            NanotrainError: some rank's data failed; the same error on every rank.
+            NanotrainError: the data of some rank failed; the same error on every rank.
         """
         failure: NanotrainError | None = None
         microbatches: list[Batch] = []
@@ -76,16 +76,11 @@ class BatchIterator:
         wait_s = time.perf_counter() - start
         tokens = sum(float(batch.num_target_tokens) for batch in microbatches) / self._readers_per_sample
         samples = sum(len(batch.tokens) for batch in microbatches) / self._readers_per_sample
-        votes = [tokens, samples, float(wants_stop), float(failure is not None)]
-        all_tokens, all_samples, stops, failures = all_reduce_scalars(votes, self._group)
+        counts = [tokens, samples, float(wants_stop), float(failure is not None)]
+        all_tokens, all_samples, stops, failures = all_reduce_scalars(counts, self._group)
         if failures:
-            self._raise_together(failure)
+            raise next(error for error in all_gather_object(failure, self._group) if error is not None)
         if stops:
             return None
-        held = (self._split(batch.to(self._device)) for batch in microbatches)
-        return GlobalBatch(tuple(held), round(all_tokens), round(all_samples), wait_s)
-
-    def _raise_together(self, failure: NanotrainError | None) -> None:
-        parts = (failure.what, failure.why, failure.fix) if failure else None
-        what, why, fix = next(found for found in all_gather_object(parts, self._group) if found)
-        raise DataError(what, why=why, fix=fix)
+        local = (self._split(batch.to(self._device)) for batch in microbatches)
+        return GlobalBatch(tuple(local), round(all_tokens), round(all_samples), wait_s)

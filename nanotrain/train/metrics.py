@@ -1,4 +1,4 @@
-"""What is reported of a step: the result, the clock, the memory, and what follows from them."""
+"""`StepReport`: what hooks, console and metrics.jsonl report of a step. `Throughput`: tokens per second and MFU."""
 
 import math
 from collections.abc import Mapping
@@ -8,26 +8,24 @@ from typing import Any
 
 from nanotrain.comm.device import device_name, peak_memory
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import Config
 from nanotrain.model.router_load import RouterLoad
-from nanotrain.topology.counts import flops_per_token
 from nanotrain.topology.hardware import peak_flops
-from nanotrain.topology.shape import ModelShape
+from nanotrain.train.plan import Plan
 from nanotrain.train.run import TrainState
 from nanotrain.train.step import StepResult
 
 
 @dataclass
 class StepReport:
-    """One line of metrics.jsonl; hooks may add what they measured.
+    """One line of metrics.jsonl; the evaluation hook sets `valid_loss`.
 
     Attributes:
-        mfu: model FLOPs utilization, 0 to 1; None where the device's peak is unknown.
-        peak_memory_bytes: most memory this rank held so far (tensors on a GPU, the process on a CPU).
+        mfu: model FLOPs utilization, 0 to 1; None if the peak of the device is unknown.
+        peak_memory_bytes: peak of this rank so far (allocated tensors on a GPU, the process on a CPU).
         data_wait_s: part of `step_time_s` spent waiting for data.
-        moe: what routers have chosen, over all ranks: `load` (choices per expert by router), and means over routers of
-            `max_load` (busiest expert over an even share), `dropped`, `entropy`, `balance_loss` and `z_loss`; None for
-            a dense model.
+        moe: routing statistics over all ranks: `load` (tokens per expert by router), and means over routers of
+            `max_load` (busiest expert relative to the mean), `dropped`, `entropy`, `balance_loss` and `z_loss`; None
+            for a dense model.
         valid_loss: set on steps that end with a validation.
     """
 
@@ -48,7 +46,7 @@ class StepReport:
     valid_loss: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON: numbers that are not finite become null, and so does a validation that was not."""
+        """The fields as JSON; numbers that are not finite become null, unset `moe` and `valid_loss` are left out."""
         values = asdict(self)
         for absent in [name for name in ("valid_loss", "moe") if values[name] is None]:
             del values[absent]
@@ -56,13 +54,13 @@ class StepReport:
 
 
 @dataclass(frozen=True)
-class Speedometer:
-    """Turns times into rates.
+class Throughput:
+    """Rates of a run from step times.
 
     Attributes:
-        tokens_per_step: tokens of a global batch, masked ones too: that is the work done.
-        flops_per_token: forward and backward, as in `topology/counts.py`.
-        peak_flops: of all ranks' devices together, per second; None where unknown.
+        tokens_per_step: tokens of a global batch, masked tokens included.
+        flops_per_token: forward and backward.
+        peak_flops: per second, of all devices together; None if unknown.
     """
 
     tokens_per_step: int
@@ -70,14 +68,13 @@ class Speedometer:
     peak_flops: float | None
 
     @classmethod
-    def of(cls, config: Config, context: ParallelContext, *, global_batch_size: int) -> "Speedometer":
-        """The speedometer of a run."""
-        peak = peak_flops(device_name(context.device), config.precision.params_dtype.value)
-        seq_length = config.data.seq_length
+    def of(cls, plan: Plan, context: ParallelContext) -> "Throughput":
+        """The rates of a planned run on this device."""
+        peak = peak_flops(device_name(context.device), plan.config.precision.params_dtype.value)
         return cls(
-            tokens_per_step=global_batch_size * seq_length,
-            flops_per_token=flops_per_token(ModelShape.of(config.model), seq_length),
-            peak_flops=peak * context.topology.world_size if peak else None,
+            tokens_per_step=plan.sampler.global_batch_size * plan.config.data.seq_length,
+            flops_per_token=plan.flops_per_token,
+            peak_flops=peak * plan.topology.world_size if peak else None,
         )
 
     def tokens_per_second(self, step_time_s: float) -> float:
@@ -85,13 +82,13 @@ class Speedometer:
         return self.tokens_per_step / step_time_s
 
     def mfu(self, tokens_per_second: float) -> float | None:
-        """Achieved over possible arithmetic."""
+        """Model FLOPs utilization: achieved FLOPs relative to the peak."""
         return tokens_per_second * self.flops_per_token / self.peak_flops if self.peak_flops else None
 
 
 @dataclass(frozen=True)
 class StepClock:
-    """The times of one step in seconds."""
+    """Times of one step in seconds."""
 
     step_time_s: float
     data_wait_s: float
@@ -102,12 +99,12 @@ def report_step(
     state: TrainState,
     *,
     clock: StepClock,
-    speed: Speedometer,
+    throughput: Throughput,
     context: ParallelContext,
     loss_scale: float,
 ) -> StepReport:
-    """Everything that is known of a step when it ends."""
-    rate = speed.tokens_per_second(clock.step_time_s)
+    """The report of a finished step."""
+    rate = throughput.tokens_per_second(clock.step_time_s)
     return StepReport(
         step=state.step,
         loss=result.loss,
@@ -115,7 +112,7 @@ def report_step(
         lr=result.lr,
         step_time_s=clock.step_time_s,
         tokens_per_second=rate,
-        mfu=speed.mfu(rate),
+        mfu=throughput.mfu(rate),
         peak_memory_bytes=peak_memory(context.device),
         consumed_samples=state.consumed_samples,
         consumed_tokens=state.consumed_tokens,

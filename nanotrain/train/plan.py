@@ -15,6 +15,8 @@ from nanotrain.parallel.cp.attention import CORE_ATTENTIONS
 from nanotrain.parallel.pp.actions import PipelineShape, Schedule
 from nanotrain.parallel.pp.schedules import SCHEDULES
 from nanotrain.parallel.pp.simulate import simulate
+from nanotrain.topology.counts import flops_per_token
+from nanotrain.topology.shape import ModelShape
 from nanotrain.topology.stages import StageSpec, split_layers
 from nanotrain.topology.topology import Topology
 
@@ -30,6 +32,7 @@ class Plan:
         stages: the pipeline stages of this rank, ascending.
         sampler: which samples this rank reads.
         schedule: the pipeline schedule of a training step.
+        flops_per_token: of the whole model, forward and backward.
     """
 
     config: Config
@@ -38,6 +41,7 @@ class Plan:
     stages: tuple[StageSpec, ...]
     sampler: SamplerConfig
     schedule: Schedule
+    flops_per_token: int
 
 
 def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
@@ -67,6 +71,7 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
         stages=_stages(config, topology)[coords["pp"] :: topology.size("pp")],
         sampler=sampler,
         schedule=_schedule(config.parallel, topology, num_microbatches=sampler.num_microbatches),
+        flops_per_token=flops_per_token(ModelShape.of(config.model), config.data.seq_length),
     )
 
 

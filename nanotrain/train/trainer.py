@@ -1,9 +1,8 @@
-"""The loop: feed, step, report, hooks, until the steps are done or someone wants to stop.
+"""The training loop: next batch, train step, report, hooks.
 
-Reasons to stop, all between two steps and all on every rank at once: the last step; `exit_interval`;
-`exit_duration_in_mins`, SIGTERM and SIGINT (any rank's clock or signal; the roll call before the next step spreads
-it). Then the hooks write what has to be written and the process exits with 0. Whatever ends the loop, an error too,
-the hooks are closed.
+A run stops between two steps, on all ranks together: after the last step, at `exit_interval`, after
+`exit_duration_in_mins`, on SIGTERM or SIGINT. The clock or signal of one rank stops all ranks through the all-reduce
+before the next step. The hooks then save and the process exits with 0. Hooks are closed after an error too.
 """
 
 import gc
@@ -15,7 +14,7 @@ from types import FrameType
 
 from nanotrain.log import get_logger
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.metrics import Speedometer, StepClock, report_step
+from nanotrain.train.metrics import StepClock, Throughput, report_step
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
 
@@ -23,22 +22,22 @@ log = get_logger(__name__)
 
 
 class Trainer:
-    """Runs the steps of a run.
+    """Runs the training loop.
 
     Args:
-        run: the built parts.
-        hooks: called in this order.
+        run: built by `build_run`.
+        hooks: called in this order; closed in reverse.
     """
 
     def __init__(self, run: Run, hooks: Sequence[Hook]) -> None:
         self.run, self.hooks = run, hooks
-        self._speed = Speedometer.of(run.config, run.context, global_batch_size=run.plan.sampler.global_batch_size)
+        self._throughput = Throughput.of(run.plan, run.context)
         self._signal: int | None = None
         self._started = time.monotonic()
         self._first_step = run.state.step
 
     def fit(self) -> None:
-        """Train until a reason to stop comes up."""
+        """Train until the last step or a reason to stop."""
         failed = True
         try:
             with self._stopping_on_signals(), manual_gc(self.run.config.train.manual_gc_interval):
@@ -51,15 +50,15 @@ class Trainer:
     def _run_steps(self) -> None:
         for hook in self.hooks:
             hook.before_training(self.run)
-        while not self._is_done() and self._one_step():
+        while not self._is_finished() and self._run_step():
             pass
         for dp in self.run.data_parallel:
             dp.finish_param_gather()
         for hook in self.hooks:
             hook.after_training(self.run)
 
-    def _one_step(self) -> bool:
-        """Take a step; False if the ranks agreed to stop instead."""
+    def _run_step(self) -> bool:
+        """Run one step; False if the ranks stop instead."""
         run, start = self.run, time.perf_counter()
         batch = run.batch_iterator.next(wants_stop=self._wants_stop())
         if batch is None:
@@ -69,7 +68,7 @@ class Trainer:
         result = train_step(run, batch)
         clock = StepClock(step_time_s=time.perf_counter() - start, data_wait_s=batch.wait_s)
         report = report_step(
-            result, run.state, clock=clock, speed=self._speed, context=run.context, loss_scale=loss_scale
+            result, run.state, clock=clock, throughput=self._throughput, context=run.context, loss_scale=loss_scale
         )
         for hook in self.hooks:
             hook.after_step(run, report)
@@ -78,13 +77,13 @@ class Trainer:
             gc.collect()
         return True
 
-    def _is_done(self) -> bool:
+    def _is_finished(self) -> bool:
         train, step = self.run.config.train, self.run.state.step
         if step >= train.train_iters:
             return True
         if not train.exit_interval or step == self._first_step or step % train.exit_interval:
             return False
-        log.info("stopping after step %d: a multiple of --exit-interval %d", step, train.exit_interval)
+        log.info("stopping after step %d: --exit-interval %d", step, train.exit_interval)
         return True
 
     def _wants_stop(self) -> bool:
@@ -94,23 +93,23 @@ class Trainer:
     def _reason(self) -> str:
         if self._signal is not None:
             return f"received {signal.Signals(self._signal).name}"
-        return "--exit-duration-in-mins is over" if self._wants_stop() else "another rank was asked to stop"
+        return "--exit-duration-in-mins reached" if self._wants_stop() else "another rank stops"
 
     @contextmanager
     def _stopping_on_signals(self) -> Iterator[None]:
-        """SIGTERM or SIGINT ends the run after the present step, a second SIGINT (Ctrl-C) at once.
+        """SIGTERM or SIGINT ends the run after the current step, a second SIGINT (Ctrl-C) at once.
 
-        A second SIGTERM does not: schedulers send one to every process and torchrun another one to its ranks.
+        A second SIGTERM is ignored: schedulers send one to every process, and torchrun sends another to its ranks.
         """
         before = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGINT)}
 
-        def remember(number: int, frame: FrameType | None) -> None:
+        def on_signal(number: int, frame: FrameType | None) -> None:
             self._signal = number
             if number == signal.SIGINT:
                 signal.signal(number, before[signal.SIGINT])
 
         for number in before:
-            signal.signal(number, remember)
+            signal.signal(number, on_signal)
         try:
             yield
         finally:
@@ -120,7 +119,7 @@ class Trainer:
 
 @contextmanager
 def manual_gc(interval: int) -> Iterator[None]:
-    """Collect Python garbage at agreed steps only: a rank that stops to collect stops all the others."""
+    """Disable automatic garbage collection; the trainer collects on all ranks at the same step, so none waits alone."""
     if not interval:
         yield
         return

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.load import load
 from nanotrain.parity import check as parity_module
-from nanotrain.parity.check import Record, TrialDataset, compare, record_steps
+from nanotrain.parity.check import RandomDataset, Record, compare, record_steps
 from nanotrain.parity.report import ParityReport
 from nanotrain.parity.shrink import on_one_rank, shrink
 from nanotrain.topology.boxes import Box, TensorBox
@@ -76,6 +77,25 @@ def a_little_off(ctx: ParallelContext, config: Config) -> Record:
     return with_a_gradient_off_by(1.001, ctx, config)
 
 
+def without_weight_decay(ctx: ParallelContext, config: Config) -> Record:
+    """A framework that forgets weight decay: losses and gradients of a few steps hardly show it."""
+    return record_steps(ctx, replace(config, optim=replace(config.optim, weight_decay=0.0)))
+
+
+def with_another_router_bias_on_rank_1(ctx: ParallelContext, config: Config) -> Record:
+    """A rank whose replica of a router bias drifts."""
+    train_step = step_module.train_step
+
+    def drift(run, batch):
+        result = train_step(run, batch)
+        if ctx.rank == 1:
+            run.stages[0].get_buffer("layers.1.mlp.router.expert_bias")[2] += 0.001
+        return result
+
+    parity_module.train_step = drift
+    return record_steps(ctx, config)
+
+
 @pytest.fixture(scope="module")
 def tensor_parallel() -> ParityReport:
     return report_of(small_config(*TP_SP, world=4), 4, tp=2)
@@ -84,7 +104,7 @@ def tensor_parallel() -> ParityReport:
 def test_a_right_layout_is_equal(tensor_parallel: ParityReport) -> None:
     assert tensor_parallel.holds, tensor_parallel.text()
     assert tensor_parallel.verdict == "equal: 4 ranks train as one does, within 1e-05"
-    shards = {row.name: row.cut for row in tensor_parallel.parameters}
+    shards = {row.name: row.sharding for row in tensor_parallel.parameters}
     assert shards["layers.0.mlp.down.weight"] == "dim 1 by tp=2, shards 2" and shards["final_norm.weight"] == "shards 2"
     worst = [row.relative for row in tensor_parallel.parameters]
     assert worst == sorted(worst, reverse=True) and len(worst) == len(shards) == 20
@@ -92,7 +112,7 @@ def test_a_right_layout_is_equal(tensor_parallel: ParityReport) -> None:
 
 def test_a_sum_that_was_left_out_is_named_at_the_top() -> None:
     report = report_of(small_config(*TP_SP, world=2), 2, work=without_the_sum_over_tp, tp=2)
-    wrong = [row.name for row in report.wrong]
+    wrong = [row.name for row in report.wrong_gradients]
     norms = sorted(row.name for row in report.parameters if "norm" in row.name)
     assert sorted(wrong) == norms == sorted(row.name for row in report.parameters[: len(norms)])
     assert all(row.relative > 0.01 for row in report.parameters[: len(norms)])
@@ -104,7 +124,7 @@ def test_a_sum_that_was_left_out_is_named_at_the_top() -> None:
 def test_one_gradient_off_by_a_thousandth_is_found_alone() -> None:
     config = small_config("+config=tiny", world=2)
     report = report_of(config, 2, work=a_little_off)
-    wrong = [row.name for row in report.wrong]
+    wrong = [row.name for row in report.wrong_gradients]
     assert wrong == ["layers.0.attention.key.weight"]
     assert report.parameters[0].relative == pytest.approx(1e-3, rel=0.01)
 
@@ -112,6 +132,13 @@ def test_one_gradient_off_by_a_thousandth_is_found_alone() -> None:
 def test_a_replica_that_drifts_by_one_rounding_is_found() -> None:
     report = report_of(small_config(*TP_SP, world=2), 2, work=with_another_weight_on_rank_1, tp=2)
     assert report.unequal_replicas == ("layers.1.mlp_norm.weight",) and len(report.complaints) == 1
+
+
+def test_weights_without_weight_decay_are_found_though_losses_agree() -> None:
+    report = report_of(small_config("+config=tiny", world=2), 2, work=without_weight_decay)
+    decayed = {row.name for row in report.weights if len(row.shape) > 1}
+    assert {row.name for row in report.wrong_state} == decayed
+    assert "weights and buffers differ" in report.verdict
 
 
 def test_samples_read_twice_or_by_half_a_replica_are_found() -> None:
@@ -148,9 +175,9 @@ def test_an_element_that_no_rank_holds_and_one_that_is_nan_are_infinitely_wrong(
 
 def test_samples_have_documents_where_the_configuration_asks_for_them() -> None:
     config = small_config("+config=tiny", "--reset-position-ids", "--reset-attention-mask", world=1)
-    samples = TrialDataset(config)
+    samples = RandomDataset(config)
     sample = samples[5]
-    assert samples.asked == [5] and sample.segment_ids is not None and sample.position_ids is not None
+    assert samples.reads == [5] and sample.segment_ids is not None and sample.position_ids is not None
     changes = sample.segment_ids[1:] != sample.segment_ids[:-1]
     assert (sample.position_ids[1:][changes] == 0).all() and sample.position_ids[0] == 0
     assert (sample.position_ids[1:][~changes] == sample.position_ids[:-1][~changes] + 1).all()

@@ -1,4 +1,4 @@
-"""The feed: the same number of tokens on every rank, and one end for all of them."""
+"""Global batches: the same token count on every rank, and all ranks stop or fail together."""
 
 import time
 
@@ -32,7 +32,7 @@ def test_target_tokens_are_counted_over_microbatches_and_ranks(ctx):
     batch = batch_iterator.next()
     # then every rank divides by the same 18 and keeps its own microbatches.
     assert batch.num_target_tokens == 18
-    assert [int(own.loss_mask.sum()) for own in batch.microbatches] == [ctx.rank + 1, 4]
+    assert [int(part.loss_mask.sum()) for part in batch.microbatches] == [ctx.rank + 1, 4]
 
 
 def test_ranks_that_read_the_same_sample_count_it_once():
@@ -55,13 +55,13 @@ def test_data_that_fails_on_one_rank_is_the_same_error_on_all(ctx):
         batch_iterator = BatchIterator(
             failing(error) if ctx.rank == 1 else iter([[microbatch(1)]]), ctx.control, device=CPU
         )
-        with pytest.raises(DataError) as caught:
+        with pytest.raises(type(error)) as caught:
             batch_iterator.next(wants_stop=ctx.rank == 0)
         assert (caught.value.what, caught.value.why, caught.value.fix) == (error.what, error.why, error.fix)
 
 
 @ranks(2)
-def test_of_two_failures_all_ranks_tell_the_first(ctx):
+def test_of_two_failures_all_ranks_raise_the_first(ctx):
     batch_iterator = BatchIterator(failing(DataError(f"from rank {ctx.rank}")), ctx.control, device=CPU)
     with pytest.raises(DataError, match="from rank 0"):
         batch_iterator.next()

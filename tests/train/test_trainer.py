@@ -56,7 +56,7 @@ def test_exit_interval_ends_the_run_at_its_multiples_one_after_the_other(tmp_pat
             train(run, CheckpointHook())
             reached.append(run.state.step)
     assert reached == [3, 6, 8]
-    assert "stopping after step 3: a multiple of --exit-interval 3" in logged
+    assert "stopping after step 3: --exit-interval 3" in logged
 
 
 def test_the_time_limit_ends_the_run_with_a_checkpoint(tmp_path, logged):
@@ -64,7 +64,7 @@ def test_the_time_limit_ends_the_run_with_a_checkpoint(tmp_path, logged):
         train(run, CheckpointHook())
         assert 0 < run.state.step < 1000
         assert run.checkpointer.latest().name == f"step-{run.state.step:08d}"
-    assert any("--exit-duration-in-mins is over" in line for line in logged)
+    assert any("--exit-duration-in-mins reached" in line for line in logged)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -1,4 +1,4 @@
-"""Saves the run every `save_interval` steps and when it ends."""
+"""Checkpoints every `save_interval` steps and at the end of a run."""
 
 from dataclasses import asdict
 
@@ -14,7 +14,7 @@ log = get_logger(__name__)
 
 
 class CheckpointHook(Hook):
-    """Writes checkpoints; knows which step it wrote last."""
+    """Writes checkpoints."""
 
     def __init__(self) -> None:
         self._saved_step: int | None = None
@@ -24,8 +24,8 @@ class CheckpointHook(Hook):
             aside = set_aside_after(run.checkpointer.folder, run.state.step)
             if aside:
                 names = ", ".join(path.name for path in aside)
-                log.info("beginning at step %d, so later checkpoints are set aside: %s", run.state.step, names)
-        self._saved_step = run.state.step  # a new run has nothing to lose, a resumed one has it on disk
+                log.info("starting at step %d: renamed later checkpoints: %s", run.state.step, names)
+        self._saved_step = run.state.step  # a resumed step is already on disk
 
     def after_step(self, run: Run, report: StepReport) -> None:
         interval = run.config.checkpoint.save_interval

@@ -1,4 +1,4 @@
-"""Validation: the mean loss over the same samples every time, in every topology."""
+"""Validation: mean loss over the same samples each time, in every topology."""
 
 import torch
 
@@ -39,7 +39,7 @@ def evaluate(run: Run) -> float:
         batch_iterator = build_batch_iterator(batches, run.context)
         for _ in range(run.config.train.eval_iters):
             batch = batch_iterator.next()
-            assert batch is not None, "no rank asks a validation to stop"
+            assert batch is not None, "validation does not stop early"
             num_tokens += batch.num_target_tokens
             loss += run_forward(run.runnable, microbatches=batch.microbatches, pipeline=run.pipeline)
     return global_loss(loss, run.context) / max(num_tokens, 1)

@@ -1,11 +1,11 @@
-"""What happens around the steps: a hook sees the run and the report of the step, in the order of the list."""
+"""`Hook`: callbacks of the training loop."""
 
 from nanotrain.train.metrics import StepReport
 from nanotrain.train.run import Run
 
 
 class Hook:
-    """Does nothing; the others override what they need. Every rank calls every hook."""
+    """Base class; subclasses override what they need. Every rank calls every hook, in the order of the list."""
 
     def before_training(self, run: Run) -> None:
         """Called once, before the first step."""
@@ -14,7 +14,7 @@ class Hook:
         """Called after every step."""
 
     def after_training(self, run: Run) -> None:
-        """Called once, when the loop has ended for whatever reason but an error."""
+        """Called once after the loop, unless an error ended it."""
 
     def close(self, *, failed: bool) -> None:
-        """Called last and once, after an error too (`failed`): let go of files and screens; the run may be broken."""
+        """Release files and the terminal; called once at the end, after an error too (`failed`)."""

@@ -1,7 +1,6 @@
-"""Writes every step to metrics.jsonl and one honest line of every logged step to the console, on the first rank.
+"""metrics.jsonl with every step, and one console line per `log_interval` steps, on the first rank.
 
-On a terminal a progress bar stands below the lines; elsewhere they are plain, one a logged step. A step that ends with
-a validation, and the last one, have their line whatever the interval.
+A terminal also shows a progress bar. Steps with a validation and the last step are always printed.
 """
 
 import json
@@ -19,7 +18,7 @@ from nanotrain.train.run import Run
 
 
 class LogHook(Hook):
-    """The console and metrics.jsonl."""
+    """Logs to the console and to metrics.jsonl."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
@@ -70,12 +69,12 @@ class LogHook(Hook):
 
 
 def describe(reports: list[StepReport], *, train_iters: int, num_devices: int) -> str:
-    """The console line of a logged step; its rates are means over the steps since the last line.
+    """The console line of a step; rates are means over the steps since the last line.
 
     Args:
-        reports: of the steps since the last line, the logged one at the end.
-        train_iters: steps of the whole run.
-        num_devices: ranks, each with a device.
+        reports: of the steps since the last line, the printed step last.
+        train_iters: steps of the run.
+        num_devices: one per rank.
     """
     last = reports[-1]
     seconds = sum(report.step_time_s for report in reports)

@@ -1,4 +1,4 @@
-"""Writes a torch profiler trace of some steps into `profile/` of the run folder, one file a rank."""
+"""torch profiler traces of some steps in `profile/` of the run folder, one file per rank."""
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -11,7 +11,7 @@ log = get_logger(__name__)
 
 
 class ProfileHook(Hook):
-    """Profiles the steps from `profile_step_start` to `profile_step_end`, both counted from 1."""
+    """Profiles steps `profile_step_start` to `profile_step_end`, counted from 1, both included."""
 
     def __init__(self) -> None:
         self._profiler: profile | None = None
@@ -19,7 +19,7 @@ class ProfileHook(Hook):
     def before_training(self, run: Run) -> None:
         first, last = run.state.step + 1, run.config.train.profile_step_end
         if first > last:
-            log.warning("nothing is profiled: this run begins with step %d, --profile-step-end is %d", first, last)
+            log.warning("no profile: the run starts at step %d, after --profile-step-end %d", first, last)
         self._start_before(run, step=first)
 
     def after_step(self, run: Run, report: StepReport) -> None:
@@ -32,7 +32,7 @@ class ProfileHook(Hook):
 
     def close(self, *, failed: bool) -> None:
         if self._profiler is not None:
-            self._profiler.stop()  # an error came first; Python crashes at exit while a profiler runs (torch 2.13)
+            self._profiler.stop()  # after an error; Python crashes at exit while a profiler runs (torch 2.13)
 
     def _start_before(self, run: Run, *, step: int) -> None:
         train = run.config.train
@@ -54,4 +54,4 @@ class ProfileHook(Hook):
         path = folder / f"step-{run.state.step:08d}-rank-{run.context.rank:05d}.json"
         self._profiler.export_chrome_trace(str(path))
         self._profiler = None
-        log.info("wrote the profile %s; open it in chrome://tracing or Perfetto", path)
+        log.info("wrote profile %s; open it in chrome://tracing or Perfetto", path)

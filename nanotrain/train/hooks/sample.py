@@ -1,4 +1,4 @@
-"""When training ends: a text the model writes, and where everything lies."""
+"""At the end of training: a generated text, and the paths of the outputs."""
 
 from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.inference.generate import Sampling, generate
@@ -13,10 +13,10 @@ TOP_K = 40
 
 
 class SampleHook(Hook):
-    """Prints a sample, written on the first rank.
+    """Generates a text and prints it, on the first rank.
 
     Args:
-        tokenizer: in the form `load_tokenizer` takes; without one there is nothing to read.
+        tokenizer: name or path as `load_tokenizer` takes it; None without a tokenizer.
     """
 
     def __init__(self, tokenizer: str | None) -> None:
@@ -29,16 +29,16 @@ class SampleHook(Hook):
             return
         topology = run.context.topology
         if topology.world_size > topology.size("dp"):
-            log.info("no sample: the model is spread over several ranks; nanotrain generate reads the checkpoint")
+            log.info("no sample: the model is sharded over several ranks; use nanotrain generate on the checkpoint")
             return
         if self._tokenizer is None:
-            log.info("no sample: the data has no tokenizer; set --tokenizer-model to read what the model writes")
+            log.info("no sample: the data has no tokenizer; set --tokenizer-model")
             return
-        print(f"\nThe model writes:\n{sample(run, self._tokenizer)}\n", flush=True)
+        print(f"\nSample:\n{sample(run, self._tokenizer)}\n", flush=True)
 
 
 class SummaryHook(Hook):
-    """Says where everything lies."""
+    """Prints the paths of run folder, metrics and last checkpoint."""
 
     def after_training(self, run: Run) -> None:
         latest = run.checkpointer.latest()
@@ -53,7 +53,7 @@ class SummaryHook(Hook):
 
 
 def sample(run: Run, tokenizer_name: str) -> str:
-    """A text by the present model, the prompt included; without a prompt it begins a document."""
+    """Generate a text with the current weights; returns prompt and continuation. No prompt: start of a document."""
     tokenizer, train = load_tokenizer(tokenizer_name), run.config.train
     new_document = [tokenizer.eod] if tokenizer.eod is not None else tokenizer.encode("\n")
     prompt = tokenizer.encode(train.generate_prompt) or new_document

@@ -1,4 +1,4 @@
-"""Sends the metrics of every step to experiment trackers, from the first rank; each tracker is one option."""
+"""Experiment trackers: TensorBoard and Weights & Biases, on the first rank."""
 
 import netrc
 from collections.abc import Callable
@@ -15,20 +15,20 @@ log = get_logger(__name__)
 
 
 class Tracker(Protocol):
-    """Where metrics go."""
+    """An experiment tracker."""
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """Record the numbers of one step."""
+        """Record the metrics of one step."""
 
     def close(self, *, failed: bool) -> None:
-        """Finish; nothing is written afterwards. `failed` if an error ended the run."""
+        """Flush and close. `failed` if an error ended the run."""
 
 
 class TensorBoardTracker:
     """Event files in `tensorboard/` of the run folder."""
 
     def __init__(self, run: Run) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # 2 s to import, for those who ask for it
+        from torch.utils.tensorboard import SummaryWriter  # takes 2 s to import
 
         self._writer = SummaryWriter(str(run.folder.path / "tensorboard"), purge_step=run.state.step + 1)
 
@@ -41,7 +41,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Weights & Biases; offline, into `wandb/` of the run folder, where there is no key for its server."""
+    """Weights & Biases; without an API key offline, in `wandb/` of the run folder."""
 
     def __init__(self, run: Run) -> None:
         import wandb
@@ -69,7 +69,7 @@ TRACKERS: dict[str, Callable[[Run], Tracker]] = {"tensorboard": TensorBoardTrack
 
 
 class TrackHook(Hook):
-    """Feeds the trackers that `train.tensorboard` and `train.wandb` ask for."""
+    """Writes the metrics of every step to the trackers enabled by `train.tensorboard` and `train.wandb`."""
 
     def __init__(self) -> None:
         self._trackers: list[Tracker] = []
@@ -93,7 +93,7 @@ class TrackHook(Hook):
 
 
 def _netrc_has(host: str | None) -> bool:
-    """Whether the user's netrc file has a login for a host."""
+    """Whether the netrc file of the user has a login for a host."""
     try:
         return host is not None and netrc.netrc().authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):

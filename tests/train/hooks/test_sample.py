@@ -30,7 +30,7 @@ def test_the_model_writes_a_text_of_the_asked_length_the_same_one_every_time(tmp
 def test_the_sample_is_printed_when_training_ends(tmp_path, capsys):
     with small_run(tmp_path, "--vocab-size", "257", "--train-iters", "1") as run:
         train(with_length(run, 8), SampleHook("bytes"))
-    assert "\nThe model writes:\n" in capsys.readouterr().out
+    assert "\nSample:\n" in capsys.readouterr().out
 
 
 def test_without_a_tokenizer_it_says_how_to_get_a_sample(tmp_path, logged):
