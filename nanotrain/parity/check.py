@@ -151,7 +151,7 @@ def record_steps(context: ParallelContext, config: Config) -> Record:
         record.shards |= _sharding(dp, context)
         record.weights |= _weights(run, dp)
     for stage in run.stages.values():
-        record.buffers |= {TensorBox.whole(name, b.shape): b.clone() for name, b in stage.named_buffers()}
+        record.buffers |= {TensorBox.full(name, b.shape): b.clone() for name, b in stage.named_buffers()}
     return record
 
 
