@@ -1,13 +1,13 @@
-"""The other side of the comparison: a Llama and training loops in plain PyTorch, as one writes them without nanotrain.
+"""Baselines: a Llama and training loops in plain PyTorch.
 
     python benchmarks/baselines.py --strategy single --model 25m
     torchrun --standalone --nproc-per-node 2 benchmarks/baselines.py --strategy fsdp2 --model 25m --dtype bf16
 
-Sizes, then the model, then one function per strategy that wraps it, then the loop. Rank 0 prints one JSON object:
-`step_time_s` and `cpu_time_s` (lists, warmup left out; CPU time is that of all ranks and threads together),
+Contains the sizes, the model, one function per strategy that wraps it, and the loop. Rank 0 prints one JSON object:
+`step_time_s` and `cpu_time_s` (lists, warmup left out; CPU time is summed over ranks and threads),
 `tokens_per_step`, `loss` and, on a GPU, `peak_memory_bytes`.
-bf16 is what users of each stack do: autocast around fp32 weights for one process and for DDP, FSDP2's mixed-precision
-policy (bf16 parameters, fp32 reduction) for FSDP2.
+bf16 is as users of each strategy run it: autocast around fp32 weights for one process and for DDP, FSDP2's
+mixed-precision policy (bf16 parameters, fp32 reduction) for FSDP2.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Shape:
-    """A workload: the model and what one rank reads at a time."""
+    """A workload: sizes of the model and of one rank's microbatch."""
 
     hidden: int
     layers: int
@@ -50,7 +50,7 @@ SHAPES = {
         hidden=2048, layers=16, heads=32, kv_heads=8, ffn=8192, vocab=128256, seq=2048, micro_batch=4, tied=True
     ),
 }
-# What nanotrain's defaults are, so that both sides do the same work.
+# nanotrain's defaults, so that both sides do the same work.
 LR, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 
 
@@ -75,7 +75,7 @@ class SelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a gated MLP, each behind an RMSNorm."""
+    """Attention and a gated MLP, each with an RMSNorm before it."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Llama(nn.Module):
             self.head.weight = self.embedding.weight
         half = shape.hidden // shape.heads // 2
         angles = torch.outer(torch.arange(shape.seq), 10000.0 ** (-torch.arange(half) / half)).repeat(1, 2)
-        self.cos, self.sin = angles.cos(), angles.sin()  # no buffers: DDP would broadcast them every step
+        self.cos, self.sin = angles.cos(), angles.sin()  # not buffers: DDP would broadcast them every step
         for weight in self.parameters():
             if weight.dim() == 2:
                 nn.init.normal_(weight, std=0.02)
@@ -118,19 +118,19 @@ class Llama(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + D/2) of a head [B, N, S, D] by its position's angle."""
+    """Rotate each pair (i, i + D/2) of a head [B, N, S, D] by the angle of its position."""
     first, second = x.chunk(2, dim=-1)
     return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A model made ready by one of the strategies.
+    """A model wrapped by one of the strategies.
 
     Attributes:
         forward_context: entered around the forward pass.
         step_context: entered around forward, loss and backward.
-        num_readers: ranks that read samples of their own.
+        num_readers: ranks that read different samples.
     """
 
     model: nn.Module
@@ -163,7 +163,7 @@ def zero1(model: nn.Module, device: torch.device, bf16: bool) -> Stack:
 
 
 def fsdp2(model: nn.Module, device: torch.device, bf16: bool) -> Stack:
-    """torch's fully_shard, a unit per block: parameters are sharded too, so it does more than ZeRO-2."""
+    """torch's fully_shard with one unit per block: ZeRO-3, parameters are sharded too."""
     mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
     shard_fully(model, mesh, bf16)
     return Stack(model, adamw(model), nullcontext)
@@ -175,7 +175,7 @@ def fsdp2_tp(model: nn.Module, device: torch.device, bf16: bool) -> Stack:
 
     pairs = dist.get_world_size() // 2
     mesh = dist.device_mesh.init_device_mesh(device.type, (pairs, 2), mesh_dim_names=("dp", "tp"))
-    cut_matrices(model, mesh["tp"])
+    shard_matrices(model, mesh["tp"])
     shard_fully(model, mesh["dp"], bf16)
     return Stack(model, adamw(model), nullcontext, loss_parallel, num_readers=pairs)
 
@@ -184,7 +184,7 @@ STRATEGIES = {"single": single, "ddp": ddp, "zero1": zero1, "fsdp2": fsdp2, "fsd
 
 
 def shard_fully(model: nn.Module, mesh: dist.device_mesh.DeviceMesh, bf16: bool) -> None:
-    """fully_shard, a unit per block."""
+    """Apply fully_shard with one unit per block."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
@@ -193,28 +193,28 @@ def shard_fully(model: nn.Module, mesh: dist.device_mesh.DeviceMesh, bf16: bool)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def cut_matrices(model: nn.Module, mesh: dist.device_mesh.DeviceMesh) -> None:
-    """Cut every matrix over the mesh, and activations along the sequence between them.
+def shard_matrices(model: nn.Module, mesh: dist.device_mesh.DeviceMesh) -> None:
+    """Apply tensor parallelism to every matrix, and sequence parallelism between them.
 
-    Both norms of a block hand out a whole sequence, gathered once for all the matrices that read it.
+    The output of each norm is gathered along the sequence once, for all matrices that read it.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor import parallel as tp
 
-    sequence, whole = Shard(1), Replicate()
+    sequence, replicated = Shard(1), Replicate()
     columns, rows = tp.ColwiseParallel(), tp.RowwiseParallel(output_layouts=sequence)
     for block in model.blocks:
         for norm in (block.attention_norm, block.mlp_norm):
             tp.parallelize_module(norm, mesh, tp.SequenceParallel())
             gather = tp.PrepareModuleOutput(
-                output_layouts=sequence, desired_output_layouts=whole, use_local_output=False
+                output_layouts=sequence, desired_output_layouts=replicated, use_local_output=False
             )
             tp.parallelize_module(norm, mesh, gather)
         attention = {f"attention.{name}_proj": columns for name in "qkv"} | {"attention.o_proj": rows}
         mlp = {"gate_proj": columns, "up_proj": columns, "down_proj": rows}
         tp.parallelize_module(block, mesh, attention | mlp)
     ends = {
-        "embedding": tp.RowwiseParallel(input_layouts=whole, output_layouts=sequence),
+        "embedding": tp.RowwiseParallel(input_layouts=replicated, output_layouts=sequence),
         "norm": tp.SequenceParallel(),
         "head": tp.ColwiseParallel(input_layouts=sequence, output_layouts=Shard(-1), use_local_output=False),
     }
@@ -222,7 +222,7 @@ def cut_matrices(model: nn.Module, mesh: dist.device_mesh.DeviceMesh) -> None:
 
 
 def adamw_options() -> dict[str, object]:
-    """AdamW as nanotrain sets it, in torch's fastest form."""
+    """nanotrain's AdamW options, with torch's fused kernel."""
     return {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY, "fused": True}
 
 
@@ -232,12 +232,12 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def autocast_on(device: torch.device, bf16: bool) -> Callable[[], AbstractContextManager[object]]:
-    """torch.autocast to bf16, or nothing."""
+    """torch.autocast to bf16, or no context."""
     return (lambda: torch.autocast(device.type, torch.bfloat16)) if bf16 else nullcontext
 
 
 def batches(shape: Shape, rank: int, device: torch.device) -> Iterator[Tensor]:
-    """Random token ids [B, S + 1], the same few again and again."""
+    """Random token ids [B, S + 1]: four batches, repeated."""
     generator = torch.Generator().manual_seed(1234 + rank)
     fixed = torch.randint(shape.vocab, (4, shape.micro_batch, shape.seq + 1), generator=generator).to(device)
     while True:
@@ -245,7 +245,7 @@ def batches(shape: Shape, rank: int, device: torch.device) -> Iterator[Tensor]:
 
 
 def train_step(stack: Stack, tokens: Tensor) -> float:
-    """Forward, backward, clip, update; the loss is read every step, as nanotrain reads it."""
+    """Forward, backward, clipping, update; reads the loss every step, as nanotrain does."""
     stack.optimizer.zero_grad(set_to_none=True)
     with stack.step_context():
         with stack.forward_context():
@@ -259,7 +259,7 @@ def train_step(stack: Stack, tokens: Tensor) -> float:
 
 @dataclass
 class Times:
-    """What each step after the warmup cost this rank, and the last loss."""
+    """This rank's times of each step after the warmup, and the last loss."""
 
     step_time_s: list[float] = field(default_factory=list)
     cpu_time_s: list[float] = field(default_factory=list)
@@ -279,7 +279,7 @@ def measure(stack: Stack, data: Iterator[Tensor], *, warmup: int, steps: int) ->
 
 
 def summed_over_ranks(cpu_time_s: list[float]) -> list[float]:
-    """CPU time of all ranks, step by step."""
+    """CPU time summed over ranks, per step."""
     if not dist.is_initialized():
         return cpu_time_s
     ranks: list[list[float]] = [[]] * dist.get_world_size()
@@ -288,13 +288,13 @@ def summed_over_ranks(cpu_time_s: list[float]) -> list[float]:
 
 
 def main() -> None:
-    """Run one strategy and print what was measured."""
+    """Run one strategy and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", choices=STRATEGIES, required=True)
     parser.add_argument("--model", choices=SHAPES, default="25m")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--micro-batch", type=int, help="samples of a rank and step; default: the model's")
+    parser.add_argument("--micro-batch", type=int, help="samples per rank and step (default: the model's)")
     parser.add_argument("--compile", action="store_true", help="compile every block with torch.compile")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
@@ -329,7 +329,7 @@ def main() -> None:
         print(json.dumps(report), flush=True)
     if dist.is_initialized():
         dist.barrier()
-        # Wrappers and meshes keep their gloo groups, and those that the interpreter's end finds abort it now and then.
+        # Wrappers and meshes keep gloo groups alive, which sometimes abort the process when the interpreter exits.
         os._exit(0)
 
 

@@ -1,16 +1,16 @@
-"""Seconds to save and load a sharded state: nanotrain beside torch.save and torch.distributed.checkpoint, in turn.
+"""Time to save and load a sharded state: nanotrain, torch.save and torch.distributed.checkpoint, in turn.
 
-    python benchmarks/checkpoint.py                                  # 2 and 4 ranks x 64 and 256 MiB a rank
+    python benchmarks/checkpoint.py                                  # 2 and 4 ranks x 64 and 256 MiB per rank
     python benchmarks/checkpoint.py --ranks 2 --mib 64 --rounds 7 --folder /mnt/disk
     python benchmarks/checkpoint.py --write benchmarks/results/checkpoint.md
 
-All three save the same tensors, cut along their first dim over the ranks, fsync them, and load them into tensors that
-are there already; the time is that of the slowest rank. Loads are measured warm (the files are in the page cache) and
-cold (dropped from it before). Contenders run in turn, several rounds; a ratio is the median over rounds of the quotient
-of neighbours in time, so that a slow minute of the machine meets both sides.
+All three save the same tensors, sharded along their first dim over the ranks, fsync them, and load them into existing
+tensors. The time is that of the slowest rank. Loads are measured warm (files in the page cache) and cold (dropped from
+it before). Contenders run in turn for several rounds; a ratio is the median over rounds of runs close in time, so a
+slow minute of the machine affects both sides.
 
-torch.save writes one file a rank and nothing else: no manifest, no word between ranks, no other layout can read it.
-nanotrain compares a checksum of every byte it loads; torch.load (tried: a flipped bit) takes damage in silence.
+torch.save writes one file per rank and nothing else: no manifest, no communication, and no other layout can read it.
+nanotrain verifies a checksum of every byte it loads; torch.load accepts damage silently (tried with a flipped bit).
 """
 
 import argparse
@@ -46,23 +46,23 @@ PHASES = ("save", "load warm", "load cold")
 
 @dataclass(frozen=True)
 class State:
-    """One rank's share: name -> rows of a global [size * rows, COLUMNS] tensor."""
+    """One rank's shards: name -> rows of a global [size * rows, COLUMNS] tensor."""
 
     tensors: dict[str, torch.Tensor]
     rank: int
     size: int
 
     def boxes(self) -> dict[TensorBox, torch.Tensor]:
-        """The share as nanotrain takes it."""
-        found = {}
+        """The shards as nanotrain's Checkpointer takes them."""
+        boxes = {}
         for name, tensor in self.tensors.items():
             rows = len(tensor)
             box = Box((self.rank * rows, 0), ((self.rank + 1) * rows, COLUMNS))
-            found[TensorBox(name, (self.size * rows, COLUMNS), box)] = tensor
-        return found
+            boxes[TensorBox(name, (self.size * rows, COLUMNS), box)] = tensor
+        return boxes
 
     def dtensors(self, mesh: DeviceMesh) -> dict[str, DTensor]:
-        """The share as torch.distributed.checkpoint takes it."""
+        """The shards as torch.distributed.checkpoint takes them."""
         return {name: DTensor.from_local(tensor, mesh, [Shard(0)]) for name, tensor in self.tensors.items()}
 
 
@@ -73,7 +73,7 @@ class Contender:
 
 
 def contenders(state: State) -> dict[str, Contender]:
-    """The three ways, each with the same state behind it."""
+    """The three contenders, on the same state."""
     mesh = DeviceMesh("cpu", list(range(state.size)))
     group = Group(GroupSpec("world", tuple(range(state.size)), state.rank), dist.group.WORLD)
 
@@ -107,8 +107,8 @@ def contenders(state: State) -> dict[str, Contender]:
     }
 
 
-def play_rank(rank: int, size: int, mib: int, rounds: int, folder: str) -> None:
-    """One process: all contenders in turn; rank 0 leaves the times in `times.pt`."""
+def run_rank(rank: int, size: int, mib: int, rounds: int, folder: str) -> None:
+    """Run all contenders in turn on one rank; rank 0 writes the times to `times.pt`."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/rendezvous", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
@@ -118,52 +118,52 @@ def play_rank(rank: int, size: int, mib: int, rounds: int, folder: str) -> None:
     times: dict[str, list[list[float]]] = {}
     for number in range(rounds + 1):
         for name, contender in contenders(state).items():
-            place = Path(folder) / name
-            taken = [_timed(contender.save, place), _timed(contender.load, place)]
+            target = Path(folder) / name
+            seconds = [_timed(contender.save, target), _timed(contender.load, target)]
             for tensor in state.tensors.values():
                 tensor.zero_()
-            _drop_from_page_cache(place)
-            taken.append(_timed(contender.load, place))
+            _drop_from_page_cache(target)
+            seconds.append(_timed(contender.load, target))
             assert all(state.tensors[key].double().sum() == total for key, total in expected.items()), (
                 f"{name} lost data"
             )
             dist.barrier()
             if rank == 0:
-                shutil.rmtree(place)
+                shutil.rmtree(target)
             if number > 0:  # the first round warms up
-                times.setdefault(name, []).append(taken)
+                times.setdefault(name, []).append(seconds)
     if rank == 0:
         torch.save(times, f"{folder}/times.pt")
     dist.destroy_process_group()
 
 
 def rows_of(times: dict[str, list[list[float]]], *, size: int, mib: int) -> list[str]:
-    """The table's rows for one setting."""
+    """The table rows of one setting."""
     rows = []
     for name, rounds in times.items():
         cells = []
         for phase in range(len(PHASES)):
-            seconds = statistics.median(taken[phase] for taken in rounds)
-            quotients = [other[phase] / own[phase] for own, other in zip(times["nanotrain"], rounds, strict=True)]
+            seconds = statistics.median(round_[phase] for round_ in rounds)
+            quotients = [other[phase] / ours[phase] for ours, other in zip(times["nanotrain"], rounds, strict=True)]
             ratio = "" if name == "nanotrain" else f" ({statistics.median(quotients):.2f}x)"
             cells.append(f"{seconds:.3f} s, {size * mib / 1024 / seconds:.2f} GiB/s{ratio}")
         rows.append(f"| {size} x {mib} MiB | {name} | " + " | ".join(cells) + " |")
     return rows
 
 
-def _timed(work: Callable[[Path], None], place: Path) -> float:
-    """Seconds until the slowest rank is done."""
+def _timed(work: Callable[[Path], None], folder: Path) -> float:
+    """Run and return the seconds of the slowest rank."""
     dist.barrier()
     start = time.perf_counter()
-    work(place)
+    work(folder)
     seconds = torch.tensor(time.perf_counter() - start)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return float(seconds)
 
 
-def _drop_from_page_cache(place: Path) -> None:
+def _drop_from_page_cache(folder: Path) -> None:
     dist.barrier()
-    for file in place.rglob("*"):
+    for file in folder.rglob("*"):
         if file.is_file():
             handle = os.open(file, os.O_RDONLY)
             os.fsync(handle)  # only clean pages can be dropped
@@ -174,10 +174,10 @@ def _drop_from_page_cache(place: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--mib", type=int, nargs="+", default=[64, 256], help="MiB a rank")
+    parser.add_argument("--mib", type=int, nargs="+", default=[64, 256], help="MiB per rank")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None, help="where to write; a temporary folder otherwise")
-    parser.add_argument("--write", type=Path, default=None, help="also write the table here")
+    parser.add_argument("--folder", type=Path, default=None, help="where to write (default: a temporary folder)")
+    parser.add_argument("--write", type=Path, default=None, help="also write the table to this file")
     options = parser.parse_args()
     lines = [
         f"{datetime.date.today()}, {os.cpu_count()}-core CPU shared with other work, torch {torch.__version__},"
@@ -191,7 +191,7 @@ def main() -> None:
     for size in options.ranks:
         for mib in options.mib:
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-                mp.spawn(play_rank, args=(size, mib, options.rounds, folder), nprocs=size)
+                mp.spawn(run_rank, args=(size, mib, options.rounds, folder), nprocs=size)
                 rows = rows_of(torch.load(f"{folder}/times.pt"), size=size, mib=mib)
             print("\n".join(rows), flush=True)
             lines += rows

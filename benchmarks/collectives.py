@@ -1,10 +1,10 @@
-"""Reduce-scatter and all-gather on gloo: nanotrain's beside gloo's own and beside an all-reduce, in turn in one run.
+"""Reduce-scatter and all-gather on gloo: nanotrain's, gloo's own, and an all-reduce, in turn.
 
-    python benchmarks/collectives.py                              a table on the terminal
-    python benchmarks/collectives.py --output FILE --note TEXT    and as Markdown
+    python benchmarks/collectives.py                              print a table
+    python benchmarks/collectives.py --output FILE --note TEXT    also write it as Markdown
 
-Every round runs each operation once, so that load from elsewhere falls on all alike; times are medians over the
-rounds, bytes are what the loopback interface counted, per rank and as a multiple of the tensor.
+Every round runs each operation once, so other load affects all of them. Times are medians over the rounds. Bytes are
+those of the loopback interface, per rank and as a multiple of the tensor.
 """
 
 import argparse
@@ -35,16 +35,16 @@ HEAD = "| ranks | MiB fp32 | operation | ms | x all-reduce | x gloo's own | byte
 RULE = "|---|---|---|---|---|---|---|"
 ABOUT = """# gloo collectives
 
-{note}. `python benchmarks/collectives.py`, median of {rounds} rounds, one thread a rank, torch {torch}.
+{note}. `python benchmarks/collectives.py`, median of {rounds} rounds, one thread per rank, torch {torch}.
 
-gloo's reduce-scatter runs a whole all-reduce; nanotrain's sends (d-1)/d of the tensor and sums in rank order.
+gloo's reduce-scatter runs an all-reduce; nanotrain's sends (d-1)/d of the tensor and sums in rank order.
 gloo's all-gather sends as little as nanotrain's but copies the result once more.
 """
 
 
 @dataclass
 class Measured:
-    """What the rounds of one operation showed."""
+    """Measurements of one operation over the rounds."""
 
     seconds: list[float] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
@@ -55,24 +55,24 @@ class Measured:
 
 
 def loopback_bytes() -> int:
-    """Bytes the loopback interface has sent so far; 0 where that is not told."""
+    """Bytes the loopback interface has sent so far; 0 where the system does not report it."""
     table = Path("/proc/net/dev")
     lines = table.read_text().splitlines() if table.exists() else []
     return next((int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:")), 0)
 
 
 def operations(group: Group, num_bytes: int) -> dict[str, Callable[[], None]]:
-    """Each operation on a full fp32 tensor of that many bytes, by name; gloo's own before ours."""
+    """Each operation by name, on an fp32 tensor of `num_bytes`; gloo's own before nanotrain's."""
     full = torch.zeros(num_bytes // 4 // group.size * group.size)
-    part, whole = torch.zeros(full.numel() // group.size), torch.empty_like(full)
+    shard, gathered = torch.zeros(full.numel() // group.size), torch.empty_like(full)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return {
         "all-reduce": lambda: dist.all_reduce(full),
-        "reduce-scatter, gloo": lambda: scatter(part, full),
-        "reduce-scatter, nanotrain": lambda: reduce_scatter_into(part, full, group=group),
-        "all-gather, gloo": lambda: gather(whole, part),
-        "all-gather, nanotrain": lambda: all_gather_into(whole, part, group=group),
+        "reduce-scatter, gloo": lambda: scatter(shard, full),
+        "reduce-scatter, nanotrain": lambda: reduce_scatter_into(shard, full, group=group),
+        "all-gather, gloo": lambda: gather(gathered, shard),
+        "all-gather, nanotrain": lambda: all_gather_into(gathered, shard, group=group),
     }
 
 
@@ -96,21 +96,19 @@ def measure(ctx: ParallelContext, num_bytes: int, num_rounds: int) -> dict[str, 
 
 
 def rows(size: int, mib: int, measured: dict[str, Measured]) -> list[str]:
-    """The lines of the table for one world and one tensor."""
+    """The table rows of one world size and tensor size."""
     reference, lines = measured["all-reduce"], []
     for name, one in measured.items():
-        own = measured.get(name.replace("nanotrain", "gloo"), one)
-        against_own = f"{one.ms / own.ms:.2f}" if own is not one else ""
-        # The least of the rounds: other programs' traffic only adds.
+        gloo = measured.get(name.replace("nanotrain", "gloo"), one)
+        ratio = f"{one.ms / gloo.ms:.2f}" if gloo is not one else ""
+        # The minimum of the rounds: traffic of other programs only adds.
         sent = min(one.sent) / size / (mib * MIB)
-        lines.append(
-            f"| {size} | {mib} | {name} | {one.ms:.2f} | {one.ms / reference.ms:.2f} | {against_own} | {sent:.2f} |"
-        )
+        lines.append(f"| {size} | {mib} | {name} | {one.ms:.2f} | {one.ms / reference.ms:.2f} | {ratio} | {sent:.2f} |")
     return lines
 
 
-def play_rank(args: argparse.Namespace) -> None:
-    """One rank of a world that torchrun has started; the first one writes the rows."""
+def run_rank(args: argparse.Namespace) -> None:
+    """Run one rank under torchrun; rank 0 writes the rows."""
     size = int(os.environ["WORLD_SIZE"])
     with ParallelContext.start(Topology.of(ParallelConfig(), size), device="cpu", timeout_s=120) as ctx:
         for mib in args.mib:
@@ -122,7 +120,7 @@ def play_rank(args: argparse.Namespace) -> None:
 
 
 def launch(args: argparse.Namespace) -> None:
-    """Start one world after the other and put their rows under one head."""
+    """Launch the world sizes one after the other and collect their rows in one table."""
     print(HEAD, RULE, sep="\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder) / "rows"
@@ -144,7 +142,7 @@ def main() -> None:
     parser.add_argument("--note", default="")
     args = parser.parse_args()
     if "RANK" in os.environ:
-        play_rank(args)
+        run_rank(args)
     else:
         launch(args)
 

@@ -1,9 +1,9 @@
-"""One GPU: nanotrain beside a plain PyTorch loop, the same llama1b-shaped model, bf16, with and without torch.compile.
+"""Compare nanotrain with a plain PyTorch loop on one GPU: a llama1b-shaped model, bf16, with and without torch.compile.
 
     python benchmarks/gpu.py [--rounds 3]
 
-Tokens per second, model FLOPs utilization (MFU) and peak memory. Both sides run in turn, each launch a fresh process,
-and both are driven as in throughput.py. Where there is no GPU it says so and is content.
+Tokens per second, model FLOPs utilization (MFU) and peak memory. Both sides run in turn, each launch in a new process,
+as in throughput.py. Without a GPU it prints a message and exits.
 """
 
 import argparse
@@ -28,7 +28,7 @@ CONTENDERS = (
 
 
 def model_flops(shape: Shape) -> int:
-    """Floating-point operations per token, forward and backward, by the convention of nanotrain's own log."""
+    """Floating-point operations per token, forward and backward, by the convention of nanotrain's log."""
     model = ModelConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -41,7 +41,7 @@ def model_flops(shape: Shape) -> int:
 
 
 def table(outcomes: dict[str, list[Outcome]], job: Job, peak: float | None) -> str:
-    """The result as markdown; medians over rounds."""
+    """The Markdown table of medians over rounds."""
     lines = ["| contender | tokens/s | ratio | MFU | peak memory |", "|---|---:|---:|---:|---:|"]
     for contender in CONTENDERS:
         mine = outcomes[contender.name]

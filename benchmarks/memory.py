@@ -1,16 +1,16 @@
-"""Resident bytes per parameter, and bytes each rank sends per step, measured beside the table of docs/zero.md.
+"""Resident bytes per parameter and bytes sent per rank and step, compared with the table of docs/zero.md.
 
-    python benchmarks/memory.py                  # worlds of 1, 2 and 4 ranks
+    python benchmarks/memory.py                  # 1, 2 and 4 ranks
 
-Real ranks build nanotrain's DataParallel and DistributedOptimizer around a small GPT and take optimizer steps of
-three microbatches, overlap on. Then every live tensor of the process is found through the garbage collector, whoever
-owns it, and the storages behind them are summed, each once: `params` are those that the model's parameters lie in,
-`optimizer` those of main weights and moments, `receive` the raw bytes that gloo collectives receive into (NCCL has
-buffers of its own), and whatever else is alive counts as `grads`. Bytes sent are what comm/ booked.
+Each rank builds nanotrain's DataParallel and DistributedOptimizer around a small GPT and runs optimizer steps of three
+microbatches, with overlap. Then it finds every live tensor of the process through the garbage collector and sums the
+distinct storages: `params` are those of the model's parameters, `optimizer` those of main params and moments, `receive`
+the byte buffers that gloo collectives receive into (NCCL has its own), and all others count as `grads`. Bytes sent are
+those that comm/ counted.
 
-Measured bytes are divided by P, the parameters of the model. The table speaks of P; what really lies in memory is P
-plus alignment and padding and, for ZeRO-2, two buckets. With both counted, params + grads + optimizer must equal the
-table to the byte (`exact`), and so must the bytes sent.
+Measured bytes are divided by P, the number of parameters. The table is in terms of P; memory holds P plus alignment and
+padding and, for ZeRO-2, two buckets. With both included, params + grads + optimizer must equal the table to the byte
+(`exact`), and so must the bytes sent.
 """
 
 import argparse
@@ -51,7 +51,7 @@ from nanotrain.topology.params import LocalParam
 from nanotrain.topology.stages import split_layers
 from nanotrain.topology.topology import Topology
 
-# Widths that divide nothing, several buckets, learned positions (rotary tables would be counted as gradients).
+# Odd widths, several buckets, learned positions (rotary tables would be counted as gradients).
 MODEL = ModelConfig(
     num_layers=4,
     hidden_size=195,
@@ -69,7 +69,7 @@ MICROBATCHES = 3
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one strategy on one rank, in bytes."""
+    """Measurements of one strategy on one rank, in bytes."""
 
     strategy: str
     dtype: str
@@ -91,16 +91,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """What the table's formulas speak of."""
+    """The variables of the table's formulas."""
 
     w: int  # bytes of a parameter
-    s: int  # bytes of optimizer state: fp32 parameters are their own main weights, so 8 and not 12
-    d: int  # ranks that share
+    s: int  # bytes of optimizer state: fp32 parameters need no main params, so 8 and not 12
+    d: int  # shard ranks
     m: int = MICROBATCHES
 
     @classmethod
     def of(cls, dtype: str, ranks: int) -> "Case":
-        """The case of parameters of a dtype on so many ranks."""
+        """The case of a parameter dtype and a number of ranks."""
         return cls(w=4, s=8, d=ranks) if dtype == "fp32" else cls(w=2, s=12, d=ranks)
 
 
@@ -118,26 +118,26 @@ SENT: dict[str, Formula] = {
 
 
 def live_tensors() -> list[torch.Tensor]:
-    """Every tensor of the process with more than one element and with storage."""
+    """All tensors of the process with more than one element and with storage."""
     gc.collect()
-    # Not isinstance: it would wake up every deprecated lazy object among the millions that live.
+    # Not isinstance: it would trigger every deprecated lazy object.
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
     return [tensor for tensor in tensors if tensor.numel() > 1 and not tensor.is_meta]
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Bytes of the storages behind tensors, by address."""
+    """Sizes of the distinct storages of tensors in bytes, by address."""
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
 def without(these: dict[int, int], those: dict[int, int]) -> dict[int, int]:
-    """The storages that are not among the others."""
+    """The storages of the first argument that are not in the second."""
     return {address: size for address, size in these.items() if address not in those}
 
 
 def measure(context: ParallelContext, strategy: str, dtype: str) -> Row:
-    """Build, take two steps, and look at what is alive and what was sent in the second one."""
+    """Build, run two steps, and measure live storages and the bytes sent in the second step."""
     before = storages(live_tensors())
     precision_config = PrecisionConfig(params_dtype=DType(dtype))
     precision = Precision.of(precision_config)
@@ -204,8 +204,8 @@ def take_step(stage: Stage, data_parallel: DataParallel, optimizer: DistributedO
     data_parallel.finish_param_gather()
 
 
-def play_rank() -> None:
-    """A rank: measure every strategy; rank 0 prints a JSON line each."""
+def run_rank() -> None:
+    """Measure every strategy on one rank; rank 0 prints one JSON line per strategy."""
     world_size = int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     if world_size > 1:
@@ -222,7 +222,7 @@ def play_rank() -> None:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as markdown, in bytes per parameter."""
+    """The rows as a Markdown table, in bytes per parameter."""
     heads = ("dtype", "strategy", "d", "params", "grads", "optimizer", "total", "table", "exact")
     heads += ("receive", "sent", "table", "exact")
     lines = ["| " + " | ".join(heads) + " |", "|---|---|" + "---:|" * (len(heads) - 2)]
@@ -239,21 +239,21 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    """Launch the worlds one after the other and print the table; exit 1 if a byte is off."""
+    """Launch the world sizes one after the other and print the table; exit 1 if a byte differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     args = parser.parse_args()
     if "RANK" in os.environ:
-        play_rank()
+        run_rank()
         return
     rows = []
     for num_ranks in args.ranks:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
         done = subprocess.run([*launcher, __file__], stdout=subprocess.PIPE, text=True, check=True)
         rows += [Row(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
-    print(f"{rows[0].num_params:,} parameters, {MICROBATCHES} microbatches a step; bytes per parameter\n")
+    print(f"{rows[0].num_params:,} parameters, {MICROBATCHES} microbatches per step; bytes per parameter\n")
     print(table(rows))
-    print("\nexact: equal to the table to the byte, once alignment, padding and ZeRO-2's two buckets are counted")
+    print("\nexact: equal to the table to the byte, including alignment, padding and ZeRO-2's two buckets")
     sys.exit(any(row.resident != row.expected or row.sent != row.expected_sent for row in rows))
 
 

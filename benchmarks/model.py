@@ -1,11 +1,11 @@
-"""Forward and backward of the model alone, beside the plain Llama of baselines.py: same sizes, same tokens.
+"""Forward and backward of the model, compared with the plain Llama of baselines.py: same sizes, same tokens.
 
     python benchmarks/model.py                          # 25m, fp32 and bf16, two threads
     python benchmarks/model.py --model 110m --rounds 20
 
-Both sides live in one process and take turns, so that a slow minute of the machine meets both; nanotrain with bf16
-parameters, the plain Llama with fp32 parameters under autocast, as users of each do. Beside the median time of the
-clock stands the median CPU time of all threads, which other programs on the machine disturb far less.
+Both sides run in turn in one process, so a slow minute of the machine affects both. As users of each do, nanotrain has
+bf16 parameters, and the plain Llama fp32 parameters under autocast. The table shows median wall time and median CPU
+time of all threads, which other programs disturb far less.
 """
 
 import argparse
@@ -39,7 +39,7 @@ class Times:
 
 
 def nanotrain_pass(shape: Shape, tokens: Tensor, *, dtype: str) -> Callable[[], float]:
-    """One forward and backward of nanotrain's model; calling it returns the loss."""
+    """A function that runs forward and backward of nanotrain's model and returns the loss."""
     model = ModelConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -60,13 +60,13 @@ def nanotrain_pass(shape: Shape, tokens: Tensor, *, dtype: str) -> Callable[[], 
     def run() -> float:
         loss = stage(None, batch) / inputs.numel()
         loss.backward()
-        return forget_gradients(stage, loss)
+        return drop_gradients(stage, loss)
 
     return run
 
 
 def plain_pass(shape: Shape, tokens: Tensor, *, dtype: str) -> Callable[[], float]:
-    """One forward and backward of the plain Llama."""
+    """A function that runs forward and backward of the plain Llama and returns the loss."""
     torch.manual_seed(0)
     model, context = Llama(shape), autocast_on(CPU, dtype == "bf16")
 
@@ -75,12 +75,12 @@ def plain_pass(shape: Shape, tokens: Tensor, *, dtype: str) -> Callable[[], floa
             logits = model(tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
-        return forget_gradients(model, loss)
+        return drop_gradients(model, loss)
 
     return run
 
 
-def forget_gradients(model: nn.Module, loss: Tensor) -> float:
+def drop_gradients(model: nn.Module, loss: Tensor) -> float:
     for parameter in model.parameters():
         parameter.grad = None
     return loss.item()
@@ -97,14 +97,14 @@ def compare(shape: Shape, *, dtype: str, rounds: int) -> str:
     tokens = next(batches(shape, 0, CPU))
     ours, plain = nanotrain_pass(shape, tokens, dtype=dtype), plain_pass(shape, tokens, dtype=dtype)
     losses = [ours(), plain()]
-    assert abs(losses[0] - losses[1]) < 0.1 * losses[1], f"two models at their start should cost alike: {losses}"
+    assert abs(losses[0] - losses[1]) < 0.1 * losses[1], f"untrained models should have similar losses: {losses}"
     ours(), plain()
     pairs = [(timed(ours), timed(plain)) for _ in range(rounds)]
     cells = [dtype]
     for measure in ("clock", "cpu"):
-        mine, theirs = ([getattr(pair[side], measure) for pair in pairs] for side in (0, 1))
-        ratio = statistics.median(b / a for a, b in zip(mine, theirs, strict=True))
-        cells += [f"{statistics.median(side) * 1e3:.0f} ms" for side in (mine, theirs)] + [f"{ratio:.2f}x"]
+        ours_s, plain_s = ([getattr(pair[side], measure) for pair in pairs] for side in (0, 1))
+        ratio = statistics.median(b / a for a, b in zip(ours_s, plain_s, strict=True))
+        cells += [f"{statistics.median(side) * 1e3:.0f} ms" for side in (ours_s, plain_s)] + [f"{ratio:.2f}x"]
     return f"| {' | '.join(cells)} |"
 
 

@@ -1,16 +1,16 @@
-"""Every axis beside data parallelism on the same processes, and beside torch's own FSDP2 with tensor parallelism.
+"""Compare every parallel axis with data parallelism on the same processes, and with torch's FSDP2 + tensor parallelism.
 
     python benchmarks/parallel.py                             # 2 and 4 processes, the 10m shape, fp32
     python benchmarks/parallel.py --only TP --ranks 2 --rounds 1
-    python benchmarks/parallel.py --output FILE --note TEXT   # the table as Markdown too
+    python benchmarks/parallel.py --output FILE --note TEXT   # also write the table as Markdown
 
-Every layout trains the same model on the same global batch, 4 samples a process, with ZeRO-1 and gradients reduced
-during the backward pass: an axis of 2, and data parallelism over pairs where there are 4 processes. Contenders run
-in turn, as in throughput.py, nanotrain's on the same processes; ratios are to the reference in the same round, medians
-over rounds.
+Every layout trains the same model on the same global batch, 4 samples per process, with ZeRO-1 and overlapped gradient
+reduction: an axis of size 2, and data parallelism of size 2 if there are 4 processes. Contenders run in turn, as in
+throughput.py, those of nanotrain on the same processes. Ratios are to the reference of the same round, medians over
+rounds.
 
-Bytes are those that comm/ booked in the last step over the axis' group, per rank (the mean over ranks), beside the
-closed form of docs/parallel/. How many rows cross `ep` depends on what tokens choose; its form supposes even choices.
+Bytes are those that comm/ counted in the last step over the group of the axis, per rank (mean over ranks), with the
+closed form of docs/parallel/. The rows sent over `ep` depend on the routing; its closed form assumes balanced experts.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from nanotrain.parallel.cp.traffic import SENT_BYTES, AttentionShape
 from nanotrain.parallel.ep.traffic import ExpertTraffic, ep_bytes
 
 NUM_EXPERTS, TOPK, EXPERT_WIDTH = 8, 2, 256
-EVERY = 2  # so many layers one has experts
+EVERY = 2  # one layer in EVERY has experts
 BYTES = 4  # of an fp32 number: activations, parameters and gradients
 ABOUT = """# Every axis
 
@@ -37,8 +37,8 @@ ABOUT = """# Every axis
 
 Ratios above 1: faster than nanotrain's data parallelism ("x DP"; of the same model) and than torch's FSDP2 with tensor
 and sequence parallelism ("x torch's TP") on the same processes and global batch, by the clock and by the CPU time of
-all ranks. MB are those a rank sends per step over the group, beside the closed form of docs/parallel/; that of `ep`
-supposes that tokens choose every expert equally often.
+all ranks. MB are sent per rank and step over the group; the closed form is that of docs/parallel/. That of `ep`
+assumes balanced experts.
 
 {body}
 """
@@ -46,13 +46,13 @@ supposes that tokens choose every expert equally often.
 
 @dataclass(frozen=True)
 class Step:
-    """A step as one rank of a layout sees it.
+    """The sizes of one step on one rank of a layout.
 
     Attributes:
         shape: sizes of the model.
-        micro_batch: samples of a microbatch.
-        num_microbatches: of a step.
-        num_readers: ranks that read samples of their own.
+        micro_batch: samples per microbatch.
+        num_microbatches: microbatches per step.
+        num_readers: ranks that read different samples.
     """
 
     shape: Shape
@@ -62,7 +62,7 @@ class Step:
 
     @property
     def hidden_bytes(self) -> int:
-        """Of one microbatch's hidden states: the A of the documents."""
+        """Size of one microbatch's hidden states; A in docs/parallel/."""
         return self.micro_batch * self.shape.seq * self.shape.hidden * BYTES
 
 
@@ -70,7 +70,7 @@ Form = Callable[[Step], float]
 
 
 def dp_sent(step: Step) -> float:
-    """docs/zero.md, `optim`: gradients and parameters, fp32 both."""
+    """docs/zero.md, `optim`: gradients and parameters, both fp32."""
     s = step.shape
     key_value = s.hidden // s.heads * s.kv_heads
     layer = 2 * s.hidden * (s.hidden + key_value) + 3 * s.hidden * s.ffn + 2 * s.hidden
@@ -79,13 +79,13 @@ def dp_sent(step: Step) -> float:
 
 
 def expert_dp_sent(step: Step) -> float:
-    """The same of experts that every rank holds."""
+    """The same for experts that are replicated on every rank."""
     elements = step.shape.layers // EVERY * NUM_EXPERTS * 3 * step.shape.hidden * EXPERT_WIDTH
     return 2 * BYTES * elements * (step.num_readers - 1) / step.num_readers
 
 
 def tp_sent(step: Step, *, sequence_parallel: bool) -> float:
-    """docs/parallel/tp.md on 2 ranks; with sequence parallelism the norms' gradients are summed at the end."""
+    """docs/parallel/tp.md on 2 ranks; with sequence parallelism the norms' gradients are all-reduced at the end."""
     layers, positions = step.shape.layers, step.micro_batch * step.shape.seq
     times = 10 * layers + 4 if sequence_parallel else 8 * layers + 4
     loss = positions * BYTES + BYTES
@@ -94,7 +94,7 @@ def tp_sent(step: Step, *, sequence_parallel: bool) -> float:
 
 
 def pp_sent(step: Step, *, num_stages: int) -> float:
-    """docs/parallel/pp.md on 2 ranks: a microbatch crosses every border twice, once from either rank."""
+    """docs/parallel/pp.md on 2 ranks: a microbatch crosses every stage boundary twice, once per direction."""
     return step.num_microbatches * (num_stages - 1) * step.hidden_bytes
 
 
@@ -108,7 +108,7 @@ def cp_sent(step: Step, *, comm_type: str) -> float:
 
 
 def ep_sent(step: Step) -> float:
-    """docs/parallel/ep.md on 2 ranks, where every expert is chosen equally often."""
+    """docs/parallel/ep.md on 2 ranks, with balanced experts."""
     shape = step.shape
     traffic = ExpertTraffic(step.micro_batch * shape.seq, TOPK, NUM_EXPERTS, shape.hidden, BYTES)
     return step.num_microbatches * shape.layers // EVERY * ep_bytes(traffic, 2)
@@ -116,17 +116,17 @@ def ep_sent(step: Step) -> float:
 
 @dataclass(frozen=True)
 class Layout:
-    """One row.
+    """One row of the table.
 
     Attributes:
-        name: how the table calls it.
+        name: its name in the table.
         axis: the group whose bytes are shown.
-        form: what they should be; None for torch, which is not asked.
-        flags: beside those that all layouts get.
+        form: closed form of the bytes; None for torch, whose bytes are not counted.
+        flags: flags in addition to those of all layouts.
         num_sharers: ranks that read the same samples.
-        micro_batch: samples of a microbatch; None for a rank's whole share of the global batch at once.
-        reference: data parallelism of the same model.
-        torch_strategy: of baselines.py, in place of nanotrain.
+        micro_batch: samples per microbatch; None for all samples of a rank in one microbatch.
+        reference: data parallelism with the same model.
+        torch_strategy: a strategy of baselines.py, instead of nanotrain.
     """
 
     name: str
@@ -139,13 +139,13 @@ class Layout:
     torch_strategy: str | None = None
 
     def step(self, job: Job, num_processes: int) -> Step:
-        """How a rank's share of the global batch is cut into microbatches."""
+        """How a rank's samples of the global batch are split into microbatches."""
         samples = job.shape.micro_batch * self.num_sharers
         micro_batch = self.micro_batch or samples
         return Step(job.shape, micro_batch, samples // micro_batch, num_processes // self.num_sharers)
 
     def contender(self, job: Job, num_processes: int) -> Contender:
-        """What is launched."""
+        """The contender to launch."""
         micro_batch = self.step(job, num_processes).micro_batch
         if self.torch_strategy is not None:
             command = torch_command(self.torch_strategy, f"--micro-batch={micro_batch}")
@@ -176,14 +176,14 @@ def tp_layout(name: str, *flags: str) -> Layout:
 
 
 def pp_layout(schedule: str, *flags: str) -> Layout:
-    """A pipeline of 2 ranks by one of the schedules, a quarter of a rank's share at a time."""
+    """A pipeline of 2 ranks with one of the schedules, 4 microbatches per step."""
     form = partial(pp_sent, num_stages=4 if flags else 2)
     flags = (PP, f"--pipeline-schedule={schedule}", *flags)
     return Layout(f"PP2 {schedule}", "pp", form, flags, num_sharers=2, micro_batch=2)
 
 
 def cp_layout(comm_type: str) -> Layout:
-    """Context parallelism in one of the three ways."""
+    """Context parallelism with one of the attention backends."""
     form = partial(cp_sent, comm_type=comm_type)
     flags = (CP, f"--cp-comm-type={comm_type}")
     return Layout(f"CP2 {comm_type}", "cp", form, flags, num_sharers=2)
@@ -217,7 +217,7 @@ HEADS = (
 
 
 def row(layout: Layout, job: Job, *, num_processes: int, measured: dict[str, list[Outcome]]) -> list[str]:
-    """The cells of one layout."""
+    """The table cells of one layout."""
     mine = measured[layout.name]
     speed = statistics.median(outcome.tokens_per_second for outcome in mine)
     ratios = []
@@ -232,23 +232,21 @@ def row(layout: Layout, job: Job, *, num_processes: int, measured: dict[str, lis
 
 
 def ratios_to(mine: list[Outcome], rival: list[Outcome]) -> list[str]:
-    """By the clock and by CPU time; above 1 the rival is slower, or costs more."""
+    """Ratios of tokens per second and per CPU second; above 1 the rival is slower."""
     attributes = ("tokens_per_second", "tokens_per_cpu_second")
     return [Figure.of(attribute, mine, [rival]).cells()[1] for attribute in attributes]
 
 
 def main() -> None:
-    """Run every world and print the table."""
+    """Run every world size and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("smoke", "10m", "25m"), default="10m")
     parser.add_argument("--ranks", type=int, nargs="+", choices=(2, 4), default=[2, 4])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument(
-        "--only", default="", help="run layouts whose name contains this, and what they are compared with"
-    )
-    parser.add_argument("--output", type=Path, help="write the table to this file too")
+    parser.add_argument("--only", default="", help="run layouts whose name contains this, and their references")
+    parser.add_argument("--output", type=Path, help="also write the table to this file")
     parser.add_argument("--note", default="", help="date and machine, for the file")
     args = parser.parse_args()
 

@@ -1,8 +1,8 @@
-"""One rank of nanotrain, timed: `torchrun benchmarks/rank.py` takes the words of `python -m nanotrain.train`.
+"""One rank of nanotrain, timed: `torchrun benchmarks/rank.py` takes the arguments of `python -m nanotrain.train`.
 
-It trains with the hooks of an ordinary run and one more, which notes clock, CPU time and bytes sent of every step.
-After the word `--then` the words of another run may follow, on the same processes (CPU only): starting them takes
-longer than what is measured. Rank 0 prints one JSON object for every run, of the same form as `baselines.py`:
+It trains with the hooks of an ordinary run and one more, which records time, CPU time and bytes sent of every step.
+After `--then` the arguments of another run may follow, on the same processes (CPU only): starting processes takes
+longer than the measurement. Rank 0 prints one JSON object per run, of the same form as `baselines.py`:
 
     step_time_s          of rank 0
     cpu_time_s           all threads of all ranks together, without the processes that load data
@@ -29,6 +29,7 @@ from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
 from nanotrain.log import start_logging
+from nanotrain.topology.topology import Topology
 from nanotrain.train.build import build_run
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.inputs import RunInputs, open_inputs
@@ -41,7 +42,7 @@ from nanotrain.train.trainer import Trainer
 
 @dataclass
 class Meter(Hook):
-    """Notes what each step cost this rank; the last of the hooks, so that theirs counts too."""
+    """Records what each step cost this rank; the last of the hooks, so that their cost is included."""
 
     reports: list[StepReport] = field(default_factory=list)
     cpu_time_s: list[float] = field(default_factory=list)
@@ -62,7 +63,7 @@ class Meter(Hook):
 
 
 def summary(meter: Meter, run: Run) -> dict[str, Any]:
-    """The meters of all ranks as one report; every rank must call it."""
+    """Merge the meters of all ranks into one report; collective."""
     ranks = all_gather_object((meter.cpu_time_s, meter.sent), run.context.control)
     groups = sorted({name for _, sent in ranks for name in sent})
     return {
@@ -74,8 +75,8 @@ def summary(meter: Meter, run: Run) -> dict[str, Any]:
     }
 
 
-def train(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> None:
-    """Train as planned; rank 0 prints what it cost."""
+def train(plan: Plan, inputs: RunInputs, context: ParallelContext) -> None:
+    """Train; rank 0 prints the report."""
     run, meter = build_run(plan, inputs, context=context), Meter()
     try:
         Trainer(run, [*choose_hooks(plan.config, inputs.tokenizer), meter]).fit()
@@ -87,35 +88,35 @@ def train(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> None:
 
 
 @contextmanager
-def attached(plan: Plan) -> Iterator[ParallelContext]:
-    """Groups for another run among the ranks that have met already, given back afterwards."""
-    context = ParallelContext.attach(plan.topology)
+def attached(topology: Topology) -> Iterator[ParallelContext]:
+    """Create groups for another run on the default process group, and destroy them afterwards."""
+    context = ParallelContext.attach(topology)
     groups = [group for group in (context.control, *context.groups.values()) if group.process_group is not None]
-    own = {id(group.process_group): group.process_group for group in groups} if dist.is_initialized() else {}
-    own.pop(id(dist.group.WORLD), None)
+    created = {id(group.process_group): group.process_group for group in groups} if dist.is_initialized() else {}
+    created.pop(id(dist.group.WORLD), None)
     try:
         yield context
     finally:
         for group in groups:
             group.release()
-        for process_group in own.values():
+        for process_group in created.values():
             dist.destroy_process_group(process_group)
 
 
 def main() -> None:
-    """Train as the command line says, run after run."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    start_logging(is_first=os.environ.get("RANK", "0") == "0")
+    """Train as the command line says, one run after the other."""
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    start_logging(is_first=rank == 0)
     commands: list[list[str]] = [[]]
-    for word in sys.argv[1:]:
-        commands.append([]) if word == "--then" else commands[-1].append(word)
-    rank, opened = int(os.environ.get("RANK", "0")), [open_inputs(load(words)) for words in commands]
-    plans = [plan_run(config, world_size, rank=rank) for config, _ in opened]
-    runs = list(zip(plans, (inputs for _, inputs in opened), strict=True))
-    with ParallelContext.start(plans[0].topology, device=plans[0].config.train.device.value) as context:
-        train(*runs[0], context)
-        for plan, inputs in runs[1:]:
-            with attached(plan) as another:
+    for argument in sys.argv[1:]:
+        commands.append([]) if argument == "--then" else commands[-1].append(argument)
+    opened = [open_inputs(load(arguments)) for arguments in commands]
+    plans = [(plan_run(config, world_size, rank=rank), inputs) for config, inputs in opened]
+    first, inputs = plans[0]
+    with ParallelContext.start(first.topology, device=first.config.train.device.value) as context:
+        train(first, inputs, context)
+        for plan, inputs in plans[1:]:
+            with attached(plan.topology) as another:
                 train(plan, inputs, another)
 
 

@@ -3,11 +3,11 @@
     python benchmarks/throughput.py                             # 25m, fp32 and bf16
     python benchmarks/throughput.py --model 110m --dtype bf16 --rounds 5
 
-Every contender is a fresh launch of two processes with half of the cores each (the single ones: one process, all
-cores). Contenders run in turn, several rounds; a round's ratio compares neighbours in time, and the table shows the
-median over rounds, so that a slow minute of the machine meets both sides; beside it stands the CPU time of a step,
-which other programs disturb less. nanotrain is what users run: its command line, its data workers, its log (rank.py
-adds the clocks). Start-up and warmup steps are left out on both sides.
+Every contender is a new launch of two processes with half of the cores each (the single ones: one process, all cores).
+Contenders run in turn, for several rounds. The ratio of a round compares runs that are close in time, and the table
+shows the median over rounds, so a slow minute of the machine affects both sides. It also shows the CPU time of a step,
+which other programs disturb less. nanotrain runs as users run it: its command line, data workers and log (rank.py
+adds the clocks). Start-up and warmup steps are excluded on both sides.
 """
 
 import argparse
@@ -29,7 +29,7 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Job:
-    """What every contender of a run is asked to do."""
+    """The workload that all contenders of a run share."""
 
     model: str
     dtype: str
@@ -39,7 +39,7 @@ class Job:
 
     @property
     def shape(self) -> Shape:
-        """The sizes of the model and of a rank's microbatch."""
+        """Sizes of the model and of one rank's microbatch."""
         return SHAPES[self.model]
 
 
@@ -48,11 +48,11 @@ class Contender:
     """One row of the table.
 
     Attributes:
-        name: how the table calls it.
+        name: its name in the table.
         num_processes: ranks.
-        command: from (job, folder to write in) to the arguments after `torchrun`.
-        rivals: whom it is compared with; the fastest of them in each round counts.
-        environment: variables that its processes get.
+        command: from (job, output folder) to the arguments after `torchrun`.
+        rivals: contenders it is compared with; the fastest of them in each round counts.
+        environment: additional environment variables of its processes.
     """
 
     name: str
@@ -79,8 +79,16 @@ def torch_command(strategy: str, *extra: str) -> Callable[[Job, Path], list[str]
     return command
 
 
-def nanotrain_command(*flags: str, micro_batch: int | None = None) -> Callable[[Job, Path], list[str]]:
-    """The command of a nanotrain contender: the same sizes as flags, and a microbatch of its own where one is given."""
+def nanotrain_command(
+    *flags: str, micro_batch: int | None = None, benchmarks: Path = HERE
+) -> Callable[[Job, Path], list[str]]:
+    """The command of a nanotrain contender: the sizes of the job as flags.
+
+    Args:
+        flags: additional flags.
+        micro_batch: samples per microbatch; None for the job's.
+        benchmarks: folder of the rank.py to run.
+    """
 
     def command(job: Job, folder: Path) -> list[str]:
         options = {
@@ -101,14 +109,20 @@ def nanotrain_command(*flags: str, micro_batch: int | None = None) -> Callable[[
         }
         tie = "--no-untie-embeddings-and-output-weights" if job.shape.tied else "--untie-embeddings-and-output-weights"
         switches = ["--mock-data", tie, "--no-save"]
-        return [str(HERE / "rank.py"), *(f"--{name}={value}" for name, value in options.items()), *switches, *flags]
+        return [
+            str(benchmarks / "rank.py"),
+            *(f"--{name}={value}" for name, value in options.items()),
+            *switches,
+            *flags,
+        ]
 
     return command
 
 
-def sharding(strategy: str, *flags: str) -> Callable[[Job, Path], list[str]]:
-    """nanotrain with a sharding strategy, reducing gradients during the backward pass as DDP and FSDP2 do."""
-    return nanotrain_command(f"--data-parallel-sharding-strategy={strategy}", "--overlap-grad-reduce", *flags)
+def sharding(strategy: str, *flags: str, benchmarks: Path = HERE) -> Callable[[Job, Path], list[str]]:
+    """nanotrain with a sharding strategy and overlapped gradient reduction, as DDP and FSDP2."""
+    flags = (f"--data-parallel-sharding-strategy={strategy}", "--overlap-grad-reduce", *flags)
+    return nanotrain_command(*flags, benchmarks=benchmarks)
 
 
 ZERO_RIVALS = ("torch DDP + ZeroRedundancyOptimizer", "torch FSDP2")
@@ -126,13 +140,13 @@ CONTENDERS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one launch of a contender gave.
+    """The measurements of one launch of a contender.
 
     Attributes:
         tokens_per_second: of the median step.
-        tokens_per_cpu_second: likewise, over the CPU time of all ranks together.
+        tokens_per_cpu_second: of the median step, over the summed CPU time of all ranks.
         peak_memory_bytes: of rank 0.
-        sent: bytes of a step per rank by group; nanotrain only.
+        sent: bytes per step and rank, by group; nanotrain only.
     """
 
     tokens_per_second: float
@@ -142,7 +156,7 @@ class Outcome:
 
     @classmethod
     def of(cls, report: dict[str, Any], job: Job) -> "Outcome":
-        """What a rank printed."""
+        """Parse the report that rank 0 printed."""
         return cls(
             tokens_per_second=report["tokens_per_step"] / statistics.median(report["step_time_s"][-job.steps :]),
             tokens_per_cpu_second=report["tokens_per_step"] / statistics.median(report["cpu_time_s"][-job.steps :]),
@@ -152,7 +166,7 @@ class Outcome:
 
 
 def launch(contenders: list[Contender], job: Job) -> list[Outcome]:
-    """Run contenders once, one after the other; several of them must be nanotrain's, on as many processes."""
+    """Run contenders once, one after the other; if several, all of nanotrain and on equally many processes."""
     first = contenders[0]
     threads = max(1, len(os.sched_getaffinity(0)) // first.num_processes)
     environment = dict(os.environ, OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE") | first.environment
@@ -171,10 +185,10 @@ def launch(contenders: list[Contender], job: Job) -> list[Outcome]:
 
 
 def run(job: Job, launches: list[list[Contender]], rounds: int) -> dict[str, list[Outcome]]:
-    """What every contender gave in every round, by name; launches take turns."""
+    """Run all launches in turn for several rounds; outcomes of every round by name of the contender."""
     measured: dict[str, list[Outcome]] = {contender.name: [] for together in launches for contender in together}
     for number in range(1, rounds + 1):
-        # Every other round runs backwards, so that nobody always runs last.
+        # Every other round runs in reverse order, so that no contender always runs last.
         forwards = number % 2 == 1
         for together in launches if forwards else reversed(launches):
             contenders = together if forwards else together[::-1]
@@ -187,18 +201,18 @@ def run(job: Job, launches: list[list[Contender]], rounds: int) -> dict[str, lis
 
 @dataclass(frozen=True)
 class Figure:
-    """A contender's speed over all rounds, and its ratio to the fastest rival of each round; medians."""
+    """Medians over the rounds: a contender's speed, and its ratio to the fastest rival of each round."""
 
     speed: float
     ratio: float | None
 
     @classmethod
     def of(cls, attribute: str, mine: list[Outcome], rivals: list[list[Outcome]]) -> "Figure":
-        """The figure of an attribute of `Outcome`; without rivals there is no ratio."""
-        own = [getattr(outcome, attribute) for outcome in mine]
+        """The figure of an attribute of `Outcome`; the ratio is None without rivals."""
+        speeds = [getattr(outcome, attribute) for outcome in mine]
         best = [max(getattr(outcome, attribute) for outcome in round_) for round_ in zip(*rivals, strict=True)]
-        ratios = [speed / his for speed, his in zip(own, best, strict=bool(rivals))]
-        return cls(statistics.median(own), statistics.median(ratios) if ratios else None)
+        ratios = [speed / rival for speed, rival in zip(speeds, best, strict=bool(rivals))]
+        return cls(statistics.median(speeds), statistics.median(ratios) if ratios else None)
 
     def cells(self) -> list[str]:
         """Speed and ratio as text."""
@@ -206,7 +220,7 @@ class Figure:
 
 
 def table(contenders: list[Contender], measured: dict[str, list[Outcome]]) -> str:
-    """The result as markdown: medians over rounds of the speed and of the ratio to the round's fastest rival."""
+    """The Markdown table of medians over rounds: speed, and ratio to the fastest rival of each round."""
     heads = ("contender", "tokens/s", "ratio", "tokens per CPU second", "ratio", "to the faster of")
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * 4 + "---|"]
     for contender in contenders:

@@ -1,8 +1,8 @@
-"""Plan a cluster on a laptop: which ways to arrange the ranks keep tensor parallelism inside a node, at what memory?
+"""Plan a cluster on a laptop: memory per rank and tp groups that cross nodes, for every tp x pp.
 
     python examples/plan_a_cluster.py --nodes 16 --gpus-per-node 8 --memory-gib 80
 
-Uses nanotrain.topology and nanotrain.config alone: pure functions over ranks and sizes, no torch, any world size.
+Uses only nanotrain.topology and nanotrain.config: pure functions without torch, for any world size.
 """
 
 import argparse
@@ -24,13 +24,13 @@ LLAMA_70B = ModelConfig(
     vocab_size=32000,
     untie_embeddings_and_output_weights=True,
 )
-# bytes of parameters, fp32 gradients, and main weights with moments, per parameter in bf16
+# Bytes per bf16 parameter: the parameter, its fp32 gradient, its main param and moments.
 PARAM_BYTES, GRAD_BYTES, STATE_BYTES = 2, 4, 12
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to arrange the ranks."""
+    """One layout of the ranks."""
 
     tp: int
     pp: int
@@ -40,7 +40,7 @@ class Plan:
 
 
 def plan(model: ModelConfig, *, world_size: int, node: int, tp: int, pp: int) -> Plan:
-    """Arrange the ranks and add up what one of them holds with ZeRO-1.
+    """Compute the layout and the resident bytes of the largest rank with ZeRO-1.
 
     Raises:
         TopologyError: the sizes do not divide the world, or there are fewer layers than stages.
@@ -52,14 +52,14 @@ def plan(model: ModelConfig, *, world_size: int, node: int, tp: int, pp: int) ->
     )
     topology = Topology.of(parallel, world_size)
     longest_stage = max(len(stage.layers) for stage in split_layers(model.num_layers, pp))
-    held = num_parameters(ModelShape.of(model)) * longest_stage / model.num_layers / tp
-    size = held * (PARAM_BYTES + GRAD_BYTES + STATE_BYTES / topology.size("dp_shard"))
+    num_params = num_parameters(ModelShape.of(model)) * longest_stage / model.num_layers / tp
+    size = num_params * (PARAM_BYTES + GRAD_BYTES + STATE_BYTES / topology.size("dp_shard"))
     crosses = any(group[0] // node != group[-1] // node for group in topology.groups_of("tp"))
     return Plan(tp, pp, topology.size("dp"), size / 2**30, crosses)
 
 
 def main() -> None:
-    """Print every plan that the ranks can form."""
+    """Print every layout that the ranks can form."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=16)
     parser.add_argument("--gpus-per-node", type=int, default=8)
