@@ -147,14 +147,14 @@ def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> None:
 
 
 def all_reduce_scalars(values: Sequence[float], group: Group, *, op: str = "sum") -> list[float]:
-    """Reduce host numbers over the group in one float64 collective (traffic "numbers").
+    """Reduce host numbers over the group in one float64 collective (traffic "all_reduce_scalars").
 
     One element costs as much as a thousand (0.3 to 1.5 ms on gloo), so pass all numbers in one call.
     """
     if group.size == 1:
         return [float(value) for value in values]
     packed = torch.tensor(values, dtype=torch.float64, device=process_group_device(group.process_group))
-    group.traffic.record(group.name, "numbers", num_bytes=2 * reduced_bytes(packed.nbytes, group.size))
+    group.traffic.record(group.name, "all_reduce_scalars", num_bytes=2 * reduced_bytes(packed.nbytes, group.size))
     with translate_errors("all_reduce_scalars", group):
         dist.all_reduce(packed, op=_OPS[op], group=group.process_group, async_op=True).wait()
     return packed.tolist()

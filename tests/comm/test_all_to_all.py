@@ -1,4 +1,4 @@
-"""Rows reach the rank they are meant for, gradients find the way back, and the ledger counts what left."""
+"""All-to-all: rows reach their rank, gradients return to the sender, sent bytes are counted."""
 
 import pytest
 import torch
@@ -13,23 +13,23 @@ WIDTH = 3
 
 
 def rows_of(source: int, target: int, *, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """What `source` has for `target`: every number names both and its place."""
+    """Rows from `source` to `target`; their values depend on both."""
     count = COUNTS[source][target] if size == 4 else source + 2 * target
     return (torch.arange(count * WIDTH).view(count, WIDTH) + 16 * source + 64 * target).to(dtype)
 
 
 def send_both_ways(ctx, dtype):
     group = ctx.group("world")
-    size, me = group.size, ctx.rank
-    out = [rows_of(me, other, size=size, dtype=dtype) for other in range(size)]
-    back = [rows_of(other, me, size=size, dtype=dtype) for other in range(size)]
+    size, rank = group.size, ctx.rank
+    out = [rows_of(rank, other, size=size, dtype=dtype) for other in range(size)]
+    back = [rows_of(other, rank, size=size, dtype=dtype) for other in range(size)]
     sent, expected = torch.cat(out), torch.cat(back)
     received = torch.empty_like(expected)
-    counts = {"input_splits": [len(rows) for rows in out], "output_splits": [len(rows) for rows in back]}
-    start_all_to_all(received, sent, group=group, **counts).wait()
+    splits = {"input_splits": [len(rows) for rows in out], "output_splits": [len(rows) for rows in back]}
+    start_all_to_all(received, sent, group=group, **splits).wait()
     assert torch.equal(received, expected)
-    left = sum(len(rows) for other, rows in enumerate(out) if other != me)
-    assert ctx.traffic.bytes("world", "all_to_all") == left * WIDTH * dtype.itemsize
+    num_sent = sum(len(rows) for other, rows in enumerate(out) if other != rank)
+    assert ctx.traffic.bytes("world", "all_to_all") == num_sent * WIDTH * dtype.itemsize
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -40,29 +40,29 @@ def test_every_row_reaches_its_rank(size, dtype):
 
 @ranks(4)
 def test_the_gradient_of_a_row_returns_to_its_source(ctx):
-    group, me = ctx.group("world"), ctx.rank
-    send, receive = COUNTS[me], [row[me] for row in COUNTS]
+    group, rank = ctx.group("world"), ctx.rank
+    send, receive = COUNTS[rank], [row[rank] for row in COUNTS]
     x = torch.arange(sum(send) * WIDTH, dtype=torch.float32).view(-1, WIDTH).requires_grad_()
     received = all_to_all(x, group, input_splits=send, output_splits=receive)
-    (received * (me + 1)).sum().backward()  # an expanded gradient times a factor that names the receiver
+    (received * (rank + 1)).sum().backward()  # a factor that depends on the receiver
     factors = torch.tensor([float(target + 1) for target, count in enumerate(send) for _ in range(count)])
     assert torch.equal(x.grad, factors[:, None].expand(-1, WIDTH))
     received = all_to_all(x, group, input_splits=send, output_splits=receive)
     (gradient,) = torch.autograd.grad(received.sum(), x)
-    assert torch.equal(gradient, torch.ones_like(x)), "a gradient without memory of its own (expanded) travels too"
+    assert torch.equal(gradient, torch.ones_like(x)), "an expanded gradient is sent too"
 
 
-def test_a_group_of_one_answers_with_its_input():
-    alone, x = Group.single_rank("ep"), torch.ones(3, 2, requires_grad=True)
-    assert all_to_all(x, alone, input_splits=[3], output_splits=[3]) is x
+def test_in_a_group_of_one_the_output_is_the_input():
+    single, x = Group.single_rank("ep"), torch.ones(3, 2, requires_grad=True)
+    assert all_to_all(x, single, input_splits=[3], output_splits=[3]) is x
     output = torch.zeros(3, 2)
-    assert start_all_to_all(output, x.detach(), input_splits=[3], output_splits=[3], group=alone).wait() is output
+    assert start_all_to_all(output, x.detach(), input_splits=[3], output_splits=[3], group=single).wait() is output
     assert torch.equal(output, torch.ones(3, 2))
-    assert alone.traffic.calls() == 0
+    assert single.traffic.calls() == 0
 
 
 @ranks(2)
-def test_counts_that_do_not_fit_are_refused_before_anything_is_sent(ctx):
+def test_wrong_split_sizes_raise_before_anything_is_sent(ctx):
     group, x = ctx.group("world"), torch.ones(3, 2)
     with pytest.raises(AssertionError, match="wrong rank"):
         start_all_to_all(torch.empty(2, 2), x, input_splits=[1, 1], output_splits=[1, 1], group=group)

@@ -1,4 +1,4 @@
-"""Collectives combine what they promise, book what they send, and leave a group of one alone."""
+"""Collectives: results, counted bytes, groups of one rank, wrong arguments."""
 
 import warnings
 from pathlib import Path
@@ -13,9 +13,12 @@ from nanotrain.comm.collectives import (
     all_reduce_scalars,
     barrier,
     broadcast,
+    local_slice,
     reduce_scatter_into,
+    start_all_gather,
     start_all_gather_into,
     start_all_reduce,
+    start_reduce_scatter,
     start_reduce_scatter_into,
 )
 from nanotrain.comm.group import Group
@@ -24,7 +27,7 @@ from tests.harness import ranks
 
 @pytest.mark.parametrize(("op", "expected"), [("sum", 10.0), ("max", 4.0), ("min", 1.0)])
 @ranks(4)
-def test_all_reduce_combines_in_place(ctx, op, expected):
+def test_all_reduce_is_in_place(ctx, op, expected):
     tensor = torch.full((3, 2), float(ctx.rank + 1))
     all_reduce(tensor, ctx.group("world"), op=op)
     assert torch.equal(tensor, torch.full((3, 2), expected))
@@ -45,7 +48,7 @@ def test_broadcast_counts_its_source_inside_the_group(ctx):
 
 
 @ranks(3)
-def test_host_numbers_and_objects_travel(ctx):
+def test_host_numbers_and_objects_are_communicated(ctx):
     world = ctx.group("world")
     assert all_reduce_scalars([1, 0.1 * ctx.rank], world) == pytest.approx([3.0, 0.3], rel=1e-15)
     assert all_reduce_scalars([ctx.rank], world, op="max") == [2.0]
@@ -53,30 +56,42 @@ def test_host_numbers_and_objects_travel(ctx):
     barrier(ctx.control)
 
 
-def test_a_group_of_one_answers_with_its_input_and_books_nothing():
-    alone = Group.single_rank("dp")
+def test_in_a_group_of_one_the_output_is_the_input_and_nothing_is_counted():
+    single = Group.single_rank("dp")
     tensor, output = torch.arange(4.0), torch.empty(4)
-    all_reduce(tensor, alone)
-    broadcast(tensor, alone)
-    reduce_scatter_into(output, tensor, group=alone)
+    all_reduce(tensor, single)
+    broadcast(tensor, single)
+    reduce_scatter_into(output, tensor, group=single)
     assert torch.equal(output, torch.arange(4.0))
-    all_gather_into(output, tensor + 1, group=alone)
+    all_gather_into(output, tensor + 1, group=single)
     assert torch.equal(output, torch.arange(4.0) + 1)
-    assert all_reduce_scalars([1, 2.5], alone) == [1.0, 2.5]
-    assert all_gather_object("me", alone) == ["me"]
-    barrier(alone)
-    assert alone.traffic.calls() == 0
+    assert all_reduce_scalars([1, 2.5], single) == [1.0, 2.5]
+    assert all_gather_object("object", single) == ["object"]
+    barrier(single)
+    assert single.traffic.calls() == 0
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@ranks(4, tp=2)
+def test_collectives_along_a_dim_concatenate_and_split_it(ctx, dim):
+    group = ctx.group("tp")
+    full = torch.arange(4 * 6 * 2.0).view(4, 6, 2).transpose(0, 1)
+    part = local_slice(full, group, dim=dim)
+    assert torch.equal(part, full.chunk(2, dim)[group.index])
+    assert torch.equal(start_all_gather(part, group, dim=dim).wait(), full)
+    assert torch.equal(start_reduce_scatter(full, group, dim=dim).wait(), 2 * part)
+    assert torch.equal(start_all_reduce(full.contiguous(), group).wait(), 2 * full)
 
 
 @pytest.mark.parametrize("start", [start_reduce_scatter_into, start_all_gather_into])
-def test_a_group_of_one_in_place_is_done_at_once(start):
+def test_a_group_of_one_in_place_copies_nothing(start):
     tensor = torch.arange(4.0)
     assert start(tensor, tensor, group=Group.single_rank("dp")).wait() is tensor
     assert torch.equal(tensor, torch.arange(4.0))
 
 
 @ranks(2)
-def test_wrong_slices_are_refused_before_anything_is_sent(ctx):
+def test_wrong_slices_raise_before_anything_is_sent(ctx):
     with pytest.raises(AssertionError, match="would be read as"):
         start_reduce_scatter_into(torch.empty(2), torch.empty(4, dtype=torch.bfloat16), group=ctx.group("world"))
     with pytest.raises(AssertionError, match="not by strides"):
@@ -89,7 +104,7 @@ def test_wrong_slices_are_refused_before_anything_is_sent(ctx):
 
 
 @ranks(4)
-def test_the_ledger_holds_the_textbook_bytes(ctx):
+def test_traffic_counts_the_textbook_bytes(ctx):
     world, full, slice_ = ctx.group("world"), torch.zeros(400), torch.zeros(100)
     reduce_scatter_into(slice_, full, group=world)
     all_gather_into(full, slice_, group=world)
@@ -98,19 +113,19 @@ def test_the_ledger_holds_the_textbook_bytes(ctx):
     assert ctx.traffic.bytes("world", "reduce_scatter") == 1600 * 3 // 4
     assert ctx.traffic.bytes("world", "all_gather") == 1600 * 3 // 4
     assert ctx.traffic.bytes("world", "all_reduce") == 2 * 1600 * 3 // 4
-    assert ctx.traffic.bytes("world", "numbers") == 2 * 16 * 3 // 4
+    assert ctx.traffic.bytes("world", "all_reduce_scalars") == 2 * 16 * 3 // 4
     assert ctx.traffic.calls() == 4
 
 
 def written_bytes() -> int:
-    """Bytes this process has handed to the system, sockets included; -1 where that is not told."""
+    """Bytes that this process has written, sockets included; -1 if the system does not count them."""
     counters = Path("/proc/self/io")
     lines = counters.read_text().splitlines() if counters.exists() else []
     return next((int(line.split()[1]) for line in lines if line.startswith("wchar:")), -1)
 
 
 @ranks(4)
-def test_the_ledger_agrees_with_what_the_process_wrote_to_its_sockets(ctx):
+def test_traffic_agrees_with_the_bytes_written_to_sockets(ctx):
     if written_bytes() < 0:
         pytest.skip("this system does not count them")
     world, full, slice_ = ctx.group("world"), torch.zeros(1 << 20), torch.zeros(1 << 18)
@@ -124,12 +139,12 @@ def test_the_ledger_agrees_with_what_the_process_wrote_to_its_sockets(ctx):
         before = written_bytes()
         collective()
         barrier(ctx.control)
-        written, booked = written_bytes() - before, ctx.traffic.bytes("world", op)
-        assert written == pytest.approx(booked, rel=0.005), f"{op}: {written} bytes written, {booked} booked"
+        written, counted = written_bytes() - before, ctx.traffic.bytes("world", op)
+        assert written == pytest.approx(counted, rel=0.005), f"{op}: {written} bytes written, {counted} counted"
 
 
 @ranks(2)
-def test_no_collective_warns_of_a_name_that_goes_away(ctx):
+def test_no_collective_warns_of_a_deprecated_name(ctx):
     world, full, slice_ = ctx.group("world"), torch.zeros(4), torch.zeros(2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

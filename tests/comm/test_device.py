@@ -1,4 +1,4 @@
-"""Devices on a machine without a GPU, and the promise that no other file asks torch.cuda."""
+"""Devices on a machine without a GPU; no other file uses torch.cuda."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def test_without_a_gpu_the_cpu_is_chosen(no_gpu, kind):
     assert devices.pick_device(kind, 0) == CPU
 
 
-def test_a_gpu_asked_for_but_not_there_is_an_error_with_its_cure(no_gpu):
+def test_a_missing_gpu_is_an_error_with_a_fix(no_gpu):
     with pytest.raises(EnvironmentFault, match=r"finds no GPU.*--device cpu"):
         devices.pick_device("cuda", 0)
 
@@ -64,7 +64,7 @@ def test_everything_works_on_a_cpu():
 
 def test_peak_memory_of_a_cpu_counts_from_its_reset():
     if devices.peak_memory(CPU) == 0:
-        pytest.skip("this system does not tell")
+        pytest.skip("not supported by this system")
     size = 64 << 20
     torch.ones(size, dtype=torch.uint8)
     devices.reset_peak_memory(CPU)
@@ -73,7 +73,7 @@ def test_peak_memory_of_a_cpu_counts_from_its_reset():
     assert devices.peak_memory(CPU) - before >= 0.9 * block.nbytes
 
 
-def test_no_other_file_says_torch_cuda():
+def test_no_other_file_uses_torch_cuda():
     package = Path(nanotrain.__file__).parent
     guilty = [
         f"{path.relative_to(package)}:{number}"

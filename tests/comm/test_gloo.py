@@ -1,4 +1,4 @@
-"""On gloo: slices reach their owners, are summed in rank order and rounded once, in place or not."""
+"""gloo collectives by direct sends: summed in rank order, rounded once, in place or not."""
 
 import pytest
 import torch
@@ -7,12 +7,11 @@ from nanotrain.comm import gloo
 from nanotrain.comm.collectives import reduce_scatter_into, start_all_gather_into, start_reduce_scatter_into
 from tests.harness import run_ranks
 
-# d members  n elements of the full tensor, several chunks of 8 in each slice
-_SLICE = 37
+_SLICE = 37  # elements per slice: several chunks of 8
 
 
 def version_of(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """[n] what a rank brings; sums of these depend on the order and on every rounding."""
+    """A rank's input [n]; sums of these depend on the order and on every rounding."""
     generator = torch.Generator().manual_seed(rank)
     scale = 10.0 ** torch.randint(-3, 4, (size * _SLICE,), generator=generator)
     return (torch.randn(size * _SLICE, generator=generator) * scale).to(dtype)
@@ -31,10 +30,10 @@ def scatter_into_a_separate_output(ctx, dtype):
     tensor, output = version_of(ctx.rank, group.size, dtype), torch.full((_SLICE,), torch.nan, dtype=dtype)
     reduce_scatter_into(output, tensor, group=group)
     assert torch.equal(output, expected_slice(ctx.rank, group.size, dtype))
-    assert torch.equal(tensor, version_of(ctx.rank, group.size, dtype)), "the input must stay as it was"
+    assert torch.equal(tensor, version_of(ctx.rank, group.size, dtype)), "the input must not change"
 
 
-def scatter_into_the_own_slice(ctx, dtype):
+def scatter_into_the_local_slice(ctx, dtype):
     gloo._CHUNK = 8
     group = ctx.group("world")
     tensor = version_of(ctx.rank, group.size, dtype)
@@ -42,10 +41,10 @@ def scatter_into_the_own_slice(ctx, dtype):
     reduce_scatter_into(rows[ctx.rank], tensor, group=group)
     assert torch.equal(rows[ctx.rank], expected_slice(ctx.rank, group.size, dtype))
     others = [row for row in range(group.size) if row != ctx.rank]
-    assert torch.equal(rows[others], before[others]), "only the own slice may change"
+    assert torch.equal(rows[others], before[others]), "only the local slice may change"
 
 
-@pytest.mark.parametrize("scatter", [scatter_into_a_separate_output, scatter_into_the_own_slice])
+@pytest.mark.parametrize("scatter", [scatter_into_a_separate_output, scatter_into_the_local_slice])
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reduce_scatter_is_the_sum_in_rank_order_rounded_once(scatter, size, dtype):
@@ -57,19 +56,19 @@ def reduce_many_at_once(ctx):
     group = ctx.group("world")
     tensors = [torch.arange(4.0 * size) + ctx.rank for size in (50, 3, 0, 200)]
     outputs = [torch.empty(tensor.numel() // 4) for tensor in tensors]
-    pending = [
+    works = [
         start_reduce_scatter_into(output, tensor, group=group) for output, tensor in zip(outputs, tensors, strict=True)
     ]
-    for one in reversed(pending):
-        one.wait()
+    for work in reversed(works):
+        work.wait()
     for output, tensor in zip(outputs, tensors, strict=True):
-        whole = torch.arange(float(tensor.numel())) * 4 + 6
-        assert torch.equal(output, whole.chunk(4)[ctx.rank] if tensor.numel() else whole)
+        total = torch.arange(float(tensor.numel())) * 4 + 6
+        assert torch.equal(output, total.chunk(4)[ctx.rank] if tensor.numel() else total)
     assert len(group.scratch._free) == 4
     again = torch.empty(200)
     reduce_scatter_into(again, tensors[3], group=group)
     assert torch.equal(again, outputs[3])
-    assert len(group.scratch._free) == 4, "memory once received into is used again"
+    assert len(group.scratch._free) == 4, "receive buffers are reused"
 
 
 def test_reductions_in_flight_together_do_not_mix_and_may_be_waited_for_in_any_order():
@@ -78,16 +77,16 @@ def test_reductions_in_flight_together_do_not_mix_and_may_be_waited_for_in_any_o
 
 def gather_both_ways(ctx, dtype):
     group = ctx.group("world")
-    own = torch.arange(5).to(dtype) + 10 * ctx.rank
-    whole = torch.cat([torch.arange(5).to(dtype) + 10 * rank for rank in range(group.size)])
+    local = torch.arange(5).to(dtype) + 10 * ctx.rank
+    full = torch.cat([torch.arange(5).to(dtype) + 10 * rank for rank in range(group.size)])
     separate, in_place = torch.empty(5 * group.size, dtype=dtype), torch.empty(5 * group.size, dtype=dtype)
     slot = in_place.view(group.size, 5)[ctx.rank]
-    slot.copy_(own)
-    one, two = start_all_gather_into(separate, own, group=group), start_all_gather_into(in_place, slot, group=group)
+    slot.copy_(local)
+    one, two = start_all_gather_into(separate, local, group=group), start_all_gather_into(in_place, slot, group=group)
     two.wait()
     one.wait()
-    assert torch.equal(separate, whole)
-    assert torch.equal(in_place, whole)
+    assert torch.equal(separate, full)
+    assert torch.equal(in_place, full)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

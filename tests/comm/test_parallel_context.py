@@ -1,4 +1,4 @@
-"""The context holds the groups the topology plans, one process group per set of ranks, in any world."""
+"""The context has the planned groups, one process group per set of ranks."""
 
 import subprocess
 import sys
@@ -66,7 +66,7 @@ def test_one_process_without_torchrun_is_a_world_of_one_without_process_groups(n
         barrier(ctx.control)
 
 
-def test_a_topology_of_another_world_is_refused(no_torchrun):
+def test_a_topology_of_another_world_size_is_an_error(no_torchrun):
     with (
         pytest.raises(EnvironmentFault, match="1 ranks were launched for a topology of 4.*launch 4 ranks"),
         ParallelContext.start(topology(4), device="cpu"),
@@ -83,12 +83,12 @@ def test_a_topology_of_another_world_is_refused(no_torchrun):
         ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK is 2 in a world of 2"),
     ],
 )
-def test_half_an_environment_is_refused(environment, message):
+def test_an_incomplete_environment_is_an_error(environment, message):
     with pytest.raises(EnvironmentFault, match=message):
         Launch.of(environment)
 
 
-def test_any_rank_of_any_world_can_be_played_without_communication():
+def test_a_fake_world_gives_any_rank_its_context_without_communication():
     world = topology(1024, tp=8, pp=4, strategy="optim")
     with fake_context(world, 777) as ctx:
         assert ctx.rank == 777

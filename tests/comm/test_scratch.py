@@ -1,16 +1,16 @@
-"""Scratch memory is lent once at a time and used again."""
+"""Receive buffers are reused and never handed out twice at a time."""
 
 import torch
 
 from nanotrain.comm.scratch import Scratch
 
 
-def test_a_block_given_back_is_lent_again():
+def test_a_returned_block_is_reused():
     scratch = Scratch()
     first = scratch.take(100, torch.float32)
-    where = first.data_ptr()
+    address = first.data_ptr()
     scratch.give(first)
-    assert scratch.take(150, torch.bfloat16).data_ptr() == where
+    assert scratch.take(150, torch.bfloat16).data_ptr() == address
 
 
 def test_two_blocks_in_use_never_overlap():
@@ -30,7 +30,7 @@ def test_a_larger_block_replaces_the_smallest_free_one():
     assert scratch._free == []
 
 
-def test_a_large_free_block_is_kept_for_whoever_needs_it():
+def test_a_large_free_block_is_not_used_for_a_small_request():
     scratch = Scratch()
     small, large = scratch.take(10, torch.float32), scratch.take(1000, torch.float32)
     scratch.give(small)

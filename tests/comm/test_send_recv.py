@@ -1,4 +1,4 @@
-"""Messages between members: delivered in order, at once in both directions, and booked."""
+"""Point-to-point messages: order, both directions at once, rings, counted bytes."""
 
 import pytest
 import torch
@@ -11,17 +11,17 @@ LARGE = 1 << 20  # elements; more than any buffer of a backend takes without a r
 
 
 @ranks(2, pp=2)
-def test_two_members_send_to_each_other_at_once(ctx):
+def test_two_ranks_send_to_each_other_at_once(ctx):
     group, other = ctx.group("pp"), 1 - ctx.rank
-    arriving = torch.empty(LARGE)
+    buffers = torch.empty(LARGE)
 
-    mine = torch.full((LARGE,), float(ctx.rank))
-    started = start_send_recv([Message(mine, other)], [Message(arriving, other)], group=group)
+    sent = torch.full((LARGE,), float(ctx.rank))
+    started = start_send_recv([Message(sent, other)], [Message(buffers, other)], group=group)
     started.sent.wait()
     (received,) = started.received
-    received.wait()
 
-    assert torch.equal(arriving, torch.full((LARGE,), float(other)))
+    assert received.wait() is buffers
+    assert torch.equal(buffers, torch.full((LARGE,), float(other)))
 
 
 @ranks(2, pp=2)
@@ -32,61 +32,61 @@ def test_messages_of_a_pair_arrive_in_the_order_in_which_they_were_sent(ctx):
         for started in sends:
             started.sent.wait()
         return
-    arriving = [torch.empty(1, dtype=torch.int64) for _ in range(20)]
-    receives = [start_send_recv([], [Message(tensor, other)], group=group) for tensor in arriving]
+    buffers = [torch.empty(1, dtype=torch.int64) for _ in range(20)]
+    receives = [start_send_recv([], [Message(tensor, other)], group=group) for tensor in buffers]
     for started in reversed(receives):
         started.received[0].wait()
 
-    assert [tensor.item() for tensor in arriving] == list(range(20))
+    assert [tensor.item() for tensor in buffers] == list(range(20))
 
 
 @ranks(4, pp=4)
-def test_a_batch_goes_to_and_comes_from_several_members(ctx):
-    # Given a ring in which everyone sends to both neighbours,
+def test_a_batch_has_several_peers(ctx):
+    # given: a ring in which each rank sends to both neighbours
     group, size = ctx.group("pp"), 4
     neighbours = [(ctx.rank - 1) % size, (ctx.rank + 1) % size]
-    arriving = [torch.empty(3, dtype=torch.bfloat16) for _ in neighbours]
-    mine = torch.full((3,), ctx.rank, dtype=torch.bfloat16)
+    buffers = [torch.empty(3, dtype=torch.bfloat16) for _ in neighbours]
+    sent = torch.full((3,), ctx.rank, dtype=torch.bfloat16)
 
     started = start_send_recv(
-        [Message(mine, member) for member in neighbours],
-        [Message(tensor, member) for tensor, member in zip(arriving, neighbours, strict=True)],
+        [Message(sent, peer) for peer in neighbours],
+        [Message(tensor, peer) for tensor, peer in zip(buffers, neighbours, strict=True)],
         group=group,
     )
-    for pending in started.received:
-        pending.wait()
+    for work in started.received:
+        work.wait()
     started.sent.wait()
 
-    assert [tensor[0].item() for tensor in arriving] == neighbours
-    # then each has sent twice six bytes, and receiving costs nothing.
+    assert [tensor[0].item() for tensor in buffers] == neighbours
+    # then: each has sent six bytes twice, and receives are not counted
     assert ctx.traffic.bytes("pp", "p2p") == 12 and ctx.traffic.calls("pp", "p2p") == 2
 
 
 @ranks(3, pp=3)
-def test_who_has_received_goes_on_before_its_own_message_is_taken(ctx):
-    # Given rank 2, who takes the message of rank 0 only after rank 0 has answered rank 1; gloo waits one by one.
-    group, large, word = ctx.group("pp"), torch.zeros(LARGE), torch.ones(1)
+def test_a_receive_completes_before_the_sends_of_its_batch(ctx):
+    # given: rank 2 receives from rank 0 only after rank 0 has replied to rank 1; gloo waits one by one
+    group, large, small = ctx.group("pp"), torch.zeros(LARGE), torch.ones(1)
     if ctx.rank == 0:
-        started = start_send_recv([Message(large, 2)], [Message(word, 1)], group=group)
+        started = start_send_recv([Message(large, 2)], [Message(small, 1)], group=group)
         started.received[0].wait()
-        start_send_recv([Message(word, 1)], [], group=group).sent.wait()
+        start_send_recv([Message(small, 1)], [], group=group).sent.wait()
         started.sent.wait()
     elif ctx.rank == 1:
-        start_send_recv([Message(word, 0)], [], group=group).sent.wait()
-        start_send_recv([], [Message(word, 0)], group=group).received[0].wait()
-        start_send_recv([Message(word, 2)], [], group=group).sent.wait()
+        start_send_recv([Message(small, 0)], [], group=group).sent.wait()
+        start_send_recv([], [Message(small, 0)], group=group).received[0].wait()
+        start_send_recv([Message(small, 2)], [], group=group).sent.wait()
     else:
-        start_send_recv([], [Message(word, 1)], group=group).received[0].wait()
+        start_send_recv([], [Message(small, 1)], group=group).received[0].wait()
         start_send_recv([], [Message(large, 0)], group=group).received[0].wait()
 
 
-def test_nothing_to_send_or_receive_needs_no_group():
+def test_an_empty_batch_needs_no_process_group():
     started = start_send_recv([], [], group=Group.single_rank("pp"))
     started.sent.wait()
     assert started.received == ()
 
 
-def test_a_message_to_oneself_or_out_of_memory_order_is_refused():
+def test_a_message_to_the_same_rank_or_with_strides_raises():
     with pytest.raises(AssertionError, match="to the same rank"):
         start_send_recv([Message(torch.ones(2), 0)], [], group=Group.single_rank("pp"))
     with pytest.raises(AssertionError, match="memory order"):
@@ -94,13 +94,13 @@ def test_a_message_to_oneself_or_out_of_memory_order_is_refused():
 
 
 @ranks(3)
-def test_everyone_receives_from_the_member_before_and_books_what_it_sent(ctx):
+def test_a_ring_receives_from_the_previous_rank_and_counts_sent_bytes(ctx):
     world = ctx.group("world")
     tensors = (torch.full((2, 3), float(ctx.rank)), torch.full((4,), ctx.rank, dtype=torch.int64))
     numbers, integers = start_ring_send_recv(tensors, world).wait()
-    before = (ctx.rank - 1) % 3
-    assert torch.equal(numbers, torch.full((2, 3), float(before)))
-    assert integers.tolist() == [before] * 4
+    previous = (ctx.rank - 1) % 3
+    assert torch.equal(numbers, torch.full((2, 3), float(previous)))
+    assert integers.tolist() == [previous] * 4
     assert ctx.traffic.bytes("world", "p2p") == 24 + 32
 
 
@@ -111,12 +111,12 @@ def test_a_ring_stays_inside_its_group_also_of_two(ctx):
 
 
 @ranks(2)
-def test_rotations_in_flight_together_arrive_in_the_order_they_were_started(ctx):
+def test_ring_messages_in_flight_together_arrive_in_order(ctx):
     first, second = (start_ring_send_recv([torch.tensor([10 * n + ctx.rank])], ctx.group("world")) for n in (1, 2))
     assert second.wait()[0].item() == 20 + 1 - ctx.rank
     assert first.wait()[0].item() == 10 + 1 - ctx.rank
 
 
-def test_a_group_of_one_gets_its_own_tensors_back():
+def test_in_a_ring_of_one_rank_the_output_is_the_input():
     tensor = torch.arange(3)
     assert start_ring_send_recv([tensor], Group.single_rank("cp")).wait()[0] is tensor

@@ -1,4 +1,4 @@
-"""The ledger adds up what it is told, by group and operation."""
+"""The traffic counter adds up bytes and calls by group and operation."""
 
 from nanotrain.comm.traffic import TrafficCounter, reduced_bytes
 
@@ -17,7 +17,7 @@ def test_bytes_and_calls_add_up_by_group_and_operation():
     assert traffic.bytes("pp") == 0
 
 
-def test_reset_forgets():
+def test_reset_sets_all_counts_to_zero():
     traffic = TrafficCounter()
     traffic.record("dp", "all_gather", num_bytes=5)
     traffic.reset()

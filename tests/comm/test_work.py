@@ -1,4 +1,4 @@
-"""A lost or late peer is an error that names the group and the rank, never a hang."""
+"""`Work`: results, repeated waits, and errors that name the group and the rank of a failure."""
 
 import os
 import time
@@ -19,18 +19,18 @@ from tests.harness import ranks, run_ranks
 
 
 @ranks(2)
-def test_waiting_twice_is_waiting_once(ctx):
+def test_a_second_wait_does_nothing(ctx):
     tensor = torch.ones(3)
-    pending = start_all_reduce(tensor, ctx.group("world"))
-    pending.wait()
-    pending.wait()
+    work = start_all_reduce(tensor, ctx.group("world"))
+    work.wait()
+    work.wait()
     assert torch.equal(tensor, torch.full((3,), 2.0))
     output = torch.empty(2)
-    pending = start_reduce_scatter_into(output, torch.ones(4), group=ctx.group("world"))
-    pending.wait()
+    work = start_reduce_scatter_into(output, torch.ones(4), group=ctx.group("world"))
+    work.wait()
     output.zero_()
-    pending.wait()
-    assert torch.equal(output, torch.zeros(2)), "the sum must not be written a second time"
+    work.wait()
+    assert torch.equal(output, torch.zeros(2)), "the sum must not be written twice"
 
 
 def test_a_conversion_runs_once_and_only_when_waited_for():
@@ -60,31 +60,31 @@ def lose_a_rank(ctx, op):
     with pytest.raises(EnvironmentFault, match=rf"{op} over group dp \(ranks .*\) failed on rank {ctx.rank} \(dp0 tp"):
         start(op, group).wait()
     assert time.monotonic() - started < 30
-    time.sleep(0.2)  # let the dead be found before the living answer
-    raise KeyError(f"named on rank {ctx.rank}")
+    time.sleep(0.2)  # the exit is reported first
+    raise KeyError(f"rank {ctx.rank} has raised")
 
 
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
-def test_a_lost_rank_is_told_by_group_and_rank_at_once(op):
+def test_a_lost_rank_raises_at_once_with_group_and_rank(op):
     with pytest.raises(pytest.fail.Exception, match="rank [23] of 4: exited with code 3 and sent no reply"):
         run_ranks(4, lose_a_rank, op, tp=2)
 
 
-def come_late(ctx, op):
+def start_late(ctx, op):
     group = ParallelContext.attach(ctx.topology, timeout_s=0.5).control
     if ctx.rank == 1:
         time.sleep(1.5)
         return ""
-    pending = start(op, group)
+    work = start(op, group)
     with pytest.raises(EnvironmentFault) as fault:
-        pending.wait()
+        work.wait()
     with pytest.raises(EnvironmentFault):
-        pending.wait()
+        work.wait()
     return str(fault.value)
 
 
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
-def test_a_late_rank_is_told_after_the_timeout(op):
-    message = run_ranks(2, come_late, op)[0]
+def test_a_late_rank_raises_after_the_timeout(op):
+    message = run_ranks(2, start_late, op)[0]
     assert f"{op} over group control (ranks 0, 1) failed on rank 0 (dp0)" in message
     assert "--distributed-timeout-minutes" in message

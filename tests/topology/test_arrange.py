@@ -1,4 +1,4 @@
-"""Sizes that ranks cannot form are refused with the numbers and a cure that works."""
+"""Sizes that do not fit the world size raise with the numbers and a fix that works."""
 
 import re
 from dataclasses import replace
@@ -14,28 +14,28 @@ from nanotrain.topology.arrange import arrange
 sizes = st.integers(1, 5)
 
 
-def refusal(world_size: int, *, is_sharded: bool = True, **fields: object) -> str:
+def message_of(world_size: int, *, is_sharded: bool = True, **fields: object) -> str:
     with pytest.raises(TopologyError) as caught:
         arrange(ParallelConfig(**fields), world_size, is_sharded=is_sharded)  # type: ignore[arg-type]
     return str(caught.value)
 
 
-def test_the_message_says_the_ranks_the_product_and_the_cure() -> None:
-    assert refusal(8, tensor_model_parallel_size=4, pipeline_model_parallel_size=4) == (
+def test_the_message_has_the_ranks_the_product_and_the_fix() -> None:
+    assert message_of(8, tensor_model_parallel_size=4, pipeline_model_parallel_size=4) == (
         "8 ranks cannot form tp=4 x pp=4: tp*cp*pp = 16 must divide the world size; "
         "set --pipeline-model-parallel-size 2 or run on 16 ranks"
     )
 
 
 def test_expert_axes_that_do_not_fit_are_named() -> None:
-    assert refusal(8, expert_model_parallel_size=3) == (
+    assert message_of(8, expert_model_parallel_size=3) == (
         "8 ranks cannot form ep=3: etp*ep*pp = 3 must divide the world size; "
         "set --expert-model-parallel-size 2 or run on 9 ranks"
     )
 
 
 @given(world_size=st.integers(1, 40), tp=sizes, cp=sizes, pp=sizes, ep=sizes, etp=st.none() | sizes)
-def test_every_cure_works(world_size: int, tp: int, cp: int, pp: int, ep: int, etp: int | None) -> None:
+def test_every_suggested_fix_works(world_size: int, tp: int, cp: int, pp: int, ep: int, etp: int | None) -> None:
     # given
     parallel = ParallelConfig(
         tensor_model_parallel_size=tp,
@@ -54,12 +54,12 @@ def test_every_cure_works(world_size: int, tp: int, cp: int, pp: int, ep: int, e
         grids = arrange(parallel, int(ranks), is_sharded=True)
         world_size = int(ranks)
 
-    # then: both grids hold all ranks
+    # then: both grids contain all ranks
     assert grids.dense.world_size == grids.expert.world_size == world_size
 
 
-def test_pp_before_dp_is_refused_where_a_rank_would_have_two_stages() -> None:
-    message = refusal(8, use_tp_pp_dp_mapping=True, pipeline_model_parallel_size=2, expert_model_parallel_size=2)
+def test_pp_before_dp_raises_if_a_rank_would_have_two_stages() -> None:
+    message = message_of(8, use_tp_pp_dp_mapping=True, pipeline_model_parallel_size=2, expert_model_parallel_size=2)
 
     assert "dp=4 and expert_dp=2 with pp=2" in message
     assert "drop --use-tp-pp-dp-mapping" in message
@@ -84,7 +84,7 @@ def test_a_rank_has_one_stage_in_both_grids(world_size: int, tp: int, cp: int, p
 
 
 def test_instances_must_divide_the_data_parallel_ranks() -> None:
-    message = refusal(8, num_distributed_optimizer_instances=3)
+    message = message_of(8, num_distributed_optimizer_instances=3)
 
     assert message == (
         "3 optimizer instances cannot share dp*cp = 8 ranks: --num-distributed-optimizer-instances must divide "
@@ -93,17 +93,17 @@ def test_instances_must_divide_the_data_parallel_ranks() -> None:
 
 
 def test_instances_must_divide_the_expert_data_parallel_ranks() -> None:
-    message = refusal(8, num_distributed_optimizer_instances=4, expert_model_parallel_size=4)
+    message = message_of(8, num_distributed_optimizer_instances=4, expert_model_parallel_size=4)
 
     assert "expert_dp = 2" in message
     assert message.endswith("set --num-distributed-optimizer-instances 2")
 
 
-def test_instances_without_sharding_are_refused() -> None:
-    message = refusal(8, is_sharded=False, num_distributed_optimizer_instances=2)
+def test_instances_without_sharding_raise() -> None:
+    message = message_of(8, is_sharded=False, num_distributed_optimizer_instances=2)
 
     assert "has no effect with no_shard" in message
 
 
-def test_no_ranks_at_all_are_refused() -> None:
-    assert "0 ranks" in refusal(0)
+def test_zero_ranks_raise() -> None:
+    assert "0 ranks" in message_of(0)

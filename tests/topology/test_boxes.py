@@ -1,4 +1,4 @@
-"""Boxes are the elements they say, and a flat range is the boxes it is cut into."""
+"""Boxes select their elements, and a flat range equals the boxes it is split into."""
 
 from math import prod
 
@@ -21,7 +21,7 @@ def elements(shape: tuple[int, ...], box: Box) -> np.ndarray:
 
 
 @given(shapes, st.data())
-def test_a_flat_range_is_its_boxes_read_one_after_the_other(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_a_flat_range_is_the_concatenation_of_its_boxes(shape: tuple[int, ...], data: st.DataObject) -> None:
     # given
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, prod(shape))] * 2)))
 
@@ -36,7 +36,7 @@ def test_a_flat_range_is_its_boxes_read_one_after_the_other(shape: tuple[int, ..
 
 
 @given(shapes)
-def test_the_whole_flat_range_is_one_box(shape: tuple[int, ...]) -> None:
+def test_the_full_flat_range_is_one_box(shape: tuple[int, ...]) -> None:
     assert flat_range_to_boxes(shape, start=0, stop=prod(shape)) == (Box.full(shape),)
 
 
@@ -51,7 +51,7 @@ def test_nothing_and_tensors_without_elements_have_no_boxes() -> None:
 
 
 @given(shapes, st.data())
-def test_an_intersection_holds_what_both_boxes_hold(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_an_intersection_has_the_elements_of_both_boxes(shape: tuple[int, ...], data: st.DataObject) -> None:
     # given
     a, b = data.draw(boxes_of(shape)), data.draw(boxes_of(shape))
 
@@ -60,14 +60,14 @@ def test_an_intersection_holds_what_both_boxes_hold(shape: tuple[int, ...], data
 
     # then
     expected = np.intersect1d(elements(shape, a), elements(shape, b))
-    held = [] if shared is None else np.sort(np.ravel(elements(shape, shared)))
-    assert list(held) == list(expected)
+    found = [] if shared is None else np.sort(np.ravel(elements(shape, shared)))
+    assert list(found) == list(expected)
     assert b.intersect(a) == shared
 
 
 @given(shapes, st.data())
 def test_a_box_within_another_indexes_the_other_ones_tensor(shape: tuple[int, ...], data: st.DataObject) -> None:
-    # given: a piece of a tensor and what it shares with a rank's piece
+    # given: a box and its intersection with another
     outer, other = data.draw(boxes_of(shape)), data.draw(boxes_of(shape))
     shared = outer.intersect(other)
     if shared is None:
@@ -89,7 +89,7 @@ def test_a_box_counts_its_elements(shape: tuple[int, ...], data: st.DataObject) 
     assert elements(shape, box).size == box.numel
 
 
-def test_equal_pieces_are_equal_keys() -> None:
-    pieces = {TensorBox.full("weight", (2, 3)): 1}
+def test_equal_boxes_are_equal_keys() -> None:
+    values = {TensorBox.full("weight", (2, 3)): 1}
 
-    assert pieces[TensorBox("weight", (2, 3), Box((0, 0), (2, 3)))] == 1
+    assert values[TensorBox("weight", (2, 3), Box((0, 0), (2, 3)))] == 1

@@ -1,4 +1,4 @@
-"""A grid numbers its ranks and forms groups exactly as the axes' order says."""
+"""A grid numbers its ranks in the order of its axes; coordinates, members and groups agree."""
 
 from math import prod
 
@@ -21,7 +21,7 @@ def test_coordinates_and_ranks_are_inverse(grid: Grid) -> None:
 
 @given(grids)
 def test_the_first_axis_varies_fastest(grid: Grid) -> None:
-    # given: the ranks laid out by a library that knows nothing of strides
+    # given: the ranks arranged by einops, without strides
     ranks = rearrange(
         arange(grid.world_size), "(pp dp cp tp) -> tp cp dp pp", **dict(zip(AXES, grid.sizes, strict=True))
     )

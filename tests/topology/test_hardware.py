@@ -1,4 +1,4 @@
-"""Peaks are known for the cards they were read for, and for nothing else."""
+"""Peaks of the listed cards, None for all others."""
 
 import pytest
 
@@ -28,11 +28,11 @@ def test_a_known_card_has_the_peak_of_its_data_sheet(device_name: str, dtype: st
     ("device_name", "dtype"),
     [
         ("AMD EPYC 7763 64-Core Processor", "fp32"),
-        ("NVIDIA RTX A1000", "bf16"),  # holds the letters of another card
+        ("NVIDIA RTX A1000", "bf16"),  # contains the name of another card
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16"),
         ("Tesla V100-SXM2-32GB", "bf16"),
         ("cpu", "bf16"),
     ],
 )
-def test_no_peak_is_made_up(device_name: str, dtype: str) -> None:
+def test_an_unlisted_card_has_no_peak(device_name: str, dtype: str) -> None:
     assert peak_flops(device_name, dtype) is None

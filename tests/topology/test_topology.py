@@ -1,4 +1,4 @@
-"""The groups of a job: worked examples for both orders, and laws for every shape."""
+"""The groups of a job: worked examples for both orders, and properties for all sizes."""
 
 import pytest
 from hypothesis import given
@@ -21,7 +21,7 @@ def ranks(text: str) -> tuple[tuple[int, ...], ...]:
 
 @st.composite
 def topologies(draw: st.DrawFn) -> Topology:
-    """Any shape that can be formed, of up to some hundred ranks."""
+    """Any valid topology of up to some hundred ranks."""
     size = st.sampled_from([1, 2, 3, 4])
     tp, cp, dp, pp = (draw(size) for _ in range(4))
     world_size = tp * cp * dp * pp
@@ -96,7 +96,7 @@ def test_the_embed_group_is_the_first_and_the_last_stage_only() -> None:
 def test_the_groups_of_every_name_are_a_partition(topology: Topology) -> None:
     for name, groups in topology.groups().items():
         grouped = sorted(rank for group in groups for rank in group)
-        if name == "embed":  # middle stages are in none
+        if name == "embed":  # middle stages have none
             assert len(grouped) == len(set(grouped))
         else:
             assert grouped == list(range(topology.world_size))
@@ -110,10 +110,14 @@ def test_members_agree_with_the_list_of_groups(topology: Topology, data: st.Data
     for name in GROUP_NAMES:
         expected = [group for group in topology.groups_of(name) if rank in group]
         assert [topology.members(rank, name)] == (expected or [()])
+        spec = topology.group_spec(rank, name)
+        assert (spec.ranks if spec else ()) == topology.members(rank, name)
+        assert spec is None or spec.rank == rank
+        assert topology.group_specs(rank).get(name) == spec
 
 
 @given(topologies(), st.data())
-def test_coordinates_are_places_within_the_groups(topology: Topology, data: st.DataObject) -> None:
+def test_coordinates_are_indices_in_the_groups(topology: Topology, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, topology.world_size - 1))
 
     for name, index in topology.coords(rank).items():
@@ -122,21 +126,24 @@ def test_coordinates_are_places_within_the_groups(topology: Topology, data: st.D
 
 @given(topologies())
 def test_shards_and_replicas_together_are_data_parallelism(topology: Topology) -> None:
-    for prefix, whole in (("dp", "dp_cp"), ("expert_dp", "expert_dp")):
-        assert topology.size(f"{prefix}_shard") * topology.size(f"{prefix}_replicate") == topology.size(whole)
+    for prefix, both in (("dp", "dp_cp"), ("expert_dp", "expert_dp")):
+        assert topology.size(f"{prefix}_shard") * topology.size(f"{prefix}_replicate") == topology.size(both)
         for rank in range(topology.world_size):
             shard, replicate = topology.members(rank, f"{prefix}_shard"), topology.members(rank, f"{prefix}_replicate")
             assert set(shard) & set(replicate) == {rank}
-            assert set(shard) | set(replicate) <= set(topology.members(rank, whole))
+            assert set(shard) | set(replicate) <= set(topology.members(rank, both))
 
 
-def test_impossible_shapes_are_refused() -> None:
+def test_impossible_sizes_raise() -> None:
     with pytest.raises(TopologyError, match="6 ranks cannot form tp=4"):
         topology_of(6, tensor_model_parallel_size=4)
 
 
 def test_planning_sixteen_thousand_ranks_is_not_quadratic() -> None:
-    # 0.05 s where it was written; a plan that compares ranks with ranks runs into the test timeout
-    groups = topology_of(16384, tensor_model_parallel_size=8, pipeline_model_parallel_size=16).groups()
+    # 0.1 s where it was written; comparing ranks with ranks would exceed the test timeout
+    topology = topology_of(16384, tensor_model_parallel_size=8, pipeline_model_parallel_size=16)
+    groups, specs = topology.groups(), topology.group_specs(9_999)
 
     assert {name: len(groups[name]) for name in ("tp", "dp", "pp")} == {"tp": 2048, "dp": 128, "pp": 1024}
+    assert all(specs[name].rank == 9_999 and specs[name].ranks in groups[name] for name in specs)
+    assert "embed" not in specs
