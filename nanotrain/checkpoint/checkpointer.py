@@ -1,14 +1,14 @@
-"""Saving and loading over all ranks: the phases, each ended by a vote, so that all ranks finish or fail alike.
+"""Save and restore over all ranks, in phases that every rank finishes or fails together.
 
     save                                             restore
-    1  first rank clears old leftovers, makes        1  every rank reads the manifest, checks that the model fits
-       step-NNNNNNNN.tmp                                and plans its reads
-    2  every rank writes and fsyncs its shard        2  together they must want every tensor of a wanted kind
-    3  first rank: the pieces tile every tensor      3  every rank reads its pieces, checks their checksums and
-       exactly once, manifest, rename = complete        fills its tensors in place
-    4  first rank deletes the oldest
+    1  first rank: clear leftovers of earlier        1  every rank: read the manifest, compare it with the targets,
+       writers, make step-NNNNNNNN.tmp                  plan its reads
+    2  every rank: write and fsync its shard         2  all ranks together: every tensor of a loaded kind is loaded
+    3  first rank: check that chunks cover every     3  every rank: read its chunks, check their checksums, copy them
+       tensor exactly once; manifest; rename            into the targets
+    4  first rank: delete the oldest
 
-Boxes are what travels: a checkpoint has no topology, so any layout reads what any other wrote.
+Chunks are boxes of global tensors and the manifest has no topology, so a run with any layout reads any checkpoint.
 """
 
 import json
@@ -21,34 +21,34 @@ from typing import Any
 import torch
 
 from nanotrain.checkpoint import store
-from nanotrain.checkpoint.agree import on_first, together
-from nanotrain.checkpoint.fits import check_fits, check_used, used_mask
-from nanotrain.checkpoint.manifest import Manifest, PieceEntry, TensorEntry, to_json
-from nanotrain.checkpoint.plan import PieceRead, plan_reads, tiling_fault
-from nanotrain.checkpoint.read import fill
-from nanotrain.checkpoint.write import DTYPE_NAMES, Shard, shard_name, write_shard
+from nanotrain.checkpoint.all_ranks import run_on_all, run_on_first
+from nanotrain.checkpoint.compatibility import check_all_loaded, check_compatible, loaded_bits
+from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, TensorEntry, to_json
+from nanotrain.checkpoint.plan import ChunkRead, coverage_fault, plan_reads
+from nanotrain.checkpoint.read import read_chunks
+from nanotrain.checkpoint.write import DTYPE_NAMES, WrittenShard, shard_name, write_shard
 from nanotrain.comm.group import Group
+from nanotrain.errors import CheckpointError
 from nanotrain.topology.boxes import TensorBox
 
 Tensors = Mapping[TensorBox, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Said:
-    """What a rank tells the others once its shard is on the disk."""
+class _ShardReport:
+    """What a rank sends the first rank after its shard is on the disk."""
 
-    shard: Shard
+    shard: WrittenShard
     step: int
     objects_crc32: int
 
 
 @dataclass(frozen=True)
-class _Planned:
-    """What a rank knows before it reads."""
+class _ReadPlan:
+    """The reads of this rank."""
 
     manifest: Manifest
-    reads: dict[str, tuple[PieceRead, ...]]
-    mask: int
+    reads: dict[str, tuple[ChunkRead, ...]]
 
 
 class Checkpointer:
@@ -56,9 +56,9 @@ class Checkpointer:
 
     Args:
         folder: the run's checkpoints folder; made at the first save.
-        group: all ranks of the job; its first rank writes manifests and moves folders. Objects travel over it, so a
-            group on the CPU (gloo) is the natural one.
-        keep_last: complete checkpoints to keep, 0 for all.
+        group: all ranks of the job; its first rank writes manifests and renames folders. Only Python objects are sent
+            over it, so a CPU group (gloo) suffices.
+        keep_last: number of complete checkpoints to keep, 0 for all.
     """
 
     def __init__(self, folder: Path, *, group: Group, keep_last: int = 0) -> None:
@@ -75,13 +75,13 @@ class Checkpointer:
         config: Mapping[str, Any],
         topology: Mapping[str, Any],
     ) -> Path:
-        """Write one checkpoint; every rank calls this, and when it returns the checkpoint is complete and on the disk.
+        """Write one checkpoint. Every rank calls this; on return the checkpoint is complete and on the disk.
 
         Args:
             step: optimizer steps done; names the folder.
-            tensors: what this rank writes, box -> tensor of the box's shape. The boxes of all ranks together tile
-                every tensor exactly once: of replicas one writes.
-            objects: JSON given back by `restore`, the same on all ranks.
+            tensors: box -> tensor of the box's shape, to be written by this rank. The boxes of all ranks together
+                cover every tensor exactly once: one replica writes.
+            objects: JSON that `restore` returns, the same on all ranks.
             config: the resolved configuration, JSON.
             topology: the layout, JSON, for information only.
 
@@ -89,88 +89,87 @@ class Checkpointer:
             The folder of the checkpoint.
 
         Raises:
-            EnvironmentFault: the disk is full or the folder cannot be written; on every rank, and older checkpoints
-                are as they were.
-            AssertionError: the boxes do not tile the tensors; on every rank, before anything is committed.
+            EnvironmentFault: the disk is full or the folder cannot be written. Older checkpoints are unchanged.
+            CheckpointError: the ranks save different steps or objects, or their boxes do not cover the tensors exactly
+                once. Nothing is committed.
         """
         try:
-            temporary = on_first(self.group, lambda: store.start_writing(self.folder, step))
+            temporary = run_on_first(self.group, lambda: store.start_writing(self.folder, step))
             file = shard_name(self.group.index, self.group.size)
-            said = together(
+            reports = run_on_all(
                 self.group,
-                lambda: _Said(write_shard(temporary / file, tensors), step, _checksum(objects)),
+                lambda: _ShardReport(write_shard(temporary / file, tensors), step, _checksum(objects)),
             )
-            return on_first(self.group, lambda: self._commit(said, objects=objects, config=config, topology=topology))
+            return run_on_first(
+                self.group, lambda: self._commit(reports, objects=objects, config=config, topology=topology)
+            )
         except Exception:
             if self.group.is_first:
                 store.discard(self.folder, step)
             raise
 
-    def restore(self, path: Path, wanted: Tensors, *, config: Mapping[str, Any] | None = None) -> Manifest:
-        """Fill this rank's tensors from a checkpoint written in any layout; every rank calls this.
+    def restore(self, path: Path, targets: Tensors, *, config: Mapping[str, Any] | None = None) -> Manifest:
+        """Read this rank's tensors from a checkpoint written with any layout. Every rank calls this.
 
         Args:
-            path: a step folder, as `latest` or `find` give it.
-            wanted: box -> tensor of the box's shape, filled in place. Of every kind of tensor wanted at all (model,
-                optimizer) the ranks together want all.
-            config: the present configuration; makes the error for another model say which options differ.
+            path: a step folder, from `latest` or `find`.
+            targets: box -> tensor of the box's shape, filled in place. For every kind of tensor loaded at all (model,
+                optimizer), the ranks together load all tensors.
+            config: the configuration of this run, for errors that list the model options that differ.
 
         Returns:
             The manifest: step, objects, config.
 
         Raises:
-            CheckpointError: another model, damaged, incomplete or of a newer format; on every rank. The wanted tensors
-                must not be used then.
+            CheckpointError: of another model, damaged, incomplete or of a newer format. The targets must not be used.
         """
         path = Path(path)
-        own: list[_Planned] = []
+        local: list[_ReadPlan] = []
 
         def plan() -> int:
-            own.append(_plan(path, wanted, config=config))
-            return own[0].mask
+            local.append(_plan(path, targets, config=config))
+            return loaded_bits(local[0].manifest, targets)
 
-        masks = together(self.group, plan)
-        planned = own[0]
-        check_used(planned.manifest, masks, config=config)  # a function of what all ranks know, so all fail alike
-        together(self.group, lambda: fill(path, planned.reads, wanted=wanted))
-        return planned.manifest
+        bits = run_on_all(self.group, plan)
+        manifest, reads = local[0].manifest, local[0].reads
+        check_all_loaded(manifest, bits, config=config)  # same arguments on all ranks, so all raise or none
+        run_on_all(self.group, lambda: read_chunks(path, reads, targets=targets))
+        return manifest
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint of this run, or None, the same on every rank; half-written ones are warned of.
+        """The newest complete checkpoint of this run or None, the same on every rank; warns of unusable newer ones.
 
         Raises:
             CheckpointError: the newest is of a newer format.
         """
-        return on_first(self.group, lambda: store.newest_complete(self.folder))
+        return run_on_first(self.group, lambda: store.newest_complete(self.folder))
 
     def find(self, path: Path) -> Path:
-        """`store.find_checkpoint` by the first rank for all.
+        """`store.find_checkpoint` on the first rank, for all.
 
         Raises:
-            CheckpointError: nothing there that is complete.
+            CheckpointError: there is no complete checkpoint.
         """
-        return on_first(self.group, lambda: store.find_checkpoint(Path(path)))
+        return run_on_first(self.group, lambda: store.find_checkpoint(Path(path)))
 
     def _commit(
         self,
-        said: Sequence[_Said],
+        reports: Sequence[_ShardReport],
         *,
         objects: Mapping[str, Any],
         config: Mapping[str, Any],
         topology: Mapping[str, Any],
     ) -> Path:
-        first = said[0]
-        for rank, other in enumerate(said):
-            assert other.step == first.step, (
-                f"rank {rank} saves step {other.step}, rank 0 step {first.step}: a mixed state"
-            )
-            assert other.objects_crc32 == first.objects_crc32, (
-                f"rank {rank} saves other objects than rank 0: one would be lost"
-            )
+        first = reports[0]
+        for rank, other in enumerate(reports):
+            if other.step != first.step:
+                raise _inconsistent(f"rank {rank} saves step {other.step}, rank 0 step {first.step}")
+            if other.objects_crc32 != first.objects_crc32:
+                raise _inconsistent(f"rank {rank} saves other objects than rank 0")
         manifest = Manifest(
             step=first.step,
-            files={one.shard.file: one.shard.nbytes for one in said if one.shard.nbytes},
-            tensors=merge_entries([one.shard.tensors for one in said]),
+            files={report.shard.file: report.shard.nbytes for report in reports if report.shard.nbytes},
+            tensors=merge_entries([report.shard.tensors for report in reports]),
             objects=objects,
             config=config,
             topology=topology,
@@ -181,38 +180,43 @@ class Checkpointer:
 
 
 def merge_entries(shards: Sequence[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
-    """Every rank's entries as one, sorted by name, pieces in the order of the ranks.
+    """Merge the entries of all ranks, sorted by name, with chunks in the order of the ranks.
 
     Raises:
-        AssertionError: ranks disagree about a tensor, or their pieces do not tile it exactly once.
+        CheckpointError: ranks disagree about a tensor, or their chunks do not cover it exactly once.
     """
-    pieces: dict[str, list[PieceEntry]] = {}
+    chunks: dict[str, list[ChunkEntry]] = {}
     first: dict[str, TensorEntry] = {}
     for rank, tensors in enumerate(shards):
         for name, entry in tensors.items():
-            known = first.setdefault(name, entry)
-            same = (known.shape, known.dtype) == (entry.shape, entry.dtype)
-            assert same, (
-                f"rank {rank} holds {name} as {entry.dtype} {entry.shape}, others as {known.dtype} {known.shape}"
-            )
-            pieces.setdefault(name, []).extend(entry.pieces)
+            other = first.setdefault(name, entry)
+            if (other.shape, other.dtype) != (entry.shape, entry.dtype):
+                raise _inconsistent(
+                    f"rank {rank} saves {name} as {entry.dtype} {entry.shape}, others as {other.dtype} {other.shape}"
+                )
+            chunks.setdefault(name, []).extend(entry.chunks)
     for name, entry in first.items():
-        fault = tiling_fault(entry.shape, [piece.box for piece in pieces[name]])
-        assert fault is None, (
-            f"the ranks do not tile {name} {list(entry.shape)}: {fault}; the checkpoint would be unreadable"
-        )
-    return {name: TensorEntry(first[name].shape, first[name].dtype, tuple(pieces[name])) for name in sorted(first)}
+        fault = coverage_fault(entry.shape, [chunk.box for chunk in chunks[name]])
+        if fault is not None:
+            raise _inconsistent(f"the ranks do not cover {name} {list(entry.shape)} exactly once: {fault}")
+    return {name: TensorEntry(first[name].shape, first[name].dtype, tuple(chunks[name])) for name in sorted(first)}
+
+
+def _inconsistent(what: str) -> CheckpointError:
+    return CheckpointError(
+        what,
+        why="a checkpoint of such ranks could not be loaded",
+        fix="resume from an older checkpoint, on nodes with the same code and configuration",
+    )
 
 
 def _checksum(objects: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(objects, sort_keys=True).encode())
 
 
-def _plan(path: Path, wanted: Tensors, *, config: Mapping[str, Any] | None) -> _Planned:
+def _plan(path: Path, targets: Tensors, *, config: Mapping[str, Any] | None) -> _ReadPlan:
     manifest = store.require_complete(path)
-    for box, tensor in wanted.items():
-        assert tuple(tensor.shape) == box.box.shape, (
-            f"{box} got a tensor of {tuple(tensor.shape)}: elements would be misplaced"
-        )
-    check_fits(manifest, {box: DTYPE_NAMES[tensor.dtype] for box, tensor in wanted.items()}, config=config)
-    return _Planned(manifest, plan_reads(manifest, wanted), used_mask(manifest, wanted))
+    for box, tensor in targets.items():
+        assert tuple(tensor.shape) == box.box.shape, f"{box} got a tensor of {tuple(tensor.shape)}: wrong elements"
+    check_compatible(manifest, {box: DTYPE_NAMES[tensor.dtype] for box, tensor in targets.items()}, config=config)
+    return _ReadPlan(manifest, plan_reads(manifest, targets))

@@ -1,12 +1,12 @@
-"""The manifest of a checkpoint: which boxes of which global tensors lie in which file, as frozen data and as JSON.
+"""The manifest of a checkpoint: the chunks of every global tensor and their files, as frozen data and as JSON.
 
-    Manifest       step, files, tensors, and what the trainer wants back (objects, config, topology)
-    TensorEntry    shape and dtype of one global tensor, and the pieces that tile it
-    PieceEntry     one box of it: file, key in that file, checksum, size
-    to_json        Manifest -> text, one tensor a line, with a checksum over itself
-    from_json      text -> Manifest, or a CheckpointError that says what is wrong with it
+    Manifest       step, files, tensors; objects, config and topology of the run
+    TensorEntry    shape and dtype of one global tensor, and its chunks
+    ChunkEntry     one chunk: box, file, key in that file, checksum, size
+    to_json        Manifest -> text, one line per tensor, with a checksum over the content
+    from_json      text -> Manifest, or a CheckpointError with the reason
 
-Pure: no tensor and no file is touched here, and torch is not imported. docs/checkpoint.md is the same in prose.
+Pure: no tensor and no file is touched. docs/checkpoint.md describes the format, in which chunks are called "pieces".
 """
 
 import hashlib
@@ -28,19 +28,19 @@ ELEMENT_BYTES = {
 
 
 class NewerFormat(CheckpointError):
-    """A checkpoint of a later nanotrain: sound, but not for this one, so it is never skipped for an older one."""
+    """A sound checkpoint of a later format, which this version cannot read; never skipped for an older one."""
 
 
 @dataclass(frozen=True)
-class PieceEntry:
-    """Where one box of a tensor lies.
+class ChunkEntry:
+    """One chunk of a global tensor and its location.
 
     Args:
-        box: in the coordinates of the global tensor.
+        box: the chunk, in the coordinates of the global tensor.
         file: name of the safetensors file, in the folder of the manifest.
-        key: name of the safetensors tensor in that file; its shape is the box's.
-        crc32: zlib.crc32 of its raw bytes (C order, little endian), eight hexadecimal digits.
-        nbytes: length of those bytes.
+        key: name of the tensor in that file; its shape is that of the box.
+        crc32: zlib.crc32 of the raw bytes (C order, little endian), eight hexadecimal digits.
+        nbytes: number of those bytes.
     """
 
     box: Box
@@ -52,29 +52,29 @@ class PieceEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One global tensor: its shape, its dtype (a key of `ELEMENT_BYTES`) and the pieces that tile it exactly once."""
+    """One global tensor: shape, dtype (a key of `ELEMENT_BYTES`), and chunks that cover every element exactly once."""
 
     shape: tuple[int, ...]
     dtype: str
-    pieces: tuple[PieceEntry, ...]
+    chunks: tuple[ChunkEntry, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the global tensor."""
         return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Args:
         step: optimizer steps done.
-        files: size in bytes of every file the pieces lie in.
+        files: file name -> size in bytes.
         tensors: global name -> entry.
-        objects: JSON the trainer wants back as it was (counters).
-        config: the resolved configuration of the run that wrote it.
-        topology: the layout of that run, for information only: nothing is read by it.
+        objects: JSON that `restore` returns unchanged (counters).
+        config: the resolved configuration of the run.
+        topology: the layout of the run, for information only.
     """
 
     step: int
@@ -86,12 +86,12 @@ class Manifest:
 
 
 def plain_json(value: Any) -> Any:
-    """The value as JSON gives it back (tuples become lists, keys become text); TypeError when JSON cannot hold it."""
+    """A value after a round trip through JSON (tuples become lists, keys text); TypeError where JSON has no form."""
     return json.loads(json.dumps(value))
 
 
 def to_json(manifest: Manifest) -> str:
-    """The manifest as text: valid JSON, one tensor a line, its checksum last."""
+    """The manifest as JSON text: one line per tensor, the checksum last."""
     body = {
         "format": FORMAT,
         "version": VERSION,
@@ -108,15 +108,15 @@ def to_json(manifest: Manifest) -> str:
 
 
 def from_json(text: str, *, source: str = "the manifest") -> Manifest:
-    """Read a manifest back.
+    """Parse a manifest.
 
     Args:
-        text: what `to_json` wrote.
-        source: how errors call it, the file's path.
+        text: the output of `to_json`.
+        source: the path, for errors.
 
     Raises:
-        CheckpointError: not JSON, not a manifest, or its own checksum does not fit.
-        NewerFormat: written in a later version of the format.
+        CheckpointError: not JSON, not a manifest, or its checksum does not match.
+        NewerFormat: of a later version of the format.
     """
     try:
         body = json.loads(text)
@@ -151,32 +151,32 @@ def _manifest_of(body: dict[str, Any]) -> Manifest:
 
 
 def _tensor_to_dict(entry: TensorEntry) -> dict[str, Any]:
-    pieces = [
-        {"box": [p.box.start, p.box.stop], "file": p.file, "key": p.key, "crc32": p.crc32, "nbytes": p.nbytes}
-        for p in entry.pieces
+    chunks = [
+        {"box": [c.box.start, c.box.stop], "file": c.file, "key": c.key, "crc32": c.crc32, "nbytes": c.nbytes}
+        for c in entry.chunks
     ]
-    return {"shape": entry.shape, "dtype": entry.dtype, "pieces": pieces}
+    return {"shape": entry.shape, "dtype": entry.dtype, "pieces": chunks}
 
 
 def _tensor_from_dict(entry: dict[str, Any]) -> TensorEntry:
     if entry["dtype"] not in ELEMENT_BYTES:
         raise ValueError(f"unknown dtype {entry['dtype']!r}")
-    pieces = tuple(
-        PieceEntry(Box(tuple(p["box"][0]), tuple(p["box"][1])), p["file"], p["key"], p["crc32"], p["nbytes"])
-        for p in entry["pieces"]
+    chunks = tuple(
+        ChunkEntry(Box(tuple(c["box"][0]), tuple(c["box"][1])), c["file"], c["key"], c["crc32"], c["nbytes"])
+        for c in entry["pieces"]
     )
-    return TensorEntry(tuple(entry["shape"]), entry["dtype"], pieces)
+    return TensorEntry(tuple(entry["shape"]), entry["dtype"], chunks)
 
 
 def _plain_name(name: str) -> str:
-    """A checkpoint never reads outside its own folder, whoever wrote its manifest."""
+    """A file name without a path, so that no manifest makes us read outside its folder."""
     if "/" in name or "\\" in name or name in ("", ".", ".."):
         raise ValueError(f"{name!r} is no plain file name")
     return name
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
-    """SHA-256 of the content in one canonical spelling, so that re-indenting the file does not damage it."""
+    """SHA-256 of the content in canonical form, so that re-indenting the file does not change it."""
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

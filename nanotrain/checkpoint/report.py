@@ -1,7 +1,7 @@
-"""What `nanotrain checkpoint inspect` and `nanotrain checkpoint verify` say.
+"""The output of `nanotrain checkpoint inspect` and `nanotrain checkpoint verify`.
 
 describe    step, sizes, kinds and tensors of a checkpoint, from its manifest alone
-verify      every byte of it against its checksums
+verify      every byte against its checksum
 """
 
 import os
@@ -18,9 +18,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from nanotrain.checkpoint.fits import kind_of
-from nanotrain.checkpoint.manifest import ELEMENT_BYTES, Manifest, PieceEntry, TensorEntry
-from nanotrain.checkpoint.plan import tiling_fault
+from nanotrain.checkpoint.compatibility import kind_of
+from nanotrain.checkpoint.manifest import ELEMENT_BYTES, ChunkEntry, Manifest, TensorEntry
+from nanotrain.checkpoint.plan import coverage_fault
 from nanotrain.checkpoint.read import ShardFile
 from nanotrain.checkpoint.store import find_checkpoint, read_manifest
 from nanotrain.checkpoint.write import DTYPES, THREADS
@@ -35,33 +35,33 @@ class VerifyReport:
 
     Args:
         path: the step folder.
-        num_pieces: pieces looked at.
+        num_chunks: chunks read.
         nbytes: their bytes.
-        faults: one line for each damaged piece, missing file or badly tiled tensor; empty when all is well.
+        faults: one line per damaged chunk, missing file or tensor not covered exactly once; empty without faults.
     """
 
     path: Path
-    num_pieces: int
+    num_chunks: int
     nbytes: int
     faults: tuple[str, ...]
 
     @property
     def is_sound(self) -> bool:
-        """Whether every byte is as it was written."""
+        """Whether there is no fault."""
         return not self.faults
 
     def text(self) -> str:
-        """The report for a terminal: one line, or the list of what is damaged."""
-        size = f"{self.num_pieces} pieces, {_size(self.nbytes)}"
+        """The report for a terminal: one line, or one line per fault."""
+        size = f"{self.num_chunks} chunks, {_size(self.nbytes)}"
         if self.is_sound:
-            return f"{self.path}: sound ({size}, every checksum fits)"
+            return f"{self.path}: sound ({size}, all checksums match)"
         return "\n".join(
             [f"{self.path}: DAMAGED, {len(self.faults)} faults in {size}", *(f"  {line}" for line in self.faults)]
         )
 
 
 def describe(path: Path) -> str:
-    """Step, sizes, layout and every tensor of a checkpoint; a coloured table on a terminal, plain text otherwise.
+    """Step, sizes, layout and every tensor of a checkpoint: a coloured table on a terminal, else plain text.
 
     Args:
         path: a step folder, or a run folder for its newest.
@@ -84,55 +84,54 @@ def describe(path: Path) -> str:
     console.print()
     console.print(_table("kind", ["tensors", "elements", "dtype", "size"], rows=_kind_rows(manifest)))
     console.print()
-    console.print(_table("tensor", ["shape", "dtype", "pieces", "size"], rows=_tensor_rows(manifest)))
+    console.print(_table("tensor", ["shape", "dtype", "chunks", "size"], rows=_tensor_rows(manifest)))
     assert isinstance(console.file, StringIO)
     return console.file.getvalue().rstrip()
 
 
 def verify(path: Path) -> VerifyReport:
-    """Read every piece of a checkpoint and compare its checksum with the manifest's.
+    """Read every chunk of a checkpoint and compare its checksum with the manifest's.
 
     Args:
         path: a step folder, complete or not, or a run folder for its newest.
 
     Raises:
-        CheckpointError: there is no checkpoint or its manifest cannot be read, so that nothing can be compared.
+        CheckpointError: there is no checkpoint, or its manifest cannot be read.
     """
     path = Path(path)
     found = path if path.name.startswith("step-") else find_checkpoint(path)
     manifest = read_manifest(found)
     faults = [
-        f"tensor {name} is not tiled exactly once: {fault}"
+        f"tensor {name} is not covered exactly once: {fault}"
         for name, entry in manifest.tensors.items()
-        if (fault := tiling_fault(entry.shape, [piece.box for piece in entry.pieces]))
+        if (fault := coverage_fault(entry.shape, [chunk.box for chunk in entry.chunks]))
     ]
-    places = [_Place(entry, piece) for entry in manifest.tensors.values() for piece in entry.pieces]
-    by_file = sorted(places, key=lambda place: place.piece.file)
-    for file, held in groupby(by_file, key=lambda place: place.piece.file):
-        faults += _faults_of_file(found / file, tuple(held), size=manifest.files.get(file))
-    return VerifyReport(found, len(places), sum(place.piece.nbytes for place in places), tuple(faults))
+    chunks = [_TypedChunk(chunk, entry.dtype) for entry in manifest.tensors.values() for chunk in entry.chunks]
+    by_file = sorted(chunks, key=lambda one: one.chunk.file)
+    for file, in_file in groupby(by_file, key=lambda one: one.chunk.file):
+        faults += _faults_of_file(found / file, tuple(in_file), size=manifest.files.get(file))
+    return VerifyReport(found, len(chunks), sum(one.chunk.nbytes for one in chunks), tuple(faults))
 
 
 @dataclass(frozen=True)
-class _Place:
-    tensor: TensorEntry
-    piece: PieceEntry
+class _TypedChunk:
+    chunk: ChunkEntry
+    dtype: str
 
 
-def _faults_of_file(path: Path, places: tuple[_Place, ...], *, size: int | None) -> Iterator[str]:
+def _faults_of_file(path: Path, chunks: tuple[_TypedChunk, ...], *, size: int | None) -> Iterator[str]:
     if path.is_file() and (present := os.path.getsize(path)) != size:
         yield f"{path.name} has {present} bytes, the manifest says {size}"
     try:
         with ShardFile(path) as shard, ThreadPoolExecutor(THREADS) as pool:
-            yield from filter(None, pool.map(lambda place: _fault_of_piece(shard, place), places))
+            yield from filter(None, pool.map(lambda one: _fault_of_chunk(shard, one), chunks))
     except CheckpointError as error:
-        yield f"{error.what} ({error.why}); {len(places)} pieces are lost"
+        yield f"{error.what} ({error.why}); {len(chunks)} chunks are lost"
 
 
-def _fault_of_piece(shard: ShardFile, place: _Place) -> str | None:
+def _fault_of_chunk(shard: ShardFile, one: _TypedChunk) -> str | None:
     try:
-        into = torch.empty(place.piece.box.shape, dtype=DTYPES[place.tensor.dtype])
-        shard.read(place.piece, place.tensor.dtype, into=into)
+        shard.read(one.chunk, one.dtype, into=torch.empty(one.chunk.box.shape, dtype=DTYPES[one.dtype]))
     except CheckpointError as error:
         return f"{error.what}: {error.why}"
     return None
@@ -153,7 +152,7 @@ def _kind_rows(manifest: Manifest) -> Iterator[list[str]]:
 def _tensor_rows(manifest: Manifest) -> Iterator[list[str]]:
     for name, entry in manifest.tensors.items():
         shape = " x ".join(map(str, entry.shape)) or "scalar"
-        yield [name, shape, entry.dtype, str(len(entry.pieces)), _size(entry.nbytes)]
+        yield [name, shape, entry.dtype, str(len(entry.chunks)), _size(entry.nbytes)]
 
 
 def _table(first: str, columns: Iterable[str], *, rows: Iterable[list[str]]) -> Table:
@@ -167,7 +166,7 @@ def _table(first: str, columns: Iterable[str], *, rows: Iterable[list[str]]) -> 
 
 
 def _size(nbytes: int) -> str:
-    """Bytes for people.
+    """A number of bytes with its unit.
 
     >>> _size(3 * 2**20 // 2)
     '1.5 MiB'

@@ -1,17 +1,17 @@
-"""The folder of a run's checkpoints: which are complete, which to take, and how one becomes complete or goes.
+"""The checkpoints folder of a run: which checkpoints are complete, and the renames that commit and delete them.
 
 checkpoints/
-  step-00000100/               complete: final name, a manifest that reads, every file it names in its full size
+  step-00000100/               complete: final name, readable manifest, every file of it present in full size
     manifest.json
     shard-00000-of-00004.safetensors
-  step-00000200.tmp/           being written, or left by a writer that died; cleaned at the next save
-  step-00000050.deleted/       on its way out; cleaned at the next save
-  step-00000300.superseded-1/  a run went back to an earlier step: never chosen, never deleted
+  step-00000200.tmp/           being written, or left by a killed writer; removed at the next save
+  step-00000050.deleted/       being deleted; removed at the next save
+  step-00000300.superseded-1/  set aside by a run that resumed from an earlier step: never chosen, never deleted
 
 read_manifest, require_complete          one checkpoint
-complete_checkpoints, newest_complete,   a folder of them; "latest" is always derived, never stored
+complete_checkpoints, newest_complete,   a folder of checkpoints; "latest" is always derived, never stored
 find_checkpoint
-start_writing, commit, discard,          the life of one; a rename is the only step that makes or ends it
+start_writing, commit, discard,          write and delete; a rename is the only operation that commits or deletes
 keep_newest, set_aside_after
 """
 
@@ -33,7 +33,7 @@ log = get_logger(__name__)
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies.
+    """The folder of a step's checkpoint.
 
     >>> step_folder(Path("checkpoints"), 100).name
     'step-00000100'
@@ -42,11 +42,11 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of one checkpoint.
+    """Read the manifest of one checkpoint.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
-        NewerFormat: it has a later version.
+        CheckpointError: missing or damaged.
+        NewerFormat: of a later version.
     """
     file = path / MANIFEST
     try:
@@ -58,13 +58,17 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def require_complete(path: Path) -> Manifest:
-    """The manifest of a checkpoint that is all there; sizes are looked at, checksums are not.
+    """The manifest of a complete checkpoint; compares file sizes, not checksums.
 
     Raises:
-        CheckpointError: unfinished, no manifest, or a file of it is missing or has another size.
+        CheckpointError: unfinished, no manifest, or a file is missing or has another size.
     """
     if _LEFTOVER.fullmatch(path.name):
-        raise CheckpointError(f"{path} is no finished checkpoint", why="its writer or deleter died half-way", fix=_CURE)
+        raise CheckpointError(
+            f"{path} is not a finished checkpoint",
+            why="its writer or deleter was killed",
+            fix=_CURE,
+        )
     manifest = read_manifest(path)
     for name, size in manifest.files.items():
         file = path / name
@@ -79,15 +83,15 @@ _CURE = "load an older checkpoint of the run; `nanotrain checkpoint verify` chec
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in a checkpoints folder, oldest step first; says nothing of the others."""
+    """The complete checkpoints in a checkpoints folder, oldest step first; others are skipped silently."""
     return [path for path in _step_folders(folder) if _fault_of(path) is None]
 
 
 def newest_complete(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step, or None; warns once, with the reasons, of newer ones it passed over.
+    """The complete checkpoint of the highest step, or None; one warning lists newer ones that are skipped, and why.
 
     Raises:
-        NewerFormat: the newest is of a later format; going on from an older one would throw its steps away.
+        NewerFormat: the newest is of a later format; resuming from an older one would discard its steps.
     """
     skipped = [
         f"{path.name} (it was never finished)" for path in _leftovers(folder) if _UNFINISHED.fullmatch(path.name)
@@ -108,16 +112,16 @@ def newest_complete(folder: Path) -> Path | None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint a user means by a path.
+    """Find the checkpoint that a path names.
 
     Args:
-        path: a step folder, which must then be complete, or a run folder or its checkpoints folder: its newest.
+        path: a complete step folder; or a run folder or its checkpoints folder, for the newest.
 
     Raises:
-        CheckpointError: nothing there, nothing complete, or the step folder itself is not complete.
+        CheckpointError: no such folder, no complete checkpoint in it, or the step folder is not complete.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no checkpoint", why="there is no such folder", fix=_NAMES)
+        raise CheckpointError(f"{path} is not a checkpoint", why="there is no such folder", fix=_NAMES)
     if path.name.startswith("step-") or (path / MANIFEST).exists():
         require_complete(path)
         return path
@@ -132,7 +136,7 @@ _NAMES = "name a run folder, its checkpoints folder, or one step-NNNNNNNN of it"
 
 
 def start_writing(folder: Path, step: int) -> Path:
-    """Make the temporary folder of a step, after clearing what earlier writers left."""
+    """Make the temporary folder of a step, after removing leftovers of earlier writers."""
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in _leftovers(folder):
         shutil.rmtree(leftover)
@@ -142,9 +146,9 @@ def start_writing(folder: Path, step: int) -> Path:
 
 
 def commit(folder: Path, step: int, *, text: str) -> Path:
-    """Write the manifest into the temporary folder and give the folder its final name; what it held is complete then.
+    """Write the manifest into the temporary folder and rename the folder to its final name.
 
-    Every shard is on the disk already; each fsync here stands before the rename that relies on it.
+    Every shard is on the disk already; each fsync precedes the rename that relies on it.
     """
     temporary, final = _temporary(folder, step), step_folder(folder, step)
     with open(temporary / MANIFEST, "w", encoding="utf-8") as file:
@@ -152,40 +156,40 @@ def commit(folder: Path, step: int, *, text: str) -> Path:
         file.flush()
         os.fsync(file.fileno())
     sync_folder(temporary)
-    if final.exists():  # the same step again, after a run went back to an older checkpoint
-        os.rename(final, _dying(final))
+    if final.exists():  # the same step again, after a run resumed from an older checkpoint
+        os.rename(final, _deleted_name(final))
     os.rename(temporary, final)
     sync_folder(folder)
-    shutil.rmtree(_dying(final), ignore_errors=True)
+    shutil.rmtree(_deleted_name(final), ignore_errors=True)
     return final
 
 
 def discard(folder: Path, step: int) -> None:
-    """Remove the temporary folder of a step that failed; what cannot be removed now is cleared by the next save."""
+    """Remove the temporary folder of a failed save; the next save removes what cannot be removed now."""
     shutil.rmtree(_temporary(folder, step), ignore_errors=True)
 
 
 def keep_newest(folder: Path, keep_last: int, *, written: Path) -> None:
     """Delete the oldest complete checkpoints but `keep_last`, never the one just written; 0 keeps all.
 
-    A folder is renamed before it is emptied: a deletion killed half-way leaves nothing that looks complete. One that
-    cannot be deleted is a warning: the save itself succeeded.
+    A folder is renamed first, so that an interrupted deletion leaves nothing that looks complete. A failed deletion is
+    a warning, since the save itself succeeded.
     """
     if keep_last == 0:
         return
     others = [path for path in complete_checkpoints(folder) if path != written]
     for path in others[: max(0, len(others) - (keep_last - 1))]:
         try:
-            os.rename(path, _dying(path))
-            shutil.rmtree(_dying(path))
+            os.rename(path, _deleted_name(path))
+            shutil.rmtree(_deleted_name(path))
         except OSError as error:
             log.warning("could not delete the old checkpoint %s: %s", path, error)
 
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:
-    """Rename the checkpoints of later steps, which the run that begins at `step` is not a descendant of.
+    """Rename the checkpoints of later steps, of which a run that resumes at `step` is not a continuation.
 
-    Left there, a crash before that run had come as far would resume from them.
+    Otherwise a crash before the run has reached those steps would resume from them.
 
     Raises:
         EnvironmentFault: the folder cannot be written.
@@ -207,7 +211,7 @@ def set_aside_after(folder: Path, step: int) -> list[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut."""
+    """fsync a folder, so that its file names survive a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -246,5 +250,5 @@ def _temporary(folder: Path, step: int) -> Path:
     return step_folder(folder, step).with_suffix(".tmp")
 
 
-def _dying(path: Path) -> Path:
+def _deleted_name(path: Path) -> Path:
     return path.with_suffix(".deleted")

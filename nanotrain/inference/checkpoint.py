@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from nanotrain.checkpoint.read import read_full
+from nanotrain.checkpoint.read import read_global_tensors
 from nanotrain.checkpoint.store import find_checkpoint, read_manifest
 from nanotrain.config.config import Config
 from nanotrain.config.schema import config_from_dict
@@ -60,7 +60,7 @@ def load_stage(checkpoint: OpenedCheckpoint) -> Stage:
     stage = build_stage(model_config, spec, dtype=torch.float32).to_empty(device="cpu")
     parameters = dict(stage.named_parameters())
     with torch.no_grad():
-        for name, tensor in read_full(checkpoint.path, [PREFIX + name for name in parameters]):
+        for name, tensor in read_global_tensors(checkpoint.path, [PREFIX + name for name in parameters]):
             parameters[name.removeprefix(PREFIX)].copy_(tensor)
     return stage
 
@@ -130,7 +130,7 @@ def export_checkpoint(
     model_config = checkpoint.config.model
     (spec,) = split_layers(model_config.num_layers, 1)
     names = [PREFIX + spec.name for spec in collect_specs(build_stage(model_config, spec, dtype=torch.float32))]
-    tensors = ((name.removeprefix(PREFIX), tensor) for name, tensor in read_full(checkpoint.path, names))
+    tensors = ((name.removeprefix(PREFIX), tensor) for name, tensor in read_global_tensors(checkpoint.path, names))
     tokenizer = tokenizer or _local_tokenizer(checkpoint)
     written = export_weights(folder, model_config, tensors=tensors, dtype=dtype, family=family, tokenizer=tokenizer)
     return f"{folder}: {written}, {dtype}, from {checkpoint.path}"

@@ -1,4 +1,4 @@
-"""Saving and loading on one rank: what comes back, what is refused, what a failed save leaves behind."""
+"""Saving and restoring on one rank: values, refusals, and what a failed save leaves behind."""
 
 import errno
 import os
@@ -17,13 +17,13 @@ WEIGHT, MOMENT = "model/mlp.up.weight", "optimizer/exp_avg/mlp.up.weight"
 CONFIG = {"model": {"hidden_size": 6, "num_layers": 1}}
 
 
-def whole(name: str, *shape: int) -> TensorBox:
-    return TensorBox(name, shape, Box.full(shape))
+def full(name: str, *shape: int) -> TensorBox:
+    return TensorBox.full(name, shape)
 
 
 def state(seed: int = 0) -> dict[TensorBox, torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    return {whole(name, 8, 6): torch.randn(8, 6, generator=draw) for name in (WEIGHT, MOMENT)}
+    return {full(name, 8, 6): torch.randn(8, 6, generator=draw) for name in (WEIGHT, MOMENT)}
 
 
 def empty() -> dict[TensorBox, torch.Tensor]:
@@ -44,38 +44,38 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def test_restore_gives_back_what_save_took_bit_for_bit(tmp_path: Path) -> None:
+def test_restore_returns_what_was_saved_bit_for_bit(tmp_path: Path) -> None:
     path = save(tmp_path, 100)
-    wanted = empty()
+    targets = empty()
 
-    manifest = checkpointer(tmp_path).restore(path, wanted)
+    manifest = checkpointer(tmp_path).restore(path, targets)
 
     assert path.name == "step-00000100"
     assert sorted(os.listdir(path)) == ["manifest.json", "shard-00000-of-00001.safetensors"]
     assert (manifest.step, manifest.objects, manifest.config) == (100, {"step": 100}, CONFIG)
-    assert all(torch.equal(wanted[box], tensor) for box, tensor in state(100).items())
+    assert all(torch.equal(targets[box], tensor) for box, tensor in state(100).items())
 
 
-def test_a_restored_tensor_keeps_its_place_in_memory_even_where_it_is_a_strided_view(tmp_path: Path) -> None:
+def test_targets_are_filled_in_place_even_strided_views(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     buffer = torch.zeros(6, 8)
-    wanted = {whole(WEIGHT, 8, 6): buffer.t()}
+    targets = {full(WEIGHT, 8, 6): buffer.t()}
 
-    checkpointer(tmp_path).restore(path, wanted)
+    checkpointer(tmp_path).restore(path, targets)
 
-    assert torch.equal(buffer, state(1)[whole(WEIGHT, 8, 6)].t())
+    assert torch.equal(buffer, state(1)[full(WEIGHT, 8, 6)].t())
 
 
 def test_scalars_and_empty_tensors_and_every_dtype_come_back(tmp_path: Path) -> None:
     dtypes = (torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
-    saved = {whole(f"model/{dtype}".replace("torch.", ""), 3): torch.tensor([0, 1, 1]).to(dtype) for dtype in dtypes}
-    saved |= {whole("model/scalar"): torch.tensor(1.5), whole("model/nothing", 0, 4): torch.empty(0, 4)}
+    saved = {full(f"model/{dtype}".replace("torch.", ""), 3): torch.tensor([0, 1, 1]).to(dtype) for dtype in dtypes}
+    saved |= {full("model/scalar"): torch.tensor(1.5), full("model/nothing", 0, 4): torch.empty(0, 4)}
     path = checkpointer(tmp_path).save(1, saved, objects={}, config={}, topology={})
-    wanted = {box: torch.zeros_like(tensor) for box, tensor in saved.items()}
+    targets = {box: torch.zeros_like(tensor) for box, tensor in saved.items()}
 
-    checkpointer(tmp_path).restore(path, wanted)
+    checkpointer(tmp_path).restore(path, targets)
 
-    assert all(torch.equal(wanted[box], tensor) for box, tensor in saved.items())
+    assert all(torch.equal(targets[box], tensor) for box, tensor in saved.items())
 
 
 def test_model_weights_are_cast_and_optimizer_state_is_not(tmp_path: Path) -> None:
@@ -83,19 +83,19 @@ def test_model_weights_are_cast_and_optimizer_state_is_not(tmp_path: Path) -> No
     weight = torch.zeros(8, 6, dtype=torch.bfloat16)
     moment = torch.zeros(8, 6, dtype=torch.bfloat16)
 
-    checkpointer(tmp_path).restore(path, {whole(WEIGHT, 8, 6): weight})
+    checkpointer(tmp_path).restore(path, {full(WEIGHT, 8, 6): weight})
 
-    assert torch.equal(weight, state(1)[whole(WEIGHT, 8, 6)].to(torch.bfloat16))
+    assert torch.equal(weight, state(1)[full(WEIGHT, 8, 6)].to(torch.bfloat16))
     with pytest.raises(CheckpointError, match="exp_avg/mlp.up.weight is fp32 there, bf16 here"):
-        checkpointer(tmp_path).restore(path, {whole(MOMENT, 8, 6): moment})
+        checkpointer(tmp_path).restore(path, {full(MOMENT, 8, 6): moment})
 
 
 def test_a_checkpoint_of_another_model_names_both_shapes_and_the_options_that_differ(tmp_path: Path) -> None:
     path = save(tmp_path, 7)
-    wanted = {whole(WEIGHT, 8, 5): torch.zeros(8, 5), whole("model/extra", 2): torch.zeros(2)}
+    targets = {full(WEIGHT, 8, 5): torch.zeros(8, 5), full("model/extra", 2): torch.zeros(2)}
 
     with pytest.raises(CheckpointError) as caught:
-        checkpointer(tmp_path).restore(path, wanted, config={"model": {"hidden_size": 5, "num_layers": 1}})
+        checkpointer(tmp_path).restore(path, targets, config={"model": {"hidden_size": 5, "num_layers": 1}})
 
     text = str(caught.value)
     assert "model/mlp.up.weight is [8, 6] there, [8, 5] here" in text
@@ -105,7 +105,7 @@ def test_a_checkpoint_of_another_model_names_both_shapes_and_the_options_that_di
 
 
 def test_a_larger_models_checkpoint_is_not_loaded_in_part(tmp_path: Path) -> None:
-    saved = state() | {whole("model/layers.1.weight", 2): torch.ones(2)}
+    saved = state() | {full("model/layers.1.weight", 2): torch.ones(2)}
     path = checkpointer(tmp_path).save(1, saved, objects={}, config=CONFIG, topology={})
 
     with pytest.raises(CheckpointError, match=r"1 tensors differ: model/layers.1.weight is \[2\] there, missing here"):
@@ -116,21 +116,21 @@ def test_boxes_that_leave_a_hole_are_refused_and_nothing_is_committed(tmp_path: 
     save(tmp_path, 1)
     half = {TensorBox(WEIGHT, (8, 6), Box((0, 0), (4, 6))): torch.zeros(4, 6)}
 
-    with pytest.raises(AssertionError, match=r"\[4:8,0:6\] is written by nobody"):
+    with pytest.raises(CheckpointError, match=r"\[4:8,0:6\] is written by no rank"):
         checkpointer(tmp_path).save(2, half, objects={}, config={}, topology={})
 
     assert names(tmp_path) == ["step-00000001"]
 
 
 @pytest.mark.parametrize("keep_last, kept", [(0, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4])])
-def test_the_oldest_go_and_the_newest_stay(tmp_path: Path, keep_last: int, kept: list[int]) -> None:
+def test_the_oldest_are_deleted(tmp_path: Path, keep_last: int, kept: list[int]) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, step, keep_last=keep_last)
 
     assert names(tmp_path) == [f"step-{step:08d}" for step in kept]
 
 
-def test_the_one_just_written_stays_though_newer_steps_lie_there(tmp_path: Path) -> None:
+def test_the_one_just_written_is_kept_even_with_newer_steps_present(tmp_path: Path) -> None:
     for step in (10, 20, 5):
         save(tmp_path, step, keep_last=2)
 
@@ -140,11 +140,11 @@ def test_the_one_just_written_stays_though_newer_steps_lie_there(tmp_path: Path)
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 3)
     path = checkpointer(tmp_path).save(3, state(99), objects={}, config=CONFIG, topology={})
-    wanted = empty()
+    targets = empty()
 
-    checkpointer(tmp_path).restore(path, wanted)
+    checkpointer(tmp_path).restore(path, targets)
 
-    assert all(torch.equal(wanted[box], tensor) for box, tensor in state(99).items())
+    assert all(torch.equal(targets[box], tensor) for box, tensor in state(99).items())
     assert names(tmp_path) == ["step-00000003"]
 
 
@@ -174,7 +174,7 @@ def test_a_run_folder_that_cannot_be_written_is_an_environment_fault(tmp_path: P
         save(tmp_path, 1)
 
 
-def test_latest_and_find_see_what_store_sees(tmp_path: Path) -> None:
+def test_latest_and_find_return_the_newest_complete_one(tmp_path: Path) -> None:
     assert checkpointer(tmp_path).latest() is None
     save(tmp_path, 1)
     path = save(tmp_path, 2)

@@ -1,4 +1,4 @@
-"""Plans: pieces of bounded size, exact tilings told from others, and any tiling read back into any other."""
+"""Plans: chunks of bounded size, exact covers told from others, and any sharding read into any other."""
 
 import time
 from dataclasses import replace
@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from nanotrain.checkpoint.manifest import Manifest, PieceEntry, TensorEntry
-from nanotrain.checkpoint.plan import plan_reads, split_box, tiling_fault
+from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, TensorEntry
+from nanotrain.checkpoint.plan import coverage_fault, plan_reads, split_box
 from nanotrain.errors import CheckpointError
 from nanotrain.topology.boxes import Box, TensorBox, flat_range_to_boxes
 
@@ -17,8 +17,8 @@ shapes = st.lists(st.integers(1, 7), max_size=3).map(tuple)
 
 
 @st.composite
-def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
-    """A random exact tiling: the tensor cut in two, a piece of it cut in two, and so on; in random order."""
+def covers(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+    """A random exact cover: the tensor split in two, a part of it split in two, and so on; in random order."""
     boxes = [Box.full(shape)]
     for _ in range(draw(st.integers(0, 8))):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
@@ -34,87 +34,87 @@ def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
 
 
 def manifest_of(shape: tuple[int, ...], boxes: list[Box]) -> Manifest:
-    pieces = tuple(PieceEntry(box, f"file-{i % 3}", f"t@{i}", "0", 4 * box.numel) for i, box in enumerate(boxes))
-    return Manifest(1, {}, {"t": TensorEntry(shape, "fp32", pieces)}, {}, {}, {})
+    chunks = tuple(ChunkEntry(box, f"file-{i % 3}", f"t@{i}", "0", 4 * box.numel) for i, box in enumerate(boxes))
+    return Manifest(1, {}, {"t": TensorEntry(shape, "fp32", chunks)}, {}, {}, {})
 
 
 @given(shapes, st.integers(1, 40))
-def test_split_pieces_tile_the_box_within_the_limit(shape: tuple[int, ...], limit: int) -> None:
-    pieces = split_box(Box.full(shape), 2, limit=limit)
+def test_chunks_cover_the_box_within_the_limit(shape: tuple[int, ...], limit: int) -> None:
+    chunks = split_box(Box.full(shape), 2, limit=limit)
 
-    assert tiling_fault(shape, pieces) is None
-    assert all(piece.numel * 2 <= max(limit, 2) for piece in pieces)
+    assert coverage_fault(shape, chunks) is None
+    assert all(chunk.numel * 2 <= max(limit, 2) for chunk in chunks)
 
 
-def test_an_empty_box_has_no_pieces() -> None:
+def test_an_empty_box_has_no_chunks() -> None:
     assert split_box(Box((0, 3), (4, 3)), 4) == ()
 
 
 @given(st.data(), shapes)
-def test_an_exact_tiling_has_no_fault_and_one_box_too_few_or_twice_has_one(
+def test_an_exact_cover_has_no_fault_and_one_box_too_few_or_twice_has_one(
     data: st.DataObject, shape: tuple[int, ...]
 ) -> None:
-    boxes = data.draw(tilings(shape))
+    boxes = data.draw(covers(shape))
     odd = data.draw(st.sampled_from(boxes))
 
-    assert tiling_fault(shape, boxes) is None
-    assert "written 2 times" in str(tiling_fault(shape, [*boxes, odd]))
-    assert "written by nobody" in str(tiling_fault(shape, [box for box in boxes if box != odd]))
+    assert coverage_fault(shape, boxes) is None
+    assert "written 2 times" in str(coverage_fault(shape, [*boxes, odd]))
+    assert "written by no rank" in str(coverage_fault(shape, [box for box in boxes if box != odd]))
 
 
 def test_a_hole_that_an_overlap_of_the_same_size_makes_up_for_is_found() -> None:
     boxes = [Box((0, 0), (2, 4)), Box((1, 0), (2, 4)), Box((3, 0), (4, 4))]
 
     assert sum(box.numel for box in boxes) == 16
-    assert tiling_fault((4, 4), boxes) is not None
+    assert coverage_fault((4, 4), boxes) is not None
 
 
 def test_a_box_outside_the_tensor_or_of_other_dims_is_found() -> None:
-    assert "outside" in str(tiling_fault((4,), [Box((0,), (5,))]))
-    assert "outside" in str(tiling_fault((4,), [Box((0, 0), (4, 1))]))
+    assert "outside" in str(coverage_fault((4,), [Box((0,), (5,))]))
+    assert "outside" in str(coverage_fault((4,), [Box((0, 0), (4, 1))]))
 
 
 @given(st.data(), shapes)
-def test_any_tiling_is_read_into_any_other_bit_for_bit(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    """Given a tensor saved in one tiling, when wanted in another, the copies rebuild it and read each piece once."""
-    saved, wanted = data.draw(tilings(shape)), data.draw(tilings(shape))
+def test_any_sharding_is_read_into_any_other_bit_for_bit(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    """Given a tensor saved in one sharding, the copies into another rebuild it and read each chunk once."""
+    saved, targets = data.draw(covers(shape)), data.draw(covers(shape))
     manifest = manifest_of(shape, saved)
     tensor = torch.randn(shape)
     result = torch.full(shape, torch.nan)
 
-    reads = plan_reads(manifest, [TensorBox("t", shape, box) for box in wanted])
+    reads = plan_reads(manifest, [TensorBox("t", shape, box) for box in targets])
 
-    keys = [read.piece.key for file in reads.values() for read in file]
+    keys = [read.chunk.key for file in reads.values() for read in file]
     assert len(keys) == len(set(keys)) == len(saved)
-    for file, pieces in reads.items():
-        for read in pieces:
-            assert read.piece.file == file
-            piece = tensor[read.piece.box.slices()]
-            for copy in read.fills:
-                result[copy.wanted.box.slices()][copy.target.slices()] = piece[copy.source.slices()]
+    for file, chunks in reads.items():
+        for read in chunks:
+            assert read.chunk.file == file
+            chunk = tensor[read.chunk.box.slices()]
+            for copy in read.copies:
+                result[copy.target.box.slices()][copy.dest.slices()] = chunk[copy.source.slices()]
     assert torch.equal(result, tensor)
 
 
 @given(st.data(), shapes)
-def test_only_pieces_that_share_an_element_are_read(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    saved = data.draw(tilings(shape))
-    wanted = data.draw(st.sampled_from(data.draw(tilings(shape))))
+def test_only_chunks_that_share_an_element_are_read(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    saved = data.draw(covers(shape))
+    targets = data.draw(st.sampled_from(data.draw(covers(shape))))
 
-    reads = plan_reads(manifest_of(shape, saved), [TensorBox("t", shape, wanted)])
+    reads = plan_reads(manifest_of(shape, saved), [TensorBox("t", shape, targets)])
 
-    read = {piece.piece.box for file in reads.values() for piece in file}
-    assert read == {box for box in saved if box.intersect(wanted)}
+    read = {chunk.chunk.box for file in reads.values() for chunk in file}
+    assert read == {box for box in saved if box.intersect(targets)}
 
 
-def test_an_element_in_no_piece_is_an_error_with_the_numbers() -> None:
+def test_an_element_in_no_chunk_is_an_error_with_the_numbers() -> None:
     manifest = manifest_of((4, 2), [Box((0, 0), (3, 2))])
 
     with pytest.raises(CheckpointError, match="holds 2 of the 4 elements of t"):
         plan_reads(manifest, [TensorBox("t", (4, 2), Box((2, 0), (4, 2)))])
 
 
-@pytest.mark.parametrize("cut", ["flat ranges", "grid", "columns"])
-def test_a_hundred_thousand_pieces_are_checked_and_planned_in_seconds(cut: str) -> None:
+@pytest.mark.parametrize("layout", ["flat ranges", "grid", "columns"])
+def test_a_hundred_thousand_chunks_are_checked_and_planned_in_seconds(layout: str) -> None:
     """Comparing every pair would take an hour; the bound is loose, the machine may be busy."""
     num, side = 20_000, 4_000
     shape = (side, side)
@@ -125,13 +125,13 @@ def test_a_hundred_thousand_pieces_are_checked_and_planned_in_seconds(cut: str) 
         ],
         "grid": [Box((i, j), (i + 40, j + 20)) for i in range(0, side, 40) for j in range(0, side, 20)],
         "columns": [Box((i, j), (i + side // 5, j + 1)) for i in range(0, side, side // 5) for j in range(side)],
-    }[cut]
+    }[layout]
     manifest = manifest_of(shape, boxes)
-    wanted = [TensorBox("t", shape, box) for box in flat_range_to_boxes(shape, start=side * 7 + 5, stop=side * 9 + 5)]
+    targets = [TensorBox("t", shape, box) for box in flat_range_to_boxes(shape, start=side * 7 + 5, stop=side * 9 + 5)]
 
     start = time.process_time()
-    assert tiling_fault(shape, boxes) is None
-    reads = plan_reads(manifest, wanted)
+    assert coverage_fault(shape, boxes) is None
+    reads = plan_reads(manifest, targets)
 
     assert time.process_time() - start < 10
     assert reads
@@ -142,4 +142,4 @@ def test_a_scalar_is_planned_like_any_tensor() -> None:
 
     (read,) = plan_reads(manifest, [TensorBox("t", (), Box((), ()))])["file-0"]
 
-    assert replace(read.fills[0], wanted=TensorBox("t", (), Box((), ()))) == read.fills[0]
+    assert replace(read.copies[0], target=TensorBox("t", (), Box((), ()))) == read.copies[0]

@@ -1,4 +1,4 @@
-"""Through real files: what any ranks in any tiling wrote, any other ranks in any other tiling read, to the bit."""
+"""Through real files: what any ranks wrote in any sharding, any other ranks read in any other, to the bit."""
 
 import tempfile
 from collections.abc import Callable
@@ -13,27 +13,27 @@ from nanotrain.checkpoint import store
 from nanotrain.checkpoint.checkpointer import merge_entries
 from nanotrain.checkpoint.manifest import Manifest, to_json
 from nanotrain.checkpoint.plan import plan_reads
-from nanotrain.checkpoint.read import ShardFile, fill, read_full
+from nanotrain.checkpoint.read import ShardFile, read_chunks, read_global_tensors
 from nanotrain.checkpoint.write import DTYPES, shard_name, write_shard
 from nanotrain.errors import CheckpointError
 from nanotrain.topology.boxes import TensorBox
-from tests.checkpoint.test_plan import shapes, tilings
+from tests.checkpoint.test_plan import covers, shapes
 
 Shares = list[dict[TensorBox, torch.Tensor]]
 
 
-def dealt(data: st.DataObject, tensors: dict[str, torch.Tensor], *, size: int) -> Shares:
-    """Every tensor in a random tiling, its boxes dealt to random ranks; some may get nothing."""
+def random_shares(data: st.DataObject, tensors: dict[str, torch.Tensor], *, size: int) -> Shares:
+    """Every tensor in random chunks on random ranks; some ranks may get nothing."""
     shares: Shares = [{} for _ in range(size)]
     for name, tensor in tensors.items():
-        for box in data.draw(tilings(tuple(tensor.shape))):
+        for box in data.draw(covers(tuple(tensor.shape))):
             owner = data.draw(st.integers(0, size - 1))
             shares[owner][TensorBox(name, tuple(tensor.shape), box)] = tensor[box.slices()]
     return shares
 
 
 def write(folder: Path, step: int, *, shares: Shares) -> Path:
-    """What `Checkpointer.save` does on many ranks, one rank after the other."""
+    """`Checkpointer.save` for many ranks, one after the other."""
     temporary = store.start_writing(folder, step)
     written = [write_shard(temporary / shard_name(i, len(shares)), share) for i, share in enumerate(shares)]
     files = {shard.file: shard.nbytes for shard in written if shard.nbytes}
@@ -46,34 +46,32 @@ def write(folder: Path, step: int, *, shares: Shares) -> Path:
 def test_save_on_t1_load_on_t2_save_gives_the_same_global_tensors(data: st.DataObject) -> None:
     dtypes = data.draw(st.lists(st.sampled_from(list(DTYPES.values())), min_size=1, max_size=4))
     truth = {f"model/{i}": (torch.randn(data.draw(shapes)) * 50).to(dtype) for i, dtype in enumerate(dtypes)}
-    first = dealt(data, truth, size=data.draw(st.integers(1, 4)))
-    second = dealt(data, truth, size=data.draw(st.integers(1, 4)))
+    first = random_shares(data, truth, size=data.draw(st.integers(1, 4)))
+    second = random_shares(data, truth, size=data.draw(st.integers(1, 4)))
 
     with tempfile.TemporaryDirectory() as folder:
         path = write(Path(folder), 1, shares=first)
         manifest = store.require_complete(path)
         loaded = [{box: torch.zeros_like(tensor) for box, tensor in share.items()} for share in second]
         for share in loaded:
-            fill(path, plan_reads(manifest, share), wanted=share)
+            read_chunks(path, plan_reads(manifest, share), targets=share)
         again = write(Path(folder), 2, shares=loaded)
 
         for share, expected in zip(loaded, second, strict=True):
             assert all(torch.equal(share[box], tensor) for box, tensor in expected.items())
-        for name, tensor in read_full(again, truth):
+        for name, tensor in read_global_tensors(again, truth):
             assert tensor.dtype == truth[name].dtype
             assert torch.equal(tensor, truth[name])
 
 
-def test_a_file_is_opened_once_however_many_pieces_are_read_from_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_opened_once_for_all_its_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     share = {TensorBox.full(f"model/{i}", (4,)): torch.ones(4) for i in range(9)}
     path = write(tmp_path, 1, shares=[share, {TensorBox.full("model/other", (4,)): torch.ones(4)}])
     manifest = store.read_manifest(path)
     opened: list[str] = []
     monkeypatch.setattr("nanotrain.checkpoint.read.ShardFile.__init__", _counting(opened))
 
-    fill(path, plan_reads(manifest, share), wanted=share)
+    read_chunks(path, plan_reads(manifest, share), targets=share)
 
     assert opened == ["shard-00000-of-00002.safetensors"]
 
@@ -88,8 +86,8 @@ def _counting(opened: list[str]) -> Callable[[ShardFile, Path], None]:
     return count
 
 
-def test_a_name_that_is_not_there_is_an_error_that_says_how_to_list_them(tmp_path: Path) -> None:
+def test_an_unknown_name_is_an_error_with_the_command_that_lists_them(tmp_path: Path) -> None:
     path = write(tmp_path, 1, shares=[{TensorBox.full("model/a", (2,)): torch.ones(2)}])
 
     with pytest.raises(CheckpointError, match="holds no tensor model/b: it holds 1 others, the first is model/a"):
-        list(read_full(path, ["model/b"]))
+        list(read_global_tensors(path, ["model/b"]))

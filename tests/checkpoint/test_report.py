@@ -1,4 +1,4 @@
-"""What inspect and verify say of a sound checkpoint and of a damaged one."""
+"""inspect and verify on sound and on damaged checkpoints."""
 
 from pathlib import Path
 
@@ -33,11 +33,11 @@ def test_a_sound_checkpoint_is_called_sound(tmp_path: Path) -> None:
     report = verify(save(tmp_path))
 
     assert report.is_sound
-    assert (report.num_pieces, report.nbytes) == (3, 2 * 64 * 8 * 4 + 64 * 8 * 2)
+    assert (report.num_chunks, report.nbytes) == (3, 2 * 64 * 8 * 4 + 64 * 8 * 2)
     assert "sound" in report.text()
 
 
-def test_a_flipped_byte_is_reported_with_its_piece_and_both_checksums(tmp_path: Path) -> None:
+def test_a_flipped_byte_is_reported_with_its_chunk_and_both_checksums(tmp_path: Path) -> None:
     shard = next(save(tmp_path).glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1  # the last byte belongs to the optimizer's tensor
@@ -51,7 +51,7 @@ def test_a_flipped_byte_is_reported_with_its_piece_and_both_checksums(tmp_path: 
     assert fault in report.text()
 
 
-def test_every_piece_that_a_truncation_or_a_missing_file_took_is_reported(tmp_path: Path) -> None:
+def test_every_chunk_lost_to_a_truncated_or_missing_file_is_reported(tmp_path: Path) -> None:
     path = save(tmp_path)
     shard = next(path.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1500])
@@ -61,4 +61,4 @@ def test_every_piece_that_a_truncation_or_a_missing_file_took_is_reported(tmp_pa
     missing = verify(path)
 
     assert [fault.split()[1] for fault in truncated.faults[1:]] == ["model/b@0:64,0:8", "optimizer/exp_avg/a@0:64,0:8"]
-    assert len(missing.faults) == 1 and "3 pieces are lost" in missing.faults[0]
+    assert len(missing.faults) == 1 and "3 chunks are lost" in missing.faults[0]

@@ -1,4 +1,4 @@
-"""Which checkpoint counts: complete ones only, whatever a killed writer or a bad disk left in the folder."""
+"""Only complete checkpoints are chosen, whatever a killed writer or a bad disk left in the folder."""
 
 import logging
 import os
@@ -57,7 +57,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_half_written_checkpoint_is_passed_over_with_one_warning_that_says_why(
+def test_an_incomplete_checkpoint_is_skipped_with_one_warning_that_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     older, newer = save(tmp_path, 1), save(tmp_path, 2)
@@ -75,7 +75,7 @@ def test_a_half_written_checkpoint_is_passed_over_with_one_warning_that_says_why
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_half_written_checkpoint_that_was_named_is_an_error(tmp_path: Path, damage: str) -> None:
+def test_an_incomplete_checkpoint_given_by_path_is_an_error(tmp_path: Path, damage: str) -> None:
     save(tmp_path, 1)
     newer = save(tmp_path, 2)
     DAMAGES[damage][0](newer)
@@ -83,7 +83,7 @@ def test_a_half_written_checkpoint_that_was_named_is_an_error(tmp_path: Path, da
     with pytest.raises(CheckpointError):
         store.find_checkpoint(newer)
     if damage == "unfinished":
-        with pytest.raises(CheckpointError, match="no finished checkpoint"):
+        with pytest.raises(CheckpointError, match="not a finished checkpoint"):
             store.find_checkpoint(newer.with_suffix(".tmp"))
 
 
@@ -132,7 +132,7 @@ def test_steps_are_ordered_as_numbers_and_foreign_folders_are_left_alone(tmp_pat
 
 
 @pytest.mark.parametrize("place", ["", "runs/tiny", "checkpoints"])
-def test_nothing_complete_is_an_error_that_says_what_to_name(tmp_path: Path, place: str) -> None:
+def test_no_complete_checkpoint_is_an_error_that_says_what_to_name(tmp_path: Path, place: str) -> None:
     (tmp_path / "checkpoints").mkdir()
 
     with pytest.raises(CheckpointError, match="name a run folder"):
@@ -183,7 +183,7 @@ save(folder, 3, keep_last=2)
 def test_a_kill_at_any_point_leaves_a_complete_checkpoint_and_the_next_save_cleans_up(
     tmp_path: Path, call: str, times: int, survives: bool
 ) -> None:
-    """Given steps 1 and 2, when the writer of step 3 is killed with SIGKILL, then 2 or 3 is read back whole."""
+    """Given steps 1 and 2, when the writer of step 3 is killed with SIGKILL, then 2 or 3 is complete."""
     save(tmp_path, 1)
     save(tmp_path, 2)
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanotrain.checkpoint.read import read_full
+from nanotrain.checkpoint.read import read_global_tensors
 from nanotrain.checkpoint.store import find_checkpoint, read_manifest
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
@@ -107,7 +107,7 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 def saved_in(run_dir: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the newest checkpoint, whole."""
     newest = find_checkpoint(run_dir)
-    return dict(read_full(newest, list(read_manifest(newest).tensors)))
+    return dict(read_global_tensors(newest, list(read_manifest(newest).tensors)))
 
 
 def assert_same_to_the_bit(run_dir: Path, reference: Path) -> None:

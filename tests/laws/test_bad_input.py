@@ -63,7 +63,7 @@ MISTAKEN_WORDS = {
     "--lr-wsd-decay-iters 4": "optim.lr_wsd_decay_iters = 4 has no effect.*leave --lr-wsd-decay-iters out",
     "--lr-warmup-init 1e-5 --lr-warmup-iters 0": "optim.lr_warmup_init = 1e-05 has no effect: there is no warmup",
     "--loss-scale-window 4": "precision.loss_scale_window = 4 has no effect: only params_dtype fp16 scales the loss",
-    "--load nowhere": "nowhere is no checkpoint: there is no such folder; name a run folder",
+    "--load nowhere": "nowhere is not a checkpoint: there is no such folder; name a run folder",
     "--pretrained-checkpoint nowhere": "cannot read nowhere/config.json.*give a folder as `save_pretrained` writes it",
     "--tokenizer-model nowhere": "nowhere.*give a folder with a tokenizer.json",
     "--data-path nowhere": "nowhere.idx does not exist.*nowhere.bin is missing too.*nanotrain prepare",

@@ -1,4 +1,4 @@
-"""The format is what docs/checkpoint.md says: the reader printed there reads what we write, and safetensors agrees."""
+"""The manifest and the files have the format of docs/checkpoint.md, whose reader and safetensors read them."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ def save(folder: Path) -> Path:
     return checkpointer.save(5, tensors, objects={"seen": (1, 2)}, config={"grün": 0.1}, topology={})
 
 
-def test_the_reader_in_the_document_reads_what_is_written(tmp_path: Path) -> None:
+def test_the_reader_in_docs_checkpoint_reads_what_is_written(tmp_path: Path) -> None:
     match = re.search(r"<!-- reader -->\n```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL)
     assert match is not None
     reader: dict[str, Any] = {}
@@ -47,10 +47,10 @@ def test_shards_are_ordinary_safetensors_with_aligned_bytes(tmp_path: Path) -> N
 
     with safe_open(path / file, framework="pt") as shard:
         keys = set(shard.keys())
-        piece = shard.get_tensor("model/a.weight@2:5,1:4")
+        chunk = shard.get_tensor("model/a.weight@2:5,1:4")
 
     assert keys == {"model/a.weight@0:2,0:4", "model/a.weight@2:5,0:1", "model/a.weight@2:5,1:4", "model/scalar@"}
-    assert torch.equal(piece, torch.arange(20.0).reshape(SHAPE)[2:, 1:])
+    assert torch.equal(chunk, torch.arange(20.0).reshape(SHAPE)[2:, 1:])
     assert int.from_bytes((path / file).read_bytes()[:8], "little") % 8 == 0
 
 
@@ -73,7 +73,7 @@ def test_a_manifest_survives_json_and_re_indenting(tmp_path: Path) -> None:
         (lambda text: "", "it is no JSON"),
     ],
 )
-def test_a_damaged_manifest_is_told_from_a_sound_one(tmp_path: Path, change: Any, message: str) -> None:
+def test_a_damaged_manifest_is_refused(tmp_path: Path, change: Any, message: str) -> None:
     text = to_json(read_manifest(save(tmp_path)))
 
     with pytest.raises(CheckpointError, match=message):

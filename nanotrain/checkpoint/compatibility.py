@@ -1,0 +1,114 @@
+"""Compare a checkpoint with the tensors of a run, from its manifest alone.
+
+    check_compatible   every tensor of the run is in the checkpoint, with its shape and a dtype that may be cast
+    check_all_loaded   the ranks together load every tensor of a kind (the checkpoint has no further layers)
+
+The kind of a tensor is its name up to the first "/": "model" or "optimizer". Model weights may be cast between float
+dtypes on loading (a bf16 fine-tuning of an fp32 run). Everything else must have the same dtype: a run with rounded
+optimizer moments would not be the same run.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from nanotrain.checkpoint.manifest import Manifest
+from nanotrain.errors import CheckpointError
+from nanotrain.topology.boxes import TensorBox
+
+MAX_LISTED = 4
+CASTABLE = frozenset({"fp64", "fp32", "fp16", "bf16"})
+
+
+def check_compatible(
+    manifest: Manifest, targets: Mapping[TensorBox, str], *, config: Mapping[str, Any] | None = None
+) -> None:
+    """Compare names, shapes and dtypes.
+
+    Args:
+        manifest: of the checkpoint.
+        targets: box -> dtype to load it in (a key of `manifest.ELEMENT_BYTES`).
+        config: the configuration of this run, for errors that list the model options that differ.
+
+    Raises:
+        CheckpointError: with the first differing names, both sides of each, and the options that explain them.
+    """
+    differences: dict[str, str] = {}
+    casts: dict[str, str] = {}
+    for box, dtype in targets.items():
+        entry = manifest.tensors.get(box.name)
+        if entry is None:
+            differences[box.name] = f"{box.name} is missing there, {list(box.shape)} here"
+        elif entry.shape != tuple(box.shape):
+            differences[box.name] = f"{box.name} is {list(entry.shape)} there, {list(box.shape)} here"
+        elif entry.dtype != dtype and not (kind_of(box.name) == "model" and {entry.dtype, dtype} <= CASTABLE):
+            casts[box.name] = f"{box.name} is {entry.dtype} there, {dtype} here"
+    if differences:
+        raise _another_model(manifest, list(differences.values()), config=config)
+    if casts:
+        raise CheckpointError(
+            f"{len(casts)} tensors of the checkpoint have another dtype: {_join(list(casts.values()))}",
+            why="only float tensors under model/ are cast on loading; rounded moments would change the run",
+            fix="keep the precision section of the checkpoint's config, or load the weights alone",
+        )
+
+
+def loaded_bits(manifest: Manifest, targets: Iterable[TensorBox]) -> int:
+    """Which tensors a rank loads, as one bit per tensor in the order of the manifest: small to send to other ranks."""
+    names = {box.name for box in targets}
+    return sum(1 << index for index, name in enumerate(manifest.tensors) if name in names)
+
+
+def check_all_loaded(manifest: Manifest, bits: Iterable[int], *, config: Mapping[str, Any] | None = None) -> None:
+    """Check that of every kind that some rank loads, every tensor is loaded by some rank.
+
+    Args:
+        manifest: of the checkpoint.
+        bits: `loaded_bits` of every rank.
+        config: as in `check_compatible`.
+
+    Raises:
+        CheckpointError: the checkpoint is of a larger model; loading a part of it silently would hide that.
+    """
+    loaded = 0
+    for one in bits:
+        loaded |= one
+    names = list(manifest.tensors)
+    kinds = {kind_of(name) for index, name in enumerate(names) if loaded >> index & 1}
+    unused = [name for index, name in enumerate(names) if not loaded >> index & 1 and kind_of(name) in kinds]
+    if unused:
+        lines = [f"{name} is {list(manifest.tensors[name].shape)} there, missing here" for name in unused]
+        raise _another_model(manifest, lines, config=config)
+
+
+def kind_of(name: str) -> str:
+    """The kind of a tensor, the first part of its name.
+
+    >>> kind_of("optimizer/exp_avg/final_norm.weight")
+    'optimizer'
+    """
+    return name.split("/", 1)[0]
+
+
+def _another_model(manifest: Manifest, lines: Sequence[str], *, config: Mapping[str, Any] | None) -> CheckpointError:
+    options = _differing_options(manifest.config.get("model"), (config or {}).get("model"), prefix="model.")
+    return CheckpointError(
+        f"the checkpoint of step {manifest.step} is of another model, {len(lines)} tensors differ: {_join(lines)}",
+        why=f"model options differ: {_join(options)}" if options else "names and shapes must be the same",
+        fix="give the model section of the checkpoint's config, or another --load",
+    )
+
+
+def _differing_options(there: Any, here: Any, *, prefix: str) -> list[str]:
+    """Options of a config section and its subsections with different values on both sides."""
+    if not isinstance(there, Mapping) or not isinstance(here, Mapping):
+        return []
+    lines = []
+    for name in (name for name in here if name in there and there[name] != here[name]):
+        nested = _differing_options(there[name], here[name], prefix=f"{prefix}{name}.")
+        lines += nested or [f"{prefix}{name} {there[name]} there, {here[name]} here"]
+    return lines
+
+
+def _join(lines: Sequence[str]) -> str:
+    more = f"; and {len(lines) - MAX_LISTED} more" if len(lines) > MAX_LISTED else ""
+    return "; ".join(lines[:MAX_LISTED]) + more

@@ -1,0 +1,54 @@
+"""Shard files: safetensors with aligned bytes, one entry per chunk, checksums of the bytes on disk."""
+
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nanotrain.checkpoint import plan
+from nanotrain.checkpoint.write import DTYPES, plan_writes, write_shard
+from nanotrain.topology.boxes import Box, TensorBox
+
+
+def test_any_dtype_and_strides_are_written_as_safetensors_reads_them(tmp_path: Path) -> None:
+    tensors = {
+        TensorBox.full(f"model/{name}", (3, 2)): torch.arange(6).reshape(2, 3).t().to(dtype)
+        for name, dtype in DTYPES.items()
+    }
+    shard = write_shard(tmp_path / "a.safetensors", tensors)
+
+    assert shard.nbytes == (tmp_path / "a.safetensors").stat().st_size
+    loaded = load_file(tmp_path / "a.safetensors")
+    for box, tensor in tensors.items():
+        (chunk,) = shard.tensors[box.name].chunks
+        assert torch.equal(loaded[chunk.key], tensor) and loaded[chunk.key].dtype == tensor.dtype
+        data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert (chunk.crc32, chunk.nbytes) == (f"{zlib.crc32(data):08x}", len(data))
+
+
+def test_large_boxes_are_split_and_keys_name_global_coordinates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan.split_box, "__kwdefaults__", {"limit": 16})
+    box = TensorBox("model/a", (8, 4), Box((4, 2), (8, 4)))
+
+    writes = plan_writes({box: torch.zeros(4, 2)})
+
+    assert [(one.key, one.offset, one.nbytes) for one in writes] == [
+        ("model/a@4:6,2:4", 0, 16),
+        ("model/a@6:8,2:4", 16, 16),
+    ]
+
+
+def test_a_rank_without_elements_makes_no_file_and_lists_its_tensors(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "a.safetensors", {TensorBox.full("model/empty", (0, 4)): torch.empty(0, 4)})
+
+    assert shard.nbytes == 0 and not list(tmp_path.iterdir())
+    assert shard.tensors["model/empty"].shape == (0, 4) and shard.tensors["model/empty"].chunks == ()
+
+
+def test_an_existing_file_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(b"x")
+
+    with pytest.raises(FileExistsError):
+        write_shard(tmp_path / "a.safetensors", {TensorBox.full("model/a", (1,)): torch.ones(1)})
