@@ -43,7 +43,7 @@ from nanotrain.model.stage import Stage
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.parallel.dp.bucket import ReduceGroups
 from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions
-from nanotrain.parallel.dp.layout import LayoutRules
+from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
@@ -146,11 +146,9 @@ def measure(context: ParallelContext, strategy: str, dtype: str) -> Row:
     shard = context.group("dp_shard")
     data_parallel = DataParallel(
         stage,
-        held,
+        plan_layout(held, LayoutRules(shard.size, BUCKET_SIZE)),
         groups=ReduceGroups(shard, context.group("dp_replicate")),
-        options=DataParallelOptions(
-            STRATEGIES[strategy], LayoutRules(shard.size, BUCKET_SIZE), overlap_grad_reduce=True
-        ),
+        options=DataParallelOptions(STRATEGIES[strategy], overlap_grad_reduce=True),
         precision=precision,
         device=context.device,
     )
@@ -165,7 +163,7 @@ def measure(context: ParallelContext, strategy: str, dtype: str) -> Row:
 
     alive = [tensor for tensor in live_tensors() if tensor.untyped_storage().data_ptr() not in before]
     params = storages(stage.parameters())
-    state = without(storages(optimizer.held_tensors().values()), params)
+    state = without(storages(optimizer.state_tensors().values()), params)
     receive = storages(tensor for tensor in alive if tensor.dtype is torch.uint8)
     grads = without(storages(alive), params | state | receive)
     layout = data_parallel.layout
@@ -201,7 +199,6 @@ def take_step(stage: Stage, data_parallel: DataParallel, optimizer: DistributedO
     data_parallel.finish_grad_reduce()
     optimizer.step(1e-3)
     data_parallel.start_param_gather()
-    data_parallel.finish_param_gather()
 
 
 def run_rank() -> None:

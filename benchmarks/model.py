@@ -23,10 +23,11 @@ from nanotrain.config.config import ModelConfig
 from nanotrain.data.batch import Batch
 from nanotrain.model.build import build_stage, collect_specs
 from nanotrain.model.init import initialize
+from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.topology.params import LocalParam
 from nanotrain.topology.stages import split_layers
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = ("fp32", "bf16")
 CPU = torch.device("cpu")
 
 
@@ -50,7 +51,7 @@ def nanotrain_pass(shape: Shape, tokens: Tensor, *, dtype: str) -> Callable[[], 
         vocab_size=shape.vocab,
         untie_embeddings_and_output_weights=not shape.tied,
     )
-    stage = build_stage(model, split_layers(model.num_layers, 1)[0], dtype=DTYPES[dtype])
+    stage = build_stage(model, split_layers(model.num_layers, 1)[0], dtype=TORCH_DTYPES[dtype])
     params = [LocalParam.unsharded(spec) for spec in collect_specs(stage)]
     stage.to_empty(device="cpu")
     initialize(stage, params, seed=0)

@@ -17,18 +17,20 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import ParallelConfig, ShardingStrategy
 from nanotrain.parallel.dp.bucket import ReduceGroups
 from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions
-from nanotrain.parallel.dp.layout import LayoutRules
+from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.precision.policy import Precision
-from nanotrain.topology.params import LocalParam, ParamKind, ParamSpec
+from nanotrain.topology.params import LocalParam, Normal, ParamSpec
 from nanotrain.topology.topology import Topology
 
 
 def describe(model: nn.Module) -> list[LocalParam]:
-    """What DataParallel must know of each parameter: a name and a shape; nothing is cut, so the box is all of it."""
+    """What DataParallel needs of each parameter: name and shape; no model parallelism shards it."""
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-    specs = [ParamSpec(name, shape, dtype="fp32", kind=ParamKind.matrix) for name, shape in shapes.items()]
-    return [LocalParam.whole(spec) for spec in specs]
+    return [
+        LocalParam.unsharded(ParamSpec(name, shape, dtype="fp32", init=Normal(0.02), weight_decay=len(shape) > 1))
+        for name, shape in shapes.items()
+    ]
 
 
 def train(context: ParallelContext) -> None:
@@ -39,9 +41,9 @@ def train(context: ParallelContext) -> None:
     shard = context.group("dp_shard")
     parallel = DataParallel(
         model,
-        describe(model),
+        plan_layout(describe(model), LayoutRules(shard.size, bucket_size=3000)),
         groups=ReduceGroups(shard, context.group("dp_replicate")),
-        options=DataParallelOptions(STRATEGIES["optim_grads"], LayoutRules(shard.size, bucket_size=3000)),
+        options=DataParallelOptions(STRATEGIES["optim_grads"]),
         precision=Precision(params=torch.float32),
         device=context.device,
     )
@@ -60,12 +62,12 @@ def train(context: ParallelContext) -> None:
         parallel.finish_grad_reduce()
         with torch.no_grad():
             for bucket in parallel.buckets:
-                bucket.param_shard.sub_(2e-3 * (1 - step / 200) * bucket.grad_shard.sign())
+                bucket.params.shard.sub_(2e-3 * (1 - step / 200) * bucket.grads.shard.sign())
         parallel.start_param_gather()
         if context.rank == 0 and step % 50 == 49:
             print(f"step {step + 1:3}  loss {loss.item():.4f}")
     sums = all_gather_object([param.double().sum().item() for param in model.parameters()], context.control)
-    held = sum(bucket.grad_shard.numel() for bucket in parallel.buckets)
+    held = sum(bucket.grads.shard.numel() for bucket in parallel.buckets)
     if context.rank == 0:
         print(f"{shard.size} ranks, each keeps gradients for {held:,} of {parallel.layout.numel:,} elements")
         print("same weights on every rank:", all(row == sums[0] for row in sums))

@@ -26,9 +26,10 @@ from nanotrain.checkpoint.compatibility import check_all_loaded, check_compatibl
 from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, TensorEntry, to_json
 from nanotrain.checkpoint.plan import ChunkRead, coverage_fault, plan_reads
 from nanotrain.checkpoint.read import read_chunks
-from nanotrain.checkpoint.write import DTYPE_NAMES, WrittenShard, shard_name, write_shard
+from nanotrain.checkpoint.write import WrittenShard, shard_name, write_shard
 from nanotrain.comm.group import Group
 from nanotrain.errors import CheckpointError
+from nanotrain.precision.dtypes import DTYPE_NAMES
 from nanotrain.topology.boxes import TensorBox
 
 Tensors = Mapping[TensorBox, torch.Tensor]

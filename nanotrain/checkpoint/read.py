@@ -22,8 +22,9 @@ import torch
 from nanotrain.checkpoint.manifest import ChunkEntry, Manifest
 from nanotrain.checkpoint.plan import ChunkRead, plan_reads
 from nanotrain.checkpoint.store import read_manifest
-from nanotrain.checkpoint.write import DTYPES, SAFETENSORS_NAMES, THREADS, raw_bytes
+from nanotrain.checkpoint.write import THREADS, raw_bytes
 from nanotrain.errors import CheckpointError
+from nanotrain.precision.dtypes import SAFETENSORS_NAMES, TORCH_DTYPES
 from nanotrain.topology.boxes import Box, TensorBox
 
 
@@ -143,13 +144,13 @@ def _read_global(path: Path, manifest: Manifest, *, name: str) -> torch.Tensor:
             fix="`nanotrain checkpoint inspect` lists them",
         )
     box = TensorBox(name, entry.shape, Box.full(entry.shape))
-    tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    tensor = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
     read_chunks(path, plan_reads(manifest, [box]), targets={box: tensor})
     return tensor
 
 
 def _read_chunk(shard: ShardFile, read: ChunkRead, *, targets: Mapping[TensorBox, torch.Tensor]) -> None:
-    shape, dtype = read.chunk.box.shape, DTYPES[read.dtype]
+    shape, dtype = read.chunk.box.shape, TORCH_DTYPES[read.dtype]
     parts = [targets[copy.target].detach()[copy.dest.slices()] for copy in read.copies]
     if len(parts) == 1 and _is_host_buffer(parts[0], shape, dtype=dtype):  # same layout as the writer's: no copy
         shard.read(read.chunk, read.dtype, into=parts[0])

@@ -23,8 +23,9 @@ from nanotrain.checkpoint.manifest import ELEMENT_BYTES, ChunkEntry, Manifest, T
 from nanotrain.checkpoint.plan import coverage_fault
 from nanotrain.checkpoint.read import ShardFile
 from nanotrain.checkpoint.store import find_checkpoint, read_manifest
-from nanotrain.checkpoint.write import DTYPES, THREADS
+from nanotrain.checkpoint.write import THREADS
 from nanotrain.errors import CheckpointError
+from nanotrain.precision.dtypes import TORCH_DTYPES
 
 PLAIN_WIDTH = 120
 
@@ -131,7 +132,7 @@ def _faults_of_file(path: Path, chunks: tuple[_TypedChunk, ...], *, size: int | 
 
 def _fault_of_chunk(shard: ShardFile, one: _TypedChunk) -> str | None:
     try:
-        shard.read(one.chunk, one.dtype, into=torch.empty(one.chunk.box.shape, dtype=DTYPES[one.dtype]))
+        shard.read(one.chunk, one.dtype, into=torch.empty(one.chunk.box.shape, dtype=TORCH_DTYPES[one.dtype]))
     except CheckpointError as error:
         return f"{error.what}: {error.why}"
     return None

@@ -19,18 +19,9 @@ import torch
 
 from nanotrain.checkpoint.manifest import ChunkEntry, TensorEntry
 from nanotrain.checkpoint.plan import split_box
+from nanotrain.precision.dtypes import DTYPE_NAMES, SAFETENSORS_NAMES
 from nanotrain.topology.boxes import Box, TensorBox
 
-DTYPES = {
-    "fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
-    "int64": torch.int64, "int32": torch.int32, "int16": torch.int16, "int8": torch.int8,
-    "uint8": torch.uint8, "bool": torch.bool,
-}  # fmt: skip
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-SAFETENSORS_NAMES = {
-    "fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
 THREADS = min(4, os.cpu_count() or 1)
 """crc32, memory copies and pwrite release the GIL; more threads than a few only compete for the disk."""
 

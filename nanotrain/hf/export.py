@@ -19,10 +19,10 @@ from nanotrain.config.config import ModelConfig
 from nanotrain.errors import HuggingFaceError
 from nanotrain.hf.families import FAMILIES, config_to_hf, family_of
 from nanotrain.hf.place import Place
+from nanotrain.precision.dtypes import TORCH_DTYPES, torch_name
 from nanotrain.topology.boxes import Box
 
 MAX_SHARD_BYTES = 5 * 10**9
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -65,10 +65,10 @@ def export_weights(
     _prepare(folder)
     places = FAMILIES[family].places(model_config)
     shards = _Shards(folder)
-    for name, tensor in _assemble(tensors, places, dtype=DTYPES[dtype]):
+    for name, tensor in _assemble(tensors, places, dtype=TORCH_DTYPES[dtype]):
         shards.add(name, tensor)
     shards.finish()
-    config = config_to_hf(model_config, family=family, dtype=str(DTYPES[dtype]).removeprefix("torch."))
+    config = config_to_hf(model_config, family=family, dtype=torch_name(dtype))
     if tokenizer is not None:
         config |= _copy_tokenizer(tokenizer, folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

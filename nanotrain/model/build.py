@@ -5,12 +5,11 @@ import torch
 from nanotrain.config.config import ModelConfig
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.stage import Stage
+from nanotrain.precision.dtypes import DTYPE_NAMES
 from nanotrain.topology.parameters import declare_stage
 from nanotrain.topology.params import ParamSpec
 from nanotrain.topology.shape import ModelShape
 from nanotrain.topology.stages import StageSpec
-
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 ALONE = ModelParallel.single_rank()
 
@@ -34,7 +33,7 @@ def collect_specs(stage: Stage) -> tuple[ParamSpec, ...]:
     return declare_stage(
         ModelShape.of(stage.model),
         stage.spec,
-        dtype=DTYPES[next(stage.parameters()).dtype],
+        dtype=DTYPE_NAMES[next(stage.parameters()).dtype],
         tensor_parallel_size=stage.parallel.tp.group.size,
         sequence_parallel=stage.parallel.tp.sequence_parallel,
     )

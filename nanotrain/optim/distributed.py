@@ -1,18 +1,15 @@
-"""The sharded optimizer: main weights and moments of this rank's part of every bucket, updated in place.
+"""Distributed optimizer: main params and optimizer state of this rank's shard of every bucket.
 
-Goals: each element of optimizer state lies on one rank of the shard group; one norm and one vote for the whole model;
-nothing here knows how gradients were reduced or how parameters travel back.
+    bucket.grads.shard  [--range--|gap|---range---|--range--]   summed gradients, fp32
+    main params         [--range--|gap|---range---|--range--]   fp32; the model param shard itself where that is fp32
+    exp_avg, exp_avg_sq [--range--|gap|---range---|--range--]
+    param ranges        [===== weight decay ======|=========]   consecutive ranges with the same weight decay, merged
 
-    bucket.grad_shard   [--piece--|gap|---piece---|--piece--]   summed gradients, fp32
-    main                [--piece--|gap|---piece---|--piece--]   fp32; the parameter shard itself where that is fp32
-    exp_avg, exp_avg_sq [--piece--|gap|---piece---|--piece--]
-    stretches           [====== decays =======|no decay=====]   what AdamW gets: neighbours with the same weight decay
+`step`: global norm of all shards -> skip on every rank if it is not finite, which needs no further communication since
+the norm is equal on all ranks -> unscale and clip in one multiplication -> update the main params -> copy them to the
+model param shards. The caller then all-gathers. Gaps and padding have zero gradients and stay zero.
 
-Phases of `step`: norm of all shards -> vote (a norm that is not finite skips the step on every rank, since all of them
-hold the same norm) -> unscale and clip in one multiplication -> AdamW on the main weights -> copy into the parameter
-shards. The caller then gathers the parameters. Alignment gaps and padding have zero gradients and stay zero.
-
-Names travel, offsets stay home: checkpoints see `dict[TensorBox, Tensor]`, each tensor a view of the flat state.
+Checkpoints see no offsets: state is `dict[TensorBox, Tensor]`, each tensor a view of flat state.
 
 Source: Rajbhandari et al. 2020 (ZeRO), section 5.1; Megatron-LM, `distrib_optimizer.py`.
 """
@@ -20,30 +17,32 @@ Source: Rajbhandari et al. 2020 (ZeRO), section 5.1; Megatron-LM, `distrib_optim
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from nanotrain.comm.group import Group
 from nanotrain.config.config import OptimConfig
-from nanotrain.optim.adamw import STATE_NAMES, Stretch, build_adamw, set_step
+from nanotrain.errors import ConfigError
 from nanotrain.optim.clip import clip_factor, global_norm
+from nanotrain.optim.optimizers import OPTIMIZERS
+from nanotrain.optim.rule import ParamRange, UpdateRule
 from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.parallel.dp.data_parallel import DataParallel
-from nanotrain.parallel.dp.layout import ShardPiece
+from nanotrain.parallel.dp.layout import ShardRange
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.boxes import TensorBox, flat_range_to_boxes
-from nanotrain.topology.params import LocalParam
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer step did.
+    """Result of one optimizer step, equal on every rank.
 
     Attributes:
         grad_norm: global 2-norm before clipping; not finite if the step was skipped.
-        skipped: whether no weight changed.
+        skipped: whether no parameter changed.
     """
 
     grad_norm: float
@@ -52,29 +51,55 @@ class Update:
 
 @dataclass(frozen=True)
 class _BucketState:
-    """This rank's optimizer state of one bucket, flat tensors of the shard's length."""
+    """Optimizer state of this rank's shard of one bucket.
 
-    layer: DataParallel
+    Attributes:
+        bucket: model params and gradients.
+        ranges: the param ranges in the shard.
+        replicate: the ranks with the same shard.
+        main: [shard_numel] main params.
+        state: [shard_numel] state tensors of the update rule, by name.
+    """
+
     bucket: Bucket
-    pieces: tuple[ShardPiece, ...]
+    ranges: tuple[ShardRange, ...]
+    replicate: Group
     main: Tensor
-    moments: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
+
+    @classmethod
+    def build(cls, wrapper: DataParallel, bucket: Bucket, *, precision: Precision, rule: UpdateRule) -> "_BucketState":
+        """Allocate the state of one bucket."""
+        shard, groups = bucket.params.shard, wrapper.groups
+        main = shard.to(precision.main) if precision.has_separate_main_params else shard
+        state = {name: torch.zeros_like(main) for name in rule.state_names}
+        return cls(bucket, bucket.layout.shard_ranges(groups.shard.index), groups.replicate, main, state)
+
+    def tensors(self, ranges: Sequence[ShardRange]) -> Iterator[tuple[TensorBox, Tensor]]:
+        """Views of main params and state by their names in checkpoints."""
+        flat = {"model": self.main} | {f"optimizer/{name}": tensor for name, tensor in self.state.items()}
+        for part in ranges:
+            for prefix, tensor in flat.items():
+                yield from _boxes(f"{prefix}/{part.name}", part, flat=tensor)
 
 
 class DistributedOptimizer:
-    """AdamW on the shards of a rank's data-parallel layers.
+    """An update rule applied to this rank's shards.
 
     Args:
-        layers: whose buckets are updated: one per stage, and one per stage for its experts.
-        config: hyperparameters.
-        precision: says whether main weights are the parameters themselves.
-        loss_scale: the scale that gradients carry; moved by every step.
-        world: all ranks, which share one gradient norm.
+        wrappers: data-parallel wrappers whose buckets are updated: per stage one for dense and one for expert params.
+        config: update rule and hyperparameters.
+        precision: dtype of the main params.
+        loss_scale: scale of the gradients; updated by every step.
+        world: all ranks; the gradient norm is global.
+
+    Raises:
+        ConfigError: the rule needs whole matrices and a matrix is sharded.
     """
 
     def __init__(
         self,
-        layers: Sequence[DataParallel],
+        wrappers: Sequence[DataParallel],
         config: OptimConfig,
         *,
         precision: Precision,
@@ -85,21 +110,25 @@ class DistributedOptimizer:
         self.num_updates = 0
         self._clip_grad = config.clip_grad
         self._world = world
-        self._states = [_own(layer, bucket, precision=precision) for layer in layers for bucket in layer.buckets]
-        stretches = [stretch for state in self._states for stretch in _stretches(state)]
-        # A rank whose shards hold nothing but padding has no stretch, and torch's optimizers refuse an empty list.
-        self._adamw = build_adamw(stretches, config) if stretches else None
+        rule = OPTIMIZERS[config.optimizer]
+        self._states = [
+            _BucketState.build(wrapper, bucket, precision=precision, rule=rule)
+            for wrapper in wrappers
+            for bucket in wrapper.buckets
+        ]
+        ranges = [part for state in self._states for part in _param_ranges(state, rule)]
+        # The shards of a rank may be padding only, and torch's optimizers refuse an empty list.
+        self._optimizer = rule.build(ranges, config) if ranges else None
 
     def step(self, lr: float) -> Update:
-        """Update this rank's shards from `grad_shard`; every rank returns the same.
+        """Update the main params from the reduced gradients, and the model param shards from the main params.
 
         Args:
-            lr: the learning rate of this step.
+            lr: learning rate of this step.
         """
-        grads = [state.bucket.grad_shard for state in self._states]
+        grads = [state.bucket.grads.shard for state in self._states]
         scale = self.loss_scale.scale
-        counted = [grad for state in self._states for grad in _counted_grads(state)]
-        norm = global_norm(counted, self._world) / scale
+        norm = global_norm([grad for state in self._states for grad in _grads_for_norm(state)], self._world) / scale
         skipped = not math.isfinite(norm)
         self.loss_scale.update(overflowed=skipped)
         if not skipped:
@@ -109,124 +138,130 @@ class DistributedOptimizer:
             self._update(lr)
         return Update(grad_norm=norm, skipped=skipped)
 
-    def publish(self) -> None:
-        """Copy the main weights into this rank's part of the parameters."""
+    def copy_main_to_model_params(self) -> None:
+        """Copy the main params to this rank's shards of the model params, where they are stored apart."""
         for state in self._states:
-            if state.main is not state.bucket.param_shard:
-                state.bucket.param_shard.copy_(state.main)
+            if state.main is not state.bucket.params.shard:
+                state.bucket.params.shard.copy_(state.main)
 
-    def held_tensors(self) -> dict[TensorBox, Tensor]:
-        """Everything this rank holds, as views to read a checkpoint into."""
-        return dict(self._tensors(only_first_copies=False))
+    def state_tensors(self) -> dict[TensorBox, Tensor]:
+        """Main params and optimizer state on this rank, as views that a checkpoint can be read into."""
+        return {box: view for state in self._states for box, view in state.tensors(state.ranges)}
 
-    def held_grads(self) -> dict[TensorBox, Tensor]:
-        """The reduced gradients of the last step that this rank holds, as views; after `step` they are clipped."""
+    def grad_tensors(self) -> dict[TensorBox, Tensor]:
+        """Reduced gradients of the last step on this rank, as views; after `step` they are unscaled and clipped."""
         return {
             box: view
             for state in self._states
-            for piece in state.pieces
-            for box, view in _boxes(
-                piece.name,
-                state.layer.params[piece.name],
-                flat=state.bucket.grad_shard,
-                piece=piece,
-                span=range(piece.numel),
-            )
+            for part in state.ranges
+            for box, view in _boxes(part.name, part, flat=state.bucket.grads.shard)
         }
 
     def tensors_to_save(self) -> dict[TensorBox, Tensor]:
-        """This rank's share of what it holds: copies are left out, replicas divide the writing among themselves."""
-        return dict(self._tensors(only_first_copies=True))
+        """This rank's part of a checkpoint: every element of the state is saved by one rank.
 
-    def state(self) -> dict[str, object]:
-        """The part of the state that is no tensor, as JSON."""
-        return {"num_updates": self.num_updates, "loss_scale": self.loss_scale.state()}
+        Only replica 0 of a parameter is saved; the ranks with the same shard save equal parts of it.
+        """
+        return {box: view for state in self._states for box, view in state.tensors(_ranges_to_save(state))}
 
-    def load_state(self, state: Mapping[str, object]) -> None:
-        """Take up what `state` gave; the tensors were read into `held_tensors` before."""
+    def state_dict(self) -> dict[str, object]:
+        """The state that is not a tensor, as JSON."""
+        return {"num_updates": self.num_updates, "loss_scale": self.loss_scale.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue from a checkpoint whose tensors were read into `state_tensors` before."""
         num_updates, loss_scale = state["num_updates"], state["loss_scale"]
-        assert isinstance(num_updates, int) and isinstance(loss_scale, dict), "a manifest holds what state() wrote"
+        assert isinstance(num_updates, int) and isinstance(loss_scale, dict), "not written by state_dict"
         self.num_updates = num_updates
-        self.loss_scale.load_state(loss_scale)
-        if self._adamw is not None:
-            set_step(self._adamw, num_updates)
-        self.publish()
+        self.loss_scale.load_state_dict(loss_scale)
+        if self._optimizer is not None:
+            for tensors in self._optimizer.state.values():
+                if "step" in tensors:
+                    tensors["step"].fill_(num_updates)  # used by bias correction
+        self.copy_main_to_model_params()
 
     def _update(self, lr: float) -> None:
         self.num_updates += 1
-        if self._adamw is not None:
-            for group in self._adamw.param_groups:
+        if self._optimizer is not None:
+            for group in self._optimizer.param_groups:
                 group["lr"] = lr
-            self._adamw.step()
-        self.publish()
-
-    def _tensors(self, *, only_first_copies: bool) -> Iterator[tuple[TensorBox, Tensor]]:
-        for state in self._states:
-            tensors = {"model": state.main} | {f"optimizer/{name}": t for name, t in state.moments.items()}
-            replicate = state.layer.groups.replicate
-            part, num_parts = (replicate.index, replicate.size) if only_first_copies else (0, 1)
-            for piece in state.pieces:
-                local = state.layer.params[piece.name]
-                if only_first_copies and not local.is_first_replica:
-                    continue
-                first, last = (piece.numel * i // num_parts for i in (part, part + 1))
-                for prefix, flat in tensors.items():
-                    yield from _boxes(f"{prefix}/{piece.name}", local, flat=flat, piece=piece, span=range(first, last))
+            self._optimizer.step()
+        self.copy_main_to_model_params()
 
 
-def _own(layer: DataParallel, bucket: Bucket, *, precision: Precision) -> _BucketState:
-    shard = bucket.param_shard
-    main = shard.to(precision.main) if precision.has_own_main_weights else shard
-    moments = {name: torch.zeros_like(main) for name in STATE_NAMES}
-    return _BucketState(layer, bucket, bucket.layout.pieces(layer.groups.shard.index), main, moments)
+def _grads_for_norm(state: _BucketState) -> Iterator[Tensor]:
+    """Gradients that this rank adds to the norm: replica 0 of every element.
 
-
-def _counted_grads(state: _BucketState) -> Iterator[Tensor]:
-    """The stretches of gradients that this rank counts in the norm: of all copies of an element one is counted.
-
-    Runs of neighbours are merged, gaps and padding (zeros) included, so a bucket without copies is one tensor.
+    Gaps and padding are zero and included, so that a bucket without other replicas is one tensor.
     """
-    if not state.layer.groups.replicate.is_first:
+    if not state.replicate.is_first:
         return
     start, end = 0, state.bucket.layout.shard_numel
-    for piece in state.pieces:
-        if not state.layer.params[piece.name].is_first_replica:
-            if start < piece.shard_start:
-                yield state.bucket.grad_shard[start : piece.shard_start]
-            start = piece.shard_start + piece.numel
+    for part in state.ranges:
+        if not part.param.is_first_replica:
+            if start < part.shard_start:
+                yield state.bucket.grads.shard[start : part.shard_start]
+            start = part.elements.stop
     if start < end:
-        yield state.bucket.grad_shard[start:end]
+        yield state.bucket.grads.shard[start:end]
 
 
-def _boxes(
-    name: str, local: LocalParam, *, flat: Tensor, piece: ShardPiece, span: range
-) -> Iterator[tuple[TensorBox, Tensor]]:
-    """The elements `span` of a piece as boxes of the global tensor, with their views of the flat shard."""
-    begin = piece.shard_start + span.start
-    first = piece.param_start + span.start
-    for box in flat_range_to_boxes(local.box.shape, start=first, stop=first + len(span)):
+def _ranges_to_save(state: _BucketState) -> list[ShardRange]:
+    """Of every range of a first replica the index-th of `replicate.size` nearly equal parts."""
+    parts = []
+    for whole in state.ranges:
+        if whole.param.is_first_replica:
+            index, size = state.replicate.index, state.replicate.size
+            first, last = whole.numel * index // size, whole.numel * (index + 1) // size
+            parts.append(ShardRange(whole.param, whole.shard_start + first, whole.param_start + first, last - first))
+    return parts
+
+
+def _boxes(name: str, part: ShardRange, *, flat: Tensor) -> Iterator[tuple[TensorBox, Tensor]]:
+    """A range as boxes of the global tensor, with their views of a flat shard."""
+    local, begin = part.param, part.shard_start
+    for box in flat_range_to_boxes(local.box.shape, start=part.param_start, stop=part.param_start + part.numel):
         view = flat[begin : begin + box.numel].view(box.shape)
         yield TensorBox(name, local.spec.shape, box.shifted(local.box.start)), view
         begin += box.numel
 
 
-def _stretches(state: _BucketState) -> list[Stretch]:
-    """Merge neighbouring pieces with the same weight decay; fewer, longer tensors make a faster update."""
-    ends: list[tuple[int, bool]] = []
-    for piece in state.pieces:
-        decays, end = state.layer.params[piece.name].spec.weight_decay, piece.shard_start + piece.numel
-        if ends and ends[-1][1] is decays:
-            ends[-1] = (end, decays)
+def _param_ranges(state: _BucketState, rule: UpdateRule) -> Iterator[ParamRange]:
+    """Merge consecutive ranges with the same weight decay: fewer and longer tensors are updated faster.
+
+    A parameter of which the rule needs the whole matrix stays a range of its own, in its local shape.
+    """
+
+    def key(part: ShardRange) -> tuple[bool, str]:
+        needs_whole = rule.needs_whole_matrix and part.param.spec.needs_whole_matrix
+        return part.param.spec.weight_decay, part.name if needs_whole else ""
+
+    start = 0
+    for (weight_decay, whole), group in groupby(state.ranges, key=key):
+        parts = list(group)
+        end = parts[-1].elements.stop
+        if whole:
+            _check_whole(parts[0])
+            yield _param_range(state, parts[0].elements, weight_decay=weight_decay, shape=parts[0].param.box.shape)
         else:
-            ends.append((end, decays))
-    stretches, start = [], 0
-    for end, decays in ends:
-        stretches.append(_stretch(state, slice(start, end), decays=decays))
+            yield _param_range(state, slice(start, end), weight_decay=weight_decay)
         start = end
-    return stretches
 
 
-def _stretch(state: _BucketState, elements: slice, *, decays: bool) -> Stretch:
-    weight = state.main[elements].detach()
-    weight.grad = state.bucket.grad_shard[elements]
-    return Stretch(weight, {name: flat[elements] for name, flat in state.moments.items()}, decays)
+def _check_whole(part: ShardRange) -> None:
+    numel = part.param.spec.numel
+    if part.numel < numel:
+        raise ConfigError(
+            f"this rank holds {part.numel} of the {numel} elements of {part.name}",
+            why="the update rule of --optimizer needs whole matrices",
+            fix="set --optimizer adam, or --data-parallel-sharding-strategy no_shard without tensor parallelism",
+        )
+
+
+def _param_range(
+    state: _BucketState, elements: slice, *, weight_decay: bool, shape: tuple[int, ...] = (-1,)
+) -> ParamRange:
+    main_param = state.main[elements].detach().view(shape)
+    main_param.grad = state.bucket.grads.shard[elements].view(shape)
+    tensors = {name: flat[elements].view(shape) for name, flat in state.state.items()}
+    return ParamRange(main_param, tensors, weight_decay)

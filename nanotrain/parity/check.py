@@ -147,9 +147,9 @@ def record_steps(context: ParallelContext, config: Config) -> Record:
         finally:
             run.batches.close()
     for dp in run.data_parallel:
-        dp.finish_param_gather()
         record.shards |= _sharding(dp, context)
-        record.weights |= _weights(run, dp)
+        with dp.gathered():
+            record.weights |= _weights(run, dp)
     for stage in run.stages.values():
         record.buffers |= {TensorBox.full(name, b.shape): b.clone() for name, b in stage.named_buffers()}
     return record
@@ -194,7 +194,7 @@ def _record_step(run: Run, record: Record, *, samples: RandomDataset) -> None:
     assert batch is not None, "no rank stops early here"
     result = train_step(run, batch)
     if not record.losses:
-        record.grads = {box: grad.clone() for box, grad in run.optimizer.held_grads().items()}
+        record.grads = {box: grad.clone() for box, grad in run.optimizer.grad_tensors().items()}
     record.losses.append(result.loss)
     record.grad_norms.append(result.grad_norm)
     record.reads.append(list(samples.reads))

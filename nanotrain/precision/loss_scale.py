@@ -1,11 +1,11 @@
-"""The factor that keeps fp16 gradients from vanishing (Micikevicius et al. 2018, section 3.2).
+"""Loss scale of fp16 training, which keeps small gradients from underflow (Micikevicius et al. 2018, section 3.2).
 
-The loss is multiplied by `scale` before the backward pass and gradients are divided by it before the update. A
-step whose gradients overflow is skipped on every rank; `hysteresis` such steps halve the scale, and
-`loss_scale_window` clean steps in a row double it. fp32 and bf16 runs use the same class with a scale that
-stays 1.
+The loss is multiplied by `scale` before the backward pass; gradients are divided by it before the update. A step
+whose gradients overflow is skipped on every rank. `hysteresis` overflows halve the scale; `loss_scale_window`
+consecutive steps without overflow double it. fp32 and bf16 runs use the same class with a constant scale of 1.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nanotrain.config.config import DType, PrecisionConfig
@@ -13,13 +13,16 @@ from nanotrain.config.config import DType, PrecisionConfig
 
 @dataclass
 class LossScale:
-    """A loss scale and the counters that move it.
+    """A loss scale and the counters that change it.
 
     Attributes:
-        scale: what the loss is multiplied by.
-        is_dynamic: whether overflows and clean steps move the scale.
-        clean_steps: steps without overflow since the scale last moved.
-        overflows_left: overflows that are still borne before the scale halves.
+        scale: factor of the loss.
+        is_dynamic: whether overflows and steps without overflow change the scale.
+        minimum: smallest scale.
+        window: steps without overflow after which the scale doubles.
+        hysteresis: overflows after which the scale halves.
+        clean_steps: steps without overflow since the last overflow or change.
+        overflows_left: overflows until the scale halves.
     """
 
     scale: float
@@ -32,7 +35,7 @@ class LossScale:
 
     @classmethod
     def of(cls, config: PrecisionConfig) -> "LossScale":
-        """The loss scale that a precision section asks for."""
+        """The initial loss scale of a `precision` config section."""
         is_dynamic = config.params_dtype is DType.fp16
         return cls(
             scale=config.initial_loss_scale if is_dynamic else 1.0,
@@ -44,7 +47,7 @@ class LossScale:
         )
 
     def update(self, *, overflowed: bool) -> None:
-        """Account for one step."""
+        """Count one step."""
         if not self.is_dynamic:
             return
         if overflowed:
@@ -58,12 +61,19 @@ class LossScale:
             self.clean_steps, self.overflows_left = 0, self.hysteresis
             self.scale *= 2
 
-    def state(self) -> dict[str, float]:
-        """What resuming needs, as JSON."""
-        return {"scale": self.scale, "clean_steps": self.clean_steps, "overflows_left": self.overflows_left}
+    def state_dict(self) -> dict[str, float]:
+        """The state that a resumed run needs, as JSON."""
+        return {
+            "scale": self.scale,
+            "is_dynamic": self.is_dynamic,
+            "clean_steps": self.clean_steps,
+            "overflows_left": self.overflows_left,
+        }
 
-    def load_state(self, state: dict[str, float]) -> None:
-        """Take up a saved state; a run whose precision needs no scale keeps its 1."""
-        if self.is_dynamic:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue from a saved state; between a constant and a dynamic scale the initial scale stays."""
+        # Checkpoints of format 1 lack the flag; a constant scale is 1 and never counts a step.
+        was_dynamic = state.get("is_dynamic", state["scale"] != 1.0 or state["clean_steps"] > 0)
+        if self.is_dynamic and was_dynamic:
             self.scale = state["scale"]
             self.clean_steps, self.overflows_left = int(state["clean_steps"]), int(state["overflows_left"])

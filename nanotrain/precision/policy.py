@@ -1,22 +1,21 @@
-"""Which number format each kind of tensor has: one table from the configuration's words to torch's dtypes."""
+"""Precision policy: the dtype of parameters, gradients and main params."""
 
 from dataclasses import dataclass
 
 import torch
 
 from nanotrain.config.config import PrecisionConfig
-
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from nanotrain.precision.dtypes import TORCH_DTYPES
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The number formats of a run.
+    """The dtypes of a run.
 
     Attributes:
-        params: parameters and activations.
+        params: model params and activations.
         grads: gradient buffers and their reduction.
-        main: the weights that the optimizer updates, and its moments.
+        main: main params, which the optimizer updates, and its moments.
     """
 
     params: torch.dtype
@@ -25,10 +24,10 @@ class Precision:
 
     @classmethod
     def of(cls, config: PrecisionConfig) -> "Precision":
-        """The formats that a precision section asks for."""
+        """The dtypes of a `precision` config section."""
         return cls(params=TORCH_DTYPES[config.params_dtype.value])
 
     @property
-    def has_own_main_weights(self) -> bool:
-        """Whether the optimizer keeps weights of its own; fp32 parameters are their own main weights."""
+    def has_separate_main_params(self) -> bool:
+        """Whether main params are stored apart from model params; fp32 model params are their own main params."""
         return self.params != self.main

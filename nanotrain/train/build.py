@@ -67,7 +67,7 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     checkpointer = Checkpointer(inputs.folder.checkpoints, group=context.control, keep_last=config.checkpoint.keep_last)
     state = TrainState()
     if inputs.checkpoint is not None:
-        tensors = optimizer.held_tensors() | router_biases(stages)
+        tensors = optimizer.state_tensors() | router_biases(stages)
         state = restore(inputs.checkpoint, checkpointer, tensors=tensors, optimizer=optimizer, config=config)
         for dp in data_parallel:
             dp.start_param_gather()
@@ -132,7 +132,7 @@ def restore(
         config: compared with the one in the checkpoint; differences that change the loss are logged.
     """
     manifest = checkpointer.restore(checkpoint, tensors, config=to_dict(config))
-    optimizer.load_state(manifest.objects["optimizer"])
+    optimizer.load_state_dict(manifest.objects["optimizer"])
     state = TrainState(**manifest.objects["train"])
     changed = changed_settings(manifest.config, to_dict(config))
     if changed:

@@ -11,6 +11,7 @@ from nanotrain.config.config import Config, ParallelConfig
 from nanotrain.config.derive import global_batch_size
 from nanotrain.config.schema import check_choice
 from nanotrain.data.sampler import SamplerConfig
+from nanotrain.optim.optimizers import OPTIMIZERS
 from nanotrain.parallel.cp.attention import CORE_ATTENTIONS
 from nanotrain.parallel.pp.actions import PipelineShape, Schedule
 from nanotrain.parallel.pp.schedules import SCHEDULES
@@ -79,7 +80,7 @@ def _check_names(config: Config) -> None:
     """Check that every name of a table is in its table."""
     check_choice("pipeline_schedule", config.parallel.pipeline_schedule, known=SCHEDULES.keys() - {"one_stage"})
     check_choice("cp_comm_type", config.parallel.cp_comm_type, known=CORE_ATTENTIONS)
-    check_choice("optimizer", config.optim.optimizer, known=("adam",))
+    check_choice("optimizer", config.optim.optimizer, known=OPTIMIZERS)
 
 
 def _stages(config: Config, topology: Topology) -> tuple[StageSpec, ...]:

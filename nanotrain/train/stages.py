@@ -16,7 +16,7 @@ from nanotrain.model.stage import Stage
 from nanotrain.parallel.cp.attention import build_core_attention
 from nanotrain.parallel.dp.bucket import ReduceGroups
 from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions
-from nanotrain.parallel.dp.layout import LayoutRules
+from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.parallel.pp.executor import RunnableStage
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
@@ -84,8 +84,9 @@ def _build_stage(config: Config, spec: StageSpec, *, context: ParallelContext) -
         if not held:
             continue
         groups = ReduceGroups(context.group(f"{prefix}_shard"), context.group(f"{prefix}_replicate"))
-        options = _options(config.parallel, num_shards=groups.shard.size)
-        layer = DataParallel(module, held, groups=groups, options=options, precision=precision, device=context.device)
+        options = _options(config.parallel)
+        layout = plan_layout(held, _layout_rules(config.parallel, num_shards=groups.shard.size))
+        layer = DataParallel(module, layout, groups=groups, options=options, precision=precision, device=context.device)
         layers.append(layer)
     return BuiltStage(module, params, tuple(layers), weight_grads)
 
@@ -104,14 +105,18 @@ def _model_parallel(
     )
 
 
-def _options(parallel: ParallelConfig, *, num_shards: int) -> DataParallelOptions:
+def _layout_rules(parallel: ParallelConfig, *, num_shards: int) -> LayoutRules:
+    return LayoutRules(
+        num_shards=num_shards,
+        bucket_size=parallel.ddp_bucket_size,
+        pad_for_high_busbw=parallel.ddp_pad_buckets_for_high_nccl_busbw,
+        gathers_by_unit=STRATEGIES[parallel.data_parallel_sharding_strategy.value].gathers_by_unit,
+    )
+
+
+def _options(parallel: ParallelConfig) -> DataParallelOptions:
     return DataParallelOptions(
         strategy=STRATEGIES[parallel.data_parallel_sharding_strategy.value],
-        rules=LayoutRules(
-            num_shards=num_shards,
-            bucket_size=parallel.ddp_bucket_size,
-            pad_for_high_busbw=parallel.ddp_pad_buckets_for_high_nccl_busbw,
-        ),
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
     )

@@ -84,7 +84,7 @@ def finalize_grads(data_parallel: Sequence[DataParallel], context: ParallelConte
         group = context.groups.get(axis)
         if group is None or group.size == 1:
             continue
-        grads = [grad for dp in data_parallel for grad in dp.grad_pieces(axis)]
+        grads = [grad for dp in data_parallel for grad in dp.grads_summed_over(axis)]
         if grads:
             _all_reduce_coalesced(grads, group)
 

@@ -14,8 +14,9 @@ from nanotrain.checkpoint.checkpointer import merge_entries
 from nanotrain.checkpoint.manifest import Manifest, to_json
 from nanotrain.checkpoint.plan import plan_reads
 from nanotrain.checkpoint.read import ShardFile, read_chunks, read_global_tensors
-from nanotrain.checkpoint.write import DTYPES, shard_name, write_shard
+from nanotrain.checkpoint.write import shard_name, write_shard
 from nanotrain.errors import CheckpointError
+from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.topology.boxes import TensorBox
 from tests.checkpoint.test_plan import covers, shapes
 
@@ -44,7 +45,7 @@ def write(folder: Path, step: int, *, shares: Shares) -> Path:
 @settings(max_examples=40)
 @given(st.data())
 def test_save_on_t1_load_on_t2_save_gives_the_same_global_tensors(data: st.DataObject) -> None:
-    dtypes = data.draw(st.lists(st.sampled_from(list(DTYPES.values())), min_size=1, max_size=4))
+    dtypes = data.draw(st.lists(st.sampled_from(list(TORCH_DTYPES.values())), min_size=1, max_size=4))
     truth = {f"model/{i}": (torch.randn(data.draw(shapes)) * 50).to(dtype) for i, dtype in enumerate(dtypes)}
     first = random_shares(data, truth, size=data.draw(st.integers(1, 4)))
     second = random_shares(data, truth, size=data.draw(st.integers(1, 4)))

@@ -46,7 +46,7 @@ def case_of(name: str) -> Case:
 
 
 def everything(run: Run) -> Pieces:
-    held = run.optimizer.held_tensors() | router_biases(run.stages)
+    held = run.optimizer.state_tensors() | router_biases(run.stages)
     return {place: tensor.clone() for place, tensor in held.items()}
 
 
@@ -66,7 +66,7 @@ def save(ctx: ParallelContext, case: Case, folder: Path) -> tuple[Pieces, list[f
     run.checkpointer.save(
         2,
         run.optimizer.tensors_to_save() | router_biases_to_save(run.stages, ctx),
-        objects={"train": run.state.to_dict(), "optimizer": run.optimizer.state()},
+        objects={"train": run.state.to_dict(), "optimizer": run.optimizer.state_dict()},
         config=to_dict(run.config),
         topology={},
     )

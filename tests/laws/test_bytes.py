@@ -16,15 +16,14 @@ def measure(ctx: ParallelContext, case: Case) -> dict[str, int]:
     (layer,), optimizer = run.data_parallel, run.optimizer
     storages = {}
     for bucket in layer.buckets:
-        for tensor in (bucket.params, bucket.grad_shard):
+        for tensor in (bucket.params.full, bucket.grads.shard):
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    for tensor in optimizer.held_tensors().values():
+    for tensor in optimizer.state_tensors().values():
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     ctx.traffic.reset()
     batch = run.batch_iterator.next()
     assert batch is not None
     train_step(run, batch)
-    layer.finish_param_gather()
     sent = sum(
         ctx.traffic.bytes(group, op)
         for group in ("dp_shard", "dp_replicate")

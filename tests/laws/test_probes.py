@@ -54,11 +54,11 @@ def probe(ctx: ParallelContext, case: Case) -> list[Found]:
 def values_of(layer: DataParallel) -> list[Found]:
     return [
         Found(
-            layer.params[piece.name].spec,
-            set(bucket.grad_shard[piece.shard_start : piece.shard_start + piece.numel].tolist()),
+            part.param.spec,
+            set(bucket.grads.shard[part.elements].tolist()),
         )
         for bucket in layer.buckets
-        for piece in bucket.layout.pieces(layer.groups.shard.index)
+        for part in bucket.layout.shard_ranges(layer.groups.shard.index)
     ]
 
 

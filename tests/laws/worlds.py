@@ -144,9 +144,9 @@ def held_weights(run: Run) -> dict[TensorBox, torch.Tensor]:
     named = {name: parameter for stage in run.stages.values() for name, parameter in stage.named_parameters()}
     held = {}
     for layer in run.data_parallel:
-        layer.finish_param_gather()
-        for name, local in layer.params.items():
-            held[TensorBox(name, local.spec.shape, local.box)] = named[name].detach().float().clone()
+        with layer.gathered():
+            for name, local in layer.params.items():
+                held[TensorBox(name, local.spec.shape, local.box)] = named[name].detach().float().clone()
     return held
 
 

@@ -1,4 +1,4 @@
-"""The sharded optimizer against torch AdamW on whole tensors, its vote, and the tensors it gives to checkpoints."""
+"""The distributed optimizer against torch AdamW on global tensors, skipped steps, and the tensors of a checkpoint."""
 
 import json
 import math
@@ -12,6 +12,7 @@ from nanotrain.config.config import DType, OptimConfig, ParallelConfig, Precisio
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.strategy import STRATEGIES
+from nanotrain.precision.dtypes import DTYPE_NAMES
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.boxes import TensorBox
@@ -21,16 +22,17 @@ from tests.parallel.dp.toys import SHAPES, Toy, wrap
 
 LR = 1e-2
 CONFIG = OptimConfig(lr=LR, clip_grad=0.5, weight_decay=0.2, adam_beta1=0.9, adam_beta2=0.95)
-DTYPES = {torch.float32: DType.fp32, torch.bfloat16: DType.bf16, torch.float16: DType.fp16}
 NAMES = [f"units.{index}.weight" for index in range(len(SHAPES))]
 
 
 class Trainee:
-    """A toy with start values, a data-parallel layer and an optimizer, fed with gradients by name."""
+    """An initialized toy module with its wrapper and optimizer, trained on gradients by name."""
 
     def __init__(self, ctx: ParallelContext, strategy: str, **options) -> None:
         dtype = options.pop("dtype", torch.float32)
-        precision_config = PrecisionConfig(params_dtype=DTYPES[dtype], initial_loss_scale=1024.0, hysteresis=1)
+        precision_config = PrecisionConfig(
+            params_dtype=DType(DTYPE_NAMES[dtype]), initial_loss_scale=1024.0, hysteresis=1
+        )
         self.stage = Toy(dtype=dtype, shapes=options.pop("shapes", SHAPES))
         self.parallel: DataParallel = wrap(ctx, self.stage, strategy=strategy, dtype=dtype, **options)
         for index, param in enumerate(self.stage.parameters()):
@@ -54,7 +56,6 @@ class Trainee:
         self.parallel.finish_grad_reduce()
         update = self.optimizer.step(lr)
         self.parallel.start_param_gather()
-        self.parallel.finish_param_gather()
         return update
 
     def weights(self) -> dict[str, Tensor]:
@@ -105,7 +106,7 @@ def follow_the_reference(ctx):
                 norm = reference.step([grads_of(rank, step) for rank in world], lr=lr)
                 assert update.grad_norm == pytest.approx(norm, rel=1e-5) and norm > CONFIG.clip_grad
                 assert not update.skipped
-            main = {tensor.name: view for tensor, view in trainee.optimizer.held_tensors().items()}
+            main = {tensor.name: view for tensor, view in trainee.optimizer.state_tensors().items()}
             assert all(view.dtype is torch.float32 for view in main.values())
             for name, weight in trainee.weights().items():
                 expected = reference.params[name].detach()
@@ -125,7 +126,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(ctx):
             trainee = Trainee(ctx, strategy)
             trainee.step(grads_of(ctx.rank, 0))
             before = trainee.weights()
-            moments = [view.clone() for view in trainee.optimizer.held_tensors().values()]
+            moments = [view.clone() for view in trainee.optimizer.state_tensors().values()]
             # When one element on one rank is bad,
             grads = grads_of(ctx.rank, 1)
             if ctx.rank == 1:
@@ -134,7 +135,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(ctx):
             # then nobody has moved,
             assert update.skipped and not math.isfinite(update.grad_norm)
             assert all(torch.equal(weight, before[name]) for name, weight in trainee.weights().items())
-            views = trainee.optimizer.held_tensors().values()
+            views = trainee.optimizer.state_tensors().values()
             assert all(torch.equal(view, old) for view, old in zip(views, moments, strict=True))
             assert trainee.optimizer.num_updates == 1
             # and the next step is taken as if it had not been.
@@ -153,7 +154,7 @@ def test_a_loss_scale_changes_no_update_and_halves_at_an_overflow(ctx):
     one, other = plain.step(grads), scaled.step(grads)
     assert one.grad_norm == other.grad_norm
     for mine, theirs in zip(
-        plain.optimizer.held_tensors().values(), scaled.optimizer.held_tensors().values(), strict=True
+        plain.optimizer.state_tensors().values(), scaled.optimizer.state_tensors().values(), strict=True
     ):
         torch.testing.assert_close(mine, theirs)
     # when an element overflows under the scale,
@@ -168,12 +169,12 @@ def test_a_rank_whose_shards_are_padding_only_takes_part(ctx):
     # Given three elements in a bucket of 128, of which the first of four ranks owns all,
     for strategy in ("optim", "optim_grads"):
         trainee = Trainee(ctx, strategy, shapes=((3,),))
-        assert bool(trainee.optimizer.held_tensors()) is (ctx.rank == 0)
+        assert bool(trainee.optimizer.state_tensors()) is (ctx.rank == 0)
         reference = Reference(trainee.weights())
         for step in range(2):
             trainee.step(grads_of(ctx.rank, step, shapes=((3,),)))
             reference.step([grads_of(rank, step, shapes=((3,),)) for rank in range(4)])
-        trainee.optimizer.load_state(trainee.optimizer.state())
+        trainee.optimizer.load_state_dict(trainee.optimizer.state_dict())
         torch.testing.assert_close(trainee.weights()["units.0.weight"], reference.params["units.0.weight"].detach())
 
 
@@ -184,10 +185,10 @@ def test_gaps_and_padding_stay_zero(ctx):
         trainee.step(grads_of(0, step))
     used = sum(math.prod(shape) for shape in SHAPES)
     for state in trainee.optimizer._states:
-        for flat in (state.main, *state.moments.values(), state.bucket.params):
-            used_here = sum(piece.numel for piece in state.pieces)
+        for flat in (state.main, *state.state.values(), state.bucket.params.full):
+            used_here = sum(part.numel for part in state.ranges)
             assert int((flat != 0).sum()) == used_here < flat.numel()
-    assert used == sum(piece.numel for state in trainee.optimizer._states for piece in state.pieces)
+    assert used == sum(part.numel for state in trainee.optimizer._states for part in state.ranges)
 
 
 def parts_to_save(ctx, strategy: str):
@@ -196,7 +197,7 @@ def parts_to_save(ctx, strategy: str):
     for step in range(2):
         trainee.step(mean_grads(ctx, step))
     tensors = {box: view.clone() for box, view in trainee.optimizer.tensors_to_save().items()}
-    state = json.loads(json.dumps(trainee.optimizer.state()))
+    state = json.loads(json.dumps(trainee.optimizer.state_dict()))
     trainee.step(mean_grads(ctx, 2))
     return tensors, state, trainee.weights()
 
@@ -209,9 +210,9 @@ def mean_grads(ctx, step: int) -> dict[str, Tensor]:
 def go_on_from(ctx, strategy: str, saved: dict[str, Tensor], *rest):
     state, bucket_size = rest
     trainee = Trainee(ctx, strategy, dtype=torch.bfloat16, bucket_size=bucket_size)
-    for tensor, view in trainee.optimizer.held_tensors().items():
+    for tensor, view in trainee.optimizer.state_tensors().items():
         view.copy_(saved[tensor.name][tensor.box.slices()])
-    trainee.optimizer.load_state(state)
+    trainee.optimizer.load_state_dict(state)
     trainee.parallel.start_param_gather()
     trainee.step(mean_grads(ctx, 2))
     return trainee.weights()
@@ -255,7 +256,7 @@ def test_replicas_share_the_writing():
 
 def test_fp32_parameters_are_their_own_main_weights():
     trainee = Trainee(ParallelContext.attach(Topology.of(ParallelConfig(), 1)), "no_shard")
-    held = {box.name: view for box, view in trainee.optimizer.held_tensors().items()}
+    held = {box.name: view for box, view in trainee.optimizer.state_tensors().items()}
     held[f"model/{NAMES[1]}"].fill_(7.0)
     assert (trainee.weights()[NAMES[1]] == 7.0).all()
 
@@ -264,7 +265,7 @@ def reduced_grads(ctx, strategy: str):
     trainee = Trainee(ctx, strategy)
     trainee.optimizer._clip_grad = 0.0  # otherwise the step scales what is held
     trainee.step(grads_of(ctx.rank, 0))
-    return {box: view.clone() for box, view in trainee.optimizer.held_grads().items()}
+    return {box: view.clone() for box, view in trainee.optimizer.grad_tensors().items()}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

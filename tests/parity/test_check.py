@@ -12,6 +12,7 @@ from nanotrain.cli import main
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.load import load
+from nanotrain.parallel.dp.data_parallel import gathered
 from nanotrain.parity import check as parity_module
 from nanotrain.parity.check import RandomDataset, Record, compare, record_steps
 from nanotrain.parity.report import ParityReport
@@ -48,11 +49,10 @@ def with_another_weight_on_rank_1(ctx: ParallelContext, config: Config) -> Recor
     def drift(run, batch):
         result = train_step(run, batch)
         if ctx.rank == 1 and run.state.step == config.train.train_iters:
-            for layer in run.data_parallel:
-                layer.finish_param_gather()
-            for stage in run.stages.values():
-                weight = stage.get_parameter("layers.1.mlp_norm.weight").data
-                weight[3] = torch.nextafter(weight[3], torch.tensor(9.0))
+            with gathered(run.data_parallel):
+                for stage in run.stages.values():
+                    weight = stage.get_parameter("layers.1.mlp_norm.weight").data
+                    weight[3] = torch.nextafter(weight[3], torch.tensor(9.0))
         return result
 
     parity_module.train_step = drift
@@ -65,9 +65,9 @@ def with_a_gradient_off_by(factor: float, ctx: ParallelContext, config: Config) 
     def scale(layers, context):
         for layer in layers:
             for bucket in layer.buckets:
-                for piece in bucket.layout.pieces(layer.groups.shard.index):
-                    if piece.name == "layers.0.attention.key.weight":
-                        bucket.grad_shard[piece.shard_start : piece.shard_start + piece.numel] *= factor
+                for part in bucket.layout.shard_ranges(layer.groups.shard.index):
+                    if part.name == "layers.0.attention.key.weight":
+                        bucket.grads.shard[part.elements] *= factor
 
     step_module.finalize_grads = scale
     return record_steps(ctx, config)

@@ -52,8 +52,30 @@ def test_it_never_falls_below_the_minimum():
 def test_other_formats_keep_a_scale_of_one(kind):
     fixed = LossScale.of(PrecisionConfig(params_dtype=kind))
     assert set(after(fixed, "o" * 5 + "c" * 5000)) == {1.0}
-    fixed.load_state(scale().state())  # of a run in fp16
+    fixed.load_state_dict(scale().state_dict())  # of a run in fp16
     assert fixed.scale == 1.0
+
+
+@pytest.mark.parametrize("has_flag", [True, False])  # checkpoints of format 1 have none
+@pytest.mark.parametrize("kind", [DType.fp32, DType.bf16])
+def test_fp16_resumed_from_another_dtype_starts_at_the_initial_loss_scale(kind, has_flag):
+    saved = LossScale.of(PrecisionConfig(params_dtype=kind))
+    after(saved, "ccoc")
+    state = saved.state_dict()
+    if not has_flag:
+        del state["is_dynamic"]
+    resumed = scale()
+    resumed.load_state_dict(state)
+    assert resumed == scale() and resumed.scale == 1024.0
+
+
+def test_a_format_1_checkpoint_of_fp16_keeps_its_scale():
+    saved, resumed = scale(), scale()
+    after(saved, "oooc")
+    state = saved.state_dict()
+    del state["is_dynamic"]
+    resumed.load_state_dict(state)
+    assert resumed == saved and resumed.scale == 256.0
 
 
 @given(st.text("oc", max_size=30), st.text("oc", max_size=30))
@@ -61,5 +83,5 @@ def test_resuming_goes_on_as_if_never_stopped(before, behind):
     never_stopped, saved, resumed = scale(), scale(), scale(initial_loss_scale=2.0)
     after(never_stopped, before)
     after(saved, before)
-    resumed.load_state(json.loads(json.dumps(saved.state())))
+    resumed.load_state_dict(json.loads(json.dumps(saved.state_dict())))
     assert after(resumed, behind) == after(never_stopped, behind)

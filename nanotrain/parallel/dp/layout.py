@@ -1,18 +1,20 @@
-"""Where each parameter lies in the flat buffers, and which part of them each shard rank owns: pure and frozen.
+"""Layout of the flat buffers: which elements hold each parameter, and which elements each shard rank updates.
 
-Parameters lie in reverse registration order, the order in which the backward pass makes their gradients ready.
-A slot starts at a multiple of 64 elements; a bucket's end is padded so that every shard rank owns an equal part.
+Everything here is pure and frozen: a layout needs no process group, module or device.
+
+Parameters are laid out in reverse registration order, the order in which the backward pass produces gradients.
+A parameter starts at a multiple of 64 elements; a bucket's end is padded so that all shards have equal length.
 
     bucket 0                         bucket 1
-    |slot  |..|slot |slot  |pppp|    |slot          |slot |.|slot|pp|        . alignment   p padding
-    |shard 0  |shard 1  |shard 2|    |shard 0  |shard 1  |shard 2   |
+    |param |..|param|param |pppp|    |param         |param|.|param|pp|       . alignment   p padding
+    |shard 0  |shard 1  |shard 2|    |shard 0  |shard 1  |shard 2    |
 
 Four index spaces, all counted in elements:
 
-    in the buffer     0 at the buffer's first element; slots and buckets are given in it
-    in the bucket     0 at the bucket's first element
-    in my shard       0 at the first element of my part of one bucket
-    in the parameter  0 at the parameter's first element, row-major
+    in the buffer     0 is the buffer's first element; buckets and bucket params are given in it
+    in the bucket     0 is the bucket's first element
+    in the shard      0 is the first element of one rank's shard of one bucket
+    in the parameter  0 is the local parameter's first element, row-major
 
 Source: Megatron-LM core 0.20, `param_and_grad_buffer.py`; checked against its worked examples.
 """
@@ -23,7 +25,7 @@ from dataclasses import dataclass
 
 from nanotrain.topology.params import LocalParam
 
-SLOT_ALIGNMENT = 64
+PARAM_ALIGNMENT = 64
 BUCKET_ALIGNMENT = 128
 HIGH_BUSBW_ALIGNMENT = 65536
 MIN_DEFAULT_BUCKET_SIZE = 40_000_000
@@ -32,17 +34,19 @@ DEFAULT_BUCKET_SIZE_PER_SHARD = 1_000_000
 
 @dataclass(frozen=True)
 class LayoutRules:
-    """What decides where buckets end.
+    """Rules that decide where buckets end.
 
     Attributes:
-        num_shards: ranks that a bucket is cut among.
+        num_shards: ranks that a bucket is sharded over.
         bucket_size: elements after which a bucket closes; None for the default.
         pad_for_high_busbw: pad bucket ends to a multiple of 65536 elements.
+        gathers_by_unit: also close a bucket where the FSDP unit changes, so that no bucket spans two units.
     """
 
     num_shards: int = 1
     bucket_size: int | None = None
     pad_for_high_busbw: bool = False
+    gathers_by_unit: bool = False
 
     @property
     def closing_size(self) -> int:
@@ -52,43 +56,58 @@ class LayoutRules:
 
     @property
     def bucket_alignment(self) -> int:
-        """What the end of a bucket is a multiple of, in elements."""
+        """Divisor of every bucket end, in elements."""
         return math.lcm(self.num_shards, BUCKET_ALIGNMENT, HIGH_BUSBW_ALIGNMENT if self.pad_for_high_busbw else 1)
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A parameter's place in the buffer: elements [start, stop)."""
+class BucketParam:
+    """A parameter and its range in the buffer, elements [start, stop)."""
 
-    name: str
+    param: LocalParam
     start: int
     stop: int
 
+    @property
+    def name(self) -> str:
+        """Global name of the parameter."""
+        return self.param.spec.name
+
 
 @dataclass(frozen=True)
-class ShardPiece:
-    """The part of one parameter that lies in one rank's shard of a bucket.
+class ShardRange:
+    """The part of one parameter inside one rank's shard of a bucket.
 
     Attributes:
-        name: the parameter.
-        shard_start: where the piece begins in my shard.
-        param_start: where it begins in the parameter.
-        numel: its length.
+        param: the parameter.
+        shard_start: first element in the shard.
+        param_start: first element in the local parameter.
+        numel: number of elements.
     """
 
-    name: str
+    param: LocalParam
     shard_start: int
     param_start: int
     numel: int
 
+    @property
+    def name(self) -> str:
+        """Global name of the parameter."""
+        return self.param.spec.name
+
+    @property
+    def elements(self) -> slice:
+        """The elements of the shard."""
+        return slice(self.shard_start, self.shard_start + self.numel)
+
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """A run of slots that is reduced and gathered as one, elements [start, stop) of the buffer."""
+    """Consecutive parameters that are reduced and all-gathered together, elements [start, stop) of the buffer."""
 
     start: int
     stop: int
-    slots: tuple[Slot, ...]
+    params: tuple[BucketParam, ...]
     num_shards: int
 
     @property
@@ -98,68 +117,77 @@ class BucketLayout:
 
     @property
     def unpadded_numel(self) -> int:
-        """Elements up to the end of the last slot."""
-        return self.slots[-1].stop - self.start
+        """Elements up to the end of the last parameter."""
+        return self.params[-1].stop - self.start
 
     @property
     def shard_numel(self) -> int:
-        """Elements that each shard rank owns."""
+        """Elements per shard."""
         return self.numel // self.num_shards
 
-    def pieces(self, shard_index: int) -> tuple[ShardPiece, ...]:
-        """The parts of parameters that a shard rank owns, in the order in which they lie."""
+    def shard_ranges(self, shard_index: int) -> tuple[ShardRange, ...]:
+        """The param ranges in one rank's shard, in buffer order."""
         first = self.start + shard_index * self.shard_numel
         last = first + self.shard_numel
-        found = []
-        for slot in self.slots:
-            start, stop = max(slot.start, first), min(slot.stop, last)
+        ranges = []
+        for held in self.params:
+            start, stop = max(held.start, first), min(held.stop, last)
             if start < stop:
-                found.append(ShardPiece(slot.name, start - first, start - slot.start, stop - start))
-        return tuple(found)
+                ranges.append(ShardRange(held.param, start - first, start - held.start, stop - start))
+        return tuple(ranges)
 
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """The buckets of one buffer, back to back from element 0."""
+    """The buckets of one buffer, contiguous from element 0."""
 
     buckets: tuple[BucketLayout, ...]
 
     @property
     def numel(self) -> int:
-        """Elements of the whole buffer with padding."""
+        """Elements of the buffer with padding."""
         return self.buckets[-1].stop if self.buckets else 0
+
+    @property
+    def params(self) -> tuple[LocalParam, ...]:
+        """All parameters in registration order."""
+        return tuple(held.param for bucket in reversed(self.buckets) for held in reversed(bucket.params))
 
 
 def plan_layout(params: Sequence[LocalParam], rules: LayoutRules) -> BufferLayout:
-    """Lay parameters into buckets.
+    """Assign the parameters of one buffer to buckets.
 
     Args:
-        params: what this rank holds of each parameter of one buffer, in registration order.
-        rules: shard count, bucket size and paddings.
+        params: this rank's parameters of one buffer, in registration order.
+        rules: number of shards, bucket size, paddings, unit borders.
 
-    A tied embedding sits alone in its bucket: its gradient is summed between the first and the last stage after
-    the reduce-scatter, so both stages must cut it alike.
+    A tied embedding is alone in its bucket: its gradient is summed over the embed group after the reduce-scatter, so
+    the first and the last stage must shard it alike.
     """
     buckets: list[BucketLayout] = []
-    slots: list[Slot] = []
+    open_params: list[BucketParam] = []
     bucket_start = 0
 
     def close_bucket() -> int:
-        end = _round_up(slots[-1].stop, rules.bucket_alignment)
-        buckets.append(BucketLayout(bucket_start, end, tuple(slots), rules.num_shards))
-        slots.clear()
+        end = _round_up(open_params[-1].stop, rules.bucket_alignment)
+        buckets.append(BucketLayout(bucket_start, end, tuple(open_params), rules.num_shards))
+        open_params.clear()
         return end
 
     for param in reversed(params):
-        if param.spec.is_tied and slots:
+        if open_params and (param.spec.is_tied or _enters_unit(param, open_params[-1].param, rules)):
             bucket_start = close_bucket()
-        start = _round_up(slots[-1].stop, SLOT_ALIGNMENT) if slots else bucket_start
-        slots.append(Slot(param.spec.name, start, start + param.box.numel))
-        if param.spec.is_tied or slots[-1].stop - bucket_start >= rules.closing_size:
+        start = _round_up(open_params[-1].stop, PARAM_ALIGNMENT) if open_params else bucket_start
+        open_params.append(BucketParam(param, start, start + param.box.numel))
+        if param.spec.is_tied or open_params[-1].stop - bucket_start >= rules.closing_size:
             bucket_start = close_bucket()
-    if slots:
+    if open_params:
         close_bucket()
     return BufferLayout(tuple(buckets))
+
+
+def _enters_unit(param: LocalParam, before: LocalParam, rules: LayoutRules) -> bool:
+    return rules.gathers_by_unit and param.spec.unit != before.spec.unit
 
 
 def _round_up(value: int, multiple: int) -> int:

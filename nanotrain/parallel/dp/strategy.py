@@ -1,4 +1,4 @@
-"""What the data-parallel ranks share, as traits: everything else follows from these and no code asks for a name."""
+"""Sharding strategies as traits; no other code compares strategy names."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,24 @@ class Strategy:
     """The traits of a `--data-parallel-sharding-strategy`.
 
     Attributes:
-        shard_optim: main weights and moments are cut among the shard group (ZeRO-1; Rajbhandari et al. 2020, 5.1).
-        shard_grads: so are gradients; a full-size gradient never exists (ZeRO-2; 5.2).
+        shard_optim: main params and optimizer state are sharded over the shard group (ZeRO-1; Rajbhandari et al. 2020,
+            section 5.1).
+        shard_grads: gradients are sharded too and never stored at full size (ZeRO-2; section 5.2).
+        shard_params: parameters are sharded too and all-gathered per unit (ZeRO-3; section 5.3).
     """
 
     shard_optim: bool
     shard_grads: bool
+    shard_params: bool
+
+    @property
+    def gathers_by_unit(self) -> bool:
+        """Whether parameters are all-gathered per FSDP unit, so that buckets have to end at unit borders."""
+        return self.shard_params
 
 
 STRATEGIES = {
-    "no_shard": Strategy(shard_optim=False, shard_grads=False),
-    "optim": Strategy(shard_optim=True, shard_grads=False),
-    "optim_grads": Strategy(shard_optim=True, shard_grads=True),
+    "no_shard": Strategy(shard_optim=False, shard_grads=False, shard_params=False),
+    "optim": Strategy(shard_optim=True, shard_grads=False, shard_params=False),
+    "optim_grads": Strategy(shard_optim=True, shard_grads=True, shard_params=False),
 }

@@ -40,7 +40,7 @@ class CheckpointHook(Hook):
         path = run.checkpointer.save(
             run.state.step,
             run.optimizer.tensors_to_save() | router_biases_to_save(run.stages, run.context),
-            objects={"train": run.state.to_dict(), "optimizer": run.optimizer.state()},
+            objects={"train": run.state.to_dict(), "optimizer": run.optimizer.state_dict()},
             config=to_dict(run.config),
             topology={"world_size": run.context.topology.world_size, **asdict(run.context.topology.dense)},
         )

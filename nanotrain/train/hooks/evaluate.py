@@ -32,8 +32,6 @@ def evaluate(run: Run) -> float:
     """Mean cross-entropy over the first `eval_iters` global batches of the validation split."""
     samples = run.inputs.datasets.valid
     assert samples is not None, "open_inputs requires a validation split where eval_interval is set"
-    for dp in run.data_parallel:
-        dp.finish_param_gather()
     loss, num_tokens = torch.zeros((), device=run.context.device), 0
     with GlobalBatchLoader(samples, sampler=run.plan.sampler) as batches:
         batch_iterator = build_batch_iterator(batches, run.context)

@@ -3,6 +3,7 @@
 from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.inference.generate import Sampling, generate
 from nanotrain.log import get_logger
+from nanotrain.parallel.dp.data_parallel import gathered
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.run import Run
 
@@ -23,8 +24,10 @@ class SampleHook(Hook):
         self._tokenizer = tokenizer
 
     def after_training(self, run: Run) -> None:
-        for dp in run.data_parallel:
-            dp.finish_param_gather()
+        with gathered(run.data_parallel):
+            self._print_sample(run)
+
+    def _print_sample(self, run: Run) -> None:
         if not run.context.control.is_first:
             return
         topology = run.context.topology

@@ -1,6 +1,7 @@
-"""The data-parallel layer on one to five ranks: exact sums, order, memory, and waiting for parameters."""
+"""The data-parallel wrapper on one to five ranks: exact sums, order, memory, and waiting for parameters."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -8,15 +9,20 @@ from torch import nn
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import ParallelConfig
-from nanotrain.parallel.dp import bucket as bucket_module
-from nanotrain.parallel.dp.bucket import TransientBucket
-from nanotrain.parallel.dp.data_parallel import MAX_REDUCTIONS, DataParallel, DataParallelOptions, units_of
-from nanotrain.parallel.dp.layout import LayoutRules
+from nanotrain.parallel.dp.data_parallel import (
+    MAX_REDUCTIONS,
+    DataParallel,
+    DataParallelOptions,
+    gathered,
+    unit_modules,
+)
+from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
+from nanotrain.parallel.dp.stores import TransientGrads
 from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.topology import Topology
 from tests.harness import ranks, run_ranks
-from tests.parallel.dp.test_bucket import Late
+from tests.parallel.dp.test_bucket import late_groups
 from tests.parallel.dp.toys import (
     BUCKET_SIZE,
     NUM_BUCKETS,
@@ -25,6 +31,7 @@ from tests.parallel.dp.toys import (
     assert_shards,
     backward,
     groups_of,
+    layout_of,
     local_params,
     numel_of,
     pattern_of,
@@ -101,12 +108,12 @@ def launched_buckets(ctx) -> dict[str, list[int]]:
 
 
 def record_launches(parallel: DataParallel, *, into: list[int]) -> None:
-    def record(index: int, start) -> None:
+    def record(index: int, start, *, is_last: bool) -> None:
         into.append(index)
-        start()
+        start(is_last=is_last)
 
     for index, bucket in enumerate(parallel.buckets):
-        bucket.start_reduce = lambda index=index, start=bucket.start_reduce: record(index, start)
+        bucket.start_reduce = partial(record, index, bucket.start_reduce)
 
 
 def test_buckets_are_reduced_in_buffer_order_whatever_the_order_of_arrival():
@@ -138,8 +145,8 @@ def test_no_more_than_two_reductions_are_in_flight(ctx):
         parallel = wrap(ctx, stage, strategy=strategy, overlap=overlap)
         for bucket in parallel.buckets:
 
-            def start(start=bucket.start_reduce, parallel=parallel, together=together):
-                start()
+            def start(start=bucket.start_reduce, parallel=parallel, together=together, *, is_last):
+                start(is_last=is_last)
                 together.append(sum(b.is_in_flight for b in parallel.buckets))
 
             bucket.start_reduce = start
@@ -153,14 +160,21 @@ def test_no_more_than_two_reductions_are_in_flight(ctx):
 
 def test_a_gradient_in_flight_is_not_overwritten_by_the_next_microbatch(monkeypatch):
     # Given reductions that are still reading when the next microbatch comes,
-    monkeypatch.setattr(bucket_module, "start_reduce_scatter_into", lambda output, tensor, group: Late(output, tensor))
-    stage, parallel = wrap_alone("optim_grads", overlap=True)
+    stage, groups = Toy(), late_groups(monkeypatch)
+    parallel = DataParallel(
+        stage,
+        layout_of(stage, num_shards=2),
+        groups=groups,
+        options=DataParallelOptions(STRATEGIES["optim_grads"], overlap_grad_reduce=True),
+        precision=Precision(params=torch.float32),
+        device=torch.device("cpu"),
+    )
     # when three microbatches follow each other, whose gradients arrive in different orders,
     parallel.begin_step()
     for microbatch, order in enumerate(([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [2, 0, 4, 1, 5, 3])):
         backward(parallel, stage(1.0 + microbatch, order), is_last=microbatch == 2)
     parallel.finish_grad_reduce()
-    # then `Late` has seen no change, and the sums are right.
+    # then no gradient was overwritten in flight, and the sums are right.
     assert_shards(parallel, patterns(stage, 6.0))
 
 
@@ -200,7 +214,7 @@ def peak_of(ctx, strategy: str, *, overlap: bool, shapes: list[tuple[int, ...]])
         backward(parallel, stage(1.0), is_last=is_last)
     parallel.finish_grad_reduce()
     if strategy == "optim_grads":
-        (pool,) = {bucket._pool for bucket in parallel.buckets if isinstance(bucket, TransientBucket)}
+        (pool,) = {bucket.grads._pool for bucket in parallel.buckets if isinstance(bucket.grads, TransientGrads)}
         assert pool.num_allocated <= 2
     return max(peaks)
 
@@ -224,42 +238,87 @@ def test_a_forward_pass_waits_for_the_parameters_of_its_unit_only(ctx):
     stage = Toy()
     parallel = wrap(ctx, stage, strategy="optim", overlap=True)
     for bucket in parallel.buckets:
-        bucket.param_shard.fill_(ctx.rank + 1)
+        bucket.params.shard.fill_(ctx.rank + 1)
     parallel.start_param_gather()
-    waiting = [bucket for bucket in parallel.buckets if bucket._gather is not None]
+    waiting = [bucket for bucket in parallel.buckets if bucket.params.is_gathering]
     assert len(waiting) == NUM_BUCKETS
     # when the units run one after the other,
-    for name, unit in units_of(stage):
+    for name, unit in unit_modules(stage):
         unit(1.0)
         # then the unit's weight is complete, half of its bucket from either rank,
-        (bucket,) = [b for b in parallel.buckets for slot in b.layout.slots if slot.name == f"{name}.weight"]
-        assert bucket._gather is None
-        one, two = bucket.params.chunk(2)
+        (bucket,) = [b for b in parallel.buckets for held in b.layout.params if held.name == f"{name}.weight"]
+        assert not bucket.params.is_gathering
+        one, two = bucket.params.full.chunk(2)
         assert (one == 1).all() and (two == 2).all()
     # and a step in which a unit does not run waits for it before the optimizer may write again.
     parallel.start_param_gather()
     parallel.begin_step()
     backward(parallel, stage(1.0, [0]))
-    assert any(bucket._gather is not None for bucket in parallel.buckets)
+    assert any(bucket.params.is_gathering for bucket in parallel.buckets)
     parallel.finish_grad_reduce()
-    assert all(bucket._gather is None for bucket in parallel.buckets)
+    assert not any(bucket.params.is_gathering for bucket in parallel.buckets)
+
+
+@ranks(2, strategy="optim")
+def test_inside_gathered_all_parameters_are_complete(ctx):
+    wrappers = [wrap(ctx, Toy(), strategy="optim", overlap=True) for _ in range(2)]
+    for wrapper in wrappers:
+        for bucket in wrapper.buckets:
+            bucket.params.shard.fill_(ctx.rank + 1)
+        wrapper.start_param_gather()
+    with gathered(wrappers):
+        for wrapper in wrappers:
+            for bucket in wrapper.buckets:
+                assert bucket.params.full.chunk(2)[0].eq(1).all() and bucket.params.full.chunk(2)[1].eq(2).all()
+
+
+def reduce_in_two_instances(ctx):
+    """Two optimizer instances of two ranks: reduce-scatter inside each, then all-reduce across both (HSDP)."""
+    sent = {}
+    for strategy, overlap in SETTINGS:
+        for num_microbatches in (1, 3):
+            stage = Toy()
+            parallel = wrap(ctx, stage, strategy=strategy, overlap=overlap)
+            for step in (1, 2):
+                ctx.traffic.reset()
+                parallel.begin_step()
+                for microbatch in range(num_microbatches):
+                    loss = stage(2.0**ctx.rank * step * (microbatch + 1))
+                    backward(parallel, loss, is_last=microbatch == num_microbatches - 1)
+                parallel.finish_grad_reduce()
+                of_microbatches = num_microbatches * (num_microbatches + 1) // 2
+                assert_shards(parallel, patterns(stage, 15 * step * of_microbatches))
+            calls = (ctx.traffic.calls(parallel.groups.shard.name), ctx.traffic.calls(parallel.groups.replicate.name))
+            sent[strategy, overlap, num_microbatches] = (parallel.groups.shard.size, *calls)
+    return sent
+
+
+def test_two_instances_of_two_ranks_sum_exactly_and_reduce_across_instances_once_per_step():
+    for sent in run_ranks(4, reduce_in_two_instances, strategy="optim", instances=2):
+        for overlap in (False, True):
+            for num_microbatches in (1, 3):
+                # (size of the shard group, reductions inside the instance, reductions across instances)
+                assert sent["no_shard", overlap, num_microbatches] == (1, 0, NUM_BUCKETS)
+                assert sent["optim", overlap, num_microbatches] == (2, NUM_BUCKETS, NUM_BUCKETS)
+                grads = sent["optim_grads", overlap, num_microbatches]
+                assert grads == (2, num_microbatches * NUM_BUCKETS, NUM_BUCKETS)
 
 
 @ranks(2, strategy="optim")
 def test_without_overlap_parameters_are_complete_on_return(ctx):
     parallel = wrap(ctx, Toy(), strategy="optim_grads")
     for bucket in parallel.buckets:
-        bucket.param_shard.fill_(ctx.rank + 1)
+        bucket.params.shard.fill_(ctx.rank + 1)
     parallel.start_param_gather()
     for bucket in parallel.buckets:
-        assert bucket.params.chunk(2)[0].eq(1).all() and bucket.params.chunk(2)[1].eq(2).all()
+        assert bucket.params.full.chunk(2)[0].eq(1).all() and bucket.params.full.chunk(2)[1].eq(2).all()
 
 
 def test_the_last_bucket_is_gathered_first():
     _, parallel = wrap_alone("optim", overlap=True)
     started = []
     for index, bucket in enumerate(parallel.buckets):
-        bucket.start_all_gather = lambda index=index: started.append(index)
+        bucket.params.start_all_gather = lambda index=index: started.append(index)
     parallel.start_param_gather()
     assert started == list(reversed(range(NUM_BUCKETS)))  # it holds the first layers
 
@@ -285,7 +344,7 @@ def test_bf16_parameters_have_fp32_gradients():
     for index in range(3):  # 256 + 1 + 1 is 256 in bf16
         backward(parallel, stage([256.0, 1.0, 1.0][index]), is_last=index == 2)
     parallel.finish_grad_reduce()
-    assert all(bucket.grad_shard.dtype is torch.float32 for bucket in parallel.buckets)
+    assert all(bucket.grads.shard.dtype is torch.float32 for bucket in parallel.buckets)
     assert_shards(parallel, patterns(stage, 258.0))
     assert all(p.dtype is torch.bfloat16 for p in stage.parameters())
 
@@ -306,17 +365,17 @@ def test_units_are_the_children_with_lists_and_dicts_taken_apart():
     stage = nn.Module()
     stage.embedding, stage.norm = nn.Linear(1, 1), nn.Linear(1, 1)
     stage.layers = nn.ModuleDict({"3": nn.Linear(1, 1), "4": nn.Sequential(nn.Linear(1, 1))})
-    assert [name for name, _ in units_of(stage)] == ["embedding", "norm", "layers.3", "layers.4"]
+    assert [name for name, _ in unit_modules(stage)] == ["embedding", "norm", "layers.3", "layers.4"]
 
 
 def test_a_unit_without_parameters_waits_for_those_that_are_tied():
     # Given a stage whose head has no weight of its own, and whose first unit's weight is tied,
     stage = Toy()
     stage.head = nn.Identity()
-    options = DataParallelOptions(STRATEGIES["optim"], LayoutRules(bucket_size=BUCKET_SIZE), overlap_param_gather=True)
+    options = DataParallelOptions(STRATEGIES["optim"], overlap_param_gather=True)
     parallel = DataParallel(
         stage,
-        local_params(stage, tied=["units.0.weight"]),
+        plan_layout(local_params(stage, tied=["units.0.weight"]), LayoutRules(bucket_size=BUCKET_SIZE)),
         groups=groups_of(single_rank(), "optim"),
         options=options,
         precision=Precision(params=torch.float32),
@@ -324,8 +383,8 @@ def test_a_unit_without_parameters_waits_for_those_that_are_tied():
     )
     waited = []
     for index, bucket in enumerate(parallel.buckets):
-        bucket.finish_gather = lambda index=index: waited.append(index)
+        bucket.params.wait = lambda index=index: waited.append(index)
     # when the head runs, it waits for the last bucket, where the tied weight is alone.
     stage.head(torch.ones(1))
     assert waited == [len(parallel.buckets) - 1]
-    assert [slot.name for slot in parallel.buckets[-1].layout.slots] == ["units.0.weight"]
+    assert [held.name for held in parallel.buckets[-1].layout.params] == ["units.0.weight"]

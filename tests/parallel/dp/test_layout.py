@@ -1,6 +1,8 @@
 """The layout against Megatron-LM's worked examples, and the laws of every layout."""
 
 import math
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -8,10 +10,9 @@ from hypothesis import strategies as st
 
 from nanotrain.parallel.dp.layout import (
     BUCKET_ALIGNMENT,
-    SLOT_ALIGNMENT,
+    PARAM_ALIGNMENT,
     BufferLayout,
     LayoutRules,
-    Slot,
     plan_layout,
 )
 from nanotrain.topology.boxes import Box
@@ -37,14 +38,18 @@ def unpadded(layout: BufferLayout) -> list[int]:
     return [bucket.unpadded_numel for bucket in layout.buckets]
 
 
+def names_in(layout: BufferLayout) -> list[list[str]]:
+    return [[held.name for held in bucket.params] for bucket in layout.buckets]
+
+
 def test_three_small_parameters_as_worked_out():
     # Given parameters of 100, 50 and 300 elements, two shards, buckets that close at 128 elements,
     layout = plan_layout(params((100,), (50,), (300,)), LayoutRules(num_shards=2, bucket_size=128))
     # then the last comes first, alone, and the others follow at multiples of 64.
     assert ends(layout) == [(0, 384), (384, 640)]
     assert unpadded(layout) == [300, 164]
-    slots = [bucket.slots for bucket in layout.buckets]
-    assert slots == [(Slot("p2", 0, 300),), (Slot("p1", 384, 434), Slot("p0", 448, 548))]
+    ranges = [[(held.name, held.start, held.stop) for held in bucket.params] for bucket in layout.buckets]
+    assert ranges == [[("p2", 0, 300)], [("p1", 384, 434), ("p0", 448, 548)]]
 
 
 def test_ten_matrices_in_one_bucket_as_worked_out():
@@ -82,8 +87,8 @@ def test_a_tied_embedding_sits_alone_in_its_bucket():
     first = plan_layout(params((100,), (50,), (300,), tied=(0,)), LayoutRules(num_shards=2))
     middle = plan_layout(params((100,), (50,), (300,), tied=(1,)), LayoutRules(num_shards=2))
     # then it shares its bucket with nobody.
-    assert [[slot.name for slot in bucket.slots] for bucket in first.buckets] == [["p2", "p1"], ["p0"]]
-    assert [[slot.name for slot in bucket.slots] for bucket in middle.buckets] == [["p2"], ["p1"], ["p0"]]
+    assert names_in(first) == [["p2", "p1"], ["p0"]]
+    assert names_in(middle) == [["p2"], ["p1"], ["p0"]]
     assert ends(first) == [(0, 384), (384, 512)]
 
 
@@ -91,11 +96,35 @@ def test_a_layout_of_nothing_has_no_buckets():
     assert plan_layout([], LayoutRules()).numel == 0
 
 
-def test_pieces_say_where_each_parameter_lies_in_a_shard():
+def in_units(*units: str) -> list[LocalParam]:
+    return [
+        LocalParam.unsharded(replace(param.spec, unit=unit))
+        for param, unit in zip(params(*[(10, 10)] * len(units)), units, strict=True)
+    ]
+
+
+def test_a_strategy_that_gathers_by_unit_has_no_bucket_across_units():
+    params = in_units("embedding", "layers.0", "layers.0", "layers.1")
+    # Given buckets large enough for all parameters, they end at unit borders by request only,
+    assert names_in(plan_layout(params, LayoutRules())) == [["p3", "p2", "p1", "p0"]]
+    by_unit = LayoutRules(num_shards=3, gathers_by_unit=True)
+    assert names_in(plan_layout(params, by_unit)) == [["p3"], ["p2", "p1"], ["p0"]]
+    assert plan_layout(params, by_unit).numel == 3 * 384
+    # and inside a unit the bucket size still applies.
+    small = LayoutRules(bucket_size=50, gathers_by_unit=True)
+    assert len(plan_layout(params, small).buckets) == 4
+
+
+def test_the_params_of_a_layout_are_in_registration_order():
+    given_params = params((100,), (50,), (300,))
+    assert plan_layout(given_params, LayoutRules(bucket_size=128)).params == tuple(given_params)
+
+
+def test_shard_ranges_are_the_param_ranges_in_a_shard():
     # Given the worked example, of which each rank owns half of each bucket: 192 and 128 elements,
     first, second = plan_layout(params((100,), (50,), (300,)), LayoutRules(num_shards=2, bucket_size=128)).buckets
     found = [
-        [(piece.name, piece.shard_start, piece.param_start, piece.numel) for piece in bucket.pieces(rank)]
+        [(part.name, part.shard_start, part.param_start, part.numel) for part in bucket.shard_ranges(rank)]
         for bucket in (first, second)
         for rank in (0, 1)
     ]
@@ -121,21 +150,21 @@ def test_buckets_lie_back_to_back_and_end_where_all_shards_are_equal(shapes, rul
     for bucket in layout.buckets:
         assert bucket.start == stop
         assert bucket.stop % alignment == 0
-        assert bucket.stop - bucket.slots[-1].stop < alignment  # no more padding than needed
+        assert bucket.stop - bucket.params[-1].stop < alignment  # no more padding than needed
         assert bucket.shard_numel * rules.num_shards == bucket.numel
         stop = bucket.stop
     assert layout.numel == stop
 
 
 @given(shapes, rules, st.integers(-1, 11))
-def test_slots_keep_the_reverse_order_are_aligned_and_never_overlap(shapes, rules, tied):
+def test_params_are_in_reverse_order_aligned_and_disjoint(shapes, rules, tied):
     given_params = params(*shapes, tied=(tied,))
     layout = plan_layout(given_params, rules)
-    slots = [slot for bucket in layout.buckets for slot in bucket.slots]
-    assert [slot.name for slot in slots] == [param.spec.name for param in reversed(given_params)]
-    assert all(slot.start % SLOT_ALIGNMENT == 0 for slot in slots)
-    assert all(slot.stop - slot.start == p.box.numel for slot, p in zip(slots, reversed(given_params), strict=True))
-    assert all(one.stop <= other.start for one, other in zip(slots, slots[1:], strict=False))
+    ranges = [held for bucket in layout.buckets for held in bucket.params]
+    assert [held.name for held in ranges] == [param.spec.name for param in reversed(given_params)]
+    assert all(held.start % PARAM_ALIGNMENT == 0 for held in ranges)
+    assert all(held.stop - held.start == p.box.numel for held, p in zip(ranges, reversed(given_params), strict=True))
+    assert all(one.stop <= other.start for one, other in pairwise(ranges))
 
 
 @given(shapes, rules)
@@ -144,19 +173,19 @@ def test_a_bucket_closes_as_soon_as_it_holds_the_bucket_size(shapes, rules):
     for bucket in layout.buckets[:-1]:
         assert bucket.unpadded_numel >= rules.closing_size
     for bucket in layout.buckets:
-        before_last = bucket.slots[-2].stop - bucket.start if len(bucket.slots) > 1 else 0
+        before_last = bucket.params[-2].stop - bucket.start if len(bucket.params) > 1 else 0
         assert before_last < rules.closing_size
 
 
 @given(shapes, rules)
-def test_the_pieces_of_all_ranks_tile_every_parameter_exactly_once(shapes, rules):
+def test_the_shard_ranges_of_all_ranks_tile_every_parameter_exactly_once(shapes, rules):
     given_params = params(*shapes)
     covered = {param.spec.name: [] for param in given_params}
     for bucket in plan_layout(given_params, rules).buckets:
         for rank in range(rules.num_shards):
-            for piece in bucket.pieces(rank):
-                assert piece.shard_start >= 0 and piece.shard_start + piece.numel <= bucket.shard_numel
-                covered[piece.name].append((piece.param_start, piece.param_start + piece.numel))
+            for part in bucket.shard_ranges(rank):
+                assert part.shard_start >= 0 and part.shard_start + part.numel <= bucket.shard_numel
+                covered[part.name].append((part.param_start, part.param_start + part.numel))
     for param in given_params:
         stop = 0
         for start, end in covered[param.spec.name]:  # rank by rank, so in the order of the parameter

@@ -1,4 +1,4 @@
-"""A stage of awkward sizes whose gradients are known by hand, and a data-parallel layer around it."""
+"""A module of odd sizes whose gradients are known in closed form, and a data-parallel wrapper of it."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.parallel.dp.bucket import ReduceGroups
 from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions
-from nanotrain.parallel.dp.layout import LayoutRules
+from nanotrain.parallel.dp.layout import BufferLayout, LayoutRules, plan_layout
 from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.boxes import Box
@@ -33,7 +34,7 @@ class Unit(nn.Module):
 
 
 class Toy(nn.Module):
-    """Units that run in the order they are asked for; gradients arrive in the opposite order."""
+    """Units that run in the order of the argument; gradients are ready in the opposite order."""
 
     def __init__(self, *, dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = SHAPES) -> None:
         super().__init__()
@@ -55,7 +56,14 @@ def local_params(stage: nn.Module, *, tied: Sequence[str] = ()) -> list[LocalPar
     return [
         LocalParam(
             ParamSpec(
-                name, tuple(p.shape), dtype="fp32", init=Normal(0.02), weight_decay=p.ndim >= 2, is_tied=name in tied
+                name,
+                tuple(p.shape),
+                dtype="fp32",
+                init=Normal(0.02),
+                weight_decay=p.ndim >= 2,
+                unit=name.removesuffix(".weight"),
+                is_tied=name in tied,
+                needs_whole_matrix=p.ndim >= 2,
             ),
             Box.full(tuple(p.shape)),
         )
@@ -64,9 +72,14 @@ def local_params(stage: nn.Module, *, tied: Sequence[str] = ()) -> list[LocalPar
 
 
 def groups_of(ctx: ParallelContext, strategy: str) -> ReduceGroups:
-    """The groups of a strategy in a world that was built for a sharded one: `no_shard` swaps them."""
-    everyone, alone = ctx.group("dp_shard"), ctx.group("dp_replicate")
-    return ReduceGroups(everyone, alone) if STRATEGIES[strategy].shard_optim else ReduceGroups(alone, everyone)
+    """The groups of a strategy in a world of a sharded strategy; `no_shard` replicates over all ranks."""
+    if STRATEGIES[strategy].shard_optim:
+        return ReduceGroups(ctx.group("dp_shard"), ctx.group("dp_replicate"))
+    return ReduceGroups(Group.single_rank("dp_shard", ctx.rank), ctx.group("dp_cp"))
+
+
+def layout_of(stage: nn.Module, *, num_shards: int = 1, bucket_size: int = BUCKET_SIZE) -> BufferLayout:
+    return plan_layout(local_params(stage), LayoutRules(num_shards=num_shards, bucket_size=bucket_size))
 
 
 def wrap(
@@ -81,13 +94,12 @@ def wrap(
     groups = groups_of(ctx, strategy)
     options = DataParallelOptions(
         strategy=STRATEGIES[strategy],
-        rules=LayoutRules(num_shards=groups.shard.size, bucket_size=bucket_size),
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap and STRATEGIES[strategy].shard_optim,
     )
     return DataParallel(
         stage,
-        local_params(stage),
+        layout_of(stage, num_shards=groups.shard.size, bucket_size=bucket_size),
         groups=groups,
         options=options,
         precision=Precision(params=dtype),
@@ -102,20 +114,19 @@ def backward(parallel: DataParallel, loss: Tensor, *, is_last: bool = True) -> N
 
 
 def expected_shards(parallel: DataParallel, grads: dict[str, Tensor]) -> list[Tensor]:
-    """What every bucket's shard must hold on this rank, gaps and padding zero, from whole gradients by name."""
+    """Expected shard of every bucket on this rank, zero in gaps and padding, from global gradients by name."""
     shards = []
     for bucket in parallel.buckets:
         shard = torch.zeros(bucket.layout.shard_numel)
-        for piece in bucket.layout.pieces(parallel.groups.shard.index):
-            values = grads[piece.name].flatten()[piece.param_start : piece.param_start + piece.numel]
-            shard[piece.shard_start : piece.shard_start + piece.numel] = values
+        for part in bucket.layout.shard_ranges(parallel.groups.shard.index):
+            shard[part.elements] = grads[part.name].flatten()[part.param_start : part.param_start + part.numel]
         shards.append(shard)
     return shards
 
 
 def assert_shards(parallel: DataParallel, grads: dict[str, Tensor]) -> None:
     for number, (bucket, expected) in enumerate(zip(parallel.buckets, expected_shards(parallel, grads), strict=True)):
-        assert torch.equal(bucket.grad_shard, expected), f"bucket {number} of {parallel.options.strategy}"
+        assert torch.equal(bucket.grads.shard, expected), f"bucket {number} of {parallel.options.strategy}"
 
 
 def numel_of(shapes: Sequence[tuple[int, ...]] = SHAPES) -> int:

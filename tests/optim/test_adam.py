@@ -1,17 +1,18 @@
-"""AdamW on stretches of flat shards is torch's AdamW on whole tensors."""
+"""`--optimizer adam` on param ranges of flat shards is torch's AdamW on global tensors."""
 
 import torch
 
 from nanotrain.config.config import OptimConfig
-from nanotrain.optim.adamw import STATE_NAMES, Stretch, build_adamw, set_step
+from nanotrain.optim.adam import ADAM, build_adam
+from nanotrain.optim.rule import ParamRange
 
 CONFIG = OptimConfig(lr=1e-2, weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6)
 
 
-def stretch(values: torch.Tensor, *, decays: bool) -> Stretch:
+def param_range(values: torch.Tensor, *, decays: bool) -> ParamRange:
     weight = values.clone()
     weight.grad = torch.zeros_like(weight)
-    return Stretch(weight, {name: torch.zeros_like(weight) for name in STATE_NAMES}, decays)
+    return ParamRange(weight, {name: torch.zeros_like(weight) for name in ADAM.state_names}, decays)
 
 
 def reference(values: torch.Tensor, *, weight_decay: float) -> torch.optim.AdamW:
@@ -19,57 +20,57 @@ def reference(values: torch.Tensor, *, weight_decay: float) -> torch.optim.AdamW
     return torch.optim.AdamW([param], lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=weight_decay)
 
 
-def test_stretches_follow_torch_with_decay_where_it_applies():
+def test_ranges_follow_torch_with_decay_where_it_applies():
     # Given a matrix that decays and a bias that does not,
     start = torch.randn(150, generator=torch.Generator().manual_seed(0))
-    stretches = [stretch(start[:100], decays=True), stretch(start[100:], decays=False)]
-    optimizer = build_adamw(stretches, CONFIG)
+    ranges = [param_range(start[:100], decays=True), param_range(start[100:], decays=False)]
+    optimizer = build_adam(ranges, CONFIG)
     references = [reference(start[:100], weight_decay=0.1), reference(start[100:], weight_decay=0.0)]
     # when both are updated with the same gradients,
     for step in range(4):
         grads = torch.randn(150, generator=torch.Generator().manual_seed(step + 1)).split([100, 50])
-        for ours, torchs, grad in zip(stretches, references, grads, strict=True):
-            ours.weight.grad.copy_(grad)
+        for ours, torchs, grad in zip(ranges, references, grads, strict=True):
+            ours.main_param.grad.copy_(grad)
             torchs.param_groups[0]["params"][0].grad = grad.clone()
             torchs.step()
         optimizer.step()
     # then weights and moments are equal, and the moments lie where they were laid.
-    for ours, torchs in zip(stretches, references, strict=True):
+    for ours, torchs in zip(ranges, references, strict=True):
         (param,) = torchs.param_groups[0]["params"]
-        torch.testing.assert_close(ours.weight, param.detach(), rtol=1e-6, atol=1e-7)
-        for name in STATE_NAMES:
+        torch.testing.assert_close(ours.main_param, param.detach(), rtol=1e-6, atol=1e-7)
+        for name in ADAM.state_names:
             torch.testing.assert_close(ours.state[name], torchs.state[param][name], rtol=1e-6, atol=1e-9)
 
 
 def test_state_exists_before_the_first_step():
-    ours = stretch(torch.ones(7), decays=True)
-    optimizer = build_adamw([ours], CONFIG)
-    state = optimizer.state[ours.weight]
+    ours = param_range(torch.ones(7), decays=True)
+    optimizer = build_adam([ours], CONFIG)
+    state = optimizer.state[ours.main_param]
     assert state["exp_avg"] is ours.state["exp_avg"] and state["step"].item() == 0
 
 
 def test_the_number_of_steps_behind_counts_in_the_bias_correction():
     # Given one optimizer that took a step and one whose state was copied and count was set,
-    first, second = stretch(torch.ones(5), decays=True), stretch(torch.ones(5), decays=True)
-    one, other = build_adamw([first], CONFIG), build_adamw([second], CONFIG)
-    first.weight.grad.fill_(2.0)
+    first, second = param_range(torch.ones(5), decays=True), param_range(torch.ones(5), decays=True)
+    one, other = build_adam([first], CONFIG), build_adam([second], CONFIG)
+    first.main_param.grad.fill_(2.0)
     one.step()
-    second.weight.copy_(first.weight)
-    for name in STATE_NAMES:
+    second.main_param.copy_(first.main_param)
+    for name in ADAM.state_names:
         second.state[name].copy_(first.state[name])
-    set_step(other, 1)
+    other.state[second.main_param]["step"].fill_(1)
     # when both take the next,
     for ours, optimizer in ((first, one), (second, other)):
-        ours.weight.grad.fill_(-1.0)
+        ours.main_param.grad.fill_(-1.0)
         optimizer.step()
     # then they are equal to the bit.
-    assert torch.equal(first.weight, second.weight)
+    assert torch.equal(first.main_param, second.main_param)
 
 
 def test_zero_gradient_and_zero_weight_stay_zero():
     # Gaps and padding are updated along with what lies around them.
-    ours = stretch(torch.zeros(9), decays=True)
-    optimizer = build_adamw([ours], CONFIG)
+    ours = param_range(torch.zeros(9), decays=True)
+    optimizer = build_adam([ours], CONFIG)
     for _ in range(3):
         optimizer.step()
-    assert not ours.weight.any()
+    assert not ours.main_param.any()

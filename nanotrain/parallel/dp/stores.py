@@ -1,0 +1,161 @@
+"""Storage of one bucket: a parameter store and a gradient store, chosen from the strategy's traits.
+
+    parameters   ResidentParams    full size all the time
+    gradients    ResidentGrads     full size all the time; microbatches accumulate at full size, one reduction per step
+                 TransientGrads    full size while a microbatch fills it, then only this rank's shard accumulates
+
+A full-size gradient of a transient store comes from a `GradPool`, so that freed storage is used again.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nanotrain.comm.collectives import start_all_gather_into
+from nanotrain.comm.group import Group
+from nanotrain.comm.work import Work
+
+
+class ResidentParams:
+    """Parameters at full size; each rank updates its shard and all-gathers the others.
+
+    Args:
+        full: [numel] the bucket's slice of the parameter buffer.
+        group: the shard group.
+    """
+
+    def __init__(self, full: Tensor, *, group: Group) -> None:
+        self.full, self.shard = full, shard_of(full, group)
+        self._group = group
+        self._work: Work[Tensor] | None = None
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether an all-gather was started and not yet waited for."""
+        return self._work is not None
+
+    def start_all_gather(self) -> None:
+        """Start to collect the shards of all ranks in `full`."""
+        self._work = start_all_gather_into(self.full, self.shard, group=self._group)
+
+    def wait(self) -> None:
+        """Wait until `full` holds the updated parameters."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+
+class GradStore(Protocol):
+    """Gradients of a bucket before and after the reduction."""
+
+    @property
+    def shard(self) -> Tensor:
+        """[shard_numel] this rank's reduced gradients."""
+
+    @property
+    def holds_full(self) -> bool:
+        """Whether full-size storage of the pool is in use."""
+
+    def begin_step(self) -> None:
+        """Discard the gradients of the last step."""
+
+    def full(self) -> Tensor:
+        """[numel] storage for unreduced gradients; arbitrary values where nothing was written."""
+
+    def finish_reduce_scatter(self) -> None:
+        """Add this rank's part of the reduced `full` to `shard`; the rest of `full` is no longer needed."""
+
+
+class ResidentGrads:
+    """Gradients at full size (`no_shard`, `optim`); the reduction is in place and `shard` is a view.
+
+    Args:
+        full: [numel] the bucket's slice of the gradient buffer.
+        group: the shard group.
+    """
+
+    holds_full = False
+
+    def __init__(self, full: Tensor, *, group: Group) -> None:
+        self._full, self.shard = full, shard_of(full, group)
+
+    def begin_step(self) -> None:
+        """See `GradStore`."""
+
+    def full(self) -> Tensor:
+        """See `GradStore`."""
+        return self._full
+
+    def finish_reduce_scatter(self) -> None:
+        """See `GradStore`; `shard` is part of `full`."""
+
+
+class GradPool:
+    """Full-size gradient storage for transient stores; released storage is used again before any is allocated."""
+
+    def __init__(self, numel: int, *, device: torch.device, dtype: torch.dtype) -> None:
+        self._numel, self._device, self._dtype = numel, device, dtype
+        self._free: list[Tensor] = []
+        self.num_allocated = 0
+
+    def acquire(self) -> Tensor:
+        """Storage as large as the largest bucket, with arbitrary values."""
+        if self._free:
+            return self._free.pop()
+        self.num_allocated += 1
+        return torch.empty(self._numel, dtype=self._dtype, device=self._device)
+
+    def release(self, storage: Tensor) -> None:
+        """Return acquired storage."""
+        self._free.append(storage)
+
+
+class TransientGrads:
+    """This rank's shard of the gradients (`optim_grads`); full-size storage exists from first write to reduction.
+
+    Args:
+        numel: elements of the bucket.
+        shard: [shard_numel] accumulates the reduced gradients of the microbatches.
+        pool: source of full-size storage.
+        group: the shard group.
+    """
+
+    def __init__(self, numel: int, shard: Tensor, *, pool: GradPool, group: Group) -> None:
+        self.shard = shard
+        self._numel, self._pool, self._group = numel, pool, group
+        self._storage: Tensor | None = None
+        self._is_first_reduction = True
+
+    @property
+    def holds_full(self) -> bool:
+        """See `GradStore`."""
+        return self._storage is not None
+
+    def begin_step(self) -> None:
+        """See `GradStore`."""
+        self._is_first_reduction = True
+
+    def full(self) -> Tensor:
+        """See `GradStore`."""
+        if self._storage is None:
+            self._storage = self._pool.acquire()
+        return self._storage[: self._numel]
+
+    def finish_reduce_scatter(self) -> None:
+        """See `GradStore`."""
+        assert self._storage is not None, "the reduction in flight reads it"
+        reduced = shard_of(self.full(), self._group)
+        if self._is_first_reduction:
+            self.shard.copy_(reduced)
+        else:
+            self.shard.add_(reduced)
+        self._is_first_reduction = False
+        self._pool.release(self._storage)
+        self._storage = None
+
+
+def shard_of(full: Tensor, group: Group) -> Tensor:
+    """View of this rank's shard of a bucket: the index-th of `group.size` equal slices."""
+    numel = full.numel() // group.size
+    return full[group.index * numel : (group.index + 1) * numel]

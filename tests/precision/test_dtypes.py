@@ -1,0 +1,26 @@
+"""The table of dtypes."""
+
+import json
+import struct
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from nanotrain.config.config import DType
+from nanotrain.precision.dtypes import DTYPE_NAMES, SAFETENSORS_NAMES, TORCH_DTYPES
+
+
+def test_every_dtype_of_the_configuration_is_in_the_table():
+    assert {kind.value for kind in DType} <= set(TORCH_DTYPES)
+
+
+def test_names_and_torch_dtypes_are_one_to_one():
+    assert {name: DTYPE_NAMES[dtype] for name, dtype in TORCH_DTYPES.items()} == {name: name for name in TORCH_DTYPES}
+
+
+@pytest.mark.parametrize("name", TORCH_DTYPES)
+def test_safetensors_names_are_those_that_safetensors_writes(name):
+    data = save({"x": torch.zeros(3, dtype=TORCH_DTYPES[name])})
+    (length,) = struct.unpack("<Q", data[:8])
+    assert json.loads(data[8 : 8 + length])["x"]["dtype"] == SAFETENSORS_NAMES[name]
