@@ -1,10 +1,10 @@
-"""Write a schedule of your own: a function from numbers to frozen data, simulated, drawn and carried out.
+"""Write a pipeline schedule: one pure function and one row in SCHEDULES.
 
     python examples/my_own_schedule.py
 
-Uses nanotrain.parallel.pp alone, with a torch module that nanotrain has never seen. Here the microbatches go through
-the pipeline in pairs: two forward, then the same two backward. The gradients are those of the schedules that come with
-nanotrain; what differs, bubble and memory, is known before anything runs.
+Uses only nanotrain.parallel.pp, with a torch module of its own. Microbatches run in pairs: two forward, then the same
+two backward. With its row in SCHEDULES the schedule has a name, for `--pipeline-schedule in_pairs` and for drawing.
+Gradients equal those of the other schedules; bubble and memory are computed before anything runs.
 """
 
 import torch
@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from nanotrain.data.batch import Batch
 from nanotrain.parallel.pp.actions import PipelineShape, Schedule, backward, forward
-from nanotrain.parallel.pp.draw import describe, draw_timeline
+from nanotrain.parallel.pp.draw import draw_schedule
 from nanotrain.parallel.pp.executor import Pipeline, RunnableStage, run_schedule
 from nanotrain.parallel.pp.schedules import SCHEDULES
-from nanotrain.parallel.pp.simulate import simulate
 
 
 def in_pairs(shape: PipelineShape) -> Schedule:
@@ -29,8 +28,11 @@ def in_pairs(shape: PipelineShape) -> Schedule:
     )
 
 
+SCHEDULES["in_pairs"] = in_pairs
+
+
 class Bigram(nn.Module):
-    """Predicts a token from the one before it; the whole model is one stage."""
+    """Predicts a token from the previous one; the model is one stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +46,7 @@ class Bigram(nn.Module):
 
 
 def gradient(schedule: Schedule, batches: list[Batch]) -> Tensor:
-    """Carry a schedule out on a fresh model, all of it on this process."""
+    """Run a schedule with a new model on this process."""
     torch.manual_seed(0)
     model = Bigram()
     run_schedule(
@@ -55,15 +57,14 @@ def gradient(schedule: Schedule, batches: list[Batch]) -> Tensor:
 
 
 def main() -> None:
-    """Draw both schedules for a pipeline of two ranks, and compare what they give on one."""
+    """Draw two schedules for a pipeline of two ranks, and compare their gradients on one."""
     torch.manual_seed(1)
     tokens = torch.randint(50, (4, 2, 17))
     batches = [Batch(t[:, :-1], t[:, 1:], torch.ones(2, 16)) for t in tokens]
-    schedules = {"in pairs": in_pairs, "1f1b": SCHEDULES["1f1b"]}
-    for name, plan in schedules.items():
-        timeline = simulate(plan(PipelineShape(num_ranks=2, num_stages_per_rank=1, num_microbatches=4)))
-        print(f"{name}\n{draw_timeline(timeline)}\n{describe(timeline)}\n")
-    ours, theirs = (gradient(plan(PipelineShape(1, 1, 4)), batches) for plan in schedules.values())
+    names = ("in_pairs", "1f1b")
+    for name in names:
+        print(draw_schedule(name, PipelineShape(num_ranks=2, num_stages_per_rank=1, num_microbatches=4)) + "\n")
+    ours, theirs = (gradient(SCHEDULES[name](PipelineShape(1, 1, 4)), batches) for name in names)
     print("same gradient:", torch.equal(ours, theirs))
 
 

@@ -1,10 +1,10 @@
-"""A model nobody has published, put together from options: what it costs, and that it learns.
+"""Combine options into a new model, count its parameters and FLOPs, and train it.
 
     python examples/new_model.py
 
-Uses nanotrain.model alone, without data, configuration files or other ranks: grouped queries with normalized heads,
-LayerNorm, a gated MLP and no position embedding at all (the causal mask alone tells tokens apart). It learns to
-repeat: the second half of each sequence is the first half again, and only attention can know that.
+Uses only nanotrain.model, without data, configuration files or other ranks: grouped-query attention with QK norm,
+rotary position embeddings, LayerNorm and a gated MLP. It learns to copy: the second half of each sequence repeats the
+first, which only attention can predict.
 """
 
 import torch
@@ -38,7 +38,7 @@ STEPS = 151
 
 
 def repeating_batch(size: int) -> Batch:
-    """Random halves, each followed by itself; only the second half counts in the loss."""
+    """Sequences whose second half repeats the random first half; only the second half counts in the loss."""
     half = torch.randint(MODEL.vocab_size or 0, (size, HALF))
     tokens = torch.cat([half, half], dim=1)
     mask = torch.zeros(size, 2 * HALF - 1)
@@ -70,7 +70,7 @@ def main() -> None:
 
     half = repeating_batch(1).tokens[0, :HALF].tolist()
     repeated = generate(stage, half, num_tokens=HALF, sampling=Sampling(temperature=0))
-    print("told    ", half)
+    print("prompt  ", half)
     print("repeated", repeated)
 
 

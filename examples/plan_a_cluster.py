@@ -6,7 +6,8 @@ Uses only nanotrain.topology and nanotrain.config: pure functions without torch,
 """
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 from nanotrain.config.config import ModelConfig, ParallelConfig, ShardingStrategy
 from nanotrain.errors import TopologyError
@@ -45,11 +46,8 @@ def plan(model: ModelConfig, *, world_size: int, node: int, tp: int, pp: int) ->
     Raises:
         TopologyError: the sizes do not divide the world, or there are fewer layers than stages.
     """
-    parallel = ParallelConfig(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        data_parallel_sharding_strategy=ShardingStrategy.optim,
-    )
+    zero1 = ParallelConfig(data_parallel_sharding_strategy=ShardingStrategy.optim)
+    parallel = replace(zero1, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     topology = Topology.of(parallel, world_size)
     longest_stage = max(len(stage.layers) for stage in split_layers(model.num_layers, pp))
     num_params = num_parameters(ModelShape.of(model)) * longest_stage / model.num_layers / tp
@@ -60,15 +58,15 @@ def plan(model: ModelConfig, *, world_size: int, node: int, tp: int, pp: int) ->
 
 def main() -> None:
     """Print every layout that the ranks can form."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Plan a cluster")
     parser.add_argument("--nodes", type=int, default=16)
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--memory-gib", type=float, default=80)
     args = parser.parse_args()
     print(" tp  pp   dp   GiB of state")
-    for tp, pp in ((tp, pp) for tp in (1, 2, 4, 8, 16) for pp in (1, 2, 4, 8)):
+    node = args.gpus_per_node
+    for tp, pp in product((1, 2, 4, 8, 16), (1, 2, 4, 8)):
         try:
-            node = args.gpus_per_node
             it = plan(LLAMA_70B, world_size=args.nodes * node, node=node, tp=tp, pp=pp)
         except TopologyError as error:
             print(f"{tp:3} {pp:3}    -   {error.what}")

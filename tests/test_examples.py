@@ -1,4 +1,4 @@
-"""Every example runs as its docstring says and prints what it promises."""
+"""Every example runs as its docstring says and prints what is expected."""
 
 import functools
 import os
@@ -13,7 +13,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 # name -> arguments before the file, and lines that must appear
-PROMISES = {
+EXPECTED = {
     "my_own_schedule.py": ([], ["bubble    1/3 = 33.3%", "bubble    1/5 = 20.0%", "same gradient: True"]),
     "new_model.py": ([], ["vocabulary of 30 padded to 128"]),
     "plan_a_cluster.py": ([], ["  8   1   16       54.2", " 16   1    8       30.1   tp crosses nodes"]),
@@ -23,7 +23,7 @@ PROMISES = {
 
 @functools.cache
 def run_example(name: str) -> str:
-    launcher, _ = PROMISES[name]
+    launcher, _ = EXPECTED[name]
     command = [sys.executable, *launcher, str(ROOT / "examples" / name)]
     environment = dict(os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
@@ -31,22 +31,22 @@ def run_example(name: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", PROMISES)
-def test_an_example_prints_what_it_promises(name: str) -> None:
+@pytest.mark.parametrize("name", EXPECTED)
+def test_an_example_prints_the_expected_lines(name: str) -> None:
     output = run_example(name)
 
-    for line in PROMISES[name][1]:
+    for line in EXPECTED[name][1]:
         assert line in output
 
 
-def test_the_new_model_repeats_what_it_was_told() -> None:
+def test_the_new_model_repeats_its_prompt() -> None:
     output = run_example("new_model.py")
 
-    told = output.split("told")[1].splitlines()[0].strip()
-    assert output.split("repeated")[1].strip() == told
+    prompt = output.split("prompt")[1].splitlines()[0].strip()
+    assert output.split("repeated")[1].strip() == prompt
 
 
 def test_every_example_is_listed_and_fits_on_a_page() -> None:
-    assert {path.name for path in EXAMPLES} == set(PROMISES)
+    assert {path.name for path in EXAMPLES} == set(EXPECTED)
     for path in EXAMPLES:
         assert len(path.read_text().splitlines()) <= 80, f"{path.name} is longer than 80 lines"

@@ -1,14 +1,14 @@
-"""A configuration made small: the same structure and the same layout, in a model that a few CPU processes can train.
+"""Shrink a configuration: the same structure and layout in a model small enough for a few CPU processes.
 
-    kept      layout, strategy, overlap, schedule; norms, activation, biases, tied or not, positions, attention kind,
-              query heads per key/value head, expert routing, which kinds of layers there are; AdamW's decays; the seed
-    shrunk    layers (two a stage), heads, widths, experts, sequence, vocabulary:
-              the least that the layout still divides, with several heads and experts on every rank
-    changed   fp32 on the CPU; no clipping, warmup or decay of the learning rate, so that a wrong gradient stays with
-              its parameter and every step moves; Adam's epsilon above the roundings of a gradient; start values as
-              large as small widths want; random tokens
+    unchanged  layout, sharding strategy, overlap, schedule; norms, activation, biases, tied embeddings, positions, kind
+               of attention, query heads per key/value head, routing, kinds of layers; AdamW's decays; the seed
+    shrunk     layers (two per stage), heads, widths, experts, sequence, vocabulary: the smallest sizes that the layout
+               divides, with several heads and experts on every rank
+    replaced   fp32 on the CPU; no clipping, warmup or decay, so that a wrong gradient affects only its own parameter
+               and every step updates; Adam's epsilon above the rounding of a gradient; initial weights scaled to the
+               small width; random tokens
 
-Every rule is a pure function of the configuration, so a report can be repeated.
+Every rule is a pure function of the configuration, so a report can be reproduced.
 """
 
 from collections.abc import Callable
@@ -33,21 +33,21 @@ from nanotrain.config.config import (
 from nanotrain.config.derive import data_parallel_size, moe_layers, query_groups
 from nanotrain.config.pattern import read_pattern, write_pattern
 
-VOCAB_SIZE = 203  # no multiple of 128, so padding takes part
-LEAST_SEQ_LENGTH = 24
-BUCKET_SIZE = 5000  # elements: a stage has several buckets
+VOCAB_SIZE = 203  # not a multiple of 128, so the vocabulary is padded
+MIN_SEQ_LENGTH = 24
+BUCKET_SIZE = 5000  # elements, so that a stage has several buckets
 LEARNING_RATE = 1e-3
-# Adam divides by the gradient's own size: one element whose gradient is rounding (4e-8 among 1e-1) moves either way by
-# a whole learning rate, which was seen to change the next loss by 1e-5. With this it moves by a hundredth of that.
-LEAST_ADAM_EPS = 1e-5
+# Adam divides by the size of the gradient: an element whose gradient is only rounding (4e-8 among 1e-1) moves by the
+# full learning rate in either direction, which changed the next loss by 1e-5 (observed). This epsilon reduces it to 1%.
+MIN_ADAM_EPS = 1e-5
 
 
 def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
-    """The configuration with its structure and layout in the smallest model that keeps both.
+    """Shrink a configuration to the smallest model with its structure and layout.
 
     Args:
-        config: a valid configuration whose model section is complete but for the vocabulary.
-        world_size: ranks to run on.
+        config: a valid configuration; the vocabulary size may be unset.
+        world_size: number of ranks.
         num_steps: optimizer steps.
 
     Raises:
@@ -56,7 +56,9 @@ def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
     dp = data_parallel_size(config.parallel, world_size)
     seq_length = shrink_sequence(config.parallel)
     micro_batch_size = min(config.train.micro_batch_size, 2)
-    num_microbatches = config.parallel.pipeline_model_parallel_size + 1  # at least 2; a pipeline gets into its rhythm
+    num_microbatches = (
+        config.parallel.pipeline_model_parallel_size + 1
+    )  # at least 2, and enough for a steady state of the pipeline
     data, lengths = config.data, shrink_layers(config.model.num_layers, config.parallel)
     return Config(
         model=shrink_model(config, seq_length),
@@ -71,8 +73,10 @@ def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
             lr=LEARNING_RATE,
             lr_decay_style=LRDecayStyle.constant,
             clip_grad=0.0,
-            adam_eps=max(config.optim.adam_eps, LEAST_ADAM_EPS),
-            **_kept(config.optim, "weight_decay", "adam_beta1", "adam_beta2"),
+            adam_eps=max(config.optim.adam_eps, MIN_ADAM_EPS),
+            weight_decay=config.optim.weight_decay,
+            adam_beta1=config.optim.adam_beta1,
+            adam_beta2=config.optim.adam_beta2,
         ),
         data=DataConfig(
             seq_length=seq_length,
@@ -94,26 +98,26 @@ def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
 
 
 def on_one_rank(config: Config) -> Config:
-    """A shrunk configuration without a layout: what one rank trains on the same samples."""
+    """A shrunk configuration without parallelism: one rank trains on the same samples."""
     return replace(config, parallel=ParallelConfig(ddp_bucket_size=config.parallel.ddp_bucket_size))
 
 
 def shrink_sequence(parallel: ParallelConfig) -> int:
-    """The shortest sequence of at least 24 tokens that cp (two chunks a rank) and tp cut evenly.
+    """The shortest sequence of at least 24 tokens that cp (two chunks per rank) and tp divide.
 
     >>> shrink_sequence(ParallelConfig(context_parallel_size=4, tensor_model_parallel_size=2))
     24
     """
     unit = parallel.context_parallel_size * lcm(2, parallel.tensor_model_parallel_size)
-    return _round_up(LEAST_SEQ_LENGTH, unit)
+    return _round_up(MIN_SEQ_LENGTH, unit)
 
 
 def shrink_model(config: Config, seq_length: int) -> ModelConfig:
-    """The model section of the small configuration.
+    """Shrink the model section.
 
     Args:
-        config: the large one.
-        seq_length: tokens of a small sample.
+        config: the full-size configuration.
+        seq_length: tokens per sample of the small one.
     """
     model_config, parallel = config.model, config.parallel
     num_layers = shrink_layers(model_config.num_layers, parallel).num_layers
@@ -129,7 +133,7 @@ def shrink_model(config: Config, seq_length: int) -> ModelConfig:
         make_vocab_size_divisible_by=multiple if multiple <= 128 and multiple % tp == 0 else lcm(16, tp),
         **sizes,
     )
-    if model_config.moe.ffn_hidden_size is None or not all(moe_layers(model_config)):  # else no layer has an MLP
+    if model_config.moe.ffn_hidden_size is None or not all(moe_layers(model_config)):  # else no layer is dense
         ranks = lcm(tp, parallel.expert_tensor_parallel_size or 1)
         small = replace(small, ffn_hidden_size=_width(2 * small.hidden_size, ranks=ranks))
     if model_config.moe.num_experts is None:
@@ -140,7 +144,7 @@ def shrink_model(config: Config, seq_length: int) -> ModelConfig:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Layers of a small model, and of its ends where they have a length of their own."""
+    """Layers of a small model, and of its first and last stage if set."""
 
     num_layers: int
     first: int | None
@@ -148,7 +152,7 @@ class Lengths:
 
 
 def shrink_layers(num_layers: int, parallel: ParallelConfig) -> Lengths:
-    """Two layers a stage and one more where they do not come out even; an end with a length of its own keeps up to 3.
+    """Two layers per stage, plus one if they were uneven; first and last stage keep up to 3 if set.
 
     >>> shrink_layers(80, ParallelConfig(pipeline_model_parallel_size=4))
     Lengths(num_layers=8, first=None, last=None)
@@ -164,9 +168,9 @@ def shrink_layers(num_layers: int, parallel: ParallelConfig) -> Lengths:
 
 
 def shrink_attention(model_config: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
-    """Heads, their widths and the width of the residual stream.
+    """Shrink heads, head widths and the hidden size.
 
-    Groups and heads stay in proportion, and a rank holds two groups where it held several.
+    Query heads per group stay the same, and a rank has two groups if it had several.
     """
     tp, mla = parallel.tensor_model_parallel_size, model_config.mla
     unit = tp * parallel.context_parallel_size if parallel.cp_comm_type == "a2a" else tp
@@ -187,7 +191,7 @@ def shrink_attention(model_config: ModelConfig, parallel: ParallelConfig) -> dic
     if groups >= tp:
         groups = _first(tp, least=2 * tp, most=groups, fits=lambda count: ratio * count % unit == 0)
     heads = ratio * groups
-    width = 4 * -(-8 // heads)  # rope turns pairs of channels; four make rows that grouped products take
+    width = 4 * -(-8 // heads)  # RoPE needs pairs; grouped products need multiples of 4
     return {
         "hidden_size": heads * width + (8 if model_config.kv_channels is not None else 0),
         "num_attention_heads": heads,
@@ -197,22 +201,22 @@ def shrink_attention(model_config: ModelConfig, parallel: ParallelConfig) -> dic
 
 
 def shrink_experts(model_config: ModelConfig, parallel: ParallelConfig, *, num_layers: int, ffn_size: int) -> MoEConfig:
-    """The experts, their widths and which layers have them; a token still chooses among at least twice as many.
+    """Shrink the experts; at least twice as many as a token is routed to.
 
     Args:
-        model_config: the large model.
+        model_config: the full-size model.
         parallel: its layout.
-        num_layers: of the small one.
-        ffn_size: about how wide a small expert is.
+        num_layers: layers of the small model.
+        ffn_size: approximate inner width of a small expert.
     """
     moe, tp, ep = model_config.moe, parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
-    assert moe.num_experts is not None, "only called for a mixture"
-    groups, chosen, topk = moe.router_num_groups or 1, moe.router_group_topk or 1, moe.router_topk
+    assert moe.num_experts is not None, "called only for MoE models"
+    groups, group_topk, topk = moe.router_num_groups or 1, moe.router_group_topk or 1, moe.router_topk
     num_experts = _first(
         lcm(ep, groups),
         least=max(8, 2 * topk, 2 * ep),
         most=moe.num_experts,
-        fits=lambda count: topk <= chosen * (count // groups),
+        fits=lambda count: topk <= group_topk * (count // groups),
     )
     has_shared, has_own_width = moe.shared_expert_intermediate_size is not None, moe.ffn_hidden_size is not None
     width = _width(ffn_size, ranks=parallel.expert_tensor_parallel_size or tp)
@@ -226,7 +230,7 @@ def shrink_experts(model_config: ModelConfig, parallel: ParallelConfig, *, num_l
 
 
 def shrink_pattern(model_config: ModelConfig, num_layers: int) -> str:
-    """Which of fewer layers have experts: evenly picked from the pattern, with both kinds where it has both.
+    """The MoE pattern of fewer layers: evenly sampled from the full one, with both kinds of layers if it has both.
 
     >>> shrink_pattern(ModelConfig(num_layers=61, moe=MoEConfig(num_experts=8, layer_freq="[0]*3+[1]*58")), 4)
     '[0]+[1]*3'
@@ -235,28 +239,23 @@ def shrink_pattern(model_config: ModelConfig, num_layers: int) -> str:
     """
     if isinstance(read_pattern(model_config.moe.layer_freq), int):
         return model_config.moe.layer_freq
-    before = moe_layers(model_config)
-    picked = [before[layer * len(before) // num_layers] for layer in range(num_layers)]
-    missing = set(before) - set(picked)
-    for kind in missing:
-        picked[before.index(kind) * num_layers // len(before)] = kind
-    return write_pattern(tuple(picked))
+    full = moe_layers(model_config)
+    small = [full[layer * len(full) // num_layers] for layer in range(num_layers)]
+    for kind in set(full) - set(small):
+        small[full.index(kind) * num_layers // len(full)] = kind
+    return write_pattern(tuple(small))
 
 
 def _first(unit: int, *, least: int, most: int, fits: Callable[[int], bool] = lambda count: True) -> int:
-    """The least multiple of a unit from `least` on that fits, at most `most`, which is known to."""
+    """The smallest multiple of `unit` that is at least `least` and fits; at most `most`, which fits."""
     start = _round_up(min(least, most), unit)
     return next((count for count in range(start, most, unit) if fits(count)), most)
 
 
 def _width(about: int, *, ranks: int) -> int:
-    """A width that ranks share in multiples of 4, which rows of 16 bytes are made of."""
+    """Round a width up so that each rank gets a multiple of 4: rows of 16 bytes in fp32."""
     return _round_up(about, 4 * ranks)
 
 
 def _round_up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
-
-
-def _kept(section: object, *names: str) -> dict[str, Any]:
-    return {name: getattr(section, name) for name in names}

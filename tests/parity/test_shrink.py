@@ -1,4 +1,4 @@
-"""Whatever configuration is asked for, its small form keeps structure and layout and is itself valid."""
+"""A shrunk configuration keeps structure and layout and is itself valid, for any recipe and layout."""
 
 from dataclasses import replace
 from functools import cache
@@ -25,8 +25,8 @@ from nanotrain.topology.topology import Topology
 
 RECIPES = sorted(path.stem for path in (config_dir() / "config").glob("*.yaml"))
 OWN_WORLD = {"mixtral_8x7b": 32, "qwen3_30b_a3b": 16, "deepseek_v3": 1024}
-# Of the model section: what is no size stays as it is.
-KEPT = (
+# Fields of the model section that are not sizes.
+UNCHANGED = (
     *("position_embedding_type", "rotary_base", "use_rope_scaling", "normalization", "norm_epsilon", "activation"),
     *("add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"),
     *("multi_latent_attention", "moe.router_topk", "moe.router_score_function", "moe.router_pre_softmax"),
@@ -49,7 +49,7 @@ def assert_valid_and_alike(config: Config, world: int) -> None:
         check_layout(checked)
     validate_for_world(small, world)
     before, after = config.model, small.model
-    assert all(value_of(before, key) == value_of(after, key) for key in KEPT)
+    assert all(value_of(before, key) == value_of(after, key) for key in UNCHANGED)
     if not before.multi_latent_attention:
         assert before.num_attention_heads * query_groups(after) == after.num_attention_heads * query_groups(before)
     assert set(moe_layers(before)) == set(moe_layers(after))
@@ -69,7 +69,7 @@ def test_every_recipe_shrinks_for_its_own_layout(name: str) -> None:
 
 
 def layouts(draw: st.DrawFn, config: Config) -> Config:
-    """The recipe in some other layout; it need not be a valid one."""
+    """The recipe with another layout, which may be invalid."""
     tp, pp, cp, ep = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 3, 4, 8), (1, 2, 4), (1, 2, 4), (1, 2, 4, 8)))
     has_experts = config.model.moe.num_experts is not None
     schedule = draw(st.sampled_from(sorted(SCHEDULES.keys() - {"one_stage"}))) if pp > 1 else "1f1b"
