@@ -22,7 +22,7 @@ from nanotrain.comm.group import Group
 from nanotrain.comm.scratch import Scratch
 from nanotrain.comm.traffic import TrafficCounter
 from nanotrain.errors import EnvironmentFault
-from nanotrain.topology.groups import GroupSpec, Ranks
+from nanotrain.topology.groups import GroupName, GroupSpec, Ranks
 from nanotrain.topology.topology import Topology
 
 
@@ -83,10 +83,10 @@ class ParallelContext:
         self.topology, self.rank, self.device = topology, rank, device
         self.coords, self.coords_text = topology.coords(rank), topology.coords_text(rank)
         self.traffic, self._scratch = TrafficCounter(), Scratch()
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[GroupName, Group] = {}
         self.control = self._group(GroupSpec.single_rank("control", rank))
 
-    def group(self, name: str) -> Group:
+    def group(self, name: GroupName) -> Group:
         """This rank's group of that name ("tp", "dp_shard", ...)."""
         return self.groups[name]
 

@@ -12,6 +12,7 @@ from typing import Self
 
 from nanotrain.errors import TopologyError
 from nanotrain.topology.boxes import Box
+from nanotrain.topology.groups import GroupName
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Shard:
     """Ranks along `axis` hold equal consecutive shards of `dim`."""
 
     dim: int
-    axis: str
+    axis: GroupName
 
 
 @dataclass(frozen=True)

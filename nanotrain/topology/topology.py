@@ -63,7 +63,7 @@ class Topology:
         """Ranks that share one replica of the expert optimizer state."""
         return self.expert.size("expert_dp") // self.num_instances if self.is_sharded else 1
 
-    def size(self, name: str) -> int:
+    def size(self, name: GroupName) -> int:
         """Ranks per group of this name."""
         return len(self.members(0, name))  # rank 0 is in a group of every name, and groups of a name have equal sizes
 
@@ -85,7 +85,7 @@ class Topology:
         coords = self.dense.coords(rank)
         return " ".join(f"{axis}{coords[axis]}" for axis in reversed(self.dense.axes) if self.dense.size(axis) > 1)
 
-    def members(self, rank: int, name: str) -> Ranks:
+    def members(self, rank: int, name: GroupName) -> Ranks:
         """The ranks of a rank's group, ascending; empty if it is in none (`embed` on a middle stage)."""
         grid, axes = self._grid_of(name)
         parts = self._split(name, grid.members(rank, *axes))
@@ -110,10 +110,10 @@ class Topology:
         """All groups of all names."""
         return {name: self.groups_of(name) for name in GROUP_NAMES}
 
-    def _grid_of(self, name: str) -> tuple[Grid, tuple[str, ...]]:
+    def _grid_of(self, name: GroupName) -> tuple[Grid, tuple[str, ...]]:
         return (self.expert, EXPERT_GROUPS[name]) if name in EXPERT_GROUPS else (self.dense, DENSE_GROUPS[name])
 
-    def _split(self, name: str, ranks: Ranks) -> list[Ranks]:
+    def _split(self, name: GroupName, ranks: Ranks) -> list[Ranks]:
         """Split ranks that differ along the axes of `name` into the groups of `name`."""
         if name == "embed":
             return [ranks if len(ranks) == 1 else (ranks[0], ranks[-1])]

@@ -22,12 +22,16 @@ from nanotrain.parallel.pp.executor import RunnableStage
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.parallel.tp.weight_grads import WeightGradQueue
 from nanotrain.precision.policy import Precision
+from nanotrain.topology.groups import GroupName
 from nanotrain.topology.params import LocalParam, localize
 from nanotrain.topology.stages import StageSpec
 from nanotrain.train.plan import Plan
 
 # Whether parameters are experts' -> the prefix of the names of their groups.
-GROUP_PREFIXES = {False: "dp", True: "expert_dp"}
+GROUPS_OF: dict[bool, tuple[GroupName, GroupName]] = {
+    False: ("dp_shard", "dp_replicate"),
+    True: ("expert_dp_shard", "expert_dp_replicate"),
+}
 
 
 @dataclass(frozen=True)
@@ -79,11 +83,11 @@ def _build_stage(config: Config, spec: StageSpec, *, context: ParallelContext) -
     sizes = {axis: context.topology.size(axis) for axis in ("tp", "ep", "etp")}
     params = tuple(localize(param, coords=context.coords, sizes=sizes) for param in collect_specs(module))
     layers = []
-    for is_expert, prefix in GROUP_PREFIXES.items():
+    for is_expert, (shard, replicate) in GROUPS_OF.items():
         held = [param for param in params if param.spec.is_expert is is_expert]
         if not held:
             continue
-        groups = ReduceGroups(context.group(f"{prefix}_shard"), context.group(f"{prefix}_replicate"))
+        groups = ReduceGroups(context.group(shard), context.group(replicate))
         options = _options(config.parallel)
         layout = plan_layout(held, _layout_rules(config.parallel, num_shards=groups.shard.size))
         layer = DataParallel(module, layout, groups=groups, options=options, precision=precision, device=context.device)

@@ -12,11 +12,12 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.model.router_load import RouterLoad
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.pp.executor import run_schedule
+from nanotrain.topology.groups import GroupName
 from nanotrain.train.batches import GlobalBatch
 from nanotrain.train.routers import balance_routers
 from nanotrain.train.run import Run
 
-GRAD_SUM_AXES = ("tp", "embed")
+GRAD_SUM_AXES: tuple[GroupName, ...] = ("tp", "embed")
 
 
 @dataclass(frozen=True)
