@@ -27,7 +27,7 @@ from nanotrain.topology.params import LocalParam, localize
 from nanotrain.topology.stages import StageSpec
 from nanotrain.train.plan import Plan
 
-# Whether parameters are experts' -> the prefix of the names of their groups.
+# is_expert -> names of the shard group and the replicate group
 GROUPS_OF: dict[bool, tuple[GroupName, GroupName]] = {
     False: ("dp_shard", "dp_replicate"),
     True: ("expert_dp_shard", "expert_dp_replicate"),
