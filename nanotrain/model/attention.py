@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from nanotrain.comm.group import Group
 from nanotrain.config.config import ModelConfig, Normalization
 from nanotrain.config.derive import head_dim, query_groups
+from nanotrain.model.meta import column_linear, meta_parameter, row_linear
 from nanotrain.model.norm import build_norm
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.rope import Rotation, rotate
 from nanotrain.model.router import MoEContext
-from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
+from nanotrain.parallel.tp.layers import ColumnParallelLinear, ReplicatedHeadsLinear, column_parallel
 
 ALONE = ModelParallel.single_rank()
 
@@ -55,23 +56,31 @@ class Attention(nn.Module):
         self.head_dim = head_dim(model_config)
         self.query_norm: nn.Module | None = None
         self.key_norm: nn.Module | None = None
-        column = partial(
-            ColumnParallelLinear,
-            bias=model_config.add_bias_linear or model_config.add_qkv_bias,
-            dtype=dtype,
-            tensor_parallel=parallel.tp,
-        )
+        has_bias = model_config.add_bias_linear or model_config.add_qkv_bias
+        column = partial(column_linear, bias=has_bias, dtype=dtype, tensor_parallel=parallel.tp)
+        self.key: ColumnParallelLinear
+        self.value: ColumnParallelLinear
         hidden, inner = model_config.hidden_size, model_config.num_attention_heads * self.head_dim
         key_width, rows = query_groups(model_config) * self.head_dim, shared_rows(model_config, parallel.tp.group)
         self.query = column(hidden, inner)
-        self.key = column(hidden, key_width, rows=rows)
-        self.value = column(hidden, key_width, rows=rows)
+        if rows is None:
+            self.key, self.value = column(hidden, key_width), column(hidden, key_width)
+        else:
+            self.key, self.value = (
+                ReplicatedHeadsLinear(
+                    meta_parameter(key_width, hidden, dtype=dtype),
+                    meta_parameter(key_width, dtype=dtype) if has_bias else None,
+                    rows=rows,
+                    tensor_parallel=parallel.tp,
+                )
+                for _ in range(2)
+            )
         if model_config.qk_layernorm:
             # Qwen3's are RMS norms; a LayerNorm per head is in no published family.
-            norm = partial(build_norm, epsilon=model_config.norm_epsilon, dtype=dtype, tensor_parallel=parallel.tp)
+            norm = partial(build_norm, epsilon=model_config.norm_epsilon, dtype=dtype)
             self.query_norm = norm(Normalization.RMSNorm, self.head_dim)
             self.key_norm = norm(Normalization.RMSNorm, self.head_dim)
-        self.output = RowParallelLinear(
+        self.output = row_linear(
             inner, hidden, bias=model_config.add_bias_linear, dtype=dtype, tensor_parallel=parallel.tp
         )
 

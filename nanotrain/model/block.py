@@ -27,7 +27,7 @@ class Block(nn.Module):
 
     def __init__(self, model_config: ModelConfig, index: int, *, dtype: torch.dtype, parallel: ModelParallel) -> None:
         super().__init__()
-        norm = partial(build_norm, epsilon=model_config.norm_epsilon, dtype=dtype, tensor_parallel=parallel.tp)
+        norm = partial(build_norm, epsilon=model_config.norm_epsilon, dtype=dtype)
         self.attention_norm = norm(model_config.normalization, model_config.hidden_size)
         attention = LatentAttention if model_config.multi_latent_attention else Attention
         self.attention = attention(model_config, dtype=dtype, parallel=parallel)

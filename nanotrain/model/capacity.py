@@ -16,7 +16,7 @@ from torch import Tensor
 from nanotrain.comm.collectives import all_gather_into
 from nanotrain.comm.group import Group
 from nanotrain.config.config import ModelConfig
-from nanotrain.parallel.ep.dispatch import Choice
+from nanotrain.parallel.ep.token_dispatcher import Routing
 
 
 def capacity_of(model_config: ModelConfig, length: int) -> int:
@@ -31,11 +31,11 @@ def capacity_of(model_config: ModelConfig, length: int) -> int:
     return min(length, math.ceil(moe.expert_capacity_factor * length * moe.router_topk / moe.num_experts))
 
 
-def within_capacity(choice: Choice, *, num_experts: int, capacity: int, places: Tensor, sequence: Group) -> Tensor:
+def within_capacity(routing: Routing, *, num_experts: int, capacity: int, places: Tensor, sequence: Group) -> Tensor:
     """Drop what is beyond the experts' capacity.
 
     Args:
-        choice: [B, S, K] experts and weights.
+        routing: [B, S, K] experts and weights.
         num_experts: E.
         capacity: tokens of a sequence that an expert takes.
         places: [S] int64, where this rank's tokens stand in their sequence.
@@ -44,7 +44,7 @@ def within_capacity(choice: Choice, *, num_experts: int, capacity: int, places: 
     Returns:
         [B, S, K] int64: the experts, E in place of dropped choices.
     """
-    whole = _of_all_ranks(choice, places, sequence=sequence)
+    whole = _of_all_ranks(routing, places, sequence=sequence)
     batch, length, _ = whole.experts.shape
     # By expert: the weight of every token of the sequence in order, -1 where it chose others.
     given = whole.weights.new_full((batch, length, num_experts), -1.0)
@@ -52,7 +52,7 @@ def within_capacity(choice: Choice, *, num_experts: int, capacity: int, places: 
     given[torch.arange(batch, device=rows.device)[:, None, None], rows, whole.experts] = whole.weights
     best = given.argsort(dim=1, descending=True, stable=True)[:, :capacity]
     stays = torch.zeros_like(given, dtype=torch.bool).scatter_(1, best, True)
-    return choice.experts.masked_fill(~stays[:, places].gather(2, choice.experts), num_experts)
+    return routing.topk_ids.masked_fill(~stays[:, places].gather(2, routing.topk_ids), num_experts)
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,13 @@ class _Whole:
     places: Tensor
 
 
-def _of_all_ranks(choice: Choice, places: Tensor, *, sequence: Group) -> _Whole:
+def _of_all_ranks(routing: Routing, places: Tensor, *, sequence: Group) -> _Whole:
     """Every rank's choices, in one collective: numbers of experts and places travel beside the weights' bits."""
-    own = places.to(torch.int32)[None, :, None].expand(*choice.experts.shape[:2], 1)
-    packed = torch.cat([choice.experts.to(torch.int32), choice.weights.contiguous().view(torch.int32), own], dim=-1)
+    own = places.to(torch.int32)[None, :, None].expand(*routing.topk_ids.shape[:2], 1)
+    weight_bits = routing.topk_weights.contiguous().view(torch.int32)
+    packed = torch.cat([routing.topk_ids.to(torch.int32), weight_bits, own], dim=-1)
     everyone = packed.new_empty((sequence.size, *packed.shape))
     all_gather_into(everyone, packed, group=sequence)
-    topk = choice.experts.shape[-1]
+    topk = routing.topk_ids.shape[-1]
     experts, weights, where = everyone.movedim(0, 1).flatten(1, 2).split([topk, topk, 1], dim=-1)
     return _Whole(experts.long(), weights.contiguous().view(torch.float32), where[0, :, 0].long())

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from nanotrain.config.config import ModelConfig
 from nanotrain.config.derive import padded_vocab_size
 from nanotrain.data.batch import Batch
+from nanotrain.kernels.linear import fprop
+from nanotrain.model.meta import meta_parameter, shard_size
 from nanotrain.parallel.tp.layers import VocabParallelEmbedding
 from nanotrain.parallel.tp.loss import vocab_parallel_cross_entropy
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
@@ -26,7 +28,7 @@ class Positions(nn.Module):
 
     def forward(self, position_ids: Tensor) -> Tensor:
         """[B or 1, S] int64 -> [B or 1, S or S/tp, H]."""
-        return F.embedding(self.tensor_parallel.own_part(position_ids), self.tensor_parallel.late(self.weight))
+        return F.embedding(self.tensor_parallel.local_slice(position_ids), self.weight)
 
 
 class Embedding(nn.Module):
@@ -36,8 +38,9 @@ class Embedding(nn.Module):
         self, model_config: ModelConfig, *, dtype: torch.dtype, has_position: bool, tensor_parallel: TensorParallel
     ) -> None:
         super().__init__()
+        num_rows = shard_size(padded_vocab_size(model_config), tensor_parallel)
         self.word = VocabParallelEmbedding(
-            padded_vocab_size(model_config), model_config.hidden_size, dtype=dtype, tensor_parallel=tensor_parallel
+            meta_parameter(num_rows, model_config.hidden_size, dtype=dtype), tensor_parallel=tensor_parallel
         )
         self.position = Positions(model_config, dtype=dtype, tensor_parallel=tensor_parallel) if has_position else None
 
@@ -68,7 +71,7 @@ class Head(nn.Module):
         """The summed loss of the batch: [B, S or S/tp, H] -> fp32 scalar, the same on every tp rank."""
         return vocab_parallel_cross_entropy(
             self.tensor_parallel.enter(hidden).flatten(0, 1),
-            self.tensor_parallel.late(self._weight(tied)),
+            self._weight(tied),
             labels=batch.labels.flatten(),
             loss_mask=batch.loss_mask.flatten(),
             vocab_size=self.vocab_size,
@@ -78,7 +81,7 @@ class Head(nn.Module):
     def logits(self, hidden: Tensor, *, tied: nn.Parameter | None) -> Tensor:
         """[..., H] -> [..., V], padding cut off; of a head that no tp group shares."""
         assert self.tensor_parallel.group.size == 1, "logits of a cut vocabulary would have to be gathered"
-        return F.linear(hidden, self._weight(tied)[: self.vocab_size])
+        return fprop(hidden, self._weight(tied)[: self.vocab_size])
 
     def _weight(self, tied: nn.Parameter | None) -> nn.Parameter:
         weight = self.weight if tied is None else tied

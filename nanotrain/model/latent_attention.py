@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from nanotrain.config.config import ModelConfig
 from nanotrain.config.derive import head_dim
 from nanotrain.model.attention import Context
+from nanotrain.model.meta import column_linear, row_linear
 from nanotrain.model.norm import build_norm
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.rope import rotate
-from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
+from nanotrain.parallel.tp.layers import ColumnParallelLinear, column_parallel
 
 ALONE = ModelParallel.single_rank()
 
@@ -49,14 +50,14 @@ class LatentAttention(nn.Module):
         self.query_widths = (mla.qk_head_dim, mla.qk_pos_emb_head_dim)
         self.key_value_widths = (mla.qk_head_dim, mla.v_head_dim)
         self.latent_widths = (latent, mla.qk_pos_emb_head_dim)
-        column = partial(ColumnParallelLinear, bias=False, dtype=dtype)
-        whole, cut = partial(column, tensor_parallel=parallel.tp.inside), partial(column, tensor_parallel=parallel.tp)
+        column = partial(column_linear, bias=False, dtype=dtype)
+        cut = partial(column, tensor_parallel=parallel.tp)
+        whole = partial(column, tensor_parallel=parallel.tp.unsharded)
         norm = partial(
             build_norm,
             model_config.normalization,
             epsilon=model_config.norm_epsilon,
             dtype=dtype,
-            tensor_parallel=parallel.tp,
         )
         query_width = heads * head_dim(model_config)
         self.query: ColumnParallelLinear | None = None
@@ -69,7 +70,7 @@ class LatentAttention(nn.Module):
         self.kv_down = whole(hidden, sum(self.latent_widths))
         self.kv_latent_norm = norm(latent)
         self.kv_up = cut(latent, heads * sum(self.key_value_widths))
-        self.output = RowParallelLinear(
+        self.output = row_linear(
             heads * mla.v_head_dim, hidden, bias=False, dtype=dtype, tensor_parallel=parallel.tp
         )
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from nanotrain.config.config import Activation, ModelConfig
 from nanotrain.config.derive import ffn_size
-from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
+from nanotrain.model.meta import column_linear, row_linear
+from nanotrain.parallel.tp.layers import column_parallel
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 
 ALONE = TensorParallel.single_rank()
@@ -48,9 +49,9 @@ class MLP(nn.Module):
         hidden, inner = model_config.hidden_size, size or ffn_size(model_config)
         options: Any = {"bias": model_config.add_bias_linear, "dtype": dtype, "tensor_parallel": tensor_parallel}
         is_gated = model_config.activation is Activation.swiglu
-        self.gate = ColumnParallelLinear(hidden, inner, **options) if is_gated else None
-        self.up = ColumnParallelLinear(hidden, inner, **options)
-        self.down = RowParallelLinear(inner, hidden, **options)
+        self.gate = column_linear(hidden, inner, **options) if is_gated else None
+        self.up = column_linear(hidden, inner, **options)
+        self.down = row_linear(inner, hidden, **options)
 
     def forward(self, hidden: Tensor, context: object = None) -> Tensor:
         """[B, S or S/tp, H] -> the same shape; the context is for layers with experts, which are called alike."""

@@ -19,11 +19,12 @@ from nanotrain.comm.group import Group
 from nanotrain.config.config import Activation, ModelConfig
 from nanotrain.config.derive import moe_ffn_size
 from nanotrain.errors import TopologyError
+from nanotrain.model.meta import meta_parameter
 from nanotrain.model.mlp import ACTIVATIONS, MLP
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.router import MoEContext, Router
-from nanotrain.parallel.ep.dispatch import build_dispatch
-from nanotrain.parallel.ep.experts import Experts, ExpertShape
+from nanotrain.parallel.ep.experts import Experts
+from nanotrain.parallel.ep.token_dispatcher import build_token_dispatcher
 
 _SEQUENCE = 1  # the dim of [B, S, H] that is split over tp
 
@@ -54,14 +55,18 @@ class MoELayer(nn.Module):
         tensor_parallel = parallel.tp
         self._tp = tensor_parallel.group
         self._split = Group.single_rank("tp") if tensor_parallel.sequence_parallel else tensor_parallel.group
-        self.router = Router(model_config, dtype=dtype, sequence=parallel.sequence, late=tensor_parallel.late)
-        shape = expert_shape(model_config, parallel)
-        self._dispatch = build_dispatch(model_config.moe.num_experts, ep=parallel.ep, etp=parallel.etp)
+        self.router = Router(model_config, dtype=dtype, sequence=parallel.sequence)
+        num_experts, inner = expert_shape(model_config, parallel)
+        self._dispatcher = build_token_dispatcher(model_config.moe.num_experts, ep=parallel.ep, etp=parallel.etp)
+        wide, narrow = (num_experts, inner, model_config.hidden_size), (num_experts, model_config.hidden_size, inner)
+        is_gated = model_config.activation is Activation.swiglu
         self.experts = Experts(
-            shape,
-            dtype=dtype,
-            may_drop=self._dispatch.keeps_dropped and model_config.moe.expert_capacity_factor is not None,
-            weight_grads=tensor_parallel.weight_grads,
+            gate=meta_parameter(*wide, dtype=dtype) if is_gated else None,
+            up=meta_parameter(*wide, dtype=dtype),
+            down=meta_parameter(*narrow, dtype=dtype),
+            activation=ACTIVATIONS[model_config.activation],
+            may_drop=self._dispatcher.keeps_dropped and model_config.moe.expert_capacity_factor is not None,
+            wgrad_queue=tensor_parallel.wgrad_queue,
         )
         self.shared: MLP | None = None
         if model_config.moe.shared_expert_intermediate_size is not None:
@@ -72,8 +77,8 @@ class MoELayer(nn.Module):
     def forward(self, hidden: Tensor, context: HasMoE) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
         own = split_along(hidden, self._split, dim=_SEQUENCE)
-        choice = self.router(own, context.moe, places=self._places(own, context.moe))
-        mixed = self._dispatch(own.flatten(0, 1), choice, run=self.experts).view_as(own)
+        routing = self.router(own, context.moe, places=self._places(own, context.moe))
+        mixed = self._dispatcher(own.flatten(0, 1), routing, run_experts=self.experts).view_as(own)
         out = concat_along(mixed, self._split, dim=_SEQUENCE)
         return out if self.shared is None else out + self.shared(hidden)
 
@@ -85,8 +90,8 @@ class MoELayer(nn.Module):
         return context.places[first : first + length]
 
 
-def expert_shape(model_config: ModelConfig, parallel: ModelParallel) -> ExpertShape:
-    """What one rank holds of the experts.
+def expert_shape(model_config: ModelConfig, parallel: ModelParallel) -> tuple[int, int]:
+    """The number of experts of one rank and their local width.
 
     Raises:
         TopologyError: experts that the groups cannot share.
@@ -103,10 +108,4 @@ def expert_shape(model_config: ModelConfig, parallel: ModelParallel) -> ExpertSh
                 why="every rank holds as many",
                 fix=f"set --{flag} to a divisor of {whole}",
             )
-    return ExpertShape(
-        num_experts=model_config.moe.num_experts // ep,
-        hidden=model_config.hidden_size,
-        inner=inner // etp,
-        activation=ACTIVATIONS[model_config.activation],
-        is_gated=model_config.activation is Activation.swiglu,
-    )
+    return model_config.moe.num_experts // ep, inner // etp

@@ -14,19 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanotrain.config.config import Normalization
-from nanotrain.parallel.tp.tensor_parallel import TensorParallel
-
-ALONE = TensorParallel.single_rank()
 
 
-def build_norm(
-    kind: Normalization,
-    size: int,
-    *,
-    epsilon: float,
-    dtype: torch.dtype,
-    tensor_parallel: TensorParallel = ALONE,
-) -> nn.Module:
+def build_norm(kind: Normalization, size: int, *, epsilon: float, dtype: torch.dtype) -> nn.Module:
     """A norm over the last dim, on the meta device.
 
     Args:
@@ -34,39 +24,37 @@ def build_norm(
         size: length of the last dim.
         epsilon: added to the variance.
         dtype: of the parameters.
-        tensor_parallel: knows whether weight gradients are put off.
     """
-    return NORMS[kind](size, eps=epsilon, dtype=dtype, tensor_parallel=tensor_parallel)
+    return NORMS[kind](size, eps=epsilon, dtype=dtype)
 
 
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(var + eps) * weight + bias (Ba et al., 2016)."""
 
-    def __init__(self, size: int, *, eps: float, dtype: torch.dtype, tensor_parallel: TensorParallel) -> None:
+    def __init__(self, size: int, *, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
-        self.eps, self.tensor_parallel = eps, tensor_parallel
+        self.eps = eps
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device="meta"))
         self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device="meta"))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size], same dtype."""
-        weight, bias = (self.tensor_parallel.late(parameter) for parameter in (self.weight, self.bias))
-        return F.layer_norm(x, self.weight.shape, weight, bias, self.eps)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019)."""
 
-    def __init__(self, size: int, *, eps: float, dtype: torch.dtype, tensor_parallel: TensorParallel) -> None:
+    def __init__(self, size: int, *, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
-        self.eps, self.tensor_parallel = eps, tensor_parallel
+        self.eps = eps
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device="meta"))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size], same dtype."""
         if x.device.type != "cpu" or torch.compiler.is_compiling():
-            return F.rms_norm(x, self.weight.shape, self.tensor_parallel.late(self.weight), self.eps)
-        out: Tensor = _RMSNormOnCPU.apply(x, self.tensor_parallel.late(self.weight), self.eps)
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        out: Tensor = _RMSNormOnCPU.apply(x, self.weight, self.eps)
         return out
 
 

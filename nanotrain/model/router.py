@@ -25,7 +25,7 @@ from nanotrain.config.config import LoadBalancing, ModelConfig, RouterScore
 from nanotrain.model.capacity import capacity_of, within_capacity
 from nanotrain.model.router_load import RouterTally
 from nanotrain.model.router_loss import balance_loss, join_loss, z_loss
-from nanotrain.parallel.ep.dispatch import Choice
+from nanotrain.parallel.ep.token_dispatcher import Routing
 
 _TINY = 1e-20  # keeps a sum of vanishing scores from dividing by zero
 
@@ -51,7 +51,6 @@ class Router(nn.Module):
         model_config: the whole model's shape.
         dtype: of the weight.
         sequence: the ranks that hold the tokens of one sequence.
-        late: reads the weight so that its gradient waits with those that a schedule puts off.
 
     Attributes:
         expert_bias: [E] fp32, added to scores for the choice only; None where it is not asked for. No parameter: it is
@@ -59,17 +58,10 @@ class Router(nn.Module):
         tally: what was chosen since the last harvest.
     """
 
-    def __init__(
-        self,
-        model_config: ModelConfig,
-        *,
-        dtype: torch.dtype,
-        sequence: Group,
-        late: Callable[[nn.Parameter], Tensor] = lambda weight: weight,
-    ) -> None:
+    def __init__(self, model_config: ModelConfig, *, dtype: torch.dtype, sequence: Group) -> None:
         super().__init__()
         assert model_config.moe.num_experts is not None, "a dense layer has no router"
-        self.model, self.sequence, self._late = model_config, sequence, late
+        self.model, self.sequence = model_config, sequence
         self.num_experts = model_config.moe.num_experts
         self.weight = nn.Parameter(
             torch.empty((self.num_experts, model_config.hidden_size), dtype=dtype, device="meta")
@@ -79,7 +71,7 @@ class Router(nn.Module):
         is_balanced = model_config.moe.router_load_balancing_type is LoadBalancing.seq_aux_loss
         self._balance_coeff = model_config.moe.aux_loss_coeff if is_balanced else 0.0
 
-    def forward(self, hidden: Tensor, context: MoEContext, *, places: Tensor) -> Choice:
+    def forward(self, hidden: Tensor, context: MoEContext, *, places: Tensor) -> Routing:
         """Choose.
 
         Args:
@@ -90,7 +82,7 @@ class Router(nn.Module):
         Returns:
             the choices of all B * S tokens.
         """
-        logits = F.linear(hidden.float(), self._late(self.weight).float())
+        logits = F.linear(hidden.float(), self.weight.float())
         scores = SCORES[self.model.moe.router_score_function](logits)
         experts = self._choose(scores.detach())
         weights = self._weigh(logits, scores, experts=experts)
@@ -102,7 +94,7 @@ class Router(nn.Module):
             length = hidden.shape[1] * self.sequence.size
             capacity = capacity_of(self.model, length)
             kept = within_capacity(
-                Choice(experts, weights.detach()),
+                Routing(experts, weights.detach()),
                 num_experts=self.num_experts,
                 capacity=capacity,
                 places=places,
@@ -110,7 +102,7 @@ class Router(nn.Module):
             )
         if is_training:
             self.tally.add(experts, kept=kept, probabilities=_probabilities(scores.detach()))
-        return Choice(kept.flatten(0, 1), weights.flatten(0, 1))
+        return Routing(kept.flatten(0, 1), weights.flatten(0, 1))
 
     def _choose(self, scores: Tensor) -> Tensor:
         """[B, S, E] -> [B, S, K] int64, best first."""

@@ -60,7 +60,6 @@ class Stage(nn.Module):
                 model_config.hidden_size,
                 epsilon=model_config.norm_epsilon,
                 dtype=dtype,
-                tensor_parallel=parallel.tp,
             )
             self.head = Head(model_config, dtype=dtype, tensor_parallel=parallel.tp)
         has_rope = model_config.position_embedding_type is PositionEmbedding.rope

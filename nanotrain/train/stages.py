@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config, ParallelConfig
+from nanotrain.kernels.deferred_wgrad import WgradQueue
 from nanotrain.model.build import build_stage, collect_specs
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.stage import Stage
@@ -20,7 +21,6 @@ from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.parallel.pp.executor import RunnableStage
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
-from nanotrain.parallel.tp.weight_grads import WeightGradQueue
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.groups import GroupName
 from nanotrain.topology.params import LocalParam, localize
@@ -42,18 +42,18 @@ class BuiltStage:
         module: its parameters are views of the layers' buffers.
         params: what this rank holds of each parameter, in registration order.
         data_parallel: data-parallel layers: dense, then experts where there are any.
-        weight_grads: where its layers put off weight gradients; None where the schedule has no use for that.
+        wgrad_queue: where its layers defer weight gradients; None where the schedule has no W actions.
     """
 
     module: Stage
     params: tuple[LocalParam, ...]
     data_parallel: tuple[DataParallel, ...]
-    weight_grads: WeightGradQueue | None
+    wgrad_queue: WgradQueue | None
 
     @property
     def runnable(self) -> RunnableStage:
         """The stage as the executor wants it."""
-        return RunnableStage(self.module, self.data_parallel, self.weight_grads)
+        return RunnableStage(self.module, self.data_parallel, self.wgrad_queue)
 
 
 def build_stages(plan: Plan, context: ParallelContext) -> dict[int, BuiltStage]:
@@ -77,8 +77,8 @@ def all_data_parallel(stages: Mapping[int, BuiltStage]) -> tuple[DataParallel, .
 def _build_stage(config: Config, spec: StageSpec, *, context: ParallelContext) -> BuiltStage:
     precision = Precision.of(config.precision)
     is_split = config.parallel.pipeline_schedule == "zb-h1" and context.group("pp").size > 1
-    weight_grads = WeightGradQueue() if is_split else None
-    parallel = _model_parallel(config.parallel, context, weight_grads=weight_grads)
+    wgrad_queue = WgradQueue() if is_split else None
+    parallel = _model_parallel(config.parallel, context, wgrad_queue=wgrad_queue)
     module = build_stage(config.model, spec, dtype=precision.params, parallel=parallel)
     sizes = {axis: context.topology.size(axis) for axis in ("tp", "ep", "etp")}
     params = tuple(localize(param, coords=context.coords, sizes=sizes) for param in collect_specs(module))
@@ -92,14 +92,14 @@ def _build_stage(config: Config, spec: StageSpec, *, context: ParallelContext) -
         layout = plan_layout(held, _layout_rules(config.parallel, num_shards=groups.shard.size))
         layer = DataParallel(module, layout, groups=groups, options=options, precision=precision, device=context.device)
         layers.append(layer)
-    return BuiltStage(module, params, tuple(layers), weight_grads)
+    return BuiltStage(module, params, tuple(layers), wgrad_queue)
 
 
 def _model_parallel(
-    parallel: ParallelConfig, context: ParallelContext, *, weight_grads: WeightGradQueue | None
+    parallel: ParallelConfig, context: ParallelContext, *, wgrad_queue: WgradQueue | None
 ) -> ModelParallel:
     """What the layers of one stage talk over."""
-    tensor_parallel = TensorParallel(context.group("tp"), parallel.sequence_parallel, weight_grads)
+    tensor_parallel = TensorParallel(context.group("tp"), parallel.sequence_parallel, wgrad_queue)
     return ModelParallel(
         tp=tensor_parallel,
         core_attention=build_core_attention(parallel.cp_comm_type, context.group("cp")),

@@ -119,7 +119,7 @@ class Part:
     def of_batch(self, whole: Tensor) -> Tensor:
         """[B, S, H] of all ranks -> what this rank holds as the layer gets it."""
         mine = whole.chunk(self.ctx.topology.size("dp"))[self.ctx.coords["dp"]][:, self.places]
-        return self.parallel.tp.own_part(mine)
+        return self.parallel.tp.local_slice(mine)
 
     def of_weight(self, name: str, whole: Tensor) -> Tensor:
         coords, topology = self.ctx.coords, self.ctx.topology

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from nanotrain.comm.group import Group
 from nanotrain.model.capacity import within_capacity
-from nanotrain.parallel.ep.dispatch import Choice
+from nanotrain.parallel.ep.token_dispatcher import Routing
 
 E = 4
 
@@ -33,7 +33,7 @@ def test_the_highest_weights_stay_and_ties_go_by_place(length, capacity, seed):
     experts = torch.rand(2, length, E, generator=generator).topk(2, dim=-1).indices
     weights = torch.randint(0, 3, (2, length, 2), generator=generator) / 2  # many ties
     found = within_capacity(
-        Choice(experts, weights),
+        Routing(experts, weights),
         num_experts=E,
         capacity=min(capacity, length),
         places=torch.arange(length),
@@ -48,7 +48,7 @@ def test_the_order_in_which_a_rank_holds_its_tokens_does_not_matter(order):
     experts = torch.rand(1, 6, E, generator=generator).topk(2, dim=-1).indices
     weights = torch.randint(0, 2, (1, 6, 2), generator=generator).float()
     options = {"num_experts": E, "capacity": 2, "sequence": Group.single_rank("tp_cp")}
-    straight = within_capacity(Choice(experts, weights), places=torch.arange(6), **options)
+    straight = within_capacity(Routing(experts, weights), places=torch.arange(6), **options)
     places = torch.tensor(order)
-    mixed = within_capacity(Choice(experts[:, places], weights[:, places]), places=places, **options)
+    mixed = within_capacity(Routing(experts[:, places], weights[:, places]), places=places, **options)
     assert torch.equal(mixed, straight[:, places])

@@ -35,38 +35,38 @@ def test_softmax_over_the_chosen_or_before_the_choice():
         route(SOFTMAX, TOKEN),
         route(replace(SOFTMAX, moe=replace(SOFTMAX.moe, router_pre_softmax=True)), TOKEN),
     )
-    assert after.experts.tolist() == before.experts.tolist() == [[1, 3]]
-    torch.testing.assert_close(after.weights, torch.tensor([[3.0, 2.0]]).softmax(-1))
-    torch.testing.assert_close(before.weights, TOKEN[0].softmax(-1)[:, [1, 3]])
+    assert after.topk_ids.tolist() == before.topk_ids.tolist() == [[1, 3]]
+    torch.testing.assert_close(after.topk_weights, torch.tensor([[3.0, 2.0]]).softmax(-1))
+    torch.testing.assert_close(before.topk_weights, TOKEN[0].softmax(-1)[:, [1, 3]])
 
 
 def test_sigmoid_scores_are_normalized_over_the_chosen_and_scaled():
     choice = route(replace(SIGMOID, moe=replace(SIGMOID.moe, router_topk_scaling_factor=2.5)), TOKEN)
     scores = torch.tensor([[3.0, 2.0]]).sigmoid()
-    torch.testing.assert_close(choice.weights, 2.5 * scores / scores.sum())
+    torch.testing.assert_close(choice.topk_weights, 2.5 * scores / scores.sum())
     one = route(replace(SIGMOID, moe=replace(SIGMOID.moe, router_topk=1)), TOKEN)
-    torch.testing.assert_close(one.weights, torch.tensor([[3.0]]).sigmoid())
+    torch.testing.assert_close(one.topk_weights, torch.tensor([[3.0]]).sigmoid())
 
 
 def test_the_bias_moves_the_choice_and_never_the_weights():
     biased = replace(SIGMOID, moe=replace(SIGMOID.moe, router_enable_expert_bias=True))
     choice = route(biased, TOKEN, bias=[0.0, -1.0, 0, 0, 0, 0, 0, 0])
-    assert choice.experts.tolist() == [[3, 2]]
+    assert choice.topk_ids.tolist() == [[3, 2]]
     scores = torch.tensor([[2.0, 1.0]]).sigmoid()
-    torch.testing.assert_close(choice.weights, scores / scores.sum())
+    torch.testing.assert_close(choice.topk_weights, scores / scores.sum())
 
 
 def test_only_the_best_groups_are_chosen_from():
     # given groups of two: the best expert is in the first, the best two together are in the second
     model = replace(SOFTMAX, moe=replace(SOFTMAX.moe, router_num_groups=4, router_group_topk=1))
     token = one_token(2.0, -8.0, 1.8, 1.9, -1.0, -2.0, 0.5, -3.0)
-    assert route(SOFTMAX, token).experts.tolist() == [[0, 3]]
-    assert route(model, token).experts.tolist() == [[3, 2]]
+    assert route(SOFTMAX, token).topk_ids.tolist() == [[0, 3]]
+    assert route(model, token).topk_ids.tolist() == [[3, 2]]
 
 
 def test_logits_are_fp32_whatever_the_activations_are():
     choice = route(SOFTMAX, TOKEN.bfloat16())
-    assert choice.weights.dtype == torch.float32
+    assert choice.topk_weights.dtype == torch.float32
 
 
 def batch_of_logits(seed=0):
@@ -77,14 +77,14 @@ def gradient_of(model, logits, aux_scale):
     """What flows back when nothing but the auxiliary losses has a gradient."""
     logits = logits.clone().requires_grad_()
     choice = route(model, logits, aux_scale=aux_scale)
-    choice.weights.backward(torch.zeros_like(choice.weights))
+    choice.topk_weights.backward(torch.zeros_like(choice.topk_weights))
     return logits.grad
 
 
 @pytest.mark.parametrize("model", [SOFTMAX, SIGMOID])
 def test_the_balance_loss_is_that_of_each_sequence_written_out(model):
     logits = batch_of_logits().requires_grad_()
-    experts = route(model, logits.detach()).experts.view(3, S, K)
+    experts = route(model, logits.detach()).topk_ids.view(3, S, K)
     scores = logits.softmax(-1) if model is SOFTMAX else logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
     fractions = torch.nn.functional.one_hot(experts, E).sum(2).float().mean(1) * E / K
     loss = (fractions * scores.mean(1)).sum()  # over experts and sequences

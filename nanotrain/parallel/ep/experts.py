@@ -1,103 +1,78 @@
-"""The experts of one rank: MLPs whose weights are stacked, run together by grouped matrix products.
+"""The local experts of an MoE layer: MLPs with stacked weights, computed together by grouped matrix products.
 
-    name    weight      over all ranks   axis of each dim
-    gate    [E, F, H]   num_experts...   ep, etp, -      (only where experts are gated)
-    up      [E, F, H]                    ep, etp, -
-    down    [E, H, F]                    ep, -, etp
+    name    weight      global E, F              sharded over
+    gate    [E, F, H]   num_experts, ffn width   ep (dim 0), etp (dim 1)     None where experts are not gated
+    up      [E, F, H]                            ep (dim 0), etp (dim 1)
+    down    [E, H, F]                            ep (dim 0), etp (dim 2)
 
-Expert e of a rank is the rank's e-th of all; with etp a rank holds slices of its experts, and what `down` gives are
-parts of a sum that the dispatch adds up.
+With etp > 1 the outputs of `down` are partial sums, which the token dispatcher reduces.
 
-    R rows   E experts of this rank   H hidden   F width inside an expert, on this rank
+    R permuted rows   E local experts   H hidden   F local width of an expert
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from functools import partial
 
-import torch
 from torch import Tensor, nn
 
-from nanotrain.parallel.ep.grouped import GroupedProduct, WeightGradQueue, grouped_linear, pick_kernel
-
-
-@dataclass(frozen=True)
-class ExpertShape:
-    """What one rank holds of the experts.
-
-    Args:
-        num_experts: E.
-        hidden: H.
-        inner: F.
-        activation: between the matrices.
-        is_gated: down(activation(gate(x)) * up(x)) in place of down(activation(up(x))).
-    """
-
-    num_experts: int
-    hidden: int
-    inner: int
-    activation: Callable[[Tensor], Tensor]
-    is_gated: bool
+from nanotrain.kernels.deferred_wgrad import WgradQueue
+from nanotrain.kernels.grouped import GroupedOptions, grouped_linear, select_gemm
 
 
 class Experts(nn.Module):
-    """All experts of this rank, on the meta device.
+    """All experts of this rank: down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
 
     Args:
-        shape: what they are.
-        dtype: of the weights and activations.
-        may_drop: whether rows can have a tail that belongs to no expert.
-        weight_grads: where weight gradients are put off; None computes them at once.
+        gate: [E, F, H], or None.
+        up: [E, F, H].
+        down: [E, H, F].
+        activation: between the matrices.
+        may_drop: whether there can be rows of dropped pairs at the end, which belong to no expert.
+        wgrad_queue: defers weight gradients; None where no schedule does.
     """
 
     def __init__(
         self,
-        shape: ExpertShape,
         *,
-        dtype: torch.dtype,
+        gate: nn.Parameter | None,
+        up: nn.Parameter,
+        down: nn.Parameter,
+        activation: Callable[[Tensor], Tensor],
         may_drop: bool = False,
-        weight_grads: WeightGradQueue | None = None,
+        wgrad_queue: WgradQueue | None = None,
     ) -> None:
         super().__init__()
-        self.activation = shape.activation
-        kernel = pick_kernel(shape.hidden, shape.inner, dtype=dtype)
-        product = GroupedProduct(kernel, may_drop, weight_grads)
-        wide, narrow = (shape.num_experts, shape.inner, shape.hidden), (shape.num_experts, shape.hidden, shape.inner)
-        self.gate = ExpertLinear(wide, product, dtype=dtype) if shape.is_gated else None
-        self.up = ExpertLinear(wide, product, dtype=dtype)
-        self.down = ExpertLinear(narrow, product, dtype=dtype)
+        self.activation = activation
+        linear = partial(GroupedLinear, may_drop=may_drop, wgrad_queue=wgrad_queue)
+        self.gate = None if gate is None else linear(gate)
+        self.up, self.down = linear(up), linear(down)
 
-    def use_kernel(self, name: str) -> None:
-        """Multiply by another of `grouped.KERNELS`."""
-        for layer in self.children():
-            assert isinstance(layer, ExpertLinear)
-            layer.product = replace(layer.product, kernel=name)
-
-    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, offs: Tensor) -> Tensor:
         """Run every expert on its rows.
 
         Args:
             rows: [R, H], sorted by expert.
-            ends: [E] int32, where each expert's rows end.
+            offs: [E] int32, the end of each expert's rows.
 
         Returns:
             [R, H], in the same order.
         """
         if self.gate is None:
-            inner = self.activation(self.up(rows, ends))
+            inner = self.activation(self.up(rows, offs))
         else:
-            inner = self.activation(self.gate(rows, ends)) * self.up(rows, ends)
-        out: Tensor = self.down(inner, ends)
+            inner = self.activation(self.gate(rows, offs)) * self.up(rows, offs)
+        out: Tensor = self.down(inner, offs)
         return out
 
 
-class ExpertLinear(nn.Module):
-    """One matrix per expert, in one parameter [experts, outputs, inputs]."""
+class GroupedLinear(nn.Module):
+    """One linear layer per expert, with stacked weights [E, O, I]."""
 
-    def __init__(self, shape: tuple[int, int, int], product: GroupedProduct, *, dtype: torch.dtype) -> None:
+    def __init__(self, weight: nn.Parameter, *, may_drop: bool, wgrad_queue: WgradQueue | None) -> None:
         super().__init__()
-        self.product = product
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+        self.weight = weight
+        self.options = GroupedOptions(select_gemm(weight), may_drop, wgrad_queue)
 
-    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """[R, inputs], [E] int32 -> [R, outputs]."""
-        return grouped_linear(rows, self.weight, ends=ends, product=self.product)
+    def forward(self, rows: Tensor, offs: Tensor) -> Tensor:
+        """[R, I], [E] int32 -> [R, O]."""
+        return grouped_linear(rows, self.weight, offs=offs, options=self.options)

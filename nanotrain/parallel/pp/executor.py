@@ -12,9 +12,8 @@ stage, and whoever listens there (the data-parallel layer) may reduce that stage
     B batch   S sequence as held by this rank   H hidden
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -26,6 +25,7 @@ from nanotrain.comm.group import Group
 from nanotrain.comm.send_recv import Message, start_send_recv
 from nanotrain.comm.work import Work
 from nanotrain.data.batch import Batch
+from nanotrain.kernels.deferred_wgrad import Wgrad, WgradQueue, accumulate_wgrads
 from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape, Schedule
 from nanotrain.parallel.pp.gpipe import forward_only
 from nanotrain.parallel.pp.transfers import Exchange, RankPlan, consumer_of, plan_rank
@@ -44,18 +44,6 @@ class BackwardListener(Protocol):
         """They have arrived."""
 
 
-class DeferredWeightGrads(Protocol):
-    """Layers of a stage that can put their weight gradients off."""
-
-    is_deferring: bool
-
-    def defer(self) -> AbstractContextManager[object]:
-        """Inside the block backward passes compute input gradients only and remember the rest."""
-
-    def take(self) -> Callable[[], None]:
-        """What was remembered since the last call; calling it adds the weight gradients to `param.grad`."""
-
-
 @dataclass(frozen=True)
 class RunnableStage:
     """A stage and what belongs to its backward passes.
@@ -64,12 +52,12 @@ class RunnableStage:
         module: called with the hidden states [B, S, H] of the stage before (None on the first) and the microbatch;
             gives hidden states of the same shape, or on the last stage the summed loss, a scalar.
         listeners: told whenever weight gradients are about to arrive, and when they have.
-        weight_grads: layers that can defer theirs; without them a split backward pass gains no time.
+        wgrad_queue: of the layers that can defer their weight gradients; without it a split backward gains no time.
     """
 
     module: nn.Module
     listeners: tuple[BackwardListener, ...] = ()
-    weight_grads: DeferredWeightGrads | None = None
+    wgrad_queue: WgradQueue | None = None
 
 
 @dataclass(frozen=True)
@@ -144,17 +132,11 @@ class _Live:
 
 
 @dataclass(frozen=True)
-class _LateGrads:
-    """Weight gradients of one microbatch that are still to be computed, or computed and not yet handed out."""
+class _WeightGrads:
+    """Weight gradients of one microbatch: still to be computed, or computed and not yet accumulated."""
 
-    deferred: Callable[[], None]
-    params: list[nn.Parameter] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-
-    def deliver(self) -> None:
-        self.deferred()
-        if self.params:
-            torch.autograd.backward(self.params, self.grads)  # adds to `grad` and runs the hooks that wait for it
+    deferred: list[Wgrad]
+    ready: list[tuple[nn.Parameter, Tensor]]
 
 
 class _Step:
@@ -164,7 +146,7 @@ class _Step:
         inbox: what arrived, or is on its way, by the action that it is for.
         outbox: what actions of this rank have made for other ranks.
         live: microbatches whose backward pass is still to come, by (stage, microbatch).
-        late: microbatches whose weight gradients are still to come.
+        weight_grads: microbatches whose weight gradients are still to come.
         sending: sends under way, oldest first.
     """
 
@@ -183,7 +165,7 @@ class _Step:
         self.inbox: dict[Action, Work[Tensor]] = {}
         self.outbox: dict[Action, Tensor] = {}
         self.live: dict[tuple[int, int], _Live] = {}
-        self.late: dict[tuple[int, int], _LateGrads] = {}
+        self.weight_grads: dict[tuple[int, int], _WeightGrads] = {}
         self.sending: list[Work[None]] = []
 
     def run(self) -> Tensor:
@@ -243,25 +225,21 @@ class _Step:
         live, stage = self.live.pop((action.stage, action.microbatch)), self.stages[action.stage]
         params = [param for param in stage.module.parameters() if param.requires_grad]
         wanted = [*params] if live.hidden is None else [live.hidden, *params]
-        queue = stage.weight_grads
-        # What no layer defers (norms, biases, embeddings) is computed here; `grad` does not hand it to listeners yet.
-        with queue.defer() if queue is not None else nullcontext():
+        queue = stage.wgrad_queue or WgradQueue()
+        # Gradients that no layer defers (norms, embeddings, router) are computed here and accumulated by W.
+        with queue.defer():
             grads = list(torch.autograd.grad(live.output, wanted, self.grad_of_output(action), allow_unused=True))
         if live.hidden is not None:
             self.hand_on(action, grads.pop(0))
-        known = [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
-        self.late[action.stage, action.microbatch] = _LateGrads(
-            deferred=queue.take() if queue is not None else lambda: None,
-            params=[param for param, _ in known],
-            grads=[grad for _, grad in known],
-        )
+        ready = [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
+        self.weight_grads[action.stage, action.microbatch] = _WeightGrads(queue.take(), ready)
 
     def weight(self, action: Action) -> None:
         """Compute and hand out the weight gradients of a microbatch."""
-        stage, late = self.stages[action.stage], self.late.pop((action.stage, action.microbatch))
+        stage, grads = self.stages[action.stage], self.weight_grads.pop((action.stage, action.microbatch))
         for listener in stage.listeners:
             listener.backward_begins(is_last=action in self.plan.last_backwards)
-        late.deliver()
+        accumulate_wgrads(grads.deferred, ready=grads.ready)
         for listener in stage.listeners:
             listener.backward_ended()
 

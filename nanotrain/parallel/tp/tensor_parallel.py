@@ -1,81 +1,72 @@
-"""How activations pass into and out of the part of a layer whose weights are cut over the tp group.
+"""The collectives at the entry and exit of a tensor-parallel region (Shoeybi et al. 2019; Korthikanti et al. 2022).
 
-    without sequence parallelism            with it
-    x [B, S, H], the same on all            x [B, S/tp, H], each rank its own tokens
-      |  enter: nothing                       |  enter: all-gather
-    column-parallel, attention or MLP, row-parallel: [B, S, H] parts of one sum
+    without sequence parallelism            with sequence parallelism
+    x [B, S, H], replicated                 x [B, S/tp, H], sharded along the sequence
+      |  enter: identity                      |  enter: all-gather
+    column-parallel, attention or MLP, row-parallel: [B, S, H] partial sums
       |  leave: all-reduce                    |  leave: reduce-scatter
-    y [B, S, H], the same on all            y [B, S/tp, H]
+    y [B, S, H], replicated                 y [B, S/tp, H], sharded along the sequence
 
-Backward they change places: entering sums the gradients, leaving spreads them. Both variants move the same bytes.
+Backward is the transpose: `enter` sums gradients, `leave` copies or gathers them. Both variants send the same bytes.
 
 B batch   S sequence   H hidden
 """
 
 from dataclasses import dataclass, replace
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanotrain.comm.autograd import copy_to, gather_along, reduce_from, scatter_along
 from nanotrain.comm.collectives import local_slice, start_all_gather, start_all_reduce, start_reduce_scatter
 from nanotrain.comm.group import Group
 from nanotrain.comm.work import Work
-from nanotrain.parallel.tp.weight_grads import WeightGradQueue
+from nanotrain.kernels.deferred_wgrad import WgradQueue
 
-SEQUENCE = 1  # the dim of [B, S, H] that sequence parallelism cuts
+SEQUENCE = 1  # the dim of [B, S, H] that sequence parallelism shards
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The group that a layer's weights are cut over.
+    """The group that shards the weights of a layer.
 
     Args:
         group: the tp group.
-        sequence_parallel: between the cut layers, each rank holds its slice of the sequence.
-        weight_grads: where layers put off their weight gradients; None computes them at once.
+        sequence_parallel: activations between tensor-parallel regions are sharded along the sequence.
+        wgrad_queue: where linear layers defer their weight gradients; None where the schedule has no W actions.
     """
 
     group: Group
     sequence_parallel: bool = False
-    weight_grads: WeightGradQueue | None = None
+    wgrad_queue: WgradQueue | None = None
 
     @classmethod
     def single_rank(cls) -> "TensorParallel":
-        """Nothing is cut."""
+        """Nothing is sharded."""
         return cls(Group.single_rank("tp"))
 
     @property
-    def inside(self) -> "TensorParallel":
-        """What holds between enter and leave: nothing more to cross."""
+    def unsharded(self) -> "TensorParallel":
+        """For a layer whose weight is not sharded: no collectives, the same wgrad queue."""
         return replace(self, group=Group.single_rank("tp"), sequence_parallel=False)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether torch's own operators do all that is asked for."""
-        return self.group.size == 1 and self.weight_grads is None
-
-    def late(self, parameter: nn.Parameter) -> Tensor:
-        """The parameter, for a layer that leaves its gradient to autograd, so that it waits with the others."""
-        return parameter if self.weight_grads is None else self.weight_grads.late(parameter)
-
     def enter(self, x: Tensor) -> Tensor:
-        """[B, S or S/tp, H] -> [B, S, H]; the gradients that come back from all ranks are summed once per call."""
+        """[B, S or S/tp, H] -> [B, S, H]; backward sums the gradients of all ranks, once per call."""
         return gather_along(x, self.group, dim=SEQUENCE) if self.sequence_parallel else copy_to(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """[B, S, H], parts of a sum -> the sum, [B, S or S/tp, H]."""
+        """[B, S, H], partial sums -> their sum, [B, S or S/tp, H]."""
         return scatter_along(x, self.group, dim=SEQUENCE) if self.sequence_parallel else reduce_from(x, self.group)
 
-    def own_part(self, tensor: Tensor) -> Tensor:
-        """[B, S, ...], the same on all ranks (positions, masks) -> the part of the tokens held outside cut layers."""
+    def local_slice(self, tensor: Tensor) -> Tensor:
+        """[B, S, ...], replicated (positions, masks) -> [B, S or S/tp, ...], the tokens of this rank."""
         return local_slice(tensor, self.group, dim=SEQUENCE) if self.sequence_parallel else tensor
 
-    def start_entering(self, x: Tensor) -> Work[Tensor]:
-        """The forward of `enter`, without autograd and without waiting."""
+    def start_enter(self, x: Tensor) -> Work[Tensor]:
+        """Start the forward of `enter`, without autograd."""
         return start_all_gather(x, self.group, dim=SEQUENCE) if self.sequence_parallel else Work.completed(x)
 
-    def start_summing(self, grad: Tensor) -> Work[Tensor]:
-        """The backward of `enter`; a contiguous `grad` [B, S, H] is overwritten."""
+    def start_enter_backward(self, grad: Tensor) -> Work[Tensor]:
+        """Start the backward of `enter`; a contiguous `grad` [B, S, H] is overwritten."""
         return (
             start_reduce_scatter(grad, self.group, dim=SEQUENCE)
             if self.sequence_parallel

@@ -9,6 +9,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.kernels.deferred_wgrad import WgradQueue
 from nanotrain.parallel.pp.actions import PipelineShape, Schedule
 from nanotrain.parallel.pp.executor import MAX_SENDS, Pipeline, RunnableStage, run_forward, run_schedule
 from nanotrain.parallel.pp.schedules import SCHEDULES
@@ -16,7 +17,7 @@ from nanotrain.parallel.pp.simulate import simulate
 from nanotrain.parallel.pp.traffic import sent_bytes
 from tests.harness import ranks
 from tests.parallel.pp.schedules_of_chance import schedule_of_chance
-from tests.parallel.pp.toys import B, Ear, H, S, ToyQueue, ToyStage, batches, reference
+from tests.parallel.pp.toys import B, Ear, H, S, ToyStage, batches, reference
 
 SCALE = 0.125
 VARIANTS = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3), ("gpipe", 2)]
@@ -39,7 +40,7 @@ def play(
     """Run a step and compare everything with one rank; returns this rank's stages."""
     modules, ears = {}, {}
     for index in shape.stages_of(pipeline.group.index):
-        modules[index] = ToyStage(index, shape.num_stages, queue=ToyQueue() if has_queue else None)
+        modules[index] = ToyStage(index, shape.num_stages, queue=WgradQueue() if has_queue else None)
         ears[index] = Ear(modules[index])
     stages = {index: RunnableStage(module, (ears[index],), module.queue) for index, module in modules.items()}
     microbatches = batches(shape.num_microbatches)

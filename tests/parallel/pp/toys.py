@@ -1,14 +1,11 @@
 """A model in stages small enough to run hundreds of pipelines, and somebody who listens to it.
 
 ToyStage         embedding (first stage), a residual layer with a linear part and a gain, a loss (last stage)
-ToyQueue         defers the weight gradients of the linear parts
 Ear              a listener that also hears every gradient arrive
 reference        loss and gradients of the whole model by plain autograd
 """
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nanotrain.data.batch import Batch
+from nanotrain.kernels.deferred_wgrad import WgradQueue, is_deferring
 
 B, S, H, VOCAB = 2, 3, 4, 7
 
@@ -26,20 +24,15 @@ def batches(count: int) -> list[Batch]:
     return [Batch(t[:, :-1], t[:, 1:], torch.ones(B, S)) for t in tokens]
 
 
-class ToyQueue:
-    def __init__(self) -> None:
-        self.is_deferring = False
-        self.waiting: list[Callable[[], None]] = []
+class _ToyWgrad:
+    def __init__(self, weight: nn.Parameter, grad: Tensor, *, hidden: Tensor) -> None:
+        self.params, self._grad, self._hidden = (weight,), grad, hidden
 
-    @contextmanager
-    def defer(self) -> Iterator[None]:
-        self.is_deferring = True
-        yield
-        self.is_deferring = False
+    def start(self) -> None:
+        pass
 
-    def take(self) -> Callable[[], None]:
-        waiting, self.waiting = self.waiting, []
-        return lambda: [work() for work in waiting] and None
+    def compute(self) -> tuple[Tensor]:
+        return (self._grad.flatten(0, 1).T @ self._hidden.flatten(0, 1),)
 
 
 class _Linear(torch.autograd.Function):
@@ -53,14 +46,11 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (hidden,), weight = ctx.saved_tensors, ctx.weight
-
-        def weight_grad() -> Tensor:
-            return grad.flatten(0, 1).T @ hidden.flatten(0, 1)
-
-        if ctx.queue is None or not ctx.queue.is_deferring:
-            return grad @ weight, weight_grad(), None
-        ctx.queue.waiting.append(lambda: torch.autograd.backward(weight, weight_grad()))
-        return grad @ weight, None, None
+        wgrad = _ToyWgrad(weight, grad, hidden=hidden)
+        if is_deferring(ctx.queue):
+            ctx.queue.put(wgrad)
+            return grad @ weight, None, None
+        return grad @ weight, *wgrad.compute(), None
 
 
 class _Token:
@@ -75,7 +65,7 @@ class ToyStage(nn.Module):
         peak_outputs: most outputs whose memory was held when another one was made.
     """
 
-    def __init__(self, index: int, num_stages: int, *, queue: ToyQueue | None = None) -> None:
+    def __init__(self, index: int, num_stages: int, *, queue: WgradQueue | None = None) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(index)
         self.index, self.is_last, self.queue = index, index == num_stages - 1, queue

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.kernels.deferred_wgrad import WgradQueue
 from nanotrain.parallel.tp.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -14,7 +15,6 @@ from nanotrain.parallel.tp.layers import (
     column_parallel,
 )
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
-from nanotrain.parallel.tp.weight_grads import WeightGradQueue
 from tests.harness import ranks, run_ranks
 from tests.parallel.tp.whole import B, CutNetwork, D, H, N, Passed, S, cut_pass, draw, whole_pass
 
@@ -29,8 +29,8 @@ def close(found: Tensor, expected: Tensor) -> None:
 def compare(network: CutNetwork, cut: Passed) -> None:
     """The rank's parts against the whole network."""
     tensor_parallel, whole = network.tensor_parallel, whole_pass(network.num_groups)
-    close(cut.out, tensor_parallel.own_part(whole.out))
-    close(cut.grads["x"], tensor_parallel.own_part(whole.grads["x"]))
+    close(cut.out, tensor_parallel.local_slice(whole.out))
+    close(cut.grads["x"], tensor_parallel.local_slice(whole.grads["x"]))
     for name in dict(network.named_parameters()):
         found = cut.grads[name].clone()
         if name in network.partial_names():
@@ -58,12 +58,11 @@ def test_tp_groups_beside_each_other_do_not_meet(ctx, sequence_parallel):
 
 @BOTH
 @ranks(2, tp=2)
-def test_a_layer_alone_takes_an_input_that_has_entered(ctx, sequence_parallel):
+def test_a_layer_called_alone_gives_what_it_gives_beside_others(ctx, sequence_parallel):
     network = CutNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2)
-    whole = network.tensor_parallel.own_part(draw("x", B, S, H))
-    entered = network.tensor_parallel.enter(whole)
-    for layer in (network.query, network.key):
-        assert torch.equal(layer(entered), column_parallel(whole, (layer,))[0])
+    x = network.tensor_parallel.local_slice(draw("x", B, S, H))
+    query, key = column_parallel(x, (network.query, network.key))
+    assert torch.equal(network.query(x), query) and torch.equal(network.key(x), key)
 
 
 @BOTH
@@ -88,7 +87,7 @@ def test_several_layers_send_no_more_than_one(ctx, sequence_parallel):
 def test_a_frozen_weight_and_an_input_without_gradient_are_left_out(ctx, sequence_parallel):
     network = CutNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2)
     network.key.requires_grad_(False)
-    network(network.tensor_parallel.own_part(draw("x", B, S, H))).sum().backward()
+    network(network.tensor_parallel.local_slice(draw("x", B, S, H))).sum().backward()
     assert network.key.weight.grad is None and network.key.bias.grad is None
     assert network.query.weight.grad is not None
 
@@ -97,26 +96,26 @@ def test_a_frozen_weight_and_an_input_without_gradient_are_left_out(ctx, sequenc
 @ranks(2, tp=2)
 def test_bf16_layers_round_like_the_whole_ones(ctx, sequence_parallel):
     network = CutNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2).to(torch.bfloat16)
-    x = network.tensor_parallel.own_part(draw("x", B, S, H)).bfloat16()
+    x = network.tensor_parallel.local_slice(draw("x", B, S, H)).bfloat16()
     out = network(x)
     assert out.dtype is torch.bfloat16
-    exact = network.tensor_parallel.own_part(whole_pass(2).out)
+    exact = network.tensor_parallel.local_slice(whole_pass(2).out)
     torch.testing.assert_close(out.float(), exact, rtol=0.05, atol=0.3)
 
 
 def embed(ctx: ParallelContext, sequence_parallel: bool, is_queued: bool) -> None:
-    queue = WeightGradQueue() if is_queued else None
+    queue = WgradQueue() if is_queued else None
     tensor_parallel = TensorParallel(ctx.group("tp"), sequence_parallel, queue)
     group = tensor_parallel.group
-    layer = VocabParallelEmbedding(VOCAB, WIDTH, dtype=torch.float32, tensor_parallel=tensor_parallel)
-    layer.to_empty(device="cpu").weight.data.copy_(draw("word", VOCAB, WIDTH).chunk(group.size)[group.index])
+    shard = nn.Parameter(draw("word", VOCAB, WIDTH).chunk(group.size)[group.index].clone())
+    layer = VocabParallelEmbedding(shard, tensor_parallel=tensor_parallel)
     tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(1))
     table, upstream = draw("word", VOCAB, WIDTH).requires_grad_(), draw("words", B, S, WIDTH)
     expected = F.embedding(tokens, table)
     expected.backward(upstream)
     found = layer(tokens)
-    found.backward(tensor_parallel.own_part(upstream))
-    assert torch.equal(found, tensor_parallel.own_part(expected))
+    found.backward(tensor_parallel.local_slice(upstream))
+    assert torch.equal(found, tensor_parallel.local_slice(expected))
     assert torch.equal(layer.weight.grad, table.grad.chunk(group.size)[group.index])
 
 
@@ -129,11 +128,12 @@ def test_the_embedding_is_the_whole_table_to_the_bit(tp, is_queued, sequence_par
 
 def test_on_one_rank_every_layer_is_torchs_own_and_leaves_one_node():
     alone = TensorParallel.single_rank()
-    column = ColumnParallelLinear(H, N * D, bias=True, dtype=torch.float32, tensor_parallel=alone)
-    row = RowParallelLinear(N * D, H, bias=True, dtype=torch.float32, tensor_parallel=alone)
-    x = torch.zeros(B, S, H, device="meta", requires_grad=True)
+    up, down = nn.Linear(H, N * D), nn.Linear(N * D, H)
+    column = ColumnParallelLinear(up.weight, up.bias, tensor_parallel=alone)
+    row = RowParallelLinear(down.weight, down.bias, tensor_parallel=alone)
+    x = torch.zeros(B, S, H, requires_grad=True)
     names = [type(y.grad_fn).__name__ for y in (*column_parallel(x, (column, column)), row(column(x)))]
-    plain = type(nn.Linear(H, H, device="meta")(x).grad_fn).__name__
+    plain = type(up(x).grad_fn).__name__
     assert names == [plain] * 3
 
 

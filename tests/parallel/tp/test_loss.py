@@ -109,7 +109,7 @@ def cut_loss(ctx, vocab_size: int, padded: int, sequence_parallel: bool) -> None
     expected = in_one_piece(whole.flatten(0, 1), table[:vocab_size], labels, mask)
     (expected / 7).backward()
 
-    own = tensor_parallel.own_part(hidden).clone().requires_grad_()
+    own = tensor_parallel.local_slice(hidden).clone().requires_grad_()
     rows = table.detach().chunk(group.size)[group.index].clone().requires_grad_()
     options = {"labels": labels, "loss_mask": mask, "vocab_size": vocab_size, "group": group}
     with pytest.MonkeyPatch.context() as patch:
@@ -124,7 +124,7 @@ def cut_loss(ctx, vocab_size: int, padded: int, sequence_parallel: bool) -> None
     assert all(torch.equal(other, found) for other in every)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(evaluated, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(own.grad, tensor_parallel.own_part(whole.grad), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(own.grad, tensor_parallel.local_slice(whole.grad), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(rows.grad, table.grad.chunk(group.size)[group.index], rtol=1e-4, atol=1e-6)
 
 

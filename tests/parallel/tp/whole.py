@@ -12,7 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanotrain.comm.group import Group
-from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
+from nanotrain.parallel.tp.layers import (
+    ColumnParallelLinear,
+    ReplicatedHeadsLinear,
+    RowParallelLinear,
+    column_parallel,
+)
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 
 B, S, H, D, N = 2, 8, 6, 3, 4
@@ -62,18 +67,24 @@ class CutNetwork(nn.Module):
         super().__init__()
         self.tensor_parallel, self.num_groups = tensor_parallel, num_groups
         rows = shared_rows(tensor_parallel.group, num_groups)
-        options = {"bias": True, "dtype": torch.float32, "tensor_parallel": tensor_parallel}
-        self.query = ColumnParallelLinear(H, N * D, **options)
-        self.key = ColumnParallelLinear(H, num_groups * D, rows=rows, **options)
-        self.value = ColumnParallelLinear(H, num_groups * D, rows=rows, **options)
-        self.output = RowParallelLinear(N * D, H, **options)
-        self.to_empty(device="cpu")
-        for name, parameter in self.named_parameters():
-            layer, _, kind = name.partition(".")
-            whole = (N * D if layer == "query" else H if layer == "output" else num_groups * D,)
-            whole += ((N * D if layer == "output" else H),) if kind == "weight" else ()
-            source = draw(layer if kind == "weight" else layer + "b", *whole)
-            parameter.data.copy_(self.own(name, source))
+        self.query = ColumnParallelLinear(*self.parameters_of("query"), tensor_parallel=tensor_parallel)
+        for name in ("key", "value"):
+            parameters = self.parameters_of(name)
+            if rows is None:
+                layer = ColumnParallelLinear(*parameters, tensor_parallel=tensor_parallel)
+            else:
+                layer = ReplicatedHeadsLinear(*parameters, rows=rows, tensor_parallel=tensor_parallel)
+            setattr(self, name, layer)
+        self.output = RowParallelLinear(*self.parameters_of("output"), tensor_parallel=tensor_parallel)
+
+    def parameters_of(self, layer: str) -> tuple[nn.Parameter, nn.Parameter]:
+        """This rank's weight and bias."""
+        outputs = {"query": N * D, "output": H}.get(layer, self.num_groups * D)
+        weight = draw(layer, outputs, N * D if layer == "output" else H)
+        return tuple(
+            nn.Parameter(self.own(f"{layer}.{kind}", whole).clone())
+            for kind, whole in (("weight", weight), ("bias", draw(layer + "b", outputs)))
+        )
 
     def own(self, name: str, whole: Tensor) -> Tensor:
         """The rank's part of a parameter, or of its gradient."""
@@ -86,7 +97,7 @@ class CutNetwork(nn.Module):
     def partial_names(self) -> set[str]:
         """Parameters whose gradients are parts of a sum over the group."""
         names = {"output.bias"} if self.tensor_parallel.sequence_parallel else set()
-        if self.key.rows is not None:
+        if isinstance(self.key, ReplicatedHeadsLinear):
             names |= {f"{layer}.{kind}" for layer in ("key", "value") for kind in ("weight", "bias")}
         return names
 
@@ -106,8 +117,8 @@ def shared_rows(group: Group, num_groups: int) -> slice | None:
 
 def cut_pass(network: CutNetwork) -> Passed:
     """Forward and backward with the input and the upstream gradient of `whole_pass`; the rank's parts."""
-    x = network.tensor_parallel.own_part(draw("x", B, S, H)).clone().requires_grad_()
+    x = network.tensor_parallel.local_slice(draw("x", B, S, H)).clone().requires_grad_()
     out = network(x)
-    out.backward(network.tensor_parallel.own_part(draw("upstream", B, S, H)))
+    out.backward(network.tensor_parallel.local_slice(draw("upstream", B, S, H)))
     grads = {name: parameter.grad for name, parameter in network.named_parameters()}
     return Passed(out.detach(), {"x": x.grad} | grads)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotrain.comm.work import Work
@@ -62,8 +63,8 @@ EXPECTED = {
 @ranks(2, tp=2)
 def test_every_collective_starts_before_a_product_that_can_hide_it(ctx, sequence_parallel):
     tensor_parallel = TensorParallel(ctx.group("tp"), sequence_parallel)
-    options = {"bias": False, "dtype": torch.float32, "tensor_parallel": tensor_parallel}
-    layers = [ColumnParallelLinear(I, 2 * O, **options).to_empty(device="cpu") for _ in range(2)]
+    weights = [nn.Parameter(torch.zeros(O, I)) for _ in range(2)]
+    layers = [ColumnParallelLinear(weight, None, tensor_parallel=tensor_parallel) for weight in weights]
     x = torch.zeros(B, S // 2 if sequence_parallel else S, I, requires_grad=True)
     first, second = column_parallel(x, layers)
     diary, loss = Diary(), (first + second).sum()
@@ -76,8 +77,7 @@ def test_every_collective_starts_before_a_product_that_can_hide_it(ctx, sequence
 @ranks(2, tp=2)
 def test_a_weight_written_between_forward_and_backward_is_an_error(ctx):
     tensor_parallel = TensorParallel(ctx.group("tp"))
-    layer = ColumnParallelLinear(I, 2 * O, bias=False, dtype=torch.float32, tensor_parallel=tensor_parallel)
-    layer.to_empty(device="cpu")
+    layer = ColumnParallelLinear(nn.Parameter(torch.zeros(O, I)), None, tensor_parallel=tensor_parallel)
     (out,) = column_parallel(torch.zeros(B, S, I, requires_grad=True), (layer,))
     with torch.no_grad():
         layer.weight.zero_()

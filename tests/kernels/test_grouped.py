@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from nanotrain.parallel.ep import grouped
-from nanotrain.parallel.ep.grouped import KERNELS, GroupedProduct, grouped_linear, pick_kernel
-from nanotrain.parallel.tp.weight_grads import WeightGradQueue
+from nanotrain.kernels import grouped
+from nanotrain.kernels.deferred_wgrad import WgradQueue, accumulate_wgrads
+from nanotrain.kernels.grouped import GroupedMM, GroupedOptions, LoopedMM, grouped_linear, select_gemm
 
 INPUTS, OUTPUTS = 16, 24
 COUNTS = [[3, 0, 5, 1], [0, 0, 0, 0], [0, 7, 0, 0], [1, 1, 1, 1]]
@@ -30,25 +30,26 @@ def by_hand(rows, weight, counts):
     return torch.cat([used, torch.zeros(len(rows) - len(expert), OUTPUTS, dtype=rows.dtype)])
 
 
-class Poisoned:
-    """A kernel that leaves NaN where torch leaves whatever was in memory."""
+class PoisonedMM(GroupedMM):
+    """Leaves NaN where torch leaves uninitialized memory."""
 
-    def times(self, rows, matrices, *, ends):
-        out = KERNELS["grouped"].times(rows, matrices, ends=ends)
-        out[ends[-1] :] = torch.nan
+    def fprop(self, x, weight, *, offs):
+        return self.poison(super().fprop(x, weight, offs=offs), offs)
+
+    def dgrad(self, grad, weight, *, offs):
+        return self.poison(super().dgrad(grad, weight, offs=offs), offs)
+
+    def poison(self, out, offs):
+        out[offs[-1] :] = torch.nan
         return out
 
-    def outer(self, grad, rows, *, ends):
-        return KERNELS["grouped"].outer(grad, rows, ends=ends)
 
-
-@pytest.mark.parametrize("kernel", ["grouped", "looped", "poisoned"])
+@pytest.mark.parametrize("gemm", [GroupedMM(), LoopedMM(), PoisonedMM()])
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("tail", [0, 3])
-def test_every_kernel_multiplies_each_row_by_its_expert(monkeypatch, kernel, counts, tail):
-    monkeypatch.setitem(grouped.KERNELS, "poisoned", Poisoned())
-    rows, weight, grad, ends = parts(counts, tail)
-    out = grouped_linear(rows, weight, ends=ends, product=GroupedProduct(kernel, may_drop=tail > 0))
+def test_every_kernel_multiplies_each_row_by_its_expert(gemm, counts, tail):
+    rows, weight, grad, offs = parts(counts, tail)
+    out = grouped_linear(rows, weight, offs=offs, options=GroupedOptions(gemm, may_drop=tail > 0))
     expected = by_hand(rows, weight, counts)
     torch.testing.assert_close(out, expected)
     found = torch.autograd.grad(out, (rows, weight), grad)
@@ -57,10 +58,10 @@ def test_every_kernel_multiplies_each_row_by_its_expert(monkeypatch, kernel, cou
     assert (found[0][sum(counts) :] == 0).all()
 
 
-@pytest.mark.parametrize("kernel", list(KERNELS))
-def test_bf16_and_an_expanded_gradient(kernel):
-    rows, weight, _, ends = parts(COUNTS[0], 0, dtype=torch.bfloat16)
-    out = grouped_linear(rows, weight, ends=ends, product=GroupedProduct(kernel))
+@pytest.mark.parametrize("gemm", [GroupedMM(), LoopedMM()])
+def test_bf16_and_an_expanded_gradient(gemm):
+    rows, weight, _, offs = parts(COUNTS[0], 0, dtype=torch.bfloat16)
+    out = grouped_linear(rows, weight, offs=offs, options=GroupedOptions(gemm))
     out.sum().backward()
     exact = by_hand(rows.detach().float(), weight.detach().float(), COUNTS[0])
     torch.testing.assert_close(out.float(), exact, rtol=0.02, atol=0.05)
@@ -69,27 +70,33 @@ def test_bf16_and_an_expanded_gradient(kernel):
 
 @pytest.mark.parametrize("defers", [False, True])
 def test_a_queue_that_defers_gets_the_weight_gradient_and_delivers_it_later(defers):
-    rows, weight, grad, ends = parts(COUNTS[0], 0)
+    rows, weight, grad, offs = parts(COUNTS[0], 0)
     (expected,) = torch.autograd.grad(by_hand(rows, weight, COUNTS[0]), weight, grad)
-    queue, fired = WeightGradQueue(), []
+    queue, fired = WgradQueue(), []
     weight.register_post_accumulate_grad_hook(lambda parameter: fired.append(parameter.grad))
-    out = grouped_linear(rows, weight, ends=ends, product=GroupedProduct("grouped", weight_grads=queue))
+    out = grouped_linear(rows, weight, offs=offs, options=GroupedOptions(GroupedMM(), wgrad_queue=queue))
     with queue.defer() if defers else nullcontext():
         out.backward(grad)
     assert rows.grad is not None
     if defers:
         assert weight.grad is None
-    queue.take()()
+    accumulate_wgrads(queue.take())
     torch.testing.assert_close(weight.grad, expected, rtol=1e-5, atol=1e-5)
     assert fired[-1] is weight.grad
 
 
-def test_sizes_whose_rows_are_not_aligned_are_looped():
-    assert pick_kernel(64, 4, dtype=torch.float32) == "grouped"
-    assert pick_kernel(64, 4, dtype=torch.bfloat16) == "looped"
-    assert pick_kernel(23, 64, dtype=torch.float32) == "looped"
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "dtype", "expected"),
+    [
+        (64, 4, torch.float32, GroupedMM),
+        (64, 4, torch.bfloat16, LoopedMM),
+        (23, 64, torch.float32, LoopedMM),
+    ],
+)
+def test_weights_with_unaligned_rows_are_looped(outputs, inputs, dtype, expected):
+    assert type(select_gemm(torch.empty(2, outputs, inputs, dtype=dtype))) is expected
 
 
 def test_without_a_grouped_product_in_torch_everything_is_looped(monkeypatch):
     monkeypatch.setattr(grouped, "_grouped_mm", None)
-    assert pick_kernel(64, 64, dtype=torch.float32) == "looped"
+    assert type(select_gemm(torch.empty(2, 64, 64))) is LoopedMM

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.parallel.ep.rows import combine, inverse_of, permute, permute_by, plan_rows
+from nanotrain.parallel.ep.permute import inverse_of, permute, plan_permutation, reorder, unpermute
 
 H = 5
 
@@ -21,19 +21,19 @@ def choices(draw):
 @given(choices())
 def test_rows_are_sorted_by_expert_and_every_choice_finds_its_own(drawn):
     experts, num_experts = drawn
-    plan = plan_rows(experts, num_experts)
+    plan = plan_permutation(experts, num_experts)
     in_rows = experts.flatten()[plan.order]
     assert in_rows.tolist() == sorted(experts.flatten().tolist())
-    assert torch.equal(plan.order[plan.places.flatten()], torch.arange(experts.numel()))
-    assert plan.counts.tolist() == [(experts == expert).sum().item() for expert in range(num_experts)]
+    assert torch.equal(plan.order[plan.inverse.flatten()], torch.arange(experts.numel()))
+    assert plan.tokens_per_expert.tolist() == [(experts == expert).sum().item() for expert in range(num_experts)]
 
 
 @given(choices(), st.booleans())
-def test_permute_and_combine_have_the_gradients_of_plain_indexing(drawn, cuts_dropped):
+def test_permute_and_unpermute_have_the_gradients_of_plain_indexing(drawn, cuts_dropped):
     # given: tokens, weights, and rows with or without those of dropped choices at their end
     experts, num_experts = drawn
     num_tokens, topk = experts.shape
-    plan = plan_rows(experts, num_experts)
+    plan = plan_permutation(experts, num_experts)
     kept = int((experts < num_experts).sum())
     num_rows = kept if cuts_dropped else experts.numel()
     generator = torch.Generator().manual_seed(0)
@@ -47,7 +47,7 @@ def test_permute_and_combine_have_the_gradients_of_plain_indexing(drawn, cuts_dr
     rows = permute(x, plan, num_rows=num_rows)
     in_rows = experts.flatten()[plan.order][:num_rows]
     answers = rows * ((in_rows + 1) * (in_rows < num_experts)).double()[:, None]
-    out = combine(answers, plan, weights=weights)
+    out = unpermute(answers, plan, topk_weights=weights)
     found = torch.autograd.grad(out, (x, weights), grad)
 
     # then
@@ -58,20 +58,20 @@ def test_permute_and_combine_have_the_gradients_of_plain_indexing(drawn, cuts_dr
 
 
 @given(st.permutations(range(7)))
-def test_permute_by_is_undone_by_the_inverse(numbers):
+def test_reorder_is_undone_by_the_inverse(numbers):
     order = torch.tensor(numbers)
     rows = torch.arange(14.0).view(7, 2).requires_grad_()
-    there = permute_by(rows, order)
+    there = reorder(rows, order)
     assert torch.equal(there, rows[order])
-    assert torch.equal(permute_by(there, inverse_of(order)), rows)
+    assert torch.equal(reorder(there, inverse_of(order)), rows)
     (grad,) = torch.autograd.grad(there, rows, torch.arange(14.0).view(7, 2))
     assert torch.equal(grad[order], torch.arange(14.0).view(7, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_rows_are_summed_in_fp32(dtype):
-    plan = plan_rows(torch.tensor([[0, 1, 2]]), 3)
+    plan = plan_permutation(torch.tensor([[0, 1, 2]]), 3)
     rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=dtype)  # one by one, bf16 would lose both ones
-    out = combine(rows, plan, weights=torch.ones(1, 3))
+    out = unpermute(rows, plan, topk_weights=torch.ones(1, 3))
     assert out.dtype == dtype
     assert out.item() == 258.0

@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from nanotrain.comm.group import Group
-from nanotrain.parallel.ep.dispatch import Choice, LocalDispatch, RemoteDispatch, build_dispatch
+from nanotrain.parallel.ep.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    LocalTokenDispatcher,
+    Routing,
+    build_token_dispatcher,
+)
 from nanotrain.parallel.ep.traffic import ExpertTraffic, ep_bytes, etp_bytes
 from tests.harness import run_ranks
 
@@ -12,7 +17,7 @@ E, H, T, K = 8, 4, 12, 3
 
 
 def tokens_of(rank):
-    """What a rank brings: more tokens on some than on others, one with none; some choices dropped."""
+    """What a rank brings: more tokens on some than on others, one with none; some pairs dropped."""
     generator = torch.Generator().manual_seed(rank)
     num_tokens = 0 if rank == 2 else T + rank
     x = torch.randn(num_tokens, H, generator=generator).requires_grad_()
@@ -21,20 +26,20 @@ def tokens_of(rank):
     experts = scores.topk(K, dim=-1).indices
     experts[::4, 0] = E
     weights = torch.rand(num_tokens, K, generator=generator).requires_grad_()
-    return x, Choice(experts, weights), torch.randn(num_tokens, H, generator=generator)
+    return x, Routing(experts, weights), torch.randn(num_tokens, H, generator=generator)
 
 
-def outcome(dispatch, x, choice, grad, *, run):
-    out = dispatch(x, choice, run=run)
-    return out.detach(), *torch.autograd.grad(out, (x, choice.weights), grad)
+def outcome(dispatch, x, routing, grad, *, run_experts):
+    out = dispatch(x, routing, run_experts=run_experts)
+    return out.detach(), *torch.autograd.grad(out, (x, routing.topk_weights), grad)
 
 
 def times_expert(first, last, share=1.0):
     """Experts that multiply by their number, or by a share of it; zero where no expert is asked."""
 
-    def run(rows, ends):
+    def run(rows, offs):
         numbers = torch.arange(first, last) + 1.0
-        each = numbers.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)))
+        each = numbers.repeat_interleave(offs.diff(prepend=offs.new_zeros(1)))
         factors = torch.cat([each, torch.zeros(len(rows) - len(each))])
         return rows * factors[:, None] * share
 
@@ -43,15 +48,15 @@ def times_expert(first, last, share=1.0):
 
 def equals_local(ctx):
     ep, etp = ctx.group("ep"), ctx.group("etp")
-    x, choice, grad = tokens_of(ctx.rank)
-    expected = outcome(LocalDispatch(E), x, choice, grad, run=times_expert(0, E))
+    x, routing, grad = tokens_of(ctx.rank)
+    expected = outcome(LocalTokenDispatcher(E), x, routing, grad, run_experts=times_expert(0, E))
     size = E // ep.size
     mine = times_expert(ep.index * size, (ep.index + 1) * size, share=1 / etp.size)
-    dispatch = build_dispatch(E, ep=ep, etp=etp)
-    assert isinstance(dispatch, RemoteDispatch)
-    for found, wanted in zip(outcome(dispatch, x, choice, grad, run=mine), expected, strict=True):
+    dispatch = build_token_dispatcher(E, ep=ep, etp=etp)
+    assert isinstance(dispatch, AllToAllTokenDispatcher)
+    for found, wanted in zip(outcome(dispatch, x, routing, grad, run_experts=mine), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-    return [(choice.experts // size == other).sum().item() for other in range(ep.size)], ctx.traffic.bytes(
+    return [(routing.topk_ids // size == other).sum().item() for other in range(ep.size)], ctx.traffic.bytes(
         op="all_to_all"
     )
 
@@ -62,6 +67,21 @@ SPREADS = [(2, {"ep": 2}), (2, {"etp": 2}), (4, {"ep": 4}), (4, {"ep": 2}), (4, 
 @pytest.mark.parametrize(("num_ranks", "sizes"), SPREADS)
 def test_any_spread_of_the_experts_gives_what_one_rank_gives(num_ranks, sizes):
     run_ranks(num_ranks, equals_local, **sizes)
+
+
+def send_all_to_the_first_experts(ctx):
+    """Every token uses experts of ep rank 0, so the other ranks receive no rows."""
+    ep, etp = ctx.group("ep"), ctx.group("etp")
+    x = torch.ones(3, H, requires_grad=True)
+    routing = Routing(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+    out = build_token_dispatcher(E, ep=ep, etp=etp)(x, routing, run_experts=lambda rows, offs: rows / etp.size)
+    out.sum().backward()
+    assert torch.equal(out, x) and torch.equal(x.grad, torch.ones(3, H))
+
+
+@pytest.mark.parametrize(("num_ranks", "sizes"), [(4, {"ep": 2, "etp": 2}), (4, {"ep": 4})])
+def test_a_rank_may_receive_no_rows(num_ranks, sizes):
+    run_ranks(num_ranks, send_all_to_the_first_experts, **sizes)
 
 
 def test_every_row_travels_four_times_and_only_to_other_ranks():
@@ -79,8 +99,8 @@ def send_evenly(ctx):
     ep, etp = ctx.group("ep"), ctx.group("etp")
     experts = (torch.arange(2 * E)[:, None] + torch.arange(K) * 3) % E
     x = torch.ones(2 * E, H, requires_grad=True)
-    dispatch = build_dispatch(E, ep=ep, etp=etp)
-    out = dispatch(x, Choice(experts, torch.ones(2 * E, K)), run=lambda rows, ends: rows * 2)
+    dispatch = build_token_dispatcher(E, ep=ep, etp=etp)
+    out = dispatch(x, Routing(experts, torch.ones(2 * E, K)), run_experts=lambda rows, offs: rows * 2)
     out.sum().backward()
     traffic = ExpertTraffic(2 * E, K, num_experts=E, hidden=H, itemsize=4)
     foretold = {"ep": ep_bytes(traffic, ep.size), "etp": etp_bytes(traffic, etp.size)}
@@ -88,17 +108,19 @@ def send_evenly(ctx):
 
 
 @pytest.mark.parametrize(("num_ranks", "sizes"), SPREADS)
-def test_the_closed_form_foretells_the_bytes_of_an_even_choice(num_ranks, sizes):
+def test_the_closed_form_foretells_the_bytes_of_even_routing(num_ranks, sizes):
     for sent, foretold in run_ranks(num_ranks, send_evenly, **sizes):
         assert sent == foretold
 
 
 def test_alone_the_experts_are_local():
-    assert isinstance(build_dispatch(E, ep=Group.single_rank("ep"), etp=Group.single_rank("etp")), LocalDispatch)
+    assert isinstance(
+        build_token_dispatcher(E, ep=Group.single_rank("ep"), etp=Group.single_rank("etp")), LocalTokenDispatcher
+    )
 
 
 def test_without_tokens_nothing_happens():
     x = torch.zeros(0, H, requires_grad=True)
-    choice = Choice(torch.zeros(0, K, dtype=torch.int64), torch.zeros(0, K))
-    out = LocalDispatch(E)(x, choice, run=times_expert(0, E))
+    routing = Routing(torch.zeros(0, K, dtype=torch.int64), torch.zeros(0, K))
+    out = LocalTokenDispatcher(E)(x, routing, run_experts=times_expert(0, E))
     assert out.shape == (0, H)

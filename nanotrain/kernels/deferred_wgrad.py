@@ -1,0 +1,101 @@
+"""Deferred weight gradients, for pipeline schedules with separate I and W actions (Qi et al. 2023, section 2.1).
+
+Wgrad              the weight gradients of one layer and microbatch, still to be computed
+WgradQueue         collects them during a backward that computes input gradients only
+accumulate_wgrads  computes them and accumulates into `param.grad`
+
+with queue.defer():                        I: input gradients, sent to the previous stage
+    grads = torch.autograd.grad(...)       ... and those of parameters whose layer does not defer (norms, router)
+wgrads = queue.take()
+...
+accumulate_wgrads(wgrads, ready=...)       W: weight gradients, as if autograd had just computed them
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+
+class Wgrad(Protocol):
+    """The weight gradients of one layer and microbatch, still to be computed."""
+
+    @property
+    def params(self) -> Sequence[nn.Parameter]:
+        """The trained parameters of the layer."""
+
+    def start(self) -> None:
+        """Start the communication that `compute` waits for."""
+
+    def compute(self) -> Sequence[Tensor]:
+        """The gradients, one per parameter of `params`."""
+
+
+class WgradQueue:
+    """The wgrad work of one microbatch, shared by all layers of a stage."""
+
+    def __init__(self) -> None:
+        self.is_deferring = False
+        self._wgrads: list[Wgrad] = []
+
+    @contextmanager
+    def defer(self) -> Iterator[None]:
+        """Inside the block, linear layers put their wgrad here instead of computing it."""
+        assert not self._wgrads, "work that was not taken would be accumulated with another microbatch's"
+        self.is_deferring = True
+        try:
+            yield
+        finally:
+            self.is_deferring = False
+
+    def put(self, wgrad: Wgrad) -> None:
+        """Add the work of one layer; called by its backward."""
+        self._wgrads.append(wgrad)
+
+    def take(self) -> list[Wgrad]:
+        """The work added since the last call, in backward order."""
+        wgrads, self._wgrads = self._wgrads, []
+        return wgrads
+
+
+def is_deferring(queue: WgradQueue | None) -> TypeGuard[WgradQueue]:
+    """Whether a layer with this queue (None: no schedule defers) has to defer its wgrad now."""
+    return queue is not None and queue.is_deferring
+
+
+def accumulate_wgrads(wgrads: list[Wgrad], *, ready: Sequence[tuple[nn.Parameter, Tensor]] = ()) -> None:
+    """Compute weight gradients and accumulate them, each layer's communication overlapped with the previous layer.
+
+    Hooks fire once per parameter, with the complete gradient, also where several layers share a weight.
+
+    Args:
+        wgrads: in the order in which they are computed; emptied, so that memory is freed on the way.
+        ready: parameters with gradients that are already computed.
+    """
+    uses_left = Counter(id(param) for wgrad in wgrads for param in wgrad.params)
+    uses_left.update(id(param) for param, _ in ready)
+    sums: dict[int, Tensor] = {}
+
+    def accumulate(param: nn.Parameter, grad: Tensor) -> None:
+        uses_left[id(param)] -= 1
+        total = sums.pop(id(param)) + grad if id(param) in sums else grad
+        if uses_left[id(param)]:
+            sums[id(param)] = total
+        else:
+            # Accumulates as autograd does: honours grad_dtype and fires the post-accumulate hooks.
+            torch.autograd.backward(param, total)
+
+    for param, grad in ready:
+        accumulate(param, grad)
+    wgrads.reverse()
+    if wgrads:
+        wgrads[-1].start()
+    while wgrads:
+        wgrad = wgrads.pop()
+        if wgrads:
+            wgrads[-1].start()
+        for param, grad in zip(wgrad.params, wgrad.compute(), strict=True):
+            accumulate(param, grad)

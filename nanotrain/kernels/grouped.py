@@ -1,0 +1,185 @@
+"""Grouped matrix products: the tokens of each expert times the weight of that expert, all experts in one call.
+
+    grouped_linear   a grouped linear layer, with gradients and deferred wgrad
+    GroupedGemm      {fprop, dgrad, wgrad} of it: `GroupedMM` is torch's kernel, `LoopedMM` one product per expert
+
+    x [T, I], sorted by expert       offs [E] int32, the end of each expert's tokens
+    | expert 0   | expert 1 | expert 3 (none for 2) | dropped |
+                 offs[0]    offs[1] = offs[2]       offs[3]
+
+Tokens after the last offset belong to no expert (dropped by capacity). torch leaves their outputs and gradients
+uninitialized; where tokens can be dropped, these are overwritten with zeros.
+
+    T tokens, one per token and chosen expert   E local experts   I inputs   O outputs
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanotrain.kernels.deferred_wgrad import WgradQueue, is_deferring
+
+# torch 2.10 has it under both names, older versions under the private name only.
+_grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+_ALIGNMENT_BYTES = 16  # torch's grouped product requires rows that begin at multiples of this
+
+
+class GroupedGemm(Protocol):
+    """The three products of a grouped linear layer; outputs of dropped tokens are undefined."""
+
+    def fprop(self, x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+        """[T, I], [E, O, I] -> [T, O]."""
+
+    def dgrad(self, grad: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+        """[T, O], [E, O, I] -> [T, I]."""
+
+    def wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor) -> Tensor:
+        """[T, O], [T, I] -> [E, O, I]."""
+
+
+class GroupedMM:
+    """torch's grouped product, for weights with aligned rows."""
+
+    def fprop(self, x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+        """[T, I], [E, O, I] -> [T, O]."""
+        out: Tensor = _grouped_mm(x, weight.transpose(1, 2), offs=offs)
+        return out
+
+    def dgrad(self, grad: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+        """[T, O], [E, O, I] -> [T, I]."""
+        out: Tensor = _grouped_mm(grad, weight, offs=offs)
+        return out
+
+    def wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor) -> Tensor:
+        """[T, O], [T, I] -> [E, O, I]."""
+        out: Tensor = _grouped_mm(grad.t(), x, offs=offs)
+        return out
+
+
+class LoopedMM:
+    """One product per expert, for weights of any size; the host waits for `offs`."""
+
+    def fprop(self, x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+        """[T, I], [E, O, I] -> [T, O]."""
+        return self._multiply(x, weight.transpose(1, 2), offs=offs)
+
+    def dgrad(self, grad: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+        """[T, O], [E, O, I] -> [T, I]."""
+        return self._multiply(grad, weight, offs=offs)
+
+    def wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor) -> Tensor:
+        """[T, O], [T, I] -> [E, O, I]."""
+        counts = _tokens_per_expert(x, offs)
+        *grads, _ = grad.split(counts)
+        *inputs, _ = x.split(counts)
+        return torch.stack([grad.t() @ x for grad, x in zip(grads, inputs, strict=True)])
+
+    def _multiply(self, x: Tensor, matrices: Tensor, *, offs: Tensor) -> Tensor:
+        *inputs, dropped = x.split(_tokens_per_expert(x, offs))
+        products = [x @ matrix for x, matrix in zip(inputs, matrices.unbind(), strict=True)]
+        return torch.cat([*products, x.new_empty(len(dropped), matrices.shape[2])])
+
+
+def select_gemm(weight: Tensor) -> GroupedGemm:
+    """torch's grouped product where the rows of a weight [E, O, I] are aligned in both dims.
+
+    >>> [type(select_gemm(torch.empty(4, size, 64))).__name__ for size in (128, 23)]
+    ['GroupedMM', 'LoopedMM']
+    """
+    is_aligned = all(size * weight.itemsize % _ALIGNMENT_BYTES == 0 for size in weight.shape[1:])
+    return GroupedMM() if is_aligned and _grouped_mm is not None else LoopedMM()
+
+
+@dataclass(frozen=True)
+class GroupedOptions:
+    """How a grouped linear layer multiplies.
+
+    Args:
+        gemm: the products.
+        may_drop: whether there can be dropped tokens; their outputs and gradients are then zero.
+        wgrad_queue: defers the weight gradient; None where no schedule does.
+    """
+
+    gemm: GroupedGemm
+    may_drop: bool = False
+    wgrad_queue: WgradQueue | None = None
+
+
+def grouped_linear(x: Tensor, weight: nn.Parameter, *, offs: Tensor, options: GroupedOptions) -> Tensor:
+    """The tokens of each expert times the transposed weight of that expert.
+
+    Args:
+        x: [T, I], sorted by expert.
+        weight: [E, O, I].
+        offs: [E] int32, the end of each expert's tokens.
+        options: how to multiply.
+
+    Returns:
+        [T, O].
+    """
+    out: Tensor = _GroupedLinear.apply(x, weight, offs, options)
+    return out
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, offs: Tensor, options: GroupedOptions) -> Tensor:
+        ctx.save_for_backward(x, weight, offs)
+        ctx.options, ctx.param = options, weight
+        out = options.gemm.fprop(x, weight, offs=offs)
+        return _zero_dropped(out, offs) if options.may_drop else out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight, offs = ctx.saved_tensors
+        options: GroupedOptions = ctx.options
+        grad = grads[0].contiguous()  # an expanded gradient has strides that torch's product refuses
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = options.gemm.dgrad(grad, weight, offs=offs)
+            grad_x = _zero_dropped(grad_x, offs) if options.may_drop else grad_x
+        if ctx.needs_input_grad[1]:
+            wgrad = _GroupedWgrad(ctx.param, options.gemm, grad, x.detach(), offs)  # x would keep its graph alive
+            if is_deferring(options.wgrad_queue):
+                options.wgrad_queue.put(wgrad)
+            else:
+                (grad_weight,) = wgrad.compute()
+        return grad_x, grad_weight, None, None
+
+
+@dataclass(frozen=True)
+class _GroupedWgrad:
+    """The weight gradient of a grouped linear layer, still to be computed."""
+
+    param: nn.Parameter
+    gemm: GroupedGemm
+    grad: Tensor
+    x: Tensor
+    offs: Tensor
+
+    @property
+    def params(self) -> tuple[nn.Parameter]:
+        """The weight."""
+        return (self.param,)
+
+    def start(self) -> None:
+        """No communication."""
+
+    def compute(self) -> tuple[Tensor]:
+        """[E, O, I]."""
+        return (self.gemm.wgrad(self.grad, self.x, offs=self.offs),)
+
+
+def _tokens_per_expert(x: Tensor, offs: Tensor) -> list[int]:
+    """Number of tokens of each expert and, last, of dropped tokens."""
+    ends = [0, *offs.tolist(), len(x)]
+    return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+
+
+def _zero_dropped(x: Tensor, offs: Tensor) -> Tensor:
+    """Zeros after the last offset, without a host sync."""
+    is_dropped = torch.arange(len(x), device=x.device) >= offs[-1]
+    return x.masked_fill_(is_dropped[:, None], 0)

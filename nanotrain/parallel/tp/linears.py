@@ -1,0 +1,162 @@
+"""Linear layers on a tp group, with the communication of their backward overlapped.
+
+    build_linears    selects, once per layer:
+    TorchLinears     torch's operator, for one rank that defers nothing; torch.compile traces it
+    ShardedLinears   over a group, or with deferred wgrad:
+
+    forward     enter x                      y_i = x W_i^T + b_i
+    backward    start all-gather of x        dx = sum_i dy_i W_i           (dgrad) while x is gathered
+                start reduce-scatter of dx   dW_i = dy_i^T x, db_i         (wgrad) while dx is reduced
+
+Layers that read one input (query, key and value; gate and up) share its all-gather and the reduction of its gradient.
+Only the local shard of x is saved for the backward and gathered again there (Korthikanti et al. 2022, section 4.2.2).
+Without sequence parallelism nothing is gathered and dx is all-reduced.
+
+    [B, S, I] -> [B, S, O]     B batch   S sequence   I inputs   O local outputs   T = B * S
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from nanotrain.comm.work import Work
+from nanotrain.kernels.deferred_wgrad import is_deferring
+from nanotrain.kernels.linear import Linear
+from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+
+
+class Linears(Protocol):
+    """How the linear layers of one tensor-parallel region are computed."""
+
+    def column(self, x: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
+        """[B, S or S/tp, I] -> one [B, S, O] per column-parallel layer."""
+
+    def row(self, x: Tensor, linear: Linear) -> Tensor:
+        """[B, S, I/tp] -> [B, S or S/tp, O] of a row-parallel layer."""
+
+
+class TorchLinears:
+    """torch's own operator, for one rank that defers nothing."""
+
+    def column(self, x: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
+        """[B, S, I] -> one [B, S, O] per layer."""
+        return tuple(linear.fprop(x) for linear in linears)
+
+    def row(self, x: Tensor, linear: Linear) -> Tensor:
+        """[B, S, I] -> [B, S, O]."""
+        return linear.fprop(x)
+
+
+class ShardedLinears:
+    """Linear layers over a tp group, or on one rank with deferred wgrad.
+
+    Args:
+        tensor_parallel: the group and the wgrad queue.
+    """
+
+    def __init__(self, tensor_parallel: TensorParallel) -> None:
+        self.tensor_parallel = tensor_parallel
+
+    def column(self, x: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
+        """[B, S or S/tp, I] -> one [B, S, O] per layer."""
+        return _linears(x, linears, tensor_parallel=self.tensor_parallel)
+
+    def row(self, x: Tensor, linear: Linear) -> Tensor:
+        """[B, S, I/tp] -> [B, S or S/tp, O]; the bias is added after the reduction."""
+        (partial,) = _linears(x, [Linear(linear.weight, None)], tensor_parallel=self.tensor_parallel.unsharded)
+        out = self.tensor_parallel.leave(partial)
+        return out if linear.bias is None else out + linear.bias
+
+
+def build_linears(tensor_parallel: TensorParallel) -> Linears:
+    """The implementation for a group and its wgrad queue."""
+    if tensor_parallel.group.size == 1 and tensor_parallel.wgrad_queue is None:
+        return TorchLinears()
+    return ShardedLinears(tensor_parallel)
+
+
+@torch.compiler.disable  # collectives and the wgrad queue stay out of compiled graphs
+def _linears(x: Tensor, linears: Sequence[Linear], *, tensor_parallel: TensorParallel) -> tuple[Tensor, ...]:
+    params = [param for linear in linears for param in (linear.weight, linear.bias)]
+    outputs: tuple[Tensor, ...] = _Linears.apply(x, tensor_parallel, tuple(linears), *params)
+    return outputs
+
+
+class _Linears(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, tensor_parallel: TensorParallel, linears: tuple[Linear, ...], *params: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        entered = tensor_parallel.start_enter(x).wait()
+        ctx.tensor_parallel, ctx.linears = tensor_parallel, linears
+        # Parameters are saved for autograd's check that none is overwritten before the backward; read from `linears`.
+        ctx.save_for_backward(x, *params)
+        return tuple(linear.fprop(entered) for linear in linears)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Detached: when deferred, x would keep the graph that it comes from alive.
+        x, *params = ctx.saved_tensors
+        tensor_parallel, linears = ctx.tensor_parallel, ctx.linears
+        flat_grads = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        wgrad = _LinearsWgrad(x.detach(), tensor_parallel, linears=linears, flat_grads=flat_grads)
+        deferred = is_deferring(tensor_parallel.wgrad_queue)
+        if not deferred:
+            wgrad.start()
+        reducing = None
+        if ctx.needs_input_grad[0]:
+            shape = (*grads[0].shape[:-1], x.shape[-1])
+            reducing = tensor_parallel.start_enter_backward(_sum_dgrads(flat_grads, linears).view(shape))
+        param_grads: list[Tensor | None] = [None] * len(params)
+        if deferred:
+            tensor_parallel.wgrad_queue.put(wgrad)
+        else:
+            computed = iter(wgrad.compute())
+            param_grads = [next(computed) if p is not None and p.requires_grad else None for p in params]
+        grad_x = None if reducing is None else reducing.wait()
+        return grad_x, None, None, *param_grads
+
+
+def _sum_dgrads(flat_grads: list[Tensor], linears: tuple[Linear, ...]) -> Tensor:
+    """[T, I], this rank's partial sum."""
+    total: Tensor | None = None
+    for grad, linear in zip(flat_grads, linears, strict=True):
+        total = linear.dgrad(grad, add_to=total)
+    assert total is not None, "at least one layer reads the input"
+    return total
+
+
+class _LinearsWgrad:
+    """The weight gradients of layers that share an input.
+
+    Args:
+        x: [B, S or S/tp, I], the local shard of the input.
+        tensor_parallel: gathers it.
+        linears: the layers.
+        flat_grads: one [T, O] per layer.
+    """
+
+    def __init__(
+        self, x: Tensor, tensor_parallel: TensorParallel, *, linears: tuple[Linear, ...], flat_grads: list[Tensor]
+    ) -> None:
+        self._x, self._tensor_parallel = x, tensor_parallel
+        self._linears, self._flat_grads = linears, flat_grads
+        self._gathering: Work[Tensor] | None = None
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The weights and biases that are trained."""
+        return [param for linear in self._linears for param in linear.trained_params]
+
+    def start(self) -> None:
+        """Start to gather the input."""
+        self._gathering = self._tensor_parallel.start_enter(self._x)
+
+    def compute(self) -> list[Tensor]:
+        """The gradients of `params`."""
+        assert self._gathering is not None, "start comes first, in the same order on every rank"
+        x = self._gathering.wait().flatten(0, -2)
+        pairs = zip(self._flat_grads, self._linears, strict=True)
+        return [grad for flat_grad, linear in pairs for grad in linear.wgrad(flat_grad, x)]

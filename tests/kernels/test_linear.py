@@ -1,0 +1,45 @@
+"""The products of a linear layer equal those of autograd."""
+
+import pytest
+import torch
+from torch import nn
+
+from nanotrain.kernels.linear import Linear, wgrad
+
+T, I, O = 6, 5, 3  # noqa: E741
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_the_products_of_a_layer_are_those_of_autograd(has_bias: bool, is_frozen: bool) -> None:
+    weight = nn.Parameter(draw(O, I), requires_grad=not is_frozen)
+    bias = nn.Parameter(draw(O)) if has_bias else None
+    linear, x, grad = Linear(weight, bias), draw(T, I).requires_grad_(), draw(T, O)
+
+    out = linear.fprop(x)
+    expected = torch.autograd.grad(out, [x, *linear.trained_params], grad)
+
+    assert len(linear.trained_params) == has_bias + (not is_frozen)
+    found = [linear.dgrad(grad), *linear.wgrad(grad, x.detach())]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_input_gradients_of_several_layers_add_up() -> None:
+    first, second = (Linear(nn.Parameter(draw(O, I) * factor), None) for factor in (1, 2))
+    grad = draw(T, O)
+    total = first.dgrad(grad)
+    assert second.dgrad(grad, add_to=total) is total
+    torch.testing.assert_close(total, 3 * grad @ first.weight.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_gradient_accumulates_into_fp32(dtype: torch.dtype) -> None:
+    grad, x = draw(T, O).to(dtype), draw(T, I).to(dtype)
+    total = torch.ones(O, I)
+    assert wgrad(grad, x, add_to=total) is total
+    torch.testing.assert_close(total, 1 + wgrad(grad, x).float(), rtol=1e-2, atol=1e-2)
