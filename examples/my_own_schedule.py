@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from nanotrain.data.batch import Batch
-from nanotrain.parallel.pp.actions import PipelineShape, Schedule, backward, forward
+from nanotrain.parallel.pp.actions import PipelineShape, Schedule, forward, full_backward
 from nanotrain.parallel.pp.draw import draw_schedule
 from nanotrain.parallel.pp.executor import Pipeline, RunnableStage, run_schedule
 from nanotrain.parallel.pp.schedules import SCHEDULES
+from nanotrain.parallel.pp.transfers import plan_rank
 
 
 def in_pairs(shape: PipelineShape) -> Schedule:
@@ -22,7 +23,7 @@ def in_pairs(shape: PipelineShape) -> Schedule:
     pairs = [range(m, min(m + 2, shape.num_microbatches)) for m in range(0, shape.num_microbatches, 2)]
     return Schedule(
         tuple(
-            tuple(make(stage, m) for pair in pairs for make in (forward, backward) for m in pair)
+            tuple(make(stage, m) for pair in pairs for make in (forward, full_backward) for m in pair)
             for stage in range(shape.num_ranks)
         )
     )
@@ -50,7 +51,11 @@ def gradient(schedule: Schedule, batches: list[Batch]) -> Tensor:
     torch.manual_seed(0)
     model = Bigram()
     run_schedule(
-        schedule, {0: RunnableStage(model)}, microbatches=batches, grad_scale=1.0, pipeline=Pipeline.single_rank()
+        plan_rank(schedule, 0),
+        {0: RunnableStage(model)},
+        microbatches=batches,
+        grad_scale=1.0,
+        pipeline=Pipeline.single_rank(),
     )
     assert model.table.weight.grad is not None
     return model.table.weight.grad

@@ -110,7 +110,7 @@ def draw(schedule: str, argv: Sequence[str], *, num_microbatches: int | None, pn
     from nanotrain.parallel.pp.draw import draw_schedule
     from nanotrain.parallel.pp.schedules import SCHEDULES
 
-    check_choice("pipeline_schedule", schedule, known=SCHEDULES.keys() - {"one_stage"})
+    check_choice("pipeline_schedule", schedule, known=SCHEDULES)
     parallel = load(["--pipeline-schedule", schedule, *argv], to_train=False).config.parallel
     num_ranks = parallel.pipeline_model_parallel_size
     stages_per_rank = parallel.num_virtual_stages_per_pipeline_rank

@@ -70,9 +70,7 @@ class LatentAttention(nn.Module):
         self.kv_down = whole(hidden, sum(self.latent_widths))
         self.kv_latent_norm = norm(latent)
         self.kv_up = cut(latent, heads * sum(self.key_value_widths))
-        self.output = row_linear(
-            heads * mla.v_head_dim, hidden, bias=False, dtype=dtype, tensor_parallel=parallel.tp
-        )
+        self.output = row_linear(heads * mla.v_head_dim, hidden, bias=False, dtype=dtype, tensor_parallel=parallel.tp)
 
     def forward(self, hidden: Tensor, context: Context) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""

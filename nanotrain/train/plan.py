@@ -7,15 +7,16 @@
 
 from dataclasses import dataclass
 
-from nanotrain.config.config import Config, ParallelConfig
+from nanotrain.config.config import Config
 from nanotrain.config.derive import global_batch_size
 from nanotrain.config.schema import check_choice
 from nanotrain.data.sampler import SamplerConfig
 from nanotrain.optim.optimizers import OPTIMIZERS
 from nanotrain.parallel.cp.attention import CORE_ATTENTIONS
-from nanotrain.parallel.pp.actions import PipelineShape, Schedule
-from nanotrain.parallel.pp.schedules import SCHEDULES
-from nanotrain.parallel.pp.simulate import simulate
+from nanotrain.parallel.pp.actions import PipelineShape
+from nanotrain.parallel.pp.gpipe import forward_only
+from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule
+from nanotrain.parallel.pp.transfers import RankPlan, plan_rank
 from nanotrain.topology.counts import flops_per_token
 from nanotrain.topology.shape import ModelShape
 from nanotrain.topology.stages import StageSpec, split_layers
@@ -32,7 +33,8 @@ class Plan:
         rank: global rank, 0 to world_size - 1.
         stages: the pipeline stages of this rank, ascending.
         sampler: which samples this rank reads.
-        schedule: the pipeline schedule of a training step.
+        train_schedule: this rank's actions and transfers in a training step.
+        valid_schedule: the same for the forwards of a validation batch.
         flops_per_token: of the whole model, forward and backward.
     """
 
@@ -41,7 +43,8 @@ class Plan:
     rank: int
     stages: tuple[StageSpec, ...]
     sampler: SamplerConfig
-    schedule: Schedule
+    train_schedule: RankPlan
+    valid_schedule: RankPlan
     flops_per_token: int
 
 
@@ -65,20 +68,23 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
         micro_batch_size=config.train.micro_batch_size,
         global_batch_size=global_batch_size(config.train, topology.size("dp")),
     )
+    stages_per_rank = config.parallel.num_virtual_stages_per_pipeline_rank
+    shape = PipelineShape(topology.size("pp"), stages_per_rank, sampler.num_microbatches)
     return Plan(
         config=config,
         topology=topology,
         rank=rank,
         stages=_stages(config, topology)[coords["pp"] :: topology.size("pp")],
         sampler=sampler,
-        schedule=_schedule(config.parallel, topology, num_microbatches=sampler.num_microbatches),
+        train_schedule=plan_rank(build_schedule(config.parallel.pipeline_schedule, shape), coords["pp"]),
+        valid_schedule=plan_rank(forward_only(shape), coords["pp"]),
         flops_per_token=flops_per_token(ModelShape.of(config.model), config.data.seq_length),
     )
 
 
 def _check_names(config: Config) -> None:
     """Check that every name of a table is in its table."""
-    check_choice("pipeline_schedule", config.parallel.pipeline_schedule, known=SCHEDULES.keys() - {"one_stage"})
+    check_choice("pipeline_schedule", config.parallel.pipeline_schedule, known=SCHEDULES)
     check_choice("cp_comm_type", config.parallel.cp_comm_type, known=CORE_ATTENTIONS)
     check_choice("optimizer", config.optim.optimizer, known=OPTIMIZERS)
 
@@ -92,12 +98,3 @@ def _stages(config: Config, topology: Topology) -> tuple[StageSpec, ...]:
         first=parallel.decoder_first_pipeline_num_layers,
         last=parallel.decoder_last_pipeline_num_layers,
     )
-
-
-def _schedule(parallel: ParallelConfig, topology: Topology, *, num_microbatches: int) -> Schedule:
-    """The schedule of all pipeline ranks; without a pipeline that of one stage."""
-    name = parallel.pipeline_schedule if topology.size("pp") > 1 else "one_stage"
-    shape = PipelineShape(topology.size("pp"), parallel.num_virtual_stages_per_pipeline_rank, num_microbatches)
-    schedule = SCHEDULES[name](shape)
-    simulate(schedule)  # a schedule that would hang or drop a microbatch fails here, before the first step
-    return schedule

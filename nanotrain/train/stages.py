@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import Config, ParallelConfig
+from nanotrain.config.config import ParallelConfig
 from nanotrain.kernels.deferred_wgrad import WgradQueue
 from nanotrain.model.build import build_stage, collect_specs
 from nanotrain.model.parallel import ModelParallel
@@ -66,7 +66,7 @@ def build_stages(plan: Plan, context: ParallelContext) -> dict[int, BuiltStage]:
     Returns:
         the stages by global index.
     """
-    return {spec.index: _build_stage(plan.config, spec, context=context) for spec in plan.stages}
+    return {spec.index: _build_stage(plan, spec, context=context) for spec in plan.stages}
 
 
 def all_data_parallel(stages: Mapping[int, BuiltStage]) -> tuple[DataParallel, ...]:
@@ -74,10 +74,9 @@ def all_data_parallel(stages: Mapping[int, BuiltStage]) -> tuple[DataParallel, .
     return tuple(dp for stage in stages.values() for dp in stage.data_parallel)
 
 
-def _build_stage(config: Config, spec: StageSpec, *, context: ParallelContext) -> BuiltStage:
-    precision = Precision.of(config.precision)
-    is_split = config.parallel.pipeline_schedule == "zb-h1" and context.group("pp").size > 1
-    wgrad_queue = WgradQueue() if is_split else None
+def _build_stage(plan: Plan, spec: StageSpec, *, context: ParallelContext) -> BuiltStage:
+    config, precision = plan.config, Precision.of(plan.config.precision)
+    wgrad_queue = WgradQueue() if plan.train_schedule.defers_wgrad else None
     parallel = _model_parallel(config.parallel, context, wgrad_queue=wgrad_queue)
     module = build_stage(config.model, spec, dtype=precision.params, parallel=parallel)
     sizes = {axis: context.topology.size(axis) for axis in ("tp", "ep", "etp")}

@@ -48,7 +48,7 @@ def train_step(run: Run, batch: GlobalBatch) -> StepResult:
     for dp in run.data_parallel:
         dp.begin_step()
     loss_sum = run_schedule(
-        run.plan.schedule,
+        run.plan.train_schedule,
         run.runnable,
         microbatches=microbatches,
         grad_scale=loss_scale / num_tokens,

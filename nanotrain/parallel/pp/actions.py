@@ -1,9 +1,14 @@
-"""A pipeline schedule as data: for each pipeline rank, the actions it takes in one step, in order.
+"""A pipeline schedule as data: the actions of every pipeline rank in one step, in order.
 
-    stage     0    1    2    3    4    5        2 stages on each of 3 ranks: stage s lives on rank s % 3,
-    rank      0    1    2    0    1    2        so hidden states go around the ring of ranks
+    F   forward                                 as in torch.distributed.pipelining;
+    B   full backward                           a microbatch has either one B per stage,
+    I   backward for the input                  or one I and one W
+    W   backward for the weights
 
-No pipeline is the schedule of one stage, so there is one train step for every topology.
+    stage     0    1    2    3    4    5        2 stages per rank, 3 ranks: stage s is on rank s % 3,
+    rank      0    1    2    0    1    2        so hidden states are sent around a ring
+
+A step without a pipeline is the schedule of one stage, so there is one train step for every topology.
 """
 
 from collections.abc import Iterator
@@ -13,25 +18,32 @@ from functools import cached_property
 
 
 class ActionKind(str, Enum):
-    """What a rank does with one microbatch.
-
-    A backward pass computes all gradients, except in a schedule that has weight actions: there it computes the
-    gradients of the stage's input only, and the weight action those of the weights.
-    """
+    """What a rank computes for one stage and microbatch."""
 
     forward = "F"
-    backward = "B"
-    weight = "W"
+    full_backward = "B"
+    backward_input = "I"
+    backward_weight = "W"
+
+    @property
+    def has_dgrad(self) -> bool:
+        """Whether it computes the gradient of the stage's input."""
+        return self in (ActionKind.full_backward, ActionKind.backward_input)
+
+    @property
+    def has_wgrad(self) -> bool:
+        """Whether it completes the weight gradients of the microbatch."""
+        return self in (ActionKind.full_backward, ActionKind.backward_weight)
 
 
 @dataclass(frozen=True)
 class Action:
-    """One thing one rank does.
+    """One computation of one rank.
 
     Attributes:
-        kind: forward, backward or weight.
+        kind: F, B, I or W.
         stage: global index of the stage.
-        microbatch: number of the microbatch within the step.
+        microbatch: index of the microbatch within the step.
     """
 
     kind: ActionKind
@@ -43,28 +55,33 @@ class Action:
 
 
 def forward(stage: int, microbatch: int) -> Action:
-    """A microbatch's forward pass through a stage."""
+    """The forward of a microbatch through a stage."""
     return Action(ActionKind.forward, stage, microbatch)
 
 
-def backward(stage: int, microbatch: int) -> Action:
-    """A microbatch's backward pass through a stage, or its first half where weight actions follow."""
-    return Action(ActionKind.backward, stage, microbatch)
+def full_backward(stage: int, microbatch: int) -> Action:
+    """The backward of a microbatch through a stage, for input and weights."""
+    return Action(ActionKind.full_backward, stage, microbatch)
 
 
-def weight(stage: int, microbatch: int) -> Action:
-    """The gradients of a stage's weights for one microbatch."""
-    return Action(ActionKind.weight, stage, microbatch)
+def backward_input(stage: int, microbatch: int) -> Action:
+    """The backward for the stage's input only; a `backward_weight` has to follow."""
+    return Action(ActionKind.backward_input, stage, microbatch)
+
+
+def backward_weight(stage: int, microbatch: int) -> Action:
+    """The backward for the stage's weights, after `backward_input`."""
+    return Action(ActionKind.backward_weight, stage, microbatch)
 
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """What a schedule is a function of.
+    """The arguments of a schedule.
 
     Attributes:
         num_ranks: pipeline ranks.
         num_stages_per_rank: stages on each of them.
-        num_microbatches: microbatches of a step, at least 1.
+        num_microbatches: microbatches per step, at least 1.
     """
 
     num_ranks: int
@@ -77,7 +94,7 @@ class PipelineShape:
         return self.num_ranks * self.num_stages_per_rank
 
     def stages_of(self, rank: int) -> range:
-        """The stages that live on a rank.
+        """The stages on a rank.
 
         >>> list(PipelineShape(4, 2, 8).stages_of(1))
         [1, 5]
@@ -101,16 +118,52 @@ class Schedule:
 
     @cached_property
     def num_stages(self) -> int:
-        """Stages that occur in it."""
+        """Number of stages."""
         return 1 + max((action.stage for action in self), default=-1)
 
     @cached_property
-    def has_weight_actions(self) -> bool:
-        """Whether backward passes are split into input and weight gradients."""
-        return any(action.kind is ActionKind.weight for action in self)
+    def num_microbatches(self) -> int:
+        """Number of microbatches."""
+        return 1 + max((action.microbatch for action in self), default=-1)
+
+    @cached_property
+    def rank_of_stage(self) -> dict[int, int]:
+        """The pipeline rank of each stage."""
+        return {action.stage: rank for rank, actions in enumerate(self.actions) for action in actions}
+
+    @cached_property
+    def _dgrads(self) -> dict[tuple[int, int], Action]:
+        """The action that computes the input gradient, by stage and microbatch."""
+        return {(action.stage, action.microbatch): action for action in self if action.kind.has_dgrad}
+
+    def dependencies_of(self, action: Action) -> tuple[Action, ...]:
+        """The actions whose results an action needs.
+
+        >>> schedule = Schedule(((forward(0, 0), full_backward(0, 0)), (forward(1, 0), full_backward(1, 0))))
+        >>> [str(other) for other in schedule.dependencies_of(full_backward(0, 0))]
+        ['F0.0', 'B1.0']
+        """
+        stage, microbatch = action.stage, action.microbatch
+        if action.kind is ActionKind.forward:
+            return (forward(stage - 1, microbatch),) if stage > 0 else ()
+        if action.kind is ActionKind.backward_weight:
+            return (backward_input(stage, microbatch),)
+        after = (self._dgrads[stage + 1, microbatch],) if stage < self.num_stages - 1 else ()
+        return (forward(stage, microbatch), *after)
+
+    def consumer_of(self, action: Action) -> Action | None:
+        """The action of another stage that takes the result of an action: hidden states or their gradient.
+
+        >>> schedule = Schedule(((forward(0, 0), full_backward(0, 0)), (forward(1, 0), full_backward(1, 0))))
+        >>> [str(schedule.consumer_of(action)) for action in schedule]
+        ['F1.0', 'None', 'None', 'B0.0']
+        """
+        if action.kind is ActionKind.forward and action.stage < self.num_stages - 1:
+            return forward(action.stage + 1, action.microbatch)
+        if action.kind.has_dgrad and action.stage > 0:
+            return self._dgrads[action.stage - 1, action.microbatch]
+        return None
 
     def last_backwards(self, pp_rank: int) -> frozenset[Action]:
-        """For each stage of a rank the action after which its gradients of the step are complete."""
-        completing = ActionKind.weight if self.has_weight_actions else ActionKind.backward
-        last = {action.stage: action for action in self.actions[pp_rank] if action.kind is completing}
-        return frozenset(last.values())
+        """For each stage of a rank the action that completes its weight gradients of the step."""
+        return frozenset({action.stage: action for action in self.actions[pp_rank] if action.kind.has_wgrad}.values())

@@ -1,10 +1,11 @@
-"""Draws a timeline as text: a row per rank, time from left to right, wrapped like music.
+"""Text drawings of schedules: one row per rank, time from left to right, wrapped at a fixed width.
 
-    draw_schedule     what `nanotrain topology --schedule` prints
+    draw_schedule     the output of `nanotrain topology --schedule`
     draw_timeline     the rows
-    describe          duration, bubble and memory in words
+    describe          duration, bubble and memory
 
-`F0` is microbatch 0 forward, `B` backward, `W` its weight gradients; `F0b` is the rank's second stage.
+`F0` is the forward of microbatch 0, `B` a full backward, `I` and `W` one for the input and for the weights; `F0b` is on
+the rank's second stage.
 """
 
 from fractions import Fraction
@@ -14,36 +15,41 @@ from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape
 from nanotrain.parallel.pp.schedules import SCHEDULES
 from nanotrain.parallel.pp.simulate import UNIT_COSTS, Costs, Timeline, simulate
 
-WIDTH = 110  # characters of a row
-FILL = {ActionKind.forward: ".", ActionKind.backward: "=", ActionKind.weight: "-"}
+WIDTH = 110  # characters per row
+FILL = {
+    ActionKind.forward: ".",
+    ActionKind.full_backward: "=",
+    ActionKind.backward_input: "=",
+    ActionKind.backward_weight: "-",
+}
 
 
 def draw_schedule(name: str, shape: PipelineShape, *, png: Path | None = None) -> str:
-    """A schedule of `SCHEDULES` as text, on a whole backward pass that takes twice as long as a forward pass.
+    """Draw a schedule of `SCHEDULES`, with backwards that take twice as long as forwards.
 
     Args:
         name: of the schedule.
         shape: ranks, stages per rank, microbatches.
-        png: draw it into this file as well.
+        png: file for a picture, drawn as well.
 
     Raises:
-        ScheduleError: stages that the schedule does not take.
-        EnvironmentFault: a file that cannot be written.
+        ScheduleError: a number of stages that the schedule does not support.
+        EnvironmentFault: the file cannot be written.
     """
     timeline = simulate(SCHEDULES[name](shape))
     title = f"{name}: {_counted(shape.num_ranks, 'rank')}, {_counted(shape.num_stages, 'stage')}, "
     title += _counted(shape.num_microbatches, "microbatch", plural="es")
     parts = [title, draw_timeline(timeline), describe(timeline)]
     if png is not None:
-        from nanotrain.parallel.pp.draw_png import save_png  # matplotlib takes half a second to load
+        from nanotrain.parallel.pp.draw_png import save_png  # matplotlib takes half a second to import
 
         save_png(timeline, png, title=title)
-        parts.append(f"drawn into {png}")
+        parts.append(f"written to {png}")
     return "\n\n".join(parts)
 
 
 def draw_timeline(timeline: Timeline, *, width: int = WIDTH) -> str:
-    """The rows of a timeline; a column is at least as wide as the name of the shortest action.
+    """The rows of a timeline; a column is at least as wide as the label of the shortest action.
 
     >>> from nanotrain.parallel.pp.one_f_one_b import one_f_one_b
     >>> print(draw_timeline(simulate(one_f_one_b(PipelineShape(2, 1, 2)))))
@@ -75,7 +81,7 @@ def draw_timeline(timeline: Timeline, *, width: int = WIDTH) -> str:
 
 
 def labels(timeline: Timeline) -> dict[Action, str]:
-    """Kind and microbatch of every action, and where a rank has several stages a letter for which of them.
+    """Kind and microbatch of every action, and a letter for the stage where a rank has several.
 
     >>> from nanotrain.parallel.pp.interleaved import interleaved
     >>> timeline = simulate(interleaved(PipelineShape(2, 2, 1)))
@@ -89,19 +95,20 @@ def labels(timeline: Timeline) -> dict[Action, str]:
 
 
 def describe(timeline: Timeline, *, costs: Costs = UNIT_COSTS) -> str:
-    """Duration, bubble and memory of a timeline in words."""
+    """Duration, bubble and memory of a timeline."""
     bubble = Fraction(timeline.bubble_fraction).limit_denominator(10**6)
-    is_split = timeline.peak_held != timeline.peak_alive
+    is_split = timeline.peak_until_wgrad != timeline.peak_in_flight
     forward, backward = f"forward {costs.forward:g}", f"backward {costs.backward:g}"
     if is_split:
-        backward += f" ({costs.backward - costs.weight:g} for B and {costs.weight:g} for W)"
+        backward += f" ({costs.backward - costs.weight:g} for I and {costs.weight:g} for W)"
     lines = [
-        f"duration  {timeline.duration:g}   ({forward}, {backward})",
-        f"bubble    {bubble}" + (f" = {float(bubble):.1%}" if bubble else "") + " of the time of all ranks",
-        f"alive     {_listed(timeline.peak_alive)}   most at once between forward and backward, by rank",
+        f"duration   {timeline.duration:g}   ({forward}, {backward})",
+        f"bubble     {bubble}" + (f" = {float(bubble):.1%}" if bubble else "") + " of the time of all ranks",
+        f"in flight  {_listed(timeline.peak_in_flight)}   peak microbatches between F and {'I' if is_split else 'B'}, "
+        "per rank",
     ]
     if is_split:
-        lines.append(f"held      {_listed(timeline.peak_held)}   the same until their weight gradients")
+        lines.append(f"until W    {_listed(timeline.peak_until_wgrad)}   peak microbatches between F and W, per rank")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Draws a timeline as a picture: a row per rank, a box per action; a rank's later stages are darker."""
+"""PNG drawings of schedules: one row per rank, one box per action; later stages of a rank are darker."""
 
 from pathlib import Path
 
@@ -10,32 +10,36 @@ from nanotrain.errors import EnvironmentFault
 from nanotrain.parallel.pp.actions import ActionKind
 from nanotrain.parallel.pp.simulate import Timeline
 
-COLORS = {ActionKind.forward: "#8ecae6", ActionKind.backward: "#95d5b2", ActionKind.weight: "#ffd166"}
-MEANINGS = {ActionKind.forward: "F forward", ActionKind.backward: "B backward", ActionKind.weight: "W weight gradients"}
+STYLES = {
+    ActionKind.forward: ("#8ecae6", "F forward"),
+    ActionKind.full_backward: ("#95d5b2", "B full backward"),
+    ActionKind.backward_input: ("#95d5b2", "I backward for the input"),
+    ActionKind.backward_weight: ("#ffd166", "W backward for the weights"),
+}
 MAX_INCHES = 60.0
 
 
 def save_png(timeline: Timeline, path: Path, *, title: str) -> None:
-    """Draw a timeline into a PNG file.
+    """Draw a timeline to a PNG file.
 
     Raises:
         EnvironmentFault: the file cannot be written.
     """
     num_ranks = len(timeline.spans)
-    num_turns = 1 + max(span.action.stage for spans in timeline.spans for span in spans) // num_ranks
+    num_stages = 1 + max(span.action.stage for spans in timeline.spans for span in spans) // num_ranks
     figure = Figure(figsize=(min(MAX_INCHES, 2 + timeline.duration * 0.3), 1.2 + num_ranks * 0.4))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for rank, spans in enumerate(timeline.spans):
         for span in spans:
-            shade = 1 - 0.45 * (span.action.stage // num_ranks) / max(1, num_turns - 1)
-            color = tuple(channel * shade for channel in to_rgb(COLORS[span.action.kind]))
+            shade = 1 - 0.45 * (span.action.stage // num_ranks) / max(1, num_stages - 1)
+            color = tuple(channel * shade for channel in to_rgb(STYLES[span.action.kind][0]))
             axes.barh(rank, span.end - span.start, left=span.start, height=0.9, color=color, edgecolor="white")
             middle = (span.start + span.end) / 2
             axes.text(middle, rank, str(span.action.microbatch), ha="center", va="center", fontsize=7)
     kinds = [kind for kind in ActionKind if any(s.action.kind is kind for spans in timeline.spans for s in spans)]
     for kind in kinds:
-        axes.barh(0, 0, color=COLORS[kind], label=MEANINGS[kind])
+        axes.barh(0, 0, color=STYLES[kind][0], label=STYLES[kind][1])
     axes.legend(ncols=len(kinds), loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False, fontsize=8)
     axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
     axes.invert_yaxis()

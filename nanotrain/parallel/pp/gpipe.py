@@ -1,11 +1,10 @@
-"""GPipe: every microbatch forward, then every one backward (Huang et al. 2019, section 2.3).
+"""GPipe: the forwards of all microbatches, then all backwards (Huang et al. 2019, section 2.3).
 
     rank 0  F0.F1.F2.         B0====B1====B2====
     rank 1     F0.F1.F2.B0====B1====B2====
 
-The simplest schedule and the hungriest: a rank holds the activations of all microbatches at once. Backward passes run
-in the order of the forward passes, not reversed as in the paper: every schedule here sums the gradients of microbatches
-in the same order, so that their results are bit-equal; the bubble is the same.
+A rank keeps the activations of all microbatches. Backwards run in the order of the forwards, not reversed as in the
+paper, for the same bubble: all schedules accumulate microbatches in the same order, so gradients are bit-equal.
 """
 
 from nanotrain.parallel.pp.actions import PipelineShape, Schedule
@@ -13,7 +12,7 @@ from nanotrain.parallel.pp.interleaved import backwards_of, forwards_of
 
 
 def gpipe(shape: PipelineShape) -> Schedule:
-    """All forward passes, then all backward passes; any number of stages per rank.
+    """All forwards, then all backwards; any number of stages per rank.
 
     >>> [str(action) for action in gpipe(PipelineShape(2, 1, 2)).actions[1]]
     ['F1.0', 'F1.1', 'B1.0', 'B1.1']
@@ -23,7 +22,7 @@ def gpipe(shape: PipelineShape) -> Schedule:
 
 
 def forward_only(shape: PipelineShape) -> Schedule:
-    """The forward passes alone, for validation.
+    """All forwards and no backward, for validation.
 
     >>> [str(action) for action in forward_only(PipelineShape(2, 2, 1)).actions[1]]
     ['F1.0', 'F3.0']

@@ -1,14 +1,14 @@
-"""1F1B: after a warmup every forward pass is followed by a backward pass (Narayanan et al. 2019, section 3.2).
+"""1F1B: after a warmup, one forward and one backward in turn (Narayanan et al. 2019, section 3.2).
 
     rank 0  F0.F1.      B0====F2.B1====F3.B2====   B3====
     rank 1     F0.B0====F1.B1====F2.B2====F3.B3====
 
-As fast as GPipe, but rank r holds the activations of at most `num_ranks - r` microbatches, however many there are.
+The bubble of GPipe, but rank r keeps the activations of at most `num_ranks - r` microbatches.
 """
 
 from nanotrain.errors import ScheduleError
 from nanotrain.parallel.pp.actions import PipelineShape, Schedule
-from nanotrain.parallel.pp.interleaved import backwards_of, forwards_of, one_by_one
+from nanotrain.parallel.pp.interleaved import alternate, backwards_of, forwards_of
 
 
 def one_f_one_b(shape: PipelineShape) -> Schedule:
@@ -25,7 +25,7 @@ def one_f_one_b(shape: PipelineShape) -> Schedule:
     last = shape.num_ranks - 1
     return Schedule(
         tuple(
-            one_by_one(forwards_of(shape, rank), backwards_of(shape, rank), warmup=last - rank)
+            alternate(forwards_of(shape, rank), backwards_of(shape, rank), warmup=last - rank)
             for rank in range(shape.num_ranks)
         )
     )
@@ -35,11 +35,11 @@ def require_one_stage_per_rank(name: str, shape: PipelineShape) -> None:
     """Refuse several stages per rank.
 
     Raises:
-        ScheduleError: always then, with the schedule that takes them.
+        ScheduleError: several stages per rank.
     """
     if shape.num_stages_per_rank > 1:
         raise ScheduleError(
             f"the schedule {name} has {shape.num_stages_per_rank} stages per rank",
-            why="it takes one; interleaved is 1f1b over several",
+            why="it supports one; interleaved is 1f1b with several",
             fix="set --pipeline-schedule interleaved or --num-virtual-stages-per-pipeline-rank 1",
         )

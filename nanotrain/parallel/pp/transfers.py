@@ -1,8 +1,8 @@
-"""What one rank does in a step, transfers included: planned from the schedule, before anything runs.
+"""The plan of one rank for one step: its actions and its transfers, in order.
 
-Hidden states and gradients travel over one group, in which NCCL runs transfers one after another. So all ranks have to
-agree on their order, or two of them wait for each other for ever. The order is that of a simulated clock: a message is
-due when its producer ends there, and every rank starts its transfers, sends and receives alike, as they are due.
+Hidden states and gradients are sent over one group, on which NCCL runs transfers one after another. All ranks must
+therefore agree on the order of transfers, or two of them deadlock. The order is that of a simulated clock. A transfer
+is due when its producer ends there, and every rank starts its sends and receives in the order in which they are due.
 
     clock   0         1         2         3         4
     rank 0  |  F0.0   |  F0.1   |                   |      B0.0 ..
@@ -10,28 +10,27 @@ due when its producer ends there, and every rank starts its transfers, sends and
     rank 1            |  F1.0   |       B1.0        |  F1.1   | ..
 
     rank 0 sends for F1.0 at 1 and for F1.1 at 2, and receives for B0.0 at 4;
-    rank 1 receives at 1; it receives for F1.1 beside B1.0; and sends at 4
+    rank 1 receives at 1 for F1.0, during B1.0 for F1.1, and sends at 4
 
-What is due at one instant goes in one batch, so that two ranks may send to each other. A message that is due while its
-receiver computes is received meanwhile: the receive is started before that action. No rank ever waits in a circle: a
-transfer waits for things that are due earlier, and only for those, whatever the real times are.
+Transfers due at the same time form one batch, so two ranks may send to each other. A transfer due while its receiver
+computes is received meanwhile: the receive is started before that action. There is no deadlock, whatever the real
+times, as a transfer only waits for transfers and actions that are due earlier.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
-from nanotrain.parallel.pp.actions import Action, ActionKind, Schedule, backward, forward
+from nanotrain.parallel.pp.actions import Action, ActionKind, Schedule
 from nanotrain.parallel.pp.simulate import Timeline, simulate
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A message that crosses from one rank to another.
+    """A message from one rank to another.
 
     Attributes:
-        to: the action it is for: a forward pass takes hidden states, a backward pass the gradient of its output.
+        to: the action that takes it: F takes hidden states, B and I the gradient of the stage's output.
         peer: the other rank of the pipeline.
     """
 
@@ -40,12 +39,12 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """Transfers that a rank starts at once.
+class TransferBatch:
+    """Transfers that a rank starts together.
 
     Attributes:
-        sends: at most one, what the action before has made.
-        receives: what others make at the same time on the simulated clock.
+        sends: at most one, the result of the previous action.
+        receives: results that other ranks complete at the same time on the simulated clock.
     """
 
     sends: tuple[Transfer, ...]
@@ -54,40 +53,33 @@ class Exchange:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A rank's part of a schedule.
+    """One rank's part of a schedule.
 
     Attributes:
-        steps: actions and exchanges, in order.
-        last_backwards: for each stage the action after which its gradients are complete.
-        is_split: whether weight gradients are actions of their own.
-        num_stages: stages of the whole pipeline.
+        steps: actions and transfers, in order.
+        consumers: for each action of the rank whose result another stage takes, the action that takes it.
+        last_backwards: for each stage the action that completes its weight gradients.
+        num_stages: stages of the pipeline.
+        num_microbatches: microbatches of the step.
     """
 
-    steps: tuple[Action | Exchange, ...]
+    steps: tuple[Action | TransferBatch, ...]
+    consumers: Mapping[Action, Action]
     last_backwards: frozenset[Action]
-    is_split: bool
     num_stages: int
+    num_microbatches: int
+
+    @property
+    def defers_wgrad(self) -> bool:
+        """Whether there are W actions, so that linear layers have to defer their weight gradients."""
+        return any(isinstance(step, Action) and step.kind is ActionKind.backward_weight for step in self.steps)
 
 
-def consumer_of(action: Action, *, num_stages: int) -> Action | None:
-    """The action of another stage that takes what this one makes.
-
-    >>> str(consumer_of(forward(0, 3), num_stages=2)), str(consumer_of(backward(1, 3), num_stages=2))
-    ('F1.3', 'B0.3')
-    """
-    if action.kind is ActionKind.forward and action.stage < num_stages - 1:
-        return forward(action.stage + 1, action.microbatch)
-    if action.kind is ActionKind.backward and action.stage > 0:
-        return backward(action.stage - 1, action.microbatch)
-    return None
-
-
-@lru_cache(maxsize=32)
-def plan_rank(schedule: Schedule, rank: int) -> RankPlan:
+def plan_rank(schedule: Schedule, pp_rank: int) -> RankPlan:
     """Plan the actions and transfers of one rank.
 
     Raises:
-        ScheduleError: a schedule that does not come to its end.
+        ScheduleError: a schedule that is incomplete or deadlocks.
 
     >>> from nanotrain.parallel.pp.actions import PipelineShape
     >>> from nanotrain.parallel.pp.gpipe import forward_only
@@ -99,37 +91,39 @@ def plan_rank(schedule: Schedule, rank: int) -> RankPlan:
     F1.1
     """
     timeline = simulate(schedule)
+    actions = schedule.actions[pp_rank]
     return RankPlan(
-        steps=tuple(_steps(schedule, timeline, rank=rank)),
-        last_backwards=schedule.last_backwards(rank),
-        is_split=schedule.has_weight_actions,
+        steps=tuple(_steps(schedule, timeline, pp_rank=pp_rank)),
+        consumers={action: to for action in actions if (to := schedule.consumer_of(action)) is not None},
+        last_backwards=schedule.last_backwards(pp_rank),
         num_stages=schedule.num_stages,
+        num_microbatches=schedule.num_microbatches,
     )
 
 
-def _steps(schedule: Schedule, timeline: Timeline, *, rank: int) -> Iterator[Action | Exchange]:
-    """Each action, after the exchanges that are due before it ends."""
-    exchanges = _exchanges(schedule, timeline, rank=rank)
-    due = sorted(exchanges)
-    for span in timeline.spans[rank]:
-        while due and due[0] < span.end:
-            yield exchanges[due.pop(0)]
+def _steps(schedule: Schedule, timeline: Timeline, *, pp_rank: int) -> Iterator[Action | TransferBatch]:
+    """Each action, after the transfers that are due before it ends."""
+    batches = _transfers(schedule, timeline, pp_rank=pp_rank)
+    due = sorted(batches, reverse=True)
+    for span in timeline.spans[pp_rank]:
+        while due and due[-1] < span.end:
+            yield batches[due.pop()]
         yield span.action
-    yield from (exchanges[time] for time in due)
+    yield from (batches[time] for time in reversed(due))
 
 
-def _exchanges(schedule: Schedule, timeline: Timeline, *, rank: int) -> dict[float, Exchange]:
+def _transfers(schedule: Schedule, timeline: Timeline, *, pp_rank: int) -> dict[float, TransferBatch]:
     """The transfers of a rank by the time at which they are due."""
-    homes = {action.stage: home for home, actions in enumerate(schedule.actions) for action in actions}
     sends: dict[float, list[Transfer]] = defaultdict(list)
     receives: dict[float, list[Transfer]] = defaultdict(list)
     for source, spans in enumerate(timeline.spans):
         for span in spans:
-            to = consumer_of(span.action, num_stages=schedule.num_stages)
-            if to is None or homes[to.stage] == source:
+            to = schedule.consumer_of(span.action)
+            if to is None:
                 continue
-            if source == rank:
-                sends[span.end].append(Transfer(to, homes[to.stage]))
-            elif homes[to.stage] == rank:
+            target = schedule.rank_of_stage[to.stage]
+            if source == pp_rank != target:
+                sends[span.end].append(Transfer(to, target))
+            elif target == pp_rank != source:
                 receives[span.end].append(Transfer(to, source))
-    return {time: Exchange(tuple(sends[time]), tuple(receives[time])) for time in {*sends, *receives}}
+    return {time: TransferBatch(tuple(sends[time]), tuple(receives[time])) for time in {*sends, *receives}}

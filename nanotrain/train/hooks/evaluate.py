@@ -39,5 +39,7 @@ def evaluate(run: Run) -> float:
             batch = batch_iterator.next()
             assert batch is not None, "validation does not stop early"
             num_tokens += batch.num_target_tokens
-            loss += run_forward(run.runnable, microbatches=batch.microbatches, pipeline=run.pipeline)
+            loss += run_forward(
+                run.plan.valid_schedule, run.runnable, microbatches=batch.microbatches, pipeline=run.pipeline
+            )
     return global_loss(loss, run.context) / max(num_tokens, 1)

@@ -2,18 +2,30 @@
 
 import random
 
-from nanotrain.parallel.pp.actions import Action, PipelineShape, Schedule, backward, forward, weight
-from nanotrain.parallel.pp.simulate import needed_by
+from nanotrain.parallel.pp.actions import (
+    Action,
+    PipelineShape,
+    Schedule,
+    backward_input,
+    backward_weight,
+    forward,
+    full_backward,
+)
 
 
 def schedule_of_chance(shape: PipelineShape, chance: random.Random, *, is_split: bool) -> Schedule:
     """Draw the next action among all that could run, until none is left."""
-    kinds = (forward, backward, weight) if is_split else (forward, backward)
-    numbers = range(shape.num_microbatches)
-    left = [kind(stage, m) for kind in kinds for stage in range(shape.num_stages) for m in numbers]
+    left: list[Action] = []
+    for stage in range(shape.num_stages):
+        for m in range(shape.num_microbatches):
+            # A pair of I and W where B would do: some stages and microbatches split, others not.
+            is_pair = is_split and chance.random() < 0.7
+            kinds = (forward, backward_input, backward_weight) if is_pair else (forward, full_backward)
+            left += [kind(stage, m) for kind in kinds]
+    every = Schedule((tuple(left),))
     done: list[Action] = []
     while left:
-        ready = [action for action in left if set(needed_by(action, num_stages=shape.num_stages)) <= set(done)]
+        ready = [action for action in left if set(every.dependencies_of(action)) <= set(done)]
         action = chance.choice(ready)
         left.remove(action)
         done.append(action)

@@ -38,9 +38,9 @@ def test_the_text_says_what_the_schedule_costs() -> None:
     text = draw_schedule("zb-h1", PipelineShape(4, 1, 8))
 
     assert text.startswith("zb-h1: 4 ranks, 4 stages, 8 microbatches\n")
-    assert "duration  27   (forward 1, backward 2 (1 for B and 1 for W))" in text
-    assert "bubble    1/9 = 11.1%" in text
-    assert "alive     4 3 2 1" in text and "held      4 4 4 4" in text
+    assert "duration   27   (forward 1, backward 2 (1 for I and 1 for W))" in text
+    assert "bubble     1/9 = 11.1%" in text
+    assert "in flight  4 3 2 1" in text and "until W    4 4 4 4" in text
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1"])
@@ -48,7 +48,7 @@ def test_a_picture_is_written_where_it_was_asked_for(name: str, tmp_path: Path) 
     file = tmp_path / "schedule.png"
     text = draw_schedule(name, PipelineShape(2, 2 if name == "interleaved" else 1, 3), png=file)
 
-    assert file.read_bytes().startswith(b"\x89PNG") and f"drawn into {file}" in text
+    assert file.read_bytes().startswith(b"\x89PNG") and f"written to {file}" in text
 
 
 def test_a_picture_that_cannot_be_written_is_an_error_with_a_cure(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The executor does what the schedule says, and tells the stage's listeners."""
+"""The executor does what the schedule says, and notifies the stage's callbacks."""
 
 import torch
 from torch import nn
@@ -6,7 +6,8 @@ from torch import nn
 from nanotrain.data.batch import Batch
 from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape, Schedule
 from nanotrain.parallel.pp.executor import Pipeline, RunnableStage, run_schedule
-from nanotrain.parallel.pp.schedules import one_stage
+from nanotrain.parallel.pp.one_f_one_b import one_f_one_b
+from nanotrain.parallel.pp.transfers import plan_rank
 
 events: list[str] = []
 
@@ -30,7 +31,7 @@ class Doubling(nn.Module):
         return self.weight * batch.tokens.sum()
 
 
-class Listener:
+class Callback:
     def backward_begins(self, *, is_last: bool) -> None:
         events.append("begins, the last" if is_last else "begins")
 
@@ -38,26 +39,30 @@ class Listener:
         events.append("ended")
 
 
-def run(schedule: Schedule, *values: int, listeners: int = 1, grad_scale: float = 1.0):
+def run(schedule: Schedule, *values: int, callbacks: int = 1, grad_scale: float = 1.0):
     events.clear()
     module = Doubling()
-    stage = RunnableStage(module, tuple(Listener() for _ in range(listeners)))
+    stage = RunnableStage(module, tuple(Callback() for _ in range(callbacks)))
     microbatches = [batch(value) for value in values]
     loss = run_schedule(
-        schedule, {0: stage}, microbatches=microbatches, grad_scale=grad_scale, pipeline=Pipeline.single_rank()
+        plan_rank(schedule, 0),
+        {0: stage},
+        microbatches=microbatches,
+        grad_scale=grad_scale,
+        pipeline=Pipeline.single_rank(),
     )
     return loss, module
 
 
 def test_the_loss_is_the_sum_over_microbatches_and_is_not_scaled():
-    loss, module = run(one_stage(PipelineShape(1, 1, 3)), 1, 2, 5, grad_scale=0.25)
+    loss, module = run(one_f_one_b(PipelineShape(1, 1, 3)), 1, 2, 5, grad_scale=0.25)
     assert loss.item() == 3.0 * 2 * (1 + 2 + 5)
     assert not loss.requires_grad and loss.dtype is torch.float32
     assert module.weight.grad.item() == 0.25 * 2 * (1 + 2 + 5)
 
 
-def test_listeners_hear_of_every_backward_and_which_is_the_last():
-    run(one_stage(PipelineShape(1, 1, 2)), 1, 2)
+def test_callbacks_are_notified_of_every_backward_and_which_is_the_last():
+    run(one_f_one_b(PipelineShape(1, 1, 2)), 1, 2)
     assert events == [
         *("forward 1", "begins", "grad", "ended"),
         *("forward 2", "begins, the last", "grad", "ended"),
@@ -66,15 +71,15 @@ def test_listeners_hear_of_every_backward_and_which_is_the_last():
 
 def test_the_order_is_the_schedules():
     # Given a schedule of its own, all forwards first and backwards in reverse,
-    kinds = [(ActionKind.forward, m) for m in (0, 1)] + [(ActionKind.backward, m) for m in (1, 0)]
+    kinds = [(ActionKind.forward, m) for m in (0, 1)] + [(ActionKind.full_backward, m) for m in (1, 0)]
     schedule = Schedule((tuple(Action(kind, 0, m) for kind, m in kinds),))
     loss, _ = run(schedule, 1, 2)
     assert events == ["forward 1", "forward 2", "begins", "grad", "ended", "begins, the last", "grad", "ended"]
     assert loss.item() == 18.0
 
 
-def test_a_stage_may_have_several_listeners_or_none():
-    run(one_stage(PipelineShape(1, 1, 1)), 1, listeners=2)
+def test_a_stage_may_have_several_callbacks_or_none():
+    run(one_f_one_b(PipelineShape(1, 1, 1)), 1, callbacks=2)
     assert events == ["forward 1", "begins, the last", "begins, the last", "grad", "ended", "ended"]
-    run(one_stage(PipelineShape(1, 1, 1)), 1, listeners=0)
+    run(one_f_one_b(PipelineShape(1, 1, 1)), 1, callbacks=0)
     assert events == ["forward 1", "grad"]

@@ -1,4 +1,4 @@
-"""Pipelines of several ranks give what one rank gives, to the bit, and tell their listeners the same."""
+"""Pipelines of several ranks give what one rank gives, to the bit, and notify their callbacks alike."""
 
 import random
 import time
@@ -12,12 +12,14 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.kernels.deferred_wgrad import WgradQueue
 from nanotrain.parallel.pp.actions import PipelineShape, Schedule
 from nanotrain.parallel.pp.executor import MAX_SENDS, Pipeline, RunnableStage, run_forward, run_schedule
+from nanotrain.parallel.pp.gpipe import forward_only
 from nanotrain.parallel.pp.schedules import SCHEDULES
 from nanotrain.parallel.pp.simulate import simulate
 from nanotrain.parallel.pp.traffic import sent_bytes
+from nanotrain.parallel.pp.transfers import plan_rank
 from tests.harness import ranks
 from tests.parallel.pp.schedules_of_chance import schedule_of_chance
-from tests.parallel.pp.toys import B, Ear, H, S, ToyStage, batches, reference
+from tests.parallel.pp.toys import B, H, Recorder, S, ToyStage, batches, reference
 
 SCALE = 0.125
 VARIANTS = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3), ("gpipe", 2)]
@@ -38,20 +40,26 @@ def play(
     tolerance: float = 0.0,
 ) -> list[ToyStage]:
     """Run a step and compare everything with one rank; returns this rank's stages."""
-    modules, ears = {}, {}
+    modules, recorders = {}, {}
     for index in shape.stages_of(pipeline.group.index):
         modules[index] = ToyStage(index, shape.num_stages, queue=WgradQueue() if has_queue else None)
-        ears[index] = Ear(modules[index])
-    stages = {index: RunnableStage(module, (ears[index],), module.queue) for index, module in modules.items()}
+        recorders[index] = Recorder(modules[index])
+    stages = {index: RunnableStage(module, (recorders[index],), module.queue) for index, module in modules.items()}
     microbatches = batches(shape.num_microbatches)
     expected, whole = reference(shape.num_stages, microbatches, grad_scale=SCALE)
 
-    loss = run_schedule(schedule, stages, microbatches=microbatches, grad_scale=SCALE, pipeline=pipeline)
+    loss = run_schedule(
+        plan_rank(schedule, pipeline.group.index),
+        stages,
+        microbatches=microbatches,
+        grad_scale=SCALE,
+        pipeline=pipeline,
+    )
 
     close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
     close(loss, expected if pipeline.group.is_last else torch.zeros(()))
     for index, module in modules.items():
-        ears[index].check(module, shape.num_microbatches)
+        recorders[index].check(module, shape.num_microbatches)
         for name, param in module.named_parameters():
             where = f"gradient of {name} of stage {index} in {shape}"
             close(param.grad, whole[index].get_parameter(name).grad, msg=lambda text, where=where: f"{where}: {text}")
@@ -65,7 +73,7 @@ def play_everything(ctx: ParallelContext, largest: int) -> None:
             shape = PipelineShape(pipeline.group.size, num_stages_per_rank, num_microbatches)
             schedule = SCHEDULES[name](shape)
             modules = play(pipeline, schedule, shape)
-            bound = simulate(schedule).peak_alive[pipeline.group.index]
+            bound = simulate(schedule).peak_in_flight[pipeline.group.index]
             assert max(module.peak_alive for module in modules) <= bound, (name, shape)
             if num_stages_per_rank == 1:
                 assert modules[0].peak_alive == bound, (name, shape)
@@ -117,7 +125,8 @@ def test_validation_runs_forward_only_and_sums_on_the_last_rank(ctx):
             modules = {i: ToyStage(i, shape.num_stages) for i in shape.stages_of(ctx.rank)}
             stages = {index: RunnableStage(module) for index, module in modules.items()}
 
-            loss = run_forward(stages, microbatches=batches(num_microbatches), pipeline=pipeline)
+            plan = plan_rank(forward_only(shape), ctx.rank)
+            loss = run_forward(plan, stages, microbatches=batches(num_microbatches), pipeline=pipeline)
 
             assert torch.equal(loss, expected if ctx.rank == 1 else torch.zeros(()))
             assert all(param.grad is None for module in modules.values() for param in module.parameters())

@@ -10,11 +10,11 @@ from nanotrain.errors import ScheduleError
 from nanotrain.parallel.pp.actions import ActionKind, PipelineShape
 from nanotrain.parallel.pp.gpipe import forward_only
 from nanotrain.parallel.pp.interleaved import num_warmup
-from nanotrain.parallel.pp.schedules import SCHEDULES, one_stage
+from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule
 from nanotrain.parallel.pp.simulate import Costs, simulate
 
 TAKES_SEVERAL = ("gpipe", "interleaved")
-NAMES = [name for name in SCHEDULES if name != "one_stage"]
+NAMES = list(SCHEDULES)
 
 
 @st.composite
@@ -36,7 +36,8 @@ def test_every_pass_of_every_stage_and_microbatch_runs_once_on_its_rank(named) -
     name, shape = named
     schedule = SCHEDULES[name](shape)
     is_split = name == "zb-h1" and shape.num_ranks > 1
-    kinds = list(ActionKind) if is_split else [ActionKind.forward, ActionKind.backward]
+    backwards = [ActionKind.backward_input, ActionKind.backward_weight] if is_split else [ActionKind.full_backward]
+    kinds = [ActionKind.forward, *backwards]
 
     for rank, actions in enumerate(schedule.actions):
         expected = [(k, s, m) for k in kinds for s in shape.stages_of(rank) for m in range(shape.num_microbatches)]
@@ -59,10 +60,9 @@ def test_microbatches_reach_a_stages_gradients_in_order(named) -> None:
     # so that every schedule sums the same numbers in the same order
     name, shape = named
     schedule = SCHEDULES[name](shape)
-    completing = ActionKind.weight if schedule.has_weight_actions else ActionKind.backward
 
     for stage in range(shape.num_stages):
-        order = [a.microbatch for a in schedule if a.kind is completing and a.stage == stage]
+        order = [a.microbatch for a in schedule if a.kind.has_wgrad and a.stage == stage]
         assert order == list(range(shape.num_microbatches))
 
 
@@ -74,15 +74,15 @@ def test_no_rank_holds_more_than_its_schedule_says(named) -> None:
 
     few = tuple(min(shape.num_microbatches, shape.num_ranks - rank) for rank in ranks)
     if name in ("1f1b", "zb-h1"):
-        assert timeline.peak_alive == few
-        assert all(held <= max(few) for held in timeline.peak_held)
+        assert timeline.peak_in_flight == few
+        assert all(held <= max(few) for held in timeline.peak_until_wgrad)
     elif name == "gpipe":
-        assert timeline.peak_alive == (total,) * shape.num_ranks
+        assert timeline.peak_in_flight == (total,) * shape.num_ranks
     else:
         bounds = [min(total, num_warmup(shape, rank) + 1) for rank in ranks]
-        assert all(alive <= bound for alive, bound in zip(timeline.peak_alive, bounds, strict=True))
+        assert all(alive <= bound for alive, bound in zip(timeline.peak_in_flight, bounds, strict=True))
         if shape.num_microbatches % shape.num_ranks == 0:
-            assert list(timeline.peak_alive) == bounds
+            assert list(timeline.peak_in_flight) == bounds
 
 
 @pytest.mark.parametrize(
@@ -140,12 +140,13 @@ def test_interleaving_a_single_stage_is_refused_with_a_cure() -> None:
         SCHEDULES["interleaved"](PipelineShape(4, 1, 8))
 
 
-def test_without_a_pipeline_one_microbatch_lives_at_a_time() -> None:
-    (actions,) = one_stage(PipelineShape(1, 1, 3)).actions
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_pipeline_one_microbatch_is_in_flight_at_a_time(name: str) -> None:
+    (actions,) = build_schedule(name, PipelineShape(1, 1, 3)).actions
     assert " ".join(map(str, actions)) == "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_on_one_rank_holds_what_it_must(name) -> None:
-    alive = simulate(SCHEDULES[name](PipelineShape(1, 1, 3))).peak_alive
+    alive = simulate(SCHEDULES[name](PipelineShape(1, 1, 3))).peak_in_flight
     assert alive == ((3,) if name == "gpipe" else (1,))

@@ -3,7 +3,14 @@
 import pytest
 
 from nanotrain.errors import ScheduleError
-from nanotrain.parallel.pp.actions import PipelineShape, Schedule, backward, forward, weight
+from nanotrain.parallel.pp.actions import (
+    PipelineShape,
+    Schedule,
+    backward_input,
+    backward_weight,
+    forward,
+    full_backward,
+)
 from nanotrain.parallel.pp.schedules import SCHEDULES
 from nanotrain.parallel.pp.simulate import Costs, simulate
 
@@ -22,31 +29,32 @@ def test_transfers_take_time_between_ranks_only() -> None:
     assert simulate(SCHEDULES["interleaved"](PipelineShape(1, 2, 1)), costs=slow).duration == 6
 
 
-def test_a_split_backward_takes_as_long_as_a_whole_one() -> None:
-    whole, split = (Schedule((actions,)) for actions in ((forward(0, 0), backward(0, 0)), ()))
-    split = Schedule(((forward(0, 0), backward(0, 0), weight(0, 0)),))
+def test_a_split_backward_takes_as_long_as_a_full_one() -> None:
+    full = Schedule(((forward(0, 0), full_backward(0, 0)),))
+    split = Schedule(((forward(0, 0), backward_input(0, 0), backward_weight(0, 0)),))
     costs = Costs(forward=1, backward=7, weight=3)
-    assert simulate(whole, costs=costs).duration == simulate(split, costs=costs).duration == 8
+    assert simulate(full, costs=costs).duration == simulate(split, costs=costs).duration == 8
 
 
 def test_ranks_that_wait_for_each_other_are_named() -> None:
     # Given a first rank that wants its gradients back before it has sent the second microbatch forward,
-    first = (forward(0, 0), backward(0, 0), forward(0, 1), backward(0, 1))
-    second = (forward(1, 0), forward(1, 1), backward(1, 0), backward(1, 1))
-    with pytest.raises(ScheduleError, match="rank 0 at B0.0, rank 1 at F1.1 wait for each other"):
+    first = (forward(0, 0), full_backward(0, 0), forward(0, 1), full_backward(0, 1))
+    second = (forward(1, 0), forward(1, 1), full_backward(1, 0), full_backward(1, 1))
+    with pytest.raises(ScheduleError, match="deadlocks: rank 0 at B0.0, rank 1 at F1.1"):
         simulate(Schedule((first, second)))
 
 
 @pytest.mark.parametrize(
     ("actions", "complaint"),
     [
-        ([forward(0, 0), backward(0, 0), backward(0, 0)], "takes B0.0 2 times"),
-        ([forward(0, 0), backward(0, 0), forward(0, 1)], "takes B0.1 0 times"),
-        ([forward(0, 0), forward(0, 2)], "takes F0.1 0 times"),
-        ([forward(0, 0), backward(0, 0), weight(0, 0), forward(0, 1), backward(0, 1)], "takes W0.1 0 times"),
-        ([backward(0, 0), forward(0, 0)], "rank 0 at B0.0"),
-        ([forward(0, 0), weight(0, 0), backward(0, 0)], "rank 0 at W0.0"),
-        ([forward(1, 0)], "takes F0.0 0 times"),
+        ([forward(0, 0), full_backward(0, 0), full_backward(0, 0)], "microbatch 0 with 1 F, 2 B, 0 I and 0 W"),
+        ([forward(0, 0), full_backward(0, 0), forward(0, 1)], "microbatch 1 with 1 F, 0 B, 0 I and 0 W"),
+        ([forward(0, 0), forward(0, 2)], "microbatch 1 with 0 F"),
+        ([forward(0, 0), backward_input(0, 0)], "microbatch 0 with 1 F, 0 B, 1 I and 0 W"),
+        ([forward(0, 0), full_backward(0, 0), backward_weight(0, 0)], "microbatch 0 with 1 F, 1 B, 0 I and 1 W"),
+        ([full_backward(0, 0), forward(0, 0)], "rank 0 at B0.0"),
+        ([forward(0, 0), backward_weight(0, 0), backward_input(0, 0)], "rank 0 at W0.0"),
+        ([forward(1, 0)], "stage 0 runs microbatch 0 with 0 F"),
     ],
 )
 def test_a_pass_that_is_missing_doubled_or_too_early_is_an_error(actions, complaint) -> None:
@@ -55,13 +63,20 @@ def test_a_pass_that_is_missing_doubled_or_too_early_is_an_error(actions, compla
 
 
 def test_a_stage_on_two_ranks_is_an_error() -> None:
-    with pytest.raises(ScheduleError, match="F0.0 is on rank 0, other passes of its stage are on rank 1"):
-        simulate(Schedule(((forward(0, 0),), (backward(0, 0),))))
+    with pytest.raises(ScheduleError, match="F0.0 is on rank 0, other actions of its stage are on rank 1"):
+        simulate(Schedule(((forward(0, 0),), (full_backward(0, 0),))))
 
 
 def test_peaks_count_until_the_backward_or_the_weight_gradients() -> None:
-    # Given weight gradients that are put off to the end,
-    actions = (forward(0, 0), backward(0, 0), forward(0, 1), backward(0, 1), weight(0, 0), weight(0, 1))
+    # Given weight gradients that are deferred to the end,
+    actions = (
+        forward(0, 0),
+        backward_input(0, 0),
+        forward(0, 1),
+        backward_input(0, 1),
+        backward_weight(0, 0),
+        backward_weight(0, 1),
+    )
     timeline = simulate(Schedule((actions,)))
 
-    assert timeline.peak_alive == (1,) and timeline.peak_held == (2,)
+    assert timeline.peak_in_flight == (1,) and timeline.peak_until_wgrad == (2,)

@@ -5,10 +5,9 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.parallel.pp.actions import Action, PipelineShape, Schedule, backward, forward
+from nanotrain.parallel.pp.actions import Action, PipelineShape, Schedule, forward, full_backward
 from nanotrain.parallel.pp.schedules import SCHEDULES
-from nanotrain.parallel.pp.simulate import needed_by
-from nanotrain.parallel.pp.transfers import Exchange, RankPlan, plan_rank
+from nanotrain.parallel.pp.transfers import RankPlan, TransferBatch, plan_rank
 from tests.parallel.pp.schedules_of_chance import schedule_of_chance
 from tests.parallel.pp.test_schedules import named_shapes
 
@@ -30,7 +29,7 @@ def meet_everywhere(schedule: Schedule) -> None:
         for rank, plan in enumerate(plans):
             while at[rank] < len(plan.steps):
                 step = plan.steps[at[rank]]
-                if isinstance(step, Exchange):
+                if isinstance(step, TransferBatch):
                     mine = {(str(send.to), rank, send.peer) for send in step.sends}
                     mine |= {(str(receive.to), receive.peer, rank) for receive in step.receives}
                     moved |= any((rank, message) not in started for message in mine)
@@ -55,12 +54,12 @@ def check_deliveries(schedule: Schedule) -> None:
         here: set[Action] = set()
         for step in plan.steps:
             if isinstance(step, Action):
-                others = [o for o in needed_by(step, num_stages=schedule.num_stages) if homes[o.stage] != rank]
+                others = [o for o in schedule.dependencies_of(step) if homes[o.stage] != rank]
                 assert step in here or not others, f"{step} runs before what it needs is received"
                 ran.add(step)
                 continue
             for send in step.sends:
-                (made,) = [o for o in needed_by(send.to, num_stages=plan.num_stages) if o.stage != send.to.stage]
+                (made,) = [o for o in schedule.dependencies_of(send.to) if o.stage != send.to.stage]
                 assert made in ran, f"{made} is sent before it is made"
                 sent.setdefault((rank, send.peer), []).append(send.to)
             for receive in step.receives:
@@ -90,14 +89,14 @@ def test_two_ranks_send_to_each_other_in_one_batch() -> None:
     plan = plan_rank(SCHEDULES["1f1b"](PipelineShape(2, 1, 4)), 0)
 
     # then what goes down and what comes up stand in one exchange.
-    both = [step for step in plan.steps if isinstance(step, Exchange) and step.sends and step.receives]
+    both = [step for step in plan.steps if isinstance(step, TransferBatch) and step.sends and step.receives]
     assert [(str(step.sends[0].to), str(step.receives[0].to)) for step in both] == [("F1.2", "B0.1"), ("F1.3", "B0.2")]
 
 
 def test_what_arrives_while_a_rank_computes_is_received_meanwhile() -> None:
     # Given a first rank that ends its third forward pass in the middle of the second rank's first backward pass,
-    first = [forward(0, m) for m in range(3)] + [backward(0, m) for m in range(3)]
-    second = [make(1, m) for m in range(3) for make in (forward, backward)]
+    first = [forward(0, m) for m in range(3)] + [full_backward(0, m) for m in range(3)]
+    second = [make(1, m) for m in range(3) for make in (forward, full_backward)]
     steps = plan_rank(Schedule((tuple(first), tuple(second))), 1).steps
 
     # then that message is under way before that backward pass begins.

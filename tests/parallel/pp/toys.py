@@ -1,7 +1,7 @@
-"""A model in stages small enough to run hundreds of pipelines, and somebody who listens to it.
+"""A model in stages small enough to run hundreds of pipelines, and a callback that records.
 
 ToyStage         embedding (first stage), a residual layer with a linear part and a gain, a loss (last stage)
-Ear              a listener that also hears every gradient arrive
+Recorder         a callback that records every gradient
 reference        loss and gradients of the whole model by plain autograd
 """
 
@@ -94,28 +94,28 @@ class ToyStage(nn.Module):
         return token
 
 
-class Ear:
-    """Writes down what a stage's listener hears and when its gradients arrive."""
+class Recorder:
+    """Records the calls of a stage's callback and when its gradients are accumulated."""
 
     def __init__(self, stage: ToyStage) -> None:
-        self.heard: list[str] = []
+        self.events: list[str] = []
         for name, param in stage.named_parameters():
-            param.register_post_accumulate_grad_hook(lambda _, name=name: self.heard.append(name))
+            param.register_post_accumulate_grad_hook(lambda _, name=name: self.events.append(name))
 
     def backward_begins(self, *, is_last: bool) -> None:
-        self.heard.append("last" if is_last else "begins")
+        self.events.append("last" if is_last else "begins")
 
     def backward_ended(self) -> None:
-        self.heard.append("ended")
+        self.events.append("ended")
 
     def check(self, stage: ToyStage, num_microbatches: int) -> None:
         """Every parameter once between the begin and the end of every microbatch, and only the last is the last."""
         size = 2 + len(list(stage.parameters()))
-        turns = [self.heard[at : at + size] for at in range(0, len(self.heard), size)]
+        turns = [self.events[at : at + size] for at in range(0, len(self.events), size)]
         names = sorted(name for name, _ in stage.named_parameters())
         for number, turn in enumerate(turns, start=1):
-            assert turn[0] == ("last" if number == num_microbatches else "begins"), self.heard
-            assert sorted(turn[1:-1]) == names and turn[-1] == "ended", self.heard
+            assert turn[0] == ("last" if number == num_microbatches else "begins"), self.events
+            assert sorted(turn[1:-1]) == names and turn[-1] == "ended", self.events
         assert len(turns) == num_microbatches
 
 
