@@ -101,11 +101,8 @@ class IndexedTokens:
                 contiguous.
         """
         if not 0 <= start < stop <= self.num_tokens:
-            raise DataError(
-                f"tokens [{start}, {stop}) of {self.prefix} cannot be read",
-                why=f"the corpus has tokens [0, {self.num_tokens})",
-                fix="read a range of at least one token inside it",
-            )
+            what = f"tokens [{start}, {stop}) of {self.prefix} cannot be read"
+            raise DataError(what, why=f"the corpus has tokens [0, {self.num_tokens})", fix="read a range inside it")
         first = bisect_right(range(self.num_sequences), start, key=self._sequence_start) - 1
         last = bisect_left(range(self.num_sequences), stop, lo=first, key=self._sequence_start)
         if self._offsets is None:

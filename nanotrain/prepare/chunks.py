@@ -68,9 +68,7 @@ def plan_chunks(inputs: Sequence[str], *, subset: str | None, split: str) -> tup
         else:
             chunks += _split_files(paths, chunk_bytes)
     if not chunks:
-        raise DataError(
-            f"{', '.join(inputs)} holds no text", why="every file is empty", fix="give files with text in them"
-        )
+        raise DataError(f"{', '.join(inputs)} holds no text", why="every file is empty", fix="give files with text")
     return tuple(chunks)
 
 
@@ -95,9 +93,7 @@ def _expand(name: str) -> list[Path] | None:
         files = sorted(file for file in path.rglob("*") if file.suffix in _SPLITTERS and file.is_file())
         return files or None
     if path.suffix in {*_SPLITTERS, *_ROW_TYPES, *_COMPRESSED} or name.startswith((".", "/", "~")):
-        raise DataError(
-            f"{name} does not exist", why="there is no such file or folder", fix="check the path of --input"
-        )
+        raise DataError(f"{name} does not exist", why="no such file or folder", fix="check the path of --input")
     return None
 
 
@@ -110,11 +106,11 @@ def _split_files(paths: Iterable[Path], chunk_bytes: int) -> list[InputChunk]:
             raise DataError(f"{path} cannot be read", why=error.strerror or "", fix="check its permissions") from None
         if path.stat().st_size == 0:
             continue
-        for chunk in _SPLITTERS.get(path.suffix, _split_other)(path, chunk_bytes):
+        split = _SPLITTERS.get(path.suffix)
+        for chunk in _split_rows(_dataset_of_file(path)) if split is None else split(path, chunk_bytes):
             last = chunks[-1] if chunks else None
             if last and chunk.kind == last.kind == "text" and last.num_bytes + chunk.num_bytes <= chunk_bytes:
-                joined = InputChunk("text", last.files + chunk.files, num_bytes=last.num_bytes + chunk.num_bytes)
-                chunks[-1] = joined
+                chunks[-1] = InputChunk("text", last.files + chunk.files, num_bytes=last.num_bytes + chunk.num_bytes)
             else:
                 chunks.append(chunk)
     return chunks
@@ -148,10 +144,6 @@ def _split_parquet(path: Path, chunk_bytes: int) -> list[InputChunk]:
     return [InputChunk("parquet", (str(path),), start, stop, sum(sizes[start:stop])) for start, stop in pairwise(edges)]
 
 
-def _split_other(path: Path, chunk_bytes: int) -> list[InputChunk]:
-    return _split_rows(_dataset_of_file(path))
-
-
 def _dataset_of_file(path: Path) -> HubDataset:
     suffix = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
     if suffix not in _ROW_TYPES:
@@ -174,10 +166,5 @@ def _split_rows(dataset: HubDataset) -> list[InputChunk]:
     ]
 
 
-_SPLITTERS = {
-    ".txt": _split_text,
-    ".md": _split_text,
-    ".jsonl": _split_lines,
-    ".ndjson": _split_lines,
-    ".parquet": _split_parquet,
-}
+_SPLITTERS = {".txt": _split_text, ".jsonl": _split_lines, ".parquet": _split_parquet}
+_SPLITTERS |= {".md": _split_text, ".ndjson": _split_lines}

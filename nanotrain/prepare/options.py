@@ -12,21 +12,7 @@ _BPE = "bpe:"
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """The options of `nanotrain prepare`.
-
-    Args:
-        input: files, folders and hub names.
-        output: prefix of the `.bin/.idx` pair.
-        tokenizer: what `load_tokenizer` takes, or "bpe:SIZE" to train one.
-        workers: processes.
-        text_column: field of a row that holds the text.
-        subset: configuration of hub datasets.
-        split_name: split of hub datasets.
-        streaming: read hub datasets without storing them.
-        max_documents: rows to read per dataset, with `streaming`.
-        append_eod: end every document with the end-of-document token.
-        dtype: name of the token dtype, or "auto".
-        overwrite: replace an existing pair.
+    """The options of `nanotrain prepare`, named as its flags (see `add_arguments`).
 
     Raises:
         DataError: values that are invalid or contradict each other.
@@ -75,12 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="NAME", help="files, folders (.txt .jsonl .parquet) or hub names")
     add("--output", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx")
-    add(
-        "--tokenizer",
-        required=True,
-        metavar="NAME",
-        help="Hugging Face name or folder, tokenizer.json, bytes, bpe:SIZE",
-    )
+    tokenizer_help = "Hugging Face name or folder, tokenizer.json, bytes, bpe:SIZE"
+    add("--tokenizer", required=True, metavar="NAME", help=tokenizer_help)
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores, %(default)s)")
     add("--text-column", default="text", metavar="NAME", help="field that holds the text (default: %(default)s)")
     add("--subset", metavar="NAME", help="configuration of a hub dataset")
@@ -88,10 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--streaming", action="store_true", help="stream hub datasets instead of storing them on disk")
     add("--max-documents", type=int, metavar="N", help="rows to read per dataset; requires --streaming")
     add("--append-eod", action=argparse.BooleanOptionalAction, default=True, help="end documents with the eod token")
-    add(
-        "--dtype",
-        choices=["auto", "uint8", "uint16", "int32"],
-        default="auto",
-        help="token dtype (default: the smallest that holds the vocabulary)",
-    )
+    dtype_help = "token dtype (default: the smallest that holds the vocabulary)"
+    add("--dtype", choices=["auto", "uint8", "uint16", "int32"], default="auto", help=dtype_help)
     add("--overwrite", action="store_true", help="replace an existing PREFIX")

@@ -13,9 +13,8 @@ import os
 import shutil
 import signal
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain, islice
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from nanotrain.data.token_format import idx_path
-from nanotrain.data.tokenizer import Tokenizer, load_tokenizer
+from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.data.worker import exit_with_parent
 from nanotrain.errors import EnvironmentFault, NanotrainError
 from nanotrain.prepare.chunks import InputChunk
@@ -56,17 +55,8 @@ class PartJob:
 
 @dataclass(frozen=True)
 class PartDone:
-    """A finished part.
+    """Sizes of a finished part; `num_bytes` is the planned size of its chunk."""
 
-    Args:
-        number: index of the chunk.
-        documents: number of documents.
-        tokens: number of tokens.
-        text_bytes: UTF-8 bytes read.
-        num_bytes: planned size of the chunk.
-    """
-
-    number: int
     documents: int
     tokens: int
     text_bytes: int
@@ -84,12 +74,7 @@ def is_complete(folder: Path, number: int) -> bool:
 
 
 def open_parts(folder: Path, plan: dict[str, Any]) -> None:
-    """Create the folder of part files, and delete parts of another plan.
-
-    Args:
-        folder: the folder of part files.
-        plan: everything that determines their content.
-    """
+    """Create the folder of part files, and delete parts of another plan."""
     text = json.dumps(plan, indent=2, sort_keys=True) + "\n"
     file = folder / "plan.json"
     if folder.exists() and not (file.is_file() and file.read_text() == text):
@@ -147,23 +132,32 @@ def write_parts(job: PartJob, chunks: Iterable[tuple[int, InputChunk]], *, worke
             process.join()
 
 
-def write_part(
-    number: int, chunk: InputChunk, *, job: PartJob, tokenizer: Tokenizer, reader: DocumentReader
-) -> PartDone:
-    """Tokenize one chunk into its part file."""
-    documents = tokens = text_bytes = 0
-    texts = reader.read(chunk)
-    eod = [tokenizer.eod] if job.append_eod and tokenizer.eod is not None else []
-    with TokenWriter(part_prefix(job.folder, number), np.dtype(job.dtype)) as writer:
-        while some := list(islice(texts, _DOCUMENTS_PER_WRITE)):
-            # One text at a time keeps to one thread: the processes are the parallelism.
-            rows = [tokenizer.encode(text) + eod for text in some]
-            lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
-            ids = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(lengths.sum()))
-            writer.add_documents(ids, lengths)
-            documents, tokens = documents + len(some), tokens + len(ids)
-            text_bytes += sum(len(text.encode()) for text in some)
-    return PartDone(number, documents, tokens, text_bytes, chunk.num_bytes)
+class PartWriter:
+    """Writes part files; keeps the tokenizer and open datasets between chunks.
+
+    Args:
+        job: how chunks become part files.
+    """
+
+    def __init__(self, job: PartJob) -> None:
+        self.job, self.reader = job, DocumentReader(job.column)
+        self.tokenizer = load_tokenizer(job.tokenizer)
+        self._eod = [self.tokenizer.eod] if job.append_eod and self.tokenizer.eod is not None else []
+
+    def write(self, number: int, chunk: InputChunk) -> PartDone:
+        """Tokenize one chunk into its part file."""
+        documents = tokens = text_bytes = 0
+        texts = self.reader.read(chunk)
+        with TokenWriter(part_prefix(self.job.folder, number), np.dtype(self.job.dtype)) as writer:
+            while some := list(islice(texts, _DOCUMENTS_PER_WRITE)):
+                # One text at a time keeps to one thread: the processes are the parallelism.
+                rows = [self.tokenizer.encode(text) + self._eod for text in some]
+                lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+                ids = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(lengths.sum()))
+                writer.add_documents(ids, lengths)
+                documents, tokens = documents + len(some), tokens + len(ids)
+                text_bytes += sum(len(text.encode()) for text in some)
+        return PartDone(documents, tokens, text_bytes, chunk.num_bytes)
 
 
 @contextmanager
@@ -179,33 +173,20 @@ def _lost_worker_is_an_error() -> Iterator[None]:
 
 
 def _work(job: PartJob, connection: Connection) -> None:
-    """A worker process: write the part of every chunk received, and send the outcome."""
+    """Run a worker process: write the part of every chunk received, and send the outcome."""
     # Ctrl-C reaches every process of the terminal; the parent alone handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     exit_with_parent()
-    write = _PartWriter(job)
-    with suppress(EOFError, ConnectionError):  # the parent has closed its end
+    try:
+        writer = PartWriter(job)
         while True:
-            connection.send(write(*connection.recv()))
-
-
-class _PartWriter:
-    """The state of a worker process: what is loaded once and used for many chunks."""
-
-    def __init__(self, job: PartJob) -> None:
-        self.job = job
-        self.reader = DocumentReader(job.column)
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.job.tokenizer)
-
-    def __call__(self, number: int, chunk: InputChunk) -> PartDone | NanotrainError:
-        try:
-            return write_part(number, chunk, job=self.job, tokenizer=self.tokenizer, reader=self.reader)
-        except NanotrainError as error:
-            return error
-        except OSError as error:
-            return EnvironmentFault(
-                f"{self.job.folder} cannot be written", why=error.strerror or "", fix="free space, or change --output"
-            )
+            connection.send(writer.write(*connection.recv()))
+    except NanotrainError as error:
+        connection.send(error)
+    except (EOFError, ConnectionError):
+        return  # the parent has closed its end
+    except OSError as error:
+        why = error.strerror or ""
+        connection.send(
+            EnvironmentFault(f"{job.folder} cannot be written", why=why, fix="free space, or change --output")
+        )

@@ -2,7 +2,6 @@
 
 import sys
 import time
-from types import TracebackType
 from typing import Any
 
 from nanotrain.prepare.parts import PartDone
@@ -35,9 +34,7 @@ class PrepareProgress:
             self._task = self._bar.add_task("", total=total, completed=self.done_bytes, rates="")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 

@@ -17,11 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from nanotrain.data.corpus_info import CorpusInfo, read_info, tokenizer_path, write_info
 from nanotrain.data.token_format import idx_path, smallest_dtype
-from nanotrain.data.tokenizer import FastTokenizer
 from nanotrain.errors import DataError, EnvironmentFault
 from nanotrain.prepare.bpe import train_bpe
 from nanotrain.prepare.token_writer import TokenWriter
@@ -117,18 +114,15 @@ def _build(prefix: Path, vocab_size: int, *, progress: Callable[[str], None]) ->
     progress(f"quick start: training a BPE of {vocab_size} tokens on {len(texts)} library files, {size:.0f} MB")
     tokenizer = train_bpe(texts, vocab_size)
     progress("quick start: tokenizing")
+    eod = [] if tokenizer.eod is None else [tokenizer.eod]
     with TokenWriter(prefix, smallest_dtype(tokenizer.vocab_size)) as writer:
         for first in range(0, len(texts), _ENCODE_BATCH):
-            _write_documents(writer, tokenizer, texts=texts[first : first + _ENCODE_BATCH])
+            for ids in tokenizer.encode_batch(texts[first : first + _ENCODE_BATCH]):
+                writer.add_document([*ids, *eod])
         saved = tokenizer.save(tokenizer_path(prefix))
         info = CorpusInfo(saved, tokenizer.vocab_size, tokenizer.eod, writer.num_documents, writer.num_tokens)
         write_info(prefix, info)
     progress(f"quick start: {info.tokens:,} tokens in {prefix.parent.parent}")
-
-
-def _write_documents(writer: TokenWriter, tokenizer: FastTokenizer, *, texts: list[str]) -> None:
-    for ids in tokenizer.encode_batch(texts):
-        writer.add_document(np.asarray([*ids, tokenizer.eod], dtype=np.int64))
 
 
 def _rename(building: Path, folder: Path) -> None:

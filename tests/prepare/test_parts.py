@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from nanotrain.data.indexed import IndexedTokens
-from nanotrain.data.tokenizer import ByteTokenizer
 from nanotrain.errors import DataError, EnvironmentFault
 from nanotrain.prepare.chunks import InputChunk
-from nanotrain.prepare.parts import PartJob, is_complete, open_parts, part_prefix, write_part, write_parts
-from nanotrain.prepare.readers import DocumentReader
+from nanotrain.prepare.parts import PartJob, PartWriter, is_complete, open_parts, part_prefix, write_parts
 
 
 def _job(folder: Path) -> PartJob:
@@ -24,7 +22,7 @@ def _job(folder: Path) -> PartJob:
 def test_parts_of_another_plan_are_deleted(tmp_path: Path) -> None:
     open_parts(tmp_path / "p", {"inputs": 1})
     chunk = InputChunk("texts", texts=("ab", "\ud800"))
-    done = write_part(0, chunk, job=_job(tmp_path / "p"), tokenizer=ByteTokenizer(), reader=DocumentReader("text"))
+    done = PartWriter(_job(tmp_path / "p")).write(0, chunk)
     assert (done.documents, done.tokens, done.text_bytes) == (2, 5, 3)
     open_parts(tmp_path / "p", {"inputs": 1})
     assert is_complete(tmp_path / "p", 0)
@@ -36,7 +34,7 @@ def test_parts_of_another_plan_are_deleted(tmp_path: Path) -> None:
 def test_every_chunk_becomes_its_part(tmp_path: Path, workers: int) -> None:
     chunks = [(number, InputChunk("texts", texts=("a" * number, "b"), num_bytes=number)) for number in range(7)]
     done = list(write_parts(_job(tmp_path), chunks, workers=workers))
-    assert sorted(part.number for part in done) == list(range(7))
+    assert sorted(part.documents for part in done) == [1, 2, 2, 2, 2, 2, 2]
     assert sum(part.num_bytes for part in done) == sum(range(7))
     for number in range(7):
         corpus = IndexedTokens(part_prefix(tmp_path, number))
