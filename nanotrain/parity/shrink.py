@@ -252,9 +252,9 @@ def _first(unit: int, *, least: int, most: int, fits: Callable[[int], bool] = la
     return next((count for count in range(start, most, unit) if fits(count)), most)
 
 
-def _width(about: int, *, ranks: int) -> int:
+def _width(size: int, *, ranks: int) -> int:
     """Round a width up so that each rank gets a multiple of 4: rows of 16 bytes in fp32."""
-    return _round_up(about, 4 * ranks)
+    return _round_up(size, 4 * ranks)
 
 
 def _round_up(number: int, unit: int) -> int:

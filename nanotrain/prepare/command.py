@@ -26,7 +26,7 @@ from nanotrain.data.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
 from nanotrain.errors import DataError, EnvironmentFault
 from nanotrain.prepare.bpe import train_bpe
 from nanotrain.prepare.chunks import InputChunk, plan_chunks, streamed_dataset
-from nanotrain.prepare.hub import stream_rows
+from nanotrain.prepare.hub import load_rows
 from nanotrain.prepare.options import PrepareOptions, add_arguments
 from nanotrain.prepare.parts import PartJob, is_complete, open_parts, part_prefix, write_parts
 from nanotrain.prepare.progress import PrepareProgress
@@ -117,14 +117,11 @@ def _trained_tokenizer(options: PrepareOptions, chunks: tuple[InputChunk, ...] |
         return load_tokenizer(str(folder))
     assert options.bpe_vocab_size is not None, "called only to train a tokenizer"
     print(f"training a BPE of {options.bpe_vocab_size} tokens", flush=True)
+    if chunks is not None:  # evenly spaced chunks of about the training size
+        chunks = chunks[:: max(1, -(-sum(chunk.num_bytes for chunk in chunks) // _BPE_TRAINING_BYTES))]
     reader = DocumentReader(options.text_column)
-    texts = chain.from_iterable(map(reader.read, _stream(options) if chunks is None else _subsample(chunks)))
+    texts = chain.from_iterable(map(reader.read, chunks or _stream(options)))
     return train_bpe(_truncate(texts, _BPE_TRAINING_BYTES), options.bpe_vocab_size)
-
-
-def _subsample(chunks: tuple[InputChunk, ...]) -> tuple[InputChunk, ...]:
-    """Evenly spaced chunks of about _BPE_TRAINING_BYTES in total."""
-    return chunks[:: max(1, -(-sum(chunk.num_bytes for chunk in chunks) // _BPE_TRAINING_BYTES))]
 
 
 def _truncate(texts: Iterable[str], num_bytes: int) -> Iterator[str]:
@@ -158,7 +155,7 @@ def _plan_job(options: PrepareOptions, tokenizer: Tokenizer) -> PartJob:
 def _stream(options: PrepareOptions) -> Iterator[InputChunk]:
     for name in options.input:
         dataset = streamed_dataset(name, subset=options.subset, split=options.split_name)
-        rows = islice(stream_rows(dataset), options.max_documents)
+        rows = islice(load_rows(dataset, streaming=True), options.max_documents)
         while texts := tuple(pick_text(row, options.text_column, source=name) for row in islice(rows, _STREAMED_ROWS)):
             yield InputChunk("texts", texts=texts)
 

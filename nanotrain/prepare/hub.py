@@ -3,7 +3,6 @@
 `datasets` takes seconds to import, so it is imported only when such rows are read; no other file imports it.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,30 +28,22 @@ class HubDataset:
     files: tuple[str, ...] = ()
 
 
-def stream_rows(dataset: HubDataset) -> Iterator[dict[str, Any]]:
-    """Iterate over the rows as they are downloaded, without storing them on disk."""
-    return iter(_load(dataset, streaming=True))
+def load_rows(dataset: HubDataset, *, streaming: bool = False) -> Any:
+    """Load a random-access `datasets.Dataset`, or an iterable one that stores nothing on disk.
 
-
-def load_rows(dataset: HubDataset) -> Any:
-    """Load a random-access `datasets.Dataset`, downloaded on first use."""
-    return _load(dataset, streaming=False)
-
-
-def _load(dataset: HubDataset, *, streaming: bool) -> Any:
+    Raises:
+        DataError: the dataset cannot be loaded.
+    """
     if not dataset.files and not Path(dataset.name).is_dir():
         go_offline_if_unreachable()
     import datasets
 
     if not streaming:
         datasets.disable_progress_bars()
+    files = list(dataset.files) or None
     try:
         return datasets.load_dataset(
-            dataset.name,
-            dataset.subset,
-            split=dataset.split,
-            data_files=list(dataset.files) or None,
-            streaming=streaming,
+            dataset.name, dataset.subset, split=dataset.split, data_files=files, streaming=streaming
         )
     except Exception as error:  # a loader may raise anything; its first line is what the user needs
         raise DataError(

@@ -27,11 +27,7 @@ REPORTED_PACKAGES = ("nanotrain", "torch", "transformers", "datasets", "tokenize
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths of a run.
-
-    Args:
-        path: the folder itself.
-    """
+    """The paths of a run."""
 
     path: Path
 

@@ -1,4 +1,4 @@
-"""Small corpora on disk."""
+"""Small corpora on disk for tests."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ def random_documents(lengths: Sequence[int], *, vocab_size: int = 100, seed: int
 
 @pytest.fixture
 def write_corpus(tmp_path: Path) -> WriteCorpus:
-    """Writes documents as a pair and returns its prefix."""
+    """A function that writes documents as a pair and returns its prefix."""
 
     def write(documents: Sequence[np.ndarray], *, name: str = "corpus", dtype: str = "uint16") -> Path:
         with TokenWriter(tmp_path / name, np.dtype(dtype)) as writer:

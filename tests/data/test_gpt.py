@@ -1,4 +1,4 @@
-"""Windows equal the naive cut of the concatenated stream; masks follow document boundaries."""
+"""Windows equal slices of the concatenated stream; masks follow document boundaries."""
 
 import numpy as np
 import pytest
@@ -18,9 +18,7 @@ def _samples(prefix: object, *, start: int = 0, stop: int | None = None, **optio
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(0, 12), min_size=2, max_size=12).filter(lambda x: sum(x) > 8), data=st.data())
-def test_windows_are_the_naive_cut_of_the_stream(
-    write_corpus: WriteCorpus, lengths: list[int], data: st.DataObject
-) -> None:
+def test_windows_are_slices_of_the_stream(write_corpus: WriteCorpus, lengths: list[int], data: st.DataObject) -> None:
     seq_length = data.draw(st.integers(1, 7))
     start = data.draw(st.integers(0, sum(lengths) - seq_length - 1))
     stop = data.draw(st.integers(start + seq_length + 1, sum(lengths)))
@@ -44,7 +42,7 @@ def test_windows_are_the_naive_cut_of_the_stream(
         assert sample.position_ids.tolist() == (np.arange(seq_length) - first).tolist()
 
 
-def test_every_epoch_reads_every_window_once_in_an_order_of_its_own(write_corpus: WriteCorpus) -> None:
+def test_every_epoch_reads_every_window_once_in_a_different_order(write_corpus: WriteCorpus) -> None:
     samples = _samples(write_corpus([np.arange(100)]), seq_length=7, vocab_size=100, seed=3)
     count = samples.samples_per_epoch
     epochs = [[int(samples[epoch * count + i].tokens[0]) for i in range(count)] for epoch in range(3)]
@@ -58,7 +56,7 @@ def test_plain_order_repeats_after_an_epoch(write_corpus: WriteCorpus) -> None:
     assert samples[13].tokens.tolist() == samples[2].tokens.tolist() == list(range(18, 27))
 
 
-def test_without_document_options_positions_are_left_to_the_model(write_corpus: WriteCorpus) -> None:
+def test_without_document_options_positions_are_none(write_corpus: WriteCorpus) -> None:
     sample = _samples(write_corpus([np.arange(20)]), seq_length=4, vocab_size=100)[0]
     assert sample.position_ids is None
     assert sample.segment_ids is None
@@ -66,7 +64,7 @@ def test_without_document_options_positions_are_left_to_the_model(write_corpus: 
 
 
 @pytest.mark.parametrize(("dtype", "bad"), [("uint16", 64), ("int32", -1)])
-def test_an_id_outside_the_vocabulary_is_named_with_its_place_and_file(
+def test_an_id_outside_the_vocabulary_is_named_with_its_position_and_file(
     write_corpus: WriteCorpus, dtype: str, bad: int
 ) -> None:
     ids = np.arange(64)

@@ -41,7 +41,7 @@ def test_any_range_reads_as_the_concatenation(
 def test_sequences_stored_in_any_order_read_in_the_order_of_the_index(
     tmp_path: Path, lengths: list[int], data: st.DataObject
 ) -> None:
-    # given: documents whose tokens lie in the .bin in another order, with a gap of 3 tokens in front
+    # given: documents stored in another order in the .bin, with a gap of 3 tokens in front
     documents = random_documents(lengths)
     stored = data.draw(st.permutations(range(len(documents))))
     pointers, begin = np.zeros(len(documents), dtype="<i8"), 3
@@ -103,16 +103,16 @@ def test_a_damaged_index_is_refused_with_the_reason(
         IndexedTokens(prefix)
 
 
-@pytest.mark.parametrize("cut", [1, 2, 50])
-def test_a_truncated_bin_is_refused_with_both_sizes(write_corpus: WriteCorpus, cut: int) -> None:
+@pytest.mark.parametrize("missing", [1, 2, 50])
+def test_a_truncated_bin_is_refused_with_both_sizes(write_corpus: WriteCorpus, missing: int) -> None:
     prefix = write_corpus(random_documents([20, 30]))
     content = prefix.with_suffix(".bin").read_bytes()
-    prefix.with_suffix(".bin").write_bytes(content[:-cut])
-    with pytest.raises(DataError, match=f"has {100 - cut} bytes where its index asks for 100"):
+    prefix.with_suffix(".bin").write_bytes(content[:-missing])
+    with pytest.raises(DataError, match=f"has {100 - missing} bytes where its index asks for 100"):
         IndexedTokens(prefix)
 
 
-def test_a_bin_with_more_than_the_index_knows_is_refused(write_corpus: WriteCorpus) -> None:
+def test_a_bin_larger_than_its_index_is_refused(write_corpus: WriteCorpus) -> None:
     prefix = write_corpus(random_documents([20, 30]))
     with prefix.with_suffix(".bin").open("ab") as file:
         file.write(b"more")

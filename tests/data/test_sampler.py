@@ -16,9 +16,9 @@ def test_ranks_together_read_the_global_batch_once(dp_size: int, micro: int, mic
     size = dp_size * micro * microbatches
     read: list[int] = []
     for rank in range(dp_size):
-        place = SamplerConfig(rank, dp_size, micro, size)
-        for microbatch in range(place.num_microbatches):
-            read += microbatch_samples(place, consumed_samples=consumed, microbatch=microbatch)
+        config = SamplerConfig(rank, dp_size, micro, size)
+        for microbatch in range(config.num_microbatches):
+            read += microbatch_samples(config, consumed_samples=consumed, microbatch=microbatch)
     assert sorted(read) == list(range(consumed, consumed + size))
 
 
@@ -27,18 +27,18 @@ def test_ranks_together_read_the_global_batch_once(dp_size: int, micro: int, mic
 def test_resuming_goes_on_exactly_where_the_run_stopped(
     dp_size: int, micro: int, microbatches: int, steps: int
 ) -> None:
-    place = SamplerConfig(dp_size - 1, dp_size, micro, dp_size * micro * microbatches)
-    whole = iter(MicrobatchSampler(place, 0))
-    for _ in range(steps * place.num_microbatches):
-        next(whole)
-    resumed = iter(MicrobatchSampler(place, steps * place.global_batch_size))
-    for _ in range(2 * place.num_microbatches):
-        assert next(resumed) == next(whole)
+    config = SamplerConfig(dp_size - 1, dp_size, micro, dp_size * micro * microbatches)
+    uninterrupted = iter(MicrobatchSampler(config, 0))
+    for _ in range(steps * config.num_microbatches):
+        next(uninterrupted)
+    resumed = iter(MicrobatchSampler(config, steps * config.global_batch_size))
+    for _ in range(2 * config.num_microbatches):
+        assert next(resumed) == next(uninterrupted)
 
 
 def test_microbatches_interleave_the_ranks() -> None:
-    place = SamplerConfig(dp_rank=1, dp_size=2, micro_batch_size=2, global_batch_size=12)
-    batches = iter(MicrobatchSampler(place, 24))
+    config = SamplerConfig(dp_rank=1, dp_size=2, micro_batch_size=2, global_batch_size=12)
+    batches = iter(MicrobatchSampler(config, 24))
     assert [next(batches) for _ in range(4)] == [[26, 27], [30, 31], [34, 35], [38, 39]]
 
 

@@ -1,4 +1,4 @@
-"""Splits cut documents as Megatron-LM does and leave none out."""
+"""Splits divide the documents as Megatron-LM does, without gaps."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""A checkpoint alone is enough to write text and a Hugging Face folder."""
+"""Text and a Hugging Face folder from a checkpoint, without its run."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Writing text: deterministic by seed, within the model's positions."""
+"""Sampling: deterministic by seed, within the positions of the model."""
 
 import pytest
 import torch
@@ -12,14 +12,14 @@ def model() -> torch.nn.Module:
     return randomize(build(LLAMA))
 
 
-def test_the_same_seed_gives_the_same_text_and_another_seed_another(model: torch.nn.Module) -> None:
+def test_text_depends_on_the_seed(model: torch.nn.Module) -> None:
     texts = [generate(model, [1, 2, 3], num_tokens=20, sampling=Sampling(seed=seed)) for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
     assert len(texts[0]) == 20
     assert all(0 <= token < VOCAB for token in texts[0])
 
 
-def test_temperature_zero_takes_the_likeliest_token_each_time(model: torch.nn.Module) -> None:
+def test_temperature_zero_is_greedy(model: torch.nn.Module) -> None:
     tokens = [5, 6]
     for token in generate(model, tokens, num_tokens=8, sampling=Sampling(temperature=0)):
         assert token == model.logits(torch.tensor([tokens]))[0, -1].argmax()

@@ -96,7 +96,7 @@ def test_a_lone_surrogate_does_not_stop_the_training_of_a_tokenizer(tmp_path: Pa
 
 def test_killed_and_started_again_gives_the_bytes_of_a_run_undisturbed(corpus: Path, tmp_path: Path) -> None:
     # given: a run killed once some parts are there
-    _prepare(corpus, tmp_path / "whole", "--tokenizer", "bpe:280", "--workers", "2")
+    _prepare(corpus, tmp_path / "undisturbed", "--tokenizer", "bpe:280", "--workers", "2")
     (tmp_path / "driver.py").write_text(DRIVER)
     options = ["--input", str(corpus), "--output", str(tmp_path / "again"), "--tokenizer", "bpe:280", "--workers", "1"]
     command = [sys.executable, str(tmp_path / "driver.py"), *options]
@@ -121,7 +121,7 @@ def test_killed_and_started_again_gives_the_bytes_of_a_run_undisturbed(corpus: P
         _prepare(corpus, tmp_path / "again", "--tokenizer", "bpe:280", "--workers", "2")
     # then
     assert 0 < len(kept) < len(written)
-    assert _bytes(tmp_path / "again") == _bytes(tmp_path / "whole")
+    assert _bytes(tmp_path / "again") == _bytes(tmp_path / "undisturbed")
 
 
 def test_a_prepared_corpus_is_left_alone_or_refused(

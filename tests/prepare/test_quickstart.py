@@ -1,4 +1,4 @@
-"""The quick-start corpus is built once, whole, and holds the library's sources."""
+"""The quick-start corpus is built once, atomically, from the library's sources."""
 
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def test_it_is_built_once_and_again_for_another_vocabulary(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("small_library")
-def test_two_that_build_at_once_leave_one_whole_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_that_build_at_once_leave_one_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # given: while this process builds, another one finishes
     build = quickstart._build
     other: list[quickstart.QuickStart] = []

@@ -1,4 +1,4 @@
-"""The run folder: writable or an error, described, and its metrics trimmed to the step a run goes on from."""
+"""The run folder: writable, described, and its metrics truncated to the step a run resumes from."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def test_the_description_holds_configuration_and_environment(tmp_path):
     assert "git_revision" in environment
 
 
-def test_metrics_of_steps_that_will_be_taken_again_are_dropped(tmp_path):
+def test_metrics_of_steps_after_the_resumed_one_are_dropped(tmp_path):
     folder = RunFolder(tmp_path)
     folder.metrics.write_text(lines(1, 2, 3, 4))
     folder.drop_metrics_after(2)
@@ -50,13 +50,13 @@ def test_metrics_of_steps_that_will_be_taken_again_are_dropped(tmp_path):
     assert folder.metrics.read_text() == ""
 
 
-def test_a_line_that_a_crash_cut_short_is_dropped(tmp_path):
+def test_a_line_truncated_by_a_crash_is_dropped(tmp_path):
     folder = RunFolder(tmp_path)
     folder.metrics.write_text(lines(1, 2) + '{"step": 3, "lo')
     folder.drop_metrics_after(3)
     assert folder.metrics.read_text() == lines(1, 2)
 
 
-def test_metrics_that_are_not_there_need_no_trimming(tmp_path):
+def test_missing_metrics_are_left_missing(tmp_path):
     RunFolder(tmp_path).drop_metrics_after(3)
     assert not list(tmp_path.iterdir())

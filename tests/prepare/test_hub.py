@@ -1,0 +1,23 @@
+"""Rows of local files by their type, streamed or not, and one error for a dataset that cannot be loaded."""
+
+from pathlib import Path
+
+import pytest
+
+from nanotrain.errors import DataError
+from nanotrain.prepare.hub import HubDataset, load_rows
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_of_a_csv_file(tmp_path: Path, streaming: bool) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("text,n\nhello,1\nworld,2\n")
+    rows = load_rows(HubDataset("csv", None, "train", (str(file),)), streaming=streaming)
+    assert [row["text"] for row in rows] == ["hello", "world"]
+
+
+def test_an_unknown_dataset_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match="the dataset no/such cannot be loaded.*--split-name"):
+        load_rows(HubDataset("no/such", None, "train"))
