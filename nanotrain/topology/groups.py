@@ -19,7 +19,7 @@ control              all ranks, over gloo                  Python objects and ba
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 GroupName = Literal[
     "tp",
@@ -63,11 +63,8 @@ EXPERT_GROUPS: dict[str, tuple[str, ...]] = {
     "expert_dp_shard": ("expert_dp",),
     "expert_dp_replicate": ("expert_dp",),
 }
-# in the order in which they are listed and created
-GROUP_NAMES: tuple[GroupName, ...] = (
-    *("tp", "cp", "ep", "pp", "dp", "dp_cp", "dp_shard", "dp_replicate"),
-    *("etp", "expert_dp", "expert_dp_shard", "expert_dp_replicate", "tp_cp", "model", "embed", "world"),
-)
+# the planned groups, in the order in which they are listed and created
+GROUP_NAMES: tuple[GroupName, ...] = tuple(name for name in get_args(GroupName) if name != "control")
 
 
 @dataclass(frozen=True)
