@@ -183,7 +183,7 @@ def check_stated(stated: dict[str, Any], file: str) -> None:
         raise ConfigError(f"{error.what} in {file}", why=error.why, fix=error.fix) from None
 
 
-def lay_over(values: dict[str, dict[str, Any]], settings: list[Setting]) -> dict[str, dict[str, Any]]:
+def merge_settings(values: dict[str, dict[str, Any]], settings: list[Setting]) -> dict[str, dict[str, Any]]:
     """The command line's settings over the values of the files, in their order; interpolations resolved."""
     laid = OmegaConf.merge(to_dict(Config()), values)
     try:
@@ -199,13 +199,13 @@ def parse_value(setting: Setting) -> Any:
     if not setting.is_hydra or not isinstance(setting.value, str):
         return setting.value
     if not setting.value:
-        raise ConfigError(f"{setting.words} has no value", why="it takes one", fix=f"write {setting.key}=VALUE")
+        raise ConfigError(f"{setting.text} has no value", why="it takes one", fix=f"write {setting.key}=VALUE")
     if setting.value[0] not in "['\"":
         return setting.value
     try:
-        return OverridesParser.create().parse_override(setting.words).value()
+        return OverridesParser.create().parse_override(setting.text).value()
     except HydraException as error:
-        raise ConfigError(f"{setting.words} cannot be read", why=str(error).splitlines()[0]) from None
+        raise ConfigError(f"{setting.text} cannot be read", why=str(error).splitlines()[0]) from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""The command line as data: flags, Hydra overrides and choices of YAML, in any order.
+"""The parser of the command line: flags, Hydra overrides and choices of YAML files, in any order.
 
 A flag is a field's name in kebab case (`--flag value`, `--flag=value`, `--flag`/`--no-flag`); an override is Hydra's
-`section.field=value`; a choice names a YAML file of a group (`+config=NAME` a recipe, `model=NAME` a model). Nothing
-is read from disk here.
+`section.field=value`; a choice names a YAML file of a group (`+config=NAME` a recipe, `model=NAME` a model). No file
+is read here.
 """
 
 import re
@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from nanotrain.config.schema import ENTRIES, KEYS, Entry, did_you_mean, unknown, unknown_key
-from nanotrain.errors import ConfigError
+from nanotrain.errors import ConfigError, ErrorCollector
 
 
 @dataclass(frozen=True)
 class Alias:
-    """A flag that stands for a value of a field; the same field said otherwise must be one of `agrees`."""
+    """A flag for one value of a field; another argument may set the field to a value of `agrees` only."""
 
     name: str
     value: str
@@ -35,27 +35,38 @@ OVERRIDE = re.compile(r"^(?P<prefix>[+~]*)(?P<key>[A-Za-z_][\w.@/]*)=(?P<value>.
 
 @dataclass(frozen=True)
 class Setting:
-    """One field set on the command line: its key, the text of its value, and the words that said so."""
+    """One field set on the command line: its key, the text of its value, and the arguments as written."""
 
     key: str
     value: str | list[str]
-    words: str
+    text: str
     is_hydra: bool = False  # the text follows Hydra's grammar: [a,b] and quotes mean something
 
 
 @dataclass
 class CommandLine:
-    """What the words say, in their order."""
+    """A parsed command line.
+
+    Attributes:
+        settings: the fields that are set, in order.
+        aliases: alias flags, in order.
+        choices: group of YAML files -> name of the chosen file; `config` -> the recipe.
+        search_path: folders of `--config-dir`.
+        config_name: the file that composition starts from.
+        data_parallel_size: value of `--data-parallel-size`.
+        errors: all mistakes; `load_line` raises them together with those in types.
+    """
 
     settings: list[Setting] = field(default_factory=list)
     aliases: list[str] = field(default_factory=list)
-    choices: dict[str, str] = field(default_factory=dict)  # group -> name, `config` -> the recipe
+    choices: dict[str, str] = field(default_factory=dict)
     search_path: list[str] = field(default_factory=list)
     config_name: str = "train"
     data_parallel_size: int | None = None
     wants_help: bool = False
     wants_job: bool = False
     wants_explanation: bool = False
+    errors: ErrorCollector = field(default_factory=ErrorCollector)
 
     @property
     def explicit(self) -> frozenset[str]:
@@ -64,57 +75,57 @@ class CommandLine:
 
 
 def parse(argv: Sequence[str]) -> CommandLine:
-    """Read the words of a command line.
-
-    Raises:
-        ConfigError: an unknown flag or key, a flag without its value, a word that is neither.
+    """Parse the arguments of a command line; mistakes are collected in `errors`.
 
     >>> line = parse(["--lr", "1e-3", "+config=tiny", "--no-shuffle", "train.seed=7"])
     >>> line.choices, [(s.key, s.value) for s in line.settings]
     ({'config': 'tiny'}, [('optim.lr', '1e-3'), ('data.shuffle', 'false'), ('train.seed', '7')])
     """
-    line, words = CommandLine(), list(argv)
-    while words:
-        word = words.pop(0)
-        if word.startswith("-"):
-            read_flag(line, word, rest=words)
-        elif OVERRIDE.match(word):
-            read_override(line, word)
-        else:
-            raise stray(word, line)
-    settle_aliases(line)
+    line, rest = CommandLine(), list(argv)
+    while rest:
+        argument = rest.pop(0)
+        with line.errors:
+            if argument.startswith("-"):
+                read_flag(line, argument, rest=rest)
+            elif OVERRIDE.match(argument):
+                read_override(line, argument)
+            else:
+                raise unexpected(argument, line)
+    apply_aliases(line)
     return line
 
 
-def read_flag(line: CommandLine, word: str, *, rest: list[str]) -> None:
-    """A word that begins with a dash, and the words that belong to it (taken from `rest`)."""
-    flag, has_value, value = word.partition("=")
+def read_flag(line: CommandLine, argument: str, *, rest: list[str]) -> None:
+    """Read a flag; its values are taken from `rest`."""
+    flag, has_value, value = argument.partition("=")
     if flag in OWN_FLAGS:
         OWN_FLAGS[flag](line, value if has_value else take_value(flag, rest))
-    elif word in SWITCHES:
-        SWITCHES[word](line)
-    elif word in ALIASES:
-        line.aliases.append(word)
+    elif argument in SWITCHES:
+        SWITCHES[argument](line)
+    elif argument in ALIASES:
+        line.aliases.append(argument)
     elif flag in FLAGS:
         entry = FLAGS[flag]
         line.settings.append(read_field(entry, flag, value=value if has_value else None, rest=rest))
-    elif word in NEGATIONS:
-        line.settings.append(Setting(NEGATIONS[word].key, "false", word))
+    elif argument in NEGATIONS:
+        line.settings.append(Setting(NEGATIONS[argument].key, "false", argument))
     elif has_value and flag in {*ALIASES, *NEGATIONS, *SWITCHES}:
         raise ConfigError(
-            f"{word} gives {flag} a value", why="it takes none", fix=f"write {flag} alone or leave it out"
+            f"{argument} gives {flag} a value", why="it takes none", fix=f"write {flag} alone or leave it out"
         )
     else:
+        while rest and not begins_argument(rest[0]):  # its values, which are no further mistakes
+            rest.pop(0)
         raise unknown("flag", flag, known=[*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *SWITCHES])
 
 
 def read_field(entry: Entry, flag: str, *, value: str | None, rest: list[str]) -> Setting:
-    """A field's flag with its value: behind `=`, in the next word, or for a list in all words up to the next flag."""
+    """A field's flag and its value: after `=`, the next argument, or for a list all arguments up to the next flag."""
     if entry.kind is bool:
         return Setting(entry.key, "true" if value is None else value, flag)
     if entry.kind is list:
         items = [] if value is None else value.split()
-        while rest and not begins_something(rest[0]):
+        while rest and not begins_argument(rest[0]):
             items.append(rest.pop(0))
         if not items:
             raise no_value(flag)
@@ -125,61 +136,61 @@ def read_field(entry: Entry, flag: str, *, value: str | None, rest: list[str]) -
 
 
 def take_value(flag: str, rest: list[str]) -> str:
-    """The word after a flag, which must be a value."""
-    if not rest or begins_something(rest[0]):
+    """The argument after a flag, which must be a value."""
+    if not rest or begins_argument(rest[0]):
         raise no_value(flag)
     return rest.pop(0)
 
 
-def begins_something(word: str) -> bool:
-    """Whether a word is a flag, an override or a choice rather than a value (a negative number is a value)."""
-    if word.startswith("--") or word in SWITCHES:
+def begins_argument(text: str) -> bool:
+    """Whether a text is a flag, an override or a choice and not a value (a negative number is a value)."""
+    if text.startswith("--") or text in SWITCHES:
         return True
-    match = OVERRIDE.match(word)
+    match = OVERRIDE.match(text)
     if match is None:
         return False
     section, dot, name = match["key"].partition(".")
-    return bool(match["prefix"]) or "/" not in section and (bool(dot) and name.isidentifier() or section == "config")
+    is_key = bool(dot) and all(part.isidentifier() for part in name.split("."))
+    return bool(match["prefix"]) or "/" not in section and (is_key or section == "config")
 
 
-def read_override(line: CommandLine, word: str) -> None:
-    """A word with `=`: a field, Hydra's search path, or the choice of a YAML file."""
-    match = OVERRIDE.match(word)
-    assert match is not None, "parse only passes words that match"
+def read_override(line: CommandLine, argument: str) -> None:
+    """Read an argument with `=`: a field, Hydra's search path, or the choice of a YAML file."""
+    match = OVERRIDE.match(argument)
+    assert match is not None, "parse only passes arguments that match"
     prefix, key, value = match["prefix"], match["key"], match["value"]
     if key == "hydra.searchpath":
         line.search_path += [path.strip().strip("'\"") for path in value.strip("[]").split(",") if path.strip()]
     elif key.startswith("hydra."):
-        raise ConfigError(f"{word} has no effect", why="of Hydra's own settings only hydra.searchpath is used here")
+        raise ConfigError(f"{argument} has no effect", why="of Hydra's own settings only hydra.searchpath is used here")
     elif "." not in key and key not in ENTRIES:
         if prefix not in ("", "+"):
             raise ConfigError(
-                f"{word} begins with {prefix}", why="a YAML file is chosen, not removed", fix=f"write {key}=NAME"
+                f"{argument} begins with {prefix}", why="a YAML file is chosen, not removed", fix=f"write {key}=NAME"
             )
         line.choices[key] = value
     elif key not in KEYS:
         raise unknown_key(key)
     elif prefix:
-        raise ConfigError(f"{word} begins with {prefix}", why="every field exists already", fix=f"write {key}={value}")
+        raise ConfigError(f"{argument} begins with {prefix}", why="every field exists already", fix=f"write {key}={value}")
     else:
-        line.settings.append(Setting(key, value, word, is_hydra=True))
+        line.settings.append(Setting(key, value, argument, is_hydra=True))
 
 
-def settle_aliases(line: CommandLine) -> None:
-    """Turn aliases into settings, in front of the others; one that another word contradicts is an error."""
-    said: dict[str, list[tuple[str, str]]] = {}
+def apply_aliases(line: CommandLine) -> None:
+    """Turn aliases into settings, before the others; a contradiction with another argument is an error."""
+    given: dict[str, list[tuple[str, str]]] = {}
     for setting in line.settings:
-        said.setdefault(setting.key, []).append((str(setting.value), setting.words))
+        given.setdefault(setting.key, []).append((str(setting.value), setting.text))
     for flag in line.aliases:
-        said.setdefault(ENTRIES[ALIASES[flag].name].key, []).append((ALIASES[flag].value, flag))
+        given.setdefault(ENTRIES[ALIASES[flag].name].key, []).append((ALIASES[flag].value, flag))
     for flag in dict.fromkeys(line.aliases):
         alias = ALIASES[flag]
         key = ENTRIES[alias.name].key
-        for value, words in said[key]:
+        for value, text in given[key]:
             if value not in alias.agrees:
-                raise ConfigError(
-                    f"{flag} contradicts {words}", why=f"{flag} means {key}={alias.value}", fix="leave one of them out"
-                )
+                why, fix = f"{flag} means {key}={alias.value}", "leave one of them out"
+                line.errors.errors.append(ConfigError(f"{flag} contradicts {text}", why=why, fix=fix))
         line.settings.insert(0, Setting(key, alias.value, flag))
 
 
@@ -233,11 +244,11 @@ def no_value(flag: str) -> ConfigError:
     return ConfigError(f"{flag} has no value", why="it takes one", fix=meaning)
 
 
-def stray(word: str, line: CommandLine) -> ConfigError:
-    """The error for a word that no flag took."""
+def unexpected(argument: str, line: CommandLine) -> ConfigError:
+    """The error for an argument that is neither a flag, its value nor an override."""
     last = line.settings[-1] if line.settings else None
     if last is not None and not last.is_hydra and KEYS[last.key].kind is bool:
-        return ConfigError(f"stray word {word!r}", why=f"{last.words} takes no value", fix=f"write {last.words}={word}")
-    return ConfigError(
-        f"stray word {word!r}", why="it is neither a flag nor key=value", fix=did_you_mean("--" + word, FLAGS)
-    )
+        why, fix = f"{last.text} takes no value", f"write {last.text}={argument}"
+    else:
+        why, fix = "it is neither a flag nor key=value", did_you_mean("--" + argument, FLAGS)
+    return ConfigError(f"unexpected argument {argument!r}", why=why, fix=fix)

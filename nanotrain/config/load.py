@@ -1,13 +1,14 @@
-"""From the words of a command line to a `Config`: parse, compose, lay over, settle, check.
+"""From a parsed command line to a `Config`: compose, merge, convert, reset, check.
 
-    words --flags.parse--> CommandLine --compose_files--> values of the YAML --lay_over--> plain values
-          --config_from_dict--> Config --settle_idle--> Config --validate--> Config
+    arguments --flags.parse--> CommandLine --compose_files--> values of the YAML --merge_settings--> plain values
+              --config_from_dict--> Config --reset_unused--> Config --validate--> Config
 
-`load` does all of it; `answer` serves the words that ask for text in place of a run (`--help`, `--explain`).
+All mistakes of a command line are in one error: those in arguments, names and types first, then, where every value
+could be read, all broken rules.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -15,85 +16,106 @@ import yaml
 from nanotrain.config.config import Config
 from nanotrain.config.flags import CommandLine, parse
 from nanotrain.config.help import help_text
-from nanotrain.config.idle import settle_idle
-from nanotrain.config.schema import KEYS, config_from_dict, plain, to_dict, value_of
-from nanotrain.config.validate import require_trainable, validate
+from nanotrain.config.rules.unused import reset_unused
+from nanotrain.config.schema import KEYS, config_from_dict, plain, to_dict, value_of, with_values
+from nanotrain.config.validate import collect_errors
+from nanotrain.errors import ErrorCollector
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A configuration and how it came to be."""
+    """A configuration and how it was composed.
+
+    Attributes:
+        config: the configuration.
+        explicit: keys set on the command line, as "model.hidden_size".
+        recipe: NAME of +config=NAME.
+        data_parallel_size: value of --data-parallel-size, to be checked against the world.
+        origins: key -> source of its value: "default", a YAML file, or the arguments.
+    """
 
     config: Config
-    explicit: frozenset[str]  # keys set on the command line, as "model.hidden_size"
-    recipe: str | None  # NAME of +config=NAME
-    data_parallel_size: int | None  # --data-parallel-size, to be checked against the world
-    origins: dict[str, str]  # key -> who said the value: default, a YAML file, or the words of the command line
+    explicit: frozenset[str]
+    recipe: str | None
+    data_parallel_size: int | None
+    origins: dict[str, str]
 
 
 def load_config(argv: Sequence[str]) -> Config:
-    """The configuration that a command line asks for, checked for training.
+    """The configuration of a command line, checked for training.
 
     Args:
-        argv: the words after the program's name.
+        argv: arguments after the program's name.
 
     Raises:
-        ConfigError: anything unknown, of the wrong type, or contradictory.
+        ConfigError: everything unknown, of the wrong type, or contradictory.
     """
     return load(argv).config
 
 
 def load(argv: Sequence[str], *, to_train: bool = True) -> Loaded:
-    """As `load_config`, with what else the words said.
+    """Parse and load a command line; see `load_line`."""
+    return load_line(parse(argv), to_train=to_train)
+
+
+def load_line(line: CommandLine, *, to_train: bool = True) -> Loaded:
+    """The checked configuration of a parsed command line.
 
     Args:
-        argv: the words after the program's name.
-        to_train: refuse what can be planned but not yet trained (`require_trainable`).
+        line: the command line.
+        to_train: refuse what can be planned but not trained.
+
+    Raises:
+        ConfigError: all mistakes.
     """
-    loaded = compose_line(parse(argv))
-    validate(loaded.config)
-    if to_train:
-        require_trainable(loaded.config)
+    errors = ErrorCollector()
+    loaded = compose_line(line, errors=errors)
+    collect_errors(loaded.config, to_train=to_train, errors=errors)
+    errors.raise_errors()
     return loaded
 
 
-def compose_line(line: CommandLine) -> Loaded:
-    """Compose what a parsed command line asks for; values are checked one by one, not yet against each other."""
-    from nanotrain.config.compose import compose_files, lay_over  # Hydra takes 0.2 s, and --help goes without
+def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
+    """The configuration of a parsed command line, its values not yet checked against each other.
 
-    composed = compose_files(line)
-    config = config_from_dict(lay_over(composed.values, line.settings))
+    Args:
+        line: the command line.
+        errors: collects settings without effect.
+
+    Raises:
+        ConfigError: all mistakes in arguments, names and types.
+    """
+    from nanotrain.config.compose import compose_files, merge_settings  # Hydra takes 0.2 s; --help does without
+
+    with line.errors:
+        composed = compose_files(line)
+        config = config_from_dict(merge_settings(composed.values, line.settings))
+    line.errors.raise_errors()
     origins = dict.fromkeys(KEYS, "default") | composed.files
-    origins |= {setting.key: f"command line: {setting.words}" for setting in line.settings}
+    origins |= {setting.key: f"command line: {setting.text}" for setting in line.settings}
     recipe = line.choices.get("config")
     if config.train.run_dir is None:
-        name = Path(recipe).stem if recipe else "train"
-        config = replace(config, train=replace(config.train, run_dir=f"runs/{name}"))
-    settled = settle_idle(config, explicit=line.explicit)
-    origins |= settled.origins
-    return Loaded(settled.config, line.explicit, recipe, line.data_parallel_size, origins)
+        config = with_values(config, {"train.run_dir": f"runs/{Path(recipe).stem if recipe else 'train'}"})
+    config, reset = reset_unused(config, explicit=line.explicit, errors=errors)
+    return Loaded(config, line.explicit, recipe, line.data_parallel_size, origins | reset)
 
 
-def answer(argv: Sequence[str]) -> str | None:
-    """The text that `--help`, `--explain` or `--cfg job` asks for; None where the words ask for a run."""
-    if "-h" in argv or "--help" in argv:
+def reply(line: CommandLine) -> str | None:
+    """The text for `--help`, `--explain` or `--cfg job`; None for a command line without these flags."""
+    if line.wants_help:
         return help_text()
-    line = parse(argv)
-    if line.wants_explanation:
-        return explain(argv)
-    return to_yaml(compose_line(line).config).rstrip() if line.wants_job else None
+    if not line.wants_explanation and not line.wants_job:
+        return None
+    errors = ErrorCollector()
+    loaded = compose_line(line, errors=errors)
+    errors.raise_errors()
+    return explain(loaded) if line.wants_explanation else to_yaml(loaded.config).rstrip()
 
 
-def explain(argv: Sequence[str]) -> str:
-    """The resolved configuration with the origin of every value, one line each."""
-    loaded = compose_line(parse(argv))
+def explain(loaded: Loaded) -> str:
+    """The configuration with the origin of every value, one line per field."""
     rows = [
-        (
-            key,
-            yaml_value(value_of(loaded.config, key)),
-            loaded.origins[key].replace("\n", "\\n"),
-        )
-        for key in KEYS
+        (key, yaml_value(value_of(loaded.config, key)), loaded.origins[key].replace("\n", "\\n")) for key in KEYS
     ]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}" for key, value, origin in rows)

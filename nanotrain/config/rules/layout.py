@@ -1,0 +1,107 @@
+"""Rules between the model and its parallel layout: every axis splits its tensors evenly.
+
+tp splits heads, MLP width and vocabulary rows; cp the sequence into two chunks per rank; pp the layers; ep the experts
+and etp the width of each.
+"""
+
+from collections.abc import Callable
+from math import lcm
+
+from nanotrain.config.option import flag_of
+from nanotrain.config.rules.rule import Rule, Values, round_up
+
+END_FLAGS = "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+END_FIELDS = "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers"
+
+
+def split_by_tp(name: str, size: Callable[[Values], int]) -> Rule:
+    """The rule that tp divides a size."""
+    return Rule(
+        f"{name} tensor_model_parallel_size",
+        lambda v: size(v) % v.tp,
+        lambda v: f"{name} {size(v)} cannot be shared by tp={v.tp} ranks",
+        "tensor_model_parallel_size must divide it",
+        lambda v: f"set {flag_of(name)} {round_up(size(v), v.tp)} or another --tensor-model-parallel-size",
+    )
+
+
+def needs_experts(name: str) -> Rule:
+    """The rule that an expert axis needs experts."""
+    return Rule(
+        f"{name} num_experts",
+        lambda v: not v.has_experts and (v[name] or 1) > 1,
+        f"{name} {{{name}}} has no effect",
+        "the model has no experts: num_experts is unset",
+        f"set --num-experts or leave {flag_of(name)} out",
+    )
+
+
+def stages_text(v: Values) -> str:
+    """The number of stages, as a product with virtual stages."""
+    return f"pp={v.pp}" if v.num_stages == v.pp else f"pp={v.pp} x {v.num_stages // v.pp} = {v.num_stages}"
+
+
+def why_sequence_parts(v: Values) -> str:
+    """The reasons for `Values.sequence_parts`."""
+    reasons = [f"cp={v.cp} ranks have two chunks each"] if v.cp > 1 else []
+    if v.splits_sequence_by_tp:
+        what = "sequence_parallel" if v.sequence_parallel else "a layer with experts"
+        reasons.append(f"{what} splits each chunk over tp={v.tp} ranks")
+    return " and ".join(reasons)
+
+
+# fmt: off
+LAYOUT_RULES = (
+    split_by_tp("num_attention_heads", lambda v: v.num_attention_heads),
+    Rule("num_query_groups tensor_model_parallel_size",
+        lambda v: not v.multi_latent_attention and v.query_groups % v.tp and v.tp % v.query_groups,
+        "{query_groups} key/value heads (num_query_groups) cannot be shared by tp={tp} ranks",
+        "a rank has several whole heads, or several ranks replicate one",
+        "set --num-query-groups or --tensor-model-parallel-size so that one divides the other, "
+        "as --num-query-groups {tp}"),
+    split_by_tp("ffn_hidden_size", lambda v: 0 if all(v.moe_layers) else v.ffn_size),
+    split_by_tp("moe_shared_expert_intermediate_size",
+        lambda v: (v.moe_shared_expert_intermediate_size or 0) if any(v.moe_layers) else 0),
+    Rule("vocab_size make_vocab_size_divisible_by tensor_model_parallel_size", lambda v: v.vocab_rows % v.tp,
+        "a vocabulary padded to a multiple of {make_vocab_size_divisible_by} cannot be shared by tp={tp} ranks",
+        "they would share {vocab_rows} rows",
+        lambda v: f"set --make-vocab-size-divisible-by {lcm(v.make_vocab_size_divisible_by, v.tp)}"),
+    Rule("seq_length context_parallel_size tensor_model_parallel_size sequence_parallel num_experts",
+        lambda v: v.seq_length % v.sequence_parts,
+        "seq_length {seq_length} cannot be split into {sequence_parts} parts", why_sequence_parts,
+        lambda v: f"set --seq-length {round_up(v.seq_length, v.sequence_parts)}"),
+    Rule("cp_comm_type num_attention_heads context_parallel_size tensor_model_parallel_size",
+        lambda v: v.cp_comm_type == "a2a" and v.num_attention_heads % (v.tp * v.cp),
+        "{num_attention_heads} attention heads cannot be shared by cp={cp} ranks",
+        lambda v: f"cp_comm_type a2a needs tp*cp = {v.tp * v.cp} to divide num_attention_heads",
+        lambda v: "set --cp-comm-type p2p or --num-attention-heads " f"{round_up(v.num_attention_heads, v.tp * v.cp)}"),
+    Rule("num_layers pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank",
+        lambda v: v.num_layers < v.num_stages,
+        lambda v: f"{v.num_layers} layers cannot fill {stages_text(v)} pipeline stages",
+        "every stage has at least one layer",
+        "set --num-layers {num_stages} or a smaller --pipeline-model-parallel-size"),
+    Rule(f"{END_FIELDS} num_virtual_stages_per_pipeline_rank",
+        lambda v: v.end_lengths and v.num_virtual_stages_per_pipeline_rank > 1,
+        f"{END_FLAGS} with {{num_virtual_stages_per_pipeline_rank}} virtual stages per pipeline rank",
+        "the first and the last stage are only one of the stages of their rank",
+        f"leave {END_FLAGS} out, or set --num-virtual-stages-per-pipeline-rank 1"),
+    Rule(f"{END_FIELDS} num_layers pipeline_model_parallel_size",
+        lambda v: v.end_lengths and (v.layers_between < v.stages_between if v.stages_between else v.layers_between),
+        "{layers_between} layers are left for {stages_between} of pp={pp} pipeline stages",
+        lambda v: f"of {v.num_layers} layers the first and last stage have {' + '.join(map(str, v.end_lengths))}, "
+        "and every other stage has at least one",
+        lambda v: f"change {END_FLAGS} so that they leave "
+        + (f"at least {v.stages_between}" if v.stages_between else "none")),
+    needs_experts("expert_model_parallel_size"),
+    needs_experts("expert_tensor_parallel_size"),
+    Rule("num_experts expert_model_parallel_size", lambda v: v.has_experts and v.num_experts % v.ep,
+        "{num_experts} experts cannot be shared by ep={ep} ranks",
+        "expert_model_parallel_size must divide num_experts",
+        lambda v: f"set --num-experts {round_up(v.num_experts, v.ep)} or another --expert-model-parallel-size"),
+    Rule("moe_ffn_hidden_size expert_tensor_parallel_size tensor_model_parallel_size",
+        lambda v: v.has_experts and v.moe_ffn_size % v.etp,
+        "an expert of width {moe_ffn_size} cannot be shared by etp={etp} ranks",
+        "expert_tensor_parallel_size (unset: as tensor_model_parallel_size) must divide moe_ffn_hidden_size",
+        lambda v: "set --expert-tensor-parallel-size 1 or --moe-ffn-hidden-size " f"{round_up(v.moe_ffn_size, v.etp)}"),
+)
+# fmt: on

@@ -1,0 +1,90 @@
+"""Rules of the model section: heads, positions, experts and multi-latent attention."""
+
+from nanotrain.config.config import PositionEmbedding, RouterScore
+from nanotrain.config.rules.rule import Rule
+
+# fmt: off
+POSITION_RULES = (
+    Rule("seq_length max_position_embeddings", lambda v: v.seq_length > v.max_position_embeddings,
+        "seq_length {seq_length} is longer than max_position_embeddings {max_position_embeddings}",
+        "the model has no positions beyond",
+        "set --seq-length {max_position_embeddings} or raise --max-position-embeddings"),
+)
+
+HEAD_RULES = (
+    Rule("hidden_size num_attention_heads kv_channels",
+        lambda v: v.kv_channels is None and v.hidden_size % v.num_attention_heads,
+        "hidden_size {hidden_size} cannot be split into {num_attention_heads} heads",
+        "num_attention_heads must divide it where kv_channels is unset",
+        "set --num-attention-heads to a divisor or --kv-channels to the width of a head"),
+    Rule("num_attention_heads num_query_groups", lambda v: v.num_attention_heads % v.query_groups,
+        "{num_attention_heads} query heads cannot share {query_groups} key/value heads",
+        "num_query_groups must divide num_attention_heads", "set --num-query-groups to a divisor"),
+    Rule("position_embedding_type kv_channels hidden_size num_attention_heads",
+        lambda v: v.position_embedding_type is PositionEmbedding.rope and v.head_dim % 2,
+        "a head has {head_dim} channels", "RoPE rotates pairs of channels, so their number must be even",
+        "set --kv-channels to an even number or another --num-attention-heads"),
+)
+
+MLA_RULES = (
+    Rule("position_embedding_type multi_latent_attention",
+        lambda v: v.position_embedding_type is not PositionEmbedding.rope,
+        "position_embedding_type is {position_embedding_type.value} with multi_latent_attention",
+        "{qk_pos_emb_head_dim} channels per head (qk_pos_emb_head_dim) are rotated",
+        "set --position-embedding-type rope"),
+    Rule("qk_pos_emb_head_dim", lambda v: v.qk_pos_emb_head_dim % 2, "qk_pos_emb_head_dim is {qk_pos_emb_head_dim}",
+        "RoPE rotates pairs of channels, so their number must be even",
+        lambda v: f"set --qk-pos-emb-head-dim {v.qk_pos_emb_head_dim + 1}"),
+    Rule("add_bias_linear multi_latent_attention", lambda v: v.add_bias_linear,
+        "add_bias_linear with multi_latent_attention", "its projections have no biases",
+        "leave out --add-bias-linear or --multi-latent-attention"),
+)
+
+MOE_RULES = (
+    Rule("num_experts moe_layer_freq", lambda v: not any(v.moe_layers), "no layer has the {num_experts} experts",
+        "moe_layer_freq is {moe_layer_freq}", "set --moe-layer-freq 1 or leave --num-experts out"),
+    Rule("moe_router_topk num_experts", lambda v: v.moe_router_topk > v.num_experts,
+        "a token cannot be sent to {moe_router_topk} of {num_experts} experts",
+        "moe_router_topk must be at most num_experts",
+        "set --moe-router-topk to at most {num_experts} or raise --num-experts"),
+    Rule("moe_router_topk moe_router_score_function moe_router_pre_softmax",
+        lambda v: v.moe_router_score_function is RouterScore.softmax and v.moe_router_topk == 1
+        and not v.moe_router_pre_softmax,
+        "moe_router_topk is 1 and moe_router_pre_softmax is off",
+        "a softmax over one expert is always 1, so the router would never learn",
+        "set --moe-router-pre-softmax or --moe-router-topk 2"),
+    Rule("moe_router_enable_expert_bias moe_router_score_function",
+        lambda v: v.moe_router_enable_expert_bias and v.moe_router_score_function is RouterScore.softmax,
+        "moe_router_enable_expert_bias with moe_router_score_function softmax",
+        "the bias is added to scores that do not depend on one another",
+        "set --moe-router-score-function sigmoid or leave --moe-router-enable-expert-bias out"),
+    Rule("add_bias_linear num_experts", lambda v: v.add_bias_linear, "add_bias_linear with {num_experts} experts",
+        "experts have no biases", "leave out --add-bias-linear or --num-experts"),
+    Rule("moe_router_group_topk moe_router_num_groups",
+        lambda v: v.moe_router_num_groups is None and v.moe_router_group_topk is not None,
+        "moe_router_group_topk is {moe_router_group_topk} and moe_router_num_groups is unset",
+        "group-limited routing needs both: the number of groups, and of the groups that a token may use",
+        "set --moe-router-num-groups too, or leave both out"),
+    Rule("moe_router_num_groups moe_router_group_topk",
+        lambda v: v.moe_router_num_groups is not None and v.moe_router_group_topk is None,
+        "moe_router_num_groups is {moe_router_num_groups} and moe_router_group_topk is unset",
+        "group-limited routing needs both: the number of groups, and of the groups that a token may use",
+        "set --moe-router-group-topk too, or leave both out"),
+    Rule("moe_router_num_groups num_experts", lambda v: v.num_experts % v.num_groups,
+        "{num_experts} experts cannot form {num_groups} groups", "moe_router_num_groups must divide num_experts",
+        "set --moe-router-num-groups to a divisor"),
+    Rule("moe_router_group_topk moe_router_num_groups",
+        lambda v: v.moe_router_num_groups is not None and v.group_topk > v.num_groups,
+        "a token cannot use {group_topk} of {num_groups} groups",
+        "moe_router_group_topk must be at most moe_router_num_groups",
+        "set --moe-router-group-topk to at most {num_groups}"),
+    Rule("moe_router_topk moe_router_group_topk moe_router_num_groups",
+        lambda v: v.moe_router_group_topk is not None
+        and v.group_topk * v.experts_per_group < v.moe_router_topk <= v.num_experts,
+        "a token cannot be sent to {moe_router_topk} experts",
+        lambda v: f"the {v.group_topk} groups that it may use have {v.group_topk} x {v.experts_per_group} = "
+        f"{v.group_topk * v.experts_per_group} experts",
+        lambda v: f"set --moe-router-group-topk {-(-v.moe_router_topk // max(1, v.experts_per_group))} "
+        "or lower --moe-router-topk"),
+)
+# fmt: on

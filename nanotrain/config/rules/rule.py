@@ -1,0 +1,124 @@
+"""A rule as data, the values that its predicate and texts read, and the check of a table of rules."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+from nanotrain.config.config import Config
+from nanotrain.config.derive import ffn_size, head_dim, moe_ffn_size, moe_layers, padded_vocab_size, query_groups
+from nanotrain.config.schema import ENTRIES, value_of
+from nanotrain.errors import ConfigError, ErrorCollector
+
+
+class Values:
+    """Every field of a configuration by its unique name, and the sizes that several rules read.
+
+    >>> Values(Config()).moe_router_topk, Values(Config()).cp
+    (2, 1)
+    """
+
+    def __init__(self, config: Config) -> None:
+        model, parallel = config.model, config.parallel
+        self.config = config
+        self.tp, self.cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        self.pp, self.ep = parallel.pipeline_model_parallel_size, parallel.expert_model_parallel_size
+        self.etp = parallel.expert_tensor_parallel_size or self.tp
+        self.num_stages = self.pp * parallel.num_virtual_stages_per_pipeline_rank
+        self.has_experts = model.moe.num_experts is not None
+        self.num_groups, self.group_topk = model.moe.router_num_groups or 1, model.moe.router_group_topk or 1
+        self.experts_per_group = (model.moe.num_experts or 0) // self.num_groups
+        self.head_dim, self.query_groups = head_dim(model), query_groups(model)
+        self.ffn_size, self.moe_ffn_size = ffn_size(model), moe_ffn_size(model)
+        is_known = model.vocab_size is not None
+        self.vocab_rows = padded_vocab_size(model) if is_known else model.make_vocab_size_divisible_by
+
+    def __getattr__(self, name: str) -> Any:
+        """The value of a field."""
+        if name not in ENTRIES:
+            raise AttributeError(name)
+        return value_of(self.config, ENTRIES[name].key)
+
+    def __getitem__(self, name: str) -> Any:
+        """As an attribute; what `str.format_map` reads."""
+        return getattr(self, name)
+
+    @property
+    def moe_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has experts."""
+        return moe_layers(self.config.model)
+
+    @property
+    def splits_sequence_by_tp(self) -> bool:
+        """Whether tensor-parallel ranks split a sequence."""
+        return self.tp > 1 and bool(self.sequence_parallel or self.has_experts)
+
+    @property
+    def sequence_parts(self) -> int:
+        """What seq_length must be a multiple of."""
+        chunks = 2 * self.cp if self.cp > 1 else 1
+        return lcm(chunks, self.tp * self.cp) if self.splits_sequence_by_tp else chunks
+
+    @property
+    def end_lengths(self) -> list[int]:
+        """Layers of the first and of the last stage, where they are set."""
+        ends = (self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers)
+        return [length for length in ends if length is not None]
+
+    @property
+    def stages_between(self) -> int:
+        """Stages whose length is not set."""
+        return self.pp - len(self.end_lengths)
+
+    @property
+    def layers_between(self) -> int:
+        """Layers left for the stages whose length is not set."""
+        return int(self.num_layers) - sum(self.end_lengths)
+
+
+Text = str | Callable[[Values], str]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Values that are an error together.
+
+    Args:
+        fields: unique names of the fields concerned, separated by spaces.
+        is_broken: the predicate.
+        what: the fact; a template of `str.format` over `Values`, or a function of them.
+        why: the reason, in the same form.
+        fix: the cure, in the same form.
+    """
+
+    fields: str
+    is_broken: Callable[[Values], object]
+    what: Text
+    why: Text
+    fix: Text
+
+    def check(self, values: Values) -> None:
+        """Raise a ConfigError where the values break the rule."""
+        if self.is_broken(values):
+            what, why, fix = (
+                text.format_map(values) if isinstance(text, str) else text(values)  # type: ignore[arg-type]
+                for text in (self.what, self.why, self.fix)
+            )
+            raise ConfigError(what, why=why, fix=fix)
+
+
+def check_rules(config: Config, rules: Iterable[Rule], *, errors: ErrorCollector) -> None:
+    """Check every rule of a table; errors are collected."""
+    values = Values(config)
+    for rule in rules:
+        with errors:
+            rule.check(values)
+
+
+def round_up(number: int, unit: int) -> int:
+    """The least multiple of a unit that is not below a number.
+
+    >>> round_up(5, 4)
+    8
+    """
+    return -(-number // unit) * unit

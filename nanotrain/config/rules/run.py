@@ -1,0 +1,67 @@
+"""Rules of the run: learning-rate schedule, data split, start, profiler and loss scale."""
+
+from nanotrain.config.config import DType, LRDecayStyle
+from nanotrain.config.rules.rule import Rule, Values
+
+
+def is_split(text: str) -> bool:
+    """Whether a text is one to three finite proportions, of which the first is not zero.
+
+    >>> is_split("969,30,1"), is_split("0,1"), is_split("a")
+    (True, False, False)
+    """
+    try:
+        parts = [float(part) for part in text.split(",")]
+    except ValueError:
+        return False
+    return len(parts) <= 3 and parts[0] > 0 and all(0 <= part < float("inf") for part in parts)
+
+
+def decay_iters(v: Values) -> int:
+    """Steps of the learning-rate schedule."""
+    return int(v.lr_decay_iters or v.train_iters)
+
+
+# fmt: off
+RUN_RULES = (
+    Rule("min_lr lr", lambda v: v.min_lr > v.lr, "min_lr {min_lr:g} is above lr {lr:g}", "lr is the peak",
+        "set --min-lr or --lr"),
+    Rule("lr_warmup_init lr", lambda v: v.lr_warmup_init > v.lr,
+        "lr_warmup_init {lr_warmup_init:g} is above lr {lr:g}", "lr is the peak", "set --lr-warmup-init or --lr"),
+    Rule("lr_decay_iters lr_warmup_iters",
+        lambda v: v.lr_decay_iters is not None and v.lr_decay_iters < v.lr_warmup_iters,
+        "lr_decay_iters {lr_decay_iters} is below lr_warmup_iters {lr_warmup_iters}",
+        "the decay ends before the warmup", "raise --lr-decay-iters or lower --lr-warmup-iters"),
+    Rule("lr_decay_style lr_wsd_decay_iters",
+        lambda v: v.lr_decay_style is LRDecayStyle.WSD and v.lr_wsd_decay_iters is None,
+        "lr_decay_style WSD has no length for its final decay", "lr_wsd_decay_iters is unset",
+        lambda v: f"set --lr-wsd-decay-iters, for example {max(1, decay_iters(v) // 10)}"),
+    Rule("lr_decay_style lr_wsd_decay_iters lr_decay_iters train_iters",
+        lambda v: v.lr_decay_style is LRDecayStyle.WSD and (v.lr_wsd_decay_iters or 0) > decay_iters(v),
+        lambda v: f"lr_wsd_decay_iters {v.lr_wsd_decay_iters} is longer than the whole schedule of "
+        f"{decay_iters(v)} steps",
+        "the final decay is its last part", lambda v: f"set --lr-wsd-decay-iters {max(1, decay_iters(v) // 10)}"),
+    Rule("split", lambda v: not is_split(v.split), "split is {split!r}",
+        "it takes proportions of training, validation and test, and training needs some", "set --split 969,30,1"),
+    Rule("load pretrained_checkpoint", lambda v: v.load is not None and v.pretrained_checkpoint is not None,
+        "load {load} and pretrained_checkpoint {pretrained_checkpoint}",
+        "a run starts either from a checkpoint or from Hugging Face weights",
+        "leave out --load or --pretrained-checkpoint"),
+    Rule("profile profile_step_start profile_step_end train_iters",
+        lambda v: v.profile and not v.profile_step_start <= v.profile_step_end <= v.train_iters,
+        "steps {profile_step_start} to {profile_step_end} of {train_iters} cannot be profiled",
+        "profile_step_start <= profile_step_end <= train_iters must hold",
+        "set --profile-step-start and --profile-step-end"),
+    Rule("params_dtype min_loss_scale initial_loss_scale",
+        lambda v: v.params_dtype is DType.fp16 and v.min_loss_scale > v.initial_loss_scale,
+        "min_loss_scale {min_loss_scale:g} is above initial_loss_scale {initial_loss_scale:g}",
+        "the loss scale never falls below the minimum", "lower --min-loss-scale"),
+)
+
+TRAIN_RULES = (
+    Rule("num_distributed_optimizer_instances", lambda v: v.num_distributed_optimizer_instances > 1,
+        "num_distributed_optimizer_instances is {num_distributed_optimizer_instances}",
+        "this version plans and counts it, but does not train it",
+        "leave --num-distributed-optimizer-instances out"),
+)
+# fmt: on

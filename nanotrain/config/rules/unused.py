@@ -1,0 +1,151 @@
+"""Settings without effect: which fields another field switches off, as a table, and what happens to them.
+
+Such a setting is an error. One exception: where the command line changes the cause, a setting of a YAML file returns to
+its default (`+config=tiny --data-parallel-sharding-strategy no_shard`, where tiny overlaps the parameter gather).
+`nanotrain config --explain` names the reason.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nanotrain.config.config import (
+    Config,
+    DType,
+    LoadBalancing,
+    LRDecayStyle,
+    PositionEmbedding,
+    RouterScore,
+    ShardingStrategy,
+)
+from nanotrain.config.rules.rule import Values
+from nanotrain.config.schema import ENTRIES, Entry, entries_of, plain, value_of, with_values
+from nanotrain.errors import ConfigError, ErrorCollector
+
+
+@dataclass(frozen=True)
+class Unused:
+    """Fields without effect under a condition.
+
+    Args:
+        fields: their unique names, separated by spaces.
+        causes: the fields that the condition reads.
+        holds: the condition.
+        why: the reason.
+        fix: how the fields get an effect; empty: change the causes.
+    """
+
+    fields: str
+    causes: str
+    holds: Callable[[Values], object]
+    why: str
+    fix: str = ""
+
+
+def names_in(section: str, *, but: str = "") -> str:
+    """The unique names of a section's fields, separated by spaces."""
+    return " ".join(entry.name for entry in entries_of(section) if entry.name != but)
+
+
+# fmt: off
+UNUSED = (
+    Unused("rotary_base use_rope_scaling", "position_embedding_type",
+        lambda v: v.position_embedding_type is not PositionEmbedding.rope,
+        "it belongs to position_embedding_type rope"),
+    Unused("rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_positions",
+        "use_rope_scaling", lambda v: not v.use_rope_scaling, "it belongs to use_rope_scaling"),
+    Unused("reset_position_ids", "position_embedding_type",
+        lambda v: v.position_embedding_type is PositionEmbedding.none,
+        "position_embedding_type none has no positions"),
+    Unused("add_qkv_bias", "add_bias_linear", lambda v: v.add_bias_linear,
+        "add_bias_linear already adds these biases"),
+    Unused(names_in("model.mla"), "multi_latent_attention", lambda v: not v.multi_latent_attention,
+        "it belongs to multi_latent_attention"),
+    Unused("num_query_groups kv_channels qk_layernorm add_qkv_bias", "multi_latent_attention",
+        lambda v: v.multi_latent_attention,
+        "with multi_latent_attention qk_head_dim and v_head_dim give the width of the heads"),
+    # with a pretrained checkpoint the model section is read from its config.json later
+    Unused(names_in("model.moe", but="num_experts"), "num_experts",
+        lambda v: v.num_experts is None and v.pretrained_checkpoint is None,
+        "the model has no experts: num_experts is unset"),
+    Unused("ffn_hidden_size", "moe_ffn_hidden_size moe_layer_freq num_experts",
+        lambda v: v.moe_ffn_hidden_size is not None and all(v.moe_layers),
+        "every layer has experts, of width moe_ffn_hidden_size"),
+    Unused("moe_aux_loss_coeff", "moe_router_load_balancing_type",
+        lambda v: v.moe_router_load_balancing_type is LoadBalancing.none,
+        "moe_router_load_balancing_type none has no loss"),
+    Unused("moe_router_bias_update_rate", "moe_router_enable_expert_bias",
+        lambda v: not v.moe_router_enable_expert_bias, "it belongs to moe_router_enable_expert_bias"),
+    Unused("moe_router_pre_softmax", "moe_router_score_function",
+        lambda v: v.moe_router_score_function is RouterScore.sigmoid,
+        "moe_router_score_function sigmoid computes no softmax"),
+    Unused("overlap_param_gather", "data_parallel_sharding_strategy",
+        lambda v: v.data_parallel_sharding_strategy is ShardingStrategy.no_shard,
+        "data_parallel_sharding_strategy no_shard gathers no parameters"),
+    Unused("sequence_parallel", "tensor_model_parallel_size", lambda v: v.tensor_model_parallel_size == 1,
+        "with tensor_model_parallel_size 1 no rank shares activations", "set --tensor-model-parallel-size above 1"),
+    Unused("cp_comm_type", "context_parallel_size", lambda v: v.context_parallel_size == 1,
+        "with context_parallel_size 1 no sequence is split", "set --context-parallel-size above 1"),
+    Unused(
+        "pipeline_schedule num_virtual_stages_per_pipeline_rank use_tp_pp_dp_mapping "
+        "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers",
+        "pipeline_model_parallel_size", lambda v: v.pipeline_model_parallel_size == 1,
+        "with pipeline_model_parallel_size 1 there is one stage", "set --pipeline-model-parallel-size above 1"),
+    Unused("lr_wsd_decay_iters lr_wsd_decay_style", "lr_decay_style",
+        lambda v: v.lr_decay_style is not LRDecayStyle.WSD, "it belongs to lr_decay_style WSD"),
+    Unused("min_lr lr_decay_iters", "lr_decay_style", lambda v: v.lr_decay_style is LRDecayStyle.constant,
+        "lr_decay_style constant never decays"),
+    Unused("lr_warmup_init", "lr_warmup_iters", lambda v: v.lr_warmup_iters == 0, "there is no warmup"),
+    Unused("initial_loss_scale min_loss_scale loss_scale_window hysteresis", "params_dtype",
+        lambda v: v.params_dtype is not DType.fp16, "only params_dtype fp16 scales the loss"),
+    Unused(
+        "data_path tokenizer_model quickstart_vocab_size generate_tokens generate_prompt "
+        "reset_position_ids reset_attention_mask eod_mask_loss",
+        "mock_data", lambda v: v.mock_data, "mock_data has no text and no documents"),
+    Unused("save_interval keep_last", "save", lambda v: not v.save, "nothing is saved"),
+    Unused("eval_iters", "eval_interval", lambda v: v.eval_interval == 0, "eval_interval 0 never validates"),
+    Unused("generate_prompt", "generate_tokens", lambda v: v.generate_tokens == 0, "no sample is generated"),
+    Unused("profile_step_start profile_step_end", "profile", lambda v: not v.profile, "profile is off"),
+    Unused("wandb_project", "wandb", lambda v: not v.wandb, "wandb is off"),
+)
+# fmt: on
+
+
+def reset_unused(
+    config: Config, *, explicit: frozenset[str], errors: ErrorCollector
+) -> tuple[Config, dict[str, str]]:
+    """Reset settings of YAML files to their defaults where the command line switched them off.
+
+    Args:
+        config: the composed configuration.
+        explicit: keys set on the command line.
+        errors: collects a ConfigError per setting without effect that the command line did not switch off.
+
+    Returns:
+        The configuration, and the origin of each value that was reset.
+    """
+    origins: dict[str, str] = {}
+    for rule in UNUSED:
+        with errors:
+            if not rule.holds(Values(config)):
+                continue
+        is_overruled = any(ENTRIES[cause].key in explicit for cause in rule.causes.split())
+        for entry in (ENTRIES[name] for name in rule.fields.split()):
+            value = value_of(config, entry.key)
+            if value == entry.default:
+                continue
+            if entry.key in explicit or not is_overruled:
+                errors.errors.append(without_effect(entry, rule, value=value))
+                continue
+            config = with_values(config, {entry.key: entry.default})
+            origins[entry.key] = f"default, not the YAML's {plain(value)}: {rule.why}"
+    return config, origins
+
+
+def without_effect(entry: Entry, rule: Unused, *, value: object) -> ConfigError:
+    """The error for a setting without effect."""
+    causes = " or ".join(ENTRIES[cause].flag for cause in rule.causes.split())
+    return ConfigError(
+        f"{entry.key} = {plain(value)} has no effect",
+        why=rule.why,
+        fix=f"leave {entry.flag} out or {rule.fix or f'change {causes}'}",
+    )
