@@ -1,9 +1,9 @@
-"""`nanotrain COMMAND ...`: one function per command, which reads its words and hands them to a room.
+"""`nanotrain COMMAND ...`: one function per command, which parses its arguments and calls another package.
 
     train | prepare | parity | topology | generate | config
     checkpoint inspect | checkpoint verify | checkpoint export-hf
 
-Rooms are imported where a command needs them, so that `--help` answers before torch could be loaded.
+Packages are imported inside the commands, so that `--help` does not load torch.
 """
 
 import argparse
@@ -13,20 +13,30 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from nanotrain.config.load import answer, load, to_yaml
+from nanotrain.config.config import ParallelConfig
+from nanotrain.config.flags import parse
+from nanotrain.config.load import load_line, reply, to_yaml
 from nanotrain.config.schema import check_choice
 from nanotrain.errors import EXIT_CODE, ConfigError, NanotrainError, report
 
+CONFIG_FLAGS = "any configuration flag may follow, for example --tensor-model-parallel-size 2"
 
-class Words(argparse.ArgumentParser):
-    """A parser without abbreviations whose mistakes are our errors."""
 
-    def __init__(self, command: str, purpose: Callable[..., int], *, epilog: str | None = None) -> None:
-        super().__init__(prog=f"nanotrain {command}", description=purpose.__doc__, epilog=epilog, allow_abbrev=False)
+class CommandParser(argparse.ArgumentParser):
+    """A parser without abbreviations that raises ConfigError.
+
+    Args:
+        command: words after `nanotrain`.
+        function: the function of the command; its docstring is the description.
+        epilog: text after the list of arguments.
+    """
+
+    def __init__(self, command: str, function: Callable[..., int], *, epilog: str | None = None) -> None:
+        super().__init__(prog=f"nanotrain {command}", description=function.__doc__, epilog=epilog, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""
-        raise ConfigError(f"{self.prog}: {message}", fix=f"{self.prog} --help lists what it takes")
+        raise ConfigError(f"{self.prog}: {message}", fix=f"{self.prog} --help lists the arguments")
 
 
 def count(text: str) -> int:
@@ -36,91 +46,99 @@ def count(text: str) -> int:
     return int(text)
 
 
-def above_zero(text: str) -> float:
+def positive(text: str) -> float:
     """A finite number above zero."""
     if not 0 < float(text) < float("inf"):
         raise ValueError(text)
     return float(text)
 
 
+def not_negative(text: str) -> float:
+    """A finite number of at least zero."""
+    return 0.0 if float(text) == 0 else positive(text)
+
+
 def train(argv: Sequence[str]) -> int:
-    """Train, as `python -m nanotrain.train` does; many ranks are started by torchrun."""
-    if (text := answer(argv)) is not None:
-        print(text)
-        return 0
+    """Train on one rank; torchrun -m nanotrain.train trains on several."""
     from nanotrain.train.__main__ import main as train_main
 
     return train_main(argv)
 
 
 def prepare(argv: Sequence[str]) -> int:
-    """Turn text into token files (.bin/.idx) for --data-path."""
+    """Tokenize text into token files (.bin/.idx) for --data-path."""
     from nanotrain.prepare.command import add_arguments, run
 
-    words = Words("prepare", prepare)
-    add_arguments(words)
-    run(words.parse_args(argv))
+    parser = CommandParser("prepare", prepare)
+    add_arguments(parser)
+    run(parser.parse_args(argv))
     return 0
 
 
 def parity(argv: Sequence[str]) -> int:
-    """Check that a layout trains as one rank does: a shrunk model, on CPU processes of this machine."""
-    words = Words("parity", parity, epilog="any configuration flag may follow, as --tensor-model-parallel-size 2")
-    words.add_argument("--world-size", type=count, metavar="N", required=True, help="ranks: processes to start")
-    words.add_argument("--steps", type=count, default=3, metavar="K", help="optimizer steps (default: 3)")
-    tolerance_help = "relative difference that is equal, gradients ten times that (default: 1e-5)"
-    words.add_argument("--tolerance", type=above_zero, default=1e-5, metavar="T", help=tolerance_help)
-    words.add_argument("--json", action="store_true", help="the findings as JSON")
-    asked, rest = words.parse_known_args(argv)
-    loaded = load(rest)
+    """Compare the training of a parallel layout with one rank: a shrunk model, on CPU processes of this machine."""
+    parser = CommandParser("parity", parity, epilog=CONFIG_FLAGS)
+    parser.add_argument(
+        "--world-size", type=count, metavar="N", required=True, help="number of ranks, one process per rank"
+    )
+    parser.add_argument("--steps", type=count, default=3, metavar="K", help="optimizer steps (default: 3)")
+    tolerance_help = "largest relative difference; ten times that for gradients (default: 1e-5)"
+    parser.add_argument("--tolerance", type=positive, default=1e-5, metavar="T", help=tolerance_help)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    args, rest = parser.parse_known_args(argv)
+    loaded = load_line(parse(rest))
     from nanotrain.parity.check import check_parity
 
-    found = check_parity(loaded, asked.world_size, num_steps=asked.steps, tolerance=asked.tolerance)
-    print(found.to_json() if asked.json else found.text())
-    return 0 if found.holds else EXIT_CODE
+    result = check_parity(loaded, args.world_size, num_steps=args.steps, tolerance=args.tolerance)
+    print(result.to_json() if args.json else result.text())
+    return 0 if result.holds else EXIT_CODE
 
 
 def topology(argv: Sequence[str]) -> int:
-    """Print the groups of a number of ranks, or draw a pipeline schedule; takes the flags of the parallel section."""
-    words = Words("topology", topology, epilog="any configuration flag may follow, as --tensor-model-parallel-size 2")
-    words.add_argument("--world-size", type=count, metavar="N", help="number of ranks: print their groups")
-    words.add_argument("--schedule", metavar="NAME", help="draw this pipeline schedule")
-    words.add_argument("--json", action="store_true", help="groups as an object of name -> list of rank lists")
-    words.add_argument("--num-microbatches", type=count, metavar="M", help="of the schedule (default: 2 per rank)")
-    words.add_argument("--png", type=Path, metavar="FILE", help="draw the schedule into a picture as well")
-    asked, rest = words.parse_known_args(argv)
-    if asked.world_size is None and asked.schedule is None:
-        words.error("give --world-size N, --schedule NAME or both")
-    if asked.json and (asked.schedule is not None or asked.world_size is None):
-        words.error("--json prints groups: it needs --world-size and leaves no room for --schedule")
-    if asked.schedule is None and (asked.num_microbatches is not None or asked.png is not None):
-        words.error("--num-microbatches and --png belong to --schedule")
-    if asked.world_size is not None:
+    """Print the process groups of a number of ranks, or draw a pipeline schedule."""
+    parser = CommandParser("topology", topology, epilog=CONFIG_FLAGS)
+    parser.add_argument("--world-size", type=count, metavar="N", help="print the process groups of N ranks")
+    parser.add_argument("--schedule", metavar="NAME", help="draw this pipeline schedule")
+    parser.add_argument("--json", action="store_true", help="print the groups as JSON: {name: [[rank, ...], ...]}")
+    parser.add_argument(
+        "--num-microbatches", type=count, metavar="M", help="microbatches of the schedule (default: 2 per rank)"
+    )
+    parser.add_argument("--png", type=Path, metavar="FILE", help="also write the schedule to a PNG file")
+    args, rest = parser.parse_known_args(argv)
+    if args.world_size is None and args.schedule is None:
+        parser.error("give --world-size N, --schedule NAME or both")
+    if args.json and (args.schedule is not None or args.world_size is None):
+        parser.error("--json prints groups: it needs --world-size and excludes --schedule")
+    if args.schedule is None and (args.num_microbatches is not None or args.png is not None):
+        parser.error("--num-microbatches and --png belong to --schedule")
+    if args.schedule is not None:
+        from nanotrain.parallel.pp.schedules import SCHEDULES
+
+        check_choice("pipeline_schedule", args.schedule, known=SCHEDULES)
+        rest = ["--pipeline-schedule", args.schedule, *rest]
+    parallel = load_line(parse(rest), to_train=False).config.parallel
+    if args.world_size is not None:
         from nanotrain.topology.picture import run_topology
 
-        print(run_topology(load(rest, to_train=False).config.parallel, asked.world_size, as_json=asked.json))
-    if asked.schedule is not None:
-        return draw(asked.schedule, rest, num_microbatches=asked.num_microbatches, png=asked.png)
+        print(run_topology(parallel, args.world_size, as_json=args.json))
+    if args.schedule is not None:
+        print(draw(parallel, num_microbatches=args.num_microbatches, png=args.png))
     return 0
 
 
-def draw(schedule: str, argv: Sequence[str], *, num_microbatches: int | None, png: Path | None) -> int:
-    """Draw a pipeline schedule for the pipeline ranks and stages that the flags say."""
+def draw(parallel: ParallelConfig, *, num_microbatches: int | None, png: Path | None) -> str:
+    """Draw the pipeline schedule of a parallel section."""
     from nanotrain.parallel.pp.actions import PipelineShape
     from nanotrain.parallel.pp.draw import draw_schedule
-    from nanotrain.parallel.pp.schedules import SCHEDULES
 
-    check_choice("pipeline_schedule", schedule, known=SCHEDULES)
-    parallel = load(["--pipeline-schedule", schedule, *argv], to_train=False).config.parallel
     num_ranks = parallel.pipeline_model_parallel_size
     stages_per_rank = parallel.num_virtual_stages_per_pipeline_rank
     shape = PipelineShape(num_ranks, stages_per_rank, num_microbatches or 2 * num_ranks)
-    print(draw_schedule(schedule, shape, png=png))
-    return 0
+    return draw_schedule(parallel.pipeline_schedule, shape, png=png)
 
 
 def checkpoint(argv: Sequence[str]) -> int:
-    """Look at a checkpoint (inspect, verify) or write it as a Hugging Face folder (export-hf)."""
+    """Inspect or verify a checkpoint, or export it as a Hugging Face folder."""
     if not argv or argv[0] not in CHECKPOINT_COMMANDS:
         return choose("nanotrain checkpoint", argv, commands=CHECKPOINT_COMMANDS)
     return CHECKPOINT_COMMANDS[argv[0]](argv[1:])
@@ -128,69 +146,82 @@ def checkpoint(argv: Sequence[str]) -> int:
 
 def inspect(argv: Sequence[str]) -> int:
     """Print the step, sizes and tensors of a checkpoint."""
-    words = Words("checkpoint inspect", inspect)
-    words.add_argument("path", type=Path, help="a step folder, or a run folder for its newest")
-    asked = words.parse_args(argv)
+    parser = CommandParser("checkpoint inspect", inspect)
+    parser.add_argument("path", type=Path, help="step folder, or run folder for its newest step")
+    args = parser.parse_args(argv)
     from nanotrain.checkpoint.report import describe
 
-    print(describe(asked.path))
+    print(describe(args.path))
     return 0
 
 
 def verify(argv: Sequence[str]) -> int:
     """Compare every byte of a checkpoint with its checksums; exit code 2 where one differs."""
-    words = Words("checkpoint verify", verify)
-    words.add_argument("path", type=Path, help="a step folder, or a run folder for its newest")
-    asked = words.parse_args(argv)
+    parser = CommandParser("checkpoint verify", verify)
+    parser.add_argument("path", type=Path, help="step folder, or run folder for its newest step")
+    args = parser.parse_args(argv)
     from nanotrain.checkpoint.report import verify as verify_checkpoint
 
-    outcome = verify_checkpoint(asked.path)
+    outcome = verify_checkpoint(args.path)
     print(outcome.text())
     return 0 if outcome.is_sound else EXIT_CODE
 
 
 def export_hf(argv: Sequence[str]) -> int:
     """Write the weights of a checkpoint as a Hugging Face folder."""
-    words = Words("checkpoint export-hf", export_hf)
-    words.add_argument("path", type=Path, help="a step folder, or a run folder for its newest")
-    words.add_argument("folder", type=Path, help="the Hugging Face folder to write")
-    words.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights (default: fp32)"
+    parser = CommandParser("checkpoint export-hf", export_hf)
+    parser.add_argument("path", type=Path, help="step folder, or run folder for its newest step")
+    parser.add_argument("folder", type=Path, help="the Hugging Face folder to write")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="data type of the weights (default: fp32)"
     )
-    words.add_argument("--family", help="a model_type, as llama or mixtral; unset: the first that can hold the model")
-    words.add_argument("--tokenizer", type=Path, help="a tokenizer.json or a folder, copied beside the weights")
-    asked = words.parse_args(argv)
+    parser.add_argument(
+        "--family", help="Hugging Face model_type, for example llama; unset: the first that fits the model"
+    )
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json or folder to copy next to the weights")
+    args = parser.parse_args(argv)
     from nanotrain.inference.checkpoint import export_checkpoint
 
-    print(export_checkpoint(**vars(asked)))
+    print(export_checkpoint(**vars(args)))
     return 0
 
 
 def generate(argv: Sequence[str]) -> int:
     """Continue a text with the model of a checkpoint."""
-    words = Words("generate", generate)
-    words.add_argument("path", type=Path, help="a step folder, or a run folder for its newest")
-    words.add_argument("--prompt", default="", help="the text to continue (default: none)")
-    words.add_argument("--num-tokens", type=count, default=120, metavar="N", help="at most so many (default: 120)")
-    words.add_argument("--temperature", type=above_zero, default=0.8, help="lower is tamer (default: 0.8)")
-    words.add_argument("--top-k", type=count, metavar="K", help="choose among the K likeliest tokens; 1: no chance")
-    words.add_argument("--seed", type=int, default=0, help="the same seed writes the same text (default: 0)")
-    words.add_argument("--tokenizer", help="Hugging Face name or folder, tokenizer.json; unset: the run's")
-    asked = words.parse_args(argv)
+    parser = CommandParser("generate", generate)
+    parser.add_argument("path", type=Path, help="step folder, or run folder for its newest step")
+    parser.add_argument("--prompt", default="", help="the text to continue (default: none)")
+    parser.add_argument(
+        "--num-tokens", type=count, default=120, metavar="N", help="largest number of tokens to generate (default: 120)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=not_negative,
+        default=0.8,
+        metavar="T",
+        help="sampling temperature; 0 is greedy (default: 0.8)",
+    )
+    parser.add_argument(
+        "--top-k", type=count, metavar="K", help="sample from the K most likely tokens; unset: from all"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the sampling (default: 0)")
+    parser.add_argument("--tokenizer", help="Hugging Face name or folder, tokenizer.json; unset: the run's")
+    args = parser.parse_args(argv)
     from nanotrain.inference.checkpoint import continue_text
     from nanotrain.inference.generate import Sampling
 
-    sampling = Sampling(temperature=asked.temperature, top_k=asked.top_k, seed=asked.seed)
+    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, seed=args.seed)
     text = continue_text(
-        asked.path, asked.prompt, num_tokens=asked.num_tokens, sampling=sampling, tokenizer=asked.tokenizer
+        args.path, args.prompt, num_tokens=args.num_tokens, sampling=sampling, tokenizer=args.tokenizer
     )
     print(text)
     return 0
 
 
 def config(argv: Sequence[str]) -> int:
-    """Print the resolved configuration; with --explain, where each value came from."""
-    print(answer(argv) or to_yaml(load(argv, to_train=False).config).rstrip())
+    """Print the resolved configuration; with --explain, the origin of each value."""
+    line = parse(argv)
+    print(reply(line) or to_yaml(load_line(line, to_train=False).config).rstrip())
     return 0
 
 
@@ -208,27 +239,29 @@ CHECKPOINT_COMMANDS: dict[str, Command] = {"inspect": inspect, "verify": verify,
 
 
 def choose(program: str, argv: Sequence[str], *, commands: dict[str, Command]) -> int:
-    """Where no command is named: the list of them, or an error."""
+    """List the commands for --help; raise ConfigError for an unknown command or none."""
     lines = [f"  {name:<10}  {(command.__doc__ or '').splitlines()[0]}" for name, command in commands.items()]
     if argv and argv[0] in ("-h", "--help"):
-        print(f"usage: {program} COMMAND ...\n\n" + "\n".join(lines) + f"\n\n{program} COMMAND --help says more")
+        print(
+            f"usage: {program} COMMAND ...\n\n" + "\n".join(lines) + f"\n\n{program} COMMAND --help lists its arguments"
+        )
         return 0
     what = f"unknown command {argv[0]!r}" if argv else "no command"
-    raise ConfigError(what, why=f"{program} takes {', '.join(commands)}", fix=f"{program} --help says what they do")
+    raise ConfigError(what, why=f"{program} takes {', '.join(commands)}", fix=f"{program} --help describes them")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit code: 0, or 2 for a mistake with a cure, which is printed on standard error.
+        The exit code: 0, or 2 for a user error, which is printed on standard error.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if not words or words[0] not in COMMANDS:
-            return choose("nanotrain", words, commands=COMMANDS)
-        return COMMANDS[words[0]](words[1:])
-    except BrokenPipeError:  # the reader has seen enough, as `| head` does
+        if not arguments or arguments[0] not in COMMANDS:
+            return choose("nanotrain", arguments, commands=COMMANDS)
+        return COMMANDS[arguments[0]](arguments[1:])
+    except BrokenPipeError:  # the reader of the pipe has closed it, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except NanotrainError as error:

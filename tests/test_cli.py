@@ -32,7 +32,7 @@ def test_a_mistake_is_one_line_and_exit_code_2():
 
 
 def test_of_many_ranks_the_first_alone_speaks():
-    done = run("train", "--train-iter", "5", RANK="1", WORLD_SIZE="2")
+    done = run("config", "--train-iter", "5", RANK="1", WORLD_SIZE="2")
     assert done.returncode == 2 and done.stdout == done.stderr == ""
 
 
@@ -50,7 +50,7 @@ def test_of_many_ranks_the_first_alone_speaks():
         (["topology", "--schedule", "2f2b"], "parallel.pipeline_schedule is '2f2b': the known names are"),
         (["topology", "--schedule", "1f1b", "--json"], "--json prints groups"),
         (["topology", "--world-size", "2", "--png", "a.png"], "--num-microbatches and --png belong to --schedule"),
-        (["generate", "runs/x", "--temperature", "0"], "invalid above_zero value: '0'"),
+        (["generate", "runs/x", "--temperature", "-1"], "invalid not_negative value: '-1'"),
         (["generate", "/nowhere"], "error: /nowhere is not a checkpoint"),
         (["checkpoint", "verify", "/nowhere"], "error: /nowhere is not a checkpoint"),
         (["prepare", "--input", "a"], "--output"),

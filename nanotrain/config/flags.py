@@ -172,7 +172,9 @@ def read_override(line: CommandLine, argument: str) -> None:
     elif key not in KEYS:
         raise unknown_key(key)
     elif prefix:
-        raise ConfigError(f"{argument} begins with {prefix}", why="every field exists already", fix=f"write {key}={value}")
+        raise ConfigError(
+            f"{argument} begins with {prefix}", why="every field exists already", fix=f"write {key}={value}"
+        )
     else:
         line.settings.append(Setting(key, value, argument, is_hydra=True))
 

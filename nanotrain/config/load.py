@@ -114,9 +114,7 @@ def reply(line: CommandLine) -> str | None:
 
 def explain(loaded: Loaded) -> str:
     """The configuration with the origin of every value, one line per field."""
-    rows = [
-        (key, yaml_value(value_of(loaded.config, key)), loaded.origins[key].replace("\n", "\\n")) for key in KEYS
-    ]
+    rows = [(key, yaml_value(value_of(loaded.config, key)), loaded.origins[key].replace("\n", "\\n")) for key in KEYS]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}" for key, value, origin in rows)
 

@@ -1,9 +1,9 @@
 """Check a configuration against the tables of rules; every broken rule is in one error.
 
-    validate              all rules that need no world size
-    check_model           the model section, also once it is read from a Hugging Face folder
-    check_layout          the model against its parallel layout
-    validate_for_world    the rules that need the world size
+validate              all rules that need no world size
+check_model           the model section, also once it is read from a Hugging Face folder
+check_layout          the model against its parallel layout
+validate_for_world    the rules that need the world size
 """
 
 from nanotrain.config.config import Config

@@ -27,10 +27,8 @@ from torch import Tensor
 from nanotrain.comm.local_world import run_ranks
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
-from nanotrain.config.layout_rules import check_layout
 from nanotrain.config.load import Loaded
-from nanotrain.config.model_rules import check_model
-from nanotrain.config.validate import validate_for_world
+from nanotrain.config.validate import check_layout, check_model, validate_for_world
 from nanotrain.data.batch import Sample
 from nanotrain.data.build import DatasetSplits
 from nanotrain.parallel.dp.data_parallel import DataParallel

@@ -17,7 +17,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from nanotrain.config.load import Loaded, answer, load
+from nanotrain.config.flags import parse
+from nanotrain.config.load import Loaded, load_line, reply
 from nanotrain.config.validate import validate_for_world
 from nanotrain.errors import EnvironmentFault, NanotrainError, report
 
@@ -43,12 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     is_first_local = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        text = answer(arguments)
+        line = parse(arguments)
+        text = reply(line)
         if text is not None:
             if is_first_local:
                 print(text)
             return 0
-        loaded = load(arguments)
+        loaded = load_line(line)
         world_size = _world_size(os.environ.get("WORLD_SIZE", "1"))
         validate_for_world(loaded.config, world_size, expected_dp=loaded.data_parallel_size)
         train(loaded, world_size)

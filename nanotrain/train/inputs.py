@@ -15,9 +15,8 @@ from pathlib import Path
 
 from nanotrain.checkpoint.store import find_checkpoint, newest_complete
 from nanotrain.config.config import Config, DataConfig
-from nanotrain.config.layout_rules import check_layout
 from nanotrain.config.load import Loaded
-from nanotrain.config.model_rules import check_model
+from nanotrain.config.validate import check_layout, check_model
 from nanotrain.data.build import DatasetSplits, build_data, tokenizer_of, uses_quickstart
 from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.errors import ConfigError

@@ -108,8 +108,8 @@ def test_use_distributed_optimizer_means_at_least_optim(words, strategy):
         ("--lr train.seed=3", "--lr has no value"),
         ("--data-path --bf16", "--data-path has no value"),
         ("--config-dir", "--config-dir has no value"),
-        ("--shuffle true", "stray word 'true': --shuffle takes no value; write --shuffle=true"),
-        ("tiny", "stray word 'tiny': it is neither a flag nor key=value"),
+        ("--shuffle true", "unexpected argument 'true': --shuffle takes no value; write --shuffle=true"),
+        ("tiny", "unexpected argument 'tiny': it is neither a flag nor key=value"),
         ("-x", "unknown flag -x"),
         ("--data-parallel-size two", "--data-parallel-size is 'two'"),
         ("--cfg hydra", "write --cfg job"),
@@ -124,7 +124,7 @@ def test_use_distributed_optimizer_means_at_least_optim(words, strategy):
 )
 def test_bad_words_are_named_with_their_cure(words, message):
     with pytest.raises(ConfigError) as caught:
-        parse(words.split())
+        parse(words.split()).errors.raise_errors()
     assert message in str(caught.value)
 
 

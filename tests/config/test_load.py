@@ -6,13 +6,22 @@ from pathlib import Path
 import pytest
 
 from nanotrain.config.config import Config, DType, LRDecayStyle, ShardingStrategy
-from nanotrain.config.load import answer, explain, load, load_config, to_yaml
+from nanotrain.config.flags import parse
+from nanotrain.config.load import load, load_config, reply, to_yaml
 from nanotrain.config.schema import KEYS
-from nanotrain.errors import ConfigError
+from nanotrain.errors import ConfigError, ConfigErrors
 
 
 def origins(*argv: str) -> dict[str, str]:
     return load(argv, to_train=False).origins
+
+
+def printed(*argv: str) -> str:
+    return reply(parse(argv)) or ""
+
+
+def explain(*argv: str) -> str:
+    return printed(*argv, "--explain")
 
 
 def write(path: Path, text: str) -> Path:
@@ -136,7 +145,7 @@ def test_the_yaml_of_a_run_is_a_valid_input_and_gives_the_same_run(words, tmp_pa
 
 
 def test_explain_names_the_origin_of_every_value():
-    lines = explain(["+config=tiny", "--no-shuffle", "--data-parallel-sharding-strategy", "no_shard"]).splitlines()
+    lines = explain("+config=tiny", "--no-shuffle", "--data-parallel-sharding-strategy", "no_shard").splitlines()
     said = {line.split()[0]: line for line in lines}
     assert list(said) == list(KEYS)
     assert said["model.hidden_size"].endswith("model/tiny.yaml")
@@ -147,17 +156,49 @@ def test_explain_names_the_origin_of_every_value():
 
 
 def test_explain_keeps_a_text_of_several_lines_on_one():
-    lines = explain(["+config=tiny", "--generate-prompt", "import os\n\ndef"]).splitlines()
+    lines = explain("+config=tiny", "--generate-prompt", "import os\n\ndef").splitlines()
     assert len(lines) == len(KEYS)
     assert any('"import os\\n\\ndef"' in line for line in lines)
 
 
-def test_answer_is_for_words_that_ask_for_text():
-    words = ["+config=tiny", "--bf16"]
-    assert answer(words) is None
-    assert answer([*words, "--cfg", "job"]) == to_yaml(load_config(words)).rstrip()
-    assert answer([*words, "--explain"]) == explain(words)
-    assert "--lr NUMBER" in (answer(["--help"]) or "")
+def test_help_job_and_explanation_are_texts():
+    arguments = ["+config=tiny", "--bf16"]
+    assert reply(parse(arguments)) is None
+    assert printed(*arguments, "--cfg", "job") == to_yaml(load_config(arguments)).rstrip()
+    assert "--lr NUMBER" in printed("--help")
+    assert "--lr NUMBER" in printed("--unknown-flag", "--help")
+
+
+def test_all_mistakes_of_a_command_line_are_in_one_error():
+    line = "--hiden-size 64 --layers 2 optim.lrr=3 --lr fast --seq-length 0 +config=tiny"
+    with pytest.raises(ConfigErrors) as caught:
+        load(line.split())
+    text = str(caught.value)
+    assert text.startswith("5 mistakes") and len(caught.value.errors) == 5
+    for what in ("--hiden-size", "--layers", "optim.lrr", "optim.lr is 'fast'", "data.seq_length is 0"):
+        assert what in text
+    assert "did you mean --hidden-size?" in text and "'64'" not in text
+
+
+def test_all_broken_rules_of_a_command_line_are_in_one_error():
+    line = "--hidden-size 100 --num-attention-heads 3 --min-lr 1 --split 0 --moe-aux-loss-coeff 1"
+    with pytest.raises(ConfigErrors) as caught:
+        load(line.split())
+    text = str(caught.value)
+    for what in (
+        "hidden_size 100 cannot be split",
+        "min_lr 1 is above",
+        "split is '0'",
+        "moe.aux_loss_coeff = 1.0 has no",
+    ):
+        assert what in text
+
+
+def test_an_override_of_a_nested_section_is_no_value_of_a_flag():
+    config = load_config(
+        ["--data-path", "a", "b", "model.moe.router_topk=1", "model.moe.num_experts=2", "--moe-router-pre-softmax"]
+    )
+    assert config.data.data_path == ["a", "b"] and config.model.moe.router_topk == 1
 
 
 def test_planning_takes_layouts_that_training_refuses():

@@ -5,10 +5,9 @@ import pytest
 from nanotrain.config.compose import config_dir
 from nanotrain.config.config import DType, RouterScore
 from nanotrain.config.derive import global_batch_size, head_dim, moe_layers
-from nanotrain.config.layout_rules import check_layout
 from nanotrain.config.load import load, load_config
 from nanotrain.config.schema import value_of
-from nanotrain.config.validate import validate_for_world
+from nanotrain.config.validate import check_layout, validate_for_world
 from nanotrain.errors import TopologyError
 from nanotrain.topology.counts import num_active_parameters, num_parameters
 from nanotrain.topology.shape import ModelShape

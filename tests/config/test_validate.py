@@ -3,14 +3,14 @@
 import pytest
 
 from nanotrain.config.config import Config
-from nanotrain.config.validate import require_trainable, validate, validate_for_world
+from nanotrain.config.validate import validate, validate_for_world
 from nanotrain.errors import ConfigError
 from tests.config.asking import config_of
 
 
 def test_the_defaults_break_no_rule():
     validate(Config())
-    require_trainable(Config())
+    validate(Config(), to_train=True)
     validate_for_world(Config(), 3)
 
 
@@ -21,7 +21,7 @@ def test_the_defaults_break_no_rule():
         ({"lr_warmup_init": 1.0, "lr_warmup_iters": 5}, "lr_warmup_init 1 is above lr 0.0003"),
         ({"lr_decay_iters": 5, "lr_warmup_iters": 6}, "lr_decay_iters 5 is below lr_warmup_iters 6"),
         ({"lr_decay_style": "WSD"}, "set --lr-wsd-decay-iters, for example 10"),
-        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 101}, "longer than the whole curve of 100"),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 101}, "longer than the whole schedule of 100"),
         ({"micro_batch_size": 4, "global_batch_size": 6}, "a global batch of 6 samples cannot be cut"),
         ({"split": "1,2,3,4"}, "split is '1,2,3,4'"),
         ({"split": "0,1"}, "training needs some"),
@@ -72,13 +72,13 @@ def test_what_is_planned_but_not_trained_is_refused_by_name():
     config = config_of(num_distributed_optimizer_instances=2)
     validate(config)
     with pytest.raises(ConfigError, match="num_distributed_optimizer_instances is 2"):
-        require_trainable(config)
+        validate(config, to_train=True)
 
 
 def test_every_product_of_axes_is_trainable():
     sizes = {f"{axis}_parallel_size": 2 for axis in ("tensor_model", "pipeline_model", "context", "expert_model")}
-    require_trainable(config_of(**sizes, num_experts=4, sequence_parallel=True, expert_tensor_parallel_size=2))
-    require_trainable(config_of(**sizes, num_experts=4, use_tp_pp_dp_mapping=True, expert_tensor_parallel_size=2))
+    validate(config_of(**sizes, num_experts=4, sequence_parallel=True, expert_tensor_parallel_size=2), to_train=True)
+    validate(config_of(**sizes, num_experts=4, use_tp_pp_dp_mapping=True, expert_tensor_parallel_size=2), to_train=True)
 
 
 def test_only_training_asks_whether_the_layout_fits_the_model():
@@ -86,4 +86,4 @@ def test_only_training_asks_whether_the_layout_fits_the_model():
     config = config_of(tensor_model_parallel_size=8)
     validate(config)
     with pytest.raises(ConfigError, match="num_attention_heads 4 cannot be shared by tp=8 ranks"):
-        require_trainable(config)
+        validate(config, to_train=True)

@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from nanotrain.config.compose import config_dir
 from nanotrain.config.config import Config, DType
 from nanotrain.config.derive import head_dim, moe_layers, num_microbatches, padded_vocab_size, query_groups
-from nanotrain.config.layout_rules import check_layout
 from nanotrain.config.load import load
-from nanotrain.config.model_rules import check_model
 from nanotrain.config.schema import value_of
-from nanotrain.config.validate import validate, validate_for_world
+from nanotrain.config.validate import check_layout, check_model, validate, validate_for_world
 from nanotrain.errors import ConfigError, TopologyError
 from nanotrain.parallel.cp.attention import CORE_ATTENTIONS
 from nanotrain.parallel.pp.schedules import SCHEDULES

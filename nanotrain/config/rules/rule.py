@@ -101,7 +101,7 @@ class Rule:
         """Raise a ConfigError where the values break the rule."""
         if self.is_broken(values):
             what, why, fix = (
-                text.format_map(values) if isinstance(text, str) else text(values)  # type: ignore[arg-type]
+                text.format_map(values) if isinstance(text, str) else text(values)
                 for text in (self.what, self.why, self.fix)
             )
             raise ConfigError(what, why=why, fix=fix)

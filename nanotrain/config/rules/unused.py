@@ -110,9 +110,7 @@ UNUSED = (
 # fmt: on
 
 
-def reset_unused(
-    config: Config, *, explicit: frozenset[str], errors: ErrorCollector
-) -> tuple[Config, dict[str, str]]:
+def reset_unused(config: Config, *, explicit: frozenset[str], errors: ErrorCollector) -> tuple[Config, dict[str, str]]:
     """Reset settings of YAML files to their defaults where the command line switched them off.
 
     Args:

@@ -40,7 +40,7 @@ class UlyssesAttention:
     def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """All-to-all, attend, all-to-all."""
         cp, groups = self.group.size, key.shape[2]
-        assert query.shape[2] % cp == 0, f"cp = {cp} does not divide {query.shape[2]} query heads: config/layout_rules"
+        assert query.shape[2] % cp == 0, f"cp = {cp} does not divide {query.shape[2]} query heads"
         repeats = math.lcm(groups, cp) // groups
         if repeats > 1:
             key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))

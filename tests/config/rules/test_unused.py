@@ -3,13 +3,21 @@
 import pytest
 
 from nanotrain.config.config import Config, ShardingStrategy
-from nanotrain.config.idle import RULES, check_idle, settle_idle
+from nanotrain.config.rules.unused import UNUSED, reset_unused
 from nanotrain.config.schema import ENTRIES
-from nanotrain.errors import ConfigError
+from nanotrain.config.validate import validate
+from nanotrain.errors import ConfigError, ErrorCollector
 from tests.config.asking import config_of
 
 OVERLAP = "parallel.overlap_param_gather"
 STRATEGY = "parallel.data_parallel_sharding_strategy"
+
+
+def reset(config: Config, explicit: frozenset[str]) -> tuple[Config, dict[str, str]]:
+    errors = ErrorCollector()
+    result = reset_unused(config, explicit=explicit, errors=errors)
+    errors.raise_errors()
+    return result
 
 
 def overlapping() -> Config:
@@ -17,33 +25,33 @@ def overlapping() -> Config:
 
 
 def test_rules_name_fields_that_exist():
-    for rule in RULES:
-        assert all(name in ENTRIES for name in (*rule.names, *rule.causes))
+    for rule in UNUSED:
+        assert all(name in ENTRIES for name in (*rule.fields.split(), *rule.causes.split()))
 
 
 def test_a_setting_without_effect_on_the_command_line_is_an_error():
     with pytest.raises(ConfigError) as caught:
-        settle_idle(overlapping(), explicit=frozenset({OVERLAP, STRATEGY}))
+        reset(overlapping(), frozenset({OVERLAP, STRATEGY}))
     assert "parallel.overlap_param_gather = True has no effect" in str(caught.value)
     assert "leave --overlap-param-gather out or change --data-parallel-sharding-strategy" in str(caught.value)
 
 
 def test_a_setting_without_effect_in_yaml_alone_is_an_error():
     with pytest.raises(ConfigError, match="has no effect"):
-        settle_idle(overlapping(), explicit=frozenset())
+        reset(overlapping(), frozenset())
 
 
 def test_the_command_line_puts_a_setting_of_a_recipe_out_of_play():
-    settled = settle_idle(overlapping(), explicit=frozenset({STRATEGY}))
-    assert settled.config == Config()
-    assert "no_shard gathers no parameters" in settled.origins[OVERLAP]
+    config_after, origins = reset(overlapping(), frozenset({STRATEGY}))
+    assert config_after == Config()
+    assert "no_shard gathers no parameters" in origins[OVERLAP]
 
 
 def test_a_setting_with_effect_stays():
     config = config_of(overlap_param_gather=True, data_parallel_sharding_strategy="optim")
-    settled = settle_idle(config, explicit=frozenset())
-    assert settled.config == config and not settled.origins
-    assert settled.config.parallel.data_parallel_sharding_strategy is ShardingStrategy.optim
+    config_after, origins = reset(config, frozenset())
+    assert config_after == config and not origins
+    assert config_after.parallel.data_parallel_sharding_strategy is ShardingStrategy.optim
 
 
 @pytest.mark.parametrize(
@@ -85,8 +93,8 @@ def test_a_setting_with_effect_stays():
 )
 def test_no_setting_is_skipped_in_silence(values):
     with pytest.raises(ConfigError, match="has no effect"):
-        check_idle(config_of(**values))
+        validate(config_of(**values))
 
 
 def test_settings_of_experts_wait_for_the_config_of_pretrained_weights():
-    check_idle(config_of(moe_aux_loss_coeff=0.01, pretrained_checkpoint="folder"))
+    validate(config_of(moe_aux_loss_coeff=0.01, pretrained_checkpoint="folder"))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanotrain.config.model_rules import check_model
+from nanotrain.config.validate import check_model
 from nanotrain.errors import ConfigError
 from tests.config.asking import config_of
 
@@ -30,10 +30,10 @@ def test_what_fits_together_breaks_no_rule(keys):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"hidden_size": 100, "num_attention_heads": 3}, "hidden_size 100 cannot be cut into 3 heads"),
+        ({"hidden_size": 100, "num_attention_heads": 3}, "hidden_size 100 cannot be split into 3 heads"),
         ({"num_query_groups": 3}, "4 query heads cannot share 3 key/value heads"),
         ({"num_query_groups": 8}, "4 query heads cannot share 8 key/value heads"),
-        ({"kv_channels": 5}, "a head is 5 wide"),
+        ({"kv_channels": 5}, "a head has 5 channels"),
         ({"seq_length": 2048}, "seq_length 2048 is longer than max_position_embeddings 1024"),
         (LATENT | {"position_embedding_type": "none"}, "position_embedding_type is none with multi_latent_attention"),
         (LATENT | {"qk_pos_emb_head_dim": 63}, "set --qk-pos-emb-head-dim 64"),
@@ -48,10 +48,10 @@ def test_what_fits_together_breaks_no_rule(keys):
         (EXPERTS | {"moe_router_num_groups": 4}, "moe_router_num_groups is 4 and moe_router_group_topk is unset"),
         (EXPERTS | {"moe_router_group_topk": 4}, "moe_router_group_topk is 4 and moe_router_num_groups is unset"),
         (GROUPS | {"moe_router_num_groups": 3}, "8 experts cannot form 3 groups"),
-        (GROUPS | {"moe_router_group_topk": 5}, "a token cannot choose from 5 of 4 groups"),
+        (GROUPS | {"moe_router_group_topk": 5}, "a token cannot use 5 of 4 groups"),
         (
             GROUPS | {"moe_router_topk": 5},
-            "hold 2 x 2 = 4; set --moe-router-group-topk 3",
+            "have 2 x 2 = 4 experts; set --moe-router-group-topk 3",
         ),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.config.layout_rules import check_layout
+from nanotrain.config.validate import check_layout
 from nanotrain.errors import ConfigError, TopologyError
 from nanotrain.topology.stages import split_layers
 from tests.config.asking import config_of
@@ -54,13 +54,13 @@ def test_what_divides_breaks_no_rule(keys):
         (TP2 | EXPERTS | {"moe_shared_expert_intermediate_size": 33}, "set --moe-shared-expert-intermediate-size 34"),
         (TP2 | {"make_vocab_size_divisible_by": 3}, "they would share 3 rows; set --make-vocab-size-divisible-by 6"),
         (TP2 | {"make_vocab_size_divisible_by": 1, "vocab_size": 131}, "they would share 131 rows"),
-        (CP2 | {"seq_length": 250}, "seq_length 250 cannot be cut into 4 parts: cp=2 ranks hold two chunks each"),
+        (CP2 | {"seq_length": 250}, "seq_length 250 cannot be split into 4 parts: cp=2 ranks have two chunks each"),
         (CP2 | {"seq_length": 250}, "set --seq-length 252"),
-        (TP2 | {"seq_length": 255, "sequence_parallel": True}, "sequence_parallel cuts a part among tp=2 ranks"),
-        (TP2 | EXPERTS | {"seq_length": 255}, "a layer with experts cuts a part among tp=2 ranks"),
+        (TP2 | {"seq_length": 255, "sequence_parallel": True}, "sequence_parallel splits each chunk over tp=2 ranks"),
+        (TP2 | EXPERTS | {"seq_length": 255}, "a layer with experts splits each chunk over tp=2 ranks"),
         (
             {"tensor_model_parallel_size": 4, "sequence_parallel": True, "seq_length": 252} | CP2,
-            "seq_length 252 cannot be cut into 8 parts: cp=2 ranks hold two chunks each and sequence_parallel cuts",
+            "seq_length 252 cannot be split into 8 parts: cp=2 ranks have two chunks each and sequence_parallel splits",
         ),
         (CP2 | {"cp_comm_type": "a2a", "tensor_model_parallel_size": 4}, "a2a needs tp*cp = 8 to divide"),
         (PP2 | {"num_layers": 1}, "1 layers cannot fill pp=2 pipeline stages"),
@@ -74,7 +74,7 @@ def test_what_divides_breaks_no_rule(keys):
         ),
         (
             {"pipeline_model_parallel_size": 4, "num_layers": 6, FIRST: 3, LAST: 2},
-            "1 layers are left for 2 of pp=4 pipeline stages: of 6 layers the ends take 3 + 2",
+            "1 layers are left for 2 of pp=4 pipeline stages: of 6 layers the first and last stage have 3 + 2",
         ),
         ({"pipeline_model_parallel_size": 4, "num_layers": 6, FIRST: 3, LAST: 2}, "so that they leave at least 2"),
         (PP2 | {FIRST: 4}, "0 layers are left for 1 of pp=2"),
