@@ -21,7 +21,8 @@ HEAD_RULES = (
         "{num_attention_heads} query heads cannot share {query_groups} key/value heads",
         "num_query_groups must divide num_attention_heads", "set --num-query-groups to a divisor"),
     Rule("position_embedding_type kv_channels hidden_size num_attention_heads",
-        lambda v: v.position_embedding_type is PositionEmbedding.rope and v.head_dim % 2,
+        lambda v: v.position_embedding_type is PositionEmbedding.rope and v.head_dim % 2
+        and (v.kv_channels is not None or v.hidden_size % v.num_attention_heads == 0),
         "a head has {head_dim} channels", "RoPE rotates pairs of channels, so their number must be even",
         "set --kv-channels to an even number or another --num-attention-heads"),
 )
