@@ -91,7 +91,7 @@ def test_topology_draws_a_schedule_in_place_of_the_groups(capsys, tmp_path):
     argv = "topology --schedule 1f1b --num-microbatches 8 --pipeline-model-parallel-size 4"
     assert main([*argv.split(), "--png", str(tmp_path / "schedule.png")]) == 0
     out = capsys.readouterr().out
-    assert "1f1b: 4 ranks, 4 stages, 8 microbatches" in out and "bubble    3/11 = 27.3%" in out
+    assert "1f1b: 4 ranks, 4 stages, 8 microbatches" in out and "bubble     3/11 = 27.3%" in out
     assert (tmp_path / "schedule.png").stat().st_size > 1000
 
     argv = "topology --schedule interleaved --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
