@@ -207,13 +207,13 @@ def _grads_for_norm(state: _BucketState) -> Iterator[Tensor]:
 
 
 def _ranges_to_save(state: _BucketState) -> list[ShardRange]:
-    """Of every range of a first replica the index-th of `replicate.size` nearly equal parts."""
+    """The index-th of `replicate.size` nearly equal parts of every range of a first replica."""
     parts = []
-    for whole in state.ranges:
-        if whole.param.is_first_replica:
+    for full in state.ranges:
+        if full.param.is_first_replica:
             index, size = state.replicate.index, state.replicate.size
-            first, last = whole.numel * index // size, whole.numel * (index + 1) // size
-            parts.append(ShardRange(whole.param, whole.shard_start + first, whole.param_start + first, last - first))
+            first, last = full.numel * index // size, full.numel * (index + 1) // size
+            parts.append(ShardRange(full.param, full.shard_start + first, full.param_start + first, last - first))
     return parts
 
 
@@ -237,10 +237,10 @@ def _param_ranges(state: _BucketState, rule: UpdateRule) -> Iterator[ParamRange]
         return part.param.spec.weight_decay, part.name if needs_whole else ""
 
     start = 0
-    for (weight_decay, whole), group in groupby(state.ranges, key=key):
+    for (weight_decay, matrix), group in groupby(state.ranges, key=key):
         parts = list(group)
         end = parts[-1].elements.stop
-        if whole:
+        if matrix:
             _check_whole(parts[0])
             yield _param_range(state, parts[0].elements, weight_decay=weight_decay, shape=parts[0].param.box.shape)
         else:

@@ -1,9 +1,9 @@
-"""The learning rate as a pure function of the samples consumed so far, so a change of batch size keeps the curve.
+"""Learning-rate schedules as pure functions of the consumed samples, independent of the batch size.
 
-    lr |      ______                 warmup, then one of LR_DECAYS from lr down to min_lr
-       |    _/      \\__             the step that begins with `consumed` samples uses lr_at(consumed)
+    lr |      ______                 warmup, then one of LR_DECAYS from lr to min_lr
+       |    _/      \\__
        |  _/           \\___
-       +-/------------------\\___    consumed samples
+       +-/------------------\\___    consumed samples at the start of the step
 
 Source: Megatron-LM, `optimizer_param_scheduler.py`.
 """
@@ -24,12 +24,12 @@ WSD_DECAYS: dict[WSDDecayStyle, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """A learning-rate curve over consumed samples.
+    """A learning-rate schedule over consumed samples.
 
     Attributes:
-        optim: peak, end, style and warmup, in steps.
-        samples_per_step: the global batch, which turns steps into samples.
-        train_iters: the length of the decay where `optim` does not give one.
+        optim: lr, min_lr, decay style, and warmup and decay in steps.
+        samples_per_step: global batch size; converts steps to samples.
+        train_iters: steps of warmup and decay if `optim.lr_decay_iters` is unset.
     """
 
     optim: OptimConfig
@@ -38,16 +38,16 @@ class LRSchedule:
 
     @property
     def warmup_samples(self) -> int:
-        """Samples over which the rate rises."""
+        """Samples of the warmup."""
         return self.optim.lr_warmup_iters * self.samples_per_step
 
     @property
     def decay_samples(self) -> int:
-        """Samples after which the rate is at its end."""
+        """Samples after which the learning rate is min_lr."""
         return (self.optim.lr_decay_iters or self.train_iters) * self.samples_per_step
 
     def lr_at(self, consumed_samples: int) -> float:
-        """The rate of the step that begins after so many samples."""
+        """Learning rate of the step that starts at `consumed_samples`."""
         optim = self.optim
         if self.warmup_samples and consumed_samples <= self.warmup_samples:
             return optim.lr_warmup_init + (optim.lr - optim.lr_warmup_init) * consumed_samples / self.warmup_samples
@@ -57,21 +57,21 @@ class LRSchedule:
             return optim.min_lr
         return LR_DECAYS[optim.lr_decay_style](self, consumed_samples)
 
-    def between(self, coefficient: float) -> float:
-        """The rate a share of the way from min_lr (0) to lr (1)."""
+    def interpolate(self, coefficient: float) -> float:
+        """Interpolate between min_lr (0) and lr (1)."""
         return self.optim.min_lr + coefficient * (self.optim.lr - self.optim.min_lr)
 
     def decay_done(self, consumed_samples: int) -> float:
-        """The share of the decay that is behind us."""
+        """Completed fraction of the decay."""
         return (consumed_samples - self.warmup_samples) / max(self.decay_samples - self.warmup_samples, 1)
 
 
 def _linear(curve: LRSchedule, consumed: int) -> float:
-    return curve.between(1.0 - curve.decay_done(consumed))
+    return curve.interpolate(1.0 - curve.decay_done(consumed))
 
 
 def _cosine(curve: LRSchedule, consumed: int) -> float:
-    return curve.between(0.5 * (math.cos(math.pi * curve.decay_done(consumed)) + 1.0))
+    return curve.interpolate(0.5 * (math.cos(math.pi * curve.decay_done(consumed)) + 1.0))
 
 
 def _inverse_square_root(curve: LRSchedule, consumed: int) -> float:
@@ -84,7 +84,7 @@ def _wsd(curve: LRSchedule, consumed: int) -> float:
     start = curve.decay_samples - length
     if consumed <= start:
         return curve.optim.lr
-    return curve.between(WSD_DECAYS[curve.optim.lr_wsd_decay_style]((consumed - start) / length))
+    return curve.interpolate(WSD_DECAYS[curve.optim.lr_wsd_decay_style]((consumed - start) / length))
 
 
 LR_DECAYS: dict[LRDecayStyle, Callable[[LRSchedule, int], float]] = {

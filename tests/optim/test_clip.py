@@ -1,4 +1,4 @@
-"""The global norm and the factor that follows from it."""
+"""Global gradient norm and clip factor."""
 
 import math
 
@@ -15,7 +15,7 @@ ALONE = Group.single_rank("dp_shard")
 
 
 def norm_of_shards(ctx, whole: torch.Tensor) -> float:
-    """The norm of a vector cut among the ranks, each with two buckets."""
+    """Norm of a vector that is sharded over the ranks, with two buckets per rank."""
     shard = whole.chunk(ctx.topology.world_size)[ctx.rank]
     return global_norm(shard.tensor_split(2), ctx.group("dp_shard"))
 

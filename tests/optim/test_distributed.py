@@ -74,7 +74,7 @@ def grads_of(rank: int, step: int, *, shapes=SHAPES) -> dict[str, Tensor]:
 
 
 class Reference:
-    """torch AdamW on whole fp32 tensors, with torch's clipping."""
+    """torch AdamW on global fp32 tensors, with torch's clipping."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
         self.params = {name: torch.nn.Parameter(weight.float().clone()) for name, weight in weights.items()}
@@ -192,7 +192,7 @@ def test_gaps_and_padding_stay_zero(ctx):
 
 
 def parts_to_save(ctx, strategy: str):
-    """What this rank writes after two steps, the optimizer's state, and the weights after a third."""
+    """Tensors to save and optimizer state after two steps, and the weights after a third."""
     trainee = Trainee(ctx, strategy, dtype=torch.bfloat16)
     for step in range(2):
         trainee.step(mean_grads(ctx, step))
@@ -203,7 +203,7 @@ def parts_to_save(ctx, strategy: str):
 
 
 def mean_grads(ctx, step: int) -> dict[str, Tensor]:
-    """Gradients whose sum over the ranks is the same in every world, exactly: only the first rank has any."""
+    """Gradients whose sum is equal in every world, exactly: they are zero on all ranks but the first."""
     return {name: grad * (ctx.rank == 0) for name, grad in grads_of(0, step).items()}
 
 
@@ -219,7 +219,7 @@ def go_on_from(ctx, strategy: str, saved: dict[str, Tensor], *rest):
 
 
 def merge(parts: list[dict[TensorBox, Tensor]]) -> dict[str, Tensor]:
-    """Whole tensors from the pieces of all ranks; fails where an element is missing or written twice."""
+    """Global tensors from the boxes of all ranks; fails if an element is missing or written twice."""
     whole: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}
     for part in parts:

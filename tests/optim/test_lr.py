@@ -1,4 +1,4 @@
-"""Learning-rate curves against Megatron-LM's formulas, written out here once more."""
+"""Learning-rate schedules against Megatron-LM's formulas, restated here."""
 
 import math
 
@@ -10,7 +10,7 @@ from nanotrain.config.config import LRDecayStyle, OptimConfig, WSDDecayStyle
 from nanotrain.optim.lr import LR_DECAYS, WSD_DECAYS, LRSchedule
 
 LR, MIN_LR, INIT_LR = 1e-3, 1e-4, 2e-4
-BATCH, WARMUP, TOTAL, WSD_LENGTH = 8, 10, 100, 20  # samples a step; the others in steps
+BATCH, WARMUP, TOTAL, WSD_LENGTH = 8, 10, 100, 20  # BATCH in samples per step, the others in steps
 
 
 def curve(style: LRDecayStyle, *, batch: int = BATCH, train_iters: int = TOTAL, **optim) -> LRSchedule:

@@ -1,4 +1,4 @@
-"""Number formats."""
+"""The precision policy."""
 
 import pytest
 import torch

@@ -50,13 +50,15 @@ class Bucket:
     def __init__(self, layout: BucketLayout, *, params: ResidentParams, grads: GradStore, groups: ReduceGroups) -> None:
         self.layout, self.params, self.grads = layout, params, grads
         self._groups = groups
-        self._ranges = {held.name: slice(held.start - layout.start, held.stop - layout.start) for held in layout.params}
+        self._ranges = {
+            entry.name: slice(entry.start - layout.start, entry.stop - layout.start) for entry in layout.params
+        }
         self._gaps = _gaps(layout)
         self._written: set[str] = set()
         self._missing: set[str] = set()
         self._reduce_scatter: Work[Tensor] | None = None
         self._all_reduce: Work[Tensor] | None = None
-        self._is_last = False
+        self._is_first, self._is_last = True, False
 
     @property
     def is_in_flight(self) -> bool:
@@ -75,7 +77,7 @@ class Bucket:
     def begin_step(self) -> None:
         """Discard the gradients of the last step."""
         self._written.clear()
-        self.grads.begin_step()
+        self._is_first = True
 
     def begin_backward(self) -> None:
         """Expect the gradient of every parameter."""
@@ -110,7 +112,8 @@ class Bucket:
         if work is None:
             return
         work.wait()
-        self.grads.finish_reduce_scatter()
+        self.grads.finish_reduce_scatter(is_first=self._is_first)
+        self._is_first = False
         self._written.clear()
         if self._is_last:
             self._all_reduce = start_all_reduce(self.grads.shard, self._groups.replicate)
@@ -132,6 +135,6 @@ class Bucket:
 
 def _gaps(layout: BucketLayout) -> tuple[slice, ...]:
     """The elements of the bucket that belong to no parameter."""
-    edges = [layout.start, *(edge for held in layout.params for edge in (held.start, held.stop)), layout.stop]
+    edges = [layout.start, *(edge for entry in layout.params for edge in (entry.start, entry.stop)), layout.stop]
     gaps = zip(edges[::2], edges[1::2], strict=True)
     return tuple(slice(start - layout.start, stop - layout.start) for start, stop in gaps if start < stop)

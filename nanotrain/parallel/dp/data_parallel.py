@@ -87,7 +87,7 @@ class DataParallel:
         self.params = {param.spec.name: param for param in layout.params}
         self.param_buffer = torch.zeros(layout.numel, dtype=precision.params, device=device)
         self.buckets = self._build_buckets(precision.grads)
-        self._bucket_of = {held.name: bucket for bucket in self.buckets for held in bucket.layout.params}
+        self._bucket_of = {entry.name: bucket for bucket in self.buckets for entry in bucket.layout.params}
         self._num_started = 0
         self._in_flight: list[Bucket] = []
         self._is_last_microbatch = True
@@ -178,8 +178,8 @@ class DataParallel:
         """Finish the bucket's last reduction and, for a transient store, wait until the pool has storage left."""
         while bucket.is_in_flight:
             self._finish_oldest()
-        if self.options.strategy.shard_grads and not bucket.grads.holds_full:
-            while self._in_flight and sum(b.grads.holds_full for b in self.buckets) >= MAX_FULL_BUCKETS:
+        if self.options.strategy.shard_grads and not bucket.grads.holds_pooled:
+            while self._in_flight and sum(b.grads.holds_pooled for b in self.buckets) >= MAX_FULL_BUCKETS:
                 self._finish_oldest()
 
     def _finish_oldest(self) -> None:
@@ -206,8 +206,10 @@ class DataParallel:
         # A module without parameters of its own, the head of a tied model, reads those that are tied.
         tied = {local.spec.unit for local in self.params.values() if local.spec.is_tied}
         for name, child in unit_modules(module):
-            units = {local.spec.unit for own, local in self.params.items() if own.startswith(name + ".")} or tied
-            buckets = [b for b in self.buckets if any(held.param.spec.unit in units for held in b.layout.params)]
+            units = {
+                local.spec.unit for full_name, local in self.params.items() if full_name.startswith(name + ".")
+            } or tied
+            buckets = [b for b in self.buckets if any(entry.param.spec.unit in units for entry in b.layout.params)]
             if buckets:
                 child.register_forward_pre_hook(partial(_wait_before_forward, buckets))
 

@@ -130,10 +130,10 @@ class BucketLayout:
         first = self.start + shard_index * self.shard_numel
         last = first + self.shard_numel
         ranges = []
-        for held in self.params:
-            start, stop = max(held.start, first), min(held.stop, last)
+        for entry in self.params:
+            start, stop = max(entry.start, first), min(entry.stop, last)
             if start < stop:
-                ranges.append(ShardRange(held.param, start - first, start - held.start, stop - start))
+                ranges.append(ShardRange(entry.param, start - first, start - entry.start, stop - start))
         return tuple(ranges)
 
 
@@ -151,7 +151,7 @@ class BufferLayout:
     @property
     def params(self) -> tuple[LocalParam, ...]:
         """All parameters in registration order."""
-        return tuple(held.param for bucket in reversed(self.buckets) for held in reversed(bucket.params))
+        return tuple(entry.param for bucket in reversed(self.buckets) for entry in reversed(bucket.params))
 
 
 def plan_layout(params: Sequence[LocalParam], rules: LayoutRules) -> BufferLayout:

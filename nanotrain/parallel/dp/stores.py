@@ -7,8 +7,6 @@
 A full-size gradient of a transient store comes from a `GradPool`, so that freed storage is used again.
 """
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -46,49 +44,25 @@ class ResidentParams:
             work.wait()
 
 
-class GradStore(Protocol):
-    """Gradients of a bucket before and after the reduction."""
-
-    @property
-    def shard(self) -> Tensor:
-        """[shard_numel] this rank's reduced gradients."""
-
-    @property
-    def holds_full(self) -> bool:
-        """Whether full-size storage of the pool is in use."""
-
-    def begin_step(self) -> None:
-        """Discard the gradients of the last step."""
-
-    def full(self) -> Tensor:
-        """[numel] storage for unreduced gradients; arbitrary values where nothing was written."""
-
-    def finish_reduce_scatter(self) -> None:
-        """Add this rank's part of the reduced `full` to `shard`; the rest of `full` is no longer needed."""
-
-
 class ResidentGrads:
-    """Gradients at full size (`no_shard`, `optim`); the reduction is in place and `shard` is a view.
+    """Gradients at full size (`no_shard`, `optim`); the reduction is in place and `shard` is a view of `full`.
 
     Args:
         full: [numel] the bucket's slice of the gradient buffer.
         group: the shard group.
     """
 
-    holds_full = False
+    holds_pooled = False
 
     def __init__(self, full: Tensor, *, group: Group) -> None:
         self._full, self.shard = full, shard_of(full, group)
 
-    def begin_step(self) -> None:
-        """See `GradStore`."""
-
     def full(self) -> Tensor:
-        """See `GradStore`."""
+        """[numel] storage of unreduced gradients, with arbitrary values where nothing was written."""
         return self._full
 
-    def finish_reduce_scatter(self) -> None:
-        """See `GradStore`; `shard` is part of `full`."""
+    def finish_reduce_scatter(self, *, is_first: bool) -> None:
+        """Do nothing: the reduced gradients are in `shard`."""
 
 
 class GradPool:
@@ -125,34 +99,31 @@ class TransientGrads:
         self.shard = shard
         self._numel, self._pool, self._group = numel, pool, group
         self._storage: Tensor | None = None
-        self._is_first_reduction = True
 
     @property
-    def holds_full(self) -> bool:
-        """See `GradStore`."""
+    def holds_pooled(self) -> bool:
+        """Whether full-size storage of the pool is in use."""
         return self._storage is not None
 
-    def begin_step(self) -> None:
-        """See `GradStore`."""
-        self._is_first_reduction = True
-
     def full(self) -> Tensor:
-        """See `GradStore`."""
+        """[numel] storage of unreduced gradients, with arbitrary values where nothing was written."""
         if self._storage is None:
             self._storage = self._pool.acquire()
         return self._storage[: self._numel]
 
-    def finish_reduce_scatter(self) -> None:
-        """See `GradStore`."""
-        assert self._storage is not None, "the reduction in flight reads it"
+    def finish_reduce_scatter(self, *, is_first: bool) -> None:
+        """Copy this rank's slice of the reduced `full` to `shard`, or add it after the first microbatch."""
         reduced = shard_of(self.full(), self._group)
-        if self._is_first_reduction:
+        if is_first:
             self.shard.copy_(reduced)
         else:
             self.shard.add_(reduced)
-        self._is_first_reduction = False
+        assert self._storage is not None, "`full` acquires it"
         self._pool.release(self._storage)
         self._storage = None
+
+
+GradStore = ResidentGrads | TransientGrads
 
 
 def shard_of(full: Tensor, group: Group) -> Tensor:

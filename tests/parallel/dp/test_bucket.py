@@ -49,8 +49,8 @@ def reduce(bucket: Bucket, *, is_last: bool = True) -> None:
 
 def shard_with(values: dict[str, float]) -> torch.Tensor:
     expected = torch.zeros(LAYOUT.numel)
-    for held in LAYOUT.params:
-        expected[held.start : held.stop] = values.get(held.name, 0.0)
+    for entry in LAYOUT.params:
+        expected[entry.start : entry.stop] = values.get(entry.name, 0.0)
     return expected
 
 
@@ -134,7 +134,7 @@ def test_a_reduction_in_flight_keeps_its_storage_and_ends_with_the_values_it_beg
     bucket.begin_step()
     fill(bucket, 4.0)
     bucket.start_reduce(is_last=True)
-    assert bucket.is_in_flight and grads.holds_full
+    assert bucket.is_in_flight and grads.holds_pooled
     bucket.finish_reduce()
-    assert not bucket.is_in_flight and not grads.holds_full
+    assert not bucket.is_in_flight and not grads.holds_pooled
     assert torch.equal(bucket.grads.shard, shard_with(dict.fromkeys(NAMES, 4.0))[:half])

@@ -70,7 +70,7 @@ def test_two_to_the_rank_reduces_to_the_exact_sum_in_every_strategy(num_ranks):
 
 
 @ranks(3, strategy="optim", timeout_s=20)
-def test_parameters_left_out_on_some_ranks_count_as_zero_there_and_nobody_hangs(ctx):
+def test_parameters_without_a_gradient_on_some_ranks_contribute_zero_and_no_rank_hangs(ctx):
     for strategy, overlap in SETTINGS:
         stage = Toy()
         parallel = wrap(ctx, stage, strategy=strategy, overlap=overlap)
@@ -92,7 +92,7 @@ def test_parameters_left_out_on_some_ranks_count_as_zero_there_and_nobody_hangs(
 
 
 def launched_buckets(ctx) -> dict[str, list[int]]:
-    """Which buckets were reduced in what order, with gradients that arrive in another order on every rank."""
+    """Order in which buckets are reduced, with gradients ready in another order on every rank."""
     launched = {}
     for strategy in STRATEGIES:
         stage = Toy()
@@ -116,7 +116,7 @@ def record_launches(parallel: DataParallel, *, into: list[int]) -> None:
         bucket.start_reduce = partial(record, index, bucket.start_reduce)
 
 
-def test_buckets_are_reduced_in_buffer_order_whatever_the_order_of_arrival():
+def test_buckets_are_reduced_in_buffer_order_in_any_order_of_gradients():
     launched = run_ranks(4, launched_buckets, strategy="optim")
     assert launched == [dict.fromkeys(STRATEGIES, list(range(NUM_BUCKETS)))] * 4
 
@@ -133,7 +133,7 @@ def test_overlap_reduces_a_bucket_before_the_backward_pass_has_ended(ctx):
         for is_last in (False, True):
             backward(parallel, stage(1.0), is_last=is_last)
         parallel.finish_grad_reduce()
-        # Then optim_grads reduces each microbatch as it goes, the others the last one, if they are asked to overlap.
+        # Then optim_grads reduces during every backward, the others during the last one if reductions overlap.
         every, last = [NUM_BUCKETS - 1, 2 * NUM_BUCKETS - 1], [0, NUM_BUCKETS - 1]
         assert launched_early == (every if strategy == "optim_grads" else last if overlap else [0, 0])
 
@@ -169,7 +169,7 @@ def test_a_gradient_in_flight_is_not_overwritten_by_the_next_microbatch(monkeypa
         precision=Precision(params=torch.float32),
         device=torch.device("cpu"),
     )
-    # when three microbatches follow each other, whose gradients arrive in different orders,
+    # when three microbatches follow each other, whose gradients are ready in different orders,
     parallel.begin_step()
     for microbatch, order in enumerate(([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [2, 0, 4, 1, 5, 3])):
         backward(parallel, stage(1.0 + microbatch, order), is_last=microbatch == 2)
@@ -188,7 +188,7 @@ def wrap_alone(strategy: str, *, overlap: bool = False, dtype: torch.dtype = tor
 
 
 def held_bytes() -> int:
-    """Bytes of all tensor storage that Python can see; what existed before `gc.freeze` is not looked at."""
+    """Bytes of all tensor storage reachable from Python and allocated after `gc.freeze`."""
     storages = {}
     for found in gc.get_objects():
         if type(found) in (torch.Tensor, nn.Parameter):
@@ -198,9 +198,9 @@ def held_bytes() -> int:
 
 
 def peak_of(ctx, strategy: str, *, overlap: bool, shapes: list[tuple[int, ...]]) -> int:
-    """The most storage held at any arrival of a gradient, over two microbatches, beyond what was there before."""
+    """Peak storage over the gradient hooks of two microbatches."""
     gc.collect()
-    gc.freeze()  # a hundred thousand objects of the imports, to be passed over at every arrival
+    gc.freeze()  # skip the hundred thousand objects of the imports in every hook
     peaks = []
     stage = Toy(shapes=shapes)
     parallel = wrap(ctx, stage, strategy=strategy, overlap=overlap, bucket_size=20_000)
@@ -234,7 +234,7 @@ def test_optim_grads_never_holds_a_full_size_gradient(ctx):
 
 @ranks(2, strategy="optim")
 def test_a_forward_pass_waits_for_the_parameters_of_its_unit_only(ctx):
-    # Given shards that every rank has updated by its own number, on their way to the others,
+    # Given shards that every rank has set to its rank + 1, whose all-gather has started,
     stage = Toy()
     parallel = wrap(ctx, stage, strategy="optim", overlap=True)
     for bucket in parallel.buckets:
@@ -246,11 +246,11 @@ def test_a_forward_pass_waits_for_the_parameters_of_its_unit_only(ctx):
     for name, unit in unit_modules(stage):
         unit(1.0)
         # then the unit's weight is complete, half of its bucket from either rank,
-        (bucket,) = [b for b in parallel.buckets for held in b.layout.params if held.name == f"{name}.weight"]
+        (bucket,) = [b for b in parallel.buckets for entry in b.layout.params if entry.name == f"{name}.weight"]
         assert not bucket.params.is_gathering
         one, two = bucket.params.full.chunk(2)
         assert (one == 1).all() and (two == 2).all()
-    # and a step in which a unit does not run waits for it before the optimizer may write again.
+    # and a step without a forward of a unit waits for its parameters before the optimizer updates them.
     parallel.start_param_gather()
     parallel.begin_step()
     backward(parallel, stage(1.0, [0]))
@@ -387,4 +387,4 @@ def test_a_unit_without_parameters_waits_for_those_that_are_tied():
     # when the head runs, it waits for the last bucket, where the tied weight is alone.
     stage.head(torch.ones(1))
     assert waited == [len(parallel.buckets) - 1]
-    assert [held.name for held in parallel.buckets[-1].layout.params] == ["units.0.weight"]
+    assert [entry.name for entry in parallel.buckets[-1].layout.params] == ["units.0.weight"]

@@ -39,7 +39,7 @@ def unpadded(layout: BufferLayout) -> list[int]:
 
 
 def names_in(layout: BufferLayout) -> list[list[str]]:
-    return [[held.name for held in bucket.params] for bucket in layout.buckets]
+    return [[entry.name for entry in bucket.params] for bucket in layout.buckets]
 
 
 def test_three_small_parameters_as_worked_out():
@@ -48,7 +48,7 @@ def test_three_small_parameters_as_worked_out():
     # then the last comes first, alone, and the others follow at multiples of 64.
     assert ends(layout) == [(0, 384), (384, 640)]
     assert unpadded(layout) == [300, 164]
-    ranges = [[(held.name, held.start, held.stop) for held in bucket.params] for bucket in layout.buckets]
+    ranges = [[(entry.name, entry.start, entry.stop) for entry in bucket.params] for bucket in layout.buckets]
     assert ranges == [[("p2", 0, 300)], [("p1", 384, 434), ("p0", 448, 548)]]
 
 
@@ -160,10 +160,10 @@ def test_buckets_lie_back_to_back_and_end_where_all_shards_are_equal(shapes, rul
 def test_params_are_in_reverse_order_aligned_and_disjoint(shapes, rules, tied):
     given_params = params(*shapes, tied=(tied,))
     layout = plan_layout(given_params, rules)
-    ranges = [held for bucket in layout.buckets for held in bucket.params]
-    assert [held.name for held in ranges] == [param.spec.name for param in reversed(given_params)]
-    assert all(held.start % PARAM_ALIGNMENT == 0 for held in ranges)
-    assert all(held.stop - held.start == p.box.numel for held, p in zip(ranges, reversed(given_params), strict=True))
+    ranges = [entry for bucket in layout.buckets for entry in bucket.params]
+    assert [entry.name for entry in ranges] == [param.spec.name for param in reversed(given_params)]
+    assert all(entry.start % PARAM_ALIGNMENT == 0 for entry in ranges)
+    assert all(entry.stop - entry.start == p.box.numel for entry, p in zip(ranges, reversed(given_params), strict=True))
     assert all(one.stop <= other.start for one, other in pairwise(ranges))
 
 

@@ -19,11 +19,11 @@ def test_full_size_storage_is_held_from_the_first_write_to_the_reduction_and_use
     one, other = (TransientGrads(NUMEL, torch.zeros(NUMEL), pool=pool, group=SINGLE) for _ in range(2))
     # When two stores alternate,
     for store in (one, other, one):
-        assert not store.holds_full
+        assert not store.holds_pooled
         assert store.full().numel() == NUMEL  # the pool's storage is as large as the largest bucket
-        assert store.holds_full
-        store.finish_reduce_scatter()
-        assert not store.holds_full
+        assert store.holds_pooled
+        store.finish_reduce_scatter(is_first=True)
+        assert not store.holds_pooled
     # then one storage was enough; both at once need two.
     assert pool.num_allocated == 1
     one.full()
@@ -34,10 +34,9 @@ def test_full_size_storage_is_held_from_the_first_write_to_the_reduction_and_use
 def test_a_transient_store_overwrites_the_last_step_and_accumulates_within_one():
     store = TransientGrads(NUMEL, torch.full((NUMEL,), 1e30), pool=pool_of(), group=SINGLE)
     for step in (1.0, 5.0):
-        store.begin_step()
-        for _ in range(3):
+        for microbatch in range(3):
             store.full().fill_(step)
-            store.finish_reduce_scatter()
+            store.finish_reduce_scatter(is_first=microbatch == 0)
         assert torch.equal(store.shard, torch.full((NUMEL,), 3 * step))
 
 
@@ -47,8 +46,8 @@ def test_a_resident_shard_is_a_view_of_the_full_gradients(ctx):
     full = torch.arange(NUMEL, dtype=torch.float32)
     store = ResidentGrads(full, group=group)
     assert torch.equal(store.shard, full[64 * ctx.rank : 64 * (ctx.rank + 1)])
-    assert store.full() is full and not store.holds_full
-    store.finish_reduce_scatter()
+    assert store.full() is full and not store.holds_pooled
+    store.finish_reduce_scatter(is_first=True)
     assert shard_of(full, group).data_ptr() == store.shard.data_ptr()
 
 
