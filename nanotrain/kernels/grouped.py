@@ -1,7 +1,8 @@
 """Grouped matrix products: the tokens of each expert times the weight of that expert, all experts in one call.
 
     grouped_linear   a grouped linear layer, with gradients and deferred wgrad
-    GroupedGemm      {fprop, dgrad, wgrad} of it: `GroupedMM` is torch's kernel, `LoopedMM` one product per expert
+    GroupedMM        {fprop, dgrad, wgrad} of it by torch's kernel; outputs of dropped tokens are undefined
+    LoopedMM         the same, one product per expert
 
     x [T, I], sorted by expert       offs [E] int32, the end of each expert's tokens
     | expert 0   | expert 1 | expert 3 (none for 2) | dropped |
@@ -14,7 +15,7 @@ uninitialized; where tokens can be dropped, these are overwritten with zeros.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,19 +26,6 @@ from nanotrain.kernels.deferred_wgrad import WgradQueue, is_deferring
 # torch 2.10 has it under both names, older versions under the private name only.
 _grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 _ALIGNMENT_BYTES = 16  # torch's grouped product requires rows that begin at multiples of this
-
-
-class GroupedGemm(Protocol):
-    """The three products of a grouped linear layer; outputs of dropped tokens are undefined."""
-
-    def fprop(self, x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
-        """[T, I], [E, O, I] -> [T, O]."""
-
-    def dgrad(self, grad: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
-        """[T, O], [E, O, I] -> [T, I]."""
-
-    def wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor) -> Tensor:
-        """[T, O], [T, I] -> [E, O, I]."""
 
 
 class GroupedMM:
@@ -81,6 +69,9 @@ class LoopedMM:
         *inputs, dropped = x.split(_tokens_per_expert(x, offs))
         products = [x @ matrix for x, matrix in zip(inputs, matrices.unbind(), strict=True)]
         return torch.cat([*products, x.new_empty(len(dropped), matrices.shape[2])])
+
+
+GroupedGemm = GroupedMM | LoopedMM
 
 
 def select_gemm(weight: Tensor) -> GroupedGemm:

@@ -12,7 +12,7 @@ from nanotrain.comm.group import Group
 from nanotrain.kernels.deferred_wgrad import WgradQueue, accumulate_wgrads
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from tests.harness import ranks, run_ranks
-from tests.parallel.tp.whole import CutNetwork, cut_pass, draw, whole_pass
+from tests.parallel.tp.networks import ShardedNetwork, draw, reference_pass, sharded_pass
 
 ALONE = Group.single_rank("tp")
 
@@ -32,12 +32,12 @@ def watch(network: nn.Module) -> list[str]:
 
 def defer_and_compare(ctx, sequence_parallel: bool, num_groups: int) -> None:
     queue = WgradQueue()
-    now = CutNetwork(TensorParallel(ctx.group("tp"), sequence_parallel, WgradQueue()), num_groups)
-    later = CutNetwork(TensorParallel(ctx.group("tp"), sequence_parallel, queue), num_groups)
-    expected, received = cut_pass(now), watch(later)
+    now = ShardedNetwork(TensorParallel(ctx.group("tp"), sequence_parallel, WgradQueue()), num_groups)
+    later = ShardedNetwork(TensorParallel(ctx.group("tp"), sequence_parallel, queue), num_groups)
+    expected, received = sharded_pass(now), watch(later)
     for _ in range(2):
         with queue.defer():
-            found = cut_pass(later)
+            found = sharded_pass(later)
         assert torch.equal(found.out, expected.out)
         assert torch.equal(found.grads["x"], expected.grads["x"])
         assert received == ["output.bias"], "added after the reduction, by autograd"
@@ -47,7 +47,7 @@ def defer_and_compare(ctx, sequence_parallel: bool, num_groups: int) -> None:
             assert torch.equal(parameter.grad, expected.grads[name])
             parameter.grad = None
         received.clear()
-    found = cut_pass(later)  # outside `defer` nothing is deferred
+    found = sharded_pass(later)  # outside `defer` nothing is deferred
     assert all(torch.equal(found.grads[name], grad) for name, grad in expected.grads.items())
 
 
@@ -60,11 +60,11 @@ def test_deferred_gradients_are_bit_equal_and_every_hook_fires_once(tp, num_grou
 @ranks(2, tp=2)
 def test_gradients_of_two_microbatches_add_up_in_the_order_they_are_run(ctx):
     queue = WgradQueue()
-    network = CutNetwork(TensorParallel(ctx.group("tp"), True, queue), 2)
+    network = ShardedNetwork(TensorParallel(ctx.group("tp"), True, queue), 2)
     work = []
     for _ in range(2):
         with queue.defer():
-            cut_pass(network)
+            sharded_pass(network)
         work.append(queue.take())
     for wgrads in work:
         accumulate_wgrads(wgrads)
@@ -72,7 +72,7 @@ def test_gradients_of_two_microbatches_add_up_in_the_order_they_are_run(ctx):
         found = parameter.grad / 2
         if name in network.partial_names():
             all_reduce(found, ctx.group("tp"))
-        torch.testing.assert_close(found, network.own(name, whole_pass(2).grads[name]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, network.own(name, reference_pass(2).grads[name]), rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_that_are_ready_are_accumulated_with_their_hooks():
@@ -82,9 +82,17 @@ def test_gradients_that_are_ready_are_accumulated_with_their_hooks():
     assert torch.equal(scale.grad, torch.arange(3.0)) and received == ["scale"]
 
 
+def test_a_ready_fp32_gradient_of_a_bf16_weight_keeps_its_precision():
+    weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    grad = torch.tensor([1.0, 1.0 + 2**-12, 3.0])  # the second is no bf16 number
+    accumulate_wgrads([], ready=[(weight, grad)])
+    assert torch.equal(weight.grad, grad)
+
+
 def test_a_weight_used_twice_receives_the_sum_and_its_hook_fires_once():
     queue = WgradQueue()
-    network = CutNetwork(TensorParallel(ALONE, wgrad_queue=queue), 2)
+    network = ShardedNetwork(TensorParallel(ALONE, wgrad_queue=queue), 2)
     tied = network.query.weight
     received = watch(network)
     with queue.defer():
@@ -99,7 +107,7 @@ def test_a_weight_used_twice_receives_the_sum_and_its_hook_fires_once():
 
 
 def test_gradients_keep_the_dtype_asked_for():
-    network = CutNetwork(TensorParallel(ALONE, wgrad_queue=WgradQueue()), 2).bfloat16()
+    network = ShardedNetwork(TensorParallel(ALONE, wgrad_queue=WgradQueue()), 2).bfloat16()
     queue, weight = network.tensor_parallel.wgrad_queue, network.query.weight
     weight.grad_dtype = torch.float32
     weight.grad = torch.zeros(weight.shape)
@@ -112,7 +120,7 @@ def test_gradients_keep_the_dtype_asked_for():
 
 def test_what_waits_does_not_keep_the_graph_alive():
     queue = WgradQueue()
-    network = CutNetwork(TensorParallel(ALONE, wgrad_queue=queue), 2)
+    network = ShardedNetwork(TensorParallel(ALONE, wgrad_queue=queue), 2)
     source = draw("x", 2, 8, 6).requires_grad_()
     middle = source * 2
 
@@ -131,9 +139,9 @@ def test_what_waits_does_not_keep_the_graph_alive():
 
 def test_work_that_nobody_took_is_an_error_before_the_next_microbatch():
     queue = WgradQueue()
-    network = CutNetwork(TensorParallel(ALONE, wgrad_queue=queue), 2)
+    network = ShardedNetwork(TensorParallel(ALONE, wgrad_queue=queue), 2)
     with queue.defer():
-        cut_pass(network)
+        sharded_pass(network)
     with pytest.raises(AssertionError, match="not taken"), queue.defer():
         pass
 

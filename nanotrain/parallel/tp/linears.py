@@ -16,7 +16,7 @@ Without sequence parallelism nothing is gathered and dx is all-reduced.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +25,6 @@ from nanotrain.comm.work import Work
 from nanotrain.kernels.deferred_wgrad import is_deferring
 from nanotrain.kernels.linear import Linear
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
-
-
-class Linears(Protocol):
-    """How the linear layers of one tensor-parallel region are computed."""
-
-    def column(self, x: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
-        """[B, S or S/tp, I] -> one [B, S, O] per column-parallel layer."""
-
-    def row(self, x: Tensor, linear: Linear) -> Tensor:
-        """[B, S, I/tp] -> [B, S or S/tp, O] of a row-parallel layer."""
 
 
 class TorchLinears:
@@ -68,6 +58,9 @@ class ShardedLinears:
         (partial,) = _linears(x, [Linear(linear.weight, None)], tensor_parallel=self.tensor_parallel.unsharded)
         out = self.tensor_parallel.leave(partial)
         return out if linear.bias is None else out + linear.bias
+
+
+Linears = TorchLinears | ShardedLinears
 
 
 def build_linears(tensor_parallel: TensorParallel) -> Linears:

@@ -18,7 +18,7 @@ from nanotrain.parallel.pp.simulate import simulate
 from nanotrain.parallel.pp.traffic import sent_bytes
 from nanotrain.parallel.pp.transfers import plan_rank
 from tests.harness import ranks
-from tests.parallel.pp.schedules_of_chance import schedule_of_chance
+from tests.parallel.pp.random_schedules import random_schedule
 from tests.parallel.pp.toys import B, H, Recorder, S, ToyStage, batches, reference
 
 SCALE = 0.125
@@ -102,7 +102,7 @@ def test_any_order_that_can_be_carried_out_is(ctx):
     for seed in range(12):
         chance = random.Random(seed)
         shape = PipelineShape(3, chance.choice((1, 2)), chance.randint(1, 5))
-        schedule = schedule_of_chance(shape, chance, is_split=chance.random() < 0.5)
+        schedule = random_schedule(shape, chance, is_split=chance.random() < 0.5)
         # Microbatches come in any order, and sums of floats depend on it.
         play(pipeline, schedule, shape, tolerance=1e-5)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from nanotrain.parallel.pp.actions import Action, PipelineShape, Schedule, forward, full_backward
 from nanotrain.parallel.pp.schedules import SCHEDULES
 from nanotrain.parallel.pp.transfers import RankPlan, TransferBatch, plan_rank
-from tests.parallel.pp.schedules_of_chance import schedule_of_chance
+from tests.parallel.pp.random_schedules import random_schedule
 from tests.parallel.pp.test_schedules import named_shapes
 
 
@@ -79,7 +79,7 @@ def test_no_named_schedule_deadlocks_or_mixes_messages_up(named) -> None:
 
 @given(p=st.integers(1, 4), v=st.integers(1, 3), m=st.integers(1, 4), split=st.booleans(), seed=st.integers(0, 10**6))
 def test_no_schedule_at_all_deadlocks_or_mixes_messages_up(p: int, v: int, m: int, split: bool, seed: int) -> None:
-    schedule = schedule_of_chance(PipelineShape(p, v, m), random.Random(seed), is_split=split)
+    schedule = random_schedule(PipelineShape(p, v, m), random.Random(seed), is_split=split)
     meet_everywhere(schedule)
     check_deliveries(schedule)
 

@@ -16,7 +16,7 @@ from nanotrain.parallel.tp.layers import (
 )
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from tests.harness import ranks, run_ranks
-from tests.parallel.tp.whole import B, CutNetwork, D, H, N, Passed, S, cut_pass, draw, whole_pass
+from tests.parallel.tp.networks import B, D, H, N, Passed, S, ShardedNetwork, draw, reference_pass, sharded_pass
 
 BOTH = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 VOCAB, WIDTH = 12, 5
@@ -26,9 +26,9 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def compare(network: CutNetwork, cut: Passed) -> None:
+def compare(network: ShardedNetwork, cut: Passed) -> None:
     """The rank's parts against the whole network."""
-    tensor_parallel, whole = network.tensor_parallel, whole_pass(network.num_groups)
+    tensor_parallel, whole = network.tensor_parallel, reference_pass(network.num_groups)
     close(cut.out, tensor_parallel.local_slice(whole.out))
     close(cut.grads["x"], tensor_parallel.local_slice(whole.grads["x"]))
     for name in dict(network.named_parameters()):
@@ -39,8 +39,8 @@ def compare(network: CutNetwork, cut: Passed) -> None:
 
 
 def pass_and_compare(ctx: ParallelContext, sequence_parallel: bool, num_groups: int) -> None:
-    network = CutNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), num_groups)
-    compare(network, cut_pass(network))
+    network = ShardedNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), num_groups)
+    compare(network, sharded_pass(network))
 
 
 @BOTH
@@ -59,7 +59,7 @@ def test_tp_groups_beside_each_other_do_not_meet(ctx, sequence_parallel):
 @BOTH
 @ranks(2, tp=2)
 def test_a_layer_called_alone_gives_what_it_gives_beside_others(ctx, sequence_parallel):
-    network = CutNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2)
+    network = ShardedNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2)
     x = network.tensor_parallel.local_slice(draw("x", B, S, H))
     query, key = column_parallel(x, (network.query, network.key))
     assert torch.equal(network.query(x), query) and torch.equal(network.key(x), key)
@@ -69,9 +69,9 @@ def test_a_layer_called_alone_gives_what_it_gives_beside_others(ctx, sequence_pa
 @ranks(2, tp=2)
 def test_several_layers_send_no_more_than_one(ctx, sequence_parallel):
     """One crossing each way for query, key and value together; sequence parallelism gathers the input once more."""
-    network = CutNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2)
+    network = ShardedNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2)
     ctx.traffic.reset()
-    cut_pass(network)
+    sharded_pass(network)
     activation = B * S * H * 4  # bytes
     half = activation // 2
     sent = {op: ctx.traffic.bytes("tp", op) for op in ("all_reduce", "all_gather", "reduce_scatter")}
@@ -85,7 +85,7 @@ def test_several_layers_send_no_more_than_one(ctx, sequence_parallel):
 @BOTH
 @ranks(2, tp=2)
 def test_a_frozen_weight_and_an_input_without_gradient_are_left_out(ctx, sequence_parallel):
-    network = CutNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2)
+    network = ShardedNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2)
     network.key.requires_grad_(False)
     network(network.tensor_parallel.local_slice(draw("x", B, S, H))).sum().backward()
     assert network.key.weight.grad is None and network.key.bias.grad is None
@@ -95,11 +95,11 @@ def test_a_frozen_weight_and_an_input_without_gradient_are_left_out(ctx, sequenc
 @BOTH
 @ranks(2, tp=2)
 def test_bf16_layers_round_like_the_whole_ones(ctx, sequence_parallel):
-    network = CutNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2).to(torch.bfloat16)
+    network = ShardedNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2).to(torch.bfloat16)
     x = network.tensor_parallel.local_slice(draw("x", B, S, H)).bfloat16()
     out = network(x)
     assert out.dtype is torch.bfloat16
-    exact = network.tensor_parallel.local_slice(whole_pass(2).out)
+    exact = network.tensor_parallel.local_slice(reference_pass(2).out)
     torch.testing.assert_close(out.float(), exact, rtol=0.05, atol=0.3)
 
 
@@ -138,21 +138,21 @@ def test_on_one_rank_every_layer_is_torchs_own_and_leaves_one_node():
 
 
 def test_on_one_rank_layers_trace_into_one_graph():
-    network = CutNetwork(TensorParallel.single_rank(), 2)
+    network = ShardedNetwork(TensorParallel.single_rank(), 2)
     traced = torch.compile(network.forward, fullgraph=True, backend="eager")
-    close(traced(draw("x", B, S, H)), whole_pass(2).out)
+    close(traced(draw("x", B, S, H)), reference_pass(2).out)
 
 
 @ranks(2, tp=2)
 def test_under_the_compiler_cut_layers_still_give_the_whole_layers_gradients(ctx):
-    network = CutNetwork(TensorParallel(ctx.group("tp"), True), 2)
+    network = ShardedNetwork(TensorParallel(ctx.group("tp"), True), 2)
     network.forward = torch.compile(network.forward, backend="eager")
-    compare(network, cut_pass(network))
+    compare(network, sharded_pass(network))
 
 
 @ranks(4, tp=4)
 def test_recomputed_layers_give_the_same_gradients(ctx):
-    network = CutNetwork(TensorParallel(ctx.group("tp"), True), 2)
+    network = ShardedNetwork(TensorParallel(ctx.group("tp"), True), 2)
     forward = network.forward
     network.forward = lambda x: torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False)
-    compare(network, cut_pass(network))
+    compare(network, sharded_pass(network))

@@ -13,7 +13,7 @@ from nanotrain.parallel.pp.actions import (
 )
 
 
-def schedule_of_chance(shape: PipelineShape, chance: random.Random, *, is_split: bool) -> Schedule:
+def random_schedule(shape: PipelineShape, chance: random.Random, *, is_split: bool) -> Schedule:
     """Draw the next action among all that could run, until none is left."""
     left: list[Action] = []
     for stage in range(shape.num_stages):

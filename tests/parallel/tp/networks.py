@@ -44,7 +44,7 @@ class Passed:
     grads: dict[str, Tensor]
 
 
-def whole_pass(num_groups: int) -> Passed:
+def reference_pass(num_groups: int) -> Passed:
     """On one rank, with torch's own layers."""
     width = {"query": N * D, "key": num_groups * D, "value": num_groups * D}
     shapes = {name: (rows, H) for name, rows in width.items()} | {"output": (H, N * D)}
@@ -60,7 +60,7 @@ def whole_pass(num_groups: int) -> Passed:
     return Passed(out.detach(), grads)
 
 
-class CutNetwork(nn.Module):
+class ShardedNetwork(nn.Module):
     """The same network, each rank with its part of the heads."""
 
     def __init__(self, tensor_parallel: TensorParallel, num_groups: int) -> None:
@@ -115,8 +115,8 @@ def shared_rows(group: Group, num_groups: int) -> slice | None:
     return slice(head * D, (head + 1) * D)
 
 
-def cut_pass(network: CutNetwork) -> Passed:
-    """Forward and backward with the input and the upstream gradient of `whole_pass`; the rank's parts."""
+def sharded_pass(network: ShardedNetwork) -> Passed:
+    """Forward and backward with the input and the upstream gradient of `reference_pass`; the rank's parts."""
     x = network.tensor_parallel.local_slice(draw("x", B, S, H)).clone().requires_grad_()
     out = network(x)
     out.backward(network.tensor_parallel.local_slice(draw("upstream", B, S, H)))
