@@ -1,4 +1,4 @@
-"""Deferred weight gradients, for pipeline schedules with separate I and W actions (Qi et al. 2023, section 2.1).
+"""Deferred weight gradients, for pipeline schedules with separate I and W actions (Qi et al. 2023).
 
 Wgrad              the weight gradients of one layer and microbatch, still to be computed
 WgradQueue         collects them during a backward that computes input gradients only

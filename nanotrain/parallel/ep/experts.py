@@ -7,7 +7,7 @@
 
 With etp > 1 the outputs of `down` are partial sums, which the token dispatcher reduces.
 
-    R permuted rows   E local experts   H hidden   F local width of an expert
+    P permuted tokens   E local experts   H hidden   F local width of an expert
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Experts(nn.Module):
         up: [E, F, H].
         down: [E, H, F].
         activation: between the matrices.
-        may_drop: whether there can be rows of dropped pairs at the end, which belong to no expert.
+        may_drop: whether there can be dropped tokens at the end, which belong to no expert.
         wgrad_queue: defers weight gradients; None where no schedule does.
     """
 
@@ -47,20 +47,20 @@ class Experts(nn.Module):
         self.gate = None if gate is None else linear(gate)
         self.up, self.down = linear(up), linear(down)
 
-    def forward(self, rows: Tensor, offs: Tensor) -> Tensor:
-        """Run every expert on its rows.
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        """Run every expert on its tokens.
 
         Args:
-            rows: [R, H], sorted by expert.
-            offs: [E] int32, the end of each expert's rows.
+            x: [P, H], sorted by expert.
+            offs: [E] int32, the end of each expert's tokens.
 
         Returns:
-            [R, H], in the same order.
+            [P, H], in the same order.
         """
         if self.gate is None:
-            inner = self.activation(self.up(rows, offs))
+            inner = self.activation(self.up(x, offs))
         else:
-            inner = self.activation(self.gate(rows, offs)) * self.up(rows, offs)
+            inner = self.activation(self.gate(x, offs)) * self.up(x, offs)
         out: Tensor = self.down(inner, offs)
         return out
 
@@ -73,6 +73,6 @@ class GroupedLinear(nn.Module):
         self.weight = weight
         self.options = GroupedOptions(select_gemm(weight), may_drop, wgrad_queue)
 
-    def forward(self, rows: Tensor, offs: Tensor) -> Tensor:
-        """[R, I], [E] int32 -> [R, O]."""
-        return grouped_linear(rows, self.weight, offs=offs, options=self.options)
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        """[P, I], [E] int32 -> [P, O]."""
+        return grouped_linear(x, self.weight, offs=offs, options=self.options)

@@ -1,17 +1,17 @@
 """Token dispatchers: tokens to their experts and back, as `MoEAlltoAllTokenDispatcher` of Megatron-LM.
 
     LocalTokenDispatcher      all experts are on this rank: permute, experts, unpermute
-    AllToAllTokenDispatcher   experts are sharded over ep, their matrices over etp (Lepikhin et al. 2020, section 3.2):
+    AllToAllTokenDispatcher   experts are sharded over ep, their matrices over etp (Lepikhin et al. 2020, section 3):
 
     permute      (token, expert) pairs sorted by expert, so those for one rank are adjacent (permute.py)
     all-to-all   of the token counts; the only host sync
-    all-to-all   over ep: rows to the ranks that hold their experts
-    all-gather   over etp: the rows of all ranks that share the matrices of an expert
+    all-to-all   over ep: permuted tokens to the ranks of their experts
+    all-gather   over etp: of the permuted tokens of all ranks that share an expert
     reorder      from source rank order to expert order
     experts      grouped matrix products
     ... and back in reverse, with a reduce-scatter over etp
 
-T tokens of this rank   K experts per token   E experts   R permuted rows   H hidden
+T tokens of this rank   K experts per token   E experts   P permuted tokens   H hidden
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from nanotrain.comm.collectives import all_gather_into
 from nanotrain.comm.group import Group
 from nanotrain.parallel.ep.permute import inverse_of, permute, plan_permutation, reorder, unpermute
 
-# Runs the local experts: rows [R, H] sorted by expert, and offs [local experts] int32, the end of each expert's rows.
+# Runs the local experts: permuted tokens [P, H], and offs [local experts] int32, the end of each expert's tokens.
 RunExperts = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -47,7 +47,7 @@ class TokenDispatcher(Protocol):
     """How the tokens of a rank pass through the experts.
 
     Attributes:
-        keeps_dropped: whether rows of dropped pairs are passed to the experts, after those of the last expert.
+        keeps_dropped: whether dropped pairs are passed to `run_experts`, after those of the last expert.
     """
 
     keeps_dropped: bool
@@ -64,7 +64,7 @@ def build_token_dispatcher(num_experts: int, *, ep: Group, etp: Group) -> TokenD
 
 
 class LocalTokenDispatcher:
-    """All experts are on this rank; without a host sync, as rows of dropped pairs stay."""
+    """All experts are on this rank; without a host sync, as dropped pairs stay."""
 
     keeps_dropped = True
 
@@ -74,9 +74,9 @@ class LocalTokenDispatcher:
     def __call__(self, x: Tensor, routing: Routing, *, run_experts: RunExperts) -> Tensor:
         """[T, H] -> [T, H]."""
         permutation = plan_permutation(routing.topk_ids, self._num_experts)
-        rows = permute(x, permutation, num_rows=routing.topk_ids.numel())
-        rows = run_experts(rows, _offs(permutation.tokens_per_expert))
-        return unpermute(rows, permutation, topk_weights=routing.topk_weights)
+        permuted = permute(x, permutation, num_permuted=routing.topk_ids.numel())
+        permuted = run_experts(permuted, _offs(permutation.tokens_per_expert))
+        return unpermute(permuted, permutation, topk_weights=routing.topk_weights)
 
 
 class AllToAllTokenDispatcher:
@@ -92,16 +92,16 @@ class AllToAllTokenDispatcher:
         """[T, H] -> [T, H]."""
         permutation = plan_permutation(routing.topk_ids, self._num_experts)
         splits = self._exchange_counts(permutation.tokens_per_expert)
-        rows = permute(x, permutation, num_rows=sum(splits.ep_inputs))
-        rows = all_to_all(rows, self._ep, input_splits=splits.ep_inputs, output_splits=splits.ep_outputs)
-        rows = _all_gather(rows, self._etp, splits=splits.etp)
-        order = _expert_order(splits.tokens_per_expert, num_rows=sum(splits.etp))
-        rows = reorder(rows, order)
-        rows = run_experts(rows, _offs(splits.tokens_per_expert.sum(0)))
-        rows = reorder(rows, inverse_of(order))
-        rows = _reduce_scatter(rows, self._etp, splits=splits.etp)
-        rows = all_to_all(rows, self._ep, input_splits=splits.ep_outputs, output_splits=splits.ep_inputs)
-        return unpermute(rows, permutation, topk_weights=routing.topk_weights)
+        permuted = permute(x, permutation, num_permuted=sum(splits.ep_inputs))
+        permuted = all_to_all(permuted, self._ep, input_splits=splits.ep_inputs, output_splits=splits.ep_outputs)
+        permuted = _all_gather(permuted, self._etp, splits=splits.etp)
+        order = _expert_order(splits.tokens_per_expert, num_permuted=sum(splits.etp))
+        permuted = reorder(permuted, order)
+        permuted = run_experts(permuted, _offs(splits.tokens_per_expert.sum(0)))
+        permuted = reorder(permuted, inverse_of(order))
+        permuted = _reduce_scatter(permuted, self._etp, splits=splits.etp)
+        permuted = all_to_all(permuted, self._ep, input_splits=splits.ep_outputs, output_splits=splits.ep_inputs)
+        return unpermute(permuted, permutation, topk_weights=routing.topk_weights)
 
     def _exchange_counts(self, tokens_per_expert: Tensor) -> "_Splits":
         """The split sizes of all collectives, from the token counts of this rank [E] int64."""
@@ -117,12 +117,12 @@ class AllToAllTokenDispatcher:
 
 @dataclass(frozen=True)
 class _Splits:
-    """Split sizes, in rows.
+    """Split sizes, in permuted tokens.
 
     Args:
-        ep_inputs: rows sent to each rank of ep.
-        ep_outputs: rows received from each rank of ep.
-        etp: rows that each rank of etp has received over its ep group.
+        ep_inputs: sent to each rank of ep.
+        ep_outputs: received from each rank of ep.
+        etp: received by each rank of etp over its ep group.
         tokens_per_expert: [etp * ep, local experts] int64, by source rank.
     """
 
@@ -132,28 +132,28 @@ class _Splits:
     tokens_per_expert: Tensor
 
 
-def _all_gather(rows: Tensor, group: Group, *, splits: list[int]) -> Tensor:
-    """[own split, H] -> [sum(splits), H], in the order of the group; backward sums the gradients of all ranks."""
+def _all_gather(permuted: Tensor, group: Group, *, splits: list[int]) -> Tensor:
+    """[local split, H] -> [sum(splits), H], in the order of the group; backward sums the gradients of all ranks."""
     if group.size == 1:
-        return rows
-    copies = rows.repeat(group.size, 1)  # torch has no all-gather of uneven sizes; this sends the same bytes
-    return all_to_all(copies, group, input_splits=[len(rows)] * group.size, output_splits=splits)
+        return permuted
+    copies = permuted.repeat(group.size, 1)  # torch has no all-gather of uneven sizes; this sends the same bytes
+    return all_to_all(copies, group, input_splits=[len(permuted)] * group.size, output_splits=splits)
 
 
-def _reduce_scatter(rows: Tensor, group: Group, *, splits: list[int]) -> Tensor:
-    """[sum(splits), H], partial sums -> [own split, H], their sum over the group."""
+def _reduce_scatter(permuted: Tensor, group: Group, *, splits: list[int]) -> Tensor:
+    """[sum(splits), H], partial sums -> [local split, H], their sum over the group."""
     if group.size == 1:
-        return rows
-    num_rows = splits[group.index]
-    partials = all_to_all(rows, group, input_splits=splits, output_splits=[num_rows] * group.size)
-    return partials.view(group.size, num_rows, rows.shape[1]).sum(0)
+        return permuted
+    num_permuted = splits[group.index]
+    partials = all_to_all(permuted, group, input_splits=splits, output_splits=[num_permuted] * group.size)
+    return partials.view(group.size, num_permuted, permuted.shape[1]).sum(0)
 
 
-def _expert_order(tokens_per_expert: Tensor, *, num_rows: int) -> Tensor:
-    """The order [num_rows] int64 that sorts rows by expert, from rows sorted by source rank, then expert."""
+def _expert_order(tokens_per_expert: Tensor, *, num_permuted: int) -> Tensor:
+    """The order [P] int64 that sorts by expert what is sorted by source rank, then expert."""
     num_sources, num_experts = tokens_per_expert.shape
     experts = torch.arange(num_experts, device=tokens_per_expert.device).repeat(num_sources)
-    return experts.repeat_interleave(tokens_per_expert.flatten(), output_size=num_rows).argsort(stable=True)
+    return experts.repeat_interleave(tokens_per_expert.flatten(), output_size=num_permuted).argsort(stable=True)
 
 
 def _offs(tokens_per_expert: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def test_permute_and_unpermute_have_the_gradients_of_plain_indexing(drawn, cuts_
     factor = (experts + 1).double()[..., None]  # what "expert e" does: times e + 1
 
     # when
-    rows = permute(x, plan, num_rows=num_rows)
+    rows = permute(x, plan, num_permuted=num_rows)
     in_rows = experts.flatten()[plan.order][:num_rows]
     answers = rows * ((in_rows + 1) * (in_rows < num_experts)).double()[:, None]
     out = unpermute(answers, plan, topk_weights=weights)
