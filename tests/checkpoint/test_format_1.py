@@ -16,7 +16,7 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.inference.checkpoint import load_stage, open_checkpoint
 from nanotrain.topology.boxes import TensorBox, flat_range_to_boxes
 from tests.harness import run_ranks
-from tests.laws.command_line import steps_of, train_words
+from tests.laws.command_line import run_command_lines, steps_of
 
 FORMAT_1 = Path(__file__).parent / "format_1"
 TRAIN = """--mock-data --vocab-size 64 --make-vocab-size-divisible-by 1 --seq-length 8 --micro-batch-size 2
@@ -71,7 +71,7 @@ def test_training_resumes_from_it_with_the_losses_of_its_writer(model: str, num_
     expert_parallel = f"--expert-model-parallel-size {num_ranks}" if model == "moe" and num_ranks > 1 else ""
     line = f"{TRAIN} {MODELS[model]} {expert_parallel} --load {FORMAT_1 / model} train.run_dir={tmp_path / 'run'}"
 
-    run_ranks(num_ranks, train_words, line.split(), strategy="optim")
+    run_ranks(num_ranks, run_command_lines, line.split(), strategy="optim")
 
     steps = steps_of(tmp_path / "run")
     assert [step["step"] for step in steps] == [3, 4]

@@ -1,9 +1,9 @@
-"""Runs of the real command line, as words: under torchrun, or on the ranks of the test harness.
+"""Runs of the real command line, under torchrun or on the ranks of the test harness.
 
-words(folder, *more)        a tiny model on a small token file
-torchrun(words, n)          the program as users start it, 4 to 6 s
-train_words(ctx, *lines)    for run_ranks: the same rooms behind the same words, 0.1 s a line
-steps_of, saved_in          what a run wrote: metrics.jsonl, and the tensors of a checkpoint
+arguments(folder, *more)            the command line of a tiny model on a small token file
+torchrun(line, n)                   the program as users start it, 4 to 6 s
+run_command_lines(ctx, *lines)      for run_ranks: the same code with the same arguments, 0.1 s per line
+steps_of, saved_tensors             the results: lines of metrics.jsonl, tensors of the newest checkpoint
 """
 
 import contextlib
@@ -32,19 +32,19 @@ from tests.harness import ROOT
 from tests.laws.megatron_file import write_tokens
 
 VOCAB_SIZE, SEQ_LENGTH, GLOBAL_BATCH = 100, 16, 12
-NUM_TOKENS = 1500  # 93 samples, so ten steps of twelve go on into a second epoch
+NUM_TOKENS = 1500  # 93 samples, so ten steps of twelve reach the second epoch
 SIZES = f"""--num-layers 2 --hidden-size 24 --num-attention-heads 2 --num-query-groups 1 --ddp-bucket-size 3000
     --seq-length {SEQ_LENGTH} --vocab-size {VOCAB_SIZE} --global-batch-size {GLOBAL_BATCH}"""
 QUIET = "--eval-interval 0 --generate-tokens 0 --split 1,0,0"
 
 
-def words(run_dir: Path, *more: str) -> list[str]:
-    """A command line; later words win. The token file lies beside the run folder and is made when missing."""
+def arguments(run_dir: Path, *more: str) -> list[str]:
+    """A command line; later arguments win. The token file is beside the run folder, made when missing."""
     prefix = run_dir.parent / "tokens"
     if not prefix.with_suffix(".idx").exists():
         write_tokens(prefix, random_tokens())
     line = f"+config=tiny {SIZES} {QUIET} --data-path {prefix} train.run_dir={run_dir}"
-    return [*line.split(), *(word for part in more for word in part.split())]
+    return [*line.split(), *(argument for text in more for argument in text.split())]
 
 
 def random_tokens() -> np.ndarray:
@@ -52,7 +52,7 @@ def random_tokens() -> np.ndarray:
 
 
 def start_torchrun(line: Sequence[str], num_ranks: int = 2) -> subprocess.Popen[str]:
-    """The program on several ranks; its output is piped, standard error into standard output."""
+    """Start the program on several ranks, with standard output and standard error in one pipe."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     return subprocess.Popen(
@@ -66,26 +66,26 @@ def start_torchrun(line: Sequence[str], num_ranks: int = 2) -> subprocess.Popen[
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A program that has ended."""
+class Finished:
+    """Exit code and output of a finished program."""
 
     exit_code: int
     output: str
 
 
-def wait_for(process: subprocess.Popen[str], *, timeout_s: float = 90) -> Ended:
+def wait_for(process: subprocess.Popen[str], *, timeout_s: float = 90) -> Finished:
     try:
         output, _ = process.communicate(timeout=timeout_s)
     finally:
         process.kill()
-    return Ended(process.returncode, output)
+    return Finished(process.returncode, output)
 
 
-def torchrun(line: Sequence[str], num_ranks: int = 2) -> Ended:
+def torchrun(line: Sequence[str], num_ranks: int = 2) -> Finished:
     return wait_for(start_torchrun(line, num_ranks))
 
 
-def train_words(ctx: ParallelContext, *lines: Sequence[str]) -> None:
+def run_command_lines(ctx: ParallelContext, *lines: Sequence[str]) -> None:
     """Run command lines one after the other on this rank."""
     world_size = ctx.topology.world_size
     with contextlib.redirect_stdout(io.StringIO()):
@@ -98,22 +98,22 @@ def train_words(ctx: ParallelContext, *lines: Sequence[str]) -> None:
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, without what the clock and the memory say."""
+    """The lines of metrics.jsonl, without times and memory."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     kept = ("step", "loss", "grad_norm", "lr", "consumed_samples", "consumed_tokens", "skipped", "loss_scale")
     return [{name: line[name] for name in kept} for line in lines]
 
 
-def saved_in(run_dir: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the newest checkpoint, whole."""
+def saved_tensors(run_dir: Path) -> dict[str, torch.Tensor]:
+    """Every global tensor of the newest checkpoint."""
     newest = find_checkpoint(run_dir)
     return dict(read_global_tensors(newest, list(read_manifest(newest).tensors)))
 
 
 def assert_same_to_the_bit(run_dir: Path, reference: Path) -> None:
-    """Two runs took the same steps and ended with the same checkpoint."""
+    """Two runs logged the same steps and wrote the same checkpoint."""
     assert steps_of(run_dir) == steps_of(reference)
-    saved, expected = saved_in(run_dir), saved_in(reference)
+    saved, expected = saved_tensors(run_dir), saved_tensors(reference)
     assert saved.keys() == expected.keys()
     different = [name for name, tensor in expected.items() if not torch.equal(saved[name], tensor)]
     assert not different, f"{len(different)} of {len(expected)} tensors differ: {different[:3]}"

@@ -1,4 +1,4 @@
-"""Megatron-LM's `.bin/.idx` pair written from its description alone, so that our reader is not tested by our writer."""
+"""A writer of Megatron-LM's `.bin/.idx` format, independent of ours, to test our reader."""
 
 import struct
 from pathlib import Path
@@ -9,7 +9,7 @@ DTYPE_CODES = {"uint8": 1, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 
 
 def write_tokens(prefix: Path, tokens: np.ndarray, *, document_length: int = 500) -> None:
-    """Write a token stream, cut into documents of one sequence each."""
+    """Write a token stream, split into documents of one sequence each."""
     lengths = [min(document_length, len(tokens) - start) for start in range(0, len(tokens), document_length)]
     pointers = np.cumsum([0, *lengths[:-1]]) * tokens.itemsize
     prefix.with_suffix(".bin").write_bytes(tokens.tobytes())

@@ -1,5 +1,7 @@
-"""Laws 3 and 4 over all axes: what one topology saves, any other loads, to the bit, and goes on as if never stopped."""
+"""Laws L3 and L4 over all axes: every topology loads, to the bit, what any other saved, and resumes with its losses."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,6 @@ MODEL = {
     "moe_router_enable_expert_bias": True,
     "qk_layernorm": True,
 }
-Pieces = dict[TensorBox, torch.Tensor]
 SP = {"sequence_parallel": True}
 # name -> ranks, sizes, options
 TOPOLOGIES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -39,15 +40,27 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+State = dict[TensorBox, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint after two steps: its global tensors, and the losses of the two steps after it."""
+
+    folder: Path
+    tensors: dict[str, torch.Tensor]
+    losses: list[float]
+
+
 def case_of(name: str) -> Case:
     _, sizes, options = TOPOLOGIES[name]
     parallel = {SHORT_NAMES[key]: value for key, value in sizes.items()} | options
     return Case().but(train={"micro_batch_size": 1}, parallel=parallel, model=MODEL)
 
 
-def everything(run: Run) -> Pieces:
-    held = run.optimizer.state_tensors() | router_biases(run.stages)
-    return {place: tensor.clone() for place, tensor in held.items()}
+def state_of(run: Run) -> State:
+    tensors = run.optimizer.state_tensors() | router_biases(run.stages)
+    return {box: tensor.clone() for box, tensor in tensors.items()}
 
 
 def train(run: Run, steps: int) -> list[float]:
@@ -59,7 +72,7 @@ def train(run: Run, steps: int) -> list[float]:
     return losses
 
 
-def save(ctx: ParallelContext, case: Case, folder: Path) -> tuple[Pieces, list[float]]:
+def save(ctx: ParallelContext, case: Case, folder: Path) -> tuple[State, list[float]]:
     """Two steps, a checkpoint, two more steps."""
     run = build_here(ctx, case, folder=folder)
     train(run, 2)
@@ -70,48 +83,61 @@ def save(ctx: ParallelContext, case: Case, folder: Path) -> tuple[Pieces, list[f
         config=to_dict(run.config),
         topology={},
     )
-    return everything(run), train(run, 2)
+    return state_of(run), train(run, 2)
 
 
-def load(ctx: ParallelContext, case: Case, folder: Path) -> tuple[Pieces, list[float]]:
-    """What the checkpoint gives, and two steps from there."""
-    run = build_here(ctx, case, checkpoint=folder / "checkpoints" / "step-00000002", folder=folder)
-    return everything(run), train(run, 2)
+def load(ctx: ParallelContext, case: Case, folders: list[Path]) -> list[tuple[State, list[float]]]:
+    """The state that each checkpoint gives, and the losses of two steps from it."""
+    results = []
+    for folder in folders:
+        run = build_here(ctx, case, checkpoint=folder / "checkpoints" / "step-00000002", folder=folder)
+        results.append((state_of(run), train(run, 2)))
+    return results
 
 
-def rates(ctx: ParallelContext, case: Case, folder: Path) -> list[float]:
+def learning_rates(ctx: ParallelContext, case: Case, folder: Path) -> list[float]:
     run = build_here(ctx, case, checkpoint=folder / "checkpoints" / "step-00000002", folder=folder)
     return [run.lr_schedule.lr_at(consumed) for consumed in range(0, 60, 6)]
 
 
-def joined(pieces: list[Pieces]) -> dict[str, torch.Tensor]:
-    whole: dict[str, torch.Tensor] = {}
-    for place, tensor in (item for held in pieces for item in held.items()):
-        target = whole.setdefault(place.name, torch.full(place.shape, float("nan")))
-        target[place.box.slices()] = tensor.float()
-    return whole
+def global_tensors(states: Iterable[State]) -> dict[str, torch.Tensor]:
+    """The tensors of all ranks, NaN where no rank has an element."""
+    tensors: dict[str, torch.Tensor] = {}
+    for box, tensor in (item for state in states for item in state.items()):
+        target = tensors.setdefault(box.name, torch.full(box.shape, float("nan")))
+        target[box.box.slices()] = tensor.float()
+    return tensors
 
 
-@pytest.mark.parametrize("saved", TOPOLOGIES)
-def test_any_topology_loads_what_any_other_saved(saved: str, tmp_path: Path) -> None:
-    ranks, sizes, _ = TOPOLOGIES[saved]
-    stopped = run_ranks(ranks, save, case_of(saved), tmp_path, **sizes)
-    expected, losses = joined([held for held, _ in stopped]), stopped[0][1]
-    assert not any(tensor.isnan().any() for tensor in expected.values())
-    for other, (other_ranks, other_sizes, _) in TOPOLOGIES.items():
-        resumed = run_ranks(other_ranks, load, case_of(other), tmp_path, **other_sizes)
-        found = joined([held for held, _ in resumed])
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert torch.equal(found[name], tensor), f"{saved} -> {other}: {name}"
-        if other == saved:
-            assert resumed[0][1] == losses, "the same topology goes on to the bit"
-        assert resumed[0][1] == pytest.approx(losses, rel=1e-5), f"{saved} -> {other}"
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
+    """A checkpoint of every topology."""
+    checkpoints = {}
+    for name, (ranks, sizes, _) in TOPOLOGIES.items():
+        folder = tmp_path_factory.mktemp("saved")
+        results = run_ranks(ranks, save, case_of(name), folder, **sizes)
+        checkpoints[name] = Saved(folder, global_tensors(state for state, _ in results), results[0][1])
+        assert not any(tensor.isnan().any() for tensor in checkpoints[name].tensors.values())
+    return checkpoints
 
 
-def test_another_batch_size_goes_on_along_the_same_learning_rates(tmp_path: Path) -> None:
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_any_topology_loads_what_any_other_saved(saved: dict[str, Saved], topology: str) -> None:
+    ranks, sizes, _ = TOPOLOGIES[topology]
+    by_rank = run_ranks(ranks, load, case_of(topology), [one.folder for one in saved.values()], **sizes)
+    for (writer, checkpoint), results in zip(saved.items(), zip(*by_rank, strict=True), strict=True):
+        tensors, losses = global_tensors(state for state, _ in results), results[0][1]
+        assert tensors.keys() == checkpoint.tensors.keys()
+        for name, tensor in checkpoint.tensors.items():
+            assert torch.equal(tensors[name], tensor), f"{writer} -> {topology}: {name}"
+        if topology == writer:
+            assert losses == checkpoint.losses, "the same topology resumes to the bit"
+        assert losses == pytest.approx(checkpoint.losses, rel=1e-5), f"{writer} -> {topology}"
+
+
+def test_another_batch_size_continues_the_same_learning_rate_schedule(tmp_path: Path) -> None:
     case = case_of("one").but(optim={"lr_warmup_iters": 2, "lr_decay_iters": 4})
     run_ranks(1, save, case, tmp_path)
     smaller = case.but(train={"global_batch_size": 6})
-    before, after = (run_ranks(1, rates, one, tmp_path)[0] for one in (case, smaller))
+    before, after = (run_ranks(1, learning_rates, one, tmp_path)[0] for one in (case, smaller))
     assert before == after and len(set(before)) > 5

@@ -26,11 +26,11 @@ from tests.laws.command_line import (
     GLOBAL_BATCH,
     SEQ_LENGTH,
     VOCAB_SIZE,
+    arguments,
     random_tokens,
+    run_command_lines,
     steps_of,
     torchrun,
-    train_words,
-    words,
 )
 from tests.laws.megatron_file import write_tokens
 
@@ -78,7 +78,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mistake", MISTAKEN_WORDS)
 def test_mistaken_words_are_one_message(tmp_path: Path, capfd: pytest.CaptureFixture[str], mistake: str) -> None:
-    message = refused(words(tmp_path / "run", "--num-workers 0", mistake), capfd)
+    message = refused(arguments(tmp_path / "run", "--num-workers 0", mistake), capfd)
     assert re.search(MISTAKEN_WORDS[mistake], message) or MISTAKEN_WORDS[mistake] in message, message
 
 
@@ -148,7 +148,7 @@ def name_floats(prefix: Path) -> None:
 def test_a_damaged_corpus_is_one_message(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: Callable[[Path], None], says: str
 ) -> None:
-    line = words(tmp_path / "run", "data.shuffle=false --num-workers 0")
+    line = arguments(tmp_path / "run", "data.shuffle=false --num-workers 0")
     damage(tmp_path / "tokens")
     message = refused(line, capfd)
     assert re.search(says, message), message
@@ -160,7 +160,7 @@ def test_a_run_folder_that_cannot_be_written_is_one_message(
 ) -> None:
     (tmp_path / "taken").write_text("")
     folder = tmp_path / "taken" / "run" if place == "below a file" else tmp_path / "taken"
-    message = refused([*words(tmp_path / "run"), f"train.run_dir={folder}"], capfd)
+    message = refused([*arguments(tmp_path / "run"), f"train.run_dir={folder}"], capfd)
     assert re.search("the run folder .*taken.* cannot be written.*choose another folder with train.run_dir", message)
 
 
@@ -168,7 +168,7 @@ def test_a_run_folder_that_cannot_be_written_is_one_message(
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of six steps with checkpoints of steps 2, 4 and 6."""
     run_dir = tmp_path_factory.mktemp("trained") / "run"
-    run_ranks(2, train_words, words(run_dir, "--train-iters 6 --save-interval 2 --micro-batch-size 2"))
+    run_ranks(2, run_command_lines, arguments(run_dir, "--train-iters 6 --save-interval 2 --micro-batch-size 2"))
     return run_dir
 
 
@@ -208,10 +208,10 @@ def test_a_half_written_checkpoint_is_passed_over_and_refused_by_name(
     newest = checkpoint(run_dir, 6)
     damage(newest)
 
-    message = refused(words(run_dir, "--num-workers 0 --load", str(newest)), capfd)
+    message = refused(arguments(run_dir, "--num-workers 0 --load", str(newest)), capfd)
     assert "step-00000006" in message and "load an older checkpoint of the run" in message
 
-    assert main(words(run_dir, "--num-workers 0 --train-iters 5")) == 0
+    assert main(arguments(run_dir, "--num-workers 0 --train-iters 5")) == 0
     said = capfd.readouterr().err
     assert len(re.findall("^skipped unusable checkpoints in .*step-00000006 .*; using step-00000004$", said, re.M)) == 1
     assert "step 4, 48 samples consumed" in said and "error" not in said
@@ -223,7 +223,7 @@ def test_a_flipped_bit_is_noticed(run_dir: Path, capfd: pytest.CaptureFixture[st
     content = bytearray(shard.read_bytes())
     content[-3] ^= 1
     shard.write_bytes(bytes(content))
-    message = refused(words(run_dir, "--num-workers 0 --train-iters 8"), capfd)
+    message = refused(arguments(run_dir, "--num-workers 0 --train-iters 8"), capfd)
     assert re.search("is damaged.*shard-00000-of-00002.safetensors have crc32 .*load an older checkpoint", message)
 
 
@@ -239,7 +239,7 @@ def test_a_flipped_bit_is_noticed(run_dir: Path, capfd: pytest.CaptureFixture[st
 def test_a_checkpoint_of_another_model_is_one_message(
     run_dir: Path, capfd: pytest.CaptureFixture[str], model: str, says: str
 ) -> None:
-    message = refused(words(run_dir, "--num-workers 0 --train-iters 8", model), capfd)
+    message = refused(arguments(run_dir, "--num-workers 0 --train-iters 8", model), capfd)
     assert re.search(f"the checkpoint of step 6 is of another model, .*{says}.*or another --load", message), message
 
 
@@ -253,7 +253,7 @@ def late_large_id(prefix: Path, *, step: int) -> int:
 
 
 def test_a_large_token_id_that_one_rank_meets_late_ends_all_with_one_message(tmp_path: Path) -> None:
-    line = words(tmp_path / "run", "data.shuffle=false --train-iters 9 --micro-batch-size 2 --save-interval 3")
+    line = arguments(tmp_path / "run", "data.shuffle=false --train-iters 9 --micro-batch-size 2 --save-interval 3")
     place = late_large_id(tmp_path / "tokens", step=5)
 
     output = refused_by_all(line)
@@ -267,7 +267,7 @@ def test_a_large_token_id_that_one_rank_meets_late_ends_all_with_one_message(tmp
 
 
 def test_words_that_are_wrong_only_for_the_world_are_one_message_of_all_ranks(tmp_path: Path) -> None:
-    output = refused_by_all(words(tmp_path / "run", "--micro-batch-size 4"))
+    output = refused_by_all(arguments(tmp_path / "run", "--micro-batch-size 4"))
     assert MESSAGE.findall(output) == [
         "a global batch of 12 samples cannot be cut into microbatches: micro_batch_size 4 x data-parallel size 2 = 8 "
         "must divide it; set --global-batch-size 16 or another --micro-batch-size"
@@ -276,7 +276,7 @@ def test_words_that_are_wrong_only_for_the_world_are_one_message_of_all_ranks(tm
 
 def test_all_ranks_together_warn_once_of_a_checkpoint_they_pass_over(run_dir: Path) -> None:
     cut_shard(checkpoint(run_dir, 6))
-    ended = torchrun(words(run_dir, "--train-iters 5 --micro-batch-size 2"))
+    ended = torchrun(arguments(run_dir, "--train-iters 5 --micro-batch-size 2"))
     assert ended.exit_code == 0, ended.output
     assert ended.output.count("skipped unusable checkpoints") == 1
     assert "step 5/5" in ended.output
@@ -286,8 +286,8 @@ def test_all_ranks_together_warn_once_of_a_checkpoint_they_pass_over(run_dir: Pa
 def test_ranks_that_would_start_from_different_checkpoints_say_so(ctx: ParallelContext, run_dir: Path) -> None:
     if ctx.rank == 1:  # a machine that does not see the folder of the others
         run_dir = run_dir.with_name("elsewhere")
-    arguments = [*words(run_dir), f"--data-path={run_dir.parent / 'tokens'}", "--num-workers", "0"]
-    config, inputs = open_inputs(load(arguments))
+    line = [*arguments(run_dir), f"--data-path={run_dir.parent / 'tokens'}", "--num-workers", "0"]
+    config, inputs = open_inputs(load(line))
     with pytest.raises(EnvironmentFault, match="rank 0 starts from step-00000006, rank 1 from no checkpoint"):
         require_same_start(plan_run(config, 2, rank=ctx.rank), inputs, context=ctx)
 

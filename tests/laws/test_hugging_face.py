@@ -1,8 +1,8 @@
-"""A Hugging Face Llama trained by plain torch AdamW on one process has the same losses.
+"""Law L1 from outside: a Hugging Face Llama trained with torch's AdamW has the same losses.
 
-The reference is transformers' own model and torch's own optimizer, fed with the same weights and the same token file;
-nothing of nanotrain takes part in it. It runs in fp32, and once in fp64: at a learning rate of 1e-2 on random tokens
-rounding grows tenfold every other step, and the fp32 reference is itself 4e-5 away from the fp64 one after ten.
+The reference is the model of transformers and the optimizer of torch, with the same weights and token file and without
+nanotrain. It runs in fp32 and in fp64: at a learning rate of 1e-2 on random tokens rounding grows tenfold every other
+step, and after ten steps the fp32 reference differs from the fp64 one by 4e-5.
 """
 
 import json
@@ -20,7 +20,7 @@ STEPS, BATCH, SEQ_LENGTH, VOCAB_SIZE, CLIP = 10, 8, 64, 1000, 0.5
 
 
 def reference_losses(folder: Path, tokens: np.ndarray, *, dtype: torch.dtype, lr: float) -> list[float]:
-    """Ten steps of a plain loop over the stream in order."""
+    """Losses of ten steps over the token stream in order."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
@@ -42,21 +42,21 @@ def reference_losses(folder: Path, tokens: np.ndarray, *, dtype: torch.dtype, lr
 
 @pytest.mark.parametrize(("dtype", "lr"), [(torch.float32, 2e-3), (torch.float64, 1e-2)])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_hugging_face_llama_trains_alike(tmp_path: Path, tied: bool, dtype: torch.dtype, lr: float) -> None:
+def test_a_hugging_face_llama_has_the_same_losses(tmp_path: Path, tied: bool, dtype: torch.dtype, lr: float) -> None:
     torch.manual_seed(0)
     shape = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB_SIZE}
     LlamaForCausalLM(LlamaConfig(**shape, **heads, tie_word_embeddings=tied)).save_pretrained(tmp_path / "llama")
     tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, 6000).astype(np.uint16)
     write_tokens(tmp_path / "tokens", tokens)
-    words = f"""+config=tiny --pretrained-checkpoint {tmp_path / "llama"} --data-path {tmp_path / "tokens"}
+    line = f"""+config=tiny --pretrained-checkpoint {tmp_path / "llama"} --data-path {tmp_path / "tokens"}
         --split 1,0,0 data.shuffle=false --seq-length {SEQ_LENGTH} --micro-batch-size 2 --global-batch-size {BATCH}
         --train-iters {STEPS} --lr {lr} --lr-decay-style constant --lr-warmup-iters 0 --weight-decay 0.1
         --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad {CLIP} --eval-interval 0 --save-interval 3 --seed 1
         precision.params_dtype=fp32 --data-parallel-sharding-strategy optim_grads train.run_dir={tmp_path / "out"}
         --num-workers 0"""
 
-    assert main(words.split()) == 0
+    assert main(line.split()) == 0
 
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines]

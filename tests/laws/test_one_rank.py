@@ -1,4 +1,4 @@
-"""Law 1 for data parallelism: any number of ranks trains as one does. Law 7: overlap changes time, never values."""
+"""Law L1 for data parallelism: any number of ranks trains as one rank does. Law L7: overlap changes no value."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tests.harness import run_ranks
 from tests.laws.compare import assert_alike
 from tests.laws.worlds import GLOBAL_BATCH, LR, Case, Outcome, train_cases, train_here
 
-# data-parallel ranks -> micro batch sizes that make one microbatch a step and three
+# data-parallel ranks -> micro batch sizes for one and for three microbatches per step
 LAYOUTS = {1: (12, 4), 2: (6, 2), 3: (4, 2), 4: (3, 1)}
 STRATEGIES = ("no_shard", "optim", "optim_grads")
 
@@ -25,20 +25,20 @@ def test_every_layout_trains_as_one_rank_does(one_rank: list[Outcome], dp: int, 
     cases = [case_of(strategy, micro_batch, overlap=on) for micro_batch in LAYOUTS[dp] for on in (False, True)]
     by_rank = run_ranks(dp, train_cases, cases, strategy=strategy)
     for number, case in enumerate(cases):
-        outcomes = [answers[number] for answers in by_rank]
+        outcomes = [results[number] for results in by_rank]
         assert_alike(outcomes, one_rank, row=f"dp {dp}, {strategy}, {case.overrides}", lr=LR)
     for plain, overlapped in zip(by_rank[0][::2], by_rank[0][1::2], strict=True):
         assert plain.losses == overlapped.losses and plain.grad_norms == overlapped.grad_norms
-        assert all(torch.equal(plain.weights[place], overlapped.weights[place]) for place in plain.weights)
+        assert all(torch.equal(plain.weights[box], overlapped.weights[box]) for box in plain.weights)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_sizes_that_divide_nothing_train_as_one_rank_does(strategy: str) -> None:
+def test_sizes_without_common_divisors_train_as_one_rank_does(strategy: str) -> None:
     sizes = {"hidden_size": 42, "ffn_hidden_size": 23, "num_attention_heads": 3, "num_query_groups": 1}
     model = sizes | {"untie_embeddings_and_output_weights": True, "add_qkv_bias": True}
-    alone = Case(steps=4).but(train={"micro_batch_size": 15, "global_batch_size": 15}, model=model)
-    five = alone.but(train={"micro_batch_size": 1}, parallel={"data_parallel_sharding_strategy": strategy})
-    reference = run_ranks(1, train_here, alone)[0]
+    single = Case(steps=4).but(train={"micro_batch_size": 15, "global_batch_size": 15}, model=model)
+    five = single.but(train={"micro_batch_size": 1}, parallel={"data_parallel_sharding_strategy": strategy})
+    reference = run_ranks(1, train_here, single)[0]
     outcome = run_ranks(5, train_here, five, strategy=strategy)[0]
     assert outcome.losses == pytest.approx(reference.losses, rel=1e-5)
     assert outcome.grad_norms == pytest.approx(reference.grad_norms, rel=1e-5)
@@ -46,16 +46,16 @@ def test_sizes_that_divide_nothing_train_as_one_rank_does(strategy: str) -> None
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bf16_parameters_train_alike_on_two_ranks_and_one(strategy: str) -> None:
-    alone = Case().but(train={"micro_batch_size": 6}, precision={"params_dtype": "bf16"})
-    two = alone.but(parallel={"data_parallel_sharding_strategy": strategy})
-    reference = run_ranks(1, train_here, alone)[0]
+    single = Case().but(train={"micro_batch_size": 6}, precision={"params_dtype": "bf16"})
+    two = single.but(parallel={"data_parallel_sharding_strategy": strategy})
+    reference = run_ranks(1, train_here, single)[0]
     outcome = run_ranks(2, train_here, two, strategy=strategy)[0]
     # Microbatches are the same, so forward and backward round alike; only the order of fp32 sums differs.
     assert outcome.losses == pytest.approx(reference.losses, rel=1e-3)
     assert outcome.grad_norms == pytest.approx(reference.grad_norms, rel=1e-2)
 
 
-def test_the_comparison_notices_a_learning_rate_one_percent_off(one_rank: list[Outcome]) -> None:
+def test_the_comparison_fails_for_a_learning_rate_one_percent_off(one_rank: list[Outcome]) -> None:
     other = Case().but(train={"micro_batch_size": GLOBAL_BATCH}, optim={"lr": 1.01 * LR})
     with pytest.raises(AssertionError):
         assert_alike(run_ranks(1, train_here, other), one_rank, row="lr", lr=LR)

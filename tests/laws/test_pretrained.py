@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face mixture of experts train alike in every layout, and as transformers' own model begins."""
+"""Law L1 from Hugging Face MoE weights: the first loss is that of transformers, all losses are those of one rank."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -56,10 +56,10 @@ def test_pretrained_experts_train_alike_in_every_layout(family: str, tmp_path: P
     case = Case().but(
         model=asdict(model_from_hf(tmp_path)), checkpoint={"pretrained_checkpoint": str(tmp_path)}, optim={"lr": 1e-3}
     )
-    alone = run_ranks(1, train_here, case.but(train={"micro_batch_size": GLOBAL_BATCH}))[0]
-    assert alone.losses[0] == pytest.approx(first_loss(reference), rel=1e-5)
+    single = run_ranks(1, train_here, case.but(train={"micro_batch_size": GLOBAL_BATCH}))[0]
+    assert single.losses[0] == pytest.approx(first_loss(reference), rel=1e-5)
     for ranks, sizes, options in LAYOUTS:
         parallel = {SHORT_NAMES[name]: size for name, size in sizes.items()} | options
         spread = case.but(train={"micro_batch_size": 2}, parallel=parallel)
         for outcome in run_ranks(ranks, train_here, spread, **sizes):
-            assert outcome.losses == pytest.approx(alone.losses, rel=1e-5), f"{family} {sizes}"
+            assert outcome.losses == pytest.approx(single.losses, rel=1e-5), f"{family} {sizes}"

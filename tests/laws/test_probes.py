@@ -1,7 +1,6 @@
-"""Group probes: rank r puts the gradient 2**r on every parameter; the reduced sum names the ranks that took part.
+"""Law L1 for gradient groups: the gradient of rank r is 2**r, so the reduced sum identifies the ranks in it.
 
-No model runs, so nothing can hide a wrong group: a sum of distinct powers of two says exactly who was counted, and who
-was counted twice.
+No model runs. A sum of distinct powers of two shows exactly which ranks were summed, and which of them twice.
 """
 
 from dataclasses import dataclass
@@ -29,14 +28,14 @@ MODEL = {
 
 
 @dataclass(frozen=True)
-class Found:
-    """The distinct values of a parameter's reduced gradient on one rank."""
+class ReducedGradient:
+    """The distinct values of the reduced gradient of a parameter on one rank."""
 
     spec: ParamSpec
     values: set[float]
 
 
-def probe(ctx: ParallelContext, case: Case) -> list[Found]:
+def probe(ctx: ParallelContext, case: Case) -> list[ReducedGradient]:
     """Reduce the gradient 2**rank of every parameter."""
     run = build_here(ctx, case)
     named = {name: parameter for stage in run.stages.values() for name, parameter in stage.named_parameters()}
@@ -51,9 +50,9 @@ def probe(ctx: ParallelContext, case: Case) -> list[Found]:
     return [found for layer in run.data_parallel for found in values_of(layer)]
 
 
-def values_of(layer: DataParallel) -> list[Found]:
+def values_of(layer: DataParallel) -> list[ReducedGradient]:
     return [
-        Found(
+        ReducedGradient(
             part.param.spec,
             set(bucket.grads.shard[part.elements].tolist()),
         )
@@ -63,7 +62,7 @@ def values_of(layer: DataParallel) -> list[Found]:
 
 
 def expected_sum(topology: Topology, rank: int, spec: ParamSpec) -> float:
-    """The powers of all ranks that hold a gradient of the same elements."""
+    """The sum over all ranks with a gradient of the same elements."""
     members = set(topology.members(rank, "expert_dp" if spec.is_expert else "dp_cp"))
     for axis in spec.grad_sum_axes:
         members = {other for member in members for other in (topology.members(member, axis) or (member,))}
@@ -81,7 +80,7 @@ def expected_sum(topology: Topology, rank: int, spec: ParamSpec) -> float:
         (8, {"tp": 2, "pp": 2, "cp": 2, "etp": 1, "ep": 4}, {"sequence_parallel": True}),
     ],
 )
-def test_every_parameter_is_summed_over_its_ranks_and_no_other(
+def test_every_gradient_is_summed_over_exactly_its_ranks(
     strategy: str, ranks: int, sizes: dict[str, int], options: dict[str, object]
 ) -> None:
     short = sizes | {"strategy": strategy}

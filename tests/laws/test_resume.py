@@ -1,7 +1,7 @@
-"""Law 3: a run that was stopped and resumed is the run that never stopped, to the bit.
+"""Law L3: a stopped and resumed run equals an uninterrupted run, to the bit.
 
-Through the real command line under torchrun where processes, signals and data workers matter; the many layouts run on
-the harness's ranks. Layouts sum in another order, so across them losses agree to 1e-5 and not to the bit.
+With the real command line under torchrun where processes, signals and data workers matter, else on the ranks of the
+test harness. Another layout sums in another order, so its losses agree to 1e-5.
 """
 
 import os
@@ -21,13 +21,13 @@ from nanotrain.train.__main__ import main
 from tests.harness import run_ranks
 from tests.laws.command_line import (
     GLOBAL_BATCH,
+    arguments,
     assert_same_to_the_bit,
+    run_command_lines,
     start_torchrun,
     steps_of,
     torchrun,
-    train_words,
     wait_for,
-    words,
 )
 from tests.laws.megatron_file import write_tokens
 
@@ -38,50 +38,50 @@ STRATEGIES = ("no_shard", "optim", "optim_grads")
 def test_five_and_five_steps_are_ten_under_torchrun(tmp_path: Path) -> None:
     how = f"{TEN} --bf16 --data-parallel-sharding-strategy optim --num-workers 2"
     overlap = "--overlap-grad-reduce --overlap-param-gather"
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    full, halves = tmp_path / "full", tmp_path / "halves"
 
-    first, second = [torchrun(words(halves, how, overlap, "--exit-interval 5")) for _ in range(2)]
+    first, second = [torchrun(arguments(halves, how, overlap, "--exit-interval 5")) for _ in range(2)]
 
     assert (first.exit_code, second.exit_code) == (0, 0), first.output + second.output
     assert "stopping after step 5: --exit-interval 5" in first.output
     assert "loaded " in second.output and "step 5, 60 samples consumed" in second.output
-    run_ranks(2, train_words, words(whole, how, overlap), strategy="optim")  # without data workers
-    assert_same_to_the_bit(halves, whole)
+    run_ranks(2, run_command_lines, arguments(full, how, overlap), strategy="optim")  # without data workers
+    assert_same_to_the_bit(halves, full)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_five_and_five_steps_are_ten(tmp_path: Path, strategy: str, dtype: str) -> None:
     how = f"{TEN} --params-dtype {dtype} --data-parallel-sharding-strategy {strategy} --overlap-grad-reduce"
-    if dtype == "fp16":  # overflows and a scale that grows back on both sides of the stop
+    if dtype == "fp16":  # overflows and a growing scale before and after the stop
         how += " --initial-loss-scale 2097152 --hysteresis 1 --loss-scale-window 2"
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    stopping = words(halves, how, "--exit-interval 5")
+    full, halves = tmp_path / "full", tmp_path / "halves"
+    stopping = arguments(halves, how, "--exit-interval 5")
 
-    run_ranks(2, train_words, words(whole, how), stopping, stopping, strategy=strategy)
+    run_ranks(2, run_command_lines, arguments(full, how), stopping, stopping, strategy=strategy)
 
-    skipped = [step["skipped"] for step in steps_of(whole)]
+    skipped = [step["skipped"] for step in steps_of(full)]
     assert len(skipped) == 10
     assert [any(skipped[:5]), any(skipped[5:])] == [dtype == "fp16"] * 2
-    assert_same_to_the_bit(halves, whole)
+    assert_same_to_the_bit(halves, full)
 
 
-def test_a_killed_run_takes_its_last_steps_again(tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run_ranks(2, train_words, words(whole, TEN), words(killed, TEN, "--save-interval 4 --exit-interval 6"))
-    # What a kill while step 6 is being saved leaves: a half-written line and an unfinished checkpoint.
+def test_a_killed_run_repeats_the_steps_after_its_last_checkpoint(tmp_path: Path) -> None:
+    full, killed = tmp_path / "full", tmp_path / "killed"
+    run_ranks(2, run_command_lines, arguments(full, TEN), arguments(killed, TEN, "--save-interval 4 --exit-interval 6"))
+    # As after a kill during the save of step 6: a truncated line and an unfinished checkpoint.
     with (killed / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')
     saved = killed / "checkpoints" / "step-00000006"
     saved.rename(saved.with_suffix(".tmp"))
 
-    run_ranks(2, train_words, words(killed, TEN))
+    run_ranks(2, run_command_lines, arguments(killed, TEN))
 
-    assert_same_to_the_bit(killed, whole)
+    assert_same_to_the_bit(killed, full)
     assert sorted(path.name for path in saved.parent.iterdir()) == ["step-00000004", "step-00000010"]
 
 
-LAYOUTS = {  # ranks and words with which the last four of eight steps are taken
+LAYOUTS = {  # ranks and arguments of the last four of eight steps
     "one rank": (1, ""),
     "three ranks": (3, ""),
     "four ranks, another micro batch": (4, "--micro-batch-size 1"),
@@ -95,28 +95,28 @@ LAYOUTS = {  # ranks and words with which the last four of eight steps are taken
 
 @pytest.fixture(scope="module")
 def half_done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `half`, stopped after four of eight steps, and `whole`, which was not; both on two ranks."""
+    """A folder with two runs on two ranks: `half`, stopped after four of eight steps, and `full`."""
     folder = tmp_path_factory.mktemp("layouts")
-    stopping = words(folder / "half", TEN, "--train-iters 8 --exit-interval 4")
-    run_ranks(2, train_words, words(folder / "whole", TEN, "--train-iters 8"), stopping, strategy="optim")
+    stopping = arguments(folder / "half", TEN, "--train-iters 8 --exit-interval 4")
+    run_ranks(2, run_command_lines, arguments(folder / "full", TEN, "--train-iters 8"), stopping, strategy="optim")
     return folder
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_goes_on_in_another_layout(tmp_path: Path, half_done: Path, layout: str) -> None:
+def test_a_run_resumes_in_another_layout(tmp_path: Path, half_done: Path, layout: str) -> None:
     num_ranks, how = LAYOUTS[layout]
     start = f"--train-iters 8 --load {half_done / 'half'}"
 
-    run_ranks(num_ranks, train_words, words(tmp_path / "run", TEN, start, how))
+    run_ranks(num_ranks, run_command_lines, arguments(tmp_path / "run", TEN, start, how))
 
-    resumed, whole = steps_of(tmp_path / "run"), steps_of(half_done / "whole")[4:]
+    resumed, full = steps_of(tmp_path / "run"), steps_of(half_done / "full")[4:]
     assert [step["step"] for step in resumed] == [5, 6, 7, 8]
     for name in ("loss", "grad_norm"):
-        assert [step[name] for step in resumed] == pytest.approx([step[name] for step in whole], rel=1e-5)
-    assert [step["consumed_samples"] for step in resumed] == [step["consumed_samples"] for step in whole]
+        assert [step[name] for step in resumed] == pytest.approx([step[name] for step in full], rel=1e-5)
+    assert [step["consumed_samples"] for step in resumed] == [step["consumed_samples"] for step in full]
 
 
-def test_a_plain_run_from_hugging_face_weights_goes_on(tmp_path: Path) -> None:
+def test_a_run_from_hugging_face_weights_resumes(tmp_path: Path) -> None:
     torch.manual_seed(0)
     shape = {"num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 80, "max_position_embeddings": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500}
@@ -134,25 +134,25 @@ def test_a_plain_run_from_hugging_face_weights_goes_on(tmp_path: Path) -> None:
     assert (first.exit_code, second.exit_code) == (0, 0), first.output + second.output
     assert "initial weights from" in first.output and "initial weights from" not in second.output
     assert "loaded " in second.output and "step 6, 48 samples consumed" in second.output
-    never_stopped = line.replace("--train-iters 6", "--train-iters 12").replace(
-        str(tmp_path / "out"), str(tmp_path / "whole")
+    uninterrupted = line.replace("--train-iters 6", "--train-iters 12").replace(
+        str(tmp_path / "out"), str(tmp_path / "full")
     )
-    run_ranks(2, train_words, never_stopped.split(), strategy="optim_grads")
-    assert_same_to_the_bit(tmp_path / "out", tmp_path / "whole")
+    run_ranks(2, run_command_lines, uninterrupted.split(), strategy="optim_grads")
+    assert_same_to_the_bit(tmp_path / "out", tmp_path / "full")
 
 
 def children_of(process: Popen[str]) -> list[int]:
-    """The ranks that a torchrun has started, in their order."""
+    """The process ids of the ranks of a torchrun, in order."""
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
 def to_torchrun(process: Popen[str]) -> None:
-    """As a scheduler ends a job; torchrun sends its ranks a SIGTERM each and reports its own one as a failure."""
+    """As a scheduler ends a job: torchrun forwards the SIGTERM to its ranks and exits with 1."""
     process.send_signal(signal.SIGTERM)
 
 
 def to_one_rank(process: Popen[str]) -> None:
-    """Ctrl-C that reaches one rank only; the others hear of it in the roll call."""
+    """Ctrl-C on one rank; the others stop with it through the flag that every step reduces."""
     os.kill(children_of(process)[1], signal.SIGINT)
 
 
@@ -160,9 +160,9 @@ def to_one_rank(process: Popen[str]) -> None:
 def test_a_signal_ends_the_run_after_its_step(
     tmp_path: Path, send: Callable[[Popen[str]], None], exit_code: int
 ) -> None:
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    full, stopped = tmp_path / "full", tmp_path / "stopped"
     endless = "--train-iters 100000 --micro-batch-size 2 --lr-decay-style constant --save-interval 100000"
-    process = start_torchrun(words(stopped, endless))
+    process = start_torchrun(arguments(stopped, endless))
     await_step(stopped, 4, process=process)
 
     send(process)
@@ -172,32 +172,32 @@ def test_a_signal_ends_the_run_after_its_step(
     last = steps_of(stopped)[-1]["step"]
     assert re.search(rf"stopping after step {last}: (received SIGTERM|another rank stops)", ended.output)
     assert (stopped / "checkpoints" / f"step-{last:08d}" / "manifest.json").exists()
-    goes_on = endless.replace("100000", str(last + 3), 1)
-    run_ranks(2, train_words, words(whole, goes_on), words(stopped, goes_on), strategy="optim")
-    assert_same_to_the_bit(stopped, whole)
+    continued = endless.replace("100000", str(last + 3), 1)
+    run_ranks(2, run_command_lines, arguments(full, continued), arguments(stopped, continued), strategy="optim")
+    assert_same_to_the_bit(stopped, full)
     assert [step["consumed_samples"] for step in steps_of(stopped)] == [
         GLOBAL_BATCH * (number + 1) for number in range(last + 3)
     ]
 
 
-def test_a_run_ends_when_its_time_is_over_and_goes_on_in_the_next(tmp_path: Path) -> None:
-    whole, timed = tmp_path / "whole", tmp_path / "timed"
+def test_a_run_stops_at_its_time_limit_and_resumes(tmp_path: Path) -> None:
+    full, timed = tmp_path / "full", tmp_path / "timed"
     endless = "--train-iters 100000 --lr-decay-style constant --num-workers 0"
 
     started = time.monotonic()
-    assert main(words(timed, endless, "--exit-duration-in-mins 0.03")) == 0
+    assert main(arguments(timed, endless, "--exit-duration-in-mins 0.03")) == 0
     assert time.monotonic() - started < 60
 
     done = len(steps_of(timed))
     assert 0 < done < 100000
-    goes_on = endless.replace("100000", str(done + 2))
-    assert main(words(timed, goes_on)) == 0
-    assert main(words(whole, goes_on)) == 0
-    assert_same_to_the_bit(timed, whole)
+    continued = endless.replace("100000", str(done + 2))
+    assert main(arguments(timed, continued)) == 0
+    assert main(arguments(full, continued)) == 0
+    assert_same_to_the_bit(timed, full)
 
 
 def await_step(run_dir: Path, step: int, *, process: Popen[str]) -> None:
-    """Wait until a run has taken a step."""
+    """Wait until a run has logged a step."""
     deadline = time.monotonic() + 120
     metrics = run_dir / "metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count("\n") < step:

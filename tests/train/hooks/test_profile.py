@@ -8,7 +8,7 @@ import pytest
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.profile import ProfileHook
 from tests.harness import run_ranks
-from tests.laws.command_line import train_words, words
+from tests.laws.command_line import arguments, run_command_lines
 from tests.train.small_run import Failing, small_run, train
 
 TWO_STEPS = ("--profile", "--profile-step-start", "2", "--profile-step-end", "3")
@@ -60,6 +60,6 @@ def test_an_error_leaves_no_profiler_running_and_no_half_trace(tmp_path):
 
 def test_a_profile_that_ends_while_parameters_are_gathered_leaves_the_heap_whole(tmp_path: Path) -> None:
     # torch 2.13: a transfer begun under the profiler and waited for after it frees memory twice, soon or at exit.
-    overlapped = words(tmp_path / "run", "--train-iters 8 --overlap-param-gather --profile")
-    run_ranks(2, train_words, overlapped, words(tmp_path / "next", "--train-iters 8"), strategy="optim")
+    overlapped = arguments(tmp_path / "run", "--train-iters 8 --overlap-param-gather --profile")
+    run_ranks(2, run_command_lines, overlapped, arguments(tmp_path / "next", "--train-iters 8"), strategy="optim")
     assert len(list((tmp_path / "run" / "profile").iterdir())) == 2
