@@ -175,7 +175,7 @@ def plan_layout(params: Sequence[LocalParam], rules: LayoutRules) -> BufferLayou
         return end
 
     for param in reversed(params):
-        if open_params and (param.spec.is_tied or _enters_unit(param, open_params[-1].param, rules)):
+        if open_params and (param.spec.is_tied or _enters_unit(param, open_params[-1].param, rules=rules)):
             bucket_start = close_bucket()
         start = _round_up(open_params[-1].stop, PARAM_ALIGNMENT) if open_params else bucket_start
         open_params.append(BucketParam(param, start, start + param.box.numel))
@@ -186,7 +186,7 @@ def plan_layout(params: Sequence[LocalParam], rules: LayoutRules) -> BufferLayou
     return BufferLayout(tuple(buckets))
 
 
-def _enters_unit(param: LocalParam, before: LocalParam, rules: LayoutRules) -> bool:
+def _enters_unit(param: LocalParam, before: LocalParam, *, rules: LayoutRules) -> bool:
     return rules.gathers_by_unit and param.spec.unit != before.spec.unit
 
 
