@@ -26,7 +26,7 @@ def check_compatible(
 
     Args:
         manifest: of the checkpoint.
-        targets: box -> dtype to load it in (a key of `manifest.ELEMENT_BYTES`).
+        targets: box -> dtype to load it in (a key of `precision.dtypes.TORCH_DTYPES`).
         config: the configuration of this run, for errors that list the model options that differ.
 
     Raises:

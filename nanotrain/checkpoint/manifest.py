@@ -18,13 +18,11 @@ from typing import Any
 
 from nanotrain.config.schema import nest_flat_values
 from nanotrain.errors import CheckpointError
+from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.topology.boxes import Box
 
 FORMAT = "nanotrain-checkpoint"
 VERSION = 2  # 1: the model section of `config` was flat (moe_router_topk in place of moe.router_topk)
-ELEMENT_BYTES = {
-    "fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
 
 
 class NewerFormat(CheckpointError):
@@ -52,7 +50,7 @@ class ChunkEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One global tensor: shape, dtype (a key of `ELEMENT_BYTES`), and chunks that cover every element exactly once."""
+    """One global tensor: shape, dtype (a key of `TORCH_DTYPES`), and chunks that cover every element exactly once."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -61,7 +59,7 @@ class TensorEntry:
     @property
     def nbytes(self) -> int:
         """Bytes of the global tensor."""
-        return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
+        return math.prod(self.shape) * TORCH_DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,7 @@ def _tensor_to_dict(entry: TensorEntry) -> dict[str, Any]:
 
 
 def _tensor_from_dict(entry: dict[str, Any]) -> TensorEntry:
-    if entry["dtype"] not in ELEMENT_BYTES:
+    if entry["dtype"] not in TORCH_DTYPES:
         raise ValueError(f"unknown dtype {entry['dtype']!r}")
     chunks = tuple(
         ChunkEntry(Box(tuple(c["box"][0]), tuple(c["box"][1])), c["file"], c["key"], c["crc32"], c["nbytes"])

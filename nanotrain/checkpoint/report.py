@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nanotrain.checkpoint.compatibility import kind_of
-from nanotrain.checkpoint.manifest import ELEMENT_BYTES, ChunkEntry, Manifest, TensorEntry
+from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, TensorEntry
 from nanotrain.checkpoint.plan import coverage_fault
 from nanotrain.checkpoint.read import ShardFile
 from nanotrain.checkpoint.store import find_checkpoint, read_manifest
@@ -145,7 +145,7 @@ def _kind_rows(manifest: Manifest) -> Iterator[list[str]]:
         kinds.setdefault(kind, []).append(entry)
     for kind, entries in kinds.items():
         elements = sum(prod(entry.shape) for entry in entries)
-        dtypes = sorted({entry.dtype for entry in entries}, key=list(ELEMENT_BYTES).index)
+        dtypes = sorted({entry.dtype for entry in entries}, key=list(TORCH_DTYPES).index)
         nbytes = sum(entry.nbytes for entry in entries)
         yield [kind, str(len(entries)), f"{elements:,}", " ".join(dtypes), _size(nbytes)]
 

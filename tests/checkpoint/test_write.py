@@ -8,14 +8,15 @@ import torch
 from safetensors.torch import load_file
 
 from nanotrain.checkpoint import plan
-from nanotrain.checkpoint.write import DTYPES, plan_writes, write_shard
+from nanotrain.checkpoint.write import plan_writes, write_shard
+from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.topology.boxes import Box, TensorBox
 
 
 def test_any_dtype_and_strides_are_written_as_safetensors_reads_them(tmp_path: Path) -> None:
     tensors = {
         TensorBox.full(f"model/{name}", (3, 2)): torch.arange(6).reshape(2, 3).t().to(dtype)
-        for name, dtype in DTYPES.items()
+        for name, dtype in TORCH_DTYPES.items()
     }
     shard = write_shard(tmp_path / "a.safetensors", tensors)
 
