@@ -119,6 +119,13 @@ def test_weights_follow_torch_adamw_in_every_strategy_and_dtype(num_ranks):
     run_ranks(num_ranks, follow_the_reference, strategy="optim")
 
 
+def test_two_instances_follow_torch_adamw_and_save_every_element_once():
+    run_ranks(4, follow_the_reference, strategy="optim", instances=2)
+    for strategy in ("optim", "optim_grads"):
+        saved = run_ranks(4, parts_to_save, strategy, strategy="optim", instances=2)
+        assert len(merge([tensors for tensors, _, _ in saved])) == 3 * len(NAMES)
+
+
 @ranks(3, strategy="optim")
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(ctx):
     for strategy in STRATEGIES:
