@@ -37,9 +37,9 @@ from nanotrain.config.config import (
     ShardingStrategy,
 )
 from nanotrain.data.batch import Batch
-from nanotrain.model.build import build_stage, collect_specs
+from nanotrain.model.context import BatchContext
 from nanotrain.model.init import initialize
-from nanotrain.model.stage import Stage
+from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.parallel.dp.bucket import ReduceGroups
 from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions
@@ -47,8 +47,6 @@ from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
-from nanotrain.topology.params import LocalParam
-from nanotrain.topology.stages import split_layers
 from nanotrain.topology.topology import Topology
 
 # Odd widths, several buckets, learned positions (rotary tables would be counted as gradients).
@@ -141,18 +139,17 @@ def measure(context: ParallelContext, strategy: str, dtype: str) -> Row:
     before = storages(live_tensors())
     precision_config = PrecisionConfig(params_dtype=DType(dtype))
     precision = Precision.of(precision_config)
-    stage = build_stage(MODEL, split_layers(MODEL.num_layers, 1)[0], dtype=precision.params)
-    held = [LocalParam.unsharded(spec) for spec in collect_specs(stage)]
+    stage = build_stage(MODEL, dtype=dtype)
     shard = context.group("dp_shard")
     data_parallel = DataParallel(
         stage,
-        plan_layout(held, LayoutRules(shard.size, BUCKET_SIZE)),
+        plan_layout(stage.params, LayoutRules(shard.size, BUCKET_SIZE)),
         groups=ReduceGroups(shard, context.group("dp_replicate")),
         options=DataParallelOptions(STRATEGIES[strategy], overlap_grad_reduce=True),
         precision=precision,
         device=context.device,
     )
-    initialize(stage, held, seed=1)
+    initialize(stage, stage.params, seed=1)
     scale = LossScale.of(precision_config)
     world = context.group("world")
     optimizer = DistributedOptimizer([data_parallel], OptimConfig(), precision=precision, loss_scale=scale, world=world)
@@ -175,7 +172,7 @@ def measure(context: ParallelContext, strategy: str, dtype: str) -> Row:
         strategy=strategy,
         dtype=dtype,
         ranks=case.d,
-        num_params=sum(local.spec.numel for local in held),
+        num_params=sum(local.spec.numel for local in stage.params),
         params=sum(params.values()),
         grads=sum(grads.values()),
         optimizer=sum(state.values()),
@@ -192,7 +189,7 @@ def take_step(stage: Stage, data_parallel: DataParallel, optimizer: DistributedO
     batch = Batch(tokens, tokens, torch.ones(tokens.shape))
     data_parallel.begin_step()
     for number in range(1, MICROBATCHES + 1):
-        loss = stage(None, batch)
+        loss = stage(None, BatchContext(batch))
         data_parallel.backward_begins(is_last=number == MICROBATCHES)
         loss.backward()
         data_parallel.backward_ended()

@@ -21,11 +21,9 @@ from torch import Tensor, nn
 
 from nanotrain.config.config import ModelConfig
 from nanotrain.data.batch import Batch
-from nanotrain.model.build import build_stage, collect_specs
+from nanotrain.model.context import BatchContext
 from nanotrain.model.init import initialize
-from nanotrain.precision.dtypes import TORCH_DTYPES
-from nanotrain.topology.params import LocalParam
-from nanotrain.topology.stages import split_layers
+from nanotrain.model.transformer import build_stage
 
 DTYPES = ("fp32", "bf16")
 CPU = torch.device("cpu")
@@ -51,12 +49,10 @@ def nanotrain_pass(shape: Shape, tokens: Tensor, *, dtype: str) -> Callable[[], 
         vocab_size=shape.vocab,
         untie_embeddings_and_output_weights=not shape.tied,
     )
-    stage = build_stage(model, split_layers(model.num_layers, 1)[0], dtype=TORCH_DTYPES[dtype])
-    params = [LocalParam.unsharded(spec) for spec in collect_specs(stage)]
-    stage.to_empty(device="cpu")
-    initialize(stage, params, seed=0)
+    stage = build_stage(model, dtype=dtype).to_empty(device="cpu")
+    initialize(stage, stage.params, seed=0)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    batch = Batch(inputs, labels, torch.ones(inputs.shape), None, None)
+    batch = BatchContext(Batch(inputs, labels, torch.ones(inputs.shape), None, None))
 
     def run() -> float:
         loss = stage(None, batch) / inputs.numel()

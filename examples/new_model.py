@@ -10,15 +10,13 @@ first, which only attention can predict.
 import torch
 
 from nanotrain.config.config import Activation, ModelConfig, Normalization, PositionEmbedding
-from nanotrain.config.derive import padded_vocab_size
 from nanotrain.data.batch import Batch
 from nanotrain.inference.generate import Sampling, generate
-from nanotrain.model.build import build_stage, collect_specs
+from nanotrain.model.context import BatchContext
 from nanotrain.model.init import initialize
+from nanotrain.model.transformer import build_stage
 from nanotrain.topology.counts import flops_per_token, num_parameters
-from nanotrain.topology.params import LocalParam
 from nanotrain.topology.shape import ModelShape
-from nanotrain.topology.stages import split_layers
 
 MODEL = ModelConfig(
     num_layers=2,
@@ -49,19 +47,16 @@ def repeating_batch(size: int) -> Batch:
 def main() -> None:
     """Build, count, train, and let it repeat."""
     torch.manual_seed(0)
-    (whole,) = split_layers(MODEL.num_layers, 1)
-    stage = build_stage(MODEL, whole, dtype=torch.float32)
-    params = [LocalParam.unsharded(spec) for spec in collect_specs(stage)]
-    stage.to_empty(device="cpu")
-    initialize(stage, params, seed=0)
+    stage = build_stage(MODEL).to_empty(device="cpu")
+    initialize(stage, stage.params, seed=0)
     shape = ModelShape.of(MODEL)
     print(f"{num_parameters(shape):,} parameters, {flops_per_token(shape, 2 * HALF):,} FLOPs per token")
-    print(f"vocabulary of {MODEL.vocab_size} padded to {padded_vocab_size(MODEL)}; padding can never be predicted")
+    print(f"vocabulary of {MODEL.vocab_size} padded to {shape.padded_vocab_size}; padding can never be predicted")
 
     optimizer = torch.optim.AdamW(stage.parameters(), lr=3e-3)
     for step in range(STEPS):
         batch = repeating_batch(64)
-        loss = stage(None, batch) / batch.num_target_tokens
+        loss = stage(None, BatchContext(batch)) / batch.num_target_tokens
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

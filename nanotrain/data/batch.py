@@ -60,9 +60,6 @@ class Batch:
         loss_mask: [B, S] float32.
         position_ids: [B, S] int64, or None for 0..S-1 in every row.
         segment_ids: [B, S] int32, or None where attention crosses documents.
-        places: [S] int64, where the tokens stand in their sequence, on a rank that holds some of them; None for
-            0..S-1. Position ids may start anew with each document, places never do.
-        aux_scale: factor of a sequence's auxiliary losses in what is differentiated.
     """
 
     tokens: Tensor
@@ -70,8 +67,6 @@ class Batch:
     loss_mask: Tensor
     position_ids: Tensor | None = None
     segment_ids: Tensor | None = None
-    places: Tensor | None = None
-    aux_scale: float = 0.0
 
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> "Batch":

@@ -1,8 +1,8 @@
-"""A Hugging Face folder from a stream of parameters.
+"""Write a Hugging Face folder from a stream of parameters.
 
-assemble    tensors are put together from the parameters that lie in them (GPT-2's c_attn has three)
-shard       and written in files of at most MAX_SHARD_BYTES, as soon as one is full
-finish      index, config.json, tokenizer files; config.json last: a folder without it is not finished
+assemble    tensors are assembled from their parameters (GPT-2's c_attn has three)
+shard       and written in files of at most MAX_SHARD_BYTES, each as soon as it is full
+finish      index, tokenizer files, config.json; config.json last, so a folder without it is incomplete
 """
 
 import json
@@ -18,7 +18,8 @@ from torch import Tensor
 from nanotrain.config.config import ModelConfig
 from nanotrain.errors import HuggingFaceError
 from nanotrain.hf.families import FAMILIES, config_to_hf, family_of
-from nanotrain.hf.place import Place
+from nanotrain.hf.naming import map_parameters
+from nanotrain.hf.tensor_mapping import TensorMapping
 from nanotrain.precision.dtypes import TORCH_DTYPES, torch_name
 from nanotrain.topology.boxes import Box
 
@@ -47,25 +48,25 @@ def export_weights(
     """Write a model as a Hugging Face folder.
 
     Args:
-        folder: created where it is not there; must hold no weights yet.
-        model_config: the model, its vocabulary size set.
-        tensors: (parameter name, whole tensor with padding) in any order, each parameter once. Read one by one,
-            so the stream may be lazy: what is held at once is one file's worth.
-        dtype: fp32, bf16 or fp16, of the weights written.
-        family: a key of FAMILIES; None takes the first that can hold the model.
+        folder: created if absent; must not contain weights.
+        model_config: of the model, its vocabulary size set.
+        tensors: (parameter name, full tensor with padding) in any order, each parameter once. A lazy stream is read
+            one by one, so at most about one file is in memory.
+        dtype: of the written weights, "fp32", "bf16" or "fp16".
+        family: a key of FAMILIES; None selects the first that can represent the model.
         tokenizer: a tokenizer.json or a folder with tokenizer files, copied beside the weights.
 
     Returns:
         The family written.
 
     Raises:
-        HuggingFaceError: no family can hold the model, the folder cannot be written or holds weights already.
+        HuggingFaceError: no family can represent the model; the folder cannot be written or contains weights.
     """
     family = family_of(model_config, name=family)
     _prepare(folder)
-    places = FAMILIES[family].places(model_config)
-    shards = _Shards(folder)
-    for name, tensor in _assemble(tensors, places, dtype=TORCH_DTYPES[dtype]):
+    mappings = map_parameters(model_config, FAMILIES[family].naming)
+    shards = _ShardWriter(folder)
+    for name, tensor in _assemble(tensors, mappings, dtype=TORCH_DTYPES[dtype]):
         shards.add(name, tensor)
     shards.finish()
     config = config_to_hf(model_config, family=family, dtype=torch_name(dtype))
@@ -80,40 +81,40 @@ def _prepare(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         present = sorted(path.name for path in folder.iterdir() if path.name.startswith(("model", "pytorch_model")))
     except OSError as error:
-        fix = "choose a folder you may write to"
+        fix = "choose a writable folder"
         raise HuggingFaceError(f"cannot write to {folder}", why=error.strerror or str(error), fix=fix) from None
     if present:
         why = f"{present[0]} would be mixed with the new weights"
-        raise HuggingFaceError(f"{folder} holds weights already", why=why, fix="choose a new folder")
+        raise HuggingFaceError(f"{folder} already contains weights", why=why, fix="choose a new folder")
 
 
 def _assemble(
-    tensors: Iterable[tuple[str, Tensor]], places: dict[str, Place], *, dtype: torch.dtype
+    tensors: Iterable[tuple[str, Tensor]], mappings: dict[str, TensorMapping], *, dtype: torch.dtype
 ) -> Iterable[tuple[str, Tensor]]:
-    """Whole Hugging Face tensors, each as soon as the last parameter in it has come."""
-    waiting: dict[str, set[str]] = {}
-    for name, place in places.items():
-        for stored in place.tensor_shapes:
-            waiting.setdefault(stored, set()).add(name)
-    begun: dict[str, Tensor] = {}
+    """Full Hugging Face tensors, each as soon as its last parameter was read."""
+    missing: dict[str, set[str]] = {}
+    for name, mapping in mappings.items():
+        for stored in mapping.tensor_shapes:
+            missing.setdefault(stored, set()).add(name)
+    incomplete: dict[str, Tensor] = {}
     for name, tensor in tensors:
-        assert name in places, f"{name} has no place in this family: the exported model would lack it"
-        place = places[name]
-        shapes = place.tensor_shapes
-        for piece in place.pieces(Box.full(place.shape)):
-            if piece.tensor not in begun:
-                begun[piece.tensor] = torch.empty(shapes[piece.tensor], dtype=dtype)
-            begun[piece.tensor][piece.stored.slices()].copy_(piece.as_stored(tensor.detach()[piece.box.slices()]))
-            waiting[piece.tensor].remove(name)
-            if not waiting[piece.tensor]:
-                del waiting[piece.tensor]
-                yield piece.tensor, begun.pop(piece.tensor)
-    missing = sorted(name for names in waiting.values() for name in names)
-    assert not missing, f"{missing} never came: the exported model would lack them"
+        assert name in mappings, f"{name} is not in this family: the exported model would lack it"
+        mapping = mappings[name]
+        shapes = mapping.tensor_shapes
+        for part in mapping.slices(Box.full(mapping.shape)):
+            if part.tensor not in incomplete:
+                incomplete[part.tensor] = torch.empty(shapes[part.tensor], dtype=dtype)
+            incomplete[part.tensor][part.stored.slices()].copy_(part.as_stored(tensor.detach()[part.box.slices()]))
+            missing[part.tensor].remove(name)
+            if not missing[part.tensor]:
+                del missing[part.tensor]
+                yield part.tensor, incomplete.pop(part.tensor)
+    absent = sorted(name for names in missing.values() for name in names)
+    assert not absent, f"{absent} were not in the stream: the exported model would lack them"
 
 
-class _Shards:
-    """Writes tensors into numbered files and remembers which lies where."""
+class _ShardWriter:
+    """Writes tensors into numbered files, and the index of which file has which tensor."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -123,7 +124,7 @@ class _Shards:
         self._total_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor; writes the file before it once that is full."""
+        """Add a tensor; a full file is written first."""
         if self._open and self._open_bytes + tensor.nbytes > MAX_SHARD_BYTES:
             self._flush()
         self._open[name] = tensor
@@ -131,18 +132,18 @@ class _Shards:
         self._total_bytes += tensor.nbytes
 
     def finish(self) -> None:
-        """Write what is left and give the files their final names: only now is their number known."""
+        """Write the last file and give all files their final names, which contain the number of files."""
         self._flush()
         count = len(self._written)
         if count == 1:
             self._part(0).rename(self._folder / "model.safetensors")
             return
-        places: dict[str, str] = {}
+        weight_map: dict[str, str] = {}
         for index, names in enumerate(self._written):
             final = f"model-{index + 1:05d}-of-{count:05d}.safetensors"
             self._part(index).rename(self._folder / final)
-            places |= dict.fromkeys(names, final)
-        table = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(places.items()))}
+            weight_map |= dict.fromkeys(names, final)
+        table = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
         (self._folder / "model.safetensors.index.json").write_text(json.dumps(table, indent=2) + "\n")
 
     def _flush(self) -> None:
@@ -150,7 +151,7 @@ class _Shards:
         part.touch()
         mode = part.stat().st_mode
         save_file(self._open, part, metadata={"format": "pt"})  # transformers refuses files without this mark
-        part.chmod(mode)  # save_file leaves a file for its owner only, whatever the umask
+        part.chmod(mode)  # save_file ignores the umask and makes files private
         self._written.append(list(self._open))
         self._open, self._open_bytes = {}, 0
 
@@ -159,11 +160,11 @@ class _Shards:
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> dict[str, Any]:
-    """Copy tokenizer files and say what config.json learns from them: the ids of the first and last token."""
+    """Copy tokenizer files; returns the entries of config.json with the ids of the special tokens."""
     files = [source] if source.is_file() else [source / name for name in TOKENIZER_FILES if (source / name).exists()]
     if not files:
         why = f"none of {', '.join(TOKENIZER_FILES)} is there"
-        raise HuggingFaceError(f"{source} holds no tokenizer", why=why, fix="give a tokenizer.json or its folder")
+        raise HuggingFaceError(f"{source} contains no tokenizer", why=why, fix="give a tokenizer.json or its folder")
     for file in files:
         shutil.copyfile(file, folder / ("tokenizer.json" if source.is_file() else file.name))
     return _special_tokens(folder)
@@ -175,10 +176,10 @@ def _special_tokens(folder: Path) -> dict[str, Any]:
         return {}
     ids = {token["content"]: token["id"] for token in json.loads(vocabulary.read_text()).get("added_tokens", ())}
     names = json.loads(settings.read_text())
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for role in ("bos", "eos"):
         token = names.get(f"{role}_token")
         content = token.get("content") if isinstance(token, dict) else token
         if content in ids:
-            found[f"{role}_token_id"] = ids[content]
-    return found
+            entries[f"{role}_token_id"] = ids[content]
+    return entries

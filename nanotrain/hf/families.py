@@ -19,13 +19,18 @@ from nanotrain.config.config import ModelConfig
 from nanotrain.config.schema import KEYS, flat_values, value_of, with_values
 from nanotrain.errors import HuggingFaceError
 from nanotrain.hf.canonical import canonical, free_keys
-from nanotrain.hf.gpt2 import read_gpt2, write_gpt2
-from nanotrain.hf.llama import read_llama, read_qwen2, read_qwen3, write_llama, write_qwen2, write_qwen3
-from nanotrain.hf.mixture import read_mixtral, read_qwen3_moe, write_mixtral, write_qwen3_moe
-from nanotrain.hf.names import fused_places, gpt2_places, llama_places, mixtral_places, qwen3_moe_places
-from nanotrain.hf.place import Place
-
-Places = Callable[[ModelConfig], dict[str, Place]]
+from nanotrain.hf.gpt2 import GPT2, read_gpt2, write_gpt2
+from nanotrain.hf.llama import LLAMA, read_llama, read_qwen2, read_qwen3, write_llama, write_qwen2, write_qwen3
+from nanotrain.hf.mixture import (
+    FUSED_NAMES,
+    MIXTRAL_NAMES,
+    QWEN3_MOE_NAMES,
+    read_mixtral,
+    read_qwen3_moe,
+    write_mixtral,
+    write_qwen3_moe,
+)
+from nanotrain.hf.naming import Naming
 
 
 @dataclass(frozen=True)
@@ -37,18 +42,18 @@ class Family:
         prefix: what every tensor but the head begins with; files of the bare transformer leave it out.
         read: config.json -> model.
         write: model -> config.json, less what all families share.
-        places: model -> parameter name -> place in the files.
+        naming: names of the tensors.
         ignored: ends of tensor names that hold no weights (buffers in old files).
-        other_places: layouts that files are found in but never written in.
+        other_namings: names that files may have but that are never written.
     """
 
     architecture: str
     prefix: str
     read: Callable[[Mapping[str, Any]], ModelConfig]
     write: Callable[[ModelConfig], dict[str, Any]]
-    places: Places
+    naming: Naming
     ignored: tuple[str, ...] = ()
-    other_places: tuple[Places, ...] = ()
+    other_namings: tuple[Naming, ...] = ()
 
 
 ROPE_BUFFERS = (".rotary_emb.inv_freq",)
@@ -56,27 +61,27 @@ MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
 
 # The first family that can hold a model is the one it is exported as.
 FAMILIES: dict[str, Family] = {
-    "gpt2": Family("GPT2LMHeadModel", "transformer.", read_gpt2, write_gpt2, gpt2_places, MASK_BUFFERS),
-    "llama": Family("LlamaForCausalLM", "model.", read_llama, write_llama, llama_places, ROPE_BUFFERS),
-    "qwen2": Family("Qwen2ForCausalLM", "model.", read_qwen2, write_qwen2, llama_places, ROPE_BUFFERS),
-    "qwen3": Family("Qwen3ForCausalLM", "model.", read_qwen3, write_qwen3, llama_places, ROPE_BUFFERS),
+    "gpt2": Family("GPT2LMHeadModel", "transformer.", read_gpt2, write_gpt2, GPT2, MASK_BUFFERS),
+    "llama": Family("LlamaForCausalLM", "model.", read_llama, write_llama, LLAMA, ROPE_BUFFERS),
+    "qwen2": Family("Qwen2ForCausalLM", "model.", read_qwen2, write_qwen2, LLAMA, ROPE_BUFFERS),
+    "qwen3": Family("Qwen3ForCausalLM", "model.", read_qwen3, write_qwen3, LLAMA, ROPE_BUFFERS),
     "mixtral": Family(
         architecture="MixtralForCausalLM",
         prefix="model.",
         read=read_mixtral,
         write=write_mixtral,
-        places=mixtral_places,
+        naming=MIXTRAL_NAMES,
         ignored=ROPE_BUFFERS,
-        other_places=(fused_places,),
+        other_namings=(FUSED_NAMES,),
     ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
         prefix="model.",
         read=read_qwen3_moe,
         write=write_qwen3_moe,
-        places=qwen3_moe_places,
+        naming=QWEN3_MOE_NAMES,
         ignored=ROPE_BUFFERS,
-        other_places=(fused_places,),
+        other_namings=(FUSED_NAMES,),
     ),
 }
 

@@ -1,10 +1,11 @@
-"""GPT-2's config.json, read and written."""
+"""GPT-2: config.json read and written, and the names of its tensors."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from nanotrain.config.config import Activation, ModelConfig, Normalization, PositionEmbedding
 from nanotrain.config.derive import ffn_size
+from nanotrain.hf.naming import HFName, Naming
 from nanotrain.hf.reject import reject
 
 # What Hugging Face calls the activations we have.
@@ -65,3 +66,24 @@ def write_gpt2(model_config: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": not model_config.untie_embeddings_and_output_weights,
         "vocab_size": model_config.vocab_size,
     }
+
+
+GPT2 = Naming(
+    ends={
+        "embedding.word": "transformer.wte",
+        "embedding.position": "transformer.wpe",
+        "final_norm": "transformer.ln_f",
+        "head": "lm_head",
+    },
+    layer="transformer.h.{layer}",
+    layers={
+        "attention_norm": "ln_1",
+        "attention.query": HFName("attn.c_attn", part=0, num_parts=3, transposed=True),
+        "attention.key": HFName("attn.c_attn", part=1, num_parts=3, transposed=True),
+        "attention.value": HFName("attn.c_attn", part=2, num_parts=3, transposed=True),
+        "attention.output": HFName("attn.c_proj", transposed=True),
+        "mlp_norm": "ln_2",
+        "mlp.up": HFName("mlp.c_fc", transposed=True),
+        "mlp.down": HFName("mlp.c_proj", transposed=True),
+    },
+)

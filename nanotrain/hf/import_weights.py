@@ -12,7 +12,8 @@ from torch import Tensor
 from nanotrain.config.config import ModelConfig
 from nanotrain.errors import HuggingFaceError
 from nanotrain.hf.families import FAMILIES, Family, read_config
-from nanotrain.hf.place import Place
+from nanotrain.hf.naming import map_parameters
+from nanotrain.hf.tensor_mapping import TensorMapping
 from nanotrain.hf.weights import WeightFiles
 from nanotrain.topology.boxes import Box, TensorBox
 
@@ -21,13 +22,13 @@ SHOWN = 5
 
 
 def import_weights(folder: Path, model_config: ModelConfig, *, wanted: Mapping[TensorBox, Tensor]) -> None:
-    """Fill tensors with their pieces of a Hugging Face checkpoint.
+    """Read boxes of parameters from a Hugging Face checkpoint.
 
     Args:
         folder: the Hugging Face folder.
-        model_config: what `model_from_hf` said about it.
-        wanted: pieces of parameters, under their own names, -> tensors of the pieces' shapes, any dtype or
-            device; filled in place. Rows of the padded vocabulary become zero.
+        model_config: as read by `model_from_hf`.
+        wanted: boxes of parameters -> tensors of the same shapes, any dtype or device; filled in place. Rows of the
+            vocabulary's padding become zero.
 
     Raises:
         HuggingFaceError: a missing, superfluous or mis-shaped tensor, a damaged file.
@@ -35,38 +36,38 @@ def import_weights(folder: Path, model_config: ModelConfig, *, wanted: Mapping[T
     raw = read_config(folder)
     family = FAMILIES[raw["model_type"]]
     files = WeightFiles(folder, prefix=family.prefix)
-    places = _places_in(files, family, model_config=model_config)
-    _check(files, places, family=family, folder=folder)
-    for piece, target in wanted.items():
-        assert piece.name in places, f"{piece.name} is no parameter of this model: it would stay unfilled"
-        _fill(target.detach(), piece, place=places[piece.name], files=files)
+    mappings = _mappings_of(files, family, model_config=model_config)
+    _check(files, mappings, family=family, folder=folder)
+    for tensor_box, target in wanted.items():
+        assert tensor_box.name in mappings, f"{tensor_box.name} is not a parameter of this model and would stay unset"
+        _fill(target.detach(), tensor_box, mapping=mappings[tensor_box.name], files=files)
 
 
-def _fill(target: Tensor, piece: TensorBox, *, place: Place, files: WeightFiles) -> None:
-    real = piece.box.intersect(Box.full(place.shape))
-    if real != piece.box:
+def _fill(target: Tensor, wanted: TensorBox, *, mapping: TensorMapping, files: WeightFiles) -> None:
+    unpadded = wanted.box.intersect(Box.full(mapping.shape))
+    if unpadded != wanted.box:
         target.zero_()
-    if real is None:
+    if unpadded is None:
         return
-    for part in place.pieces(real):
+    for part in mapping.slices(unpadded):
         stored = files.read(part.tensor, part.stored)
-        target[part.box.within(piece.box).slices()].copy_(part.as_parameter(stored))
+        target[part.box.within(wanted.box).slices()].copy_(part.as_parameter(stored))
 
 
-def _places_in(files: WeightFiles, family: Family, *, model_config: ModelConfig) -> dict[str, Place]:
-    """The layout of these files: the family's own, or the other one that more of them follow."""
-    layouts = [places(model_config) for places in (family.places, *family.other_places)]
-    return max(layouts, key=lambda places: len(_tensors(places).keys() & files.shapes.keys()))
+def _mappings_of(files: WeightFiles, family: Family, *, model_config: ModelConfig) -> dict[str, TensorMapping]:
+    """The mappings by the naming of the family that matches most of the files' tensors."""
+    candidates = [map_parameters(model_config, naming) for naming in (family.naming, *family.other_namings)]
+    return max(candidates, key=lambda mappings: len(_tensors(mappings).keys() & files.shapes.keys()))
 
 
-def _tensors(places: Mapping[str, Place]) -> dict[str, tuple[int, ...]]:
-    return {name: shape for place in places.values() for name, shape in place.tensor_shapes.items()}
+def _tensors(mappings: Mapping[str, TensorMapping]) -> dict[str, tuple[int, ...]]:
+    return {name: shape for mapping in mappings.values() for name, shape in mapping.tensor_shapes.items()}
 
 
-def _check(files: WeightFiles, places: Mapping[str, Place], *, family: Family, folder: Path) -> None:
-    expected = _tensors(places)
-    # A tied head is often stored all the same.
-    needless = {"lm_head.weight"} if "head.weight" not in places else set()
+def _check(files: WeightFiles, mappings: Mapping[str, TensorMapping], *, family: Family, folder: Path) -> None:
+    expected = _tensors(mappings)
+    # Files often contain a tied head as well.
+    needless = {"lm_head.weight"} if "head.weight" not in mappings else set()
     found = {
         name: shape
         for name, shape in files.shapes.items()

@@ -1,4 +1,4 @@
-"""The config.json of Llama, Qwen2 and Qwen3, read and written.
+"""Llama, Qwen2 and Qwen3: config.json read and written, and the names of their tensors.
 
 The three share one layout and differ in biases and norms. Rotary positions are accepted in both layouts there are
 (`rope_theta` + `rope_scaling` before transformers 5, `rope_parameters` since) and written in the older one, which
@@ -10,6 +10,7 @@ from typing import Any
 
 from nanotrain.config.config import Activation, ModelConfig
 from nanotrain.config.derive import ffn_size, head_dim, query_groups
+from nanotrain.hf.naming import Naming
 from nanotrain.hf.reject import reject
 
 
@@ -140,3 +141,22 @@ def write_shared(model_config: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": not model_config.untie_embeddings_and_output_weights,
         "vocab_size": model_config.vocab_size,
     }
+
+
+LLAMA = Naming(
+    ends={"embedding.word": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"},
+    layer="model.layers.{layer}",
+    layers={
+        "attention_norm": "input_layernorm",
+        "attention.query": "self_attn.q_proj",
+        "attention.key": "self_attn.k_proj",
+        "attention.value": "self_attn.v_proj",
+        "attention.query_norm": "self_attn.q_norm",
+        "attention.key_norm": "self_attn.k_norm",
+        "attention.output": "self_attn.o_proj",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp.gate": "mlp.gate_proj",
+        "mlp.up": "mlp.up_proj",
+        "mlp.down": "mlp.down_proj",
+    },
+)

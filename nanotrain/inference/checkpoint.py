@@ -18,11 +18,11 @@ from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.errors import DataError
 from nanotrain.hf.export import export_weights
 from nanotrain.inference.generate import Sampling, generate
-from nanotrain.model.build import build_stage, collect_specs
-from nanotrain.model.stage import Stage
+from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.prepare.quickstart import find_quickstart
 from nanotrain.runs.folder import RunFolder
-from nanotrain.topology.stages import split_layers
+from nanotrain.topology.parameters import declare_model
+from nanotrain.topology.shape import ModelShape
 
 PREFIX = "model/"  # of the names of main params in a checkpoint
 
@@ -56,8 +56,7 @@ def open_checkpoint(path: Path) -> OpenedCheckpoint:
 def load_stage(checkpoint: OpenedCheckpoint) -> Stage:
     """Load all layers of a checkpoint's model, fp32 on the CPU."""
     model_config = checkpoint.config.model
-    (spec,) = split_layers(model_config.num_layers, 1)
-    stage = build_stage(model_config, spec, dtype=torch.float32).to_empty(device="cpu")
+    stage = build_stage(model_config).to_empty(device="cpu")
     parameters = dict(stage.named_parameters())
     with torch.no_grad():
         for name, tensor in read_global_tensors(checkpoint.path, [PREFIX + name for name in parameters]):
@@ -128,8 +127,7 @@ def export_checkpoint(
     """
     checkpoint = open_checkpoint(path)
     model_config = checkpoint.config.model
-    (spec,) = split_layers(model_config.num_layers, 1)
-    names = [PREFIX + spec.name for spec in collect_specs(build_stage(model_config, spec, dtype=torch.float32))]
+    names = [PREFIX + spec.name for spec in declare_model(ModelShape.of(model_config))]
     tensors = ((name.removeprefix(PREFIX), tensor) for name, tensor in read_global_tensors(checkpoint.path, names))
     tokenizer = tokenizer or _local_tokenizer(checkpoint)
     written = export_weights(folder, model_config, tensors=tensors, dtype=dtype, family=family, tokenizer=tokenizer)

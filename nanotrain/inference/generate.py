@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanotrain.model.stage import Stage
+from nanotrain.model.transformer import Stage
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def generate(stage: Stage, prompt: Sequence[int], *, num_tokens: int, sampling: 
     device = next(stage.parameters()).device
     tokens = list(prompt)
     for _ in range(num_tokens):
-        window = torch.tensor([tokens[-stage.model.max_position_embeddings :]], device=device)
+        window = torch.tensor([tokens[-stage.model_config.max_position_embeddings :]], device=device)
         logits = stage.logits(window, last_only=True)[0, 0].float().cpu()
         tokens.append(_sample(logits, sampling, generator=generator))
         if tokens[-1] == sampling.stop:

@@ -1,111 +1,80 @@
-"""The mixture-of-experts layer: a router, experts of which each token uses a few, and a shared one that all use.
+"""The mixture-of-experts layer: a router, experts of which each token uses the top k, and an optional shared expert.
 
-    hidden --+-- own tokens -- router -- dispatch -- experts -- combine -- all tokens --+-- out
-             +-- shared expert (an ordinary tensor-parallel MLP) -----------------------+
+    hidden --+-- local tokens -- router -- token dispatcher (experts) -- all tokens --+-- out
+             +-- shared expert (a tensor-parallel MLP) -------------------------------+
 
-Every rank brings tokens of its own to the experts. With sequence parallelism its tokens are its own already; without,
-all ranks of tp hold the same ones, so each takes its slice of the sequence and the results are joined again.
+Each rank routes tokens of its own. With sequence parallelism its tokens are a slice already. Without, all tp ranks have
+the same tokens, so each routes its slice of the sequence and the outputs are gathered.
 
-    B batch   S tokens of a sequence as the layer gets them   H hidden
+    B batch   S tokens of a sequence at the input of the layer   H hidden
 """
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from nanotrain.comm.autograd import concat_along, split_along
 from nanotrain.comm.group import Group
-from nanotrain.config.config import Activation, ModelConfig
-from nanotrain.config.derive import moe_ffn_size
-from nanotrain.errors import TopologyError
-from nanotrain.model.meta import meta_parameter
-from nanotrain.model.mlp import ACTIVATIONS, MLP
+from nanotrain.config.config import ModelConfig
+from nanotrain.model.context import LayerContext
 from nanotrain.model.parallel import ModelParallel
-from nanotrain.model.router import MoEContext, Router
+from nanotrain.model.parameters import Parameters
+from nanotrain.model.router import Router
 from nanotrain.parallel.ep.experts import Experts
 from nanotrain.parallel.ep.token_dispatcher import build_token_dispatcher
 
 _SEQUENCE = 1  # the dim of [B, S, H] that is split over tp
 
 
-class HasMoE(Protocol):
-    """What the layer reads of the context that all layers of a batch share."""
-
-    @property
-    def moe(self) -> MoEContext:
-        """Of the batch."""
-
-
 class MoELayer(nn.Module):
-    """Stands where an MLP stands, on the meta device.
+    """Routed experts and a shared expert; the same interface as `MLP`.
 
     Args:
-        model_config: the whole model's shape.
-        dtype: of the parameters and activations.
-        parallel: whom the layer talks to.
-
-    Raises:
-        TopologyError: experts that the groups cannot share.
+        model_config: of the model.
+        params: router, experts.up, experts.down; experts.gate where declared.
+        parallel: ep shards the experts, etp their matrices; tp and cp the sequence.
+        activation: of the experts.
+        shared: the shared expert; None without one.
     """
 
-    def __init__(self, model_config: ModelConfig, *, dtype: torch.dtype, parallel: ModelParallel) -> None:
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        params: Parameters,
+        *,
+        parallel: ModelParallel,
+        activation: Callable[[Tensor], Tensor],
+        shared: nn.Module | None,
+    ) -> None:
         super().__init__()
-        assert model_config.moe.num_experts is not None, "a dense layer has no experts"
-        tensor_parallel = parallel.tp
-        self._tp = tensor_parallel.group
-        self._split = Group.single_rank("tp") if tensor_parallel.sequence_parallel else tensor_parallel.group
-        self.router = Router(model_config, dtype=dtype, sequence=parallel.sequence)
-        num_experts, inner = expert_shape(model_config, parallel)
-        self._dispatcher = build_token_dispatcher(model_config.moe.num_experts, ep=parallel.ep, etp=parallel.etp)
-        wide, narrow = (num_experts, inner, model_config.hidden_size), (num_experts, model_config.hidden_size, inner)
-        is_gated = model_config.activation is Activation.swiglu
+        num_experts, self._tp = model_config.moe.num_experts, parallel.tp.group
+        assert num_experts is not None, "a dense layer has no experts"
+        self._split = Group.single_rank("tp") if parallel.tp.sequence_parallel else self._tp
+        self.router = Router(model_config.moe, params["router.weight"], sequence=parallel.sequence)
+        self._dispatcher = build_token_dispatcher(num_experts, ep=parallel.ep, etp=parallel.etp)
         self.experts = Experts(
-            gate=meta_parameter(*wide, dtype=dtype) if is_gated else None,
-            up=meta_parameter(*wide, dtype=dtype),
-            down=meta_parameter(*narrow, dtype=dtype),
-            activation=ACTIVATIONS[model_config.activation],
+            gate=params.get("experts.gate.weight"),
+            up=params["experts.up.weight"],
+            down=params["experts.down.weight"],
+            activation=activation,
             may_drop=self._dispatcher.keeps_dropped and model_config.moe.expert_capacity_factor is not None,
-            wgrad_queue=tensor_parallel.wgrad_queue,
+            wgrad_queue=parallel.tp.wgrad_queue,
         )
-        self.shared: MLP | None = None
-        if model_config.moe.shared_expert_intermediate_size is not None:
-            size = model_config.moe.shared_expert_intermediate_size
-            self.shared = MLP(model_config, dtype=dtype, tensor_parallel=tensor_parallel, size=size)
+        self.shared = shared
 
-    @torch.compiler.disable  # rows per expert differ from batch to batch, and ranks wait for each other in between
-    def forward(self, hidden: Tensor, context: HasMoE) -> Tensor:
+    @torch.compiler.disable  # tokens per expert vary between batches, and there are collectives in between
+    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
-        own = split_along(hidden, self._split, dim=_SEQUENCE)
-        routing = self.router(own, context.moe, places=self._places(own, context.moe))
-        mixed = self._dispatcher(own.flatten(0, 1), routing, run_experts=self.experts).view_as(own)
+        local = split_along(hidden, self._split, dim=_SEQUENCE)
+        routing = self.router(local, context, positions=self._positions(local, context))
+        mixed = self._dispatcher(local.flatten(0, 1), routing, run_experts=self.experts).view_as(local)
         out = concat_along(mixed, self._split, dim=_SEQUENCE)
         return out if self.shared is None else out + self.shared(hidden)
 
-    def _places(self, own: Tensor, context: MoEContext) -> Tensor:
-        """[own S] int64, where this rank's tokens stand in their sequence."""
-        length, first = own.shape[_SEQUENCE], own.shape[_SEQUENCE] * self._tp.index
-        if context.places is None:
-            return torch.arange(first, first + length, device=own.device)
-        return context.places[first : first + length]
-
-
-def expert_shape(model_config: ModelConfig, parallel: ModelParallel) -> tuple[int, int]:
-    """The number of experts of one rank and their local width.
-
-    Raises:
-        TopologyError: experts that the groups cannot share.
-    """
-    assert model_config.moe.num_experts is not None
-    inner, ep, etp = moe_ffn_size(model_config), parallel.ep.size, parallel.etp.size
-    for whole, size, what, flag in (
-        (model_config.moe.num_experts, ep, "experts", "expert-model-parallel-size"),
-        (inner, etp, "columns of an expert", "expert-tensor-parallel-size"),
-    ):
-        if whole % size:
-            raise TopologyError(
-                f"{whole} {what} cannot be shared by {size} ranks",
-                why="every rank holds as many",
-                fix=f"set --{flag} to a divisor of {whole}",
-            )
-    return model_config.moe.num_experts // ep, inner // etp
+    def _positions(self, local: Tensor, context: LayerContext) -> Tensor:
+        """[S of this tp rank] int64, the positions of its tokens in their sequence."""
+        length, first = local.shape[_SEQUENCE], local.shape[_SEQUENCE] * self._tp.index
+        if context.sequence_positions is None:
+            return torch.arange(first, first + length, device=local.device)
+        return context.sequence_positions[first : first + length]

@@ -1,4 +1,4 @@
-"""What the layers of a stage talk over: `ModelParallel`, handed from the stage down to each layer."""
+"""`ModelParallel`: the groups and the core attention of a stage's layers."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,13 @@ from nanotrain.topology.groups import GroupName
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """The groups of a stage, each wrapped in the part that speaks over it.
+    """How the layers of a stage are parallelized.
 
     Attributes:
-        tp: cuts matrices and the vocabulary.
-        core: attention over sequences that the cp group shares.
+        tp: shards matrices and the vocabulary.
+        core_attention: attention over sequences sharded over cp.
         ep: ranks that share the experts.
-        etp: ranks that share every expert's matrices.
+        etp: ranks that share the matrices of each expert.
         sequence: ranks that hold the tokens of one sequence (tp x cp).
     """
 
@@ -29,6 +29,6 @@ class ModelParallel:
 
     @classmethod
     def single_rank(cls) -> "ModelParallel":
-        """The whole model on one rank."""
+        """Without model parallelism."""
         names: tuple[GroupName, ...] = ("ep", "etp", "tp_cp")
         return cls(TensorParallel.single_rank(), SDPAttention(), *(Group.single_rank(name) for name in names))

@@ -1,11 +1,11 @@
-"""The losses of a router, and how they enter the backward pass without passing through the model.
+"""Auxiliary losses of a router, and how they enter the backward pass.
 
-    balance_loss   per sequence: E / (K S^2) * sum over experts of (choices of it) * (sum of its probabilities)
+    seq_aux_loss   per sequence: E / (K S^2) * sum over experts of tokens of the expert * sum of its probabilities
     z_loss         per token: logsumexp(logits)^2, which keeps logits small
-    join_loss      hangs a loss to a tensor of the forward pass; its gradient flows whenever the tensor's does
+    attach_loss    adds a loss to the backward pass of a tensor (Megatron-LM's MoEAuxLossAutoScaler)
 
-A sequence's choices are counted over all ranks that hold its tokens; each rank then differentiates its own tokens'
-share. So the sum over ranks is the same however the tokens are spread.
+Tokens per expert of a sequence are summed over all ranks that hold its tokens. Each rank then differentiates the share
+of its own tokens, so the sum over ranks does not depend on how the tokens are sharded.
 
 Sources: Fedus et al. 2021 (Switch), section 2.2, per sequence as in DeepSeek-V3, equations 17-20; Zoph et al. 2022
 (ST-MoE), equation 5.
@@ -22,21 +22,21 @@ from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.group import Group
 
 
-def balance_loss(probabilities: Tensor, experts: Tensor, *, sequence: Group) -> Tensor:
-    """This rank's share of the load-balancing losses of all its sequences, summed; 1 per sequence is perfect balance.
+def seq_aux_loss(probabilities: Tensor, topk_ids: Tensor, *, sequence: Group) -> Tensor:
+    """This rank's share of the load-balancing losses of its sequences, summed; 1 per sequence is perfect balance.
 
     Args:
         probabilities: [B, S, E] fp32, summing to one per token.
-        experts: [B, S, K] int64, the choices before any were dropped.
+        topk_ids: [B, S, K] int64, before any pair is dropped.
         sequence: the ranks that hold the tokens of one sequence.
     """
-    num_experts, topk = probabilities.shape[-1], experts.shape[-1]
+    num_experts, topk = probabilities.shape[-1], topk_ids.shape[-1]
     length = probabilities.shape[1] * sequence.size
-    chosen = experts.flatten(1)
-    counts = probabilities.new_zeros(len(experts), num_experts)
-    counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=counts.dtype))
-    all_reduce(counts, sequence)
-    return (counts * probabilities.sum(dim=1)).sum() * (num_experts / (topk * length**2))
+    ids = topk_ids.flatten(1)
+    tokens_per_expert = probabilities.new_zeros(len(topk_ids), num_experts)
+    tokens_per_expert.scatter_add_(1, ids, torch.ones_like(ids, dtype=probabilities.dtype))
+    all_reduce(tokens_per_expert, sequence)
+    return (tokens_per_expert * probabilities.sum(dim=1)).sum() * (num_experts / (topk * length**2))
 
 
 def z_loss(logits: Tensor) -> Tensor:
@@ -44,13 +44,13 @@ def z_loss(logits: Tensor) -> Tensor:
     return logits.logsumexp(dim=-1).square().sum()
 
 
-def join_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """`x` unchanged; differentiating anything made of it differentiates `loss` too, with factor one."""
-    joined: Tensor = _Join.apply(x, loss)
-    return joined
+def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
+    """`x` unchanged; its backward pass also differentiates `loss`, with factor one."""
+    attached: Tensor = _AttachLoss.apply(x, loss)
+    return attached
 
 
-class _Join(torch.autograd.Function):
+class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
         ctx.save_for_backward(loss)

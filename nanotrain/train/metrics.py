@@ -8,7 +8,7 @@ from typing import Any
 
 from nanotrain.comm.device import device_name, peak_memory
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.model.router_load import RouterLoad
+from nanotrain.model.router_stats import RouterMetrics
 from nanotrain.topology.hardware import peak_flops
 from nanotrain.train.plan import Plan
 from nanotrain.train.run import TrainState
@@ -119,20 +119,20 @@ def report_step(
         skipped=result.skipped,
         data_wait_s=clock.data_wait_s,
         loss_scale=loss_scale,
-        moe=_describe_routers(result.router_loads),
+        moe=_describe_routers(result.router_metrics),
     )
 
 
-def _describe_routers(loads: Mapping[str, RouterLoad]) -> dict[str, Any] | None:
-    if not loads:
+def _describe_routers(routers: Mapping[str, RouterMetrics]) -> dict[str, Any] | None:
+    if not routers:
         return None
     return {
-        "load": {name: list(load.choices) for name, load in loads.items()},
-        "max_load": fmean(load.max_load for load in loads.values()),
-        "dropped": fmean(load.dropped_fraction for load in loads.values()),
-        "entropy": fmean(load.entropy for load in loads.values()),
-        "balance_loss": fmean(load.balance_loss for load in loads.values()),
-        "z_loss": fmean(load.z_loss for load in loads.values()),
+        "load": {name: list(router.tokens_per_expert) for name, router in routers.items()},
+        "max_load": fmean(router.max_over_mean for router in routers.values()),
+        "dropped": fmean(router.dropped_fraction for router in routers.values()),
+        "entropy": fmean(router.entropy for router in routers.values()),
+        "balance_loss": fmean(router.aux_loss for router in routers.values()),
+        "z_loss": fmean(router.z_loss for router in routers.values()),
     }
 
 

@@ -1,4 +1,4 @@
-"""Routers in a run: their loads harvested once per step, their biases moved and kept in checkpoints."""
+"""Routers in a run: statistics collected once per step, expert biases updated and kept in checkpoints."""
 
 from collections.abc import Mapping
 
@@ -7,39 +7,39 @@ import torch
 from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import ModelConfig
-from nanotrain.model.router_load import RouterLoad, collect_router_loads, routers_of, update_expert_bias
-from nanotrain.model.stage import Stage
+from nanotrain.model.router_stats import RouterMetrics, collect_router_metrics, routers_of, update_expert_bias
+from nanotrain.model.transformer import Stage
 from nanotrain.topology.boxes import TensorBox
 
-PREFIX = "router/"  # of the names of biases in a checkpoint
+PREFIX = "router/"  # of the names of expert biases in a checkpoint
 
 
 def balance_routers(
-    stages: Mapping[int, Stage], model: ModelConfig, *, context: ParallelContext
-) -> dict[str, RouterLoad]:
-    """Harvest what all routers have chosen in this step, and move their biases against it.
+    stages: Mapping[int, Stage], model_config: ModelConfig, *, context: ParallelContext
+) -> dict[str, RouterMetrics]:
+    """Collect the statistics of all routers in this step, and update the expert biases.
 
     Args:
         stages: of this rank.
-        model: the whole model's shape.
-        context: the groups; tp and dp_cp together span the ranks with tokens of their own.
+        model_config: of the model.
+        context: the groups; tp and dp_cp together span the ranks that route tokens.
 
     Returns:
-        the load of every router of the whole model by name, the same on every rank; empty for a dense model.
+        the metrics of every router of the model by name, the same on every rank; empty for a dense model.
     """
-    if model.moe.num_experts is None:
+    if model_config.moe.num_experts is None:
         return {}
-    loads: dict[str, RouterLoad] = {}
+    metrics: dict[str, RouterMetrics] = {}
     for stage in stages.values():
-        own = collect_router_loads(stage, (context.group("tp"), context.group("dp_cp")))
-        update_expert_bias(stage, own, rate=model.moe.router_bias_update_rate)
-        loads |= own
-    everyone = all_gather_object(loads, context.group("pp"))
-    return {name: load for held in everyone for name, load in held.items()}
+        collected = collect_router_metrics(stage, (context.group("tp"), context.group("dp_cp")))
+        update_expert_bias(stage, collected, rate=model_config.moe.router_bias_update_rate)
+        metrics |= collected
+    gathered = all_gather_object(metrics, context.group("pp"))
+    return {name: router for stage_metrics in gathered for name, router in stage_metrics.items()}
 
 
 def router_biases(stages: Mapping[int, Stage]) -> dict[TensorBox, torch.Tensor]:
-    """The biases of this rank's routers, as a checkpoint keeps them; the same on every rank with these stages."""
+    """The expert biases of this rank's routers by their names in a checkpoint; replicated over all ranks of a stage."""
     return {
         TensorBox.full(f"{PREFIX}{name}.expert_bias", router.expert_bias.shape): router.expert_bias
         for stage in stages.values()
@@ -49,6 +49,6 @@ def router_biases(stages: Mapping[int, Stage]) -> dict[TensorBox, torch.Tensor]:
 
 
 def router_biases_to_save(stages: Mapping[int, Stage], context: ParallelContext) -> dict[TensorBox, torch.Tensor]:
-    """Those that this rank writes: of the ranks that hold a stage, the first."""
+    """The expert biases that this rank saves: all of them on the first rank of a stage, none elsewhere."""
     is_first = context.group("tp").is_first and context.group("dp_cp").is_first
     return router_biases(stages) if is_first else {}

@@ -7,7 +7,7 @@ from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.data.loader import GlobalBatchLoader
-from nanotrain.model.stage import Stage
+from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.optim.lr import LRSchedule
 from nanotrain.parallel.dp.data_parallel import DataParallel

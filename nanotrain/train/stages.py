@@ -1,6 +1,6 @@
 """The stages of this rank: modules on meta, what the rank holds of their parameters, flat storage for them.
 
-    build_stage (meta) -> collect_specs -> localize -> DataParallel, one for dense parameters and one for experts
+    declare_stage -> localize -> Stage (meta) -> DataParallel, one for dense parameters and one for experts
 
 Dense parameters are replicated over dp_cp, experts over expert_dp, so each has groups and buckets of its own.
 """
@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import ParallelConfig
 from nanotrain.kernels.deferred_wgrad import WgradQueue
-from nanotrain.model.build import build_stage, collect_specs
 from nanotrain.model.parallel import ModelParallel
-from nanotrain.model.stage import Stage
+from nanotrain.model.transformer import Stage
 from nanotrain.parallel.cp.attention import build_core_attention
 from nanotrain.parallel.dp.bucket import ReduceGroups
 from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions
@@ -23,7 +22,9 @@ from nanotrain.parallel.pp.executor import RunnableStage
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.groups import GroupName
+from nanotrain.topology.parameters import declare_stage
 from nanotrain.topology.params import LocalParam, localize
+from nanotrain.topology.shape import ModelShape
 from nanotrain.topology.stages import StageSpec
 from nanotrain.train.plan import Plan
 
@@ -78,9 +79,16 @@ def _build_stage(plan: Plan, spec: StageSpec, *, context: ParallelContext) -> Bu
     config, precision = plan.config, Precision.of(plan.config.precision)
     wgrad_queue = WgradQueue() if plan.train_schedule.defers_wgrad else None
     parallel = _model_parallel(config.parallel, context, wgrad_queue=wgrad_queue)
-    module = build_stage(config.model, spec, dtype=precision.params, parallel=parallel)
     sizes = {axis: context.topology.size(axis) for axis in ("tp", "ep", "etp")}
-    params = tuple(localize(param, coords=context.coords, sizes=sizes) for param in collect_specs(module))
+    declared = declare_stage(
+        ModelShape.of(config.model),
+        spec,
+        dtype=config.precision.params_dtype.value,
+        tensor_parallel_size=sizes["tp"],
+        sequence_parallel=config.parallel.sequence_parallel,
+    )
+    params = tuple(localize(param, coords=context.coords, sizes=sizes) for param in declared)
+    module = Stage(config.model, spec, params=params, parallel=parallel)
     layers = []
     for is_expert, (shard, replicate) in GROUPS_OF.items():
         held = [param for param in params if param.spec.is_expert is is_expert]
@@ -91,6 +99,7 @@ def _build_stage(plan: Plan, spec: StageSpec, *, context: ParallelContext) -> Bu
         layout = plan_layout(held, _layout_rules(config.parallel, num_shards=groups.shard.size))
         layer = DataParallel(module, layout, groups=groups, options=options, precision=precision, device=context.device)
         layers.append(layer)
+    module.to(context.device)  # the buffers of routers; parameters are there already
     return BuiltStage(module, params, tuple(layers), wgrad_queue)
 
 

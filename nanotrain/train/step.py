@@ -1,7 +1,7 @@
 """The train step, and what belongs to it: the remaining gradient sums after backward, and the global loss."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -9,7 +9,8 @@ from torch import Tensor
 from nanotrain.comm.collectives import all_reduce, all_reduce_scalars
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.model.router_load import RouterLoad
+from nanotrain.model.context import BatchContext
+from nanotrain.model.router_stats import RouterMetrics
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.pp.executor import run_schedule
 from nanotrain.topology.groups import GroupName
@@ -29,21 +30,22 @@ class StepResult:
         grad_norm: global 2-norm before clipping.
         lr: learning rate of this step.
         skipped: True if the gradient norm was not finite; no weight changed.
-        router_loads: routing statistics by router name; empty for a dense model.
+        router_metrics: routing statistics by router name; empty for a dense model.
     """
 
     loss: float
     grad_norm: float
     lr: float
     skipped: bool
-    router_loads: Mapping[str, RouterLoad] = field(default_factory=dict)
+    router_metrics: Mapping[str, RouterMetrics] = field(default_factory=dict)
 
 
 def train_step(run: Run, batch: GlobalBatch) -> StepResult:
     """One optimizer step: forward and backward of every microbatch, gradient reduction, parameter update."""
     lr = run.lr_schedule.lr_at(run.state.consumed_samples)
     num_tokens, loss_scale = max(batch.num_target_tokens, 1), run.optimizer.loss_scale.scale
-    microbatches = [replace(part, aux_scale=loss_scale / batch.num_samples) for part in batch.microbatches]
+    cp, aux_loss_scale = run.context.group("cp"), loss_scale / batch.num_samples
+    microbatches = [BatchContext.of(part, cp=cp, aux_loss_scale=aux_loss_scale) for part in batch.microbatches]
 
     for dp in run.data_parallel:
         dp.begin_step()
@@ -62,9 +64,9 @@ def train_step(run: Run, batch: GlobalBatch) -> StepResult:
         dp.start_param_gather()
 
     loss = global_loss(loss_sum, run.context)
-    loads = balance_routers(run.stages, run.config.model, context=run.context)
+    routers = balance_routers(run.stages, run.config.model, context=run.context)
     run.state.advance(samples=run.plan.sampler.global_batch_size, tokens=batch.num_target_tokens)
-    return StepResult(loss / num_tokens, update.grad_norm, lr=lr, skipped=update.skipped, router_loads=loads)
+    return StepResult(loss / num_tokens, update.grad_norm, lr=lr, skipped=update.skipped, router_metrics=routers)
 
 
 def finalize_grads(data_parallel: Sequence[DataParallel], context: ParallelContext) -> None:

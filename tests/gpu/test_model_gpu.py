@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from nanotrain.inference.generate import Sampling, generate
-from nanotrain.model.stage import Stage
+from nanotrain.model.context import BatchContext
+from nanotrain.model.transformer import Stage
 from tests.model.building import MODELS, build, random_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -16,7 +17,7 @@ def passed(stage: Stage, *, device: str) -> tuple[float, dict[str, torch.Tensor]
     """The loss and every gradient, in fp32 on the CPU."""
     stage.to(device)
     stage.zero_grad()
-    loss = stage(None, random_batch(length=48).to(torch.device(device)))
+    loss = stage(None, BatchContext(random_batch(length=48).to(torch.device(device))))
     (loss / 48).backward()
     return loss.item(), {name: p.grad.float().cpu() for name, p in stage.named_parameters()}
 

@@ -8,10 +8,8 @@ import transformers
 
 from nanotrain.hf.families import model_from_hf
 from nanotrain.hf.import_weights import import_weights
-from nanotrain.model.build import build_stage, collect_specs
-from nanotrain.model.stage import Stage
+from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.topology.boxes import TensorBox
-from nanotrain.topology.stages import split_layers
 from tests.model.building import VOCAB, give_storage
 
 LLAMA_SHAPE = {
@@ -83,8 +81,10 @@ def reference(name: str, *, seed: int = 0) -> torch.nn.Module:
 def load(folder: Path) -> Stage:
     """The whole nanotrain model of a folder, in fp32."""
     model = model_from_hf(folder)
-    stage = give_storage(build_stage(model, split_layers(model.num_layers, 1)[0], dtype=torch.float32))
+    stage = give_storage(build_stage(model))
     parameters = dict(stage.named_parameters())
-    wanted = {TensorBox.full(spec.name, spec.shape): parameters[spec.name] for spec in collect_specs(stage)}
+    wanted = {
+        TensorBox.full(spec.name, spec.shape): parameters[spec.name] for spec in (local.spec for local in stage.params)
+    }
     import_weights(folder, model, wanted=wanted)
     return stage

@@ -9,6 +9,8 @@ import transformers
 
 from nanotrain.hf.export import export_weights
 from nanotrain.hf.families import FAMILIES, family_of
+from nanotrain.hf.naming import map_parameters
+from nanotrain.model.context import BatchContext
 from nanotrain.topology.boxes import Box
 from tests.hf.reference import CONFIGS, load, reference
 from tests.model.building import random_batch
@@ -29,16 +31,17 @@ def test_logits_and_every_gradient_are_those_of_transformers(name: str, tmp_path
 
     each = F.cross_entropy(expected.flatten(0, 1), batch.labels.flatten(), reduction="none")
     loss = (each * batch.loss_mask.flatten()).sum()
-    found = ours(None, batch)
+    found = ours(None, BatchContext(batch))
     torch.testing.assert_close(found, loss, rtol=1e-5, atol=0)
     (loss / 40).backward()
     (found / 40).backward()
     gradients = {key: parameter.grad for key, parameter in theirs.named_parameters()}
-    family = FAMILIES[family_of(ours.model)]
-    places = (*family.other_places, family.places)[0](ours.model)  # of transformers 5: experts are fused in memory
-    assert {tensor for place in places.values() for tensor in place.tensor_shapes} == gradients.keys()
+    family = FAMILIES[family_of(ours.model_config)]
+    naming = (*family.other_namings, family.naming)[0]  # of transformers 5: experts are fused in memory
+    mappings = map_parameters(ours.model_config, naming)
+    assert {tensor for mapping in mappings.values() for tensor in mapping.tensor_shapes} == gradients.keys()
     for key, parameter in ours.named_parameters():
-        (piece,) = places[key].pieces(Box.full(places[key].shape))
+        (piece,) = mappings[key].slices(Box.full(mappings[key].shape))
         part = piece.as_parameter(gradients[piece.tensor][piece.stored.slices()])
         torch.testing.assert_close(parameter.grad[: part.shape[0]], part, rtol=1e-3, atol=1e-5, msg=key)
 
@@ -48,7 +51,7 @@ def test_import_then_export_is_the_identity_to_the_bit(name: str, tmp_path: Path
     theirs = reference(name)
     theirs.save_pretrained(tmp_path / "in")
     ours = load(tmp_path / "in")
-    family = export_weights(tmp_path / "out", ours.model, tensors=tensors_of(ours).items())
+    family = export_weights(tmp_path / "out", ours.model_config, tensors=tensors_of(ours).items())
     assert family == theirs.config.model_type
 
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -106,7 +109,10 @@ def test_ten_steps_of_adamw_on_the_same_weights_give_the_same_losses(tmp_path: P
         count = batch.loss_mask.sum()
         logits = theirs(batch.tokens).logits.flatten(0, 1)
         each = F.cross_entropy(logits, batch.labels.flatten(), reduction="none")
-        for who, loss in (("theirs", (each * batch.loss_mask.flatten()).sum()), ("ours", ours(None, batch))):
+        for who, loss in (
+            ("theirs", (each * batch.loss_mask.flatten()).sum()),
+            ("ours", ours(None, BatchContext(batch))),
+        ):
             mean = loss / count
             mean.backward()
             optimizers[who].step()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from nanotrain.errors import HuggingFaceError
 from nanotrain.hf import export
 from nanotrain.hf.export import export_weights
-from nanotrain.model.stage import Stage
+from nanotrain.model.transformer import Stage
 from tests.hf.reference import load
 from tests.model.building import LLAMA, MODELS, build, random_batch, randomize
 
@@ -23,10 +23,10 @@ def tensors_of(stage: Stage) -> list[tuple[str, torch.Tensor]]:
 @pytest.mark.parametrize("name", ["llama-untied", "gpt2"])
 def test_shards_hold_what_one_file_holds(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = randomize(build(MODELS[name]))
-    export_weights(tmp_path / "one", stage.model, tensors=tensors_of(stage))
+    export_weights(tmp_path / "one", stage.model_config, tensors=tensors_of(stage))
     monkeypatch.setattr(export, "MAX_SHARD_BYTES", 20_000)
     # The order of the stream is free.
-    export_weights(tmp_path / "many", stage.model, tensors=reversed(tensors_of(stage)))
+    export_weights(tmp_path / "many", stage.model_config, tensors=reversed(tensors_of(stage)))
     files = sorted((tmp_path / "many").glob("*.safetensors"))
     assert len(files) > 2
     assert all(file.name.endswith(f"-of-{len(files):05d}.safetensors") for file in files)
@@ -64,7 +64,7 @@ def test_padding_is_never_exported(tmp_path: Path) -> None:
     for name, tensor in tensors_of(stage):
         if name in ("embedding.word.weight", "head.weight"):
             assert len(tensor) == 256
-    export_weights(tmp_path, stage.model, tensors=tensors_of(stage))
+    export_weights(tmp_path, stage.model_config, tensors=tensors_of(stage))
     stored = load_file(tmp_path / "model.safetensors")
     assert stored["model.embed_tokens.weight"].shape == stored["lm_head.weight"].shape == (131, 32)
 
@@ -96,12 +96,12 @@ def test_a_single_tokenizer_file_is_copied_under_its_usual_name(tmp_path: Path) 
 def test_bad_targets_are_refused(tmp_path: Path) -> None:
     tensors = tensors_of(build(LLAMA))
     export_weights(tmp_path / "out", LLAMA, tensors=tensors)
-    with pytest.raises(HuggingFaceError, match="holds weights already"):
+    with pytest.raises(HuggingFaceError, match="already contains weights"):
         export_weights(tmp_path / "out", LLAMA, tensors=tensors)
     (tmp_path / "file").touch()
     with pytest.raises(HuggingFaceError, match="cannot write"):
         export_weights(tmp_path / "file", LLAMA, tensors=tensors)
-    with pytest.raises(HuggingFaceError, match="holds no tokenizer"):
+    with pytest.raises(HuggingFaceError, match="contains no tokenizer"):
         export_weights(tmp_path / "second", LLAMA, tensors=tensors, tokenizer=tmp_path / "nowhere")
     with pytest.raises(HuggingFaceError, match="bloom is not known"):
         export_weights(tmp_path / "third", LLAMA, tensors=tensors, family="bloom")

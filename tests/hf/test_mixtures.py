@@ -19,7 +19,8 @@ from nanotrain.hf.canonical import canonical
 from nanotrain.hf.export import export_weights
 from nanotrain.hf.families import FAMILIES, config_from_hf, family_of, model_from_hf
 from nanotrain.hf.import_weights import import_weights
-from nanotrain.hf.names import fused_places
+from nanotrain.hf.mixture import FUSED_NAMES
+from nanotrain.hf.naming import map_parameters
 from nanotrain.hf.weights import WeightFiles
 from nanotrain.topology.boxes import Box, TensorBox, flat_range_to_boxes
 from tests.hf.reference import MIXTURES, reference
@@ -27,8 +28,8 @@ from tests.hf.reference import MIXTURES, reference
 
 def read_whole(folder: Path, model: ModelConfig) -> dict[str, torch.Tensor]:
     """Every parameter of a folder, whole and without padding."""
-    places = FAMILIES[family_of(model)].places(model)
-    tensors = {name: torch.full(place.shape, float("nan")) for name, place in places.items()}
+    mappings = map_parameters(model, FAMILIES[family_of(model)].naming)
+    tensors = {name: torch.full(mapping.shape, float("nan")) for name, mapping in mappings.items()}
     wanted = {TensorBox.full(name, tensor.shape): tensor for name, tensor in tensors.items()}
     import_weights(folder, model, wanted=wanted)
     return tensors
@@ -40,10 +41,10 @@ def test_every_parameter_is_the_one_transformers_holds(name: str, tmp_path: Path
     theirs.save_pretrained(tmp_path)
     model = model_from_hf(tmp_path)
     held, found = dict(theirs.named_parameters()), read_whole(tmp_path, model)
-    places = fused_places(model)
-    assert {tensor for place in places.values() for tensor in place.tensor_shapes} == held.keys()
-    for key, place in places.items():
-        (piece,) = place.pieces(Box.full(place.shape))
+    mappings = map_parameters(model, FUSED_NAMES)
+    assert {tensor for mapping in mappings.values() for tensor in mapping.tensor_shapes} == held.keys()
+    for key, mapping in mappings.items():
+        (piece,) = mapping.slices(Box.full(mapping.shape))
         assert torch.equal(found[key], held[piece.tensor][piece.stored.slices()])
 
 

@@ -13,12 +13,9 @@ from nanotrain.config.schema import config_from_dict, to_dict
 from nanotrain.errors import DataError
 from nanotrain.inference.checkpoint import continue_text, export_checkpoint, load_stage, open_checkpoint
 from nanotrain.inference.generate import Sampling
-from nanotrain.model.build import build_stage, collect_specs
 from nanotrain.model.init import initialize
-from nanotrain.model.stage import Stage
+from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.topology.boxes import Box, TensorBox
-from nanotrain.topology.params import LocalParam
-from nanotrain.topology.stages import split_layers
 
 
 def write_run(folder: Path, *, tokenizer: str | None = "bytes") -> Stage:
@@ -26,10 +23,9 @@ def write_run(folder: Path, *, tokenizer: str | None = "bytes") -> Stage:
     model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 257}
     data = {"tokenizer_model": tokenizer, "data_path": ["text"]}
     config: Config = config_from_dict({"model": model, "data": data})
-    (spec,) = split_layers(2, 1)
-    stage = build_stage(config.model, spec, dtype=torch.float32).to_empty(device="cpu")
-    specs = collect_specs(stage)
-    initialize(stage, [LocalParam.unsharded(spec) for spec in specs], seed=1)
+    stage = build_stage(config.model).to_empty(device="cpu")
+    specs = [local.spec for local in stage.params]
+    initialize(stage, stage.params, seed=1)
     weights = dict(stage.named_parameters())
     tensors = {
         TensorBox(f"model/{spec.name}", spec.shape, Box.full(spec.shape)): weights[spec.name].data for spec in specs

@@ -6,11 +6,10 @@ import torch
 
 from nanotrain.config.config import Activation, ModelConfig, Normalization, PositionEmbedding
 from nanotrain.data.batch import Batch
-from nanotrain.model.build import build_stage, collect_specs
 from nanotrain.model.init import initialize
-from nanotrain.model.stage import Stage
-from nanotrain.topology.params import LocalParam
-from nanotrain.topology.stages import StageSpec, split_layers
+from nanotrain.model.transformer import Stage, build_stage
+from nanotrain.precision.dtypes import TORCH_DTYPES
+from nanotrain.topology.stages import StageSpec
 
 # 131 is no multiple of 128, so every model here has a padded vocabulary.
 VOCAB = 131
@@ -60,10 +59,10 @@ def give_storage(stage: Stage, *, device: str = "cpu") -> Stage:
 def build(
     model: ModelConfig, *, spec: StageSpec | None = None, dtype: torch.dtype = torch.float32, seed: int = 1
 ) -> Stage:
-    """A stage with start values; the whole model where no spec is given."""
-    spec = spec or split_layers(model.num_layers, 1)[0]
-    stage = give_storage(build_stage(model, spec, dtype=dtype))
-    initialize(stage, [LocalParam.unsharded(spec) for spec in collect_specs(stage)], seed=seed)
+    """A stage with initial weights; the full model where no spec is given."""
+    name = next(name for name, torch_dtype in TORCH_DTYPES.items() if torch_dtype is dtype)
+    stage = give_storage(build_stage(model, spec, dtype=name))
+    initialize(stage, stage.params, seed=seed)
     return stage
 
 

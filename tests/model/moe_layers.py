@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers for tests: the whole layer on one rank, and any rank's part of it in any layout.
+"""Mixture-of-experts layers for tests: the layer on one rank, and the shard of any rank in any layout.
 
 B sequences   S tokens of a sequence   H hidden
 """
@@ -6,19 +6,23 @@ B sequences   S tokens of a sequence   H hidden
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Activation, ModelConfig, MoEConfig, RouterScore
+from nanotrain.model.context import LayerContext
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.parallel import ModelParallel
-from nanotrain.model.router import MoEContext
+from nanotrain.model.parameters import Parameters
+from nanotrain.model.transformer import build_mlp
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+from nanotrain.topology.parameters import Declaration, moe
+from nanotrain.topology.shape import ModelShape
 
 B, S, H, E = 4, 32, 16, 8
 
-DROPLESS = ModelConfig(hidden_size=H, moe=MoEConfig(num_experts=E, router_topk=2, ffn_hidden_size=24))
+DROPLESS = ModelConfig(hidden_size=H, vocab_size=8, moe=MoEConfig(num_experts=E, router_topk=2, ffn_hidden_size=24))
 CAPACITY = replace(
     DROPLESS,
     moe=replace(DROPLESS.moe, router_topk=3, router_pre_softmax=True, aux_loss_coeff=0.7, expert_capacity_factor=0.8),
@@ -39,21 +43,16 @@ DEEPSEEK = replace(
 )
 GELU = replace(
     DROPLESS, activation=Activation.gelu, moe=replace(DROPLESS.moe, ffn_hidden_size=22, z_loss_coeff=0.2)
-)  # 22: the looped form
+)  # 22: the looped kernel
 MODELS = {"dropless": DROPLESS, "capacity": CAPACITY, "deepseek": DEEPSEEK, "gelu": GELU}
 
-# Nobody chooses these: with four ranks of experts the second one gets no token at all.
+# No token is routed to these: with ep=4 the second rank gets none.
 IDLE_EXPERTS = (2, 3)
 
 
 @dataclass(frozen=True)
-class LayerContext:
-    moe: MoEContext
-
-
-@dataclass(frozen=True)
 class Outcome:
-    """What a layer makes of an input and of a gradient."""
+    """Output and gradients of a layer."""
 
     output: Tensor
     grad_input: Tensor
@@ -64,39 +63,38 @@ def random(*shape: int, seed: int, std: float = 1.0) -> Tensor:
     return torch.empty(shape).normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
 
 
-def whole_weights(model: ModelConfig) -> dict[str, Tensor]:
+def full_weights(model: ModelConfig) -> dict[str, Tensor]:
     """Every parameter of the layer, over all ranks."""
-    layer = MoELayer(model, dtype=torch.float32, parallel=ModelParallel.single_rank())
-    named = list(layer.named_parameters())
-    return {name: random(*param.shape, seed=i, std=0.5) for i, (name, param) in enumerate(named)}
+    specs = moe(Declaration(ModelShape.of(model), "fp32"))
+    return {spec.name: random(*spec.shape, seed=i, std=0.5) for i, spec in enumerate(specs)}
 
 
-def give(layer: MoELayer, weights: dict[str, Tensor]) -> MoELayer:
-    """Put weights in place of the layer's meta parameters, and a bias that keeps some experts idle."""
-    for name, parameter in list(layer.named_parameters()):
-        assert weights[name].shape == parameter.shape, name
-        owner, _, leaf = name.rpartition(".")
-        layer.get_submodule(owner)._parameters[leaf] = torch.nn.Parameter(weights[name].clone())
+def build_layer(model: ModelConfig, weights: dict[str, Tensor], *, parallel: ModelParallel | None = None) -> MoELayer:
+    """The layer with these weights, and an expert bias that keeps some experts idle."""
+    params = Parameters({name: nn.Parameter(weight.clone()) for name, weight in weights.items()})
+    layer = build_mlp(model, params, parallel=parallel or ModelParallel.single_rank())
+    assert isinstance(layer, MoELayer)
+    assert [name for name, _ in layer.named_parameters()] == list(weights)
     if layer.router.expert_bias is not None:
         layer.router.expert_bias.copy_(random(E, seed=99, std=0.1))
         layer.router.expert_bias[list(IDLE_EXPERTS)] = -10.0
     return layer
 
 
-def build_whole(model: ModelConfig) -> MoELayer:
-    return give(MoELayer(model, dtype=torch.float32, parallel=ModelParallel.single_rank()), whole_weights(model))
+def build_full(model: ModelConfig) -> MoELayer:
+    return build_layer(model, full_weights(model))
 
 
-def run(layer: MoELayer, x: Tensor, grad: Tensor, *, places: Tensor | None = None) -> Outcome:
+def run(layer: MoELayer, x: Tensor, grad: Tensor, *, positions: Tensor | None = None) -> Outcome:
     x = x.clone().requires_grad_()
-    output = layer(x, LayerContext(MoEContext(aux_scale=1 / B, places=places)))
+    output = layer(x, LayerContext(sequence_positions=positions, aux_loss_scale=1 / B))
     output.backward(grad)
     return Outcome(output.detach(), x.grad, {name: param.grad for name, param in layer.named_parameters()})
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has of the layer and of the batch."""
+    """One rank's shard of the layer and of the batch."""
 
     ctx: ParallelContext
     sequence_parallel: bool
@@ -110,25 +108,25 @@ class Part:
         )
 
     @property
-    def places(self) -> Tensor:
-        """Of this rank's tokens in their sequence: zigzag over cp, not yet cut over tp."""
+    def positions(self) -> Tensor:
+        """Of this rank's tokens in their sequence: zigzag over cp, not yet split over tp."""
         cp = self.ctx.group("cp")
         chunks = torch.arange(S).chunk(2 * cp.size)
         return torch.cat([chunks[cp.index], chunks[2 * cp.size - 1 - cp.index]])
 
-    def of_batch(self, whole: Tensor) -> Tensor:
-        """[B, S, H] of all ranks -> what this rank holds as the layer gets it."""
-        mine = whole.chunk(self.ctx.topology.size("dp"))[self.ctx.coords["dp"]][:, self.places]
+    def of_batch(self, full: Tensor) -> Tensor:
+        """[B, S, H] of all ranks -> this rank's input of the layer."""
+        mine = full.chunk(self.ctx.topology.size("dp"))[self.ctx.coords["dp"]][:, self.positions]
         return self.parallel.tp.local_slice(mine)
 
-    def of_weight(self, name: str, whole: Tensor) -> Tensor:
+    def of_weight(self, name: str, full: Tensor) -> Tensor:
         coords, topology = self.ctx.coords, self.ctx.topology
-        for dim, axis in cuts_of(name):
-            whole = whole.chunk(topology.size(axis), dim=dim)[coords[axis]]
-        return whole
+        for dim, axis in shards_of(name):
+            full = full.chunk(topology.size(axis), dim=dim)[coords[axis]]
+        return full
 
     def total(self, name: str, grad: Tensor) -> Tensor:
-        """A gradient summed over the ranks that hold the same part of the parameter."""
+        """A gradient summed over the ranks that hold the same shard."""
         total = grad.clone()
         if name.startswith("experts."):
             all_reduce(total, self.ctx.group("expert_dp"))
@@ -139,8 +137,8 @@ class Part:
         return total
 
 
-def cuts_of(name: str) -> list[tuple[int, str]]:
-    """Which axis cuts which dim of a parameter of the layer."""
+def shards_of(name: str) -> list[tuple[int, str]]:
+    """The sharded dims of a parameter of the layer, and their axes."""
     part, _, rest = name.partition(".")
     if part == "experts":
         return [(0, "ep"), (2 if rest == "down.weight" else 1, "etp")]

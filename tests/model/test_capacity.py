@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanotrain.comm.group import Group
-from nanotrain.model.capacity import within_capacity
+from nanotrain.model.capacity import drop_over_capacity
 from nanotrain.parallel.ep.token_dispatcher import Routing
 
 E = 4
 
 
 def kept_by_hand(experts, weights, capacity):
-    """Token by token: the rule as it is told."""
+    """Token by token: the rule written out."""
     kept = experts.clone()
     for sequence, chosen in enumerate(experts.tolist()):
         for expert in range(E):
@@ -28,27 +28,27 @@ def kept_by_hand(experts, weights, capacity):
 
 
 @given(st.integers(1, 7), st.integers(1, 3), st.integers(0, 10**6))
-def test_the_highest_weights_stay_and_ties_go_by_place(length, capacity, seed):
+def test_the_highest_weights_stay_and_ties_go_by_position(length, capacity, seed):
     generator = torch.Generator().manual_seed(seed)
     experts = torch.rand(2, length, E, generator=generator).topk(2, dim=-1).indices
     weights = torch.randint(0, 3, (2, length, 2), generator=generator) / 2  # many ties
-    found = within_capacity(
+    found = drop_over_capacity(
         Routing(experts, weights),
         num_experts=E,
         capacity=min(capacity, length),
-        places=torch.arange(length),
+        positions=torch.arange(length),
         sequence=Group.single_rank("tp_cp"),
     )
     assert torch.equal(found, kept_by_hand(experts, weights, capacity))
 
 
 @given(st.permutations(range(6)))
-def test_the_order_in_which_a_rank_holds_its_tokens_does_not_matter(order):
+def test_the_order_of_the_tokens_of_a_rank_does_not_matter(order):
     generator = torch.Generator().manual_seed(1)
     experts = torch.rand(1, 6, E, generator=generator).topk(2, dim=-1).indices
     weights = torch.randint(0, 2, (1, 6, 2), generator=generator).float()
     options = {"num_experts": E, "capacity": 2, "sequence": Group.single_rank("tp_cp")}
-    straight = within_capacity(Routing(experts, weights), places=torch.arange(6), **options)
-    places = torch.tensor(order)
-    mixed = within_capacity(Routing(experts[:, places], weights[:, places]), places=places, **options)
-    assert torch.equal(mixed, straight[:, places])
+    straight = drop_over_capacity(Routing(experts, weights), positions=torch.arange(6), **options)
+    positions = torch.tensor(order)
+    mixed = drop_over_capacity(Routing(experts[:, positions], weights[:, positions]), positions=positions, **options)
+    assert torch.equal(mixed, straight[:, positions])

@@ -1,4 +1,4 @@
-"""Start values: a function of seed, name and global shape, whoever asks."""
+"""Initial weights are a function of seed, name and global shape."""
 
 from dataclasses import replace
 from functools import cache
@@ -18,14 +18,14 @@ HUGE = ParamSpec("layers.0.mlp.up.weight", (5000, 700), dtype="fp32", init=Norma
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2-untied"])
-def test_a_stage_starts_with_the_bits_of_the_whole_model(name: str) -> None:
+def test_a_stage_has_the_initial_bits_of_the_full_model(name: str) -> None:
     model = replace(MODELS[name], num_layers=4)
-    whole = dict(build(model, seed=7).named_parameters())
+    full = dict(build(model, seed=7).named_parameters())
     last = build(model, spec=StageSpec(1, 2, 4, has_embedding=False, has_head=True), seed=7)
     names = [key for key, _ in last.named_parameters()]
     assert "layers.2.mlp.down.weight" in names
     for key, parameter in last.named_parameters():
-        assert torch.equal(parameter, whole[key]), key
+        assert torch.equal(parameter, full[key]), key
 
 
 def test_another_seed_layer_or_name_gives_other_values() -> None:
@@ -46,7 +46,7 @@ def test_matrices_are_normal_and_output_projections_narrower() -> None:
     assert parameters["embedding.word.weight"][131:].std().item() == pytest.approx(0.05, rel=0.05)
 
 
-def test_bf16_starts_as_the_rounded_fp32_values() -> None:
+def test_bf16_weights_are_the_rounded_fp32_values() -> None:
     exact, rounded = build(LLAMA), build(LLAMA, dtype=torch.bfloat16)
     for one, other in zip(exact.parameters(), rounded.parameters(), strict=True):
         assert torch.equal(one.bfloat16(), other)
@@ -54,18 +54,18 @@ def test_bf16_starts_as_the_rounded_fp32_values() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_any_box_of_a_parameter_is_cut_from_its_whole(data: st.DataObject) -> None:
+def test_any_box_of_a_parameter_is_a_box_of_the_full_parameter(data: st.DataObject) -> None:
     assert HUGE.numel > 3 * BLOCK_ELEMENTS  # so that boxes cross the borders of blocks
     rows = sorted(data.draw(st.lists(st.integers(0, 5000), min_size=2, max_size=2, unique=True)))
     columns = sorted(data.draw(st.lists(st.integers(0, 700), min_size=2, max_size=2, unique=True)))
     box = Box((rows[0], columns[0]), (rows[1], columns[1]))
     target = torch.full(box.shape, float("nan"))
     fill_normal(target, HUGE, box=box, seed=3, std=0.02)
-    assert torch.equal(target, whole_of_huge()[box.slices()])
+    assert torch.equal(target, full_of_huge()[box.slices()])
 
 
 @cache
-def whole_of_huge() -> torch.Tensor:
-    whole = torch.empty(HUGE.shape)
-    fill_normal(whole, HUGE, box=Box.full(HUGE.shape), seed=3, std=0.02)
-    return whole
+def full_of_huge() -> torch.Tensor:
+    full = torch.empty(HUGE.shape)
+    fill_normal(full, HUGE, box=Box.full(HUGE.shape), seed=3, std=0.02)
+    return full

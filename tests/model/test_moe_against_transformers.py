@@ -8,7 +8,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Confi
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
 
-from tests.model.moe_layers import DEEPSEEK, DROPLESS, B, E, H, S, build_whole, close, random, run, whole_weights
+from tests.model.moe_layers import DEEPSEEK, DROPLESS, B, E, H, S, build_full, close, full_weights, random, run
 
 
 def load_experts(block, weights):
@@ -22,7 +22,7 @@ def load_experts(block, weights):
 
 
 def check_against(block, model):
-    layer, x, grad = build_whole(model), random(B, S, H, seed=7), random(B, S, H, seed=8)
+    layer, x, grad = build_full(model), random(B, S, H, seed=7), random(B, S, H, seed=8)
     outcome = run(layer, x, grad)
     theirs = x.clone().requires_grad_()
     output = block(theirs)
@@ -39,7 +39,7 @@ def check_against(block, model):
 def test_mixtral_block_gives_the_same():
     config = MixtralConfig(hidden_size=H, intermediate_size=24, num_local_experts=E, num_experts_per_tok=2)
     config._experts_implementation = "eager"
-    check_against(load_experts(MixtralSparseMoeBlock(config), whole_weights(DROPLESS)), DROPLESS)
+    check_against(load_experts(MixtralSparseMoeBlock(config), full_weights(DROPLESS)), DROPLESS)
 
 
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
@@ -49,7 +49,7 @@ def test_qwen3_moe_block_gives_the_same(norm_topk_prob):
         hidden_size=H, moe_intermediate_size=24, num_experts=E, num_experts_per_tok=3, norm_topk_prob=norm_topk_prob
     )
     config._experts_implementation = "eager"
-    check_against(load_experts(Qwen3MoeSparseMoeBlock(config), whole_weights(model)), model)
+    check_against(load_experts(Qwen3MoeSparseMoeBlock(config), full_weights(model)), model)
 
 
 def test_deepseek_block_gives_the_same():
@@ -62,10 +62,10 @@ def test_deepseek_block_gives_the_same():
     model = replace(model, moe=replace(model.moe, ffn_hidden_size=20))
     config = DeepseekV3Config(**sizes, **routing, n_shared_experts=2, norm_topk_prob=True)
     config._experts_implementation = "eager"
-    weights = whole_weights(model)
+    weights = full_weights(model)
     block = load_experts(DeepseekV3MoE(config), weights)
     with torch.no_grad():
         for ours, theirs in (("gate", "gate_proj"), ("up", "up_proj"), ("down", "down_proj")):
             getattr(block.shared_experts, theirs).weight.copy_(weights[f"shared.{ours}.weight"])
-        block.gate.e_score_correction_bias.copy_(build_whole(model).router.expert_bias)
+        block.gate.e_score_correction_bias.copy_(build_full(model).router.expert_bias)
     check_against(block, model)

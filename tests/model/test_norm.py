@@ -2,14 +2,22 @@
 
 import pytest
 import torch
+from torch import nn
 
-from nanotrain.config.config import Normalization
+from nanotrain.config.config import ModelConfig, Normalization
 from nanotrain.model.norm import build_norm
+from nanotrain.model.parameters import Parameters
+
+
+def norm_of(kind: Normalization, size: int, *, eps: float, dtype: torch.dtype) -> nn.Module:
+    names = ("weight", "bias") if kind is Normalization.LayerNorm else ("weight",)
+    params = Parameters({name: nn.Parameter(torch.empty(size, dtype=dtype)) for name in names})
+    return build_norm(ModelConfig(normalization=kind, norm_epsilon=eps), params)
 
 
 @pytest.mark.parametrize("kind", list(Normalization))
 def test_a_norm_scales_to_unit_size(kind: Normalization) -> None:
-    norm = build_norm(kind, 16, epsilon=1e-3, dtype=torch.float64).to_empty(device="cpu")
+    norm = norm_of(kind, 16, eps=1e-3, dtype=torch.float64)
     with torch.no_grad():
         for parameter in norm.parameters():
             parameter.copy_(torch.randn(16))
@@ -24,7 +32,7 @@ def test_a_norm_scales_to_unit_size(kind: Normalization) -> None:
 
 @pytest.mark.parametrize("kind", list(Normalization))
 def test_bf16_is_computed_in_fp32_and_rounded_once(kind: Normalization) -> None:
-    exact = build_norm(kind, 64, epsilon=1e-5, dtype=torch.float32).to_empty(device="cpu")
+    exact = norm_of(kind, 64, eps=1e-5, dtype=torch.float32)
     with torch.no_grad():
         for parameter in exact.parameters():
             parameter.copy_(torch.randn(64).bfloat16())

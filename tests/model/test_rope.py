@@ -1,11 +1,11 @@
-"""Rotary positions: a rotation, relative, and the same in every way to compute it."""
+"""Rotary positions: a rotation, relative, and equal in every way to compute it."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanotrain.model.rope import RotaryTables, Rotation, frequencies, rotate
+from nanotrain.model.rope import Rotary, RotaryTables, apply_rotary, inverse_frequencies
 from tests.model.building import LLAMA, LLAMA3
 
 
@@ -14,25 +14,25 @@ def heads(length: int = 12, *, seed: int = 0, dtype: torch.dtype = torch.float64
     return torch.randn(2, length, 3, 8, generator=generator, dtype=dtype)
 
 
-def rotation(positions: int | torch.Tensor, *, dtype: torch.dtype = torch.float64) -> Rotation:
+def rotary(positions: int | torch.Tensor, *, dtype: torch.dtype = torch.float64) -> Rotary:
     return RotaryTables(LLAMA).at(positions, like=torch.empty(0, dtype=dtype))
 
 
 def by_complex_numbers(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    angles = positions[:, None].double() * frequencies(LLAMA).double()
+    angles = positions[:, None].double() * inverse_frequencies(LLAMA).double()
     low, high = x.chunk(2, dim=-1)
-    turned = torch.complex(low, high) * torch.polar(torch.ones_like(angles), angles)[:, None]
-    return torch.cat((turned.real, turned.imag), dim=-1)
+    rotated = torch.complex(low, high) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat((rotated.real, rotated.imag), dim=-1)
 
 
-def test_every_pair_turns_by_position_times_frequency() -> None:
+def test_every_pair_is_rotated_by_position_times_frequency() -> None:
     x = heads()
-    torch.testing.assert_close(rotate(x, rotation(12)), by_complex_numbers(x, torch.arange(12)), atol=1e-6, rtol=0)
+    torch.testing.assert_close(apply_rotary(x, rotary(12)), by_complex_numbers(x, torch.arange(12)), atol=1e-6, rtol=0)
 
 
 def test_the_gradient_is_that_of_the_formula() -> None:
     x = heads().requires_grad_()
-    torch.autograd.gradcheck(lambda x: rotate(x, rotation(12)), x)
+    torch.autograd.gradcheck(lambda x: apply_rotary(x, rotary(12)), x)
 
 
 @settings(max_examples=25, deadline=None)
@@ -41,16 +41,16 @@ def test_scores_depend_on_the_distance_only(shift: int, distance: int) -> None:
     query, key = heads(1, seed=1)[0, 0, 0], heads(1, seed=2)[0, 0, 0]
 
     def score(at: int) -> torch.Tensor:
-        turn = rotation(torch.tensor([[at + distance, at]]))
-        turned = rotate(torch.stack((query, key))[None, :, None], turn)
-        return turned[0, 0, 0] @ turned[0, 1, 0]
+        tables = rotary(torch.tensor([[at + distance, at]]))
+        rotated = apply_rotary(torch.stack((query, key))[None, :, None], tables)
+        return rotated[0, 0, 0] @ rotated[0, 1, 0]
 
     torch.testing.assert_close(score(shift), score(0), atol=1e-3, rtol=0)
 
 
 def test_position_ids_pick_rows_of_the_table() -> None:
     ids = torch.tensor([[0, 1, 2, 0, 1], [3, 4, 5, 6, 0]])
-    whole, picked = rotation(7), rotation(ids)
+    whole, picked = rotary(7), rotary(ids)
     assert torch.equal(picked.cos, whole.cos[ids])
     assert torch.equal(picked.sin, whole.sin[ids])
 
@@ -65,15 +65,15 @@ def test_a_table_grows_and_shorter_ones_are_its_beginning() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tables_are_exact_before_they_are_rounded(dtype: torch.dtype) -> None:
-    angles = torch.arange(4096).float()[:, None] * frequencies(LLAMA)
-    assert torch.equal(rotation(4096, dtype=dtype).cos[:, 0], angles.cos().to(dtype))
+    angles = torch.arange(4096).float()[:, None] * inverse_frequencies(LLAMA)
+    assert torch.equal(rotary(4096, dtype=dtype).cos[:, 0], angles.cos().to(dtype))
 
 
-def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones() -> None:
-    plain, scaled = frequencies(LLAMA), frequencies(LLAMA3)
+def test_llama3_scaling_keeps_short_waves_and_divides_long_ones() -> None:
+    unscaled, scaled = inverse_frequencies(LLAMA), inverse_frequencies(LLAMA3)
     base = 500000.0 ** -(torch.arange(0, 8, 2) / 8)
     wavelength = 2 * torch.pi / base
-    assert not torch.equal(plain, scaled)
+    assert not torch.equal(unscaled, scaled)
     # original 16, low 1, high 4: waves shorter than 4 are kept, longer than 16 divided by the factor 4.
     torch.testing.assert_close(scaled[wavelength > 16], base[wavelength > 16] / 4)
     between = (wavelength >= 4) & (wavelength <= 16)

@@ -91,5 +91,4 @@ def split_batch(batch: Batch, group: Group) -> Batch:
         labels=local(batch.labels),
         loss_mask=local(batch.loss_mask),
         position_ids=positions[None] if batch.position_ids is None else local(batch.position_ids),
-        places=positions,
     )

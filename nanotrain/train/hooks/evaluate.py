@@ -4,6 +4,7 @@ import torch
 
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.log import get_logger
+from nanotrain.model.context import BatchContext
 from nanotrain.parallel.pp.executor import run_forward
 from nanotrain.train.build import build_batch_iterator
 from nanotrain.train.hooks.hook import Hook
@@ -39,7 +40,6 @@ def evaluate(run: Run) -> float:
             batch = batch_iterator.next()
             assert batch is not None, "validation does not stop early"
             num_tokens += batch.num_target_tokens
-            loss += run_forward(
-                run.plan.valid_schedule, run.runnable, microbatches=batch.microbatches, pipeline=run.pipeline
-            )
+            microbatches = [BatchContext.of(part, cp=run.context.group("cp")) for part in batch.microbatches]
+            loss += run_forward(run.plan.valid_schedule, run.runnable, microbatches=microbatches, pipeline=run.pipeline)
     return global_loss(loss, run.context) / max(num_tokens, 1)

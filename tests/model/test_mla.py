@@ -1,10 +1,10 @@
-"""Latent attention: what transformers' DeepSeek-V3 computes, and the same on any number of ranks."""
+"""Multi-head latent attention equals that of transformers' DeepSeek-V3, and itself on any number of ranks."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3Attention,
     DeepseekV3Config,
@@ -15,20 +15,20 @@ from nanotrain.comm.collectives import all_reduce
 from nanotrain.config.config import ModelConfig, Normalization
 from nanotrain.config.load import load_config
 from nanotrain.kernels.deferred_wgrad import WgradQueue, accumulate_wgrads
-from nanotrain.model.attention import Context
-from nanotrain.model.build import build_stage, collect_specs
-from nanotrain.model.latent_attention import LatentAttention
+from nanotrain.model.context import LayerContext
+from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.parallel import ModelParallel
+from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import RotaryTables
 from nanotrain.parallel.cp.attention import build_core_attention
 from nanotrain.parallel.cp.split import zigzag_chunks
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.topology.counts import num_parameters
+from nanotrain.topology.parameters import Declaration, declare_model, mla
 from nanotrain.topology.params import LocalParam, ParamSpec, localize
 from nanotrain.topology.shape import ModelShape
-from nanotrain.topology.stages import split_layers
 from tests.harness import run_ranks
-from tests.model.building import LLAMA, give_storage
+from tests.model.building import LLAMA
 
 B, S, H, N = 2, 16, 32, 4
 
@@ -69,37 +69,34 @@ def close(found: Tensor, expected: Tensor, *, what: str) -> None:
 
 
 def layer_of(
-    model: ModelConfig, parallel: ModelParallel, *, coords: dict[str, int], sizes: dict[str, int]
-) -> tuple[LatentAttention, dict[str, LocalParam]]:
-    """The attention of a model's layer with this rank's parts of random weights."""
-    stage = build_stage(model, split_layers(1, 1)[0], dtype=torch.float32, parallel=parallel)
-    prefix = "layers.0.attention."
-    specs = [spec for spec in collect_specs(stage) if spec.name.startswith(prefix)]
-    held = {spec.name.removeprefix(prefix): localize(spec, coords=coords, sizes=sizes) for spec in specs}
-    attention = give_storage(stage).get_submodule("layers.0.attention")
-    assert isinstance(attention, LatentAttention)
-    for name, parameter in attention.named_parameters():
-        parameter.data.copy_(whole_weight(name, held[name].spec)[held[name].box.slices()])
-    return attention, held
+    model: ModelConfig, parallel: ModelParallel, *, coords: dict[str, int]
+) -> tuple[MultiLatentAttention, dict[str, LocalParam]]:
+    """The attention of a model with this rank's shards of random weights."""
+    tp, sequence_parallel = parallel.tp.group.size, parallel.tp.sequence_parallel
+    specs = mla(Declaration(ModelShape.of(model), "fp32", tp, sequence_parallel))
+    local = {spec.name: localize(spec, coords=coords, sizes={"tp": tp}) for spec in specs}
+    weights = {name: full_weight(param.spec)[param.box.slices()].clone() for name, param in local.items()}
+    params = Parameters({name: nn.Parameter(weight) for name, weight in weights.items()})
+    return MultiLatentAttention(model, params, parallel=parallel), local
 
 
-def whole_weight(name: str, spec: ParamSpec) -> Tensor:
-    return draw(*spec.shape, seed=sum(name.encode()), std=0.2) + ("norm" in name)
+def full_weight(spec: ParamSpec) -> Tensor:
+    return draw(*spec.shape, seed=sum(spec.name.encode()), std=0.2) + ("norm" in spec.name)
 
 
-def whole_layer(model: ModelConfig) -> LatentAttention:
-    return layer_of(model, ModelParallel.single_rank(), coords={"tp": 0}, sizes={"tp": 1})[0]
+def full_layer(model: ModelConfig) -> MultiLatentAttention:
+    return layer_of(model, ModelParallel.single_rank(), coords={"tp": 0})[0]
 
 
 def apply(
-    layer: LatentAttention, model: ModelConfig, hidden: Tensor, *, grad: Tensor, places: Tensor | None = None
+    layer: MultiLatentAttention, model: ModelConfig, hidden: Tensor, *, grad: Tensor, positions: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Output, and the gradients of input and parameters."""
     hidden = hidden.clone().requires_grad_()
-    tokens = torch.empty(B, S if places is None else len(places))
-    rotation = RotaryTables(model).at(S if places is None else places.expand(B, -1), like=hidden)
+    tokens = torch.empty(B, S if positions is None else len(positions))
+    rotary = RotaryTables(model).at(S if positions is None else positions.expand(B, -1), like=hidden)
     mask = layer.core_attention.plan_mask(None, tokens=tokens)
-    output = layer(hidden, Context(rotation=rotation, mask=mask))
+    output = layer(hidden, LayerContext(rotary=rotary, mask=mask))
     output.backward(grad)
     assert hidden.grad is not None
     found = {"output of the layer": output.detach(), "input": hidden.grad}
@@ -116,8 +113,8 @@ def neighbours_apart(model: ModelConfig, name: str, weight: Tensor) -> Tensor:
     rotary = model.mla.qk_pos_emb_head_dim
     order = torch.cat((torch.arange(0, rotary, 2), torch.arange(1, rotary, 2)))
     heads = weight.unflatten(0, (1 if name == "kv_down" else N, -1))
-    plain, turned = heads[:, :-rotary], heads[:, -rotary:]
-    return torch.cat((plain, turned[:, order]), dim=1).flatten(0, 1)
+    nope, rope = heads[:, :-rotary], heads[:, -rotary:]
+    return torch.cat((nope, rope[:, order]), dim=1).flatten(0, 1)
 
 
 @pytest.mark.parametrize("pairs_neighbours", [False, True])
@@ -136,7 +133,7 @@ def test_it_is_the_attention_of_deepseek_v3(model: ModelConfig, pairs_neighbours
         rope_interleave=pairs_neighbours,
         attn_implementation="eager",
     )
-    theirs, ours = DeepseekV3Attention(config, layer_idx=0), whole_layer(model)
+    theirs, ours = DeepseekV3Attention(config, layer_idx=0), full_layer(model)
     for name, parameter in ours.named_parameters():
         layer = name.removesuffix(".weight")
         source = theirs.get_submodule(THEIRS[layer]).weight
@@ -145,15 +142,15 @@ def test_it_is_the_attention_of_deepseek_v3(model: ModelConfig, pairs_neighbours
     # when both attend causally,
     hidden, grad = draw(B, S, H, seed=1), draw(B, S, H, seed=2)
     found = apply(ours, model, hidden, grad=grad)
-    asked = hidden.clone().requires_grad_()
-    turns = DeepseekV3RotaryEmbedding(config)(hidden, torch.arange(S)[None])
+    theirs_input = hidden.clone().requires_grad_()
+    rotary = DeepseekV3RotaryEmbedding(config)(hidden, torch.arange(S)[None])
     mask = torch.full((S, S), float("-inf")).triu(1)[None, None]
-    output, _ = theirs(asked, position_embeddings=turns, attention_mask=mask)
+    output, _ = theirs(theirs_input, position_embeddings=rotary, attention_mask=mask)
     output.backward(grad)
     # then outputs and all gradients are equal.
-    assert asked.grad is not None
+    assert theirs_input.grad is not None
     close(found["output of the layer"], output.detach(), what="output")
-    close(found["input"], asked.grad, what="input")
+    close(found["input"], theirs_input.grad, what="input")
     for name in (name for name in found if name.endswith("weight")):
         layer = name.removesuffix(".weight")
         expected = theirs.get_submodule(THEIRS[layer]).weight.grad
@@ -165,75 +162,74 @@ def test_it_is_the_attention_of_deepseek_v3(model: ModelConfig, pairs_neighbours
 # --- many ranks
 
 
-def a_part_of_every_shape(ctx, sequence_parallel, comm_type):
-    """This rank's part of output and gradients is that of the layer on one rank."""
+def every_shape_on_this_rank(ctx, sequence_parallel, comm_type):
+    """This rank's shards of output and gradients equal those of the layer on one rank."""
     tp, cp = ctx.group("tp"), ctx.group("cp")
     tensor_parallel = TensorParallel(tp, sequence_parallel=sequence_parallel)
     parallel = replace(
         ModelParallel.single_rank(), tp=tensor_parallel, core_attention=build_core_attention(comm_type, cp)
     )
     hidden, grad = draw(B, S, H, seed=1), draw(B, S, H, seed=2)
-    chunks, held_chunks = torch.arange(S).chunk(2 * cp.size), zigzag_chunks(cp.index, cp.size)
-    places = torch.cat([chunks[held_chunks.first], chunks[held_chunks.second]])
+    chunks, params_chunks = torch.arange(S).chunk(2 * cp.size), zigzag_chunks(cp.index, cp.size)
+    positions = torch.cat([chunks[params_chunks.first], chunks[params_chunks.second]])
 
-    def own(whole: Tensor) -> Tensor:
-        return tensor_parallel.local_slice(whole[:, places])
+    def local(full: Tensor) -> Tensor:
+        return tensor_parallel.local_slice(full[:, positions])
 
     for shape, model in SHAPES.items():
-        whole = apply(whole_layer(model), model, hidden, grad=grad)
-        layer, held = layer_of(model, parallel, coords=ctx.coords, sizes={"tp": tp.size})
-        found = apply(layer, model, own(hidden), grad=own(grad), places=None if cp.size == 1 else places)
+        full = apply(full_layer(model), model, hidden, grad=grad)
+        layer, params = layer_of(model, parallel, coords=ctx.coords)
+        found = apply(layer, model, local(hidden), grad=local(grad), positions=None if cp.size == 1 else positions)
         for name in ("output of the layer", "input"):
-            close(found.pop(name), own(whole.pop(name)), what=f"{shape}: {name}")
-        assert found.keys() == whole.keys()
-        for name, local in held.items():
+            close(found.pop(name), local(full.pop(name)), what=f"{shape}: {name}")
+        assert found.keys() == full.keys()
+        for name, param in params.items():
             total = found[name].clone()
-            for axis in ("cp", *local.spec.grad_sum_axes):
+            for axis in ("cp", *param.spec.grad_sum_axes):
                 all_reduce(total, ctx.group(axis))
-            close(total, whole[name][local.box.slices()], what=f"{shape}: {name}")
+            close(total, full[name][param.box.slices()], what=f"{shape}: {name}")
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel_ranks_hold_parts_of_one_layer(tp: int, sequence_parallel: bool) -> None:
-    run_ranks(tp, a_part_of_every_shape, sequence_parallel, "p2p", tp=tp)
+def test_tensor_parallel_ranks_shard_one_layer(tp: int, sequence_parallel: bool) -> None:
+    run_ranks(tp, every_shape_on_this_rank, sequence_parallel, "p2p", tp=tp)
 
 
 @pytest.mark.parametrize("comm_type", ["allgather", "p2p", "a2a"])
 def test_every_core_attends_with_heads_that_are_wider_than_their_values(comm_type: str) -> None:
-    run_ranks(4, a_part_of_every_shape, True, comm_type, tp=2, cp=2)
+    run_ranks(4, every_shape_on_this_rank, True, comm_type, tp=2, cp=2)
 
 
 # --- one rank
 
 
 @pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES)
-def test_deferred_weight_gradients_are_the_same(model: ModelConfig) -> None:
+def test_weight_gradients_that_are_deferred_are_the_same(model: ModelConfig) -> None:
     hidden, grad = draw(B, S, H, seed=1), draw(B, S, H, seed=2)
-    expected = apply(whole_layer(model), model, hidden, grad=grad)
+    expected = apply(full_layer(model), model, hidden, grad=grad)
     queue = WgradQueue()
     parallel = replace(ModelParallel.single_rank(), tp=replace(TensorParallel.single_rank(), wgrad_queue=queue))
-    layer, held = layer_of(model, parallel, coords={"tp": 0}, sizes={"tp": 1})
+    layer, params = layer_of(model, parallel, coords={"tp": 0})
     with queue.defer():
         found = apply(layer, model, hidden, grad=grad)
-    norms = {name for name in held if "norm" in name}
-    assert found.keys() == {"output of the layer", "input"} | norms, "linear layers defer, norms do not"
+    norms = {name for name in params if "norm" in name}
+    assert found.keys() == {"output of the layer", "input", *norms}, "the linear layers have no weight gradient yet"
     accumulate_wgrads(queue.take())
     found |= {name: parameter.grad for name, parameter in layer.named_parameters() if parameter.grad is not None}
-    assert found.keys() == {"output of the layer", "input", *held}
+    assert found.keys() == {"output of the layer", "input", *params}
     for name, value in found.items():
         close(value, expected[name], what=name)
 
 
 @pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES)
-def test_two_tp_ranks_cut_the_heads_and_hold_the_latents_whole(model: ModelConfig) -> None:
-    specs = collect_specs(build_stage(model, split_layers(1, 1)[0], dtype=torch.float32))
-    cut = {spec.name.split(".")[-2] for spec in specs if ".attention." in spec.name and spec.shards}
-    assert cut == {"query" if model.mla.q_lora_rank is None else "query_up", "kv_up", "output"}
+def test_two_tp_ranks_shard_the_heads_and_replicate_what_is_compressed(model: ModelConfig) -> None:
+    specs = mla(Declaration(ModelShape.of(model), "fp32", 2))
+    sharded = {spec.name.removesuffix(".weight") for spec in specs if spec.shards}
+    assert sharded == {"query" if model.mla.q_lora_rank is None else "query_up", "kv_up", "output"}
 
 
-def test_deepseek_v3_is_built_with_as_many_parameters_as_are_counted() -> None:
-    model = load_config(["+config=deepseek_v3"]).model
-    stage = build_stage(model, split_layers(model.num_layers, 1)[0], dtype=torch.bfloat16)
+def test_deepseek_v3_has_the_published_number_of_parameters() -> None:
+    shape = ModelShape.of(load_config(["+config=deepseek_v3"]).model)
     # Its vocabulary needs no padding.
-    assert sum(spec.numel for spec in collect_specs(stage)) == num_parameters(ModelShape.of(model)) == 671_026_404_352
+    assert sum(spec.numel for spec in declare_model(shape)) == num_parameters(shape) == 671_026_404_352

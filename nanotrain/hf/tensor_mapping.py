@@ -1,0 +1,98 @@
+"""Where a parameter is in the tensors of a Hugging Face folder.
+
+Most parameters are one tensor. Some are a slice of one (GPT-2's query, key and value; gate and up of fused experts).
+Stacked experts are one tensor per expert where a family stores them apart.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nanotrain.topology.boxes import Box
+
+EXPERT = "{expert}"
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """The part of a parameter in one tensor.
+
+    Args:
+        tensor: name of the tensor.
+        stored: box of the part in the tensor.
+        box: its box in the parameter.
+        transposed: the tensor has the last two dims of the parameter swapped.
+    """
+
+    tensor: str
+    stored: Box
+    box: Box
+    transposed: bool
+
+    def as_parameter(self, stored: Tensor) -> Tensor:
+        """Stored values in the parameter's shape."""
+        return (stored.t() if self.transposed else stored).reshape(self.box.shape)
+
+    def as_stored(self, part: Tensor) -> Tensor:
+        """Values of the parameter in the tensor's shape."""
+        return part.t() if self.transposed else part.reshape(self.stored.shape)
+
+
+@dataclass(frozen=True)
+class TensorMapping:
+    """A parameter in Hugging Face tensors.
+
+    Args:
+        tensor: full name of the tensor; with {expert}, each entry of the parameter's first dim is one tensor.
+        shape: of the parameter, without the padding of the vocabulary.
+        transposed: the tensor is [inputs, outputs] where the parameter is [outputs, inputs].
+        part: index of the parameter among those concatenated along the outputs.
+        num_parts: parameters in the tensor.
+
+    Outputs are the last dim but one, as in [outputs, inputs] and [experts, outputs, inputs], and the dim of a bias.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    transposed: bool = False
+    part: int = 0
+    num_parts: int = 1
+
+    @property
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and full shapes of the tensors.
+
+        >>> TensorMapping("experts.{expert}.w1.weight", (2, 3, 4)).tensor_shapes
+        {'experts.0.w1.weight': (3, 4), 'experts.1.w1.weight': (3, 4)}
+        """
+        if EXPERT in self.tensor:
+            return {self._of_expert(expert): self.shape[1:] for expert in range(self.shape[0])}
+        dim = self._output_dim
+        shape = (*self.shape[:dim], self.num_parts * self.shape[dim], *self.shape[dim + 1 :])
+        return {self.tensor: shape[::-1] if self.transposed else shape}
+
+    def slices(self, box: Box) -> Iterator[TensorSlice]:
+        """A box of the parameter as slices of the tensors.
+
+        >>> mapping = TensorMapping("c_attn.weight", (4, 4), transposed=True, part=1, num_parts=3)
+        >>> [found.stored for found in mapping.slices(Box((1, 0), (3, 4)))]
+        [Box(start=(0, 5), stop=(4, 7))]
+        """
+        if EXPERT in self.tensor:
+            for expert in range(box.start[0], box.stop[0]):
+                entry = Box((expert, *box.start[1:]), (expert + 1, *box.stop[1:]))
+                yield TensorSlice(self._of_expert(expert), Box(box.start[1:], box.stop[1:]), entry, transposed=False)
+            return
+        dim = self._output_dim
+        offset = self.part * self.shape[dim]
+        shifted = box.shifted([offset if other == dim else 0 for other in range(len(self.shape))])
+        stored = Box(shifted.start[::-1], shifted.stop[::-1]) if self.transposed else shifted
+        yield TensorSlice(self.tensor, stored, box, self.transposed)
+
+    @property
+    def _output_dim(self) -> int:
+        return max(0, len(self.shape) - 2)
+
+    def _of_expert(self, expert: int) -> str:
+        return self.tensor.replace(EXPERT, str(expert))

@@ -1,0 +1,54 @@
+"""What a forward pass reads beside parameters and activations: per microbatch, and per stage and microbatch."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch import Tensor
+
+from nanotrain.comm.group import Group
+from nanotrain.data.batch import Batch
+from nanotrain.model.rope import Rotary
+from nanotrain.parallel.cp.split import local_positions
+
+
+@dataclass(frozen=True)
+class BatchContext:
+    """A microbatch, with what a step adds to the data.
+
+    Args:
+        batch: the tokens of this rank, [B, S].
+        sequence_positions: [S] int64, positions of this rank's tokens in their sequence under context parallelism;
+            None for 0..S-1. Unlike position ids they do not restart with a document.
+        aux_loss_scale: factor of one sequence's auxiliary losses in the differentiated loss; loss scale / sequences of
+            the global batch gives their mean over sequences.
+    """
+
+    batch: Batch
+    sequence_positions: Tensor | None = None
+    aux_loss_scale: float = 0.0
+
+    @classmethod
+    def of(cls, batch: Batch, *, cp: Group, aux_loss_scale: float = 0.0) -> Self:
+        """The context of a batch whose sequences are sharded over a cp group."""
+        if cp.size == 1:
+            return cls(batch, aux_loss_scale=aux_loss_scale)
+        length, device = batch.tokens.shape[1] * cp.size, batch.tokens.device
+        positions = local_positions(length, index=cp.index, size=cp.size, device=device)
+        return cls(batch, positions, aux_loss_scale)
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What all layers of a stage share for one microbatch.
+
+    Args:
+        rotary: cosines and sines of the positions; None without rotary positions.
+        mask: made by `CoreAttention.plan_mask`.
+        sequence_positions: see `BatchContext`.
+        aux_loss_scale: see `BatchContext`.
+    """
+
+    rotary: Rotary | None = None
+    mask: Any = None
+    sequence_positions: Tensor | None = None
+    aux_loss_scale: float = 0.0

@@ -1,0 +1,93 @@
+"""Multi-head latent attention (MLA): queries, keys and values are projected from compressed vectors.
+
+    hidden --+-- query_down -- query_latent_norm -- query_up --> query   per head: Dn channels without position,
+             |                                                           R rotary channels
+             |                                                           (without q_lora_rank: hidden -- query)
+             +-- kv_down --+-- kv_latent_norm -- kv_up --------> key     per head: Dn channels without position
+                           |                                 --> value   per head: Dv channels
+                           +-- rotary -------------------------> key     R rotary channels, shared by all heads
+
+The compressed vectors belong to all heads: every tp rank has the down-projections and their norms, outside the
+tensor-parallel region; query_up, kv_up and output are sharded by heads. Only compressed vectors are communicated.
+
+DeepSeek-V2 (2024), section 2.1. Rotary channel i is paired with i + R/2 as everywhere here (rope.py). DeepSeek's files
+pair neighbours; permuting the rows of query_up and kv_down that produce rotary channels converts one into the other.
+
+    B batch   S sequence   H hidden   N heads   C width of the compressed keys and values
+"""
+
+from functools import partial
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from nanotrain.config.config import ModelConfig
+from nanotrain.model.context import LayerContext
+from nanotrain.model.norm import build_norm
+from nanotrain.model.parallel import ModelParallel
+from nanotrain.model.parameters import Parameters
+from nanotrain.model.rope import apply_rotary
+from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
+from nanotrain.topology.shape import ModelShape
+
+
+class MultiLatentAttention(nn.Module):
+    """Causal attention with compressed queries, keys and values; the same interface as `Attention`.
+
+    Args:
+        model_config: of the model.
+        params: query or query_down, query_latent_norm, query_up; kv_down, kv_latent_norm, kv_up, output.
+        parallel: tp shards the heads, the core attention's cp group the sequence.
+    """
+
+    def __init__(self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel) -> None:
+        super().__init__()
+        shape = ModelShape.of(model_config)
+        assert shape.mla is not None, "a model without latent attention has the class Attention"
+        self.core_attention, self.tensor_parallel = parallel.core_attention, parallel.tp
+        self.query_sizes = (shape.mla.nope_dim, shape.mla.rope_dim)
+        self.key_value_sizes = (shape.mla.nope_dim, shape.value_head_dim)
+        self.compressed_sizes = (shape.mla.kv_lora_rank, shape.mla.rope_dim)
+        sharded = partial(ColumnParallelLinear, tensor_parallel=parallel.tp)
+        replicated = partial(ColumnParallelLinear, tensor_parallel=parallel.tp.unsharded)
+        self.query: ColumnParallelLinear | None = None
+        if shape.mla.q_lora_rank is None:
+            self.query = sharded(*params.linear("query"))
+        else:
+            self.query_down = replicated(*params.linear("query_down"))
+            self.query_latent_norm = build_norm(model_config, params.submodule("query_latent_norm"))
+            self.query_up = sharded(*params.linear("query_up"))
+        self.kv_down = replicated(*params.linear("kv_down"))
+        self.kv_latent_norm = build_norm(model_config, params.submodule("kv_latent_norm"))
+        self.kv_up = sharded(*params.linear("kv_up"))
+        self.output = RowParallelLinear(*params.linear("output"), tensor_parallel=parallel.tp)
+
+    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        """[B, S or S/tp, H] -> the same shape."""
+        assert context.rotary is not None, "validation requires rotary positions with latent attention"
+        query, compressed = self._query_and_compressed_kv(hidden)
+        compressed_kv, shared_key = compressed.split(self.compressed_sizes, dim=-1)
+        (key_value,) = column_parallel(self.kv_latent_norm(compressed_kv), (self.kv_up,))
+
+        query = rearrange(query, "b s (n d) -> b s n d", d=sum(self.query_sizes))
+        key_value = rearrange(key_value, "b s (n d) -> b s n d", d=sum(self.key_value_sizes))
+        query_nope, query_rope = query.split(self.query_sizes, dim=-1)
+        key_nope, value = key_value.split(self.key_value_sizes, dim=-1)
+        query = torch.cat((query_nope, apply_rotary(query_rope, context.rotary)), dim=-1)
+        key_rope = apply_rotary(self.tensor_parallel.enter(shared_key)[:, :, None], context.rotary)
+        key = torch.cat((key_nope, key_rope.expand(-1, -1, key_nope.shape[2], -1)), dim=-1)
+
+        attended = self.core_attention(query, key=key, value=value, mask=context.mask)
+        out: Tensor = self.output(rearrange(attended, "b s n d -> b s (n d)"))
+        return out
+
+    def _query_and_compressed_kv(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, S, N/tp * (Dn + R)] inside the tensor-parallel region, and [B, S or S/tp, C + R] outside of it."""
+        if self.query is not None:
+            (query,) = column_parallel(hidden, (self.query,))
+            (compressed,) = column_parallel(hidden, (self.kv_down,))
+            return query, compressed
+        compressed_query, compressed = column_parallel(hidden, (self.query_down, self.kv_down))
+        (query,) = column_parallel(self.query_latent_norm(compressed_query), (self.query_up,))
+        return query, compressed

@@ -1,0 +1,178 @@
+"""Statistics of routers: counted on the device during forward passes, collected once per step.
+
+    RouterStats             one router's sums since the last collection, as named buffers
+    collect_router_metrics  the sums of all routers over all ranks, one collective per group; starts anew
+    update_expert_bias      moves every expert bias against the imbalance
+
+A recomputed forward pass counts its tokens twice. That changes nothing, as all metrics are ratios.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from nanotrain.comm.collectives import all_reduce
+from nanotrain.comm.group import Group
+
+_SCALARS = ("num_tokens", "num_dropped", "entropy", "aux_loss", "z_loss")
+
+
+class StatefulModule(nn.Module):
+    """A module whose buffers keep dtype and values: `.to()`, `.bfloat16()` and `.to_empty()` only move them."""
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        state = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)
+        for name, buffer in state.items():
+            self._buffers[name] = buffer.to(self.get_buffer(name).device)
+        return self
+
+
+class RouterStats(StatefulModule):
+    """Sums over the tokens that one router has routed; fp64, in which counts are exact.
+
+    Args:
+        num_experts: E.
+
+    Attributes:
+        tokens_per_expert: [E], dropped pairs among them.
+        num_tokens: routed tokens.
+        num_dropped: (token, expert) pairs beyond the capacity.
+        entropy: of the router probabilities of each token, in nats.
+        aux_loss: load-balancing loss of each sequence, times its length.
+        z_loss: of each token.
+    """
+
+    tokens_per_expert: Tensor
+    num_tokens: Tensor
+    num_dropped: Tensor
+    entropy: Tensor
+    aux_loss: Tensor
+    z_loss: Tensor
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.register_buffer("tokens_per_expert", torch.zeros(num_experts, dtype=torch.float64), persistent=False)
+        for name in _SCALARS:
+            self.register_buffer(name, torch.zeros((), dtype=torch.float64), persistent=False)
+
+    @torch.no_grad()
+    def count(self, topk_ids: Tensor, *, kept_ids: Tensor, probabilities: Tensor) -> None:
+        """Count a batch.
+
+        Args:
+            topk_ids: [B, S, K] int64.
+            kept_ids: the same, with E for dropped pairs.
+            probabilities: [B, S, E], summing to one per token.
+        """
+        ids = topk_ids.flatten()
+        self.tokens_per_expert.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.float64))
+        self.num_tokens += probabilities.shape[:-1].numel()
+        self.num_dropped += (kept_ids == len(self.tokens_per_expert)).sum()
+        self.entropy += torch.special.entr(probabilities).sum()
+
+    def sums(self) -> Tensor:
+        """All buffers in one tensor, [E + 5] fp64."""
+        return torch.cat([self.tokens_per_expert, torch.stack([self.get_buffer(name) for name in _SCALARS])])
+
+    def reset(self) -> None:
+        """Start anew."""
+        for buffer in self.buffers():
+            buffer.zero_()
+
+
+@dataclass(frozen=True)
+class RouterMetrics:
+    """What one router has done in a step, over all ranks.
+
+    Args:
+        tokens_per_expert: dropped pairs among them.
+        dropped_fraction: of all (token, expert) pairs.
+        entropy: mean over tokens, in nats; log(E) where all experts have equal probability.
+        aux_loss: mean over sequences, without its coefficient; 1 is perfect balance.
+        z_loss: mean over tokens, without its coefficient.
+    """
+
+    tokens_per_expert: tuple[float, ...]
+    dropped_fraction: float
+    entropy: float
+    aux_loss: float
+    z_loss: float
+
+    @property
+    def max_over_mean(self) -> float:
+        """Tokens of the busiest expert relative to an even share.
+
+        >>> RouterMetrics((1.0, 3.0), 0.0, entropy=0.0, aux_loss=0.0, z_loss=0.0).max_over_mean
+        1.5
+        """
+        return max(self.tokens_per_expert) * len(self.tokens_per_expert) / max(1.0, sum(self.tokens_per_expert))
+
+
+class HasRouterState(Protocol):
+    """The state of a router beside its weight."""
+
+    stats: RouterStats
+    expert_bias: Tensor | None
+
+
+def routers_of(stage: nn.Module) -> dict[str, HasRouterState]:
+    """The routers of a stage by name ("layers.3.mlp.router"), in order."""
+    modules: dict[str, Any] = dict(stage.named_modules())
+    return {name: module for name, module in modules.items() if isinstance(getattr(module, "stats", None), RouterStats)}
+
+
+def collect_router_metrics(stage: nn.Module, groups: Sequence[Group]) -> dict[str, RouterMetrics]:
+    """Sum the statistics of a stage's routers over all ranks, and start anew.
+
+    Args:
+        stage: the same on every rank of the groups.
+        groups: reduced over one after the other; together they span all ranks that route tokens: tp and dp_cp.
+
+    Returns:
+        the metrics of each router by name, the same on every rank.
+    """
+    routers = routers_of(stage)
+    if not routers:
+        return {}
+    sums = [router.stats.sums() for router in routers.values()]
+    total = torch.cat(sums)
+    for group in groups:
+        all_reduce(total, group)
+    for router in routers.values():
+        router.stats.reset()
+    values = [part.tolist() for part in total.cpu().split([len(part) for part in sums])]
+    return {name: _metrics(numbers) for name, numbers in zip(routers, values, strict=True)}
+
+
+def update_expert_bias(stage: nn.Module, metrics: Mapping[str, RouterMetrics], *, rate: float) -> None:
+    """Lower the bias of experts with more than the mean number of tokens, and raise that of the others.
+
+    Every bias moves by `rate`, whatever the distance (DeepSeek-V3, section 2.1.2: balance without auxiliary loss).
+
+    Args:
+        stage: the routers.
+        metrics: of these routers in this step, over all ranks.
+        rate: step size.
+    """
+    for name, router in routers_of(stage).items():
+        if router.expert_bias is not None:
+            tokens = torch.tensor(metrics[name].tokens_per_expert, dtype=torch.float64)
+            step = (tokens.mean() - tokens).sign() * rate
+            router.expert_bias += step.to(router.expert_bias)
+
+
+def _metrics(numbers: list[float]) -> RouterMetrics:
+    tokens_per_expert = numbers[: -len(_SCALARS)]
+    sums = dict(zip(_SCALARS, numbers[-len(_SCALARS) :], strict=True))
+    num_tokens = max(1.0, sums["num_tokens"])
+    return RouterMetrics(
+        tokens_per_expert=tuple(tokens_per_expert),
+        dropped_fraction=sums["num_dropped"] / max(1.0, sum(tokens_per_expert)),
+        entropy=sums["entropy"] / num_tokens,
+        aux_loss=sums["aux_loss"] / num_tokens,
+        z_loss=sums["z_loss"] / num_tokens,
+    )

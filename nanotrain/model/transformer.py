@@ -1,0 +1,350 @@
+"""The transformer, top to bottom.
+
+    Stage      the layers of one pipeline rank; a model without pipeline parallelism is one stage
+    Embedding  tokens -> hidden states        Head  hidden states -> loss or logits
+    Block      x + attention(norm(x)), then x + mlp(norm(x))
+    Attention  query, key and value projections, rotary positions, core attention, output projection
+    MLP        up projection, activation, down projection
+
+    tokens -> [embedding] -> layers.{first}..{last-1} -> [final_norm -> head] -> loss
+              first stage                                 last stage
+
+Beside it: norm.py, rope.py, multi-head latent attention (mla.py), mixture of experts (moe.py). Parameters are declared
+in topology/parameters.py and made on the meta device; modules only use them. Their names are global on every stage.
+
+    B batch   S sequence   H hidden   F inner width of the MLP   V vocabulary   Vp vocabulary with padding
+    N query heads   G key/value heads (N is a multiple of G)   D width of a head
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from nanotrain.config.config import Activation, ModelConfig, PositionEmbedding
+from nanotrain.data.batch import Batch
+from nanotrain.model.context import BatchContext, LayerContext
+from nanotrain.model.mla import MultiLatentAttention
+from nanotrain.model.moe import MoELayer
+from nanotrain.model.norm import RMSNorm, build_norm
+from nanotrain.model.parallel import ModelParallel
+from nanotrain.model.parameters import Parameters
+from nanotrain.model.rope import RotaryTables, apply_rotary
+from nanotrain.parallel.tp.layers import (
+    ColumnParallelLinear,
+    ReplicatedHeadsLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    column_parallel,
+)
+from nanotrain.parallel.tp.loss import vocab_parallel_cross_entropy
+from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+from nanotrain.topology.parameters import declare_stage
+from nanotrain.topology.params import LocalParam
+from nanotrain.topology.shape import ModelShape
+from nanotrain.topology.stages import StageSpec
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.gelu: F.gelu,
+    Activation.gelu_tanh: partial(F.gelu, approximate="tanh"),
+    Activation.swiglu: F.silu,
+}
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention with grouped key/value heads (Ainslie et al. 2023).
+
+    The number of heads is read off the projections, so a rank that holds a shard of the heads runs the same code.
+
+    Args:
+        model_config: of the model.
+        params: query, key, value, output; query_norm and key_norm where declared.
+        parallel: tp shards the heads, the core attention's cp group the sequence.
+    """
+
+    def __init__(self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel) -> None:
+        super().__init__()
+        shape = ModelShape.of(model_config)
+        self.core_attention, self.head_dim = parallel.core_attention, shape.head_dim
+        self.query = ColumnParallelLinear(*params.linear("query"), tensor_parallel=parallel.tp)
+        kv_linear = partial(_kv_linear, shape=shape, tensor_parallel=parallel.tp)
+        self.key, self.value = kv_linear(params, "key"), kv_linear(params, "value")
+        weights = params.get("query_norm.weight"), params.get("key_norm.weight")
+        self.query_norm, self.key_norm = (
+            None if weight is None else RMSNorm(weight, eps=model_config.norm_epsilon) for weight in weights
+        )
+        self.output = RowParallelLinear(*params.linear("output"), tensor_parallel=parallel.tp)
+
+    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        """[B, S or S/tp, H] -> the same shape."""
+        projections = column_parallel(hidden, (self.query, self.key, self.value))
+        query, key, value = (rearrange(x, "b s (n d) -> b s n d", d=self.head_dim) for x in projections)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if context.rotary is not None:
+            query, key = apply_rotary(query, context.rotary), apply_rotary(key, context.rotary)
+        attended = self.core_attention(query, key=key, value=value, mask=context.mask)
+        out: Tensor = self.output(rearrange(attended, "b s n d -> b s (n d)"))
+        return out
+
+
+class MLP(nn.Module):
+    """down(activation(up(x))), or down(silu(gate(x)) * up(x)) with swiglu (Shazeer 2020, "GLU variants").
+
+    Args:
+        activation: between the projections.
+        params: up, down; gate where declared.
+        tensor_parallel: shards the inner width F.
+    """
+
+    def __init__(self, activation: Activation, params: Parameters, *, tensor_parallel: TensorParallel) -> None:
+        super().__init__()
+        column = partial(ColumnParallelLinear, tensor_parallel=tensor_parallel)
+        self.activation = ACTIVATIONS[activation]
+        self.gate = column(*params.linear("gate")) if params.get("gate.weight") is not None else None
+        self.up = column(*params.linear("up"))
+        self.down = RowParallelLinear(*params.linear("down"), tensor_parallel=tensor_parallel)
+
+    def forward(self, hidden: Tensor, context: LayerContext | None = None) -> Tensor:
+        """[B, S or S/tp, H] -> the same shape; the context is read by MoE layers, which have the same signature."""
+        if self.gate is None:
+            (up,) = column_parallel(hidden, (self.up,))
+            inner = self.activation(up)
+        else:
+            gate, up = column_parallel(hidden, (self.gate, self.up))
+            inner = self.activation(gate) * up
+        out: Tensor = self.down(inner)
+        return out
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Args:
+        model_config: of the model.
+        params: attention_norm, attention, mlp_norm, mlp; experts where they are declared for this layer.
+        parallel: groups of the layers.
+    """
+
+    def __init__(self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel) -> None:
+        super().__init__()
+        attention = MultiLatentAttention if model_config.multi_latent_attention else Attention
+        self.attention_norm = build_norm(model_config, params.submodule("attention_norm"))
+        self.attention = attention(model_config, params.submodule("attention"), parallel=parallel)
+        self.mlp_norm = build_norm(model_config, params.submodule("mlp_norm"))
+        self.mlp = build_mlp(model_config, params.submodule("mlp"), parallel=parallel)
+
+    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        """[B, S or S/tp, H] -> the same shape."""
+        hidden = hidden + self.attention(self.attention_norm(hidden), context)
+        out: Tensor = hidden + self.mlp(self.mlp_norm(hidden), context)
+        return out
+
+
+class PositionTable(nn.Module):
+    """Learned absolute positions (Radford et al. 2019), replicated over tp.
+
+    Args:
+        weight: [positions, H].
+        tensor_parallel: under sequence parallelism each rank embeds its slice of the sequence.
+    """
+
+    def __init__(self, weight: nn.Parameter, *, tensor_parallel: TensorParallel) -> None:
+        super().__init__()
+        self.weight, self.tensor_parallel = weight, tensor_parallel
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """[B or 1, S] int64 -> [B or 1, S or S/tp, H]."""
+        return F.embedding(self.tensor_parallel.local_slice(position_ids), self.weight)
+
+
+class Embedding(nn.Module):
+    """Word embeddings, plus learned positions where they are declared.
+
+    Args:
+        params: word; position where declared.
+        tensor_parallel: shards the vocabulary.
+    """
+
+    def __init__(self, params: Parameters, *, tensor_parallel: TensorParallel) -> None:
+        super().__init__()
+        self.word = VocabParallelEmbedding(params["word.weight"], tensor_parallel=tensor_parallel)
+        position = params.get("position.weight")
+        self.position = None if position is None else PositionTable(position, tensor_parallel=tensor_parallel)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
+        """[B, S] int64 -> [B, S or S/tp, H]; without position ids the positions are 0..S-1."""
+        hidden: Tensor = self.word(tokens)
+        if self.position is None:
+            return hidden
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        out: Tensor = hidden + self.position(position_ids)
+        return out
+
+
+class Head(nn.Module):
+    """The output layer.
+
+    Args:
+        weight: [Vp/tp, H]; None where it is tied to the word embedding, which is then passed to every call.
+        vocab_size: V.
+        tensor_parallel: shards the vocabulary.
+    """
+
+    def __init__(self, weight: nn.Parameter | None, *, vocab_size: int, tensor_parallel: TensorParallel) -> None:
+        super().__init__()
+        self.weight, self.vocab_size, self.tensor_parallel = weight, vocab_size, tensor_parallel
+
+    def forward(self, hidden: Tensor, batch: Batch, *, tied: nn.Parameter | None) -> Tensor:
+        """The summed cross-entropy: [B, S or S/tp, H] -> fp32 scalar, the same on every tp rank."""
+        return vocab_parallel_cross_entropy(
+            rearrange(self.tensor_parallel.enter(hidden), "b s h -> (b s) h"),
+            self._weight(tied),
+            labels=batch.labels.flatten(),
+            loss_mask=batch.loss_mask.flatten(),
+            vocab_size=self.vocab_size,
+            group=self.tensor_parallel.group,
+        )
+
+    def logits(self, hidden: Tensor, *, tied: nn.Parameter | None) -> Tensor:
+        """[..., H] -> [..., V] without padding; only without tensor parallelism."""
+        assert self.tensor_parallel.group.size == 1, "logits of a sharded vocabulary would have to be gathered"
+        return F.linear(hidden, self._weight(tied)[: self.vocab_size])
+
+    def _weight(self, tied: nn.Parameter | None) -> nn.Parameter:
+        weight = self.weight if tied is None else tied
+        assert weight is not None, "a tied head needs the word embedding"
+        return weight
+
+
+class Stage(nn.Module):
+    """Consecutive layers of a model, with the embedding on the first stage and the head on the last.
+
+    With tied embeddings the last stage has a replica of the word embedding and passes it to the head at each call:
+    parameters may be replaced by views of a flat buffer at any time, so no module keeps a second reference.
+
+    Args:
+        model_config: of the model.
+        spec: the layers of the stage.
+        params: what this rank holds of the stage's parameters, in declared order.
+        parallel: groups of the layers.
+    """
+
+    def __init__(
+        self, model_config: ModelConfig, spec: StageSpec, *, params: Sequence[LocalParam], parallel: ModelParallel
+    ) -> None:
+        super().__init__()
+        self.model_config, self.spec, self.params, self.parallel = model_config, spec, tuple(params), parallel
+        shape, declared = ModelShape.of(model_config), Parameters.on_meta(params)
+        embedding = declared.submodule("embedding")
+        self.embedding = Embedding(embedding, tensor_parallel=parallel.tp) if embedding else None
+        blocks = {str(i): declared.submodule(f"layers.{i}") for i in spec.layers}
+        self.layers = nn.ModuleDict({i: Block(model_config, block, parallel=parallel) for i, block in blocks.items()})
+        self.final_norm: nn.Module | None = None
+        self.head: Head | None = None
+        if spec.has_head:
+            self.final_norm = build_norm(model_config, declared.submodule("final_norm"))
+            head = declared.get("head.weight")
+            self.head = Head(head, vocab_size=shape.vocab_size, tensor_parallel=parallel.tp)
+        has_rope = model_config.position_embedding_type is PositionEmbedding.rope
+        self._rotary = RotaryTables(model_config) if has_rope else None
+        registered = [name for name, _ in self.named_parameters()]
+        assert registered == [local.spec.name for local in params], "modules register other parameters than declared"
+
+    def forward(self, hidden: Tensor | None, context: BatchContext) -> Tensor:
+        """Run the stage on one microbatch.
+
+        Args:
+            hidden: [B, S, H] from the stage before, [B, S/tp, H] with sequence parallelism; None on the first stage.
+            context: the microbatch, the same on every stage; S tokens of each sequence are on this cp rank.
+
+        Returns:
+            With a head the sum over unmasked target tokens of the cross-entropy, an fp32 scalar; else hidden states.
+        """
+        hidden = self._transform(hidden, context)
+        if self.head is None:
+            return hidden
+        loss: Tensor = self.head(hidden, context.batch, tied=self._tied_weight())
+        return loss
+
+    def logits(self, tokens: Tensor, *, last_only: bool = False) -> Tensor:
+        """The logits of a stage that is a full model.
+
+        Args:
+            tokens: [B, S] int64.
+            last_only: only those of the last position, for sampling.
+
+        Returns:
+            [B, S, V] or [B, 1, V], without padding, in the dtype of the activations.
+        """
+        assert self.head is not None, "only a stage with the head has logits"
+        hidden = self._transform(None, BatchContext(Batch.of_tokens(tokens)))
+        return self.head.logits(hidden[:, -1:] if last_only else hidden, tied=self._tied_weight())
+
+    def _transform(self, hidden: Tensor | None, context: BatchContext) -> Tensor:
+        """Everything but the head."""
+        batch = context.batch
+        if self.spec.has_embedding:
+            assert self.embedding is not None, "the first stage has the embedding"
+            hidden = self.embedding(batch.tokens, batch.position_ids)
+        assert hidden is not None, "a stage without the embedding needs the hidden states of the stage before"
+        positions = batch.tokens.shape[1] if batch.position_ids is None else batch.position_ids
+        layer_context = LayerContext(
+            rotary=None if self._rotary is None else self._rotary.at(positions, like=hidden),
+            mask=self.parallel.core_attention.plan_mask(batch.segment_ids, tokens=batch.tokens),
+            sequence_positions=context.sequence_positions,
+            aux_loss_scale=context.aux_loss_scale,
+        )
+        for layer in self.layers.values():
+            hidden = layer(hidden, layer_context)
+        assert hidden is not None
+        return hidden if self.final_norm is None else self.final_norm(hidden)
+
+    def _tied_weight(self) -> nn.Parameter | None:
+        is_tied = not self.model_config.untie_embeddings_and_output_weights
+        return self.embedding.word.weight if is_tied and self.embedding is not None else None
+
+
+def build_stage(model_config: ModelConfig, spec: StageSpec | None = None, *, dtype: str = "fp32") -> Stage:
+    """A stage without tensor and expert parallelism, on the meta device.
+
+    Args:
+        model_config: of the model, its vocabulary size set.
+        spec: the layers; None for the full model.
+        dtype: of the parameters and activations, "fp32", "bf16" or "fp16".
+    """
+    spec = spec or StageSpec.single(model_config.num_layers)
+    specs = declare_stage(ModelShape.of(model_config), spec, dtype=dtype)
+    params = [LocalParam.unsharded(param) for param in specs]
+    return Stage(model_config, spec, params=params, parallel=ModelParallel.single_rank())
+
+
+def _kv_linear(
+    params: Parameters, name: str, *, shape: ModelShape, tensor_parallel: TensorParallel
+) -> ColumnParallelLinear:
+    """A key or value projection; with fewer heads than tp ranks every rank has all heads and computes one."""
+    group = tensor_parallel.group
+    if not shape.replicates_kv_heads(group.size):
+        return ColumnParallelLinear(*params.linear(name), tensor_parallel=tensor_parallel)
+    head = group.index * shape.num_query_groups // group.size  # that of this rank's query heads
+    rows = slice(head * shape.head_dim, (head + 1) * shape.head_dim)
+    return ReplicatedHeadsLinear(*params.linear(name), rows=rows, tensor_parallel=tensor_parallel)
+
+
+def build_mlp(model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel) -> nn.Module:
+    """A mixture of experts where a router is declared, else a dense MLP."""
+    activation = model_config.activation
+    if params.get("router.weight") is None:
+        return MLP(activation, params, tensor_parallel=parallel.tp)
+    shared = params.submodule("shared")
+    return MoELayer(
+        model_config,
+        params,
+        parallel=parallel,
+        activation=ACTIVATIONS[activation],
+        shared=MLP(activation, shared, tensor_parallel=parallel.tp) if shared else None,
+    )
