@@ -8,7 +8,6 @@ ulysses.py           all-to-all from sequence-sharded to head-sharded tensors
 
 CoreAttention          the protocol that the model calls
 CORE_ATTENTIONS        the only list of backends, by their value of --cp-comm-type
-find_core_attention    look one up, or a ConfigError
 build_core_attention   the backend of a group
 """
 
@@ -18,14 +17,13 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from nanotrain.comm.group import Group
-from nanotrain.config.schema import did_you_mean
-from nanotrain.errors import ConfigError
+from nanotrain.config.schema import check_choice
 from nanotrain.parallel.cp.all_gather import AllGatherAttention
 from nanotrain.parallel.cp.ring import RingAttention
 from nanotrain.parallel.cp.sdpa import SDPAttention
 from nanotrain.parallel.cp.ulysses import UlyssesAttention
 
-__all__ = ["CORE_ATTENTIONS", "CoreAttention", "SDPAttention", "build_core_attention", "find_core_attention"]
+__all__ = ["CORE_ATTENTIONS", "CoreAttention", "SDPAttention", "build_core_attention"]
 
 
 class CoreAttention(Protocol):
@@ -66,26 +64,11 @@ CORE_ATTENTIONS: dict[str, Callable[[Group], CoreAttention]] = {
 }
 
 
-def find_core_attention(comm_type: str) -> Callable[[Group], CoreAttention]:
-    """Look up the constructor of a backend.
-
-    Raises:
-        ConfigError: `comm_type` is not a key of CORE_ATTENTIONS.
-    """
-    if comm_type not in CORE_ATTENTIONS:
-        raise ConfigError(
-            f"there is no core attention {comm_type!r}",
-            why=f"--cp-comm-type is one of {', '.join(CORE_ATTENTIONS)}",
-            fix=did_you_mean(comm_type, CORE_ATTENTIONS, prefix="--cp-comm-type "),
-        )
-    return CORE_ATTENTIONS[comm_type]
-
-
 def build_core_attention(comm_type: str, group: Group) -> CoreAttention:
     """Build the core attention of a cp group; a group of one rank gets SDPA.
 
     Raises:
         ConfigError: `comm_type` is not a key of CORE_ATTENTIONS.
     """
-    build = find_core_attention(comm_type)
-    return SDPAttention() if group.size == 1 else build(group)
+    check_choice("cp_comm_type", comm_type, known=CORE_ATTENTIONS)
+    return SDPAttention() if group.size == 1 else CORE_ATTENTIONS[comm_type](group)

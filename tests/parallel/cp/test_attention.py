@@ -5,9 +5,10 @@ import torch
 
 from nanotrain.comm.group import Group
 from nanotrain.errors import ConfigError
-from nanotrain.parallel.cp.attention import CORE_ATTENTIONS, build_core_attention, find_core_attention
+from nanotrain.parallel.cp.all_gather import AllGatherAttention
+from nanotrain.parallel.cp.attention import CORE_ATTENTIONS, build_core_attention
 from nanotrain.parallel.cp.sdpa import SDPAttention
-from tests.harness import run_ranks
+from tests.harness import ranks, run_ranks
 from tests.parallel.cp.sequences import Shape, largest_error
 
 SHAPES = {
@@ -48,6 +49,15 @@ def test_a_group_of_one_rank_gets_sdpa(comm_type):
 
 
 def test_an_unknown_name_is_refused_with_the_closest_one():
-    for look_up in (find_core_attention, lambda name: build_core_attention(name, Group.single_rank("cp"))):
-        with pytest.raises(ConfigError, match="one of allgather, p2p, a2a; did you mean --cp-comm-type allgather?"):
-            look_up("all_gather")
+    with pytest.raises(ConfigError, match="names are allgather, p2p, a2a; did you mean --cp-comm-type allgather?"):
+        build_core_attention("all_gather", Group.single_rank("cp"))
+
+
+@ranks(2, cp=2)
+def test_a_new_core_attention_is_one_class_and_one_row(ctx, monkeypatch):
+    class Outside(AllGatherAttention):
+        pass
+
+    monkeypatch.setitem(CORE_ATTENTIONS, "outside", Outside)
+    assert isinstance(build_core_attention("outside", ctx.group("cp")), Outside)
+    assert largest_error("outside", ctx.group("cp"), Shape(), dtype=torch.float64, with_segments=True) <= 1e-14
