@@ -14,7 +14,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 # name -> arguments before the file, and lines that must appear
 EXPECTED = {
-    "my_own_schedule.py": ([], ["bubble    1/3 = 33.3%", "bubble    1/5 = 20.0%", "same gradient: True"]),
+    "my_own_schedule.py": ([], ["1/3 = 33.3% of the time", "1/5 = 20.0% of the time", "same gradient: True"]),
     "new_model.py": ([], ["vocabulary of 30 padded to 128"]),
     "plan_a_cluster.py": ([], ["  8   1   16       54.2", " 16   1    8       30.1   tp crosses nodes"]),
     "zero_by_hand.py": (TORCHRUN, ["2 ranks, each keeps gradients for", "same weights on every rank: True"]),
