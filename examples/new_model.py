@@ -45,13 +45,13 @@ def repeating_batch(size: int) -> Batch:
 
 
 def main() -> None:
-    """Build, count, train, and let it repeat."""
+    """Build, count, train and generate."""
     torch.manual_seed(0)
     stage = build_stage(MODEL).to_empty(device="cpu")
     initialize(stage, stage.params, seed=0)
     shape = ModelShape.of(MODEL)
     print(f"{num_parameters(shape):,} parameters, {flops_per_token(shape, 2 * HALF):,} FLOPs per token")
-    print(f"vocabulary of {MODEL.vocab_size} padded to {shape.padded_vocab_size}; padding can never be predicted")
+    print(f"vocabulary of {MODEL.vocab_size} padded to {shape.padded_vocab_size}; padded logits are masked")
 
     optimizer = torch.optim.AdamW(stage.parameters(), lr=3e-3)
     for step in range(STEPS):

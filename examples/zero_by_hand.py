@@ -1,10 +1,10 @@
-"""ZeRO-2 under a model and an optimizer that nanotrain has never seen.
+"""ZeRO-2 for any torch module and optimizer.
 
     torchrun --standalone --nproc-per-node 2 examples/zero_by_hand.py
 
-Uses nanotrain.comm and nanotrain.parallel.dp alone. DataParallel takes over the parameters of any module; each rank
-then sees the summed gradients of its own part only and updates its own part only, here by plain signs of gradients
-(signSGD). Every rank ends with the same weights, and none ever held a full-size gradient or the whole optimizer state.
+Uses only nanotrain.comm and nanotrain.parallel.dp. DataParallel moves the parameters into flat buffers. Each
+rank gets the summed gradients of its shard and updates this shard, here with signs of gradients (signSGD). Every rank
+ends with the same weights, and none stores all gradients at full size or the full optimizer state.
 """
 
 import os
