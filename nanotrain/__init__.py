@@ -1,6 +1,6 @@
 """Pretraining of GPT models: configuration, topology, data, model, sharded optimizer, checkpoints.
 
-The names below are imported when they are first used, so `import nanotrain` costs nothing.
+The names below are imported on first use, so `import nanotrain` stays cheap.
 """
 
 from importlib import import_module
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from nanotrain.topology.topology import Topology
 
 __all__ = ["Config", "NanotrainError", "ParallelContext", "Topology", "load_config"]
-PLACES = {
+MODULES = {
     "Config": "nanotrain.config.config",
     "NanotrainError": "nanotrain.errors",
     "ParallelContext": "nanotrain.comm.parallel_context",
@@ -24,12 +24,12 @@ PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of the public face from its room."""
-    if name not in PLACES:
+    """Import a public name from its module."""
+    if name not in MODULES:
         raise AttributeError(f"nanotrain has no public name {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(PLACES[name]), name)
+    return getattr(import_module(MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
-    """The public face."""
+    """The public names."""
     return list(__all__)

@@ -1,15 +1,17 @@
-"""The errors a user can cause, each saying what is wrong, why, and how to fix it.
+"""The errors that a user can cause, each with what is wrong, why, and how to fix it.
 
-    NanotrainError            every mistake we can name; exit code 2, printed without a traceback
+    NanotrainError            a user error; exit code 2, printed without a traceback
     |-- ConfigError           a key, flag or value, or two that contradict each other
-    |   |-- TopologyError     ranks that cannot form the asked-for groups
-    |   `-- ScheduleError     a pipeline schedule that cannot run, or not on such stages
+    |   |-- ConfigErrors      several of them, printed as a list
+    |   |-- TopologyError     ranks that cannot form the requested groups
+    |   `-- ScheduleError     a pipeline schedule that cannot run on the given stages
     |-- DataError             corpora, token files, tokenizers
     |-- CheckpointError       a checkpoint that is missing, damaged or of another model
     |   `-- HuggingFaceError  a Hugging Face folder that cannot be read or written
     `-- EnvironmentFault      the machine: an unwritable folder, a missing device, a lost rank
 
-User mistakes raise these at load time, on every rank alike. `assert` is for our own invariants.
+User errors are raised at load time, on all ranks. `assert` is for internal invariants. Errors pickle, so ranks and
+processes send the error itself.
 """
 
 import sys
@@ -19,7 +21,7 @@ EXIT_CODE = 2
 
 
 class NanotrainError(Exception):
-    """A mistake with a cure.
+    """An error that a user can correct.
 
     Args:
         what: the fact, with its numbers ("8 ranks cannot form tp=4 x pp=4").
@@ -32,7 +34,7 @@ class NanotrainError(Exception):
         super().__init__(what, why, fix)
 
     def __reduce__(self) -> tuple[Callable[..., "NanotrainError"], tuple[object, ...]]:
-        """Pickle the kind and the three texts: what processes and ranks send each other."""
+        """Pickle the class and the three texts."""
         return _rebuild, (type(self), (self.what, self.why, self.fix))
 
     def __str__(self) -> str:
@@ -59,7 +61,10 @@ class ConfigErrors(ConfigError):
 
     def __init__(self, errors: Sequence[ConfigError]) -> None:
         self.errors = tuple(errors)
-        super().__init__(f"{len(self.errors)} mistakes", why="".join(f"\n  - {error}" for error in self.errors))
+        super().__init__(f"{len(self.errors)} mistakes")
+
+    def __str__(self) -> str:
+        return "\n  - ".join([f"{self.what}:", *map(str, self.errors)])
 
     def __reduce__(self) -> tuple[Callable[..., "ConfigErrors"], tuple[object, ...]]:
         return ConfigErrors, (self.errors,)
@@ -98,11 +103,11 @@ class ErrorCollector:
 
 
 class TopologyError(ConfigError):
-    """Ranks that cannot form the asked-for groups."""
+    """Ranks that cannot form the requested groups."""
 
 
 class ScheduleError(ConfigError):
-    """A pipeline schedule that cannot run, or not on such stages."""
+    """A pipeline schedule that cannot run on the given stages."""
 
 
 class DataError(NanotrainError):
@@ -118,15 +123,15 @@ class HuggingFaceError(CheckpointError):
 
 
 class EnvironmentFault(NanotrainError):
-    """The machine cannot do what was asked: an unwritable folder, a missing device, a lost rank."""
+    """A fault of the machine: an unwritable folder, a missing device, a lost rank."""
 
 
 def report(error: NanotrainError, *, quiet: bool = False) -> int:
-    """Print an error as its one message on standard error, for entry points.
+    """Print an error on standard error, for entry points.
 
     Args:
-        error: the mistake.
-        quiet: print nothing, on a rank that is not the first and whose mistake the first one has made alike.
+        error: the error.
+        quiet: print nothing, for a rank other than the first where the first one raises the same error.
 
     Returns:
         The exit code.

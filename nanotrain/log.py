@@ -1,8 +1,8 @@
-"""Loggers that say which rank speaks.
+"""Loggers with the coordinates of the rank in warnings.
 
-`get_logger` is what every module uses. `start_logging` is called when a process knows whether it is the first rank of
-the job, and again when it knows its place. What the first rank says is news of the whole job; a warning may be of one
-rank alone, so it begins with that rank's place ("pp1 dp3 tp0").
+Modules use `get_logger`. Entry points call `start_logging` once the rank is known, and again once its coordinates are.
+The first rank logs for the whole job. A warning may concern one rank only, so it begins with that rank's coordinates
+("pp1 dp3 tp0").
 """
 
 import logging
@@ -11,7 +11,7 @@ from typing import TextIO
 
 
 class _Coordinates(logging.Filter):
-    """Adds the rank's coordinates to warnings and errors; `quiet` ranks pass nothing else."""
+    """Adds the rank's coordinates to warnings and errors; drops all other records where `quiet`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,14 +25,14 @@ class _Coordinates(logging.Filter):
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
-    """Writes to what `sys.stderr` is at the time: a progress bar puts itself in its place to keep lines apart."""
+    """Writes to the current `sys.stderr`, which a progress bar replaces to keep its own line last."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
-        """Where lines go now."""
+        """The current stream."""
         return sys.stderr
 
 
@@ -45,15 +45,15 @@ def start_logging(*, coordinates: str = "", is_first: bool = True, level: int = 
     """Send nanotrain's log lines to standard error; calling it again replaces the coordinates.
 
     Args:
-        coordinates: the rank's place, "dp3" or "pp1 dp3 tp0"; empty for a job of one rank.
-        is_first: whether this rank is the one that speaks for the job; the others say warnings and errors only.
-        level: the lowest level shown.
+        coordinates: of the rank, "dp3" or "pp1 dp3 tp0"; empty for a job of one rank.
+        is_first: whether this is the first rank; other ranks log only warnings and errors.
+        level: lowest level to log.
     """
     root = logging.getLogger("nanotrain")
-    place = _Coordinates()
-    place.text, place.quiet = coordinates, not is_first
+    prefix = _Coordinates()
+    prefix.text, prefix.quiet = coordinates, not is_first
     handler = _StandardError()
-    handler.addFilter(place)
+    handler.addFilter(prefix)
     handler.setFormatter(logging.Formatter("%(coordinates)s%(message)s"))
     root.handlers[:] = [handler]
     root.setLevel(level)

@@ -96,7 +96,7 @@ def test_topology_draws_a_schedule_in_place_of_the_groups(capsys, tmp_path):
 
     argv = "topology --schedule interleaved --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
     assert main([*argv.split(), "--num-layers", "8"]) == 0
-    assert "8 microbatches" in (out := capsys.readouterr().out) and "bubble    3/19 = 15.8%" in out
+    assert "8 microbatches" in (out := capsys.readouterr().out) and "bubble     3/19 = 15.8%" in out
 
 
 def test_config_prints_what_a_run_would_use(capsys):

@@ -1,11 +1,11 @@
-"""What was asked for, from the command line and YAML files; pure, and without torch.
+"""The configuration: fields, rules, command line and YAML files; pure, without torch.
 
-config.py   the fields, one frozen dataclass per section        derive.py    sizes that follow from them
-pattern.py  which layers are of a kind                          count.py     numbers of parameters
-option.py   how a field is declared                             schema.py    the fields as a table; values in and out
-flags.py    words of a command line -> data                     compose.py   YAML files -> values (Hydra lives here)
-load.py     all of it: `load_config`, `explain`, `to_yaml`       validate.py  rules that span fields
-model_rules.py, layout_rules.py  rules of the model and its layout
-idle.py     settings that would do nothing                      idle_rules.py which they are
-help.py, document.py  text made from the fields
+config.py   the fields, one frozen dataclass per section      derive.py    values that follow from other fields
+pattern.py  patterns of layers                                option.py    declaration of a field or section
+schema.py   the fields as a table, conversion of values       flags.py     parser of the command line
+compose.py  composition of YAML files (Hydra)                 load.py      `load_config`, `load_line`, `reply`
+rules/      rules over several fields, as tables              validate.py  check of a configuration against them
+help.py, document.py  text generated from the fields
+
+It does not hold lists that grow with other packages: schedules, core attentions, optimizers are named here by strings.
 """

@@ -1,7 +1,7 @@
-"""YAML files composed by Hydra; the only file that knows Hydra.
+"""Composition of YAML files by Hydra; no other file imports Hydra.
 
 The order of precedence, lowest first: `train.yaml`, the chosen files of its groups, the recipe, the command line.
-Hydra composes the files; the command line's fields are laid over them here, so that their words stay known.
+Hydra composes the files. Settings of the command line are merged here, which keeps their source.
 """
 
 import os
@@ -29,29 +29,29 @@ from nanotrain.errors import ConfigError, ErrorCollector
 
 @dataclass(frozen=True)
 class Composed:
-    """Plain values of the sections, and the file that said each value which is no default."""
+    """Plain values of the sections, and the YAML file of each value that a file sets."""
 
     values: dict[str, dict[str, Any]]
     files: dict[str, str]
 
 
 def config_dir() -> Path:
-    """The folder of our own YAML: $NANOTRAIN_CONFIG_DIR, else the installed package's, else the repository's."""
+    """The folder of built-in YAML: $NANOTRAIN_CONFIG_DIR, else the installed package's, else the repository's."""
     package = Path(__file__).resolve().parent.parent
-    asked = os.environ.get("NANOTRAIN_CONFIG_DIR")
-    places = [Path(asked).absolute()] if asked else [package / "_configs", package.parent / "configs"]
-    for place in places:
-        if (place / "train.yaml").is_file():
-            return place
+    configured = os.environ.get("NANOTRAIN_CONFIG_DIR")
+    candidates = [Path(configured).absolute()] if configured else [package / "_configs", package.parent / "configs"]
+    for folder in candidates:
+        if (folder / "train.yaml").is_file():
+            return folder
     raise ConfigError(
-        f"no train.yaml in {' or '.join(map(str, places))}",
+        f"no train.yaml in {' or '.join(map(str, candidates))}",
         why="the recipes are composed from it",
-        fix="unset NANOTRAIN_CONFIG_DIR" if asked else "install nanotrain again",
+        fix="unset NANOTRAIN_CONFIG_DIR" if configured else "install nanotrain again",
     )
 
 
 def search_path(line: CommandLine) -> list[Path]:
-    """Our own folder, then the user's (`--config-dir`, `hydra.searchpath`)."""
+    """The built-in folder, then the user's (`--config-dir`, `hydra.searchpath`)."""
     folders = [config_dir()]
     for text in line.search_path:
         folder = Path(unquote(urlparse(text).path) if text.startswith("file:") else text).expanduser().absolute()
@@ -62,15 +62,15 @@ def search_path(line: CommandLine) -> list[Path]:
 
 
 def compose_files(line: CommandLine) -> Composed:
-    """Compose the chosen files and remember which file said what.
+    """Compose the chosen files and record which file sets each value.
 
     Raises:
         ConfigError: an unknown file, group, section or field, or YAML that cannot be read.
     """
     folders = search_path(line)
-    choices, loose = dict(line.choices), None
+    choices, recipe_path = dict(line.choices), None
     if is_path(choices.get("config", "")):
-        loose = Path(choices.pop("config")).expanduser()
+        recipe_path = Path(choices.pop("config")).expanduser()
     check_choices(choices, folders)
     listed = groups_listed(line.config_name, folders)
     overrides = [f"{'' if group in listed else '+'}{group}={name}" for group, name in choices.items()]
@@ -78,27 +78,27 @@ def compose_files(line: CommandLine) -> Composed:
     with hydra_at(folders[0]):
         values = to_plain(compose(line.config_name, overrides))
         files = trace(line.config_name, overrides, folders=folders)
-    if loose is not None:
-        stated = read_yaml(loose)
-        check_stated(stated, str(loose))
-        values = to_plain(OmegaConf.merge(values, stated))
-        files |= dict.fromkeys(keys_of(stated), str(loose))
+    if recipe_path is not None:
+        values_of_file = read_yaml(recipe_path)
+        check_file(values_of_file, str(recipe_path))
+        values = to_plain(OmegaConf.merge(values, values_of_file))
+        files |= dict.fromkeys(keys_of(values_of_file), str(recipe_path))
     return Composed(values, files)
 
 
 def to_plain(composed: Any, *, resolve: bool = False) -> dict[str, Any]:
-    """Sections as plain values, with `${section.field}` looked up where asked."""
+    """Sections as plain values; with `resolve`, `${section.field}` is replaced by its value."""
     return cast(dict[str, Any], OmegaConf.to_container(composed, resolve=resolve))
 
 
 def is_path(recipe: str) -> bool:
-    """Whether a recipe is named by its file, as a run's config.yaml is, and not by its name."""
+    """Whether a recipe is given as a path, such as a run's config.yaml."""
     return recipe.endswith((".yaml", ".yml"))
 
 
 @contextmanager
 def hydra_at(folder: Path) -> Iterator[None]:
-    """Hydra with this folder as its own; its errors become ours, with the cause that it hides."""
+    """Hydra initialized with a folder; its errors become ConfigErrors with their innermost cause."""
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
             yield
@@ -111,7 +111,7 @@ def hydra_at(folder: Path) -> Iterator[None]:
 
 
 def groups_listed(config_name: str, folders: list[Path]) -> set[str]:
-    """The groups in the defaults list of the file that everything begins with; Hydra wants `+` before any other."""
+    """The groups in the defaults list of the first file; Hydra requires `+` before any other group."""
     for folder in folders:
         if (path := folder / f"{config_name}.yaml").is_file():
             return {
@@ -121,7 +121,7 @@ def groups_listed(config_name: str, folders: list[Path]) -> set[str]:
 
 
 def check_choices(choices: Mapping[str, str], folders: list[Path]) -> None:
-    """Every chosen group is a folder and every chosen name one file in it."""
+    """Check that every chosen group is a folder and every chosen name a file in it."""
     groups = {child.name for folder in folders for child in folder.iterdir() if child.is_dir()}
     for group, name in choices.items():
         if group not in groups:
@@ -131,8 +131,10 @@ def check_choices(choices: Mapping[str, str], folders: list[Path]) -> None:
                 why=f"it is neither section.field nor a group of YAML files ({', '.join(sorted(groups))})",
                 fix=did_you_mean(group, known),
             )
-        homes = [folder / group for folder in folders]
-        names = sorted({str(path.relative_to(home))[:-5] for home in homes for path in home.rglob("*.yaml")})
+        group_folders = [folder / group for folder in folders]
+        names = sorted(
+            {str(path.relative_to(parent))[:-5] for parent in group_folders for path in parent.rglob("*.yaml")}
+        )
         if name not in names:
             raise ConfigError(
                 f"there is no {group} {name!r}",
@@ -142,60 +144,60 @@ def check_choices(choices: Mapping[str, str], folders: list[Path]) -> None:
 
 
 def trace(config_name: str, overrides: list[str], *, folders: list[Path]) -> dict[str, str]:
-    """For each value that a YAML file sets: the file that set it last."""
+    """For each value that YAML files set: the last file."""
     loader = GlobalHydra.instance().config_loader()
     composed = loader.compute_defaults_list(config_name, overrides, run_mode=RunMode.RUN)
     files: dict[str, str] = {}
     for default in composed.defaults:
         name = f"{default.config_path}.yaml"
-        places = [folder / name for folder in folders if (folder / name).is_file()]
-        if len(places) > 1:
-            where = " and in ".join(str(path.parent) for path in places)
-            raise ConfigError(f"{name} lies in {where}", why="only the first would be read", fix="rename yours")
-        for path in places:
-            stated = read_yaml(path)
-            stated.pop("defaults", None)
+        paths = [folder / name for folder in folders if (folder / name).is_file()]
+        if len(paths) > 1:
+            where = " and in ".join(str(path.parent) for path in paths)
+            raise ConfigError(f"{name} is in {where}", why="only the first would be read", fix="rename yours")
+        for path in paths:
+            values_of_file = read_yaml(path)
+            values_of_file.pop("defaults", None)
             for part in reversed((default.package or "").split(".") if default.package else []):
-                stated = {part: stated}
+                values_of_file = {part: values_of_file}
             shown = name if path.parent.is_relative_to(folders[0]) else str(path)
-            check_stated(stated, shown)
-            files |= dict.fromkeys(keys_of(stated), shown)
+            check_file(values_of_file, shown)
+            files |= dict.fromkeys(keys_of(values_of_file), shown)
     return files
 
 
-def check_stated(stated: dict[str, Any], file: str) -> None:
-    """Every section and field that a file names exists."""
-    if list(stated) == ["config"]:
+def check_file(values_of_file: dict[str, Any], file: str) -> None:
+    """Check that every section and field of a file exists."""
+    if list(values_of_file) == ["config"]:
         raise ConfigError(
             f"{file} would fill a section config",
             why="a recipe names its sections itself",
             fix="begin it with the line: # @package _global_",
         )
-    if "defaults" in stated:
+    if "defaults" in values_of_file:
         raise ConfigError(
             f"{file} has a defaults list",
             why="a recipe named by its path is read as it stands",
             fix=f"put it into a folder config/ and write --config-dir FOLDER +config={Path(file).stem}",
         )
     try:
-        check_names(stated)
+        check_names(values_of_file)
     except ConfigError as error:
         raise ConfigError(f"{error.what} in {file}", why=error.why, fix=error.fix) from None
 
 
 def merge_settings(values: dict[str, dict[str, Any]], settings: list[Setting]) -> dict[str, dict[str, Any]]:
-    """The command line's settings over the values of the files, in their order; interpolations resolved."""
-    laid = OmegaConf.merge(to_dict(Config()), values)
+    """Merge settings of the command line into the values of the files, in order, and resolve interpolations."""
+    merged = OmegaConf.merge(to_dict(Config()), values)
     try:
         for setting in settings:
-            OmegaConf.update(laid, setting.key, parse_value(setting), merge=False)
-        return to_plain(laid, resolve=True)
+            OmegaConf.update(merged, setting.key, parse_value(setting), merge=False)
+        return to_plain(merged, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError("a value refers to another that cannot be found", why=str(error).splitlines()[0]) from None
 
 
 def parse_value(setting: Setting) -> Any:
-    """A flag's text stands for itself; an override's lists and quotes follow Hydra's grammar."""
+    """The value of a setting: a flag's text as it is, an override's by Hydra's grammar for lists and quotes."""
     if not setting.is_hydra or not isinstance(setting.value, str):
         return setting.value
     if not setting.value:
@@ -209,7 +211,7 @@ def parse_value(setting: Setting) -> Any:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping a YAML file holds."""
+    """The mapping in a YAML file."""
     try:
         content = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
@@ -222,6 +224,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
-def keys_of(stated: Mapping[str, Any]) -> list[str]:
+def keys_of(values_of_file: Mapping[str, Any]) -> list[str]:
     """The keys of the fields that a mapping of sections sets."""
-    return [key for key, _ in flatten(stated, errors=ErrorCollector())]
+    return [key for key, _ in flatten(values_of_file, errors=ErrorCollector())]

@@ -1,4 +1,4 @@
-"""Numbers that follow from the configuration: sizes of the model, of the groups and of the batch."""
+"""Values that follow from the configuration: sizes of the model, of the groups and of the batch."""
 
 from nanotrain.config.config import Activation, ModelConfig, ParallelConfig, TrainConfig
 from nanotrain.config.pattern import read_pattern
@@ -17,7 +17,7 @@ def head_dim(model_config: ModelConfig) -> int:
 
 
 def query_groups(model_config: ModelConfig) -> int:
-    """Key/value heads: one per query head where nothing else is said.
+    """Key/value heads: one per query head by default.
 
     >>> query_groups(ModelConfig(num_attention_heads=8, num_query_groups=2))
     2

@@ -9,19 +9,19 @@ INTRODUCTION = """\
 
 This page is made from the fields of `nanotrain/config/config.py` by `python -m nanotrain.config.document`.
 
-## How a value is said
+## Setting a value
 
-A field stands in a section, and its name is unique over all sections. Three ways say the same:
+Every field belongs to a section; flags are unique over all sections. Three equivalent forms:
 
-    --train-iters 50            a flag: the field's name in kebab case; also --train-iters=50
+    --train-iters 50            a flag: the field's name in kebab case (model.moe: with --moe-); also --train-iters=50
     train.train_iters=50        Hydra's form: section.field=value
     train: {train_iters: 50}    YAML
 
-They mix in any order. Where several speak, the later in this list wins: the default below, `train.yaml`, the files of
-the groups (`model=llama7b`), the recipe (`+config=NAME`), the command line; and on the command line the later word.
+The forms mix in any order. Later sources override earlier ones: the default below, `train.yaml`, the files of
+the groups (`model=llama7b`), the recipe (`+config=NAME`), the command line; on the command line the later argument.
 
 - **Booleans**: `--overlap-grad-reduce`, `--no-overlap-grad-reduce`, or `parallel.overlap_grad_reduce=false`.
-- **Lists** take all words up to the next flag or override: `--data-path 0.7 a 0.3 b`, `data.data_path=[0.7,a,0.3,b]`.
+- **Lists** take all arguments up to the next flag or override: `--data-path 0.7 a 0.3 b`, `data.data_path=[0.7,a,0.3,b]`.
 - **Unset**: `null`, as in `train.global_batch_size=null`.
 - **Your own YAML**: `--config-dir DIR` (or `hydra.searchpath=[DIR]`) adds a folder that is laid out as `configs/` is:
   recipes in `config/`, models in `model/`. A recipe begins with `# @package _global_` and may start from another one:
@@ -34,19 +34,20 @@ the groups (`model=llama7b`), the recipe (`+config=NAME`), the command line; and
           train_iters: 1000
 
 - **A run again**: every run writes its resolved configuration to `config.yaml`; `+config=runs/NAME/config.yaml` reads
-  it back. It names the run's folder too, so the run goes on from its checkpoints; `--run-dir DIR` begins another.
-- `--cfg job` prints the resolved configuration; `nanotrain config --explain ...` also says where each value came from.
-- A setting without effect is an error. Only where the command line puts a setting of a YAML file out of play, that
-  setting goes back to its default, and `--explain` says so.
-- `torchrun` takes abbreviations of its own options for itself; no flag here is one of these.
+  it back. It includes the run folder, so the run resumes from its checkpoints; `--run-dir DIR` starts another.
+- `--cfg job` prints the resolved configuration; `nanotrain config --explain ...` also prints the origin of each value.
+- A setting without effect is an error. One exception: where the command line switches off a setting of a YAML file,
+  the setting returns to its default, and `--explain` shows it.
+- All mistakes of a command line are reported in one message.
+- `torchrun` accepts abbreviations of its own options; no flag here is one of them.
 """
 
 
 def document() -> str:
-    """The page: how values are said, the aliases, and a table per section."""
+    """The page: how to set values, the aliases, and a table per section."""
     parts = [INTRODUCTION, "## Aliases\n", "| flag | means |", "|---|---|"]
     parts += [f"| `{flag}` | `--{alias.name.replace('_', '-')} {alias.value}` |" for flag, alias in ALIASES.items()]
-    parts.append("| `--data-parallel-size N` | nothing is set: an error unless the run has N data-parallel ranks |")
+    parts.append("| `--data-parallel-size N` | sets nothing; checks that the run has N data-parallel ranks |")
     for name, section in SECTIONS.items():
         parts += [f"\n## {name}\n", f"{(section.__doc__ or '').strip()}\n"]
         parts += ["| flag | takes | default | meaning |", "|---|---|---|---|"]

@@ -8,7 +8,7 @@ from typing import Any
 def option(
     default: Any, meaning: str, *, name: str = "", unit: str = "", check: Callable[[Any], bool] | None = None
 ) -> Any:
-    """Declare one field; its default stands here only.
+    """Declare one field; the only place of its default.
 
     Args:
         default: the value where no file and no argument sets one.

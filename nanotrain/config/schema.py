@@ -109,7 +109,7 @@ def config_from_dict(values: Mapping[str, Any]) -> Config:
 
 
 def build_section(kind: Any, converted: Mapping[str, Any], *, path: str = "") -> Any:
-    """An instance of a section, its fields taken from converted values by key."""
+    """An instance of a section, with its fields from converted values by key."""
     nested = {
         f.name: build_section(f.metadata["section"], converted, path=f"{path}{f.name}.") for f in sections_of(kind)
     }
@@ -259,12 +259,12 @@ def convert(entry: Entry, value: Any) -> Any:
 
 def convert_bool(entry: Entry, value: Any) -> bool:
     """true or false, yes or no, on or off, 1 or 0."""
-    words = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "1": True, "0": False}
+    booleans = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "1": True, "0": False}
     if isinstance(value, bool):
         return value
-    if str(value).lower() not in words:
+    if str(value).lower() not in booleans:
         raise wrong_type(entry, value)
-    return words[str(value).lower()]
+    return booleans[str(value).lower()]
 
 
 def convert_int(entry: Entry, value: Any) -> int:
@@ -289,14 +289,14 @@ def convert_float(entry: Entry, value: Any) -> float:
 
 
 def convert_str(entry: Entry, value: Any) -> str:
-    """Text; a number in YAML is taken as it reads."""
+    """Text; a number in YAML becomes its text."""
     if isinstance(value, Mapping | list | tuple):
         raise wrong_type(entry, value)
     return str(value)
 
 
 def convert_list(entry: Entry, value: Any) -> list[str]:
-    """A list of words, or one text of several."""
+    """A list of texts, or one text split at spaces."""
     if isinstance(value, Mapping):
         raise wrong_type(entry, value)
     if isinstance(value, list | tuple):
@@ -325,7 +325,7 @@ CONVERSIONS = {
     list: convert_list,
     Enum: convert_enum,
 }
-TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list of words"}
+TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list"}
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from tests.laws.megatron_file import write_tokens
 
 # Of processor time, which a busy machine does not stretch.
 SOON_S = 10.0
-MESSAGE = re.compile(r"^error: (.+)$", re.MULTILINE)
+MESSAGE = re.compile(r"^error: (.+(?:\n  - .+)*)$", re.MULTILINE)
 
 MISTAKEN_WORDS = {
     # what is typed -> what the message must say
@@ -141,8 +141,8 @@ def name_floats(prefix: Path) -> None:
         (write_text_into_idx, "tokens.idx is no Megatron-LM index"),
         (empty_it, "tokens is an empty corpus: it has 0 sequences.*prepare it from files that contain text"),
         (shorten, "the train split of .*tokens has 16 tokens, too few for one sample.*seq_length \\+ 1 = 17"),
-        (put_a_large_id_first, "token id 100 at position 3 of .*tokens.bin: the model's vocabulary holds ids 0 to 99"),
-        (name_floats, "tokens.idx says its tokens are of dtype code 6 .float64."),
+        (put_a_large_id_first, "token id 100 at position 3 of .*tokens.bin: the model's vocabulary has ids 0 to 99"),
+        (name_floats, "tokens.idx has tokens of dtype code 6 .float64."),
     ],
 )
 def test_a_damaged_corpus_is_one_message(
@@ -259,7 +259,7 @@ def test_a_large_token_id_that_one_rank_meets_late_ends_all_with_one_message(tmp
     output = refused_by_all(line)
 
     assert MESSAGE.findall(output) == [
-        f"token id 100 at position {place} of {tmp_path}/tokens.bin: the model's vocabulary holds ids 0 to 99; "
+        f"token id 100 at position {place} of {tmp_path}/tokens.bin: the model's vocabulary has ids 0 to 99; "
         "set --vocab-size to the tokenizer's, or prepare the corpus with the model's tokenizer"
     ]
     assert [step["step"] for step in steps_of(tmp_path / "run")] == [1, 2, 3, 4]
