@@ -21,7 +21,8 @@ The forms mix in any order. Later sources override earlier ones: the default bel
 the groups (`model=llama7b`), the recipe (`+config=NAME`), the command line; on the command line the later argument.
 
 - **Booleans**: `--overlap-grad-reduce`, `--no-overlap-grad-reduce`, or `parallel.overlap_grad_reduce=false`.
-- **Lists** take all arguments up to the next flag or override: `--data-path 0.7 a 0.3 b`, `data.data_path=[0.7,a,0.3,b]`.
+- **Lists** take all arguments up to the next flag or override: `--data-path 0.7 a 0.3 b` or
+  `data.data_path=[0.7,a,0.3,b]`.
 - **Unset**: `null`, as in `train.global_batch_size=null`.
 - **Your own YAML**: `--config-dir DIR` (or `hydra.searchpath=[DIR]`) adds a folder that is laid out as `configs/` is:
   recipes in `config/`, models in `model/`. A recipe begins with `# @package _global_` and may start from another one:

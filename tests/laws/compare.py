@@ -34,8 +34,6 @@ def assert_alike(outcomes: list[Outcome], reference: list[Outcome], *, row: str,
 def assert_read_once(outcomes: list[Outcome], *, row: str) -> None:
     """Assert that the data-parallel ranks together read every sample of every global batch exactly once."""
     by_dp = {outcome.dp: outcome.reads for outcome in outcomes}
-    assert all(outcome.reads == by_dp[outcome.dp] for outcome in outcomes), (
-        f"{row}: replicas read different samples"
-    )
+    assert all(outcome.reads == by_dp[outcome.dp] for outcome in outcomes), f"{row}: replicas read different samples"
     read = sorted(number for reads in by_dp.values() for number in reads)
     assert read == list(range(GLOBAL_BATCH * len(outcomes[0].losses))), f"{row}: samples were read twice or skipped"
