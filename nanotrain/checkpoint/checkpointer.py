@@ -33,6 +33,7 @@ from nanotrain.precision.dtypes import DTYPE_NAMES
 from nanotrain.topology.boxes import TensorBox
 
 Tensors = Mapping[TensorBox, torch.Tensor]
+Reads = Mapping[str, tuple[ChunkRead, ...]]
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,6 @@ class _ShardReport:
     shard: WrittenShard
     step: int
     objects_crc32: int
-
-
-@dataclass(frozen=True)
-class _ReadPlan:
-    """The reads of this rank."""
-
-    manifest: Manifest
-    reads: dict[str, tuple[ChunkRead, ...]]
 
 
 class Checkpointer:
@@ -125,14 +118,14 @@ class Checkpointer:
             CheckpointError: of another model, damaged, incomplete or of a newer format. The targets must not be used.
         """
         path = Path(path)
-        local: list[_ReadPlan] = []
+        local: list[tuple[Manifest, Reads]] = []
 
         def plan() -> int:
             local.append(_plan(path, targets, config=config))
-            return loaded_bits(local[0].manifest, targets)
+            return loaded_bits(local[0][0], targets)
 
         bits = run_on_all(self.group, plan)
-        manifest, reads = local[0].manifest, local[0].reads
+        manifest, reads = local[0]
         check_all_loaded(manifest, bits, config=config)  # same arguments on all ranks, so all raise or none
         run_on_all(self.group, lambda: read_chunks(path, reads, targets=targets))
         return manifest
@@ -215,9 +208,9 @@ def _checksum(objects: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(objects, sort_keys=True).encode())
 
 
-def _plan(path: Path, targets: Tensors, *, config: Mapping[str, Any] | None) -> _ReadPlan:
+def _plan(path: Path, targets: Tensors, *, config: Mapping[str, Any] | None) -> tuple[Manifest, Reads]:
     manifest = store.require_complete(path)
     for box, tensor in targets.items():
         assert tuple(tensor.shape) == box.box.shape, f"{box} got a tensor of {tuple(tensor.shape)}: wrong elements"
     check_compatible(manifest, {box: DTYPE_NAMES[tensor.dtype] for box, tensor in targets.items()}, config=config)
-    return _ReadPlan(manifest, plan_reads(manifest, targets))
+    return manifest, plan_reads(manifest, targets)

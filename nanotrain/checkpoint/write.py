@@ -10,7 +10,7 @@ at once. The format is an eight-byte length, a JSON header and the bytes, so it 
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +67,15 @@ def chunk_key(name: str, box: Box) -> str:
 
 def plan_writes(tensors: Mapping[TensorBox, torch.Tensor]) -> tuple[ChunkWrite, ...]:
     """Split a rank's tensors into chunks, laid end to end; offsets count from the end of the header."""
-    return tuple(_chunk_writes(tensors))
+    offset, writes = 0, []
+    for source, tensor in tensors.items():
+        assert tuple(tensor.shape) == source.box.shape, f"{source} got a tensor of {tuple(tensor.shape)}"
+        dtype = DTYPE_NAMES[tensor.dtype]
+        for box in split_box(source.box, tensor.element_size()):
+            nbytes = box.numel * tensor.element_size()
+            writes.append(ChunkWrite(source, box, dtype, chunk_key(source.name, box), offset, nbytes))
+            offset += nbytes
+    return tuple(writes)
 
 
 def write_shard(path: Path, tensors: Mapping[TensorBox, torch.Tensor]) -> WrittenShard:
@@ -110,19 +118,6 @@ def write_shard(path: Path, tensors: Mapping[TensorBox, torch.Tensor]) -> Writte
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory, without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _chunk_writes(tensors: Mapping[TensorBox, torch.Tensor]) -> Iterator[ChunkWrite]:
-    offset = 0
-    for source, tensor in tensors.items():
-        assert tuple(tensor.shape) == source.box.shape, (
-            f"{source} got a tensor of {tuple(tensor.shape)}: wrong elements"
-        )
-        assert tensor.dtype in DTYPE_NAMES, f"{source.name} is {tensor.dtype}, which the format cannot hold"
-        for box in split_box(source.box, tensor.element_size()):
-            nbytes = box.numel * tensor.element_size()
-            yield ChunkWrite(source, box, DTYPE_NAMES[tensor.dtype], chunk_key(source.name, box), offset, nbytes)
-            offset += nbytes
 
 
 def _header(writes: tuple[ChunkWrite, ...]) -> bytes:

@@ -163,17 +163,9 @@ def _forward_cpu(chunk: AttentionChunk) -> AttentionResult:
 
 
 def _backward_cpu(chunk: AttentionChunk, merged: AttentionResult, *, grad: Tensor) -> ChunkGradients:
+    inputs = grad, chunk.query, chunk.key, chunk.value, merged.out, merged.lse
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad,
-        chunk.query,
-        chunk.key,
-        chunk.value,
-        merged.out,
-        merged.lse,
-        0.0,
-        chunk.is_causal,
-        attn_mask=_bias(chunk),
-        scale=chunk.scale,
+        *inputs, 0.0, chunk.is_causal, attn_mask=_bias(chunk), scale=chunk.scale
     )
     return ChunkGradients(*gradients)
 
@@ -188,22 +180,10 @@ def _forward_cuda(chunk: AttentionChunk) -> AttentionResult:
 def _backward_cuda(chunk: AttentionChunk, merged: AttentionResult, *, grad: Tensor) -> ChunkGradients:
     # The state of the random generator only matters with dropout.
     seed, offset = (torch.zeros(shape, dtype=torch.uint64, device=grad.device) for shape in ((2,), ()))
+    inputs = grad, chunk.query, chunk.key, chunk.value, merged.out.contiguous(), merged.lse.contiguous()
+    lengths = None, None, chunk.query.shape[2], chunk.key.shape[2]
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad,
-        chunk.query,
-        chunk.key,
-        chunk.value,
-        merged.out.contiguous(),
-        merged.lse.contiguous(),
-        None,
-        None,
-        chunk.query.shape[2],
-        chunk.key.shape[2],
-        0.0,
-        chunk.is_causal,
-        seed,
-        offset,
-        scale=chunk.scale,
+        *inputs, *lengths, 0.0, chunk.is_causal, seed, offset, scale=chunk.scale
     )
     return ChunkGradients(*gradients)
 
