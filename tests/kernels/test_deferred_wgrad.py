@@ -72,7 +72,7 @@ def test_gradients_of_two_microbatches_add_up_in_the_order_they_are_run(ctx):
         found = parameter.grad / 2
         if name in network.partial_names():
             all_reduce(found, ctx.group("tp"))
-        torch.testing.assert_close(found, network.own(name, reference_pass(2).grads[name]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, network.shard(name, reference_pass(2).grads[name]), rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_that_are_ready_are_accumulated_with_their_hooks():
@@ -118,26 +118,26 @@ def test_gradients_keep_the_dtype_asked_for():
     assert weight.grad is buffer and buffer.any()
 
 
-def test_what_waits_does_not_keep_the_graph_alive():
+def test_deferred_work_does_not_keep_the_graph_alive():
     queue = WgradQueue()
     network = ShardedNetwork(TensorParallel(ALONE, wgrad_queue=queue), 2)
     source = draw("x", 2, 8, 6).requires_grad_()
     middle = source * 2
 
-    def hung_on_the_graph(*_grads: object) -> None:
+    def hook_of_the_graph(*_grads: object) -> None:
         pass
 
-    middle.grad_fn.register_hook(hung_on_the_graph)
-    graph = weakref.ref(hung_on_the_graph)
+    middle.grad_fn.register_hook(hook_of_the_graph)
+    graph = weakref.ref(hook_of_the_graph)
     with queue.defer():
         network(middle).sum().backward()
-    del middle, hung_on_the_graph
+    del middle, hook_of_the_graph
     gc.collect()
     assert graph() is None
     accumulate_wgrads(queue.take())
 
 
-def test_work_that_nobody_took_is_an_error_before_the_next_microbatch():
+def test_work_that_was_not_taken_is_an_error_at_the_next_microbatch():
     queue = WgradQueue()
     network = ShardedNetwork(TensorParallel(ALONE, wgrad_queue=queue), 2)
     with queue.defer():
@@ -153,7 +153,7 @@ def test_a_failed_backward_ends_the_deferring():
     assert not queue.is_deferring
 
 
-def test_a_layer_gathers_while_the_one_before_multiplies():
+def test_a_layer_gathers_while_the_previous_one_multiplies():
     events: list[str] = []
 
     class Work:

@@ -1,4 +1,4 @@
-"""Grouped products equal one product per expert, and nothing leaks out of rows that belong to nobody."""
+"""Grouped products equal one product per expert; dropped tokens contribute nothing."""
 
 from contextlib import nullcontext
 
@@ -24,7 +24,7 @@ def parts(counts, tail, *, dtype=torch.float32):
 
 
 def by_hand(rows, weight, counts):
-    """[R, O], zero in the tail."""
+    """[R, O], zero for dropped tokens."""
     expert = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     used = torch.einsum("ri,roi->ro", rows[: len(expert)], weight[expert])
     return torch.cat([used, torch.zeros(len(rows) - len(expert), OUTPUTS, dtype=rows.dtype)])
@@ -47,7 +47,7 @@ class PoisonedMM(GroupedMM):
 @pytest.mark.parametrize("gemm", [GroupedMM(), LoopedMM(), PoisonedMM()])
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("tail", [0, 3])
-def test_every_kernel_multiplies_each_row_by_its_expert(gemm, counts, tail):
+def test_every_gemm_multiplies_each_token_by_its_expert(gemm, counts, tail):
     rows, weight, grad, offs = parts(counts, tail)
     out = grouped_linear(rows, weight, offs=offs, options=GroupedOptions(gemm, may_drop=tail > 0))
     expected = by_hand(rows, weight, counts)
@@ -69,7 +69,7 @@ def test_bf16_and_an_expanded_gradient(gemm):
 
 
 @pytest.mark.parametrize("defers", [False, True])
-def test_a_queue_that_defers_gets_the_weight_gradient_and_delivers_it_later(defers):
+def test_a_queue_that_defers_accumulates_the_weight_gradient_later(defers):
     rows, weight, grad, offs = parts(COUNTS[0], 0)
     (expected,) = torch.autograd.grad(by_hand(rows, weight, COUNTS[0]), weight, grad)
     queue, fired = WgradQueue(), []

@@ -33,7 +33,7 @@ def one_by_one(experts: Experts, rows: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("is_gated", [True, False])
-def test_experts_equal_one_mlp_per_expert_and_dropped_rows_are_zero(is_gated: bool) -> None:
+def test_experts_equal_one_mlp_per_expert_and_dropped_tokens_are_zero(is_gated: bool) -> None:
     experts = build(is_gated=is_gated, may_drop=True)
     rows = torch.randn(sum(COUNTS) + DROPPED, H)
     out = experts(rows, torch.tensor(COUNTS).cumsum(0).to(torch.int32))

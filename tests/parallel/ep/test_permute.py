@@ -1,4 +1,4 @@
-"""Rows are the choices sorted by expert; forward and backward are those of plain indexing."""
+"""Permutation sorts by expert; forward and backward are those of plain indexing."""
 
 import pytest
 import torch
@@ -11,15 +11,15 @@ H = 5
 
 
 @st.composite
-def choices(draw):
+def routings(draw):
     """[T, K] experts with E in place of dropped ones, and E."""
     num_experts, topk = draw(st.integers(1, 6)), draw(st.integers(1, 3))
     rows = draw(st.lists(st.lists(st.integers(0, num_experts), min_size=topk, max_size=topk), min_size=1, max_size=12))
     return torch.tensor(rows), num_experts
 
 
-@given(choices())
-def test_rows_are_sorted_by_expert_and_every_choice_finds_its_own(drawn):
+@given(routings())
+def test_permuted_tokens_are_sorted_by_expert_and_every_pair_has_its_position(drawn):
     experts, num_experts = drawn
     plan = plan_permutation(experts, num_experts)
     in_rows = experts.flatten()[plan.order]
@@ -28,14 +28,14 @@ def test_rows_are_sorted_by_expert_and_every_choice_finds_its_own(drawn):
     assert plan.tokens_per_expert.tolist() == [(experts == expert).sum().item() for expert in range(num_experts)]
 
 
-@given(choices(), st.booleans())
-def test_permute_and_unpermute_have_the_gradients_of_plain_indexing(drawn, cuts_dropped):
+@given(routings(), st.booleans())
+def test_permute_and_unpermute_have_the_gradients_of_plain_indexing(drawn, omits_dropped):
     # given: tokens, weights, and rows with or without those of dropped choices at their end
     experts, num_experts = drawn
     num_tokens, topk = experts.shape
     plan = plan_permutation(experts, num_experts)
     kept = int((experts < num_experts).sum())
-    num_rows = kept if cuts_dropped else experts.numel()
+    num_rows = kept if omits_dropped else experts.numel()
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(num_tokens, H, generator=generator, dtype=torch.float64).requires_grad_()
     weights = torch.rand(num_tokens, topk, generator=generator, dtype=torch.float64).requires_grad_()
@@ -46,8 +46,8 @@ def test_permute_and_unpermute_have_the_gradients_of_plain_indexing(drawn, cuts_
     # when
     rows = permute(x, plan, num_permuted=num_rows)
     in_rows = experts.flatten()[plan.order][:num_rows]
-    answers = rows * ((in_rows + 1) * (in_rows < num_experts)).double()[:, None]
-    out = unpermute(answers, plan, topk_weights=weights)
+    outputs = rows * ((in_rows + 1) * (in_rows < num_experts)).double()[:, None]
+    out = unpermute(outputs, plan, topk_weights=weights)
     found = torch.autograd.grad(out, (x, weights), grad)
 
     # then
@@ -69,7 +69,7 @@ def test_reorder_is_undone_by_the_inverse(numbers):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_rows_are_summed_in_fp32(dtype):
+def test_low_precision_tokens_are_summed_in_fp32(dtype):
     plan = plan_permutation(torch.tensor([[0, 1, 2]]), 3)
     rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=dtype)  # one by one, bf16 would lose both ones
     out = unpermute(rows, plan, topk_weights=torch.ones(1, 3))

@@ -1,4 +1,4 @@
-"""Tokens reach their experts wherever these are, and no byte more than needed is sent."""
+"""Token dispatch gives the same on any number of ranks and sends no more bytes than needed."""
 
 import pytest
 import torch
@@ -17,12 +17,12 @@ E, H, T, K = 8, 4, 12, 3
 
 
 def tokens_of(rank):
-    """What a rank brings: more tokens on some than on others, one with none; some pairs dropped."""
+    """The tokens of a rank: uneven counts, none on rank 2; some pairs dropped."""
     generator = torch.Generator().manual_seed(rank)
     num_tokens = 0 if rank == 2 else T + rank
     x = torch.randn(num_tokens, H, generator=generator).requires_grad_()
     scores = torch.rand(num_tokens, E, generator=generator)
-    scores[:, 5] = -1.0  # nobody chooses expert 5
+    scores[:, 5] = -1.0  # no token uses expert 5
     experts = scores.topk(K, dim=-1).indices
     experts[::4, 0] = E
     weights = torch.rand(num_tokens, K, generator=generator).requires_grad_()
@@ -35,7 +35,7 @@ def outcome(dispatch, x, routing, grad, *, run_experts):
 
 
 def times_expert(first, last, share=1.0):
-    """Experts that multiply by their number, or by a share of it; zero where no expert is asked."""
+    """Experts that multiply by their index + 1, or by a share of it; zero for dropped tokens."""
 
     def run(rows, offs):
         numbers = torch.arange(first, last) + 1.0
@@ -61,16 +61,16 @@ def equals_local(ctx):
     )
 
 
-SPREADS = [(2, {"ep": 2}), (2, {"etp": 2}), (4, {"ep": 4}), (4, {"ep": 2}), (4, {"ep": 2, "etp": 2})]
+SHARDINGS = [(2, {"ep": 2}), (2, {"etp": 2}), (4, {"ep": 4}), (4, {"ep": 2}), (4, {"ep": 2, "etp": 2})]
 
 
-@pytest.mark.parametrize(("num_ranks", "sizes"), SPREADS)
-def test_any_spread_of_the_experts_gives_what_one_rank_gives(num_ranks, sizes):
+@pytest.mark.parametrize(("num_ranks", "sizes"), SHARDINGS)
+def test_any_sharding_of_the_experts_equals_one_rank(num_ranks, sizes):
     run_ranks(num_ranks, equals_local, **sizes)
 
 
 def send_all_to_the_first_experts(ctx):
-    """Every token uses experts of ep rank 0, so the other ranks receive no rows."""
+    """Every token uses experts of ep rank 0, so the other ranks receive nothing."""
     ep, etp = ctx.group("ep"), ctx.group("etp")
     x = torch.ones(3, H, requires_grad=True)
     routing = Routing(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
@@ -80,22 +80,22 @@ def send_all_to_the_first_experts(ctx):
 
 
 @pytest.mark.parametrize(("num_ranks", "sizes"), [(4, {"ep": 2, "etp": 2}), (4, {"ep": 4})])
-def test_a_rank_may_receive_no_rows(num_ranks, sizes):
+def test_a_rank_may_receive_no_tokens(num_ranks, sizes):
     run_ranks(num_ranks, send_all_to_the_first_experts, **sizes)
 
 
-def test_every_row_travels_four_times_and_only_to_other_ranks():
-    answers = run_ranks(4, equals_local, ep=4)
-    counts = torch.tensor([leaving for leaving, _ in answers])  # [from, to] rows
+def test_every_token_is_sent_four_times_and_only_to_other_ranks():
+    results = run_ranks(4, equals_local, ep=4)
+    counts = torch.tensor([leaving for leaving, _ in results])  # [from, to] rows
     leaving, arriving = counts.sum(1) - counts.diag(), counts.sum(0) - counts.diag()
     row_bytes, count_bytes = H * 4, 3 * (E // 4) * 8
     # there, back; the gradient of the way back, and of the way there
     expected = 2 * (leaving + arriving) * row_bytes + count_bytes
-    assert [sent for _, sent in answers] == expected.tolist()
+    assert [sent for _, sent in results] == expected.tolist()
 
 
 def send_evenly(ctx):
-    """Every rank's tokens choose every expert equally often; bytes over ep and etp, sent and as foretold."""
+    """Every rank's tokens choose every expert equally often; bytes over ep and etp, sent and predicted."""
     ep, etp = ctx.group("ep"), ctx.group("etp")
     experts = (torch.arange(2 * E)[:, None] + torch.arange(K) * 3) % E
     x = torch.ones(2 * E, H, requires_grad=True)
@@ -103,17 +103,17 @@ def send_evenly(ctx):
     out = dispatch(x, Routing(experts, torch.ones(2 * E, K)), run_experts=lambda rows, offs: rows * 2)
     out.sum().backward()
     traffic = ExpertTraffic(2 * E, K, num_experts=E, hidden=H, itemsize=4)
-    foretold = {"ep": ep_bytes(traffic, ep.size), "etp": etp_bytes(traffic, etp.size)}
-    return {name: ctx.traffic.bytes(name) for name in foretold}, foretold
+    predicted = {"ep": ep_bytes(traffic, ep.size), "etp": etp_bytes(traffic, etp.size)}
+    return {name: ctx.traffic.bytes(name) for name in predicted}, predicted
 
 
-@pytest.mark.parametrize(("num_ranks", "sizes"), SPREADS)
-def test_the_closed_form_foretells_the_bytes_of_even_routing(num_ranks, sizes):
-    for sent, foretold in run_ranks(num_ranks, send_evenly, **sizes):
-        assert sent == foretold
+@pytest.mark.parametrize(("num_ranks", "sizes"), SHARDINGS)
+def test_the_closed_form_predicts_the_bytes_of_even_routing(num_ranks, sizes):
+    for sent, predicted in run_ranks(num_ranks, send_evenly, **sizes):
+        assert sent == predicted
 
 
-def test_alone_the_experts_are_local():
+def test_on_one_rank_the_dispatcher_is_local():
     assert isinstance(
         build_token_dispatcher(E, ep=Group.single_rank("ep"), etp=Group.single_rank("etp")), LocalTokenDispatcher
     )

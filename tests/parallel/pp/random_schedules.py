@@ -1,4 +1,4 @@
-"""Schedules in any order that respects what each action needs."""
+"""Random schedules in which every action comes after its dependencies."""
 
 import random
 
@@ -14,11 +14,11 @@ from nanotrain.parallel.pp.actions import (
 
 
 def random_schedule(shape: PipelineShape, chance: random.Random, *, is_split: bool) -> Schedule:
-    """Draw the next action among all that could run, until none is left."""
+    """Draw the next action among those that can run, until none is left."""
     left: list[Action] = []
     for stage in range(shape.num_stages):
         for m in range(shape.num_microbatches):
-            # A pair of I and W where B would do: some stages and microbatches split, others not.
+            # Mixed: some stages and microbatches have I and W, others B.
             is_pair = is_split and chance.random() < 0.7
             kinds = (forward, backward_input, backward_weight) if is_pair else (forward, full_backward)
             left += [kind(stage, m) for kind in kinds]

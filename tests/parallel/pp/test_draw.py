@@ -1,4 +1,4 @@
-"""Pictures of schedules: every action stands where the simulation puts it."""
+"""Drawings of schedules: every action is drawn at its simulated time."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tests.parallel.pp.test_schedules import named_shapes
 
 
 @given(named_shapes())
-def test_every_action_stands_at_its_time_on_its_rank(named) -> None:
+def test_every_action_is_drawn_at_its_time_on_its_rank(named) -> None:
     name, shape = named
     timeline = simulate(SCHEDULES[name](shape))
     _, *rows = draw_timeline(timeline, width=100_000).splitlines()
@@ -34,7 +34,7 @@ def test_a_long_timeline_is_wrapped_with_its_ruler() -> None:
     assert all(len(line) <= 50 for line in text.splitlines())
 
 
-def test_the_text_says_what_the_schedule_costs() -> None:
+def test_the_text_has_duration_bubble_and_memory() -> None:
     text = draw_schedule("zb-h1", PipelineShape(4, 1, 8))
 
     assert text.startswith("zb-h1: 4 ranks, 4 stages, 8 microbatches\n")
@@ -44,13 +44,13 @@ def test_the_text_says_what_the_schedule_costs() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1"])
-def test_a_picture_is_written_where_it_was_asked_for(name: str, tmp_path: Path) -> None:
+def test_a_picture_is_written_to_the_file(name: str, tmp_path: Path) -> None:
     file = tmp_path / "schedule.png"
     text = draw_schedule(name, PipelineShape(2, 2 if name == "interleaved" else 1, 3), png=file)
 
     assert file.read_bytes().startswith(b"\x89PNG") and f"written to {file}" in text
 
 
-def test_a_picture_that_cannot_be_written_is_an_error_with_a_cure(tmp_path: Path) -> None:
+def test_a_picture_that_cannot_be_written_is_an_error_with_a_fix(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFault, match="choose another file for --png"):
         draw_schedule("1f1b", PipelineShape(2, 1, 3), png=tmp_path / "nowhere" / "schedule.png")

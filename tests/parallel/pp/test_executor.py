@@ -1,4 +1,4 @@
-"""The executor does what the schedule says, and notifies the stage's callbacks."""
+"""The executor runs the actions of a plan in order and notifies callbacks."""
 
 import torch
 from torch import nn
@@ -69,7 +69,7 @@ def test_callbacks_are_notified_of_every_backward_and_which_is_the_last():
     ]
 
 
-def test_the_order_is_the_schedules():
+def test_actions_run_in_the_order_of_the_schedule():
     # Given a schedule of its own, all forwards first and backwards in reverse,
     kinds = [(ActionKind.forward, m) for m in (0, 1)] + [(ActionKind.full_backward, m) for m in (1, 0)]
     schedule = Schedule((tuple(Action(kind, 0, m) for kind, m in kinds),))

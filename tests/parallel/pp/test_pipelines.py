@@ -1,4 +1,4 @@
-"""Pipelines of several ranks give what one rank gives, to the bit, and notify their callbacks alike."""
+"""Pipelines of several ranks are bit-equal to one rank and notify their callbacks alike."""
 
 import random
 import time
@@ -31,7 +31,7 @@ def pipeline_of(ctx: ParallelContext) -> Pipeline:
     return pipeline
 
 
-def play(
+def run_and_compare(
     pipeline: Pipeline,
     schedule: Schedule,
     shape: PipelineShape,
@@ -46,7 +46,7 @@ def play(
         recorders[index] = Recorder(modules[index])
     stages = {index: RunnableStage(module, (recorders[index],), module.queue) for index, module in modules.items()}
     microbatches = batches(shape.num_microbatches)
-    expected, whole = reference(shape.num_stages, microbatches, grad_scale=SCALE)
+    expected, references = reference(shape.num_stages, microbatches, grad_scale=SCALE)
 
     loss = run_schedule(
         plan_rank(schedule, pipeline.group.index),
@@ -62,17 +62,19 @@ def play(
         recorders[index].check(module, shape.num_microbatches)
         for name, param in module.named_parameters():
             where = f"gradient of {name} of stage {index} in {shape}"
-            close(param.grad, whole[index].get_parameter(name).grad, msg=lambda text, where=where: f"{where}: {text}")
+            close(
+                param.grad, references[index].get_parameter(name).grad, msg=lambda text, where=where: f"{where}: {text}"
+            )
     return list(modules.values())
 
 
-def play_everything(ctx: ParallelContext, largest: int) -> None:
+def run_all(ctx: ParallelContext, largest: int) -> None:
     pipeline = pipeline_of(ctx)
     for name, num_stages_per_rank in VARIANTS:
         for num_microbatches in range(1, largest + 1):
             shape = PipelineShape(pipeline.group.size, num_stages_per_rank, num_microbatches)
             schedule = SCHEDULES[name](shape)
-            modules = play(pipeline, schedule, shape)
+            modules = run_and_compare(pipeline, schedule, shape)
             bound = simulate(schedule).peak_in_flight[pipeline.group.index]
             assert max(module.peak_alive for module in modules) <= bound, (name, shape)
             if num_stages_per_rank == 1:
@@ -81,38 +83,38 @@ def play_everything(ctx: ParallelContext, largest: int) -> None:
 
 @ranks(2, pp=2)
 def test_two_ranks_equal_one_in_every_schedule_with_1_to_9_microbatches(ctx):
-    play_everything(ctx, 9)
+    run_all(ctx, 9)
 
 
 @ranks(4, pp=4)
 def test_four_ranks_equal_one_in_every_schedule_with_1_to_9_microbatches(ctx):
-    play_everything(ctx, 9)
+    run_all(ctx, 9)
 
 
 @ranks(3, pp=3)
 def test_split_backwards_are_right_where_no_layer_can_defer(ctx):
     for num_microbatches in (1, 4):
         shape = PipelineShape(3, 1, num_microbatches)
-        play(pipeline_of(ctx), SCHEDULES["zb-h1"](shape), shape, has_queue=False)
+        run_and_compare(pipeline_of(ctx), SCHEDULES["zb-h1"](shape), shape, has_queue=False)
 
 
 @ranks(3, pp=3)
-def test_any_order_that_can_be_carried_out_is(ctx):
+def test_any_valid_order_runs(ctx):
     pipeline = pipeline_of(ctx)
     for seed in range(12):
         chance = random.Random(seed)
         shape = PipelineShape(3, chance.choice((1, 2)), chance.randint(1, 5))
         schedule = random_schedule(shape, chance, is_split=chance.random() < 0.5)
         # Microbatches come in any order, and sums of floats depend on it.
-        play(pipeline, schedule, shape, tolerance=1e-5)
+        run_and_compare(pipeline, schedule, shape, tolerance=1e-5)
 
 
 @ranks(3, pp=3)
-def test_ranks_of_unequal_speed_come_to_the_same_end(ctx):
+def test_ranks_of_unequal_speed_give_the_same_results(ctx):
     pipeline, chance = pipeline_of(ctx), random.Random(ctx.rank)
     shape = PipelineShape(3, 2, 4)
     register_module_forward_pre_hook(lambda *_: time.sleep(chance.random() / 200))
-    play(pipeline, SCHEDULES["interleaved"](shape), shape)
+    run_and_compare(pipeline, SCHEDULES["interleaved"](shape), shape)
 
 
 @ranks(2, pp=2)
@@ -133,10 +135,10 @@ def test_validation_runs_forward_only_and_sums_on_the_last_rank(ctx):
 
 
 @ranks(2, pp=2)
-def test_what_was_sent_does_not_stay_in_memory(ctx):
+def test_sent_outputs_are_freed(ctx):
     # Given a schedule that keeps nine graphs on the first rank,
     shape = PipelineShape(2, 1, 9)
-    (module,) = play(pipeline_of(ctx), SCHEDULES["gpipe"](shape), shape)
+    (module,) = run_and_compare(pipeline_of(ctx), SCHEDULES["gpipe"](shape), shape)
 
     # then the graphs are kept but not what they have put out: those under way and the newest one only.
     assert module.peak_alive == 9
@@ -145,12 +147,12 @@ def test_what_was_sent_does_not_stay_in_memory(ctx):
 
 
 @ranks(3, pp=3)
-def test_what_is_sent_is_what_was_planned(ctx):
+def test_sent_bytes_are_the_planned_ones(ctx):
     pipeline = pipeline_of(ctx)
     for name, num_stages_per_rank in VARIANTS:
         shape = PipelineShape(3, num_stages_per_rank, 5)
         before = ctx.traffic.bytes("pp", "p2p")
-        play(pipeline, SCHEDULES[name](shape), shape)
+        run_and_compare(pipeline, SCHEDULES[name](shape), shape)
         sent = ctx.traffic.bytes("pp", "p2p") - before
         assert sent == sent_bytes(shape, ctx.rank, message_bytes=B * S * H * 4), (name, shape)
 
@@ -160,4 +162,4 @@ def test_what_is_sent_is_what_was_planned(ctx):
 def test_one_rank_passes_hidden_states_between_its_own_stages(num_stages_per_rank, num_microbatches):
     shape = PipelineShape(1, num_stages_per_rank, num_microbatches)
     for name in ("gpipe", "interleaved"):
-        play(Pipeline.single_rank(), SCHEDULES[name](shape), shape)
+        run_and_compare(Pipeline.single_rank(), SCHEDULES[name](shape), shape)

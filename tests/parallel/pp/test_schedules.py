@@ -1,4 +1,4 @@
-"""The laws that every schedule by name keeps, for any number of stages and microbatches."""
+"""Properties of every schedule, for any number of stages and microbatches (L6)."""
 
 from fractions import Fraction
 
@@ -7,11 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanotrain.errors import ScheduleError
-from nanotrain.parallel.pp.actions import ActionKind, PipelineShape
+from nanotrain.parallel.pp.actions import ActionKind, PipelineShape, Schedule, forward, full_backward
+from nanotrain.parallel.pp.draw import draw_schedule
 from nanotrain.parallel.pp.gpipe import forward_only
 from nanotrain.parallel.pp.interleaved import num_warmup
 from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule
 from nanotrain.parallel.pp.simulate import Costs, simulate
+from nanotrain.parallel.pp.transfers import plan_rank
 
 TAKES_SEVERAL = ("gpipe", "interleaved")
 NAMES = list(SCHEDULES)
@@ -32,7 +34,7 @@ def bubble(name: str, num_ranks: int, per_rank: int, num_microbatches: int, **co
 
 
 @given(named_shapes())
-def test_every_pass_of_every_stage_and_microbatch_runs_once_on_its_rank(named) -> None:
+def test_every_action_of_every_stage_and_microbatch_runs_once_on_its_rank(named) -> None:
     name, shape = named
     schedule = SCHEDULES[name](shape)
     is_split = name == "zb-h1" and shape.num_ranks > 1
@@ -45,7 +47,7 @@ def test_every_pass_of_every_stage_and_microbatch_runs_once_on_its_rank(named) -
 
 
 @given(named_shapes())
-def test_every_schedule_plays_through_and_is_never_faster_than_its_work(named) -> None:
+def test_every_schedule_finishes_and_is_never_faster_than_its_work(named) -> None:
     name, shape = named
     timeline = simulate(SCHEDULES[name](shape))
 
@@ -67,7 +69,7 @@ def test_microbatches_reach_a_stages_gradients_in_order(named) -> None:
 
 
 @given(named_shapes())
-def test_no_rank_holds_more_than_its_schedule_says(named) -> None:
+def test_no_rank_exceeds_the_memory_bound_of_its_schedule(named) -> None:
     name, shape = named
     ranks, total = range(shape.num_ranks), shape.num_stages_per_rank * shape.num_microbatches
     timeline = simulate(SCHEDULES[name](shape))
@@ -108,7 +110,7 @@ def test_bubbles_follow_the_formulas(p: int, v: int, rounds: int, f: int, b: int
 
 
 @given(p=st.integers(2, 8), more=st.integers(0, 12), unit=st.integers(1, 5))
-def test_the_zero_bubble_schedule_waits_a_third_of_1f1b(p: int, more: int, unit: int) -> None:
+def test_the_zero_bubble_schedule_has_a_third_of_the_bubble_of_1f1b(p: int, more: int, unit: int) -> None:
     # Given forward, input and weight gradients that take equally long, and enough microbatches to fill the pipeline,
     m, costs = 2 * p + more, {"forward": unit, "backward": 2 * unit, "weight": unit}
 
@@ -121,7 +123,7 @@ def test_splitting_backwards_never_costs_time(p: int, m: int) -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 9))
-def test_validation_passes_every_microbatch_forward_only(p: int, v: int, m: int) -> None:
+def test_validation_runs_every_microbatch_forward_only(p: int, v: int, m: int) -> None:
     schedule = forward_only(PipelineShape(p, v, m))
 
     assert len(set(schedule)) == len(list(schedule)) == p * v * m
@@ -130,12 +132,12 @@ def test_validation_passes_every_microbatch_forward_only(p: int, v: int, m: int)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_several_stages_on_a_rank_are_refused_with_a_cure(name) -> None:
+def test_several_stages_on_a_rank_are_refused_with_a_fix(name) -> None:
     with pytest.raises(ScheduleError, match="2 stages per rank.*--pipeline-schedule interleaved"):
         SCHEDULES[name](PipelineShape(4, 2, 8))
 
 
-def test_interleaving_a_single_stage_is_refused_with_a_cure() -> None:
+def test_interleaving_a_single_stage_is_refused_with_a_fix() -> None:
     with pytest.raises(ScheduleError, match="--num-virtual-stages-per-pipeline-rank 2"):
         SCHEDULES["interleaved"](PipelineShape(4, 1, 8))
 
@@ -147,6 +149,21 @@ def test_without_a_pipeline_one_microbatch_is_in_flight_at_a_time(name: str) -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_schedule_on_one_rank_holds_what_it_must(name) -> None:
+def test_every_schedule_on_one_rank_keeps_what_it_must(name) -> None:
     alive = simulate(SCHEDULES[name](PipelineShape(1, 1, 3))).peak_in_flight
     assert alive == ((3,) if name == "gpipe" else (1,))
+
+
+def test_a_new_schedule_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a schedule from outside the package: every microbatch forward, then backward, before the next one,
+    def one_at_a_time(shape: PipelineShape) -> Schedule:
+        numbers = range(shape.num_microbatches)
+        make = (forward, full_backward)
+        return Schedule(tuple(tuple(m(s, i) for i in numbers for m in make) for s in range(shape.num_ranks)))
+
+    monkeypatch.setitem(SCHEDULES, "one-at-a-time", one_at_a_time)
+
+    # then it is planned and drawn by its name.
+    shape = PipelineShape(2, 1, 3)
+    assert plan_rank(build_schedule("one-at-a-time", shape), 1).num_microbatches == 3
+    assert "in flight  1 1" in draw_schedule("one-at-a-time", shape)

@@ -1,4 +1,4 @@
-"""Playing a schedule through: times, memory, and the errors that would be hangs or wrong gradients."""
+"""Simulation of schedules: times, memory, and errors that would be hangs or wrong gradients."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_a_split_backward_takes_as_long_as_a_full_one() -> None:
     assert simulate(full, costs=costs).duration == simulate(split, costs=costs).duration == 8
 
 
-def test_ranks_that_wait_for_each_other_are_named() -> None:
+def test_a_deadlock_names_its_ranks() -> None:
     # Given a first rank that wants its gradients back before it has sent the second microbatch forward,
     first = (forward(0, 0), full_backward(0, 0), forward(0, 1), full_backward(0, 1))
     second = (forward(1, 0), forward(1, 1), full_backward(1, 0), full_backward(1, 1))
@@ -57,7 +57,7 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
         ([forward(1, 0)], "stage 0 runs microbatch 0 with 0 F"),
     ],
 )
-def test_a_pass_that_is_missing_doubled_or_too_early_is_an_error(actions, complaint) -> None:
+def test_an_action_that_is_missing_repeated_or_too_early_is_an_error(actions, complaint) -> None:
     with pytest.raises(ScheduleError, match=complaint):
         simulate(Schedule((tuple(actions),)))
 

@@ -1,4 +1,4 @@
-"""The order of transfers: every rank the same, so that none waits in a circle even if every transfer stops its rank."""
+"""The order of transfers is the same on every rank, so there is no deadlock even if every transfer blocks its rank."""
 
 import random
 
@@ -16,8 +16,8 @@ def plans_of(schedule: Schedule) -> list[RankPlan]:
     return [plan_rank(schedule, rank) for rank in range(len(schedule.actions))]
 
 
-def meet_everywhere(schedule: Schedule) -> None:
-    """Play all ranks with transfers that finish only when both sides have come to them, and stop the rank until then.
+def check_no_deadlock(schedule: Schedule) -> None:
+    """Simulate all ranks with transfers that block their rank until both sides have started them.
 
     No backend is stricter: NCCL lets at most the batches of one group wait for each other in their order.
     """
@@ -40,12 +40,12 @@ def meet_everywhere(schedule: Schedule) -> None:
                     done.add(step)
                 at[rank] += 1
                 moved = True
-    assert at == [len(plan.steps) for plan in plans], "ranks wait in a circle"
+    assert at == [len(plan.steps) for plan in plans], "ranks deadlock"
     assert done == set(schedule)
 
 
 def check_deliveries(schedule: Schedule) -> None:
-    """Everything that crosses ranks is sent once, after it is made, and received once, before it is used, in order."""
+    """Every message is sent once, after it is computed, and received once, before it is used, in order."""
     homes = {action.stage: rank for rank, actions in enumerate(schedule.actions) for action in actions}
     sent: dict[tuple[int, int], list[Action]] = {}
     received: dict[tuple[int, int], list[Action]] = {}
@@ -70,17 +70,17 @@ def check_deliveries(schedule: Schedule) -> None:
 
 
 @given(named_shapes())
-def test_no_named_schedule_deadlocks_or_mixes_messages_up(named) -> None:
+def test_no_named_schedule_deadlocks_or_mixes_up_messages(named) -> None:
     name, shape = named
     schedule = SCHEDULES[name](shape)
-    meet_everywhere(schedule)
+    check_no_deadlock(schedule)
     check_deliveries(schedule)
 
 
 @given(p=st.integers(1, 4), v=st.integers(1, 3), m=st.integers(1, 4), split=st.booleans(), seed=st.integers(0, 10**6))
-def test_no_schedule_at_all_deadlocks_or_mixes_messages_up(p: int, v: int, m: int, split: bool, seed: int) -> None:
+def test_no_schedule_at_all_deadlocks_or_mixes_up_messages(p: int, v: int, m: int, split: bool, seed: int) -> None:
     schedule = random_schedule(PipelineShape(p, v, m), random.Random(seed), is_split=split)
-    meet_everywhere(schedule)
+    check_no_deadlock(schedule)
     check_deliveries(schedule)
 
 
@@ -88,12 +88,12 @@ def test_two_ranks_send_to_each_other_in_one_batch() -> None:
     # Given 1f1b, where rank 0 ends a forward pass at the moment rank 1 ends a backward pass,
     plan = plan_rank(SCHEDULES["1f1b"](PipelineShape(2, 1, 4)), 0)
 
-    # then what goes down and what comes up stand in one exchange.
+    # then the send and the receive are in one batch.
     both = [step for step in plan.steps if isinstance(step, TransferBatch) and step.sends and step.receives]
     assert [(str(step.sends[0].to), str(step.receives[0].to)) for step in both] == [("F1.2", "B0.1"), ("F1.3", "B0.2")]
 
 
-def test_what_arrives_while_a_rank_computes_is_received_meanwhile() -> None:
+def test_a_message_due_during_an_action_is_received_before_it() -> None:
     # Given a first rank that ends its third forward pass in the middle of the second rank's first backward pass,
     first = [forward(0, m) for m in range(3)] + [full_backward(0, m) for m in range(3)]
     second = [make(1, m) for m in range(3) for make in (forward, full_backward)]

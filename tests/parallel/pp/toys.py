@@ -54,15 +54,15 @@ class _Linear(torch.autograd.Function):
 
 
 class _Token:
-    """Lives as long as the graph of one forward pass."""
+    """Alive as long as the graph of one forward."""
 
 
 class ToyStage(nn.Module):
     """One stage; equal weights wherever it is built.
 
     Attributes:
-        peak_alive: most graphs of this stage that were alive at once.
-        peak_outputs: most outputs whose memory was held when another one was made.
+        peak_alive: maximum number of graphs of this stage alive at once.
+        peak_outputs: maximum number of outputs in memory when another one is computed.
     """
 
     def __init__(self, index: int, num_stages: int, *, queue: WgradQueue | None = None) -> None:
@@ -120,7 +120,7 @@ class Recorder:
 
 
 def reference(num_stages: int, microbatches: list[Batch], *, grad_scale: float) -> tuple[Tensor, list[ToyStage]]:
-    """The summed loss, and stages that hold the gradients."""
+    """The summed loss, and stages with the gradients."""
     stages = [ToyStage(index, num_stages) for index in range(num_stages)]
     total = torch.zeros(())
     for batch in microbatches:

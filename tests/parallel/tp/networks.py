@@ -1,6 +1,6 @@
-"""A small network on one rank, and the same network cut over a tp group.
+"""A small network on one rank, and the same network sharded over a tp group.
 
-    x -> query, key, value (key and value perhaps of fewer heads than ranks) -> mixed -> output -> y
+    x -> query, key, value (key and value also with fewer heads than ranks) -> mixed -> output -> y
 
 B batch   S sequence   H width of x   D width of a head   N query heads   G key/value heads
 """
@@ -31,7 +31,7 @@ def draw(name: str, *shape: int) -> Tensor:
 
 
 def mix(query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:
-    """[B, S, N, D] and [B, S, G, D] -> [B, S, N * D]: every query head meets its own key and value head."""
+    """[B, S, N, D] and [B, S, G, D] -> [B, S, N * D]: every query head is combined with its key and value head."""
     key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
     return (torch.tanh(query * key) * value).flatten(2)
 
@@ -61,7 +61,7 @@ def reference_pass(num_groups: int) -> Passed:
 
 
 class ShardedNetwork(nn.Module):
-    """The same network, each rank with its part of the heads."""
+    """The same network, with the heads sharded over the ranks."""
 
     def __init__(self, tensor_parallel: TensorParallel, num_groups: int) -> None:
         super().__init__()
@@ -82,20 +82,20 @@ class ShardedNetwork(nn.Module):
         outputs = {"query": N * D, "output": H}.get(layer, self.num_groups * D)
         weight = draw(layer, outputs, N * D if layer == "output" else H)
         return tuple(
-            nn.Parameter(self.own(f"{layer}.{kind}", whole).clone())
-            for kind, whole in (("weight", weight), ("bias", draw(layer + "b", outputs)))
+            nn.Parameter(self.shard(f"{layer}.{kind}", full).clone())
+            for kind, full in (("weight", weight), ("bias", draw(layer + "b", outputs)))
         )
 
-    def own(self, name: str, whole: Tensor) -> Tensor:
-        """The rank's part of a parameter, or of its gradient."""
+    def shard(self, name: str, full: Tensor) -> Tensor:
+        """The local shard of a parameter, or of its gradient."""
         group = self.tensor_parallel.group
         is_shared = name.split(".")[0] in ("key", "value") and self.num_groups < group.size
         if is_shared or name == "output.bias":
-            return whole
-        return whole.chunk(group.size, dim=1 if name == "output.weight" else 0)[group.index]
+            return full
+        return full.chunk(group.size, dim=1 if name == "output.weight" else 0)[group.index]
 
     def partial_names(self) -> set[str]:
-        """Parameters whose gradients are parts of a sum over the group."""
+        """Parameters whose gradients are partial sums over the group."""
         names = {"output.bias"} if self.tensor_parallel.sequence_parallel else set()
         if isinstance(self.key, ReplicatedHeadsLinear):
             names |= {f"{layer}.{kind}" for layer in ("key", "value") for kind in ("weight", "bias")}
@@ -108,7 +108,7 @@ class ShardedNetwork(nn.Module):
 
 
 def shared_rows(group: Group, num_groups: int) -> slice | None:
-    """The one head of the key and value weights that a rank's query heads use, where heads are fewer than ranks."""
+    """The rows of the key and value head that a rank's query heads use, with fewer heads than ranks."""
     if num_groups >= group.size:
         return None
     head = group.index * num_groups // group.size
@@ -116,7 +116,7 @@ def shared_rows(group: Group, num_groups: int) -> slice | None:
 
 
 def sharded_pass(network: ShardedNetwork) -> Passed:
-    """Forward and backward with the input and the upstream gradient of `reference_pass`; the rank's parts."""
+    """Forward and backward with the input and the upstream gradient of `reference_pass`; local shards."""
     x = network.tensor_parallel.local_slice(draw("x", B, S, H)).clone().requires_grad_()
     out = network(x)
     out.backward(network.tensor_parallel.local_slice(draw("upstream", B, S, H)))

@@ -1,4 +1,4 @@
-"""Cut layers are the whole layers: outputs and every gradient, on any number of ranks, with any heads."""
+"""Sharded layers equal torch's: outputs and all gradients, on 1, 2 and 4 ranks, with replicated heads."""
 
 import pytest
 import torch
@@ -26,16 +26,16 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def compare(network: ShardedNetwork, cut: Passed) -> None:
-    """The rank's parts against the whole network."""
-    tensor_parallel, whole = network.tensor_parallel, reference_pass(network.num_groups)
-    close(cut.out, tensor_parallel.local_slice(whole.out))
-    close(cut.grads["x"], tensor_parallel.local_slice(whole.grads["x"]))
+def compare(network: ShardedNetwork, found: Passed) -> None:
+    """Compare the local shards with the reference network."""
+    tensor_parallel, expected = network.tensor_parallel, reference_pass(network.num_groups)
+    close(found.out, tensor_parallel.local_slice(expected.out))
+    close(found.grads["x"], tensor_parallel.local_slice(expected.grads["x"]))
     for name in dict(network.named_parameters()):
-        found = cut.grads[name].clone()
+        grad = found.grads[name].clone()
         if name in network.partial_names():
-            all_reduce(found, tensor_parallel.group)
-        close(found, network.own(name, whole.grads[name]))
+            all_reduce(grad, tensor_parallel.group)
+        close(grad, network.shard(name, expected.grads[name]))
 
 
 def pass_and_compare(ctx: ParallelContext, sequence_parallel: bool, num_groups: int) -> None:
@@ -46,19 +46,19 @@ def pass_and_compare(ctx: ParallelContext, sequence_parallel: bool, num_groups: 
 @BOTH
 @pytest.mark.parametrize("num_groups", [4, 2, 1])
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_outputs_and_all_gradients_are_those_of_the_whole_layers(tp, num_groups, sequence_parallel):
+def test_outputs_and_all_gradients_equal_the_reference(tp, num_groups, sequence_parallel):
     run_ranks(tp, pass_and_compare, sequence_parallel, num_groups, tp=tp)
 
 
 @BOTH
 @ranks(4, tp=2)
-def test_tp_groups_beside_each_other_do_not_meet(ctx, sequence_parallel):
+def test_tp_groups_are_independent(ctx, sequence_parallel):
     pass_and_compare(ctx, sequence_parallel, 2)
 
 
 @BOTH
 @ranks(2, tp=2)
-def test_a_layer_called_alone_gives_what_it_gives_beside_others(ctx, sequence_parallel):
+def test_a_layer_called_alone_gives_the_same_as_with_others(ctx, sequence_parallel):
     network = ShardedNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2)
     x = network.tensor_parallel.local_slice(draw("x", B, S, H))
     query, key = column_parallel(x, (network.query, network.key))
@@ -68,7 +68,7 @@ def test_a_layer_called_alone_gives_what_it_gives_beside_others(ctx, sequence_pa
 @BOTH
 @ranks(2, tp=2)
 def test_several_layers_send_no_more_than_one(ctx, sequence_parallel):
-    """One crossing each way for query, key and value together; sequence parallelism gathers the input once more."""
+    """One collective each way for query, key and value together; sequence parallelism gathers the input once more."""
     network = ShardedNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2)
     ctx.traffic.reset()
     sharded_pass(network)
@@ -94,7 +94,7 @@ def test_a_frozen_weight_and_an_input_without_gradient_are_left_out(ctx, sequenc
 
 @BOTH
 @ranks(2, tp=2)
-def test_bf16_layers_round_like_the_whole_ones(ctx, sequence_parallel):
+def test_bf16_layers_round_like_the_reference(ctx, sequence_parallel):
     network = ShardedNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2).to(torch.bfloat16)
     x = network.tensor_parallel.local_slice(draw("x", B, S, H)).bfloat16()
     out = network(x)
@@ -122,11 +122,11 @@ def embed(ctx: ParallelContext, sequence_parallel: bool, is_queued: bool) -> Non
 @BOTH
 @pytest.mark.parametrize("is_queued", [False, True])
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_the_embedding_is_the_whole_table_to_the_bit(tp, is_queued, sequence_parallel):
+def test_the_embedding_is_bit_equal_to_the_full_table(tp, is_queued, sequence_parallel):
     run_ranks(tp, embed, sequence_parallel, is_queued, tp=tp)
 
 
-def test_on_one_rank_every_layer_is_torchs_own_and_leaves_one_node():
+def test_on_one_rank_every_layer_is_torchs_operator_with_one_graph_node():
     alone = TensorParallel.single_rank()
     up, down = nn.Linear(H, N * D), nn.Linear(N * D, H)
     column = ColumnParallelLinear(up.weight, up.bias, tensor_parallel=alone)
@@ -144,7 +144,7 @@ def test_on_one_rank_layers_trace_into_one_graph():
 
 
 @ranks(2, tp=2)
-def test_under_the_compiler_cut_layers_still_give_the_whole_layers_gradients(ctx):
+def test_under_the_compiler_sharded_layers_equal_the_reference(ctx):
     network = ShardedNetwork(TensorParallel(ctx.group("tp"), True), 2)
     network.forward = torch.compile(network.forward, backend="eager")
     compare(network, sharded_pass(network))

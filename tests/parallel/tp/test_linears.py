@@ -1,4 +1,4 @@
-"""What the backward of a column-parallel layer starts before it computes: order of launch, never time."""
+"""The order in which the backward of a column-parallel layer starts collectives and products."""
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ from tests.harness import ranks
 B, S, I, O = 2, 4, 6, 10  # noqa: E741
 
 
-class Diary(TorchDispatchMode):
-    """Matrix products by what they make, and collectives as they start and are waited for."""
+class Recorder(TorchDispatchMode):
+    """Records matrix products by their result, and the start and wait of collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,9 +28,9 @@ class Diary(TorchDispatchMode):
         return out
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
-        """From here on note collectives too."""
+        """Record collectives from here on."""
 
-        def noting(name: str, start):
+        def record(name: str, start):
             def begin(*args, **kwargs) -> Work:
                 self.events.append(f"start {name}")
                 coming = start(*args, **kwargs)
@@ -39,12 +39,12 @@ class Diary(TorchDispatchMode):
                     self.events.append(f"wait {name}")
                     return coming.wait()
 
-                return type("Noted", (), {"wait": staticmethod(wait)})()
+                return type("Recorded", (), {"wait": staticmethod(wait)})()
 
             return begin
 
         for name in ("start_all_gather", "start_reduce_scatter", "start_all_reduce"):
-            patch.setattr(crossing, name, noting(name.removeprefix("start_"), getattr(crossing, name)))
+            patch.setattr(crossing, name, record(name.removeprefix("start_"), getattr(crossing, name)))
 
 
 EXPECTED = {
@@ -61,17 +61,17 @@ EXPECTED = {
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 @ranks(2, tp=2)
-def test_every_collective_starts_before_a_product_that_can_hide_it(ctx, sequence_parallel):
+def test_every_collective_starts_before_a_product_that_overlaps_it(ctx, sequence_parallel):
     tensor_parallel = TensorParallel(ctx.group("tp"), sequence_parallel)
     weights = [nn.Parameter(torch.zeros(O, I)) for _ in range(2)]
     layers = [ColumnParallelLinear(weight, None, tensor_parallel=tensor_parallel) for weight in weights]
     x = torch.zeros(B, S // 2 if sequence_parallel else S, I, requires_grad=True)
     first, second = column_parallel(x, layers)
-    diary, loss = Diary(), (first + second).sum()
-    with pytest.MonkeyPatch.context() as patch, diary:
-        diary.watch(patch)
+    recorder, loss = Recorder(), (first + second).sum()
+    with pytest.MonkeyPatch.context() as patch, recorder:
+        recorder.watch(patch)
         loss.backward()
-    assert diary.events == EXPECTED[sequence_parallel]
+    assert recorder.events == EXPECTED[sequence_parallel]
 
 
 @ranks(2, tp=2)

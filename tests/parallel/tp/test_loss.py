@@ -1,4 +1,4 @@
-"""The loss in chunks, over a vocabulary cut or whole, is the loss in one piece, with its gradients."""
+"""The chunked loss over a sharded vocabulary equals the plain one, with its gradients."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def in_one_piece(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tenso
     chunk=st.integers(1, 400),
     seed=st.integers(0, 99),
 )
-def test_chunks_give_the_loss_and_gradients_of_one_piece(
+def test_chunks_give_the_loss_and_gradients_of_a_single_chunk(
     num_tokens: int, vocab_size: int, padding: int, chunk: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -98,7 +98,7 @@ def test_chunks_of_the_weight_gradient_add_up_unrounded_in_an_fp32_buffer(monkey
 
 
 def cut_loss(ctx, vocab_size: int, padded: int, sequence_parallel: bool) -> None:
-    """Three chunks of tokens, uneven masks, labels on every rank that has words."""
+    """Three chunks of tokens, uneven masks, labels in every shard that is not all padding."""
     tensor_parallel, group = TensorParallel(ctx.group("tp"), sequence_parallel), ctx.group("tp")
     generator = torch.Generator().manual_seed(vocab_size)
     hidden = torch.randn(2, 20, 6, generator=generator)
@@ -135,7 +135,7 @@ SIZES = [(16, 16), (13, 16), (12, 16), (11, 16), (3, 16)]
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize(("vocab_size", "padded"), SIZES)
 @pytest.mark.parametrize("tp", [2, 4])
-def test_a_cut_vocabulary_gives_the_loss_and_gradients_of_the_whole(tp, vocab_size, padded, sequence_parallel):
+def test_a_sharded_vocabulary_gives_the_same_loss_and_gradients(tp, vocab_size, padded, sequence_parallel):
     run_ranks(tp, cut_loss, vocab_size, padded, sequence_parallel, tp=tp)
 
 
@@ -152,7 +152,7 @@ def test_a_hopeless_label_on_another_rank_has_a_finite_loss(ctx):
 
 
 @ranks(2, tp=2)
-def test_no_logits_travel_but_one_number_a_token(ctx):
+def test_one_number_per_token_is_gathered_and_no_logits(ctx):
     num_tokens, group = 24, ctx.group("tp")
     hidden, weight = torch.zeros(num_tokens, 4, requires_grad=True), torch.zeros(50, 4, requires_grad=True)
     labels, mask = torch.zeros(num_tokens, dtype=torch.int64), torch.ones(num_tokens)
