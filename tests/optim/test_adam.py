@@ -20,7 +20,7 @@ def reference(values: torch.Tensor, *, weight_decay: float) -> torch.optim.AdamW
     return torch.optim.AdamW([param], lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=weight_decay)
 
 
-def test_ranges_follow_torch_with_decay_where_it_applies():
+def test_ranges_follow_torch_with_and_without_weight_decay():
     # Given a matrix that decays and a bias that does not,
     start = torch.randn(150, generator=torch.Generator().manual_seed(0))
     ranges = [param_range(start[:100], decays=True), param_range(start[100:], decays=False)]
@@ -49,7 +49,7 @@ def test_state_exists_before_the_first_step():
     assert state["exp_avg"] is ours.state["exp_avg"] and state["step"].item() == 0
 
 
-def test_the_number_of_steps_behind_counts_in_the_bias_correction():
+def test_bias_correction_continues_from_the_saved_step():
     # Given one optimizer that took a step and one whose state was copied and count was set,
     first, second = param_range(torch.ones(5), decays=True), param_range(torch.ones(5), decays=True)
     one, other = build_adam([first], CONFIG), build_adam([second], CONFIG)

@@ -14,24 +14,24 @@ from tests.harness import run_ranks
 ALONE = Group.single_rank("dp_shard")
 
 
-def norm_of_shards(ctx, whole: torch.Tensor) -> float:
+def norm_of_shards(ctx, vector: torch.Tensor) -> float:
     """Norm of a vector that is sharded over the ranks, with two buckets per rank."""
-    shard = whole.chunk(ctx.topology.world_size)[ctx.rank]
+    shard = vector.chunk(ctx.topology.world_size)[ctx.rank]
     return global_norm(shard.tensor_split(2), ctx.group("dp_shard"))
 
 
-def test_the_norm_is_that_of_the_whole_and_the_same_on_every_rank():
-    whole = torch.randn(3 * 7001, generator=torch.Generator().manual_seed(0))
-    norms = run_ranks(3, norm_of_shards, whole, strategy="optim")
+def test_the_norm_of_shards_is_the_global_norm_and_equal_on_every_rank():
+    vector = torch.randn(3 * 7001, generator=torch.Generator().manual_seed(0))
+    norms = run_ranks(3, norm_of_shards, vector, strategy="optim")
     assert len(set(norms)) == 1
-    assert norms[0] == pytest.approx(whole.double().norm().item(), rel=1e-6)
+    assert norms[0] == pytest.approx(vector.double().norm().item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_one_element_that_is_not_finite_shows_on_every_rank(bad):
-    whole = torch.ones(3 * 7001)
-    whole[15000] = bad
-    assert not any(math.isfinite(norm) for norm in run_ranks(3, norm_of_shards, whole, strategy="optim"))
+    vector = torch.ones(3 * 7001)
+    vector[15000] = bad
+    assert not any(math.isfinite(norm) for norm in run_ranks(3, norm_of_shards, vector, strategy="optim"))
 
 
 def test_the_norm_of_a_long_shard_keeps_its_digits():
@@ -41,7 +41,7 @@ def test_the_norm_of_a_long_shard_keeps_its_digits():
 
 
 @given(st.integers(0, 3 * ROW_NUMEL))
-def test_every_element_counts_once_whatever_the_length(numel):
+def test_every_element_counts_once_for_any_length(numel):
     assert global_norm([torch.full((numel,), 2.0)], ALONE) == pytest.approx(2.0 * math.sqrt(numel))
 
 

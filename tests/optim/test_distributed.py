@@ -227,35 +227,35 @@ def go_on_from(ctx, strategy: str, saved: dict[str, Tensor], *rest):
 
 def merge(parts: list[dict[TensorBox, Tensor]]) -> dict[str, Tensor]:
     """Global tensors from the boxes of all ranks; fails if an element is missing or written twice."""
-    whole: dict[str, Tensor] = {}
+    merged: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}
     for part in parts:
         for tensor, values in part.items():
-            whole.setdefault(tensor.name, torch.zeros(tensor.shape))[tensor.box.slices()] = values
+            merged.setdefault(tensor.name, torch.zeros(tensor.shape))[tensor.box.slices()] = values
             counts.setdefault(tensor.name, torch.zeros(tensor.shape))[tensor.box.slices()] += 1
     assert all((count == 1).all() for count in counts.values())
-    return whole
+    return merged
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_all_ranks_save_tiles_every_tensor_once_and_is_taken_up_by_another_layout(strategy):
+def test_saved_boxes_cover_every_element_once_and_load_in_another_layout(strategy):
     # Given what three ranks save after two steps,
     saved = run_ranks(3, parts_to_save, strategy, strategy="optim")
-    whole = merge([tensors for tensors, _, _ in saved])
-    assert set(whole) == {
+    merged = merge([tensors for tensors, _, _ in saved])
+    assert set(merged) == {
         f"{kind}/{name}" for kind in ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq") for name in NAMES
     }
     _, state, after_third = saved[0]
     assert all(other == state for _, other, _ in saved)
     # when two ranks in another strategy, with other buckets, read it and take the third step,
     for other_strategy in STRATEGIES:
-        resumed = run_ranks(2, go_on_from, other_strategy, whole, state, 1000, strategy="optim")
+        resumed = run_ranks(2, go_on_from, other_strategy, merged, state, 1000, strategy="optim")
         # then their weights are those of the run that never stopped, to the bit.
         for weights in resumed:
             assert all(torch.equal(weights[name], after_third[name]) for name in NAMES)
 
 
-def test_replicas_share_the_writing():
+def test_replicas_save_equal_parts():
     saved = run_ranks(3, parts_to_save, "no_shard", strategy="optim")
     sizes = [sum(view.numel() for view in tensors.values()) for tensors, _, _ in saved]
     assert max(sizes) - min(sizes) <= 3 * len(NAMES)
@@ -263,25 +263,25 @@ def test_replicas_share_the_writing():
 
 def test_fp32_parameters_are_their_own_main_weights():
     trainee = Trainee(ParallelContext.attach(Topology.of(ParallelConfig(), 1)), "no_shard")
-    held = {box.name: view for box, view in trainee.optimizer.state_tensors().items()}
-    held[f"model/{NAMES[1]}"].fill_(7.0)
+    tensors = {box.name: view for box, view in trainee.optimizer.state_tensors().items()}
+    tensors[f"model/{NAMES[1]}"].fill_(7.0)
     assert (trainee.weights()[NAMES[1]] == 7.0).all()
 
 
 def reduced_grads(ctx, strategy: str):
     trainee = Trainee(ctx, strategy)
-    trainee.optimizer._clip_grad = 0.0  # otherwise the step scales what is held
+    trainee.optimizer._clip_grad = 0.0  # otherwise the step scales the gradients
     trainee.step(grads_of(ctx.rank, 0))
     return {box: view.clone() for box, view in trainee.optimizer.grad_tensors().items()}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_held_gradients_are_the_sum_over_the_ranks_by_name(strategy):
-    held = run_ranks(3, reduced_grads, strategy, strategy="optim")
+def test_gradients_by_name_are_the_sum_over_the_ranks(strategy):
+    tensors = run_ranks(3, reduced_grads, strategy, strategy="optim")
     expected = {name: sum(grads_of(rank, 0)[name] for rank in range(3)) for name in NAMES}
     # Without sharding every rank holds all of it, otherwise the ranks together hold it once.
-    parts = [[part] for part in held] if strategy == "no_shard" else [held]
+    parts = [[part] for part in tensors] if strategy == "no_shard" else [tensors]
     for together in parts:
-        whole = merge(together)
-        assert set(whole) == set(NAMES)
-        assert all(torch.allclose(whole[name], expected[name], rtol=1e-6) for name in NAMES)
+        merged = merge(together)
+        assert set(merged) == set(NAMES)
+        assert all(torch.allclose(merged[name], expected[name], rtol=1e-6) for name in NAMES)

@@ -70,7 +70,7 @@ def test_after_the_decay_the_rate_is_the_minimum(style):
 
 @pytest.mark.parametrize("wsd_style", list(WSDDecayStyle))
 @pytest.mark.parametrize("done", [0.25, 0.5, 1.0])
-def test_wsd_holds_the_peak_and_then_falls_in_its_style(wsd_style, done):
+def test_wsd_is_constant_and_then_decays_in_its_style(wsd_style, done):
     schedule = curve(LRDecayStyle.WSD, lr_wsd_decay_iters=WSD_LENGTH, lr_wsd_decay_style=wsd_style)
     expected = {
         WSDDecayStyle.linear: 1.0 - done,
@@ -90,13 +90,13 @@ def test_the_decay_may_be_shorter_than_the_run():
     assert schedule.lr_at(51 * BATCH) == MIN_LR
 
 
-def test_every_style_a_user_can_name_has_a_formula():
+def test_every_decay_style_has_a_formula():
     assert set(LR_DECAYS) | {LRDecayStyle.constant} == set(LRDecayStyle)
     assert set(WSD_DECAYS) == set(WSDDecayStyle)
 
 
 @given(st.sampled_from(LRDecayStyle), st.integers(0, 2 * TOTAL * BATCH))
-def test_the_curve_is_the_same_whatever_the_batch_that_consumed_the_samples(style, consumed):
+def test_the_schedule_does_not_depend_on_the_batch_size(style, consumed):
     # Given the same lengths in samples, in half as many steps of twice the batch,
     one = curve(style, lr_wsd_decay_iters=WSD_LENGTH)
     other = curve(

@@ -361,7 +361,7 @@ def test_one_rank_sends_nothing(ctx):
     assert ctx.traffic.calls() == 0
 
 
-def test_units_are_the_children_with_lists_and_dicts_taken_apart():
+def test_unit_modules_are_the_children_and_the_items_of_lists_and_dicts():
     stage = nn.Module()
     stage.embedding, stage.norm = nn.Linear(1, 1), nn.Linear(1, 1)
     stage.layers = nn.ModuleDict({"3": nn.Linear(1, 1), "4": nn.Sequential(nn.Linear(1, 1))})

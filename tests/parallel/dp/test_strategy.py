@@ -4,7 +4,7 @@ from nanotrain.config.config import ShardingStrategy
 from nanotrain.parallel.dp.strategy import STRATEGIES, Strategy
 
 
-def test_every_strategy_a_user_can_name_has_traits():
+def test_every_strategy_of_the_configuration_has_traits():
     assert set(STRATEGIES) == {strategy.value for strategy in ShardingStrategy}
 
 
