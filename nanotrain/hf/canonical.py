@@ -1,4 +1,4 @@
-"""When two model sections mean the same model."""
+"""Canonical form of a model section: equal for sections that describe the same model."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,7 +7,7 @@ from nanotrain.config.config import MLAConfig, ModelConfig, MoEConfig, PositionE
 from nanotrain.config.derive import ffn_size, head_dim, moe_ffn_size, moe_layers, query_groups
 from nanotrain.config.pattern import write_pattern
 
-# Keys that are free beside given weights: they say how a model is trained or laid out, not what it computes.
+# Keys that may differ from the weights: they change training or memory layout, not what the model computes.
 FREE_KEYS = ("make_vocab_size_divisible_by", "init_method_std")
 FREE_EXPERT_KEYS = (
     "moe.router_load_balancing_type",
@@ -18,12 +18,12 @@ FREE_EXPERT_KEYS = (
 
 
 def free_keys(model_config: ModelConfig) -> tuple[str, ...]:
-    """Keys of the model section that say nothing about a model's weights."""
+    """Keys of the model section that do not depend on the weights."""
     return FREE_KEYS if model_config.moe.num_experts is None else FREE_KEYS + FREE_EXPERT_KEYS
 
 
 def canonical(model_config: ModelConfig) -> ModelConfig:
-    """The same model with every derived size written out and every field without effect at its default."""
+    """The same model with derived sizes resolved and fields without effect at their defaults."""
     layers = moe_layers(model_config)
     model_config = replace(
         model_config,

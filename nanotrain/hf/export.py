@@ -163,7 +163,7 @@ def _copy_tokenizer(source: Path, folder: Path) -> dict[str, Any]:
     """Copy tokenizer files; returns the entries of config.json with the ids of the special tokens."""
     files = [source] if source.is_file() else [source / name for name in TOKENIZER_FILES if (source / name).exists()]
     if not files:
-        why = f"none of {', '.join(TOKENIZER_FILES)} is there"
+        why = f"none of {', '.join(TOKENIZER_FILES)} exists"
         raise HuggingFaceError(f"{source} contains no tokenizer", why=why, fix="give a tokenizer.json or its folder")
     for file in files:
         shutil.copyfile(file, folder / ("tokenizer.json" if source.is_file() else file.name))

@@ -1,12 +1,12 @@
-"""The Hugging Face families there are, and how a ModelConfig travels to and from their config.json.
+"""Hugging Face families, and ModelConfig to and from their config.json.
 
-A family can hold a model exactly when writing its config.json and reading it back gives the same model; nothing else
-decides it, so no feature can be lost on the way. docs/new_family.md says how to add one.
+A family can represent a model exactly if writing its config.json and reading it back gives the same model, so no
+feature is lost on the way. docs/new_family.md shows how to add a family: one file and one row of FAMILIES.
 
     FAMILIES                                the table
     config_from_hf, model_from_hf           config.json -> ModelConfig
     family_of, config_to_hf                 ModelConfig -> config.json
-    check_against                           what was asked for beside a pretrained checkpoint
+    check_against                           checks the configured model against a pretrained checkpoint
 """
 
 import json
@@ -38,12 +38,12 @@ class Family:
     """One `model_type` of Hugging Face.
 
     Args:
-        architecture: the class name config.json carries.
-        prefix: what every tensor but the head begins with; files of the bare transformer leave it out.
+        architecture: class name in config.json.
+        prefix: of every tensor but the head; files of the base model without a head omit it.
         read: config.json -> model.
-        write: model -> config.json, less what all families share.
+        write: model -> config.json, without the entries of `config_to_hf`.
         naming: names of the tensors.
-        ignored: ends of tensor names that hold no weights (buffers in old files).
+        ignored: suffixes of tensors that are not weights (buffers in old files).
         other_namings: names that files may have but that are never written.
     """
 
@@ -59,7 +59,7 @@ class Family:
 ROPE_BUFFERS = (".rotary_emb.inv_freq",)
 MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
 
-# The first family that can hold a model is the one it is exported as.
+# A model is exported as the first family that can represent it.
 FAMILIES: dict[str, Family] = {
     "gpt2": Family("GPT2LMHeadModel", "transformer.", read_gpt2, write_gpt2, GPT2, MASK_BUFFERS),
     "llama": Family("LlamaForCausalLM", "model.", read_llama, write_llama, LLAMA, ROPE_BUFFERS),
@@ -87,13 +87,13 @@ FAMILIES: dict[str, Family] = {
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """The model a config.json describes.
+    """Read the model configuration of a config.json.
 
     Args:
         raw: the parsed config.json.
 
     Raises:
-        HuggingFaceError: a family or feature this code does not have.
+        HuggingFaceError: an unsupported family or feature.
 
     >>> config_from_hf({"model_type": "gpt2", "n_embd": 96, "n_head": 3}).hidden_size
     96
@@ -102,7 +102,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def model_from_hf(folder: Path) -> ModelConfig:
-    """The model a Hugging Face folder holds; see `config_from_hf`."""
+    """Read the model configuration of a Hugging Face folder; see `config_from_hf`."""
     return config_from_hf(read_config(folder))
 
 
@@ -110,7 +110,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The parsed config.json of a folder.
 
     Raises:
-        HuggingFaceError: no such folder, no config.json, or one that is no JSON object.
+        HuggingFaceError: no such folder, no config.json, or not a JSON object.
     """
     path = folder / "config.json"
     try:
@@ -122,7 +122,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise HuggingFaceError(f"{path} is not JSON", why=str(error), fix="fetch the folder again") from None
     if not isinstance(raw, dict):
-        raise HuggingFaceError(f"{path} holds no JSON object", why="a config.json is one", fix="fetch the folder again")
+        raise HuggingFaceError(f"{path} is not a JSON object", why="it has to be one", fix="fetch the folder again")
     return raw
 
 
@@ -131,10 +131,10 @@ def family_of(model_config: ModelConfig, *, name: str | None = None) -> str:
 
     Args:
         model_config: the model, its vocabulary size set.
-        name: the family asked for; None takes the first that can hold the model.
+        name: a key of FAMILIES; None selects the first that can represent the model.
 
     Raises:
-        HuggingFaceError: no family, or not the one asked for, can hold this model.
+        HuggingFaceError: `name` is unknown, or no family (of that name) can represent the model.
     """
     if name is not None and name not in FAMILIES:
         raise _unknown_family(name)
@@ -143,7 +143,7 @@ def family_of(model_config: ModelConfig, *, name: str | None = None) -> str:
     for candidate, missing in lost.items():
         if not missing:
             return candidate
-    reasons = "; ".join(f"{candidate} cannot say {', '.join(missing)}" for candidate, missing in lost.items())
+    reasons = "; ".join(f"{candidate} cannot represent {', '.join(missing)}" for candidate, missing in lost.items())
     raise HuggingFaceError(
         "this model cannot be written as a Hugging Face model",
         why=reasons,
@@ -155,9 +155,9 @@ def config_to_hf(model_config: ModelConfig, *, family: str, dtype: str = "float3
     """The config.json of a model, as transformers 4 and 5 read it.
 
     Args:
-        model_config: a model that `family` can hold.
+        model_config: a model that `family` can represent.
         family: a key of FAMILIES.
-        dtype: of the weights beside it, by torch's name.
+        dtype: of the weights, as torch names it.
     """
     shared = {
         "architectures": [FAMILIES[family].architecture],
@@ -186,13 +186,13 @@ def check_against(from_hf: ModelConfig, configured: ModelConfig, *, explicit: fr
     given = {key: value for key, value in given.items() if value is not None}
     ours, theirs = canonical(with_values(from_hf, given)), canonical(from_hf)
     for key, value in given.items():
-        canonical_value, known = value_of(ours, key), value_of(theirs, key)
-        is_idle = canonical_value != value and key != "moe.layer_freq"  # which has several spellings
-        if canonical_value != known or is_idle:
+        configured_value, expected = value_of(ours, key), value_of(theirs, key)
+        has_no_effect = configured_value != value and key != "moe.layer_freq"  # which has several spellings
+        if configured_value != expected or has_no_effect:
             flag = KEYS[f"model.{key}"].flag
             raise HuggingFaceError(
                 f"{flag} {_shown(value)} contradicts the pretrained checkpoint",
-                why=f"its config.json says {key} = {_shown(known)}",
+                why=f"its config.json has {key} = {_shown(expected)}",
                 fix=f"leave {flag} out, or train without --pretrained-checkpoint",
             )
     return with_values(from_hf, {key: value_of(configured, key) for key in free})
@@ -217,8 +217,8 @@ def _family_name(raw: Mapping[str, Any]) -> str:
 
 def _unknown_family(name: str) -> HuggingFaceError:
     return HuggingFaceError(
-        f"Hugging Face model_type {name} is not known here",
-        why=f"the known ones are {', '.join(FAMILIES)}",
+        f"Hugging Face model_type {name} is not supported",
+        why=f"supported are {', '.join(FAMILIES)}",
         fix="use a checkpoint of one of these, or add the family (docs/new_family.md)",
     )
 

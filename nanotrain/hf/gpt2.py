@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanotrain.config.config import Activation, ModelConfig, Normalization, PositionEmbedding
-from nanotrain.config.derive import ffn_size
 from nanotrain.hf.naming import HFName, Naming
 from nanotrain.hf.reject import reject
+from nanotrain.topology.shape import ModelShape
 
-# What Hugging Face calls the activations we have.
+# Names of the activations in config.json.
 ACTIVATIONS = {
     "gelu": Activation.gelu,
     "gelu_new": Activation.gelu_tanh,
@@ -18,10 +18,10 @@ ACTIVATIONS = {
 
 
 def read_gpt2(raw: Mapping[str, Any]) -> ModelConfig:
-    """The model a GPT-2 config.json describes. Its dropout rates are not taken over: pretraining uses none.
+    """Read the config.json of a GPT-2. Its dropout rates are ignored, as pretraining uses none.
 
     Raises:
-        HuggingFaceError: a feature this code does not have.
+        HuggingFaceError: an unsupported feature.
     """
     activation = raw.get("activation_function", "gelu_new")
     if activation not in ACTIVATIONS:
@@ -49,7 +49,7 @@ def read_gpt2(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_gpt2(model_config: ModelConfig) -> dict[str, Any]:
-    """The config.json of a GPT-2; what it cannot say is found by reading it back."""
+    """Write the config.json of a GPT-2; what it cannot represent is detected by reading it back."""
     return {
         "activation_function": "gelu" if model_config.activation is Activation.gelu else "gelu_new",
         "attn_pdrop": 0.0,
@@ -59,7 +59,7 @@ def write_gpt2(model_config: ModelConfig) -> dict[str, Any]:
         "n_ctx": model_config.max_position_embeddings,
         "n_embd": model_config.hidden_size,
         "n_head": model_config.num_attention_heads,
-        "n_inner": ffn_size(model_config),
+        "n_inner": ModelShape.of(model_config).ffn_size,
         "n_layer": model_config.num_layers,
         "n_positions": model_config.max_position_embeddings,
         "resid_pdrop": 0.0,

@@ -1,7 +1,7 @@
-"""Weights from a Hugging Face folder: each rank reads the boxes it holds and no more.
+"""Read weights from a Hugging Face folder; each rank reads only the boxes of its shards.
 
-check       the files hold exactly the tensors the model has, in their shapes
-fill        every wanted box: slices of the files, transposed, offset or by expert as the family's table says
+check       the files contain exactly the tensors of the model, with their shapes
+fill        every wanted box from slices of the files, transposed, offset or per expert as the family names them
 """
 
 from collections.abc import Mapping

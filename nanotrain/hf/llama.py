@@ -1,6 +1,6 @@
 """Llama, Qwen2 and Qwen3: config.json read and written, and the names of their tensors.
 
-The three share one layout and differ in biases and norms. Rotary positions are accepted in both layouts there are
+The three share one layout and differ in biases and norms. Rotary positions are read in both existing formats
 (`rope_theta` + `rope_scaling` before transformers 5, `rope_parameters` since) and written in the older one, which
 every version reads.
 """
@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanotrain.config.config import Activation, ModelConfig
-from nanotrain.config.derive import ffn_size, head_dim, query_groups
 from nanotrain.hf.naming import Naming
 from nanotrain.hf.reject import reject
+from nanotrain.topology.shape import ModelShape
 
 
 def read_llama(raw: Mapping[str, Any]) -> ModelConfig:
-    """The model a Llama config.json describes.
+    """Read the config.json of a Llama.
 
     Raises:
-        HuggingFaceError: a feature this code does not have.
+        HuggingFaceError: an unsupported feature.
     """
     attention_bias, mlp_bias = raw.get("attention_bias", False), raw.get("mlp_bias", False)
     if attention_bias != mlp_bias:
@@ -27,13 +27,13 @@ def read_llama(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_qwen2(raw: Mapping[str, Any]) -> ModelConfig:
-    """The model a Qwen2 config.json describes; see `read_llama`."""
+    """Read the config.json of a Qwen2; see `read_llama`."""
     check_full_attention(raw)
     return ModelConfig(add_qkv_bias=True, **read_shared(raw, default_positions=32768))
 
 
 def read_qwen3(raw: Mapping[str, Any]) -> ModelConfig:
-    """The model a Qwen3 config.json describes; see `read_llama`."""
+    """Read the config.json of a Qwen3; see `read_llama`."""
     check_full_attention(raw)
     if raw.get("attention_bias", False):
         reject("attention_bias", True, instead="false")
@@ -42,23 +42,23 @@ def read_qwen3(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_llama(model_config: ModelConfig) -> dict[str, Any]:
-    """The config.json of a Llama; what it cannot say is found by reading it back."""
+    """Write the config.json of a Llama; what it cannot represent is detected by reading it back."""
     bias = model_config.add_bias_linear
     return write_shared(model_config) | {"attention_bias": bias, "mlp_bias": bias, "pretraining_tp": 1}
 
 
 def write_qwen2(model_config: ModelConfig) -> dict[str, Any]:
-    """The config.json of a Qwen2; see `write_llama`."""
+    """Write the config.json of a Qwen2; see `write_llama`."""
     return write_shared(model_config) | {"use_sliding_window": False}
 
 
 def write_qwen3(model_config: ModelConfig) -> dict[str, Any]:
-    """The config.json of a Qwen3; see `write_llama`."""
+    """Write the config.json of a Qwen3; see `write_llama`."""
     return write_shared(model_config) | {"attention_bias": False, "use_sliding_window": False}
 
 
 def read_shared(raw: Mapping[str, Any], *, default_positions: int) -> dict[str, Any]:
-    """Fields of ModelConfig that every family of this layout says alike."""
+    """Fields of ModelConfig that all families of this layout share."""
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         reject("hidden_act", raw["hidden_act"], instead="silu")
     heads, hidden = raw.get("num_attention_heads", 32), raw.get("hidden_size", 4096)
@@ -105,18 +105,19 @@ def _read_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_full_attention(raw: Mapping[str, Any]) -> None:
-    """Refuse a Qwen whose layers attend within a window."""
+    """Refuse a Qwen with sliding-window attention."""
     layers = raw.get("num_hidden_layers", 32)
     kinds = set(raw.get("layer_types") or ()) - {"full_attention"}
     if kinds:
         reject("layer_types", sorted(kinds)[0], instead="full_attention")
-    # Without layer_types the window, where it is used, holds from max_window_layers on.
+    # Without layer_types the window applies from layer max_window_layers on.
     if raw.get("use_sliding_window") and not raw.get("layer_types") and raw.get("max_window_layers", 28) < layers:
         reject("use_sliding_window", True, instead="false")
 
 
 def write_shared(model_config: ModelConfig) -> dict[str, Any]:
-    """Entries of config.json that every family of this layout has."""
+    """Entries of config.json that all families of this layout share."""
+    shape = ModelShape.of(model_config)
     scaling = {
         "rope_type": "llama3",
         "factor": model_config.rope_scaling_factor,
@@ -126,15 +127,15 @@ def write_shared(model_config: ModelConfig) -> dict[str, Any]:
     }
     return {
         "attention_dropout": 0.0,
-        "head_dim": head_dim(model_config),
+        "head_dim": shape.head_dim,
         "hidden_act": "silu",
         "hidden_size": model_config.hidden_size,
         "initializer_range": model_config.init_method_std,
-        "intermediate_size": ffn_size(model_config),
+        "intermediate_size": shape.ffn_size,
         "max_position_embeddings": model_config.max_position_embeddings,
         "num_attention_heads": model_config.num_attention_heads,
         "num_hidden_layers": model_config.num_layers,
-        "num_key_value_heads": query_groups(model_config),
+        "num_key_value_heads": shape.num_query_groups,
         "rms_norm_eps": model_config.norm_epsilon,
         "rope_scaling": scaling if model_config.use_rope_scaling else None,
         "rope_theta": model_config.rotary_base,

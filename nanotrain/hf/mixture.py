@@ -1,8 +1,8 @@
-"""The config.json of Mixtral and Qwen3-MoE, read and written: a Llama layout with experts in place of the MLP.
+"""Mixtral and Qwen3-MoE: config.json read and written, and the names of their tensors.
 
-Both route by a softmax over all experts. Renormalizing the chosen ones (Mixtral always, Qwen3-MoE with
-`norm_topk_prob`) is the same as a softmax over the chosen, which is what `moe_router_pre_softmax` off means.
-The weights of auxiliary losses say nothing about the weights: they are written for information and not read.
+The layout is that of Llama with experts instead of the MLP. Both route by a softmax over all experts. Renormalizing the
+top k (Mixtral always, Qwen3-MoE with `norm_topk_prob`) equals a softmax over the top k, which is
+`moe_router_pre_softmax` off. Coefficients of auxiliary losses do not describe the weights: written, never read.
 """
 
 from collections.abc import Mapping
@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from nanotrain.config.config import ModelConfig, MoEConfig
-from nanotrain.config.derive import moe_ffn_size, moe_layers
 from nanotrain.config.pattern import write_pattern
 from nanotrain.hf.llama import LLAMA, check_full_attention, read_shared, write_shared
 from nanotrain.hf.naming import HFName
 from nanotrain.hf.reject import reject
+from nanotrain.topology.shape import ModelShape
 
-# What transformers takes where config.json is silent.
+# Defaults of transformers for entries that config.json omits.
 MIXTRAL: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -34,10 +34,10 @@ QWEN3_MOE: dict[str, Any] = {
 
 
 def read_mixtral(raw: Mapping[str, Any]) -> ModelConfig:
-    """The model a Mixtral config.json describes. Its jitter of the router's input is not taken over.
+    """Read the config.json of a Mixtral. Its router input jitter is ignored.
 
     Raises:
-        HuggingFaceError: a feature this code does not have.
+        HuggingFaceError: an unsupported feature.
     """
     if raw.get("sliding_window") is not None:
         reject("sliding_window", raw["sliding_window"], instead="null")
@@ -54,7 +54,7 @@ def read_mixtral(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_qwen3_moe(raw: Mapping[str, Any]) -> ModelConfig:
-    """The model a Qwen3-MoE config.json describes; see `read_mixtral`."""
+    """Read the config.json of a Qwen3-MoE; see `read_mixtral`."""
     check_full_attention(raw)
     if raw.get("attention_bias", False):
         reject("attention_bias", True, instead="false")
@@ -77,9 +77,10 @@ def read_qwen3_moe(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_mixtral(model_config: ModelConfig) -> dict[str, Any]:
-    """The config.json of a Mixtral; what it cannot say is found by reading it back."""
+    """Write the config.json of a Mixtral; what it cannot represent is detected by reading it back."""
+    shape = ModelShape.of(model_config)
     experts = {
-        "intermediate_size": moe_ffn_size(model_config),
+        "intermediate_size": shape.ffn_size if shape.moe is None else shape.moe.ffn_size,
         "num_local_experts": model_config.moe.num_experts or 0,
         "router_jitter_noise": 0.0,
         "sliding_window": None,
@@ -88,12 +89,13 @@ def write_mixtral(model_config: ModelConfig) -> dict[str, Any]:
 
 
 def write_qwen3_moe(model_config: ModelConfig) -> dict[str, Any]:
-    """The config.json of a Qwen3-MoE; see `write_mixtral`."""
+    """Write the config.json of a Qwen3-MoE; see `write_mixtral`."""
+    shape = ModelShape.of(model_config)
     experts = {
         "attention_bias": False,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [layer for layer, has_experts in enumerate(moe_layers(model_config)) if not has_experts],
-        "moe_intermediate_size": moe_ffn_size(model_config),
+        "mlp_only_layers": [layer for layer in range(shape.num_layers) if not shape.has_experts(layer)],
+        "moe_intermediate_size": shape.ffn_size if shape.moe is None else shape.moe.ffn_size,
         "norm_topk_prob": not model_config.moe.router_pre_softmax,
         "num_experts": model_config.moe.num_experts or 0,
         "use_sliding_window": False,

@@ -1,4 +1,4 @@
-"""The one way to say that a config.json asks for a feature this code does not have."""
+"""The error for a config.json with an unsupported feature."""
 
 from typing import Any, NoReturn
 
@@ -10,11 +10,11 @@ def reject(key: str, value: Any, *, instead: str) -> NoReturn:
 
     Args:
         key: the entry.
-        value: what it says.
-        instead: what it would have to say.
+        value: its value.
+        instead: the supported value.
     """
     raise HuggingFaceError(
-        f"config.json says {key}: {value!r}",
-        why=f"only {instead} can be trained here; weights trained with another setting would compute something else",
+        f"config.json has {key}: {value!r}",
+        why=f"only {instead} is supported; weights trained with another setting would compute something else",
         fix=f"choose a checkpoint whose {key} is {instead}",
     )

@@ -1,7 +1,7 @@
-"""The weight files of a Hugging Face folder, opened lazily and read by the box.
+"""The weight files of a Hugging Face folder, opened lazily and read by box.
 
-`WeightFiles` hides how many files there are and of which kind: one or many safetensors (read slice by slice) or
-pytorch_model.bin (memory-mapped). Names are given with the family's prefix, whether the file has it or not.
+`WeightFiles` is one view of one or many safetensors files (read slice by slice) or pytorch_model.bin files
+(memory-mapped). Names have the family's prefix, whether the file has it or not.
 """
 
 import json
@@ -33,8 +33,8 @@ class _Safetensors:
         return {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
 
     def read(self, name: str, box: Box) -> Tensor:
-        piece: Tensor = self._file.get_slice(name)[box.slices()]
-        return piece
+        values: Tensor = self._file.get_slice(name)[box.slices()]
+        return values
 
 
 class _TorchBin:
@@ -48,7 +48,7 @@ class _TorchBin:
         return self._tensors[name][box.slices()]
 
 
-# In order of preference: the index of many files, the single file, and what opens them.
+# In order of preference: the index of many files, the single file, and the class that opens them.
 KINDS = (
     ("model.safetensors.index.json", "model.safetensors", _Safetensors),
     ("pytorch_model.bin.index.json", "pytorch_model.bin", _TorchBin),
@@ -60,26 +60,26 @@ class WeightFiles:
 
     Args:
         folder: the Hugging Face folder.
-        prefix: what every tensor but the head begins with; added to names that lack it.
+        prefix: of every tensor but the head; added to names without it.
 
     Raises:
-        HuggingFaceError: no weights, a missing or damaged file.
+        HuggingFaceError: no weights, or a missing or damaged file.
     """
 
     def __init__(self, folder: Path, *, prefix: str) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._places: dict[str, tuple[_File, str]] = {}
+        self._files: dict[str, tuple[_File, str]] = {}
         for path, opener in _weight_files(folder):
             file = _open(path, opener)
             for stored, shape in file.shapes().items():
                 has_prefix = stored.startswith((prefix, "lm_head."))
                 name = stored if has_prefix else prefix + stored
                 self.shapes[name] = shape
-                self._places[name] = (file, stored)
+                self._files[name] = (file, stored)
 
     def read(self, name: str, box: Box) -> Tensor:
         """One box of a tensor, on the CPU, in the file's dtype."""
-        file, stored = self._places[name]
+        file, stored = self._files[name]
         return file.read(stored, box)
 
 
@@ -91,8 +91,8 @@ def _weight_files(folder: Path) -> list[tuple[Path, type[_Safetensors] | type[_T
         if (folder / single).exists():
             return [(folder / single, opener)]
     raise HuggingFaceError(
-        f"{folder} holds no weights",
-        why=f"none of {', '.join(name for kind in KINDS for name in kind[:2])} is there",
+        f"{folder} contains no weights",
+        why=f"none of {', '.join(name for kind in KINDS for name in kind[:2])} exists",
         fix="give a folder as `save_pretrained` writes it",
     )
 
@@ -110,5 +110,5 @@ def _open(path: Path, opener: type[_Safetensors] | type[_TorchBin]) -> _File:
         return opener(path)
     except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        fix = "fetch the folder again; every file its index names must be there and whole"
+        fix = "fetch the folder again; every file of its index has to be there and complete"
         raise HuggingFaceError(f"cannot read {path}", why=reason, fix=fix) from None

@@ -1,6 +1,6 @@
 """The shape of a model: every size that follows from the model section of a configuration, resolved once.
 
-    ModelShape   the whole model
+    ModelShape   all sizes of a model
     MLAShape     multi-head latent attention (DeepSeek-V2)
     MoEShape     mixture-of-experts layers
 

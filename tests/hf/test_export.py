@@ -103,7 +103,7 @@ def test_bad_targets_are_refused(tmp_path: Path) -> None:
         export_weights(tmp_path / "file", LLAMA, tensors=tensors)
     with pytest.raises(HuggingFaceError, match="contains no tokenizer"):
         export_weights(tmp_path / "second", LLAMA, tensors=tensors, tokenizer=tmp_path / "nowhere")
-    with pytest.raises(HuggingFaceError, match="bloom is not known"):
+    with pytest.raises(HuggingFaceError, match="bloom is not supported"):
         export_weights(tmp_path / "third", LLAMA, tensors=tensors, family="bloom")
 
 

@@ -102,7 +102,7 @@ def test_what_a_family_can_hold_comes_back_equal(
 def test_a_model_no_family_can_hold_is_refused_by_name(model: ModelConfig, lost: str) -> None:
     with pytest.raises(HuggingFaceError, match=lost):
         family_of(model)
-    with pytest.raises(HuggingFaceError, match="cannot say"):
+    with pytest.raises(HuggingFaceError, match="cannot represent"):
         family_of(GPT2, name="llama")
 
 
@@ -218,7 +218,7 @@ def test_losses_of_the_router_are_free_beside_pretrained_experts() -> None:
         ({"moe.router_score_function": RouterScore.sigmoid}, "moe.router_score_function"),
         ({"moe.shared_expert_intermediate_size": 8}, "moe.shared_expert_intermediate_size"),
         ({"moe.router_topk_scaling_factor": 2.0}, "moe.router_topk_scaling_factor"),
-        ({"moe.layer_freq": "2"}, "mixtral cannot say ffn_hidden_size, moe.layer_freq"),
+        ({"moe.layer_freq": "2"}, "mixtral cannot represent ffn_hidden_size, moe.layer_freq"),
     ],
 )
 def test_a_mixture_no_family_can_hold_is_refused_by_name(change: dict[str, Any], lost: str) -> None:

@@ -101,7 +101,7 @@ def test_a_damaged_torch_file_is_refused(llama: Path, content: bytes) -> None:
 
 def test_a_missing_shard_and_a_folder_without_weights_are_refused(llama: Path) -> None:
     (llama / "model.safetensors").unlink()
-    with pytest.raises(HuggingFaceError, match="holds no weights"):
+    with pytest.raises(HuggingFaceError, match="contains no weights"):
         load(llama)
     (llama / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(HuggingFaceError, match="no index of weights"):
