@@ -1,0 +1,80 @@
+"""Composition of YAML files: bad files by name, shadowed files, files by path, the folder of recipes."""
+
+from pathlib import Path
+
+import pytest
+
+from nanotrain.config.compose import compose_files, config_dir, merge_settings
+from nanotrain.config.flags import parse
+from nanotrain.config.load import load_config
+from nanotrain.errors import ConfigError
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_nested_sections_are_composed_with_their_file():
+    composed = compose_files(parse(["model=deepseek_v3"]))
+    assert composed.values["model"]["moe"]["router_topk"] == 8
+    assert (
+        composed.files["model.moe.router_topk"] == composed.files["model.mla.q_lora_rank"] == "model/deepseek_v3.yaml"
+    )
+
+
+def test_settings_are_merged_over_the_files_in_order():
+    line = parse(["--lr", "1", "optim.lr=2", "model.moe.num_experts=4"])
+    values = merge_settings({"optim": {"clip_grad": 3.0}}, line.settings)
+    assert values["optim"]["lr"] == "2" and values["optim"]["clip_grad"] == 3.0
+    assert values["model"]["moe"]["num_experts"] == "4"
+
+
+def test_a_flat_model_section_of_an_old_run_is_refused_with_the_new_key(tmp_path):
+    path = write(tmp_path / "config.yaml", "model:\n  moe_router_topk: 2\n")
+    with pytest.raises(ConfigError, match="did you mean model.moe.router_topk?"):
+        load_config([f"+config={path}"])
+
+
+def test_the_recipes_are_found():
+    assert (config_dir() / "config" / "tiny.yaml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("# @package _global_\noptim:\n  lrr: 1\n", "unknown key optim.lrr in {path}"),
+        ("# @package _global_\noptm:\n  lr: 1\n", "unknown section optm in {path}"),
+        ("optim:\n  lr: 1\n", "begin it with the line: # @package _global_"),
+        ("# @package _global_\noptim: [\n", "cannot be composed"),
+        ("# @package _global_\ndefaults: [nothing, _self_]\n", "config/nothing"),
+        ("# @package _global_\noptim:\n  lr: fast\n", "optim.lr is 'fast': it takes a number"),
+    ],
+)
+def test_a_bad_recipe_is_named(text, message, tmp_path):
+    path = write(tmp_path / "config" / "bad.yaml", text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(["+config=bad", "--config-dir", str(tmp_path)])
+    assert message.format(path=path) in str(caught.value)
+
+
+def test_a_file_that_would_be_shadowed_is_an_error(tmp_path):
+    write(tmp_path / "config" / "tiny.yaml", "# @package _global_\ntrain:\n  seed: 3\n")
+    with pytest.raises(ConfigError, match="only the first would be read; rename yours"):
+        load_config(["+config=tiny", "--config-dir", str(tmp_path)])
+
+
+def test_a_recipe_named_by_its_path_stands_alone(tmp_path):
+    path = write(tmp_path / "my.yaml", "defaults: [tiny]\n")
+    with pytest.raises(ConfigError, match="defaults list"):
+        load_config([f"+config={path}"])
+
+
+def test_the_folder_of_recipes_can_be_moved(tmp_path, monkeypatch):
+    write(tmp_path / "train.yaml", "train:\n  seed: 77\n")
+    monkeypatch.setenv("NANOTRAIN_CONFIG_DIR", str(tmp_path))
+    assert load_config([]).train.seed == 77
+    monkeypatch.setenv("NANOTRAIN_CONFIG_DIR", str(tmp_path / "empty"))
+    with pytest.raises(ConfigError, match="unset NANOTRAIN_CONFIG_DIR"):
+        load_config([])

@@ -1,0 +1,26 @@
+"""The sections: frozen, nested, without lists that other packages hold."""
+
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from nanotrain.config import config as config_module
+from nanotrain.config.config import Config, MLAConfig, ModelConfig, MoEConfig
+
+
+def test_a_configuration_cannot_be_changed():
+    with pytest.raises(FrozenInstanceError):
+        Config().model.moe.router_topk = 3
+
+
+def test_experts_and_latent_attention_are_sections_of_the_model():
+    assert ModelConfig().moe == MoEConfig() and ModelConfig().mla == MLAConfig()
+    assert [field.name for field in fields(ModelConfig)][-2:] == ["mla", "moe"]
+
+
+@pytest.mark.parametrize("value", ["1f1b", "p2p", "adam"])
+def test_names_of_tables_are_strings_that_no_enum_lists(value):
+    config = Config()
+    assert value in (config.parallel.pipeline_schedule, config.parallel.cp_comm_type, config.optim.optimizer)
+    enums = [kind for kind in vars(config_module).values() if isinstance(kind, type(config_module.DType))]
+    assert not [kind for kind in enums if value in [member.value for member in kind]]

@@ -1,0 +1,58 @@
+"""Errors: they pickle, print as one message or as a list, and are collected."""
+
+import pickle
+
+import pytest
+
+from nanotrain.errors import (
+    CheckpointError,
+    ConfigError,
+    ConfigErrors,
+    DataError,
+    ErrorCollector,
+    TopologyError,
+    report,
+)
+
+ONE = TopologyError("6 ranks cannot form tp=4", why="4 must divide 6", fix="run on 8 ranks")
+TWO = ConfigError("lr is fast", fix="set --lr 1")
+
+
+@pytest.mark.parametrize("error", [ONE, TWO, DataError("gone"), CheckpointError("damaged", why="a flipped bit")])
+def test_an_error_pickles_with_its_class_and_texts(error):
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error) and str(copy) == str(error)
+    assert (copy.what, copy.why, copy.fix) == (error.what, error.why, error.fix)
+
+
+def test_several_errors_print_as_a_list_and_pickle():
+    errors = ConfigErrors([ONE, TWO])
+    assert str(errors) == f"2 mistakes:\n  - {ONE}\n  - {TWO}"
+    copy = pickle.loads(pickle.dumps(errors))
+    assert str(copy) == str(errors) and [type(error) for error in copy.errors] == [TopologyError, ConfigError]
+
+
+def test_a_collector_keeps_configuration_errors_and_passes_others():
+    collector = ErrorCollector()
+    for error in (ONE, ONE, ConfigErrors([ONE, TWO])):
+        with collector:
+            raise error
+    with pytest.raises(ConfigErrors) as caught:
+        collector.raise_errors()
+    assert [str(error) for error in caught.value.errors] == [str(ONE), str(TWO)]
+    with pytest.raises(DataError), collector:
+        raise DataError("no configuration error")
+
+
+def test_one_collected_error_is_raised_as_it_is():
+    collector = ErrorCollector()
+    collector.raise_errors()
+    with collector:
+        raise ONE
+    with pytest.raises(TopologyError, match="6 ranks"):
+        collector.raise_errors()
+
+
+def test_report_prints_one_message(capsys):
+    assert report(TWO) == report(TWO, quiet=True) == 2
+    assert capsys.readouterr().err == "error: lr is fast; set --lr 1\n"
