@@ -24,8 +24,7 @@ import torch
 from baselines import Shape
 from throughput import Contender, Figure, Job, Outcome, nanotrain_command, run, torch_command
 
-from nanotrain.parallel.cp.traffic import SENT_BYTES, AttentionShape
-from nanotrain.parallel.ep.traffic import ExpertTraffic, ep_bytes
+from nanotrain.train.traffic import ATTENTION_BYTES, AttentionShape, ExpertShape, expert_parallel_bytes
 
 NUM_EXPERTS, TOPK, EXPERT_WIDTH = 8, 2, 256
 EVERY = 2  # one layer in EVERY has experts
@@ -103,15 +102,14 @@ def cp_sent(step: Step, *, comm_type: str) -> float:
     shape, width = step.shape, step.shape.hidden // step.shape.heads
     positions = step.micro_batch * shape.seq // 2
     attention = AttentionShape(positions, shape.heads, shape.kv_heads, width, width, itemsize=BYTES)
-    sent = SENT_BYTES[comm_type](attention, 2)
-    return step.num_microbatches * shape.layers * (sent.forward + sent.backward)
+    return step.num_microbatches * shape.layers * sum(ATTENTION_BYTES[comm_type](attention, 2).values())
 
 
 def ep_sent(step: Step) -> float:
     """docs/parallel/ep.md on 2 ranks, with balanced experts."""
     shape = step.shape
-    traffic = ExpertTraffic(step.micro_batch * shape.seq, TOPK, NUM_EXPERTS, shape.hidden, BYTES)
-    return step.num_microbatches * shape.layers // EVERY * ep_bytes(traffic, 2)
+    layer = ExpertShape(step.micro_batch * shape.seq, TOPK, NUM_EXPERTS, shape.hidden, BYTES)
+    return step.num_microbatches * shape.layers // EVERY * sum(expert_parallel_bytes(layer, 2).values())
 
 
 @dataclass(frozen=True)

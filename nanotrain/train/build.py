@@ -81,7 +81,7 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
         runnable={index: stage.runnable for index, stage in built.items()},
         data_parallel=data_parallel,
         optimizer=optimizer,
-        pipeline=build_pipeline(config, context),
+        pipeline=build_pipeline(plan, context),
         lr_schedule=LRSchedule(config.optim, state.curve_batch_size, config.train.train_iters),
         batches=batches,
         batch_iterator=build_batch_iterator(batches, context),
@@ -90,13 +90,12 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     )
 
 
-def build_pipeline(config: Config, context: ParallelContext) -> Pipeline:
+def build_pipeline(plan: Plan, context: ParallelContext) -> Pipeline:
     """The pp group of this rank and the shape of the hidden states sent over it."""
-    shards = context.group("cp").size * (context.group("tp").size if config.parallel.sequence_parallel else 1)
     pipeline = Pipeline(
         group=context.group("pp"),
-        hidden_shape=(config.train.micro_batch_size, config.data.seq_length // shards, config.model.hidden_size),
-        dtype=Precision.of(config.precision).params,
+        hidden_shape=plan.hidden_shape,
+        dtype=Precision.of(plan.config.precision).params,
         device=context.device,
     )
     pipeline.connect()

@@ -1,26 +1,88 @@
-"""`Plan`: everything that is known of a rank's run before a device is touched. Pure: no process group, no module.
+"""`Plan`: everything that is determined before a device is touched, for one rank. Pure: no process group, no module.
 
-    Config -> plan_run(config, world_size, rank=rank) -> Plan -> build.build_run
+    Config -> plan_run(config, world_size, rank) -> Plan -> build.build_run
 
-`plan_run` answers for any rank of any world size, in one process.
+`plan_run` accepts any rank of any world size and takes the same time for all of them. What a step sends is read from a
+plan by `traffic.sent_bytes`.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from nanotrain.config.config import Config
+from nanotrain.config.config import Config, ParallelConfig
 from nanotrain.config.derive import global_batch_size
 from nanotrain.config.schema import check_choice
 from nanotrain.data.sampler import SamplerConfig
 from nanotrain.optim.optimizers import OPTIMIZERS
 from nanotrain.parallel.cp.attention import CORE_ATTENTIONS
+from nanotrain.parallel.dp.layout import BufferLayout, LayoutRules, plan_layout
+from nanotrain.parallel.dp.strategy import STRATEGIES, Strategy
 from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.parallel.pp.gpipe import forward_only
 from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule
 from nanotrain.parallel.pp.transfers import RankPlan, plan_rank
+from nanotrain.precision.policy import Precision
 from nanotrain.topology.counts import flops_per_token
+from nanotrain.topology.groups import GroupName, GroupSpec
+from nanotrain.topology.parameters import declare_stage
+from nanotrain.topology.params import LocalParam, localize
 from nanotrain.topology.shape import ModelShape
 from nanotrain.topology.stages import StageSpec, split_layers
 from nanotrain.topology.topology import Topology
+
+MAX_TRANSIENT_BUCKETS = 2  # full-size buckets that exist at once where gradients are sharded
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """One flat buffer of a stage: its dense parameters or its expert parameters.
+
+    Attributes:
+        shard: ranks that share the buckets.
+        replicate: ranks with the same shard.
+        layout: buckets and the range of every parameter.
+    """
+
+    shard: GroupSpec
+    replicate: GroupSpec
+    layout: BufferLayout
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A pipeline stage on this rank.
+
+    Attributes:
+        spec: layers of the stage.
+        params: local parameters in registration order.
+        buffers: dense, then experts; a buffer without parameters is left out.
+    """
+
+    spec: StageSpec
+    params: tuple[LocalParam, ...]
+    buffers: tuple[BufferPlan, ...]
+
+
+@dataclass(frozen=True)
+class ResidentBytes:
+    """Bytes that a rank holds for the whole run, alignment and padding included.
+
+    Attributes:
+        params: model params.
+        grads: gradient buffers, or gradient shards.
+        grad_buckets: at most this much for full-size buckets in flight, where gradients are sharded.
+        optimizer: main params, where they are stored apart from the model params, and the state of the update rule.
+    """
+
+    params: int
+    grads: int
+    grad_buckets: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.params + self.grads + self.grad_buckets + self.optimizer
 
 
 @dataclass(frozen=True)
@@ -31,9 +93,11 @@ class Plan:
         config: complete: the vocabulary size is set.
         topology: all ranks and their groups.
         rank: global rank, 0 to world_size - 1.
+        groups: the groups of this rank by name.
+        shape: sizes of the model.
         stages: the pipeline stages of this rank, ascending.
         sampler: which samples this rank reads.
-        train_schedule: this rank's actions and transfers in a training step.
+        train_schedule: actions and transfers of a training step.
         valid_schedule: the same for the forwards of a validation batch.
         flops_per_token: of the whole model, forward and backward.
     """
@@ -41,11 +105,53 @@ class Plan:
     config: Config
     topology: Topology
     rank: int
-    stages: tuple[StageSpec, ...]
+    groups: Mapping[GroupName, GroupSpec]
+    shape: ModelShape
+    stages: tuple[StagePlan, ...]
     sampler: SamplerConfig
     train_schedule: RankPlan
     valid_schedule: RankPlan
     flops_per_token: int
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of this rank per step."""
+        return self.sampler.num_microbatches
+
+    @property
+    def strategy(self) -> Strategy:
+        """What data parallelism shards."""
+        return STRATEGIES[self.config.parallel.data_parallel_sharding_strategy.value]
+
+    @property
+    def buffers(self) -> tuple[BufferPlan, ...]:
+        """The buffers of all stages of this rank."""
+        return tuple(buffer for stage in self.stages for buffer in stage.buffers)
+
+    @property
+    def hidden_shape(self) -> tuple[int, int, int]:
+        """[B, S, H] of the hidden states between two stages, as this rank holds them."""
+        shards = self.groups["cp"].size
+        if self.config.parallel.sequence_parallel:
+            shards *= self.groups["tp"].size
+        return self.config.train.micro_batch_size, self.config.data.seq_length // shards, self.shape.hidden_size
+
+    @property
+    def resident_bytes(self) -> ResidentBytes:
+        """Bytes of params, grads and optimizer state (the table in docs/zero.md)."""
+        precision, strategy = Precision.of(self.config.precision), self.strategy
+        param_size, grad_size, main_size = (d.itemsize for d in (precision.params, precision.grads, precision.main))
+        num_states = len(OPTIMIZERS[self.config.optim.optimizer].state_names) + precision.has_separate_main_params
+        params = grads = buckets = optimizer = 0
+        for buffer in self.buffers:
+            layout, num_shards = buffer.layout, buffer.shard.size
+            params += layout.numel * param_size
+            grads += layout.numel // (num_shards if strategy.shard_grads else 1) * grad_size
+            optimizer += layout.numel // num_shards * num_states * main_size
+            if strategy.shard_grads:
+                num_buckets = min(len(layout.buckets), MAX_TRANSIENT_BUCKETS)
+                buckets += num_buckets * max(bucket.numel for bucket in layout.buckets) * grad_size
+        return ResidentBytes(params, grads, buckets, optimizer)
 
 
 def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
@@ -57,44 +163,78 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
         rank: global rank.
 
     Raises:
-        NanotrainError: a layout that does not fit the ranks, the batch or the model.
+        ConfigError: an unknown schedule, core attention or optimizer, or a batch that does not fit the ranks.
+        TopologyError: a layout that does not fit the ranks or the model.
     """
-    _check_names(config)
+    check_names(config)
     topology = Topology.of(config.parallel, world_size)
-    coords = topology.coords(rank)
+    groups, shape = topology.group_specs(rank), ModelShape.of(config.model)
     sampler = SamplerConfig(
-        dp_rank=coords["dp"],
-        dp_size=topology.size("dp"),
+        dp_rank=groups["dp"].index,
+        dp_size=groups["dp"].size,
         micro_batch_size=config.train.micro_batch_size,
-        global_batch_size=global_batch_size(config.train, topology.size("dp")),
+        global_batch_size=global_batch_size(config.train, groups["dp"].size),
     )
-    stages_per_rank = config.parallel.num_virtual_stages_per_pipeline_rank
-    shape = PipelineShape(topology.size("pp"), stages_per_rank, sampler.num_microbatches)
+    num_stages_per_rank = config.parallel.num_virtual_stages_per_pipeline_rank
+    pipeline = PipelineShape(groups["pp"].size, num_stages_per_rank, sampler.num_microbatches)
     return Plan(
         config=config,
         topology=topology,
         rank=rank,
-        stages=_stages(config, topology)[coords["pp"] :: topology.size("pp")],
+        groups=groups,
+        shape=shape,
+        stages=tuple(_plan_stages(config, topology, rank=rank, shape=shape)),
         sampler=sampler,
-        train_schedule=plan_rank(build_schedule(config.parallel.pipeline_schedule, shape), coords["pp"]),
-        valid_schedule=plan_rank(forward_only(shape), coords["pp"]),
-        flops_per_token=flops_per_token(ModelShape.of(config.model), config.data.seq_length),
+        train_schedule=plan_rank(build_schedule(config.parallel.pipeline_schedule, pipeline), groups["pp"].index),
+        valid_schedule=plan_rank(forward_only(pipeline), groups["pp"].index),
+        flops_per_token=flops_per_token(shape, config.data.seq_length),
     )
 
 
-def _check_names(config: Config) -> None:
-    """Check that every name of a table is in its table."""
+def check_names(config: Config) -> None:
+    """Check the settings that name an entry of a table of implementations.
+
+    Raises:
+        ConfigError: an unknown name; suggests the nearest.
+    """
     check_choice("pipeline_schedule", config.parallel.pipeline_schedule, known=SCHEDULES)
     check_choice("cp_comm_type", config.parallel.cp_comm_type, known=CORE_ATTENTIONS)
     check_choice("optimizer", config.optim.optimizer, known=OPTIMIZERS)
 
 
-def _stages(config: Config, topology: Topology) -> tuple[StageSpec, ...]:
-    """All stages of the model."""
-    parallel = config.parallel
-    return split_layers(
-        config.model.num_layers,
+def _plan_stages(config: Config, topology: Topology, *, rank: int, shape: ModelShape) -> Iterator[StagePlan]:
+    parallel, coords = config.parallel, topology.coords(rank)
+    specs = split_layers(
+        shape.num_layers,
         topology.size("pp") * parallel.num_virtual_stages_per_pipeline_rank,
         first=parallel.decoder_first_pipeline_num_layers,
         last=parallel.decoder_last_pipeline_num_layers,
     )
+    sizes = {axis: topology.size(axis) for axis in ("tp", "ep", "etp")}
+    for spec in specs[coords["pp"] :: topology.size("pp")]:
+        declared = declare_stage(
+            shape,
+            spec,
+            dtype=config.precision.params_dtype.value,
+            tensor_parallel_size=sizes["tp"],
+            sequence_parallel=parallel.sequence_parallel,
+        )
+        params = tuple(localize(param, coords=coords, sizes=sizes) for param in declared)
+        yield StagePlan(spec, params, tuple(_plan_buffers(params, parallel, groups=topology.group_specs(rank))))
+
+
+def _plan_buffers(
+    params: Sequence[LocalParam], parallel: ParallelConfig, *, groups: Mapping[GroupName, GroupSpec]
+) -> Iterator[BufferPlan]:
+    """Dense, then experts."""
+    pairs = (groups["dp_shard"], groups["dp_replicate"]), (groups["expert_dp_shard"], groups["expert_dp_replicate"])
+    for is_expert, (shard, replicate) in enumerate(pairs):
+        chosen = [param for param in params if param.spec.is_expert == bool(is_expert)]
+        rules = LayoutRules(
+            num_shards=shard.size,
+            bucket_size=parallel.ddp_bucket_size,
+            pad_for_high_busbw=parallel.ddp_pad_buckets_for_high_nccl_busbw,
+            gathers_by_unit=STRATEGIES[parallel.data_parallel_sharding_strategy.value].gathers_by_unit,
+        )
+        if chosen:
+            yield BufferPlan(shard, replicate, plan_layout(chosen, rules))

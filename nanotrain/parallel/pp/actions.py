@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 
 class ActionKind(str, Enum):
@@ -24,6 +25,8 @@ class ActionKind(str, Enum):
     full_backward = "B"
     backward_input = "I"
     backward_weight = "W"
+
+    __hash__ = str.__hash__  # Enum's is written in Python
 
     @property
     def has_dgrad(self) -> bool:
@@ -36,9 +39,8 @@ class ActionKind(str, Enum):
         return self in (ActionKind.full_backward, ActionKind.backward_weight)
 
 
-@dataclass(frozen=True)
-class Action:
-    """One computation of one rank.
+class Action(NamedTuple):
+    """One computation of one rank. A tuple, because planning hashes hundreds of thousands of them.
 
     Attributes:
         kind: F, B, I or W.
@@ -143,10 +145,10 @@ class Schedule:
         >>> [str(other) for other in schedule.dependencies_of(full_backward(0, 0))]
         ['F0.0', 'B1.0']
         """
-        stage, microbatch = action.stage, action.microbatch
-        if action.kind is ActionKind.forward:
+        kind, stage, microbatch = action
+        if kind is ActionKind.forward:
             return (forward(stage - 1, microbatch),) if stage > 0 else ()
-        if action.kind is ActionKind.backward_weight:
+        if kind is ActionKind.backward_weight:
             return (backward_input(stage, microbatch),)
         after = (self._dgrads[stage + 1, microbatch],) if stage < self.num_stages - 1 else ()
         return (forward(stage, microbatch), *after)

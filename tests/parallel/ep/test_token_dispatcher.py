@@ -10,7 +10,7 @@ from nanotrain.parallel.ep.token_dispatcher import (
     Routing,
     build_token_dispatcher,
 )
-from nanotrain.parallel.ep.traffic import ExpertTraffic, ep_bytes, etp_bytes
+from nanotrain.train.traffic import ExpertShape, expert_parallel_bytes, expert_tensor_parallel_bytes
 from tests.harness import run_ranks
 
 E, H, T, K = 8, 4, 12, 3
@@ -102,9 +102,10 @@ def send_evenly(ctx):
     dispatch = build_token_dispatcher(E, ep=ep, etp=etp)
     out = dispatch(x, Routing(experts, torch.ones(2 * E, K)), run_experts=lambda rows, offs: rows * 2)
     out.sum().backward()
-    traffic = ExpertTraffic(2 * E, K, num_experts=E, hidden=H, itemsize=4)
-    predicted = {"ep": ep_bytes(traffic, ep.size), "etp": etp_bytes(traffic, etp.size)}
-    return {name: ctx.traffic.bytes(name) for name in predicted}, predicted
+    layer = ExpertShape(2 * E, K, num_experts=E, hidden_size=H, itemsize=4)
+    predicted = [expert_parallel_bytes(layer, ep.size), expert_tensor_parallel_bytes(layer, etp.size)]
+    groups = zip(("ep", "etp"), predicted, strict=True)
+    return [{op: ctx.traffic.bytes(group, op) for op in ops} for group, ops in groups], predicted
 
 
 @pytest.mark.parametrize(("num_ranks", "sizes"), SHARDINGS)

@@ -1,0 +1,225 @@
+"""Bytes that a rank sends per training step, by (group, operation), in closed form: readings of a `Plan`.
+
+    data_parallel   gradients and parameters: dp_shard, dp_replicate, expert_dp_shard, expert_dp_replicate
+    embedding       gradients of the tied embedding: embed
+    pipeline        hidden states and their gradients: pp
+    attention       keys, values and outputs: cp, by core attention
+    experts         tokens: ep, etp; for routers that choose every expert equally often
+
+Counted as `comm/traffic.py` counts what is executed. Not included: tensor parallelism, statistics of routers, control
+traffic, and core attentions without an entry in `ATTENTION_BYTES`.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from nanotrain.comm.traffic import reduced_bytes
+from nanotrain.parallel.pp.transfers import TransferBatch
+from nanotrain.precision.policy import Precision
+from nanotrain.train.plan import BufferPlan, Plan
+
+Key = tuple[str, str]  # group, operation
+COUNT_BYTES = 8  # token counts are int64
+TOKEN_TRIPS = 4  # dispatch and combine, forward and backward
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """One attention layer on one cp rank.
+
+    Args:
+        positions: B * S / cp.
+        num_heads: query heads per tp rank.
+        num_groups: key/value heads per tp rank.
+        head_dim: of queries and keys.
+        value_head_dim: of values.
+        itemsize: bytes per element of the activations.
+    """
+
+    positions: int
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    value_head_dim: int
+    itemsize: int
+
+    @property
+    def key_value_elements(self) -> int:
+        """Elements of the keys and values of this rank."""
+        return self.positions * self.num_groups * (self.head_dim + self.value_head_dim)
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """One mixture-of-experts layer on one rank.
+
+    Args:
+        tokens: routed by this rank: B * S / (cp * tp).
+        topk: experts per token.
+        num_experts: over all ranks.
+        hidden_size: H.
+        itemsize: bytes per element of the activations.
+    """
+
+    tokens: int
+    topk: int
+    num_experts: int
+    hidden_size: int
+    itemsize: int
+
+    @property
+    def routed_bytes(self) -> int:
+        """Hidden states of all tokens, once per expert they are sent to."""
+        return self.tokens * self.topk * self.hidden_size * self.itemsize
+
+    @property
+    def count_bytes(self) -> int:
+        """One count per expert."""
+        return self.num_experts * COUNT_BYTES
+
+
+def sent_bytes(plan: Plan) -> dict[Key, int]:
+    """Bytes that this rank sends per training step, by (group, operation); operations without bytes are left out."""
+    total: Counter[Key] = Counter()
+    for part in (data_parallel, embedding, pipeline, attention, experts):
+        for key, num_bytes in part(plan):
+            total[key] += num_bytes
+    return {key: num_bytes for key, num_bytes in total.items() if num_bytes}
+
+
+def data_parallel(plan: Plan) -> Iterator[tuple[Key, int]]:
+    """Reduce-scatter and all-gather in the shard group, all-reduce of shards in the replicate group, per bucket."""
+    precision, strategy = Precision.of(plan.config.precision), plan.strategy
+    num_scatters = plan.num_microbatches if strategy.shard_grads else 1
+    for buffer in plan.buffers:
+        shard, replicate = buffer.shard, buffer.replicate
+        for bucket in buffer.layout.buckets:
+            grads, params = bucket.numel * precision.grads.itemsize, bucket.numel * precision.params.itemsize
+            yield (shard.name, "reduce_scatter"), num_scatters * reduced_bytes(grads, shard.size)
+            yield (shard.name, "all_gather"), reduced_bytes(params, shard.size)
+            yield (replicate.name, "all_reduce"), 2 * reduced_bytes(grads // shard.size, replicate.size)
+
+
+def embedding(plan: Plan) -> Iterator[tuple[Key, int]]:
+    """One all-reduce of this rank's gradient shard of the tied embedding."""
+    group = plan.groups.get("embed")
+    if group is not None:
+        elements = sum(_elements_summed_over("embed", buffer) for buffer in plan.buffers)
+        num_bytes = elements * Precision.of(plan.config.precision).grads.itemsize
+        yield ("embed", "all_reduce"), 2 * reduced_bytes(num_bytes, group.size)
+
+
+def pipeline(plan: Plan) -> Iterator[tuple[Key, int]]:
+    """Hidden states to the next stage, gradients to the previous one."""
+    message_bytes = math.prod(plan.hidden_shape) * Precision.of(plan.config.precision).params.itemsize
+    num_messages = sum(len(step.sends) for step in plan.train_schedule.steps if isinstance(step, TransferBatch))
+    yield ("pp", "p2p"), num_messages * message_bytes
+
+
+def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
+    """Every attention layer of this rank, forward and backward."""
+    config, group = plan.config, plan.groups["cp"]
+    size, tp = group.size, plan.groups["tp"].size
+    count = ATTENTION_BYTES.get(config.parallel.cp_comm_type)
+    if size == 1 or count is None:
+        return
+    layer = AttentionShape(
+        positions=config.train.micro_batch_size * config.data.seq_length // size,
+        num_heads=plan.shape.num_heads // tp,
+        num_groups=max(1, (plan.shape.num_heads if plan.shape.mla else plan.shape.num_query_groups) // tp),
+        head_dim=plan.shape.head_dim,
+        value_head_dim=plan.shape.value_head_dim,
+        itemsize=Precision.of(config.precision).params.itemsize,
+    )
+    num_layers = sum(len(stage.spec.layers) for stage in plan.stages)
+    for operation, num_bytes in count(layer, size).items():
+        yield ("cp", operation), plan.num_microbatches * num_layers * num_bytes
+
+
+def experts(plan: Plan) -> Iterator[tuple[Key, int]]:
+    """Every mixture-of-experts layer of this rank, forward and backward."""
+    moe, ep, etp, train = plan.shape.moe, plan.groups["ep"], plan.groups["etp"], plan.config.train
+    if moe is None:
+        return
+    num_tokens = train.micro_batch_size * plan.config.data.seq_length
+    layer = ExpertShape(
+        tokens=num_tokens // (plan.groups["cp"].size * plan.groups["tp"].size),
+        topk=moe.topk,
+        num_experts=moe.num_experts,
+        hidden_size=plan.shape.hidden_size,
+        itemsize=Precision.of(plan.config.precision).params.itemsize,
+    )
+    num_layers = sum(plan.shape.has_experts(layer) for stage in plan.stages for layer in stage.spec.layers)
+    for group, count in ((ep, expert_parallel_bytes), (etp, expert_tensor_parallel_bytes)):
+        for operation, num_bytes in count(layer, group.size).items():
+            yield (group.name, operation), plan.num_microbatches * num_layers * num_bytes
+
+
+def all_gather_attention_bytes(shape: AttentionShape, size: int) -> dict[str, int]:
+    """All-gather of keys and values, reduce-scatter of their gradients.
+
+    >>> all_gather_attention_bytes(AttentionShape(1024, 32, 8, 128, 128, itemsize=2), 4)
+    {'all_gather': 12582912, 'reduce_scatter': 12582912}
+    """
+    num_bytes = (size - 1) * shape.key_value_elements * shape.itemsize
+    return {"all_gather": num_bytes, "reduce_scatter": num_bytes}
+
+
+def ring_attention_bytes(shape: AttentionShape, size: int) -> dict[str, int]:
+    """cp - 1 ring steps of keys and values, again in the backward, and cp of their gradients in fp32 or wider.
+
+    >>> ring_attention_bytes(AttentionShape(1024, 32, 8, 128, 128, itemsize=2), 4)
+    {'p2p': 58720256}
+    """
+    key_value_bytes = (size - 1) * shape.key_value_elements * shape.itemsize
+    return {"p2p": 2 * key_value_bytes + size * shape.key_value_elements * max(4, shape.itemsize)}
+
+
+def ulysses_attention_bytes(shape: AttentionShape, size: int) -> dict[str, int]:
+    """All-to-all of queries, keys, values and outputs, and of their gradients.
+
+    >>> ulysses_attention_bytes(AttentionShape(1024, 32, 8, 128, 128, itemsize=2), 4)
+    {'all_to_all': 31457280}
+    """
+    num_groups = math.lcm(shape.num_groups, size)  # heads are repeated until cp divides them
+    elements = shape.positions * (shape.num_heads + num_groups) * (shape.head_dim + shape.value_head_dim)
+    return {"all_to_all": 2 * reduced_bytes(elements * shape.itemsize, size)}
+
+
+def expert_parallel_bytes(shape: ExpertShape, size: int) -> dict[str, int]:
+    """All-to-all of tokens to the ranks of their experts and back, and of the counts.
+
+    >>> expert_parallel_bytes(ExpertShape(1024, topk=2, num_experts=8, hidden_size=64, itemsize=2), 4)
+    {'all_to_all': 786480}
+    """
+    return {"all_to_all": reduced_bytes(TOKEN_TRIPS * shape.routed_bytes + shape.count_bytes, size)}
+
+
+def expert_tensor_parallel_bytes(shape: ExpertShape, size: int) -> dict[str, int]:
+    """All-to-all of tokens to every shard of an expert and back, all-gather of the counts.
+
+    >>> expert_tensor_parallel_bytes(ExpertShape(1024, topk=2, num_experts=8, hidden_size=64, itemsize=2), 2)
+    {'all_to_all': 1048576, 'all_gather': 64}
+    """
+    return {
+        "all_to_all": TOKEN_TRIPS * shape.routed_bytes * (size - 1),
+        "all_gather": shape.count_bytes * (size - 1),
+    }
+
+
+ATTENTION_BYTES: dict[str, Callable[[AttentionShape, int], dict[str, int]]] = {
+    "allgather": all_gather_attention_bytes,
+    "p2p": ring_attention_bytes,
+    "a2a": ulysses_attention_bytes,
+}
+
+
+def _elements_summed_over(axis: str, buffer: BufferPlan) -> int:
+    return sum(
+        part.numel
+        for bucket in buffer.layout.buckets
+        for part in bucket.shard_ranges(buffer.shard.index)
+        if axis in part.param.spec.grad_sum_axes
+    )
