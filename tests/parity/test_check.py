@@ -141,6 +141,16 @@ def test_weights_without_weight_decay_are_found_though_losses_agree() -> None:
     assert "weights and buffers differ" in report.verdict
 
 
+def test_a_router_bias_that_drifts_on_one_rank_is_found() -> None:
+    arguments = ("+config=tiny_moe", "--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid")
+    config = small_config(*arguments, world=2)
+    healthy = report_of(config, 2)
+    assert healthy.holds and "layers.1.mlp.router.expert_bias" in {row.name for row in healthy.buffers}
+    report = report_of(config, 2, work=with_another_router_bias_on_rank_1)
+    assert report.unequal_replicas == ("layers.1.mlp.router.expert_bias",)
+    assert report.wrong_state[0].name == "layers.1.mlp.router.expert_bias"
+
+
 def test_samples_read_twice_or_by_half_a_replica_are_found() -> None:
     config = small_config("+config=tiny", world=2)  # 4 samples on each of 2 ranks, 2 steps
     assert config.train.global_batch_size == 8
