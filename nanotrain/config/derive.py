@@ -6,7 +6,7 @@ from nanotrain.errors import ConfigError, TopologyError
 
 
 def head_dim(model_config: ModelConfig) -> int:
-    """Width of one query and key head; with multi-latent attention its two parts together.
+    """Channels of a query or key head; with multi-latent attention those without and with positions.
 
     >>> head_dim(ModelConfig(hidden_size=256, num_attention_heads=4))
     64
@@ -26,7 +26,7 @@ def query_groups(model_config: ModelConfig) -> int:
 
 
 def ffn_size(model_config: ModelConfig) -> int:
-    """Width inside the MLP: 4x hidden, or with swiglu 8/3x hidden rounded up to a multiple of 64.
+    """Inner width of the MLP: 4x hidden, or with swiglu 8/3x hidden rounded up to a multiple of 64.
 
     >>> ffn_size(ModelConfig(hidden_size=256)), ffn_size(ModelConfig(hidden_size=256, activation=Activation.gelu))
     (704, 1024)
@@ -42,7 +42,7 @@ def padded_vocab_size(model_config: ModelConfig) -> int:
     """Rows of the embedding: the vocabulary rounded up, so that every tensor-parallel size may divide it.
 
     Raises:
-        ConfigError: where the vocabulary is still to be read from the tokenizer.
+        ConfigError: the size of the vocabulary is not set.
 
     >>> padded_vocab_size(ModelConfig(vocab_size=50257))
     50304
@@ -58,10 +58,10 @@ def padded_vocab_size(model_config: ModelConfig) -> int:
 
 
 def moe_layers(model_config: ModelConfig) -> tuple[bool, ...]:
-    """Which layers have experts, one answer per layer.
+    """Whether each layer has experts.
 
     Raises:
-        ConfigError: a pattern that cannot be read or has not one 0 or 1 per layer.
+        ConfigError: a pattern that is invalid or does not have one 0 or 1 per layer.
 
     >>> from nanotrain.config.config import MoEConfig
     >>> moe_layers(ModelConfig(num_layers=4, moe=MoEConfig(num_experts=8, layer_freq="2")))
@@ -78,13 +78,13 @@ def moe_layers(model_config: ModelConfig) -> tuple[bool, ...]:
         raise ConfigError(
             f"moe_layer_freq {model_config.moe.layer_freq} is for {len(pattern)} layers",
             why=f"num_layers is {model_config.num_layers}, and the pattern has one 0 or 1 for each",
-            fix=f"set --moe-layer-freq '[1]*{model_config.num_layers}' with as many zeros as layers shall be dense",
+            fix=f"set --moe-layer-freq '[1]*{model_config.num_layers}' with a 0 for every dense layer",
         )
     return tuple(bool(entry) for entry in pattern)
 
 
 def moe_ffn_size(model_config: ModelConfig) -> int:
-    """Width inside one expert.
+    """Inner width of an expert.
 
     >>> from nanotrain.config.config import MoEConfig
     >>> moe_ffn_size(ModelConfig(ffn_hidden_size=512)), moe_ffn_size(ModelConfig(moe=MoEConfig(ffn_hidden_size=96)))
@@ -94,7 +94,7 @@ def moe_ffn_size(model_config: ModelConfig) -> int:
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
-    """Ranks that read different samples: world / (tp x cp x pp).
+    """Data-parallel ranks: world size / (tp x cp x pp).
 
     Raises:
         TopologyError: where the ranks do not divide.
@@ -126,7 +126,7 @@ def global_batch_size(train: TrainConfig, dp: int) -> int:
 
 
 def num_microbatches(train: TrainConfig, dp: int) -> int:
-    """Microbatches one rank passes through the model per optimizer step.
+    """Microbatches per rank and optimizer step.
 
     Raises:
         ConfigError: where the global batch does not divide.
@@ -134,11 +134,11 @@ def num_microbatches(train: TrainConfig, dp: int) -> int:
     >>> num_microbatches(TrainConfig(micro_batch_size=2, global_batch_size=24), 4)
     3
     """
-    whole, per_pass = global_batch_size(train, dp), train.micro_batch_size * dp
-    if whole % per_pass:
+    batch_size, per_pass = global_batch_size(train, dp), train.micro_batch_size * dp
+    if batch_size % per_pass:
         raise ConfigError(
-            f"a global batch of {whole} samples cannot be cut into microbatches",
+            f"a global batch of {batch_size} samples cannot be split into microbatches",
             why=f"micro_batch_size {train.micro_batch_size} x data-parallel size {dp} = {per_pass} must divide it",
-            fix=f"set --global-batch-size {-(-whole // per_pass) * per_pass} or another --micro-batch-size",
+            fix=f"set --global-batch-size {-(-batch_size // per_pass) * per_pass} or another --micro-batch-size",
         )
-    return whole // per_pass
+    return batch_size // per_pass

@@ -1,6 +1,6 @@
-"""Which layers are of a kind, written short: `2` is every second layer, `[0]*3+[1]*58` three without and 58 with.
+"""Patterns of layers: `2` is every second layer, `[0]*3+[1]*58` three dense layers and 58 with experts.
 
-The text is a small piece of Python (lists of 0 and 1, `+`, and `*` by a number) and is read as one, never run.
+The text is a Python expression (lists of 0 and 1, `+`, and `*` by a number). It is parsed, never evaluated.
 """
 
 import ast
@@ -8,7 +8,7 @@ from itertools import groupby
 
 from nanotrain.errors import ConfigError
 
-# More layers than any model has; `[1]*10**9` is a slip.
+# More layers than any model has; guards against `[1]*10**9`.
 LONGEST = 10_000
 
 
@@ -68,7 +68,7 @@ def read_list(node: ast.expr) -> list[int]:
 
 
 def write_pattern(layers: tuple[bool, ...]) -> str:
-    """The shortest way to say which layers are meant: `1` for all of them, runs otherwise.
+    """The shortest pattern: `1` for all layers, else run lengths.
 
     >>> write_pattern((True, True)), write_pattern((False, False, True, True, False))
     ('1', '[0]*2+[1]*2+[0]')

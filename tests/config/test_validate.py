@@ -22,7 +22,7 @@ def test_the_defaults_break_no_rule():
         ({"lr_decay_iters": 5, "lr_warmup_iters": 6}, "lr_decay_iters 5 is below lr_warmup_iters 6"),
         ({"lr_decay_style": "WSD"}, "set --lr-wsd-decay-iters, for example 10"),
         ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 101}, "longer than the whole schedule of 100"),
-        ({"micro_batch_size": 4, "global_batch_size": 6}, "a global batch of 6 samples cannot be cut"),
+        ({"micro_batch_size": 4, "global_batch_size": 6}, "a global batch of 6 samples cannot be split"),
         ({"split": "1,2,3,4"}, "split is '1,2,3,4'"),
         ({"split": "0,1"}, "training needs some"),
         ({"split": "a"}, "split is 'a'"),

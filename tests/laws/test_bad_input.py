@@ -54,7 +54,7 @@ MISTAKEN_WORDS = {
     "--data-parallel-sharding-strategy zero2": "it takes one of no_shard, optim, optim_grads",
     "--hidden-size 25": "hidden_size 25 cannot be split into 2 heads.*set --num-attention-heads to a divisor",
     "--num-query-groups 3": "2 query heads cannot share 3 key/value heads",
-    "--global-batch-size 13 --micro-batch-size 2": "batch of 13 samples cannot be cut.*set --global-batch-size 14",
+    "--global-batch-size 13 --micro-batch-size 2": "batch of 13 samples cannot be split.*set --global-batch-size 14",
     "--data-parallel-size 2": "--data-parallel-size is 2, the run has 1",
     "--tensor-model-parallel-size 3": "tensor_model_parallel_size|tp=3",
     "--seq-length 2000": "seq_length 2000 is longer than max_position_embeddings 1024.*set --seq-length 1024",
@@ -269,7 +269,7 @@ def test_a_large_token_id_that_one_rank_meets_late_ends_all_with_one_message(tmp
 def test_words_that_are_wrong_only_for_the_world_are_one_message_of_all_ranks(tmp_path: Path) -> None:
     output = refused_by_all(arguments(tmp_path / "run", "--micro-batch-size 4"))
     assert MESSAGE.findall(output) == [
-        "a global batch of 12 samples cannot be cut into microbatches: micro_batch_size 4 x data-parallel size 2 = 8 "
+        "a global batch of 12 samples cannot be split into microbatches: micro_batch_size 4 x data-parallel size 2 = 8 "
         "must divide it; set --global-batch-size 16 or another --micro-batch-size"
     ]
 
