@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from nanotrain.config.config import Activation, ModelConfig, PositionEmbedding
 from nanotrain.data.batch import Batch
+from nanotrain.kernels.linear import fprop
 from nanotrain.model.context import BatchContext, LayerContext
 from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.moe import MoELayer
@@ -213,7 +214,7 @@ class Head(nn.Module):
     def logits(self, hidden: Tensor, *, tied: nn.Parameter | None) -> Tensor:
         """[..., H] -> [..., V] without padding; only without tensor parallelism."""
         assert self.tensor_parallel.group.size == 1, "logits of a sharded vocabulary would have to be gathered"
-        return F.linear(hidden, self._weight(tied)[: self.vocab_size])
+        return fprop(hidden, self._weight(tied)[: self.vocab_size])
 
     def _weight(self, tied: nn.Parameter | None) -> nn.Parameter:
         weight = self.weight if tied is None else tied

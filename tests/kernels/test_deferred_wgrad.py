@@ -14,7 +14,7 @@ from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from tests.harness import ranks, run_ranks
 from tests.parallel.tp.networks import ShardedNetwork, draw, reference_pass, sharded_pass
 
-ALONE = Group.single_rank("tp")
+SINGLE_RANK = Group.single_rank("tp")
 
 
 def watch(network: nn.Module) -> list[str]:
@@ -92,7 +92,7 @@ def test_a_ready_fp32_gradient_of_a_bf16_weight_keeps_its_precision():
 
 def test_a_weight_used_twice_receives_the_sum_and_its_hook_fires_once():
     queue = WgradQueue()
-    network = ShardedNetwork(TensorParallel(ALONE, wgrad_queue=queue), 2)
+    network = ShardedNetwork(TensorParallel(SINGLE_RANK, wgrad_queue=queue), 2)
     tied = network.query.weight
     received = watch(network)
     with queue.defer():
@@ -107,7 +107,7 @@ def test_a_weight_used_twice_receives_the_sum_and_its_hook_fires_once():
 
 
 def test_gradients_keep_the_dtype_asked_for():
-    network = ShardedNetwork(TensorParallel(ALONE, wgrad_queue=WgradQueue()), 2).bfloat16()
+    network = ShardedNetwork(TensorParallel(SINGLE_RANK, wgrad_queue=WgradQueue()), 2).bfloat16()
     queue, weight = network.tensor_parallel.wgrad_queue, network.query.weight
     weight.grad_dtype = torch.float32
     weight.grad = torch.zeros(weight.shape)
@@ -120,7 +120,7 @@ def test_gradients_keep_the_dtype_asked_for():
 
 def test_deferred_work_does_not_keep_the_graph_alive():
     queue = WgradQueue()
-    network = ShardedNetwork(TensorParallel(ALONE, wgrad_queue=queue), 2)
+    network = ShardedNetwork(TensorParallel(SINGLE_RANK, wgrad_queue=queue), 2)
     source = draw("x", 2, 8, 6).requires_grad_()
     middle = source * 2
 
@@ -139,7 +139,7 @@ def test_deferred_work_does_not_keep_the_graph_alive():
 
 def test_work_that_was_not_taken_is_an_error_at_the_next_microbatch():
     queue = WgradQueue()
-    network = ShardedNetwork(TensorParallel(ALONE, wgrad_queue=queue), 2)
+    network = ShardedNetwork(TensorParallel(SINGLE_RANK, wgrad_queue=queue), 2)
     with queue.defer():
         sharded_pass(network)
     with pytest.raises(AssertionError, match="not taken"), queue.defer():

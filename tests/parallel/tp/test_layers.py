@@ -58,7 +58,7 @@ def test_tp_groups_are_independent(ctx, sequence_parallel):
 
 @BOTH
 @ranks(2, tp=2)
-def test_a_layer_called_alone_gives_the_same_as_with_others(ctx, sequence_parallel):
+def test_a_layer_called_on_its_own_gives_the_same_as_with_others(ctx, sequence_parallel):
     network = ShardedNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2)
     x = network.tensor_parallel.local_slice(draw("x", B, S, H))
     query, key = column_parallel(x, (network.query, network.key))
@@ -127,10 +127,10 @@ def test_the_embedding_is_bit_equal_to_the_full_table(tp, is_queued, sequence_pa
 
 
 def test_on_one_rank_every_layer_is_torchs_operator_with_one_graph_node():
-    alone = TensorParallel.single_rank()
+    single_rank = TensorParallel.single_rank()
     up, down = nn.Linear(H, N * D), nn.Linear(N * D, H)
-    column = ColumnParallelLinear(up.weight, up.bias, tensor_parallel=alone)
-    row = RowParallelLinear(down.weight, down.bias, tensor_parallel=alone)
+    column = ColumnParallelLinear(up.weight, up.bias, tensor_parallel=single_rank)
+    row = RowParallelLinear(down.weight, down.bias, tensor_parallel=single_rank)
     x = torch.zeros(B, S, H, requires_grad=True)
     names = [type(y.grad_fn).__name__ for y in (*column_parallel(x, (column, column)), row(column(x)))]
     plain = type(up(x).grad_fn).__name__

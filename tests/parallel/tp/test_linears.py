@@ -33,11 +33,11 @@ class Recorder(TorchDispatchMode):
         def record(name: str, start):
             def begin(*args, **kwargs) -> Work:
                 self.events.append(f"start {name}")
-                coming = start(*args, **kwargs)
+                work = start(*args, **kwargs)
 
                 def wait() -> torch.Tensor:
                     self.events.append(f"wait {name}")
-                    return coming.wait()
+                    return work.wait()
 
                 return type("Recorded", (), {"wait": staticmethod(wait)})()
 

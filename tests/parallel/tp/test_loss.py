@@ -12,7 +12,7 @@ from nanotrain.parallel.tp.loss import vocab_parallel_cross_entropy
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from tests.harness import ranks, run_ranks
 
-ALONE = Group.single_rank("tp")
+SINGLE_RANK = Group.single_rank("tp")
 
 
 def in_one_piece(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -42,11 +42,11 @@ def test_chunks_give_the_loss_and_gradients_of_a_single_chunk(
         patch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", chunk)
         patch.setattr(loss_module, "MIN_CHUNK_TOKENS", 1)
         found = vocab_parallel_cross_entropy(
-            hidden, weight, labels=labels, loss_mask=mask, vocab_size=vocab_size, group=ALONE
+            hidden, weight, labels=labels, loss_mask=mask, vocab_size=vocab_size, group=SINGLE_RANK
         )
         with torch.no_grad():
             evaluated = vocab_parallel_cross_entropy(
-                hidden, weight, labels=labels, loss_mask=mask, vocab_size=vocab_size, group=ALONE
+                hidden, weight, labels=labels, loss_mask=mask, vocab_size=vocab_size, group=SINGLE_RANK
             )
     (found / 7).backward()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -64,7 +64,7 @@ def test_a_second_backward_is_an_error_not_a_wrong_gradient() -> None:
         labels=torch.zeros(3, dtype=torch.int64),
         loss_mask=torch.ones(3),
         vocab_size=4,
-        group=ALONE,
+        group=SINGLE_RANK,
     )
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -74,7 +74,7 @@ def test_a_second_backward_is_an_error_not_a_wrong_gradient() -> None:
 def test_a_hopeless_label_has_a_finite_loss() -> None:
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[500.0], [-500.0]])
     found = vocab_parallel_cross_entropy(
-        hidden, weight, labels=torch.tensor([1]), loss_mask=torch.ones(1), vocab_size=2, group=ALONE
+        hidden, weight, labels=torch.tensor([1]), loss_mask=torch.ones(1), vocab_size=2, group=SINGLE_RANK
     )
     assert found.item() == 1000.0
 
@@ -89,7 +89,9 @@ def test_chunks_of_the_weight_gradient_add_up_unrounded_in_an_fp32_buffer(monkey
     weight.grad_dtype = torch.float32
     weight.grad = torch.zeros(50, 16)
     buffer = weight.grad
-    vocab_parallel_cross_entropy(hidden, weight, labels=labels, loss_mask=mask, vocab_size=50, group=ALONE).backward()
+    vocab_parallel_cross_entropy(
+        hidden, weight, labels=labels, loss_mask=mask, vocab_size=50, group=SINGLE_RANK
+    ).backward()
     exact = weight.detach().float().requires_grad_()
     in_one_piece(hidden.float(), exact, labels, mask).backward()
     assert weight.grad is buffer
