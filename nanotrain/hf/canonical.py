@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from nanotrain.config.config import MLAConfig, ModelConfig, MoEConfig, PositionEmbedding, RouterScore
-from nanotrain.config.derive import ffn_size, head_dim, moe_ffn_size, moe_layers, query_groups
 from nanotrain.config.pattern import write_pattern
+from nanotrain.topology.shape import ModelShape, MoEShape
 
 # Keys that may differ from the weights: they change training or memory layout, not what the model computes.
 FREE_KEYS = ("make_vocab_size_divisible_by", "init_method_std")
@@ -24,23 +24,24 @@ def free_keys(model_config: ModelConfig) -> tuple[str, ...]:
 
 def canonical(model_config: ModelConfig) -> ModelConfig:
     """The same model with derived sizes resolved and fields without effect at their defaults."""
-    layers = moe_layers(model_config)
+    shape = ModelShape.of(model_config)
+    moe = shape.moe if shape.moe is not None and any(shape.moe.layers) else None
     model_config = replace(
         model_config,
-        num_query_groups=query_groups(model_config),
-        kv_channels=head_dim(model_config),
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.head_dim,
         add_qkv_bias=model_config.add_qkv_bias and not model_config.add_bias_linear,
-        ffn_hidden_size=None if all(layers) else ffn_size(model_config),
+        ffn_hidden_size=None if moe is not None and all(moe.layers) else shape.ffn_size,
         mla=model_config.mla if model_config.multi_latent_attention else MLAConfig(),
-        moe=_canonical_experts(model_config, layers) if any(layers) else MoEConfig(),
+        moe=MoEConfig() if moe is None else _canonical_experts(model_config.moe, moe),
     )
     if model_config.position_embedding_type is not PositionEmbedding.rope:
         model_config = replace(model_config, use_rope_scaling=False, rotary_base=_DEFAULT.rotary_base)
     return model_config if model_config.use_rope_scaling else replace(model_config, **_DEFAULT_ROPE_SCALING)
 
 
-def _canonical_experts(model_config: ModelConfig, layers: tuple[bool, ...]) -> MoEConfig:
-    moe = replace(model_config.moe, ffn_hidden_size=moe_ffn_size(model_config), layer_freq=write_pattern(layers))
+def _canonical_experts(moe: MoEConfig, shape: MoEShape) -> MoEConfig:
+    moe = replace(moe, ffn_hidden_size=shape.ffn_size, layer_freq=write_pattern(shape.layers))
     if not moe.router_enable_expert_bias:
         moe = replace(moe, router_bias_update_rate=_DEFAULT.moe.router_bias_update_rate)
     if moe.router_score_function is RouterScore.sigmoid:

@@ -12,7 +12,7 @@ from typing import Any
 from nanotrain.config.config import ModelConfig, MoEConfig
 from nanotrain.config.pattern import write_pattern
 from nanotrain.hf.llama import LLAMA, check_full_attention, read_shared, write_shared
-from nanotrain.hf.naming import HFName
+from nanotrain.hf.naming import HFName, Naming
 from nanotrain.hf.reject import reject
 from nanotrain.topology.shape import ModelShape
 
@@ -111,34 +111,33 @@ def _write_router(model_config: ModelConfig) -> dict[str, Any]:
     }
 
 
-MIXTRAL_NAMES = replace(
-    LLAMA,
-    layers={
-        **LLAMA.layers,
-        "mlp.router": "block_sparse_moe.gate",
-        "mlp.experts.gate": "block_sparse_moe.experts.{expert}.w1",
-        "mlp.experts.up": "block_sparse_moe.experts.{expert}.w3",
-        "mlp.experts.down": "block_sparse_moe.experts.{expert}.w2",
-    },
+def _naming(experts: Mapping[str, str | HFName]) -> Naming:
+    """The names of Llama, and those of the modules of an MoE layer."""
+    return replace(LLAMA, layers={**LLAMA.layers, **{f"mlp.{module}": name for module, name in experts.items()}})
+
+
+MIXTRAL_NAMES = _naming(
+    {
+        "router": "block_sparse_moe.gate",
+        "experts.gate": "block_sparse_moe.experts.{expert}.w1",
+        "experts.up": "block_sparse_moe.experts.{expert}.w3",
+        "experts.down": "block_sparse_moe.experts.{expert}.w2",
+    }
 )
-QWEN3_MOE_NAMES = replace(
-    LLAMA,
-    layers={
-        **LLAMA.layers,
-        "mlp.router": "mlp.gate",
-        "mlp.experts.gate": "mlp.experts.{expert}.gate_proj",
-        "mlp.experts.up": "mlp.experts.{expert}.up_proj",
-        "mlp.experts.down": "mlp.experts.{expert}.down_proj",
-    },
+QWEN3_MOE_NAMES = _naming(
+    {
+        "router": "mlp.gate",
+        "experts.gate": "mlp.experts.{expert}.gate_proj",
+        "experts.up": "mlp.experts.{expert}.up_proj",
+        "experts.down": "mlp.experts.{expert}.down_proj",
+    }
 )
 # Both in memory in transformers 5, where experts are stacked; `torch.save` writes these.
-FUSED_NAMES = replace(
-    LLAMA,
-    layers={
-        **LLAMA.layers,
-        "mlp.router": "mlp.gate",
-        "mlp.experts.gate": HFName("mlp.experts.gate_up_proj", part=0, num_parts=2, is_full=True),
-        "mlp.experts.up": HFName("mlp.experts.gate_up_proj", part=1, num_parts=2, is_full=True),
-        "mlp.experts.down": HFName("mlp.experts.down_proj", is_full=True),
-    },
+FUSED_NAMES = _naming(
+    {
+        "router": "mlp.gate",
+        "experts.gate": HFName("mlp.experts.gate_up_proj", part=0, num_parts=2, is_full=True),
+        "experts.up": HFName("mlp.experts.gate_up_proj", part=1, num_parts=2, is_full=True),
+        "experts.down": HFName("mlp.experts.down_proj", is_full=True),
+    }
 )

@@ -82,7 +82,7 @@ class RotaryTables:
         return Rotary(cached.cos[:positions], cached.sin[:positions])
 
     def _compute(self, positions: Tensor, like: Tensor) -> Rotary:
-        # Angles need fp32: bf16 cannot tell position 257 from 256.
+        # Angles need fp32: bf16 rounds position 257 to 256.
         with torch.no_grad():
             angles = positions.float()[..., None, None] * self._inverse_frequencies.to(like.device)
             return Rotary(angles.cos().to(like.dtype), angles.sin().to(like.dtype))

@@ -1,4 +1,4 @@
-"""config.json, read in every layout there is, written so that it reads back, and held against what was asked for."""
+"""config.json: read in every existing format, written so that it reads back, compared with the configured model."""
 
 import json
 from dataclasses import replace
@@ -153,16 +153,18 @@ def test_an_explicit_field_that_contradicts_names_both_values() -> None:
 
 
 def test_fields_not_set_explicitly_give_way_and_free_ones_are_taken() -> None:
-    asked = replace(LLAMA, hidden_size=64, num_query_groups=None, make_vocab_size_divisible_by=256)
+    configured = replace(LLAMA, hidden_size=64, num_query_groups=None, make_vocab_size_divisible_by=256)
     explicit = frozenset({"num_query_groups", "make_vocab_size_divisible_by"})
-    model = check_against(LLAMA, asked, explicit=explicit)
+    model = check_against(LLAMA, configured, explicit=explicit)
     assert model == replace(LLAMA, make_vocab_size_divisible_by=256)
 
 
 def test_an_explicit_field_may_repeat_what_config_json_says() -> None:
-    asked = ModelConfig(hidden_size=32, num_attention_heads=4, kv_channels=8, vocab_size=131)
+    configured = ModelConfig(hidden_size=32, num_attention_heads=4, kv_channels=8, vocab_size=131)
     explicit = frozenset({"hidden_size", "num_attention_heads", "kv_channels", "vocab_size"})
-    assert check_against(LLAMA, asked, explicit=explicit) == replace(LLAMA, init_method_std=asked.init_method_std)
+    assert check_against(LLAMA, configured, explicit=explicit) == replace(
+        LLAMA, init_method_std=configured.init_method_std
+    )
 
 
 @pytest.mark.parametrize(
@@ -201,15 +203,15 @@ MIXTRAL = replace(LLAMA, moe=replace(LLAMA.moe, num_experts=4, ffn_hidden_size=2
 
 
 def test_losses_of_the_router_are_free_beside_pretrained_experts() -> None:
-    asked = ModelConfig(moe=MoEConfig(aux_loss_coeff=0.01, router_topk=2, layer_freq="[1]*2"))
+    configured = ModelConfig(moe=MoEConfig(aux_loss_coeff=0.01, router_topk=2, layer_freq="[1]*2"))
     explicit = frozenset({"moe.aux_loss_coeff", "moe.router_topk", "moe.layer_freq"})
-    assert check_against(MIXTRAL, asked, explicit=explicit) == replace(
-        MIXTRAL, moe=replace(MIXTRAL.moe, aux_loss_coeff=0.01), init_method_std=asked.init_method_std
+    assert check_against(MIXTRAL, configured, explicit=explicit) == replace(
+        MIXTRAL, moe=replace(MIXTRAL.moe, aux_loss_coeff=0.01), init_method_std=configured.init_method_std
     )
     with pytest.raises(HuggingFaceError, match="--moe-aux-loss-coeff 0.01 contradicts"):
-        check_against(LLAMA, asked, explicit=frozenset({"moe.aux_loss_coeff"}))
+        check_against(LLAMA, configured, explicit=frozenset({"moe.aux_loss_coeff"}))
     with pytest.raises(HuggingFaceError, match="--moe-router-topk 3 contradicts.*moe.router_topk = 2"):
-        check_against(MIXTRAL, replace(asked, moe=replace(asked.moe, router_topk=3)), explicit=explicit)
+        check_against(MIXTRAL, replace(configured, moe=replace(configured.moe, router_topk=3)), explicit=explicit)
 
 
 @pytest.mark.parametrize(

@@ -108,9 +108,9 @@ def test_a_batch_of_one_token_and_no_gradient_pass():
     layer = build_full(DEEPSEEK)
     x = random(1, 1, H, seed=3)
     with torch.no_grad():
-        alone = layer(x, LayerContext())
+        single = layer(x, LayerContext())
         together = layer(torch.cat([x, random(1, 5, H, seed=4)], dim=1), LayerContext())
-    close(alone[0, 0], together[0, 0])
+    close(single[0, 0], together[0, 0])
     assert layer.router.stats.sums().abs().sum() == 0, "only training is counted"
 
 

@@ -1,4 +1,4 @@
-"""A stage: its loss, its logits, its parameters, alone and in a pipeline; attention on a shard of the heads."""
+"""A stage: its loss, its logits, its parameters, unpacked and in a pipeline; attention on a shard of the heads."""
 
 from dataclasses import replace
 
@@ -95,13 +95,13 @@ def test_documents_in_one_sample_are_the_documents_on_their_own(name: str) -> No
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     documents = torch.cat([torch.full((n,), i, dtype=torch.int32) for i, n in enumerate(lengths)])[None]
     packed = model(None, BatchContext(Batch(whole.tokens, whole.labels, whole.loss_mask, positions, documents)))
-    alone, start = torch.zeros(()), 0
+    unpacked, start = torch.zeros(()), 0
     for length in lengths:
         part = slice(start, start + length)
         document = Batch(whole.tokens[:, part], whole.labels[:, part], whole.loss_mask[:, part], None, None)
-        alone = alone + model(None, BatchContext(document))
+        unpacked = unpacked + model(None, BatchContext(document))
         start += length
-    torch.testing.assert_close(packed, alone)
+    torch.testing.assert_close(packed, unpacked)
 
 
 def test_a_stage_runs_on_the_meta_device() -> None:
