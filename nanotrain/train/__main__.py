@@ -75,10 +75,11 @@ def train(loaded: Loaded, world_size: int) -> None:
     from nanotrain.log import start_logging
     from nanotrain.train.inputs import open_inputs
     from nanotrain.train.launch import run_training
-    from nanotrain.train.plan import plan_run
+    from nanotrain.train.plan import check_names, plan_run
 
     rank = Launch.of(os.environ).rank
     start_logging(is_first=rank == 0, level=logging.INFO if rank == 0 else logging.ERROR)  # all ranks log the same
+    check_names(loaded.config)  # before the quick start trains a tokenizer
     config, inputs = open_inputs(loaded)
     plan = plan_run(config, world_size, rank=rank)
     timeout_s = config.parallel.distributed_timeout_minutes * 60

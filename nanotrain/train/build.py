@@ -51,6 +51,7 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
         NanotrainError: a checkpoint or Hugging Face folder that does not fit the model; on every rank.
     """
     config = plan.config
+    assert plan.groups == {name: group.spec for name, group in context.groups.items()}, "planned for other groups"
     built = build_stages(plan, context)
     stages, data_parallel = {index: stage.module for index, stage in built.items()}, all_data_parallel(built)
     if inputs.checkpoint is None:

@@ -1,0 +1,55 @@
+"""From plan, inputs and groups to a `Run`, and from a checkpoint back into it."""
+
+import pytest
+import torch
+
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.load import load
+from nanotrain.train.build import build_run, changed_settings
+from nanotrain.train.hooks.checkpoint import CheckpointHook
+from nanotrain.train.inputs import open_inputs
+from nanotrain.train.plan import plan_run
+from tests.train.small_run import small_run, train, words
+
+
+def test_the_built_parts_are_those_of_the_plan(tmp_path):
+    with small_run(tmp_path, "--num-layers", "2") as run:
+        assert list(run.stages) == [stage.spec.index for stage in run.plan.stages]
+        assert [dp.layout for dp in run.data_parallel] == [buffer.layout for buffer in run.plan.buffers]
+        assert run.pipeline.hidden_shape == run.plan.hidden_shape == (1, 16, 32)
+        assert run.state.curve_batch_size == run.plan.sampler.global_batch_size
+
+
+def test_a_plan_for_other_groups_is_not_built(tmp_path):
+    config, inputs = open_inputs(load(words(tmp_path)))
+    plan = plan_run(config, 2, rank=0)
+    with pytest.raises(AssertionError, match="other groups"):
+        build_run(plan, inputs, context=ParallelContext.attach(plan_run(config, 1, rank=0).topology))
+
+
+def test_initial_weights_depend_on_the_seed_only(tmp_path):
+    def weights(*more: str) -> dict[str, torch.Tensor]:
+        with small_run(tmp_path, *more) as run:
+            return {name: weight.detach().clone() for name, weight in run.stages[0].named_parameters()}
+
+    first, again, other = weights(), weights("--ddp-bucket-size", "100"), weights("--seed", "3")
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["embedding.word.weight"], other["embedding.word.weight"])
+
+
+def test_a_resumed_run_has_state_and_weights_and_names_changed_settings(tmp_path, logged):
+    with small_run(tmp_path, "--train-iters", "2") as run:
+        train(run, CheckpointHook())
+        saved = {box.name: tensor.clone() for box, tensor in run.optimizer.state_tensors().items()}
+    with small_run(tmp_path, "--train-iters", "3", "--lr", "0.5") as resumed:
+        assert (resumed.state.step, resumed.state.consumed_samples) == (2, 2)
+        held = {box.name: tensor for box, tensor in resumed.optimizer.state_tensors().items()}
+        assert all(torch.equal(held[name], tensor) for name, tensor in saved.items())
+    assert any("settings changed since the checkpoint was written: optim.lr" in line for line in logged)
+
+
+def test_changed_settings_are_those_that_change_the_loss():
+    saved = {"train": {"seed": 1, "log_interval": 5}, "data": {"seq_length": 16, "num_workers": 2}}
+    current = {"train": {"seed": 2, "log_interval": 9}, "data": {"seq_length": 8, "num_workers": 0}}
+    assert changed_settings(saved, current) == ["data.seq_length 16 -> 8", "train.seed 1 -> 2"]
+    assert changed_settings({}, current) == []

@@ -1,0 +1,70 @@
+"""The train step: what it returns, and the sums over further axes."""
+
+import math
+
+import torch
+
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.train.step import finalize_grads, global_loss, train_step
+from tests.harness import SHORT_NAMES, ranks, run_ranks
+from tests.laws.worlds import Case, build_here
+from tests.train.small_run import small_run
+
+
+def step_here(ctx: ParallelContext, case: Case):
+    run = build_here(ctx, case)
+    before = {name: p.detach().clone() for stage in run.stages.values() for name, p in stage.named_parameters()}
+    batch = run.batch_iterator.next()
+    result = train_step(run, batch)
+    for dp in run.data_parallel:
+        with dp.gathered():
+            named = {name: p for stage in run.stages.values() for name, p in stage.named_parameters()}
+            changed = all(not torch.equal(named[name], before[name]) for name in dp.params)
+    return result, run.state.to_dict(), changed
+
+
+def test_all_ranks_return_one_result_and_count_the_same_samples():
+    sizes = {"tp": 2, "pp": 2, "strategy": "optim"}
+    parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()}
+    case = Case(steps=1).but(train={"micro_batch_size": 2}, parallel=parallel)
+    outcomes = run_ranks(4, step_here, case, **sizes)
+    result, state, _ = outcomes[0]
+    assert all((other, counters) == (result, state) for other, counters, _ in outcomes)
+    assert all(changed for _, _, changed in outcomes), "every parameter is trained"
+    assert state["step"] == 1 and state["consumed_samples"] == 12 and 0 < state["consumed_tokens"] < 12 * 24
+    assert math.isfinite(result.loss) and result.grad_norm > 0 and not result.skipped
+
+
+def test_a_gradient_that_is_not_finite_skips_the_update(tmp_path):
+    with small_run(tmp_path) as run:
+        batch = run.batch_iterator.next()
+        run.stages[0].get_parameter("final_norm.weight").data[0] = float("nan")
+        main = [tensor.clone() for tensor in run.optimizer.state_tensors().values()]
+        result = train_step(run, batch)
+        held = run.optimizer.state_tensors().values()
+        assert result.skipped and run.state.step == 1
+        assert all(torch.equal(a, b, ) or a.isnan().any() for a, b in zip(main, held, strict=True))  # fmt: skip
+
+
+@ranks(2, tp=2)
+def test_the_loss_of_a_tp_group_counts_once(ctx):
+    assert global_loss(torch.tensor(3.0), ctx) == 3.0
+
+
+@ranks(2)
+def test_the_losses_of_data_parallel_ranks_are_summed(ctx):
+    assert global_loss(torch.tensor(1.0 + ctx.rank), ctx) == 3.0
+
+
+@ranks(2, tp=2, strategy="optim")
+def test_gradients_with_a_further_axis_are_summed_over_it_and_no_others(ctx):
+    parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "data_parallel_sharding_strategy": "optim"}
+    run = build_here(ctx, Case().but(parallel=parallel))
+    (dp,) = run.data_parallel
+    for bucket in dp.buckets:
+        bucket.grads.shard.fill_(1.0)
+    finalize_grads(run.data_parallel, ctx)
+    for bucket in dp.buckets:
+        for part in bucket.layout.shard_ranges(dp.groups.shard.index):
+            expected = 2.0 if "tp" in part.param.spec.grad_sum_axes else 1.0
+            assert (bucket.grads.shard[part.elements] == expected).all(), part.name
