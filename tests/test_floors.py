@@ -1,6 +1,6 @@
-"""The house has floors: a room imports from lower floors only, never from a neighbour or from above.
+"""The package is layered: a package imports from lower layers only, never from its own layer or from above.
 
-Lazy imports and those under TYPE_CHECKING count. A new room gets its floor here first.
+Imports inside functions and under TYPE_CHECKING count. A new package gets its layer in FLOORS first.
 """
 
 import ast
@@ -24,7 +24,7 @@ FLOORS = {
     "config": 2,
     **dict.fromkeys(["errors", "log"], 1),
 }
-# what only some files may name: the rest hears of it through them
+# names that only some files may use
 RESERVED = {
     "torch.cuda": ("nanotrain/comm/device.py",),
     "os.environ": ("nanotrain/train/__main__.py", "nanotrain/cli.py", "nanotrain/config/compose.py", "nanotrain/comm/"),
@@ -35,10 +35,10 @@ NO_TORCH += ("nanotrain/topology/",)
 ALIASES = {"os.getenv": "os.environ", "os.environb": "os.environ", "os.putenv": "os.environ"}
 
 
-def room_of(module: str) -> str:
-    """The room of nanotrain that a dotted name lies in; "" for the public face and what has no floor."""
+def package_of(module: str) -> str:
+    """The package of nanotrain that holds a dotted name; "" for the public names and for what has no layer."""
     parts = module.split(".")[1:]
-    return next((room for end in (2, 1) if (room := ".".join(parts[:end])) in FLOORS), "")
+    return next((package for end in (2, 1) if (package := ".".join(parts[:end])) in FLOORS), "")
 
 
 def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -57,15 +57,15 @@ def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def complaint(path: str, name: str) -> str:
     """What is wrong with a file naming `name`, or nothing."""
     if name.startswith("."):
-        return "a relative import hides its floor"
+        return "a relative import hides its layer"
     if name.split(".")[0] == "nanotrain":
-        here, there = room_of(path.removesuffix(".py").replace("/", ".")), room_of(name)
+        here, there = package_of(path.removesuffix(".py").replace("/", ".")), package_of(name)
         if there == here and here:
             return ""
         if not there:
-            return "the public face and rooms without a floor are not imported from inside"
+            return "the public names and packages without a layer are not imported from inside"
         if here and FLOORS[there] >= FLOORS[here]:
-            return f"{here} (floor {FLOORS[here]}) must not import {there} (floor {FLOORS[there]})"
+            return f"{here} (layer {FLOORS[here]}) must not import {there} (layer {FLOORS[there]})"
     for reserved, holders in RESERVED.items():
         if f"{ALIASES.get(name, name)}.".startswith(f"{reserved}.") and not path.startswith(holders):
             return f"only {', '.join(holders)} may name {reserved}"
@@ -78,16 +78,46 @@ def complaints(path: str, source: str) -> list[str]:
     return [f"{path}:{line}: {lines[line - 1].strip()}   <- {why}" for line, why in sorted(found)]
 
 
-def test_every_room_imports_downward_only() -> None:
+def test_every_package_imports_downward_only() -> None:
     files = sorted((ROOT / "nanotrain").rglob("*.py"))
     found = [text for file in files for text in complaints(file.relative_to(ROOT).as_posix(), file.read_text())]
     assert not found, "\n" + "\n".join(found)
 
 
-def test_every_file_lies_in_a_room_with_a_floor() -> None:
+def test_every_file_lies_in_a_package_with_a_layer() -> None:
     modules = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in (ROOT / "nanotrain").rglob("*.py")]
-    homeless = [module for module in modules if not room_of(module) and not module.endswith("__init__")]
-    assert not homeless, f"give these a floor in FLOORS: {homeless}"
+    homeless = [module for module in modules if not package_of(module) and not module.endswith("__init__")]
+    assert not homeless, f"give these a layer in FLOORS: {homeless}"
+
+
+def import_cycles() -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others."""
+    modules = {
+        ".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in (ROOT / "nanotrain").rglob("*.py")
+    }
+    modules = {name.removesuffix(".__init__"): file for name, file in modules.items()}
+    graph = {
+        name: {
+            target
+            for _, imported in names_in(ast.parse(file.read_text()))
+            for target in (imported, imported.rpartition(".")[0])
+            if target in modules and target != name
+        }
+        for name, file in modules.items()
+    }
+    reachable: dict[str, set[str]] = {}
+    for name in graph:
+        seen, left = set(), [name]
+        while left:
+            new = graph[left.pop()] - seen
+            seen |= new
+            left.extend(new)
+        reachable[name] = seen
+    return [sorted(n for n in reachable[name] if name in reachable[n]) for name in graph if name in reachable[name]]
+
+
+def test_no_import_cycles() -> None:
+    assert not import_cycles()
 
 
 @pytest.mark.parametrize(
@@ -123,12 +153,12 @@ def test_the_offending_line_is_named(path: str, source: str) -> None:
             "nanotrain/comm/group.py",
             "from nanotrain.comm.traffic import TrafficCounter\nfrom nanotrain.topology import grid",
         ),
-        ("nanotrain/train/run.py", "import nanotrain.model.build, torch"),
+        ("nanotrain/train/run.py", "import nanotrain.model, torch"),
         ("nanotrain/comm/device.py", "torch.cuda.synchronize()"),
         ("nanotrain/model/mlp.py", '"""Never torch.cuda here."""'),
         ("nanotrain/cli.py", "os.environ['COLUMNS']"),
         ("nanotrain/__init__.py", "from nanotrain.config.config import Config"),
     ],
 )
-def test_the_way_down_is_free(path: str, source: str) -> None:
+def test_an_import_from_below_is_allowed(path: str, source: str) -> None:
     assert complaints(path, source) == []

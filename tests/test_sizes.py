@@ -1,4 +1,4 @@
-"""Rooms stay small: lengths of files and functions, numbers of parameters, honest file names, nothing left open."""
+"""Sizes: lengths of files and functions, numbers of parameters, file names that say something, a test per module."""
 
 import ast
 import re
@@ -9,6 +9,7 @@ from statistics import median
 ROOT = Path(__file__).parent.parent
 MAX_FILE, MAX_MEDIAN_FILE, MAX_EXAMPLE, MAX_FUNCTION = 400, 150, 80, 60  # lines
 MAX_PARAMETERS, MAX_POSITIONAL = 6, 2  # without self
+MAX_UNTESTED_FILE = 60  # lines of a module without a test file of its name
 VAGUE_NAMES = {"base", "common", "helper", "helpers", "misc", "util", "utils"}
 OPEN_ENDS = re.compile(r"\b(TODO|FIXME|XXX|HACK|NotImplementedError)\b")  # this file names them and is not searched
 
@@ -96,3 +97,21 @@ def test_nothing_is_left_open() -> None:
         if OPEN_ENDS.search(line)
     ]
     assert not left, "\n" + "\n".join(left)
+
+
+def without_a_test() -> list[str]:
+    """Modules of more than 60 lines without a test file of their name in the mirrored folder."""
+    return [
+        name(file)
+        for file in files_in("nanotrain")
+        if length(file) > MAX_UNTESTED_FILE and not (ROOT / "tests" / test_of(file)).is_file()
+    ]
+
+
+def test_of(file: Path) -> Path:
+    """Where the test of a module lies: nanotrain/data/gpt.py -> data/test_gpt.py, __main__.py -> test_main.py."""
+    return file.relative_to(ROOT / "nanotrain").with_name(f"test_{file.stem.strip('_')}.py")
+
+
+def test_every_longer_file_has_a_test_of_its_name() -> None:
+    assert not without_a_test()
