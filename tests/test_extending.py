@@ -1,0 +1,95 @@
+"""A schedule, a core attention, an optimizer and a Hugging Face family are one row each, added from outside."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanotrain.comm.autograd import gather_along
+from nanotrain.comm.group import Group
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import OptimConfig
+from nanotrain.hf.families import FAMILIES, model_from_hf
+from nanotrain.optim.optimizers import OPTIMIZERS
+from nanotrain.optim.rule import ParamRange, UpdateRule, param_groups
+from nanotrain.parallel.cp.attention import CORE_ATTENTIONS, SDPAttention
+from nanotrain.parallel.cp.split import join_shards, local_chunks
+from nanotrain.parallel.pp.actions import PipelineShape, Schedule, forward, full_backward
+from nanotrain.parallel.pp.schedules import SCHEDULES
+from tests.harness import run_ranks
+from tests.laws.compare import assert_alike
+from tests.laws.worlds import LR, Case, Outcome, train_here
+from tests.model.building import MODELS, build, randomize
+
+CASE = Case(2)
+
+
+def one_at_a_time(shape: PipelineShape) -> Schedule:
+    """Each microbatch forward through all stages and backward again before the next one begins."""
+    return Schedule(
+        tuple(
+            tuple(make(rank, m) for m in range(shape.num_microbatches) for make in (forward, full_backward))
+            for rank in range(shape.num_ranks)
+        )
+    )
+
+
+class GatherEverything:
+    """Core attention that gathers queries too, attends to full sequences, and keeps the local part."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.sdpa = group, SDPAttention()
+
+    def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor) -> Tensor | None:
+        return self.sdpa.plan_mask(segment_ids, tokens=tokens)
+
+    def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        query, key, value = (join_shards(gather_along(x[None], self.group, dim=0)) for x in (query, key, value))
+        full = self.sdpa(query, key=key, value=value, mask=mask)
+        return local_chunks(full, index=self.group.index, size=self.group.size)
+
+
+def build_sgd(ranges: Sequence[ParamRange], config: OptimConfig) -> torch.optim.SGD:
+    return torch.optim.SGD(param_groups(ranges, config.weight_decay), lr=config.lr)
+
+
+def train_with_rows(ctx: ParallelContext, case: Case) -> Outcome:
+    """Train on this rank after adding the rows."""
+    SCHEDULES["one_at_a_time"] = one_at_a_time
+    CORE_ATTENTIONS["gather_everything"] = GatherEverything
+    OPTIMIZERS["sgd_of_mine"] = UpdateRule(state_names=(), build=build_sgd)
+    return train_here(ctx, case)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fields"),
+    [
+        ({"pp": 2}, {"parallel": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "one_at_a_time"}}),
+        ({"cp": 2}, {"parallel": {"context_parallel_size": 2, "cp_comm_type": "gather_everything"}}),
+        ({}, {"optim": {"optimizer": "sgd_of_mine"}, "parallel": {"data_parallel_sharding_strategy": "optim"}}),
+    ],
+    ids=["schedule", "core attention", "optimizer"],
+)
+def test_a_row_trains_as_one_rank_does(sizes: dict[str, int], fields: dict[str, dict[str, object]]) -> None:
+    optim = {"optim": fields["optim"]} if "optim" in fields else {}
+    strategy = fields["parallel"].get("data_parallel_sharding_strategy", "no_shard")
+    single = run_ranks(1, train_with_rows, CASE.but(**optim))
+    outcomes = run_ranks(2, train_with_rows, CASE.but(**fields), strategy=strategy, **sizes)
+    assert_alike(outcomes, single, row=str(fields), lr=LR)
+
+
+def test_a_family_is_read_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanotrain.hf.export import export_weights
+
+    mine = replace(FAMILIES["llama"], architecture="MineForCausalLM")
+    monkeypatch.setitem(FAMILIES, "mine", mine)
+    stage = randomize(build(MODELS["llama-untied"]))
+    tensors = [(name, parameter.detach()) for name, parameter in stage.named_parameters()]
+    export_weights(tmp_path, stage.model_config, tensors=tensors, family="mine")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert (raw["model_type"], raw["architectures"]) == ("mine", ["MineForCausalLM"])
+    assert model_from_hf(tmp_path).num_layers == stage.model_config.num_layers
