@@ -42,7 +42,7 @@ RETIRED_PHRASES = {
     r"start values?": "initial weights, init",
     r"roll call": "all-reduce before the step",
     r"the house|\brooms?\b|small rooms": "package",
-    r"\bspeaks?\b|\bhears?\b|\bstrangers\b|\btalks? to\b|whom to|\bbooked\b": "a plain verb: communicates with, receives, counts",
+    r"\bspeaks?\b|\bhears?\b|\bstrangers\b|\btalks? to\b|whom to|\bbooked\b": "communicates with, receives, counts",
     r"\bis told\b|\btells?\b|\bwas told\b": "receives, returns, states",
     r"first cop(y|ies)": "replica 0",
     r"\bledger\b": "traffic counter",
@@ -57,12 +57,13 @@ RETIRED_PHRASES = {
     r"drawn by lot|by lot\b": "at random",
     r"infinitely wrong|little reason against|out of play|uncover it": "a plain statement",
     r"on the wire|on loan|on (its|their) way": "in flight",
-    r"\bgroup of one\b|\bmember number\b": "group of size 1",
-    r"\b(file|line|shard|section|token|row|object|byte|bytes|record|document|one|thread|number|dim|box) a "
-    r"(rank|step|token|group|dim|row|document|microbatch|second|stage|line|layer|machine|process)\b": "per",
+    r"\bgroup of one\b(?! rank)|\bmember number\b": "group of size 1, group of one rank",
+    r"(?<!^)\b(file|line|section|token|row|object|byte|bytes|record|document|one|thread|number|dim|box) a "
+    r"(rank|step|token|group|dim|row|document|microbatch|second|stage|line|layer|machine|process)\b|\bshards? a rank\b": "per",
 }
 EXAMPLES = {
     "one shard file a rank": "per",
+    "answers to a group of one": "group of size 1, group of one rank",
     "A room imports from the floors below": "package",
     "start values follow from the seed": "initial weights, init",
 }
