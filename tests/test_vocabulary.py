@@ -59,7 +59,8 @@ RETIRED_PHRASES = {
     r"on the wire|on loan|on (its|their) way": "in flight",
     r"\bgroup of one\b(?! rank)|\bmember number\b": "group of size 1, group of one rank",
     r"(?<!^)\b(file|line|section|token|row|object|byte|bytes|record|document|one|thread|number|dim|box) a "
-    r"(rank|step|token|group|dim|row|document|microbatch|second|stage|line|layer|machine|process)\b|\bshards? a rank\b": "per",
+    r"(rank|step|token|group|dim|row|document|microbatch|second|stage|line|layer|machine|process)\b"
+    r"|\bshards? a rank\b": "per",
 }
 EXAMPLES = {
     "one shard file a rank": "per",
