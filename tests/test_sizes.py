@@ -104,11 +104,11 @@ def without_a_test() -> list[str]:
     return [
         name(file)
         for file in files_in("nanotrain")
-        if length(file) > MAX_UNTESTED_FILE and not (ROOT / "tests" / test_of(file)).is_file()
+        if length(file) > MAX_UNTESTED_FILE and not (ROOT / "tests" / mirrored_test(file)).is_file()
     ]
 
 
-def test_of(file: Path) -> Path:
+def mirrored_test(file: Path) -> Path:
     """Where the test of a module lies: nanotrain/data/gpt.py -> data/test_gpt.py, __main__.py -> test_main.py."""
     return file.relative_to(ROOT / "nanotrain").with_name(f"test_{file.stem.strip('_')}.py")
 
