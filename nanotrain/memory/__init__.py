@@ -1,4 +1,4 @@
-"""What trades compute for memory or speed inside a transformer block: recomputation, offloading and compilation.
+"""Block transforms that exchange compute for memory or speed: compilation today; recomputation and offloading belong here.
 
 Storage of parameters and gradients is in `parallel/dp/`, the precision of tensors in `precision/`.
 """

@@ -9,7 +9,7 @@ from nanotrain.config.schema import ENTRIES
 from nanotrain.errors import ConfigError
 
 
-def said(*argv: str) -> dict[str, object]:
+def reply(*argv: str) -> dict[str, object]:
     return {setting.key: setting.value for setting in parse(argv).settings}
 
 
@@ -18,12 +18,12 @@ def test_every_field_has_a_flag_that_sets_it():
         value = entry.choices[0] if entry.choices else "7"
         words = [entry.flag] if entry.kind is bool else [entry.flag, value]
         expected = "true" if entry.kind is bool else [value] if entry.kind is list else value
-        assert said(*words) == {entry.key: expected}
+        assert reply(*words) == {entry.key: expected}
 
 
 @pytest.mark.parametrize("words", [["--lr", "1e-3"], ["--lr=1e-3"], ["optim.lr=1e-3"]])
 def test_three_ways_say_the_same(words):
-    assert said(*words) == {"optim.lr": "1e-3"}
+    assert reply(*words) == {"optim.lr": "1e-3"}
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_three_ways_say_the_same(words):
     [(["--shuffle"], "true"), (["--no-shuffle"], "false"), (["--shuffle=false"], "false")],
 )
 def test_a_boolean_is_on_off_or_spelled_out(words, value):
-    assert said(*words) == {"data.shuffle": value}
+    assert reply(*words) == {"data.shuffle": value}
 
 
 def test_words_mean_the_same_in_any_order():
@@ -59,7 +59,7 @@ def test_the_later_of_two_words_for_a_field_comes_later():
 
 
 def test_a_negative_number_is_a_value():
-    assert said("--exit-interval", "-1") == {"train.exit_interval": "-1"}
+    assert reply("--exit-interval", "-1") == {"train.exit_interval": "-1"}
 
 
 def test_yaml_is_chosen_with_and_without_a_plus():
@@ -86,7 +86,7 @@ def test_data_parallel_size_sets_nothing():
     ],
 )
 def test_use_distributed_optimizer_means_at_least_optim(words, strategy):
-    assert said(*words.split()) == {"parallel.data_parallel_sharding_strategy": strategy}
+    assert reply(*words.split()) == {"parallel.data_parallel_sharding_strategy": strategy}
 
 
 @pytest.mark.parametrize(

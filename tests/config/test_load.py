@@ -146,13 +146,13 @@ def test_the_yaml_of_a_run_is_a_valid_input_and_gives_the_same_run(words, tmp_pa
 
 def test_explain_names_the_origin_of_every_value():
     lines = explain("+config=tiny", "--no-shuffle", "--data-parallel-sharding-strategy", "no_shard").splitlines()
-    said = {line.split()[0]: line for line in lines}
-    assert list(said) == list(KEYS)
-    assert said["model.hidden_size"].endswith("model/tiny.yaml")
-    assert said["optim.lr"].endswith("config/tiny.yaml")
-    assert said["data.shuffle"].endswith("command line: --no-shuffle")
-    assert said["optim.adam_eps"].endswith("default")
-    assert "default, not the YAML's True" in said["parallel.overlap_param_gather"]
+    reply = {line.split()[0]: line for line in lines}
+    assert list(reply) == list(KEYS)
+    assert reply["model.hidden_size"].endswith("model/tiny.yaml")
+    assert reply["optim.lr"].endswith("config/tiny.yaml")
+    assert reply["data.shuffle"].endswith("command line: --no-shuffle")
+    assert reply["optim.adam_eps"].endswith("default")
+    assert "default, not the YAML's True" in reply["parallel.overlap_param_gather"]
 
 
 def test_explain_keeps_a_text_of_several_lines_on_one():

@@ -34,7 +34,7 @@ from tests.laws.command_line import (
 )
 from tests.laws.megatron_file import write_tokens
 
-# Of processor time, which a busy machine does not stretch.
+# Of processor time, which a busy machine does not lengthen.
 SOON_S = 10.0
 MESSAGE = re.compile(r"^error: (.+(?:\n  - .+)*)$", re.MULTILINE)
 
@@ -92,7 +92,7 @@ def cut_idx(prefix: Path) -> None:
     file.write_bytes(file.read_bytes()[:-3])
 
 
-def exchange_idx(prefix: Path) -> None:
+def swap_idx(prefix: Path) -> None:
     other = prefix.with_name("other")
     write_tokens(other, random_tokens()[:900])
     shutil.copy(other.with_suffix(".idx"), prefix.with_suffix(".idx"))
@@ -135,7 +135,7 @@ def name_floats(prefix: Path) -> None:
     [
         (cut_bin, "tokens.bin has 2900 bytes where its index asks for 3000.*copy or prepare the corpus again"),
         (cut_idx, "tokens.idx has .* bytes where its header asks for .*copy or prepare the corpus again"),
-        (exchange_idx, "tokens.bin has 3000 bytes where its index asks for 1800.*the .idx belongs to another .bin"),
+        (swap_idx, "tokens.bin has 3000 bytes where its index asks for 1800.*the .idx belongs to another .bin"),
         (remove_idx, "tokens.idx does not exist.*tokens.bin is there; check the path"),
         (remove_bin, "tokens.bin does not exist.*tokens.idx is there; check the path"),
         (write_text_into_idx, "tokens.idx is no Megatron-LM index"),
@@ -212,9 +212,10 @@ def test_a_half_written_checkpoint_is_passed_over_and_refused_by_name(
     assert "step-00000006" in message and "load an older checkpoint of the run" in message
 
     assert main(arguments(run_dir, "--num-workers 0 --train-iters 5")) == 0
-    said = capfd.readouterr().err
-    assert len(re.findall("^skipped unusable checkpoints in .*step-00000006 .*; using step-00000004$", said, re.M)) == 1
-    assert "step 4, 48 samples consumed" in said and "error" not in said
+    reply = capfd.readouterr().err
+    skipped = "^skipped unusable checkpoints in .*step-00000006 .*; using step-00000004$"
+    assert len(re.findall(skipped, reply, re.M)) == 1
+    assert "step 4, 48 samples consumed" in reply and "error" not in reply
     assert [step["step"] for step in steps_of(run_dir)] == [1, 2, 3, 4, 5]
 
 
@@ -298,10 +299,10 @@ def refused(line: list[str], capfd: pytest.CaptureFixture[str]) -> str:
     started = time.process_time()
     assert main(line) == 2
     assert time.process_time() - started < SOON_S
-    said = capfd.readouterr()
-    assert "Traceback" not in said.err + said.out
-    messages = MESSAGE.findall(said.err)
-    assert len(messages) == 1 and "error:" not in said.out, said
+    reply = capfd.readouterr()
+    assert "Traceback" not in reply.err + reply.out
+    messages = MESSAGE.findall(reply.err)
+    assert len(messages) == 1 and "error:" not in reply.out, reply
     return str(messages[0])
 
 

@@ -11,7 +11,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen
 
 from nanotrain.hf.families import model_from_hf
 from tests.harness import SHORT_NAMES, run_ranks
-from tests.laws.worlds import GLOBAL_BATCH, VOCAB_SIZE, Case, UnevenSamples, train_here
+from tests.laws.worlds import GLOBAL_BATCH, VOCAB_SIZE, Case, UnevenDataset, train_here
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -38,7 +38,7 @@ LAYOUTS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 
 def first_loss(model: torch.nn.Module) -> float:
     """The loss of the first global batch, by transformers."""
-    samples = [UnevenSamples()[number] for number in range(GLOBAL_BATCH)]
+    samples = [UnevenDataset()[number] for number in range(GLOBAL_BATCH)]
     tokens, labels, mask = (
         torch.from_numpy(np.stack([getattr(sample, name) for sample in samples]))
         for name in ("tokens", "labels", "loss_mask")

@@ -35,7 +35,7 @@ BUCKET_SIZE = 9000
 
 
 @dataclass(frozen=True)
-class UnevenSamples:
+class UnevenDataset:
     """Random tokens of which each sample masks another share, so ranks and microbatches count differently many.
 
     `reads` are the numbers of the samples that were read, in order.
@@ -70,7 +70,7 @@ class Outcome:
     """What a rank saw and holds at the end.
 
     Attributes:
-        losses, grad_norms: one a step.
+        losses, grad_norms: one per step.
         weights: its pieces of the parameters.
         dp: its place among the data-parallel ranks.
         reads: the numbers of the samples it read, in order.
@@ -107,7 +107,7 @@ def config_of(case: Case) -> Config:
 
 def build_here(ctx: ParallelContext, case: Case, *, checkpoint: Path | None = None, folder: Path | None = None) -> Run:
     """Build the case's run on this rank."""
-    samples = UnevenSamples()
+    samples = UnevenDataset()
     plan = plan_run(config_of(case), ctx.topology.world_size, rank=ctx.rank)
     inputs = RunInputs(
         RunFolder(folder or Path(mkdtemp(prefix="nanotrain-law-"))),
@@ -128,7 +128,7 @@ def train_here(ctx: ParallelContext, case: Case) -> Outcome:
         assert batch is not None
         results.append(train_step(run, batch))
     source = run.inputs.datasets.train
-    assert isinstance(source, UnevenSamples)
+    assert isinstance(source, UnevenDataset)
     return Outcome(
         losses=[result.loss for result in results],
         grad_norms=[result.grad_norm for result in results],

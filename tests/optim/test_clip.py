@@ -11,7 +11,7 @@ from nanotrain.comm.group import Group
 from nanotrain.optim.clip import ROW_NUMEL, clip_factor, global_norm
 from tests.harness import run_ranks
 
-ALONE = Group.single_rank("dp_shard")
+SINGLE_RANK = Group.single_rank("dp_shard")
 
 
 def norm_of_shards(ctx, vector: torch.Tensor) -> float:
@@ -37,12 +37,12 @@ def test_one_element_that_is_not_finite_shows_on_every_rank(bad):
 def test_the_norm_of_a_long_shard_keeps_its_digits():
     # torch's own fp32 norm is off by 4e-4 here; a topology with shorter shards would clip otherwise.
     long = torch.randn(10_000_000, generator=torch.Generator().manual_seed(0))
-    assert global_norm([long], ALONE) == pytest.approx(long.double().norm().item(), rel=1e-7)
+    assert global_norm([long], SINGLE_RANK) == pytest.approx(long.double().norm().item(), rel=1e-7)
 
 
 @given(st.integers(0, 3 * ROW_NUMEL))
 def test_every_element_counts_once_for_any_length(numel):
-    assert global_norm([torch.full((numel,), 2.0)], ALONE) == pytest.approx(2.0 * math.sqrt(numel))
+    assert global_norm([torch.full((numel,), 2.0)], SINGLE_RANK) == pytest.approx(2.0 * math.sqrt(numel))
 
 
 @given(st.floats(0, 1e6), st.floats(1e-3, 1e3))

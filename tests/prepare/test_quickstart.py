@@ -57,12 +57,12 @@ def test_one_document_a_file_ended_by_eod_and_read_by_the_trainer(tmp_path: Path
 
 @pytest.mark.usefixtures("small_library")
 def test_it_is_built_once_and_again_for_another_vocabulary(tmp_path: Path) -> None:
-    said: list[str] = []
-    first = prepare_quickstart(tmp_path, 300, progress=said.append)
-    assert said
-    said.clear()
-    assert prepare_quickstart(tmp_path, 300, progress=said.append) == first
-    assert not said
+    reply: list[str] = []
+    first = prepare_quickstart(tmp_path, 300, progress=reply.append)
+    assert reply
+    reply.clear()
+    assert prepare_quickstart(tmp_path, 300, progress=reply.append) == first
+    assert not reply
     assert prepare_quickstart(tmp_path, 310).prefix != first.prefix
     assert not list(tmp_path.glob(".building-*"))
 

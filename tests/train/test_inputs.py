@@ -91,16 +91,16 @@ def test_a_named_checkpoint_comes_before_the_runs_own(tmp_path):
 
 
 def test_the_quick_start_corpus_lies_in_the_run_folder_and_the_configuration_stays_as_asked(tmp_path, monkeypatch):
-    asked = []
+    requested = []
 
     def prepare(folder, vocab_size, *, progress):
-        asked.append((folder, vocab_size))
+        requested.append((folder, vocab_size))
         return QuickStart(write_corpus(tmp_path / "text"), Path("bytes"), vocab_size)
 
     monkeypatch.setattr(inputs_module, "prepare_quickstart", prepare)
     words = ["--run-dir", str(tmp_path / "run"), "--vocab-size", "256", "--seq-length", "16", "--eval-interval", "0"]
     config, inputs = open_inputs(load(words))
-    assert asked == [(tmp_path / "run" / "data", 8192)]
+    assert requested == [(tmp_path / "run" / "data", 8192)]
     assert config.data.data_path == []
     assert inputs.tokenizer == "bytes"
 

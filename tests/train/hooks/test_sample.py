@@ -62,8 +62,8 @@ def test_every_rank_waits_for_its_parameters_and_the_first_one_prints(ctx, tmp_p
 
 def test_the_sample_goes_on_from_the_prompt(tmp_path):
     with small_run(tmp_path, "--vocab-size", "257") as run:
-        asked = replace(run.config.train, generate_tokens=4, generate_prompt="def f(")
-        prompted = sample(with_train(run, asked), "bytes")
+        requested = replace(run.config.train, generate_tokens=4, generate_prompt="def f(")
+        prompted = sample(with_train(run, requested), "bytes")
         new_document = sample(with_length(run, 4), "bytes")
     assert prompted.startswith("def f(") and not new_document.startswith("def f(")
     assert len(prompted) <= len("def f(") + 4
