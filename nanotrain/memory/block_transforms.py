@@ -20,7 +20,7 @@ class BlockTransform:
     """A change of the forward function of a block that keeps its values.
 
     Attributes:
-        is_enabled: whether a configuration asks for it.
+        is_enabled: whether a configuration enables it.
         apply: changes one block in place; parameter names must stay as they are.
     """
 

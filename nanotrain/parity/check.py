@@ -245,21 +245,21 @@ def _largest(tensors: Tensors) -> dict[str, float]:
 
 
 def _differences(
-    reference: Tensors, found: Sequence[Tensors], *, scales: Mapping[str, float], shards: Mapping[str, str]
+    reference: Tensors, local: Sequence[Tensors], *, scales: Mapping[str, float], shards: Mapping[str, str]
 ) -> tuple[TensorDifference, ...]:
-    """Tensor by tensor, largest difference first; elements that no rank holds differ infinitely.
+    """Tensor by tensor, largest difference first; elements that are on no rank differ infinitely.
 
     Args:
         reference: boxes on one rank.
-        found: boxes on each rank of the layout.
+        local: boxes on each rank of the layout.
         scales: what the differences are relative to, by name.
         shards: description of the sharding by name.
     """
     expected = {box.name: torch.zeros(box.shape) for box in reference}
     for box, tensor in reference.items():
         expected[box.name][box.box.slices()] = tensor.float()
-    worst = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}  # nan: held by no rank yet
-    for tensors in found:
+    worst = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}  # nan: on no rank yet
+    for tensors in local:
         for box, tensor in tensors.items():
             elements = worst[box.name][box.box.slices()]
             difference = (tensor.float() - expected[box.name][box.box.slices()]).abs().nan_to_num(nan=inf, posinf=inf)

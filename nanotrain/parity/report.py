@@ -46,7 +46,7 @@ class TensorDifference:
         name: global name.
         shape: global shape.
         sharding: how the layout shards it.
-        absolute: largest absolute difference of an element; infinite if no rank held some element.
+        absolute: largest absolute difference of an element; infinite if some element is on no rank.
         relative: `absolute` relative to the scale of the tensor.
     """
 
@@ -97,26 +97,26 @@ class ParityReport:
 
     @property
     def complaints(self) -> tuple[str, ...]:
-        """One text per difference between the layout and one rank; empty if they train alike."""
-        found = []
+        """One text per difference between the layout and one rank; empty if they train equally."""
+        complaints = []
         for name, largest in (
             ("losses", max(step.loss_difference for step in self.steps)),
             ("gradient norms", max(step.grad_norm_difference for step in self.steps)),
         ):
             if not largest <= self.tolerance:
-                found.append(f"{name} differ by {largest:.1e}")
+                complaints.append(f"{name} differ by {largest:.1e}")
         num_tensors = len(self.weights) + len(self.buffers)
         for name, wrong, num in (
             ("gradients", self.wrong_gradients, len(self.parameters)),
             ("weights and buffers", self.wrong_state, num_tensors),
         ):
             if wrong:
-                found.append(f"{len(wrong)} of {num} {name} differ, {wrong[0].name} most")
+                complaints.append(f"{len(wrong)} of {num} {name} differ, {wrong[0].name} most")
         if self.unequal_replicas:
-            found.append(f"replicas of {', '.join(self.unequal_replicas[:3])} are not equal")
+            complaints.append(f"replicas of {', '.join(self.unequal_replicas[:3])} are not equal")
         if not self.samples_read_once:
-            found.append("samples were left out or read twice")
-        return tuple(found)
+            complaints.append("samples were left out or read twice")
+        return tuple(complaints)
 
     @property
     def holds(self) -> bool:

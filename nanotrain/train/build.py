@@ -1,4 +1,4 @@
-"""The one place that sees every part: `build_run` makes a `Run` from a plan, open inputs and process groups.
+"""Build a `Run` from a plan, open inputs and process groups: the only file that imports every part.
 
     stages with storage -> initial weights -> block transforms -> optimizer -> checkpoint -> batches
 

@@ -34,7 +34,7 @@ class RunInputs:
         datasets: samples by split.
         tokenizer: name or path as `load_tokenizer` takes it; None without a tokenizer.
         checkpoint: the step folder to start from; None for a new run.
-        is_resumed: whether `checkpoint` is in this run's own folder.
+        is_resumed: whether `checkpoint` is in the folder of this run.
     """
 
     folder: RunFolder

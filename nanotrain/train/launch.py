@@ -69,9 +69,9 @@ def require_same_start(plan: Plan, inputs: RunInputs, *, context: ParallelContex
             fix="put them on a file system that all machines share",
         )
     raise EnvironmentFault(
-        f"rank {other} was started with other settings than rank 0",
-        why="all ranks must run the same command line over the same files",
-        fix="compare `nanotrain config` with the same words on both machines",
+        f"rank {other} has a different configuration from rank 0",
+        why="all ranks must run the same command line on the same files",
+        fix="compare the output of `nanotrain config` on both machines",
     )
 
 

@@ -65,7 +65,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class ResidentBytes:
-    """Bytes that a rank holds for the whole run, alignment and padding included.
+    """Bytes resident on a rank during the run, alignment and padding included.
 
     Attributes:
         params: model params.

@@ -27,19 +27,19 @@ QUIET = [
 ]
 
 
-def words(folder: Path, *more: str) -> list[str]:
+def arguments(folder: Path, *more: str) -> list[str]:
     """The command line of a small run on synthetic data; `more` has the last word."""
     return [*SIZES, *QUIET, "--run-dir", str(folder), *more]
 
 
 def inputs_of(folder: Path, *more: str) -> RunInputs:
-    return open_inputs(load(words(folder, *more)))[1]
+    return open_inputs(load(arguments(folder, *more)))[1]
 
 
 @contextmanager
 def small_run(folder: Path, *more: str, context: ParallelContext | None = None) -> Iterator[Run]:
     """A built run, its loader closed afterwards."""
-    config, inputs = open_inputs(load(words(folder, *more)))
+    config, inputs = open_inputs(load(arguments(folder, *more)))
     plan = plan_run(config, context.topology.world_size if context else 1, rank=context.rank if context else 0)
     run = build_run(plan, inputs, context=context or ParallelContext.attach(plan.topology))
     try:

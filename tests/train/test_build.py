@@ -9,7 +9,7 @@ from nanotrain.train.build import build_run, changed_settings
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.inputs import open_inputs
 from nanotrain.train.plan import plan_run
-from tests.train.small_run import small_run, train, words
+from tests.train.small_run import arguments, small_run, train
 
 
 def test_the_built_parts_are_those_of_the_plan(tmp_path):
@@ -21,7 +21,7 @@ def test_the_built_parts_are_those_of_the_plan(tmp_path):
 
 
 def test_a_plan_for_other_groups_is_not_built(tmp_path):
-    config, inputs = open_inputs(load(words(tmp_path)))
+    config, inputs = open_inputs(load(arguments(tmp_path)))
     plan = plan_run(config, 2, rank=0)
     with pytest.raises(AssertionError, match="other groups"):
         build_run(plan, inputs, context=ParallelContext.attach(plan_run(config, 1, rank=0).topology))

@@ -27,8 +27,8 @@ def write_corpus(prefix, *, num_documents: int = 40, largest_id: int = 255):
 
 
 def open_on(folder, prefix, *more: str) -> tuple[Config, RunInputs]:
-    words = ["--data-path", str(prefix), "--seq-length", str(SEQ_LENGTH), "--run-dir", str(folder), *more]
-    return open_inputs(load(words))
+    arguments = ["--data-path", str(prefix), "--seq-length", str(SEQ_LENGTH), "--run-dir", str(folder), *more]
+    return open_inputs(load(arguments))
 
 
 def save_steps(folder, *steps: int):
@@ -60,10 +60,10 @@ def test_a_vocabulary_that_nobody_knows_is_an_error(tmp_path):
 
 def test_a_validation_split_is_required_only_where_there_is_validation(tmp_path):
     prefix = write_corpus(tmp_path / "text")
-    words = ("--vocab-size", "256", "--split", "1,0,0")
-    assert open_on(tmp_path / "run", prefix, *words, "--eval-interval", "0")[1].datasets.valid is None
+    arguments = ("--vocab-size", "256", "--split", "1,0,0")
+    assert open_on(tmp_path / "run", prefix, *arguments, "--eval-interval", "0")[1].datasets.valid is None
     with pytest.raises(DataError, match="eval-interval 0"):
-        open_on(tmp_path / "run", prefix, *words, "--eval-interval", "5")
+        open_on(tmp_path / "run", prefix, *arguments, "--eval-interval", "5")
 
 
 def test_a_run_folder_that_cannot_be_written_is_an_error(tmp_path):
@@ -91,16 +91,16 @@ def test_a_named_checkpoint_comes_before_the_runs_own(tmp_path):
 
 
 def test_the_quick_start_corpus_lies_in_the_run_folder_and_the_configuration_stays_as_asked(tmp_path, monkeypatch):
-    requested = []
+    calls = []
 
     def prepare(folder, vocab_size, *, progress):
-        requested.append((folder, vocab_size))
+        calls.append((folder, vocab_size))
         return QuickStart(write_corpus(tmp_path / "text"), Path("bytes"), vocab_size)
 
     monkeypatch.setattr(inputs_module, "prepare_quickstart", prepare)
-    words = ["--run-dir", str(tmp_path / "run"), "--vocab-size", "256", "--seq-length", "16", "--eval-interval", "0"]
-    config, inputs = open_inputs(load(words))
-    assert requested == [(tmp_path / "run" / "data", 8192)]
+    flags = "--vocab-size 256 --seq-length 16 --eval-interval 0"
+    config, inputs = open_inputs(load(["--run-dir", str(tmp_path / "run"), *flags.split()]))
+    assert calls == [(tmp_path / "run" / "data", 8192)]
     assert config.data.data_path == []
     assert inputs.tokenizer == "bytes"
 
@@ -122,7 +122,7 @@ def test_file_lock_rank_of_a_machine_prepares_at_a_time(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ("--pipeline-schedule interlaeved", "did you mean --pipeline-schedule interleaved?"),
         ("--optimizer adan", "did you mean --optimizer adam?"),
@@ -130,7 +130,7 @@ def test_file_lock_rank_of_a_machine_prepares_at_a_time(tmp_path):
         ("--num-virtual-stages-per-pipeline-rank 2", "set --pipeline-schedule interleaved"),
     ],
 )
-def test_names_and_schedules_are_checked_by_the_plan(words, message):
-    line = f"--mock-data --vocab-size 64 --pipeline-model-parallel-size 2 {words}"
+def test_names_and_schedules_are_checked_by_the_plan(arguments, message):
+    line = f"--mock-data --vocab-size 64 --pipeline-model-parallel-size 2 {arguments}"
     with pytest.raises(ConfigError, match=message):
         plan_run(load(line.split()).config, 2, rank=0)

@@ -9,7 +9,7 @@ from nanotrain.config.load import load
 from nanotrain.train.inputs import open_inputs
 from nanotrain.train.launch import choose_hooks, run_training
 from nanotrain.train.plan import plan_run
-from tests.train.small_run import metrics_of, words
+from tests.train.small_run import arguments, metrics_of
 
 
 def names_of(*more: str) -> list[str]:
@@ -35,7 +35,7 @@ def test_a_hook_that_is_switched_off_is_left_out(flags, hook):
 
 
 def test_a_run_writes_its_configuration_and_environment(tmp_path):
-    config, inputs = open_inputs(load(words(tmp_path, "--train-iters", "1", "--generate-tokens", "0")))
+    config, inputs = open_inputs(load(arguments(tmp_path, "--train-iters", "1", "--generate-tokens", "0")))
     plan = plan_run(config, 1, rank=0)
     run_training(plan, inputs, context=ParallelContext.attach(plan.topology))
     assert json.loads((tmp_path / "environment.json").read_text())["world_size"] == 1

@@ -1,4 +1,4 @@
-"""`python -m nanotrain.train`: exit codes, who speaks, and a whole run with what it leaves behind."""
+"""`python -m nanotrain.train`: exit codes, which rank prints, and the outputs of a run."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ import pytest
 from nanotrain.config.load import load
 from nanotrain.train import __main__ as entry
 from nanotrain.train.__main__ import INTERRUPTED, WAIT_FOR_FIRST_RANK_S, main
-from tests.train.small_run import metrics_of, words
+from tests.train.small_run import arguments, metrics_of
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def naps(monkeypatch) -> list[float]:
 
 
 def test_a_run_trains_and_leaves_everything_in_its_folder(tmp_path, capfd):
-    assert main(words(tmp_path, "--train-iters", "3", "--save-interval", "2")) == 0
+    assert main(arguments(tmp_path, "--train-iters", "3", "--save-interval", "2")) == 0
     assert {path.name for path in tmp_path.iterdir()} == {
         "checkpoints",
         "config.yaml",
@@ -45,40 +45,40 @@ def test_a_run_trains_and_leaves_everything_in_its_folder(tmp_path, capfd):
 
 
 def test_the_configuration_it_writes_is_a_valid_input_for_the_same_run(tmp_path):
-    assert main(words(tmp_path / "one", "--train-iters", "2")) == 0
+    assert main(arguments(tmp_path / "one", "--train-iters", "2")) == 0
     written = tmp_path / "one" / "config.yaml"
     again = load([f"+config={written}"])
-    assert again.config == load(words(tmp_path / "one", "--train-iters", "2")).config
+    assert again.config == load(arguments(tmp_path / "one", "--train-iters", "2")).config
     assert main([f"+config={written}", "--run-dir", str(tmp_path / "two")]) == 0
     losses = [[line["loss"] for line in metrics_of(tmp_path / name)] for name in ("one", "two")]
     assert losses[0] == losses[1]
 
 
 def test_the_same_command_with_more_steps_resumes_and_with_the_same_has_nothing_to_do(tmp_path, capfd):
-    assert main(words(tmp_path, "--train-iters", "2")) == 0
+    assert main(arguments(tmp_path, "--train-iters", "2")) == 0
     capfd.readouterr()
-    assert main(words(tmp_path, "--train-iters", "4")) == 0
+    assert main(arguments(tmp_path, "--train-iters", "4")) == 0
     err = capfd.readouterr().err
     assert "resuming; --no-auto-resume starts a new run" in err
     assert "step-00000002: step 2, 2 samples consumed" in err
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4]
-    assert main(words(tmp_path, "--train-iters", "4")) == 0
+    assert main(arguments(tmp_path, "--train-iters", "4")) == 0
     assert "nothing to do: step 4 of 4 is already done" in capfd.readouterr().err
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4]
 
 
 def test_a_mistake_is_one_message_and_exit_code_2(tmp_path, capfd, naps):
-    assert main(words(tmp_path, "--hiden-size", "3")) == 2
+    assert main(arguments(tmp_path, "--hiden-size", "3")) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1
     assert naps == []
 
 
-def test_a_rank_that_is_not_the_first_of_its_machine_lets_that_one_speak_first(tmp_path, capfd, naps, monkeypatch):
-    # torchrun ends it while it waits; where nobody does, it met the mistake alone and must tell it.
+def test_a_rank_that_is_not_the_first_of_its_machine_waits_for_that_one_to_print(tmp_path, capfd, naps, monkeypatch):
+    # torchrun ends it while it waits; if it is still alive, it is the only rank with the error and prints it.
     monkeypatch.setenv("LOCAL_RANK", "1")
     (tmp_path / "file").touch()
-    assert main(words(tmp_path / "file" / "run")) == 2
+    assert main(arguments(tmp_path / "file" / "run")) == 2
     assert naps == [WAIT_FOR_FIRST_RANK_S]
     assert capfd.readouterr().err.count("error: ") == 1
 
@@ -86,16 +86,16 @@ def test_a_rank_that_is_not_the_first_of_its_machine_lets_that_one_speak_first(t
 @pytest.mark.parametrize("size", ["0", "two", "-1", ""])
 def test_a_world_size_that_is_no_number_of_ranks_is_a_mistake(tmp_path, capfd, monkeypatch, size):
     monkeypatch.setenv("WORLD_SIZE", size)
-    assert main(words(tmp_path)) == 2
+    assert main(arguments(tmp_path)) == 2
     assert f"WORLD_SIZE is {size!r}" in capfd.readouterr().err
 
 
-def test_an_interrupt_before_the_first_step_is_told_without_a_traceback(tmp_path, capfd, monkeypatch):
+def test_an_interrupt_before_the_first_step_is_reported_without_a_traceback(tmp_path, capfd, monkeypatch):
     def interrupted(loaded, world_size):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(entry, "train", interrupted)
-    assert main(words(tmp_path)) == INTERRUPTED == 130
+    assert main(arguments(tmp_path)) == INTERRUPTED == 130
     assert capfd.readouterr().err == "interrupted\n"
 
 
@@ -105,13 +105,13 @@ def test_an_error_of_our_own_keeps_its_traceback(tmp_path, monkeypatch):
 
     monkeypatch.setattr(entry, "train", broken)
     with pytest.raises(AssertionError, match="an invariant"):
-        main(words(tmp_path))
+        main(arguments(tmp_path))
 
 
 @pytest.mark.parametrize("question", ["--help", "--cfg job"])
-def test_a_question_is_answered_by_one_rank_and_nothing_is_trained(tmp_path, capfd, monkeypatch, question):
+def test_a_request_for_text_is_printed_by_one_rank_and_nothing_is_trained(tmp_path, capfd, monkeypatch, question):
     for local_rank, is_answered in (("0", True), ("1", False)):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-        assert main([*words(tmp_path / "run"), *question.split()]) == 0
+        assert main([*arguments(tmp_path / "run"), *question.split()]) == 0
         assert bool(capfd.readouterr().out) is is_answered
     assert not (tmp_path / "run").exists()

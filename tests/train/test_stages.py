@@ -6,7 +6,7 @@ from nanotrain.train.plan import plan_run
 from nanotrain.train.stages import all_data_parallel, build_stages
 from tests.harness import ranks
 from tests.laws.worlds import Case, build_here
-from tests.train.small_run import small_run, words
+from tests.train.small_run import arguments, small_run
 
 
 def test_parameters_are_views_of_one_buffer_per_kind(tmp_path):
@@ -23,7 +23,7 @@ def test_parameters_are_views_of_one_buffer_per_kind(tmp_path):
 
 
 def test_weight_gradients_are_deferred_only_with_w_actions(tmp_path):
-    config, _ = open_inputs(load(words(tmp_path)))
+    config, _ = open_inputs(load(arguments(tmp_path)))
     assert not plan_run(config, 1, rank=0).train_schedule.defers_wgrad
     with small_run(tmp_path) as run:
         (stage,) = build_stages(run.plan, run.context).values()

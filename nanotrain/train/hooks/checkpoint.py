@@ -21,9 +21,9 @@ class CheckpointHook(Hook):
 
     def before_training(self, run: Run) -> None:
         if run.context.control.is_first:
-            aside = set_aside_after(run.checkpointer.folder, run.state.step)
-            if aside:
-                names = ", ".join(path.name for path in aside)
+            renamed = set_aside_after(run.checkpointer.folder, run.state.step)
+            if renamed:
+                names = ", ".join(path.name for path in renamed)
                 log.info("starting at step %d: renamed later checkpoints: %s", run.state.step, names)
         self._saved_step = run.state.step  # a resumed step is already on disk
 

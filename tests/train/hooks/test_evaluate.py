@@ -34,9 +34,9 @@ def test_the_loss_is_the_mean_over_the_first_batches_of_the_validation_split(tmp
 
 def test_validation_changes_nothing_of_the_training(tmp_path):
     losses = []
-    for words in ((), EVERY_TWO):
+    for arguments in ((), EVERY_TWO):
         spy = Spy()
-        with small_run(tmp_path / str(len(words)), "--train-iters", "5", *words) as run:
-            train(run, *([EvaluateHook()] if words else []), spy)
+        with small_run(tmp_path / str(len(arguments)), "--train-iters", "5", *arguments) as run:
+            train(run, *([EvaluateHook()] if arguments else []), spy)
         losses.append([report.loss for report in spy.reports])
     assert losses[0] == losses[1]

@@ -50,8 +50,8 @@ def test_every_step_is_in_the_metrics_and_every_logged_one_on_the_console(tmp_pa
 
 
 def test_a_step_with_a_validation_has_its_line_whatever_the_interval(tmp_path, capsys):
-    words = ("--train-iters", "4", "--log-interval", "4", "--eval-interval", "3", "--eval-iters", "1")
-    with small_run(tmp_path, *words) as run:
+    arguments = ("--train-iters", "4", "--log-interval", "4", "--eval-interval", "3", "--eval-iters", "1")
+    with small_run(tmp_path, *arguments) as run:
         train(run, EvaluateHook(), LogHook())
     lines = lines_of(capsys)
     assert steps_of(lines) == ["step 3/4", "step 4/4"]

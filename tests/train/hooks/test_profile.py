@@ -35,7 +35,7 @@ def test_an_early_end_writes_what_there_is(tmp_path):
 
 
 def test_a_resumed_run_profiles_what_is_left_of_the_steps_or_says_that_none_is(tmp_path, logged):
-    # Given a run that was saved after step 2, the first of the asked steps,
+    # Given a run that was saved after step 2, the first of the profiled steps,
     with small_run(tmp_path, "--train-iters", "2") as run:
         train(run, CheckpointHook())
     # then going on profiles the other one,

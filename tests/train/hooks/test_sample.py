@@ -55,8 +55,8 @@ def test_without_a_checkpoint_the_summary_says_none(tmp_path, capsys):
 
 @ranks(2, strategy="optim")
 def test_every_rank_waits_for_its_parameters_and_the_first_one_prints(ctx, tmp_path):
-    words = ("--train-iters", "2", "--overlap-param-gather", "--data-parallel-sharding-strategy", "optim")
-    with small_run(tmp_path, *words, context=ctx) as run:
+    arguments = ("--train-iters", "2", "--overlap-param-gather", "--data-parallel-sharding-strategy", "optim")
+    with small_run(tmp_path, *arguments, context=ctx) as run:
         train(run, SampleHook(None), SummaryHook())
 
 

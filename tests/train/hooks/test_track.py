@@ -41,7 +41,7 @@ def test_wandb_works_offline_without_a_key(tmp_path, monkeypatch, logged):
 
 
 class Notebook:
-    """A tracker that notes what it is told."""
+    """A tracker that records its calls."""
 
     def __init__(self, run) -> None:
         self.run, self.written, self.closed = run, [], []
