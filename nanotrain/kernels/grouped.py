@@ -86,17 +86,11 @@ def select_gemm(weight: Tensor) -> GroupedGemm:
 
 @dataclass(frozen=True)
 class GroupedOptions:
-    """How a grouped linear layer multiplies.
+    """How a grouped linear layer multiplies."""
 
-    Args:
-        gemm: the products.
-        may_drop: whether there can be dropped tokens; their outputs and gradients are then zero.
-        wgrad_queue: defers the weight gradient; None where no schedule does.
-    """
-
-    gemm: GroupedGemm
-    may_drop: bool = False
-    wgrad_queue: WgradQueue | None = None
+    gemm: GroupedGemm  # the products
+    may_drop: bool = False  # whether there can be dropped tokens; their outputs and gradients are then zero
+    wgrad_queue: WgradQueue | None = None  # defers the weight gradient; None where no schedule does
 
 
 def grouped_linear(x: Tensor, weight: nn.Parameter, *, offs: Tensor, options: GroupedOptions) -> Tensor:

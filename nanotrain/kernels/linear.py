@@ -50,15 +50,10 @@ def wgrad(grad: Tensor, x: Tensor, *, add_to: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class Linear:
-    """The products of one layer.
+    """The products of one layer."""
 
-    Args:
-        weight: [O, I].
-        bias: [O], or None.
-    """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    weight: nn.Parameter  # [O, I]
+    bias: nn.Parameter | None  # [O], or None
 
     @property
     def trained_params(self) -> tuple[nn.Parameter, ...]:

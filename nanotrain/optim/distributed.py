@@ -38,34 +38,21 @@ from nanotrain.topology.boxes import TensorBox, flat_range_to_boxes
 
 @dataclass(frozen=True)
 class Update:
-    """Result of one optimizer step, equal on every rank.
+    """Result of one optimizer step, equal on every rank."""
 
-    Attributes:
-        grad_norm: global 2-norm before clipping; not finite if the step was skipped.
-        skipped: whether no parameter changed.
-    """
-
-    grad_norm: float
-    skipped: bool
+    grad_norm: float  # global 2-norm before clipping; not finite if the step was skipped
+    skipped: bool  # whether no parameter changed
 
 
 @dataclass(frozen=True)
 class _BucketState:
-    """Optimizer state of this rank's shard of one bucket.
+    """Optimizer state of this rank's shard of one bucket."""
 
-    Attributes:
-        bucket: model params and gradients.
-        ranges: the param ranges in the shard.
-        replicate: the ranks with the same shard.
-        main: [shard_numel] main params.
-        state: [shard_numel] state tensors of the update rule, by name.
-    """
-
-    bucket: Bucket
-    ranges: tuple[ShardRange, ...]
-    replicate: Group
-    main: Tensor
-    state: Mapping[str, Tensor]
+    bucket: Bucket  # model params and gradients
+    ranges: tuple[ShardRange, ...]  # the param ranges in the shard
+    replicate: Group  # the ranks with the same shard
+    main: Tensor  # [shard_numel] main params
+    state: Mapping[str, Tensor]  # [shard_numel] state tensors of the update rule, by name
 
     @classmethod
     def build(cls, wrapper: DataParallel, bucket: Bucket, *, precision: Precision, rule: UpdateRule) -> "_BucketState":

@@ -24,17 +24,11 @@ WSD_DECAYS: dict[WSDDecayStyle, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """A learning-rate schedule over consumed samples.
+    """A learning-rate schedule over consumed samples."""
 
-    Attributes:
-        optim: lr, min_lr, decay style, and warmup and decay in steps.
-        samples_per_step: global batch size; converts steps to samples.
-        train_iters: steps of warmup and decay if `optim.lr_decay_iters` is unset.
-    """
-
-    optim: OptimConfig
-    samples_per_step: int
-    train_iters: int
+    optim: OptimConfig  # lr, min_lr, decay style, and warmup and decay in steps
+    samples_per_step: int  # global batch size; converts steps to samples
+    train_iters: int  # steps of warmup and decay if `optim.lr_decay_iters` is unset
 
     @property
     def warmup_samples(self) -> int:

@@ -11,31 +11,22 @@ from nanotrain.config.config import OptimConfig
 
 @dataclass(frozen=True)
 class ParamRange:
-    """Main params that are updated together: consecutive elements of a shard with the same weight decay.
+    """Main params that are updated together: consecutive elements of a shard with the same weight decay."""
 
-    Attributes:
-        main_param: fp32, 1-D, or of the parameter's local shape where the rule needs the whole matrix; `.grad` is set.
-        state: state tensors by name, of the same shape; views of flat state.
-        weight_decay: whether weight decay applies.
-    """
-
+    # fp32, 1-D, or of the parameter's local shape where the rule needs the whole matrix; `.grad` is set
     main_param: Tensor
-    state: Mapping[str, Tensor]
-    weight_decay: bool
+    state: Mapping[str, Tensor]  # state tensors by name, of the same shape; views of flat state
+    weight_decay: bool  # whether weight decay applies
 
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """One row of `OPTIMIZERS`.
+    """One row of `OPTIMIZERS`."""
 
-    Attributes:
-        state_names: fp32 state tensors per element of the main params; they are part of checkpoints.
-        build: makes a torch optimizer over param ranges whose state tensors are those of the ranges.
-        needs_whole_matrix: the update of an element depends on its whole matrix, so matrices are not sharded or merged.
-    """
-
-    state_names: tuple[str, ...]
+    state_names: tuple[str, ...]  # fp32 state tensors per element of the main params; they are part of checkpoints
+    # makes a torch optimizer over param ranges whose state tensors are those of the ranges
     build: Callable[[Sequence[ParamRange], OptimConfig], torch.optim.Optimizer]
+    # the update of an element depends on its whole matrix, so matrices are not sharded or merged
     needs_whole_matrix: bool = False
 
 

@@ -13,25 +13,15 @@ from nanotrain.config.config import DType, PrecisionConfig
 
 @dataclass
 class LossScale:
-    """A loss scale and the counters that change it.
+    """A loss scale and the counters that change it."""
 
-    Attributes:
-        scale: factor of the loss.
-        is_dynamic: whether overflows and steps without overflow change the scale.
-        minimum: smallest scale.
-        window: steps without overflow after which the scale doubles.
-        hysteresis: overflows after which the scale halves.
-        clean_steps: steps without overflow since the last overflow or change.
-        overflows_left: overflows until the scale halves.
-    """
-
-    scale: float
-    is_dynamic: bool
-    minimum: float
-    window: int
-    hysteresis: int
-    clean_steps: int = 0
-    overflows_left: int = 0
+    scale: float  # factor of the loss
+    is_dynamic: bool  # whether overflows and steps without overflow change the scale
+    minimum: float  # smallest scale
+    window: int  # steps without overflow after which the scale doubles
+    hysteresis: int  # overflows after which the scale halves
+    clean_steps: int = 0  # steps without overflow since the last overflow or change
+    overflows_left: int = 0  # overflows until the scale halves
 
     @classmethod
     def of(cls, config: PrecisionConfig) -> "LossScale":

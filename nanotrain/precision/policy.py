@@ -10,17 +10,11 @@ from nanotrain.precision.dtypes import TORCH_DTYPES
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a run.
+    """The dtypes of a run."""
 
-    Attributes:
-        params: model params and activations.
-        grads: gradient buffers and their reduction.
-        main: main params, which the optimizer updates, and its moments.
-    """
-
-    params: torch.dtype
-    grads: torch.dtype = torch.float32
-    main: torch.dtype = torch.float32
+    params: torch.dtype  # model params and activations
+    grads: torch.dtype = torch.float32  # gradient buffers and their reduction
+    main: torch.dtype = torch.float32  # main params, which the optimizer updates, and its moments
 
     @classmethod
     def of(cls, config: PrecisionConfig) -> "Precision":

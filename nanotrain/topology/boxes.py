@@ -18,16 +18,12 @@ from typing import Self
 class Box:
     """The elements start <= index < stop, in every dim.
 
-    Args:
-        start: first index per dim; () for a scalar.
-        stop: index after the last per dim.
-
     >>> Box((0, 2), (2, 5)).intersect(Box((1, 0), (3, 4)))
     Box(start=(1, 2), stop=(2, 4))
     """
 
-    start: tuple[int, ...]
-    stop: tuple[int, ...]
+    start: tuple[int, ...]  # first index per dim; () for a scalar
+    stop: tuple[int, ...]  # index after the last per dim
 
     @classmethod
     def full(cls, shape: Sequence[int]) -> Self:
@@ -74,17 +70,11 @@ class Box:
 
 @dataclass(frozen=True)
 class TensorBox:
-    """A box of a named global tensor; the key of a local tensor of shape `box.shape`.
+    """A box of a named global tensor; the key of a local tensor of shape `box.shape`."""
 
-    Args:
-        name: the tensor's global name.
-        shape: the global shape, over all ranks.
-        box: the region.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    box: Box
+    name: str  # the tensor's global name
+    shape: tuple[int, ...]  # the global shape, over all ranks
+    box: Box  # the region
 
     @classmethod
     def full(cls, name: str, shape: Sequence[int]) -> Self:

@@ -20,10 +20,6 @@ from numpy.typing import NDArray
 class Grid:
     """Ranks 0 .. world_size-1 arranged along named axes.
 
-    Args:
-        axes: names, the fastest-varying axis first.
-        sizes: ranks along each axis.
-
     >>> grid = Grid(("tp", "dp", "pp"), (2, 2, 2))
     >>> grid.coords(6)
     {'tp': 0, 'dp': 1, 'pp': 1}
@@ -31,8 +27,8 @@ class Grid:
     ((0, 2), (1, 3), (4, 6), (5, 7))
     """
 
-    axes: tuple[str, ...]
-    sizes: tuple[int, ...]
+    axes: tuple[str, ...]  # names, the fastest-varying axis first
+    sizes: tuple[int, ...]  # ranks along each axis
 
     def __post_init__(self) -> None:
         assert len(self.axes) == len(self.sizes), f"{len(self.sizes)} sizes for the axes {self.axes}"

@@ -71,19 +71,14 @@ GROUP_NAMES: tuple[GroupName, ...] = tuple(name for name in get_args(GroupName) 
 class GroupSpec:
     """A group of ranks from the view of one of them.
 
-    Args:
-        name: the axis or axes that it spans.
-        ranks: global ranks, ascending.
-        index: position of this rank in `ranks`.
-
     >>> spec = GroupSpec("dp", ranks=(1, 5, 9), index=2)
     >>> spec.rank, spec.prev, spec.next
     (9, 5, 1)
     """
 
-    name: GroupName
-    ranks: Ranks
-    index: int
+    name: GroupName  # the axis or axes that it spans
+    ranks: Ranks  # global ranks, ascending
+    index: int  # position of this rank in `ranks`
 
     def __post_init__(self) -> None:
         assert 0 <= self.index < len(self.ranks), "a rank only has specs of groups that it belongs to"

@@ -26,19 +26,12 @@ Specs = tuple[ParamSpec, ...]
 
 @dataclass(frozen=True)
 class Declaration:
-    """What the parameters of a layer depend on.
+    """What the parameters of a layer depend on."""
 
-    Args:
-        shape: of the model.
-        dtype: "fp32", "bf16" or "fp16".
-        tensor_parallel_size: ranks of tp; key and value heads are replicated where they are fewer.
-        sequence_parallel: replicated parameters are applied to a sequence shard per tp rank.
-    """
-
-    shape: ModelShape
-    dtype: str
-    tensor_parallel_size: int = 1
-    sequence_parallel: bool = False
+    shape: ModelShape  # of the model
+    dtype: str  # "fp32", "bf16" or "fp16"
+    tensor_parallel_size: int = 1  # ranks of tp; key and value heads are replicated where they are fewer
+    sequence_parallel: bool = False  # replicated parameters are applied to a sequence shard per tp rank
 
     @property
     def sequence_axes(self) -> tuple[str, ...]:

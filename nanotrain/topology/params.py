@@ -41,38 +41,26 @@ class Constant:
 class ParamSpec:
     """A parameter over all ranks.
 
-    Args:
-        name: global name, the same in every topology ("layers.3.mlp.up.weight").
-        shape: global shape.
-        dtype: "fp32", "bf16" or "fp16".
-        init: distribution of the initial values.
-        weight_decay: whether weight decay applies.
-        shards: the axis that shards each sharded dim; two shards of one dim nest, the first is the outer one.
-        grad_sum_axes: axes over which the gradient is summed besides data parallelism.
-        stage: pipeline stage.
-        unit: FSDP unit: "embedding", "layers.3", "final_norm" or "head".
-        is_expert: data-parallel over expert_dp instead of dp_cp.
-        is_tied: the word embedding that is also the head.
-        needs_whole_matrix: an update rule on matrices (Muon) applies and needs all of it; not embeddings or the head.
-
     >>> spec = ParamSpec("layers.0.mlp.up.weight", (8, 4), dtype="bf16", init=Normal(0.02), weight_decay=True,
     ...                  shards=(Shard(0, "tp"),))
     >>> spec.box({"tp": 1}, {"tp": 2})
     Box(start=(4, 0), stop=(8, 4))
     """
 
-    name: str
-    shape: tuple[int, ...]
+    name: str  # global name, the same in every topology ("layers.3.mlp.up.weight")
+    shape: tuple[int, ...]  # global shape
     _: KW_ONLY
-    dtype: str
-    init: Normal | Constant
-    weight_decay: bool
+    dtype: str  # "fp32", "bf16" or "fp16"
+    init: Normal | Constant  # distribution of the initial values
+    weight_decay: bool  # whether weight decay applies
+    # the axis that shards each sharded dim; two shards of one dim nest, the first is the outer one
     shards: tuple[Shard, ...] = ()
-    grad_sum_axes: tuple[str, ...] = ()
-    stage: int = 0
-    unit: str = ""
-    is_expert: bool = False
-    is_tied: bool = False
+    grad_sum_axes: tuple[str, ...] = ()  # axes over which the gradient is summed besides data parallelism
+    stage: int = 0  # pipeline stage
+    unit: str = ""  # FSDP unit: "embedding", "layers.3", "final_norm" or "head"
+    is_expert: bool = False  # data-parallel over expert_dp instead of dp_cp
+    is_tied: bool = False  # the word embedding that is also the head
+    # an update rule on matrices (Muon) applies and needs all of it; not embeddings or the head
     needs_whole_matrix: bool = False
 
     @property

@@ -16,85 +16,48 @@ from nanotrain.config.derive import ffn_size, head_dim, moe_ffn_size, moe_layers
 
 @dataclass(frozen=True)
 class MLAShape:
-    """Sizes of multi-head latent attention.
+    """Sizes of multi-head latent attention."""
 
-    Attributes:
-        q_lora_rank: width of the compressed queries; None where queries are projected directly.
-        kv_lora_rank: width of the compressed keys and values.
-        nope_dim: channels of a query/key head without positions.
-        rope_dim: rotary channels of a query/key head; the key's are shared by all heads.
-    """
-
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    nope_dim: int
-    rope_dim: int
+    q_lora_rank: int | None  # width of the compressed queries; None where queries are projected directly
+    kv_lora_rank: int  # width of the compressed keys and values
+    nope_dim: int  # channels of a query/key head without positions
+    rope_dim: int  # rotary channels of a query/key head; the key's are shared by all heads
 
 
 @dataclass(frozen=True)
 class MoEShape:
-    """Sizes of the mixture-of-experts layers.
+    """Sizes of the mixture-of-experts layers."""
 
-    Attributes:
-        layers: whether each layer of the model has experts.
-        num_experts: routed experts per layer.
-        topk: experts per token.
-        ffn_size: inner width of an expert.
-        shared_ffn_size: inner width of the shared expert; None without one.
-    """
-
-    layers: tuple[bool, ...]
-    num_experts: int
-    topk: int
-    ffn_size: int
-    shared_ffn_size: int | None
+    layers: tuple[bool, ...]  # whether each layer of the model has experts
+    num_experts: int  # routed experts per layer
+    topk: int  # experts per token
+    ffn_size: int  # inner width of an expert
+    shared_ffn_size: int | None  # inner width of the shared expert; None without one
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes and structure of a model, over all ranks.
+    """Sizes and structure of a model, over all ranks."""
 
-    Attributes:
-        num_layers: transformer blocks.
-        hidden_size: width of the residual stream.
-        vocab_size: tokens of the vocabulary.
-        padded_vocab_size: rows of the embedding and the head.
-        num_positions: rows of the learned position table; None without one.
-        num_heads: query heads.
-        num_query_groups: key/value heads.
-        head_dim: width of a query or key head.
-        value_head_dim: width of a value head.
-        ffn_size: inner width of a dense MLP.
-        is_gated: the MLP has a gate projection (swiglu).
-        has_linear_bias: biases on every linear layer but the head.
-        has_qkv_bias: biases on query, key and value.
-        has_norm_bias: norms have a bias (LayerNorm).
-        has_qk_norm: an RMSNorm per query and key head.
-        is_tied: the head reads the word embedding.
-        init_std: standard deviation of the initial weights.
-        mla: set with multi-head latent attention.
-        moe: set where some layers have experts.
-    """
-
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    padded_vocab_size: int
-    num_positions: int | None
-    num_heads: int
-    num_query_groups: int
-    head_dim: int
-    value_head_dim: int
-    ffn_size: int
-    is_gated: bool
-    has_linear_bias: bool
-    has_qkv_bias: bool
-    has_norm_bias: bool
-    has_qk_norm: bool
-    is_tied: bool
-    init_std: float
-    mla: MLAShape | None = None
-    moe: MoEShape | None = None
+    num_layers: int  # transformer blocks
+    hidden_size: int  # width of the residual stream
+    vocab_size: int  # tokens of the vocabulary
+    padded_vocab_size: int  # rows of the embedding and the head
+    num_positions: int | None  # rows of the learned position table; None without one
+    num_heads: int  # query heads
+    num_query_groups: int  # key/value heads
+    head_dim: int  # width of a query or key head
+    value_head_dim: int  # width of a value head
+    ffn_size: int  # inner width of a dense MLP
+    is_gated: bool  # the MLP has a gate projection (swiglu)
+    has_linear_bias: bool  # biases on every linear layer but the head
+    has_qkv_bias: bool  # biases on query, key and value
+    has_norm_bias: bool  # norms have a bias (LayerNorm)
+    has_qk_norm: bool  # an RMSNorm per query and key head
+    is_tied: bool  # the head reads the word embedding
+    init_std: float  # standard deviation of the initial weights
+    mla: MLAShape | None = None  # set with multi-head latent attention
+    moe: MoEShape | None = None  # set where some layers have experts
 
     @classmethod
     def of(cls, model_config: ModelConfig) -> Self:

@@ -8,21 +8,13 @@ from nanotrain.errors import TopologyError
 
 @dataclass(frozen=True)
 class StageSpec:
-    """Consecutive layers of a model.
+    """Consecutive layers of a model."""
 
-    Args:
-        index: of the stage in the pipeline.
-        first_layer: first transformer block.
-        last_layer: one past the last transformer block.
-        has_embedding: whether the stage embeds tokens.
-        has_head: whether the stage computes the loss.
-    """
-
-    index: int
-    first_layer: int
-    last_layer: int
-    has_embedding: bool
-    has_head: bool
+    index: int  # of the stage in the pipeline
+    first_layer: int  # first transformer block
+    last_layer: int  # one past the last transformer block
+    has_embedding: bool  # whether the stage embeds tokens
+    has_head: bool  # whether the stage computes the loss
 
     @property
     def layers(self) -> range:

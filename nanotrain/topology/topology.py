@@ -19,12 +19,6 @@ from nanotrain.topology.groups import DENSE_GROUPS, EXPERT_GROUPS, GROUP_NAMES, 
 class Topology:
     """The ranks of a job and the groups they form.
 
-    Args:
-        dense: the grid of all layers but experts, with the axes tp, cp, dp, pp.
-        expert: the grid of experts over the same ranks, with the axes etp, ep, expert_dp, pp.
-        num_instances: optimizer instances; state is sharded inside each and replicated across them.
-        is_sharded: False for `no_shard`, where every shard group is a single rank.
-
     >>> topology = Topology.of(ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 8)
     >>> topology.groups_of("dp")
     ((0, 2), (1, 3), (4, 6), (5, 7))
@@ -32,10 +26,10 @@ class Topology:
     GroupSpec(name='dp', ranks=(4, 6), index=1)
     """
 
-    dense: Grid
-    expert: Grid
-    num_instances: int = 1
-    is_sharded: bool = True
+    dense: Grid  # the grid of all layers but experts, with the axes tp, cp, dp, pp
+    expert: Grid  # the grid of experts over the same ranks, with the axes etp, ep, expert_dp, pp
+    num_instances: int = 1  # optimizer instances; state is sharded inside each and replicated across them
+    is_sharded: bool = True  # False for `no_shard`, where every shard group is a single rank
 
     @classmethod
     def of(cls, parallel: ParallelConfig, world_size: int) -> "Topology":

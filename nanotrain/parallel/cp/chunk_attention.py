@@ -28,23 +28,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionChunk:
-    """Queries and the keys and values they attend to.
+    """Queries and the keys and values they attend to."""
 
-    Args:
-        query: [B, N, Q, D].
-        key: [B, G, K, D].
-        value: [B, G, K, Dv].
-        mask: [B or 1, 1, Q, K] bool, True where attention is allowed; a row may be all False. None for no mask.
-        is_causal: query i attends to keys 0..i (Q equals K); only without a mask.
-        scale: of the scores.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    query: Tensor  # [B, N, Q, D]
+    key: Tensor  # [B, G, K, D]
+    value: Tensor  # [B, G, K, Dv]
+    # [B or 1, 1, Q, K] bool, True where attention is allowed, a row may be all False; None for no mask
     mask: Tensor | None
-    is_causal: bool
-    scale: float
+    is_causal: bool  # query i attends to keys 0..i (Q equals K); only without a mask
+    scale: float  # of the scores
 
 
 @dataclass(frozen=True)

@@ -26,17 +26,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Permutation:
-    """The order of the (token, expert) pairs of a batch.
+    """The order of the (token, expert) pairs of a batch."""
 
-    Args:
-        order: [T * K] int64, the pair at each position; dropped pairs last.
-        inverse: [T, K] int64, the position of each pair.
-        tokens_per_expert: [E] int64.
-    """
-
-    order: Tensor
-    inverse: Tensor
-    tokens_per_expert: Tensor
+    order: Tensor  # [T * K] int64, the pair at each position; dropped pairs last
+    inverse: Tensor  # [T, K] int64, the position of each pair
+    tokens_per_expert: Tensor  # [E] int64
 
 
 def plan_permutation(topk_ids: Tensor, num_experts: int) -> Permutation:

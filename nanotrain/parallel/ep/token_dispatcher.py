@@ -32,15 +32,10 @@ RunExperts = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts of each token, as chosen by a router.
+    """The experts of each token, as chosen by a router."""
 
-    Args:
-        topk_ids: [T, K] int64; the number of experts marks a dropped pair.
-        topk_weights: [T, K] fp32, the factors of the expert outputs.
-    """
-
-    topk_ids: Tensor
-    topk_weights: Tensor
+    topk_ids: Tensor  # [T, K] int64; the number of experts marks a dropped pair
+    topk_weights: Tensor  # [T, K] fp32, the factors of the expert outputs
 
 
 class TokenDispatcher(Protocol):
@@ -117,19 +112,12 @@ class AllToAllTokenDispatcher:
 
 @dataclass(frozen=True)
 class _Splits:
-    """Split sizes, in permuted tokens.
+    """Split sizes, in permuted tokens."""
 
-    Args:
-        ep_inputs: sent to each rank of ep.
-        ep_outputs: received from each rank of ep.
-        etp: received by each rank of etp over its ep group.
-        tokens_per_expert: [etp * ep, local experts] int64, by source rank.
-    """
-
-    ep_inputs: list[int]
-    ep_outputs: list[int]
-    etp: list[int]
-    tokens_per_expert: Tensor
+    ep_inputs: list[int]  # sent to each rank of ep
+    ep_outputs: list[int]  # received from each rank of ep
+    etp: list[int]  # received by each rank of etp over its ep group
+    tokens_per_expert: Tensor  # [etp * ep, local experts] int64, by source rank
 
 
 def _all_gather(permuted: Tensor, group: Group, *, splits: list[int]) -> Tensor:

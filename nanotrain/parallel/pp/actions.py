@@ -40,17 +40,11 @@ class ActionKind(str, Enum):
 
 
 class Action(NamedTuple):
-    """One computation of one rank. A tuple, because planning hashes hundreds of thousands of them.
+    """One computation of one rank. A tuple, because planning hashes hundreds of thousands of them."""
 
-    Attributes:
-        kind: F, B, I or W.
-        stage: global index of the stage.
-        microbatch: index of the microbatch within the step.
-    """
-
-    kind: ActionKind
-    stage: int
-    microbatch: int
+    kind: ActionKind  # F, B, I or W
+    stage: int  # global index of the stage
+    microbatch: int  # index of the microbatch within the step
 
     def __str__(self) -> str:
         return f"{self.kind.value}{self.stage}.{self.microbatch}"
@@ -78,17 +72,11 @@ def backward_weight(stage: int, microbatch: int) -> Action:
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """The arguments of a schedule.
+    """The arguments of a schedule."""
 
-    Attributes:
-        num_ranks: pipeline ranks.
-        num_stages_per_rank: stages on each of them.
-        num_microbatches: microbatches per step, at least 1.
-    """
-
-    num_ranks: int
-    num_stages_per_rank: int
-    num_microbatches: int
+    num_ranks: int  # pipeline ranks
+    num_stages_per_rank: int  # stages on each of them
+    num_microbatches: int  # microbatches per step, at least 1
 
     @property
     def num_stages(self) -> int:
@@ -106,13 +94,9 @@ class PipelineShape:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every pipeline rank.
+    """The actions of every pipeline rank."""
 
-    Attributes:
-        actions: one tuple per pipeline rank.
-    """
-
-    actions: tuple[tuple[Action, ...], ...]
+    actions: tuple[tuple[Action, ...], ...]  # one tuple per pipeline rank
 
     def __iter__(self) -> Iterator[Action]:
         for of_rank in self.actions:

@@ -60,19 +60,12 @@ class RunnableStage:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The pp group and the shape of the transferred tensors.
+    """The pp group and the shape of the transferred tensors."""
 
-    Attributes:
-        group: the pipeline ranks.
-        hidden_shape: (B, S, H) of the hidden states between stages, as on this rank.
-        dtype: of the hidden states and their gradients.
-        device: of both.
-    """
-
-    group: Group
-    hidden_shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
+    group: Group  # the pipeline ranks
+    hidden_shape: tuple[int, ...]  # (B, S, H) of the hidden states between stages, as on this rank
+    dtype: torch.dtype  # of the hidden states and their gradients
+    device: torch.device  # of both
 
     @classmethod
     def single_rank(cls, device: torch.device | str = "cpu") -> "Pipeline":

@@ -17,19 +17,12 @@ from nanotrain.parallel.pp.actions import Action, ActionKind, Schedule
 
 @dataclass(frozen=True)
 class Costs:
-    """Time per stage and microbatch, in any unit.
+    """Time per stage and microbatch, in any unit."""
 
-    Attributes:
-        forward: of F.
-        backward: of B; I takes `backward - weight`.
-        weight: of W.
-        transfer: from one rank to another, overlapped with computation.
-    """
-
-    forward: float = 1
-    backward: float = 2
-    weight: float = 1
-    transfer: float = 0
+    forward: float = 1  # of F
+    backward: float = 2  # of B; I takes `backward - weight`
+    weight: float = 1  # of W
+    transfer: float = 0  # from one rank to another, overlapped with computation
 
     def of(self, kind: ActionKind) -> float:
         """Time of one action."""
@@ -54,13 +47,9 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The result of `simulate`.
+    """The result of `simulate`."""
 
-    Attributes:
-        spans: for each rank its actions with their times, in order.
-    """
-
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[Span, ...], ...]  # for each rank its actions with their times, in order
 
     @property
     def duration(self) -> float:

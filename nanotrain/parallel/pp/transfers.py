@@ -27,47 +27,30 @@ from nanotrain.parallel.pp.simulate import Timeline, simulate
 
 @dataclass(frozen=True)
 class Transfer:
-    """A message from one rank to another.
+    """A message from one rank to another."""
 
-    Attributes:
-        to: the action that takes it: F takes hidden states, B and I the gradient of the stage's output.
-        peer: the other rank of the pipeline.
-    """
-
-    to: Action
-    peer: int
+    to: Action  # the action that takes it: F takes hidden states, B and I the gradient of the stage's output
+    peer: int  # the other rank of the pipeline
 
 
 @dataclass(frozen=True)
 class TransferBatch:
-    """Transfers that a rank starts together.
+    """Transfers that a rank starts together."""
 
-    Attributes:
-        sends: at most one, the result of the previous action.
-        receives: results that other ranks complete at the same time on the simulated clock.
-    """
-
-    sends: tuple[Transfer, ...]
-    receives: tuple[Transfer, ...]
+    sends: tuple[Transfer, ...]  # at most one, the result of the previous action
+    receives: tuple[Transfer, ...]  # results that other ranks complete at the same time on the simulated clock
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank's part of a schedule.
+    """One rank's part of a schedule."""
 
-    Attributes:
-        steps: actions and transfers, in order.
-        consumers: for each action of the rank whose result another stage takes, the action that takes it.
-        last_backwards: for each stage the action that completes its weight gradients.
-        num_stages: stages of the pipeline.
-        num_microbatches: microbatches of the step.
-    """
-
-    steps: tuple[Action | TransferBatch, ...]
+    steps: tuple[Action | TransferBatch, ...]  # actions and transfers, in order
+    # for each action of the rank whose result another stage takes, the action that takes it
     consumers: Mapping[Action, Action]
-    last_backwards: frozenset[Action]
-    num_stages: int
-    num_microbatches: int
+    last_backwards: frozenset[Action]  # for each stage the action that completes its weight gradients
+    num_stages: int  # stages of the pipeline
+    num_microbatches: int  # microbatches of the step
 
     @property
     def defers_wgrad(self) -> bool:

@@ -61,15 +61,10 @@ def vocab_parallel_cross_entropy(
 
 @dataclass(frozen=True)
 class _Target:
-    """The position of each label in the local logits.
+    """The position of each label in the local logits."""
 
-    Args:
-        column: [t, 1] int64, arbitrary where the label is in another shard.
-        is_local: [t, 1] fp32, 1 where the label is in this shard, else 0.
-    """
-
-    column: Tensor
-    is_local: Tensor
+    column: Tensor  # [t, 1] int64, arbitrary where the label is in another shard
+    is_local: Tensor  # [t, 1] fp32, 1 where the label is in this shard, else 0
 
     def pick(self, log_probs: Tensor, mask: Tensor) -> Tensor:
         """The sum of the log-probabilities of the local labels."""
@@ -78,21 +73,13 @@ class _Target:
 
 @dataclass(frozen=True)
 class _VocabShard:
-    """The tokens of the vocabulary in the local weight.
+    """The tokens of the vocabulary in the local weight."""
 
-    Args:
-        group: shards the vocabulary.
-        start: the first token id.
-        num_tokens: rows that are not padding; at least 1, see `is_padding`.
-        max_tokens: the same of the largest shard, so that all ranks split their tokens into the same chunks.
-        is_padding: all rows are padding: one takes part, with a logit so low that it contributes nothing.
-    """
-
-    group: Group
-    start: int
-    num_tokens: int
-    max_tokens: int
-    is_padding: bool
+    group: Group  # shards the vocabulary
+    start: int  # the first token id
+    num_tokens: int  # rows that are not padding; at least 1, see `is_padding`
+    max_tokens: int  # the same of the largest shard, so that all ranks split their tokens into the same chunks
+    is_padding: bool  # all rows are padding: one takes part, with a logit so low that it contributes nothing
 
     @classmethod
     def of(cls, weight: Tensor, vocab_size: int, *, group: Group) -> "_VocabShard":

@@ -27,16 +27,11 @@ SEQUENCE = 1  # the dim of [B, S, H] that sequence parallelism shards
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The group that shards the weights of a layer.
+    """The group that shards the weights of a layer."""
 
-    Args:
-        group: the tp group.
-        sequence_parallel: activations between tensor-parallel regions are sharded along the sequence.
-        wgrad_queue: where linear layers defer their weight gradients; None where the schedule has no W actions.
-    """
-
-    group: Group
-    sequence_parallel: bool = False
+    group: Group  # the tp group
+    sequence_parallel: bool = False  # activations between tensor-parallel regions are sharded along the sequence
+    # where linear layers defer their weight gradients; None where the schedule has no W actions
     wgrad_queue: WgradQueue | None = None
 
     @classmethod
