@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nanotrain.config.config import Config
 from nanotrain.config.flags import CommandLine, Setting
-from nanotrain.config.schema import KEYS, SECTIONS, check_names, did_you_mean, flatten, to_dict
+from nanotrain.config.schema import KEYS, SECTIONS, did_you_mean, flatten, nest, to_dict
 from nanotrain.errors import ConfigError, ErrorCollector
 
 
@@ -69,7 +69,7 @@ def compose_files(line: CommandLine) -> Composed:
     """
     folders = search_path(line)
     choices, recipe_path = dict(line.choices), None
-    if is_path(choices.get("config", "")):
+    if choices.get("config", "").endswith((".yaml", ".yml")):  # a file, such as a run's config.yaml
         recipe_path = Path(choices.pop("config")).expanduser()
     check_choices(choices, folders)
     listed = groups_listed(line.config_name, folders)
@@ -80,20 +80,14 @@ def compose_files(line: CommandLine) -> Composed:
         files = trace(line.config_name, overrides, folders=folders)
     if recipe_path is not None:
         values_of_file = read_yaml(recipe_path)
-        check_file(values_of_file, str(recipe_path))
+        files |= dict.fromkeys(keys_of(values_of_file, str(recipe_path)), str(recipe_path))
         values = to_plain(OmegaConf.merge(values, values_of_file))
-        files |= dict.fromkeys(keys_of(values_of_file), str(recipe_path))
     return Composed(values, files)
 
 
 def to_plain(composed: Any, *, resolve: bool = False) -> dict[str, Any]:
     """Sections as plain values; with `resolve`, `${section.field}` is replaced by its value."""
     return cast(dict[str, Any], OmegaConf.to_container(composed, resolve=resolve))
-
-
-def is_path(recipe: str) -> bool:
-    """Whether a recipe is given as a path, such as a run's config.yaml."""
-    return recipe.endswith((".yaml", ".yml"))
 
 
 @contextmanager
@@ -114,9 +108,8 @@ def groups_listed(config_name: str, folders: list[Path]) -> set[str]:
     """The groups in the defaults list of the first file; Hydra requires `+` before any other group."""
     for folder in folders:
         if (path := folder / f"{config_name}.yaml").is_file():
-            return {
-                group for entry in read_yaml(path).get("defaults", []) if isinstance(entry, dict) for group in entry
-            }
+            defaults = read_yaml(path).get("defaults", [])
+            return {group for entry in defaults if isinstance(entry, dict) for group in entry}
     raise ConfigError(f"no {config_name}.yaml in {', '.join(map(str, folders))}", fix="leave --config-name out")
 
 
@@ -125,22 +118,14 @@ def check_choices(choices: Mapping[str, str], folders: list[Path]) -> None:
     groups = {child.name for folder in folders for child in folder.iterdir() if child.is_dir()}
     for group, name in choices.items():
         if group not in groups:
-            known = [*KEYS, *groups, *SECTIONS]
-            raise ConfigError(
-                f"unknown key {group}",
-                why=f"it is neither section.field nor a group of YAML files ({', '.join(sorted(groups))})",
-                fix=did_you_mean(group, known),
-            )
-        group_folders = [folder / group for folder in folders]
-        names = sorted(
-            {str(path.relative_to(parent))[:-5] for parent in group_folders for path in parent.rglob("*.yaml")}
-        )
+            why = f"it is neither section.field nor a group of YAML files ({', '.join(sorted(groups))})"
+            fix = did_you_mean(group, [*KEYS, *groups, *SECTIONS])
+            raise ConfigError(f"unknown key {group}", why=why, fix=fix)
+        parents = [folder / group for folder in folders]
+        names = sorted({str(path.relative_to(parent))[:-5] for parent in parents for path in parent.rglob("*.yaml")})
         if name not in names:
-            raise ConfigError(
-                f"there is no {group} {name!r}",
-                why=f"there are {', '.join(names)}",
-                fix=did_you_mean(name, names, prefix=f"{group}=") if name else f"write {group}=NAME",
-            )
+            fix = did_you_mean(name, names, prefix=f"{group}=") if name else f"write {group}=NAME"
+            raise ConfigError(f"there is no {group} {name!r}", why=f"there are {', '.join(names)}", fix=fix)
 
 
 def trace(config_name: str, overrides: list[str], *, folders: list[Path]) -> dict[str, str]:
@@ -157,16 +142,15 @@ def trace(config_name: str, overrides: list[str], *, folders: list[Path]) -> dic
         for path in paths:
             values_of_file = read_yaml(path)
             values_of_file.pop("defaults", None)
-            for part in reversed((default.package or "").split(".") if default.package else []):
-                values_of_file = {part: values_of_file}
+            if default.package:
+                values_of_file = nest({default.package: values_of_file})
             shown = name if path.parent.is_relative_to(folders[0]) else str(path)
-            check_file(values_of_file, shown)
-            files |= dict.fromkeys(keys_of(values_of_file), shown)
+            files |= dict.fromkeys(keys_of(values_of_file, shown), shown)
     return files
 
 
-def check_file(values_of_file: dict[str, Any], file: str) -> None:
-    """Check that every section and field of a file exists."""
+def keys_of(values_of_file: dict[str, Any], file: str) -> list[str]:
+    """The keys of the fields that a file sets, all of which must exist."""
     if list(values_of_file) == ["config"]:
         raise ConfigError(
             f"{file} would fill a section config",
@@ -179,10 +163,13 @@ def check_file(values_of_file: dict[str, Any], file: str) -> None:
             why="a recipe named by its path is read as it stands",
             fix=f"put it into a folder config/ and write --config-dir FOLDER +config={Path(file).stem}",
         )
+    errors = ErrorCollector()
+    keys = [key for key, _ in flatten(values_of_file, errors=errors)]
     try:
-        check_names(values_of_file)
+        errors.raise_errors()
     except ConfigError as error:
         raise ConfigError(f"{error.what} in {file}", why=error.why, fix=error.fix) from None
+    return keys
 
 
 def merge_settings(values: dict[str, dict[str, Any]], settings: list[Setting]) -> dict[str, dict[str, Any]]:
@@ -218,12 +205,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
         why = str(error).splitlines()[0]
         raise ConfigError(f"{path} cannot be read", why=why, fix="name a YAML file of nanotrain's sections") from None
     if not isinstance(content, dict):
-        raise ConfigError(
-            f"{path} holds no mapping", why="a configuration has sections", fix="write section: {field: value}"
-        )
+        fix = "write section: {field: value}"
+        raise ConfigError(f"{path} holds no mapping", why="a configuration has sections", fix=fix)
     return {str(key): value for key, value in content.items()}
-
-
-def keys_of(values_of_file: Mapping[str, Any]) -> list[str]:
-    """The keys of the fields that a mapping of sections sets."""
-    return [key for key, _ in flatten(values_of_file, errors=ErrorCollector())]

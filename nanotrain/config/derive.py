@@ -35,7 +35,7 @@ def ffn_size(model_config: ModelConfig) -> int:
         return model_config.ffn_hidden_size
     if model_config.activation is not Activation.swiglu:
         return 4 * model_config.hidden_size
-    return -(-8 * model_config.hidden_size // (3 * 64)) * 64
+    return round_up(-(-8 * model_config.hidden_size // 3), 64)
 
 
 def padded_vocab_size(model_config: ModelConfig) -> int:
@@ -48,13 +48,9 @@ def padded_vocab_size(model_config: ModelConfig) -> int:
     50304
     """
     if model_config.vocab_size is None:
-        raise ConfigError(
-            "the size of the vocabulary is not known yet",
-            why="model.vocab_size is unset and no tokenizer was read",
-            fix="set --vocab-size",
-        )
-    multiple = model_config.make_vocab_size_divisible_by
-    return -(-model_config.vocab_size // multiple) * multiple
+        why = "model.vocab_size is unset and no tokenizer was read"
+        raise ConfigError("the size of the vocabulary is not known yet", why=why, fix="set --vocab-size")
+    return round_up(model_config.vocab_size, model_config.make_vocab_size_divisible_by)
 
 
 def moe_layers(model_config: ModelConfig) -> tuple[bool, ...]:
@@ -102,18 +98,16 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
     >>> data_parallel_size(ParallelConfig(tensor_model_parallel_size=2), 8)
     4
     """
-    tp, cp, pp = (
-        parallel.tensor_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.pipeline_model_parallel_size,
-    )
-    if world_size % (tp * cp * pp):
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    pp = parallel.pipeline_model_parallel_size
+    unit = tp * cp * pp
+    if world_size % unit:
         raise TopologyError(
             f"{world_size} ranks cannot form tp={tp} x cp={cp} x pp={pp}",
-            why=f"tp*cp*pp = {tp * cp * pp} must divide the world size",
-            fix=f"run on {-(-world_size // (tp * cp * pp)) * tp * cp * pp} ranks or lower one of the three sizes",
+            why=f"tp*cp*pp = {unit} must divide the world size",
+            fix=f"run on {round_up(world_size, unit)} ranks or lower one of the three sizes",
         )
-    return world_size // (tp * cp * pp)
+    return world_size // unit
 
 
 def global_batch_size(train: TrainConfig, dp: int) -> int:
@@ -139,6 +133,15 @@ def num_microbatches(train: TrainConfig, dp: int) -> int:
         raise ConfigError(
             f"a global batch of {batch_size} samples cannot be split into microbatches",
             why=f"micro_batch_size {train.micro_batch_size} x data-parallel size {dp} = {per_pass} must divide it",
-            fix=f"set --global-batch-size {-(-batch_size // per_pass) * per_pass} or another --micro-batch-size",
+            fix=f"set --global-batch-size {round_up(batch_size, per_pass)} or another --micro-batch-size",
         )
     return batch_size // per_pass
+
+
+def round_up(number: int, unit: int) -> int:
+    """The least multiple of a unit that is not below a number.
+
+    >>> round_up(5, 4)
+    8
+    """
+    return -(-number // unit) * unit

@@ -101,7 +101,7 @@ def read_flag(line: CommandLine, argument: str, *, rest: list[str]) -> None:
     if flag in OWN_FLAGS:
         OWN_FLAGS[flag](line, value if has_value else take_value(flag, rest))
     elif argument in SWITCHES:
-        SWITCHES[argument](line)
+        setattr(line, SWITCHES[argument], True)
     elif argument in ALIASES:
         line.aliases.append(argument)
     elif flag in FLAGS:
@@ -110,12 +110,10 @@ def read_flag(line: CommandLine, argument: str, *, rest: list[str]) -> None:
     elif argument in NEGATIONS:
         line.settings.append(Setting(NEGATIONS[argument].key, "false", argument))
     elif has_value and flag in {*ALIASES, *NEGATIONS, *SWITCHES}:
-        raise ConfigError(
-            f"{argument} gives {flag} a value", why="it takes none", fix=f"write {flag} alone or leave it out"
-        )
+        fix = f"write {flag} alone or leave it out"
+        raise ConfigError(f"{argument} gives {flag} a value", why="it takes none", fix=fix)
     else:
-        while rest and not begins_argument(rest[0]):  # its values, which are no further mistakes
-            rest.pop(0)
+        take_values(rest)  # they are no further mistakes
         raise unknown("flag", flag, known=[*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *SWITCHES])
 
 
@@ -124,15 +122,20 @@ def read_field(entry: Entry, flag: str, *, value: str | None, rest: list[str]) -
     if entry.kind is bool:
         return Setting(entry.key, "true" if value is None else value, flag)
     if entry.kind is list:
-        items = [] if value is None else value.split()
-        while rest and not begins_argument(rest[0]):
-            items.append(rest.pop(0))
+        items = [*(value or "").split(), *take_values(rest)]
         if not items:
             raise no_value(flag)
         return Setting(entry.key, items, " ".join([flag, *items]))
     if value is None:
         value = take_value(flag, rest)
     return Setting(entry.key, value, f"{flag} {value}")
+
+
+def take_values(rest: list[str]) -> list[str]:
+    """The arguments up to the next flag, override or choice; they are removed from `rest`."""
+    count = next((index for index, text in enumerate(rest) if begins_argument(text)), len(rest))
+    taken, rest[:] = rest[:count], rest[count:]
+    return taken
 
 
 def take_value(flag: str, rest: list[str]) -> str:
@@ -165,34 +168,27 @@ def read_override(line: CommandLine, argument: str) -> None:
         raise ConfigError(f"{argument} has no effect", why="of Hydra's own settings only hydra.searchpath is used here")
     elif "." not in key and key not in ENTRIES:
         if prefix not in ("", "+"):
-            raise ConfigError(
-                f"{argument} begins with {prefix}", why="a YAML file is chosen, not removed", fix=f"write {key}=NAME"
-            )
+            why, fix = "a YAML file is chosen, not removed", f"write {key}=NAME"
+            raise ConfigError(f"{argument} begins with {prefix}", why=why, fix=fix)
         line.choices[key] = value
     elif key not in KEYS:
         raise unknown_key(key)
     elif prefix:
-        raise ConfigError(
-            f"{argument} begins with {prefix}", why="every field exists already", fix=f"write {key}={value}"
-        )
+        why, fix = "every field exists already", f"write {key}={value}"
+        raise ConfigError(f"{argument} begins with {prefix}", why=why, fix=fix)
     else:
         line.settings.append(Setting(key, value, argument, is_hydra=True))
 
 
 def apply_aliases(line: CommandLine) -> None:
     """Turn aliases into settings, before the others; a contradiction with another argument is an error."""
-    given: dict[str, list[tuple[str, str]]] = {}
-    for setting in line.settings:
-        given.setdefault(setting.key, []).append((str(setting.value), setting.text))
-    for flag in line.aliases:
-        given.setdefault(ENTRIES[ALIASES[flag].name].key, []).append((ALIASES[flag].value, flag))
-    for flag in dict.fromkeys(line.aliases):
-        alias = ALIASES[flag]
-        key = ENTRIES[alias.name].key
-        for value, text in given[key]:
-            if value not in alias.agrees:
+    aliases = [(flag, ALIASES[flag], ENTRIES[ALIASES[flag].name].key) for flag in line.aliases]
+    given = [*line.settings, *(Setting(key, alias.value, flag) for flag, alias, key in aliases)]
+    for flag, alias, key in dict.fromkeys(aliases):
+        for other in given:
+            if other.key == key and str(other.value) not in alias.agrees:
                 why, fix = f"{flag} means {key}={alias.value}", "leave one of them out"
-                line.errors.errors.append(ConfigError(f"{flag} contradicts {text}", why=why, fix=fix))
+                line.errors.errors.append(ConfigError(f"{flag} contradicts {other.text}", why=why, fix=fix))
         line.settings.insert(0, Setting(key, alias.value, flag))
 
 
@@ -203,11 +199,6 @@ def set_data_parallel_size(line: CommandLine, value: str) -> None:
     line.data_parallel_size = int(value)
 
 
-def set_config_name(line: CommandLine, value: str) -> None:
-    """`--config-name NAME`: compose another file in place of train.yaml."""
-    line.config_name = value.removesuffix(".yaml")
-
-
 def set_cfg(line: CommandLine, value: str) -> None:
     """`--cfg job`, as Hydra's."""
     if value != "job":
@@ -215,35 +206,20 @@ def set_cfg(line: CommandLine, value: str) -> None:
     line.wants_job = True
 
 
-def want_help(line: CommandLine) -> None:
-    """`--help`."""
-    line.wants_help = True
-
-
-def want_explanation(line: CommandLine) -> None:
-    """`--explain`."""
-    line.wants_explanation = True
-
-
-# flags that set no field, with and without a value
+# Flags that set no field: with a value, and without (the attribute of CommandLine that becomes true).
 OWN_FLAGS: dict[str, Callable[[CommandLine, str], None]] = {
     "--config-dir": lambda line, value: line.search_path.append(value),
-    "--config-name": set_config_name,
+    "--config-name": lambda line, value: setattr(line, "config_name", value.removesuffix(".yaml")),
     "--data-parallel-size": set_data_parallel_size,
     "--cfg": set_cfg,
 }
-SWITCHES: dict[str, Callable[[CommandLine], None]] = {
-    "--help": want_help,
-    "-h": want_help,
-    "--explain": want_explanation,
-}
+SWITCHES = {"--help": "wants_help", "-h": "wants_help", "--explain": "wants_explanation"}
 
 
 def no_value(flag: str) -> ConfigError:
     """The error for a flag at the end, or in front of another flag."""
-    entry = FLAGS.get(flag)
-    meaning = f"{flag} is {entry.field.metadata['meaning']}" if entry else ""
-    return ConfigError(f"{flag} has no value", why="it takes one", fix=meaning)
+    fix = FLAGS[flag].meaning if flag in FLAGS else ""
+    return ConfigError(f"{flag} has no value", why="it takes one", fix=fix)
 
 
 def unexpected(argument: str, line: CommandLine) -> ConfigError:

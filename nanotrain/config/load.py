@@ -42,10 +42,7 @@ class Loaded:
 
 
 def load_config(argv: Sequence[str]) -> Config:
-    """The configuration of a command line, checked for training.
-
-    Args:
-        argv: arguments after the program's name.
+    """The configuration of the arguments after the program's name, checked for training.
 
     Raises:
         ConfigError: everything unknown, of the wrong type, or contradictory.
@@ -59,11 +56,7 @@ def load(argv: Sequence[str], *, to_train: bool = True) -> Loaded:
 
 
 def load_line(line: CommandLine, *, to_train: bool = True) -> Loaded:
-    """The checked configuration of a parsed command line.
-
-    Args:
-        line: the command line.
-        to_train: refuse what can be planned but not trained.
+    """The checked configuration of a parsed command line; with `to_train`, also checked for training.
 
     Raises:
         ConfigError: all mistakes.
@@ -78,9 +71,7 @@ def load_line(line: CommandLine, *, to_train: bool = True) -> Loaded:
 def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
     """The configuration of a parsed command line, its values not yet checked against each other.
 
-    Args:
-        line: the command line.
-        errors: collects settings without effect.
+    Settings without effect are collected in `errors`.
 
     Raises:
         ConfigError: all mistakes in arguments, names and types.

@@ -54,29 +54,22 @@ def flag_of(name: str) -> str:
 
 def at_least(bound: float) -> Callable[[Any], bool]:
     """A check that passes numbers from `bound` on, and None."""
-
-    def holds(value: Any) -> bool:
-        return value is None or value >= bound
-
-    holds.__doc__ = f"must be at least {bound}"
-    return holds
+    return _check(f"must be at least {bound}", lambda value: value >= bound)
 
 
 def above(bound: float) -> Callable[[Any], bool]:
     """A check that passes numbers above `bound`, and None."""
-
-    def holds(value: Any) -> bool:
-        return value is None or value > bound
-
-    holds.__doc__ = f"must be above {bound}"
-    return holds
+    return _check(f"must be above {bound}", lambda value: value > bound)
 
 
 def between(low: float, high: float) -> Callable[[Any], bool]:
     """A check that passes numbers in [low, high), and None."""
+    return _check(f"must be at least {low} and below {high}", lambda value: low <= value < high)
 
-    def holds(value: Any) -> bool:
-        return value is None or low <= value < high
 
-    holds.__doc__ = f"must be at least {low} and below {high}"
-    return holds
+def _check(requirement: str, is_met: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        return value is None or is_met(value)
+
+    check.__doc__ = requirement
+    return check

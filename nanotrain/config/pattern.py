@@ -40,31 +40,18 @@ def read_node(node: ast.expr) -> int | list[int]:
         case ast.Constant(value=int(number)):
             return number
         case ast.List(elts=nodes):
-            return [read_number(entry) for entry in nodes]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return read_list(left) + read_list(right)
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            numbers = [int(entry) for entry in map(read_node, nodes) if isinstance(entry, int)]
+            if len(numbers) == len(nodes):
+                return numbers
+        case ast.BinOp(left=left, op=operator, right=right):
             first, second = read_node(left), read_node(right)
-            entries, times = (first, second) if isinstance(first, list) else (second, first)
-            if isinstance(entries, list) and isinstance(times, int) and len(entries) * times <= LONGEST:
-                return entries * times
-    raise ValueError("no pattern")
-
-
-def read_number(node: ast.expr) -> int:
-    """A number, or an error where it is a list."""
-    value = read_node(node)
-    if isinstance(value, int):
-        return int(value)
-    raise ValueError("no number")
-
-
-def read_list(node: ast.expr) -> list[int]:
-    """A list, or an error where it is a number."""
-    value = read_node(node)
-    if isinstance(value, list):
-        return value
-    raise ValueError("no list")
+            match (operator, first, second):
+                case (ast.Add(), list(), list()):
+                    return first + second
+                case (ast.Mult(), list(entries), int(times)) | (ast.Mult(), int(times), list(entries)):
+                    if len(entries) * times <= LONGEST:
+                        return entries * times
+    raise ValueError("not a pattern")
 
 
 def write_pattern(layers: tuple[bool, ...]) -> str:

@@ -10,7 +10,7 @@ check_choice       refuse a name that a table does not hold
 import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass
 from enum import Enum
 from functools import reduce
 from typing import Any, get_args, get_origin
@@ -41,17 +41,20 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """The field in Hydra's form, `section.field`."""
+        """The field's dotted name, `section.field`."""
         return f"{self.section}.{self.field.name}"
 
     @property
     def flag(self) -> str:
-        """The field's flag."""
         return flag_of(self.name)
 
     @property
+    def meaning(self) -> str:
+        """The field's flag and what it means, as advice in errors."""
+        return f"{self.flag} is {self.field.metadata['meaning']}"
+
+    @property
     def is_optional(self) -> bool:
-        """Whether the field may be unset."""
         return type(None) in get_args(self.field.type)
 
     @property
@@ -110,30 +113,25 @@ def config_from_dict(values: Mapping[str, Any]) -> Config:
 
 def build_section(kind: Any, converted: Mapping[str, Any], *, path: str = "") -> Any:
     """An instance of a section, with its fields from converted values by key."""
-    nested = {
-        f.name: build_section(f.metadata["section"], converted, path=f"{path}{f.name}.") for f in sections_of(kind)
-    }
-    own = {f.name: converted[f"{path}{f.name}"] for f in options_of(kind) if f"{path}{f.name}" in converted}
-    return kind(**nested, **own)
+    values = {f.name: converted[f"{path}{f.name}"] for f in options_of(kind) if f"{path}{f.name}" in converted}
+    for f in sections_of(kind):
+        values[f.name] = build_section(f.metadata["section"], converted, path=f"{path}{f.name}.")
+    return kind(**values)
 
 
 def flatten(values: Mapping[str, Any], *, errors: ErrorCollector, path: str = "") -> Iterator[tuple[str, Any]]:
     """Key and value of every field in nested mappings; unknown names are collected in `errors`."""
     for name, value in values.items():
         key = f"{path}{name}"
-        if key in SECTIONS:
-            if isinstance(value, Mapping | None):
-                yield from flatten(value or {}, errors=errors, path=f"{key}.")
-            else:
-                with errors:
-                    raise ConfigError(
-                        f"section {key} is {value!r}", why="a section holds fields", fix=f"write {key}.FIELD"
-                    )
-        elif key in KEYS:
+        if key in KEYS:
             yield key, value
+        elif key not in SECTIONS:
+            errors.errors.append(unknown_key(key))
+        elif isinstance(value, Mapping | None):
+            yield from flatten(value or {}, errors=errors, path=f"{key}.")
         else:
-            with errors:
-                raise unknown_key(key)
+            fix = f"write {key}.FIELD"
+            errors.errors.append(ConfigError(f"section {key} is {value!r}", why="a section holds fields", fix=fix))
 
 
 def unknown_key(key: str) -> ConfigError:
@@ -144,24 +142,9 @@ def unknown_key(key: str) -> ConfigError:
     """
     name = key.rpartition(".")[2]
     if name in ENTRIES and (key == name or ENTRIES[name].key.startswith(key.removesuffix(name))):
-        return ConfigError(
-            f"unknown key {key}", why="a key names its section", fix=f"did you mean {ENTRIES[name].key}?"
-        )
-    if "." not in key:
-        return unknown("section", key, known=SECTIONS)
-    return unknown("key", key, known=KEYS)
-
-
-def check_names(values: Mapping[str, Any]) -> None:
-    """Check that every section and field exists.
-
-    Raises:
-        ConfigError: all unknown names.
-    """
-    errors = ErrorCollector()
-    for _ in flatten(values, errors=errors):
-        pass
-    errors.raise_errors()
+        fix = f"did you mean {ENTRIES[name].key}?"
+        return ConfigError(f"unknown key {key}", why="a key names its section", fix=fix)
+    return unknown("key", key, known=KEYS) if "." in key else unknown("section", key, known=SECTIONS)
 
 
 def value_of(config: Any, key: str) -> Any:
@@ -186,20 +169,20 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
     return build_section(type(config), {**flat_values(config), **values})
 
 
-def set_values(values: dict[str, Any], named: Mapping[str, Any]) -> None:
-    """Set fields, given by their unique names, in plain nested values.
+def nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by key as nested values.
 
-    >>> values = {}
-    >>> set_values(values, {"moe_router_topk": 8})
-    >>> values
+    >>> nest({"model.moe.router_topk": 8})
     {'model': {'moe': {'router_topk': 8}}}
     """
-    for name, value in named.items():
-        *path, last = ENTRIES[name].key.split(".")
-        section = values
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        *path, name = key.split(".")
+        section = nested
         for part in path:
             section = section.setdefault(part, {})
-        section[last] = value
+        section[name] = value
+    return nested
 
 
 def nest_flat_values(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,33 +194,19 @@ def nest_flat_values(values: Mapping[str, Any]) -> dict[str, Any]:
     model = values.get("model")
     if not isinstance(model, Mapping):
         return dict(values)
-    nested: dict[str, Any] = {"model": {}}
-    for name, value in model.items():
-        if name in ENTRIES:
-            set_values(nested, {name: value})
-        else:
-            nested["model"][name] = value
-    return {**values, **nested}
+    keys = {name: ENTRIES[name].key if name in ENTRIES else f"model.{name}" for name in model}
+    return {**values, "model": {}, **nest({keys[name]: value for name, value in model.items()})}
 
 
-def check_choice(name: str, value: str, *, known: Iterable[str]) -> None:
-    """Check that the value of a field is a name of the table that holds its choices.
-
-    Args:
-        name: unique name of the field.
-        value: its value.
-        known: the names of the table.
+def check_choice(name: str, value: str, *, known: Iterable[str], why: str = "the known names are") -> None:
+    """Check that the value of a field, given by its unique name, is in a table of known names.
 
     Raises:
         ConfigError: an unknown name.
     """
-    entry, names = ENTRIES[name], list(known)
-    if value not in names:
-        raise ConfigError(
-            f"{entry.key} is {value!r}",
-            why=f"the known names are {', '.join(names)}",
-            fix=did_you_mean(value, names, prefix=f"{entry.flag} "),
-        )
+    if value not in known:
+        fix = did_you_mean(value, known, prefix=f"{ENTRIES[name].flag} ")
+        raise ConfigError(f"{ENTRIES[name].key} is {value!r}", why=f"{why} {', '.join(known)}", fix=fix)
 
 
 def convert(entry: Entry, value: Any) -> Any:
@@ -249,22 +218,16 @@ def convert(entry: Entry, value: Any) -> Any:
     result = CONVERSIONS[Enum if entry.choices else entry.kind](entry, value)
     check = entry.field.metadata["check"]
     if check is not None and not check(result):
-        raise ConfigError(
-            f"{entry.key} is {result}",
-            why=f"it {check.__doc__}",
-            fix=f"{entry.flag} is {entry.field.metadata['meaning']}",
-        )
+        raise ConfigError(f"{entry.key} is {result}", why=f"it {check.__doc__}", fix=entry.meaning)
     return result
 
 
 def convert_bool(entry: Entry, value: Any) -> bool:
     """true or false, yes or no, on or off, 1 or 0."""
-    booleans = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "1": True, "0": False}
-    if isinstance(value, bool):
-        return value
-    if str(value).lower() not in booleans:
+    text = str(value).lower()
+    if text not in BOOLEANS:
         raise wrong_type(entry, value)
-    return booleans[str(value).lower()]
+    return BOOLEANS[text]
 
 
 def convert_int(entry: Entry, value: Any) -> int:
@@ -277,12 +240,10 @@ def convert_int(entry: Entry, value: Any) -> int:
 
 def convert_float(entry: Entry, value: Any) -> float:
     """A finite number."""
-    if isinstance(value, bool):
-        raise wrong_type(entry, value)
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
-        raise wrong_type(entry, value) from None
+        number = math.nan
     if not math.isfinite(number):
         raise wrong_type(entry, value)
     return number
@@ -297,26 +258,20 @@ def convert_str(entry: Entry, value: Any) -> str:
 
 def convert_list(entry: Entry, value: Any) -> list[str]:
     """A list of texts, or one text split at spaces."""
-    if isinstance(value, Mapping):
-        raise wrong_type(entry, value)
     if isinstance(value, list | tuple):
         return [convert_str(entry, item) for item in value]
-    return str(value).split()
+    return convert_str(entry, value).split()
 
 
 def convert_enum(entry: Entry, value: Any) -> Enum:
     """A member by the spelling of its value."""
     text = value.value if isinstance(value, Enum) else str(value)
-    if text not in entry.choices:
-        raise ConfigError(
-            f"{entry.key} is {text!r}",
-            why=f"it takes one of {', '.join(entry.choices)}",
-            fix=did_you_mean(text, entry.choices, prefix=f"{entry.flag} "),
-        )
+    check_choice(entry.name, text, known=entry.choices, why="it takes one of")
     member: Enum = entry.kind(text)
     return member
 
 
+BOOLEANS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "1": True, "0": False}
 CONVERSIONS = {
     bool: convert_bool,
     int: convert_int,
@@ -330,12 +285,7 @@ TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", s
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A configuration or section as plain nested values (enums by their value), the inverse of `config_from_dict`."""
-    return {
-        field.name: to_dict(getattr(config, field.name))
-        if "section" in field.metadata
-        else plain(getattr(config, field.name))
-        for field in fields(config)
-    }
+    return nest({key: plain(value) for key, value in flat_values(config).items()})
 
 
 def plain(value: Any) -> Any:
@@ -352,8 +302,7 @@ def entries_of(section: str) -> list[Entry]:
 
 def unknown(what: str, name: str, *, known: Iterable[str]) -> ConfigError:
     """The error for a name that does not exist."""
-    why = "there is no such " + what
-    return ConfigError(f"unknown {what} {name}", why=why, fix=did_you_mean(name, known))
+    return ConfigError(f"unknown {what} {name}", why=f"there is no such {what}", fix=did_you_mean(name, known))
 
 
 def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
@@ -370,8 +319,4 @@ def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
 def wrong_type(entry: Entry, value: Any) -> ConfigError:
     """The error for a value the field cannot take."""
     expected = TYPE_NAMES.get(entry.kind) or f"one of {', '.join(entry.choices)}"
-    return ConfigError(
-        f"{entry.key} is {value!r}",
-        why=f"it takes {expected}",
-        fix=f"{entry.flag} is {entry.field.metadata['meaning']}",
-    )
+    return ConfigError(f"{entry.key} is {value!r}", why=f"it takes {expected}", fix=entry.meaning)

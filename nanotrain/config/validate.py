@@ -6,6 +6,8 @@ check_layout          the model against its parallel layout
 validate_for_world    the rules that need the world size
 """
 
+from collections.abc import Iterable
+
 from nanotrain.config.config import Config
 from nanotrain.config.derive import data_parallel_size, num_microbatches
 from nanotrain.config.rules.layout import LAYOUT_RULES
@@ -46,30 +48,24 @@ def collect_errors(config: Config, *, to_train: bool, errors: ErrorCollector) ->
 
 
 def model_rules(config: Config) -> tuple[Rule, ...]:
-    """The rules for this kind of model."""
+    """The rules for this kind of attention and MLP."""
     attention = MLA_RULES if config.model.multi_latent_attention else HEAD_RULES
     return (*attention, *POSITION_RULES, *(MOE_RULES if config.model.moe.num_experts is not None else ()))
 
 
 def check_model(config: Config) -> None:
-    """Check the model section.
-
-    Raises:
-        ConfigError: all broken rules.
-    """
-    errors = ErrorCollector()
-    check_rules(config, model_rules(config), errors=errors)
-    errors.raise_errors()
+    """Check the model section; raises all broken rules in one ConfigError."""
+    _check_table(config, model_rules(config))
 
 
 def check_layout(config: Config) -> None:
-    """Check that the parallel layout splits the model evenly.
+    """Check that the parallel layout splits the model evenly; raises all broken rules in one ConfigError."""
+    _check_table(config, LAYOUT_RULES)
 
-    Raises:
-        ConfigError: all broken rules.
-    """
+
+def _check_table(config: Config, rules: Iterable[Rule]) -> None:
     errors = ErrorCollector()
-    check_rules(config, LAYOUT_RULES, errors=errors)
+    check_rules(config, rules, errors=errors)
     errors.raise_errors()
 
 

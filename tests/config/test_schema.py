@@ -17,8 +17,8 @@ from nanotrain.config.schema import (
     check_choice,
     config_from_dict,
     flatten,
+    nest,
     plain,
-    set_values,
     to_dict,
     value_of,
     with_values,
@@ -56,8 +56,8 @@ def plain_values(draw: st.DrawFn) -> dict[str, Any]:
         value = draw(st.sampled_from(entry.choices) if entry.choices else KINDS[entry.kind])
         check = entry.field.metadata["check"]
         if (check is None or check(value)) and str(value).lower() not in ("null", "none"):
-            set_values(values, {entry.name: value})
-    return values
+            values[key] = value
+    return nest(values)
 
 
 @given(plain_values())

@@ -13,7 +13,7 @@ import torch
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import CheckpointConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
-from nanotrain.config.schema import config_from_dict, set_values, to_dict
+from nanotrain.config.schema import ENTRIES, config_from_dict, to_dict
 from nanotrain.data.batch import Sample
 from nanotrain.data.build import DatasetSplits
 from nanotrain.runs.folder import RunFolder
@@ -101,7 +101,8 @@ def config_of(case: Case) -> Config:
             if name in values[section]:  # a nested section, or a field by its own name
                 values[section][name] = value
             else:
-                set_values(values, {name: value})
+                _, nested, field_name = ENTRIES[name].key.split(".")
+                values[section][nested][field_name] = value
     return config_from_dict(values)
 
 

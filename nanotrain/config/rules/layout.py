@@ -7,8 +7,9 @@ and etp the width of each.
 from collections.abc import Callable
 from math import lcm
 
+from nanotrain.config.derive import round_up
 from nanotrain.config.option import flag_of
-from nanotrain.config.rules.rule import Rule, Values, round_up
+from nanotrain.config.rules.rule import Rule, Values
 
 END_FLAGS = "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
 END_FIELDS = "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers"

@@ -1,7 +1,7 @@
 """A rule as data, the values that its predicate and texts read, and the check of a table of rules."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
 
@@ -30,11 +30,10 @@ class Values:
         self.experts_per_group = (model.moe.num_experts or 0) // self.num_groups
         self.head_dim, self.query_groups = head_dim(model), query_groups(model)
         self.ffn_size, self.moe_ffn_size = ffn_size(model), moe_ffn_size(model)
-        is_known = model.vocab_size is not None
-        self.vocab_rows = padded_vocab_size(model) if is_known else model.make_vocab_size_divisible_by
+        # without a tokenizer yet: one unit of the padding
+        self.vocab_rows = padded_vocab_size(replace(model, vocab_size=model.vocab_size or 1))
 
     def __getattr__(self, name: str) -> Any:
-        """The value of a field."""
         if name not in ENTRIES:
             raise AttributeError(name)
         return value_of(self.config, ENTRIES[name].key)
@@ -45,7 +44,6 @@ class Values:
 
     @property
     def moe_layers(self) -> tuple[bool, ...]:
-        """Whether each layer has experts."""
         return moe_layers(self.config.model)
 
     @property
@@ -113,12 +111,3 @@ def check_rules(config: Config, rules: Iterable[Rule], *, errors: ErrorCollector
     for rule in rules:
         with errors:
             rule.check(values)
-
-
-def round_up(number: int, unit: int) -> int:
-    """The least multiple of a unit that is not below a number.
-
-    >>> round_up(5, 4)
-    8
-    """
-    return -(-number // unit) * unit
