@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import torch.distributed as dist
 
-from nanotrain.comm.collectives import all_gather_into, barrier, reduce_scatter_into
+from nanotrain.comm.collectives import all_gather_into, barrier, start_reduce_scatter_into
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import ParallelConfig
@@ -70,7 +70,7 @@ def operations(group: Group, num_bytes: int) -> dict[str, Callable[[], None]]:
     return {
         "all-reduce": lambda: dist.all_reduce(full),
         "reduce-scatter, gloo": lambda: scatter(shard, full),
-        "reduce-scatter, nanotrain": lambda: reduce_scatter_into(shard, full, group=group),
+        "reduce-scatter, nanotrain": lambda: start_reduce_scatter_into(shard, full, group=group).wait(),
         "all-gather, gloo": lambda: gather(gathered, shard),
         "all-gather, nanotrain": lambda: all_gather_into(gathered, shard, group=group),
     }

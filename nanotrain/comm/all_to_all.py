@@ -49,12 +49,7 @@ def start_all_to_all(
     group.traffic.record(group.name, "all_to_all", num_bytes=num_sent * row_bytes)
     with translate_errors("all_to_all", group):
         handle = dist.all_to_all_single(
-            output,
-            tensor,
-            list(output_splits),
-            list(input_splits),
-            group=group.process_group,
-            async_op=True,
+            output, tensor, list(output_splits), list(input_splits), group=group.process_group, async_op=True
         )
     return Work(lambda: output, op="all_to_all", group=group, handles=[handle], keep=[tensor])
 

@@ -22,51 +22,50 @@ from torch import Tensor
 from nanotrain.comm.collectives import local_slice, start_all_gather, start_all_reduce, start_reduce_scatter
 from nanotrain.comm.group import Group
 
-TensorFunction = Callable[[Tensor], Tensor]
+TensorFunction = Callable[..., Tensor]
 
 
 def copy_to(x: Tensor, group: Group) -> Tensor:
     """Return the input, which is equal on all ranks; the backward sums the ranks' gradients."""
-    return _apply(x, group, forward=_identity, backward=partial(_all_reduce, group=group))
+    return _apply(x, group, forward=_identity, backward=_all_reduce)
 
 
 def reduce_from(x: Tensor, group: Group) -> Tensor:
     """Sum the ranks' inputs; the backward returns the gradient, which is equal on all ranks."""
-    return _apply(x, group, forward=partial(_all_reduce, group=group), backward=_identity)
+    return _apply(x, group, forward=_all_reduce, backward=_identity)
 
 
 def gather_along(x: Tensor, group: Group, *, dim: int) -> Tensor:
     """Concatenate the ranks' inputs along `dim`; the backward reduce-scatters the gradients."""
-    gather, scatter = partial(_all_gather, group=group, dim=dim), partial(_reduce_scatter, group=group, dim=dim)
-    return _apply(x, group, forward=gather, backward=scatter)
+    return _apply(x, group, dim=dim, forward=_all_gather, backward=_reduce_scatter)
 
 
 def scatter_along(x: Tensor, group: Group, *, dim: int) -> Tensor:
     """Sum the ranks' inputs and return this rank's slice along `dim`; the backward all-gathers the gradients."""
-    gather, scatter = partial(_all_gather, group=group, dim=dim), partial(_reduce_scatter, group=group, dim=dim)
-    return _apply(x, group, forward=scatter, backward=gather)
+    return _apply(x, group, dim=dim, forward=_reduce_scatter, backward=_all_gather)
 
 
 def split_along(x: Tensor, group: Group, *, dim: int) -> Tensor:
     """Return this rank's slice along `dim` of an input equal on all ranks; the backward all-gathers the gradients."""
-    gather, split = partial(_all_gather, group=group, dim=dim), partial(_local_slice, group=group, dim=dim)
-    return _apply(x, group, forward=split, backward=gather)
+    return _apply(x, group, dim=dim, forward=_local_slice, backward=_all_gather)
 
 
 def concat_along(x: Tensor, group: Group, *, dim: int) -> Tensor:
     """Concatenate the ranks' inputs along `dim`; the backward returns this rank's slice of the gradient."""
-    gather, split = partial(_all_gather, group=group, dim=dim), partial(_local_slice, group=group, dim=dim)
-    return _apply(x, group, forward=gather, backward=split)
+    return _apply(x, group, dim=dim, forward=_all_gather, backward=_local_slice)
+
+
+def _apply(x: Tensor, group: Group, *, dim: int = 0, forward: TensorFunction, backward: TensorFunction) -> Tensor:
+    if group.size == 1:
+        return x
+    along = {"group": group, "dim": dim}
+    return _apply_collective(x, partial(forward, **along), backward=partial(backward, **along))
 
 
 @torch.compiler.disable  # collectives stay outside compiled graphs
 def _apply_collective(x: Tensor, forward: TensorFunction, *, backward: TensorFunction) -> Tensor:
     out: Tensor = _Collective.apply(x, forward, backward)
     return out
-
-
-def _apply(x: Tensor, group: Group, *, forward: TensorFunction, backward: TensorFunction) -> Tensor:
-    return x if group.size == 1 else _apply_collective(x, forward, backward=backward)
 
 
 class _Collective(torch.autograd.Function):
@@ -80,11 +79,11 @@ class _Collective(torch.autograd.Function):
         return ctx.backward_function(grads[0]), None, None
 
 
-def _identity(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor, group: Group, *, dim: int) -> Tensor:
     return tensor.view_as(tensor)
 
 
-def _all_reduce(tensor: Tensor, group: Group) -> Tensor:
+def _all_reduce(tensor: Tensor, group: Group, *, dim: int) -> Tensor:
     # A copy: the activation or gradient may be in use elsewhere in the graph.
     return start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), group).wait()
 

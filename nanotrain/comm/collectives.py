@@ -4,8 +4,7 @@
     start_reduce_scatter_into, start_all_gather_into    flat memory into a given output; gloo.py on gloo
     start_reduce_scatter, start_all_gather              along any dim, into a new tensor
     local_slice                                         the slice along a dim that reduce-scatter would return
-    all_reduce, reduce_scatter_into, all_gather_into    complete on return
-    broadcast, all_reduce_scalars                       complete on return
+    all_reduce, all_gather_into, all_reduce_scalars     complete on return
     all_gather_object, barrier                          control traffic
 
 In a group of one rank the output is the input and no process group is used. `group.traffic` counts the bytes sent.
@@ -24,10 +23,13 @@ from nanotrain.comm.group import Group
 from nanotrain.comm.traffic import reduced_bytes
 from nanotrain.comm.work import Work, translate_errors
 
-# torch 2.13 renamed both and warns on the old names; 2.10 knows only the old ones.
+# torch 2.13 renamed both and warns on the old names; 2.10 has only the old ones.
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
+_START_INTO = {
+    "reduce_scatter": (_reduce_scatter_flat, gloo.start_reduce_scatter_into),
+    "all_gather": (_all_gather_flat, gloo.start_all_gather_into),
+}
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -55,15 +57,7 @@ def start_reduce_scatter_into(output: Tensor, tensor: Tensor, *, group: Group) -
         tensor: [n], contiguous, the same dtype; must not change before `wait`. On gloo `wait` computes the sum.
         group: the ranks that take part.
     """
-    _check_slices(tensor, output, size=group.size)
-    if group.size == 1:
-        return Work.completed(_copy_unless_same(output, tensor))
-    group.traffic.record(group.name, "reduce_scatter", num_bytes=reduced_bytes(tensor.nbytes, group.size))
-    with translate_errors("reduce_scatter", group):
-        if dist.get_backend(group.process_group) == "gloo":
-            return gloo.start_reduce_scatter_into(output, tensor, group=group)
-        handle = _reduce_scatter_flat(output, tensor, group=group.process_group, async_op=True)
-    return Work(lambda: output, op="reduce_scatter", group=group, handles=[handle], keep=[tensor])
+    return _start_into(output, tensor, op="reduce_scatter", group=group)
 
 
 def start_all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> Work[Tensor]:
@@ -74,15 +68,7 @@ def start_all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> Wo
         tensor: [n / size], contiguous; may be this rank's slice of `output`.
         group: the ranks that take part.
     """
-    _check_slices(output, tensor, size=group.size)
-    if group.size == 1:
-        return Work.completed(_copy_unless_same(output, tensor))
-    group.traffic.record(group.name, "all_gather", num_bytes=reduced_bytes(output.nbytes, group.size))
-    with translate_errors("all_gather", group):
-        if dist.get_backend(group.process_group) == "gloo":
-            return gloo.start_all_gather_into(output, tensor, group=group)
-        handle = _all_gather_flat(output, tensor, group=group.process_group, async_op=True)
-    return Work(lambda: output, op="all_gather", group=group, handles=[handle], keep=[tensor])
+    return _start_into(output, tensor, op="all_gather", group=group)
 
 
 def start_all_gather(tensor: Tensor, group: Group, *, dim: int) -> Work[Tensor]:
@@ -127,23 +113,9 @@ def all_reduce(tensor: Tensor, group: Group, *, op: str = "sum") -> None:
     start_all_reduce(tensor, group, op=op).wait()
 
 
-def reduce_scatter_into(output: Tensor, tensor: Tensor, *, group: Group) -> None:
-    """`start_reduce_scatter_into`, complete on return."""
-    start_reduce_scatter_into(output, tensor, group=group).wait()
-
-
 def all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> None:
     """`start_all_gather_into`, complete on return."""
     start_all_gather_into(output, tensor, group=group).wait()
-
-
-def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> None:
-    """Overwrite `tensor` with that of rank `source` of the group (an index in the group, not a global rank)."""
-    if group.size == 1:
-        return
-    group.traffic.record(group.name, "broadcast", num_bytes=reduced_bytes(tensor.nbytes, group.size))
-    with translate_errors("broadcast", group):
-        dist.broadcast(tensor, src=group.ranks[source], group=group.process_group, async_op=True).wait()
 
 
 def all_reduce_scalars(values: Sequence[float], group: Group, *, op: str = "sum") -> list[float]:
@@ -181,14 +153,19 @@ def _check_divisible(tensor: Tensor, group: Group, *, dim: int) -> None:
     assert size % group.size == 0, f"{size} elements of dim {dim} cannot be split into {group.size} equal slices"
 
 
-def _check_slices(full: Tensor, part: Tensor, *, size: int) -> None:
-    assert part.numel() * size == full.numel(), "unequal slices would reach the wrong rank"
+def _start_into(output: Tensor, tensor: Tensor, *, op: str, group: Group) -> Work[Tensor]:
+    full, part = (tensor, output) if op == "reduce_scatter" else (output, tensor)
+    assert part.numel() * group.size == full.numel(), "unequal slices would reach the wrong rank"
     assert part.dtype == full.dtype, f"the bytes of {full.dtype} would be read as {part.dtype}"
     assert part.is_contiguous() and full.is_contiguous(), "slices are taken in memory order, not by strides"
-
-
-def _copy_unless_same(output: Tensor, tensor: Tensor) -> Tensor:
-    """The output of a group of one rank: the input, copied unless both are the same memory."""
-    if output.data_ptr() != tensor.data_ptr() or output.is_meta:
-        output.copy_(tensor.view_as(output))
-    return output
+    if group.size == 1:
+        if output.data_ptr() != tensor.data_ptr() or output.is_meta:
+            output.copy_(tensor.view_as(output))
+        return Work.completed(output)
+    group.traffic.record(group.name, op, num_bytes=reduced_bytes(full.nbytes, group.size))
+    start, start_on_gloo = _START_INTO[op]
+    with translate_errors(op, group):
+        if dist.get_backend(group.process_group) == "gloo":
+            return start_on_gloo(output, tensor, group=group)
+        handle = start(output, tensor, group=group.process_group, async_op=True)
+    return Work(lambda: output, op=op, group=group, handles=[handle], keep=[tensor])

@@ -13,7 +13,6 @@ own thread; `wait` computes the sum chunk by chunk while later chunks are still 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -33,14 +32,21 @@ def start_reduce_scatter_into(output: Tensor, tensor: Tensor, *, group: Group) -
     slices, scratch = tensor.view(group.size, -1), group.scratch.take(tensor.numel() - output.numel(), output.dtype)
     versions = list(scratch.view(group.size - 1, -1))
     versions.insert(group.index, slices[group.index])
-    transfer = _ReduceScatter(output.view(-1), versions, group.index, {}, [])
+    receives: dict[tuple[int, int], dist.Work] = {}  # of a chunk, by its start and the sending rank
+    sends: list[dist.Work] = []
     for chunk in _chunks(output.numel()):
         for source, target in _peers(group):
-            transfer.receives[chunk.start, source] = _receive(versions[source][chunk], source, group=group)
-            transfer.sends.append(_send(slices[target][chunk], target, group=group))
+            receives[chunk.start, source] = _receive(versions[source][chunk], source, group=group)
+            sends.append(_send(slices[target][chunk], target, group=group))
 
     def finish() -> Tensor:
-        transfer.finish()
+        total = output.view(-1)
+        for chunk in _chunks(output.numel()):
+            for source, _ in _peers(group):
+                receives[chunk.start, source].wait()
+            _sum_in_order(total[chunk], [version[chunk] for version in versions], local=group.index)
+        for handle in sends:
+            handle.wait()
         group.scratch.give(scratch)
         return output
 
@@ -57,35 +63,6 @@ def start_all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> Wo
     if slices[group.index].data_ptr() != local.data_ptr():
         slices[group.index].copy_(local)
     return Work(lambda: output, op="all_gather", group=group, handles=handles, keep=[tensor])
-
-
-@dataclass(frozen=True)
-class _ReduceScatter:
-    """A reduce-scatter in flight.
-
-    Args:
-        output: [n / size].
-        versions: every rank's version of this rank's slice, in rank order.
-        local: index of this rank's own version.
-        receives: the handle of each chunk by (start, rank).
-        sends: the handles of the sends.
-    """
-
-    output: Tensor
-    versions: list[Tensor]
-    local: int
-    receives: dict[tuple[int, int], dist.Work]
-    sends: list[dist.Work]
-
-    def finish(self) -> None:
-        """Sum every chunk as soon as all of its versions have been received."""
-        for chunk in _chunks(self.output.numel()):
-            for source in range(len(self.versions)):
-                if (chunk.start, source) in self.receives:
-                    self.receives[chunk.start, source].wait()
-            _sum_in_order(self.output[chunk], [version[chunk] for version in self.versions], local=self.local)
-        for handle in self.sends:
-            handle.wait()
 
 
 def _sum_in_order(output: Tensor, versions: list[Tensor], *, local: int) -> None:

@@ -8,14 +8,15 @@ import torch.distributed as dist
 
 from nanotrain.comm.scratch import Scratch
 from nanotrain.comm.traffic import TrafficCounter
-from nanotrain.topology.groups import GroupName, GroupSpec, Ranks
+from nanotrain.topology.groups import GroupName, GroupSpec
 
 
 class Group:
     """A group of ranks that this rank can communicate with.
 
     Args:
-        spec: the ranks, and this rank's index among them.
+        spec: the ranks, and this rank's index among them; `name`, `ranks`, `index`, `size`, `rank` and `is_first` are
+            those of the spec.
         process_group: torch's handle; None for a group of one rank.
         traffic: counts sent bytes, shared by the groups of a rank.
         scratch: receive buffers, shared by the groups of a rank.
@@ -33,6 +34,8 @@ class Group:
     ) -> None:
         assert process_group is not None or spec.size == 1, "collectives of several ranks need a process group"
         self.spec, self.process_group, self.coords_text = spec, process_group, coords_text
+        self.name, self.ranks, self.index = spec.name, spec.ranks, spec.index
+        self.size, self.rank, self.is_first = spec.size, spec.rank, spec.is_first
         self.traffic, self.scratch = traffic or TrafficCounter(), scratch or Scratch()
 
     @classmethod
@@ -46,38 +49,3 @@ class Group:
     def release(self) -> None:
         """Drop the reference to the process group, at the end of the job."""
         self.process_group = None
-
-    @property
-    def name(self) -> GroupName:
-        """The axis or axes that it spans."""
-        return self.spec.name
-
-    @property
-    def ranks(self) -> Ranks:
-        """Global ranks, ascending."""
-        return self.spec.ranks
-
-    @property
-    def index(self) -> int:
-        """Position of this rank in `ranks`."""
-        return self.spec.index
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.spec.size
-
-    @property
-    def rank(self) -> int:
-        """This rank's global rank."""
-        return self.spec.rank
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank is the first of the group."""
-        return self.spec.is_first
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank is the last of the group."""
-        return self.spec.is_last

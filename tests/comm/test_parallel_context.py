@@ -8,7 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanotrain.comm.collectives import all_gather_into, all_reduce, all_reduce_scalars, barrier, reduce_scatter_into
+from nanotrain.comm.collectives import (
+    all_gather_into,
+    all_reduce,
+    all_reduce_scalars,
+    barrier,
+    start_reduce_scatter_into,
+)
 from nanotrain.comm.parallel_context import Launch, ParallelContext
 from nanotrain.errors import EnvironmentFault
 from nanotrain.topology.groups import GROUP_NAMES
@@ -98,14 +104,14 @@ def test_a_fake_world_gives_any_rank_its_context_without_communication():
         }
         shard = ctx.group("dp_shard")
         full, part = torch.zeros(32 * 4), torch.zeros(4)
-        reduce_scatter_into(part, full, group=shard)
+        start_reduce_scatter_into(part, full, group=shard).wait()
         all_gather_into(full, part, group=shard)
         all_reduce(full, ctx.group("tp"))
         barrier(ctx.control)
         assert ctx.traffic.bytes("dp_shard") == 2 * 512 * 31 // 32
         assert ctx.traffic.bytes("tp") == 2 * 512 * 7 // 8
         meta = torch.empty(32 * 4, device="meta")
-        reduce_scatter_into(meta[:4], meta, group=shard)
+        start_reduce_scatter_into(meta[:4], meta, group=shard).wait()
     assert not dist.is_initialized()
 
 

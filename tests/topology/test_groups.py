@@ -1,21 +1,18 @@
-"""Group specs: neighbours wrap around, a single rank is its own neighbour, every name has its axes."""
+"""Group specs: the view of one rank, a group of a single rank, every name has its axes."""
 
 import pytest
 
 from nanotrain.topology.groups import DENSE_GROUPS, EXPERT_GROUPS, GROUP_NAMES, GroupSpec
 
 
-def test_neighbours_are_global_ranks_and_wrap_around():
-    middle, last = GroupSpec("dp", (1, 5, 9), 1), GroupSpec("dp", (1, 5, 9), 2)
-    assert (middle.rank, middle.prev, middle.next) == (5, 1, 9)
-    assert (last.prev, last.next) == (5, 1)
-    assert last.is_last and not last.is_first
+def test_a_spec_has_the_view_of_one_rank():
+    spec = GroupSpec("dp", (1, 5, 9), 1)
+    assert (spec.size, spec.rank, spec.is_first) == (3, 5, False)
 
 
-def test_a_single_rank_is_first_last_and_its_own_neighbour():
+def test_a_single_rank_is_a_group_of_its_own():
     spec = GroupSpec.single_rank("tp", rank=3)
-    assert (spec.size, spec.index, spec.rank, spec.next, spec.prev) == (1, 0, 3, 3, 3)
-    assert spec.is_first and spec.is_last
+    assert (spec.size, spec.index, spec.rank, spec.is_first) == (1, 0, 3, True)
 
 
 def test_a_rank_outside_the_group_has_no_spec():
