@@ -91,8 +91,7 @@ class Checkpointer:
             temporary = run_on_first(self.group, lambda: store.start_writing(self.folder, step))
             file = shard_name(self.group.index, self.group.size)
             reports = run_on_all(
-                self.group,
-                lambda: _ShardReport(write_shard(temporary / file, tensors), step, _checksum(objects)),
+                self.group, lambda: _ShardReport(write_shard(temporary / file, tensors), step, _checksum(objects))
             )
             return run_on_first(
                 self.group, lambda: self._commit(reports, objects=objects, config=config, topology=topology)

@@ -185,10 +185,7 @@ def _middle_edge(region: Box, boxes: Sequence[Box]) -> _Edge | None:
 def _slice(box: Box, dim: int, *, start: int, stop: int) -> Box:
     if box.start[dim] == start and box.stop[dim] == stop:
         return box
-    return Box(
-        box.start[:dim] + (start,) + box.start[dim + 1 :],
-        box.stop[:dim] + (stop,) + box.stop[dim + 1 :],
-    )
+    return Box(box.start[:dim] + (start,) + box.start[dim + 1 :], box.stop[:dim] + (stop,) + box.stop[dim + 1 :])
 
 
 def _text(box: Box) -> str:

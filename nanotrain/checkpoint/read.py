@@ -82,10 +82,7 @@ class ShardFile:
         if done < chunk.nbytes:
             raise _damaged(damaged, f"{self.path} ends {chunk.nbytes - done} bytes too early")
         if (present := f"{zlib.crc32(data):08x}") != chunk.crc32:
-            raise _damaged(
-                damaged,
-                f"its bytes in {self.path} have crc32 {present}, the manifest says {chunk.crc32}",
-            )
+            raise _damaged(damaged, f"its bytes in {self.path} have crc32 {present}, the manifest says {chunk.crc32}")
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
         size = os.fstat(self._handle).st_size

@@ -64,11 +64,7 @@ def require_complete(path: Path) -> Manifest:
         CheckpointError: unfinished, no manifest, or a file is missing or has another size.
     """
     if _LEFTOVER.fullmatch(path.name):
-        raise CheckpointError(
-            f"{path} is not a finished checkpoint",
-            why="its writer or deleter was killed",
-            fix=_CURE,
-        )
+        raise CheckpointError(f"{path} is not a finished checkpoint", why="its writer or deleter was killed", fix=_CURE)
     manifest = read_manifest(path)
     for name, size in manifest.files.items():
         file = path / name

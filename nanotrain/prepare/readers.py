@@ -54,9 +54,7 @@ def pick_text(row: Mapping[str, Any], column: str, *, source: str, columns: Sequ
     names = ", ".join(columns or row)
     if column not in row:
         raise DataError(
-            f"{source} has no column {column}",
-            why=f"its columns are {names}",
-            fix="name one with --text-column",
+            f"{source} has no column {column}", why=f"its columns are {names}", fix="name one with --text-column"
         )
     text = row[column]
     if text is None:
