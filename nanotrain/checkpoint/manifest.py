@@ -31,21 +31,13 @@ class NewerFormat(CheckpointError):
 
 @dataclass(frozen=True)
 class ChunkEntry:
-    """One chunk of a global tensor and its location.
+    """One chunk of a global tensor and its location."""
 
-    Args:
-        box: the chunk, in the coordinates of the global tensor.
-        file: name of the safetensors file, in the folder of the manifest.
-        key: name of the tensor in that file; its shape is that of the box.
-        crc32: zlib.crc32 of the raw bytes (C order, little endian), eight hexadecimal digits.
-        nbytes: number of those bytes.
-    """
-
-    box: Box
-    file: str
-    key: str
-    crc32: str
-    nbytes: int
+    box: Box  # the chunk, in the coordinates of the global tensor
+    file: str  # name of the safetensors file, in the folder of the manifest
+    key: str  # name of the tensor in that file; its shape is that of the box
+    crc32: str  # zlib.crc32 of the raw bytes (C order, little endian), eight hexadecimal digits
+    nbytes: int  # number of those bytes
 
 
 @dataclass(frozen=True)
@@ -64,23 +56,14 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint.
+    """The content of a checkpoint."""
 
-    Args:
-        step: optimizer steps done.
-        files: file name -> size in bytes.
-        tensors: global name -> entry.
-        objects: JSON that `restore` returns unchanged (counters).
-        config: the resolved configuration of the run.
-        topology: the layout of the run, for information only.
-    """
-
-    step: int
-    files: Mapping[str, int]
-    tensors: Mapping[str, TensorEntry]
-    objects: Mapping[str, Any]
-    config: Mapping[str, Any]
-    topology: Mapping[str, Any]
+    step: int  # optimizer steps done
+    files: Mapping[str, int]  # file name -> size in bytes
+    tensors: Mapping[str, TensorEntry]  # global name -> entry
+    objects: Mapping[str, Any]  # JSON that `restore` returns unchanged (counters)
+    config: Mapping[str, Any]  # the resolved configuration of the run
+    topology: Mapping[str, Any]  # the layout of the run, for information only
 
 
 def plain_json(value: Any) -> Any:

@@ -32,18 +32,12 @@ PLAIN_WIDTH = 120
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The outcome of `verify`.
+    """The outcome of `verify`."""
 
-    Args:
-        path: the step folder.
-        num_chunks: chunks read.
-        nbytes: their bytes.
-        faults: one line per damaged chunk, missing file or tensor not covered exactly once; empty without faults.
-    """
-
-    path: Path
-    num_chunks: int
-    nbytes: int
+    path: Path  # the step folder
+    num_chunks: int  # chunks read
+    nbytes: int  # their bytes
+    # one line per damaged chunk, missing file or tensor not covered exactly once; empty without faults
     faults: tuple[str, ...]
 
     @property

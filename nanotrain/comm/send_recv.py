@@ -24,28 +24,18 @@ from nanotrain.comm.work import Work, translate_errors
 
 @dataclass(frozen=True)
 class Message:
-    """One tensor to send or to receive.
+    """One tensor to send or to receive."""
 
-    Args:
-        tensor: contiguous; the tensor to send, or the memory to receive into.
-        peer: index in the group of the destination or source.
-    """
-
-    tensor: Tensor
-    peer: int
+    tensor: Tensor  # contiguous; the tensor to send, or the memory to receive into
+    peer: int  # index in the group of the destination or source
 
 
 @dataclass(frozen=True)
 class SendRecv:
-    """The handles of a batch of messages.
+    """The handles of a batch of messages."""
 
-    Args:
-        sent: complete when all sent tensors may be overwritten.
-        received: one handle per receive, in the given order; its result is the received tensor.
-    """
-
-    sent: Work[None]
-    received: tuple[Work[Tensor], ...]
+    sent: Work[None]  # complete when all sent tensors may be overwritten
+    received: tuple[Work[Tensor], ...]  # one handle per receive, in the given order; its result is the received tensor
 
 
 def start_send_recv(sends: Sequence[Message], receives: Sequence[Message], *, group: Group) -> SendRecv:

@@ -17,21 +17,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sample:
-    """One training sequence.
+    """One training sequence."""
 
-    Args:
-        tokens: [S] int64, the inputs.
-        labels: [S] int64, the next token of each input.
-        loss_mask: [S] float32, 1 where the prediction counts in the loss.
-        position_ids: [S] int64, or None for 0..S-1.
-        segment_ids: [S] int32, equal inside a document; None where attention crosses documents.
-    """
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    loss_mask: np.ndarray
-    position_ids: np.ndarray | None = None
-    segment_ids: np.ndarray | None = None
+    tokens: np.ndarray  # [S] int64, the inputs
+    labels: np.ndarray  # [S] int64, the next token of each input
+    loss_mask: np.ndarray  # [S] float32, 1 where the prediction counts in the loss
+    position_ids: np.ndarray | None = None  # [S] int64, or None for 0..S-1
+    segment_ids: np.ndarray | None = None  # [S] int32, equal inside a document; None where attention crosses documents
 
 
 class SampleDataset(Protocol):
@@ -52,21 +44,13 @@ class SampleDataset(Protocol):
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch.
+    """One microbatch."""
 
-    Args:
-        tokens: [B, S] int64.
-        labels: [B, S] int64.
-        loss_mask: [B, S] float32.
-        position_ids: [B, S] int64, or None for 0..S-1 in every row.
-        segment_ids: [B, S] int32, or None where attention crosses documents.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    position_ids: Tensor | None = None
-    segment_ids: Tensor | None = None
+    tokens: Tensor  # [B, S] int64
+    labels: Tensor  # [B, S] int64
+    loss_mask: Tensor  # [B, S] float32
+    position_ids: Tensor | None = None  # [B, S] int64, or None for 0..S-1 in every row
+    segment_ids: Tensor | None = None  # [B, S] int32, or None where attention crosses documents
 
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> "Batch":

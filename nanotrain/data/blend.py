@@ -23,15 +23,10 @@ from nanotrain.data.batch import Sample, SampleDataset
 
 @dataclass(frozen=True)
 class BlendIndex:
-    """Where a sample of the blend comes from.
+    """Where a sample of the blend comes from."""
 
-    Args:
-        dataset: index of the blended dataset.
-        sample: sample index in that dataset.
-    """
-
-    dataset: int
-    sample: int
+    dataset: int  # index of the blended dataset
+    sample: int  # sample index in that dataset
 
 
 @dataclass(frozen=True)

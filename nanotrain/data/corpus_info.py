@@ -13,23 +13,14 @@ from nanotrain.errors import DataError
 
 @dataclass(frozen=True)
 class CorpusInfo:
-    """The contents of `PREFIX.nanotrain.json` (`PREFIX.json` may be an input file).
+    """The contents of `PREFIX.nanotrain.json` (`PREFIX.json` may be an input file)."""
 
-    Args:
-        tokenizer: "bytes", or the name of a folder beside the pair; None if unknown.
-        vocab_size: one more than the largest id of that tokenizer.
-        eod: the end-of-document token.
-        documents: number of documents.
-        tokens: number of tokens.
-        plan: hash of inputs and options.
-    """
-
-    tokenizer: str | None = None
-    vocab_size: int = 0
-    eod: int | None = None
-    documents: int = 0
-    tokens: int = 0
-    plan: str = ""
+    tokenizer: str | None = None  # "bytes", or the name of a folder beside the pair; None if unknown
+    vocab_size: int = 0  # one more than the largest id of that tokenizer
+    eod: int | None = None  # the end-of-document token
+    documents: int = 0  # number of documents
+    tokens: int = 0  # number of tokens
+    plan: str = ""  # hash of inputs and options
 
 
 def tokenizer_path(prefix: Path) -> Path:

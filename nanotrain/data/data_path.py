@@ -11,15 +11,10 @@ from nanotrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class WeightedPrefix:
-    """One corpus of a blend.
+    """One corpus of a blend."""
 
-    Args:
-        prefix: path of the `.bin/.idx` pair without its endings.
-        weight: its weight; None to blend by size.
-    """
-
-    prefix: Path
-    weight: Fraction | None = None
+    prefix: Path  # path of the `.bin/.idx` pair without its endings
+    weight: Fraction | None = None  # its weight; None to blend by size
 
 
 def parse_data_path(entries: Sequence[str]) -> tuple[WeightedPrefix, ...]:

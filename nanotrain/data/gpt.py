@@ -25,25 +25,15 @@ from nanotrain.errors import DataError
 
 @dataclass(frozen=True)
 class GPTDatasetConfig:
-    """How a token stream is split into samples.
+    """How a token stream is split into samples."""
 
-    Args:
-        seq_length: S, tokens per sample.
-        vocab_size: token ids must be in [0, vocab_size).
-        seed: key of the shuffle of every epoch.
-        shuffle: visit the windows in a random order per epoch; off: in file order.
-        reset_position_ids: count positions from the start of each document.
-        reset_attention_mask: produce segment ids, so that attention stays inside a document.
-        eod_mask_loss: mask the loss of predictions made from an end-of-document token.
-    """
-
-    seq_length: int
-    vocab_size: int
-    seed: int = 0
-    shuffle: bool = True
-    reset_position_ids: bool = False
-    reset_attention_mask: bool = False
-    eod_mask_loss: bool = False
+    seq_length: int  # S, tokens per sample
+    vocab_size: int  # token ids must be in [0, vocab_size)
+    seed: int = 0  # key of the shuffle of every epoch
+    shuffle: bool = True  # visit the windows in a random order per epoch; off: in file order
+    reset_position_ids: bool = False  # count positions from the start of each document
+    reset_attention_mask: bool = False  # produce segment ids, so that attention stays inside a document
+    eod_mask_loss: bool = False  # mask the loss of predictions made from an end-of-document token
 
     @property
     def needs_document_starts(self) -> bool:
@@ -53,19 +43,12 @@ class GPTDatasetConfig:
 
 @dataclass(frozen=True)
 class GPTDataset:
-    """Samples from tokens [start, stop) of a corpus.
+    """Samples from tokens [start, stop) of a corpus."""
 
-    Args:
-        corpus: the token files.
-        start: stream offset of the first token of the split.
-        stop: stream offset after its last token.
-        config: how the tokens are split and shuffled.
-    """
-
-    corpus: IndexedTokens
-    start: int
-    stop: int
-    config: GPTDatasetConfig
+    corpus: IndexedTokens  # the token files
+    start: int  # stream offset of the first token of the split
+    stop: int  # stream offset after its last token
+    config: GPTDatasetConfig  # how the tokens are split and shuffled
 
     @property
     def samples_per_epoch(self) -> int:

@@ -21,19 +21,14 @@ _MASK64 = (1 << 64) - 1
 class Permutation:
     """A bijection of [0, size) selected by a key.
 
-    Args:
-        size: number of elements, at least 1.
-        seed: first half of the key.
-        epoch: second half of the key; every epoch has its own order.
-
     >>> order = Permutation(5, seed=1, epoch=0)
     >>> sorted(order[i] for i in range(5))
     [0, 1, 2, 3, 4]
     """
 
-    size: int
-    seed: int
-    epoch: int
+    size: int  # number of elements, at least 1
+    seed: int  # first half of the key
+    epoch: int  # second half of the key; every epoch has its own order
 
     @cached_property
     def _half_bits(self) -> int:

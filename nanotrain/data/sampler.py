@@ -17,20 +17,14 @@ from nanotrain.errors import ConfigError
 class SamplerConfig:
     """A rank's data-parallel index and the batch sizes.
 
-    Args:
-        dp_rank: index of this rank in its data-parallel group.
-        dp_size: ranks of the data-parallel group.
-        micro_batch_size: samples per microbatch of one rank.
-        global_batch_size: samples per optimizer step over all ranks.
-
     Raises:
         ConfigError: micro_batch_size * dp_size does not divide the global batch size.
     """
 
-    dp_rank: int
-    dp_size: int
-    micro_batch_size: int
-    global_batch_size: int
+    dp_rank: int  # index of this rank in its data-parallel group
+    dp_size: int  # ranks of the data-parallel group
+    micro_batch_size: int  # samples per microbatch of one rank
+    global_batch_size: int  # samples per optimizer step over all ranks
 
     def __post_init__(self) -> None:
         assert 0 <= self.dp_rank < self.dp_size, f"dp rank {self.dp_rank} is outside a group of {self.dp_size}"

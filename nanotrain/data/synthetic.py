@@ -9,17 +9,11 @@ from nanotrain.data.batch import Sample
 
 @dataclass(frozen=True)
 class SyntheticDataset:
-    """Uniformly random tokens.
+    """Uniformly random tokens."""
 
-    Args:
-        vocab_size: tokens are in [0, vocab_size).
-        seq_length: S, tokens per sample.
-        seed: key of the random generator.
-    """
-
-    vocab_size: int
-    seq_length: int
-    seed: int
+    vocab_size: int  # tokens are in [0, vocab_size)
+    seq_length: int  # S, tokens per sample
+    seed: int  # key of the random generator
 
     @property
     def samples_per_epoch(self) -> int:

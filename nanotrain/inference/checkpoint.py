@@ -29,15 +29,10 @@ PREFIX = "model/"  # of the names of main params in a checkpoint
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:
-    """A checkpoint and its configuration.
+    """A checkpoint and its configuration."""
 
-    Args:
-        path: the step folder.
-        config: the configuration of the run that wrote it.
-    """
-
-    path: Path
-    config: Config
+    path: Path  # the step folder
+    config: Config  # the configuration of the run that wrote it
 
 
 def open_checkpoint(path: Path) -> OpenedCheckpoint:

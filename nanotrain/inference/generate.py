@@ -11,19 +11,12 @@ from nanotrain.model.transformer import Stage
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is sampled.
+    """How the next token is sampled."""
 
-    Args:
-        temperature: divides the logits; 0 is greedy.
-        top_k: sample among the k most likely tokens; None for all.
-        seed: seed of the random generator.
-        stop: token that ends the text (and is included); None for none.
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    seed: int = 0
-    stop: int | None = None
+    temperature: float = 1.0  # divides the logits; 0 is greedy
+    top_k: int | None = None  # sample among the k most likely tokens; None for all
+    seed: int = 0  # seed of the random generator
+    stop: int | None = None  # token that ends the text (and is included); None for none
 
 
 @torch.no_grad()

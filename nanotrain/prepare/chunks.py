@@ -26,25 +26,15 @@ _COMPRESSED = {".gz", ".zst", ".bz2", ".xz"}
 
 @dataclass(frozen=True)
 class InputChunk:
-    """A range of the input that one process tokenizes into one part file.
+    """A range of the input that one process tokenizes into one part file."""
 
-    Args:
-        kind: how it is read, a key of `readers.READERS`.
-        files: the input files; one, except for small text files.
-        start: first byte, row group or row.
-        stop: one after the last.
-        num_bytes: size for the progress bar; 0 if unknown.
-        dataset: source of the rows, for kind "rows".
-        texts: the documents themselves, for kind "texts" (streaming).
-    """
-
-    kind: str
-    files: tuple[str, ...] = ()
-    start: int = 0
-    stop: int = 0
-    num_bytes: int = 0
-    dataset: HubDataset | None = None
-    texts: tuple[str, ...] = ()
+    kind: str  # how it is read, a key of `readers.READERS`
+    files: tuple[str, ...] = ()  # the input files; one, except for small text files
+    start: int = 0  # first byte, row group or row
+    stop: int = 0  # one after the last
+    num_bytes: int = 0  # size for the progress bar; 0 if unknown
+    dataset: HubDataset | None = None  # source of the rows, for kind "rows"
+    texts: tuple[str, ...] = ()  # the documents themselves, for kind "texts" (streaming)
 
 
 def plan_chunks(inputs: Sequence[str], *, subset: str | None, split: str) -> tuple[InputChunk, ...]:

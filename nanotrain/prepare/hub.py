@@ -13,19 +13,12 @@ from nanotrain.errors import DataError
 
 @dataclass(frozen=True)
 class HubDataset:
-    """The arguments of `datasets.load_dataset`.
+    """The arguments of `datasets.load_dataset`."""
 
-    Args:
-        name: hub name, a folder, or a file type ("csv") with `files`.
-        subset: configuration of the dataset; None for its only one.
-        split: split of the dataset, usually "train".
-        files: local files, for a file type.
-    """
-
-    name: str
-    subset: str | None
-    split: str
-    files: tuple[str, ...] = ()
+    name: str  # hub name, a folder, or a file type ("csv") with `files`
+    subset: str | None  # configuration of the dataset; None for its only one
+    split: str  # split of the dataset, usually "train"
+    files: tuple[str, ...] = ()  # local files, for a file type
 
 
 def load_rows(dataset: HubDataset, *, streaming: bool = False) -> Any:

@@ -36,21 +36,13 @@ _DOCUMENTS_PER_WRITE = 64
 
 @dataclass(frozen=True)
 class PartJob:
-    """How chunks become part files.
+    """How chunks become part files."""
 
-    Args:
-        folder: the folder of part files.
-        tokenizer: what `load_tokenizer` takes.
-        dtype: name of the token dtype.
-        column: field that holds the text.
-        append_eod: end each document with the end-of-document token.
-    """
-
-    folder: Path
-    tokenizer: str
-    dtype: str
-    column: str = "text"
-    append_eod: bool = True
+    folder: Path  # the folder of part files
+    tokenizer: str  # what `load_tokenizer` takes
+    dtype: str  # name of the token dtype
+    column: str = "text"  # field that holds the text
+    append_eod: bool = True  # end each document with the end-of-document token
 
 
 @dataclass(frozen=True)

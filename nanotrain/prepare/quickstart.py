@@ -30,17 +30,11 @@ _EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
 
 @dataclass(frozen=True)
 class QuickStart:
-    """A prepared quick-start corpus.
+    """A prepared quick-start corpus."""
 
-    Args:
-        prefix: prefix of its `.bin/.idx` pair.
-        tokenizer_path: its tokenizer.json.
-        vocab_size: vocabulary of that tokenizer.
-    """
-
-    prefix: Path
-    tokenizer_path: Path
-    vocab_size: int
+    prefix: Path  # prefix of its `.bin/.idx` pair
+    tokenizer_path: Path  # its tokenizer.json
+    vocab_size: int  # vocabulary of that tokenizer
 
 
 def prepare_quickstart(
