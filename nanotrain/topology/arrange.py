@@ -6,7 +6,7 @@
 dp and expert_dp are the world size divided by the other axes. `--use-tp-pp-dp-mapping` swaps dp and pp in both grids.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from math import lcm, prod
 from typing import Any
@@ -26,21 +26,8 @@ FIELDS = {
 }
 
 
-@dataclass(frozen=True)
-class Grids:
-    """The grid of experts and the grid of all other layers, over the same ranks."""
-
-    dense: Grid
-    expert: Grid
-
-
-def arrange(parallel: ParallelConfig, world_size: int, *, is_sharded: bool) -> Grids:
-    """Arrange ranks along the axes of a parallel config.
-
-    Args:
-        parallel: the parallel sizes.
-        world_size: number of ranks.
-        is_sharded: whether optimizer state is sharded over data-parallel ranks.
+def arrange(parallel: ParallelConfig, world_size: int, *, is_sharded: bool) -> tuple[Grid, Grid]:
+    """Arrange ranks in the dense and the expert grid; `is_sharded` if optimizer state is, over data-parallel ranks.
 
     Raises:
         TopologyError: the ranks cannot form the groups; names the numbers and a fix.
@@ -54,9 +41,9 @@ def arrange(parallel: ParallelConfig, world_size: int, *, is_sharded: bool) -> G
     ranks = {"dp*cp": dense["dp"] * dense["cp"], "expert_dp": expert["expert_dp"]}
     _check_instances(parallel.num_distributed_optimizer_instances, ranks, is_sharded=is_sharded)
     if not parallel.use_tp_pp_dp_mapping:
-        return Grids(_grid(dense, ("tp", "cp", "dp", "pp")), _grid(expert, ("etp", "ep", "expert_dp", "pp")))
+        return _grid(dense, ("tp", "cp", "dp", "pp")), _grid(expert, ("etp", "ep", "expert_dp", "pp"))
     _check_same_stages(dense, expert)
-    return Grids(_grid(dense, ("tp", "cp", "pp", "dp")), _grid(expert, ("etp", "ep", "pp", "expert_dp")))
+    return _grid(dense, ("tp", "cp", "pp", "dp")), _grid(expert, ("etp", "ep", "pp", "expert_dp"))
 
 
 def _dense_sizes(parallel: ParallelConfig) -> dict[str, int]:
@@ -79,12 +66,9 @@ def _grid(sizes: dict[str, int], axes: tuple[str, ...]) -> Grid:
     return Grid(axes, tuple(sizes[axis] for axis in axes))
 
 
-def _fits(parallel: ParallelConfig, world_size: int) -> bool:
+def _fits(parallel: ParallelConfig, world_size: int, **changes: Any) -> bool:
+    parallel = replace(parallel, **changes)
     return all(world_size % prod(sizes(parallel).values()) == 0 for sizes in (_dense_sizes, _expert_sizes))
-
-
-def _with_size(parallel: ParallelConfig, change: dict[str, Any]) -> ParallelConfig:
-    return replace(parallel, **change)
 
 
 def _misfit(parallel: ParallelConfig, world_size: int) -> TopologyError:
@@ -93,10 +77,10 @@ def _misfit(parallel: ParallelConfig, world_size: int) -> TopologyError:
     wrong = dense if world_size % prod(dense.values()) else expert
     current = dense | expert
     smaller_axes = (
-        (FIELDS[axis], smaller)
-        for axis in FIELDS
+        (field, smaller)
+        for axis, field in FIELDS.items()
         for smaller in range(current[axis] - 1, 0, -1)
-        if _fits(_with_size(parallel, {FIELDS[axis]: smaller}), world_size)
+        if _fits(parallel, world_size, **{field: smaller})
     )
     fixes = [f"set {flag_of(field)} {size}" for field, size in islice(smaller_axes, 1)]
     unit = lcm(prod(dense.values()), prod(expert.values()))

@@ -83,12 +83,7 @@ class TensorBox:
 
 
 def flat_range_to_boxes(shape: Sequence[int], *, start: int, stop: int) -> tuple[Box, ...]:
-    """Split elements [start, stop) of a row-major tensor into boxes, in flat order.
-
-    Args:
-        shape: the tensor's shape; () for a scalar.
-        start: first flat index.
-        stop: flat index after the last.
+    """Split elements [start, stop) of a row-major tensor (shape () for a scalar) into boxes, in flat order.
 
     Returns:
         At most 2*ndim-1 boxes (1 for a scalar), none empty, disjoint; concatenated they are the range.
@@ -106,18 +101,17 @@ def flat_range_to_boxes(shape: Sequence[int], *, start: int, stop: int) -> tuple
     row_numel = prod(shape[1:])
     first_full, last_full = -(-start // row_numel), stop // row_numel
     if first_full > last_full:  # the range is inside one row
-        return _in_row(shape, last_full, start=start - last_full * row_numel, stop=stop - last_full * row_numel)
-    boxes: tuple[Box, ...] = ()
-    if start < first_full * row_numel:
-        boxes += _in_row(shape, first_full - 1, start=start - (first_full - 1) * row_numel, stop=row_numel)
-    if first_full < last_full:
-        boxes += (Box((first_full,) + (0,) * (len(shape) - 1), (last_full, *shape[1:])),)
-    if last_full * row_numel < stop:
-        boxes += _in_row(shape, last_full, start=0, stop=stop - last_full * row_numel)
-    return boxes
+        return _in_row(shape, last_full, start=start, stop=stop)
+    full_rows = Box((first_full,) + (0,) * (len(shape) - 1), (last_full, *shape[1:]))
+    return (
+        *_in_row(shape, first_full - 1, start=start, stop=first_full * row_numel),
+        *([full_rows] if first_full < last_full else []),
+        *_in_row(shape, last_full, start=last_full * row_numel, stop=stop),
+    )
 
 
 def _in_row(shape: Sequence[int], row: int, *, start: int, stop: int) -> tuple[Box, ...]:
-    """Flat range [start, stop) of row `row`, whose shape is shape[1:], as boxes of the tensor."""
-    inside = flat_range_to_boxes(shape[1:], start=start, stop=stop)
+    """Flat range [start, stop) of the tensor, inside row `row`, as boxes of the tensor."""
+    first = row * prod(shape[1:])
+    inside = flat_range_to_boxes(shape[1:], start=start - first, stop=stop - first)
     return tuple(Box((row, *box.start), (row + 1, *box.stop)) for box in inside)

@@ -1,6 +1,5 @@
 """Parameter counts and FLOPs of a model, read from its declared parameters; the padding of the vocabulary left out."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from nanotrain.topology.parameters import declare_model
@@ -37,10 +36,6 @@ def flops_per_token(shape: ModelShape, seq_length: int) -> int:
     the scores and in the weighted sum of values. As is customary, norms (those on the compressed queries, keys and
     values of MLA too), activations, softmaxes, routers and embedding look-ups are left out.
 
-    Args:
-        shape: of the model.
-        seq_length: S, tokens per sample.
-
     >>> from nanotrain.config.config import ModelConfig
     >>> llama7b = ModelConfig(num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32,
     ...                       vocab_size=32000)
@@ -52,8 +47,8 @@ def flops_per_token(shape: ModelShape, seq_length: int) -> int:
     return 6 * weights + 3 * shape.num_layers * pairs_width * seq_length
 
 
-def _unpadded(shape: ModelShape) -> Iterator[ParamSpec]:
-    yield from declare_model(replace(shape, padded_vocab_size=shape.vocab_size))
+def _unpadded(shape: ModelShape) -> tuple[ParamSpec, ...]:
+    return declare_model(replace(shape, padded_vocab_size=shape.vocab_size))
 
 
 def _active(spec: ParamSpec, shape: ModelShape) -> int:

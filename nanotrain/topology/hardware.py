@@ -33,10 +33,6 @@ PEAK_FLOPS: dict[str, Peaks] = {
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """The dense matrix peak of a device in FLOP/s, or None if unknown (CPUs, MIG slices, unlisted cards).
 
-    Args:
-        device_name: as reported by the driver, "NVIDIA H100 80GB HBM3".
-        dtype: "fp32", "bf16" or "fp16".
-
     >>> peak_flops("NVIDIA H100 80GB HBM3", "bf16")
     989400000000000.0
     >>> peak_flops("AMD EPYC 7763", "fp32") is None

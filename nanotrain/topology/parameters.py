@@ -80,14 +80,9 @@ def declare_stage(
     tensor_parallel_size: int = 1,
     sequence_parallel: bool = False,
 ) -> Specs:
-    """Every parameter of a pipeline stage, in registration order.
+    """Every parameter of a pipeline stage, in registration order; the other arguments are those of `Declaration`.
 
-    Args:
-        shape: of the model.
-        stage: the layers of the stage; a tied word embedding is declared on the first and on the last stage.
-        dtype: of the parameters, "fp32", "bf16" or "fp16".
-        tensor_parallel_size: ranks of tp.
-        sequence_parallel: whether activations are sharded along the sequence between tensor-parallel layers.
+    A tied word embedding is declared on the first and on the last stage.
     """
     declare = Declaration(shape, dtype, tensor_parallel_size, sequence_parallel)
     units: dict[str, Specs] = {}

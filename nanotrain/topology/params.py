@@ -69,11 +69,7 @@ class ParamSpec:
         return prod(self.shape)
 
     def box(self, coords: Mapping[str, int], sizes: Mapping[str, int]) -> Box:
-        """The box of one rank.
-
-        Args:
-            coords: the rank's coordinate per axis; only the axes that shard this parameter are read.
-            sizes: ranks per axis.
+        """The box of one rank, from its coordinate and the number of ranks per axis that shards this parameter.
 
         Raises:
             TopologyError: a dim that an axis does not divide.
@@ -96,16 +92,13 @@ class ParamSpec:
 class LocalParam:
     """A parameter as one rank holds it.
 
-    Args:
-        spec: the global parameter.
-        box: the rank's box of it.
-        replica_id: numbers the ranks of one data-parallel replica that hold this box. Replicas come from an axis that
-            does not shard the parameter, and for a tied embedding from the last stage. Replica 0 counts in the
-            gradient norm and is saved.
+    `replica_id` numbers the ranks of one data-parallel replica that hold the same box. Replicas come from an axis that
+    does not shard the parameter, and for a tied embedding from the last stage. Replica 0 counts in the gradient norm
+    and is saved.
     """
 
     spec: ParamSpec
-    box: Box
+    box: Box  # what this rank holds of it
     replica_id: int = 0
 
     @property
@@ -119,22 +112,13 @@ class LocalParam:
         return cls(spec, Box.full(spec.shape))
 
 
-# The axis inside one model replica that may leave a parameter unsharded, by `is_expert`.
-_REPLICATING_AXES = {False: "tp", True: "etp"}
-
-
 def localize(spec: ParamSpec, *, coords: Mapping[str, int], sizes: Mapping[str, int]) -> LocalParam:
-    """What a rank holds of a parameter of its stage.
-
-    Args:
-        spec: the parameter; `spec.stage` is a stage of this rank.
-        coords: the rank's coordinate per axis.
-        sizes: ranks per axis.
+    """What a rank holds of a parameter of its stage, from its coordinate and the number of ranks per axis.
 
     Raises:
         TopologyError: a dim that an axis does not divide.
     """
-    axis = _REPLICATING_AXES[spec.is_expert]
+    axis = "etp" if spec.is_expert else "tp"  # inside one model replica, this one may leave a parameter unsharded
     is_sharded = any(shard.axis == axis for shard in spec.shards)
     index, num_replicas = (0, 1) if is_sharded else (coords[axis], sizes[axis])
     is_tied_replica = spec.is_tied and spec.stage > 0

@@ -24,10 +24,7 @@ def run_topology(parallel: ParallelConfig, world_size: int, *, as_json: bool) ->
 
     With `no_shard` every shard group is a single rank, so dp_shard and dp_replicate are shown as `optim` forms them.
 
-    Args:
-        parallel: the parallel sizes.
-        world_size: number of ranks.
-        as_json: return an object of group name -> list of rank lists instead of the picture.
+    `as_json` returns an object of group name -> list of rank lists instead of the picture.
 
     Raises:
         TopologyError: the ranks cannot form the groups.
@@ -37,13 +34,9 @@ def run_topology(parallel: ParallelConfig, world_size: int, *, as_json: bool) ->
         parallel = replace(parallel, data_parallel_sharding_strategy=ShardingStrategy.optim)
     topology = Topology.of(parallel, world_size)
     if as_json:
-        return _json_text(topology)
+        lines = (f"  {json.dumps(name)}: {json.dumps(groups)}" for name, groups in topology.groups().items())
+        return "{\n" + ",\n".join(lines) + "\n}"
     return render(topology) + ("" if is_sharded else UNSHARDED_NOTE)
-
-
-def as_json(topology: Topology) -> dict[str, list[list[int]]]:
-    """All groups as JSON values: group name -> list of rank lists."""
-    return {name: [list(group) for group in groups] for name, groups in topology.groups().items()}
 
 
 def render(topology: Topology) -> str:
@@ -52,12 +45,6 @@ def render(topology: Topology) -> str:
     if topology.expert.sizes != topology.dense.sizes:
         parts += [_sizes_line(topology.expert, prefix="experts: "), _draw(topology.expert)]
     return "\n\n".join([*parts, _group_table(topology)])
-
-
-def _json_text(topology: Topology) -> str:
-    """One line per group name."""
-    lines = (f"  {json.dumps(name)}: {json.dumps(groups)}" for name, groups in as_json(topology).items())
-    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 def _sizes_line(grid: Grid, *, prefix: str = "") -> str:

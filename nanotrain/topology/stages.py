@@ -34,11 +34,7 @@ def split_layers(
 
     The last stage also computes the head and the loss, so it is never among the longer ones.
 
-    Args:
-        num_layers: transformer blocks of the model.
-        num_stages: stages on all pipeline ranks.
-        first: layers of the first stage; None for an even share.
-        last: layers of the last stage; None for an even share. The other stages share the rest evenly.
+    `first` and `last` set the layers of the first and the last stage; the other stages share the rest evenly.
 
     Raises:
         TopologyError: fewer layers than stages, or `first` and `last` that leave too few or too many for the others.

@@ -39,8 +39,8 @@ class Topology:
             TopologyError: the ranks cannot form the groups; names the numbers and a fix.
         """
         is_sharded = parallel.data_parallel_sharding_strategy is not ShardingStrategy.no_shard
-        grids = arrange(parallel, world_size, is_sharded=is_sharded)
-        return cls(grids.dense, grids.expert, parallel.num_distributed_optimizer_instances, is_sharded)
+        dense, expert = arrange(parallel, world_size, is_sharded=is_sharded)
+        return cls(dense, expert, parallel.num_distributed_optimizer_instances, is_sharded)
 
     @property
     def world_size(self) -> int:

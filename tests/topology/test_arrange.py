@@ -45,17 +45,17 @@ def test_every_suggested_fix_works(world_size: int, tp: int, cp: int, pp: int, e
         expert_tensor_parallel_size=etp,
     )
     try:
-        grids = arrange(parallel, world_size, is_sharded=True)
+        dense, expert = arrange(parallel, world_size, is_sharded=True)
     except TopologyError as error:
         # then: both the smaller axis and the other number of ranks are accepted
         for flag, size in re.findall(r"set --(\S+) (\d+)", error.fix):
             arrange(replace(parallel, **{flag.replace("-", "_"): int(size)}), world_size, is_sharded=True)
         (ranks,) = re.findall(r"run on (\d+) ranks", error.fix)
-        grids = arrange(parallel, int(ranks), is_sharded=True)
+        dense, expert = arrange(parallel, int(ranks), is_sharded=True)
         world_size = int(ranks)
 
     # then: both grids contain all ranks
-    assert grids.dense.world_size == grids.expert.world_size == world_size
+    assert dense.world_size == expert.world_size == world_size
 
 
 def test_pp_before_dp_raises_if_a_rank_would_have_two_stages() -> None:
@@ -75,12 +75,12 @@ def test_a_rank_has_one_stage_in_both_grids(world_size: int, tp: int, cp: int, p
         use_tp_pp_dp_mapping=before,
     )
     try:
-        grids = arrange(parallel, world_size, is_sharded=True)
+        dense, expert = arrange(parallel, world_size, is_sharded=True)
     except TopologyError:
         return
 
     for rank in range(world_size):
-        assert grids.dense.coords(rank)["pp"] == grids.expert.coords(rank)["pp"]
+        assert dense.coords(rank)["pp"] == expert.coords(rank)["pp"]
 
 
 def test_instances_must_divide_the_data_parallel_ranks() -> None:
