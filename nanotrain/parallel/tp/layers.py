@@ -22,23 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanotrain.kernels.linear import Linear, dgrad, fprop
-from nanotrain.parallel.tp.linears import build_linears
+from nanotrain.parallel.tp.linears import column_linears, row_linear
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 
 
 class ColumnParallelLinear(nn.Module):
-    """A linear layer with sharded outputs.
-
-    Args:
-        weight: [O/tp, I].
-        bias: [O/tp], or None.
-        tensor_parallel: the group that shards the weight.
-    """
+    """A linear layer with sharded outputs: weight [O/tp, I], bias [O/tp] or None."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, tensor_parallel: TensorParallel) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias
-        self.linears = build_linears(tensor_parallel)
+        self.weight, self.bias, self.tensor_parallel = weight, bias, tensor_parallel
 
     @property
     def linear(self) -> Linear:
@@ -54,13 +47,8 @@ class ColumnParallelLinear(nn.Module):
 class ReplicatedHeadsLinear(ColumnParallelLinear):
     """A linear layer with fewer heads than ranks: each rank holds all heads and computes the one that it needs.
 
-    Gradients are zero outside the computed rows and have to be summed over tp.
-
-    Args:
-        weight: [O, I].
-        bias: [O], or None.
-        rows: the outputs to compute.
-        tensor_parallel: the group whose ranks share the input.
+    `rows` are the outputs to compute, of weight [O, I] and bias [O]. Gradients are zero outside of them and have to be
+    summed over tp.
     """
 
     def __init__(
@@ -76,61 +64,41 @@ class ReplicatedHeadsLinear(ColumnParallelLinear):
 
 
 def column_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
-    """The outputs of column-parallel layers that read one input, which is gathered once.
+    """Column-parallel layers of one group that read one input, which is gathered once.
 
-    Args:
-        x: [B, S or S/tp, I].
-        layers: of the same tensor-parallel group.
-
-    Returns:
-        one [B, S, O/tp] per layer.
+    x [B, S or S/tp, I] -> one [B, S, O/tp] per layer.
     """
-    return layers[0].linears.column(x, [layer.linear for layer in layers])
+    return column_linears(x, [layer.linear for layer in layers], tensor_parallel=layers[0].tensor_parallel)
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer with sharded inputs; partial sums are reduced over the group, then the bias is added.
+    """A linear layer with sharded inputs: weight [O, I/tp], bias [O] replicated or None.
 
-    Args:
-        weight: [O, I/tp].
-        bias: [O], replicated, or None.
-        tensor_parallel: the group that shards the weight.
+    Partial sums are reduced over the group, then the bias is added.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, tensor_parallel: TensorParallel) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias
-        self.linears = build_linears(tensor_parallel)
+        self.weight, self.bias, self.tensor_parallel = weight, bias, tensor_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, I/tp] -> [B, S or S/tp, O]."""
-        return self.linears.row(x, Linear(self.weight, self.bias))
+        return row_linear(x, Linear(self.weight, self.bias), tensor_parallel=self.tensor_parallel)
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A token embedding with a sharded vocabulary.
-
-    Args:
-        weight: [Vp/tp, H].
-        tensor_parallel: the group that shards the vocabulary.
-    """
+    """A token embedding with a sharded vocabulary: weight [Vp/tp, H]."""
 
     def __init__(self, weight: nn.Parameter, *, tensor_parallel: TensorParallel) -> None:
         super().__init__()
         self.weight, self.tensor_parallel = weight, tensor_parallel
-        self._look_up = self._look_up_all if tensor_parallel.group.size == 1 else self._look_up_shard
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[B, S] int64 -> [B, S or S/tp, H]."""
-        return self._look_up(tokens)
-
-    def _look_up_all(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.weight)
-
-    def _look_up_shard(self, tokens: Tensor) -> Tensor:
-        """Tokens of other shards contribute zero to the reduction."""
-        num_local = self.weight.shape[0]
-        rows = tokens - self.tensor_parallel.group.index * num_local
+        """[B, S] int64 -> [B, S or S/tp, H]; tokens of other shards contribute zero to the reduction."""
+        group, num_local = self.tensor_parallel.group, self.weight.shape[0]
+        if group.size == 1:
+            return F.embedding(tokens, self.weight)
+        rows = tokens - group.index * num_local
         is_masked = (rows < 0) | (rows >= num_local)
         hidden = F.embedding(rows.masked_fill(is_masked, 0), self.weight)
         return self.tensor_parallel.leave(hidden.masked_fill(is_masked[..., None], 0.0))

@@ -1,8 +1,9 @@
 """Linear layers on a tp group, with the communication of their backward overlapped.
 
-    build_linears    selects, once per layer:
-    TorchLinears     torch's operator, for one rank that defers nothing; torch.compile traces it
-    ShardedLinears   over a group, or with deferred wgrad:
+    column_linears   layers with sharded outputs that read one input
+    row_linear       a layer with sharded inputs
+
+One rank that defers nothing runs torch's operator, which torch.compile traces. Over a group, or with deferred wgrad:
 
     forward     enter x                      y_i = x W_i^T + b_i
     backward    start all-gather of x        dx = sum_i dy_i W_i           (dgrad) while x is gathered
@@ -27,47 +28,25 @@ from nanotrain.kernels.linear import Linear
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 
 
-class TorchLinears:
-    """torch's own operator, for one rank that defers nothing."""
-
-    def column(self, x: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
-        """[B, S, I] -> one [B, S, O] per layer."""
+def column_linears(x: Tensor, linears: Sequence[Linear], *, tensor_parallel: TensorParallel) -> tuple[Tensor, ...]:
+    """[B, S or S/tp, I] -> one [B, S, O] per layer."""
+    if _is_plain(tensor_parallel):
         return tuple(linear.fprop(x) for linear in linears)
+    return _linears(x, linears, tensor_parallel=tensor_parallel)
 
-    def row(self, x: Tensor, linear: Linear) -> Tensor:
-        """[B, S, I] -> [B, S, O]."""
+
+def row_linear(x: Tensor, linear: Linear, *, tensor_parallel: TensorParallel) -> Tensor:
+    """[B, S, I/tp] -> [B, S or S/tp, O]; the bias is added after the reduction."""
+    if _is_plain(tensor_parallel):
         return linear.fprop(x)
+    (partial,) = _linears(x, [Linear(linear.weight, None)], tensor_parallel=tensor_parallel.unsharded)
+    out = tensor_parallel.leave(partial)
+    return out if linear.bias is None else out + linear.bias
 
 
-class ShardedLinears:
-    """Linear layers over a tp group, or on one rank with deferred wgrad.
-
-    Args:
-        tensor_parallel: the group and the wgrad queue.
-    """
-
-    def __init__(self, tensor_parallel: TensorParallel) -> None:
-        self.tensor_parallel = tensor_parallel
-
-    def column(self, x: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
-        """[B, S or S/tp, I] -> one [B, S, O] per layer."""
-        return _linears(x, linears, tensor_parallel=self.tensor_parallel)
-
-    def row(self, x: Tensor, linear: Linear) -> Tensor:
-        """[B, S, I/tp] -> [B, S or S/tp, O]; the bias is added after the reduction."""
-        (partial,) = _linears(x, [Linear(linear.weight, None)], tensor_parallel=self.tensor_parallel.unsharded)
-        out = self.tensor_parallel.leave(partial)
-        return out if linear.bias is None else out + linear.bias
-
-
-Linears = TorchLinears | ShardedLinears
-
-
-def build_linears(tensor_parallel: TensorParallel) -> Linears:
-    """The implementation for a group and its wgrad queue."""
-    if tensor_parallel.group.size == 1 and tensor_parallel.wgrad_queue is None:
-        return TorchLinears()
-    return ShardedLinears(tensor_parallel)
+def _is_plain(tensor_parallel: TensorParallel) -> bool:
+    """Whether this is one rank that defers nothing."""
+    return tensor_parallel.group.size == 1 and tensor_parallel.wgrad_queue is None
 
 
 @torch.compiler.disable  # collectives and the wgrad queue stay out of compiled graphs
@@ -114,22 +93,14 @@ class _Linears(torch.autograd.Function):
 
 def _sum_dgrads(flat_grads: list[Tensor], linears: tuple[Linear, ...]) -> Tensor:
     """[T, I], this rank's partial sum."""
-    total: Tensor | None = None
-    for grad, linear in zip(flat_grads, linears, strict=True):
-        total = linear.dgrad(grad, add_to=total)
-    assert total is not None, "at least one layer reads the input"
+    total = linears[0].dgrad(flat_grads[0])
+    for grad, linear in zip(flat_grads[1:], linears[1:], strict=True):
+        linear.dgrad(grad, add_to=total)
     return total
 
 
 class _LinearsWgrad:
-    """The weight gradients of layers that share an input.
-
-    Args:
-        x: [B, S or S/tp, I], the local shard of the input.
-        tensor_parallel: gathers it.
-        linears: the layers.
-        flat_grads: one [T, O] per layer.
-    """
+    """The weight gradients of layers that share an input x [B, S or S/tp, I]; `flat_grads` is one [T, O] per layer."""
 
     def __init__(
         self, x: Tensor, tensor_parallel: TensorParallel, *, linears: tuple[Linear, ...], flat_grads: list[Tensor]

@@ -31,6 +31,7 @@ CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
 MIN_CHUNK_TOKENS = 256
 
 
+@torch.compiler.disable  # collectives stay out of compiled graphs
 def vocab_parallel_cross_entropy(
     hidden: Tensor, weight: Tensor, *, labels: Tensor, loss_mask: Tensor, vocab_size: int, group: Group
 ) -> Tensor:
@@ -49,7 +50,7 @@ def vocab_parallel_cross_entropy(
     """
     shard = _VocabShard.of(weight, vocab_size, group=group)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        loss: Tensor = _loss_with_gradients(hidden, weight, labels=labels, loss_mask=loss_mask, shard=shard)
+        loss: Tensor = _VocabParallelCrossEntropy.apply(hidden, weight, labels, loss_mask, shard)
         return loss
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     for chunk in _chunks(hidden, shard):
@@ -109,14 +110,6 @@ def _normalize(logits: Tensor, group: Group) -> Tensor:
     local = logits[:, :1].float() - log_probs[:, :1]  # the local log-sum-exp, from any column
     total = start_all_gather(local, group, dim=1).wait().logsumexp(dim=1, keepdim=True)
     return log_probs.add_(local - total)
-
-
-@torch.compiler.disable  # collectives stay out of compiled graphs
-def _loss_with_gradients(
-    hidden: Tensor, weight: Tensor, *, labels: Tensor, loss_mask: Tensor, shard: _VocabShard
-) -> Tensor:
-    loss: Tensor = _VocabParallelCrossEntropy.apply(hidden, weight, labels, loss_mask, shard)
-    return loss
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
