@@ -170,8 +170,8 @@ def every_shape_on_this_rank(ctx, sequence_parallel, comm_type):
         ModelParallel.single_rank(), tp=tensor_parallel, core_attention=build_core_attention(comm_type, cp)
     )
     hidden, grad = draw(B, S, H, seed=1), draw(B, S, H, seed=2)
-    chunks, params_chunks = torch.arange(S).chunk(2 * cp.size), zigzag_chunks(cp.index, cp.size)
-    positions = torch.cat([chunks[params_chunks.first], chunks[params_chunks.second]])
+    chunks = torch.arange(S).chunk(2 * cp.size)
+    positions = torch.cat([chunks[chunk] for chunk in zigzag_chunks(cp.index, cp.size)])
 
     def local(full: Tensor) -> Tensor:
         return tensor_parallel.local_slice(full[:, positions])

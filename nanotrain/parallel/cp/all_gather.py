@@ -12,8 +12,6 @@ chunks of a rank together have the same number of keys on every rank:
     B batch   S sequence   C chunk = S / (2 cp)   N query heads   G key/value heads   D, Dv head dims
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -22,13 +20,8 @@ from nanotrain.comm.group import Group
 from nanotrain.parallel.cp.sdpa import attend
 from nanotrain.parallel.cp.split import join_shards, zigzag_chunks
 
-
-@dataclass(frozen=True)
-class ChunkMasks:
-    """[B or 1, 1, C, keys up to the end of the chunk] bool, per local chunk."""
-
-    first: Tensor
-    second: Tensor
+# [B or 1, 1, C, keys up to the end of the chunk] bool, per local chunk
+ChunkMasks = tuple[Tensor, ...]
 
 
 class AllGatherAttention:
@@ -41,11 +34,7 @@ class AllGatherAttention:
     def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor) -> ChunkMasks:
         """The rows of the full mask that belong to the local queries."""
         size = tokens.shape[1] // 2
-        first, second = (
-            _chunk_mask(segment_ids, chunk, size=size, device=tokens.device)
-            for chunk in (self.chunks.first, self.chunks.second)
-        )
-        return ChunkMasks(first, second)
+        return tuple(_chunk_mask(segment_ids, chunk, size=size, device=tokens.device) for chunk in self.chunks)
 
     def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: ChunkMasks) -> Tensor:
         """All-gather, then attend chunk by chunk."""
@@ -53,9 +42,7 @@ class AllGatherAttention:
         gathered = join_shards(gather_along(local[None], self.group, dim=0))
         size = query.shape[1] // 2
         outputs = []
-        for queries, chunk, chunk_mask in zip(
-            query.chunk(2, dim=1), (self.chunks.first, self.chunks.second), (mask.first, mask.second), strict=True
-        ):
+        for queries, chunk, chunk_mask in zip(query.chunk(2, dim=1), self.chunks, mask, strict=True):
             keys, values = gathered[:, : (chunk + 1) * size].split((key.shape[-1], value.shape[-1]), dim=-1)
             outputs.append(attend(queries, key=keys, value=values, mask=chunk_mask))
         return torch.cat(outputs, dim=1)

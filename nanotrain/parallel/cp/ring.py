@@ -52,13 +52,7 @@ class RingStep:
 
 
 def plan_ring(index: int, size: int, *, length: int) -> tuple[RingStep, ...]:
-    """The steps of a rank, in the order in which keys are received.
-
-    Args:
-        index: rank in the cp group.
-        size: ranks of the group.
-        length: local positions, L.
-    """
+    """The steps of rank `index` with `length` local positions (L), in the order in which keys are received."""
     both, first, second = slice(0, length), slice(0, length // 2), slice(length // 2, length)
     steps = [RingStep(index, both, both, is_causal=True)]
     for distance in range(1, size):
@@ -121,13 +115,8 @@ class _Ring(torch.autograd.Function):
             work = start_ring_send_recv(sums, ctx.group)
         assert work is not None, "a ring has at least the step with the local keys"
         key_grad, value_grad = work.wait()
-        return (
-            query_grad.transpose(1, 2).to(query.dtype),
-            key_grad.to(key.dtype),
-            value_grad.to(value.dtype),
-            None,
-            None,
-        )
+        query_grad = query_grad.transpose(1, 2).to(query.dtype)
+        return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), None, None
 
 
 @dataclass(frozen=True)

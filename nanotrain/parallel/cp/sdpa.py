@@ -14,11 +14,7 @@ from torch import Tensor
 def segment_mask(segment_ids: Tensor) -> Tensor:
     """The causal mask that ends at segment borders.
 
-    Args:
-        segment_ids: [B, S] integers, equal within a segment.
-
-    Returns:
-        [B, 1, S, S] bool, True where attention is allowed.
+    [B, S] integers, equal within a segment -> [B, 1, S, S] bool, True where attention is allowed.
     """
     same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
     return same.tril()

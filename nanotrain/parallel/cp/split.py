@@ -14,7 +14,7 @@ every rank the same:
     split_batch       the shard of a microbatch
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,28 +23,20 @@ from nanotrain.comm.group import Group
 from nanotrain.data.batch import Batch
 
 
-@dataclass(frozen=True)
-class Chunks:
-    """Numbers of the two chunks of a rank, in the order of the sequence."""
-
-    first: int
-    second: int
-
-
-def zigzag_chunks(index: int, size: int) -> Chunks:
-    """The chunks of rank `index` of a cp group of `size` ranks.
+def zigzag_chunks(index: int, size: int) -> tuple[int, int]:
+    """The two chunks of rank `index` of a cp group of `size` ranks, in the order of the sequence.
 
     >>> [zigzag_chunks(index, 2) for index in range(2)]
-    [Chunks(first=0, second=3), Chunks(first=1, second=2)]
+    [(0, 3), (1, 2)]
     """
-    return Chunks(index, 2 * size - 1 - index)
+    return index, 2 * size - 1 - index
 
 
 def local_chunks(tensor: Tensor, *, index: int, size: int, dim: int = 1) -> Tensor:
     """The shard of rank `index` of a tensor whose dim `dim` is the full sequence."""
     assert tensor.shape[dim] % (2 * size) == 0, f"{tensor.shape[dim]} positions do not make {2 * size} equal chunks"
-    chunks, local = tensor.chunk(2 * size, dim=dim), zigzag_chunks(index, size)
-    return torch.cat((chunks[local.first], chunks[local.second]), dim=dim)
+    chunks = tensor.chunk(2 * size, dim=dim)
+    return torch.cat([chunks[chunk] for chunk in zigzag_chunks(index, size)], dim=dim)
 
 
 def local_positions(length: int, *, index: int, size: int, device: torch.device | None = None) -> Tensor:
@@ -68,11 +60,7 @@ def join_shards(shards: Tensor) -> Tensor:
 
 
 def split_batch(batch: Batch, group: Group) -> Batch:
-    """Shard a microbatch over the cp group; a group of one rank gets it back unchanged.
-
-    Args:
-        batch: full sequences, the same on every rank of the group.
-        group: cp.
+    """Shard a microbatch of full sequences over the cp group; a group of one rank gets it back unchanged.
 
     Returns:
         tokens, labels, loss_mask [B, S / cp]; position_ids [B, S / cp], or [1, S / cp] where the batch has none;

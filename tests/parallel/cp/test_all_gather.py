@@ -18,6 +18,6 @@ def test_chunk_masks_are_rows_of_the_full_mask(ctx):
     for segment_ids in (segments(shape), None):
         full = segment_mask(torch.zeros(1, shape.length) if segment_ids is None else segment_ids)
         masks = attention.plan_mask(segment_ids, tokens=tokens)
-        for mask, queries in zip((masks.first, masks.second), rows, strict=True):
+        for mask, queries in zip(masks, rows, strict=True):
             assert torch.equal(mask, full[:, :, queries, : mask.shape[-1]])
             assert not full[:, :, queries, mask.shape[-1] :].any(), "keys after the chunk are never attended to"

@@ -23,8 +23,8 @@ SIZES = st.integers(1, 9)
 @given(SIZES)
 def test_every_chunk_is_on_one_rank_and_all_ranks_have_the_same_number_of_keys(size):
     chunks = [zigzag_chunks(index, size) for index in range(size)]
-    assert sorted(n for rank in chunks for n in (rank.first, rank.second)) == list(range(2 * size))
-    assert len({rank.first + rank.second for rank in chunks}) == 1
+    assert sorted(n for rank in chunks for n in rank) == list(range(2 * size))
+    assert len({sum(rank) for rank in chunks}) == 1
 
 
 @given(SIZES, st.integers(1, 3))
