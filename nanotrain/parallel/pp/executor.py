@@ -12,8 +12,9 @@ callbacks (the data-parallel layer), which may reduce the gradients of that stag
     B batch   S local sequence length   H hidden
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -46,15 +47,13 @@ class BackwardCallback(Protocol):
 class RunnableStage:
     """A stage of this rank.
 
-    Attributes:
-        module: takes the hidden states [B, S, H] of the previous stage (None on the first) and a microbatch;
-            returns hidden states of the same shape, on the last stage the summed loss, a scalar.
-        callbacks: notified of its backwards.
-        wgrad_queue: of its linear layers; without it a backward for the input computes weight gradients as well.
+    The module takes the hidden states [B, S, H] of the previous stage (None on the first) and a microbatch. It returns
+    hidden states of the same shape, on the last stage the summed loss, a scalar.
     """
 
     module: nn.Module
-    callbacks: tuple[BackwardCallback, ...] = ()
+    callbacks: tuple[BackwardCallback, ...] = ()  # notified of its backwards
+    # of its linear layers; without it a backward for the input computes weight gradients as well
     wgrad_queue: WgradQueue | None = None
 
 
@@ -91,7 +90,7 @@ def run_schedule(
     Args:
         plan: of this rank.
         stages: of this rank, by global index.
-        microbatches: of this pipeline, on the device; passed to the stages as they are.
+        microbatches: on the device; passed to the stages as they are.
         grad_scale: factor of the summed loss in what is differentiated.
         pipeline: the group.
 
@@ -99,7 +98,7 @@ def run_schedule(
         The summed loss of all microbatches, detached and not scaled: an fp32 scalar on the device. Zero on ranks
         without the last stage.
     """
-    return _Step(plan, stages, microbatches=microbatches, grad_scale=grad_scale, pipeline=pipeline).run()
+    return _Step(plan, stages, microbatches, pipeline, grad_scale).run()
 
 
 @torch.no_grad()
@@ -107,7 +106,7 @@ def run_forward(
     plan: RankPlan, stages: Mapping[int, RunnableStage], *, microbatches: Sequence[Any], pipeline: Pipeline
 ) -> Tensor:
     """Run a forward-only plan and sum the losses; arguments and result as for `run_schedule`."""
-    return _Step(plan, stages, microbatches=microbatches, grad_scale=1.0, pipeline=pipeline).run()
+    return _Step(plan, stages, microbatches, pipeline).run()
 
 
 @dataclass(frozen=True)
@@ -129,37 +128,27 @@ class _WeightGrads:
     ready: list[tuple[nn.Parameter, Tensor]]
 
 
+@dataclass
 class _Step:
-    """The state of a running step.
+    """The arguments and the state of a running step."""
 
-    Attributes:
-        inbox: inputs of actions: received, being received, or results of this rank.
-        outbox: results to be sent, by the action that takes them.
-        in_flight: microbatches between F and B or I, by (stage, microbatch).
-        weight_grads: microbatches between I and W.
-        sending: sends in flight, oldest first.
-    """
-
-    def __init__(
-        self,
-        plan: RankPlan,
-        stages: Mapping[int, RunnableStage],
-        *,
-        microbatches: Sequence[Any],
-        grad_scale: float,
-        pipeline: Pipeline,
-    ) -> None:
-        assert len(microbatches) == plan.num_microbatches, f"the plan is for {plan.num_microbatches} microbatches"
-        self.plan, self.stages, self.microbatches, self.pipeline = plan, stages, microbatches, pipeline
-        self.grad_scale = grad_scale
-        self.total = torch.zeros((), device=pipeline.device)
-        self.inbox: dict[Action, Work[Tensor]] = {}
-        self.outbox: dict[Action, Tensor] = {}
-        self.in_flight: dict[tuple[int, int], _InFlight] = {}
-        self.weight_grads: dict[tuple[int, int], _WeightGrads] = {}
-        self.sending: list[Work[None]] = []
+    plan: RankPlan
+    stages: Mapping[int, RunnableStage]
+    microbatches: Sequence[Any]
+    pipeline: Pipeline
+    grad_scale: float = 1.0
+    # inputs of actions: received, being received, or results of this rank
+    inbox: dict[Action, Work[Tensor]] = field(default_factory=dict)
+    outbox: dict[Action, Tensor] = field(default_factory=dict)  # results to be sent, by the action that takes them
+    # by (stage, microbatch): microbatches between F and B or I, and between I and W
+    in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
+    weight_grads: dict[tuple[int, int], _WeightGrads] = field(default_factory=dict)
+    sending: list[Work[None]] = field(default_factory=list)  # sends in flight, oldest first
 
     def run(self) -> Tensor:
+        num_planned = self.plan.num_microbatches
+        assert len(self.microbatches) == num_planned, f"the plan is for {num_planned} microbatches"
+        self.total = torch.zeros((), device=self.pipeline.device)
         run_action = {
             ActionKind.forward: self.forward,
             ActionKind.full_backward: self.full_backward,
@@ -205,13 +194,9 @@ class _Step:
 
     def full_backward(self, action: Action) -> None:
         """B: compute and accumulate all gradients of a microbatch."""
-        forward, stage = self.in_flight.pop((action.stage, action.microbatch)), self.stages[action.stage]
-        grad = self.grad_of_output(action)
-        for callback in stage.callbacks:
-            callback.backward_begins(is_last=action in self.plan.last_backwards)
-        torch.autograd.backward(forward.output, grad)
-        for callback in stage.callbacks:
-            callback.backward_ended()
+        forward, grad = self.in_flight.pop((action.stage, action.microbatch)), self.grad_of_output(action)
+        with self.accumulating(action):
+            torch.autograd.backward(forward.output, grad)
         if forward.hidden is not None:
             self.pass_on(action, forward.hidden.grad)
 
@@ -231,11 +216,18 @@ class _Step:
 
     def backward_weight(self, action: Action) -> None:
         """W: compute the deferred weight gradients of a microbatch and accumulate all of them."""
-        stage, grads = self.stages[action.stage], self.weight_grads.pop((action.stage, action.microbatch))
-        for callback in stage.callbacks:
+        grads = self.weight_grads.pop((action.stage, action.microbatch))
+        with self.accumulating(action):
+            accumulate_wgrads(grads.deferred, ready=grads.ready)
+
+    @contextmanager
+    def accumulating(self, action: Action) -> Iterator[None]:
+        """Notify the callbacks of the action's stage before and after weight gradients are accumulated."""
+        callbacks = self.stages[action.stage].callbacks
+        for callback in callbacks:
             callback.backward_begins(is_last=action in self.plan.last_backwards)
-        accumulate_wgrads(grads.deferred, ready=grads.ready)
-        for callback in stage.callbacks:
+        yield
+        for callback in callbacks:
             callback.backward_ended()
 
     def grad_of_output(self, action: Action) -> Tensor:
