@@ -71,9 +71,8 @@ def accumulate_wgrads(wgrads: list[Wgrad], *, ready: Sequence[tuple[nn.Parameter
 
     Hooks fire once per parameter, with the complete gradient, also where several layers share a weight.
 
-    Args:
-        wgrads: in the order in which they are computed; emptied, so that memory is freed on the way.
-        ready: parameters with gradients that are already computed.
+    `wgrads` is in the order of computation and emptied, so that memory is freed on the way. `ready` are parameters with
+    gradients that are already computed.
     """
     uses_left = Counter(id(param) for wgrad in wgrads for param in wgrad.params)
     uses_left.update(id(param) for param, _ in ready)

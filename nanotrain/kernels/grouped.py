@@ -29,52 +29,40 @@ _ALIGNMENT_BYTES = 16  # torch's grouped product requires rows that begin at mul
 
 
 class GroupedMM:
-    """torch's grouped product, for weights with aligned rows."""
+    """The products by torch's grouped product, for weights with aligned rows."""
 
     def fprop(self, x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
         """[T, I], [E, O, I] -> [T, O]."""
-        out: Tensor = _grouped_mm(x, weight.transpose(1, 2), offs=offs)
-        return out
+        return self.multiply(x, weight.transpose(1, 2), offs=offs)
 
     def dgrad(self, grad: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
         """[T, O], [E, O, I] -> [T, I]."""
-        out: Tensor = _grouped_mm(grad, weight, offs=offs)
-        return out
+        return self.multiply(grad, weight, offs=offs)
 
     def wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor) -> Tensor:
         """[T, O], [T, I] -> [E, O, I]."""
-        out: Tensor = _grouped_mm(grad.t(), x, offs=offs)
+        return self.multiply(grad.t(), x, offs=offs)
+
+    def multiply(self, a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+        """[T, K], [E, K, N] -> [T, N], or [M, T], [T, N] -> [E, M, N]: of each expert its tokens."""
+        out: Tensor = _grouped_mm(a, b, offs=offs)
         return out
 
 
-class LoopedMM:
+class LoopedMM(GroupedMM):
     """One product per expert, for weights of any size; the host waits for `offs`."""
 
-    def fprop(self, x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
-        """[T, I], [E, O, I] -> [T, O]."""
-        return self._multiply(x, weight.transpose(1, 2), offs=offs)
-
-    def dgrad(self, grad: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
-        """[T, O], [E, O, I] -> [T, I]."""
-        return self._multiply(grad, weight, offs=offs)
-
-    def wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor) -> Tensor:
-        """[T, O], [T, I] -> [E, O, I]."""
-        counts = _tokens_per_expert(x, offs)
-        *grads, _ = grad.split(counts)
-        *inputs, _ = x.split(counts)
-        return torch.stack([grad.t() @ x for grad, x in zip(grads, inputs, strict=True)])
-
-    def _multiply(self, x: Tensor, matrices: Tensor, *, offs: Tensor) -> Tensor:
-        *inputs, dropped = x.split(_tokens_per_expert(x, offs))
-        products = [x @ matrix for x, matrix in zip(inputs, matrices.unbind(), strict=True)]
-        return torch.cat([*products, x.new_empty(len(dropped), matrices.shape[2])])
+    def multiply(self, a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+        """The same."""
+        ends = offs.tolist()
+        experts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        if b.ndim == 2:
+            return torch.stack([a[:, tokens] @ b[tokens] for tokens in experts])
+        products = [a[tokens] @ matrix for tokens, matrix in zip(experts, b, strict=True)]
+        return torch.cat([*products, a.new_empty(len(a) - ends[-1], b.shape[2])])
 
 
-GroupedGemm = GroupedMM | LoopedMM
-
-
-def select_gemm(weight: Tensor) -> GroupedGemm:
+def select_gemm(weight: Tensor) -> GroupedMM:
     """torch's grouped product where the rows of a weight [E, O, I] are aligned in both dims.
 
     >>> [type(select_gemm(torch.empty(4, size, 64))).__name__ for size in (128, 23)]
@@ -88,7 +76,7 @@ def select_gemm(weight: Tensor) -> GroupedGemm:
 class GroupedOptions:
     """How a grouped linear layer multiplies."""
 
-    gemm: GroupedGemm  # the products
+    gemm: GroupedMM  # the products
     may_drop: bool = False  # whether there can be dropped tokens; their outputs and gradients are then zero
     wgrad_queue: WgradQueue | None = None  # defers the weight gradient; None where no schedule does
 
@@ -96,14 +84,7 @@ class GroupedOptions:
 def grouped_linear(x: Tensor, weight: nn.Parameter, *, offs: Tensor, options: GroupedOptions) -> Tensor:
     """The tokens of each expert times the transposed weight of that expert.
 
-    Args:
-        x: [T, I], sorted by expert.
-        weight: [E, O, I].
-        offs: [E] int32, the end of each expert's tokens.
-        options: how to multiply.
-
-    Returns:
-        [T, O].
+    x [T, I], sorted by expert; weight [E, O, I]; offs [E] int32, the end of each expert's tokens -> [T, O].
     """
     out: Tensor = _GroupedLinear.apply(x, weight, offs, options)
     return out
@@ -140,7 +121,7 @@ class _GroupedWgrad:
     """The weight gradient of a grouped linear layer, still to be computed."""
 
     param: nn.Parameter
-    gemm: GroupedGemm
+    gemm: GroupedMM
     grad: Tensor
     x: Tensor
     offs: Tensor
@@ -156,12 +137,6 @@ class _GroupedWgrad:
     def compute(self) -> tuple[Tensor]:
         """[E, O, I]."""
         return (self.gemm.wgrad(self.grad, self.x, offs=self.offs),)
-
-
-def _tokens_per_expert(x: Tensor, offs: Tensor) -> list[int]:
-    """Number of tokens of each expert and, last, of dropped tokens."""
-    ends = [0, *offs.tolist(), len(x)]
-    return [end - start for start, end in zip(ends, ends[1:], strict=False)]
 
 
 def _zero_dropped(x: Tensor, offs: Tensor) -> Tensor:

@@ -22,24 +22,12 @@ def fprop(x: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
 
 
 def dgrad(grad: Tensor, weight: Tensor, *, add_to: Tensor | None = None) -> Tensor:
-    """The gradient of the input.
-
-    Args:
-        grad: [T, O], the gradient of the output.
-        weight: [O, I].
-        add_to: [T, I], added to in place; None returns a new tensor.
-    """
+    """[T, O], [O, I] -> [T, I], added to `add_to` in place where it is given."""
     return grad @ weight if add_to is None else add_to.addmm_(grad, weight)
 
 
 def wgrad(grad: Tensor, x: Tensor, *, add_to: Tensor | None = None) -> Tensor:
-    """The gradient of the weight.
-
-    Args:
-        grad: [T, O], the gradient of the output.
-        x: [T, I], the input.
-        add_to: [O, I], added to in place, perhaps in a wider dtype; None returns a new tensor.
-    """
+    """[T, O], [T, I] -> [O, I], added to `add_to` in place where it is given, perhaps in a wider dtype."""
     if add_to is None:
         return grad.t() @ x
     if add_to.dtype is grad.dtype:
@@ -65,7 +53,7 @@ class Linear:
         return fprop(x, self.weight, bias=self.bias)
 
     def dgrad(self, grad: Tensor, *, add_to: Tensor | None = None) -> Tensor:
-        """[T, O] -> [T, I], added to `add_to` in place where it is given."""
+        """[T, O] -> [T, I], as `dgrad`."""
         return dgrad(grad, self.weight.detach(), add_to=add_to)
 
     def wgrad(self, grad: Tensor, x: Tensor) -> list[Tensor]:

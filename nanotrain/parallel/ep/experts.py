@@ -23,10 +23,6 @@ class Experts(nn.Module):
     """All experts of this rank: down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
 
     Args:
-        gate: [E, F, H], or None.
-        up: [E, F, H].
-        down: [E, H, F].
-        activation: between the matrices.
         may_drop: whether there can be dropped tokens at the end, which belong to no expert.
         wgrad_queue: defers weight gradients; None where no schedule does.
     """
@@ -48,15 +44,7 @@ class Experts(nn.Module):
         self.up, self.down = linear(up), linear(down)
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-        """Run every expert on its tokens.
-
-        Args:
-            x: [P, H], sorted by expert.
-            offs: [E] int32, the end of each expert's tokens.
-
-        Returns:
-            [P, H], in the same order.
-        """
+        """Tokens [P, H] sorted by expert -> [P, H] in the same order; offs [E] int32 is the end of each expert's."""
         if self.gate is None:
             inner = self.activation(self.up(x, offs))
         else:

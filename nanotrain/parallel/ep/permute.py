@@ -34,12 +34,7 @@ class Permutation:
 
 
 def plan_permutation(topk_ids: Tensor, num_experts: int) -> Permutation:
-    """Sort pairs by expert; the sort is stable.
-
-    Args:
-        topk_ids: [T, K] int64; `num_experts` marks a dropped pair.
-        num_experts: E.
-    """
+    """Sort the pairs of topk_ids [T, K] int64 by expert; the sort is stable and `num_experts` marks a dropped pair."""
     flat = topk_ids.flatten()
     order = flat.argsort(stable=True)
     counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))

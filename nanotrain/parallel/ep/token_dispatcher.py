@@ -39,13 +39,9 @@ class Routing:
 
 
 class TokenDispatcher(Protocol):
-    """How the tokens of a rank pass through the experts.
+    """How the tokens of a rank pass through the experts."""
 
-    Attributes:
-        keeps_dropped: whether dropped pairs are passed to `run_experts`, after those of the last expert.
-    """
-
-    keeps_dropped: bool
+    keeps_dropped: bool  # whether dropped pairs are passed to `run_experts`, after those of the last expert
 
     def __call__(self, x: Tensor, routing: Routing, *, run_experts: RunExperts) -> Tensor:
         """[T, H] -> [T, H]: the weighted sum of the expert outputs of every token."""
