@@ -29,9 +29,7 @@ class _Outcome(Generic[Result]):
 def run_on_all(group: Group, function: Callable[[], Result]) -> list[Result]:
     """Call a function on every rank of the group and return the results of all ranks, in group order.
 
-    Args:
-        group: every rank of it calls this, at the same point of the program.
-        function: must not communicate; its result must pickle.
+    Every rank calls this at the same point of the program. `function` must not communicate; its result must pickle.
 
     Raises:
         NanotrainError: the error of the first rank that raised one, on every rank. An OSError (disk full, no

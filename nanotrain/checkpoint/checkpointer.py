@@ -14,7 +14,7 @@ Chunks are boxes of global tensors and the manifest has no topology, so a run wi
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +93,8 @@ class Checkpointer:
             reports = run_on_all(
                 self.group, lambda: _ShardReport(write_shard(temporary / file, tensors), step, _checksum(objects))
             )
-            return run_on_first(
-                self.group, lambda: self._commit(reports, objects=objects, config=config, topology=topology)
-            )
+            manifest = Manifest(step, {}, {}, objects=objects, config=config, topology=topology)
+            return run_on_first(self.group, lambda: self._commit(manifest, reports))
         except Exception:
             if self.group.is_first:
                 store.discard(self.folder, step)
@@ -145,29 +144,19 @@ class Checkpointer:
         """
         return run_on_first(self.group, lambda: store.find_checkpoint(Path(path)))
 
-    def _commit(
-        self,
-        reports: Sequence[_ShardReport],
-        *,
-        objects: Mapping[str, Any],
-        config: Mapping[str, Any],
-        topology: Mapping[str, Any],
-    ) -> Path:
+    def _commit(self, manifest: Manifest, reports: Sequence[_ShardReport]) -> Path:
         first = reports[0]
         for rank, other in enumerate(reports):
             if other.step != first.step:
                 raise _inconsistent(f"rank {rank} saves step {other.step}, rank 0 step {first.step}")
             if other.objects_crc32 != first.objects_crc32:
                 raise _inconsistent(f"rank {rank} saves other objects than rank 0")
-        manifest = Manifest(
-            step=first.step,
+        manifest = replace(
+            manifest,
             files={report.shard.file: report.shard.nbytes for report in reports if report.shard.nbytes},
             tensors=merge_entries([report.shard.tensors for report in reports]),
-            objects=objects,
-            config=config,
-            topology=topology,
         )
-        final = store.commit(self.folder, first.step, text=to_json(manifest))
+        final = store.commit(self.folder, manifest.step, text=to_json(manifest))
         store.keep_newest(self.folder, self.keep_last, written=final)
         return final
 

@@ -25,7 +25,6 @@ def check_compatible(
     """Compare names, shapes and dtypes.
 
     Args:
-        manifest: of the checkpoint.
         targets: box -> dtype to load it in (a key of `precision.dtypes.TORCH_DTYPES`).
         config: the configuration of this run, for errors that list the model options that differ.
 
@@ -61,10 +60,7 @@ def loaded_bits(manifest: Manifest, targets: Iterable[TensorBox]) -> int:
 def check_all_loaded(manifest: Manifest, bits: Iterable[int], *, config: Mapping[str, Any] | None = None) -> None:
     """Check that of every kind that some rank loads, every tensor is loaded by some rank.
 
-    Args:
-        manifest: of the checkpoint.
-        bits: `loaded_bits` of every rank.
-        config: as in `check_compatible`.
+    `bits` are the `loaded_bits` of every rank, `config` is as in `check_compatible`.
 
     Raises:
         CheckpointError: the checkpoint is of a larger model; loading a part of it silently would hide that.

@@ -89,11 +89,7 @@ def to_json(manifest: Manifest) -> str:
 
 
 def from_json(text: str, *, source: str = "the manifest") -> Manifest:
-    """Parse a manifest.
-
-    Args:
-        text: the output of `to_json`.
-        source: the path, for errors.
+    """Parse the output of `to_json`; `source` is its path, for errors.
 
     Raises:
         CheckpointError: not JSON, not a manifest, or its checksum does not match.

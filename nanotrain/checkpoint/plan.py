@@ -63,26 +63,22 @@ def coverage_fault(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
     full = Box.full(shape)
     for box in boxes:
         if len(box.start) != len(shape) or box.intersect(full) != box:
-            return f"{_text(box)} lies outside the tensor of shape {list(shape)}"
+            return f"[{box.text}] lies outside the tensor of shape {list(shape)}"
     regions = [(full, list(boxes))] if full.numel else []
     while regions:
         region, inside = regions.pop()
         if not inside:
-            return f"{_text(region)} is written by no rank"
+            return f"[{region.text}] is written by no rank"
         edge = _middle_edge(region, inside)
         if edge is None:
             if len(inside) > 1:
-                return f"{_text(region)} is written {len(inside)} times"
+                return f"[{region.text}] is written {len(inside)} times"
             continue
-        dim, at = edge.dim, edge.at
-        lower = [
-            _slice(box, dim, start=box.start[dim], stop=min(at, box.stop[dim])) for box in inside if box.start[dim] < at
-        ]
-        upper = [
-            _slice(box, dim, start=max(at, box.start[dim]), stop=box.stop[dim]) for box in inside if box.stop[dim] > at
-        ]
-        regions.append((_slice(region, dim, start=region.start[dim], stop=at), lower))
-        regions.append((_slice(region, dim, start=at, stop=region.stop[dim]), upper))
+        dim, at = edge
+        lower = _slice(region, dim, start=region.start[dim], stop=at)
+        upper = _slice(region, dim, start=at, stop=region.stop[dim])
+        for half in (lower, upper):
+            regions.append((half, [part for box in inside if (part := box.intersect(half)) is not None]))
     return None
 
 
@@ -130,7 +126,7 @@ def _plan_box(
     if num_elements != target.box.numel:
         raise CheckpointError(
             f"the checkpoint holds {num_elements} of the {target.box.numel} elements of {target.name} "
-            f"{_text(target.box)}",
+            f"[{target.box.text}]",
             why="its chunks must cover every tensor exactly once",
             fix="load an older checkpoint of the run",
         )
@@ -165,28 +161,16 @@ class _ChunkIndex:
         return self.order[first : bisect_left(self.starts, box.stop[self.dim])]
 
 
-@dataclass(frozen=True)
-class _Edge:
-    dim: int
-    at: int
-
-
-def _middle_edge(region: Box, boxes: Sequence[Box]) -> _Edge | None:
-    """The middle edge along the dim with most edges inside the region; None if every box equals the region."""
+def _middle_edge(region: Box, boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """A dim and the middle of its edges inside the region, the dim with most; None if every box equals the region."""
     best: list[int] = []
     best_dim = 0
     for dim, (low, high) in enumerate(zip(region.start, region.stop, strict=True)):
         edges = {edge for box in boxes for edge in (box.start[dim], box.stop[dim]) if low < edge < high}
         if len(edges) > len(best):
             best, best_dim = sorted(edges), dim
-    return _Edge(best_dim, best[len(best) // 2]) if best else None
+    return (best_dim, best[len(best) // 2]) if best else None
 
 
 def _slice(box: Box, dim: int, *, start: int, stop: int) -> Box:
-    if box.start[dim] == start and box.stop[dim] == stop:
-        return box
     return Box(box.start[:dim] + (start,) + box.start[dim + 1 :], box.stop[:dim] + (stop,) + box.stop[dim + 1 :])
-
-
-def _text(box: Box) -> str:
-    return "[" + ",".join(f"{start}:{stop}" for start, stop in zip(box.start, box.stop, strict=True)) + "]"

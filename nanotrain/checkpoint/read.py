@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -30,9 +29,6 @@ from nanotrain.topology.boxes import Box, TensorBox
 
 class ShardFile:
     """An open shard file of a checkpoint.
-
-    Args:
-        path: the safetensors file.
 
     Raises:
         CheckpointError: it is missing or has no readable header.
@@ -53,9 +49,7 @@ class ShardFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         os.close(self._handle)
 
     def read(self, chunk: ChunkEntry, dtype: str, *, into: torch.Tensor) -> None:
@@ -101,7 +95,6 @@ def read_chunks(
     """Read chunks and copy their parts into the target tensors, in place.
 
     Args:
-        folder: of the checkpoint.
         reads: from `plan_reads`.
         targets: box -> tensor of the box's shape, on any device; elements are cast to its float dtype.
 
@@ -115,14 +108,9 @@ def read_chunks(
 
 
 def read_global_tensors(path: Path, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Read full tensors of a checkpoint, in the order of `names`, one in memory at a time.
+    """Yield names and full tensors of a complete step folder, in the order of `names`, one in memory at a time.
 
-    Args:
-        path: a complete step folder.
-        names: as in the manifest ("model/final_norm.weight").
-
-    Yields:
-        The name and the tensor on the CPU, in the dtype of the checkpoint.
+    The tensors are on the CPU, in the checkpoint's dtype. Names are as in the manifest ("model/final_norm.weight").
 
     Raises:
         CheckpointError: no such tensor, or a chunk of it is damaged.

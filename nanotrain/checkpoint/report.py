@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from nanotrain.checkpoint.compatibility import kind_of
-from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, TensorEntry
-from nanotrain.checkpoint.plan import coverage_fault
+from nanotrain.checkpoint.manifest import Manifest, TensorEntry
+from nanotrain.checkpoint.plan import ChunkRead, coverage_fault
 from nanotrain.checkpoint.read import ShardFile
 from nanotrain.checkpoint.store import find_checkpoint, read_manifest
 from nanotrain.checkpoint.write import THREADS
@@ -58,8 +58,7 @@ class VerifyReport:
 def describe(path: Path) -> str:
     """Step, sizes, layout and every tensor of a checkpoint: a coloured table on a terminal, else plain text.
 
-    Args:
-        path: a step folder, or a run folder for its newest.
+    `path` is a step folder, or a run folder for its newest.
 
     Raises:
         CheckpointError: no complete checkpoint there.
@@ -87,8 +86,7 @@ def describe(path: Path) -> str:
 def verify(path: Path) -> VerifyReport:
     """Read every chunk of a checkpoint and compare its checksum with the manifest's.
 
-    Args:
-        path: a step folder, complete or not, or a run folder for its newest.
+    `path` is a step folder, complete or not, or a run folder for its newest.
 
     Raises:
         CheckpointError: there is no checkpoint, or its manifest cannot be read.
@@ -101,20 +99,18 @@ def verify(path: Path) -> VerifyReport:
         for name, entry in manifest.tensors.items()
         if (fault := coverage_fault(entry.shape, [chunk.box for chunk in entry.chunks]))
     ]
-    chunks = [_TypedChunk(chunk, entry.dtype) for entry in manifest.tensors.values() for chunk in entry.chunks]
+    chunks = [
+        ChunkRead(name, entry.dtype, chunk, copies=())
+        for name, entry in manifest.tensors.items()
+        for chunk in entry.chunks
+    ]
     by_file = sorted(chunks, key=lambda one: one.chunk.file)
     for file, in_file in groupby(by_file, key=lambda one: one.chunk.file):
         faults += _faults_of_file(found / file, tuple(in_file), size=manifest.files.get(file))
     return VerifyReport(found, len(chunks), sum(one.chunk.nbytes for one in chunks), tuple(faults))
 
 
-@dataclass(frozen=True)
-class _TypedChunk:
-    chunk: ChunkEntry
-    dtype: str
-
-
-def _faults_of_file(path: Path, chunks: tuple[_TypedChunk, ...], *, size: int | None) -> Iterator[str]:
+def _faults_of_file(path: Path, chunks: tuple[ChunkRead, ...], *, size: int | None) -> Iterator[str]:
     if path.is_file() and (present := os.path.getsize(path)) != size:
         yield f"{path.name} has {present} bytes, the manifest says {size}"
     try:
@@ -124,7 +120,7 @@ def _faults_of_file(path: Path, chunks: tuple[_TypedChunk, ...], *, size: int | 
         yield f"{error.what} ({error.why}); {len(chunks)} chunks are lost"
 
 
-def _fault_of_chunk(shard: ShardFile, one: _TypedChunk) -> str | None:
+def _fault_of_chunk(shard: ShardFile, one: ChunkRead) -> str | None:
     try:
         shard.read(one.chunk, one.dtype, into=torch.empty(one.chunk.box.shape, dtype=TORCH_DTYPES[one.dtype]))
     except CheckpointError as error:

@@ -108,10 +108,7 @@ def newest_complete(folder: Path) -> Path | None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Find the checkpoint that a path names.
-
-    Args:
-        path: a complete step folder; or a run folder or its checkpoints folder, for the newest.
+    """The checkpoint that a path names: a complete step folder; or a run or checkpoints folder, for its newest.
 
     Raises:
         CheckpointError: no such folder, no complete checkpoint in it, or the step folder is not complete.

@@ -56,15 +56,6 @@ def shard_name(index: int, size: int) -> str:
     return f"shard-{index:05d}-of-{size:05d}.safetensors"
 
 
-def chunk_key(name: str, box: Box) -> str:
-    """The name of a chunk in its shard file.
-
-    >>> chunk_key("model/layers.0.mlp.up.weight", Box((0, 0), (128, 64)))
-    'model/layers.0.mlp.up.weight@0:128,0:64'
-    """
-    return f"{name}@" + ",".join(f"{start}:{stop}" for start, stop in zip(box.start, box.stop, strict=True))
-
-
 def plan_writes(tensors: Mapping[TensorBox, torch.Tensor]) -> tuple[ChunkWrite, ...]:
     """Split a rank's tensors into chunks, laid end to end; offsets count from the end of the header."""
     offset, writes = 0, []
@@ -73,7 +64,7 @@ def plan_writes(tensors: Mapping[TensorBox, torch.Tensor]) -> tuple[ChunkWrite, 
         dtype = DTYPE_NAMES[tensor.dtype]
         for box in split_box(source.box, tensor.element_size()):
             nbytes = box.numel * tensor.element_size()
-            writes.append(ChunkWrite(source, box, dtype, chunk_key(source.name, box), offset, nbytes))
+            writes.append(ChunkWrite(source, box, dtype, f"{source.name}@{box.text}", offset, nbytes))
             offset += nbytes
     return tuple(writes)
 

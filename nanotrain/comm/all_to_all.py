@@ -32,7 +32,6 @@ def start_all_to_all(
         tensor: [sum(input_splits), ...], contiguous, the dtype of `output`; must not change before `wait`.
         output_splits: rows received from each rank, in group order.
         input_splits: rows sent to each rank, in group order.
-        group: the ranks that take part.
 
     Returns:
         A handle whose result is `output`.
@@ -57,14 +56,7 @@ def start_all_to_all(
 def all_to_all(x: Tensor, group: Group, *, output_splits: Sequence[int], input_splits: Sequence[int]) -> Tensor:
     """All-to-all with autograd: the gradient of a row returns to the rank that sent the row.
 
-    Args:
-        x: [sum(input_splits), ...]; the rows for rank 0 of the group first.
-        group: the ranks that take part.
-        output_splits: rows received from each rank, in group order.
-        input_splits: rows sent to each rank, in group order.
-
-    Returns:
-        [sum(output_splits), ...], the rows of rank 0 of the group first; `x` itself in a group of one rank.
+    [sum(input_splits), ...] -> [sum(output_splits), ...], as `start_all_to_all`; `x` itself in a group of one rank.
     """
     if group.size == 1:
         return x

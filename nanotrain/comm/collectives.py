@@ -38,7 +38,6 @@ def start_all_reduce(tensor: Tensor, group: Group, *, op: str = "sum") -> Work[T
 
     Args:
         tensor: any shape, contiguous; the result is bit-equal on every rank.
-        group: the ranks that take part.
         op: "sum", "max" or "min".
     """
     if group.size == 1:
@@ -55,7 +54,6 @@ def start_reduce_scatter_into(output: Tensor, tensor: Tensor, *, group: Group) -
     Args:
         output: [n / size], contiguous; may be this rank's slice of `tensor`.
         tensor: [n], contiguous, the same dtype; must not change before `wait`. On gloo `wait` computes the sum.
-        group: the ranks that take part.
     """
     return _start_into(output, tensor, op="reduce_scatter", group=group)
 
@@ -66,7 +64,6 @@ def start_all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> Wo
     Args:
         output: [n], contiguous.
         tensor: [n / size], contiguous; may be this rank's slice of `output`.
-        group: the ranks that take part.
     """
     return _start_into(output, tensor, op="all_gather", group=group)
 
@@ -76,7 +73,6 @@ def start_all_gather(tensor: Tensor, group: Group, *, dim: int) -> Work[Tensor]:
 
     Args:
         tensor: the same shape on every rank; must not change before `wait`.
-        group: the ranks that take part.
         dim: dim to concatenate along.
     """
     if group.size == 1:
@@ -91,7 +87,6 @@ def start_reduce_scatter(tensor: Tensor, group: Group, *, dim: int) -> Work[Tens
 
     Args:
         tensor: its size along `dim` is a multiple of the group's size; must not change before `wait`.
-        group: the ranks that take part.
         dim: dim that the sum is split along.
     """
     if group.size == 1:

@@ -43,10 +43,6 @@ class _Reply:
     error: NanotrainError | None = None
     traceback: str = ""
 
-    @property
-    def has_failed(self) -> bool:
-        return self.error is not None or bool(self.traceback)
-
 
 @dataclass(frozen=True)
 class _Task:
@@ -66,7 +62,6 @@ def run_ranks(
     """Call `function(context, *arguments)` on every rank of a new world of local CPU processes.
 
     Args:
-        topology: of the world.
         function: a module-level function; its arguments and results must be picklable.
         arguments: the same for every rank.
         timeout_s: how long a collective waits for a slow or lost rank.
@@ -123,7 +118,7 @@ def _gather(pipes: Sequence[Connection]) -> list[Any]:
         for pipe in ready:
             rank = waiting[pipe]  # type: ignore[index]
             replies[rank] = _receive(pipes[rank], rank)
-            if replies[rank].has_failed:
+            if replies[rank].error or replies[rank].traceback:
                 failures.append(replies[rank])
                 deadline = deadline or time.monotonic() + _SECOND_FAILURE_S
     if not failures:

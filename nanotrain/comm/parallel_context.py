@@ -97,10 +97,7 @@ class ParallelContext:
     ) -> Iterator["ParallelContext"]:
         """Join the world that torchrun launched; leaving the block destroys all process groups.
 
-        Args:
-            topology: of the launched world.
-            device: "auto", "cpu" or "cuda".
-            timeout_s: how long a collective waits for a slow or lost rank.
+        `device` is "auto", "cpu" or "cuda"; `timeout_s` is how long a collective waits for a slow or lost rank.
 
         Raises:
             EnvironmentFault: the environment, the world size or the devices do not fit the topology.

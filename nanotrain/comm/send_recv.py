@@ -39,12 +39,11 @@ class SendRecv:
 
 
 def start_send_recv(sends: Sequence[Message], receives: Sequence[Message], *, group: Group) -> SendRecv:
-    """Start a batch of sends and receives.
+    """Start a batch of sends and receives, whose peers are indices in `group`; no rank sends to itself.
 
     Args:
         sends: tensors that must not change before `sent.wait()`.
         receives: tensors of the shape and dtype that the peer sends.
-        group: the group that the peers are indices of; no rank sends to itself.
     """
     assert all(message.peer != group.index for message in (*sends, *receives)), "gloo cannot send to the same rank"
     assert all(message.tensor.is_contiguous() for message in (*sends, *receives)), "bytes are sent in memory order"

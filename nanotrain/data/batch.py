@@ -35,11 +35,9 @@ class SampleDataset(Protocol):
     @property
     def samples_per_epoch(self) -> int:
         """Samples per pass over the data."""
-        ...
 
     def __getitem__(self, index: int) -> Sample:
         """Sample `index` >= 0."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -77,11 +75,7 @@ class Batch:
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
-    """Stack samples into a batch.
-
-    Args:
-        samples: B samples of one length, all with the same optional fields.
-    """
+    """Stack B samples of one length, all with the same optional fields, into a batch."""
     columns: dict[str, list[Any]] = {
         field.name: [getattr(sample, field.name) for sample in samples] for field in fields(Sample)
     }

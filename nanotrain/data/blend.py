@@ -41,11 +41,7 @@ class _Node:
 
 
 def plan_blend(weights: Sequence[Fraction]) -> "_Node | int":
-    """Build the tree of a blend, for `locate`.
-
-    Args:
-        weights: one per dataset, above 0; they need not sum to 1.
-    """
+    """The tree of a blend, for `locate`, from one weight above 0 per dataset; they need not sum to 1."""
     return _split(range(len(weights)), weights)
 
 
@@ -66,12 +62,7 @@ def locate(tree: "_Node | int", index: int) -> BlendIndex:
 
 
 class BlendedDataset:
-    """Samples of several datasets in fixed proportions; each dataset keeps its own epochs and order.
-
-    Args:
-        datasets: the datasets, at least one.
-        weights: their weights, above 0.
-    """
+    """Samples of several datasets, in proportion to weights above 0; each dataset keeps its own epochs and order."""
 
     def __init__(self, datasets: Sequence[SampleDataset], weights: Sequence[Fraction]) -> None:
         assert len(datasets) == len(weights) > 0, "every dataset needs a weight"

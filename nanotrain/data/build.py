@@ -15,7 +15,7 @@ from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.data_path import WeightedPrefix, parse_data_path
 from nanotrain.data.gpt import GPTDataset, GPTDatasetConfig
 from nanotrain.data.indexed import IndexedTokens
-from nanotrain.data.split import DocumentRange, split_documents
+from nanotrain.data.split import split_documents
 from nanotrain.data.synthetic import SyntheticDataset
 from nanotrain.errors import DataError
 
@@ -85,7 +85,7 @@ def build_data(
     return DatasetSplits(**built)
 
 
-def _dataset(corpus: IndexedTokens, documents: DocumentRange, *, config: GPTDatasetConfig) -> GPTDataset:
+def _dataset(corpus: IndexedTokens, documents: range, *, config: GPTDatasetConfig) -> GPTDataset:
     start, stop = corpus.document_start(documents.start), corpus.document_start(documents.stop)
     return GPTDataset(corpus, start, stop, config)
 

@@ -35,11 +35,6 @@ class GPTDatasetConfig:
     reset_attention_mask: bool = False  # produce segment ids, so that attention stays inside a document
     eod_mask_loss: bool = False  # mask the loss of predictions made from an end-of-document token
 
-    @property
-    def needs_document_starts(self) -> bool:
-        """Whether document boundaries have to be looked up."""
-        return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
-
 
 @dataclass(frozen=True)
 class GPTDataset:
@@ -68,7 +63,7 @@ class GPTDataset:
         first = self.start + window * seq_length
         ids = self.corpus.read(first, first + seq_length + 1).astype(np.int64)
         self._check_vocabulary(ids, first)
-        if not config.needs_document_starts:
+        if not (config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss):
             return Sample(ids[:-1], ids[1:], loss_mask=np.ones(seq_length, dtype=np.float32))
         starts = self.corpus.document_starts(first + 1, first + seq_length + 1) - first
         return self._with_documents(ids, starts)

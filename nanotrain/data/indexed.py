@@ -177,12 +177,11 @@ class IndexedTokens:
             )
 
     def _check_size(self) -> None:
-        last = self.num_sequences - 1
         if self._offsets is None:
             return
         ends = self._pointers + self._lengths.astype(np.int64) * self.dtype.itemsize
         needed = int(ends.max())
-        in_order = self._pointers[0] == 0 and self._are_adjacent(np.arange(last))
+        in_order = self._pointers[0] == 0 and self._are_adjacent(np.arange(self.num_sequences - 1))
         if needed > self._file_bytes or (in_order and needed != self._file_bytes) or int(self._pointers.min()) < 0:
             raise DataError(
                 f"{self.bin_file} has {self._file_bytes} bytes where its index asks for {needed}",

@@ -44,12 +44,7 @@ class SamplerConfig:
 
 
 def microbatch_samples(config: SamplerConfig, *, consumed_samples: int, microbatch: int) -> range:
-    """Sample indices of one microbatch.
-
-    Args:
-        config: the reading rank and the batch sizes.
-        consumed_samples: samples all ranks have read before this global batch.
-        microbatch: index of the microbatch in the global batch.
+    """Sample indices of microbatch number `microbatch` of the global batch that follows `consumed_samples`.
 
     >>> microbatch_samples(SamplerConfig(1, 2, 2, 12), consumed_samples=0, microbatch=1)
     range(6, 8)

@@ -1,24 +1,12 @@
 """Split the documents of a corpus into training, validation and test (`--split 969,30,1`)."""
 
-from dataclasses import dataclass
 from itertools import accumulate
 
 from nanotrain.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class DocumentRange:
-    """Documents [start, stop) of a corpus."""
-
-    start: int
-    stop: int
-
-
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Parse a `--split` into three proportions that sum to 1.
-
-    Args:
-        split: up to three numbers, "969,30,1", "1,0,0" or "99,1"; missing ones are 0.
+    """Parse up to three numbers ("969,30,1", "99,1") into three proportions that sum to 1; missing ones are 0.
 
     Raises:
         ConfigError: no numbers, more than three, a negative one, or all zero.
@@ -41,12 +29,12 @@ def parse_split(split: str) -> tuple[float, float, float]:
     return train / total, valid / total, test / total
 
 
-def split_documents(num_documents: int, split: str) -> tuple[DocumentRange, DocumentRange, DocumentRange]:
+def split_documents(num_documents: int, split: str) -> tuple[range, range, range]:
     """Document ranges of training, validation and test: consecutive, with Megatron-LM's rounding.
 
     >>> split_documents(1000, "969,30,1")[1]
-    DocumentRange(start=969, stop=999)
+    range(969, 999)
     """
     ends = [round(share * num_documents) for share in accumulate(parse_split(split))]
-    train, valid, test = (DocumentRange(start, stop) for start, stop in zip([0, *ends], ends, strict=False))
+    train, valid, test = (range(start, stop) for start, stop in zip([0, *ends], ends, strict=False))
     return train, valid, test

@@ -28,28 +28,19 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """One more than the largest id."""
-        ...
 
     @property
     def eod(self) -> int | None:
         """The end-of-document token; None if there is none."""
-        ...
 
     def encode(self, text: str) -> list[int]:
         """Encode a text."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode several texts."""
-        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids, without special tokens."""
-        ...
 
     def save(self, folder: Path) -> str:
         """Save to a folder; returns the folder's name, or "bytes" if there is nothing to save."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -64,12 +55,7 @@ class ByteTokenizer:
     eod: int | None = 256
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text as its UTF-8 bytes."""
         return list(text.encode("utf-8", errors="replace"))
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode several texts."""
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode bytes; invalid UTF-8 gives replacement characters."""
@@ -81,11 +67,9 @@ class ByteTokenizer:
 
 
 class FastTokenizer:
-    """A tokenizer of the `tokenizers` library.
+    """A tokenizer of the `tokenizers` library, with `eod_text` or a usual name as end-of-document token.
 
-    Args:
-        backend: the tokenizer; its stored truncation and padding are switched off, as transformers ignores them too.
-        eod_text: text of its end-of-document token; None to search the usual names.
+    Its stored truncation and padding are switched off, as transformers ignores them too.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, *, eod_text: str | None = None) -> None:
@@ -107,7 +91,6 @@ class FastTokenizer:
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids, without special tokens."""
         return str(self.backend.decode(list(ids), skip_special_tokens=True))
 
     def save(self, folder: Path) -> str:
@@ -120,10 +103,7 @@ class FastTokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Load a tokenizer.
-
-    Args:
-        name: "bytes", the path of a tokenizer.json, a folder, or a Hugging Face name.
+    """Load a tokenizer: "bytes", the path of a tokenizer.json, a folder, or a Hugging Face name.
 
     Raises:
         DataError: no tokenizer of that name can be loaded.
@@ -150,9 +130,6 @@ class _SlowTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(self.wrapped.encode(text, add_special_tokens=False))
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.wrapped.decode(list(ids), skip_special_tokens=True))

@@ -36,10 +36,7 @@ class OpenedCheckpoint:
 
 
 def open_checkpoint(path: Path) -> OpenedCheckpoint:
-    """Open a checkpoint.
-
-    Args:
-        path: a step folder, or a run folder for its newest.
+    """Open a checkpoint: a step folder, or a run folder for its newest.
 
     Raises:
         CheckpointError: there is no complete checkpoint.
@@ -74,7 +71,7 @@ def tokenizer_name(checkpoint: OpenedCheckpoint) -> str | None:
 def continue_text(
     path: Path, prompt: str, *, num_tokens: int = 120, sampling: Sampling | None = None, tokenizer: str | None = None
 ) -> str:
-    """Continue a text with the model of a checkpoint.
+    """Continue a text with the model of a checkpoint; returns the prompt and what follows it.
 
     Args:
         path: a step folder, or a run folder for its newest.
@@ -82,9 +79,6 @@ def continue_text(
         num_tokens: maximum number of new tokens; an end-of-document token stops earlier.
         sampling: how tokens are sampled.
         tokenizer: what `load_tokenizer` takes; None for the run's.
-
-    Returns:
-        The prompt and what follows it.
 
     Raises:
         CheckpointError: there is no complete checkpoint.
@@ -108,7 +102,7 @@ def continue_text(
 def export_checkpoint(
     path: Path, folder: Path, *, dtype: str = "fp32", family: str | None = None, tokenizer: Path | None = None
 ) -> str:
-    """Write the weights of a checkpoint as a Hugging Face folder, reading one tensor at a time.
+    """Write the weights of a checkpoint as a Hugging Face folder, one tensor at a time; returns a summary line.
 
     Args:
         path: a step folder, or a run folder for its newest.
@@ -116,9 +110,6 @@ def export_checkpoint(
         dtype: dtype of the exported weights: fp32, bf16 or fp16.
         family: a `model_type` of Hugging Face; None for the first that can represent the model.
         tokenizer: a tokenizer.json or a folder to copy beside the weights; None for the run's, if it is local.
-
-    Returns:
-        A summary line.
     """
     checkpoint = open_checkpoint(path)
     model_config = checkpoint.config.model

@@ -21,16 +21,9 @@ class Sampling:
 
 @torch.no_grad()
 def generate(stage: Stage, prompt: Sequence[int], *, num_tokens: int, sampling: Sampling | None = None) -> list[int]:
-    """Generate tokens that continue a prompt.
+    """Generate up to `num_tokens` tokens that continue a prompt of at least one token; returns the new ones.
 
-    Args:
-        stage: a model in one stage.
-        prompt: token ids, at least one.
-        num_tokens: maximum number of new tokens.
-        sampling: how tokens are sampled; temperature 1 by default.
-
-    Returns:
-        The new token ids. Each is sampled given the last `max_position_embeddings` tokens before it.
+    Each is sampled given the last `max_position_embeddings` tokens before it. `stage` is a model in one stage.
     """
     sampling = sampling or Sampling()
     generator = torch.Generator().manual_seed(sampling.seed)

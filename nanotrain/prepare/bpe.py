@@ -15,11 +15,9 @@ MIN_VOCAB = 257
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
-    """Train a tokenizer.
+    """Train a tokenizer on documents without lone surrogates.
 
-    Args:
-        texts: documents, without lone surrogates.
-        vocab_size: maximum vocabulary: 256 bytes, `<|endoftext|>` and merges; little text gives fewer merges.
+    The vocabulary is 256 bytes, `<|endoftext|>` and merges, at most `vocab_size`; little text gives fewer merges.
 
     Raises:
         DataError: the vocabulary is too small for the bytes.

@@ -38,12 +38,7 @@ class InputChunk:
 
 
 def plan_chunks(inputs: Sequence[str], *, subset: str | None, split: str) -> tuple[InputChunk, ...]:
-    """Split the inputs into chunks, in order.
-
-    Args:
-        inputs: files, folders and hub names.
-        subset: configuration of hub datasets.
-        split: split of hub datasets.
+    """Split files, folders and hub names into chunks, in order; `subset` and `split` select from hub datasets.
 
     Raises:
         DataError: an input is missing, unreadable or empty.

@@ -78,12 +78,9 @@ def open_parts(folder: Path, plan: dict[str, Any]) -> None:
 
 
 def write_parts(job: PartJob, chunks: Iterable[tuple[int, InputChunk]], *, workers: int) -> Iterator[PartDone]:
-    """Write the parts of numbered chunks in worker processes; yields each part when it is complete.
+    """Write the parts of numbered chunks in `workers` processes; yields each part when it is complete.
 
-    Args:
-        job: how chunks become part files.
-        chunks: numbers and chunks; consumed only as fast as they are written.
-        workers: processes.
+    Chunks are consumed only as fast as they are written.
 
     Raises:
         DataError: a document that cannot be read or encoded.
@@ -97,11 +94,11 @@ def write_parts(job: PartJob, chunks: Iterable[tuple[int, InputChunk]], *, worke
     busy: set[Connection] = set()
     try:
         for _ in range(workers):
-            ours, theirs = context.Pipe()
-            processes.append(context.Process(target=_work, args=(job, theirs)))
+            parent_end, worker_end = context.Pipe()
+            processes.append(context.Process(target=_work, args=(job, worker_end)))
             processes[-1].start()
-            theirs.close()  # the worker has the only copy, so its end shows on our side
-            idle.append(ours)
+            worker_end.close()  # the worker has the only copy, so its end is noticed here
+            idle.append(parent_end)
         while True:
             while idle and (numbered := next(waiting, None)) is not None:
                 with _lost_worker_is_an_error():
@@ -125,11 +122,7 @@ def write_parts(job: PartJob, chunks: Iterable[tuple[int, InputChunk]], *, worke
 
 
 class PartWriter:
-    """Writes part files; keeps the tokenizer and open datasets between chunks.
-
-    Args:
-        job: how chunks become part files.
-    """
+    """Writes part files; keeps the tokenizer and open datasets between chunks."""
 
     def __init__(self, job: PartJob) -> None:
         self.job, self.reader = job, DocumentReader(job.column)

@@ -12,9 +12,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 class PrepareProgress:
     """Counts and displays finished parts; a context manager.
 
-    Args:
-        total_bytes: size of the input; 0 if unknown.
-        done_bytes: size of what an earlier run finished.
+    The input has `total_bytes` (0 if unknown), of which an earlier run finished `done_bytes`.
     """
 
     def __init__(self, total_bytes: int, *, done_bytes: int = 0) -> None:

@@ -40,12 +40,7 @@ class QuickStart:
 def prepare_quickstart(
     folder: Path, vocab_size: int, *, progress: Callable[[str], None] = lambda line: None
 ) -> QuickStart:
-    """Prepare the corpus unless it is prepared already.
-
-    Args:
-        folder: parent folder of the corpus.
-        vocab_size: vocabulary of the BPE.
-        progress: called with each line of progress.
+    """Prepare the corpus in a folder of `folder`, unless it is there; `progress` is called with lines of progress.
 
     Raises:
         DataError: this Python has no library sources.
@@ -77,10 +72,8 @@ def find_quickstart(folder: Path, vocab_size: int) -> Path | None:
 def library_sources(root: Path | None = None) -> Iterator[str]:
     """Iterate over the library's source files as text, in a fixed random order.
 
-    The validation split takes the last documents, so files of one package must be spread.
-
-    Args:
-        root: folder of the library; None for the running Python's.
+    The validation split takes the last documents, so files of one package must be spread. `root` is the folder of the
+    library; None for the running Python's.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     files = []

@@ -13,11 +13,7 @@ _ROWS_PER_READ = 256
 
 
 class DocumentReader:
-    """Reads the documents of chunks; keeps a dataset of rows open between its chunks.
-
-    Args:
-        column: field of a row that holds the text; plain text files have none.
-    """
+    """Reads the documents of chunks from a column of their rows; keeps a dataset of rows open between its chunks."""
 
     def __init__(self, column: str) -> None:
         self.column = column
@@ -44,7 +40,6 @@ def pick_text(row: Mapping[str, Any], column: str, *, source: str, columns: Sequ
 
     Args:
         row: column name -> value.
-        column: the column of the text.
         source: file or dataset of the row, for the error.
         columns: all columns, if the row holds only that of the text.
 

@@ -17,12 +17,7 @@ _COPY_BYTES = 1 << 22
 
 
 class TokenWriter:
-    """Writes a pair, as a context manager; after an exception inside, no pair is left.
-
-    Args:
-        prefix: path of the pair without `.bin` and `.idx`.
-        dtype: token dtype, one of `token_format.DTYPES`.
-    """
+    """Writes the pair `prefix`.bin and .idx, as a context manager; after an exception inside, no pair is left."""
 
     def __init__(self, prefix: Path | str, dtype: np.dtype[Any]) -> None:
         self.prefix = Path(prefix)
@@ -36,12 +31,7 @@ class TokenWriter:
         self.add_documents(tokens, np.asarray([len(tokens)]))
 
     def add_documents(self, ids: np.ndarray, lengths: np.ndarray) -> None:
-        """Append several documents at once.
-
-        Args:
-            ids: their concatenated tokens.
-            lengths: tokens per document; they sum to `len(ids)`.
-        """
+        """Append several documents: their concatenated tokens, and the number of tokens of each."""
         assert int(lengths.sum()) == len(ids), "wrong lengths would shift every later document"
         self._file.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
         self._lengths.append(lengths.astype("<i4"))

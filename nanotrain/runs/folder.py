@@ -33,17 +33,14 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def metrics(self) -> Path:
-        """File with one JSON object per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def data(self) -> Path:
-        """Folder of the quick-start corpus."""
         return self.path / "data"
 
     def require_writable(self) -> None:
@@ -65,12 +62,7 @@ class RunFolder:
             ) from error
 
     def write_description(self, config_yaml: str, facts: Mapping[str, Any]) -> None:
-        """Write config.yaml and environment.json.
-
-        Args:
-            config_yaml: the resolved configuration.
-            facts: values of the live run (device, world size), serializable as JSON.
-        """
+        """Write config.yaml, and environment.json with `facts` of the live run (device, world size)."""
         (self.path / "config.yaml").write_text(config_yaml, encoding="utf-8")
         environment = {
             "command": sys.argv,

@@ -31,6 +31,11 @@ class Box:
         return cls((0,) * len(shape), tuple(shape))
 
     @property
+    def text(self) -> str:
+        """The box as text: "0:128,0:64"."""
+        return ",".join(f"{start}:{stop}" for start, stop in zip(self.start, self.stop, strict=True))
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Elements along every dim."""
         return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
