@@ -73,9 +73,14 @@ class Finished:
     output: str
 
 
-def wait_for(process: subprocess.Popen[str], *, timeout_s: float = 90) -> Finished:
+def wait_for(process: subprocess.Popen[str], *, timeout_s: float = 180) -> Finished:
+    """Wait for the end of a program; after `timeout_s` end it and fail with its output."""
     try:
         output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun forwards it to its ranks, which a kill would leave behind
+        output, _ = process.communicate()
+        raise AssertionError(f"the program did not end within {timeout_s} s:\n{output}") from None
     finally:
         process.kill()
     return Finished(process.returncode, output)
