@@ -1,8 +1,9 @@
 """Law L1 from outside: a Hugging Face Llama trained with torch's AdamW has the same losses.
 
 The reference is the model of transformers and the optimizer of torch, with the same weights and token file and without
-nanotrain. It runs in fp32 and in fp64: at a learning rate of 1e-2 on random tokens rounding grows tenfold every other
-step, and after ten steps the fp32 reference differs from the fp64 one by 4e-5.
+nanotrain. At a learning rate of 1e-2 on random tokens rounding grows tenfold every other step: after ten steps the
+reference in fp32 differs from itself in fp64 by 4e-5, and by how much depends on the processor. There our fp32 run may
+be at most twice as far from fp64 as the reference's own fp32 run.
 """
 
 import json
@@ -40,9 +41,9 @@ def reference_losses(folder: Path, tokens: np.ndarray, *, dtype: torch.dtype, lr
     return losses
 
 
-@pytest.mark.parametrize(("dtype", "lr"), [(torch.float32, 2e-3), (torch.float64, 1e-2)])
+@pytest.mark.parametrize("lr", [2e-3, 1e-2])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_hugging_face_llama_has_the_same_losses(tmp_path: Path, tied: bool, dtype: torch.dtype, lr: float) -> None:
+def test_a_hugging_face_llama_has_the_same_losses(tmp_path: Path, tied: bool, lr: float) -> None:
     torch.manual_seed(0)
     shape = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB_SIZE}
@@ -60,5 +61,12 @@ def test_a_hugging_face_llama_has_the_same_losses(tmp_path: Path, tied: bool, dt
 
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
-    expected = reference_losses(tmp_path / "llama", tokens, dtype=dtype, lr=lr)
-    assert losses == pytest.approx(expected, rel=1e-5)
+    fp32, fp64 = (
+        reference_losses(tmp_path / "llama", tokens, dtype=dtype, lr=lr) for dtype in (torch.float32, torch.float64)
+    )
+    bounds = [max(1e-5 * exact, 2 * abs(rounded - exact)) for rounded, exact in zip(fp32, fp64, strict=True)]
+    assert all(abs(loss - exact) <= bound for loss, exact, bound in zip(losses, fp64, bounds, strict=True)), (
+        losses,
+        fp64,
+    )
+    assert max(bounds) < 2e-3  # the reference itself must not have diverged
