@@ -6,8 +6,6 @@ The manifest of a checkpoint contains the configuration, so its path is enough.
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from nanotrain.checkpoint.read import read_global_tensors
 from nanotrain.checkpoint.store import find_checkpoint, read_manifest
 from nanotrain.config.config import Config
@@ -18,6 +16,7 @@ from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.errors import DataError
 from nanotrain.hf.export import export_weights
 from nanotrain.inference.generate import Sampling, generate
+from nanotrain.model.router_stats import expert_biases
 from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.prepare.quickstart import find_quickstart
 from nanotrain.runs.folder import RunFolder
@@ -49,10 +48,9 @@ def load_stage(checkpoint: OpenedCheckpoint) -> Stage:
     """Load all layers of a checkpoint's model, fp32 on the CPU."""
     model_config = checkpoint.config.model
     stage = build_stage(model_config).to_empty(device="cpu")
-    parameters = dict(stage.named_parameters())
-    with torch.no_grad():
-        for name, tensor in read_global_tensors(checkpoint.path, [PREFIX + name for name in parameters]):
-            parameters[name.removeprefix(PREFIX)].copy_(tensor)
+    tensors = {PREFIX + name: parameter.data for name, parameter in stage.named_parameters()} | expert_biases(stage)
+    for name, tensor in read_global_tensors(checkpoint.path, list(tensors)):
+        tensors[name].copy_(tensor)
     return stage
 
 

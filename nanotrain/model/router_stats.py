@@ -125,6 +125,12 @@ def routers_of(stage: nn.Module) -> dict[str, HasRouterState]:
     return {name: module for name, module in modules.items() if isinstance(getattr(module, "stats", None), RouterStats)}
 
 
+def expert_biases(stage: nn.Module) -> dict[str, Tensor]:
+    """The expert biases of a stage by their names in a checkpoint."""
+    routers = routers_of(stage).items()
+    return {f"router/{name}.expert_bias": r.expert_bias for name, r in routers if r.expert_bias is not None}
+
+
 def collect_router_metrics(stage: nn.Module, groups: Sequence[Group]) -> dict[str, RouterMetrics]:
     """Sum the statistics of a stage's routers over all ranks, and start anew.
 

@@ -7,11 +7,9 @@ import torch
 from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import ModelConfig
-from nanotrain.model.router_stats import RouterMetrics, collect_router_metrics, routers_of, update_expert_bias
+from nanotrain.model.router_stats import RouterMetrics, collect_router_metrics, expert_biases, update_expert_bias
 from nanotrain.model.transformer import Stage
 from nanotrain.topology.boxes import TensorBox
-
-PREFIX = "router/"  # of the names of expert biases in a checkpoint
 
 
 def balance_routers(
@@ -41,10 +39,9 @@ def balance_routers(
 def router_biases(stages: Mapping[int, Stage]) -> dict[TensorBox, torch.Tensor]:
     """The expert biases of this rank's routers by their names in a checkpoint; replicated over all ranks of a stage."""
     return {
-        TensorBox.full(f"{PREFIX}{name}.expert_bias", router.expert_bias.shape): router.expert_bias
+        TensorBox.full(name, bias.shape): bias
         for stage in stages.values()
-        for name, router in routers_of(stage).items()
-        if router.expert_bias is not None
+        for name, bias in expert_biases(stage).items()
     }
 
 

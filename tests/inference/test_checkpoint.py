@@ -14,13 +14,16 @@ from nanotrain.errors import DataError
 from nanotrain.inference.checkpoint import continue_text, export_checkpoint, load_stage, open_checkpoint
 from nanotrain.inference.generate import Sampling
 from nanotrain.model.init import initialize
+from nanotrain.model.router_stats import expert_biases
 from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.topology.boxes import Box, TensorBox
 
+EXPERTS = {"num_experts": 4, "ffn_hidden_size": 16, "router_score_function": "sigmoid"}
 
-def write_run(folder: Path, *, tokenizer: str | None = "bytes") -> Stage:
+
+def write_run(folder: Path, *, tokenizer: str | None = "bytes", moe: dict[str, object] | None = None) -> Stage:
     """The folder of a run that has saved once, and the model it saved."""
-    model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 257}
+    model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 257, "moe": moe or {}}
     data = {"tokenizer_model": tokenizer, "data_path": ["text"]}
     config: Config = config_from_dict({"model": model, "data": data})
     stage = build_stage(config.model).to_empty(device="cpu")
@@ -30,6 +33,9 @@ def write_run(folder: Path, *, tokenizer: str | None = "bytes") -> Stage:
     tensors = {
         TensorBox(f"model/{spec.name}", spec.shape, Box.full(spec.shape)): weights[spec.name].data for spec in specs
     }
+    for index, (name, bias) in enumerate(expert_biases(stage).items()):
+        bias.copy_(torch.tensor([9.0, -9.0, 0.0, 3.0 * index]))
+        tensors[TensorBox.full(name, bias.shape)] = bias
     checkpointer = Checkpointer(folder / "checkpoints", group=Group.single_rank("world"), keep_last=0)
     checkpointer.save(3, tensors, objects={}, config=to_dict(config), topology={})
     return stage
@@ -40,6 +46,14 @@ def test_the_model_comes_back_to_the_bit(tmp_path):
     loaded = load_stage(open_checkpoint(tmp_path))
     tokens = torch.arange(12).reshape(2, 6)
     assert torch.equal(loaded.logits(tokens), saved.logits(tokens))
+
+
+def test_expert_biases_come_back(tmp_path):
+    saved = write_run(tmp_path, moe=EXPERTS | {"router_enable_expert_bias": True})
+    loaded = load_stage(open_checkpoint(tmp_path))
+    tokens = torch.arange(12).reshape(2, 6)
+    assert torch.equal(loaded.logits(tokens), saved.logits(tokens))
+    assert [bias.tolist() for bias in expert_biases(loaded).values()] == [[9, -9, 0, 0], [9, -9, 0, 3]]
 
 
 def test_the_same_seed_writes_the_same_text(tmp_path):

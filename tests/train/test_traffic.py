@@ -41,5 +41,5 @@ def test_measured_bytes_are_those_of_the_closed_form(comm_type, size):
         assert found == [ATTENTION_BYTES[comm_type](layer, size)] * size
 
 
-def test_every_core_attention_has_a_closed_form():
-    assert ATTENTION_BYTES.keys() == CORE_ATTENTIONS.keys()
+def test_closed_forms_belong_to_core_attentions():
+    assert ATTENTION_BYTES.keys() <= CORE_ATTENTIONS.keys()  # one added from outside needs no closed form
