@@ -33,6 +33,10 @@ class ShardingStrategy(str, Enum):
     optim_grads = "optim_grads"
 
 
+class OuterShardingStrategy(str, Enum):
+    no_shard = "no_shard"
+
+
 class DType(str, Enum):
     fp32 = "fp32"
     bf16 = "bf16"
@@ -154,6 +158,7 @@ class ParallelConfig:
     cp_comm_type: str = option("p2p", "name of the core attention under context parallelism; p2p is ring attention")
     use_tp_pp_dp_mapping: bool = option(False, "rank order tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp")
     data_parallel_sharding_strategy: ShardingStrategy = option(ShardingStrategy.no_shard, "what is sharded: no_shard, optim (ZeRO-1) or optim_grads (ZeRO-2)")
+    outer_dp_sharding_strategy: OuterShardingStrategy = option(OuterShardingStrategy.no_shard, "what is sharded across optimizer instances: no_shard, every instance holds all shards")
     ddp_bucket_size: int | None = option(None, "elements at which a gradient bucket is closed; unset: max(40000000, 1000000 * shard ranks)", check=at_least(1))
     ddp_pad_buckets_for_high_nccl_busbw: bool = option(False, "pad buckets to a multiple of 65536 elements")
     overlap_grad_reduce: bool = option(False, "overlap the gradient reduction with the backward pass")

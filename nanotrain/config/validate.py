@@ -13,7 +13,7 @@ from nanotrain.config.derive import data_parallel_size, num_microbatches
 from nanotrain.config.rules.layout import LAYOUT_RULES
 from nanotrain.config.rules.model import HEAD_RULES, MLA_RULES, MOE_RULES, POSITION_RULES
 from nanotrain.config.rules.rule import Rule, check_rules
-from nanotrain.config.rules.run import RUN_RULES, TRAIN_RULES
+from nanotrain.config.rules.run import RUN_RULES
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import KEYS
 from nanotrain.errors import ConfigError, ErrorCollector
@@ -24,7 +24,7 @@ def validate(config: Config, *, to_train: bool = False) -> None:
 
     Args:
         config: the configuration.
-        to_train: also check that the layout fits the model and can be trained, not only planned.
+        to_train: also check that the layout fits the model.
 
     Raises:
         ConfigError: all broken rules.
@@ -43,8 +43,8 @@ def collect_errors(config: Config, *, to_train: bool, errors: ErrorCollector) ->
     check_rules(config, RUN_RULES, errors=errors)
     with errors:
         num_microbatches(config.train, 1)
-    if to_train:
-        check_rules(config, (*LAYOUT_RULES, *TRAIN_RULES) if is_model_known else TRAIN_RULES, errors=errors)
+    if to_train and is_model_known:
+        check_rules(config, LAYOUT_RULES, errors=errors)
 
 
 def model_rules(config: Config) -> tuple[Rule, ...]:

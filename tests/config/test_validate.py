@@ -68,11 +68,8 @@ def test_data_parallel_size_only_checks():
         validate_for_world(Config(), 4, expected_dp=2)
 
 
-def test_what_is_planned_but_not_trained_is_refused_by_name():
-    config = config_of(num_distributed_optimizer_instances=2)
-    validate(config)
-    with pytest.raises(ConfigError, match="num_distributed_optimizer_instances is 2"):
-        validate(config, to_train=True)
+def test_optimizer_instances_are_trainable():
+    validate(config_of(num_distributed_optimizer_instances=2, data_parallel_sharding_strategy="optim"), to_train=True)
 
 
 def test_every_product_of_axes_is_trainable():

@@ -3,36 +3,45 @@
 import pytest
 
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.parallel.dp.bucket import Bucket
+from nanotrain.parallel.dp.data_parallel import gathered
 from nanotrain.train.step import train_step
 from nanotrain.train.traffic import sent_bytes
-from tests.harness import run_ranks
+from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.worlds import Case, build_here
 
 SIZES = (1, 2, 4)
+GROUPS = ("dp_shard", "dp_replicate", "expert_dp_shard", "expert_dp_replicate")
 OPS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
 def measure(ctx: ParallelContext, case: Case) -> dict[str, int]:
     """Elements with padding, resident bytes and bytes sent in one step, of this rank: measured and planned."""
     run = build_here(ctx, case)
-    (dp,), optimizer = run.data_parallel, run.optimizer
-    held = [tensor for bucket in dp.buckets for tensor in (bucket.params.full, bucket.grads.shard)]
-    held += optimizer.state_tensors().values()
+    buckets = [bucket for dp in run.data_parallel for bucket in dp.buckets]
+    held = [tensor for bucket in buckets for tensor in (bucket.params.full, bucket.grads.shard)]
+    # not `state_tensors`, which leaves out a shard of padding only
+    held += [tensor for state in run.optimizer._states for tensor in (state.main, *state.state.values())]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
     ctx.traffic.reset()
     batch = run.batch_iterator.next()
     assert batch is not None
     train_step(run, batch)
-    with dp.gathered():
-        sent = sum(ctx.traffic.bytes(group, op) for group in ("dp_shard", "dp_replicate") for op in OPS)
+    with gathered(run.data_parallel):
+        sent = sum(ctx.traffic.bytes(group, op) for group in GROUPS for op in OPS)
     planned = run.plan.resident_bytes
     return {
-        "elements": sum(bucket.layout.numel for bucket in dp.buckets),
+        "elements": sum(bucket.layout.numel for bucket in buckets if not is_expert(bucket)),
+        "expert elements": sum(bucket.layout.numel for bucket in buckets if is_expert(bucket)),
         "resident": sum(storages.values()),
         "sent": sent,
         "planned resident": planned.total - planned.grad_buckets,
-        "planned sent": sum(sent_bytes(run.plan).values()),
+        "planned sent": sum(count for (group, _), count in sent_bytes(run.plan).items() if group in GROUPS),
     }
+
+
+def is_expert(bucket: Bucket) -> bool:
+    return bucket.layout.params[0].param.spec.is_expert
 
 
 @pytest.mark.parametrize("d", SIZES)
@@ -51,6 +60,29 @@ def test_resident_and_sent_bytes_are_planned_and_the_closed_form(strategy: str, 
         assert (
             measured["sent"] == measured["planned sent"] == moved_bytes(strategy, dtype, elements, d=d, m=microbatches)
         )
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize(("ranks", "ep", "instances"), [(4, 1, 2), (4, 1, 4), (4, 2, 2), (8, 2, 2)])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_bytes_of_optimizer_instances(strategy: str, ranks: int, ep: int, instances: int, microbatches: int) -> None:
+    """HSDP: the closed form with the ranks of one instance, and once per step an all-reduce of the shard."""
+    sizes = {"strategy": strategy, "ep": ep, "instances": instances}
+    case = Case(steps=1).but(
+        train={"micro_batch_size": 1, "global_batch_size": microbatches * ranks},
+        parallel={SHORT_NAMES[name]: value for name, value in sizes.items()},
+        precision={"params_dtype": "bf16"},
+        model={"num_experts": 4} if ep > 1 else {},
+    )
+    for measured in run_ranks(ranks, measure, case, **sizes):
+        resident = moved = 0
+        for name, num_ranks in {"elements": ranks, "expert elements": ranks // ep}.items():
+            elements, d = measured[name], num_ranks // instances
+            resident += resident_bytes(strategy, "bf16", elements, d)
+            moved += moved_bytes(strategy, "bf16", elements, d=d, m=microbatches)
+            moved += 2 * 4 * elements // d * (instances - 1) // instances
+        assert measured["resident"] == measured["planned resident"] == resident
+        assert measured["sent"] == measured["planned sent"] == moved
 
 
 def resident_bytes(strategy: str, dtype: str, elements: int, d: int) -> int:

@@ -132,6 +132,19 @@ LAYOUTS = [
     Layout("experts", 8, "optim_grads", {"tp": 2, "etp": 1, "ep": 4}, micro_batch=1, options=OVERLAP),
     Layout("capacity", 8, "optim", {"tp": 2, "pp": 2, "cp": 2, "etp": 2, "ep": 2}, options=ZB),
     Layout("experts", 8, "no_shard", {"cp": 2, "etp": 2, "ep": 2}, micro_batch=1, options=GATHER),
+    # optimizer instances (HSDP): shards inside, all-reduce across
+    Layout("llama", 4, "optim", {"instances": 2}, micro_batch=3),
+    Layout("llama", 4, "optim_grads", {"instances": 2}, micro_batch=1, options=OVERLAP),
+    Layout("llama", 4, "optim", {"instances": 4}, micro_batch=1, options=OVERLAP),
+    Layout("untied", 4, "optim_grads", {"cp": 2, "instances": 2}, options=GATHER),
+    Layout("experts", 4, "optim_grads", {"ep": 2, "instances": 2}, micro_batch=1, options=OVERLAP),
+    Layout("biased", 4, "optim", {"ep": 2, "instances": 2}, micro_batch=3),
+    Layout("llama", 8, "optim", {"tp": 2, "instances": 2}, micro_batch=3, options=SP | OVERLAP),
+    Layout("untied", 8, "optim_grads", {"pp": 2, "instances": 2}, micro_batch=1, options=ZB | OVERLAP),
+    Layout("llama", 8, "optim_grads", {"pp": 2, "instances": 2}, micro_batch=1, options=VPP),
+    Layout("gpt2", 8, "optim", {"cp": 2, "instances": 4}, micro_batch=1, options=OVERLAP),
+    Layout("experts", 8, "optim_grads", {"tp": 2, "etp": 1, "ep": 2, "instances": 2}, micro_batch=1, options=SP),
+    Layout("biased", 8, "optim_grads", {"pp": 2, "ep": 2, "instances": 2}, micro_batch=1, options=OVERLAP),
 ]
 
 
@@ -166,14 +179,16 @@ def test_the_matrix_has_every_pair_of_axes_and_every_strategy() -> None:
     assert len(LAYOUTS) >= 40 and {layout.ranks for layout in LAYOUTS} == {2, 4, 8}
     for strategy in ("no_shard", "optim", "optim_grads"):
         seen = set().union(*(layout.axes for layout in LAYOUTS if layout.strategy == strategy))
-        assert seen >= {"tp", "pp", "cp", "ep", "dp"}, f"{strategy} misses an axis"
+        wanted = {"tp", "pp", "cp", "ep", "dp"} | ({"instances"} if strategy != "no_shard" else set())
+        assert seen >= wanted, f"{strategy} misses an axis"
 
 
+@pytest.mark.parametrize("axis", ["pp", "instances"])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
-def test_overlap_changes_no_bit_in_a_product_of_axes(strategy: str) -> None:
-    sizes = {"tp": 2, "pp": 2, "etp": 1, "ep": 2, "strategy": strategy}
+def test_overlap_changes_no_bit_in_a_product_of_axes(strategy: str, axis: str) -> None:
+    sizes = {"tp": 2, axis: 2, "etp": 1, "ep": 2, "strategy": strategy}
     parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | SP
-    plain = Case(3).but(train={"micro_batch_size": 2}, parallel=parallel, model=shape_of("experts"))
+    plain = Case(3).but(train={"micro_batch_size": 1}, parallel=parallel, model=shape_of("experts"))
     outcomes = [run_ranks(8, train_here, case, **sizes) for case in (plain, plain.but(parallel=OVERLAP))]
     assert outcomes[0][0].losses == outcomes[1][0].losses
     for one, other in zip(*outcomes, strict=True):

@@ -89,6 +89,7 @@ LAYOUTS = {  # ranks and arguments of the last four of eight steps
     "four ranks, another micro batch": (4, "--micro-batch-size 1"),
     "no_shard": (2, "--data-parallel-sharding-strategy no_shard"),
     "optim_grads": (2, "--data-parallel-sharding-strategy optim_grads"),
+    "two instances of two ranks": (4, "--num-distributed-optimizer-instances 2 --micro-batch-size 1"),
     "another bucket size": (2, "--ddp-bucket-size 1000"),
     "no overlap, other padding": (2, "--no-overlap-param-gather --ddp-pad-buckets-for-high-nccl-busbw"),
     "all of it": (3, "--data-parallel-sharding-strategy optim_grads --ddp-bucket-size 700 --micro-batch-size 1"),

@@ -57,11 +57,4 @@ RUN_RULES = (
         "min_loss_scale {min_loss_scale:g} is above initial_loss_scale {initial_loss_scale:g}",
         "the loss scale never falls below the minimum", "lower --min-loss-scale"),
 )
-
-TRAIN_RULES = (
-    Rule("num_distributed_optimizer_instances", lambda v: v.num_distributed_optimizer_instances > 1,
-        "num_distributed_optimizer_instances is {num_distributed_optimizer_instances}",
-        "this version plans and counts it, but does not train it",
-        "leave --num-distributed-optimizer-instances out"),
-)
 # fmt: on

@@ -58,12 +58,12 @@ class Bucket:
         self._missing: set[str] = set()
         self._reduce_scatter: Work[Tensor] | None = None
         self._all_reduce: Work[Tensor] | None = None
-        self._is_first, self._is_last = True, False
+        self._is_first, self._awaits_all_reduce = True, False
 
     @property
     def is_in_flight(self) -> bool:
         """Whether a reduction was started and not yet finished."""
-        return self._reduce_scatter is not None or self._all_reduce is not None
+        return self._reduce_scatter is not None or self._awaits_all_reduce or self._all_reduce is not None
 
     @property
     def is_ready(self) -> bool:
@@ -99,23 +99,27 @@ class Bucket:
         Args:
             is_last: whether no other reduction of this bucket follows in the step.
         """
-        full, self._is_last = self.grads.full(), is_last
+        full, self._awaits_all_reduce = self.grads.full(), is_last
         self._zero_unwritten(full)
         group = self._groups.shard
         self._reduce_scatter = start_reduce_scatter_into(shard_of(full, group), full, group=group)
         if group.size == 1:
             self.start_all_reduce()  # nothing to wait for, so it can overlap the backward pass
 
-    def start_all_reduce(self) -> None:
-        """Wait for the reduce-scatter and, after the last one of a step, start the all-reduce across replicas."""
+    def finish_reduce_scatter(self) -> None:
+        """Wait until `grads.shard` holds the sum inside the shard group; a transient store is then empty."""
         work, self._reduce_scatter = self._reduce_scatter, None
-        if work is None:
-            return
-        work.wait()
-        self.grads.finish_reduce_scatter(is_first=self._is_first)
-        self._is_first = False
-        self._written.clear()
-        if self._is_last:
+        if work is not None:
+            work.wait()
+            self.grads.finish_reduce_scatter(is_first=self._is_first)
+            self._is_first = False
+            self._written.clear()
+
+    def start_all_reduce(self) -> None:
+        """Finish the reduce-scatter and, after the last one of a step, start the all-reduce across replicas."""
+        self.finish_reduce_scatter()
+        if self._awaits_all_reduce:
+            self._awaits_all_reduce = False
             self._all_reduce = start_all_reduce(self.grads.shard, self._groups.replicate)
 
     def finish_reduce(self) -> None:

@@ -16,7 +16,8 @@ Reduce-scatter and all-gather run inside the shard group. With several optimizer
 shard across the replicate group follows the last reduce-scatter.
 
 Buckets are reduced in buffer order on every rank, independent of the order in which gradients are ready: collectives
-that two ranks issue in different orders deadlock on NCCL.
+that two ranks issue in different orders deadlock on NCCL. This holds across both groups too. With overlap, the
+all-reduce of bucket i starts right before the reduce-scatter of bucket i + MAX_REDUCTIONS.
 
 Source: Rajbhandari et al. 2020 (ZeRO), sections 5.1-5.2; Megatron-LM core, `distributed_data_parallel.py` and
 `param_and_grad_buffer.py`.
@@ -179,8 +180,9 @@ class DataParallel:
         while bucket.is_in_flight:
             self._finish_oldest()
         if self.options.strategy.shard_grads and not bucket.grads.holds_pooled:
-            while self._in_flight and sum(b.grads.holds_pooled for b in self.buckets) >= MAX_FULL_BUCKETS:
-                self._finish_oldest()
+            for started in self._in_flight:
+                if sum(b.grads.holds_pooled for b in self.buckets) >= MAX_FULL_BUCKETS:
+                    started.finish_reduce_scatter()
 
     def _finish_oldest(self) -> None:
         self._in_flight.pop(0).finish_reduce()

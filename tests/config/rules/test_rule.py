@@ -6,12 +6,12 @@ from nanotrain.config.config import Config
 from nanotrain.config.rules.layout import LAYOUT_RULES
 from nanotrain.config.rules.model import HEAD_RULES, MLA_RULES, MOE_RULES, POSITION_RULES
 from nanotrain.config.rules.rule import Rule, Values, check_rules
-from nanotrain.config.rules.run import RUN_RULES, TRAIN_RULES
+from nanotrain.config.rules.run import RUN_RULES
 from nanotrain.config.schema import ENTRIES
 from nanotrain.errors import ConfigErrors, ErrorCollector
 from tests.config.asking import config_of
 
-TABLES = (POSITION_RULES, HEAD_RULES, MLA_RULES, MOE_RULES, LAYOUT_RULES, RUN_RULES, TRAIN_RULES)
+TABLES = (POSITION_RULES, HEAD_RULES, MLA_RULES, MOE_RULES, LAYOUT_RULES, RUN_RULES)
 
 
 def test_every_rule_names_fields_that_exist():

@@ -272,38 +272,6 @@ def test_inside_gathered_all_parameters_are_complete(ctx):
                 assert bucket.params.full.chunk(2)[0].eq(1).all() and bucket.params.full.chunk(2)[1].eq(2).all()
 
 
-def reduce_in_two_instances(ctx):
-    """Two optimizer instances of two ranks: reduce-scatter inside each, then all-reduce across both (HSDP)."""
-    sent = {}
-    for strategy, overlap in SETTINGS:
-        for num_microbatches in (1, 3):
-            stage = Toy()
-            parallel = wrap(ctx, stage, strategy=strategy, overlap=overlap)
-            for step in (1, 2):
-                ctx.traffic.reset()
-                parallel.begin_step()
-                for microbatch in range(num_microbatches):
-                    loss = stage(2.0**ctx.rank * step * (microbatch + 1))
-                    backward(parallel, loss, is_last=microbatch == num_microbatches - 1)
-                parallel.finish_grad_reduce()
-                of_microbatches = num_microbatches * (num_microbatches + 1) // 2
-                assert_shards(parallel, patterns(stage, 15 * step * of_microbatches))
-            calls = (ctx.traffic.calls(parallel.groups.shard.name), ctx.traffic.calls(parallel.groups.replicate.name))
-            sent[strategy, overlap, num_microbatches] = (parallel.groups.shard.size, *calls)
-    return sent
-
-
-def test_two_instances_of_two_ranks_sum_exactly_and_reduce_across_instances_once_per_step():
-    for sent in run_ranks(4, reduce_in_two_instances, strategy="optim", instances=2):
-        for overlap in (False, True):
-            for num_microbatches in (1, 3):
-                # (size of the shard group, reductions inside the instance, reductions across instances)
-                assert sent["no_shard", overlap, num_microbatches] == (1, 0, NUM_BUCKETS)
-                assert sent["optim", overlap, num_microbatches] == (2, NUM_BUCKETS, NUM_BUCKETS)
-                grads = sent["optim_grads", overlap, num_microbatches]
-                assert grads == (2, num_microbatches * NUM_BUCKETS, NUM_BUCKETS)
-
-
 @ranks(2, strategy="optim")
 def test_without_overlap_parameters_are_complete_on_return(ctx):
     parallel = wrap(ctx, Toy(), strategy="optim_grads")
