@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from nanotrain.config.config import ParallelConfig
 from nanotrain.config.flags import parse
 from nanotrain.config.load import load_line, reply, to_yaml
 from nanotrain.config.schema import check_choice
@@ -23,13 +22,7 @@ CONFIG_FLAGS = "any configuration flag may follow, for example --tensor-model-pa
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser without abbreviations that raises ConfigError.
-
-    Args:
-        command: words after `nanotrain`.
-        function: the function of the command; its docstring is the description.
-        epilog: text after the list of arguments.
-    """
+    """A parser without abbreviations that raises ConfigError; the function's docstring is the description."""
 
     def __init__(self, command: str, function: Callable[..., int], *, epilog: str | None = None) -> None:
         super().__init__(prog=f"nanotrain {command}", description=function.__doc__, epilog=epilog, allow_abbrev=False)
@@ -78,9 +71,8 @@ def prepare(argv: Sequence[str]) -> int:
 def parity(argv: Sequence[str]) -> int:
     """Compare the training of a parallel layout with one rank: a shrunk model, on CPU processes of this machine."""
     parser = CommandParser("parity", parity, epilog=CONFIG_FLAGS)
-    parser.add_argument(
-        "--world-size", type=count, metavar="N", required=True, help="number of ranks, one process per rank"
-    )
+    ranks_help = "number of ranks, one process per rank"
+    parser.add_argument("--world-size", type=count, metavar="N", required=True, help=ranks_help)
     parser.add_argument("--steps", type=count, default=3, metavar="K", help="optimizer steps (default: 3)")
     tolerance_help = "largest relative difference; ten times that for gradients (default: 1e-5)"
     parser.add_argument("--tolerance", type=positive, default=1e-5, metavar="T", help=tolerance_help)
@@ -100,9 +92,8 @@ def topology(argv: Sequence[str]) -> int:
     parser.add_argument("--world-size", type=count, metavar="N", help="print the process groups of N ranks")
     parser.add_argument("--schedule", metavar="NAME", help="draw this pipeline schedule")
     parser.add_argument("--json", action="store_true", help="print the groups as JSON: {name: [[rank, ...], ...]}")
-    parser.add_argument(
-        "--num-microbatches", type=count, metavar="M", help="microbatches of the schedule (default: 2 per rank)"
-    )
+    microbatches_help = "microbatches of the schedule (default: 2 per rank)"
+    parser.add_argument("--num-microbatches", type=count, metavar="M", help=microbatches_help)
     parser.add_argument("--png", type=Path, metavar="FILE", help="also write the schedule to a PNG file")
     args, rest = parser.parse_known_args(argv)
     if args.world_size is None and args.schedule is None:
@@ -122,26 +113,19 @@ def topology(argv: Sequence[str]) -> int:
 
         print(run_topology(parallel, args.world_size, as_json=args.json))
     if args.schedule is not None:
-        print(draw(parallel, num_microbatches=args.num_microbatches, png=args.png))
+        from nanotrain.parallel.pp.actions import PipelineShape
+        from nanotrain.parallel.pp.draw import draw_schedule
+
+        num_ranks = parallel.pipeline_model_parallel_size
+        stages_per_rank = parallel.num_virtual_stages_per_pipeline_rank
+        shape = PipelineShape(num_ranks, stages_per_rank, args.num_microbatches or 2 * num_ranks)
+        print(draw_schedule(parallel.pipeline_schedule, shape, png=args.png))
     return 0
-
-
-def draw(parallel: ParallelConfig, *, num_microbatches: int | None, png: Path | None) -> str:
-    """Draw the pipeline schedule of a parallel section."""
-    from nanotrain.parallel.pp.actions import PipelineShape
-    from nanotrain.parallel.pp.draw import draw_schedule
-
-    num_ranks = parallel.pipeline_model_parallel_size
-    stages_per_rank = parallel.num_virtual_stages_per_pipeline_rank
-    shape = PipelineShape(num_ranks, stages_per_rank, num_microbatches or 2 * num_ranks)
-    return draw_schedule(parallel.pipeline_schedule, shape, png=png)
 
 
 def checkpoint(argv: Sequence[str]) -> int:
     """Inspect or verify a checkpoint, or export it as a Hugging Face folder."""
-    if not argv or argv[0] not in CHECKPOINT_COMMANDS:
-        return choose("nanotrain checkpoint", argv, commands=CHECKPOINT_COMMANDS)
-    return CHECKPOINT_COMMANDS[argv[0]](argv[1:])
+    return run_command("nanotrain checkpoint", argv, commands=CHECKPOINT_COMMANDS)
 
 
 def inspect(argv: Sequence[str]) -> int:
@@ -172,12 +156,10 @@ def export_hf(argv: Sequence[str]) -> int:
     parser = CommandParser("checkpoint export-hf", export_hf)
     parser.add_argument("path", type=Path, help="step folder, or run folder for its newest step")
     parser.add_argument("folder", type=Path, help="the Hugging Face folder to write")
-    parser.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="data type of the weights (default: fp32)"
-    )
-    parser.add_argument(
-        "--family", help="Hugging Face model_type, for example llama; unset: the first that fits the model"
-    )
+    dtypes, dtype_help = ("fp32", "bf16", "fp16"), "data type of the weights (default: fp32)"
+    parser.add_argument("--dtype", choices=dtypes, default="fp32", help=dtype_help)
+    family_help = "Hugging Face model_type, for example llama; unset: the first that fits the model"
+    parser.add_argument("--family", help=family_help)
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json or folder to copy next to the weights")
     args = parser.parse_args(argv)
     from nanotrain.inference.checkpoint import export_checkpoint
@@ -191,19 +173,12 @@ def generate(argv: Sequence[str]) -> int:
     parser = CommandParser("generate", generate)
     parser.add_argument("path", type=Path, help="step folder, or run folder for its newest step")
     parser.add_argument("--prompt", default="", help="the text to continue (default: none)")
-    parser.add_argument(
-        "--num-tokens", type=count, default=120, metavar="N", help="largest number of tokens to generate (default: 120)"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=not_negative,
-        default=0.8,
-        metavar="T",
-        help="sampling temperature; 0 is greedy (default: 0.8)",
-    )
-    parser.add_argument(
-        "--top-k", type=count, metavar="K", help="sample from the K most likely tokens; unset: from all"
-    )
+    tokens_help = "largest number of tokens to generate (default: 120)"
+    parser.add_argument("--num-tokens", type=count, default=120, metavar="N", help=tokens_help)
+    temperature_help = "sampling temperature; 0 is greedy (default: 0.8)"
+    parser.add_argument("--temperature", type=not_negative, default=0.8, metavar="T", help=temperature_help)
+    top_k_help = "sample from the K most likely tokens; unset: from all"
+    parser.add_argument("--top-k", type=count, metavar="K", help=top_k_help)
     parser.add_argument("--seed", type=int, default=0, help="random seed of the sampling (default: 0)")
     parser.add_argument("--tokenizer", help="Hugging Face name or folder, tokenizer.json; unset: the run's")
     args = parser.parse_args(argv)
@@ -238,29 +213,28 @@ COMMANDS: dict[str, Command] = {
 CHECKPOINT_COMMANDS: dict[str, Command] = {"inspect": inspect, "verify": verify, "export-hf": export_hf}
 
 
-def choose(program: str, argv: Sequence[str], *, commands: dict[str, Command]) -> int:
-    """List the commands for --help; raise ConfigError for an unknown command or none."""
-    lines = [f"  {name:<10}  {(command.__doc__ or '').splitlines()[0]}" for name, command in commands.items()]
+def run_command(program: str, argv: Sequence[str], *, commands: dict[str, Command]) -> int:
+    """Run the command named first, or list the commands for --help.
+
+    Raises:
+        ConfigError: an unknown command or none.
+    """
+    if argv and argv[0] in commands:
+        return commands[argv[0]](argv[1:])
     if argv and argv[0] in ("-h", "--help"):
-        print(
-            f"usage: {program} COMMAND ...\n\n" + "\n".join(lines) + f"\n\n{program} COMMAND --help lists its arguments"
-        )
+        print(f"usage: {program} COMMAND ...\n")
+        for name, command in commands.items():
+            print(f"  {name:<10}  {(command.__doc__ or '').splitlines()[0]}")
+        print(f"\n{program} COMMAND --help lists its arguments")
         return 0
     what = f"unknown command {argv[0]!r}" if argv else "no command"
     raise ConfigError(what, why=f"{program} takes {', '.join(commands)}", fix=f"{program} --help describes them")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Returns:
-        The exit code: 0, or 2 for a user error, which is printed on standard error.
-    """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Run one command; the exit code is 2 for a user error, which is printed on standard error."""
     try:
-        if not arguments or arguments[0] not in COMMANDS:
-            return choose("nanotrain", arguments, commands=COMMANDS)
-        return COMMANDS[arguments[0]](arguments[1:])
+        return run_command("nanotrain", sys.argv[1:] if argv is None else argv, commands=COMMANDS)
     except BrokenPipeError:  # the reader of the pipe has closed it, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -16,6 +16,7 @@ processes send the error itself.
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 EXIT_CODE = 2
 
@@ -34,8 +35,7 @@ class NanotrainError(Exception):
         super().__init__(what, why, fix)
 
     def __reduce__(self) -> tuple[Callable[..., "NanotrainError"], tuple[object, ...]]:
-        """Pickle the class and the three texts."""
-        return _rebuild, (type(self), (self.what, self.why, self.fix))
+        return partial(type(self), why=self.why, fix=self.fix), (self.what,)
 
     def __str__(self) -> str:
         reason = f": {self.why}" if self.why else ""
@@ -43,21 +43,12 @@ class NanotrainError(Exception):
         return f"{self.what}{reason}{cure}"
 
 
-def _rebuild(kind: type[NanotrainError], texts: tuple[str, str, str]) -> NanotrainError:
-    what, why, fix = texts
-    return kind(what, why=why, fix=fix)
-
-
 class ConfigError(NanotrainError):
     """A key, flag or value that is unknown, of the wrong type, or contradicts another."""
 
 
 class ConfigErrors(ConfigError):
-    """Several mistakes of one configuration, printed as a list.
-
-    Args:
-        errors: at least two.
-    """
+    """Two or more mistakes of one configuration, printed as a list."""
 
     def __init__(self, errors: Sequence[ConfigError]) -> None:
         self.errors = tuple(errors)
@@ -127,14 +118,9 @@ class EnvironmentFault(NanotrainError):
 
 
 def report(error: NanotrainError, *, quiet: bool = False) -> int:
-    """Print an error on standard error, for entry points.
+    """Print an error on standard error and return the exit code.
 
-    Args:
-        error: the error.
-        quiet: print nothing, for a rank other than the first where the first one raises the same error.
-
-    Returns:
-        The exit code.
+    `quiet` prints nothing, for ranks other than the first: it raises the same error.
     """
     if not quiet:
         print(f"error: {error}", file=sys.stderr, flush=True)

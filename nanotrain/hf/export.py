@@ -167,10 +167,6 @@ def _copy_tokenizer(source: Path, folder: Path) -> dict[str, Any]:
         raise HuggingFaceError(f"{source} contains no tokenizer", why=why, fix="give a tokenizer.json or its folder")
     for file in files:
         shutil.copyfile(file, folder / ("tokenizer.json" if source.is_file() else file.name))
-    return _special_tokens(folder)
-
-
-def _special_tokens(folder: Path) -> dict[str, Any]:
     settings, vocabulary = folder / "tokenizer_config.json", folder / "tokenizer.json"
     if not (settings.exists() and vocabulary.exists()):
         return {}

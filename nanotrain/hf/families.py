@@ -39,58 +39,37 @@ class Family:
 
     Args:
         architecture: class name in config.json.
-        prefix: of every tensor but the head; files of the base model without a head omit it.
         read: config.json -> model.
         write: model -> config.json, without the entries of `config_to_hf`.
         naming: names of the tensors.
-        ignored: suffixes of tensors that are not weights (buffers in old files).
         other_namings: names that files may have but that are never written.
+        prefix: of every tensor but the head; files of the base model without a head omit it.
+        ignored: suffixes of tensors that are not weights (buffers in old files).
     """
 
     architecture: str
-    prefix: str
     read: Callable[[Mapping[str, Any]], ModelConfig]
     write: Callable[[ModelConfig], dict[str, Any]]
     naming: Naming
-    ignored: tuple[str, ...] = ()
     other_namings: tuple[Naming, ...] = ()
+    prefix: str = "model."
+    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
 
 
-ROPE_BUFFERS = (".rotary_emb.inv_freq",)
 MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
-
 # A model is exported as the first family that can represent it.
 FAMILIES: dict[str, Family] = {
-    "gpt2": Family("GPT2LMHeadModel", "transformer.", read_gpt2, write_gpt2, GPT2, MASK_BUFFERS),
-    "llama": Family("LlamaForCausalLM", "model.", read_llama, write_llama, LLAMA, ROPE_BUFFERS),
-    "qwen2": Family("Qwen2ForCausalLM", "model.", read_qwen2, write_qwen2, LLAMA, ROPE_BUFFERS),
-    "qwen3": Family("Qwen3ForCausalLM", "model.", read_qwen3, write_qwen3, LLAMA, ROPE_BUFFERS),
-    "mixtral": Family(
-        architecture="MixtralForCausalLM",
-        prefix="model.",
-        read=read_mixtral,
-        write=write_mixtral,
-        naming=MIXTRAL_NAMES,
-        ignored=ROPE_BUFFERS,
-        other_namings=(FUSED_NAMES,),
-    ),
-    "qwen3_moe": Family(
-        architecture="Qwen3MoeForCausalLM",
-        prefix="model.",
-        read=read_qwen3_moe,
-        write=write_qwen3_moe,
-        naming=QWEN3_MOE_NAMES,
-        ignored=ROPE_BUFFERS,
-        other_namings=(FUSED_NAMES,),
-    ),
+    "gpt2": Family("GPT2LMHeadModel", read_gpt2, write_gpt2, GPT2, prefix="transformer.", ignored=MASK_BUFFERS),
+    "llama": Family("LlamaForCausalLM", read_llama, write_llama, LLAMA),
+    "qwen2": Family("Qwen2ForCausalLM", read_qwen2, write_qwen2, LLAMA),
+    "qwen3": Family("Qwen3ForCausalLM", read_qwen3, write_qwen3, LLAMA),
+    "mixtral": Family("MixtralForCausalLM", read_mixtral, write_mixtral, MIXTRAL_NAMES, (FUSED_NAMES,)),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", read_qwen3_moe, write_qwen3_moe, QWEN3_MOE_NAMES, (FUSED_NAMES,)),
 }
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Read the model configuration of a config.json.
-
-    Args:
-        raw: the parsed config.json.
+    """Read the model configuration of a parsed config.json.
 
     Raises:
         HuggingFaceError: an unsupported family or feature.
@@ -98,7 +77,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     >>> config_from_hf({"model_type": "gpt2", "n_embd": 96, "n_head": 3}).hidden_size
     96
     """
-    return FAMILIES[_family_name(raw)].read(raw)
+    return _family(str(raw.get("model_type", "(none)"))).read(raw)
 
 
 def model_from_hf(folder: Path) -> ModelConfig:
@@ -136,10 +115,8 @@ def family_of(model_config: ModelConfig, *, name: str | None = None) -> str:
     Raises:
         HuggingFaceError: `name` is unknown, or no family (of that name) can represent the model.
     """
-    if name is not None and name not in FAMILIES:
-        raise _unknown_family(name)
-    names = FAMILIES if name is None else (name,)
-    lost = {candidate: _lost_fields(model_config, candidate) for candidate in names}
+    families = FAMILIES if name is None else {name: _family(name)}
+    lost = {candidate: _lost_fields(model_config, family) for candidate, family in families.items()}
     for candidate, missing in lost.items():
         if not missing:
             return candidate
@@ -198,9 +175,9 @@ def check_against(from_hf: ModelConfig, configured: ModelConfig, *, explicit: fr
     return with_values(from_hf, {key: value_of(configured, key) for key in free})
 
 
-def _lost_fields(model_config: ModelConfig, family: str) -> list[str]:
+def _lost_fields(model_config: ModelConfig, family: Family) -> list[str]:
     try:
-        back = FAMILIES[family].read(FAMILIES[family].write(model_config))
+        back = family.read(family.write(model_config))
     except HuggingFaceError as error:
         return [error.what]
     free = {key: value_of(back, key) for key in free_keys(model_config) if key != "init_method_std"}
@@ -208,19 +185,14 @@ def _lost_fields(model_config: ModelConfig, family: str) -> list[str]:
     return [key for key, value in ours.items() if value != theirs[key]]
 
 
-def _family_name(raw: Mapping[str, Any]) -> str:
-    name = str(raw.get("model_type", "(none)"))
+def _family(name: str) -> Family:
     if name not in FAMILIES:
-        raise _unknown_family(name)
-    return name
-
-
-def _unknown_family(name: str) -> HuggingFaceError:
-    return HuggingFaceError(
-        f"Hugging Face model_type {name} is not supported",
-        why=f"supported are {', '.join(FAMILIES)}",
-        fix="use a checkpoint of one of these, or add the family (docs/new_family.md)",
-    )
+        raise HuggingFaceError(
+            f"Hugging Face model_type {name} is not supported",
+            why=f"supported are {', '.join(FAMILIES)}",
+            fix="use a checkpoint of one of these, or add the family (docs/new_family.md)",
+        )
+    return FAMILIES[name]
 
 
 def _shown(value: Any) -> str:

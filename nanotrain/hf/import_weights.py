@@ -74,10 +74,9 @@ def _check(files: WeightFiles, mappings: Mapping[str, TensorMapping], *, family:
         if not name.endswith(family.ignored) and name not in needless - expected.keys()
     }
     complaints = []
-    for label, names in (("missing", expected.keys() - found.keys()), ("unknown", found.keys() - expected.keys())):
-        if names:
-            shapes = expected if label == "missing" else found
-            complaints.append(f"{label}: {_listed([f'{name} {list(shapes[name])}' for name in sorted(names)])}")
+    for label, shapes, others in (("missing", expected, found), ("unknown", found, expected)):
+        if names := sorted(shapes.keys() - others.keys()):
+            complaints.append(f"{label}: {_listed([f'{name} {list(shapes[name])}' for name in names])}")
     wrong = [name for name in sorted(expected.keys() & found.keys()) if expected[name] != found[name]]
     if wrong:
         texts = [f"{name} is {list(found[name])} and should be {list(expected[name])}" for name in wrong]

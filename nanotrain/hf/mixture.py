@@ -111,33 +111,28 @@ def _write_router(model_config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _naming(experts: Mapping[str, str | HFName]) -> Naming:
+def _naming(router: str, **experts: str | HFName) -> Naming:
     """The names of Llama, and those of the modules of an MoE layer."""
-    return replace(LLAMA, layers={**LLAMA.layers, **{f"mlp.{module}": name for module, name in experts.items()}})
+    names = {f"mlp.experts.{module}": name for module, name in experts.items()}
+    return replace(LLAMA, layers={**LLAMA.layers, "mlp.router": router, **names})
 
 
 MIXTRAL_NAMES = _naming(
-    {
-        "router": "block_sparse_moe.gate",
-        "experts.gate": "block_sparse_moe.experts.{expert}.w1",
-        "experts.up": "block_sparse_moe.experts.{expert}.w3",
-        "experts.down": "block_sparse_moe.experts.{expert}.w2",
-    }
+    "block_sparse_moe.gate",
+    gate="block_sparse_moe.experts.{expert}.w1",
+    up="block_sparse_moe.experts.{expert}.w3",
+    down="block_sparse_moe.experts.{expert}.w2",
 )
 QWEN3_MOE_NAMES = _naming(
-    {
-        "router": "mlp.gate",
-        "experts.gate": "mlp.experts.{expert}.gate_proj",
-        "experts.up": "mlp.experts.{expert}.up_proj",
-        "experts.down": "mlp.experts.{expert}.down_proj",
-    }
+    "mlp.gate",
+    gate="mlp.experts.{expert}.gate_proj",
+    up="mlp.experts.{expert}.up_proj",
+    down="mlp.experts.{expert}.down_proj",
 )
 # Both in memory in transformers 5, where experts are stacked; `torch.save` writes these.
 FUSED_NAMES = _naming(
-    {
-        "router": "mlp.gate",
-        "experts.gate": HFName("mlp.experts.gate_up_proj", part=0, num_parts=2, is_full=True),
-        "experts.up": HFName("mlp.experts.gate_up_proj", part=1, num_parts=2, is_full=True),
-        "experts.down": HFName("mlp.experts.down_proj", is_full=True),
-    }
+    "mlp.gate",
+    gate=HFName("mlp.experts.gate_up_proj", part=0, num_parts=2, is_full=True),
+    up=HFName("mlp.experts.gate_up_proj", part=1, num_parts=2, is_full=True),
+    down=HFName("mlp.experts.down_proj", is_full=True),
 )

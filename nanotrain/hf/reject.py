@@ -6,13 +6,7 @@ from nanotrain.errors import HuggingFaceError
 
 
 def reject(key: str, value: Any, *, instead: str) -> NoReturn:
-    """Raise for a value of config.json.
-
-    Args:
-        key: the entry.
-        value: its value.
-        instead: the supported value.
-    """
+    """Raise for an entry of config.json; `instead` is its supported value."""
     raise HuggingFaceError(
         f"config.json has {key}: {value!r}",
         why=f"only {instead} is supported; weights trained with another setting would compute something else",

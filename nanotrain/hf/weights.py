@@ -6,8 +6,9 @@
 
 import json
 import pickle
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,42 +17,23 @@ from torch import Tensor
 from nanotrain.errors import HuggingFaceError
 from nanotrain.topology.boxes import Box
 
-
-class _File(Protocol):
-    """One open weight file."""
-
-    def shapes(self) -> dict[str, tuple[int, ...]]: ...
-
-    def read(self, name: str, box: Box) -> Tensor: ...
+Opener = Callable[[Path], Mapping[str, Any]]  # name -> what a box can be read from by indexing
 
 
-class _Safetensors:
-    def __init__(self, path: Path) -> None:
-        self._file: Any = safe_open(path, framework="pt", device="cpu")
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
-
-    def read(self, name: str, box: Box) -> Tensor:
-        values: Tensor = self._file.get_slice(name)[box.slices()]
-        return values
+def _open_safetensors(path: Path) -> Mapping[str, Any]:
+    file: Any = safe_open(path, framework="pt", device="cpu")
+    return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
 
 
-class _TorchBin:
-    def __init__(self, path: Path) -> None:
-        self._tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-
-    def read(self, name: str, box: Box) -> Tensor:
-        return self._tensors[name][box.slices()]
+def _open_torch_bin(path: Path) -> Mapping[str, Any]:
+    tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    return tensors
 
 
-# In order of preference: the index of many files, the single file, and the class that opens them.
-KINDS = (
-    ("model.safetensors.index.json", "model.safetensors", _Safetensors),
-    ("pytorch_model.bin.index.json", "pytorch_model.bin", _TorchBin),
+# In order of preference: the index of many files, the single file, and the function that opens them.
+KINDS: tuple[tuple[str, str, Opener], ...] = (
+    ("model.safetensors.index.json", "model.safetensors", _open_safetensors),
+    ("pytorch_model.bin.index.json", "pytorch_model.bin", _open_torch_bin),
 )
 
 
@@ -68,22 +50,20 @@ class WeightFiles:
 
     def __init__(self, folder: Path, *, prefix: str) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files: dict[str, tuple[_File, str]] = {}
+        self._tensors: dict[str, Any] = {}
         for path, opener in _weight_files(folder):
-            file = _open(path, opener)
-            for stored, shape in file.shapes().items():
-                has_prefix = stored.startswith((prefix, "lm_head."))
-                name = stored if has_prefix else prefix + stored
-                self.shapes[name] = shape
-                self._files[name] = (file, stored)
+            for stored, tensor in _open(path, opener).items():
+                name = stored if stored.startswith((prefix, "lm_head.")) else prefix + stored
+                self.shapes[name] = tuple(tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape())
+                self._tensors[name] = tensor
 
     def read(self, name: str, box: Box) -> Tensor:
         """One box of a tensor, on the CPU, in the file's dtype."""
-        file, stored = self._files[name]
-        return file.read(stored, box)
+        values: Tensor = self._tensors[name][box.slices()]
+        return values
 
 
-def _weight_files(folder: Path) -> list[tuple[Path, type[_Safetensors] | type[_TorchBin]]]:
+def _weight_files(folder: Path) -> list[tuple[Path, Opener]]:
     for index_name, single, opener in KINDS:
         index = folder / index_name
         if index.exists():
@@ -105,7 +85,7 @@ def _indexed(index: Path) -> list[str]:
         raise HuggingFaceError(f"{index} is no index of weights", why=why, fix="fetch the folder again") from None
 
 
-def _open(path: Path, opener: type[_Safetensors] | type[_TorchBin]) -> _File:
+def _open(path: Path, opener: Opener) -> Mapping[str, Any]:
     try:
         return opener(path)
     except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError) as error:
