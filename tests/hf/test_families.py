@@ -21,27 +21,6 @@ from tests.model.building import FAMILIES as MODELS
 from tests.model.building import GPT2, LLAMA, LLAMA3, QWEN2, QWEN3
 
 LLAMA_JSON = LLAMA_SHAPE | {"model_type": "llama"}
-SCALING = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_parameters": LLAMA3_ROPE},
-        {"rope_theta": 500000.0, "rope_scaling": SCALING},
-        {"rope_theta": 500000.0, "rope_scaling": {"type": SCALING["rope_type"]} | SCALING},
-    ],
-)
-def test_rotary_positions_are_read_in_the_old_and_the_new_layout(rope: dict[str, Any]) -> None:
-    model = config_from_hf(LLAMA_JSON | rope)
-    assert (model.rotary_base, model.use_rope_scaling, model.rope_scaling_factor) == (500000.0, True, 4.0)
-    assert (model.rope_low_freq_factor, model.rope_high_freq_factor) == (1.0, 4.0)
-    assert model.rope_original_max_positions == 16
-
-
-def test_the_old_layout_without_scaling() -> None:
-    model = config_from_hf(LLAMA_JSON | {"rope_theta": 1e6, "rope_scaling": None})
-    assert (model.rotary_base, model.use_rope_scaling) == (1e6, False)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -110,33 +89,16 @@ def test_a_model_no_family_can_hold_is_refused_by_name(model: ModelConfig, lost:
     ("change", "named"),
     [
         ({"model_type": "mistral"}, "mistral.*gpt2, llama, qwen2, qwen3, mixtral, qwen3_moe"),
-        ({"hidden_act": "relu"}, "hidden_act: 'relu'"),
-        ({"attention_bias": True}, "attention_bias: True"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type: 'yarn'"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window"),
-        ({"model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
         ({"model_type": "mixtral", "sliding_window": 8}, "sliding_window: 8"),
         ({"model_type": "qwen3_moe", "attention_bias": True}, "attention_bias"),
         ({"model_type": "qwen3_moe", "num_experts": 0}, "num_experts: 0"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 5}, "experts in some layer"),
         ({"model_type": "qwen3_moe", "use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window"),
-        ({"model_type": "gpt2", "activation_function": "relu"}, "activation_function"),
-        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-        ({"model_type": "gpt2", "scale_attn_weights": False}, "scale_attn_weights"),
     ],
 )
 def test_features_we_lack_are_refused_by_name(change: dict[str, Any], named: str) -> None:
     with pytest.raises(HuggingFaceError, match=named):
         config_from_hf(LLAMA_JSON | change)
-
-
-def test_a_window_no_layer_uses_is_no_window() -> None:
-    unused = {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 2, "sliding_window": 8}
-    assert config_from_hf(LLAMA_JSON | unused).add_qkv_bias
-    assert config_from_hf(LLAMA_JSON | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 8})
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]"])
