@@ -15,6 +15,8 @@ scores alike) consists of rounding errors only. Weight differences are relative 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -110,7 +112,7 @@ def check_parity(loaded: Loaded, world_size: int, *, num_steps: int, tolerance: 
         loaded: a validated configuration.
         world_size: N, processes started on this machine.
         num_steps: optimizer steps.
-        tolerance: largest relative difference of losses that counts as equal (see `ParityReport.tolerance`).
+        tolerance: see `ParityReport`.
 
     Raises:
         TopologyError: the layout does not fit the ranks.
@@ -154,33 +156,21 @@ def record_steps(context: ParallelContext, config: Config) -> Record:
 
 
 def compare(reference: Record, records: Sequence[Record], *, config: Config, tolerance: float) -> ParityReport:
-    """Compare the records of a layout with that of one rank.
-
-    Args:
-        reference: of one rank.
-        records: of every rank of the layout.
-        config: what was trained.
-        tolerance: largest relative difference of losses that counts as equal (see `ParityReport.tolerance`).
-    """
+    """Compare the records of every rank of a layout with that of one rank; `tolerance` as in `ParityReport`."""
     shards = {name: text for record in records for name, text in record.shards.items()}
-    grads, lr = _largest(reference.grads), config.optim.lr
+    grads = _largest(reference.grads)
     floor = NOISE_FLOOR * median(grads.values())
-    scales = {name: max(largest, floor) for name, largest in grads.items()}
+    grad_scales = {name: max(largest, floor) for name, largest in grads.items()}
+    weight_scales = {box.name: config.optim.lr for box in reference.weights}
+    buffer_scales = _largest(reference.buffers)
     return ParityReport(
         config=config,
         world_size=len(records),
         tolerance=tolerance,
         steps=_compare_steps(reference, records),
-        parameters=_differences(reference.grads, [r.grads for r in records], scales=scales, shards=shards),
-        weights=_differences(
-            reference.weights,
-            [r.weights for r in records],
-            scales=dict.fromkeys((box.name for box in reference.weights), lr),
-            shards=shards,
-        ),
-        buffers=_differences(
-            reference.buffers, [r.buffers for r in records], scales=_largest(reference.buffers), shards=shards
-        ),
+        parameters=_differences(reference.grads, [r.grads for r in records], scales=grad_scales, shards=shards),
+        weights=_differences(reference.weights, [r.weights for r in records], scales=weight_scales, shards=shards),
+        buffers=_differences(reference.buffers, [r.buffers for r in records], scales=buffer_scales, shards=shards),
         unequal_replicas=_unequal_replicas(records),
         samples_read_once=_are_read_once(records, config.train.global_batch_size or 0),
     )
@@ -201,9 +191,8 @@ def _record_step(run: Run, record: Record, *, samples: RandomDataset) -> None:
 def _weights(run: Run, dp: DataParallel) -> Tensors:
     """Copies of this rank's boxes of the parameters."""
     named = {name: weight for stage in run.stages.values() for name, weight in stage.named_parameters()}
-    return {
-        TensorBox(name, local.spec.shape, local.box): named[name].detach().clone() for name, local in dp.params.items()
-    }
+    boxes = {name: TensorBox(name, local.spec.shape, local.box) for name, local in dp.params.items()}
+    return {box: named[name].detach().clone() for name, box in boxes.items()}
 
 
 def _sharding(dp: DataParallel, context: ParallelContext) -> dict[str, str]:
@@ -222,17 +211,9 @@ def _compare_steps(reference: Record, records: Sequence[Record]) -> tuple[StepDi
     """Step by step; of the ranks, which should agree, the one with the largest difference."""
     steps = []
     for index, (loss, norm) in enumerate(zip(reference.losses, reference.grad_norms, strict=True)):
-        steps.append(
-            StepDifference(
-                step=index + 1,
-                loss=max((record.losses[index] for record in records), key=lambda value: relative(value, loss)),
-                loss_on_one_rank=loss,
-                grad_norm=max(
-                    (record.grad_norms[index] for record in records), key=lambda value: relative(value, norm)
-                ),
-                grad_norm_on_one_rank=norm,
-            )
-        )
+        worst_loss = max((record.losses[index] for record in records), key=partial(relative, reference=loss))
+        worst_norm = max((record.grad_norms[index] for record in records), key=partial(relative, reference=norm))
+        steps.append(StepDifference(index + 1, worst_loss, loss, worst_norm, norm))
     return tuple(steps)
 
 
@@ -247,14 +228,7 @@ def _largest(tensors: Tensors) -> dict[str, float]:
 def _differences(
     reference: Tensors, local: Sequence[Tensors], *, scales: Mapping[str, float], shards: Mapping[str, str]
 ) -> tuple[TensorDifference, ...]:
-    """Tensor by tensor, largest difference first; elements that are on no rank differ infinitely.
-
-    Args:
-        reference: boxes on one rank.
-        local: boxes on each rank of the layout.
-        scales: what the differences are relative to, by name.
-        shards: description of the sharding by name.
-    """
+    """Tensor by tensor, relative to `scales`, largest first; elements that are on no rank differ infinitely."""
     expected = {box.name: torch.zeros(box.shape) for box in reference}
     for box, tensor in reference.items():
         expected[box.name][box.box.slices()] = tensor.float()
@@ -267,15 +241,8 @@ def _differences(
     rows = []
     for name, differences in worst.items():
         absolute, scale = differences.nan_to_num(nan=inf, posinf=inf).max().item(), scales[name]
-        rows.append(
-            TensorDifference(
-                name=name,
-                shape=tuple(differences.shape),
-                sharding=shards.get(name, "-"),
-                absolute=absolute,
-                relative=absolute / scale if scale else (inf if absolute else 0.0),
-            )
-        )
+        ratio = absolute / scale if scale else (inf if absolute else 0.0)
+        rows.append(TensorDifference(name, tuple(differences.shape), shards.get(name, "-"), absolute, ratio))
     return tuple(sorted(rows, key=lambda row: (-row.relative, row.name)))
 
 
@@ -300,8 +267,6 @@ def _are_read_once(records: Sequence[Record], global_batch_size: int) -> bool:
     by_dp = {record.dp: record.reads for record in records}
     if any(record.reads != by_dp[record.dp] for record in records):
         return False
-    for step in range(len(records[0].reads)):
-        read = sorted(number for reads in by_dp.values() for number in reads[step])
-        if read != list(range(step * global_batch_size, (step + 1) * global_batch_size)):
-            return False
-    return True
+    batches = [sorted(chain(*parts)) for parts in zip(*by_dp.values(), strict=True)]
+    firsts = range(0, len(batches) * global_batch_size, global_batch_size)
+    return batches == [list(range(first, first + global_batch_size)) for first in firsts]

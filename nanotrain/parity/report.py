@@ -19,7 +19,7 @@ SIZES = ("num_layers", "hidden_size", "num_attention_heads")
 
 @dataclass(frozen=True)
 class StepDifference:
-    """Loss and gradient norm of one step, of the layout and of one rank."""
+    """Loss and gradient norm of one step, of the layout and of one rank, and their relative differences."""
 
     step: int
     loss: float
@@ -29,12 +29,10 @@ class StepDifference:
 
     @property
     def loss_difference(self) -> float:
-        """Relative."""
         return relative(self.loss, self.loss_on_one_rank)
 
     @property
     def grad_norm_difference(self) -> float:
-        """Relative."""
         return relative(self.grad_norm, self.grad_norm_on_one_rank)
 
 
@@ -98,20 +96,17 @@ class ParityReport:
     @property
     def complaints(self) -> tuple[str, ...]:
         """One text per difference between the layout and one rank; empty if they train equally."""
-        complaints = []
-        for name, largest in (
-            ("losses", max(step.loss_difference for step in self.steps)),
-            ("gradient norms", max(step.grad_norm_difference for step in self.steps)),
-        ):
-            if not largest <= self.tolerance:
-                complaints.append(f"{name} differ by {largest:.1e}")
-        num_tensors = len(self.weights) + len(self.buffers)
-        for name, wrong, num in (
-            ("gradients", self.wrong_gradients, len(self.parameters)),
-            ("weights and buffers", self.wrong_state, num_tensors),
+        largest = {
+            "losses": max(step.loss_difference for step in self.steps),
+            "gradient norms": max(step.grad_norm_difference for step in self.steps),
+        }
+        complaints = [f"{name} differ by {value:.1e}" for name, value in largest.items() if not value <= self.tolerance]
+        for name, wrong, tensors in (
+            ("gradients", self.wrong_gradients, self.parameters),
+            ("weights and buffers", self.wrong_state, self.weights + self.buffers),
         ):
             if wrong:
-                complaints.append(f"{len(wrong)} of {num} {name} differ, {wrong[0].name} most")
+                complaints.append(f"{len(wrong)} of {len(tensors)} {name} differ, {wrong[0].name} most")
         if self.unequal_replicas:
             complaints.append(f"replicas of {', '.join(self.unequal_replicas[:3])} are not equal")
         if not self.samples_read_once:
@@ -157,23 +152,10 @@ class ParityReport:
 
     def to_json(self) -> str:
         """All numbers; those that are not finite become null."""
-        steps = [
-            asdict(step) | {"loss_difference": step.loss_difference, "grad_norm_difference": step.grad_norm_difference}
-            for step in self.steps
-        ]
-        values = {
-            "equal": self.holds,
-            "complaints": self.complaints,
-            "world_size": self.world_size,
-            "tolerance": self.tolerance,
-            "steps": [_finite(step) for step in steps],
-            "parameters": [_finite(asdict(row)) for row in self.parameters],
-            "weights": [_finite(asdict(row)) for row in self.weights],
-            "buffers": [_finite(asdict(row)) for row in self.buffers],
-            "unequal_replicas": self.unequal_replicas,
-            "samples_read_once": self.samples_read_once,
-            "config": to_dict(self.config),
-        }
+        values = {"equal": self.holds, "complaints": self.complaints, **vars(self)}
+        for name in ("steps", "parameters", "weights", "buffers"):
+            values[name] = [_json_row(row) for row in getattr(self, name)]
+        values["config"] = to_dict(values.pop("config"))
         return json.dumps(values, indent=2, allow_nan=False)
 
 
@@ -197,8 +179,11 @@ def _changed_fields(section: object, default: object) -> str:
     return ", ".join(f"{key} {plain(value)}" for key, value in shown.items())
 
 
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: None if isinstance(value, float) and not isfinite(value) else value for key, value in row.items()}
+def _json_row(row: StepDifference | TensorDifference) -> dict[str, Any]:
+    values = asdict(row)
+    if isinstance(row, StepDifference):
+        values |= {"loss_difference": row.loss_difference, "grad_norm_difference": row.grad_norm_difference}
+    return {key: None if isinstance(value, float) and not isfinite(value) else value for key, value in values.items()}
 
 
 def _tensor_table(title: str, tensors: Sequence[TensorDifference], *, wrong: Sequence[TensorDifference]) -> list[str]:
@@ -212,11 +197,8 @@ def _tensor_table(title: str, tensors: Sequence[TensorDifference], *, wrong: Seq
 
 def _table(rows: Sequence[tuple[str, ...]], *, right: Sequence[int]) -> list[str]:
     """Rows as lines of aligned columns; those in `right` are right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if index in right else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    columns = []
+    for index, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        columns.append([cell.rjust(width) if index in right else cell.ljust(width) for cell in column])
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]

@@ -30,7 +30,7 @@ from nanotrain.config.config import (
     PrecisionConfig,
     TrainConfig,
 )
-from nanotrain.config.derive import data_parallel_size, moe_layers, query_groups
+from nanotrain.config.derive import data_parallel_size, moe_layers, query_groups, round_up
 from nanotrain.config.pattern import read_pattern, write_pattern
 
 VOCAB_SIZE = 203  # not a multiple of 128, so the vocabulary is padded
@@ -43,12 +43,7 @@ MIN_ADAM_EPS = 1e-5
 
 
 def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
-    """Shrink a configuration to the smallest model with its structure and layout.
-
-    Args:
-        config: a valid configuration; the vocabulary size may be unset.
-        world_size: number of ranks.
-        num_steps: optimizer steps.
+    """Shrink a valid configuration, its vocabulary size set or not, to the smallest model of its structure and layout.
 
     Raises:
         TopologyError: the layout does not fit the ranks.
@@ -56,9 +51,7 @@ def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
     dp = data_parallel_size(config.parallel, world_size)
     seq_length = shrink_sequence(config.parallel)
     micro_batch_size = min(config.train.micro_batch_size, 2)
-    num_microbatches = (
-        config.parallel.pipeline_model_parallel_size + 1
-    )  # at least 2, and enough for a steady state of the pipeline
+    num_microbatches = config.parallel.pipeline_model_parallel_size + 1  # at least 2; a steady state of the pipeline
     data, lengths = config.data, shrink_layers(config.model.num_layers, config.parallel)
     return Config(
         model=shrink_model(config, seq_length),
@@ -109,16 +102,11 @@ def shrink_sequence(parallel: ParallelConfig) -> int:
     24
     """
     unit = parallel.context_parallel_size * lcm(2, parallel.tensor_model_parallel_size)
-    return _round_up(MIN_SEQ_LENGTH, unit)
+    return round_up(MIN_SEQ_LENGTH, unit)
 
 
 def shrink_model(config: Config, seq_length: int) -> ModelConfig:
-    """Shrink the model section.
-
-    Args:
-        config: the full-size configuration.
-        seq_length: tokens per sample of the small one.
-    """
+    """Shrink the model section; `seq_length` is that of the small model."""
     model_config, parallel = config.model, config.parallel
     num_layers = shrink_layers(model_config.num_layers, parallel).num_layers
     has_longer_positions = model_config.max_position_embeddings > config.data.seq_length
@@ -138,8 +126,7 @@ def shrink_model(config: Config, seq_length: int) -> ModelConfig:
         small = replace(small, ffn_hidden_size=_width(2 * small.hidden_size, ranks=ranks))
     if model_config.moe.num_experts is None:
         return small
-    experts = shrink_experts(model_config, parallel, num_layers=num_layers, ffn_size=small.hidden_size)
-    return replace(small, moe=experts)
+    return replace(small, moe=shrink_experts(model_config, parallel, num_layers=num_layers, ffn_size=small.hidden_size))
 
 
 @dataclass(frozen=True)
@@ -168,10 +155,7 @@ def shrink_layers(num_layers: int, parallel: ParallelConfig) -> Lengths:
 
 
 def shrink_attention(model_config: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
-    """Shrink heads, head widths and the hidden size.
-
-    Query heads per group stay the same, and a rank has two groups if it had several.
-    """
+    """Shrink heads and widths; query heads per group stay, and a rank has two groups if it had several."""
     tp, mla = parallel.tensor_model_parallel_size, model_config.mla
     unit = tp * parallel.context_parallel_size if parallel.cp_comm_type == "a2a" else tp
     if model_config.multi_latent_attention:
@@ -201,14 +185,7 @@ def shrink_attention(model_config: ModelConfig, parallel: ParallelConfig) -> dic
 
 
 def shrink_experts(model_config: ModelConfig, parallel: ParallelConfig, *, num_layers: int, ffn_size: int) -> MoEConfig:
-    """Shrink the experts; at least twice as many as a token is routed to.
-
-    Args:
-        model_config: the full-size model.
-        parallel: its layout.
-        num_layers: layers of the small model.
-        ffn_size: approximate inner width of a small expert.
-    """
+    """Shrink the experts; at least twice as many as a token is routed to, of about the width `ffn_size`."""
     moe, tp, ep = model_config.moe, parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     assert moe.num_experts is not None, "called only for MoE models"
     groups, group_topk, topk = moe.router_num_groups or 1, moe.router_group_topk or 1, moe.router_topk
@@ -248,14 +225,10 @@ def shrink_pattern(model_config: ModelConfig, num_layers: int) -> str:
 
 def _first(unit: int, *, least: int, most: int, fits: Callable[[int], bool] = lambda count: True) -> int:
     """The smallest multiple of `unit` that is at least `least` and fits; at most `most`, which fits."""
-    start = _round_up(min(least, most), unit)
+    start = round_up(min(least, most), unit)
     return next((count for count in range(start, most, unit) if fits(count)), most)
 
 
 def _width(size: int, *, ranks: int) -> int:
     """Round a width up so that each rank gets a multiple of 4: rows of 16 bytes in fp32."""
-    return _round_up(size, 4 * ranks)
-
-
-def _round_up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit
+    return round_up(size, 4 * ranks)
