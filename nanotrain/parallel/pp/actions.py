@@ -14,7 +14,7 @@ A step without a pipeline is the schedule of one stage, so there is one train st
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 
@@ -50,24 +50,11 @@ class Action(NamedTuple):
         return f"{self.kind.value}{self.stage}.{self.microbatch}"
 
 
-def forward(stage: int, microbatch: int) -> Action:
-    """The forward of a microbatch through a stage."""
-    return Action(ActionKind.forward, stage, microbatch)
-
-
-def full_backward(stage: int, microbatch: int) -> Action:
-    """The backward of a microbatch through a stage, for input and weights."""
-    return Action(ActionKind.full_backward, stage, microbatch)
-
-
-def backward_input(stage: int, microbatch: int) -> Action:
-    """The backward for the stage's input only; a `backward_weight` has to follow."""
-    return Action(ActionKind.backward_input, stage, microbatch)
-
-
-def backward_weight(stage: int, microbatch: int) -> Action:
-    """The backward for the stage's weights, after `backward_input`."""
-    return Action(ActionKind.backward_weight, stage, microbatch)
+# The action of a stage and a microbatch, by kind.
+forward = partial(Action, ActionKind.forward)
+full_backward = partial(Action, ActionKind.full_backward)
+backward_input = partial(Action, ActionKind.backward_input)
+backward_weight = partial(Action, ActionKind.backward_weight)
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,7 @@ FILL = {
 
 
 def draw_schedule(name: str, shape: PipelineShape, *, png: Path | None = None) -> str:
-    """Draw a schedule of `SCHEDULES`, with backwards that take twice as long as forwards.
-
-    Args:
-        name: of the schedule.
-        shape: ranks, stages per rank, microbatches.
-        png: file for a picture, drawn as well.
+    """Draw a schedule of `SCHEDULES`, with backwards that take twice as long as forwards; `png` as a picture too.
 
     Raises:
         ScheduleError: a number of stages that the schedule does not support.

@@ -75,11 +75,7 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, *, costs: Costs = UNIT_COSTS) -> Timeline:
-    """Run a schedule on a simulated clock.
-
-    Args:
-        schedule: of all ranks; with forward actions only, or with backward actions as well.
-        costs: time per stage and microbatch.
+    """Run a schedule, with or without backward actions, on a simulated clock.
 
     Raises:
         ScheduleError: an action that is missing, repeated or on the wrong rank, or a deadlock.
@@ -100,8 +96,7 @@ def simulate(schedule: Schedule, *, costs: Costs = UNIT_COSTS) -> Timeline:
         """When all inputs of an action are on its rank; None while a dependency has not run."""
         ready = 0.0
         for other in schedule.dependencies_of(action):
-            end = get_end(other)
-            if end is None:
+            if (end := get_end(other)) is None:
                 return None
             ready = max(ready, end + (costs.transfer if ranks[other.stage] != rank else 0))
         return ready
@@ -119,7 +114,7 @@ def simulate(schedule: Schedule, *, costs: Costs = UNIT_COSTS) -> Timeline:
                 ends[action] = start + cost_of[action.kind]
                 done.append(Span(action, start, ends[action]))
                 progressed = True
-    _check_finished(schedule, [len(done) for done in spans])
+    _check_finished(schedule, spans)
     return Timeline(tuple(map(tuple, spans)))
 
 
@@ -162,12 +157,9 @@ def _check_complete(schedule: Schedule) -> None:
             )
 
 
-def _check_finished(schedule: Schedule, done: list[int]) -> None:
-    stuck = [
-        f"rank {rank} at {actions[count]}"
-        for rank, (actions, count) in enumerate(zip(schedule.actions, done, strict=True))
-        if count < len(actions)
-    ]
+def _check_finished(schedule: Schedule, spans: list[list[Span]]) -> None:
+    remaining = [actions[len(done) :] for actions, done in zip(schedule.actions, spans, strict=True)]
+    stuck = [f"rank {rank} at {actions[0]}" for rank, actions in enumerate(remaining) if actions]
     if stuck:
         raise ScheduleError(
             f"the schedule deadlocks: {', '.join(stuck)}",
