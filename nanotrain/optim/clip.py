@@ -19,9 +19,7 @@ ROW_NUMEL = 4096
 def global_norm(grad_shards: Sequence[Tensor], group: Group) -> float:
     """2-norm over the elements of all ranks' shards; not finite if any element of any rank is not.
 
-    Args:
-        grad_shards: flat gradients of this rank; padding is zero and each element is passed by one rank only.
-        group: the ranks that together hold all elements.
+    `grad_shards` are flat gradients of this rank: padding is zero and each element is passed by one rank only.
     """
     squared = sum((_squared_norm(shard) for shard in grad_shards), start=torch.zeros(())).item()
     return math.sqrt(all_reduce_scalars([squared], group)[0])

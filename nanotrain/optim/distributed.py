@@ -108,11 +108,7 @@ class DistributedOptimizer:
         self._optimizer = rule.build(ranges, config) if ranges else None
 
     def step(self, lr: float) -> Update:
-        """Update the main params from the reduced gradients, and the model param shards from the main params.
-
-        Args:
-            lr: learning rate of this step.
-        """
+        """Update the main params from the reduced gradients, and the model param shards from the main params."""
         grads = [state.bucket.grads.shard for state in self._states]
         scale = self.loss_scale.scale
         norm = global_norm([grad for state in self._states for grad in _grads_for_norm(state)], self._world) / scale
@@ -227,11 +223,15 @@ def _param_ranges(state: _BucketState, rule: UpdateRule) -> Iterator[ParamRange]
     for (weight_decay, matrix), group in groupby(state.ranges, key=key):
         parts = list(group)
         end = parts[-1].elements.stop
+        elements = slice(start, end)
+        shape: tuple[int, ...] = (-1,)
         if matrix:
             _check_whole(parts[0])
-            yield _param_range(state, parts[0].elements, weight_decay=weight_decay, shape=parts[0].param.box.shape)
-        else:
-            yield _param_range(state, slice(start, end), weight_decay=weight_decay)
+            elements, shape = parts[0].elements, parts[0].param.box.shape
+        main_param = state.main[elements].detach().view(shape)
+        main_param.grad = state.bucket.grads.shard[elements].view(shape)
+        tensors = {name: flat[elements].view(shape) for name, flat in state.state.items()}
+        yield ParamRange(main_param, tensors, weight_decay)
         start = end
 
 
@@ -243,12 +243,3 @@ def _check_whole(part: ShardRange) -> None:
             why="the update rule of --optimizer needs whole matrices",
             fix="set --optimizer adam, or --data-parallel-sharding-strategy no_shard without tensor parallelism",
         )
-
-
-def _param_range(
-    state: _BucketState, elements: slice, *, weight_decay: bool, shape: tuple[int, ...] = (-1,)
-) -> ParamRange:
-    main_param = state.main[elements].detach().view(shape)
-    main_param.grad = state.bucket.grads.shard[elements].view(shape)
-    tensors = {name: flat[elements].view(shape) for name, flat in state.state.items()}
-    return ParamRange(main_param, tensors, weight_decay)

@@ -60,12 +60,8 @@ class LRSchedule:
         return (consumed_samples - self.warmup_samples) / max(self.decay_samples - self.warmup_samples, 1)
 
 
-def _linear(curve: LRSchedule, consumed: int) -> float:
-    return curve.interpolate(1.0 - curve.decay_done(consumed))
-
-
-def _cosine(curve: LRSchedule, consumed: int) -> float:
-    return curve.interpolate(0.5 * (math.cos(math.pi * curve.decay_done(consumed)) + 1.0))
+def _decay(style: WSDDecayStyle) -> Callable[[LRSchedule, int], float]:
+    return lambda curve, consumed: curve.interpolate(WSD_DECAYS[style](curve.decay_done(consumed)))
 
 
 def _inverse_square_root(curve: LRSchedule, consumed: int) -> float:
@@ -82,8 +78,8 @@ def _wsd(curve: LRSchedule, consumed: int) -> float:
 
 
 LR_DECAYS: dict[LRDecayStyle, Callable[[LRSchedule, int], float]] = {
-    LRDecayStyle.linear: _linear,
-    LRDecayStyle.cosine: _cosine,
+    LRDecayStyle.linear: _decay(WSDDecayStyle.linear),
+    LRDecayStyle.cosine: _decay(WSDDecayStyle.cosine),
     LRDecayStyle.inverse_square_root: _inverse_square_root,
     LRDecayStyle.WSD: _wsd,
 }
