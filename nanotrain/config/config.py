@@ -1,7 +1,7 @@
 """The configuration: one frozen dataclass per section, with strings, numbers and enums only.
 
 A field's flag is `--` and its name in kebab case; fields of `model.moe` have the prefix `--moe-`. Flags are unique over
-all sections. `rules.py` holds the rules that span several fields, `load.py` fills the sections.
+all sections. `rules/` holds the rules that span several fields, `load.py` fills the sections.
 """
 
 from dataclasses import dataclass

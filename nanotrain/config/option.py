@@ -1,7 +1,7 @@
 """Declare the fields and nested sections of the configuration."""
 
 from collections.abc import Callable
-from dataclasses import Field, field, fields
+from dataclasses import field
 from typing import Any
 
 
@@ -31,16 +31,6 @@ def section(kind: type, *, prefix: str = "") -> Any:
         prefix: what the flags of its fields begin with, "moe_" for `--moe-router-topk`.
     """
     return field(default_factory=kind, metadata={"section": kind, "prefix": prefix})
-
-
-def sections_of(kind: Any) -> tuple[Field[Any], ...]:
-    """The fields of a section (class or instance) that `section` declared, in order."""
-    return tuple(f for f in fields(kind) if "section" in f.metadata)
-
-
-def options_of(kind: Any) -> tuple[Field[Any], ...]:
-    """The fields of a section (class or instance) that `option` declared, in order."""
-    return tuple(f for f in fields(kind) if "meaning" in f.metadata)
 
 
 def flag_of(name: str) -> str:

@@ -10,13 +10,13 @@ check_choice       refuse a name that a table does not hold
 import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass
+from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
 from functools import reduce
 from typing import Any, get_args, get_origin
 
 from nanotrain.config.config import Config
-from nanotrain.config.option import flag_of, options_of, sections_of
+from nanotrain.config.option import flag_of
 from nanotrain.errors import ConfigError, ErrorCollector
 
 
@@ -78,17 +78,18 @@ class Entry:
 
 def walk_sections(kind: Any = Config, *, path: str = "", prefix: str = "") -> Iterator[tuple[str, Any, str]]:
     """Dotted name, class and flag prefix of every section below `kind`, nested ones after their parent."""
-    for field in sections_of(kind):
-        name, inner = f"{path}{field.name}", field.metadata["section"]
-        yield name, inner, prefix + field.metadata["prefix"]
-        yield from walk_sections(inner, path=f"{name}.", prefix=prefix + field.metadata["prefix"])
+    for field in fields(kind):
+        if inner := field.metadata.get("section"):
+            name, inner_prefix = f"{path}{field.name}", prefix + field.metadata["prefix"]
+            yield name, inner, inner_prefix
+            yield from walk_sections(inner, path=f"{name}.", prefix=inner_prefix)
 
 
 SECTIONS: dict[str, Any] = {name: kind for name, kind, _ in walk_sections()}
 ENTRIES: dict[str, Entry] = {
     entry.name: entry
     for section, kind, prefix in walk_sections()
-    for entry in (Entry(section, field, prefix) for field in options_of(kind))
+    for entry in (Entry(section, field, prefix) for field in fields(kind) if "meaning" in field.metadata)
 }
 KEYS: dict[str, Entry] = {entry.key: entry for entry in ENTRIES.values()}
 
@@ -113,9 +114,13 @@ def config_from_dict(values: Mapping[str, Any]) -> Config:
 
 def build_section(kind: Any, converted: Mapping[str, Any], *, path: str = "") -> Any:
     """An instance of a section, with its fields from converted values by key."""
-    values = {f.name: converted[f"{path}{f.name}"] for f in options_of(kind) if f"{path}{f.name}" in converted}
-    for f in sections_of(kind):
-        values[f.name] = build_section(f.metadata["section"], converted, path=f"{path}{f.name}.")
+    values = {}
+    for field in fields(kind):
+        key = f"{path}{field.name}"
+        if key in converted:
+            values[field.name] = converted[key]
+        elif "section" in field.metadata:
+            values[field.name] = build_section(field.metadata["section"], converted, path=f"{key}.")
     return kind(**values)
 
 
@@ -154,9 +159,10 @@ def value_of(config: Any, key: str) -> Any:
 
 def flat_values(config: Any, *, path: str = "") -> dict[str, Any]:
     """The values of a configuration (or section) by key."""
-    values = {f"{path}{f.name}": getattr(config, f.name) for f in options_of(config)}
-    for f in sections_of(config):
-        values |= flat_values(getattr(config, f.name), path=f"{path}{f.name}.")
+    values: dict[str, Any] = {}
+    for field in fields(config):
+        key, value = f"{path}{field.name}", getattr(config, field.name)
+        values |= flat_values(value, path=f"{key}.") if "section" in field.metadata else {key: value}
     return values
 
 

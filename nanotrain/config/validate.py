@@ -1,6 +1,6 @@
 """Check a configuration against the tables of rules; every broken rule is in one error.
 
-validate              all rules that need no world size
+collect_errors        all rules that need no world size, but for settings without effect (rules/unused.py)
 check_model           the model section, also once it is read from a Hugging Face folder
 check_layout          the model against its parallel layout
 validate_for_world    the rules that need the world size
@@ -14,29 +14,11 @@ from nanotrain.config.rules.layout import LAYOUT_RULES
 from nanotrain.config.rules.model import HEAD_RULES, MLA_RULES, MOE_RULES, POSITION_RULES
 from nanotrain.config.rules.rule import Rule, check_rules
 from nanotrain.config.rules.run import RUN_RULES
-from nanotrain.config.rules.unused import reset_unused
-from nanotrain.config.schema import KEYS
 from nanotrain.errors import ConfigError, ErrorCollector
 
 
-def validate(config: Config, *, to_train: bool = False) -> None:
-    """Check every rule that needs no world size.
-
-    Args:
-        config: the configuration.
-        to_train: also check that the layout fits the model.
-
-    Raises:
-        ConfigError: all broken rules.
-    """
-    errors = ErrorCollector()
-    reset_unused(config, explicit=frozenset(KEYS), errors=errors)
-    collect_errors(config, to_train=to_train, errors=errors)
-    errors.raise_errors()
-
-
 def collect_errors(config: Config, *, to_train: bool, errors: ErrorCollector) -> None:
-    """As `validate`, without the settings that have no effect."""
+    """Check every rule that needs no world size; `to_train` also checks that the layout fits the model."""
     is_model_known = config.checkpoint.pretrained_checkpoint is None  # else config.json completes it later
     if is_model_known:
         check_rules(config, model_rules(config), errors=errors)

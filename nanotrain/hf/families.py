@@ -129,13 +129,7 @@ def family_of(model_config: ModelConfig, *, name: str | None = None) -> str:
 
 
 def config_to_hf(model_config: ModelConfig, *, family: str, dtype: str = "float32") -> dict[str, Any]:
-    """The config.json of a model, as transformers 4 and 5 read it.
-
-    Args:
-        model_config: a model that `family` can represent.
-        family: a key of FAMILIES.
-        dtype: of the weights, as torch names it.
-    """
+    """The config.json of a model that `family` can represent, as transformers 4 and 5 read it; `dtype` as in torch."""
     shared = {
         "architectures": [FAMILIES[family].architecture],
         "bos_token_id": None,

@@ -12,9 +12,9 @@ Every rule is a pure function of the configuration, so a report can be reproduce
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import lcm
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanotrain.config.config import (
     CheckpointConfig,
@@ -49,7 +49,9 @@ def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
         TopologyError: the layout does not fit the ranks.
     """
     dp = data_parallel_size(config.parallel, world_size)
-    seq_length = shrink_sequence(config.parallel)
+    # the shortest sequence that cp (two chunks per rank) and tp divide
+    seq_unit = config.parallel.context_parallel_size * lcm(2, config.parallel.tensor_model_parallel_size)
+    seq_length = round_up(MIN_SEQ_LENGTH, seq_unit)
     micro_batch_size = min(config.train.micro_batch_size, 2)
     num_microbatches = config.parallel.pipeline_model_parallel_size + 1  # at least 2; a steady state of the pipeline
     data, lengths = config.data, shrink_layers(config.model.num_layers, config.parallel)
@@ -95,16 +97,6 @@ def on_one_rank(config: Config) -> Config:
     return replace(config, parallel=ParallelConfig(ddp_bucket_size=config.parallel.ddp_bucket_size))
 
 
-def shrink_sequence(parallel: ParallelConfig) -> int:
-    """The shortest sequence of at least 24 tokens that cp (two chunks per rank) and tp divide.
-
-    >>> shrink_sequence(ParallelConfig(context_parallel_size=4, tensor_model_parallel_size=2))
-    24
-    """
-    unit = parallel.context_parallel_size * lcm(2, parallel.tensor_model_parallel_size)
-    return round_up(MIN_SEQ_LENGTH, unit)
-
-
 def shrink_model(config: Config, seq_length: int) -> ModelConfig:
     """Shrink the model section; `seq_length` is that of the small model."""
     model_config, parallel = config.model, config.parallel
@@ -129,8 +121,7 @@ def shrink_model(config: Config, seq_length: int) -> ModelConfig:
     return replace(small, moe=shrink_experts(model_config, parallel, num_layers=num_layers, ffn_size=small.hidden_size))
 
 
-@dataclass(frozen=True)
-class Lengths:
+class Lengths(NamedTuple):
     """Layers of a small model, and of its first and last stage if set."""
 
     num_layers: int

@@ -1,7 +1,18 @@
 """Configurations for tests, written as short as their fields' unique names allow."""
 
 from nanotrain.config.config import Config
-from nanotrain.config.schema import ENTRIES, config_from_dict, nest
+from nanotrain.config.rules.unused import reset_unused
+from nanotrain.config.schema import ENTRIES, KEYS, config_from_dict, nest
+from nanotrain.config.validate import collect_errors
+from nanotrain.errors import ErrorCollector
+
+
+def validate(config: Config, *, to_train: bool = False) -> None:
+    """Check a configuration as if the command line had set every field; raises all errors in one."""
+    errors = ErrorCollector()
+    reset_unused(config, explicit=frozenset(KEYS), errors=errors)
+    collect_errors(config, to_train=to_train, errors=errors)
+    errors.raise_errors()
 
 
 def config_of(**fields: object) -> Config:

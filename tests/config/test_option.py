@@ -1,10 +1,10 @@
 """Fields are declared with a meaning and a bound."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 
-from nanotrain.config.option import above, at_least, between, option, options_of
+from nanotrain.config.option import above, at_least, between, option
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ def test_a_list_default_is_not_shared():
 
 
 def test_options_keep_their_order_and_meaning():
-    assert [(field.name, field.metadata["meaning"]) for field in options_of(Sample)] == [
+    assert [(field.name, field.metadata["meaning"]) for field in fields(Sample)] == [
         ("words", "some words"),
         ("count", "how many"),
     ]

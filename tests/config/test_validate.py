@@ -3,9 +3,9 @@
 import pytest
 
 from nanotrain.config.config import Config
-from nanotrain.config.validate import validate, validate_for_world
+from nanotrain.config.validate import validate_for_world
 from nanotrain.errors import ConfigError
-from tests.config.asking import config_of
+from tests.config.asking import config_of, validate
 
 
 def test_the_defaults_break_no_rule():

@@ -12,7 +12,7 @@ from nanotrain.config.config import Config, DType
 from nanotrain.config.derive import head_dim, moe_layers, num_microbatches, padded_vocab_size, query_groups
 from nanotrain.config.load import load
 from nanotrain.config.schema import value_of
-from nanotrain.config.validate import check_layout, check_model, validate, validate_for_world
+from nanotrain.config.validate import check_layout, check_model, validate_for_world
 from nanotrain.errors import ConfigError, TopologyError
 from nanotrain.parallel.cp.attention import CORE_ATTENTIONS
 from nanotrain.parallel.pp.schedules import SCHEDULES
@@ -20,6 +20,7 @@ from nanotrain.parity.shrink import on_one_rank, shrink
 from nanotrain.topology.counts import num_parameters
 from nanotrain.topology.shape import ModelShape
 from nanotrain.topology.topology import Topology
+from tests.config.asking import validate
 
 RECIPES = sorted(path.stem for path in (config_dir() / "config").glob("*.yaml"))
 OWN_WORLD = {"mixtral_8x7b": 32, "qwen3_30b_a3b": 16, "deepseek_v3": 1024}

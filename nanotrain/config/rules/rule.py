@@ -95,19 +95,13 @@ class Rule:
     why: Text
     fix: Text
 
-    def check(self, values: Values) -> None:
-        """Raise a ConfigError where the values break the rule."""
-        if self.is_broken(values):
-            what, why, fix = (
-                text.format_map(values) if isinstance(text, str) else text(values)
-                for text in (self.what, self.why, self.fix)
-            )
-            raise ConfigError(what, why=why, fix=fix)
-
 
 def check_rules(config: Config, rules: Iterable[Rule], *, errors: ErrorCollector) -> None:
     """Check every rule of a table; errors are collected."""
     values = Values(config)
     for rule in rules:
-        with errors:
-            rule.check(values)
+        with errors:  # a predicate or a text may itself find a pattern of layers invalid
+            if rule.is_broken(values):
+                texts = (rule.what, rule.why, rule.fix)
+                what, why, fix = (t.format_map(values) if isinstance(t, str) else t(values) for t in texts)
+                raise ConfigError(what, why=why, fix=fix)

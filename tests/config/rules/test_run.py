@@ -3,9 +3,8 @@
 import pytest
 
 from nanotrain.config.rules.run import is_split
-from nanotrain.config.validate import validate
 from nanotrain.errors import ConfigErrors
-from tests.config.asking import config_of
+from tests.config.asking import config_of, validate
 
 
 @pytest.mark.parametrize(("text", "valid"), [("1", True), ("8,1,1", True), ("1,0", True), ("0,1", False), ("", False)])

@@ -5,9 +5,8 @@ import pytest
 from nanotrain.config.config import Config, ShardingStrategy
 from nanotrain.config.rules.unused import UNUSED, reset_unused
 from nanotrain.config.schema import ENTRIES
-from nanotrain.config.validate import validate
 from nanotrain.errors import ConfigError, ErrorCollector
-from tests.config.asking import config_of
+from tests.config.asking import config_of, validate
 
 OVERLAP = "parallel.overlap_param_gather"
 STRATEGY = "parallel.data_parallel_sharding_strategy"
