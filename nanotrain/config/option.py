@@ -24,12 +24,7 @@ def option(
 
 
 def section(kind: type, *, prefix: str = "") -> Any:
-    """Declare a nested section.
-
-    Args:
-        kind: its frozen dataclass.
-        prefix: what the flags of its fields begin with, "moe_" for `--moe-router-topk`.
-    """
+    """Declare a nested section by its frozen dataclass; flags begin with the prefix ("moe_": `--moe-router-topk`)."""
     return field(default_factory=kind, metadata={"section": kind, "prefix": prefix})
 
 

@@ -22,13 +22,7 @@ from nanotrain.errors import ConfigError, ErrorCollector
 
 @dataclass(frozen=True)
 class Entry:
-    """One field: its place in the configuration, its unique name and its declaration.
-
-    Args:
-        section: dotted name of its section, "model.moe".
-        field: its dataclass field.
-        prefix: what its unique name begins with.
-    """
+    """One field: the dotted name of its section ("model.moe"), its declaration, the prefix of its unique name."""
 
     section: str
     field: Field[Any]

@@ -106,11 +106,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def family_of(model_config: ModelConfig, *, name: str | None = None) -> str:
-    """The family a model is exported as.
-
-    Args:
-        model_config: the model, its vocabulary size set.
-        name: a key of FAMILIES; None selects the first that can represent the model.
+    """The family a model is exported as: `name`, or the first of FAMILIES that can represent the model.
 
     Raises:
         HuggingFaceError: `name` is unknown, or no family (of that name) can represent the model.

@@ -22,10 +22,9 @@ SHOWN = 5
 
 
 def import_weights(folder: Path, model_config: ModelConfig, *, wanted: Mapping[TensorBox, Tensor]) -> None:
-    """Read boxes of parameters from a Hugging Face checkpoint.
+    """Read boxes of parameters from a Hugging Face folder.
 
     Args:
-        folder: the Hugging Face folder.
         model_config: as read by `model_from_hf`.
         wanted: boxes of parameters -> tensors of the same shapes, any dtype or device; filled in place. Rows of the
             vocabulary's padding become zero.

@@ -7,8 +7,6 @@ from nanotrain.errors import HuggingFaceError
 
 def reject(key: str, value: Any, *, instead: str) -> NoReturn:
     """Raise for an entry of config.json; `instead` is its supported value."""
-    raise HuggingFaceError(
-        f"config.json has {key}: {value!r}",
-        why=f"only {instead} is supported; weights trained with another setting would compute something else",
-        fix=f"choose a checkpoint whose {key} is {instead}",
-    )
+    why = f"only {instead} is supported; weights trained with another setting would compute something else"
+    fix = f"choose a checkpoint whose {key} is {instead}"
+    raise HuggingFaceError(f"config.json has {key}: {value!r}", why=why, fix=fix)

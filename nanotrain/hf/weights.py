@@ -38,11 +38,7 @@ KINDS: tuple[tuple[str, str, Opener], ...] = (
 
 
 class WeightFiles:
-    """All tensors of a folder.
-
-    Args:
-        folder: the Hugging Face folder.
-        prefix: of every tensor but the head; added to names without it.
+    """All tensors of a Hugging Face folder; the prefix is added to names without it, but for the head.
 
     Raises:
         HuggingFaceError: no weights, or a missing or damaged file.

@@ -75,12 +75,7 @@ class Record:
 
 @dataclass
 class RandomDataset:
-    """Random tokens with a different share of masked tokens in each sample.
-
-    Args:
-        config: a shrunk configuration; sets length, vocabulary and segments.
-        reads: numbers of the samples that were read.
-    """
+    """Random tokens with a different share of masked tokens in each sample; `reads` lists the samples read."""
 
     config: Config
     reads: list[int] = field(default_factory=list)
