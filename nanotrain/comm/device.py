@@ -2,7 +2,7 @@
 
     pick_device, backend_of, process_group_device, device_name
     synchronize, manual_seed
-    reset_peak_memory, peak_memory
+    reset_peak_memory, peak_memory, memory_per_rank
 
 Most of `torch.cuda` raises on a CPU-only torch, so all callers go through these functions.
 """
@@ -98,3 +98,15 @@ def peak_memory(device: torch.device) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+
+
+def memory_per_rank(device: torch.device, local_world_size: int) -> int | None:
+    """Bytes that a rank may use: all of a GPU, or a share of the machine's available memory (None if unknown)."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    available = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return next((num_bytes // local_world_size for num_bytes in available), None)

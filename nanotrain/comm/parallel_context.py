@@ -34,13 +34,14 @@ class Launch:
     local_rank: int = 0
     world_size: int = 1
     is_distributed: bool = False
+    local_world_size: int = 1  # ranks of this machine
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "Launch":
         """Read torchrun's variables; without them, a world of one rank.
 
         >>> Launch.of({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"})
-        Launch(rank=3, local_rank=1, world_size=4, is_distributed=True)
+        Launch(rank=3, local_rank=1, world_size=4, is_distributed=True, local_world_size=1)
 
         Raises:
             EnvironmentFault: only some of RANK, WORLD_SIZE and LOCAL_RANK are set, or they contradict each other.
@@ -62,7 +63,8 @@ class Launch:
         rank, world_size, local_rank = (int(environment[name]) for name in names)
         if rank >= world_size:
             raise EnvironmentFault(f"RANK is {rank} in a world of {world_size}", why="ranks are numbered from 0")
-        return cls(rank, local_rank, world_size, is_distributed=True)
+        local_world_size = environment.get("LOCAL_WORLD_SIZE", "1")
+        return cls(rank, local_rank, world_size, True, int(local_world_size) if local_world_size.isdecimal() else 1)
 
 
 class ParallelContext:

@@ -201,7 +201,7 @@ class OptimConfig:
 class DataConfig:
     """The datasets, the tokenizer and how samples are read."""
 
-    data_path: list[str] = option([], "prefixes of token files, each with an optional weight before it: 0.7 a 0.3 b; empty: the quick-start corpus")
+    data_path: list[str] = option([], "prefixes of token files, each with an optional weight before it: 0.7 a 0.3 b; with quickstart it may be empty")
     split: str = option("969,30,1", "proportions of training, validation and test documents")
     seq_length: int = option(256, "sequence length: tokens per sample", check=at_least(1))
     tokenizer_model: str | None = option(None, "Hugging Face name or folder, tokenizer.json, or 'bytes'; unset: the one next to the data")
@@ -211,6 +211,7 @@ class DataConfig:
     reset_position_ids: bool = option(False, "restart position ids at each document")
     reset_attention_mask: bool = option(False, "mask attention between documents")
     eod_mask_loss: bool = option(False, "mask the loss of tokens that follow an end-of-document token")
+    quickstart: bool = option(False, "without data_path, train on the quick-start corpus: the source files of Python's standard library")
     quickstart_vocab_size: int = option(8192, "quick-start corpus: size of its BPE vocabulary", check=at_least(300))
 
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line, reply
 from nanotrain.config.validate import validate_for_world
-from nanotrain.errors import EnvironmentFault, NanotrainError, report
+from nanotrain.errors import EnvironmentFault, ErrorCollector, NanotrainError, report
 
 # Ranks reach the same error at different times: imports alone differ by a second on a busy machine. If a silent rank
 # exited first, torchrun would end local rank 0 before it prints.
@@ -71,21 +71,35 @@ def train(loaded: Loaded, world_size: int) -> None:
         loaded: configuration and its origins.
         world_size: ranks of the run.
     """
+    from nanotrain.comm.device import memory_per_rank, pick_device
     from nanotrain.comm.parallel_context import Launch, ParallelContext
-    from nanotrain.log import start_logging
-    from nanotrain.train.inputs import open_inputs
+    from nanotrain.log import get_logger, start_logging
+    from nanotrain.train.inputs import open_inputs, require_corpus
     from nanotrain.train.launch import run_training
+    from nanotrain.train.memory_plan import require_memory
     from nanotrain.train.plan import check_names, plan_run
 
-    rank = Launch.of(os.environ).rank
+    launch, config = Launch.of(os.environ), loaded.config
+    rank = launch.rank
     start_logging(is_first=rank == 0, level=logging.INFO if rank == 0 else logging.ERROR)  # all ranks log the same
-    check_names(loaded.config)  # before the quick start trains a tokenizer
+    check_names(config)  # before the quick start trains a tokenizer
+    device = pick_device(config.train.device.value, launch.local_rank)
+    available = memory_per_rank(device, launch.local_world_size)
+    errors = ErrorCollector()
+    with errors:
+        require_corpus(config.data)
+    if config.model.vocab_size is not None and config.checkpoint.pretrained_checkpoint is None:
+        with errors:
+            require_memory(config, world_size, device=device.type, available=available)
+    errors.raise_errors()
     config, inputs = open_inputs(loaded)
+    memory = require_memory(config, world_size, device=device.type, available=available)
+    get_logger("nanotrain.train").info("%s", memory.table(available))
     plan = plan_run(config, world_size, rank=rank)
     timeout_s = config.parallel.distributed_timeout_minutes * 60
     with ParallelContext.start(plan.topology, device=config.train.device.value, timeout_s=timeout_s) as context:
         start_logging(coordinates=context.coords_text, is_first=context.rank == 0)
-        run_training(plan, inputs, context=context)
+        run_training(plan, inputs, context=context, planned=memory)
 
 
 def _world_size(text: str) -> int:

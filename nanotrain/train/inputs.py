@@ -77,6 +77,20 @@ def open_inputs(loaded: Loaded) -> tuple[Config, RunInputs]:
     return config, RunInputs(folder, datasets, tokenizer, checkpoint, is_resumed)
 
 
+def require_corpus(data: DataConfig) -> None:
+    """Check that there is something to train on.
+
+    Raises:
+        ConfigError: no corpus is set.
+    """
+    if uses_quickstart(data) and not data.quickstart:
+        raise ConfigError(
+            "there is no corpus to train on",
+            why="data_path is empty, and only the recipes tiny* set quickstart",
+            fix="prepare one with `nanotrain prepare` and set --data-path PREFIX, or set --mock-data",
+        )
+
+
 def with_pretrained_model(config: Config, explicit: frozenset[str]) -> Config:
     """Replace the model section by the one in the pretrained checkpoint's config.json.
 

@@ -3,7 +3,7 @@
 import zlib
 
 from nanotrain.comm.collectives import all_gather_object
-from nanotrain.comm.device import device_name, manual_seed, reset_peak_memory
+from nanotrain.comm.device import device_name, manual_seed, peak_memory, reset_peak_memory
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.load import to_yaml
@@ -15,27 +15,30 @@ from nanotrain.train.hooks.evaluate import EvaluateHook
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.hooks.log import LogHook
 from nanotrain.train.hooks.profile import ProfileHook
-from nanotrain.train.hooks.sample import SampleHook, SummaryHook
+from nanotrain.train.hooks.sample import PlannedPeak, SampleHook, SummaryHook
 from nanotrain.train.hooks.track import TrackHook
 from nanotrain.train.inputs import RunInputs
+from nanotrain.train.memory_plan import MemoryPlan
 from nanotrain.train.plan import Plan
 from nanotrain.train.trainer import Trainer
 
 log = get_logger(__name__)
 
 
-def run_training(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> None:
+def run_training(plan: Plan, inputs: RunInputs, *, context: ParallelContext, planned: MemoryPlan | None = None) -> None:
     """Train on this rank until the run ends.
 
     Args:
         plan: of this rank.
         inputs: open datasets, run folder and checkpoint.
         context: this rank's device and process groups.
+        planned: memory of the worst rank, for the summary.
     """
     require_same_start(plan, inputs, context=context)
     config = plan.config
     manual_seed(config.train.seed, context.device)
     reset_peak_memory(context.device)
+    peak = PlannedPeak(planned.total, before=peak_memory(context.device)) if planned else None
     run = build_run(plan, inputs, context=context)
     try:
         if context.rank == 0:
@@ -44,7 +47,7 @@ def run_training(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> 
             _log_start(plan, inputs, context=context)
         if run.state.step >= config.train.train_iters:
             log.info("nothing to do: step %d of %d is already done", run.state.step, config.train.train_iters)
-        Trainer(run, choose_hooks(config, inputs.tokenizer)).fit()
+        Trainer(run, choose_hooks(config, inputs.tokenizer, planned=peak)).fit()
     finally:
         run.batches.close()
 
@@ -75,7 +78,7 @@ def require_same_start(plan: Plan, inputs: RunInputs, *, context: ParallelContex
     )
 
 
-def choose_hooks(config: Config, tokenizer: str | None) -> list[Hook]:
+def choose_hooks(config: Config, tokenizer: str | None, *, planned: PlannedPeak | None = None) -> list[Hook]:
     """The hooks of a run in call order; validation comes before logging, which reports its loss."""
     train = config.train
     hooks: list[tuple[bool, Hook]] = [
@@ -85,7 +88,7 @@ def choose_hooks(config: Config, tokenizer: str | None) -> list[Hook]:
         (config.checkpoint.save, CheckpointHook()),
         (train.profile, ProfileHook()),
         (train.generate_tokens > 0, SampleHook(tokenizer)),
-        (True, SummaryHook()),
+        (True, SummaryHook(planned)),
     ]
     return [hook for is_enabled, hook in hooks if is_enabled]
 

@@ -98,7 +98,7 @@ UNUSED = (
     Unused("initial_loss_scale min_loss_scale loss_scale_window hysteresis", "params_dtype",
         lambda v: v.params_dtype is not DType.fp16, "only params_dtype fp16 scales the loss"),
     Unused(
-        "data_path tokenizer_model quickstart_vocab_size generate_tokens generate_prompt "
+        "data_path tokenizer_model quickstart quickstart_vocab_size generate_tokens generate_prompt "
         "reset_position_ids reset_attention_mask eod_mask_loss",
         "mock_data", lambda v: v.mock_data, "mock_data has no text and no documents"),
     Unused("save_interval keep_last", "save", lambda v: not v.save, "nothing is saved"),

@@ -1,10 +1,15 @@
 """At the end of training: a generated text, and the paths of the outputs."""
 
+from dataclasses import dataclass
+
+from nanotrain.comm.collectives import all_gather_object
+from nanotrain.comm.device import peak_memory
 from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.inference.generate import Sampling, generate
 from nanotrain.log import get_logger
 from nanotrain.parallel.dp.data_parallel import gathered
 from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.memory_plan import in_gb
 from nanotrain.train.run import Run
 
 log = get_logger(__name__)
@@ -40,11 +45,29 @@ class SampleHook(Hook):
         print(f"\nSample:\n{sample(run, self._tokenizer)}\n", flush=True)
 
 
+@dataclass(frozen=True)
+class PlannedPeak:
+    """Bytes planned for the worst rank, and those that rank 0 used before the model was built."""
+
+    planned: int
+    before: int
+
+
 class SummaryHook(Hook):
-    """Prints the paths of run folder, metrics and last checkpoint."""
+    """Prints the paths of run folder, metrics and last checkpoint, and the largest measured beside the planned memory.
+
+    Args:
+        peak: planned; None prints no memory.
+    """
+
+    def __init__(self, peak: PlannedPeak | None = None) -> None:
+        self._peak = peak
 
     def after_training(self, run: Run) -> None:
-        latest = run.checkpointer.latest()
+        latest, peak = run.checkpointer.latest(), self._peak
+        measured = all_gather_object(
+            peak_memory(run.context.device) - (peak.before if peak else 0), run.context.control
+        )
         if not run.context.control.is_first:
             return
         lines = [
@@ -52,6 +75,10 @@ class SummaryHook(Hook):
             f"metrics       {run.folder.metrics}",
             f"checkpoint    {latest or 'none'}",
         ]
+        if peak:
+            lines.append(
+                f"memory        planned {in_gb(peak.planned)}, measured at most {in_gb(max(measured))} per rank"
+            )
         print("\n".join(lines), flush=True)
 
 

@@ -1,0 +1,207 @@
+"""Memory of a run before it starts: what the worst rank needs, and the error with settings that fit (docs/memory.md).
+
+Parameters, gradients and optimizer state are exact, the rest is estimated. Pure: nothing is allocated.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, product
+from math import prod
+from typing import Any
+
+from nanotrain.config.config import Config, ShardingStrategy
+from nanotrain.config.derive import data_parallel_size, num_microbatches
+from nanotrain.config.schema import with_values
+from nanotrain.config.validate import check_layout
+from nanotrain.errors import ConfigError, NanotrainError
+from nanotrain.parallel.pp.actions import ActionKind, PipelineShape, Schedule
+from nanotrain.parallel.pp.executor import MAX_SENDS
+from nanotrain.parallel.pp.schedules import build_schedule
+from nanotrain.topology.topology import Topology
+from nanotrain.train.activations import INT64, Activations
+from nanotrain.train.plan import Plan, plan_run
+
+# A run is refused only where the exact part and this share of the activations exceed the memory: the estimate is within
+# 10 %, and a compiled block may keep half.
+CERTAIN_SHARE, CERTAIN_SHARE_COMPILED = 0.8, 0.4
+PROCESS_BYTES = {"cpu": 100_000_000, "cuda": 0}  # measured: what libraries of a process take in the first step
+ROWS = ("params", "grads", "optimizer", "activations", "working", "communication")
+SEARCH_S = 4.0  # the search for settings that fit ends after this time
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one rank at the peak of a step."""
+
+    pp_rank: int
+    params: int
+    grads: int
+    optimizer: int
+    activations: int  # kept from forward to backward, at the peak of the schedule
+    in_flight: int  # forwards of a stage whose activations are kept then
+    working: int  # temporaries, the tokens of a step, and libraries of the process on a CPU
+    communication: int  # pipeline messages and full-size gradient buckets
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.certain(1.0) + self.working + self.communication
+
+    def certain(self, share: float) -> int:
+        """The exact part and a share of the activations."""
+        return self.params + self.grads + self.optimizer + int(share * self.activations)
+
+    def table(self, available: int | None) -> str:
+        """A small table."""
+        lines = [f"  {name:<14}{in_gb(getattr(self, name)):>12}" for name in (*ROWS, "total")]
+        lines[3] += f"  {self.in_flight} in flight"
+        lines[-1] += f" of {in_gb(available)}" if available else ""
+        return "\n".join([f"planned memory per rank, of pipeline rank {self.pp_rank}:", *lines])
+
+
+def plan_memory(config: Config, world_size: int, *, pp_rank: int, device: str) -> MemoryPlan:
+    """The memory of each rank with one pipeline coordinate.
+
+    Args:
+        config: a validated configuration with the vocabulary size set.
+        world_size: ranks of the run.
+        pp_rank: the coordinate.
+        device: "cpu" or "cuda".
+    """
+    parallel, dp_size = config.parallel, data_parallel_size(config.parallel, world_size)
+    pp_size, count = parallel.pipeline_model_parallel_size, num_microbatches(config.train, dp_size)
+    # The transfers of many microbatches take seconds to plan. Those of few have the same stages, buffers and groups.
+    few = with_values(config, {"train.global_batch_size": config.train.micro_batch_size * dp_size * pp_size})
+    rank = Topology.of(parallel, world_size).group_specs(0)["pp"].ranks[pp_rank]
+    plan = plan_run(few, world_size, rank=rank)
+    kept, resident = Activations(plan, device), plan.resident_bytes
+    activations, in_flight = _peak(plan, kept, num_microbatches=count)
+    messages = 2 * MAX_SENDS * kept.outside * kept.width if pp_size > 1 else 0
+    return MemoryPlan(
+        pp_rank=pp_rank,
+        params=resident.params,
+        grads=resident.grads,
+        optimizer=resident.optimizer,
+        activations=activations,
+        in_flight=in_flight,
+        working=PROCESS_BYTES[device]
+        + kept.working(has_head=plan.stages[-1].spec.has_head)
+        + 3 * INT64 * kept.tokens * count,
+        communication=messages + resident.grad_buckets,
+    )
+
+
+def worst_memory(config: Config, world_size: int, *, device: str) -> MemoryPlan:
+    """The memory of the pipeline rank that needs the most; arguments as for `plan_memory`."""
+    pp_ranks = range(config.parallel.pipeline_model_parallel_size)
+    plans = (plan_memory(config, world_size, pp_rank=pp_rank, device=device) for pp_rank in pp_ranks)
+    return max(plans, key=lambda plan: plan.total)
+
+
+def require_memory(config: Config, world_size: int, *, device: str, available: int | None) -> MemoryPlan:
+    """The memory of the worst rank.
+
+    Args:
+        config: a validated configuration with the vocabulary size set.
+        world_size: ranks of the run.
+        device: "cpu" or "cuda".
+        available: bytes per rank; None if unknown.
+
+    Raises:
+        ConfigError: it cannot fit.
+    """
+    worst = worst_memory(config, world_size, device=device)
+    share = CERTAIN_SHARE_COMPILED if config.train.torch_compile else CERTAIN_SHARE
+    if available is None or config.train.train_iters == 0 or worst.certain(share) <= available:
+        return worst
+    fitting = _find_fitting(config, world_size, pp_rank=worst.pp_rank, device=device, available=available)
+    rows = ", ".join(f"{name} {in_gb(getattr(worst, name))}" for name in ROWS)
+    advice = "choose a smaller model or --seq-length"
+    raise ConfigError(
+        f"a rank needs {in_gb(worst.total)} of memory and has {in_gb(available)}",
+        why=rows,
+        fix=f"where each rank has as much it fits with {', or '.join(fitting)}" if fitting else advice,
+    )
+
+
+def in_gb(num_bytes: int) -> str:
+    """Bytes in GB (10^9)."""
+    return f"{num_bytes / 1e9:.2f} GB"
+
+
+def _peak(plan: Plan, kept: Activations, *, num_microbatches: int) -> tuple[int, int]:
+    """The most bytes kept at once, and of how many forwards; what W needs is kept until then."""
+    parallel, pp = plan.config.parallel, plan.groups["pp"]
+    shape = PipelineShape(pp.size, parallel.num_virtual_stages_per_pipeline_rank, num_microbatches)
+    bytes_of = {
+        stage.spec.index: sum(map(kept.block, stage.spec.layers)) + (kept.head() if stage.spec.has_head else 0)
+        for stage in plan.stages
+    }
+    now, count, peak = 0, 0, (0, 0)
+    for action in _schedule(parallel.pipeline_schedule, shape).actions[pp.index]:
+        change = (action.kind is ActionKind.forward) - action.kind.has_wgrad
+        now, count = now + change * bytes_of[action.stage], count + change
+        peak = max(peak, (now, count))
+    return peak
+
+
+@lru_cache(maxsize=1)
+def _schedule(name: str, shape: PipelineShape) -> Schedule:
+    """The schedule, built once for all pipeline ranks."""
+    return build_schedule(name, shape)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A change of a run: as the user writes it, as values by key, and as a factor of the number of ranks."""
+
+    words: str
+    values: Mapping[str, Any]
+    factor: int = 1
+
+
+def _changes(config: Config, world_size: int) -> tuple[list[_Change], ...]:
+    """Changes of strategy, micro-batch, tensor parallelism and ranks, each from the smallest to the largest."""
+    parallel, strategies = config.parallel, list(ShardingStrategy)
+    stronger = strategies[strategies.index(parallel.data_parallel_sharding_strategy) + 1 :]
+    flag, doubled = "--data-parallel-sharding-strategy", [2**power for power in range(1, 9)]
+    smaller = [config.train.micro_batch_size // n for n in doubled if config.train.micro_batch_size % n == 0]
+    tp_sizes = [n for n in doubled[:4] if n > parallel.tensor_model_parallel_size]
+    return (
+        [_Change(f"{flag} {each.value}", {"parallel.data_parallel_sharding_strategy": each}) for each in stronger],
+        [_Change(f"--micro-batch-size {n}", {"train.micro_batch_size": n}) for n in smaller],
+        [
+            _Change(
+                f"--tensor-model-parallel-size {n} --sequence-parallel",
+                {"parallel.tensor_model_parallel_size": n, "parallel.sequence_parallel": True},
+            )
+            for n in tp_sizes
+        ],
+        [_Change(f"{n * world_size} ranks", {}, n) for n in doubled],
+    )
+
+
+def _find_fitting(config: Config, world_size: int, *, pp_rank: int, device: str, available: int) -> list[str]:
+    """One change of each kind with which the run fits; where there is none, the fewest ranks with several changes."""
+    end, kinds = time.monotonic() + SEARCH_S, _changes(config, world_size)
+
+    def fits(*changes: _Change) -> str | None:
+        if time.monotonic() > end:
+            return None
+        changed = with_values(config, {key: value for each in changes for key, value in each.values.items()})
+        num_ranks = world_size * prod(each.factor for each in changes)
+        try:
+            check_layout(changed)
+            needed = plan_memory(changed, num_ranks, pp_rank=pp_rank, device=device).total
+        except NanotrainError:
+            return None
+        return f"{', '.join(each.words for each in changes)} ({in_gb(needed)})" if needed <= available else None
+
+    fitting = [next((text for change in changes if (text := fits(change))), None) for changes in kinds]
+    if not any(fitting):
+        strategies, _, tp, num_ranks = ([(each,) for each in changes] for changes in kinds)
+        several = product(num_ranks, [(), *tp], [(), *strategies[-1:]])
+        fitting = [next((text for parts in several if (text := fits(*chain(*parts)))), None)]
+    return [text for text in fitting if text]

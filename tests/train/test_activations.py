@@ -1,0 +1,70 @@
+"""The bytes of a block in closed form, against those that autograd saves, in one and in several ranks."""
+
+from dataclasses import replace
+
+import pytest
+
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.load import load
+from nanotrain.config.schema import with_values
+from nanotrain.train.activations import Activations
+from nanotrain.train.plan import plan_run
+from tests.harness import run_ranks
+from tests.train.saved_tensors import kept_and_planned
+
+TOLERANCE, CP_TOLERANCE = 0.03, 0.1
+SIZES = "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2"
+GPT2 = "--normalization LayerNorm --activation gelu --add-bias-linear --position-embedding-type learned_absolute"
+LLAMA = "--num-query-groups 2"
+MLA = (
+    "--multi-latent-attention --kv-lora-rank 32 --q-lora-rank 48 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 16"
+)
+MOE = f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.01"
+SHARED = f"{MOE} --moe-shared-expert-intermediate-size 64 --moe-z-loss-coeff 0.01"
+MODELS = {"gpt2": GPT2, "llama": LLAMA, "qwen3": f"{LLAMA} --qk-layernorm", "mla": MLA, "moe": MOE, "shared": SHARED}
+LAYOUTS = {
+    "1 rank": {},
+    "tp2": {"tp": 2},
+    "tp2 sp": {"tp": 2, "sequence_parallel": True},
+    "cp2 p2p": {"cp": 2},
+    "cp2 allgather": {"cp": 2, "cp_comm_type": "allgather"},
+    "cp2 a2a": {"cp": 2, "cp_comm_type": "a2a"},
+    "ep2": {"ep": 2},
+}
+
+
+def words_of(layout: str) -> str:
+    words = "--tensor-model-parallel-size 2" if layout.startswith("tp2") else ""
+    words += " --sequence-parallel" if layout.endswith("sp") else ""
+    words += f" --context-parallel-size 2 --cp-comm-type {layout.split()[1]}" if layout.startswith("cp2") else ""
+    return words + (" --expert-model-parallel-size 2" if layout == "ep2" else "")
+
+
+def kept(ctx: ParallelContext, layout: str) -> dict[str, tuple[int, int]]:
+    """Counted and planned bytes of a block by model and dtype."""
+    return {
+        f"{name} {dtype}": kept_and_planned(ctx, f"{SIZES} {words} {words_of(layout)} {dtype}")
+        for name, words in MODELS.items()
+        for dtype in ("", "--bf16")
+        if layout != "ep2" or "experts" in words
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_block_bytes_are_those_that_autograd_saves(layout):
+    num_ranks = 1 if layout == "1 rank" else 2
+    results = run_ranks(num_ranks, kept, layout, **LAYOUTS[layout])
+    tolerance = CP_TOLERANCE if layout.startswith("cp2") else TOLERANCE
+    for name in results[0]:  # ranks may differ: in the tokens of their experts
+        counted, planned = (sum(result[name][i] for result in results) for i in (0, 1))
+        assert planned == pytest.approx(counted, rel=tolerance), name
+
+
+def test_documents_add_a_mask_and_a_gpu_keeps_grouped_heads():
+    config = load(f"--mock-data --vocab-size 512 {SIZES} {LLAMA}".split()).config
+    plan = plan_run(config, 1, rank=0)
+    masked = replace(plan, config=with_values(config, {"data.reset_attention_mask": True}))
+    assert Activations(masked, "cpu").block(0) - Activations(plan, "cpu").block(0) == 2 * 128 * 128 * 4
+    saved = Activations(plan, "cpu").block(0) - Activations(plan, "cuda").block(0)
+    assert saved == 2 * 128 * 2 * (4 - 2) * 16 * 4  # tokens, key and value, heads, width, fp32

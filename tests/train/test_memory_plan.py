@@ -1,0 +1,129 @@
+"""The memory of a run before it starts: exact where it is exact, and one error with settings that fit."""
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from nanotrain.config.load import load
+from nanotrain.config.schema import with_values
+from nanotrain.errors import ConfigError
+from nanotrain.train import memory_plan
+from nanotrain.train.__main__ import main
+from nanotrain.train.memory_plan import plan_memory, require_memory, worst_memory
+from nanotrain.train.plan import plan_run
+
+SMALL = "--mock-data --vocab-size 512 --num-layers 8 --hidden-size 64 --seq-length 64"
+GB = 10**9
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before():
+    """`main` sets logging up for a process of its own."""
+    root = logging.getLogger("nanotrain")
+    before = root.handlers[:], root.level, root.propagate
+    yield
+    root.handlers[:], root.level, root.propagate = before
+
+
+def config_of(words: str):
+    return load(words.split(), to_train=False).config
+
+
+def test_parameters_gradients_and_optimizer_are_those_of_the_plan():
+    config = config_of(f"{SMALL} --data-parallel-sharding-strategy optim --tensor-model-parallel-size 2")
+    planned, resident = plan_memory(config, 8, pp_rank=0, device="cuda"), plan_run(config, 8, rank=0).resident_bytes
+    assert (planned.params, planned.grads, planned.optimizer) == (resident.params, resident.grads, resident.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "in_flight"),
+    [
+        ("1f1b", (4, 3, 2, 1)),
+        ("gpipe", (8, 8, 8, 8)),
+        ("interleaved --num-virtual-stages-per-pipeline-rank 2", (11, 9, 7, 5)),
+    ],
+)
+def test_as_many_forwards_are_in_flight_as_the_schedule_says(schedule, in_flight):
+    words = f"{SMALL} --pipeline-model-parallel-size 4 --global-batch-size 8 --pipeline-schedule {schedule}"
+    plans = [plan_memory(config_of(words), 4, pp_rank=pp_rank, device="cpu") for pp_rank in range(4)]
+    assert tuple(plan.in_flight for plan in plans) == in_flight
+    assert worst_memory(config_of(words), 4, device="cpu") == max(plans, key=lambda plan: plan.total)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_run_is_refused_only_where_what_is_certain_does_not_fit(is_compiled):
+    config = config_of(f"{SMALL} --micro-batch-size 8" + " --torch-compile" * is_compiled)
+    planned = worst_memory(config, 1, device="cpu")
+    certain = planned.certain(0.4 if is_compiled else 0.8)
+    assert certain < planned.total
+    assert require_memory(config, 1, device="cpu", available=certain) == planned
+    with pytest.raises(ConfigError, match="a rank needs"):
+        require_memory(config, 1, device="cpu", available=certain - 1)
+
+
+def test_nothing_is_refused_where_nothing_is_known_or_trained():
+    config = config_of(SMALL)
+    require_memory(config, 1, device="cpu", available=None)
+    require_memory(with_values(config, {"train.train_iters": 0}), 1, device="cpu", available=1)
+
+
+def advice(config, world_size: int, available: int) -> str:
+    with pytest.raises(ConfigError) as caught:
+        require_memory(config, world_size, device="cuda", available=available)
+    return caught.value.fix
+
+
+def test_the_error_names_one_change_of_each_kind_that_fits():
+    config = config_of("+config=llama7b --data-parallel-sharding-strategy no_shard --no-overlap-param-gather")
+    fix = advice(config, 8, 80 * GB)
+    assert "--data-parallel-sharding-strategy optim (" in fix
+    assert "--tensor-model-parallel-size 2 --sequence-parallel (" in fix
+    assert "ranks" not in fix.replace("each rank", "")  # more ranks alone change nothing
+    numbers = [float(number) for number in re.findall(r"\(([\d.]+) GB\)", fix)]
+    assert numbers and max(numbers) <= 80
+    changed = with_values(config, {"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True})
+    assert f"{worst_memory(changed, 8, device='cuda').total / 1e9:.2f} GB" in fix
+
+
+def test_a_smaller_micro_batch_is_named():
+    words = "+config=gpt2_124m --micro-batch-size 64"
+    assert "--micro-batch-size 32 (" in advice(config_of(words), 8, 14 * GB)
+
+
+def test_where_no_single_change_fits_several_are_named_together():
+    fix = advice(config_of("+config=llama7b"), 1, 20 * GB)
+    assert re.search(r"\d+ ranks, --tensor-model-parallel-size \d+ --sequence-parallel", fix)
+
+
+def test_a_model_that_fits_nowhere_is_advised_to_shrink(monkeypatch):
+    assert "a smaller model" in advice(config_of("+config=llama7b"), 1, GB // 100)
+    monkeypatch.setattr(memory_plan, "SEARCH_S", -1.0)  # no time left to search
+    assert "a smaller model" in advice(config_of("+config=llama7b"), 1, 20 * GB)
+
+
+def test_the_table_has_the_total_beside_what_is_available():
+    table = plan_memory(config_of(SMALL), 1, pp_rank=0, device="cpu").table(16 * GB)
+    assert "1 in flight" in table and table.endswith("GB of 16.00 GB")
+
+
+def test_a_large_model_on_a_small_machine_is_one_error_before_anything_is_prepared(tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("nanotrain.comm.device.memory_per_rank", lambda device, local_world_size: 22 * GB)
+    assert main(["+config=llama7b"]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("error:") == 1 and "Traceback" not in err
+    assert re.search(r"a rank needs 143\.\d+ GB of memory and has 22\.00 GB", err)
+    for cure in ("--data-path", "--mock-data", "nanotrain prepare", "it fits with"):
+        assert cure in err
+    assert not list(Path(tmp_path).iterdir())
+
+
+def test_only_the_quick_start_recipes_train_without_a_corpus(tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["+config=gpt2_124m", "--micro-batch-size", "1"]) == 2
+    err = capfd.readouterr().err
+    assert "there is no corpus to train on" in err and "nanotrain prepare" in err
+    assert load(["+config=tiny"]).config.data.quickstart and load(["+config=tiny_moe"]).config.data.quickstart
+    assert not load(["+config=tiny", "--mock-data", "--generate-tokens", "0"]).config.data.quickstart
