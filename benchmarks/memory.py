@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -107,11 +108,13 @@ RESIDENT: dict[str, Formula] = {
     "no_shard": lambda c: c.w + 4 + c.s,
     "optim": lambda c: c.w + 4 + c.s / c.d,
     "optim_grads": lambda c: c.w + (4 + c.s) / c.d,
+    "optim_grads_params": lambda c: (c.w + 4 + c.s) / c.d,
 }
 SENT: dict[str, Formula] = {
     "no_shard": lambda c: 2 * 4 * (c.d - 1) / c.d,
     "optim": lambda c: (4 + c.w) * (c.d - 1) / c.d,
     "optim_grads": lambda c: (4 * c.m + c.w) * (c.d - 1) / c.d,
+    "optim_grads_params": lambda c: (4 * c.m + 2 * c.m * c.w) * (c.d - 1) / c.d,
 }
 
 
@@ -141,15 +144,16 @@ def measure(context: ParallelContext, strategy: str, dtype: str) -> Row:
     precision = Precision.of(precision_config)
     stage = build_stage(MODEL, dtype=dtype)
     shard = context.group("dp_shard")
+    rules = LayoutRules(shard.size, BUCKET_SIZE, gathers_by_unit=STRATEGIES[strategy].gathers_by_unit)
     data_parallel = DataParallel(
         stage,
-        plan_layout(stage.params, LayoutRules(shard.size, BUCKET_SIZE)),
+        plan_layout(stage.params, rules),
         groups=ReduceGroups(shard, context.group("dp_replicate")),
         options=DataParallelOptions(STRATEGIES[strategy], overlap_grad_reduce=True),
         precision=precision,
         device=context.device,
     )
-    initialize(stage, stage.params, seed=1)
+    data_parallel.fill_params(partial(initialize, stage, seed=1))
     scale = LossScale.of(precision_config)
     world = context.group("world")
     optimizer = DistributedOptimizer([data_parallel], OptimConfig(), precision=precision, loss_scale=scale, world=world)
@@ -159,7 +163,7 @@ def measure(context: ParallelContext, strategy: str, dtype: str) -> Row:
     sent = sum(context.traffic.bytes(op=op) for op in ("all_reduce", "reduce_scatter", "all_gather"))
 
     alive = [tensor for tensor in live_tensors() if tensor.untyped_storage().data_ptr() not in before]
-    params = storages(stage.parameters())
+    params = storages([data_parallel.param_buffer, *stage.parameters()])
     state = without(storages(optimizer.state_tensors().values()), params)
     receive = storages(tensor for tensor in alive if tensor.dtype is torch.uint8)
     grads = without(storages(alive), params | state | receive)
@@ -169,6 +173,10 @@ def measure(context: ParallelContext, strategy: str, dtype: str) -> Row:
     if STRATEGIES[strategy].shard_grads:
         num_full = min(2, case.d)  # one rank waits for no reduction, so its bucket is free before the next one fills
         expected += num_full * 4 * max(bucket.numel for bucket in layout.buckets)
+    expected_sent = SENT[strategy](case) * layout.numel
+    if STRATEGIES[strategy].shard_params:  # the tied embedding is gathered for the embedding and for the head
+        tied = sum(bucket.numel for bucket in layout.buckets if bucket.params[0].param.spec.is_tied)
+        expected_sent += 2 * case.m * case.w * tied * (case.d - 1) / case.d
     return Row(
         strategy=strategy,
         dtype=dtype,
@@ -180,7 +188,7 @@ def measure(context: ParallelContext, strategy: str, dtype: str) -> Row:
         receive=sum(receive.values()),
         sent=sent,
         expected=round(expected),
-        expected_sent=round(SENT[strategy](case) * layout.numel),
+        expected_sent=round(expected_sent),
     )
 
 

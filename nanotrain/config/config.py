@@ -31,6 +31,7 @@ class ShardingStrategy(str, Enum):
     no_shard = "no_shard"
     optim = "optim"
     optim_grads = "optim_grads"
+    optim_grads_params = "optim_grads_params"
 
 
 class OuterShardingStrategy(str, Enum):
@@ -157,12 +158,12 @@ class ParallelConfig:
     decoder_last_pipeline_num_layers: int | None = option(None, "layers of the last stage; unset: an even split", check=at_least(1))
     cp_comm_type: str = option("p2p", "name of the core attention under context parallelism; p2p is ring attention")
     use_tp_pp_dp_mapping: bool = option(False, "rank order tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp")
-    data_parallel_sharding_strategy: ShardingStrategy = option(ShardingStrategy.no_shard, "what is sharded: no_shard, optim (ZeRO-1) or optim_grads (ZeRO-2)")
+    data_parallel_sharding_strategy: ShardingStrategy = option(ShardingStrategy.no_shard, "what is sharded: no_shard, optim (ZeRO-1), optim_grads (ZeRO-2) or optim_grads_params (ZeRO-3)")
     outer_dp_sharding_strategy: OuterShardingStrategy = option(OuterShardingStrategy.no_shard, "what is sharded across optimizer instances: no_shard, every instance holds all shards")
     ddp_bucket_size: int | None = option(None, "elements at which a gradient bucket is closed; unset: max(40000000, 1000000 * shard ranks)", check=at_least(1))
     ddp_pad_buckets_for_high_nccl_busbw: bool = option(False, "pad buckets to a multiple of 65536 elements")
     overlap_grad_reduce: bool = option(False, "overlap the gradient reduction with the backward pass")
-    overlap_param_gather: bool = option(False, "overlap the parameter all-gather with the next forward pass")
+    overlap_param_gather: bool = option(False, "overlap the parameter all-gather with the next forward pass; optim_grads_params: with the unit before")
     distributed_timeout_minutes: float = option(10.0, "timeout of collectives", check=above(0))
 
 

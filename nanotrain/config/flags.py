@@ -26,7 +26,9 @@ ALIASES: dict[str, Alias] = {
     "--bf16": Alias("params_dtype", "bf16", agrees=("bf16",)),
     "--fp16": Alias("params_dtype", "fp16", agrees=("fp16",)),
     "--swiglu": Alias("activation", "swiglu", agrees=("swiglu",)),
-    "--use-distributed-optimizer": Alias("data_parallel_sharding_strategy", "optim", agrees=("optim", "optim_grads")),
+    "--use-distributed-optimizer": Alias(
+        "data_parallel_sharding_strategy", "optim", agrees=("optim", "optim_grads", "optim_grads_params")
+    ),
 }
 FLAGS: dict[str, Entry] = {entry.flag: entry for entry in ENTRIES.values()}
 NEGATIONS: dict[str, Entry] = {f"--no-{flag[2:]}": entry for flag, entry in FLAGS.items() if entry.kind is bool}

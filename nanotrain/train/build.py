@@ -5,12 +5,12 @@
 Initial weights come from the seed, from a Hugging Face folder or from a checkpoint.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.parallel_context import ParallelContext
@@ -29,6 +29,7 @@ from nanotrain.parallel.pp.executor import Pipeline
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.boxes import TensorBox
+from nanotrain.topology.params import LocalParam
 from nanotrain.train.batches import BatchIterator
 from nanotrain.train.inputs import RunInputs
 from nanotrain.train.plan import Plan
@@ -178,15 +179,19 @@ def _open_batches(
 def _init_weights(config: Config, stages: Mapping[int, BuiltStage]) -> None:
     """Initial weights from the seed, or from the pretrained checkpoint where one is set."""
     folder = config.checkpoint.pretrained_checkpoint
-    for stage in stages.values():
+
+    def fill(module: nn.Module, params: Sequence[LocalParam]) -> None:
         if folder is None:
-            initialize(stage.module, stage.params, seed=config.train.seed)
-            continue
-        named = dict(stage.module.named_parameters())
+            initialize(module, params, seed=config.train.seed)
+            return
+        named = dict(module.named_parameters())
         wanted = {
-            TensorBox(local.spec.name, local.spec.shape, local.box): named[local.spec.name].data
-            for local in stage.params
+            TensorBox(local.spec.name, local.spec.shape, local.box): named[local.spec.name].data for local in params
         }
         import_weights(Path(folder), config.model, wanted=wanted)
+
+    for stage in stages.values():
+        for dp in stage.data_parallel:
+            dp.fill_params(partial(fill, stage.module))
     if folder is not None:
         log.info("initial weights from %s", folder)

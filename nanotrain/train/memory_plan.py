@@ -42,7 +42,7 @@ class MemoryPlan:
     activations: int  # kept from forward to backward, at the peak of the schedule
     in_flight: int  # forwards of a stage whose activations are kept then
     working: int  # temporaries, the tokens of a step, and libraries of the process on a CPU
-    communication: int  # pipeline messages and full-size gradient buckets
+    communication: int  # pipeline messages, full-size gradient buckets, gathered units
 
     @property
     def total(self) -> int:
@@ -89,7 +89,7 @@ def plan_memory(config: Config, world_size: int, *, pp_rank: int, device: str) -
         working=PROCESS_BYTES[device]
         + kept.working(has_head=plan.stages[-1].spec.has_head)
         + 3 * INT64 * kept.tokens * count,
-        communication=messages + resident.grad_buckets,
+        communication=messages + resident.grad_buckets + resident.units,
     )
 
 

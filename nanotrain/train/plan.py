@@ -30,6 +30,7 @@ from nanotrain.topology.shape import ModelShape
 from nanotrain.topology.stages import StageSpec, split_layers
 from nanotrain.topology.topology import Topology
 
+MAX_GATHERED_UNITS = 2  # where params are sharded
 MAX_TRANSIENT_BUCKETS = 2  # full-size buckets that exist at once where gradients are sharded
 
 
@@ -68,13 +69,15 @@ class ResidentBytes:
     """Bytes resident on a rank during the run, alignment and padding included.
 
     Attributes:
-        params: model params.
+        params: model params, or their shards.
+        units: at most this much for gathered FSDP units, the current and the next, where params are sharded.
         grads: gradient buffers, or gradient shards.
         grad_buckets: at most this much for full-size buckets in flight, where gradients are sharded.
         optimizer: main params, where they are stored apart from the model params, and the state of the update rule.
     """
 
     params: int
+    units: int
     grads: int
     grad_buckets: int
     optimizer: int
@@ -82,7 +85,7 @@ class ResidentBytes:
     @property
     def total(self) -> int:
         """All of them."""
-        return self.params + self.grads + self.grad_buckets + self.optimizer
+        return self.params + self.units + self.grads + self.grad_buckets + self.optimizer
 
 
 @dataclass(frozen=True)
@@ -142,16 +145,18 @@ class Plan:
         precision, strategy = Precision.of(self.config.precision), self.strategy
         param_size, grad_size, main_size = (d.itemsize for d in (precision.params, precision.grads, precision.main))
         num_states = len(OPTIMIZERS[self.config.optim.optimizer].state_names) + precision.has_separate_main_params
-        params = grads = buckets = optimizer = 0
+        params = units = grads = buckets = optimizer = 0
         for buffer in self.buffers:
             layout, num_shards = buffer.layout, buffer.shard.size
-            params += layout.numel * param_size
+            params += layout.numel // (num_shards if strategy.shard_params else 1) * param_size
+            if strategy.shard_params:
+                units += sum(sorted(layout.numel_of_units.values())[-MAX_GATHERED_UNITS:]) * param_size
             grads += layout.numel // (num_shards if strategy.shard_grads else 1) * grad_size
             optimizer += layout.numel // num_shards * num_states * main_size
             if strategy.shard_grads:
                 num_buckets = min(len(layout.buckets), MAX_TRANSIENT_BUCKETS)
                 buckets += num_buckets * max(bucket.numel for bucket in layout.buckets) * grad_size
-        return ResidentBytes(params, grads, buckets, optimizer)
+        return ResidentBytes(params, units, grads, buckets, optimizer)
 
 
 def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:

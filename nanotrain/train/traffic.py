@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from nanotrain.comm.traffic import reduced_bytes
+from nanotrain.parallel.dp.layout import BucketLayout
 from nanotrain.parallel.pp.transfers import TransferBatch
 from nanotrain.precision.policy import Precision
 from nanotrain.train.plan import BufferPlan, Plan
@@ -98,8 +99,19 @@ def data_parallel(plan: Plan) -> Iterator[tuple[Key, int]]:
         for bucket in buffer.layout.buckets:
             grads, params = bucket.numel * precision.grads.itemsize, bucket.numel * precision.params.itemsize
             yield (shard.name, "reduce_scatter"), num_scatters * reduced_bytes(grads, shard.size)
-            yield (shard.name, "all_gather"), reduced_bytes(params, shard.size)
+            yield (shard.name, "all_gather"), num_gathers(plan, bucket) * reduced_bytes(params, shard.size)
             yield (replicate.name, "all_reduce"), 2 * reduced_bytes(grads // shard.size, replicate.size)
+
+
+def num_gathers(plan: Plan, bucket: BucketLayout) -> int:
+    """All-gathers of one bucket per step: one, or before every forward and every backward of its unit.
+
+    A tied embedding is read by two units where one stage has both ends of the model.
+    """
+    if not plan.strategy.shard_params:
+        return 1
+    is_read_twice = bucket.params[0].param.spec.is_tied and plan.train_schedule.num_stages == 1
+    return 2 * plan.num_microbatches * (2 if is_read_twice else 1)
 
 
 def embedding(plan: Plan) -> Iterator[tuple[Key, int]]:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from types import FrameType
 
 from nanotrain.log import get_logger
-from nanotrain.parallel.dp.data_parallel import gathered
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics import StepClock, Throughput, report_step
 from nanotrain.train.run import Run
@@ -53,9 +52,10 @@ class Trainer:
             hook.before_training(self.run)
         while not self._is_finished() and self._run_step():
             pass
-        with gathered(self.run.data_parallel):
-            for hook in self.hooks:
-                hook.after_training(self.run)
+        for dp in self.run.data_parallel:
+            dp.wait_for_params()
+        for hook in self.hooks:
+            hook.after_training(self.run)
 
     def _run_step(self) -> bool:
         """Run one step; False if the ranks stop instead."""

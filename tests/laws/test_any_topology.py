@@ -31,6 +31,7 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one": (1, {"strategy": "no_shard"}, {}),
     "dp4 ep2": (4, {"strategy": "optim_grads", "ep": 2}, {}),
     "dp4 ep2, two instances": (4, {"strategy": "optim_grads", "ep": 2, "instances": 2}, {"overlap_grad_reduce": True}),
+    "dp4 ep2, sharded parameters": (4, {"strategy": "optim_grads_params", "ep": 2}, {"overlap_param_gather": True}),
     "tp2 pp2": (4, {"strategy": "optim", "tp": 2, "pp": 2, "etp": 2}, SP),
     "tp2 pp2 dp2 ep2": (8, {"strategy": "optim", "tp": 2, "pp": 2, "etp": 1, "ep": 2}, {"ddp_bucket_size": 5000}),
     "pp2 vpp2 cp2": (
@@ -125,7 +126,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_any_topology_loads_what_any_other_saved(saved: dict[str, Saved], topology: str) -> None:
     ranks, sizes, _ = TOPOLOGIES[topology]
-    by_rank = run_ranks(ranks, load, case_of(topology), [one.folder for one in saved.values()], **sizes)
+    folders = [one.folder for one in saved.values()]
+    by_rank = run_ranks(ranks, load, case_of(topology), folders, timeout_s=180, **sizes)
     for (writer, checkpoint), results in zip(saved.items(), zip(*by_rank, strict=True), strict=True):
         tensors, losses = global_tensors(state for state, _ in results), results[0][1]
         assert tensors.keys() == checkpoint.tensors.keys()

@@ -145,6 +145,19 @@ LAYOUTS = [
     Layout("gpt2", 8, "optim", {"cp": 2, "instances": 4}, micro_batch=1, options=OVERLAP),
     Layout("experts", 8, "optim_grads", {"tp": 2, "etp": 1, "ep": 2, "instances": 2}, micro_batch=1, options=SP),
     Layout("biased", 8, "optim_grads", {"pp": 2, "ep": 2, "instances": 2}, micro_batch=1, options=OVERLAP),
+    # parameters gathered per unit (ZeRO-3), also with instances
+    Layout("llama", 2, "optim_grads_params", micro_batch=3),
+    Layout("llama", 4, "optim_grads_params", micro_batch=1, options=OVERLAP),
+    Layout("untied", 4, "optim_grads_params", {"tp": 2}, micro_batch=1, options=SP | OVERLAP),
+    Layout("gpt2", 4, "optim_grads_params", {"pp": 2}, options=ZB | OVERLAP),
+    Layout("llama", 4, "optim_grads_params", {"pp": 2}, micro_batch=1, options=VPP | OVERLAP),
+    Layout("gpt2", 4, "optim_grads_params", {"cp": 2}, options=GATHER),
+    Layout("experts", 4, "optim_grads_params", {"ep": 2}, micro_batch=1, options=OVERLAP),
+    Layout("biased", 4, "optim_grads_params", {"tp": 2, "etp": 1, "ep": 2}, options=SP),
+    Layout("biased", 8, "optim_grads_params", {"pp": 2, "ep": 2}, micro_batch=1, options=VPP | OVERLAP),
+    Layout("capacity", 8, "optim_grads_params", {"tp": 2, "pp": 2, "cp": 2, "etp": 2, "ep": 2}, options=ZB),
+    Layout("llama", 4, "optim_grads_params", {"instances": 2}, micro_batch=1, options=OVERLAP),
+    Layout("experts", 8, "optim_grads_params", {"tp": 2, "etp": 1, "ep": 2, "instances": 2}, micro_batch=1, options=SP),
 ]
 
 
@@ -177,14 +190,14 @@ def test_the_matrix_has_every_pair_of_axes_and_every_strategy() -> None:
     covered = {pair for layout in LAYOUTS for pair in combinations(axes, 2) if layout.axes >= set(pair)}
     assert not set(combinations(axes, 2)) - covered
     assert len(LAYOUTS) >= 40 and {layout.ranks for layout in LAYOUTS} == {2, 4, 8}
-    for strategy in ("no_shard", "optim", "optim_grads"):
+    for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
         seen = set().union(*(layout.axes for layout in LAYOUTS if layout.strategy == strategy))
         wanted = {"tp", "pp", "cp", "ep", "dp"} | ({"instances"} if strategy != "no_shard" else set())
         assert seen >= wanted, f"{strategy} misses an axis"
 
 
 @pytest.mark.parametrize("axis", ["pp", "instances"])
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
 def test_overlap_changes_no_bit_in_a_product_of_axes(strategy: str, axis: str) -> None:
     sizes = {"tp": 2, axis: 2, "etp": 1, "ep": 2, "strategy": strategy}
     parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | SP

@@ -4,18 +4,20 @@ import pytest
 import torch
 
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.parallel.dp.data_parallel import gathered
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.worlds import Case, assemble, build_here, train_here
 
 
 def initial_weights(ctx: ParallelContext, case: Case) -> dict[str, torch.Tensor]:
     run = build_here(ctx, case)
-    return {name: parameter.detach().clone() for name, parameter in run.stages[0].named_parameters()}
+    with gathered(run.data_parallel):
+        return {name: parameter.detach().clone() for name, parameter in run.stages[0].named_parameters()}
 
 
 def test_initial_weights_do_not_depend_on_data_parallelism() -> None:
     single = run_ranks(1, initial_weights, Case())[0]
-    for dp, strategy in ((2, "optim"), (3, "optim_grads"), (4, "no_shard")):
+    for dp, strategy in ((2, "optim"), (3, "optim_grads"), (4, "no_shard"), (2, "optim_grads_params")):
         case = Case().but(parallel={"data_parallel_sharding_strategy": strategy, "ddp_bucket_size": 1000 * dp})
         for values in run_ranks(dp, initial_weights, case, strategy=strategy):
             assert values.keys() == single.keys()

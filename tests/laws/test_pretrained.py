@@ -31,6 +31,7 @@ FAMILIES: dict[str, Any] = {
 }
 LAYOUTS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (2, {"ep": 2, "strategy": "optim"}, {}),
+    (2, {"ep": 1, "strategy": "optim_grads_params"}, {}),
     (4, {"tp": 2, "etp": 2, "ep": 2, "strategy": "optim_grads"}, {"sequence_parallel": True}),
     (4, {"pp": 2, "cp": 2, "etp": 1, "ep": 2, "strategy": "no_shard"}, {}),
 ]

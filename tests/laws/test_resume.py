@@ -32,7 +32,7 @@ from tests.laws.command_line import (
 from tests.laws.megatron_file import write_tokens
 
 TEN = "--train-iters 10 --micro-batch-size 2"
-STRATEGIES = ("no_shard", "optim", "optim_grads")
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 # A start of torchrun takes 5 s, and 45 s were measured where fourteen processes shared two cores.
 pytestmark = pytest.mark.timeout(600)
 
@@ -90,6 +90,7 @@ LAYOUTS = {  # ranks and arguments of the last four of eight steps
     "no_shard": (2, "--data-parallel-sharding-strategy no_shard"),
     "optim_grads": (2, "--data-parallel-sharding-strategy optim_grads"),
     "two instances of two ranks": (4, "--num-distributed-optimizer-instances 2 --micro-batch-size 1"),
+    "optim_grads_params": (2, "--data-parallel-sharding-strategy optim_grads_params"),
     "another bucket size": (2, "--ddp-bucket-size 1000"),
     "no overlap, other padding": (2, "--no-overlap-param-gather --ddp-pad-buckets-for-high-nccl-busbw"),
     "all of it": (3, "--data-parallel-sharding-strategy optim_grads --ddp-bucket-size 700 --micro-batch-size 1"),

@@ -11,14 +11,13 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import DType, OptimConfig, ParallelConfig, PrecisionConfig
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.parallel.dp.data_parallel import DataParallel
-from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.precision.dtypes import DTYPE_NAMES
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.boxes import TensorBox
 from nanotrain.topology.topology import Topology
 from tests.harness import ranks, run_ranks
-from tests.parallel.dp.toys import SHAPES, Toy, wrap
+from tests.parallel.dp.toys import RESIDENT_STRATEGIES, SHAPES, Toy, wrap
 
 LR = 1e-2
 CONFIG = OptimConfig(lr=LR, clip_grad=0.5, weight_decay=0.2, adam_beta1=0.9, adam_beta2=0.95)
@@ -96,7 +95,7 @@ class Reference:
 
 def follow_the_reference(ctx):
     world = range(ctx.topology.world_size)
-    for strategy in STRATEGIES:
+    for strategy in RESIDENT_STRATEGIES:
         for dtype in (torch.float32, torch.bfloat16):
             trainee = Trainee(ctx, strategy, dtype=dtype)
             reference = Reference(trainee.weights())
@@ -128,7 +127,7 @@ def test_two_instances_follow_torch_adamw_and_save_every_element_once():
 
 @ranks(3, strategy="optim")
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(ctx):
-    for strategy in STRATEGIES:
+    for strategy in RESIDENT_STRATEGIES:
         for bad in (math.nan, math.inf):
             trainee = Trainee(ctx, strategy)
             trainee.step(grads_of(ctx.rank, 0))
@@ -237,7 +236,7 @@ def merge(parts: list[dict[TensorBox, Tensor]]) -> dict[str, Tensor]:
     return merged
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", RESIDENT_STRATEGIES)
 def test_saved_boxes_cover_every_element_once_and_load_in_another_layout(strategy):
     # Given what three ranks save after two steps,
     saved = run_ranks(3, parts_to_save, strategy, strategy="optim")
@@ -248,7 +247,7 @@ def test_saved_boxes_cover_every_element_once_and_load_in_another_layout(strateg
     _, state, after_third = saved[0]
     assert all(other == state for _, other, _ in saved)
     # when two ranks in another strategy, with other buckets, read it and take the third step,
-    for other_strategy in STRATEGIES:
+    for other_strategy in RESIDENT_STRATEGIES:
         resumed = run_ranks(2, go_on_from, other_strategy, merged, state, 1000, strategy="optim")
         # then their weights are those of the run that never stopped, to the bit.
         for weights in resumed:
@@ -275,7 +274,7 @@ def reduced_grads(ctx, strategy: str):
     return {box: view.clone() for box, view in trainee.optimizer.grad_tensors().items()}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", RESIDENT_STRATEGIES)
 def test_gradients_by_name_are_the_sum_over_the_ranks(strategy):
     tensors = run_ranks(3, reduced_grads, strategy, strategy="optim")
     expected = {name: sum(grads_of(rank, 0)[name] for rank in range(3)) for name in NAMES}

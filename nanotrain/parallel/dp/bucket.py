@@ -19,7 +19,7 @@ from nanotrain.comm.collectives import start_all_reduce, start_reduce_scatter_in
 from nanotrain.comm.group import Group
 from nanotrain.comm.work import Work
 from nanotrain.parallel.dp.layout import BucketLayout
-from nanotrain.parallel.dp.stores import GradStore, ResidentParams, shard_of
+from nanotrain.parallel.dp.stores import GradStore, ParamStore, shard_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Bucket:
         groups: the shard and replicate groups.
     """
 
-    def __init__(self, layout: BucketLayout, *, params: ResidentParams, grads: GradStore, groups: ReduceGroups) -> None:
+    def __init__(self, layout: BucketLayout, *, params: ParamStore, grads: GradStore, groups: ReduceGroups) -> None:
         self.layout, self.params, self.grads = layout, params, grads
         self._groups = groups
         self._ranges = {

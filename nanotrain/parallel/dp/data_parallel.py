@@ -7,10 +7,11 @@
 4. The optimizer updates `buckets[i].params.shard`; `start_param_gather` all-gathers the result.
 5. The next forward pass waits, unit by unit, for the parameters it uses.
 
-    strategy      gradients                                       parameters
-    no_shard      all-reduce after the last microbatch            -
-    optim         reduce-scatter after the last microbatch        all-gather after the step
-    optim_grads   reduce-scatter after every microbatch           all-gather after the step
+    strategy             gradients                                  parameters
+    no_shard             all-reduce after the last microbatch       -
+    optim                reduce-scatter after the last microbatch   all-gather after the step
+    optim_grads          reduce-scatter after every microbatch      all-gather after the step
+    optim_grads_params   reduce-scatter after every microbatch      all-gather per unit, `unit_gather.py`
 
 Reduce-scatter and all-gather run inside the shard group. With several optimizer instances (HSDP) an all-reduce of the
 shard across the replicate group follows the last reduce-scatter.
@@ -23,8 +24,8 @@ Source: Rajbhandari et al. 2020 (ZeRO), sections 5.1-5.2; Megatron-LM core, `dis
 `param_and_grad_buffer.py`.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,9 +35,19 @@ from torch import Tensor, nn
 
 from nanotrain.parallel.dp.bucket import Bucket, ReduceGroups
 from nanotrain.parallel.dp.layout import BufferLayout
-from nanotrain.parallel.dp.stores import GradPool, GradStore, ResidentGrads, ResidentParams, TransientGrads
+from nanotrain.parallel.dp.stores import (
+    GradPool,
+    GradStore,
+    ParamStore,
+    ResidentGrads,
+    ResidentParams,
+    ShardedParams,
+    TransientGrads,
+)
 from nanotrain.parallel.dp.strategy import Strategy
+from nanotrain.parallel.dp.unit_gather import UnitGather
 from nanotrain.precision.policy import Precision
+from nanotrain.topology.params import LocalParam
 
 # One bucket fills while another is being reduced; a third would only hold memory.
 MAX_FULL_BUCKETS = 2
@@ -84,14 +95,18 @@ class DataParallel:
     ) -> None:
         is_complete = options.strategy.shard_optim or groups.shard.size == 1
         assert is_complete, "without shard_optim no rank would gather the shards that it does not update"
+        is_by_unit = not options.strategy.shard_params or all(len(bucket.units) == 1 for bucket in layout.buckets)
+        assert is_by_unit, "a bucket of two units would be gathered for both"
         self.layout, self.groups, self.options = layout, groups, options
         self.params = {param.spec.name: param for param in layout.params}
-        self.param_buffer = torch.zeros(layout.numel, dtype=precision.params, device=device)
+        num_shards = groups.shard.size if options.strategy.shard_params else 1
+        self.param_buffer = torch.zeros(layout.numel // num_shards, dtype=precision.params, device=device)
         self.buckets = self._build_buckets(precision.grads)
         self._bucket_of = {entry.name: bucket for bucket in self.buckets for entry in bucket.layout.params}
         self._num_started = 0
         self._in_flight: list[Bucket] = []
-        self._is_last_microbatch = True
+        self._is_last_microbatch, self._in_backward = True, False
+        self._unit_gather: UnitGather | None = None
         self._replace_parameters(module)
         self._register_unit_hooks(module)
 
@@ -103,7 +118,8 @@ class DataParallel:
 
     def backward_begins(self, *, is_last: bool) -> None:
         """Start the backward pass of a microbatch; `is_last` if it is the last one of the step on this stage."""
-        self._num_started, self._is_last_microbatch = 0, is_last
+        self._num_started, self._is_last_microbatch, self._in_backward = 0, is_last, True
+        self._free_units()  # the unit that an I action has gathered last
         for bucket in self.buckets:
             bucket.begin_backward()
 
@@ -111,6 +127,8 @@ class DataParallel:
         """End the backward pass of a microbatch; parameters without a gradient contribute zero."""
         if self._reduces_now:
             self._start_reductions(until=len(self.buckets))
+        self._in_backward = False
+        self._free_units()
 
     def finish_grad_reduce(self) -> None:
         """Wait until every `grads.shard` holds the sum over the ranks."""
@@ -120,20 +138,39 @@ class DataParallel:
         while self._in_flight:
             self._finish_oldest()
         # A unit without a forward pass in this step has not waited, and the optimizer is about to write its shard.
-        self._wait_for_params()
+        self.wait_for_params()
+
+    def fill_params(self, fill: Callable[[Sequence[LocalParam]], None]) -> None:
+        """Let `fill` write initial values; of sharded parameters one bucket at a time has full size."""
+        if not self.options.strategy.shard_params:
+            fill(self.layout.params)
+            return
+        for bucket in self.buckets:
+            bucket.params.allocate()
+            bucket.params.full.zero_()
+            fill([entry.param for entry in bucket.layout.params])
+            bucket.params.keep_shard()
 
     def start_param_gather(self) -> None:
         """All-gather the updated shards; the last bucket holds the first layers, so it is gathered first."""
+        if self.options.strategy.shard_params:
+            return  # each unit is gathered when it runs
         for bucket in reversed(self.buckets):
             bucket.params.start_all_gather()
         if not self.options.overlap_param_gather:
-            self._wait_for_params()
+            self.wait_for_params()
+
+    def wait_for_params(self) -> None:
+        """Wait for the all-gathers that were started."""
+        for bucket in reversed(self.buckets):
+            bucket.params.wait()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Complete parameters inside the block, for code that reads them without the module's forward."""
-        self._wait_for_params()
-        yield
+        self.wait_for_params()
+        with self._unit_gather.all_gathered() if self._unit_gather else nullcontext():
+            yield
 
     def grads_summed_over(self, axis: str) -> list[Tensor]:
         """Reduced gradients of the parameters with `axis` among their `grad_sum_axes`, as flat views.
@@ -187,41 +224,69 @@ class DataParallel:
     def _finish_oldest(self) -> None:
         self._in_flight.pop(0).finish_reduce()
 
-    def _wait_for_params(self) -> None:
-        for bucket in reversed(self.buckets):
-            bucket.params.wait()
+    def _free_units(self) -> None:
+        if self._unit_gather is not None:
+            self._unit_gather.free()
+
+    def _reduce_later_units(self, first_bucket: Sequence[int], index: int) -> None:
+        """Reduce the units after one whose backward is next: at the same place on every rank, between all-gathers."""
+        if self._in_backward and self._reduces_now:
+            self._start_reductions(until=first_bucket[index])
 
     def _replace_parameters(self, module: nn.Module) -> None:
         """Replace the module's parameters by views of the buffer that pass on their gradients."""
-        for name, local in self.params.items():
-            bucket = self._bucket_of[name]
-            param = nn.Parameter(bucket.view(name, bucket.params.full).view(local.box.shape))
-            owner, _, leaf = name.rpartition(".")
-            module.get_submodule(owner)._parameters[leaf] = param
-            param.register_post_accumulate_grad_hook(partial(self._take_grad, name))
+        for bucket in self.buckets:
+            bucket.params.allocate()
+            for name, local in ((entry.name, entry.param) for entry in bucket.layout.params):
+                # `.data`: a gather between forward and backward must not count as a change of what autograd saved.
+                param = nn.Parameter(bucket.view(name, bucket.params.full).view(local.box.shape).data)
+                owner, _, leaf = name.rpartition(".")
+                module.get_submodule(owner)._parameters[leaf] = param
+                param.register_post_accumulate_grad_hook(partial(self._take_grad, name))
+            bucket.params.free()
 
     def _register_unit_hooks(self, module: nn.Module) -> None:
-        """Before its forward each module waits for the parameters of its units.
-
-        Stores that gather per unit also need a hook after the forward and before and after the backward: here.
-        """
-        # A module without parameters of its own, the head of a tied model, reads those that are tied.
-        tied = {local.spec.unit for local in self.params.values() if local.spec.is_tied}
+        """Before its forward each module waits for the parameters of its units, or gathers them."""
+        # A module without parameters of its own, the head of a tied model, reads the one that is tied.
+        tied = [i for i, bucket in enumerate(self.buckets) if bucket.layout.params[0].param.spec.is_tied]
+        units, first_bucket = [], []
         for name, child in unit_modules(module):
-            units = {
-                local.spec.unit for full_name, local in self.params.items() if full_name.startswith(name + ".")
-            } or tied
-            buckets = [b for b in self.buckets if any(entry.param.spec.unit in units for entry in b.layout.params)]
-            if buckets:
-                child.register_forward_pre_hook(partial(_wait_before_forward, buckets))
+            own = [local.spec for full_name, local in self.params.items() if full_name.startswith(name + ".")]
+            if own and all(spec.is_tied and spec.stage > 0 for spec in own):
+                continue  # the replica of the embedding on the last stage: only the head reads it
+            names = {spec.unit for spec in own}
+            indices = [i for i, b in enumerate(self.buckets) if b.layout.units & names] or tied
+            if indices:
+                units.append((child, [self.buckets[i] for i in indices]))
+                first_bucket.append(indices[0] if own else 0)
+        if self.options.strategy.shard_params:
+            stores = [(child, [bucket.params for bucket in buckets]) for child, buckets in units]
+            self._unit_gather = UnitGather(
+                stores,
+                prefetch=self.options.overlap_param_gather,
+                before_backward=partial(self._reduce_later_units, first_bucket),
+            )
+            return
+        for child, buckets in units:
+            child.register_forward_pre_hook(partial(_wait_before_forward, buckets))
 
     def _build_buckets(self, grad_dtype: torch.dtype) -> tuple[Bucket, ...]:
-        layout, shard = self.layout, self.groups.shard
-        params = self.param_buffer.split([bucket.numel for bucket in layout.buckets])
+        layout, grads = self.layout, self._build_grads(grad_dtype)
         return tuple(
-            Bucket(bucket, params=ResidentParams(full, group=shard), grads=grads, groups=self.groups)
-            for bucket, full, grads in zip(layout.buckets, params, self._build_grads(grad_dtype), strict=True)
+            Bucket(bucket, params=params, grads=grads, groups=self.groups)
+            for bucket, params, grads in zip(layout.buckets, self._build_params(), grads, strict=True)
         )
+
+    def _build_params(self) -> list[ParamStore]:
+        layout, shard = self.layout, self.groups.shard
+        if not self.options.strategy.shard_params:
+            return [
+                ResidentParams(full, group=shard) for full in self.param_buffer.split([b.numel for b in layout.buckets])
+            ]
+        shards = self.param_buffer.split([bucket.shard_numel for bucket in layout.buckets])
+        return [
+            ShardedParams(bucket.numel, part, group=shard) for bucket, part in zip(layout.buckets, shards, strict=True)
+        ]
 
     def _build_grads(self, dtype: torch.dtype) -> list[GradStore]:
         layout, shard, device = self.layout, self.groups.shard, self.param_buffer.device

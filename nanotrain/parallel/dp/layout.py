@@ -20,6 +20,7 @@ Source: Megatron-LM core 0.20, `param_and_grad_buffer.py`; checked against its w
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -121,6 +122,11 @@ class BucketLayout:
         return self.params[-1].stop - self.start
 
     @property
+    def units(self) -> set[str]:
+        """FSDP units of the parameters."""
+        return {entry.param.spec.unit for entry in self.params}
+
+    @property
     def shard_numel(self) -> int:
         """Elements per shard."""
         return self.numel // self.num_shards
@@ -147,6 +153,15 @@ class BufferLayout:
     def numel(self) -> int:
         """Elements of the buffer with padding."""
         return self.buckets[-1].stop if self.buckets else 0
+
+    @property
+    def numel_of_units(self) -> dict[str, int]:
+        """Elements with padding by FSDP unit, where no bucket spans two units."""
+        numel: Counter[str] = Counter()
+        for bucket in self.buckets:
+            for unit in bucket.units:
+                numel[unit] += bucket.numel
+        return dict(numel)
 
     @property
     def params(self) -> tuple[LocalParam, ...]:

@@ -1,6 +1,7 @@
 """Storage of one bucket: a parameter store and a gradient store, chosen from the strategy's traits.
 
     parameters   ResidentParams    full size all the time
+                 ShardedParams     this rank's shard all the time, full size while a unit is gathered
     gradients    ResidentGrads     full size all the time; microbatches accumulate at full size, one reduction per step
                  TransientGrads    full size while a microbatch fills it, then only this rank's shard accumulates
 
@@ -33,6 +34,11 @@ class ResidentParams:
         """Whether an all-gather was started and not yet waited for."""
         return self._work is not None
 
+    def allocate(self) -> None:
+        """Do nothing, as `keep_shard` and `free`: `full` always has storage."""
+
+    keep_shard = free = allocate
+
     def start_all_gather(self) -> None:
         """Start to collect the shards of all ranks in `full`."""
         self._work = start_all_gather_into(self.full, self.shard, group=self._group)
@@ -42,6 +48,61 @@ class ResidentParams:
         work, self._work = self._work, None
         if work is not None:
             work.wait()
+
+
+class ShardedParams:
+    """This rank's shard of the parameters (`optim_grads_params`); `full` has storage only while it is gathered.
+
+    The storage of `full` is resized instead of replaced: autograd saves views of it in the forward and reads them in
+    the backward, when it was gathered again.
+
+    Args:
+        numel: elements of the bucket.
+        shard: [shard_numel] this rank's part, which the optimizer updates.
+        group: the shard group.
+    """
+
+    def __init__(self, numel: int, shard: Tensor, *, group: Group) -> None:
+        self.shard, self.full = shard, shard.new_empty(numel)
+        self._group, self._num_bytes = group, self.full.nbytes
+        self._work: Work[Tensor] | None = None
+        self.free()
+
+    @property
+    def has_storage(self) -> bool:
+        """Whether `full` has storage."""
+        return self.full.untyped_storage().nbytes() > 0
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether an all-gather was started and not yet waited for."""
+        return self._work is not None
+
+    def allocate(self) -> None:
+        """Give `full` storage, with arbitrary values."""
+        self.full.untyped_storage().resize_(self._num_bytes)
+
+    def start_all_gather(self) -> None:
+        """Start to collect the shards of all ranks in `full`, unless they are there or being collected."""
+        if not self.has_storage:
+            self.allocate()
+            self._work = start_all_gather_into(self.full, self.shard, group=self._group)
+
+    def wait(self) -> None:
+        """Wait until `full` holds the parameters."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+    def keep_shard(self) -> None:
+        """Copy this rank's part of `full` to `shard` and free the rest."""
+        self.shard.copy_(shard_of(self.full, self._group))
+        self.free()
+
+    def free(self) -> None:
+        """Free the storage of `full`."""
+        self.wait()
+        self.full.untyped_storage().resize_(0)
 
 
 class ResidentGrads:
@@ -123,6 +184,7 @@ class TransientGrads:
         self._storage = None
 
 
+ParamStore = ResidentParams | ShardedParams
 GradStore = ResidentGrads | TransientGrads
 
 

@@ -28,4 +28,5 @@ STRATEGIES = {
     "no_shard": Strategy(shard_optim=False, shard_grads=False, shard_params=False),
     "optim": Strategy(shard_optim=True, shard_grads=False, shard_params=False),
     "optim_grads": Strategy(shard_optim=True, shard_grads=True, shard_params=False),
+    "optim_grads_params": Strategy(shard_optim=True, shard_grads=True, shard_params=True),
 }

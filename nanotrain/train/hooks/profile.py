@@ -3,7 +3,6 @@
 from torch.profiler import ProfilerActivity, profile
 
 from nanotrain.log import get_logger
-from nanotrain.parallel.dp.data_parallel import gathered
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics import StepReport
 from nanotrain.train.run import Run
@@ -47,8 +46,9 @@ class ProfileHook(Hook):
     def _write(self, run: Run) -> None:
         if self._profiler is None:
             return
-        with gathered(run.data_parallel):  # an all-gather that outlives its profiler corrupts the heap (torch 2.13)
-            self._profiler.stop()
+        for dp in run.data_parallel:
+            dp.wait_for_params()  # an all-gather that outlives its profiler corrupts the heap (torch 2.13)
+        self._profiler.stop()
         folder = run.folder.path / "profile"
         folder.mkdir(exist_ok=True)
         path = folder / f"step-{run.state.step:08d}-rank-{run.context.rank:05d}.json"

@@ -7,7 +7,6 @@ from nanotrain.comm.device import peak_memory
 from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.inference.generate import Sampling, generate
 from nanotrain.log import get_logger
-from nanotrain.parallel.dp.data_parallel import gathered
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.memory_plan import in_gb
 from nanotrain.train.run import Run
@@ -29,14 +28,12 @@ class SampleHook(Hook):
         self._tokenizer = tokenizer
 
     def after_training(self, run: Run) -> None:
-        with gathered(run.data_parallel):
-            self._print_sample(run)
-
-    def _print_sample(self, run: Run) -> None:
+        for dp in run.data_parallel:
+            dp.wait_for_params()
         if not run.context.control.is_first:
             return
         topology = run.context.topology
-        if topology.world_size > topology.size("dp"):
+        if topology.world_size > topology.size("dp") or run.plan.strategy.shard_params:
             log.info("no sample: the model is sharded over several ranks; use nanotrain generate on the checkpoint")
             return
         if self._tokenizer is None:

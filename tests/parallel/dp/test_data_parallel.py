@@ -26,6 +26,7 @@ from tests.parallel.dp.test_bucket import late_groups
 from tests.parallel.dp.toys import (
     BUCKET_SIZE,
     NUM_BUCKETS,
+    RESIDENT_STRATEGIES,
     SHAPES,
     Toy,
     assert_shards,
@@ -38,7 +39,7 @@ from tests.parallel.dp.toys import (
     wrap,
 )
 
-SETTINGS = [(strategy, overlap) for strategy in STRATEGIES for overlap in (False, True)]
+SETTINGS = [(strategy, overlap) for strategy in RESIDENT_STRATEGIES for overlap in (False, True)]
 
 
 def patterns(stage: Toy, factor: float) -> dict[str, torch.Tensor]:
@@ -94,7 +95,7 @@ def test_parameters_without_a_gradient_on_some_ranks_contribute_zero_and_no_rank
 def launched_buckets(ctx) -> dict[str, list[int]]:
     """Order in which buckets are reduced, with gradients ready in another order on every rank."""
     launched = {}
-    for strategy in STRATEGIES:
+    for strategy in RESIDENT_STRATEGIES:
         stage = Toy()
         parallel = wrap(ctx, stage, strategy=strategy, overlap=True)
         launched[strategy] = []
@@ -118,7 +119,7 @@ def record_launches(parallel: DataParallel, *, into: list[int]) -> None:
 
 def test_buckets_are_reduced_in_buffer_order_in_any_order_of_gradients():
     launched = run_ranks(4, launched_buckets, strategy="optim")
-    assert launched == [dict.fromkeys(STRATEGIES, list(range(NUM_BUCKETS)))] * 4
+    assert launched == [dict.fromkeys(RESIDENT_STRATEGIES, list(range(NUM_BUCKETS)))] * 4
 
 
 @ranks(1)
@@ -319,7 +320,7 @@ def test_bf16_parameters_have_fp32_gradients():
 
 @ranks(1)
 def test_one_rank_sends_nothing(ctx):
-    for strategy in STRATEGIES:
+    for strategy in RESIDENT_STRATEGIES:
         stage = Toy()
         parallel = wrap(ctx, stage, strategy=strategy)
         parallel.begin_step()

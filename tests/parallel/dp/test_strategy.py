@@ -1,7 +1,7 @@
 """The strategies as traits."""
 
 from nanotrain.config.config import ShardingStrategy
-from nanotrain.parallel.dp.strategy import STRATEGIES, Strategy
+from nanotrain.parallel.dp.strategy import STRATEGIES
 
 
 def test_every_strategy_of_the_configuration_has_traits():
@@ -10,9 +10,8 @@ def test_every_strategy_of_the_configuration_has_traits():
 
 def test_each_strategy_shards_what_the_one_before_it_shards_and_more():
     traits = [(s.shard_optim, s.shard_grads, s.shard_params) for s in STRATEGIES.values()]
-    assert traits == [(False, False, False), (True, False, False), (True, True, False)]
+    assert traits == [(False, False, False), (True, False, False), (True, True, False), (True, True, True)]
 
 
 def test_only_sharded_params_are_gathered_by_unit():
-    assert not any(strategy.gathers_by_unit for strategy in STRATEGIES.values())
-    assert Strategy(shard_optim=True, shard_grads=True, shard_params=True).gathers_by_unit
+    assert [name for name, strategy in STRATEGIES.items() if strategy.gathers_by_unit] == ["optim_grads_params"]

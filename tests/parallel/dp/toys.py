@@ -18,6 +18,8 @@ from nanotrain.topology.params import LocalParam, Normal, ParamSpec
 
 # Products and lengths that neither 64 nor a number of ranks divides.
 SHAPES = ((7, 19), (13,), (11, 23), (5, 5, 5), (301,), (2, 3))
+# Strategies whose modules may run in any order; tests of optim_grads_params are in test_unit_gather.py.
+RESIDENT_STRATEGIES = [name for name, strategy in STRATEGIES.items() if not strategy.shard_params]
 BUCKET_SIZE = 200  # three buckets of these units, all of them padded
 NUM_BUCKETS = 3
 
