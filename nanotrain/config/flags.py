@@ -47,27 +47,19 @@ class Setting:
 
 @dataclass
 class CommandLine:
-    """A parsed command line.
+    """A parsed command line."""
 
-    Attributes:
-        settings: the fields that are set, in order.
-        aliases: alias flags, in order.
-        choices: group of YAML files -> name of the chosen file; `config` -> the recipe.
-        search_path: folders of `--config-dir`.
-        config_name: the file that composition starts from.
-        data_parallel_size: value of `--data-parallel-size`.
-        errors: all mistakes; `load_line` raises them together with those in types.
-    """
-
-    settings: list[Setting] = field(default_factory=list)
-    aliases: list[str] = field(default_factory=list)
+    settings: list[Setting] = field(default_factory=list)  # the fields that are set, in order
+    aliases: list[str] = field(default_factory=list)  # alias flags, in order
+    # group of YAML files -> name of the chosen file; `config` -> the recipe
     choices: dict[str, str] = field(default_factory=dict)
-    search_path: list[str] = field(default_factory=list)
-    config_name: str = "train"
-    data_parallel_size: int | None = None
+    search_path: list[str] = field(default_factory=list)  # folders of `--config-dir`
+    config_name: str = "train"  # the file that composition starts from
+    data_parallel_size: int | None = None  # value of `--data-parallel-size`
     wants_help: bool = False
     wants_job: bool = False
     wants_explanation: bool = False
+    # all mistakes; `load_line` raises them together with those in types
     errors: ErrorCollector = field(default_factory=ErrorCollector)
 
     @property

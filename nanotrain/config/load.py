@@ -24,21 +24,13 @@ from nanotrain.errors import ErrorCollector
 
 @dataclass(frozen=True)
 class Loaded:
-    """A configuration and how it was composed.
+    """A configuration and how it was composed."""
 
-    Attributes:
-        config: the configuration.
-        explicit: keys set on the command line, as "model.hidden_size".
-        recipe: NAME of +config=NAME.
-        data_parallel_size: value of --data-parallel-size, to be checked against the world.
-        origins: key -> source of its value: "default", a YAML file, or the arguments.
-    """
-
-    config: Config
-    explicit: frozenset[str]
-    recipe: str | None
-    data_parallel_size: int | None
-    origins: dict[str, str]
+    config: Config  # the configuration
+    explicit: frozenset[str]  # keys set on the command line, as "model.hidden_size"
+    recipe: str | None  # NAME of +config=NAME
+    data_parallel_size: int | None  # value of --data-parallel-size, to be checked against the world
+    origins: dict[str, str]  # key -> source of its value: "default", a YAML file, or the arguments
 
 
 def load_config(argv: Sequence[str]) -> Config:

@@ -35,24 +35,15 @@ from nanotrain.hf.naming import Naming
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type` of Hugging Face.
+    """One `model_type` of Hugging Face."""
 
-    Args:
-        architecture: class name in config.json.
-        read: config.json -> model.
-        write: model -> config.json, without the entries of `config_to_hf`.
-        naming: names of the tensors.
-        other_namings: names that files may have but that are never written.
-        prefix: of every tensor but the head; files of the base model without a head omit it.
-        ignored: suffixes of tensors that are not weights (buffers in old files).
-    """
-
-    architecture: str
-    read: Callable[[Mapping[str, Any]], ModelConfig]
-    write: Callable[[ModelConfig], dict[str, Any]]
-    naming: Naming
-    other_namings: tuple[Naming, ...] = ()
-    prefix: str = "model."
+    architecture: str  # class name in config.json
+    read: Callable[[Mapping[str, Any]], ModelConfig]  # config.json -> model
+    write: Callable[[ModelConfig], dict[str, Any]]  # model -> config.json, without the entries of `config_to_hf`
+    naming: Naming  # names of the tensors
+    other_namings: tuple[Naming, ...] = ()  # names that files may have but that are never written
+    prefix: str = "model."  # of every tensor but the head; files of the base model without a head omit it
+    # suffixes of tensors that are not weights (buffers in old files)
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
 
 

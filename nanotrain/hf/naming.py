@@ -19,35 +19,22 @@ from nanotrain.topology.shape import ModelShape
 
 @dataclass(frozen=True)
 class HFName:
-    """The name of a tensor, and what of it is the parameter.
+    """The name of a tensor, and what of it is the parameter."""
 
-    Args:
-        name: without ".weight" and ".bias" unless `is_full`; with {expert} there is one tensor per expert.
-        part: index of the parameter among those of equal size that are concatenated along the outputs.
-        num_parts: parameters in the tensor.
-        transposed: a matrix is stored as [inputs, outputs].
-        is_full: the name has no ".weight" appended.
-    """
-
-    name: str
-    part: int = 0
-    num_parts: int = 1
-    transposed: bool = False
-    is_full: bool = False
+    name: str  # without ".weight" and ".bias" unless `is_full`; with {expert} there is one tensor per expert
+    part: int = 0  # index of the parameter among those of equal size that are concatenated along the outputs
+    num_parts: int = 1  # parameters in the tensor
+    transposed: bool = False  # a matrix is stored as [inputs, outputs]
+    is_full: bool = False  # the name has no ".weight" appended
 
 
 @dataclass(frozen=True)
 class Naming:
-    """The tensor names of a family.
+    """The tensor names of a family."""
 
-    Args:
-        ends: names of embedding, final norm and head.
-        layer: prefix of the tensors of a layer, with {layer}.
-        layers: names relative to that prefix, by module name relative to a layer ("attention.query").
-    """
-
-    ends: Mapping[str, str]
-    layer: str
+    ends: Mapping[str, str]  # names of embedding, final norm and head
+    layer: str  # prefix of the tensors of a layer, with {layer}
+    # names relative to that prefix, by module name relative to a layer ("attention.query")
     layers: Mapping[str, str | HFName]
 
 

@@ -16,19 +16,12 @@ EXPERT = "{expert}"
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """The part of a parameter in one tensor.
+    """The part of a parameter in one tensor."""
 
-    Args:
-        tensor: name of the tensor.
-        stored: box of the part in the tensor.
-        box: its box in the parameter.
-        transposed: the tensor has the last two dims of the parameter swapped.
-    """
-
-    tensor: str
-    stored: Box
-    box: Box
-    transposed: bool
+    tensor: str  # name of the tensor
+    stored: Box  # box of the part in the tensor
+    box: Box  # its box in the parameter
+    transposed: bool  # the tensor has the last two dims of the parameter swapped
 
     def as_parameter(self, stored: Tensor) -> Tensor:
         """Stored values in the parameter's shape."""
@@ -43,21 +36,14 @@ class TensorSlice:
 class TensorMapping:
     """A parameter in Hugging Face tensors.
 
-    Args:
-        tensor: full name of the tensor; with {expert}, each entry of the parameter's first dim is one tensor.
-        shape: of the parameter, without the padding of the vocabulary.
-        transposed: the tensor is [inputs, outputs] where the parameter is [outputs, inputs].
-        part: index of the parameter among those concatenated along the outputs.
-        num_parts: parameters in the tensor.
-
     Outputs are the last dim but one, as in [outputs, inputs] and [experts, outputs, inputs], and the dim of a bias.
     """
 
-    tensor: str
-    shape: tuple[int, ...]
-    transposed: bool = False
-    part: int = 0
-    num_parts: int = 1
+    tensor: str  # full name of the tensor; with {expert}, each entry of the parameter's first dim is one tensor
+    shape: tuple[int, ...]  # of the parameter, without the padding of the vocabulary
+    transposed: bool = False  # the tensor is [inputs, outputs] where the parameter is [outputs, inputs]
+    part: int = 0  # index of the parameter among those concatenated along the outputs
+    num_parts: int = 1  # parameters in the tensor
 
     @property
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:

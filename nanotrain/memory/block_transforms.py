@@ -17,15 +17,10 @@ from nanotrain.config.config import Config
 
 @dataclass(frozen=True)
 class BlockTransform:
-    """A change of the forward function of a block that keeps its values.
+    """A change of the forward function of a block that keeps its values."""
 
-    Attributes:
-        is_enabled: whether a configuration enables it.
-        apply: changes one block in place; parameter names must stay as they are.
-    """
-
-    is_enabled: Callable[[Config], bool]
-    apply: Callable[[nn.Module], None]
+    is_enabled: Callable[[Config], bool]  # whether a configuration enables it
+    apply: Callable[[nn.Module], None]  # changes one block in place; parameter names must stay as they are
 
 
 def compile_block(block: nn.Module) -> None:

@@ -13,18 +13,14 @@ from nanotrain.parallel.cp.split import local_positions
 
 @dataclass(frozen=True)
 class BatchContext:
-    """A microbatch, with what a step adds to the data.
+    """A microbatch, with what a step adds to the data."""
 
-    Args:
-        batch: the tokens of this rank, [B, S].
-        sequence_positions: [S] int64, positions of this rank's tokens in their sequence under context parallelism;
-            None for 0..S-1. Unlike position ids they do not restart with a document.
-        aux_loss_scale: factor of one sequence's auxiliary losses in the differentiated loss; loss scale / sequences of
-            the global batch gives their mean over sequences.
-    """
-
-    batch: Batch
+    batch: Batch  # the tokens of this rank, [B, S]
+    # [S] int64, positions of this rank's tokens in their sequence under context parallelism; None for 0..S-1. Unlike
+    # position ids they do not restart with a document.
     sequence_positions: Tensor | None = None
+    # factor of one sequence's auxiliary losses in the differentiated loss; loss scale / sequences of the global batch
+    # gives their mean over sequences
     aux_loss_scale: float = 0.0
 
     @classmethod
@@ -39,16 +35,9 @@ class BatchContext:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What all layers of a stage share for one microbatch.
+    """What all layers of a stage share for one microbatch."""
 
-    Args:
-        rotary: cosines and sines of the positions; None without rotary positions.
-        mask: made by `CoreAttention.plan_mask`.
-        sequence_positions: see `BatchContext`.
-        aux_loss_scale: see `BatchContext`.
-    """
-
-    rotary: Rotary | None = None
-    mask: Any = None
-    sequence_positions: Tensor | None = None
-    aux_loss_scale: float = 0.0
+    rotary: Rotary | None = None  # cosines and sines of the positions; None without rotary positions
+    mask: Any = None  # made by `CoreAttention.plan_mask`
+    sequence_positions: Tensor | None = None  # see `BatchContext`
+    aux_loss_scale: float = 0.0  # see `BatchContext`

@@ -11,21 +11,13 @@ from nanotrain.topology.groups import GroupName
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """How the layers of a stage are parallelized.
+    """How the layers of a stage are parallelized."""
 
-    Attributes:
-        tp: shards matrices and the vocabulary.
-        core_attention: attention over sequences sharded over cp.
-        ep: ranks that share the experts.
-        etp: ranks that share the matrices of each expert.
-        sequence: ranks that hold the tokens of one sequence (tp x cp).
-    """
-
-    tp: TensorParallel
-    core_attention: CoreAttention
-    ep: Group
-    etp: Group
-    sequence: Group
+    tp: TensorParallel  # shards matrices and the vocabulary
+    core_attention: CoreAttention  # attention over sequences sharded over cp
+    ep: Group  # ranks that share the experts
+    etp: Group  # ranks that share the matrices of each expert
+    sequence: Group  # ranks that hold the tokens of one sequence (tp x cp)
 
     @classmethod
     def single_rank(cls) -> "ModelParallel":

@@ -86,21 +86,13 @@ class RouterStats(StatefulModule):
 
 @dataclass(frozen=True)
 class RouterMetrics:
-    """What one router has done in a step, over all ranks.
+    """What one router has done in a step, over all ranks."""
 
-    Args:
-        tokens_per_expert: dropped pairs among them.
-        dropped_fraction: of all (token, expert) pairs.
-        entropy: mean over tokens, in nats; log(E) where all experts have equal probability.
-        aux_loss: mean over sequences, without its coefficient; 1 is perfect balance.
-        z_loss: mean over tokens, without its coefficient.
-    """
-
-    tokens_per_expert: tuple[float, ...]
-    dropped_fraction: float
-    entropy: float
-    aux_loss: float
-    z_loss: float
+    tokens_per_expert: tuple[float, ...]  # dropped pairs among them
+    dropped_fraction: float  # of all (token, expert) pairs
+    entropy: float  # mean over tokens, in nats; log(E) where all experts have equal probability
+    aux_loss: float  # mean over sequences, without its coefficient; 1 is perfect balance
+    z_loss: float  # mean over tokens, without its coefficient
 
     @property
     def max_over_mean(self) -> float:

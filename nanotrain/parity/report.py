@@ -38,49 +38,33 @@ class StepDifference:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Difference of one tensor between the layout and one rank.
+    """Difference of one tensor between the layout and one rank."""
 
-    Attributes:
-        name: global name.
-        shape: global shape.
-        sharding: how the layout shards it.
-        absolute: largest absolute difference of an element; infinite if some element is on no rank.
-        relative: `absolute` relative to the scale of the tensor.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    sharding: str
-    absolute: float
-    relative: float
+    name: str  # global name
+    shape: tuple[int, ...]  # global shape
+    sharding: str  # how the layout shards it
+    absolute: float  # largest absolute difference of an element; infinite if some element is on no rank
+    relative: float  # `absolute` relative to the scale of the tensor
 
 
 @dataclass(frozen=True)
 class ParityReport:
-    """Comparison of a layout with one rank.
+    """Comparison of a layout with one rank."""
 
-    Attributes:
-        config: the shrunk configuration.
-        world_size: ranks of the layout.
-        tolerance: largest relative difference of losses and gradient norms that counts as equal; `GRADIENT_FACTOR`
-            times that for gradients, `WEIGHT_FACTOR` times that for weights and buffers.
-        steps: in order.
-        parameters: gradients of the first step, relative to their largest element; largest difference first.
-        weights: after the last step, relative to the learning rate; largest difference first.
-        buffers: after the last step, relative to their largest element; largest difference first.
-        unequal_replicas: weights and buffers whose replicas differ between ranks after the last step.
-        samples_read_once: whether every sample of every global batch was read exactly once.
-    """
-
-    config: Config
-    world_size: int
+    config: Config  # the shrunk configuration
+    world_size: int  # ranks of the layout
+    # largest relative difference of losses and gradient norms that counts as equal; `GRADIENT_FACTOR` times that for
+    # gradients, `WEIGHT_FACTOR` times that for weights and buffers
     tolerance: float
-    steps: tuple[StepDifference, ...]
+    steps: tuple[StepDifference, ...]  # in order
+    # gradients of the first step, relative to their largest element; largest difference first
     parameters: tuple[TensorDifference, ...]
+    # after the last step, relative to the learning rate; largest difference first
     weights: tuple[TensorDifference, ...]
+    # after the last step, relative to their largest element; largest difference first
     buffers: tuple[TensorDifference, ...]
-    unequal_replicas: tuple[str, ...]
-    samples_read_once: bool
+    unequal_replicas: tuple[str, ...]  # weights and buffers whose replicas differ between ranks after the last step
+    samples_read_once: bool  # whether every sample of every global batch was read exactly once
 
     @property
     def wrong_gradients(self) -> tuple[TensorDifference, ...]:

@@ -19,19 +19,12 @@ from nanotrain.errors import NanotrainError
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """One rank's part of a global batch.
+    """One rank's part of a global batch."""
 
-    Attributes:
-        microbatches: of this rank, on its device.
-        num_target_tokens: unmasked target tokens of the global batch, over all ranks.
-        num_samples: of the global batch.
-        wait_s: seconds that this rank waited for data.
-    """
-
-    microbatches: tuple[Batch, ...]
-    num_target_tokens: int
-    num_samples: int
-    wait_s: float
+    microbatches: tuple[Batch, ...]  # of this rank, on its device
+    num_target_tokens: int  # unmasked target tokens of the global batch, over all ranks
+    num_samples: int  # of the global batch
+    wait_s: float  # seconds that this rank waited for data
 
 
 class BatchIterator:

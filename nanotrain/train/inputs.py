@@ -27,21 +27,13 @@ from nanotrain.runs.folder import RunFolder
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a run has open on disk.
+    """What a run has open on disk."""
 
-    Attributes:
-        folder: the run folder; it exists and is writable.
-        datasets: samples by split.
-        tokenizer: name or path as `load_tokenizer` takes it; None without a tokenizer.
-        checkpoint: the step folder to start from; None for a new run.
-        is_resumed: whether `checkpoint` is in the folder of this run.
-    """
-
-    folder: RunFolder
-    datasets: DatasetSplits
-    tokenizer: str | None = None
-    checkpoint: Path | None = None
-    is_resumed: bool = False
+    folder: RunFolder  # the run folder; it exists and is writable
+    datasets: DatasetSplits  # samples by split
+    tokenizer: str | None = None  # name or path as `load_tokenizer` takes it; None without a tokenizer
+    checkpoint: Path | None = None  # the step folder to start from; None for a new run
+    is_resumed: bool = False  # whether `checkpoint` is in the folder of this run
 
 
 def open_inputs(loaded: Loaded) -> tuple[Config, RunInputs]:

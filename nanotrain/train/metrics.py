@@ -17,17 +17,7 @@ from nanotrain.train.step import StepResult
 
 @dataclass
 class StepReport:
-    """One line of metrics.jsonl; the evaluation hook sets `valid_loss`.
-
-    Attributes:
-        mfu: model FLOPs utilization, 0 to 1; None if the peak of the device is unknown.
-        peak_memory_bytes: peak of this rank so far (allocated tensors on a GPU, the process on a CPU).
-        data_wait_s: part of `step_time_s` spent waiting for data.
-        moe: routing statistics over all ranks: `load` (tokens per expert by router), and means over routers of
-            `max_load` (busiest expert relative to the mean), `dropped`, `entropy`, `balance_loss` and `z_loss`; None
-            for a dense model.
-        valid_loss: set on steps that end with a validation.
-    """
+    """One line of metrics.jsonl; the evaluation hook sets `valid_loss`."""
 
     step: int
     loss: float
@@ -35,15 +25,17 @@ class StepReport:
     lr: float
     step_time_s: float
     tokens_per_second: float
-    mfu: float | None
-    peak_memory_bytes: int
+    mfu: float | None  # model FLOPs utilization, 0 to 1; None if the peak of the device is unknown
+    peak_memory_bytes: int  # peak of this rank so far (allocated tensors on a GPU, the process on a CPU)
     consumed_samples: int
     consumed_tokens: int
     skipped: bool
-    data_wait_s: float
+    data_wait_s: float  # part of `step_time_s` spent waiting for data
     loss_scale: float
+    # routing statistics over all ranks: `load` (tokens per expert by router), and means over routers of `max_load`
+    # (busiest expert relative to the mean), `dropped`, `entropy`, `balance_loss` and `z_loss`; None for a dense model
     moe: dict[str, Any] | None = None
-    valid_loss: float | None = None
+    valid_loss: float | None = None  # set on steps that end with a validation
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON; numbers that are not finite become null, unset `moe` and `valid_loss` are left out."""
@@ -55,17 +47,11 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Rates of a run from step times.
+    """Rates of a run from step times."""
 
-    Attributes:
-        tokens_per_step: tokens of a global batch, masked tokens included.
-        flops_per_token: forward and backward.
-        peak_flops: per second, of all devices together; None if unknown.
-    """
-
-    tokens_per_step: int
-    flops_per_token: int
-    peak_flops: float | None
+    tokens_per_step: int  # tokens of a global batch, masked tokens included
+    flops_per_token: int  # forward and backward
+    peak_flops: float | None  # per second, of all devices together; None if unknown
 
     @classmethod
     def of(cls, plan: Plan, context: ParallelContext) -> "Throughput":

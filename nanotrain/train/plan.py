@@ -36,51 +36,31 @@ MAX_TRANSIENT_BUCKETS = 2  # full-size buckets that exist at once where gradient
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """One flat buffer of a stage: its dense parameters or its expert parameters.
+    """One flat buffer of a stage: its dense parameters or its expert parameters."""
 
-    Attributes:
-        shard: ranks that share the buckets.
-        replicate: ranks with the same shard.
-        layout: buckets and the range of every parameter.
-    """
-
-    shard: GroupSpec
-    replicate: GroupSpec
-    layout: BufferLayout
+    shard: GroupSpec  # ranks that share the buckets
+    replicate: GroupSpec  # ranks with the same shard
+    layout: BufferLayout  # buckets and the range of every parameter
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A pipeline stage on this rank.
+    """A pipeline stage on this rank."""
 
-    Attributes:
-        spec: layers of the stage.
-        params: local parameters in registration order.
-        buffers: dense, then experts; a buffer without parameters is left out.
-    """
-
-    spec: StageSpec
-    params: tuple[LocalParam, ...]
-    buffers: tuple[BufferPlan, ...]
+    spec: StageSpec  # layers of the stage
+    params: tuple[LocalParam, ...]  # local parameters in registration order
+    buffers: tuple[BufferPlan, ...]  # dense, then experts; a buffer without parameters is left out
 
 
 @dataclass(frozen=True)
 class ResidentBytes:
-    """Bytes resident on a rank during the run, alignment and padding included.
+    """Bytes resident on a rank during the run, alignment and padding included."""
 
-    Attributes:
-        params: model params, or their shards.
-        units: at most this much for gathered FSDP units, the current and the next, where params are sharded.
-        grads: gradient buffers, or gradient shards.
-        grad_buckets: at most this much for full-size buckets in flight, where gradients are sharded.
-        optimizer: main params, where they are stored apart from the model params, and the state of the update rule.
-    """
-
-    params: int
-    units: int
-    grads: int
-    grad_buckets: int
-    optimizer: int
+    params: int  # model params, or their shards
+    units: int  # at most this much for gathered FSDP units, the current and the next, where params are sharded
+    grads: int  # gradient buffers, or gradient shards
+    grad_buckets: int  # at most this much for full-size buckets in flight, where gradients are sharded
+    optimizer: int  # main params, where they are stored apart from the model params, and the state of the update rule
 
     @property
     def total(self) -> int:
@@ -90,31 +70,18 @@ class ResidentBytes:
 
 @dataclass(frozen=True)
 class Plan:
-    """One rank's part of a run.
+    """One rank's part of a run."""
 
-    Attributes:
-        config: complete: the vocabulary size is set.
-        topology: all ranks and their groups.
-        rank: global rank, 0 to world_size - 1.
-        groups: the groups of this rank by name.
-        shape: sizes of the model.
-        stages: the pipeline stages of this rank, ascending.
-        sampler: which samples this rank reads.
-        train_schedule: actions and transfers of a training step.
-        valid_schedule: the same for the forwards of a validation batch.
-        flops_per_token: of the whole model, forward and backward.
-    """
-
-    config: Config
-    topology: Topology
-    rank: int
-    groups: Mapping[GroupName, GroupSpec]
-    shape: ModelShape
-    stages: tuple[StagePlan, ...]
-    sampler: SamplerConfig
-    train_schedule: RankPlan
-    valid_schedule: RankPlan
-    flops_per_token: int
+    config: Config  # complete: the vocabulary size is set
+    topology: Topology  # all ranks and their groups
+    rank: int  # global rank, 0 to world_size - 1
+    groups: Mapping[GroupName, GroupSpec]  # the groups of this rank by name
+    shape: ModelShape  # sizes of the model
+    stages: tuple[StagePlan, ...]  # the pipeline stages of this rank, ascending
+    sampler: SamplerConfig  # which samples this rank reads
+    train_schedule: RankPlan  # actions and transfers of a training step
+    valid_schedule: RankPlan  # the same for the forwards of a validation batch
+    flops_per_token: int  # of the whole model, forward and backward
 
     @property
     def num_microbatches(self) -> int:

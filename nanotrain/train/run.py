@@ -20,19 +20,13 @@ from nanotrain.train.plan import Plan
 
 @dataclass
 class TrainState:
-    """Counters of a run; with a checkpoint's tensors they are all that a resume needs.
+    """Counters of a run; with a checkpoint's tensors they are all that a resume needs."""
 
-    Attributes:
-        step: optimizer steps done, skipped steps included.
-        consumed_samples: samples read by all ranks together; the next global batch starts there.
-        consumed_tokens: unmasked target tokens.
-        curve_batch_size: the global batch size at step 0. It converts the steps of the learning-rate curve to samples,
-            so that the curve stays the same when a resumed run has another batch size.
-    """
-
-    step: int = 0
-    consumed_samples: int = 0
-    consumed_tokens: int = 0
+    step: int = 0  # optimizer steps done, skipped steps included
+    consumed_samples: int = 0  # samples read by all ranks together; the next global batch starts there
+    consumed_tokens: int = 0  # unmasked target tokens
+    # the global batch size at step 0. It converts the steps of the learning-rate curve to samples, so that the curve
+    # stays the same when a resumed run has another batch size.
     curve_batch_size: int = 0
 
     def advance(self, *, samples: int, tokens: int) -> None:
@@ -48,37 +42,22 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Run:
-    """The live parts of a run on one rank.
+    """The live parts of a run on one rank."""
 
-    Attributes:
-        plan: what was built.
-        inputs: open datasets and folders.
-        context: device and process groups.
-        stages: this rank's part of the model, by global stage index.
-        runnable: the same stages as the pipeline executor takes them.
-        data_parallel: flat parameter and gradient storage, and gradient reduction; dense and expert, per stage.
-        optimizer: main params and moments of this rank's shard.
-        pipeline: the pp group, and the shape of the hidden states sent over it.
-        lr_schedule: learning rate by consumed samples.
-        batches: loads this rank's microbatches; closed when the run ends.
-        batch_iterator: global batches, with the counts that all ranks agree on.
-        checkpointer: reads and writes the run's checkpoints.
-        state: counters.
-    """
-
-    plan: Plan
-    inputs: RunInputs
-    context: ParallelContext
-    stages: Mapping[int, Stage]
-    runnable: Mapping[int, RunnableStage]
+    plan: Plan  # what was built
+    inputs: RunInputs  # open datasets and folders
+    context: ParallelContext  # device and process groups
+    stages: Mapping[int, Stage]  # this rank's part of the model, by global stage index
+    runnable: Mapping[int, RunnableStage]  # the same stages as the pipeline executor takes them
+    # flat parameter and gradient storage, and gradient reduction; dense and expert, per stage
     data_parallel: tuple[DataParallel, ...]
-    optimizer: DistributedOptimizer
-    pipeline: Pipeline
-    lr_schedule: LRSchedule
-    batches: GlobalBatchLoader
-    batch_iterator: BatchIterator
-    checkpointer: Checkpointer
-    state: TrainState
+    optimizer: DistributedOptimizer  # main params and moments of this rank's shard
+    pipeline: Pipeline  # the pp group, and the shape of the hidden states sent over it
+    lr_schedule: LRSchedule  # learning rate by consumed samples
+    batches: GlobalBatchLoader  # loads this rank's microbatches; closed when the run ends
+    batch_iterator: BatchIterator  # global batches, with the counts that all ranks agree on
+    checkpointer: Checkpointer  # reads and writes the run's checkpoints
+    state: TrainState  # counters
 
     @property
     def config(self) -> Config:

@@ -20,18 +20,12 @@ from nanotrain.train.plan import Plan, StagePlan
 
 @dataclass(frozen=True)
 class BuiltStage:
-    """A stage and its storage.
+    """A stage and its storage."""
 
-    Attributes:
-        module: its parameters are views of the flat buffers.
-        params: local parameters in registration order.
-        data_parallel: dense buffer, then expert buffer where there is one.
-        wgrad_queue: takes the deferred weight gradients of its layers; None if the schedule has no W actions.
-    """
-
-    module: Stage
-    params: tuple[LocalParam, ...]
-    data_parallel: tuple[DataParallel, ...]
+    module: Stage  # its parameters are views of the flat buffers
+    params: tuple[LocalParam, ...]  # local parameters in registration order
+    data_parallel: tuple[DataParallel, ...]  # dense buffer, then expert buffer where there is one
+    # takes the deferred weight gradients of its layers; None if the schedule has no W actions
     wgrad_queue: WgradQueue | None
 
     @property

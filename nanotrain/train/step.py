@@ -23,20 +23,13 @@ GRAD_SUM_AXES: tuple[GroupName, ...] = ("tp", "embed")
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of one step, equal on every rank.
+    """The outcome of one step, equal on every rank."""
 
-    Attributes:
-        loss: mean cross-entropy over the target tokens of the global batch, before the update.
-        grad_norm: global 2-norm before clipping.
-        lr: learning rate of this step.
-        skipped: True if the gradient norm was not finite; no weight changed.
-        router_metrics: routing statistics by router name; empty for a dense model.
-    """
-
-    loss: float
-    grad_norm: float
-    lr: float
-    skipped: bool
+    loss: float  # mean cross-entropy over the target tokens of the global batch, before the update
+    grad_norm: float  # global 2-norm before clipping
+    lr: float  # learning rate of this step
+    skipped: bool  # True if the gradient norm was not finite; no weight changed
+    # routing statistics by router name; empty for a dense model
     router_metrics: Mapping[str, RouterMetrics] = field(default_factory=dict)
 
 

@@ -28,23 +28,14 @@ TOKEN_TRIPS = 4  # dispatch and combine, forward and backward
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One attention layer on one cp rank.
+    """One attention layer on one cp rank."""
 
-    Args:
-        positions: B * S / cp.
-        num_heads: query heads per tp rank.
-        num_groups: key/value heads per tp rank.
-        head_dim: of queries and keys.
-        value_head_dim: of values.
-        itemsize: bytes per element of the activations.
-    """
-
-    positions: int
-    num_heads: int
-    num_groups: int
-    head_dim: int
-    value_head_dim: int
-    itemsize: int
+    positions: int  # B * S / cp
+    num_heads: int  # query heads per tp rank
+    num_groups: int  # key/value heads per tp rank
+    head_dim: int  # of queries and keys
+    value_head_dim: int  # of values
+    itemsize: int  # bytes per element of the activations
 
     @property
     def key_value_elements(self) -> int:
@@ -54,21 +45,13 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """One mixture-of-experts layer on one rank.
+    """One mixture-of-experts layer on one rank."""
 
-    Args:
-        tokens: routed by this rank: B * S / (cp * tp).
-        topk: experts per token.
-        num_experts: over all ranks.
-        hidden_size: H.
-        itemsize: bytes per element of the activations.
-    """
-
-    tokens: int
-    topk: int
-    num_experts: int
-    hidden_size: int
-    itemsize: int
+    tokens: int  # routed by this rank: B * S / (cp * tp)
+    topk: int  # experts per token
+    num_experts: int  # over all ranks
+    hidden_size: int  # H
+    itemsize: int  # bytes per element of the activations
 
     @property
     def routed_bytes(self) -> int:

@@ -79,21 +79,13 @@ Text = str | Callable[[Values], str]
 
 @dataclass(frozen=True)
 class Rule:
-    """Values that are an error together.
+    """Values that are an error together."""
 
-    Args:
-        fields: unique names of the fields concerned, separated by spaces.
-        is_broken: the predicate.
-        what: the fact; a template of `str.format` over `Values`, or a function of them.
-        why: the reason, in the same form.
-        fix: the cure, in the same form.
-    """
-
-    fields: str
-    is_broken: Callable[[Values], object]
-    what: Text
-    why: Text
-    fix: Text
+    fields: str  # unique names of the fields concerned, separated by spaces
+    is_broken: Callable[[Values], object]  # the predicate
+    what: Text  # the fact; a template of `str.format` over `Values`, or a function of them
+    why: Text  # the reason, in the same form
+    fix: Text  # the cure, in the same form
 
 
 def check_rules(config: Config, rules: Iterable[Rule], *, errors: ErrorCollector) -> None:

@@ -24,21 +24,13 @@ from nanotrain.errors import ConfigError, ErrorCollector
 
 @dataclass(frozen=True)
 class Unused:
-    """Fields without effect under a condition.
+    """Fields without effect under a condition."""
 
-    Args:
-        fields: their unique names, separated by spaces.
-        causes: the fields that the condition reads.
-        holds: the condition.
-        why: the reason.
-        fix: how the fields get an effect; empty: change the causes.
-    """
-
-    fields: str
-    causes: str
-    holds: Callable[[Values], object]
-    why: str
-    fix: str = ""
+    fields: str  # their unique names, separated by spaces
+    causes: str  # the fields that the condition reads
+    holds: Callable[[Values], object]  # the condition
+    why: str  # the reason
+    fix: str = ""  # how the fields get an effect; empty: change the causes
 
 
 def names_in(section: str, *, but: str = "") -> str:

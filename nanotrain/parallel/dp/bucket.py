@@ -24,15 +24,10 @@ from nanotrain.parallel.dp.stores import GradStore, ParamStore, shard_of
 
 @dataclass(frozen=True)
 class ReduceGroups:
-    """The two groups a gradient is summed over.
+    """The two groups a gradient is summed over."""
 
-    Attributes:
-        shard: the ranks that a bucket is sharded over.
-        replicate: the ranks that hold the same shard.
-    """
-
-    shard: Group
-    replicate: Group
+    shard: Group  # the ranks that a bucket is sharded over
+    replicate: Group  # the ranks that hold the same shard
 
 
 class Bucket:

@@ -58,17 +58,11 @@ MAX_REDUCTIONS = 2
 
 @dataclass(frozen=True)
 class DataParallelOptions:
-    """Options of one wrapper.
+    """Options of one wrapper."""
 
-    Attributes:
-        strategy: what is sharded over the shard group.
-        overlap_grad_reduce: reduce a bucket as soon as it is ready.
-        overlap_param_gather: return from `start_param_gather` before the all-gathers are complete.
-    """
-
-    strategy: Strategy
-    overlap_grad_reduce: bool = False
-    overlap_param_gather: bool = False
+    strategy: Strategy  # what is sharded over the shard group
+    overlap_grad_reduce: bool = False  # reduce a bucket as soon as it is ready
+    overlap_param_gather: bool = False  # return from `start_param_gather` before the all-gathers are complete
 
 
 class DataParallel:

@@ -35,19 +35,12 @@ DEFAULT_BUCKET_SIZE_PER_SHARD = 1_000_000
 
 @dataclass(frozen=True)
 class LayoutRules:
-    """Rules that decide where buckets end.
+    """Rules that decide where buckets end."""
 
-    Attributes:
-        num_shards: ranks that a bucket is sharded over.
-        bucket_size: elements after which a bucket closes; None for the default.
-        pad_for_high_busbw: pad bucket ends to a multiple of 65536 elements.
-        gathers_by_unit: also close a bucket where the FSDP unit changes, so that no bucket spans two units.
-    """
-
-    num_shards: int = 1
-    bucket_size: int | None = None
-    pad_for_high_busbw: bool = False
-    gathers_by_unit: bool = False
+    num_shards: int = 1  # ranks that a bucket is sharded over
+    bucket_size: int | None = None  # elements after which a bucket closes; None for the default
+    pad_for_high_busbw: bool = False  # pad bucket ends to a multiple of 65536 elements
+    gathers_by_unit: bool = False  # also close a bucket where the FSDP unit changes, so that no bucket spans two units
 
     @property
     def closing_size(self) -> int:
@@ -77,19 +70,12 @@ class BucketParam:
 
 @dataclass(frozen=True)
 class ShardRange:
-    """The part of one parameter inside one rank's shard of a bucket.
+    """The part of one parameter inside one rank's shard of a bucket."""
 
-    Attributes:
-        param: the parameter.
-        shard_start: first element in the shard.
-        param_start: first element in the local parameter.
-        numel: number of elements.
-    """
-
-    param: LocalParam
-    shard_start: int
-    param_start: int
-    numel: int
+    param: LocalParam  # the parameter
+    shard_start: int  # first element in the shard
+    param_start: int  # first element in the local parameter
+    numel: int  # number of elements
 
     @property
     def name(self) -> str:

@@ -5,18 +5,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Strategy:
-    """The traits of a `--data-parallel-sharding-strategy`.
+    """The traits of a `--data-parallel-sharding-strategy`."""
 
-    Attributes:
-        shard_optim: main params and optimizer state are sharded over the shard group (ZeRO-1; Rajbhandari et al. 2020,
-            section 5.1).
-        shard_grads: gradients are sharded too and never stored at full size (ZeRO-2; section 5.2).
-        shard_params: parameters are sharded too and all-gathered per unit (ZeRO-3; section 5.3).
-    """
-
+    # main params and optimizer state are sharded over the shard group (ZeRO-1; Rajbhandari et al. 2020, section 5.1).
     shard_optim: bool
-    shard_grads: bool
-    shard_params: bool
+    shard_grads: bool  # gradients are sharded too and never stored at full size (ZeRO-2; section 5.2)
+    shard_params: bool  # parameters are sharded too and all-gathered per unit (ZeRO-3; section 5.3)
 
     @property
     def gathers_by_unit(self) -> bool:
