@@ -6,7 +6,6 @@ Parameters, gradients and optimizer state are exact, the rest is estimated. Pure
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain, product
 from math import prod
 from typing import Any
@@ -61,7 +60,9 @@ class MemoryPlan:
         return "\n".join([f"planned memory per rank, of pipeline rank {self.pp_rank}:", *lines])
 
 
-def plan_memory(config: Config, world_size: int, *, pp_rank: int, device: str) -> MemoryPlan:
+def plan_memory(
+    config: Config, world_size: int, *, pp_rank: int, device: str, schedule: Schedule | None = None
+) -> MemoryPlan:
     """The memory of each rank with one pipeline coordinate.
 
     Args:
@@ -69,6 +70,7 @@ def plan_memory(config: Config, world_size: int, *, pp_rank: int, device: str) -
         world_size: ranks of the run.
         pp_rank: the coordinate.
         device: "cpu" or "cuda".
+        schedule: `train_schedule` of these arguments, where it was built before.
     """
     parallel, dp_size = config.parallel, data_parallel_size(config.parallel, world_size)
     pp_size, count = parallel.pipeline_model_parallel_size, num_microbatches(config.train, dp_size)
@@ -77,7 +79,7 @@ def plan_memory(config: Config, world_size: int, *, pp_rank: int, device: str) -
     rank = Topology.of(parallel, world_size).group_specs(0)["pp"].ranks[pp_rank]
     plan = plan_run(few, world_size, rank=rank)
     kept, resident = Activations(plan, device), plan.resident_bytes
-    activations, in_flight = _peak(plan, kept, num_microbatches=count)
+    activations, in_flight = _peak(plan, kept, schedule=schedule or train_schedule(config, world_size))
     messages = 2 * MAX_SENDS * kept.outside * kept.width if pp_size > 1 else 0
     return MemoryPlan(
         pp_rank=pp_rank,
@@ -95,9 +97,19 @@ def plan_memory(config: Config, world_size: int, *, pp_rank: int, device: str) -
 
 def worst_memory(config: Config, world_size: int, *, device: str) -> MemoryPlan:
     """The memory of the pipeline rank that needs the most; arguments as for `plan_memory`."""
-    pp_ranks = range(config.parallel.pipeline_model_parallel_size)
-    plans = (plan_memory(config, world_size, pp_rank=pp_rank, device=device) for pp_rank in pp_ranks)
+    schedule = train_schedule(config, world_size)
+    plans = (
+        plan_memory(config, world_size, pp_rank=pp_rank, device=device, schedule=schedule)
+        for pp_rank in range(config.parallel.pipeline_model_parallel_size)
+    )
     return max(plans, key=lambda plan: plan.total)
+
+
+def train_schedule(config: Config, world_size: int) -> Schedule:
+    """The pipeline schedule of a training step, of all pipeline ranks."""
+    parallel, dp_size = config.parallel, data_parallel_size(config.parallel, world_size)
+    sizes = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
+    return build_schedule(parallel.pipeline_schedule, PipelineShape(*sizes, num_microbatches(config.train, dp_size)))
 
 
 def require_memory(config: Config, world_size: int, *, device: str, available: int | None) -> MemoryPlan:
@@ -131,26 +143,18 @@ def in_gb(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.2f} GB"
 
 
-def _peak(plan: Plan, kept: Activations, *, num_microbatches: int) -> tuple[int, int]:
+def _peak(plan: Plan, kept: Activations, *, schedule: Schedule) -> tuple[int, int]:
     """The most bytes kept at once, and of how many forwards; what W needs is kept until then."""
-    parallel, pp = plan.config.parallel, plan.groups["pp"]
-    shape = PipelineShape(pp.size, parallel.num_virtual_stages_per_pipeline_rank, num_microbatches)
     bytes_of = {
         stage.spec.index: sum(map(kept.block, stage.spec.layers)) + (kept.head() if stage.spec.has_head else 0)
         for stage in plan.stages
     }
     now, count, peak = 0, 0, (0, 0)
-    for action in _schedule(parallel.pipeline_schedule, shape).actions[pp.index]:
+    for action in schedule.actions[plan.groups["pp"].index]:
         change = (action.kind is ActionKind.forward) - action.kind.has_wgrad
         now, count = now + change * bytes_of[action.stage], count + change
         peak = max(peak, (now, count))
     return peak
-
-
-@lru_cache(maxsize=1)
-def _schedule(name: str, shape: PipelineShape) -> Schedule:
-    """The schedule, built once for all pipeline ranks."""
-    return build_schedule(name, shape)
 
 
 @dataclass(frozen=True)
