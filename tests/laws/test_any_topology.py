@@ -47,7 +47,7 @@ State = dict[TensorBox, torch.Tensor]
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint after two steps: its global tensors, and the losses of the two steps after it."""
+    """A checkpoint after two steps: its global tensors, and the loss of the step after it."""
 
     folder: Path
     tensors: dict[str, torch.Tensor]
@@ -75,7 +75,7 @@ def train(run: Run, steps: int) -> list[float]:
 
 
 def save(ctx: ParallelContext, case: Case, folder: Path) -> tuple[State, list[float]]:
-    """Two steps, a checkpoint, two more steps."""
+    """Two steps, a checkpoint, another step."""
     run = build_here(ctx, case, folder=folder)
     train(run, 2)
     run.checkpointer.save(
@@ -85,15 +85,15 @@ def save(ctx: ParallelContext, case: Case, folder: Path) -> tuple[State, list[fl
         config=to_dict(run.config),
         topology={},
     )
-    return state_of(run), train(run, 2)
+    return state_of(run), train(run, 1)
 
 
 def load(ctx: ParallelContext, case: Case, folders: list[Path]) -> list[tuple[State, list[float]]]:
-    """The state that each checkpoint gives, and the losses of two steps from it."""
+    """The state that each checkpoint gives, and the loss of a step from it."""
     results = []
     for folder in folders:
         run = build_here(ctx, case, checkpoint=folder / "checkpoints" / "step-00000002", folder=folder)
-        results.append((state_of(run), train(run, 2)))
+        results.append((state_of(run), train(run, 1)))
     return results
 
 
