@@ -98,8 +98,10 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(ctx, tmp_path):
     spy = Spy()
     with small_run(tmp_path, "--train-iters", "9", context=ctx) as run:
         train(run, *([Signalling(3, signal.SIGTERM)] if ctx.rank == 1 else []), CheckpointHook(), spy)
-        assert all_gather_object(run.state.step, ctx.control) == [3, 3]
-        assert run.checkpointer.latest().name == "step-00000003"
+        stopped = all_gather_object(run.state.step, ctx.control)
+        # Python runs a signal handler between two instructions of its own, on a busy machine one step later.
+        assert stopped in ([3, 3], [4, 4])
+        assert run.checkpointer.latest().name == f"step-{stopped[0]:08d}"
     assert spy.calls[-2:] == ["after", "closed"]
 
 
