@@ -1,4 +1,4 @@
-"""What is logged, for tests that care."""
+"""Logging in tests: what is logged, and the logger as it was."""
 
 import logging
 from collections.abc import Iterator
@@ -26,3 +26,12 @@ def logged() -> Iterator[list[str]]:
     yield messages
     root.removeHandler(handler)
     root.setLevel(level)
+
+
+@pytest.fixture
+def logging_as_before() -> Iterator[None]:
+    """`main` sets logging up for a process of its own; this takes it back."""
+    root = logging.getLogger("nanotrain")
+    before = root.handlers[:], root.level, root.propagate
+    yield
+    root.handlers[:], root.level, root.propagate = before

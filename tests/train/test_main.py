@@ -1,7 +1,6 @@
 """`python -m nanotrain.train`: exit codes, which rank prints, and the outputs of a run."""
 
 import json
-import logging
 
 import pytest
 
@@ -10,14 +9,7 @@ from nanotrain.train import __main__ as entry
 from nanotrain.train.__main__ import INTERRUPTED, WAIT_FOR_FIRST_RANK_S, main
 from tests.train.small_run import arguments, metrics_of
 
-
-@pytest.fixture(autouse=True)
-def logging_as_before():
-    """`main` sets logging up for a process of its own."""
-    root = logging.getLogger("nanotrain")
-    before = root.handlers[:], root.level, root.propagate
-    yield
-    root.handlers[:], root.level, root.propagate = before
+pytestmark = pytest.mark.usefixtures("logging_as_before")
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The memory of a run before it starts: exact where it is exact, and one error with settings that fit."""
 
-import logging
 import re
 from pathlib import Path
 
@@ -16,15 +15,7 @@ from nanotrain.train.plan import plan_run
 
 SMALL = "--mock-data --vocab-size 512 --num-layers 8 --hidden-size 64 --seq-length 64"
 GB = 10**9
-
-
-@pytest.fixture(autouse=True)
-def logging_as_before():
-    """`main` sets logging up for a process of its own."""
-    root = logging.getLogger("nanotrain")
-    before = root.handlers[:], root.level, root.propagate
-    yield
-    root.handlers[:], root.level, root.propagate = before
+pytestmark = pytest.mark.usefixtures("logging_as_before")
 
 
 def config_of(words: str):

@@ -46,22 +46,28 @@ def patterns(stage: Toy, factor: float) -> dict[str, torch.Tensor]:
     return {name: pattern_of(p) * factor for name, p in stage.named_parameters()}
 
 
-def reduce_two_to_the_rank(ctx):
+def reduce_two_steps(ctx: ParallelContext, parallel: DataParallel, stage: Toy, *, num_microbatches: int) -> None:
     """Gradient 2**rank times a pattern on every parameter: no sum but the right one has all bits of the ranks set."""
+    for step in (1, 2):  # the second finds what the first left behind
+        ctx.traffic.reset()
+        parallel.begin_step()
+        for microbatch in range(num_microbatches):
+            loss = stage(2.0**ctx.rank * step * (microbatch + 1))
+            backward(parallel, loss, is_last=microbatch == num_microbatches - 1)
+        parallel.finish_grad_reduce()
+        of_microbatches = num_microbatches * (num_microbatches + 1) // 2
+        assert_shards(parallel, patterns(stage, (2**ctx.topology.world_size - 1) * step * of_microbatches))
+
+
+def reduce_two_to_the_rank(ctx):
+    """Exact sums with every strategy, with and without overlap."""
     for strategy, overlap in SETTINGS:
         for num_microbatches in (1, 3):
             stage = Toy()
             parallel = wrap(ctx, stage, strategy=strategy, overlap=overlap)
             assert len(parallel.buckets) == NUM_BUCKETS
             assert all(b.layout.numel > b.layout.unpadded_numel for b in parallel.buckets)
-            for step in (1, 2):  # the second finds what the first left behind
-                parallel.begin_step()
-                for microbatch in range(num_microbatches):
-                    loss = stage(2.0**ctx.rank * step * (microbatch + 1))
-                    backward(parallel, loss, is_last=microbatch == num_microbatches - 1)
-                parallel.finish_grad_reduce()
-                of_microbatches = num_microbatches * (num_microbatches + 1) // 2
-                assert_shards(parallel, patterns(stage, (2**ctx.topology.world_size - 1) * step * of_microbatches))
+            reduce_two_steps(ctx, parallel, stage, num_microbatches=num_microbatches)
             assert all(p.grad is None for p in stage.parameters())
 
 

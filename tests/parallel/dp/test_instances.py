@@ -5,7 +5,7 @@ from functools import partial
 from nanotrain.parallel.dp import bucket as bucket_module
 from nanotrain.parallel.dp.data_parallel import MAX_REDUCTIONS
 from tests.harness import run_ranks
-from tests.parallel.dp.test_data_parallel import SETTINGS, patterns
+from tests.parallel.dp.test_data_parallel import SETTINGS, patterns, reduce_two_steps
 from tests.parallel.dp.toys import NUM_BUCKETS, SHAPES, Toy, assert_shards, backward, wrap
 
 
@@ -16,15 +16,7 @@ def reduce_in_two_instances(ctx):
         for num_microbatches in (1, 3):
             stage = Toy()
             parallel = wrap(ctx, stage, strategy=strategy, overlap=overlap)
-            for step in (1, 2):
-                ctx.traffic.reset()
-                parallel.begin_step()
-                for microbatch in range(num_microbatches):
-                    loss = stage(2.0**ctx.rank * step * (microbatch + 1))
-                    backward(parallel, loss, is_last=microbatch == num_microbatches - 1)
-                parallel.finish_grad_reduce()
-                of_microbatches = num_microbatches * (num_microbatches + 1) // 2
-                assert_shards(parallel, patterns(stage, 15 * step * of_microbatches))
+            reduce_two_steps(ctx, parallel, stage, num_microbatches=num_microbatches)
             calls = (ctx.traffic.calls(parallel.groups.shard.name), ctx.traffic.calls(parallel.groups.replicate.name))
             sent[strategy, overlap, num_microbatches] = (parallel.groups.shard.size, *calls)
     return sent
