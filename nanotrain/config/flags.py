@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from nanotrain.config.schema import ENTRIES, KEYS, Entry, did_you_mean, unknown, unknown_key
+from nanotrain.config.schema import ENTRIES, KEYS, Entry, did_you_mean, unknown_flag, unknown_key
 from nanotrain.errors import ConfigError, ErrorCollector
 
 
@@ -108,7 +108,7 @@ def read_flag(line: CommandLine, argument: str, *, rest: list[str]) -> None:
         raise ConfigError(f"{argument} gives {flag} a value", why="it takes none", fix=fix)
     else:
         take_values(rest)  # they are no further mistakes
-        raise unknown("flag", flag, known=[*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *SWITCHES])
+        raise unknown_flag(flag, known=[*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *SWITCHES])
 
 
 def read_field(entry: Entry, flag: str, *, value: str | None, rest: list[str]) -> Setting:

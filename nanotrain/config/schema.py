@@ -305,6 +305,21 @@ def unknown(what: str, name: str, *, known: Iterable[str]) -> ConfigError:
     return ConfigError(f"unknown {what} {name}", why=f"there is no such {what}", fix=did_you_mean(name, known))
 
 
+def unknown_flag(flag: str, *, known: Iterable[str]) -> ConfigError:
+    """The error for a flag that does not exist: the nearest spelling, or else the flag whose help ends with its words.
+
+    >>> unknown_flag("--learning-rate", known=["--outer-dp-sharding-strategy", "--lr"]).fix
+    'did you mean --lr?'
+    """
+    known, words = list(known), flag.removeprefix("--").replace("-", " ")
+    is_misspelt = difflib.get_close_matches(flag, known, n=1, cutoff=0.8)
+    described = [entry for entry in ENTRIES.values() if entry.field.metadata["meaning"].endswith(f" {words}")]
+    if is_misspelt or not described:
+        return unknown("flag", flag, known=known)
+    nearest = min(described, key=lambda entry: len(entry.field.metadata["meaning"]))
+    return ConfigError(f"unknown flag {flag}", why="there is no such flag", fix=f"did you mean {nearest.flag}?")
+
+
 def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     """The nearest known name as advice, or where to look.
 

@@ -94,6 +94,7 @@ def test_use_distributed_optimizer_means_at_least_optim(words, strategy):
     [
         ("--train-iter 5", "unknown flag --train-iter: there is no such flag; did you mean --train-iters?"),
         ("--no-lr", "unknown flag --no-lr"),
+        ("--learning-rate 1", "unknown flag --learning-rate: there is no such flag; did you mean --lr?"),
         ("--no-shufle", "did you mean --no-shuffle?"),
         ("trian.lr=3", "unknown key trian.lr: there is no such key; did you mean"),
         ("optim.lrr=3", "unknown key optim.lrr: there is no such key; did you mean optim.lr?"),
