@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nanotrain.comm.collectives import local_slice, start_all_gather, start_all_reduce, start_reduce_scatter
+from nanotrain.comm.eager import eager
 from nanotrain.comm.group import Group
 
 TensorFunction = Callable[..., Tensor]
@@ -62,7 +63,7 @@ def _apply(x: Tensor, group: Group, *, dim: int = 0, forward: TensorFunction, ba
     return _apply_collective(x, partial(forward, **along), backward=partial(backward, **along))
 
 
-@torch.compiler.disable  # collectives stay outside compiled graphs
+@eager  # collectives stay outside compiled graphs
 def _apply_collective(x: Tensor, forward: TensorFunction, *, backward: TensorFunction) -> Tensor:
     out: Tensor = _Collective.apply(x, forward, backward)
     return out

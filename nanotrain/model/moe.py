@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nanotrain.comm.autograd import concat_along, split_along
+from nanotrain.comm.eager import eager
 from nanotrain.comm.group import Group
 from nanotrain.config.config import ModelConfig
 from nanotrain.model.context import LayerContext
@@ -63,7 +64,7 @@ class MoELayer(nn.Module):
         )
         self.shared = shared
 
-    @torch.compiler.disable  # tokens per expert vary between batches, and there are collectives in between
+    @eager  # tokens per expert vary between batches, and there are collectives in between
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
         local = split_along(hidden, self._split, dim=_SEQUENCE)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanotrain.comm.eager import eager
 from nanotrain.comm.work import Work
 from nanotrain.kernels.deferred_wgrad import is_deferring
 from nanotrain.kernels.linear import Linear
@@ -49,7 +50,7 @@ def _is_plain(tensor_parallel: TensorParallel) -> bool:
     return tensor_parallel.group.size == 1 and tensor_parallel.wgrad_queue is None
 
 
-@torch.compiler.disable  # collectives and the wgrad queue stay out of compiled graphs
+@eager  # collectives and the wgrad queue stay out of compiled graphs
 def _linears(x: Tensor, linears: Sequence[Linear], *, tensor_parallel: TensorParallel) -> tuple[Tensor, ...]:
     params = [param for linear in linears for param in (linear.weight, linear.bias)]
     outputs: tuple[Tensor, ...] = _Linears.apply(x, tensor_parallel, tuple(linears), *params)

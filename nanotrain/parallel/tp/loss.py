@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanotrain.comm.collectives import start_all_gather, start_all_reduce
+from nanotrain.comm.eager import eager
 from nanotrain.comm.group import Group
 from nanotrain.kernels.linear import dgrad, fprop, wgrad
 
@@ -31,7 +32,7 @@ CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
 MIN_CHUNK_TOKENS = 256
 
 
-@torch.compiler.disable  # collectives stay out of compiled graphs
+@eager  # collectives stay out of compiled graphs
 def vocab_parallel_cross_entropy(
     hidden: Tensor, weight: Tensor, *, labels: Tensor, loss_mask: Tensor, vocab_size: int, group: Group
 ) -> Tensor:
