@@ -3,7 +3,7 @@
 import torch
 
 from nanotrain.config.config import OptimConfig
-from nanotrain.optim.adam import ADAM, build_adam
+from nanotrain.optim.adam import ADAM, FusedAdamW
 from nanotrain.optim.rule import ParamRange
 
 CONFIG = OptimConfig(lr=1e-2, weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6)
@@ -24,7 +24,7 @@ def test_ranges_follow_torch_with_and_without_weight_decay():
     # Given a matrix that decays and a bias that does not,
     start = torch.randn(150, generator=torch.Generator().manual_seed(0))
     ranges = [param_range(start[:100], decays=True), param_range(start[100:], decays=False)]
-    optimizer = build_adam(ranges, CONFIG)
+    optimizer = FusedAdamW(ranges, CONFIG)
     references = [reference(start[:100], weight_decay=0.1), reference(start[100:], weight_decay=0.0)]
     # when both are updated with the same gradients,
     for step in range(4):
@@ -44,7 +44,7 @@ def test_ranges_follow_torch_with_and_without_weight_decay():
 
 def test_state_exists_before_the_first_step():
     ours = param_range(torch.ones(7), decays=True)
-    optimizer = build_adam([ours], CONFIG)
+    optimizer = FusedAdamW([ours], CONFIG)
     state = optimizer.state[ours.main_param]
     assert state["exp_avg"] is ours.state["exp_avg"] and state["step"].item() == 0
 
@@ -52,7 +52,7 @@ def test_state_exists_before_the_first_step():
 def test_bias_correction_continues_from_the_saved_step():
     # Given one optimizer that took a step and one whose state was copied and count was set,
     first, second = param_range(torch.ones(5), decays=True), param_range(torch.ones(5), decays=True)
-    one, other = build_adam([first], CONFIG), build_adam([second], CONFIG)
+    one, other = FusedAdamW([first], CONFIG), FusedAdamW([second], CONFIG)
     first.main_param.grad.fill_(2.0)
     one.step()
     second.main_param.copy_(first.main_param)
@@ -70,7 +70,7 @@ def test_bias_correction_continues_from_the_saved_step():
 def test_zero_gradient_and_zero_weight_stay_zero():
     # Gaps and padding are updated along with what lies around them.
     ours = param_range(torch.zeros(9), decays=True)
-    optimizer = build_adam([ours], CONFIG)
+    optimizer = FusedAdamW([ours], CONFIG)
     for _ in range(3):
         optimizer.step()
     assert not ours.main_param.any()
