@@ -3,7 +3,8 @@
 runs/<name>/
   config.yaml        the resolved configuration, itself a valid input
   environment.json   versions, git revision, machine, command line
-  metrics.jsonl      one JSON object per step
+  metrics.jsonl      one JSON object per step; metrics-superseded.jsonl has rows of repeated steps
+  run.lock           held by the job that trains in the folder
   checkpoints/       step-00000100/ ...
   data/              the quick-start corpus, if it is used
   profile/, tensorboard/, wandb/   if enabled
@@ -16,12 +17,15 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanotrain.errors import EnvironmentFault
+from nanotrain.runs.files import reason, write_text
 
+_PROBE = "this process can write here"
 REPORTED_PACKAGES = ("nanotrain", "torch", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
 
 
@@ -52,18 +56,24 @@ class RunFolder:
         probe = self.path / f".writable-{platform.node()}-{os.getpid()}"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            probe.write_text("this process can write here")  # on a full disk an empty file can still be created
+            probe.write_text(_PROBE)  # on a full disk an empty file can still be created
             probe.unlink()
         except OSError as error:
+            with suppress(OSError):
+                probe.unlink()
             raise EnvironmentFault(
                 f"the run folder {self.path} cannot be written",
-                why=error.strerror or str(error),
-                fix="choose another folder with train.run_dir, or free space",
-            ) from error
+                why=reason(error, self.path, needed=len(_PROBE)),
+                fix="choose another folder with --run-dir, or free space",
+            ) from None
 
     def write_description(self, config_yaml: str, facts: Mapping[str, Any]) -> None:
-        """Write config.yaml, and environment.json with `facts` of the live run (device, world size)."""
-        (self.path / "config.yaml").write_text(config_yaml, encoding="utf-8")
+        """Write config.yaml, and environment.json with `facts` of the live run (device, world size).
+
+        Raises:
+            EnvironmentFault: the disk is full or the folder cannot be written.
+        """
+        write_text(self.path / "config.yaml", config_yaml)
         environment = {
             "command": sys.argv,
             "python": platform.python_version(),
@@ -72,26 +82,7 @@ class RunFolder:
             "git_revision": _git_revision(),
             **facts,
         }
-        (self.path / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
-
-    def drop_metrics_after(self, step: int) -> None:
-        """Drop the metrics of steps after `step`, which will be repeated."""
-        if not self.metrics.exists():
-            return
-        lines = self.metrics.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if _step_of(line) <= step]
-        if len(kept) < len(lines):
-            replacement = self.metrics.with_suffix(".tmp")
-            replacement.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-            replacement.replace(self.metrics)
-
-
-def _step_of(line: str) -> float:
-    """The step of a line of metrics.jsonl; infinite for a line truncated by a crash."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
+        write_text(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
 
 
 def _version(package: str) -> str | None:

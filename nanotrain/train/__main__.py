@@ -16,11 +16,16 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
 
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line, reply
 from nanotrain.config.validate import validate_for_world
 from nanotrain.errors import EnvironmentFault, ErrorCollector, NanotrainError, report
+from nanotrain.runs.folder import RunFolder
+from nanotrain.runs.lock import lock_run
+from nanotrain.train.launcher import end_with_launcher
 
 # Ranks reach the same error at different times: imports alone differ by a second on a busy machine. If a silent rank
 # exited first, torchrun would end local rank 0 before it prints.
@@ -43,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if argv is None else argv
     is_first_local = os.environ.get("LOCAL_RANK", "0") == "0"
+    end_with_launcher(os.environ)
     try:
         line = parse(arguments)
         text = reply(line)
@@ -72,16 +78,15 @@ def train(loaded: Loaded, world_size: int) -> None:
         world_size: ranks of the run.
     """
     from nanotrain.comm.device import memory_per_rank, pick_device
-    from nanotrain.comm.parallel_context import Launch, ParallelContext
-    from nanotrain.log import get_logger, start_logging
-    from nanotrain.train.inputs import open_inputs, require_corpus
-    from nanotrain.train.launch import run_training
+    from nanotrain.comm.parallel_context import Launch
+    from nanotrain.log import start_logging
+    from nanotrain.train.inputs import require_corpus
     from nanotrain.train.memory_plan import require_memory
-    from nanotrain.train.plan import check_names, plan_run
+    from nanotrain.train.plan import check_names
 
     launch, config = Launch.of(os.environ), loaded.config
-    rank = launch.rank
-    start_logging(is_first=rank == 0, level=logging.INFO if rank == 0 else logging.ERROR)  # all ranks log the same
+    is_first = launch.rank == 0
+    start_logging(is_first=is_first, level=logging.INFO if is_first else logging.ERROR)  # all ranks log the same
     check_names(config)  # before the quick start trains a tokenizer
     device = pick_device(config.train.device.value, launch.local_rank)
     available = memory_per_rank(device, launch.local_world_size)
@@ -92,8 +97,24 @@ def train(loaded: Loaded, world_size: int) -> None:
         with errors:
             require_memory(config, world_size, device=device.type, available=available)
     errors.raise_errors()
+    assert config.train.run_dir, "load sets a run folder for every run"
+    folder = RunFolder(Path(config.train.run_dir))
+    folder.require_writable()
+    with lock_run(folder.path) if is_first else nullcontext():
+        _train_in_folder(loaded, world_size, rank=launch.rank, device_type=device.type, available=available)
+
+
+def _train_in_folder(loaded: Loaded, world_size: int, *, rank: int, device_type: str, available: int | None) -> None:
+    """Open the inputs, plan and train; the job holds the lock of its run folder."""
+    from nanotrain.comm.parallel_context import ParallelContext
+    from nanotrain.log import get_logger, start_logging
+    from nanotrain.train.inputs import open_inputs
+    from nanotrain.train.launch import run_training
+    from nanotrain.train.memory_plan import require_memory
+    from nanotrain.train.plan import plan_run
+
     config, inputs = open_inputs(loaded)
-    memory = require_memory(config, world_size, device=device.type, available=available)
+    memory = require_memory(config, world_size, device=device_type, available=available)
     get_logger("nanotrain.train").info("%s", memory.table(available))
     plan = plan_run(config, world_size, rank=rank)
     timeout_s = config.parallel.distributed_timeout_minutes * 60

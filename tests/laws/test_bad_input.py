@@ -164,7 +164,7 @@ def test_a_run_folder_that_cannot_be_written_is_one_message(
     (tmp_path / "taken").write_text("")
     folder = tmp_path / "taken" / "run" if place == "below a file" else tmp_path / "taken"
     message = refused([*arguments(tmp_path / "run"), f"train.run_dir={folder}"], capfd)
-    assert re.search("the run folder .*taken.* cannot be written.*choose another folder with train.run_dir", message)
+    assert re.search("the run folder .*taken.* cannot be written.*choose another folder with --run-dir", message)
 
 
 @pytest.fixture(scope="module")

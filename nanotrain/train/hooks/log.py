@@ -3,15 +3,14 @@
 A terminal also shows a progress bar. Steps with a validation and the last step are always printed.
 """
 
-import json
 import math
 import sys
 from datetime import timedelta
-from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from nanotrain.runs.metrics_file import MetricsFile
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics import StepReport
 from nanotrain.train.run import Run
@@ -30,14 +29,13 @@ class LogHook(Hook):
             console=self._console,
             redirect_stderr=sys.stderr.isatty(),
         )
-        self._metrics: TextIO | None = None  # open on the first rank, while training
+        self._metrics: MetricsFile | None = None  # open on the first rank, while training
         self._since_line: list[StepReport] = []
 
     def before_training(self, run: Run) -> None:
         if not run.context.control.is_first:
             return
-        run.folder.drop_metrics_after(run.state.step)
-        self._metrics = open(run.folder.metrics, "a", encoding="utf-8")  # noqa: SIM115 closed by close
+        self._metrics = MetricsFile(run.folder.metrics, step=run.state.step)
         if self._console.is_terminal:
             self._progress.start()
             self._task = self._progress.add_task("", total=run.config.train.train_iters, completed=run.state.step)
@@ -45,8 +43,7 @@ class LogHook(Hook):
     def after_step(self, run: Run, report: StepReport) -> None:
         if self._metrics is None:
             return
-        self._metrics.write(json.dumps(report.to_json()) + "\n")
-        self._metrics.flush()
+        self._metrics.append(report.to_json())
         if self._console.is_terminal:
             self._progress.update(self._task, completed=report.step)
         self._since_line.append(report)

@@ -1,0 +1,151 @@
+"""Files that nanotrain writes: complete or absent, with the user's umask, never through a symbolic link.
+
+disk_fault        an OSError as an error that names the path, the free space and the needed space
+write_text        replace a file; a symbolic link is replaced, not followed
+open_append       open a file to append lines
+make_folder       a folder with a marker, which nanotrain may remove later; a folder of others is refused
+"""
+
+import errno
+import os
+import secrets
+import shutil
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from nanotrain.errors import EnvironmentFault
+
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+MARKER = ".made-by-nanotrain"
+
+
+class FolderVanished(EnvironmentFault):
+    """A folder that was removed, or whose disk went away, while it was in use."""
+
+
+def disk_fault(
+    error: OSError, path: Path, *, needed: int | None = None, fix: str = "choose another folder with --run-dir"
+) -> EnvironmentFault:
+    """The error of a failed write.
+
+    Args:
+        error: of the operating system.
+        path: the file or folder that was written.
+        needed: bytes of the failed write, if known.
+        fix: what to do besides freeing space.
+    """
+    path = Path(path)
+    if error.errno in (errno.ENOENT, errno.ESTALE, errno.ENOTDIR) and not path.parent.is_dir():
+        return FolderVanished(
+            f"{path.parent} does not exist any more",
+            why="it was removed or renamed, or its disk is gone, while it was in use",
+            fix="mount or restore it and start the run again",
+        )
+    if error.errno == errno.ELOOP:
+        return EnvironmentFault(
+            f"{path} is a symbolic link", why="files are not written through links", fix="remove the link"
+        )
+    why = reason(error, path, needed=needed)
+    return EnvironmentFault(f"{path} cannot be written", why=why, fix=f"free space, or {fix}")
+
+
+def reason(error: OSError, path: Path, *, needed: int | None = None) -> str:
+    """Why a write failed; for a full disk or a size limit with the needed and the free bytes."""
+    if error.errno not in _NO_SPACE:
+        return error.strerror or str(error)
+    limit = " (the limit `ulimit -f` of this shell, or of the file system)" if error.errno == errno.EFBIG else ""
+    demand = f"{needed:,} bytes needed, " if needed is not None else ""
+    return f"{error.strerror}{limit}: {demand}{free_space(path)}"
+
+
+def free_space(path: Path) -> str:
+    """The free space of the disk that holds a path, as text."""
+    folder = next((each for each in (path, *path.absolute().parents) if each.is_dir()), Path("/"))
+    try:
+        return f"{shutil.disk_usage(folder).free:,} bytes free in {folder}"
+    except OSError:
+        return f"free space of {folder} unknown"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file by `text` in UTF-8; the file has either its old or its new content.
+
+    Raises:
+        EnvironmentFault: it cannot be written; the old file is unchanged.
+    """
+    data = text.encode("utf-8", "backslashreplace")
+    write_bytes(path, data)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """`write_text` for bytes."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with os.fdopen(os.open(partial, _NEW_FILE, 0o666), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise disk_fault(error, path, needed=len(data)) from None
+
+
+def open_append(path: Path) -> BinaryIO:
+    """Open a file to append bytes, unbuffered, so that a failed write leaves nothing to be written at exit.
+
+    Raises:
+        EnvironmentFault: it cannot be opened, or is a symbolic link.
+    """
+    try:
+        return os.fdopen(os.open(path, _APPEND, 0o666), "ab", buffering=0)
+    except OSError as error:
+        raise disk_fault(error, path) from None
+
+
+def make_folder(path: Path, *, fix: str) -> None:
+    """Make a folder that nanotrain may remove later, or accept one that it made before.
+
+    Args:
+        path: the folder.
+        fix: what to do if the folder is another's.
+
+    Raises:
+        EnvironmentFault: the folder is not empty and was not made by nanotrain, or it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not is_own(path):
+            if path.is_symlink() or any(path.iterdir()):
+                raise EnvironmentFault(
+                    f"{path} is not a folder of nanotrain", why=f"it has content and no {MARKER} in it", fix=fix
+                )
+            os.close(os.open(path / MARKER, _NEW_FILE, 0o666))
+    except OSError as error:
+        raise disk_fault(error, path / MARKER, fix=fix) from None
+
+
+def is_own(path: Path) -> bool:
+    """Whether `make_folder` made a folder: a folder, not a link, with a marker file in it."""
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode) and stat.S_ISREG((path / MARKER).lstat().st_mode)
+    except OSError:
+        return False
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder that `make_folder` made, the marker last; any other is left as it is."""
+    if not is_own(path):
+        return
+    for child in path.iterdir():
+        if child.name == MARKER:
+            continue
+        if child.is_dir() and not child.is_symlink():
+            shutil.rmtree(child)
+        else:
+            child.unlink()
+    (path / MARKER).unlink()
+    path.rmdir()

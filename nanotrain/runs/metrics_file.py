@@ -1,0 +1,117 @@
+"""metrics.jsonl: one JSON object per step, appended; rows of steps that are repeated are set aside, never erased.
+
+metrics.jsonl               the rows of the run, in order of steps
+metrics-superseded.jsonl    rows of steps that a later start repeated, in the order in which they were set aside
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nanotrain.errors import EnvironmentFault
+from nanotrain.runs.files import FolderVanished, disk_fault, open_append, write_bytes
+
+
+class MetricsFile:
+    """Appends rows; notices a full disk, a removed folder, and another job that writes the file.
+
+    Args:
+        path: metrics.jsonl.
+        step: the step that the run starts from; later rows are set aside.
+
+    Raises:
+        EnvironmentFault: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, *, step: int) -> None:
+        self.path = path
+        set_aside_after(path, step)
+        self._file = open_append(path)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Append one row.
+
+        Raises:
+            EnvironmentFault: the disk is full, or the file was replaced by another process.
+            FolderVanished: the run folder was removed.
+        """
+        line = json.dumps(row).encode() + b"\n"
+        try:
+            self._require_same_file()
+            start = os.fstat(self._file.fileno()).st_size
+            try:
+                written = 0
+                while written < len(line):  # a disk that becomes full inside the row takes a part of it
+                    written += self._file.write(line[written:]) or 0
+            except OSError:
+                os.ftruncate(self._file.fileno(), start)
+                raise
+        except OSError as error:
+            raise disk_fault(error, self.path, needed=len(line)) from None
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._file.closed
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _require_same_file(self) -> None:
+        if not self.path.parent.is_dir():
+            raise FolderVanished(
+                f"the run folder {self.path.parent} does not exist any more",
+                why="it was removed or renamed, or its disk is gone, while the run trained",
+                fix="start the run again with a folder that stays; nothing more was written",
+            )
+        opened, present = os.fstat(self._file.fileno()), None
+        if self.path.exists():
+            present = os.stat(self.path)
+        if present is None or (present.st_dev, present.st_ino) != (opened.st_dev, opened.st_ino):
+            what = "removed" if present is None else "replaced"
+            raise EnvironmentFault(
+                f"{self.path} was {what} by another process",
+                why="two jobs in one run folder overwrite each other's files",
+                fix="end the other job, then start this one again; it resumes from its newest checkpoint",
+            )
+
+
+def set_aside_after(path: Path, step: int) -> None:
+    """Move the rows of steps after `step`, and rows that cannot be read, to metrics-superseded.jsonl.
+
+    Raises:
+        EnvironmentFault: a file cannot be written; metrics.jsonl is then unchanged.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise disk_fault(error, path) from None
+    kept: list[bytes] = []
+    superseded: list[bytes] = []
+    for line in content.splitlines(keepends=True):
+        is_kept = line.endswith(b"\n") and _step_of(line) <= step
+        (kept if is_kept else superseded).append(line.rstrip(b"\n") + b"\n")
+    if not superseded:
+        return
+    with open_append(path.with_name("metrics-superseded.jsonl")) as file:
+        try:
+            file.write(b"".join(superseded))
+            os.fsync(file.fileno())
+        except OSError as error:
+            raise disk_fault(error, Path(file.name), needed=len(content)) from None
+    write_bytes(path, b"".join(kept))
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a row; infinite for a row that cannot be read, as one truncated by a crash."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return math.inf
+    return float(step) if isinstance(step, int | float) else math.inf

@@ -1,0 +1,87 @@
+"""Files and folders of nanotrain: the user's umask, no links followed, nothing of others removed."""
+
+import errno
+import os
+
+import pytest
+
+from nanotrain.errors import EnvironmentFault
+from nanotrain.runs.files import (
+    MARKER,
+    FolderVanished,
+    disk_fault,
+    is_own,
+    make_folder,
+    open_append,
+    remove_folder,
+    write_text,
+)
+from tests.runs.test_metrics_file import file_size_limit
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])
+def test_files_have_the_mode_of_the_umask(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        write_text(tmp_path / "text", "a")
+        open_append(tmp_path / "log").close()
+    finally:
+        os.umask(before)
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("text", "log")] == [mode, mode]
+
+
+def test_a_link_is_replaced_by_a_new_file(tmp_path):
+    (tmp_path / "target").write_text("mine")
+    (tmp_path / "text").symlink_to(tmp_path / "target")
+    write_text(tmp_path / "text", "new")
+    assert (tmp_path / "target").read_text() == "mine" and (tmp_path / "text").read_text() == "new"
+    assert not (tmp_path / "text").is_symlink()
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    write_text(tmp_path / "text", "old")
+    with file_size_limit(10), pytest.raises(EnvironmentFault, match=r"text cannot be written.*100 bytes needed"):
+        write_text(tmp_path / "text", "x" * 100)
+    assert (tmp_path / "text").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (errno.ENOSPC, "No space left on device: 7 bytes needed, .* bytes free in .*free space, or choose"),
+        (errno.EDQUOT, "quota.*7 bytes needed"),
+        (errno.EROFS, "cannot be written: Read-only file system; free space, or choose another folder"),
+    ],
+)
+def test_disk_errors_have_the_numbers(tmp_path, number, says):
+    fault = disk_fault(OSError(number, os.strerror(number)), tmp_path / "file", needed=7)
+    with pytest.raises(EnvironmentFault, match=f"(?i){says}"):
+        raise fault
+
+
+def test_a_vanished_folder_has_a_type_of_its_own(tmp_path):
+    assert isinstance(disk_fault(OSError(errno.ENOENT, ""), tmp_path / "gone" / "file"), FolderVanished)
+
+
+def test_own_folders_are_removed_and_those_of_others_refused(tmp_path):
+    own, foreign = tmp_path / "own", tmp_path / "foreign"
+    make_folder(own, fix="")
+    make_folder(own, fix="")  # again
+    (own / "part").mkdir()
+    (own / "part" / "file").touch()
+    remove_folder(own)
+    assert not own.exists()
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("years of work")
+    with pytest.raises(EnvironmentFault, match=rf"foreign is not a folder of nanotrain.*{MARKER}.*; another --output"):
+        make_folder(foreign, fix="another --output")
+    remove_folder(foreign)
+    assert (foreign / "thesis.txt").exists() and not is_own(foreign)
+
+
+def test_a_link_to_an_own_folder_is_not_own(tmp_path):
+    make_folder(tmp_path / "own", fix="")
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    assert not is_own(tmp_path / "link")
+    with pytest.raises(EnvironmentFault, match="not a folder of nanotrain"):
+        make_folder(tmp_path / "link", fix="")

@@ -1,0 +1,81 @@
+"""One job per run folder: the second is refused with the owner's name, and a killed owner's lock is free."""
+
+import errno
+import fcntl
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from nanotrain.errors import EnvironmentFault
+from nanotrain.runs.lock import LOCK_NAME, lock_run
+
+HOLDER = """
+import sys, time, pathlib
+from nanotrain.runs.lock import lock_run
+with lock_run(pathlib.Path(sys.argv[1])):
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_job_is_refused_and_a_killed_owner_frees_the_folder(tmp_path):
+    owner = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout.readline() == "locked\n"
+        with pytest.raises(EnvironmentFault) as error, lock_run(tmp_path, wait_s=0.0):
+            pass
+        named = rf"is in use: process {owner.pid} on {re.escape(platform.node())}, started \d{{4}}-.* holds its lock"
+        assert re.search(named, str(error.value)) and "--run-dir" in error.value.fix
+    finally:
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+    with lock_run(tmp_path, wait_s=5.0):
+        assert json.loads((tmp_path / LOCK_NAME).read_text())["pid"] == os.getpid()
+
+
+def test_the_lock_is_released_at_the_end_and_after_an_error(tmp_path):
+    for _ in range(2):
+        with pytest.raises(ValueError), lock_run(tmp_path, wait_s=0.0):
+            raise ValueError
+
+
+def test_a_job_waits_for_an_owner_that_is_ending(tmp_path):
+    command = [sys.executable, "-c", HOLDER.replace("60", "0.5"), str(tmp_path)]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout.readline() == "locked\n"
+    start = time.monotonic()
+    with lock_run(tmp_path, wait_s=30.0):
+        assert time.monotonic() - start < 30.0
+    owner.wait()
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, logged):
+    def unsupported(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with lock_run(tmp_path):
+        pass
+    assert re.search("cannot be locked .No locks available.: a second job", logged[0])
+
+
+def test_an_unreadable_owner_is_another_process(tmp_path):
+    with lock_run(tmp_path):
+        (tmp_path / LOCK_NAME).write_bytes(b"\xff{")
+        with pytest.raises(EnvironmentFault, match="another process holds its lock"), lock_run(tmp_path, wait_s=0.0):
+            pass
+
+
+def test_a_lock_file_that_is_a_link_is_not_followed(tmp_path):
+    (tmp_path / "target").touch()
+    (tmp_path / LOCK_NAME).symlink_to(tmp_path / "target")
+    with pytest.raises(EnvironmentFault, match="is a symbolic link"), lock_run(tmp_path):
+        pass
+    assert not (tmp_path / "target").read_text()
