@@ -8,13 +8,13 @@
 A rank runs `num_ranks` microbatches through one of its stages, then through the next: by then the first of them has
 passed the other ranks. The bubble shrinks by the number of stages per rank, and hidden states are sent that many times.
 
-Megatron-LM supports multiples of `num_ranks` microbatches only. Other counts are planned as the next multiple, then the
-actions of the extra microbatches are left out: microbatches are independent, so the order stays valid and no rank keeps
-more activations.
+Megatron-LM supports multiples of `num_ranks` microbatches only. Other counts have as many rounds as fit, of sizes that
+differ by at most one (`split_rounds`), as torch's ScheduleInterleaved1F1B has where all rounds are equal. The longer
+rounds keep more microbatches in flight.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from itertools import pairwise
 
 from nanotrain.errors import ScheduleError
 from nanotrain.parallel.pp.actions import Action, PipelineShape, Schedule, forward, full_backward
@@ -49,26 +49,41 @@ def num_warmup(shape: PipelineShape, rank: int) -> int:
     >>> [num_warmup(PipelineShape(4, 2, 8), rank) for rank in range(4)]
     [10, 8, 6, 4]
     """
-    return 2 * (shape.num_ranks - rank - 1) + (shape.num_stages_per_rank - 1) * shape.num_ranks
+    return 2 * (shape.num_ranks - rank - 1) + (shape.num_stages_per_rank - 1) * len(split_rounds(shape)[0])
+
+
+def split_rounds(shape: PipelineShape) -> list[range]:
+    """The microbatches of each round: as many rounds as have `num_ranks` microbatches, the first ones one longer.
+
+    A last round of the remaining microbatches would leave the ranks idle: with 9 microbatches on 8 ranks with 4 stages
+    a step takes 172 instead of 129 forwards (simulated).
+
+    >>> split_rounds(PipelineShape(4, 2, 11))
+    [range(0, 6), range(6, 11)]
+    """
+    num_rounds = max(1, shape.num_microbatches // shape.num_ranks)
+    size, num_longer = divmod(shape.num_microbatches, num_rounds)
+    starts = [i * size + min(i, num_longer) for i in range(num_rounds + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 def forwards_of(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
-    """The forwards of a rank: rounds of `num_ranks` microbatches through each of its stages.
+    """The forwards of a rank: rounds of microbatches through each of its stages.
 
-    >>> [str(action) for action in forwards_of(PipelineShape(2, 2, 3), 0)]
-    ['F0.0', 'F0.1', 'F2.0', 'F2.1', 'F0.2', 'F2.2']
+    >>> [str(action) for action in forwards_of(PipelineShape(2, 2, 4), 0)]
+    ['F0.0', 'F0.1', 'F2.0', 'F2.1', 'F0.2', 'F0.3', 'F2.2', 'F2.3']
     """
-    return tuple(forward(stage, m) for part in _rounds(shape) for stage in shape.stages_of(rank) for m in part)
+    return tuple(forward(stage, m) for part in split_rounds(shape) for stage in shape.stages_of(rank) for m in part)
 
 
 def backwards_of(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
     """The backwards of a rank: the same rounds, its last stage first.
 
-    >>> [str(action) for action in backwards_of(PipelineShape(2, 2, 3), 0)]
-    ['B2.0', 'B2.1', 'B0.0', 'B0.1', 'B2.2', 'B0.2']
+    >>> [str(action) for action in backwards_of(PipelineShape(2, 2, 4), 0)]
+    ['B2.0', 'B2.1', 'B0.0', 'B0.1', 'B2.2', 'B2.3', 'B0.2', 'B0.3']
     """
     stages = shape.stages_of(rank)[::-1]
-    return tuple(full_backward(stage, m) for part in _rounds(shape) for stage in stages for m in part)
+    return tuple(full_backward(stage, m) for part in split_rounds(shape) for stage in stages for m in part)
 
 
 def alternate(forwards: Sequence[Action], backwards: Sequence[Action], *, warmup: int) -> tuple[Action, ...]:
@@ -79,13 +94,5 @@ def alternate(forwards: Sequence[Action], backwards: Sequence[Action], *, warmup
     return (*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :])
 
 
-def _rounds(shape: PipelineShape) -> list[range]:
-    """The microbatches of each round: `num_ranks` of them, in the last round the remaining ones."""
-    count = shape.num_microbatches
-    return [range(m, min(m + shape.num_ranks, count)) for m in range(0, count, shape.num_ranks)]
-
-
 def _actions_of(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
-    full = replace(shape, num_microbatches=-(-shape.num_microbatches // shape.num_ranks) * shape.num_ranks)
-    actions = alternate(forwards_of(full, rank), backwards_of(full, rank), warmup=num_warmup(full, rank))
-    return tuple(action for action in actions if action.microbatch < shape.num_microbatches)
+    return alternate(forwards_of(shape, rank), backwards_of(shape, rank), warmup=num_warmup(shape, rank))
