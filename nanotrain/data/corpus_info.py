@@ -4,11 +4,11 @@ The tokenizer named there is "bytes" or a folder beside the pair.
 """
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nanotrain.errors import DataError
+from nanotrain.runs.files import write_text
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,7 @@ def read_info(prefix: Path) -> CorpusInfo:
 def write_info(prefix: Path, info: CorpusInfo) -> None:
     """Write the info of a corpus, atomically."""
     path = _info_path(prefix)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(asdict(info), indent=2) + "\n")
-    os.replace(partial, path)
+    write_text(path, json.dumps(asdict(info), indent=2) + "\n")
 
 
 def recorded_tokenizer(prefix: Path | str) -> str | None:

@@ -17,6 +17,7 @@ import tokenizers
 
 from nanotrain.data import hf
 from nanotrain.errors import DataError
+from nanotrain.runs.files import write_text
 
 # Usual names of the end-of-document token, for a bare tokenizer.json, which does not name it.
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "[EOS]", "[SEP]")
@@ -96,9 +97,9 @@ class FastTokenizer:
     def save(self, folder: Path) -> str:
         """Write tokenizer.json and the tokenizer_config.json that transformers' AutoTokenizer needs."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.backend.save(str(folder / "tokenizer.json"))
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eod_text}
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        write_text(folder / "tokenizer.json", self.backend.to_str(pretty=True))
+        write_text(folder / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
         return folder.name
 
 
@@ -147,5 +148,19 @@ def _load_fast(file: Path) -> FastTokenizer:
             f"{file} is no tokenizer", why=str(error), fix="give a tokenizer.json that `tokenizers` saved"
         ) from None
     settings = file.with_name("tokenizer_config.json")
-    eos = json.loads(settings.read_text()).get("eos_token") if settings.is_file() else None
-    return FastTokenizer(backend, eod_text=eos["content"] if isinstance(eos, dict) else eos)
+    return FastTokenizer(backend, eod_text=_eos_of(settings) if settings.is_file() else None)
+
+
+def _eos_of(settings: Path) -> str | None:
+    """The text of the end-of-document token that a tokenizer_config.json names."""
+    try:
+        eos = json.loads(settings.read_bytes())["eos_token"]
+        eos = eos["content"] if isinstance(eos, dict) else eos
+    except KeyError:
+        return None
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise DataError(f"{settings} cannot be read", why=str(error), fix="correct or remove it") from None
+    if not isinstance(eos, str | None):
+        why = f"eos_token is {eos!r}, not a text"
+        raise DataError(f"{settings} names no end-of-document token", why=why, fix="correct or remove it")
+    return eos

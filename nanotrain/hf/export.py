@@ -7,20 +7,23 @@ finish      index, tokenizer files, config.json; config.json last, so a folder w
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from nanotrain.config.config import ModelConfig
-from nanotrain.errors import HuggingFaceError
+from nanotrain.errors import EnvironmentFault, HuggingFaceError
 from nanotrain.hf.families import FAMILIES, config_to_hf, family_of
 from nanotrain.hf.naming import map_parameters
 from nanotrain.hf.tensor_mapping import TensorMapping
 from nanotrain.precision.dtypes import TORCH_DTYPES, torch_name
+from nanotrain.runs.files import disk_errors, free_space, write_text
 from nanotrain.topology.boxes import Box
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -48,7 +51,7 @@ def export_weights(
     """Write a model as a Hugging Face folder.
 
     Args:
-        folder: created if absent; must not contain weights.
+        folder: created if absent; must be empty.
         model_config: of the model, its vocabulary size set.
         tensors: (parameter name, full tensor with padding) in any order, each parameter once. A lazy stream is read
             one by one, so at most about one file is in memory.
@@ -60,32 +63,49 @@ def export_weights(
         The family written.
 
     Raises:
-        HuggingFaceError: no family can represent the model; the folder cannot be written or contains weights.
+        HuggingFaceError: no family can represent the model; the folder is not empty.
+        EnvironmentFault: the folder cannot be written; nothing is left in it.
     """
     family = family_of(model_config, name=family)
     _prepare(folder)
     mappings = map_parameters(model_config, FAMILIES[family].naming)
-    shards = _ShardWriter(folder)
-    for name, tensor in _assemble(tensors, mappings, dtype=TORCH_DTYPES[dtype]):
-        shards.add(name, tensor)
-    shards.finish()
-    config = config_to_hf(model_config, family=family, dtype=torch_name(dtype))
-    if tokenizer is not None:
-        config |= _copy_tokenizer(tokenizer, folder)
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    with _emptied_after_an_error(folder):
+        shards = _ShardWriter(folder)
+        for name, tensor in _assemble(tensors, mappings, dtype=TORCH_DTYPES[dtype]):
+            shards.add(name, tensor)
+        shards.finish()
+        config = config_to_hf(model_config, family=family, dtype=torch_name(dtype))
+        if tokenizer is not None:
+            config |= _copy_tokenizer(tokenizer, folder)
+        write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
     return family
+
+
+@contextmanager
+def _emptied_after_an_error(folder: Path) -> Iterator[None]:
+    """Remove the files of a folder that was empty before the block if the block fails."""
+    try:
+        with disk_errors(folder / "config.json", fix="choose another folder"):
+            yield
+    except BaseException as error:
+        for file in folder.iterdir():
+            file.unlink()
+        if isinstance(error, SafetensorError) and "os error" in str(error):
+            what, why = f"the weights cannot be written to {folder}", f"{error}; {free_space(folder)}"
+            raise EnvironmentFault(what, why=why, fix="free space, or choose another folder") from None
+        raise
 
 
 def _prepare(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        present = sorted(path.name for path in folder.iterdir() if path.name.startswith(("model", "pytorch_model")))
+        present = sorted(path.name for path in folder.iterdir())
     except OSError as error:
         fix = "choose a writable folder"
         raise HuggingFaceError(f"cannot write to {folder}", why=error.strerror or str(error), fix=fix) from None
     if present:
-        why = f"{present[0]} would be mixed with the new weights"
-        raise HuggingFaceError(f"{folder} already contains weights", why=why, fix="choose a new folder")
+        why = f"it contains {present[0]}, which would be mixed with the new files or replaced"
+        raise HuggingFaceError(f"{folder} is not empty", why=why, fix="choose a new folder")
 
 
 def _assemble(

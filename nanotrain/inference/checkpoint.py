@@ -104,7 +104,7 @@ def export_checkpoint(
 
     Args:
         path: a step folder, or a run folder for its newest.
-        folder: the Hugging Face folder; must not contain weights.
+        folder: the Hugging Face folder; must be empty.
         dtype: dtype of the exported weights: fp32, bf16 or fp16.
         family: a `model_type` of Hugging Face; None for the first that can represent the model.
         tokenizer: a tokenizer.json or a folder to copy beside the weights; None for the run's, if it is local.

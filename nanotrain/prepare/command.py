@@ -12,7 +12,6 @@ import argparse
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -23,15 +22,16 @@ import numpy as np
 from nanotrain.data.corpus_info import CorpusInfo, read_info, tokenizer_path, write_info
 from nanotrain.data.token_format import bin_path, check_dtype, idx_path, smallest_dtype
 from nanotrain.data.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
-from nanotrain.errors import DataError, EnvironmentFault
+from nanotrain.errors import DataError
 from nanotrain.prepare.bpe import train_bpe
 from nanotrain.prepare.chunks import InputChunk, plan_chunks, streamed_dataset
 from nanotrain.prepare.hub import load_rows
 from nanotrain.prepare.options import PrepareOptions, add_arguments
-from nanotrain.prepare.parts import PartJob, is_complete, open_parts, part_prefix, write_parts
+from nanotrain.prepare.parts import CURE, PartJob, is_complete, open_parts, part_prefix, write_parts
 from nanotrain.prepare.progress import PrepareProgress
 from nanotrain.prepare.readers import DocumentReader, pick_text
 from nanotrain.prepare.token_writer import TokenWriter
+from nanotrain.runs.files import disk_errors, is_own, make_folder, remove_folder
 
 __all__ = ["add_arguments", "prepare_corpus", "run"]
 
@@ -57,21 +57,19 @@ def prepare_corpus(options: PrepareOptions) -> None:
         chunks = plan_chunks(options.input, subset=options.subset, split=options.split_name)
     tokenizer = load_tokenizer(options.tokenizer) if options.bpe_vocab_size is None else None
     plan = _plan(options, chunks, tokenizer=tokenizer)
+    _require_own_files(prefix)
     if _is_prepared(options, plan):
         print(f"{prefix} is already prepared: {_summary(read_info(prefix))}")
         return
-    try:
-        open_parts(options.parts, plan)
-    except OSError as error:
-        raise EnvironmentFault(
-            f"{options.parts} cannot be written", why=error.strerror or "", fix="choose another --output"
-        ) from None
+    open_parts(options.parts, plan)
     tokenizer = tokenizer or _trained_tokenizer(options, chunks)
     job = _plan_job(options, tokenizer)
     planned = chunks or ()
     workers = min(options.workers, len(planned) or options.workers)
     num_parts = _write_missing(job, planned if planned else _stream(options), planned=planned, workers=workers)
-    info = _merge(prefix, job, num_parts=num_parts, tokenizer=tokenizer, plan=_hash(plan))
+    needed = sum(file.stat().st_size for file in options.parts.iterdir() if file.suffix in (".bin", ".idx"))
+    with disk_errors(bin_path(prefix), needed=needed, fix=CURE):
+        info = _merge(prefix, job, num_parts=num_parts, tokenizer=tokenizer, plan=_hash(plan))
     print(f"{bin_path(prefix)}: {_summary(info)}")
 
 
@@ -94,12 +92,32 @@ def _plan(
     }
 
 
+def _require_own_files(prefix: Path) -> None:
+    """Check that what is to be replaced was written by nanotrain.
+
+    Raises:
+        DataError: a file or folder of others has one of the names.
+    """
+    if read_info(prefix).plan:
+        return
+    tokenizer = tokenizer_path(prefix)
+    foreign = [path for path in (bin_path(prefix), idx_path(prefix)) if path.exists() or path.is_symlink()]
+    if tokenizer.exists() and not is_own(tokenizer):
+        foreign.append(tokenizer)
+    if foreign:
+        raise DataError(
+            f"{foreign[0]} exists and was not prepared by nanotrain",
+            why=f"there is no {prefix.name}.nanotrain.json beside it",
+            fix="choose another --output, or remove it",
+        )
+
+
 def _is_prepared(options: PrepareOptions, plan: dict[str, Any]) -> bool:
     index = idx_path(options.output)
     if not index.exists():
         return False
     if read_info(options.output).plan == _hash(plan):
-        shutil.rmtree(options.parts, ignore_errors=True)
+        remove_folder(options.parts)
         return True
     if not options.overwrite:
         raise DataError(
@@ -187,10 +205,12 @@ def _merge(prefix: Path, job: PartJob, *, num_parts: int, tokenizer: Tokenizer, 
             writer.append_pair(part_prefix(job.folder, number))
         if not writer.num_tokens:
             raise DataError(f"nothing was written to {prefix}", why="the input holds no text", fix="check --input")
+        if job.tokenizer != "bytes":
+            make_folder(tokenizer_path(prefix), fix=CURE)
         saved = tokenizer.save(tokenizer_path(prefix))
         info = CorpusInfo(saved, tokenizer.vocab_size, tokenizer.eod, writer.num_documents, writer.num_tokens, plan)
         write_info(prefix, info)
-    shutil.rmtree(job.folder)
+    remove_folder(job.folder)
     return info
 
 

@@ -34,6 +34,10 @@ class PrepareOptions:
     def __post_init__(self) -> None:
         if self.tokenizer.startswith(_BPE) and not self.tokenizer.removeprefix(_BPE).isdecimal():
             raise DataError(f"--tokenizer {self.tokenizer} has no size", fix="write for example bpe:8192")
+        if not self.output.name:
+            raise DataError(
+                "--output names no file", why="it is the prefix of PREFIX.bin", fix="write for example corpus"
+            )
         if self.workers < 1:
             raise DataError(f"--workers {self.workers} is not positive", fix="give at least 1")
         if self.max_documents is not None and not self.streaming:

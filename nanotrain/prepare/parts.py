@@ -9,8 +9,6 @@ A restarted run skips complete parts, so a killed run loses at most the parts in
 
 import json
 import multiprocessing
-import os
-import shutil
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,7 +28,9 @@ from nanotrain.errors import EnvironmentFault, NanotrainError
 from nanotrain.prepare.chunks import InputChunk
 from nanotrain.prepare.readers import DocumentReader
 from nanotrain.prepare.token_writer import TokenWriter
+from nanotrain.runs.files import disk_fault, make_folder, remove_folder, write_text
 
+CURE = "choose another --output"  # of errors of the disk
 _DOCUMENTS_PER_WRITE = 64
 
 
@@ -66,15 +66,17 @@ def is_complete(folder: Path, number: int) -> bool:
 
 
 def open_parts(folder: Path, plan: dict[str, Any]) -> None:
-    """Create the folder of part files, and delete parts of another plan."""
+    """Create the folder of part files, and delete parts of another plan.
+
+    Raises:
+        EnvironmentFault: the folder cannot be written, or has content that is not of `nanotrain prepare`.
+    """
     text = json.dumps(plan, indent=2, sort_keys=True) + "\n"
     file = folder / "plan.json"
-    if folder.exists() and not (file.is_file() and file.read_text() == text):
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    partial.write_text(text)
-    os.replace(partial, file)
+    if not (file.is_file() and file.read_text(errors="replace") == text):
+        remove_folder(folder)
+    make_folder(folder, fix=CURE)
+    write_text(file, text)
 
 
 def write_parts(job: PartJob, chunks: Iterable[tuple[int, InputChunk]], *, workers: int) -> Iterator[PartDone]:
@@ -171,7 +173,4 @@ def _work(job: PartJob, connection: Connection) -> None:
     except (EOFError, ConnectionError):
         return  # the parent has closed its end
     except OSError as error:
-        why = error.strerror or ""
-        connection.send(
-            EnvironmentFault(f"{job.folder} cannot be written", why=why, fix="free space, or change --output")
-        )
+        connection.send(disk_fault(error, Path(error.filename or job.folder), fix=CURE))

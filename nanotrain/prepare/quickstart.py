@@ -10,20 +10,21 @@ complete, so an outdated corpus is never used, and of two processes that build a
 import hashlib
 import os
 import platform
-import shutil
+import secrets
 import sysconfig
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from nanotrain.data.corpus_info import CorpusInfo, read_info, tokenizer_path, write_info
 from nanotrain.data.token_format import idx_path, smallest_dtype
-from nanotrain.errors import DataError, EnvironmentFault
+from nanotrain.errors import DataError
 from nanotrain.prepare.bpe import train_bpe
 from nanotrain.prepare.token_writer import TokenWriter
+from nanotrain.runs.files import disk_errors, make_folder, remove_folder
 
 _VERSION = 1  # increase it when the same Python and vocabulary would give other files
+_CURE = "choose another --run-dir"
 _ENCODE_BATCH = 64
 _EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -48,18 +49,14 @@ def prepare_quickstart(
     """
     prefix = folder / f"python-{platform.python_version()}-bpe-{vocab_size}-v{_VERSION}" / "corpus"
     if not idx_path(prefix).is_file():
+        building = folder / f".building-{secrets.token_hex(4)}"
+        make_folder(building, fix=_CURE)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder))
-        except OSError as error:
-            raise EnvironmentFault(
-                f"{folder} cannot be written", why=error.strerror or "", fix="choose another train.run_dir"
-            ) from None
-        try:
-            _build(building / "corpus", vocab_size, progress=progress)
-            _rename(building, prefix.parent)
+            with disk_errors(building / "corpus", fix=_CURE):
+                _build(building / "corpus", vocab_size, progress=progress)
+                _rename(building, prefix.parent)
         finally:
-            shutil.rmtree(building, ignore_errors=True)
+            remove_folder(building)
     return QuickStart(prefix, tokenizer_path(prefix) / "tokenizer.json", read_info(prefix).vocab_size)
 
 
@@ -113,7 +110,6 @@ def _build(prefix: Path, vocab_size: int, *, progress: Callable[[str], None]) ->
 
 
 def _rename(building: Path, folder: Path) -> None:
-    os.chmod(building, 0o755)  # mkdtemp makes it readable by its owner only
     try:
         building.rename(folder)
     except OSError:

@@ -6,6 +6,7 @@ Both files are written under temporary names and renamed when they are complete 
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,7 +24,7 @@ class TokenWriter:
         self.prefix = Path(prefix)
         self.dtype = np.dtype(dtype)
         self._lengths: list[np.ndarray] = []
-        self._file: BinaryIO = _partial(bin_path(self.prefix)).open("wb")
+        self._file = _create(_partial(bin_path(self.prefix)))
 
     def add_document(self, ids: Iterable[int] | np.ndarray) -> None:
         """Append one document, end-of-document token included."""
@@ -60,18 +61,21 @@ class TokenWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is not None:
-            self._file.close()
-            _partial(bin_path(self.prefix)).unlink()
-            return
-        _sync(self._file)
-        self._file.close()
-        index = _partial(idx_path(self.prefix))
-        with index.open("wb") as file:
-            self._write_index(file)
-            _sync(file)
-        os.replace(_partial(bin_path(self.prefix)), bin_path(self.prefix))
-        os.replace(index, idx_path(self.prefix))
+        tokens, index = _partial(bin_path(self.prefix)), _partial(idx_path(self.prefix))
+        try:
+            if kind is not None:
+                return
+            _sync(self._file)
+            with _create(index) as file:
+                self._write_index(file)
+                _sync(file)
+            os.replace(tokens, bin_path(self.prefix))
+            os.replace(index, idx_path(self.prefix))
+        finally:  # on a full disk even closing fails, as it writes what is buffered
+            with suppress(OSError):
+                self._file.close()
+            for partial in (tokens, index):
+                partial.unlink(missing_ok=True)
 
     def _write_index(self, file: BinaryIO) -> None:
         lengths = np.concatenate([np.empty(0, dtype="<i4"), *self._lengths])
@@ -84,6 +88,12 @@ class TokenWriter:
 
 def _partial(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
+
+
+def _create(path: Path) -> BinaryIO:
+    """A new file, in place of one left by a killed writer; a symbolic link is replaced, not followed."""
+    path.unlink(missing_ok=True)
+    return path.open("xb")
 
 
 def _sync(file: BinaryIO) -> None:

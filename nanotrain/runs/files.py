@@ -3,7 +3,9 @@
 disk_fault        an OSError as an error that names the path, the free space and the needed space
 write_text        replace a file; a symbolic link is replaced, not followed
 open_append       open a file to append lines
+disk_errors       a block whose OSErrors become such errors
 make_folder       a folder with a marker, which nanotrain may remove later; a folder of others is refused
+remove_folder     and its removal
 """
 
 import errno
@@ -11,6 +13,8 @@ import os
 import secrets
 import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,7 +42,7 @@ def disk_fault(
         fix: what to do besides freeing space.
     """
     path = Path(path)
-    if error.errno in (errno.ENOENT, errno.ESTALE, errno.ENOTDIR) and not path.parent.is_dir():
+    if error.errno in (errno.ENOENT, errno.ESTALE) and not path.parent.is_dir():
         return FolderVanished(
             f"{path.parent} does not exist any more",
             why="it was removed or renamed, or its disk is gone, while it was in use",
@@ -50,6 +54,15 @@ def disk_fault(
         )
     why = reason(error, path, needed=needed)
     return EnvironmentFault(f"{path} cannot be written", why=why, fix=f"free space, or {fix}")
+
+
+@contextmanager
+def disk_errors(path: Path, *, needed: int | None = None, fix: str) -> Iterator[None]:
+    """Raise OSErrors of the block as `disk_fault` does."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_fault(error, path, needed=needed, fix=fix) from None
 
 
 def reason(error: OSError, path: Path, *, needed: int | None = None) -> str:

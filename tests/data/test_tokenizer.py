@@ -110,3 +110,13 @@ def test_an_unknown_name_without_a_network_is_refused_with_a_cure(monkeypatch: p
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"tokenizer no/such cannot be loaded.*bytes"):
         load_tokenizer("no/such")
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff", b"[1]", b"{", b'{"eos_token": 3}', b'{"eos_token": {"content": [1]}}', b"[" * 100_000]
+)
+def test_odd_settings_are_one_error(tmp_path: Path, content: bytes) -> None:
+    train_bpe(["some text"], 270).save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(DataError, match="tokenizer_config.json.*correct or remove it"):
+        load_tokenizer(str(tmp_path))

@@ -8,12 +8,13 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from nanotrain.errors import HuggingFaceError
+from nanotrain.errors import EnvironmentFault, HuggingFaceError
 from nanotrain.hf import export
 from nanotrain.hf.export import export_weights
 from nanotrain.model.transformer import Stage
 from tests.hf.reference import load
 from tests.model.building import LLAMA, MODELS, build, random_batch, randomize
+from tests.runs.test_metrics_file import file_size_limit
 
 
 def tensors_of(stage: Stage) -> list[tuple[str, torch.Tensor]]:
@@ -96,7 +97,7 @@ def test_a_single_tokenizer_file_is_copied_under_its_usual_name(tmp_path: Path) 
 def test_bad_targets_are_refused(tmp_path: Path) -> None:
     tensors = tensors_of(build(LLAMA))
     export_weights(tmp_path / "out", LLAMA, tensors=tensors)
-    with pytest.raises(HuggingFaceError, match="already contains weights"):
+    with pytest.raises(HuggingFaceError, match="out is not empty: it contains config.json"):
         export_weights(tmp_path / "out", LLAMA, tensors=tensors)
     (tmp_path / "file").touch()
     with pytest.raises(HuggingFaceError, match="cannot write"):
@@ -111,3 +112,21 @@ def test_an_incomplete_stream_writes_no_config(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"final_norm\.weight"):
         export_weights(tmp_path, LLAMA, tensors=[t for t in tensors_of(build(LLAMA)) if t[0] != "final_norm.weight"])
     assert not (tmp_path / "config.json").exists()
+
+
+def test_a_folder_with_content_of_others_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("mine")
+    with pytest.raises(HuggingFaceError, match="out is not empty: it contains config.json.*choose a new folder"):
+        export_weights(tmp_path / "out", LLAMA, tensors=tensors_of(build(LLAMA)))
+    assert (tmp_path / "out" / "config.json").read_text() == "mine"
+
+
+@pytest.mark.parametrize("limit", [1000, 500_000])
+def test_a_full_disk_is_one_error_and_leaves_an_empty_folder(tmp_path: Path, limit: int) -> None:
+    # The second limit holds the weights of the model but not the tokenizer.
+    (tmp_path / "tokenizer.json").write_bytes(b"x" * 1_000_000)
+    options = {"tokenizer": tmp_path / "tokenizer.json"} if limit > 1000 else {}
+    with file_size_limit(limit), pytest.raises(EnvironmentFault, match="out.* bytes free"):
+        export_weights(tmp_path / "out", LLAMA, tensors=tensors_of(build(LLAMA)), **options)
+    assert not list((tmp_path / "out").iterdir())

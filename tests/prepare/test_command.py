@@ -15,9 +15,10 @@ import pytest
 from nanotrain.data.corpus_info import read_info, recorded_tokenizer
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.tokenizer import ByteTokenizer, load_tokenizer
-from nanotrain.errors import DataError
+from nanotrain.errors import DataError, EnvironmentFault
 from nanotrain.prepare import command as prepare
 from nanotrain.prepare import parts
+from tests.runs.test_metrics_file import file_size_limit
 
 TEXTS = [f"document {i} {'word ' * (i % 50)}" for i in range(400)]
 DRIVER = """
@@ -161,3 +162,34 @@ def test_an_input_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(DataError, match="holds no text"):
         _prepare(tmp_path / "in.jsonl", tmp_path / "out", "--workers", "1")
+
+
+def test_files_and_folders_of_others_are_neither_removed_nor_replaced(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.parts").mkdir()
+    (tmp_path / "out.parts" / "thesis.txt").write_text("years of work")
+    with pytest.raises(EnvironmentFault, match="out.parts is not a folder of nanotrain.*choose another --output"):
+        _prepare(corpus, tmp_path / "out", "--workers", "1")
+    assert (tmp_path / "out.parts" / "thesis.txt").read_text() == "years of work"
+    for name in ("other.bin", "other.idx", "other.tokenizer"):
+        (tmp_path / name).write_text("mine")
+        with pytest.raises(DataError, match=f"{name} exists and was not prepared by nanotrain"):
+            _prepare(corpus, tmp_path / "other", "--workers", "1", "--overwrite")
+        assert (tmp_path / name).read_text() == "mine"
+        (tmp_path / name).unlink()
+
+
+def test_a_full_disk_while_merging_is_one_error_and_the_parts_stay(corpus: Path, tmp_path: Path) -> None:
+    _prepare(corpus, tmp_path / "fits", "--workers", "1")
+    with file_size_limit(20_000), pytest.raises(EnvironmentFault) as error:
+        _prepare(corpus, tmp_path / "out", "--workers", "1")
+    assert "out.bin cannot be written: File too large" in str(error.value) and "bytes free in" in str(error.value)
+    assert int(error.value.why.split(" bytes needed")[0].split()[-1].replace(",", "")) > 20_000
+    assert {path.name for path in tmp_path.glob("out*")} == {"out.parts"}
+    _prepare(corpus, tmp_path / "out", "--workers", "1")  # there is space again
+    assert _bytes(tmp_path / "out") == _bytes(tmp_path / "fits")
+
+
+def test_an_output_without_a_name_is_an_error(corpus: Path) -> None:
+    for name in ("", ".", "/"):
+        with pytest.raises(DataError, match="--output names no file"):
+            _prepare(corpus, Path(name))
