@@ -196,7 +196,13 @@ def generate(argv: Sequence[str]) -> int:
 def config(argv: Sequence[str]) -> int:
     """Print the resolved configuration; with --explain, the origin of each value."""
     line = parse(argv)
-    print(reply(line) or to_yaml(load_line(line, to_train=False).config).rstrip())
+    text = reply(line)
+    if text is None:
+        loaded = load_line(line, to_train=False)
+        text = to_yaml(loaded.config).rstrip()
+        for note in loaded.notes:
+            print(f"note: {note}", file=sys.stderr)
+    print(text)
     return 0
 
 

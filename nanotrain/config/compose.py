@@ -172,9 +172,14 @@ def keys_of(values_of_file: dict[str, Any], file: str) -> list[str]:
     return keys
 
 
-def merge_settings(values: dict[str, dict[str, Any]], settings: list[Setting]) -> dict[str, dict[str, Any]]:
-    """Merge settings of the command line into the values of the files, in order, and resolve interpolations."""
-    merged = OmegaConf.merge(to_dict(Config()), values)
+def merge_settings(
+    values: dict[str, dict[str, Any]], settings: list[Setting], *, defaults: Mapping[str, Any] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Merge settings of the command line into the values of the files, in order, and resolve interpolations.
+
+    `defaults`, by key, are used in place of the fields' own.
+    """
+    merged = OmegaConf.merge(to_dict(Config()), nest(defaults or {}), values)
     try:
         for setting in settings:
             OmegaConf.update(merged, setting.key, parse_value(setting), merge=False)

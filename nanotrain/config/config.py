@@ -51,6 +51,7 @@ class RouterScore(str, Enum):
 
 class LoadBalancing(str, Enum):
     seq_aux_loss = "seq_aux_loss"
+    aux_loss = "aux_loss"
     none = "none"
 
 
@@ -100,7 +101,7 @@ class MoEConfig:
     router_topk_scaling_factor: float = option(1.0, "factor on the weights of the selected experts", check=above(0))
     router_num_groups: int | None = option(None, "group-limited routing: number of expert groups; unset: no groups", check=at_least(1))
     router_group_topk: int | None = option(None, "group-limited routing: groups selected per token", check=at_least(1))
-    router_load_balancing_type: LoadBalancing = option(LoadBalancing.seq_aux_loss, "load balancing: seq_aux_loss (auxiliary loss per sequence) or none")
+    router_load_balancing_type: LoadBalancing = option(LoadBalancing.seq_aux_loss, "load balancing: seq_aux_loss (auxiliary loss per sequence), aux_loss (per microbatch) or none")
     aux_loss_coeff: float = option(0.0, "coefficient of the load-balancing loss", check=at_least(0))
     z_loss_coeff: float = option(0.0, "coefficient of the router z-loss", check=at_least(0))
     router_enable_expert_bias: bool = option(False, "auxiliary-loss-free balancing: add a bias per expert to the scores for the top-k selection")
@@ -188,6 +189,9 @@ class OptimConfig:
     lr_decay_style: LRDecayStyle = option(LRDecayStyle.cosine, "learning-rate decay: constant, linear, cosine, inverse-square-root or WSD")
     lr_decay_iters: int | None = option(None, "steps of the schedule, at the end of which lr is min_lr; unset: train_iters", check=at_least(1))
     lr_warmup_iters: int = option(0, "steps of linear warmup", check=at_least(0))
+    lr_decay_samples: int | None = option(None, "the length of the schedule in samples, instead of lr_decay_iters", check=at_least(1))
+    lr_warmup_samples: int | None = option(None, "samples of linear warmup, instead of lr_warmup_iters", check=at_least(0))
+    lr_warmup_fraction: float | None = option(None, "linear warmup as a fraction of the schedule, instead of lr_warmup_iters", check=between(0, 1))
     lr_warmup_init: float = option(0.0, "learning rate at the start of the warmup", check=at_least(0))
     lr_wsd_decay_iters: int | None = option(None, "WSD: length of the final decay", unit="steps", check=at_least(1))
     lr_wsd_decay_style: WSDDecayStyle = option(WSDDecayStyle.exponential, "WSD: shape of the final decay: linear, cosine, exponential or minus_sqrt")
@@ -206,6 +210,8 @@ class DataConfig:
     split: str = option("969,30,1", "proportions of training, validation and test documents")
     seq_length: int = option(256, "sequence length: tokens per sample", check=at_least(1))
     tokenizer_model: str | None = option(None, "Hugging Face name or folder, tokenizer.json, or 'bytes'; unset: the one next to the data")
+    vocab_file: str | None = option(None, "GPT-2's vocab.json, with merge_file instead of tokenizer_model")
+    merge_file: str | None = option(None, "GPT-2's merges.txt, with vocab_file instead of tokenizer_model")
     mock_data: bool = option(False, "train on synthetic tokens, for benchmarks")
     shuffle: bool = option(True, "shuffle the samples; off: sample i is tokens [i*S, i*S+S+1)")
     num_workers: int = option(1, "data loader processes; 0: load in the training process", check=at_least(0))
@@ -241,16 +247,19 @@ class TrainConfig:
     torch_compile: bool = option(False, "compile every transformer block with torch.compile")
     log_interval: int = option(1, "steps between log lines", check=at_least(1))
     eval_interval: int = option(500, "steps between validations; 0: never", check=at_least(0))
-    eval_iters: int = option(10, "global batches per validation", check=at_least(1))
+    eval_iters: int = option(10, "global batches per validation; 0: no validation", check=at_least(0))
     exit_interval: int | None = option(None, "save and exit at steps that are a multiple of this", check=at_least(1))
     exit_duration_in_mins: float | None = option(None, "save and exit after this many minutes", check=above(0))
     manual_gc_interval: int = option(100, "steps between manual garbage collections; 0: automatic collection", check=at_least(0))
     profile: bool = option(False, "write a torch profiler trace into the run folder")
     profile_step_start: int = option(3, "first profiled step", check=at_least(1))
     profile_step_end: int = option(5, "last profiled step", check=at_least(1))
-    tensorboard: bool = option(False, "write TensorBoard event files into the run folder")
+    tensorboard: bool = option(False, "write TensorBoard event files")
+    tensorboard_dir: str | None = option(None, "folder of the TensorBoard event files, turns tensorboard on; unset: in the run folder")
     wandb: bool = option(False, "log to Weights & Biases; offline without an API key")
-    wandb_project: str = option("nanotrain", "Weights & Biases project")
+    wandb_project: str = option("nanotrain", "Weights & Biases project; on the command line it turns wandb on")
+    wandb_exp_name: str | None = option(None, "Weights & Biases: name of the run; unset: the name of the run folder")
+    wandb_entity: str | None = option(None, "Weights & Biases: team or user; unset: the default of the account")
     generate_tokens: int = option(0, "tokens to generate at the end of training; 0: none", check=at_least(0))
     generate_prompt: str = option("", "prompt of the generated sample; empty: a new document")
 

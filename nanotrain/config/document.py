@@ -37,8 +37,9 @@ the groups (`model=llama7b`), the recipe (`+config=NAME`), the command line; on 
 - **A run again**: every run writes its resolved configuration to `config.yaml`; `+config=runs/NAME/config.yaml` reads
   it back. It includes the run folder, so the run resumes from its checkpoints; `--run-dir DIR` starts another.
 - `--cfg job` prints the resolved configuration; `nanotrain config --explain ...` also prints the origin of each value.
-- A setting without effect is an error. One exception: where the command line switches off a setting of a YAML file,
-  the setting returns to its default, and `--explain` shows it.
+- A setting without effect is an error. Two exceptions: where the command line switches off a setting of a YAML file,
+  the setting returns to its default, as do settings that Megatron-LM ignores too (`--sequence-parallel` on one
+  tensor-parallel rank); `--explain` shows it.
 - All mistakes of a command line are reported in one message.
 - `torchrun` accepts abbreviations of its own options; no flag here is one of them.
 """

@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from nanotrain.config.schema import ENTRIES, KEYS, Entry, did_you_mean, unknown_flag, unknown_key
+from nanotrain.config.megatron import MANY, MEGATRON
+from nanotrain.config.schema import BOOLEANS, ENTRIES, KEYS, Entry, did_you_mean, unknown_flag, unknown_key
 from nanotrain.errors import ConfigError, ErrorCollector
 
 
@@ -30,6 +31,13 @@ ALIASES: dict[str, Alias] = {
         "data_parallel_sharding_strategy", "optim", agrees=("optim", "optim_grads", "optim_grads_params")
     ),
 }
+# Other spellings of a value, by unique name: Megatron-FSDP counts the strategies, -1 validation batches are none.
+VALUES: dict[str, dict[str, str]] = {
+    "data_parallel_sharding_strategy": dict(
+        zip("0123", ENTRIES["data_parallel_sharding_strategy"].choices, strict=True)
+    ),
+    "eval_iters": {"-1": "0"},
+}
 FLAGS: dict[str, Entry] = {entry.flag: entry for entry in ENTRIES.values()}
 NEGATIONS: dict[str, Entry] = {f"--no-{flag[2:]}": entry for flag, entry in FLAGS.items() if entry.kind is bool}
 OVERRIDE = re.compile(r"^(?P<prefix>[+~]*)(?P<key>[A-Za-z_][\w.@/]*)=(?P<value>.*)$", re.DOTALL)
@@ -45,18 +53,33 @@ class Setting:
     is_hydra: bool = False  # the text follows Hydra's grammar: [a,b] and quotes mean something
 
 
+@dataclass(frozen=True)
+class MegatronArgument:
+    """A flag of Megatron-LM that is no field: a row of `megatron.MEGATRON`."""
+
+    flag: str
+    value: str = ""  # several values are separated by spaces
+
+    @property
+    def text(self) -> str:
+        """As written."""
+        return f"{self.flag} {self.value}".strip()
+
+
 @dataclass
 class CommandLine:
     """A parsed command line."""
 
     settings: list[Setting] = field(default_factory=list)  # the fields that are set, in order
     aliases: list[str] = field(default_factory=list)  # alias flags, in order
+    megatron: list[MegatronArgument] = field(default_factory=list)  # flags of Megatron-LM, in order
     # group of YAML files -> name of the chosen file; `config` -> the recipe
     choices: dict[str, str] = field(default_factory=dict)
     search_path: list[str] = field(default_factory=list)  # folders of `--config-dir`
     config_name: str = "train"  # the file that composition starts from
     data_parallel_size: int | None = None  # value of `--data-parallel-size`
-    wants_help: bool = False
+    help_topic: str | None = None  # value of `--help=TOPIC`; empty for `--help`
+    wants_megatron_defaults: bool = False
     wants_job: bool = False
     wants_explanation: bool = False
     # all mistakes; `load_line` raises them together with those in types
@@ -92,15 +115,21 @@ def parse(argv: Sequence[str]) -> CommandLine:
 def read_flag(line: CommandLine, argument: str, *, rest: list[str]) -> None:
     """Read a flag; its values are taken from `rest`."""
     flag, has_value, value = argument.partition("=")
-    if flag in OWN_FLAGS:
+    if flag in HELP:
+        line.help_topic = value
+    elif flag in OWN_FLAGS:
         OWN_FLAGS[flag](line, value if has_value else take_value(flag, rest))
     elif argument in SWITCHES:
         setattr(line, SWITCHES[argument], True)
     elif argument in ALIASES:
         line.aliases.append(argument)
+    elif flag == "--save" and (settings := read_save(argument, rest)):
+        line.settings += settings
     elif flag in FLAGS:
         entry = FLAGS[flag]
         line.settings.append(read_field(entry, flag, value=value if has_value else None, rest=rest))
+    elif flag in MEGATRON:
+        line.megatron.append(read_megatron(flag, value=value if has_value else None, rest=rest))
     elif argument in NEGATIONS:
         line.settings.append(Setting(NEGATIONS[argument].key, "false", argument))
     elif has_value and flag in {*ALIASES, *NEGATIONS, *SWITCHES}:
@@ -108,7 +137,7 @@ def read_flag(line: CommandLine, argument: str, *, rest: list[str]) -> None:
         raise ConfigError(f"{argument} gives {flag} a value", why="it takes none", fix=fix)
     else:
         take_values(rest)  # they are no further mistakes
-        raise unknown_flag(flag, known=[*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *SWITCHES])
+        raise unknown_flag(flag, known=[*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *SWITCHES, *MEGATRON])
 
 
 def read_field(entry: Entry, flag: str, *, value: str | None, rest: list[str]) -> Setting:
@@ -122,7 +151,38 @@ def read_field(entry: Entry, flag: str, *, value: str | None, rest: list[str]) -
         return Setting(entry.key, items, " ".join([flag, *items]))
     if value is None:
         value = take_value(flag, rest)
-    return Setting(entry.key, value, f"{flag} {value}")
+    if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":  # quotes inside a shell array reach us
+        value = value[1:-1]
+    return Setting(entry.key, VALUES.get(entry.name, {}).get(value, value), f"{flag} {value}")
+
+
+def read_megatron(flag: str, *, value: str | None, rest: list[str]) -> MegatronArgument:
+    """A flag of Megatron-LM with as many values as it takes."""
+    arity = MEGATRON[flag].arity
+    if arity == 0 and value is not None:
+        fix = f"write {flag} alone or leave it out"
+        raise ConfigError(f"{flag}={value} gives {flag} a value", why="it takes none", fix=fix)
+    values = [] if value is None else [value]
+    if arity == MANY:
+        values += take_values(rest)
+    elif arity == 1 and not values:
+        values = [take_value(flag, rest)]
+    if arity and not values:
+        raise no_value(flag)
+    return MegatronArgument(flag, " ".join(values))
+
+
+def read_save(argument: str, rest: list[str]) -> list[Setting]:
+    """Megatron-LM's `--save DIR`, which also names the run folder; nothing for the field's own `--save[=true]`."""
+    _, has_value, folder = argument.partition("=")
+    if not has_value and rest and not begins_argument(rest[0]):
+        folder = rest[0]
+    if not folder or folder.lower() in BOOLEANS:
+        return []
+    del rest[: not has_value]
+    return [
+        Setting(ENTRIES[name].key, value, f"--save {folder}") for name, value in (("save", "true"), ("run_dir", folder))
+    ]
 
 
 def take_values(rest: list[str]) -> list[str]:
@@ -207,7 +267,8 @@ OWN_FLAGS: dict[str, Callable[[CommandLine, str], None]] = {
     "--data-parallel-size": set_data_parallel_size,
     "--cfg": set_cfg,
 }
-SWITCHES = {"--help": "wants_help", "-h": "wants_help", "--explain": "wants_explanation"}
+HELP = ("--help", "-h")
+SWITCHES = {"--explain": "wants_explanation", "--megatron-defaults": "wants_megatron_defaults"}
 
 
 def no_value(flag: str) -> ConfigError:

@@ -20,7 +20,7 @@ Arguments come in any order. The command line overrides the recipe, which overri
 """
 
 
-def help_text() -> str:
+def help_text(topic: str = "") -> str:
     """The flags by section, with meaning and default."""
     parts = [INTRODUCTION, "aliases:"]
     parts += [f"  {flag:<28}  {alias.name}={alias.value}" for flag, alias in ALIASES.items()]

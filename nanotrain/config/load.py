@@ -1,12 +1,13 @@
 """From a parsed command line to a `Config`: compose, merge, convert, reset, check.
 
     arguments --flags.parse--> CommandLine --compose_files--> values of the YAML --merge_settings--> plain values
-              --config_from_dict--> Config --reset_unused--> Config --validate--> Config
+              --read_config--> Config --translate--> Config --reset_unused--> Config --validate--> Config
 
-All mistakes of a command line are in one error: those in arguments, names and types first, then, where every value
-could be read, all broken rules.
+All mistakes of a command line are in one error: those in arguments, names and types first, then the broken rules, but
+those on fields that could not be read.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,11 @@ from pathlib import Path
 import yaml
 
 from nanotrain.config.config import Config
-from nanotrain.config.flags import CommandLine, parse
+from nanotrain.config.flags import FLAGS, CommandLine, parse
 from nanotrain.config.help import help_text
 from nanotrain.config.rules.unused import reset_unused
-from nanotrain.config.schema import KEYS, config_from_dict, plain, to_dict, value_of, with_values
+from nanotrain.config.schema import KEYS, plain, read_config, to_dict, value_of, with_values
+from nanotrain.config.translate import megatron_values, translate
 from nanotrain.config.validate import collect_errors
 from nanotrain.errors import ErrorCollector
 
@@ -31,6 +33,8 @@ class Loaded:
     recipe: str | None  # NAME of +config=NAME
     data_parallel_size: int | None  # value of --data-parallel-size, to be checked against the world
     origins: dict[str, str]  # key -> source of its value: "default", a YAML file, or the arguments
+    notes: tuple[str, ...] = ()  # lines for the log: what was accepted without effect, implied or left out
+    unreadable: frozenset[str] = frozenset()  # unique names of the fields whose value could not be read
 
 
 def load_config(argv: Sequence[str]) -> Config:
@@ -55,7 +59,7 @@ def load_line(line: CommandLine, *, to_train: bool = True) -> Loaded:
     """
     errors = ErrorCollector()
     loaded = compose_line(line, errors=errors)
-    collect_errors(loaded.config, to_train=to_train, errors=errors)
+    collect_errors(loaded.config, to_train=to_train, errors=errors, unreadable=loaded.unreadable)
     errors.raise_errors()
     return loaded
 
@@ -63,30 +67,56 @@ def load_line(line: CommandLine, *, to_train: bool = True) -> Loaded:
 def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
     """The configuration of a parsed command line, its values not yet checked against each other.
 
-    Settings without effect are collected in `errors`.
+    Mistakes in arguments, names and types, missing features and settings without effect are collected in `errors`.
 
     Raises:
-        ConfigError: all mistakes in arguments, names and types.
+        ConfigError: YAML files that cannot be composed, with all mistakes found by then.
     """
     from nanotrain.config.compose import compose_files, merge_settings  # Hydra takes 0.2 s; --help does without
 
-    with line.errors:
+    errors.errors += line.errors.errors
+    values, files = None, {}
+    with errors:
         composed = compose_files(line)
-        config = config_from_dict(merge_settings(composed.values, line.settings))
-    line.errors.raise_errors()
-    origins = dict.fromkeys(KEYS, "default") | composed.files
+        defaults = megatron_values() if line.wants_megatron_defaults else {}
+        values, files = merge_settings(composed.values, line.settings, defaults=defaults), composed.files
+    if values is None:
+        errors.raise_errors()
+        raise AssertionError("values are missing without an error")
+    config, bad_keys = read_config(values, errors=errors)
+    unreadable = frozenset(KEYS[key].name for key in bad_keys) | fields_in_cures(errors)
+    origins = dict.fromkeys(KEYS, "default") | files
+    if line.wants_megatron_defaults:
+        origins = dict.fromkeys(KEYS, "default") | dict.fromkeys(megatron_values(), "--megatron-defaults") | files
     origins |= {setting.key: f"command line: {setting.text}" for setting in line.settings}
     recipe = line.choices.get("config")
     if config.train.run_dir is None:
         config = with_values(config, {"train.run_dir": f"runs/{Path(recipe).stem if recipe else 'train'}"})
-    config, reset = reset_unused(config, explicit=line.explicit, errors=errors)
-    return Loaded(config, line.explicit, recipe, line.data_parallel_size, origins | reset)
+    result = translate(config, line, errors=errors)
+    config, reset = reset_unused(result.config, explicit=result.explicit, errors=errors, unreadable=unreadable)
+    result.notes += [f"{key}: {why}" for key, why in reset.items() if key in result.explicit]
+    return Loaded(
+        config=config,
+        explicit=result.explicit,
+        recipe=recipe,
+        data_parallel_size=line.data_parallel_size,
+        origins=origins | result.origins | reset,
+        notes=tuple(result.notes),
+        unreadable=unreadable,
+    )
+
+
+def fields_in_cures(errors: ErrorCollector) -> frozenset[str]:
+    """Unique names of the fields that the cures of argument mistakes name; their values are not the intended ones."""
+    words = [word for error in errors.errors for word in re.findall(r"[\w.-]+", error.fix)]
+    entries = [entry for word in words if (entry := FLAGS.get(word) or KEYS.get(word))]
+    return frozenset(entry.name for entry in entries)
 
 
 def reply(line: CommandLine) -> str | None:
     """The text for `--help`, `--explain` or `--cfg job`; None for a command line without these flags."""
-    if line.wants_help:
-        return help_text()
+    if line.help_topic is not None:
+        return help_text(line.help_topic)
     if not line.wants_explanation and not line.wants_job:
         return None
     errors = ErrorCollector()

@@ -97,13 +97,22 @@ def config_from_dict(values: Mapping[str, Any]) -> Config:
     >>> config_from_dict({"optim": {"lr": "2e-4", "lr_decay_style": "inverse-square-root"}}).optim.lr
     0.0002
     """
-    errors, converted = ErrorCollector(), {}
+    errors = ErrorCollector()
+    config, _ = read_config(values, errors=errors)
+    errors.raise_errors()
+    return config
+
+
+def read_config(values: Mapping[str, Any], *, errors: ErrorCollector) -> tuple[Config, frozenset[str]]:
+    """As `config_from_dict` with collected errors, and the keys of fields that cannot be read; they keep defaults."""
+    converted, unreadable = {}, set[str]()
     for key, value in flatten(values, errors=errors):
+        unreadable.add(key)
         with errors:
             converted[key] = convert(KEYS[key], value)
-    errors.raise_errors()
+            unreadable.remove(key)
     config: Config = build_section(Config, converted)
-    return config
+    return config, frozenset(unreadable)
 
 
 def build_section(kind: Any, converted: Mapping[str, Any], *, path: str = "") -> Any:

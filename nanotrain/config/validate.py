@@ -17,16 +17,22 @@ from nanotrain.config.rules.run import RUN_RULES
 from nanotrain.errors import ConfigError, ErrorCollector
 
 
-def collect_errors(config: Config, *, to_train: bool, errors: ErrorCollector) -> None:
-    """Check every rule that needs no world size; `to_train` also checks that the layout fits the model."""
+def collect_errors(
+    config: Config, *, to_train: bool, errors: ErrorCollector, unreadable: frozenset[str] = frozenset()
+) -> None:
+    """Check every rule that needs no world size; `to_train` also checks that the layout fits the model.
+
+    Rules on the fields `unreadable`, by unique name, are left out.
+    """
     is_model_known = config.checkpoint.pretrained_checkpoint is None  # else config.json completes it later
     if is_model_known:
-        check_rules(config, model_rules(config), errors=errors)
-    check_rules(config, RUN_RULES, errors=errors)
-    with errors:
-        num_microbatches(config.train, 1)
+        check_rules(config, model_rules(config), errors=errors, unreadable=unreadable)
+    check_rules(config, RUN_RULES, errors=errors, unreadable=unreadable)
+    if unreadable.isdisjoint(("micro_batch_size", "global_batch_size")):
+        with errors:
+            num_microbatches(config.train, 1)
     if to_train and is_model_known:
-        check_rules(config, LAYOUT_RULES, errors=errors)
+        check_rules(config, LAYOUT_RULES, errors=errors, unreadable=unreadable)
 
 
 def model_rules(config: Config) -> tuple[Rule, ...]:

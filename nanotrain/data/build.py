@@ -37,7 +37,9 @@ def uses_quickstart(data: DataConfig) -> bool:
 
 
 def tokenizer_of(data: DataConfig) -> str | None:
-    """The tokenizer of a run, as `load_tokenizer` takes it: --tokenizer-model, or that of the first corpus."""
+    """The tokenizer of a run, as `load_tokenizer` takes it: of the data section, or that of the first corpus."""
+    if data.vocab_file and data.merge_file:
+        return f"{data.vocab_file},{data.merge_file}"
     if data.tokenizer_model or data.mock_data or not data.data_path:
         return data.tokenizer_model
     return recorded_tokenizer(parse_data_path(data.data_path)[0].prefix)

@@ -2,6 +2,7 @@
 
     "bytes"                                one token per byte, and one end-of-document token
     tokenizer.json, a folder with one      loaded by `tokenizers` alone, in milliseconds
+    vocab.json,merges.txt                  GPT-2's two files, by `tokenizers`
     any other folder, a Hugging Face name  loaded by transformers (data/hf.py)
 
 Encoding adds no special tokens; `prepare` ends each document with `eod`.
@@ -104,7 +105,7 @@ class FastTokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Load a tokenizer: "bytes", the path of a tokenizer.json, a folder, or a Hugging Face name.
+    """Load a tokenizer: "bytes", a tokenizer.json, GPT-2's "vocab.json,merges.txt", a folder, or a Hugging Face name.
 
     Raises:
         DataError: no tokenizer of that name can be loaded.
@@ -116,6 +117,9 @@ def load_tokenizer(name: str) -> Tokenizer:
         return _load_fast(path / "tokenizer.json")
     if path.is_file():
         return _load_fast(path)
+    vocab_file, comma, merge_file = name.partition(",")
+    if comma:
+        return _load_gpt2(vocab_file, merge_file)
     loaded = hf.load_tokenizer(str(path) if path.is_dir() else name)
     backend = getattr(loaded, "backend_tokenizer", None)
     return FastTokenizer(backend, eod_text=loaded.eos_token) if backend is not None else _SlowTokenizer(loaded)
@@ -138,6 +142,19 @@ class _SlowTokenizer:
     def save(self, folder: Path) -> str:
         self.wrapped.save_pretrained(str(folder))
         return folder.name
+
+
+def _load_gpt2(vocab_file: str, merge_file: str) -> FastTokenizer:
+    try:
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(vocab_file, merge_file))
+    except Exception as error:  # the library raises bare Exception
+        fix = "name GPT-2's two files with --vocab-file and --merge-file"
+        raise DataError(f"{vocab_file} and {merge_file} are no tokenizer", why=str(error), fix=fix) from None
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    special = [name for name in _EOD_NAMES if backend.token_to_id(name) is not None]
+    backend.add_special_tokens(special)
+    return FastTokenizer(backend)
 
 
 def _load_fast(file: Path) -> FastTokenizer:

@@ -23,10 +23,11 @@ from nanotrain.comm.group import Group
 from nanotrain.config.config import LoadBalancing, MoEConfig, RouterScore
 from nanotrain.model.capacity import drop_over_capacity, expert_capacity
 from nanotrain.model.context import LayerContext
-from nanotrain.model.router_loss import attach_loss, seq_aux_loss, z_loss
+from nanotrain.model.router_loss import attach_loss, aux_loss, seq_aux_loss, z_loss
 from nanotrain.model.router_stats import RouterStats, StatefulModule
 from nanotrain.parallel.ep.token_dispatcher import Routing
 
+LOSSES = {LoadBalancing.seq_aux_loss: seq_aux_loss, LoadBalancing.aux_loss: aux_loss}
 _TINY = 1e-20  # avoids a division by zero where all scores underflow
 
 
@@ -52,8 +53,7 @@ class Router(StatefulModule):
         self.weight = weight
         self.register_buffer("expert_bias", torch.zeros(self.num_experts) if moe.router_enable_expert_bias else None)
         self.stats = RouterStats(self.num_experts)
-        is_balanced = moe.router_load_balancing_type is LoadBalancing.seq_aux_loss
-        self._aux_loss_coeff = moe.aux_loss_coeff if is_balanced else 0.0
+        self._aux_loss_coeff = moe.aux_loss_coeff if moe.router_load_balancing_type in LOSSES else 0.0
 
     def forward(self, hidden: Tensor, context: LayerContext, *, positions: Tensor) -> Routing:
         """Route this rank's tokens.
@@ -110,7 +110,8 @@ class Router(StatefulModule):
         """The weights, with the auxiliary losses attached."""
         weights, length = routing.topk_weights, logits.shape[1] * self.sequence.size
         if self._aux_loss_coeff > 0:
-            loss = seq_aux_loss(_probabilities(scores), routing.topk_ids, sequence=self.sequence)
+            balance_loss = LOSSES[self.moe.router_load_balancing_type]
+            loss = balance_loss(_probabilities(scores), routing.topk_ids, sequence=self.sequence)
             self.stats.aux_loss += loss.detach() * length
             weights = attach_loss(weights, loss * (self._aux_loss_coeff * scale))
         if self.moe.z_loss_coeff > 0:

@@ -1,6 +1,7 @@
 """Auxiliary losses of a router, and how they enter the backward pass.
 
     seq_aux_loss   per sequence: E / (K S^2) * sum over experts of tokens of the expert * sum of its probabilities
+    aux_loss       the same with the sequences of a microbatch as one, which depends on the micro-batch size
     z_loss         per token: logsumexp(logits)^2, which keeps logits small
     attach_loss    adds a loss to the backward pass of a tensor (Megatron-LM's MoEAuxLossAutoScaler)
 
@@ -37,6 +38,12 @@ def seq_aux_loss(probabilities: Tensor, topk_ids: Tensor, *, sequence: Group) ->
     tokens_per_expert.scatter_add_(1, ids, torch.ones_like(ids, dtype=probabilities.dtype))
     all_reduce(tokens_per_expert, sequence)
     return (tokens_per_expert * probabilities.sum(dim=1)).sum() * (num_experts / (topk * length**2))
+
+
+def aux_loss(probabilities: Tensor, topk_ids: Tensor, *, sequence: Group) -> Tensor:
+    """This rank's share of the load-balancing loss of its microbatch, times its sequences; as `seq_aux_loss`."""
+    pooled = seq_aux_loss(probabilities.flatten(0, 1)[None], topk_ids.flatten(0, 1)[None], sequence=sequence)
+    return pooled * len(probabilities)
 
 
 def z_loss(logits: Tensor) -> Tensor:

@@ -26,18 +26,24 @@ WSD_DECAYS: dict[WSDDecayStyle, Callable[[float], float]] = {
 class LRSchedule:
     """A learning-rate schedule over consumed samples."""
 
-    optim: OptimConfig  # lr, min_lr, decay style, and warmup and decay in steps
+    optim: OptimConfig  # lr, min_lr, decay style, and warmup and decay in steps, samples or a fraction
     samples_per_step: int  # global batch size; converts steps to samples
-    train_iters: int  # steps of warmup and decay if `optim.lr_decay_iters` is unset
+    train_iters: int  # steps of warmup and decay if the length of the schedule is unset
 
     @property
-    def warmup_samples(self) -> int:
-        """Samples of the warmup."""
+    def warmup_samples(self) -> float:
+        """Samples of the warmup; a fraction of the schedule need not be a whole number of samples."""
+        if self.optim.lr_warmup_fraction is not None:
+            return self.optim.lr_warmup_fraction * self.decay_samples
+        if self.optim.lr_warmup_samples is not None:
+            return self.optim.lr_warmup_samples
         return self.optim.lr_warmup_iters * self.samples_per_step
 
     @property
     def decay_samples(self) -> int:
         """Samples after which the learning rate is min_lr."""
+        if self.optim.lr_decay_samples is not None:
+            return self.optim.lr_decay_samples
         return (self.optim.lr_decay_iters or self.train_iters) * self.samples_per_step
 
     def lr_at(self, consumed_samples: int) -> float:

@@ -79,7 +79,7 @@ def train(loaded: Loaded, world_size: int) -> None:
     """
     from nanotrain.comm.device import memory_per_rank, pick_device
     from nanotrain.comm.parallel_context import Launch
-    from nanotrain.log import start_logging
+    from nanotrain.log import get_logger, start_logging
     from nanotrain.train.inputs import require_corpus
     from nanotrain.train.memory_plan import require_memory
     from nanotrain.train.plan import check_names
@@ -87,6 +87,8 @@ def train(loaded: Loaded, world_size: int) -> None:
     launch, config = Launch.of(os.environ), loaded.config
     is_first = launch.rank == 0
     start_logging(is_first=is_first, level=logging.INFO if is_first else logging.ERROR)  # all ranks log the same
+    for note in loaded.notes:
+        get_logger("nanotrain.train").info("%s", note)
     check_names(config)  # before the quick start trains a tokenizer
     device = pick_device(config.train.device.value, launch.local_rank)
     available = memory_per_rank(device, launch.local_world_size)

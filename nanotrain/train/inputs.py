@@ -56,12 +56,12 @@ def open_inputs(loaded: Loaded) -> tuple[Config, RunInputs]:
     folder.require_writable()
     data = _prepare_quickstart(config.data, folder) if uses_quickstart(config.data) else config.data
     tokenizer = tokenizer_of(data)
-    if tokenizer is not None and (data.tokenizer_model or config.train.generate_tokens):
+    if tokenizer is not None and (data.tokenizer_model or data.vocab_file or config.train.generate_tokens):
         load_tokenizer(tokenizer)  # an unreadable tokenizer would otherwise fail at the end of training
     config = _with_vocabulary(config, tokenizer)
     check_model(config)
     check_layout(config)
-    required = {"train", "valid"} if config.train.eval_interval else {"train"}
+    required = {"train", "valid"} if config.train.eval_interval and config.train.eval_iters else {"train"}
     assert config.model.vocab_size, "set by _with_vocabulary"
     datasets = build_data(data, vocab_size=config.model.vocab_size, seed=config.train.seed, required=required)
     checkpoint = _checkpoint_to_load(config, folder)

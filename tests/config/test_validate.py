@@ -19,7 +19,13 @@ def test_the_defaults_break_no_rule():
     [
         ({"min_lr": 1.0}, "min_lr 1 is above lr 0.0003"),
         ({"lr_warmup_init": 1.0, "lr_warmup_iters": 5}, "lr_warmup_init 1 is above lr 0.0003"),
-        ({"lr_decay_iters": 5, "lr_warmup_iters": 6}, "lr_decay_iters 5 is below lr_warmup_iters 6"),
+        ({"lr_decay_iters": 5, "lr_warmup_iters": 6}, "a warmup of 6 steps leaves nothing of a schedule of 5 steps"),
+        ({"lr_decay_iters": 5, "lr_warmup_iters": 5}, "a warmup of 5 steps leaves nothing of a schedule of 5 steps"),
+        (
+            {"lr_decay_samples": 40, "lr_warmup_iters": 5, "global_batch_size": 8},
+            "a warmup of 40 samples leaves nothing of a schedule of 40 samples",
+        ),
+        ({"vocab_file": "vocab.json"}, "set --vocab-file and --merge-file"),
         ({"lr_decay_style": "WSD"}, "set --lr-wsd-decay-iters, for example 10"),
         ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 101}, "longer than the whole schedule of 100"),
         ({"micro_batch_size": 4, "global_batch_size": 6}, "a global batch of 6 samples cannot be split"),

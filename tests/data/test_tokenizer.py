@@ -120,3 +120,13 @@ def test_odd_settings_are_one_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer_config.json").write_bytes(content)
     with pytest.raises(DataError, match="tokenizer_config.json.*correct or remove it"):
         load_tokenizer(str(tmp_path))
+
+
+def test_gpt2_s_two_files_make_the_same_tokenizer(tmp_path: Path) -> None:
+    TRAINED.backend.model.save(str(tmp_path))
+    loaded = load_tokenizer(f"{tmp_path}/vocab.json,{tmp_path}/merges.txt")
+    for text in ("def f(x):\n    return x + 1\n", " größer – 日本語"):
+        assert loaded.encode(text) == TRAINED.encode(text) and loaded.decode(loaded.encode(text)) == text
+    assert (loaded.vocab_size, loaded.eod) == (TRAINED.vocab_size, TRAINED.eod)
+    with pytest.raises(DataError, match="are no tokenizer"):
+        load_tokenizer(f"{tmp_path}/vocab.json,{tmp_path}/none.txt")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanotrain.comm.group import Group
-from nanotrain.model.router_loss import attach_loss, seq_aux_loss, z_loss
+from nanotrain.model.router_loss import attach_loss, aux_loss, seq_aux_loss, z_loss
 from tests.harness import ranks
 
 SEQUENCE = Group.single_rank("tp_cp")
@@ -60,3 +60,11 @@ def test_a_joined_loss_is_differentiated_with_factor_one() -> None:
     assert torch.equal(joined, x)
     (joined.sum() * 7).backward()
     assert torch.equal(x.grad, torch.full((3,), 7.0)) and weight.grad.item() == 4.0
+
+
+def test_the_loss_of_a_microbatch_takes_its_sequences_as_one() -> None:
+    probabilities, topk_ids = random_routing()
+    pooled = written_out(probabilities.reshape(1, 24, 5), topk_ids.reshape(1, 24, 2))
+    torch.testing.assert_close(aux_loss(probabilities, topk_ids, sequence=SEQUENCE), 3 * pooled)
+    one = aux_loss(probabilities[:1], topk_ids[:1], sequence=SEQUENCE)
+    torch.testing.assert_close(one, seq_aux_loss(probabilities[:1], topk_ids[:1], sequence=SEQUENCE))

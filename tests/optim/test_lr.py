@@ -121,3 +121,17 @@ def test_the_rate_lies_between_its_ends_and_never_jumps_up_after_the_warmup(styl
 def test_warmup_and_decay_of_equal_length_do_not_divide_by_zero():
     schedule = curve(LRDecayStyle.cosine, lr_decay_iters=WARMUP)
     assert schedule.lr_at(WARMUP * BATCH) == LR and schedule.lr_at(WARMUP * BATCH + 1) == MIN_LR
+
+
+@pytest.mark.parametrize("style", [LRDecayStyle.linear, LRDecayStyle.cosine, LRDecayStyle.inverse_square_root])
+def test_samples_and_steps_mean_the_same_schedule(style):
+    in_samples = curve(style, lr_warmup_iters=0, lr_warmup_samples=WARMUP * BATCH, lr_decay_samples=TOTAL * BATCH)
+    in_fraction = curve(style, lr_warmup_iters=0, lr_warmup_fraction=WARMUP / TOTAL)
+    for consumed in range(0, TOTAL * BATCH, 7):
+        expected = pytest.approx(curve(style).lr_at(consumed))
+        assert in_samples.lr_at(consumed) == expected and in_fraction.lr_at(consumed) == expected
+
+
+def test_a_warmup_need_not_be_a_whole_number_of_steps():
+    schedule = curve(LRDecayStyle.cosine, batch=128, lr_warmup_iters=0, lr_warmup_samples=3906252, lr_warmup_init=0.0)
+    assert schedule.lr_at(30517 * 128) == pytest.approx(LR * 30517 * 128 / 3906252)

@@ -88,10 +88,14 @@ class Rule:
     fix: Text  # the cure, in the same form
 
 
-def check_rules(config: Config, rules: Iterable[Rule], *, errors: ErrorCollector) -> None:
-    """Check every rule of a table; errors are collected."""
+def check_rules(
+    config: Config, rules: Iterable[Rule], *, errors: ErrorCollector, unreadable: frozenset[str] = frozenset()
+) -> None:
+    """Check every rule of a table, but those on fields that could not be read; errors are collected."""
     values = Values(config)
     for rule in rules:
+        if not unreadable.isdisjoint(rule.fields.split()):
+            continue
         with errors:  # a predicate or a text may itself find a pattern of layers invalid
             if rule.is_broken(values):
                 texts = (rule.what, rule.why, rule.fix)

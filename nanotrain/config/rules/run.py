@@ -19,7 +19,25 @@ def is_split(text: str) -> bool:
 
 def decay_iters(v: Values) -> int:
     """Steps of the learning-rate schedule."""
+    if v.lr_decay_samples is not None:
+        return int(v.lr_decay_samples // (v.global_batch_size or v.micro_batch_size))
     return int(v.lr_decay_iters or v.train_iters)
+
+
+def schedule_unit(v: Values) -> str:
+    """Samples where one of warmup and decay is in samples, else steps."""
+    return "steps" if v.lr_warmup_samples is None and v.lr_decay_samples is None else "samples"
+
+
+def warmup_and_decay(v: Values) -> tuple[float, float]:
+    """Lengths of warmup and schedule in one unit; without a set length, or a common unit, the schedule is endless."""
+    decay, warmup = v.lr_decay_samples, v.lr_warmup_samples
+    if schedule_unit(v) == "steps":
+        decay, warmup = v.lr_decay_iters, v.lr_warmup_iters
+    elif v.global_batch_size is not None:  # else its size follows from the number of ranks
+        decay = decay or v.lr_decay_iters and v.lr_decay_iters * v.global_batch_size
+        warmup = v.lr_warmup_iters * v.global_batch_size if warmup is None else warmup
+    return warmup or 0, decay or float("inf")
 
 
 # fmt: off
@@ -28,10 +46,13 @@ RUN_RULES = (
         "set --min-lr or --lr"),
     Rule("lr_warmup_init lr", lambda v: v.lr_warmup_init > v.lr,
         "lr_warmup_init {lr_warmup_init:g} is above lr {lr:g}", "lr is the peak", "set --lr-warmup-init or --lr"),
-    Rule("lr_decay_iters lr_warmup_iters",
-        lambda v: v.lr_decay_iters is not None and v.lr_decay_iters < v.lr_warmup_iters,
-        "lr_decay_iters {lr_decay_iters} is below lr_warmup_iters {lr_warmup_iters}",
-        "the decay ends before the warmup", "raise --lr-decay-iters or lower --lr-warmup-iters"),
+    Rule("lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples global_batch_size",
+        lambda v: warmup_and_decay(v)[0] >= warmup_and_decay(v)[1],
+        lambda v: "a warmup of {:g} {unit} leaves nothing of a schedule of {:g} {unit}".format(
+            *warmup_and_decay(v), unit=schedule_unit(v)),
+        "the learning rate decays from the end of the warmup to the end of the schedule",
+        "lower the warmup (--lr-warmup-iters, --lr-warmup-samples) or raise the schedule (--lr-decay-iters, "
+        "--lr-decay-samples)"),
     Rule("lr_decay_style lr_wsd_decay_iters",
         lambda v: v.lr_decay_style is LRDecayStyle.WSD and v.lr_wsd_decay_iters is None,
         "lr_decay_style WSD has no length for its final decay", "lr_wsd_decay_iters is unset",
@@ -43,6 +64,12 @@ RUN_RULES = (
         "the final decay is its last part", lambda v: f"set --lr-wsd-decay-iters {max(1, decay_iters(v) // 10)}"),
     Rule("split", lambda v: not is_split(v.split), "split is {split!r}",
         "it takes proportions of training, validation and test, and training needs some", "set --split 969,30,1"),
+    Rule("vocab_file merge_file", lambda v: (v.vocab_file is None) != (v.merge_file is None),
+        "vocab_file is {vocab_file} and merge_file is {merge_file}", "GPT-2's tokenizer has both files",
+        "set --vocab-file and --merge-file, or --tokenizer-model"),
+    Rule("vocab_file tokenizer_model", lambda v: v.vocab_file is not None and v.tokenizer_model is not None,
+        "vocab_file {vocab_file} and tokenizer_model {tokenizer_model}", "a run has one tokenizer",
+        "leave out --vocab-file and --merge-file, or --tokenizer-model"),
     Rule("load pretrained_checkpoint", lambda v: v.load is not None and v.pretrained_checkpoint is not None,
         "load {load} and pretrained_checkpoint {pretrained_checkpoint}",
         "a run starts either from a checkpoint or from Hugging Face weights",

@@ -1,7 +1,8 @@
 """Settings without effect: which fields another field switches off, as a table, and what happens to them.
 
-Such a setting is an error. One exception: where the command line changes the cause, a setting of a YAML file returns to
-its default (`+config=tiny --data-parallel-sharding-strategy no_shard`, where tiny overlaps the parameter gather).
+Such a setting is an error, with two exceptions. Where the command line changes the cause, a setting of a YAML file
+returns to its default (`+config=tiny --data-parallel-sharding-strategy no_shard`, where tiny overlaps the parameter
+gather). What Megatron-LM ignores too and its scripts set (`is_harmless`) returns to its default in any case.
 `nanotrain config --explain` names the reason.
 """
 
@@ -31,6 +32,7 @@ class Unused:
     holds: Callable[[Values], object]  # the condition
     why: str  # the reason
     fix: str = ""  # how the fields get an effect; empty: change the causes
+    is_harmless: bool = False  # Megatron-LM ignores the fields too and its scripts set them: reset, not refused
 
 
 def names_in(section: str, *, but: str = "") -> str:
@@ -52,16 +54,19 @@ UNUSED = (
         "add_bias_linear already adds these biases"),
     Unused(names_in("model.mla"), "multi_latent_attention", lambda v: not v.multi_latent_attention,
         "it belongs to multi_latent_attention"),
-    Unused("num_query_groups kv_channels qk_layernorm add_qkv_bias", "multi_latent_attention",
-        lambda v: v.multi_latent_attention,
+    Unused("num_query_groups add_qkv_bias", "multi_latent_attention", lambda v: v.multi_latent_attention,
         "with multi_latent_attention qk_head_dim and v_head_dim give the width of the heads"),
+    Unused("kv_channels", "multi_latent_attention", lambda v: v.multi_latent_attention,
+        "with multi_latent_attention qk_head_dim and v_head_dim give the width of the heads", is_harmless=True),
+    Unused("qk_layernorm", "multi_latent_attention", lambda v: v.multi_latent_attention,
+        "multi_latent_attention always normalizes the compressed queries, keys and values", is_harmless=True),
     # with a pretrained checkpoint the model section is read from its config.json later
     Unused(names_in("model.moe", but="num_experts"), "num_experts",
         lambda v: v.num_experts is None and v.pretrained_checkpoint is None,
         "the model has no experts: num_experts is unset"),
     Unused("ffn_hidden_size", "moe_ffn_hidden_size moe_layer_freq num_experts",
         lambda v: v.moe_ffn_hidden_size is not None and all(v.moe_layers),
-        "every layer has experts, of width moe_ffn_hidden_size"),
+        "every layer has experts, of width moe_ffn_hidden_size", is_harmless=True),
     Unused("moe_aux_loss_coeff", "moe_router_load_balancing_type",
         lambda v: v.moe_router_load_balancing_type is LoadBalancing.none,
         "moe_router_load_balancing_type none has no loss"),
@@ -69,12 +74,13 @@ UNUSED = (
         lambda v: not v.moe_router_enable_expert_bias, "it belongs to moe_router_enable_expert_bias"),
     Unused("moe_router_pre_softmax", "moe_router_score_function",
         lambda v: v.moe_router_score_function is RouterScore.sigmoid,
-        "moe_router_score_function sigmoid computes no softmax"),
+        "moe_router_score_function sigmoid computes no softmax", is_harmless=True),
     Unused("overlap_param_gather", "data_parallel_sharding_strategy",
         lambda v: v.data_parallel_sharding_strategy is ShardingStrategy.no_shard,
         "data_parallel_sharding_strategy no_shard gathers no parameters"),
     Unused("sequence_parallel", "tensor_model_parallel_size", lambda v: v.tensor_model_parallel_size == 1,
-        "with tensor_model_parallel_size 1 no rank shares activations", "set --tensor-model-parallel-size above 1"),
+        "with tensor_model_parallel_size 1 no rank shares activations", "set --tensor-model-parallel-size above 1",
+        is_harmless=True),
     Unused("cp_comm_type", "context_parallel_size", lambda v: v.context_parallel_size == 1,
         "with context_parallel_size 1 no sequence is split", "set --context-parallel-size above 1"),
     Unused(
@@ -84,37 +90,55 @@ UNUSED = (
         "with pipeline_model_parallel_size 1 there is one stage", "set --pipeline-model-parallel-size above 1"),
     Unused("lr_wsd_decay_iters lr_wsd_decay_style", "lr_decay_style",
         lambda v: v.lr_decay_style is not LRDecayStyle.WSD, "it belongs to lr_decay_style WSD"),
-    Unused("min_lr lr_decay_iters", "lr_decay_style", lambda v: v.lr_decay_style is LRDecayStyle.constant,
+    Unused("min_lr", "lr_decay_style", lambda v: v.lr_decay_style is LRDecayStyle.constant,
         "lr_decay_style constant never decays"),
-    Unused("lr_warmup_init", "lr_warmup_iters", lambda v: v.lr_warmup_iters == 0, "there is no warmup"),
+    Unused("lr_decay_iters lr_decay_samples", "lr_decay_style",
+        lambda v: v.lr_decay_style is LRDecayStyle.constant and v.lr_warmup_fraction is None,
+        "lr_decay_style constant never decays"),
+    Unused("lr_decay_iters", "lr_decay_samples", lambda v: v.lr_decay_samples is not None,
+        "lr_decay_samples already sets the length of the schedule"),
+    Unused("lr_warmup_iters lr_warmup_samples", "lr_warmup_fraction", lambda v: v.lr_warmup_fraction is not None,
+        "lr_warmup_fraction already sets the warmup"),
+    Unused("lr_warmup_iters", "lr_warmup_samples", lambda v: v.lr_warmup_samples is not None,
+        "lr_warmup_samples already sets the warmup"),
+    Unused("lr_warmup_init", "lr_warmup_iters lr_warmup_samples lr_warmup_fraction",
+        lambda v: not (v.lr_warmup_iters or v.lr_warmup_samples or v.lr_warmup_fraction), "there is no warmup"),
     Unused("initial_loss_scale min_loss_scale loss_scale_window hysteresis", "params_dtype",
         lambda v: v.params_dtype is not DType.fp16, "only params_dtype fp16 scales the loss"),
     Unused(
-        "data_path tokenizer_model quickstart quickstart_vocab_size generate_tokens generate_prompt "
+        "data_path quickstart quickstart_vocab_size generate_tokens generate_prompt "
         "reset_position_ids reset_attention_mask eod_mask_loss",
         "mock_data", lambda v: v.mock_data, "mock_data has no text and no documents"),
+    Unused("tokenizer_model vocab_file merge_file", "mock_data vocab_size", lambda v: v.mock_data and v.vocab_size,
+        "mock_data has no text, and vocab_size is set", is_harmless=True),
     Unused("save_interval keep_last", "save", lambda v: not v.save, "nothing is saved"),
-    Unused("eval_iters", "eval_interval", lambda v: v.eval_interval == 0, "eval_interval 0 never validates"),
+    Unused("eval_iters", "eval_interval", lambda v: v.eval_interval == 0, "eval_interval 0 never validates",
+        is_harmless=True),
     Unused("generate_prompt", "generate_tokens", lambda v: v.generate_tokens == 0, "no sample is generated"),
     Unused("profile_step_start profile_step_end", "profile", lambda v: not v.profile, "profile is off"),
-    Unused("wandb_project", "wandb", lambda v: not v.wandb, "wandb is off"),
+    Unused("wandb_project wandb_exp_name wandb_entity", "wandb", lambda v: not v.wandb, "wandb is off"),
 )
 # fmt: on
 
 
-def reset_unused(config: Config, *, explicit: frozenset[str], errors: ErrorCollector) -> tuple[Config, dict[str, str]]:
+def reset_unused(
+    config: Config, *, explicit: frozenset[str], errors: ErrorCollector, unreadable: frozenset[str] = frozenset()
+) -> tuple[Config, dict[str, str]]:
     """Reset settings of YAML files to their defaults where the command line switched them off.
 
     Args:
         config: the composed configuration.
         explicit: keys set on the command line.
         errors: collects a ConfigError per setting without effect that the command line did not switch off.
+        unreadable: unique names of fields whose value could not be read; rules with such a cause are left out.
 
     Returns:
         The configuration, and the origin of each value that was reset.
     """
     origins: dict[str, str] = {}
     for rule in UNUSED:
+        if not unreadable.isdisjoint(rule.causes.split()):
+            continue
         with errors:
             if not rule.holds(Values(config)):
                 continue
@@ -123,11 +147,12 @@ def reset_unused(config: Config, *, explicit: frozenset[str], errors: ErrorColle
             value = value_of(config, entry.key)
             if value == entry.default:
                 continue
-            if entry.key in explicit or not is_overruled:
+            if not rule.is_harmless and (entry.key in explicit or not is_overruled):
                 errors.errors.append(without_effect(entry, rule, value=value))
                 continue
             config = with_values(config, {entry.key: entry.default})
-            origins[entry.key] = f"default, not the YAML's {plain(value)}: {rule.why}"
+            source = "command line" if entry.key in explicit else "YAML"
+            origins[entry.key] = f"default, not the {source}'s {plain(value)}: {rule.why}"
     return config, origins
 
 

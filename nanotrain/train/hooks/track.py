@@ -25,12 +25,13 @@ class Tracker(Protocol):
 
 
 class TensorBoardTracker:
-    """Event files in `tensorboard/` of the run folder."""
+    """Event files in `train.tensorboard_dir`, or in `tensorboard/` of the run folder."""
 
     def __init__(self, run: Run) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes 2 s to import
 
-        self._writer = SummaryWriter(str(run.folder.path / "tensorboard"), purge_step=run.state.step + 1)
+        folder = run.config.train.tensorboard_dir or run.folder.path / "tensorboard"
+        self._writer = SummaryWriter(str(folder), purge_step=run.state.step + 1)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         for name, value in values.items():
@@ -50,7 +51,8 @@ class WandbTracker:
         has_key = bool(settings.api_key) or _netrc_has(urlparse(settings.base_url).hostname)
         self._run = wandb.init(
             project=run.config.train.wandb_project,
-            name=run.folder.path.resolve().name,
+            entity=run.config.train.wandb_entity,
+            name=run.config.train.wandb_exp_name or run.folder.path.resolve().name,
             dir=str(run.folder.path),
             config=to_dict(run.config),
             mode="offline" if settings.mode == "online" and not has_key else None,

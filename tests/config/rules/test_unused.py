@@ -4,7 +4,7 @@ import pytest
 
 from nanotrain.config.config import Config, ShardingStrategy
 from nanotrain.config.rules.unused import UNUSED, reset_unused
-from nanotrain.config.schema import ENTRIES
+from nanotrain.config.schema import ENTRIES, value_of
 from nanotrain.errors import ConfigError, ErrorCollector
 from tests.config.asking import config_of, validate
 
@@ -71,23 +71,22 @@ def test_a_setting_with_effect_stays():
         {"add_qkv_bias": True, "add_bias_linear": True},
         {"moe_router_topk": 4},
         {"moe_aux_loss_coeff": 0.1},
-        {"num_experts": 4, "moe_ffn_hidden_size": 64, "ffn_hidden_size": 64},
         {"num_experts": 4, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1},
         {"num_experts": 4, "moe_router_bias_update_rate": 0.1},
-        {"num_experts": 4, "moe_router_score_function": "sigmoid", "moe_router_pre_softmax": True},
         {"kv_lora_rank": 5},
         {"multi_latent_attention": True, "num_query_groups": 2},
-        {"multi_latent_attention": True, "qk_layernorm": True},
-        {"sequence_parallel": True},
         {"cp_comm_type": "a2a"},
         {"pipeline_schedule": "zb-h1"},
         {"decoder_first_pipeline_num_layers": 2},
         {"use_tp_pp_dp_mapping": True},
         {"save": False, "save_interval": 5},
-        {"eval_interval": 0, "eval_iters": 5},
         {"generate_prompt": "def "},
         {"profile_step_start": 2},
         {"wandb_project": "mine"},
+        {"wandb_exp_name": "mine"},
+        {"lr_decay_iters": 5, "lr_decay_samples": 50},
+        {"lr_warmup_iters": 5, "lr_warmup_samples": 5},
+        {"lr_warmup_samples": 5, "lr_warmup_fraction": 0.5},
     ],
 )
 def test_no_setting_is_skipped_in_silence(values):
@@ -97,3 +96,22 @@ def test_no_setting_is_skipped_in_silence(values):
 
 def test_settings_of_experts_wait_for_the_config_of_pretrained_weights():
     validate(config_of(moe_aux_loss_coeff=0.01, pretrained_checkpoint="folder"))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_experts": 4, "moe_ffn_hidden_size": 64, "ffn_hidden_size": 64},
+        {"num_experts": 4, "moe_router_score_function": "sigmoid", "moe_router_pre_softmax": True},
+        {"multi_latent_attention": True, "qk_layernorm": True},
+        {"multi_latent_attention": True, "kv_channels": 64},
+        {"sequence_parallel": True},
+        {"eval_interval": 0, "eval_iters": 5},
+        {"mock_data": True, "vocab_size": 64, "tokenizer_model": "bytes"},
+    ],
+)
+def test_what_megatron_ignores_too_is_reset(values):
+    name = list(values)[-1]
+    config, origins = reset(config_of(**values), frozenset({ENTRIES[name].key}))
+    assert value_of(config, ENTRIES[name].key) == ENTRIES[name].default
+    assert "not the command line's" in origins[ENTRIES[name].key]

@@ -1,0 +1,74 @@
+"""Megatron-LM's flags whose values become values of fields: exact functions of the configuration and the text.
+
+Each returns values by unique name. They are called in the order of the command line, on a configuration that already
+has the values of all fields that were set.
+"""
+
+from typing import Any
+
+from nanotrain.config.config import Config, PositionEmbedding
+from nanotrain.errors import ConfigError
+
+
+def whole_number(flag: str, text: str) -> int:
+    """A value of at least 1.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{flag} is {text!r}", why="it takes a whole number of at least 1")
+    return int(text)
+
+
+def train_samples(config: Config, text: str) -> dict[str, Any]:
+    """Steps from the number of training samples, rounded down as in Megatron-LM; the schedule is as long."""
+    samples, batch_size = whole_number("--train-samples", text), config.train.global_batch_size
+    if batch_size is None:
+        why = "the number of steps is train_samples / global_batch_size, which is unset"
+        raise ConfigError(f"--train-samples {text} has no number of steps", why=why, fix="set --global-batch-size")
+    if samples < batch_size:
+        why = f"a step takes global_batch_size = {batch_size} samples"
+        raise ConfigError(f"--train-samples {text} is no whole step", why=why, fix="raise it")
+    values: dict[str, Any] = {"train_iters": samples // batch_size}
+    if config.optim.lr_decay_iters is None and config.optim.lr_decay_samples is None:
+        values["lr_decay_samples"] = samples
+    return values
+
+
+def layers_per_virtual_stage(config: Config, text: str) -> dict[str, Any]:
+    """Virtual stages per pipeline rank from the layers of one of them."""
+    flag = "--num-layers-per-virtual-pipeline-stage"
+    layers, parallel = whole_number(flag, text), config.parallel
+    num_layers, pp = config.model.num_layers, parallel.pipeline_model_parallel_size
+    ends = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    if ends != (None, None):
+        why = "with a first or last length the stages have different numbers of layers"
+        raise ConfigError(f"{flag} {text}", why=why, fix="set --num-virtual-stages-per-pipeline-rank")
+    if num_layers % (pp * layers):
+        why = f"{num_layers} layers on pp={pp} ranks are not a multiple of {pp} x {layers}"
+        fix = "set a number that divides num_layers / pipeline_model_parallel_size"
+        raise ConfigError(f"{flag} {text} does not split the model evenly", why=why, fix=fix)
+    return {"num_virtual_stages_per_pipeline_rank": num_layers // pp // layers}
+
+
+def padded_vocab_size(config: Config, text: str) -> dict[str, Any]:
+    """The multiple that pads the vocabulary to exactly this size."""
+    size, vocab_size = whole_number("--padded-vocab-size", text), config.model.vocab_size
+    if vocab_size is not None and vocab_size > size:
+        why = f"the vocabulary has {vocab_size} tokens"
+        raise ConfigError(f"--padded-vocab-size is {text}", why=why, fix="raise it or leave it out")
+    return {"make_vocab_size_divisible_by": size}
+
+
+def group_query_attention(config: Config, text: str) -> dict[str, Any]:
+    """One key/value head where their number is not set, Megatron-LM's default."""
+    return {} if config.model.num_query_groups is not None else {"num_query_groups": 1}
+
+
+def no_position_embedding(config: Config, text: str) -> dict[str, Any]:
+    """Nothing; Megatron-LM takes the flag with RoPE only."""
+    if config.model.position_embedding_type is not PositionEmbedding.rope:
+        why = f"position_embedding_type is {config.model.position_embedding_type.value}"
+        raise ConfigError("--no-position-embedding", why=why, fix="set --position-embedding-type none instead")
+    return {}

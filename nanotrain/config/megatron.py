@@ -1,0 +1,289 @@
+"""Megatron-LM's flags that are no field here, as a table: what each one is, how many values it takes, one sentence.
+
+    always     it names what is always so; another value than those listed is an error
+    no effect  it tunes an implementation that does not exist here; accepted, changes nothing that is computed
+    rename     it becomes values of fields, by a function of conversions.py
+    not yet    an error, with the nearest cure; values that ask for nothing are accepted
+
+`translate.py` applies the table to a command line. A flag that becomes a field leaves the table.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nanotrain.config import conversions
+from nanotrain.config.config import Config
+
+Kind = Literal["always", "no effect", "rename", "not yet"]
+Conversion = Callable[[Config, str], dict[str, Any]]
+MANY = -1  # arity of a flag that takes all arguments up to the next flag
+
+
+@dataclass(frozen=True)
+class MegatronFlag:
+    """One flag of Megatron-LM."""
+
+    kind: Kind
+    meaning: str  # what it is here; of `not yet`, the cure
+    arity: int = 0  # values it takes
+    accepts: tuple[str, ...] = ()  # the values that are accepted; empty: all, of `not yet` none
+    convert: Conversion | None = None  # of a rename: from the configuration and the value to values by unique name
+    fields: tuple[str, ...] = ()  # of a rename: unique names of the fields it always sets
+
+
+def always(meaning: str, *accepts: str, arity: int = 0) -> MegatronFlag:
+    """A flag that names what is always so."""
+    return MegatronFlag("always", meaning, 1 if accepts else arity, accepts)
+
+
+def no_effect(meaning: str, *, arity: int = 0) -> MegatronFlag:
+    """A flag that tunes an implementation that does not exist here."""
+    return MegatronFlag("no effect", meaning, arity)
+
+
+def sets(meaning: str, **values: Any) -> MegatronFlag:
+    """A flag without a value that stands for values of fields."""
+    return MegatronFlag("rename", meaning, convert=lambda config, text: dict(values), fields=tuple(values))
+
+
+def rename(meaning: str, convert: Conversion) -> MegatronFlag:
+    """A flag whose value becomes values of fields."""
+    return MegatronFlag("rename", meaning, 1, convert=convert)
+
+
+def not_yet(cure: str, *accepts: str, arity: int = 0) -> MegatronFlag:
+    """A flag of a feature that does not exist."""
+    return MegatronFlag("not yet", cure, 1 if accepts else arity, accepts)
+
+
+ZERO = ("0", "0.0")
+ONE = ("1", "1.0")
+SCHEDULED = "the batch size is constant: leave it out"
+SIDE_DATA = "set --data-path and --split, which divides it by documents"
+FUSED = "fused kernels are chosen by torch"
+
+# fmt: off
+MODEL = {
+    "--use-mcore-models": always("there is one implementation of the models"),
+    "--use-legacy-models": no_effect("there is one implementation of the models"),
+    "--transformer-impl": no_effect("there is one implementation of the layers", arity=1),
+    "--attention-backend": no_effect("torch chooses the attention kernel", arity=1),
+    "--use-flash-attn": no_effect("torch chooses the attention kernel"),
+    "--attention-dropout": always("there is no dropout", *ZERO),
+    "--hidden-dropout": always("there is no dropout", *ZERO),
+    "--disable-bias-linear": sets("--no-add-bias-linear", add_bias_linear=False),
+    "--group-query-attention": MegatronFlag("rename", "--num-query-groups sets the number, 1 where it is left out", convert=conversions.group_query_attention),
+    "--use-rotary-position-embeddings": sets("--position-embedding-type rope", position_embedding_type="rope"),
+    "--no-position-embedding": MegatronFlag("rename", "it is accepted with --position-embedding-type rope only", convert=conversions.no_position_embedding),
+    "--rotary-percent": always("RoPE rotates all channels of a head", *ONE),
+    "--rotary-seq-len-interpolation-factor": always("positions are not interpolated", *ONE),
+    "--rope-type": always("MLA rotates with plain RoPE", "rope"),
+    "--rotary-scaling-factor": not_yet("there is no YaRN: leave it out and train at --max-position-embeddings without extension", *ONE),
+    "--mscale": no_effect("it belongs to YaRN, which --rotary-scaling-factor above 1 would turn on", arity=1),
+    "--mscale-all-dim": no_effect("it belongs to YaRN, which --rotary-scaling-factor above 1 would turn on", arity=1),
+    "--rotary-interleaved": not_yet("RoPE pairs the two halves of a head: leave it out"),
+    "--apply-layernorm-1p": always("norm weights start at 1 and are not decayed, so the stored offset makes no difference"),
+    "--apply-query-key-layer-scaling": always("core attention computes its softmax in fp32, so no scaling is needed"),
+    "--attention-softmax-in-fp32": always("core attention computes its softmax in fp32"),
+    "--no-persist-layer-norm": no_effect(FUSED),
+    "--no-rope-fusion": no_effect(FUSED),
+    "--no-masked-softmax-fusion": no_effect(FUSED),
+    "--no-bias-gelu-fusion": no_effect(FUSED),
+    "--no-bias-swiglu-fusion": no_effect(FUSED),
+    "--no-bias-dropout-fusion": no_effect(FUSED),
+    "--cross-entropy-loss-fusion": no_effect("the head and the loss are always computed together, in chunks"),
+    "--cross-entropy-fusion-impl": no_effect("the head and the loss are always computed together, in chunks", arity=1),
+    "--padded-vocab-size": rename("--make-vocab-size-divisible-by with the same number", conversions.padded_vocab_size),
+    "--squared-relu": not_yet("set --swiglu or --activation gelu"),
+    "--quick-geglu": not_yet("set --swiglu"),
+    "--add-qkv-bias-linear": sets("--add-qkv-bias", add_qkv_bias=True),
+    "--window-size": not_yet("every layer attends to the whole sequence: leave it out", arity=1),
+    "--window-attn-skip-freq": not_yet("every layer attends to the whole sequence: leave it out", arity=1),
+    "--softmax-type": not_yet("there are no attention sinks: leave it out", "vanilla"),
+    "--mtp-num-layers": not_yet("there is no multi-token prediction: leave it out together with --mtp-loss-scaling-factor", "0"),
+    "--mtp-loss-scaling-factor": no_effect("it belongs to --mtp-num-layers", arity=1),
+    "--init-model-with-meta-device": always("no rank allocates parameters that it does not keep"),
+    "--use-cpu-initialization": always("initial weights are the same on every device"),
+    "--perform-initialization": always("weights are always initialized"),
+}
+MOE = {
+    "--moe-grouped-gemm": always("the experts of a rank are one grouped product"),
+    "--moe-token-dispatcher-type": no_effect("tokens are sent by all-to-all", arity=1),
+    "--moe-flex-dispatcher-backend": no_effect("tokens are sent by all-to-all", arity=1),
+    "--moe-enable-deepep": no_effect("tokens are sent by all-to-all"),
+    "--moe-router-dtype": always("router logits and scores are fp32", "fp32"),
+    "--moe-permute-fusion": no_effect(FUSED),
+    "--moe-router-fusion": no_effect(FUSED),
+    "--moe-per-layer-logging": always("metrics.jsonl has the load of every router"),
+    "--moe-use-legacy-grouped-gemm": no_effect("the experts of a rank are one grouped product"),
+    "--moe-pad-expert-input-to-capacity": no_effect("tokens are dropped at the capacity; padding to it would only cost time"),
+    "--moe-shared-expert-overlap": no_effect("the shared expert is computed before the tokens are sent"),
+    "--moe-shared-expert-gate": not_yet("the shared expert has no gate: leave it out"),
+    "--moe-router-force-load-balancing": not_yet("tokens go to the experts that the router selects: leave it out"),
+    "--overlap-moe-expert-parallel-comm": no_effect("the all-to-all of tokens is not overlapped"),
+    "--delay-wgrad-compute": no_effect("--pipeline-schedule zb-h1 defers weight gradients"),
+}
+PARALLEL = {
+    "--use-megatron-fsdp": always("all sharding strategies have one implementation: --data-parallel-sharding-strategy"),
+    "--use-custom-fsdp": always("all sharding strategies have one implementation: --data-parallel-sharding-strategy"),
+    "--use-torch-fsdp2": sets("--data-parallel-sharding-strategy optim_grads_params", data_parallel_sharding_strategy="optim_grads_params"),
+    "--fsdp-double-buffer": always("gathered units take turns in two buffers"),
+    "--fsdp-manual-registration": no_effect("buffers are not registered with NCCL"),
+    "--use-nccl-ub": no_effect("buffers are not registered with NCCL"),
+    "--nccl-ub": no_effect("buffers are not registered with NCCL"),
+    "--distributed-backend": always("NCCL on GPUs, gloo on CPUs", "nccl", "gloo"),
+    "--disable-gloo-process-groups": no_effect("small objects are sent by gloo"),
+    "--num-layers-per-virtual-pipeline-stage": rename("--num-virtual-stages-per-pipeline-rank: num_layers / pipeline ranks / the number", conversions.layers_per_virtual_stage),
+    "--no-overlap-p2p-communication": no_effect("the schedule sends as soon as a microbatch is ready"),
+    "--overlap-p2p-communication-warmup-flush": no_effect("the schedule sends as soon as a microbatch is ready"),
+    "--microbatch-group-size-per-virtual-pipeline-stage": no_effect("interleaved runs groups of as many microbatches as pipeline ranks", arity=1),
+    "--account-for-embedding-in-pipeline-split": not_yet("set --decoder-first-pipeline-num-layers"),
+    "--account-for-loss-in-pipeline-split": not_yet("set --decoder-last-pipeline-num-layers"),
+    "--pipeline-model-parallel-layout": not_yet("set --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers", arity=1),
+    "--hierarchical-context-parallel-sizes": not_yet("set --cp-comm-type a2a or p2p", arity=MANY),
+    "--tp-comm-overlap": no_effect("communication of tensor parallelism is not overlapped with its products"),
+    "--tp-comm-overlap-cfg": no_effect("communication of tensor parallelism is not overlapped with its products", arity=1),
+    "--tp-comm-bootstrap-backend": no_effect("communication of tensor parallelism is not overlapped with its products", arity=1),
+    "--defer-embedding-wgrad-compute": no_effect("--pipeline-schedule zb-h1 defers weight gradients"),
+    "--wgrad-deferral-limit": no_effect("--pipeline-schedule zb-h1 defers weight gradients", arity=1),
+    "--overlap-param-gather-with-optimizer-step": no_effect("parameters are gathered after the step, with --overlap-param-gather beside the next forward"),
+    "--no-align-grad-reduce": no_effect("buckets are reduced as they become ready"),
+    "--ddp-average-in-collective": no_effect("gradients are summed and divided by the tokens of the global batch"),
+    "--ddp-num-buckets": not_yet("set --ddp-bucket-size, in elements", arity=1),
+    "--local-rank": no_effect("torchrun sets LOCAL_RANK", arity=1),
+    "--lazy-mpu-init": no_effect("the layout is planned before process groups exist", arity=1),
+}
+PRECISION = {
+    "--accumulate-allreduce-grads-in-fp32": always("gradients are accumulated and reduced in fp32"),
+    "--no-gradient-accumulation-fusion": no_effect("gradients are accumulated in fp32 by torch"),
+    "--disable-bf16-reduced-precision-matmul": always("products of bf16 accumulate in fp32"),
+    "--cuda-graph-impl": no_effect("there are no CUDA graphs; --torch-compile fuses kernels", arity=1),
+    "--cuda-graph-scope": no_effect("there are no CUDA graphs; --torch-compile fuses kernels", arity=MANY),
+    "--cuda-graph-modules": no_effect("there are no CUDA graphs; --torch-compile fuses kernels", arity=MANY),
+    "--cuda-graph-warmup-steps": no_effect("there are no CUDA graphs; --torch-compile fuses kernels", arity=1),
+    "--enable-cuda-graph": no_effect("there are no CUDA graphs; --torch-compile fuses kernels"),
+    "--te-rng-tracker": always("training draws no random numbers"),
+    "--use-te-rng-tracker": always("training draws no random numbers"),
+    "--empty-unused-memory-level": no_effect("cached memory stays with the process", arity=1),
+}
+OPTIM = {
+    "--train-samples": rename("--train-iters: the number / global_batch_size, rounded down; also the length of the schedule", conversions.train_samples),
+    "--decoupled-lr": not_yet("embedding and head have the rate of --lr: leave it out together with --decoupled-min-lr", arity=1),
+    "--decoupled-min-lr": no_effect("it belongs to --decoupled-lr", arity=1),
+    "--start-weight-decay": not_yet("weight decay is constant: set --weight-decay", arity=1),
+    "--end-weight-decay": not_yet("weight decay is constant: set --weight-decay", arity=1),
+    "--weight-decay-incr-style": not_yet("weight decay is constant: set --weight-decay", "constant"),
+    "--apply-wd-to-qk-layernorm": not_yet("parameters of one dimension are not decayed: leave it out"),
+    "--loss-scale": not_yet("the loss scale adapts: set --initial-loss-scale", arity=1),
+    "--rampup-batch-size": not_yet(SCHEDULED, arity=MANY),
+    "--step-batch-size-schedule": not_yet(SCHEDULED, arity=1),
+    "--override-opt-param-scheduler": always("the schedule follows from the command line, also on resume"),
+    "--use-checkpoint-opt-param-scheduler": no_effect("the schedule follows from the command line; what differs from the checkpoint is printed on resume"),
+    "--calculate-per-token-loss": always("the loss is the sum over target tokens of the global batch / their number"),
+    "--check-for-nan-in-loss-and-grad": always("a step whose gradient norm is not finite is skipped"),
+    "--no-check-for-nan-in-loss-and-grad": no_effect("a step whose gradient norm is not finite is skipped"),
+}
+DATA = {
+    "--tokenizer-type": no_effect("the files of --tokenizer-model say which tokenizer it is", arity=1),
+    "--vocab-extra-ids": not_yet("prepare a tokenizer.json that has them", "0"),
+    "--tiktoken-pattern": no_effect("the files of --tokenizer-model say which tokenizer it is", arity=1),
+    "--data-cache-path": no_effect("the order of samples is computed, not stored", arity=1),
+    "--no-mmap-bin-files": no_effect("token files are mapped into memory"),
+    "--no-create-attention-mask-in-dataloader": always("the data loader makes no masks"),
+    "--create-attention-mask-in-dataloader": no_effect("the attention makes its masks"),
+    "--dataloader-type": always("samples are shuffled once per epoch, as --shuffle says", "single", "cyclic"),
+    "--train-data-path": not_yet(SIDE_DATA, arity=MANY),
+    "--valid-data-path": not_yet(SIDE_DATA, arity=MANY),
+    "--test-data-path": not_yet(SIDE_DATA, arity=MANY),
+    "--data-args-path": not_yet("set --data-path", arity=1),
+    "--num-dataset-builder-threads": no_effect("the order of samples is computed, not stored", arity=1),
+    "--fim-data": not_yet("leave it out"),
+}
+CHECKPOINT = {
+    "--use-dist-ckpt": always("every rank writes its shards"),
+    "--ckpt-format": no_effect("there is one format: a manifest and one shard file per rank", arity=1),
+    "--dist-ckpt-format": no_effect("there is one format: a manifest and one shard file per rank", arity=1),
+    "--auto-detect-ckpt-format": no_effect("there is one format: a manifest and one shard file per rank"),
+    "--dist-ckpt-strictness": no_effect("a checkpoint that lacks or has too much is always refused", arity=1),
+    "--dist-ckpt-optim-fully-reshardable": always("any layout loads any checkpoint"),
+    "--ckpt-fully-parallel-save": always("every rank writes its shards"),
+    "--no-ckpt-fully-parallel-save": no_effect("every rank writes its shards"),
+    "--ckpt-fully-parallel-load": always("every rank reads what it needs"),
+    "--ckpt-assume-constant-structure": no_effect("the shards are planned once per run"),
+    "--use-persistent-ckpt-worker": no_effect("no worker process is used"),
+    "--async-strategy": no_effect("no worker process is used", arity=1),
+    "--async-ckpt-use-cpu-shm": no_effect("no worker process is used"),
+    "--verify-integrity": always("every shard has checksums"),
+    "--no-load-rng": always("training draws no random numbers"),
+    "--no-save-rng": always("training draws no random numbers"),
+    "--no-load-optim": not_yet("leave it out, or start from exported weights with --pretrained-checkpoint"),
+    "--no-save-optim": not_yet("leave it out; `nanotrain checkpoint export-hf` writes the weights alone"),
+    "--finetune": not_yet("export the weights with `nanotrain checkpoint export-hf` and set --pretrained-checkpoint"),
+    "--save-retain-interval": not_yet("set --keep-last 0, which keeps all checkpoints", arity=1),
+    "--non-persistent-save-interval": not_yet("set --save-interval", arity=1),
+    "--exit-on-missing-checkpoint": always("a --load without a checkpoint is an error"),
+}
+RUN = {
+    "--log-throughput": always("tokens per second and MFU are always logged"),
+    "--log-timers-to-tensorboard": always("TensorBoard has the time of a step and of waiting for data"),
+    "--log-memory-to-tensorboard": always("TensorBoard has the peak memory"),
+    "--log-validation-ppl-to-tensorboard": always("TensorBoard has the validation loss, whose exponential is the perplexity"),
+    "--log-loss-scale-to-tensorboard": always("TensorBoard has the loss scale"),
+    "--log-learning-rate-to-tensorboard": always("TensorBoard has the learning rate"),
+    "--log-world-size-to-tensorboard": no_effect("the world size is logged at the start"),
+    "--log-batch-size-to-tensorboard": no_effect("the batch size is constant"),
+    "--log-params-norm": no_effect("the norm of the parameters is not logged"),
+    "--log-num-zeros-in-grad": no_effect("zeros in gradients are not counted"),
+    "--log-progress": always("metrics.jsonl has one line per step"),
+    "--log-straggler": no_effect("stragglers are not searched for"),
+    "--timing-log-level": no_effect("the time of a step and of waiting for data are logged", arity=1),
+    "--timing-log-option": no_effect("the time of a step and of waiting for data are logged", arity=1),
+    "--tensorboard-log-interval": no_effect("every step is written", arity=1),
+    "--tensorboard-queue-size": no_effect("TensorBoard's own default", arity=1),
+    "--logging-level": no_effect("progress and warnings are logged", arity=1),
+    "--wandb-save-dir": no_effect("wandb writes into the run folder", arity=1),
+    "--profile-ranks": no_effect("every rank is profiled", arity=MANY),
+    "--use-pytorch-profiler": always("--profile uses torch's profiler"),
+    "--record-memory-history": no_effect("the peak memory is logged; the history is not recorded"),
+    "--manual-gc": always("garbage is collected every --manual-gc-interval steps"),
+    "--exit-signal-handler": always("SIGTERM saves a checkpoint and ends the run"),
+    "--enable-experimental": no_effect("there is no such switch"),
+    "--rerun-mode": no_effect("steps are not repeated to find faulty hardware", arity=1),
+    "--check-weight-hash-across-dp-replicas-interval": no_effect("`nanotrain parity` compares replicas", arity=1),
+    "--disable-straggler-on-startup": no_effect("stragglers are not searched for"),
+    "--use-ring-exchange-p2p": not_yet("leave it out"),
+    "--deterministic-mode": always("a run on the same machines gives the same losses"),
+    "--skip-train": not_yet("set --train-iters 0"),
+    "--test-mode": not_yet("leave it out"),
+    "--one-logger-project": no_effect("there is no OneLogger", arity=1),
+    "--one-logger-run-name": no_effect("there is no OneLogger", arity=1),
+    "--enable-one-logger": no_effect("there is no OneLogger"),
+    "--no-one-logger": no_effect("there is no OneLogger"),
+}
+# fmt: on
+MEGATRON: dict[str, MegatronFlag] = MODEL | MOE | PARALLEL | PRECISION | OPTIM | DATA | CHECKPOINT | RUN
+# Megatron-LM spells two flags with an underscore.
+MEGATRON |= {
+    flag.replace("opt-param", "opt_param"): MEGATRON[flag]
+    for flag in ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler")
+}
+
+# Megatron-LM's defaults of the fields where ours differ, by unique name; `--megatron-defaults` takes them.
+MEGATRON_DEFAULTS: dict[str, Any] = {
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "activation": "gelu",
+    "add_bias_linear": True,
+    "adam_beta2": 0.999,
+    "weight_decay": 0.01,
+    "lr_decay_style": "linear",
+    "log_interval": 100,
+    "eval_interval": 1000,
+    "eval_iters": 100,
+    "keep_last": 0,
+}
+# fields without a default in Megatron-LM
+MEGATRON_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "seq_length", "lr")
+# the fields that decide which model is trained
+SHAPING = ("position_embedding_type", "normalization", "activation", "add_bias_linear", "adam_beta2", "weight_decay")

@@ -1,0 +1,189 @@
+"""Apply Megatron-LM's flags to a configuration, and complete settings that imply others, as Megatron-LM does.
+
+check_flags       values of `always` flags, flags of missing features
+convert_flags     renames and conversions -> values of fields
+imply             settings that turn others on: wandb_project -> wandb, virtual stages -> interleaved, ...
+notes             what a reader of the log should know: counted flags, implied values, defaults that differ
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from os.path import normpath
+from typing import Any
+
+from nanotrain.config.config import Activation, Config
+from nanotrain.config.flags import CommandLine, MegatronArgument
+from nanotrain.config.megatron import MEGATRON, MEGATRON_DEFAULTS, MEGATRON_REQUIRED, SHAPING
+from nanotrain.config.option import flag_of
+from nanotrain.config.schema import ENTRIES, convert, plain, value_of, with_values
+from nanotrain.errors import ConfigError, ErrorCollector
+
+
+@dataclass
+class Translation:
+    """A configuration that is being completed, with what was set and why."""
+
+    config: Config
+    explicit: frozenset[str]  # keys set on the command line
+    origins: dict[str, str] = field(default_factory=dict)  # of the values set here, by key
+    notes: list[str] = field(default_factory=list)  # lines for the log
+
+    def set(self, name: str, value: Any, *, source: str) -> None:
+        """Set a field by its unique name."""
+        key = ENTRIES[name].key
+        self.config = with_values(self.config, {key: convert(ENTRIES[name], value)})
+        self.origins[key] = source
+
+
+def translate(config: Config, line: CommandLine, *, errors: ErrorCollector) -> Translation:
+    """Apply the Megatron-LM flags of a command line to the configuration of its other arguments.
+
+    Args:
+        config: composed from the files and the fields' own flags.
+        line: the parsed command line.
+        errors: collects values that are never so, missing features, contradictions.
+    """
+    result = Translation(config, line.explicit)
+    check_flags(line.megatron, errors=errors)
+    if line.wants_megatron_defaults:
+        complete_defaults(result, line, errors=errors)
+    for argument in line.megatron:
+        with errors:
+            convert_flag(result, argument)
+    for name, value, why in implied(result.config, result.explicit):
+        result.set(name, value, source=why)
+        result.notes.append(f"{flag_of(name)} {plain(value)}: {why}")
+    result.notes += notes(line)
+    return result
+
+
+def check_flags(arguments: list[MegatronArgument], *, errors: ErrorCollector) -> None:
+    """Check the values of flags that name what is always so; flags of missing features become one error."""
+    missing: list[str] = []
+    for argument in arguments:
+        row = MEGATRON[argument.flag]
+        is_accepted = any(is_same(text, argument.value) for text in row.accepts)
+        if row.kind == "always" and row.accepts and not is_accepted:
+            fix = f"leave it out or write {argument.flag} {row.accepts[0]}"
+            errors.errors.append(
+                ConfigError(f"{argument.text} contradicts what is always so", why=row.meaning, fix=fix)
+            )
+        elif row.kind == "not yet" and not is_accepted:
+            missing.append(f"{argument.text} ({row.meaning})")
+    if missing:
+        what = "1 flag asks" if len(missing) == 1 else f"{len(missing)} flags ask"
+        what += " for what does not exist here"
+        errors.errors.append(ConfigError(what, why="; ".join(missing)))
+
+
+def is_same(expected: str, text: str) -> bool:
+    """Whether two texts are the same value: 0 and 0.0 are.
+
+    >>> is_same("0", "0.00"), is_same("fp32", "fp64")
+    (True, False)
+    """
+    try:
+        return float(expected) == float(text)
+    except ValueError:
+        return expected == text
+
+
+def convert_flag(result: Translation, argument: MegatronArgument) -> None:
+    """Set the fields that a flag stands for.
+
+    Raises:
+        ConfigError: a field has another value on the command line.
+    """
+    row = MEGATRON[argument.flag]
+    if row.convert is None:
+        return
+    for name, value in row.convert(result.config, argument.value).items():
+        key = ENTRIES[name].key
+        current = value_of(result.config, key)
+        if key in result.explicit and plain(current) != plain(convert(ENTRIES[name], value)):
+            raise ConfigError(
+                f"{argument.text} contradicts {flag_of(name)} {plain(current)}",
+                why=f"it means {flag_of(name)} {plain(value)}",
+                fix="leave one of them out",
+            )
+        result.set(name, value, source=f"command line: {argument.text}")
+        result.explicit |= {key}
+
+
+def complete_defaults(result: Translation, line: CommandLine, *, errors: ErrorCollector) -> None:
+    """Megatron-LM's derived MLP width, and an error for fields that have no default there."""
+    model = result.config.model
+    if model.activation is Activation.swiglu and model.ffn_hidden_size is None:
+        width = 64 * max(1, int(4 * model.hidden_size * 2 / 3 / 64))
+        result.set("ffn_hidden_size", width, source="--megatron-defaults: 8/3 * hidden_size, a multiple of 64 below")
+    unset = [name for name in MEGATRON_REQUIRED if ENTRIES[name].key not in line.explicit]
+    if unset and not line.choices:
+        flags = ", ".join(map(flag_of, unset))
+        why = "Megatron-LM has no defaults for them"
+        errors.errors.append(ConfigError(f"--megatron-defaults without {flags}", why=why, fix="set them"))
+
+
+def implied(config: Config, explicit: frozenset[str]) -> Iterator[tuple[str, Any, str]]:
+    """Name, value and reason of fields that other settings imply; none that the command line sets itself."""
+    train, parallel, load = config.train, config.parallel, config.checkpoint.load
+    if "train.wandb_project" in explicit and "train.wandb" not in explicit and not train.wandb:
+        yield "wandb", True, "wandb_project is set"
+    if train.tensorboard_dir is not None and "train.tensorboard" not in explicit and not train.tensorboard:
+        yield "tensorboard", True, "tensorboard_dir is set"
+    if (
+        parallel.num_virtual_stages_per_pipeline_rank > 1
+        and parallel.pipeline_schedule == ENTRIES["pipeline_schedule"].default
+        and "parallel.pipeline_schedule" not in explicit
+    ):
+        count = parallel.num_virtual_stages_per_pipeline_rank
+        yield "pipeline_schedule", "interleaved", f"there are {count} virtual stages per pipeline rank"
+    if load is not None and train.run_dir is not None and normpath(load) == normpath(train.run_dir):
+        yield "load", None, f"a run resumes from its own folder {train.run_dir}"
+
+
+def notes(line: CommandLine) -> Iterator[str]:
+    """How many flags change nothing, and which model-shaping defaults a pasted command line leaves out."""
+    counts = {
+        kind: len({a.flag for a in line.megatron if MEGATRON[a.flag].kind == kind}) for kind in ("always", "no effect")
+    }
+    if counts["always"]:
+        yield f"{number(counts['always'])} what nanotrain always does (--help=megatron lists them)"
+    if counts["no effect"]:
+        yield f"{number(counts['no effect'], verb='tune')} parts of Megatron-LM that do not exist here"
+    left_out = [name for name in SHAPING if ENTRIES[name].key not in line.explicit and not is_set_by_flag(name, line)]
+    if line.megatron and left_out and not line.choices and not line.wants_megatron_defaults:
+        values = ", ".join(f"{name} {default_text(name)} (Megatron-LM: {megatron_text(name)})" for name in left_out)
+        yield f"settings left out whose defaults differ from Megatron-LM's: {values}; --megatron-defaults takes those"
+
+
+def is_set_by_flag(name: str, line: CommandLine) -> bool:
+    """Whether one of Megatron-LM's flags stands for a value of this field."""
+    rows = (MEGATRON[argument.flag] for argument in line.megatron)
+    return any(name in row.fields for row in rows)
+
+
+def number(count: int, *, verb: str = "name") -> str:
+    """Subject and verb of a sentence about flags.
+
+    >>> number(1), number(12)
+    ('1 flag names', '12 flags name')
+    """
+    return f"1 flag {verb}s" if count == 1 else f"{count} flags {verb}"
+
+
+def default_text(name: str) -> str:
+    """A field's default as text."""
+    return (
+        str(plain(ENTRIES[name].default)).lower() if ENTRIES[name].kind is bool else str(plain(ENTRIES[name].default))
+    )
+
+
+def megatron_text(name: str) -> str:
+    """Megatron-LM's default of a field as text."""
+    value = MEGATRON_DEFAULTS[name]
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def megatron_values() -> Mapping[str, Any]:
+    """Megatron-LM's defaults by key."""
+    return {ENTRIES[name].key: value for name, value in MEGATRON_DEFAULTS.items()}

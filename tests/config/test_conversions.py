@@ -1,0 +1,66 @@
+"""The arithmetic of Megatron-LM's flags that become fields."""
+
+import pytest
+
+from nanotrain.config.config import PositionEmbedding
+from nanotrain.config.conversions import (
+    group_query_attention,
+    layers_per_virtual_stage,
+    no_position_embedding,
+    padded_vocab_size,
+    train_samples,
+)
+from nanotrain.errors import ConfigError
+from tests.config.asking import config_of
+
+
+def test_samples_become_steps_rounded_down_and_the_length_of_the_schedule():
+    config = config_of(global_batch_size=128)
+    assert train_samples(config, "1953125000") == {"train_iters": 15258789, "lr_decay_samples": 1953125000}
+    assert train_samples(config_of(global_batch_size=128, lr_decay_samples=5), "256") == {"train_iters": 2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers", "stages"),
+    [((32, 4), "1", 8), ((32, 4), "2", 4), ((56, 8), "7", 1)],
+)
+def test_layers_per_virtual_stage_become_virtual_stages(fields, layers, stages):
+    config = config_of(num_layers=fields[0], pipeline_model_parallel_size=fields[1])
+    assert layers_per_virtual_stage(config, layers) == {"num_virtual_stages_per_pipeline_rank": stages}
+
+
+def test_a_padded_vocabulary_is_padded_to_that_size():
+    assert padded_vocab_size(config_of(vocab_size=50257), "51200") == {"make_vocab_size_divisible_by": 51200}
+
+
+def test_grouped_queries_without_a_number_share_one_head():
+    assert group_query_attention(config_of(), "") == {"num_query_groups": 1}
+    assert group_query_attention(config_of(num_query_groups=2), "") == {}
+
+
+def test_no_position_embedding_is_accepted_with_rope():
+    assert no_position_embedding(config_of(), "") == {}
+    with pytest.raises(ConfigError, match="set --position-embedding-type none instead"):
+        no_position_embedding(config_of(position_embedding_type=PositionEmbedding.learned_absolute), "")
+
+
+@pytest.mark.parametrize(
+    ("convert", "fields", "text", "message"),
+    [
+        (train_samples, {}, "512", "set --global-batch-size"),
+        (train_samples, {"global_batch_size": 8}, "7", "--train-samples 7 is no whole step"),
+        (train_samples, {"global_batch_size": 8}, "1e9", "it takes a whole number of at least 1"),
+        (layers_per_virtual_stage, {"num_layers": 10, "pipeline_model_parallel_size": 4}, "1", "10 layers on pp=4"),
+        (
+            layers_per_virtual_stage,
+            {"num_layers": 8, "pipeline_model_parallel_size": 2, "decoder_last_pipeline_num_layers": 2},
+            "1",
+            "set --num-virtual-stages-per-pipeline-rank",
+        ),
+        (padded_vocab_size, {"vocab_size": 300}, "256", "the vocabulary has 300 tokens"),
+    ],
+)
+def test_what_has_no_exact_value_is_an_error(convert, fields, text, message):
+    with pytest.raises(ConfigError) as caught:
+        convert(config_of(**fields), text)
+    assert message in str(caught.value)

@@ -1,0 +1,155 @@
+"""Megatron-LM's flags on a command line: what they set, what is refused, what is noted."""
+
+import pytest
+
+from nanotrain.config.config import Normalization, PositionEmbedding, ShardingStrategy
+from nanotrain.config.load import Loaded, load
+from nanotrain.config.schema import value_of
+from nanotrain.config.translate import is_same
+from nanotrain.errors import ConfigError
+
+
+def loaded(arguments: str) -> Loaded:
+    return load(arguments.split(), to_train=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "values"),
+    [
+        ("--disable-bias-linear", {"model.add_bias_linear": False}),
+        ("--use-rotary-position-embeddings", {"model.position_embedding_type": PositionEmbedding.rope}),
+        ("--group-query-attention", {"model.num_query_groups": 1}),
+        ("--group-query-attention --num-query-groups 2", {"model.num_query_groups": 2}),
+        ("--use-torch-fsdp2", {"parallel.data_parallel_sharding_strategy": ShardingStrategy.optim_grads_params}),
+        (
+            "--data-parallel-sharding-strategy 2",
+            {"parallel.data_parallel_sharding_strategy": ShardingStrategy.optim_grads},
+        ),
+        (
+            "--train-samples 1000 --global-batch-size 8 --lr-warmup-samples 24",
+            {"train.train_iters": 125, "optim.lr_decay_samples": 1000, "optim.lr_warmup_samples": 24},
+        ),
+        (
+            "--num-layers 32 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2",
+            {"parallel.num_virtual_stages_per_pipeline_rank": 4, "parallel.pipeline_schedule": "interleaved"},
+        ),
+        ("--save ck", {"checkpoint.save": True, "train.run_dir": "ck"}),
+        ("--save ck --load ck/", {"train.run_dir": "ck", "checkpoint.load": None}),
+        ("--save ck --load other", {"train.run_dir": "ck", "checkpoint.load": "other"}),
+        ("--save=ck", {"train.run_dir": "ck"}),
+        ("--save", {"checkpoint.save": True, "train.run_dir": "runs/train"}),
+        ("--save=false", {"checkpoint.save": False}),
+        ("--tensorboard-dir tb", {"train.tensorboard": True, "train.tensorboard_dir": "tb"}),
+        ("--wandb-project p --wandb-exp-name e", {"train.wandb": True, "train.wandb_exp_name": "e"}),
+        ("--split '99,1,0'", {"data.split": "99,1,0"}),
+        ("--eval-iters 0", {"train.eval_iters": 0}),
+        ("--eval-iters -1", {"train.eval_iters": 0}),
+        ("--sequence-parallel", {"parallel.sequence_parallel": False}),
+        ("--vocab-size 50257 --padded-vocab-size 51200", {"model.make_vocab_size_divisible_by": 51200}),
+    ],
+)
+def test_a_flag_becomes_values_of_fields(arguments, values):
+    config = loaded(arguments).config
+    assert {key: value_of(config, key) for key in values} == values
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--attention-dropout 0.1", "there is no dropout; leave it out or write --attention-dropout 0"),
+        ("--rotary-percent 0.5", "RoPE rotates all channels of a head"),
+        ("--moe-router-dtype fp64", "router logits and scores are fp32"),
+        ("--distributed-backend mpi", "NCCL on GPUs, gloo on CPUs"),
+        ("--disable-bias-linear --add-bias-linear", "--disable-bias-linear contradicts --add-bias-linear True"),
+        (
+            "--train-samples 100 --global-batch-size 8 --train-iters 7",
+            "--train-samples 100 contradicts --train-iters 7",
+        ),
+        (
+            "--use-torch-fsdp2 --data-parallel-sharding-strategy optim",
+            "--use-torch-fsdp2 contradicts --data-parallel-sharding-strategy optim",
+        ),
+        ("--train-samples 100", "set --global-batch-size"),
+        (
+            "--no-position-embedding --position-embedding-type learned_absolute",
+            "--position-embedding-type none instead",
+        ),
+        (
+            "--squared-relu",
+            "1 flag asks for what does not exist here: --squared-relu (set --swiglu or --activation gelu)",
+        ),
+        ("--pipeline-schedule 1f1b --rope-type yarn", "contradicts"),
+    ],
+)
+def test_what_is_never_so_is_an_error(arguments, message):
+    with pytest.raises(ConfigError) as caught:
+        loaded(arguments)
+    assert message in str(caught.value)
+
+
+def test_missing_features_are_one_error_that_names_all_of_them():
+    with pytest.raises(ConfigError) as caught:
+        loaded("--squared-relu --mtp-num-layers 1 --finetune --mtp-loss-scaling-factor 0.1 --lr fast")
+    text = str(caught.value)
+    assert "3 flags ask for what does not exist here" in text and text.startswith("2 mistakes")
+    for flag in ("--squared-relu (", "--mtp-num-layers 1 (there is no multi-token prediction", "--finetune ("):
+        assert flag in text
+
+
+def test_values_that_ask_for_nothing_are_accepted():
+    loaded("--mtp-num-layers 0 --rotary-scaling-factor 1.0 --softmax-type vanilla --vocab-extra-ids 0")
+
+
+def test_flags_without_effect_are_counted_once():
+    notes = loaded(
+        "--manual-gc --manual-gc --log-throughput --timing-log-level 0 --megatron-defaults +config=tiny"
+    ).notes
+    assert "2 flags name what nanotrain always does (--help=megatron lists them)" in notes
+    assert "1 flag tunes parts of Megatron-LM that do not exist here" in notes
+
+
+def test_a_virtual_stage_asks_for_the_interleaved_schedule_unless_another_is_set():
+    words = "--num-layers 8 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+    result = loaded(words)
+    assert result.config.parallel.pipeline_schedule == "interleaved"
+    assert "--pipeline-schedule interleaved: there are 2 virtual stages per pipeline rank" in result.notes
+    assert loaded(words + " --pipeline-schedule 1f1b").config.parallel.pipeline_schedule == "1f1b"
+
+
+def test_a_pasted_line_names_the_defaults_that_it_leaves_out():
+    line = "--num-layers 2 --hidden-size 64 --swiglu --use-mcore-models --disable-bias-linear --weight-decay 0.1"
+    (note,) = [note for note in loaded(line).notes if "left out" in note]
+    assert "normalization RMSNorm (Megatron-LM: LayerNorm)" in note and "adam_beta2 0.95 (Megatron-LM: 0.999)" in note
+    assert "add_bias_linear" not in note and "activation" not in note and "weight_decay" not in note
+    for other in (line.replace("--use-mcore-models --disable-bias-linear", ""), line + " +config=tiny"):
+        assert not [note for note in loaded(other).notes if "left out" in note]
+
+
+GPT3 = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --lr 1e-4"
+
+
+def test_megatron_s_defaults_are_below_files_and_arguments():
+    model = loaded(f"--megatron-defaults {GPT3} --normalization RMSNorm").config.model
+    assert model.normalization is Normalization.RMSNorm and model.add_bias_linear
+    assert model.position_embedding_type is PositionEmbedding.learned_absolute and model.activation.value == "gelu"
+    result = loaded(f"--megatron-defaults {GPT3} --adam-beta2 0.9")
+    optim = result.config.optim
+    assert (optim.adam_beta2, optim.weight_decay, optim.lr_decay_style.value) == (0.9, 0.01, "linear")
+    assert result.origins["optim.weight_decay"] == "--megatron-defaults"
+    assert result.origins["optim.adam_beta2"] == "command line: --adam-beta2 0.9"
+    assert loaded("--megatron-defaults +config=tiny").config.model.num_layers == 4
+
+
+@pytest.mark.parametrize(("hidden", "width"), [("4096", 10880), ("64", 128), ("1536", 4096)])
+def test_megatron_s_width_of_a_gated_mlp_is_rounded_down(hidden, width):
+    line = f"--megatron-defaults {GPT3} --hidden-size {hidden} --swiglu"
+    assert loaded(line).config.model.ffn_hidden_size == width
+
+
+def test_megatron_has_no_defaults_for_sizes():
+    with pytest.raises(ConfigError, match="--megatron-defaults without --num-layers, --hidden-size"):
+        loaded("--megatron-defaults")
+
+
+def test_numbers_are_compared_as_numbers():
+    assert is_same("0", "0.000") and is_same("1.0", "1") and not is_same("0", "none")
