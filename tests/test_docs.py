@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from nanotrain.cli import CHECKPOINT_COMMANDS, COMMANDS, main
+from nanotrain.config.flags import ALIASES, FLAGS, NEGATIONS, OWN_FLAGS, SWITCHES
 from nanotrain.config.load import load
+from nanotrain.config.megatron import MEGATRON
 from nanotrain.config.validate import validate_for_world
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +39,8 @@ def quoted(page: Path) -> set[str]:
 
 @cache
 def known_flags() -> frozenset[str]:
-    """Every flag of the commands' help and of the programs in benchmarks/ and examples/."""
+    """Every flag of the configuration, of the commands' help and of the programs in benchmarks/ and examples/."""
+    configuration = {*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *SWITCHES, *MEGATRON}
     text = io.StringIO()
     for words in [[name] for name in COMMANDS if name != "checkpoint"] + [
         ["checkpoint", n] for n in CHECKPOINT_COMMANDS
@@ -46,7 +49,8 @@ def known_flags() -> frozenset[str]:
             main([*words, "--help"])
     programs = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py")]
     flags = set(FLAG.findall(text.getvalue() + "".join(path.read_text(encoding="utf-8") for path in programs)))
-    return frozenset(form for flag in flags for form in (flag.replace("[no-]", ""), flag.replace("[no-]", "no-")))
+    forms = {form for flag in flags for form in (flag.replace("[no-]", ""), flag.replace("[no-]", "no-"))}
+    return frozenset(forms | configuration)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
