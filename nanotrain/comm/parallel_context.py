@@ -25,6 +25,13 @@ from nanotrain.errors import EnvironmentFault
 from nanotrain.topology.groups import GroupName, GroupSpec, Ranks
 from nanotrain.topology.topology import Topology
 
+# On NCCL `wait` does not raise; torch ends the process at the timeout, and its flight recorder then writes the last
+# collectives of every rank, which `torchfrtrace` compares (docs/faults.md).
+NCCL_SETTINGS = {
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+}
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -97,7 +104,10 @@ class ParallelContext:
     def start(
         cls, topology: Topology, *, device: str = "auto", timeout_s: float = 600.0
     ) -> Iterator["ParallelContext"]:
-        """Join the world that torchrun launched; leaving the block destroys all process groups.
+        """Join the world that torchrun launched; leaving the block without an error destroys all process groups.
+
+        After an error they are left as they are: destroying them waits for peers that may be inside a collective, on
+        NCCL forever. The entry point ends the process at once.
 
         `device` is "auto", "cpu" or "cuda"; `timeout_s` is how long a collective waits for a slow or lost rank.
 
@@ -115,12 +125,12 @@ class ParallelContext:
         if not launch.is_distributed:
             yield cls(topology, 0, device=chosen)._with_groups(timeout_s)
             return
+        for name, value in NCCL_SETTINGS.items():
+            os.environ.setdefault(name, value)
         _join_world(launch, backend_of(chosen), timeout_s=timeout_s)
         context = cls(topology, launch.rank, device=chosen)
-        try:
-            yield context._with_groups(timeout_s)
-        finally:
-            context._destroy()
+        yield context._with_groups(timeout_s)
+        context._destroy()
 
     @classmethod
     def attach(cls, topology: Topology, *, timeout_s: float = 600.0) -> "ParallelContext":

@@ -18,6 +18,10 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
+class CommunicationFault(EnvironmentFault):
+    """A collective that failed: a rank was lost, or did not take part in time."""
+
+
 class Work(Generic[T]):
     """An asynchronous operation; `wait` returns its result and may be called any number of times.
 
@@ -64,7 +68,7 @@ class Work(Generic[T]):
         """Return the result, valid on the current stream.
 
         Raises:
-            EnvironmentFault: a rank of the group was lost or timed out; every further call raises it again.
+            CommunicationFault: a rank of the group was lost or timed out; every further call raises it again.
         """
         if self._failure is not None:
             raise self._failure
@@ -85,14 +89,14 @@ class Work(Generic[T]):
 
 @contextmanager
 def translate_errors(op: str, group: Group | None) -> Iterator[None]:
-    """Raise torch's errors inside the block as `EnvironmentFault` naming the collective, group and rank."""
+    """Raise torch's errors inside the block as `CommunicationFault` naming the collective, group and rank."""
     try:
         yield
     except RuntimeError as error:
         if group is None:
             raise
         coords = f" ({group.coords_text})" if group.coords_text else ""
-        raise EnvironmentFault(
+        raise CommunicationFault(
             f"{op} over group {group.name} (ranks {', '.join(map(str, group.ranks))}) "
             f"failed on rank {group.rank}{coords}",
             why=str(error).splitlines()[0],

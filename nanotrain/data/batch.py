@@ -68,6 +68,10 @@ class Batch:
         """Copy the batch into page-locked memory; called by torch's DataLoader."""
         return self._map(lambda tensor: tensor.pin_memory())
 
+    def share_memory(self) -> "Batch":
+        """Move the tensors to shared memory, for another process."""
+        return self._map(lambda tensor: tensor.share_memory_())
+
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors: dict[str, Any] = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}

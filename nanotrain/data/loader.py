@@ -16,15 +16,17 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from nanotrain.data.batch import Batch, SampleDataset, collate
 from nanotrain.data.sampler import MicrobatchSampler, SamplerConfig
 from nanotrain.data.worker import exit_with_parent
 from nanotrain.errors import EnvironmentFault, NanotrainError
+from nanotrain.runs.files import free_space
 
 _INTERRUPTS = frozenset({signal.SIGINT, signal.SIGTERM})
 # Microbatches per worker: at least double buffering, at most what keeps /dev/shm small.
@@ -37,9 +39,20 @@ class _BatchReader(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> Batch | NanotrainError:
         try:
-            return collate([self.dataset[index] for index in indices])
+            batch = collate([self.dataset[index] for index in indices])
         except NanotrainError as error:
             return error  # returned, not raised: torch would put the worker's traceback into the message
+        if get_worker_info() is None:
+            return batch
+        try:
+            # Here, not in the queue's own thread: that one only prints the error, and the trainer waits forever.
+            return batch.share_memory()
+        except (RuntimeError, OSError) as error:
+            return EnvironmentFault(
+                "a data worker found no shared memory for a batch",
+                why=f"{str(error).splitlines()[0]}; {free_space(Path('/dev/shm'))}",
+                fix="enlarge /dev/shm (docker run --shm-size), or set --num-workers 0",
+            )
 
 
 class GlobalBatchLoader:

@@ -15,9 +15,11 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NoReturn
 
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line, reply
@@ -131,5 +133,25 @@ def _world_size(text: str) -> int:
     return int(text)
 
 
+def _end(run: Callable[[], int]) -> NoReturn:
+    """End this process with the exit code of `run`.
+
+    After an error of one of several ranks it ends at once: the interpreter's own end destroys process groups, which
+    waits for peers that may be inside a collective.
+    """
+    try:
+        code = run()
+    except SystemExit:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if code and os.environ.get("WORLD_SIZE", "1") != "1":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _end(main)

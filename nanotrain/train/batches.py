@@ -50,30 +50,45 @@ class BatchIterator:
         self._batches, self._group, self._device, self._split = batches, group, device, split
         self._readers_per_sample = readers_per_sample
 
-    def next(self, *, wants_stop: bool = False) -> GlobalBatch | None:
+    def next(self, *, wants_stop: bool = False, failure: NanotrainError | None = None) -> GlobalBatch | None:
         """The next global batch; None if any rank wants to stop.
 
         Args:
             wants_stop: whether this rank received a signal or reached its time limit.
+            failure: an error of this rank since the last step.
 
         Raises:
-            NanotrainError: the data of some rank failed; the same error on every rank.
+            NanotrainError: some rank or its data failed; the same error on every rank.
         """
-        failure: NanotrainError | None = None
         microbatches: list[Batch] = []
         start = time.perf_counter()
         try:
             microbatches = next(self._batches)
         except NanotrainError as error:
-            failure = error
+            failure = failure or error
         wait_s = time.perf_counter() - start
         tokens = sum(float(batch.num_target_tokens) for batch in microbatches) / self._readers_per_sample
         samples = sum(len(batch.tokens) for batch in microbatches) / self._readers_per_sample
         counts = [tokens, samples, float(wants_stop), float(failure is not None)]
         all_tokens, all_samples, stops, failures = all_reduce_scalars(counts, self._group)
         if failures:
-            raise next(error for error in all_gather_object(failure, self._group) if error is not None)
+            raise_on_all(failure, self._group)
         if stops:
             return None
         local = (self._split(batch.to(self._device)) for batch in microbatches)
         return GlobalBatch(tuple(local), round(all_tokens), round(all_samples), wait_s)
+
+
+def raise_on_all(failure: NanotrainError | None, group: Group) -> None:
+    """Raise the first error of the ranks on every rank; return if there is none.
+
+    Args:
+        failure: of this rank.
+        group: all ranks.
+
+    Raises:
+        NanotrainError: the same on every rank.
+    """
+    for error in all_gather_object(failure, group):
+        if error is not None:
+            raise error

@@ -1,7 +1,7 @@
 """`Run`: the live parts of one rank's run, built once by build.py. `TrainState`: its counters."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.parallel_context import ParallelContext
@@ -40,6 +40,16 @@ class TrainState:
         return asdict(self)
 
 
+@dataclass
+class StopRequest:
+    """A signal that this rank received; it ends the run at the next step or validation batch, on all ranks."""
+
+    signal: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+
 @dataclass(frozen=True)
 class Run:
     """The live parts of a run on one rank."""
@@ -58,6 +68,7 @@ class Run:
     batch_iterator: BatchIterator  # global batches, with the counts that all ranks agree on
     checkpointer: Checkpointer  # reads and writes the run's checkpoints
     state: TrainState  # counters
+    stop: StopRequest = field(default_factory=StopRequest)  # set by the trainer's signal handler
 
     @property
     def config(self) -> Config:

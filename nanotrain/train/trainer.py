@@ -2,7 +2,10 @@
 
 A run stops between two steps, on all ranks together: after the last step, at `exit_interval`, after
 `exit_duration_in_mins`, on SIGTERM or SIGINT. The clock or signal of one rank stops all ranks through the all-reduce
-before the next step. The hooks then save and the process exits with 0. Hooks are closed after an error too.
+before the next step. The hooks then save and the process exits with 0.
+
+An error of one rank's hook or data is raised on all ranks before the next step; the hooks save the last step on the way
+out. Hooks are closed after an error too.
 """
 
 import gc
@@ -12,7 +15,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+from nanotrain.comm.work import CommunicationFault
+from nanotrain.errors import NanotrainError
 from nanotrain.log import get_logger
+from nanotrain.runs.files import FolderVanished
+from nanotrain.train.batches import GlobalBatch, raise_on_all
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics import StepClock, Throughput, report_step
 from nanotrain.train.run import Run
@@ -32,7 +39,7 @@ class Trainer:
     def __init__(self, run: Run, hooks: Sequence[Hook]) -> None:
         self.run, self.hooks = run, hooks
         self._throughput = Throughput.of(run.plan, run.context)
-        self._signal: int | None = None
+        self._failure: NanotrainError | None = None  # of this rank since the last step
         self._started = time.monotonic()
         self._first_step = run.state.step
 
@@ -48,22 +55,45 @@ class Trainer:
                 hook.close(failed=failed)
 
     def _run_steps(self) -> None:
+        run = self.run
         for hook in self.hooks:
-            hook.before_training(self.run)
-        while not self._is_finished() and self._run_step():
-            pass
-        for dp in self.run.data_parallel:
+            hook.before_training(run)
+        while not self._is_finished() and (batch := self._next_batch()) is not None:
+            self._run_step(*batch)
+        with self._saving_on_the_way_out():
+            raise_on_all(self._failure, run.context.control)
+        for dp in run.data_parallel:
             dp.wait_for_params()
         for hook in self.hooks:
-            hook.after_training(self.run)
+            hook.after_training(run)
 
-    def _run_step(self) -> bool:
-        """Run one step; False if the ranks stop instead."""
+    @contextmanager
+    def _saving_on_the_way_out(self) -> Iterator[None]:
+        """Call the hooks that save after an error that all ranks raise in the block."""
+        try:
+            yield
+        except CommunicationFault:
+            raise
+        except NanotrainError as error:
+            if not isinstance(error, FolderVanished):
+                for dp in self.run.data_parallel:
+                    dp.wait_for_params()
+                for hook in self.hooks:
+                    hook.after_failure(self.run)
+            raise
+
+    def _next_batch(self) -> tuple[GlobalBatch, float] | None:
+        """The next batch and the time at which it was requested; None if the ranks stop instead."""
         run, start = self.run, time.perf_counter()
-        batch = run.batch_iterator.next(wants_stop=self._wants_stop())
+        with self._saving_on_the_way_out():
+            batch = run.batch_iterator.next(wants_stop=self._wants_stop(), failure=self._failure)
         if batch is None:
             log.info("stopping after step %d: %s", run.state.step, self._reason())
-            return False
+            return None
+        return batch, start
+
+    def _run_step(self, batch: GlobalBatch, start: float) -> None:
+        run = self.run
         loss_scale = run.optimizer.loss_scale.scale
         result = train_step(run, batch)
         clock = StepClock(step_time_s=time.perf_counter() - start, data_wait_s=batch.wait_s)
@@ -71,11 +101,15 @@ class Trainer:
             result, run.state, clock=clock, throughput=self._throughput, context=run.context, loss_scale=loss_scale
         )
         for hook in self.hooks:
-            hook.after_step(run, report)
+            try:
+                hook.after_step(run, report)
+            except CommunicationFault:
+                raise
+            except NanotrainError as error:  # of this rank or of all; raised before the next step
+                self._failure = self._failure or error
         interval = run.config.train.manual_gc_interval
         if interval and run.state.step % interval == 0:
             gc.collect()
-        return True
 
     def _is_finished(self) -> bool:
         train, step = self.run.config.train, self.run.state.step
@@ -88,11 +122,11 @@ class Trainer:
 
     def _wants_stop(self) -> bool:
         limit = self.run.config.train.exit_duration_in_mins
-        return self._signal is not None or (limit is not None and time.monotonic() - self._started >= limit * 60)
+        return bool(self.run.stop) or (limit is not None and time.monotonic() - self._started >= limit * 60)
 
     def _reason(self) -> str:
-        if self._signal is not None:
-            return f"received {signal.Signals(self._signal).name}"
+        if self.run.stop.signal is not None:
+            return f"received {signal.Signals(self.run.stop.signal).name}"
         return "--exit-duration-in-mins reached" if self._wants_stop() else "another rank stops"
 
     @contextmanager
@@ -104,7 +138,7 @@ class Trainer:
         before = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGINT)}
 
         def on_signal(number: int, frame: FrameType | None) -> None:
-            self._signal = number
+            self.run.stop.signal = number
             if number == signal.SIGINT:
                 signal.signal(number, before[signal.SIGINT])
 

@@ -1,6 +1,7 @@
 """Workers change time, never values; interrupts do not reach them; a dead one is an error, not a hang."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -125,3 +126,19 @@ def test_a_killed_worker_is_one_clear_error() -> None:
         with pytest.raises(EnvironmentFault, match="data worker process died.*--num-workers 0"):
             for _ in range(100):
                 next(batches)
+
+
+class _WithoutSharedMemory(SyntheticDataset):
+    """Its files in shared memory may not grow, as in a full /dev/shm."""
+
+    def __getitem__(self, index: int):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16, resource.RLIM_INFINITY))
+        return super().__getitem__(index)
+
+
+def test_full_shared_memory_is_one_error_not_a_hang() -> None:
+    with (
+        GlobalBatchLoader(_WithoutSharedMemory(10, 8, 1), sampler=SAMPLER, num_workers=1) as batches,
+        pytest.raises(EnvironmentFault, match="no shared memory for a batch: .* bytes free in .*--num-workers 0"),
+    ):
+        next(batches)

@@ -2,13 +2,17 @@
 
 import gc
 import os
+import shutil
 import signal
 
 import pytest
 
 from nanotrain.comm.collectives import all_gather_object
+from nanotrain.errors import EnvironmentFault
+from nanotrain.runs.files import FolderVanished
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.hooks.log import LogHook
 from nanotrain.train.trainer import Trainer, manual_gc
 from tests.harness import ranks
 from tests.train.small_run import Failing, Spy, small_run, train
@@ -133,3 +137,51 @@ def test_garbage_is_collected_at_agreed_steps_only(tmp_path, monkeypatch):
 def test_without_an_interval_garbage_is_left_to_python():
     with manual_gc(0):
         assert gc.isenabled()
+
+
+class Faulty(Hook):
+    """A hook with an error of the machine after a step, as a full disk."""
+
+    def __init__(self, step: int, error: EnvironmentFault) -> None:
+        self.step, self.error = step, error
+
+    def after_step(self, run, report) -> None:
+        if report.step == self.step:
+            raise self.error
+
+
+@pytest.mark.parametrize("train_iters", ["2", "9"])  # it fails in the last step, or before others
+def test_an_error_of_the_machine_is_raised_after_saving_the_last_step(tmp_path, train_iters):
+    spy, fault = Spy(), EnvironmentFault("metrics.jsonl cannot be written")
+    with small_run(tmp_path, "--train-iters", train_iters) as run:
+        with pytest.raises(EnvironmentFault, match=r"metrics.jsonl cannot"):
+            train(run, Faulty(2, fault), CheckpointHook(), spy)
+        assert run.checkpointer.latest().name == "step-00000002"
+    assert spy.calls == ["before", "step 1", "step 2", "closed after an error"]
+
+
+def test_nothing_is_saved_into_a_folder_that_vanished(tmp_path):
+    with small_run(tmp_path / "run", "--train-iters", "9") as run:
+        with pytest.raises(FolderVanished):
+            train(run, Removing(2), LogHook(), CheckpointHook())
+        assert not (tmp_path / "run").exists()
+
+
+class Removing(Hook):
+    """Removes the run folder after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def after_step(self, run, report) -> None:
+        if report.step == self.step:
+            shutil.rmtree(run.folder.path)
+
+
+@ranks(2)
+def test_an_error_of_one_ranks_hook_is_raised_on_all_with_the_state_saved(ctx, tmp_path):
+    hooks = [Faulty(3, EnvironmentFault("the disk is full"))] if ctx.rank == 0 else []
+    with small_run(tmp_path, "--train-iters", "9", context=ctx) as run:
+        with pytest.raises(EnvironmentFault, match="the disk is full"):
+            train(run, *hooks, CheckpointHook())
+        assert run.checkpointer.latest().name == "step-00000003"

@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 from nanotrain.checkpoint.store import set_aside_after
 from nanotrain.config.schema import to_dict
+from nanotrain.errors import NanotrainError
 from nanotrain.log import get_logger
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics import StepReport
@@ -35,6 +36,15 @@ class CheckpointHook(Hook):
     def after_training(self, run: Run) -> None:
         if self._saved_step != run.state.step:
             self._save(run)
+
+    def after_failure(self, run: Run) -> None:
+        """Save the last step on the way out; the disk may be the reason for the failure."""
+        if self._saved_step == run.state.step:
+            return
+        try:
+            self._save(run)
+        except NanotrainError as error:
+            log.error("step %d could not be saved: %s", run.state.step, error)
 
     def _save(self, run: Run) -> None:
         path = run.checkpointer.save(

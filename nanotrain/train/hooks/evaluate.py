@@ -20,7 +20,9 @@ class EvaluateHook(Hook):
 
     def before_training(self, run: Run) -> None:
         if run.state.step == 0 and run.config.train.train_iters > 0:
-            log.info("validation loss before training: %.4f", evaluate(run))
+            loss = evaluate(run)
+            if loss is not None:
+                log.info("validation loss before training: %.4f", loss)
 
     def after_step(self, run: Run, report: StepReport) -> None:
         train = run.config.train
@@ -29,16 +31,20 @@ class EvaluateHook(Hook):
 
 
 @torch.no_grad()
-def evaluate(run: Run) -> float:
-    """Mean cross-entropy over the first `eval_iters` global batches of the validation split."""
+def evaluate(run: Run) -> float | None:
+    """Mean cross-entropy over the first `eval_iters` global batches of the validation split.
+
+    None if a rank received a signal meanwhile: schedulers kill what does not end soon.
+    """
     samples = run.inputs.datasets.valid
     assert samples is not None, "open_inputs requires a validation split where eval_interval is set"
     loss, num_tokens = torch.zeros((), device=run.context.device), 0
     with GlobalBatchLoader(samples, sampler=run.plan.sampler) as batches:
         batch_iterator = build_batch_iterator(batches, run.context)
         for _ in range(run.config.train.eval_iters):
-            batch = batch_iterator.next()
-            assert batch is not None, "validation does not stop early"
+            batch = batch_iterator.next(wants_stop=bool(run.stop))
+            if batch is None:
+                return None
             num_tokens += batch.num_target_tokens
             microbatches = [BatchContext.of(part, cp=run.context.group("cp")) for part in batch.microbatches]
             loss += run_forward(run.plan.valid_schedule, run.runnable, microbatches=microbatches, pipeline=run.pipeline)

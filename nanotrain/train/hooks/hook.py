@@ -16,5 +16,8 @@ class Hook:
     def after_training(self, run: Run) -> None:
         """Called once after the loop, unless an error ended it."""
 
+    def after_failure(self, run: Run) -> None:
+        """Called after an error between two steps that all ranks raise together; the last step is complete."""
+
     def close(self, *, failed: bool) -> None:
         """Release files and the terminal; called once at the end, after an error too (`failed`)."""

@@ -40,3 +40,9 @@ def test_validation_changes_nothing_of_the_training(tmp_path):
             train(run, *([EvaluateHook()] if arguments else []), spy)
         losses.append([report.loss for report in spy.reports])
     assert losses[0] == losses[1]
+
+
+def test_a_signal_ends_a_validation_between_two_batches(tmp_path):
+    with small_run(tmp_path, *EVERY_TWO) as run:
+        run.stop.signal = 15
+        assert evaluate(run) is None
