@@ -99,8 +99,7 @@ def _fork_server(module: str) -> Any:
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host name may not resolve
     server = multiprocessing.get_context("forkserver")
-    # torch's optimizers import torch._dynamo when the first one is created: seconds on every rank.
-    server.set_forkserver_preload(["torch", "torch._dynamo", module])
+    server.set_forkserver_preload(["torch", module])
     return server
 
 
