@@ -1,6 +1,6 @@
 """`nanotrain COMMAND ...`: one function per command, which parses its arguments and calls another package.
 
-    train | prepare | parity | topology | generate | config
+    train | prepare | parity | topology | generate | report | watch | runs | compare | config
     checkpoint inspect | checkpoint verify | checkpoint export-hf
 
 Packages are imported inside the commands, so that `--help` does not load torch.
@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -193,6 +194,65 @@ def generate(argv: Sequence[str]) -> int:
     return 0
 
 
+def write_report(argv: Sequence[str]) -> int:
+    """Write an HTML report of one or several runs: curves, settings, memory, checkpoints, samples."""
+    parser = CommandParser("report", write_report)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder; several are compared")
+    output_help = "the HTML file (default: report.html in the first run folder)"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=output_help)
+    args = parser.parse_args(argv)
+    from nanotrain.report.history import RunHistory
+    from nanotrain.report.page import write_report as write
+
+    output = args.output or args.runs[0] / "report.html"
+    write([RunHistory.read(folder) for folder in args.runs], output)
+    print(output)
+    return 0
+
+
+def watch(argv: Sequence[str]) -> int:
+    """Serve the report of runs on this machine; reload the page for the newest steps."""
+    parser = CommandParser("watch", watch)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder; several are compared")
+    parser.add_argument("--port", type=int, default=6007, metavar="P", help="port; 0 chooses one (default: 6007)")
+    args = parser.parse_args(argv)
+    from nanotrain.report.serve import LOCALHOST, open_server
+
+    with open_server(args.runs, args.port) as server:
+        print(f"http://{LOCALHOST}:{server.server_address[1]}  (Ctrl-C ends)", flush=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
+    return 0
+
+
+def runs(argv: Sequence[str]) -> int:
+    """List the runs in a folder: state, step, loss, tokens per second, last change, size."""
+    parser = CommandParser("runs", runs)
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path("runs"), help="folder of run folders (default: runs)"
+    )
+    args = parser.parse_args(argv)
+    from nanotrain.report.history import find_runs
+    from nanotrain.report.terminal import list_runs, terminal
+
+    list_runs(find_runs(args.folder), console=terminal())
+    return 0
+
+
+def compare(argv: Sequence[str]) -> int:
+    """Compare runs in the terminal: results, the settings that differ, losses at common steps."""
+    parser = CommandParser("compare", compare)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
+    args = parser.parse_args(argv)
+    if len(args.runs) < 2:
+        parser.error("name at least two run folders")
+    from nanotrain.report.history import RunHistory
+    from nanotrain.report.terminal import compare_runs, terminal
+
+    compare_runs([RunHistory.read(folder) for folder in args.runs], console=terminal())
+    return 0
+
+
 def config(argv: Sequence[str]) -> int:
     """Print the resolved configuration; with --explain, the origin of each value."""
     line = parse(argv)
@@ -214,6 +274,10 @@ COMMANDS: dict[str, Command] = {
     "topology": topology,
     "checkpoint": checkpoint,
     "generate": generate,
+    "report": write_report,
+    "watch": watch,
+    "runs": runs,
+    "compare": compare,
     "config": config,
 }
 CHECKPOINT_COMMANDS: dict[str, Command] = {"inspect": inspect, "verify": verify, "export-hf": export_hf}

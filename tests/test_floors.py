@@ -14,7 +14,7 @@ FLOORS = {
     "cli": 12,
     **dict.fromkeys(["planner", "parity"], 11),
     "train": 10,
-    "inference": 9,
+    **dict.fromkeys(["inference", "report"], 9),
     **dict.fromkeys(["model", "optim", "hf"], 8),
     **dict.fromkeys(["parallel.tp", "parallel.cp", "parallel.ep", "parallel.pp", "parallel.dp", "checkpoint"], 7),
     **dict.fromkeys(["kernels", "memory"], 6),

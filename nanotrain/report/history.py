@@ -1,0 +1,169 @@
+"""A run folder as data: metrics by column, configuration, environment, checkpoints and samples.
+
+A report must open whatever a crash left behind, so a missing or damaged file is an empty part and a line that cannot be
+read is skipped. Steps that were repeated after a resume appear once, as the last run of them.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from nanotrain.errors import EnvironmentFault
+from nanotrain.runs.folder import RunFolder
+
+# A run whose metrics have not grown for this long is not running any more, unless one of its steps takes longer.
+RUNNING_S = 120.0
+_STEPS_TO_WAIT = 5
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder of a run."""
+
+    name: str
+    num_bytes: int
+    modified_s: float  # seconds since the epoch
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """Everything a run folder says."""
+
+    folder: Path
+    columns: dict[str, np.ndarray]  # name -> [steps] fp64, NaN where a step does not have it
+    load: dict[str, np.ndarray]  # router -> [steps, experts] tokens per expert; empty for a dense model
+    config: dict[str, Any]  # key "section.name" -> value
+    environment: dict[str, Any]
+    checkpoints: tuple[Checkpoint, ...]
+    samples: tuple[dict[str, Any], ...]  # {"step", "text"}
+    modified_s: float  # last change of the metrics, seconds since the epoch; 0 without metrics
+
+    @classmethod
+    def read(cls, folder: Path) -> "RunHistory":
+        """Read a run folder.
+
+        Raises:
+            EnvironmentFault: it is not a run folder.
+        """
+        run = RunFolder(folder)
+        if not (folder / "config.yaml").is_file() and not run.metrics.is_file():
+            raise EnvironmentFault(
+                f"{folder} is not a run folder",
+                why="it has neither config.yaml nor metrics.jsonl",
+                fix="name the folder that a run printed as `run folder`",
+            )
+        rows = list({row["step"]: row for row in _json_lines(run.metrics) if isinstance(row.get("step"), int)}.values())
+        rows.sort(key=lambda row: row["step"])
+        return cls(
+            folder=folder,
+            columns=_columns(rows),
+            load=_loads(rows),
+            config=dict(_flatten(_mapping(folder / "config.yaml"))),
+            environment=_mapping(folder / "environment.json"),
+            checkpoints=tuple(_checkpoints(run.checkpoints)),
+            samples=tuple(row for row in _json_lines(folder / "samples.jsonl") if "text" in row),
+            modified_s=run.metrics.stat().st_mtime if run.metrics.is_file() else 0.0,
+        )
+
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.folder.resolve().name
+
+    @property
+    def num_steps(self) -> int:
+        """Rows of the metrics."""
+        return len(self.column("step"))
+
+    @property
+    def last_step(self) -> int:
+        """The newest step; 0 before the first."""
+        return int(self.column("step")[-1]) if self.num_steps else 0
+
+    @property
+    def hours(self) -> np.ndarray:
+        """[steps] training time up to each step, in hours; without validation, saving and pauses."""
+        return np.cumsum(np.nan_to_num(self.column("step_time_s"))) / 3600
+
+    def column(self, name: str) -> np.ndarray:
+        """[steps] a metric; all NaN where no step has it."""
+        return self.columns.get(name, np.full(len(self.columns.get("step", ())), np.nan))
+
+    def last(self, name: str) -> float | None:
+        """The newest finite value of a metric."""
+        values = self.column(name)
+        finite = values[np.isfinite(values)]
+        return float(finite[-1]) if len(finite) else None
+
+    def state(self, now_s: float | None = None) -> str:
+        """ "finished", "running" or "stopped"; running means that the metrics still grow."""
+        target = self.config.get("train.train_iters")
+        if isinstance(target, int) and self.last_step >= target:
+            return "finished"
+        quiet = (time.time() if now_s is None else now_s) - self.modified_s
+        patience = max(RUNNING_S, _STEPS_TO_WAIT * (self.last("step_time_s") or 0.0))
+        return "running" if quiet < patience else "stopped"
+
+
+def find_runs(folder: Path) -> list[RunHistory]:
+    """The runs in the subfolders of a folder, newest change first."""
+    candidates = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    runs = [RunHistory.read(path) for path in candidates if (path / "config.yaml").is_file()]
+    return sorted(runs, key=lambda run: -run.modified_s)
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                continue  # truncated by a crash
+            if isinstance(row, dict):
+                yield row
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    try:
+        read = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
+def _flatten(mapping: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in mapping.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    flat = [{k: v for k, v in _flatten(row) if isinstance(v, int | float)} for row in rows]
+    names = dict.fromkeys(name for row in flat for name in row)
+    return {name: np.array([row.get(name, np.nan) for row in flat], dtype=float) for name in names}
+
+
+def _loads(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    loads = [row["moe"].get("load", {}) if isinstance(row.get("moe"), dict) else {} for row in rows]
+    if not loads or not all(loads) or any(load.keys() != loads[0].keys() for load in loads):
+        return {}
+    return {name: np.array([load[name] for load in loads], dtype=float) for name in loads[0]}
+
+
+def _checkpoints(folder: Path) -> Iterator[Checkpoint]:
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.glob("step-*")):
+        if path.is_dir() and path.name.removeprefix("step-").isdigit():
+            files = [file.stat() for file in path.iterdir() if file.is_file()]
+            yield Checkpoint(path.name, sum(file.st_size for file in files), path.stat().st_mtime)

@@ -1,0 +1,111 @@
+"""`write_report`: one HTML file about one or several runs. It holds its data and plotly, and loads nothing."""
+
+import base64
+import gzip
+import json
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from html import escape
+from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
+from string import Template
+
+from nanotrain.errors import EnvironmentFault
+from nanotrain.report import figures, tables
+from nanotrain.report.history import RunHistory
+
+MAX_SAMPLES = 20  # newest generated texts of each run
+
+
+def write_report(runs: Sequence[RunHistory], output: Path) -> None:
+    """Write the report of runs; a reader of the file never sees half of it.
+
+    Args:
+        runs: at least one; several are drawn over each other and their settings compared.
+        output: the HTML file; replaced.
+
+    Raises:
+        EnvironmentFault: the file cannot be written.
+    """
+    partial = output.with_name(f".{output.name}.tmp")
+    try:
+        partial.write_text(render(runs), encoding="utf-8")
+        partial.replace(output)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise EnvironmentFault(f"{output} cannot be written", why=why, fix="choose another file") from error
+
+
+def render(runs: Sequence[RunHistory]) -> str:
+    """The HTML of a report."""
+    charts: dict[str, figures.Figure] = {}
+    sections = [(title, body) for title, body in _sections(runs, charts) if body]
+    title = "nanotrain: " + (runs[0].name if len(runs) == 1 else f"{len(runs)} runs")
+    page = Template(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+    return page.substitute(
+        title=escape(title),
+        written=f"written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        links="".join(f'<a href="#{_anchor(name)}">{escape(name)}</a>' for name, _ in sections),
+        sections="".join(f'<h2 id="{_anchor(name)}">{escape(name)}</h2>{body}' for name, body in sections),
+        # "<" would end the script element where a text contains "</script>"
+        figures=json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        plotly=base64.b64encode(gzip.compress(_plotly(), mtime=0)).decode(),
+    )
+
+
+def _sections(runs: Sequence[RunHistory], charts: dict[str, figures.Figure]) -> Iterable[tuple[str, str]]:
+    """Titles and bodies; the figures that the bodies refer to are added to `charts`."""
+
+    def place(drawn: Iterable[figures.Figure | None]) -> str:
+        cells = []
+        for figure in drawn:
+            if figure is not None:
+                name = f"chart-{len(charts)}"
+                charts[name] = figure
+                cells.append(f'<div class="chart" id="{name}"></div>')
+        return "".join(cells)
+
+    def grid(drawn: Iterable[figures.Figure | None]) -> str:
+        cells = place(drawn)
+        return f'<div class="grid">{cells}</div>' if cells else ""
+
+    yield "Runs", tables.summary_table(runs)
+    yield "Loss", place([figures.loss_figure(runs)])
+    yield "Training", grid(figures.step_figures(runs))
+    yield "Experts", grid(figure for run in runs for figure in figures.expert_figures(run))
+    yield "Memory", place([figures.memory_figure(runs)])
+    yield "Layout", "".join(_layout(run) for run in runs)
+    yield "Samples", "".join(_samples(run) for run in runs)
+    yield "Configuration", tables.config_table(runs)
+    yield "Checkpoints", "".join(f"<h3>{escape(run.name)}</h3>{tables.checkpoint_table(run)}" for run in runs)
+    yield "Environment", tables.environment_table(runs)
+
+
+def _layout(run: RunHistory) -> str:
+    """The process groups, and the pipeline schedule as a picture, as the run stored them."""
+    groups, schedule = run.environment.get("groups"), run.folder / "schedule.png"
+    parts = [f"<pre>{escape(groups)}</pre>"] if isinstance(groups, str) else []
+    if schedule.is_file():
+        encoded = base64.b64encode(schedule.read_bytes()).decode()
+        parts.append(f'<img alt="pipeline schedule of {escape(run.name)}" src="data:image/png;base64,{encoded}">')
+    return f"<h3>{escape(run.name)}</h3>{''.join(parts)}" if parts else ""
+
+
+def _samples(run: RunHistory) -> str:
+    newest = run.samples[-MAX_SAMPLES:]
+    parts = [
+        f"<p class='soft'>step {sample.get('step')}</p><pre>{escape(str(sample['text']))}</pre>" for sample in newest
+    ]
+    return f"<h3>{escape(run.name)}</h3>{''.join(parts)}" if parts else ""
+
+
+def _anchor(title: str) -> str:
+    return title.lower()
+
+
+def _plotly() -> bytes:
+    """plotly.min.js of the installed package, which is not imported."""
+    spec = find_spec("plotly")
+    assert spec is not None and spec.submodule_search_locations, "plotly is a dependency"
+    return (Path(spec.submodule_search_locations[0]) / "package_data" / "plotly.min.js").read_bytes()

@@ -1,0 +1,117 @@
+"""The tables of a report, as HTML: runs, configuration, checkpoints and environment. All text is escaped."""
+
+import json
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from html import escape
+from typing import Any
+
+from nanotrain.report.history import RunHistory
+
+Row = Sequence[str]
+
+
+def html_table(header: Row, rows: Iterable[Row], *, marked: frozenset[str] = frozenset()) -> str:
+    """A table; cells of rows whose first cell is in `marked` are highlighted."""
+    lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in header) + "</tr>"]
+    for row in rows:
+        mark = ' class="differs"' if row[0] in marked else ""
+        lines.append("<tr>" + "".join(f"<td{mark}>{escape(cell)}</td>" for cell in row) + "</tr>")
+    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
+
+
+def summary_of(run: RunHistory) -> dict[str, str]:
+    """One row of a list of runs, by column."""
+    target = run.config.get("train.train_iters")
+    return {
+        "run": run.name,
+        "state": run.state(),
+        "step": f"{run.last_step:,}/{target:,}" if isinstance(target, int) else f"{run.last_step:,}",
+        "loss": _number(run.last("loss"), ".4f"),
+        "validation": _number(run.last("valid_loss"), ".4f"),
+        "tokens/s": _number(run.last("tokens_per_second"), ",.0f"),
+        "hours": f"{run.hours[-1]:.2f}" if run.num_steps else "-",
+        "tokens": _number(run.last("consumed_tokens"), ",.0f"),
+        "saved": _bytes(sum(checkpoint.num_bytes for checkpoint in run.checkpoints)),
+        "last change": _time(run.modified_s) if run.modified_s else "-",
+    }
+
+
+def summary_table(runs: Sequence[RunHistory]) -> str:
+    """One row per run."""
+    rows = [summary_of(run) for run in runs]
+    return html_table(list(rows[0]), (list(row.values()) for row in rows))
+
+
+def config_differences(runs: Sequence[RunHistory]) -> dict[str, list[str]]:
+    """Keys whose values differ between runs, with the value of each run; "" where a run does not have the key."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    values = {key: [_text(run.config[key]) if key in run.config else "" for run in runs] for key in keys}
+    return {key: row for key, row in values.items() if len(set(row)) > 1}
+
+
+def config_table(runs: Sequence[RunHistory]) -> str:
+    """Every setting, its value per run and where the value comes from; settings that differ are highlighted."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    origins = [_origins(run) for run in runs]
+    differing = frozenset(config_differences(runs))
+    header, rows = ["setting"], []
+    for run in runs:
+        header += [run.name, "set by"]
+    for key in keys:
+        row = [key]
+        for run, origin in zip(runs, origins, strict=True):
+            row += [_text(run.config.get(key)), origin.get(key, "")]
+        rows.append(row)
+    rows.sort(key=lambda row: (row[0] not in differing, all(origin in ("", "default") for origin in row[2::2])))
+    return html_table(header, rows, marked=differing)
+
+
+def checkpoint_table(run: RunHistory) -> str:
+    """Name, size and time of every checkpoint."""
+    rows = [(one.name, _bytes(one.num_bytes), _time(one.modified_s)) for one in run.checkpoints]
+    return html_table(("checkpoint", "size", "written"), rows) if rows else "<p>none</p>"
+
+
+def environment_table(runs: Sequence[RunHistory]) -> str:
+    """Command line, versions, device and revision of each run."""
+    hidden = ("origins", "memory")
+    flat = [{k: v for k, v in _flat_environment(run.environment).items() if k not in hidden} for run in runs]
+    keys = dict.fromkeys(key for environment in flat for key in environment)
+    return html_table(["", *(run.name for run in runs)], ([key, *(env.get(key, "") for env in flat)] for key in keys))
+
+
+def _flat_environment(environment: dict[str, Any]) -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for name, value in environment.items():
+        if name == "packages" and isinstance(value, dict):
+            flat |= {package: _text(version) for package, version in value.items()}
+        elif name == "command" and isinstance(value, list):
+            flat[name] = " ".join(map(str, value))
+        else:
+            flat[name] = _text(value)
+    return flat
+
+
+def _origins(run: RunHistory) -> dict[str, str]:
+    origins = run.environment.get("origins")
+    return origins if isinstance(origins, dict) else {}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _bytes(count: int) -> str:
+    for size, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB")):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 1000:.1f} kB" if count else "-"
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
