@@ -260,6 +260,8 @@ class TrainConfig:
     wandb_project: str = option("nanotrain", "Weights & Biases project; on the command line it turns wandb on")
     wandb_exp_name: str | None = option(None, "Weights & Biases: name of the run; unset: the name of the run folder")
     wandb_entity: str | None = option(None, "Weights & Biases: team or user; unset: the default of the account")
+    report: bool = option(True, "write report.html into the run folder at the end")
+    report_interval: int = option(0, "also write the report every this many steps; 0: only at the end", check=at_least(0))
     generate_tokens: int = option(0, "tokens to generate at the end of training; 0: none", check=at_least(0))
     generate_prompt: str = option("", "prompt of the generated sample; empty: a new document")
 

@@ -208,6 +208,12 @@ def _colors(runs: Sequence[RunHistory]) -> list[str]:
     return [COLORS[i % len(COLORS)] for i in range(len(runs))]
 
 
-def _rounded(values: np.ndarray) -> list[float]:
-    """Six significant digits: what a screen shows, and half the bytes."""
-    return [float(f"{value:.6g}") if abs(value) < 1e6 else round(value) for value in values.tolist()]
+def _rounded(values: np.ndarray) -> list[float | None]:
+    """Six significant digits, or the whole number: what a screen shows, and half the bytes. None for NaN."""
+
+    def shorten(value: float) -> float | None:
+        if not np.isfinite(value):
+            return None
+        return float(f"{value:.6g}") if abs(value) < 1e6 else round(value)
+
+    return [shorten(value) for value in values.tolist()]

@@ -11,9 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
-from nanotrain.errors import EnvironmentFault
 from nanotrain.report import figures, tables
 from nanotrain.report.history import RunHistory
+from nanotrain.report.layout import layout_html
+from nanotrain.runs.files import write_text
 
 MAX_SAMPLES = 20  # newest generated texts of each run
 
@@ -28,13 +29,7 @@ def write_report(runs: Sequence[RunHistory], output: Path) -> None:
     Raises:
         EnvironmentFault: the file cannot be written.
     """
-    partial = output.with_name(f".{output.name}.tmp")
-    try:
-        partial.write_text(render(runs), encoding="utf-8")
-        partial.replace(output)
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise EnvironmentFault(f"{output} cannot be written", why=why, fix="choose another file") from error
+    write_text(output, render(runs))
 
 
 def render(runs: Sequence[RunHistory]) -> str:
@@ -50,7 +45,7 @@ def render(runs: Sequence[RunHistory]) -> str:
         sections="".join(f'<h2 id="{_anchor(name)}">{escape(name)}</h2>{body}' for name, body in sections),
         # "<" would end the script element where a text contains "</script>"
         figures=json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
-        plotly=base64.b64encode(gzip.compress(_plotly(), mtime=0)).decode(),
+        plotly=base64.b64encode(gzip.compress(_plotly(), compresslevel=6, mtime=0)).decode(),
     )
 
 
@@ -75,29 +70,20 @@ def _sections(runs: Sequence[RunHistory], charts: dict[str, figures.Figure]) -> 
     yield "Training", grid(figures.step_figures(runs))
     yield "Experts", grid(figure for run in runs for figure in figures.expert_figures(run))
     yield "Memory", place([figures.memory_figure(runs)])
-    yield "Layout", "".join(_layout(run) for run in runs)
-    yield "Samples", "".join(_samples(run) for run in runs)
+    yield "Layout", "".join(_titled(run, layout_html(run)) for run in runs)
+    yield "Samples", "".join(_titled(run, _samples(run)) for run in runs)
     yield "Configuration", tables.config_table(runs)
-    yield "Checkpoints", "".join(f"<h3>{escape(run.name)}</h3>{tables.checkpoint_table(run)}" for run in runs)
+    yield "Checkpoints", "".join(_titled(run, tables.checkpoint_table(run)) for run in runs)
     yield "Environment", tables.environment_table(runs)
-
-
-def _layout(run: RunHistory) -> str:
-    """The process groups, and the pipeline schedule as a picture, as the run stored them."""
-    groups, schedule = run.environment.get("groups"), run.folder / "schedule.png"
-    parts = [f"<pre>{escape(groups)}</pre>"] if isinstance(groups, str) else []
-    if schedule.is_file():
-        encoded = base64.b64encode(schedule.read_bytes()).decode()
-        parts.append(f'<img alt="pipeline schedule of {escape(run.name)}" src="data:image/png;base64,{encoded}">')
-    return f"<h3>{escape(run.name)}</h3>{''.join(parts)}" if parts else ""
 
 
 def _samples(run: RunHistory) -> str:
     newest = run.samples[-MAX_SAMPLES:]
-    parts = [
-        f"<p class='soft'>step {sample.get('step')}</p><pre>{escape(str(sample['text']))}</pre>" for sample in newest
-    ]
-    return f"<h3>{escape(run.name)}</h3>{''.join(parts)}" if parts else ""
+    return "".join(f"<p>step {one.get('step')}</p><pre>{escape(str(one['text']))}</pre>" for one in newest)
+
+
+def _titled(run: RunHistory, body: str) -> str:
+    return f"<h3>{escape(run.name)}</h3>{body}" if body else ""
 
 
 def _anchor(title: str) -> str:

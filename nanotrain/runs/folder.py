@@ -4,6 +4,8 @@ runs/<name>/
   config.yaml        the resolved configuration, itself a valid input
   environment.json   versions, git revision, machine, command line
   metrics.jsonl      one JSON object per step; metrics-superseded.jsonl has rows of repeated steps
+  samples.jsonl      texts generated at the end of training: {"step", "text"}
+  report.html        the report of the run
   run.lock           held by the job that trains in the folder
   checkpoints/       step-00000100/ ...
   data/              the quick-start corpus, if it is used
@@ -42,6 +44,14 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
 
     @property
     def data(self) -> Path:

@@ -8,9 +8,9 @@ rank per machine, under a file lock; the others wait for it.
 
 import fcntl
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nanotrain.checkpoint.store import find_checkpoint, newest_complete
@@ -34,6 +34,7 @@ class RunInputs:
     tokenizer: str | None = None  # name or path as `load_tokenizer` takes it; None without a tokenizer
     checkpoint: Path | None = None  # the step folder to start from; None for a new run
     is_resumed: bool = False  # whether `checkpoint` is in the folder of this run
+    origins: Mapping[str, str] = field(default_factory=dict)  # key of the configuration -> source of its value
 
 
 def open_inputs(loaded: Loaded) -> tuple[Config, RunInputs]:
@@ -66,7 +67,7 @@ def open_inputs(loaded: Loaded) -> tuple[Config, RunInputs]:
     datasets = build_data(data, vocab_size=config.model.vocab_size, seed=config.train.seed, required=required)
     checkpoint = _checkpoint_to_load(config, folder)
     is_resumed = checkpoint is not None and config.checkpoint.load is None
-    return config, RunInputs(folder, datasets, tokenizer, checkpoint, is_resumed)
+    return config, RunInputs(folder, datasets, tokenizer, checkpoint, is_resumed, loaded.origins)
 
 
 def require_corpus(data: DataConfig) -> None:

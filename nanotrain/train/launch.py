@@ -1,6 +1,7 @@
 """Train a planned run on this rank: build it, choose the hooks, run the steps, close the data loader."""
 
 import zlib
+from dataclasses import asdict
 
 from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.device import device_name, manual_seed, peak_memory, reset_peak_memory
@@ -15,6 +16,7 @@ from nanotrain.train.hooks.evaluate import EvaluateHook
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.hooks.log import LogHook
 from nanotrain.train.hooks.profile import ProfileHook
+from nanotrain.train.hooks.report import ReportHook
 from nanotrain.train.hooks.sample import PlannedPeak, SampleHook, SummaryHook
 from nanotrain.train.hooks.track import TrackHook
 from nanotrain.train.inputs import RunInputs
@@ -42,7 +44,12 @@ def run_training(plan: Plan, inputs: RunInputs, *, context: ParallelContext, pla
     run = build_run(plan, inputs, context=context)
     try:
         if context.rank == 0:
-            facts = {"device": device_name(context.device), "world_size": context.topology.world_size}
+            facts = {
+                "device": device_name(context.device),
+                "world_size": context.topology.world_size,
+                "memory": asdict(planned) if planned else None,
+                "origins": dict(inputs.origins),
+            }
             inputs.folder.write_description(to_yaml(config), facts)
             _log_start(plan, inputs, context=context)
         if run.state.step >= config.train.train_iters:
@@ -88,6 +95,7 @@ def choose_hooks(config: Config, tokenizer: str | None, *, planned: PlannedPeak 
         (config.checkpoint.save, CheckpointHook()),
         (train.profile, ProfileHook()),
         (train.generate_tokens > 0, SampleHook(tokenizer)),
+        (train.report, ReportHook()),
         (True, SummaryHook(planned)),
     ]
     return [hook for is_enabled, hook in hooks if is_enabled]

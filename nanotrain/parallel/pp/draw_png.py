@@ -1,6 +1,7 @@
 """PNG drawings of schedules: one row per rank, one box per action; later stages of a rank are darker."""
 
 from pathlib import Path
+from typing import BinaryIO
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
@@ -19,8 +20,8 @@ STYLES = {
 MAX_INCHES = 60.0
 
 
-def save_png(timeline: Timeline, path: Path, *, title: str) -> None:
-    """Draw a timeline to a PNG file.
+def save_png(timeline: Timeline, path: Path | BinaryIO, *, title: str) -> None:
+    """Draw a timeline to a PNG file, by path or open.
 
     Raises:
         EnvironmentFault: the file cannot be written.

@@ -1,5 +1,6 @@
 """At the end of training: a generated text, and the paths of the outputs."""
 
+import json
 from dataclasses import dataclass
 
 from nanotrain.comm.collectives import all_gather_object
@@ -7,6 +8,7 @@ from nanotrain.comm.device import peak_memory
 from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.inference.generate import Sampling, generate
 from nanotrain.log import get_logger
+from nanotrain.runs.files import open_append
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.memory_plan import in_gb
 from nanotrain.train.run import Run
@@ -39,7 +41,10 @@ class SampleHook(Hook):
         if self._tokenizer is None:
             log.info("no sample: the data has no tokenizer; set --tokenizer-model")
             return
-        print(f"\nSample:\n{sample(run, self._tokenizer)}\n", flush=True)
+        text = sample(run, self._tokenizer)
+        print(f"\nSample:\n{text}\n", flush=True)
+        with open_append(run.folder.samples) as file:
+            file.write(json.dumps({"step": run.state.step, "text": text}).encode() + b"\n")
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ class SummaryHook(Hook):
         lines = [
             f"run folder    {run.folder.path}",
             f"metrics       {run.folder.metrics}",
+            *([f"report        {run.folder.report}"] if run.config.train.report else []),
             f"checkpoint    {latest or 'none'}",
         ]
         if peak:

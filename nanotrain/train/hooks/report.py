@@ -1,0 +1,32 @@
+"""report.html in the run folder: at the end of training, and every `report_interval` steps."""
+
+from nanotrain.errors import NanotrainError
+from nanotrain.log import get_logger
+from nanotrain.report.history import RunHistory
+from nanotrain.report.page import write_report
+from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.metrics import StepReport
+from nanotrain.train.run import Run
+
+log = get_logger(__name__)
+
+
+class ReportHook(Hook):
+    """Writes the report of the run, on the first rank; a failure is a warning, for training is worth more."""
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        interval = run.config.train.report_interval
+        if interval and report.step % interval == 0:
+            _write(run)
+
+    def after_training(self, run: Run) -> None:
+        _write(run)
+
+
+def _write(run: Run) -> None:
+    if not run.context.control.is_first:
+        return
+    try:
+        write_report([RunHistory.read(run.folder.path)], run.folder.report)
+    except NanotrainError as error:
+        log.warning("no report: %s", error)

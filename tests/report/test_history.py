@@ -1,0 +1,76 @@
+"""A run folder is read whatever a crash left in it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanotrain.errors import EnvironmentFault
+from nanotrain.report.history import RunHistory, find_runs
+from tests.report.runs import expert_load, write_run
+
+
+def test_columns_hold_every_number_and_gaps_are_nan(tmp_path: Path) -> None:
+    run = RunHistory.read(write_run(tmp_path / "a", moe=expert_load))
+    assert run.last_step == run.num_steps == 40
+    assert run.column("loss")[:2].tolist() == [8.0, 4.0]
+    assert np.isnan(run.column("mfu")).all() and np.isnan(run.column("valid_loss")).all()
+    assert run.column("moe.max_load")[0] == 2.0
+    assert run.load["layers.0"].shape == (40, 3) and run.load["layers.1"][9].tolist() == [60, 0, 0]
+    assert run.hours[-1] == pytest.approx(0.4)
+    assert run.config["optim.lr"] == 0.1
+
+
+def test_repeated_and_damaged_lines(tmp_path: Path) -> None:
+    # Given steps 39 and 40 repeated after a resume, a line of another kind and a line truncated by a crash,
+    folder = write_run(tmp_path / "a")
+    with (folder / "metrics.jsonl").open("ab") as file:
+        for step in (39, 40):
+            file.write(json.dumps({"step": step, "loss": 0.5}).encode() + b"\n")
+        file.write(b"[1, 2]\n\xff\n" + b"[" * 100_000 + b'\n{"step": 41, "lo')
+    # when the run is read, then each step appears once, as it was repeated.
+    run = RunHistory.read(folder)
+    assert run.num_steps == 40
+    assert run.column("loss")[-3:].tolist() == [8.0 / 38, 0.5, 0.5]
+
+
+def test_a_folder_without_metrics_or_with_damaged_files_is_a_run_of_no_steps(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.yaml").write_bytes(b"\xff{")
+    (tmp_path / "a" / "environment.json").write_text("[1]")
+    run = RunHistory.read(tmp_path / "a")
+    assert (run.num_steps, run.last_step, run.config, run.environment, run.last("loss")) == (0, 0, {}, {}, None)
+
+
+def test_what_is_not_a_run_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFault, match="is not a run folder"):
+        RunHistory.read(tmp_path)
+
+
+def test_state(tmp_path: Path) -> None:
+    finished, short = RunHistory.read(write_run(tmp_path / "a")), RunHistory.read(write_run(tmp_path / "b", steps=3))
+    assert finished.state() == "finished"
+    assert short.state() == "running"
+    # One step takes 36 s, so that three minutes without a new one are still normal.
+    assert short.state(short.modified_s + 150) == "running"
+    assert short.state(short.modified_s + 200) == "stopped"
+
+
+def test_checkpoints_are_step_folders_only(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    for name in ("step-00000010", "step-00000020.tmp", "other"):
+        (folder / "checkpoints" / name).mkdir(parents=True)
+        (folder / "checkpoints" / name / "shard").write_bytes(bytes(7))
+    assert [(one.name, one.num_bytes) for one in RunHistory.read(folder).checkpoints] == [("step-00000010", 7)]
+
+
+def test_find_runs_lists_the_newest_first(tmp_path: Path) -> None:
+    import os
+
+    for name, changed in (("old", 100), ("new", 200)):
+        folder = write_run(tmp_path / name)
+        os.utime(folder / "metrics.jsonl", (changed, changed))
+    (tmp_path / "no-run").mkdir()
+    assert [run.name for run in find_runs(tmp_path)] == ["new", "old"]
+    assert find_runs(tmp_path / "absent") == []

@@ -1,0 +1,107 @@
+"""The page: complete, escaped, without requests, small, and its script unpacks plotly."""
+
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from nanotrain.errors import EnvironmentFault
+from nanotrain.report.history import RunHistory
+from nanotrain.report.page import render, write_report
+from tests.report.runs import expert_load, write_run
+
+PIPELINE = {"pipeline_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim"}
+CONFIG = {"train": {"train_iters": 40, "seed": 2, "global_batch_size": 8}, "parallel": PIPELINE, "optim": {"lr": 0.1}}
+
+
+class _Elements(HTMLParser):
+    """Ids, headings and references of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        self.ids += [values["id"]] if "id" in values else []
+        self.references += [values[name] for name in ("src", "href") if name in values]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("runs")
+    first = write_run(folder / "first", moe=expert_load)
+    (first / "samples.jsonl").write_text('{"step": 40, "text": "</script><script>alert(1)</script>"}\n')
+    second = write_run(folder / "a<b", steps=100_000, config=CONFIG, **{"</script>": lambda step: step})
+    return render([RunHistory.read(first), RunHistory.read(second)])
+
+
+def test_every_section_and_chart_is_there(page: str) -> None:
+    ids = _Elements(page).ids
+    sections = [
+        "runs",
+        "loss",
+        "training",
+        "experts",
+        "memory",
+        "layout",
+        "samples",
+        "configuration",
+        "checkpoints",
+        "environment",
+    ]
+    assert [name for name in ids if name in sections] == sections
+    assert sum(name.startswith("chart-") for name in ids) == page.count('class="chart"') >= 8
+    assert "pipeline schedule of a&lt;b" in page
+
+
+def test_nothing_is_loaded_from_elsewhere(page: str) -> None:
+    references = _Elements(page).references
+    assert references and all(reference.startswith(("#", "data:image/png;base64,")) for reference in references)
+    assert "default-src 'none'" in page
+
+
+def test_texts_of_a_run_cannot_become_elements(page: str) -> None:
+    assert "<script>alert" not in page and "&lt;/script&gt;" in page
+    assert page.count("</script>") == 3, "the figures, plotly and the program"
+
+
+def test_settings_that_differ_come_first_and_are_marked(page: str) -> None:
+    table = page[page.index('id="configuration"') :]
+    rows = re.findall(r"<tr>(.*?)</tr>", table[: table.index("</table>")])
+    marked = [re.findall(r">([^<]*)<", row)[0] for row in rows if "differs" in row]
+    assert marked[0] in CONFIG["parallel"] or "." in marked[0]
+    assert {"train.seed", "train.global_batch_size"} <= set(marked) and "optim.lr" not in marked
+    assert [row for row in rows if "optim.lr" in row and "arguments" in row]
+
+
+def test_two_runs_of_100_000_steps_fit_in_5_mb(page: str) -> None:
+    assert len(page.encode()) < 5_000_000
+
+
+def test_the_page_unpacks_plotly(page: str, tmp_path: Path) -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node to run the script of the page")
+    packed = re.search(r'<script id="plotly"[^>]*>([^<]*)<', page)
+    assert packed is not None
+    (tmp_path / "packed").write_text(packed[1])
+    program = f"""
+    const text = require("fs").readFileSync({str(tmp_path / "packed")!r}, "latin1");
+    const packed = Uint8Array.from(atob(text), c => c.charCodeAt(0));
+    const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+    new Response(stream).text().then(text => {{ new Function(text); console.log(text.slice(0, 200)); }});
+    """
+    done = subprocess.run([node, "-e", program], capture_output=True, text=True, timeout=60, check=True)
+    assert "plotly.js" in done.stdout
+
+
+def test_a_file_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+    run = RunHistory.read(write_run(tmp_path / "a"))
+    with pytest.raises(EnvironmentFault, match="does not exist any more|cannot be written"):
+        write_report([run], tmp_path / "absent" / "report.html")
