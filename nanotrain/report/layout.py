@@ -30,14 +30,14 @@ def layout_html(run: RunHistory) -> str:
         groups = f"<pre>{escape(run_topology(parallel, world_size, as_json=False))}</pre>"
         if parallel.pipeline_model_parallel_size == 1:
             return groups
-        return groups + _schedule(run.name, parallel, train, world_size)
+        count = num_microbatches(train, data_parallel_size(parallel, world_size))
+        return groups + _schedule(parallel, count, name=run.name)
     except NanotrainError:  # written by another version
         return ""
 
 
-def _schedule(name: str, parallel: ParallelConfig, train: TrainConfig, world_size: int) -> str:
+def _schedule(parallel: ParallelConfig, count: int, *, name: str) -> str:
     num_ranks = parallel.pipeline_model_parallel_size
-    count = num_microbatches(train, data_parallel_size(parallel, world_size))
     shape = PipelineShape(num_ranks, parallel.num_virtual_stages_per_pipeline_rank, count)
     shape = replace(shape, num_microbatches=min(count, MICROBATCHES_PER_RANK * num_ranks))
     title = f"{parallel.pipeline_schedule}, {shape.num_microbatches} of {count} microbatches"

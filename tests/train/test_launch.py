@@ -19,7 +19,8 @@ def names_of(*more: str) -> list[str]:
 
 def test_validation_comes_before_the_log_that_reports_it():
     names = names_of("--eval-interval", "5", "--generate-tokens", "3", "--profile")
-    assert names == ["EvaluateHook", "LogHook", "CheckpointHook", "ProfileHook", "SampleHook", "SummaryHook"]
+    hooks = ["Evaluate", "Log", "Checkpoint", "Profile", "Sample", "Report", "Summary"]
+    assert names == [f"{name}Hook" for name in hooks]
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,7 @@ def test_validation_comes_before_the_log_that_reports_it():
         (("--eval-interval", "0"), "EvaluateHook"),
         (("--no-save",), "CheckpointHook"),
         (("--generate-tokens", "0"), "SampleHook"),
+        (("--no-report",), "ReportHook"),
     ],
 )
 def test_a_hook_that_is_switched_off_is_left_out(flags, hook):
@@ -38,6 +40,7 @@ def test_a_run_writes_its_configuration_and_environment(tmp_path):
     config, inputs = open_inputs(load(arguments(tmp_path, "--train-iters", "1", "--generate-tokens", "0")))
     plan = plan_run(config, 1, rank=0)
     run_training(plan, inputs, context=ParallelContext.attach(plan.topology))
-    assert json.loads((tmp_path / "environment.json").read_text())["world_size"] == 1
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert environment["world_size"] == 1 and environment["origins"]["train.train_iters"] != "default"
     assert load([f"+config={tmp_path / 'config.yaml'}"]).config.train.train_iters == 1
     assert [line["step"] for line in metrics_of(tmp_path)] == [1]
