@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
+from torch.profiler import record_function
 
 from nanotrain.config.config import OptimConfig
 from nanotrain.optim.rule import ParamRange, UpdateRule, param_groups
@@ -28,6 +29,7 @@ class FusedAdamW:
         self._config = config
 
     @torch.no_grad()
+    @record_function("Optimizer.step#AdamW.step")  # named in traces as torch.optim.AdamW is
     def step(self) -> None:
         """Update the params of all groups from their `.grad`."""
         for group in self.param_groups:
