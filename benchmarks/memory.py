@@ -42,9 +42,9 @@ from nanotrain.model.context import BatchContext
 from nanotrain.model.init import initialize
 from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.optim.distributed import DistributedOptimizer
-from nanotrain.parallel.dp.bucket import ReduceGroups
 from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
+from nanotrain.parallel.dp.reduction import ReduceGroups
 from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision

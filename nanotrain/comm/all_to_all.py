@@ -2,6 +2,7 @@
 
     start_all_to_all   asynchronous, into a given output
     all_to_all         differentiable; the backward is the all-to-all with the two split lists swapped
+    start_reduce_scatter_by_all_to_all   reduce-scatter of a low-precision tensor with one rounding
 
     rank 0  [to 0 | to 1 to 1]   ->   [from 0 | from 1]
     rank 1  [to 0 | to 1]        ->   [from 0 from 0 | from 1]
@@ -62,6 +63,39 @@ def all_to_all(x: Tensor, group: Group, *, output_splits: Sequence[int], input_s
         return x
     out: Tensor = _AllToAll.apply(x, group, tuple(output_splits), tuple(input_splits))
     return out
+
+
+def start_reduce_scatter_by_all_to_all(
+    output: Tensor, tensor: Tensor, *, group: Group, op: str = "sum"
+) -> Work[Tensor]:
+    """Reduce-scatter as an all-to-all in the dtype of `tensor` and a local fp32 sum: it is rounded once.
+
+    The reduce-scatter of NCCL rounds after every addition. Both send (d-1)/d of the tensor; this one receives into
+    memory of the size of `tensor`. Source: Megatron-LM, `--reduce-scatter-with-fp32-accumulation`.
+
+    Args:
+        output: [n / size], contiguous; may be this rank's slice of `tensor`.
+        tensor: [n], contiguous, the same dtype; must not change before `wait`, which computes the sum.
+        group: the ranks.
+        op: "sum" or "avg".
+    """
+    if group.size == 1:
+        if output.data_ptr() != tensor.data_ptr():
+            output.copy_(tensor)
+        return Work.completed(output)
+    group_size = group.size
+    versions = torch.empty_like(tensor).view(group.size, -1)
+    splits = [1] * group.size
+    work = start_all_to_all(
+        versions, tensor.view(group.size, -1), output_splits=splits, input_splits=splits, group=group
+    )
+
+    def finish(versions: Tensor) -> Tensor:
+        total = versions.sum(0, dtype=torch.float32)
+        output.copy_(total.div_(group_size) if op == "avg" else total)
+        return output
+
+    return work.then(finish)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -26,11 +26,7 @@ from nanotrain.comm.work import Work, translate_errors
 # torch 2.13 renamed both and warns on the old names; 2.10 has only the old ones.
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_START_INTO = {
-    "reduce_scatter": (_reduce_scatter_flat, gloo.start_reduce_scatter_into),
-    "all_gather": (_all_gather_flat, gloo.start_all_gather_into),
-}
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 def start_all_reduce(tensor: Tensor, group: Group, *, op: str = "sum") -> Work[Tensor]:
@@ -38,7 +34,7 @@ def start_all_reduce(tensor: Tensor, group: Group, *, op: str = "sum") -> Work[T
 
     Args:
         tensor: any shape, contiguous; the result is bit-equal on every rank.
-        op: "sum", "max" or "min".
+        op: "sum", "avg" (the sum divided by the number of ranks), "max" or "min".
     """
     if group.size == 1:
         return Work.completed(tensor)
@@ -48,14 +44,22 @@ def start_all_reduce(tensor: Tensor, group: Group, *, op: str = "sum") -> Work[T
     return Work(lambda: tensor, op="all_reduce", group=group, handles=[handle])
 
 
-def start_reduce_scatter_into(output: Tensor, tensor: Tensor, *, group: Group) -> Work[Tensor]:
+def start_reduce_scatter_into(output: Tensor, tensor: Tensor, *, group: Group, op: str = "sum") -> Work[Tensor]:
     """Start to sum `tensor` over the group; rank i of the group receives the i-th of `size` equal slices.
 
     Args:
         output: [n / size], contiguous; may be this rank's slice of `tensor`.
         tensor: [n], contiguous, the same dtype; must not change before `wait`. On gloo `wait` computes the sum.
+        op: "sum" or "avg".
     """
-    return _start_into(output, tensor, op="reduce_scatter", group=group)
+    if _is_local(output, tensor, full=tensor, group=group):
+        return Work.completed(output)
+    group.traffic.record(group.name, "reduce_scatter", num_bytes=reduced_bytes(tensor.nbytes, group.size))
+    with translate_errors("reduce_scatter", group):
+        if dist.get_backend(group.process_group) == "gloo":
+            return gloo.start_reduce_scatter_into(output, tensor, group=group, averages=op == "avg")
+        handle = _reduce_scatter_flat(output, tensor, op=_OPS[op], group=group.process_group, async_op=True)
+    return Work(lambda: output, op="reduce_scatter", group=group, handles=[handle], keep=[tensor])
 
 
 def start_all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> Work[Tensor]:
@@ -65,7 +69,14 @@ def start_all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> Wo
         output: [n], contiguous.
         tensor: [n / size], contiguous; may be this rank's slice of `output`.
     """
-    return _start_into(output, tensor, op="all_gather", group=group)
+    if _is_local(output, tensor, full=output, group=group):
+        return Work.completed(output)
+    group.traffic.record(group.name, "all_gather", num_bytes=reduced_bytes(output.nbytes, group.size))
+    with translate_errors("all_gather", group):
+        if dist.get_backend(group.process_group) == "gloo":
+            return gloo.start_all_gather_into(output, tensor, group=group)
+        handle = _all_gather_flat(output, tensor, group=group.process_group, async_op=True)
+    return Work(lambda: output, op="all_gather", group=group, handles=[handle], keep=[tensor])
 
 
 def start_all_gather(tensor: Tensor, group: Group, *, dim: int) -> Work[Tensor]:
@@ -148,19 +159,12 @@ def _check_divisible(tensor: Tensor, group: Group, *, dim: int) -> None:
     assert size % group.size == 0, f"{size} elements of dim {dim} cannot be split into {group.size} equal slices"
 
 
-def _start_into(output: Tensor, tensor: Tensor, *, op: str, group: Group) -> Work[Tensor]:
-    full, part = (tensor, output) if op == "reduce_scatter" else (output, tensor)
+def _is_local(output: Tensor, tensor: Tensor, *, full: Tensor, group: Group) -> bool:
+    """Check the arguments of a collective into `output`; in a group of one rank, complete it."""
+    part = tensor if full is output else output
     assert part.numel() * group.size == full.numel(), "unequal slices would reach the wrong rank"
     assert part.dtype == full.dtype, f"the bytes of {full.dtype} would be read as {part.dtype}"
     assert part.is_contiguous() and full.is_contiguous(), "slices are taken in memory order, not by strides"
-    if group.size == 1:
-        if output.data_ptr() != tensor.data_ptr() or output.is_meta:
-            output.copy_(tensor.view_as(output))
-        return Work.completed(output)
-    group.traffic.record(group.name, op, num_bytes=reduced_bytes(full.nbytes, group.size))
-    start, start_on_gloo = _START_INTO[op]
-    with translate_errors(op, group):
-        if dist.get_backend(group.process_group) == "gloo":
-            return start_on_gloo(output, tensor, group=group)
-        handle = start(output, tensor, group=group.process_group, async_op=True)
-    return Work(lambda: output, op=op, group=group, handles=[handle], keep=[tensor])
+    if group.size == 1 and (output.data_ptr() != tensor.data_ptr() or output.is_meta):
+        output.copy_(tensor.view_as(output))
+    return group.size == 1

@@ -27,11 +27,15 @@ _CHUNK = 1 << 20
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
-def start_reduce_scatter_into(output: Tensor, tensor: Tensor, *, group: Group) -> Work[Tensor]:
-    """Start to send slice i of `tensor` [n] to rank i; `wait` sums the received ones into `output` [n / size]."""
+def start_reduce_scatter_into(output: Tensor, tensor: Tensor, *, group: Group, averages: bool = False) -> Work[Tensor]:
+    """Start to send slice i of `tensor` [n] to rank i; `wait` sums the received ones into `output` [n / size].
+
+    With `averages` the sum is divided by the number of ranks before it is rounded.
+    """
     slices, scratch = tensor.view(group.size, -1), group.scratch.take(tensor.numel() - output.numel(), output.dtype)
     versions = list(scratch.view(group.size - 1, -1))
     versions.insert(group.index, slices[group.index])
+    divisor = group.size if averages else 1
     receives: dict[tuple[int, int], dist.Work] = {}  # of a chunk, by its start and the sending rank
     sends: list[dist.Work] = []
     for chunk in _chunks(output.numel()):
@@ -44,7 +48,7 @@ def start_reduce_scatter_into(output: Tensor, tensor: Tensor, *, group: Group) -
         for chunk in _chunks(output.numel()):
             for source, _ in _peers(group):
                 receives[chunk.start, source].wait()
-            _sum_in_order(total[chunk], [version[chunk] for version in versions], local=group.index)
+            _sum_in_order(total[chunk], [version[chunk] for version in versions], local=group.index, divisor=divisor)
         for handle in sends:
             handle.wait()
         group.scratch.give(scratch)
@@ -65,13 +69,13 @@ def start_all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> Wo
     return Work(lambda: output, op="all_gather", group=group, handles=handles, keep=[tensor])
 
 
-def _sum_in_order(output: Tensor, versions: list[Tensor], *, local: int) -> None:
-    """output = versions[0] + versions[1] + ..., accumulated in fp32 for low-precision dtypes."""
+def _sum_in_order(output: Tensor, versions: list[Tensor], *, local: int, divisor: int) -> None:
+    """output = (versions[0] + versions[1] + ...) / divisor, accumulated in fp32 for low-precision dtypes."""
     if output.dtype in _LOW_PRECISION:
         total = versions[0].float()
         for version in versions[1:]:
             total.add_(version)
-        output.copy_(total)
+        output.copy_(total.div_(divisor) if divisor > 1 else total)
         return
     # `output` may alias the local version, which is still needed until it is added and otherwise must not change. So
     # the partial sum overwrites the first received version, or `output` where the first version is the local one.
@@ -79,6 +83,8 @@ def _sum_in_order(output: Tensor, versions: list[Tensor], *, local: int) -> None
     for version in versions[1:-1]:
         total = torch.add(total, version, out=partial)
     torch.add(total, versions[-1], out=output)
+    if divisor > 1:
+        output.div_(divisor)
 
 
 def _peers(group: Group) -> Iterator[tuple[int, int]]:

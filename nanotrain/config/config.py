@@ -36,12 +36,18 @@ class ShardingStrategy(str, Enum):
 
 class OuterShardingStrategy(str, Enum):
     no_shard = "no_shard"
+    optim = "optim"
 
 
 class DType(str, Enum):
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
+
+
+class MainGradsDType(str, Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
 
 
 class RouterScore(str, Enum):
@@ -160,9 +166,12 @@ class ParallelConfig:
     cp_comm_type: str = option("p2p", "name of the core attention under context parallelism; p2p is ring attention")
     use_tp_pp_dp_mapping: bool = option(False, "rank order tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp")
     data_parallel_sharding_strategy: ShardingStrategy = option(ShardingStrategy.no_shard, "what is sharded: no_shard, optim (ZeRO-1), optim_grads (ZeRO-2) or optim_grads_params (ZeRO-3)")
-    outer_dp_sharding_strategy: OuterShardingStrategy = option(OuterShardingStrategy.no_shard, "what is sharded across optimizer instances: no_shard, every instance holds all shards")
+    outer_dp_sharding_strategy: OuterShardingStrategy = option(OuterShardingStrategy.no_shard, "what is sharded across optimizer instances: no_shard, or optim (main params and optimizer state)")
     ddp_bucket_size: int | None = option(None, "elements at which a gradient bucket is closed; unset: max(40000000, 1000000 * shard ranks)", check=at_least(1))
     ddp_pad_buckets_for_high_nccl_busbw: bool = option(False, "pad buckets to a multiple of 65536 elements")
+    reduce_scatter_with_fp32_accumulation: bool = option(False, "reduce-scatter low-precision gradients as an all-to-all and a local fp32 sum; of fp32 gradients always so")
+    ddp_average_in_collective: bool = option(False, "average gradients inside the collective instead of before it")
+    force_all_reduce: bool = option(False, "optim: all-reduce gradients instead of reduce-scatter, so that every rank has all of them for inspection")
     overlap_grad_reduce: bool = option(False, "overlap the gradient reduction with the backward pass")
     overlap_param_gather: bool = option(False, "overlap the parameter all-gather with the next forward pass; optim_grads_params: with the unit before")
     distributed_timeout_minutes: float = option(10.0, "timeout of collectives", check=above(0))
@@ -170,9 +179,12 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Data types; gradients and main parameters are always fp32."""
+    """Data types; main parameters are always fp32."""
 
     params_dtype: DType = option(DType.fp32, "data type of parameters and activations: fp32, bf16 or fp16")
+    accumulate_allreduce_grads_in_fp32: bool | None = option(None, "accumulate and reduce gradients in fp32, or in params_dtype; unset: fp32, but with grad_reduce_in_bf16 or main_grads_dtype bf16")
+    grad_reduce_in_bf16: bool = option(False, "accumulate and reduce gradients of bf16 parameters in bf16")
+    main_grads_dtype: MainGradsDType = option(MainGradsDType.fp32, "data type of the reduced gradients that the optimizer reads: fp32, or bf16 with bf16 reduction")
     initial_loss_scale: float = option(4294967296.0, "fp16: initial loss scale", check=above(0))
     min_loss_scale: float = option(1.0, "fp16: minimum loss scale", check=above(0))
     loss_scale_window: int = option(1000, "fp16: steps without overflow before the loss scale doubles", check=at_least(1))

@@ -1,6 +1,13 @@
 """Values that follow from the configuration: sizes of the model, of the groups and of the batch."""
 
-from nanotrain.config.config import Activation, ModelConfig, ParallelConfig, TrainConfig
+from nanotrain.config.config import (
+    Activation,
+    MainGradsDType,
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
 from nanotrain.config.pattern import read_pattern
 from nanotrain.errors import ConfigError, TopologyError
 
@@ -87,6 +94,17 @@ def moe_ffn_size(model_config: ModelConfig) -> int:
     (512, 96)
     """
     return model_config.moe.ffn_hidden_size or ffn_size(model_config)
+
+
+def accumulates_grads_in_fp32(precision: PrecisionConfig) -> bool:
+    """Whether gradient buffers are fp32: unless a setting asks for gradients in params_dtype.
+
+    >>> accumulates_grads_in_fp32(PrecisionConfig(grad_reduce_in_bf16=True))
+    False
+    """
+    if precision.accumulate_allreduce_grads_in_fp32 is not None:
+        return precision.accumulate_allreduce_grads_in_fp32
+    return not precision.grad_reduce_in_bf16 and precision.main_grads_dtype is MainGradsDType.fp32
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:

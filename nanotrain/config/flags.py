@@ -26,6 +26,7 @@ class Alias:
 ALIASES: dict[str, Alias] = {
     "--bf16": Alias("params_dtype", "bf16", agrees=("bf16",)),
     "--fp16": Alias("params_dtype", "fp16", agrees=("fp16",)),
+    "--grad-reduce-in-fp32": Alias("accumulate_allreduce_grads_in_fp32", "true", agrees=("true",)),
     "--swiglu": Alias("activation", "swiglu", agrees=("swiglu",)),
     "--use-distributed-optimizer": Alias(
         "data_parallel_sharding_strategy", "optim", agrees=("optim", "optim_grads", "optim_grads_params")

@@ -149,13 +149,11 @@ PARALLEL = {
     "--wgrad-deferral-limit": no_effect("--pipeline-schedule zb-h1 defers weight gradients", arity=1),
     "--overlap-param-gather-with-optimizer-step": no_effect("parameters are gathered after the step, with --overlap-param-gather beside the next forward"),
     "--no-align-grad-reduce": no_effect("buckets are reduced as they become ready"),
-    "--ddp-average-in-collective": no_effect("gradients are summed and divided by the tokens of the global batch"),
     "--ddp-num-buckets": not_yet("set --ddp-bucket-size, in elements", arity=1),
     "--local-rank": no_effect("torchrun sets LOCAL_RANK", arity=1),
     "--lazy-mpu-init": no_effect("the layout is planned before process groups exist", arity=1),
 }
 PRECISION = {
-    "--accumulate-allreduce-grads-in-fp32": always("gradients are accumulated and reduced in fp32"),
     "--no-gradient-accumulation-fusion": no_effect("gradients are accumulated in fp32 by torch"),
     "--disable-bf16-reduced-precision-matmul": always("products of bf16 accumulate in fp32"),
     "--cuda-graph-impl": no_effect("there are no CUDA graphs; --torch-compile fuses kernels", arity=1),

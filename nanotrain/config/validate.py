@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from nanotrain.config.config import Config
 from nanotrain.config.derive import data_parallel_size, num_microbatches
+from nanotrain.config.rules.data_parallel import DATA_PARALLEL_RULES
 from nanotrain.config.rules.layout import LAYOUT_RULES
 from nanotrain.config.rules.model import HEAD_RULES, MLA_RULES, MOE_RULES, POSITION_RULES
 from nanotrain.config.rules.rule import Rule, check_rules
@@ -27,7 +28,7 @@ def collect_errors(
     is_model_known = config.checkpoint.pretrained_checkpoint is None  # else config.json completes it later
     if is_model_known:
         check_rules(config, model_rules(config), errors=errors, unreadable=unreadable)
-    check_rules(config, RUN_RULES, errors=errors, unreadable=unreadable)
+    check_rules(config, (*RUN_RULES, *DATA_PARALLEL_RULES), errors=errors, unreadable=unreadable)
     if unreadable.isdisjoint(("micro_batch_size", "global_batch_size")):
         with errors:
             num_microbatches(config.train, 1)

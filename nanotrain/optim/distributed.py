@@ -1,6 +1,6 @@
 """Distributed optimizer: main params and optimizer state of this rank's shard of every bucket.
 
-    bucket.grads.shard  [--range--|gap|---range---|--range--]   summed gradients, fp32
+    bucket.grads.main   [--range--|gap|---range---|--range--]   summed gradients, fp32 or `--main-grads-dtype`
     main params         [--range--|gap|---range---|--range--]   fp32; the model param shard itself where that is fp32
     exp_avg, exp_avg_sq [--range--|gap|---range---|--range--]
     param ranges        [===== weight decay ======|=========]   consecutive ranges with the same weight decay, merged
@@ -16,7 +16,7 @@ Source: Rajbhandari et al. 2020 (ZeRO), section 5.1; Megatron-LM, `distrib_optim
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
@@ -46,21 +46,45 @@ class Update:
 
 @dataclass(frozen=True)
 class _BucketState:
-    """Optimizer state of this rank's shard of one bucket."""
+    """Optimizer state of the part of one bucket that this rank updates."""
 
     bucket: Bucket  # model params and gradients
-    ranges: tuple[ShardRange, ...]  # the param ranges in the shard
-    replicate: Group  # the ranks with the same shard
-    main: Tensor  # [shard_numel] main params
-    state: Mapping[str, Tensor]  # [shard_numel] state tensors of the update rule, by name
+    replica: tuple[int, int]  # index and number of the ranks that update the same part
+    main: Tensor  # [update_numel] main params
+    state: Mapping[str, Tensor]  # [update_numel] state tensors of the update rule, by name
+    # the tensors that the update rule takes, with their elements and shape
+    updated: list[tuple[Tensor, slice]] = field(default_factory=list)
 
     @classmethod
     def build(cls, wrapper: DataParallel, bucket: Bucket, *, precision: Precision, rule: UpdateRule) -> "_BucketState":
         """Allocate the state of one bucket."""
-        shard, groups = bucket.params.shard, wrapper.groups
-        main = shard.to(precision.main) if precision.has_separate_main_params else shard
+        params, replicate = bucket.params.gather.update, wrapper.groups.replicate
+        main = params.to(precision.main) if precision.has_separate_main_params else params
         state = {name: torch.zeros_like(main) for name in rule.state_names}
-        return cls(bucket, bucket.layout.shard_ranges(groups.shard.index), groups.replicate, main, state)
+        replica = (0, 1) if wrapper.groups.shards_across else (replicate.index, replicate.size)
+        return cls(bucket, replica, main, state)
+
+    @property
+    def ranges(self) -> tuple[ShardRange, ...]:
+        """The param ranges."""
+        return self.bucket.update_ranges
+
+    @property
+    def grads(self) -> Tensor:
+        """[update_numel] reduced gradients."""
+        return self.bucket.grads.main
+
+    def cast_grads(self) -> Tensor:
+        """[update_numel] a copy of the gradients in the dtype of the main params, which the next update reads."""
+        grads = self.grads.to(self.main.dtype)
+        for main_param, elements in self.updated:
+            main_param.grad = grads[elements].view(main_param.shape)
+        return grads
+
+    def release_cast_grads(self) -> None:
+        """Free the copy after the update."""
+        for main_param, _ in self.updated:
+            main_param.grad = None
 
     def tensors(self, ranges: Sequence[ShardRange]) -> Iterator[tuple[TensorBox, Tensor]]:
         """Views of main params and state by their names in checkpoints."""
@@ -106,16 +130,19 @@ class DistributedOptimizer:
         ranges = [part for state in self._states for part in _param_ranges(state, rule)]
         # The shards of a rank may be padding only, and torch's optimizers refuse an empty list.
         self._optimizer = rule.build(ranges, config) if ranges else None
+        self._casts_grads = precision.main_grads != precision.main
 
     def step(self, lr: float) -> Update:
         """Update the main params from the reduced gradients, and the model param shards from the main params."""
-        grads = [state.bucket.grads.shard for state in self._states]
+        grads = [state.grads for state in self._states]
         scale = self.loss_scale.scale
         norm = global_norm([grad for state in self._states for grad in _grads_for_norm(state)], self._world) / scale
         skipped = not math.isfinite(norm)
         self.loss_scale.update(overflowed=skipped)
         if not skipped:
             factor = clip_factor(norm, self._clip_grad) / scale
+            if self._casts_grads:
+                grads = [state.cast_grads() for state in self._states]
             if factor != 1.0:
                 torch._foreach_mul_(grads, factor)
             self._update(lr)
@@ -124,8 +151,9 @@ class DistributedOptimizer:
     def copy_main_to_model_params(self) -> None:
         """Copy the main params to this rank's shards of the model params, where they are stored apart."""
         for state in self._states:
-            if state.main is not state.bucket.params.shard:
-                state.bucket.params.shard.copy_(state.main)
+            params = state.bucket.params.gather.update
+            if state.main is not params:
+                params.copy_(state.main)
 
     def state_tensors(self) -> dict[TensorBox, Tensor]:
         """Main params and optimizer state on this rank, as views that a checkpoint can be read into."""
@@ -137,7 +165,7 @@ class DistributedOptimizer:
             box: view
             for state in self._states
             for part in state.ranges
-            for box, view in _boxes(part.name, part, flat=state.bucket.grads.shard)
+            for box, view in _boxes(part.name, part, flat=state.grads)
         }
 
     def tensors_to_save(self) -> dict[TensorBox, Tensor]:
@@ -169,6 +197,9 @@ class DistributedOptimizer:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
+            if self._casts_grads:
+                for state in self._states:
+                    state.release_cast_grads()
         self.copy_main_to_model_params()
 
 
@@ -177,24 +208,24 @@ def _grads_for_norm(state: _BucketState) -> Iterator[Tensor]:
 
     Gaps and padding are zero and included, so that a bucket without other replicas is one tensor.
     """
-    if not state.replicate.is_first:
+    if state.replica[0] > 0:
         return
-    start, end = 0, state.bucket.layout.shard_numel
+    start, end = 0, state.bucket.layout.update_numel
     for part in state.ranges:
         if not part.param.is_first_replica:
             if start < part.shard_start:
-                yield state.bucket.grads.shard[start : part.shard_start]
+                yield state.grads[start : part.shard_start]
             start = part.elements.stop
     if start < end:
-        yield state.bucket.grads.shard[start:end]
+        yield state.grads[start:end]
 
 
 def _ranges_to_save(state: _BucketState) -> list[ShardRange]:
-    """The index-th of `replicate.size` nearly equal parts of every range of a first replica."""
+    """The index-th of `replica[1]` nearly equal parts of every range of a first replica."""
     parts = []
     for full in state.ranges:
         if full.param.is_first_replica:
-            index, size = state.replicate.index, state.replicate.size
+            index, size = state.replica
             first, last = full.numel * index // size, full.numel * (index + 1) // size
             parts.append(ShardRange(full.param, full.shard_start + first, full.param_start + first, last - first))
     return parts
@@ -229,7 +260,9 @@ def _param_ranges(state: _BucketState, rule: UpdateRule) -> Iterator[ParamRange]
             _check_whole(parts[0])
             elements, shape = parts[0].elements, parts[0].param.box.shape
         main_param = state.main[elements].detach().view(shape)
-        main_param.grad = state.bucket.grads.shard[elements].view(shape)
+        state.updated.append((main_param, elements))
+        if state.grads.dtype == main_param.dtype:
+            main_param.grad = state.grads[elements].view(shape)
         tensors = {name: flat[elements].view(shape) for name, flat in state.state.items()}
         yield ParamRange(main_param, tensors, weight_decay)
         start = end

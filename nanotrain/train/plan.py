@@ -9,7 +9,7 @@ plan by `traffic.sent_bytes`.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from nanotrain.config.config import Config, ParallelConfig
+from nanotrain.config.config import Config, OuterShardingStrategy, ParallelConfig
 from nanotrain.config.derive import global_batch_size
 from nanotrain.config.schema import check_choice
 from nanotrain.data.sampler import SamplerConfig
@@ -30,6 +30,7 @@ from nanotrain.topology.shape import ModelShape
 from nanotrain.topology.stages import StageSpec, split_layers
 from nanotrain.topology.topology import Topology
 
+MAX_GRAD_BYTES = 4  # bytes of an fp32 gradient
 MAX_GATHERED_UNITS = 2  # where params are sharded
 MAX_TRANSIENT_BUCKETS = 2  # full-size buckets that exist at once where gradients are sharded
 
@@ -59,7 +60,7 @@ class ResidentBytes:
     params: int  # model params, or their shards
     units: int  # at most this much for gathered FSDP units, the current and the next, where params are sharded
     grads: int  # gradient buffers, or gradient shards
-    grad_buckets: int  # at most this much for full-size buckets in flight, where gradients are sharded
+    grad_buckets: int  # at most this much for full-size buckets in flight: where gradients are sharded, or received
     optimizer: int  # main params, where they are stored apart from the model params, and the state of the update rule
 
     @property
@@ -94,6 +95,17 @@ class Plan:
         return STRATEGIES[self.config.parallel.data_parallel_sharding_strategy.value]
 
     @property
+    def reduces_by_all_to_all(self) -> bool:
+        """Whether a reduce-scatter is an all-to-all and a local fp32 sum; fp32 gradients are always summed in fp32."""
+        is_low_precision = Precision.of(self.config.precision).grads.itemsize < MAX_GRAD_BYTES
+        return self.config.parallel.reduce_scatter_with_fp32_accumulation and is_low_precision
+
+    @property
+    def num_averaged_ranks(self) -> int:
+        """Factor of the loss, which the collectives of the gradients divide by: 1, or the ranks of `dp_cp`."""
+        return self.groups["dp_cp"].size if self.config.parallel.ddp_average_in_collective else 1
+
+    @property
     def buffers(self) -> tuple[BufferPlan, ...]:
         """The buffers of all stages of this rank."""
         return tuple(buffer for stage in self.stages for buffer in stage.buffers)
@@ -111,6 +123,7 @@ class Plan:
         """Bytes of params, grads and optimizer state (the table in docs/zero.md)."""
         precision, strategy = Precision.of(self.config.precision), self.strategy
         param_size, grad_size, main_size = (d.itemsize for d in (precision.params, precision.grads, precision.main))
+        main_grad_size = precision.main_grads.itemsize
         num_states = len(OPTIMIZERS[self.config.optim.optimizer].state_names) + precision.has_separate_main_params
         params = units = grads = buckets = optimizer = 0
         for buffer in self.buffers:
@@ -118,11 +131,20 @@ class Plan:
             params += layout.numel // (num_shards if strategy.shard_params else 1) * param_size
             if strategy.shard_params:
                 units += sum(sorted(layout.numel_of_units.values())[-MAX_GATHERED_UNITS:]) * param_size
-            grads += layout.numel // (num_shards if strategy.shard_grads else 1) * grad_size
-            optimizer += layout.numel // num_shards * num_states * main_size
+            num_updated = layout.numel // num_shards // layout.num_outer_shards
+            optimizer += num_updated * num_states * main_size
+            num_buckets = min(len(layout.buckets), MAX_TRANSIENT_BUCKETS)
+            largest = max(bucket.numel for bucket in layout.buckets)
             if strategy.shard_grads:
-                num_buckets = min(len(layout.buckets), MAX_TRANSIENT_BUCKETS)
-                buckets += num_buckets * max(bucket.numel for bucket in layout.buckets) * grad_size
+                grads += layout.numel // num_shards * main_grad_size
+                buckets += num_buckets * largest * grad_size
+                if precision.main_grads != precision.grads and buffer.replicate.size > 1:
+                    buckets += num_buckets * largest // num_shards * grad_size  # the shard in the reduced dtype
+            else:
+                grads += layout.numel * grad_size
+                grads += num_updated * main_grad_size if precision.main_grads != precision.grads else 0
+            if self.reduces_by_all_to_all:
+                buckets += num_buckets * largest * grad_size  # received
         return ResidentBytes(params, units, grads, buckets, optimizer)
 
 
@@ -200,10 +222,12 @@ def _plan_buffers(
 ) -> Iterator[BufferPlan]:
     """Dense, then experts."""
     pairs = (groups["dp_shard"], groups["dp_replicate"]), (groups["expert_dp_shard"], groups["expert_dp_replicate"])
+    is_outer_sharded = parallel.outer_dp_sharding_strategy is OuterShardingStrategy.optim
     for is_expert, (shard, replicate) in enumerate(pairs):
         chosen = [param for param in params if param.spec.is_expert == bool(is_expert)]
         rules = LayoutRules(
             num_shards=shard.size,
+            num_outer_shards=replicate.size if is_outer_sharded else 1,
             bucket_size=parallel.ddp_bucket_size,
             pad_for_high_busbw=parallel.ddp_pad_buckets_for_high_nccl_busbw,
             gathers_by_unit=STRATEGIES[parallel.data_parallel_sharding_strategy.value].gathers_by_unit,

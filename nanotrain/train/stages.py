@@ -9,13 +9,13 @@ from nanotrain.kernels.deferred_wgrad import WgradQueue
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.transformer import Stage
 from nanotrain.parallel.cp.attention import build_core_attention
-from nanotrain.parallel.dp.bucket import ReduceGroups
 from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions
+from nanotrain.parallel.dp.reduction import ReduceGroups
 from nanotrain.parallel.pp.executor import RunnableStage
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.params import LocalParam
-from nanotrain.train.plan import Plan, StagePlan
+from nanotrain.train.plan import BufferPlan, Plan, StagePlan
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,16 @@ def _build_stage(plan: Plan, stage: StagePlan, *, context: ParallelContext) -> B
     wgrad_queue = WgradQueue() if plan.train_schedule.defers_wgrad else None
     parallel = _model_parallel(config.parallel, context, wgrad_queue=wgrad_queue)
     module = Stage(config.model, stage.spec, params=stage.params, parallel=parallel)
-    options = DataParallelOptions(
-        strategy=plan.strategy,
-        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
-        overlap_param_gather=config.parallel.overlap_param_gather,
-    )
     data_parallel = tuple(
         DataParallel(
             module,
             buffer.layout,
-            groups=ReduceGroups(context.group(buffer.shard.name), context.group(buffer.replicate.name)),
-            options=options,
+            groups=ReduceGroups(
+                context.group(buffer.shard.name),
+                context.group(buffer.replicate.name),
+                shards_across=buffer.layout.num_outer_shards > 1,
+            ),
+            options=data_parallel_options(plan, buffer),
             precision=precision,
             device=context.device,
         )
@@ -75,6 +74,22 @@ def _build_stage(plan: Plan, stage: StagePlan, *, context: ParallelContext) -> B
     )
     module.to(context.device)  # registered buffers, as router biases; parameters are there already
     return BuiltStage(module, stage.params, data_parallel, wgrad_queue)
+
+
+def data_parallel_options(plan: Plan, buffer: BufferPlan) -> DataParallelOptions:
+    """The options of one buffer's wrapper."""
+    parallel = plan.config.parallel
+    num_ranks = buffer.shard.size * buffer.replicate.size
+    return DataParallelOptions(
+        strategy=plan.strategy,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        averages=parallel.ddp_average_in_collective,
+        # the loss is scaled for the mean over dp_cp, and that of experts is over fewer ranks
+        grad_scale=num_ranks / plan.num_averaged_ranks if parallel.ddp_average_in_collective else 1.0,
+        by_all_to_all=plan.reduces_by_all_to_all,
+        keeps_full_grads=parallel.force_all_reduce,
+    )
 
 
 def _model_parallel(

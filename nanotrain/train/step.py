@@ -37,6 +37,7 @@ def train_step(run: Run, batch: GlobalBatch) -> StepResult:
     """One optimizer step: forward and backward of every microbatch, gradient reduction, parameter update."""
     lr = run.lr_schedule.lr_at(run.state.consumed_samples)
     num_tokens, loss_scale = max(batch.num_target_tokens, 1), run.optimizer.loss_scale.scale
+    loss_scale *= run.plan.num_averaged_ranks
     cp, aux_loss_scale = run.context.group("cp"), loss_scale / batch.num_samples
     microbatches = [BatchContext.of(part, cp=cp, aux_loss_scale=aux_loss_scale) for part in batch.microbatches]
 

@@ -74,16 +74,31 @@ def sent_bytes(plan: Plan) -> dict[Key, int]:
 
 
 def data_parallel(plan: Plan) -> Iterator[tuple[Key, int]]:
-    """Reduce-scatter and all-gather in the shard group, all-reduce of shards in the replicate group, per bucket."""
+    """Reduce-scatter and all-gather in the shard group, and what instances exchange, per bucket.
+
+    Across instances shards are all-reduced, or reduce-scattered and gathered where they are sharded across instances.
+    """
     precision, strategy = Precision.of(plan.config.precision), plan.strategy
     num_scatters = plan.num_microbatches if strategy.shard_grads else 1
+    keeps_full = plan.config.parallel.force_all_reduce
+    reduce_scatter = "all_to_all" if plan.reduces_by_all_to_all else "reduce_scatter"
     for buffer in plan.buffers:
         shard, replicate = buffer.shard, buffer.replicate
         for bucket in buffer.layout.buckets:
             grads, params = bucket.numel * precision.grads.itemsize, bucket.numel * precision.params.itemsize
-            yield (shard.name, "reduce_scatter"), num_scatters * reduced_bytes(grads, shard.size)
+            inside = reduced_bytes(grads, shard.size)
+            across = reduced_bytes(grads if keeps_full else grads // shard.size, replicate.size)
+            if keeps_full:
+                yield (shard.name, "all_reduce"), 2 * inside
+            else:
+                yield (shard.name, reduce_scatter), num_scatters * inside
             yield (shard.name, "all_gather"), num_gathers(plan, bucket) * reduced_bytes(params, shard.size)
-            yield (replicate.name, "all_reduce"), 2 * reduced_bytes(grads // shard.size, replicate.size)
+            if bucket.num_outer_shards > 1:
+                yield (replicate.name, "all_gather"), reduced_bytes(params // shard.size, replicate.size)
+            if bucket.num_outer_shards > 1 and not keeps_full:
+                yield (replicate.name, reduce_scatter), across
+            else:
+                yield (replicate.name, "all_reduce"), 2 * across
 
 
 def num_gathers(plan: Plan, bucket: BucketLayout) -> int:
@@ -102,7 +117,7 @@ def embedding(plan: Plan) -> Iterator[tuple[Key, int]]:
     group = plan.groups.get("embed")
     if group is not None:
         elements = sum(_elements_summed_over("embed", buffer) for buffer in plan.buffers)
-        num_bytes = elements * Precision.of(plan.config.precision).grads.itemsize
+        num_bytes = elements * Precision.of(plan.config.precision).main_grads.itemsize
         yield ("embed", "all_reduce"), 2 * reduced_bytes(num_bytes, group.size)
 
 
@@ -212,9 +227,10 @@ ATTENTION_BYTES: dict[str, Callable[[AttentionShape, int], dict[str, int]]] = {
 
 
 def _elements_summed_over(axis: str, buffer: BufferPlan) -> int:
+    shard, outer_index = buffer.shard.index, buffer.replicate.index % buffer.layout.num_outer_shards
     return sum(
         part.numel
         for bucket in buffer.layout.buckets
-        for part in bucket.shard_ranges(buffer.shard.index)
+        for part in bucket.update_ranges(shard, outer_index=outer_index)
         if axis in part.param.spec.grad_sum_axes
     )

@@ -32,6 +32,11 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "dp4 ep2": (4, {"strategy": "optim_grads", "ep": 2}, {}),
     "dp4 ep2, two instances": (4, {"strategy": "optim_grads", "ep": 2, "instances": 2}, {"overlap_grad_reduce": True}),
     "dp4 ep2, sharded parameters": (4, {"strategy": "optim_grads_params", "ep": 2}, {"overlap_param_gather": True}),
+    "dp4 ep2, sharded across instances": (
+        4,
+        {"strategy": "optim_grads_params", "ep": 2, "instances": 2},
+        {"outer_dp_sharding_strategy": "optim"},
+    ),
     "tp2 pp2": (4, {"strategy": "optim", "tp": 2, "pp": 2, "etp": 2}, SP),
     "tp2 pp2 dp2 ep2": (8, {"strategy": "optim", "tp": 2, "pp": 2, "etp": 1, "ep": 2}, {"ddp_bucket_size": 5000}),
     "pp2 vpp2 cp2": (

@@ -1,5 +1,7 @@
 """Law L5: the resident and the sent bytes of data parallelism are the planned ones and those of the closed form."""
 
+from dataclasses import dataclass
+
 import pytest
 
 from nanotrain.comm.parallel_context import ParallelContext
@@ -11,7 +13,7 @@ from tests.laws.worlds import Case, build_here
 
 SIZES = (1, 2, 4)
 GROUPS = ("dp_shard", "dp_replicate", "expert_dp_shard", "expert_dp_replicate")
-OPS = ("all_reduce", "reduce_scatter", "all_gather")
+OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 
 
 def measure(ctx: ParallelContext, case: Case) -> dict[str, int]:
@@ -19,6 +21,7 @@ def measure(ctx: ParallelContext, case: Case) -> dict[str, int]:
     run = build_here(ctx, case)
     buckets = [bucket for dp in run.data_parallel for bucket in dp.buckets]
     held = [tensor for bucket in buckets for tensor in (bucket.params.full, bucket.params.shard, bucket.grads.shard)]
+    held += [bucket.grads.main for bucket in buckets]
     # not `state_tensors`, which leaves out a shard of padding only
     held += [tensor for state in run.optimizer._states for tensor in (state.main, *state.state.values())]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
@@ -40,6 +43,11 @@ def measure(ctx: ParallelContext, case: Case) -> dict[str, int]:
     }
 
 
+def measure_all(ctx: ParallelContext, cases: list[Case]) -> list[dict[str, int]]:
+    """`measure` several cases on the same ranks."""
+    return [measure(ctx, case) for case in cases]
+
+
 def is_expert(bucket: Bucket) -> bool:
     return bucket.layout.params[0].param.spec.is_expert
 
@@ -57,33 +65,90 @@ def test_resident_and_sent_bytes_are_planned_and_the_closed_form(strategy: str, 
     )
     for measured in run_ranks(d, measure, case, strategy=strategy):
         elements = measured["elements"]
-        assert measured["resident"] == measured["planned resident"] == resident_bytes(strategy, dtype, elements, d)
-        assert (
-            measured["sent"] == measured["planned sent"] == moved_bytes(strategy, dtype, elements, d=d, m=microbatches)
-        )
+        form = Form(strategy, dtype, elements, d)
+        assert measured["resident"] == measured["planned resident"] == form.resident
+        assert measured["sent"] == measured["planned sent"] == form.moved(microbatches)
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize(("ranks", "ep", "instances"), [(4, 1, 2), (4, 1, 4), (4, 2, 2), (8, 2, 2)])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
-def test_bytes_of_optimizer_instances(strategy: str, ranks: int, ep: int, instances: int, microbatches: int) -> None:
-    """HSDP: the closed form with the ranks of one instance, and once per step an all-reduce of the shard."""
+def test_bytes_of_optimizer_instances(strategy: str, ranks: int, ep: int, instances: int) -> None:
+    """HSDP: the closed form with the ranks of one instance, and once per step a reduction of the shard.
+
+    Optimizer state is replicated across instances or sharded across them too, with 1 and 4 microbatches.
+    """
     sizes = {"strategy": strategy, "ep": ep, "instances": instances}
-    case = Case(steps=1).but(
-        train={"micro_batch_size": 1, "global_batch_size": microbatches * ranks},
-        parallel={SHORT_NAMES[name]: value for name, value in sizes.items()},
-        precision={"params_dtype": "bf16"},
-        model={"untie_embeddings_and_output_weights": True} | ({"num_experts": 4} if ep > 1 else {}),
-    )
-    for measured in run_ranks(ranks, measure, case, **sizes):
-        resident = moved = 0
-        for name, num_ranks in {"elements": ranks, "expert elements": ranks // ep}.items():
-            elements, d = measured[name], num_ranks // instances
-            resident += resident_bytes(strategy, "bf16", elements, d)
-            moved += moved_bytes(strategy, "bf16", elements, d=d, m=microbatches)
-            moved += 2 * 4 * elements // d * (instances - 1) // instances
-        assert measured["resident"] == measured["planned resident"] == resident
-        assert measured["sent"] == measured["planned sent"] == moved
+    variants = [(m, outer) for m in (1, 4) for outer in ("no_shard", "optim")]
+    cases = [
+        Case(steps=1).but(
+            train={"micro_batch_size": 1, "global_batch_size": m * ranks},
+            parallel={SHORT_NAMES[name]: value for name, value in sizes.items()}
+            | {"outer_dp_sharding_strategy": outer},
+            precision={"params_dtype": "bf16"},
+            model={"untie_embeddings_and_output_weights": True} | ({"num_experts": 4} if ep > 1 else {}),
+        )
+        for m, outer in variants
+    ]
+    for by_case in run_ranks(ranks, measure_all, cases, **sizes):
+        for measured, (m, outer) in zip(by_case, variants, strict=True):
+            num_outer = instances if outer == "optim" else 1
+            resident = moved = 0
+            for name, num_ranks in {"elements": ranks, "expert elements": ranks // ep}.items():
+                form = Form(strategy, "bf16", measured[name], d=num_ranks // instances, n=instances, outer=num_outer)
+                resident += form.resident
+                moved += form.moved(m)
+            assert measured["resident"] == measured["planned resident"] == resident
+            assert measured["sent"] == measured["planned sent"] == moved
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_bytes_of_low_precision_gradients(strategy: str, instances: int) -> None:
+    """bf16 reduction with fp32 and bf16 main gradients, and as an all-to-all; 1 and 4 microbatches."""
+    if strategy == "no_shard" and instances > 1:
+        return
+    sizes = {"strategy": strategy, "instances": instances}
+    outer = {"outer_dp_sharding_strategy": "optim"} if instances > 1 else {}
+    to_all = {"reduce_scatter_with_fp32_accumulation": strategy != "no_shard"}
+    variants = [(m, main, options) for m, main, options in ((1, 4, outer), (4, 2, {}), (4, 4, to_all | outer))]
+    cases = [
+        Case(steps=1).but(
+            train={"micro_batch_size": 1, "global_batch_size": m * 4},
+            parallel={SHORT_NAMES[name]: value for name, value in sizes.items()} | options,
+            precision={
+                "params_dtype": "bf16",
+                "grad_reduce_in_bf16": True,
+                "main_grads_dtype": "fp32" if main == 4 else "bf16",
+            },
+            model={"untie_embeddings_and_output_weights": True},
+        )
+        for m, main, options in variants
+    ]
+    for by_case in run_ranks(4, measure_all, cases, **sizes):
+        for measured, (m, main, options) in zip(by_case, variants, strict=True):
+            num_outer = instances if "outer_dp_sharding_strategy" in options else 1
+            form = Form(
+                strategy,
+                "bf16",
+                measured["elements"],
+                d=4 // instances,
+                n=instances,
+                outer=num_outer,
+                grad=2,
+                main=main,
+            )
+            assert measured["resident"] == measured["planned resident"] == form.resident
+            assert measured["sent"] == measured["planned sent"] == form.moved(m)
+
+
+def test_the_closed_forms_are_those_of_the_documented_table() -> None:
+    """Bytes per element of docs/zero.md with P = 1,000 and d = 10."""
+    low = {"grad": 2, "main": 4}
+    assert Form("no_shard", "fp16", 1000, d=10, **low).resident == 20_000
+    assert Form("optim", "fp16", 1000, d=10, **low).resident == 4_000 + 16_000 // 10
+    assert Form("optim", "bf16", 1000, d=10, n=2, outer=2).resident == 6_000 + 12_000 // 20
+    assert Form("optim_grads", "bf16", 1000, d=10).resident == 2_000 + 16_000 // 10
+    assert Form("optim_grads_params", "bf16", 1000, d=10).moved(4) == (16_000 + 16_000) * 9 // 10
 
 
 def test_a_tied_embedding_is_gathered_for_both_ends_of_the_model() -> None:
@@ -97,22 +162,41 @@ def test_a_tied_embedding_is_gathered_for_both_ends_of_the_model() -> None:
         assert measured["sent"] == measured["planned sent"]
 
 
-def resident_bytes(strategy: str, dtype: str, elements: int, d: int) -> int:
-    """Params, grads, main params and moments; fp32 params are their own main params."""
-    param, main = (2, 4) if dtype == "bf16" else (4, 0)
-    optim_shards = 1 if strategy == "no_shard" else d
-    grad_shards = d if strategy.startswith("optim_grads") else 1
-    param_shards = d if strategy == "optim_grads_params" else 1
-    return param * elements // param_shards + 4 * elements // grad_shards + (main + 8) * elements // optim_shards
+@dataclass(frozen=True)
+class Form:
+    """The closed form of one buffer."""
 
+    strategy: str
+    dtype: str  # of parameters
+    elements: int  # with padding
+    d: int  # shard ranks
+    n: int = 1  # optimizer instances
+    outer: int = 1  # instances that optimizer state is sharded over
+    grad: int = 4  # bytes of a gradient as it is reduced
+    main: int = 4  # bytes of a gradient as the optimizer reads it
 
-def moved_bytes(strategy: str, dtype: str, elements: int, *, d: int, m: int) -> int:
-    """Sent per rank and step."""
-    param = 2 if dtype == "bf16" else 4
-    per_element = {
-        "no_shard": 2 * 4,
-        "optim": 4 + param,
-        "optim_grads": 4 * m + param,
-        "optim_grads_params": 4 * m + 2 * m * param,
-    }[strategy]
-    return per_element * elements * (d - 1) // d
+    @property
+    def resident(self) -> int:
+        """Params, grads, main params and moments; fp32 params are their own main params."""
+        param, main_param = (4, 0) if self.dtype == "fp32" else (2, 4)
+        grad_shards = self.d if self.strategy.startswith("optim_grads") else 1
+        update_shards = self.outer * (1 if self.strategy == "no_shard" else self.d)
+        grads = self.main * self.elements // grad_shards
+        if grad_shards == 1 and self.strategy in ("no_shard", "optim"):
+            grads = self.grad * self.elements
+            grads += self.main * self.elements // update_shards if self.main != self.grad else 0
+        param_shards = self.d if self.strategy == "optim_grads_params" else 1
+        return param * self.elements // param_shards + grads + (main_param + 8) * self.elements // update_shards
+
+    def moved(self, m: int) -> int:
+        """Sent per rank and step of `m` microbatches: inside the instance and across."""
+        param = 4 if self.dtype == "fp32" else 2
+        per_element = {
+            "no_shard": 2 * self.grad,
+            "optim": self.grad + param,
+            "optim_grads": self.grad * m + param,
+            "optim_grads_params": self.grad * m + 2 * m * param,
+        }[self.strategy]
+        inside = per_element * self.elements * (self.d - 1) // self.d
+        across = self.grad + param if self.outer > 1 else 2 * self.grad
+        return inside + across * self.elements // self.d * (self.n - 1) // self.n

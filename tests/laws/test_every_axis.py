@@ -81,6 +81,8 @@ SP = {"sequence_parallel": True}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 GPIPE, ZB = {"pipeline_schedule": "gpipe"}, {"pipeline_schedule": "zb-h1"}
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
+OUTER, AVERAGE = {"outer_dp_sharding_strategy": "optim"}, {"ddp_average_in_collective": True}
+ALL_REDUCE = {"force_all_reduce": True}
 GATHER, HEADS = {"cp_comm_type": "allgather"}, {"cp_comm_type": "a2a"}
 
 LAYOUTS = [
@@ -145,6 +147,17 @@ LAYOUTS = [
     Layout("gpt2", 8, "optim", {"cp": 2, "instances": 4}, micro_batch=1, options=OVERLAP),
     Layout("experts", 8, "optim_grads", {"tp": 2, "etp": 1, "ep": 2, "instances": 2}, micro_batch=1, options=SP),
     Layout("biased", 8, "optim_grads", {"pp": 2, "ep": 2, "instances": 2}, micro_batch=1, options=OVERLAP),
+    # optimizer state sharded across instances too
+    Layout("llama", 4, "optim", {"instances": 2}, micro_batch=1, options=OUTER | OVERLAP),
+    Layout("experts", 4, "optim_grads", {"ep": 2, "instances": 2}, micro_batch=1, options=OUTER),
+    Layout("gpt2", 8, "optim_grads", {"pp": 2, "instances": 2}, micro_batch=1, options=OUTER | ZB | OVERLAP),
+    Layout("untied", 8, "optim_grads_params", {"tp": 2, "instances": 2}, micro_batch=1, options=OUTER | SP | OVERLAP),
+    Layout("biased", 4, "optim_grads_params", {"ep": 2, "instances": 2}, micro_batch=1, options=OUTER),
+    # the mean inside the collective, and all-reduces instead of reduce-scatters
+    Layout("biased", 4, "no_shard", {"ep": 2}, micro_batch=1, options=AVERAGE),
+    Layout("experts", 4, "optim_grads", {"tp": 2, "etp": 1, "ep": 2}, micro_batch=2, options=AVERAGE | OVERLAP),
+    Layout("experts", 4, "optim", {"ep": 2, "instances": 2}, micro_batch=1, options=AVERAGE | OUTER),
+    Layout("llama", 4, "optim", {"instances": 2}, micro_batch=1, options=ALL_REDUCE | OUTER | OVERLAP),
     # parameters gathered per unit (ZeRO-3), also with instances
     Layout("llama", 2, "optim_grads_params", micro_batch=3),
     Layout("llama", 4, "optim_grads_params", micro_batch=1, options=OVERLAP),

@@ -15,7 +15,7 @@ def test_only_16_bit_params_have_separate_main_params(params, separate):
     assert precision.has_separate_main_params is separate
 
 
-def test_gradients_and_main_weights_are_fp32_whatever_the_parameters_are():
+def test_gradients_and_main_params_are_fp32_by_default():
     for kind in DType:
         precision = Precision.of(PrecisionConfig(params_dtype=kind))
-        assert precision.grads is precision.main is torch.float32
+        assert precision.grads is precision.main_grads is precision.main is torch.float32

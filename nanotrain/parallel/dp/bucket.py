@@ -1,33 +1,19 @@
 """A bucket: consecutive parameters of the flat buffers whose gradients are reduced, and which are gathered, together.
 
-A bucket is composed of a parameter store and a gradient store (`stores.py`) and drives the reduction:
+A bucket is composed of a parameter store and a gradient store (`stores.py`) and drives the reduction (`reduction.py`):
 
     add_grad ...            one gradient per parameter and microbatch
-    start_reduce            reduce-scatter inside the shard group
-    start_all_reduce        all-reduce of the shard across the replicate group, once per step
-    finish_reduce           `grads.shard` holds the sum
-
-With `no_shard` the shard group is one rank and the all-reduce is the whole reduction; with one optimizer instance
-the replicate group is one rank and the reduce-scatter is; with several instances (HSDP) both run.
+    start_reduce            inside the shard group
+    start_across            across optimizer instances, once per step
+    finish_reduce           `grads.main` holds the sum
 """
-
-from dataclasses import dataclass
 
 from torch import Tensor
 
-from nanotrain.comm.collectives import start_all_reduce, start_reduce_scatter_into
-from nanotrain.comm.group import Group
 from nanotrain.comm.work import Work
 from nanotrain.parallel.dp.layout import BucketLayout
-from nanotrain.parallel.dp.stores import GradStore, ParamStore, shard_of
-
-
-@dataclass(frozen=True)
-class ReduceGroups:
-    """The two groups a gradient is summed over."""
-
-    shard: Group  # the ranks that a bucket is sharded over
-    replicate: Group  # the ranks that hold the same shard
+from nanotrain.parallel.dp.reduction import Reduction
+from nanotrain.parallel.dp.stores import GradStore, ParamStore
 
 
 class Bucket:
@@ -39,26 +25,28 @@ class Bucket:
         layout: the bucket's range and its parameters.
         params: storage of the parameters.
         grads: storage of the gradients.
-        groups: the shard and replicate groups.
+        reduction: the collectives.
     """
 
-    def __init__(self, layout: BucketLayout, *, params: ParamStore, grads: GradStore, groups: ReduceGroups) -> None:
+    def __init__(self, layout: BucketLayout, *, params: ParamStore, grads: GradStore, reduction: Reduction) -> None:
         self.layout, self.params, self.grads = layout, params, grads
-        self._groups = groups
+        self._reduction, groups = reduction, reduction.groups
+        # the param ranges that this rank's optimizer updates, in `params.gather.update` and `grads.main`
+        self.update_ranges = layout.update_ranges(groups.shard.index, outer_index=groups.outer.index)
         self._ranges = {
             entry.name: slice(entry.start - layout.start, entry.stop - layout.start) for entry in layout.params
         }
         self._gaps = _gaps(layout)
         self._written: set[str] = set()
         self._missing: set[str] = set()
-        self._reduce_scatter: Work[Tensor] | None = None
-        self._all_reduce: Work[Tensor] | None = None
-        self._is_first, self._awaits_all_reduce = True, False
+        self._inside: Work[Tensor] | None = None
+        self._across: Work[Tensor] | None = None
+        self._is_first, self._awaits_across = True, False
 
     @property
     def is_in_flight(self) -> bool:
         """Whether a reduction was started and not yet finished."""
-        return self._reduce_scatter is not None or self._awaits_all_reduce or self._all_reduce is not None
+        return self._inside is not None or self._awaits_across or self._across is not None
 
     @property
     def is_ready(self) -> bool:
@@ -89,40 +77,42 @@ class Bucket:
         self._missing.discard(name)
 
     def start_reduce(self, *, is_last: bool) -> None:
-        """Start the reduce-scatter inside the shard group.
+        """Start the reduction inside the shard group.
 
         Args:
             is_last: whether no other reduction of this bucket follows in the step.
         """
-        full, self._awaits_all_reduce = self.grads.full(), is_last
+        full, self._awaits_across = self.grads.full(), is_last
         self._zero_unwritten(full)
-        group = self._groups.shard
-        self._reduce_scatter = start_reduce_scatter_into(shard_of(full, group), full, group=group)
-        if group.size == 1:
-            self.start_all_reduce()  # nothing to wait for, so it can overlap the backward pass
+        self._inside = self._reduction.start_inside(full)
+        if self._reduction.groups.shard.size == 1:
+            self.start_across()  # nothing to wait for, so it can overlap the backward pass
 
-    def finish_reduce_scatter(self) -> None:
+    def finish_inside(self) -> None:
         """Wait until `grads.shard` holds the sum inside the shard group; a transient store is then empty."""
-        work, self._reduce_scatter = self._reduce_scatter, None
+        work, self._inside = self._inside, None
         if work is not None:
             work.wait()
-            self.grads.finish_reduce_scatter(is_first=self._is_first)
+            self.grads.finish_inside(is_first=self._is_first)
             self._is_first = False
             self._written.clear()
 
-    def start_all_reduce(self) -> None:
-        """Finish the reduce-scatter and, after the last one of a step, start the all-reduce across replicas."""
-        self.finish_reduce_scatter()
-        if self._awaits_all_reduce:
-            self._awaits_all_reduce = False
-            self._all_reduce = start_all_reduce(self.grads.shard, self._groups.replicate)
+    def start_across(self) -> None:
+        """Finish the reduction inside and, after the last one of a step, start the one across instances."""
+        self.finish_inside()
+        if self._awaits_across:
+            self._awaits_across = False
+            tensor = self.grads.shard  # not rounded to the dtype of the reduction if there is none
+            if self._reduction.groups.replicate.size > 1:
+                tensor = self.grads.full() if self._reduction.keeps_full else self.grads.shard_to_reduce()
+            self._across = self._reduction.start_across(tensor)
 
     def finish_reduce(self) -> None:
-        """Wait until `grads.shard` holds the sum."""
-        self.start_all_reduce()
-        work, self._all_reduce = self._all_reduce, None
+        """Wait until `grads.main` holds the sum."""
+        self.start_across()
+        work, self._across = self._across, None
         if work is not None:
-            work.wait()
+            self.grads.finish(work.wait())
 
     def _zero_unwritten(self, full: Tensor) -> None:
         """Zero gaps, padding and parameters without a gradient, which hold arbitrary values."""

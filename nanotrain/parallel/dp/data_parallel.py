@@ -3,8 +3,8 @@
 1. Construction replaces every parameter of the module by a view of one flat buffer and allocates the gradients.
 2. `begin_step`, then per microbatch `backward_begins` and `backward_ended`. A hook takes each gradient as soon as
    autograd has accumulated it. The pipeline schedule decides which backward is the last of the step.
-3. `finish_grad_reduce`: `buckets[i].grads.shard` holds this rank's shard of the summed gradients.
-4. The optimizer updates `buckets[i].params.shard`; `start_param_gather` all-gathers the result.
+3. `finish_grad_reduce`: `buckets[i].grads.main` holds this rank's part of the summed gradients.
+4. The optimizer updates `buckets[i].params.gather.update`; `start_param_gather` all-gathers the result.
 5. The next forward pass waits, unit by unit, for the parameters it uses.
 
     strategy             gradients                                  parameters
@@ -14,11 +14,12 @@
     optim_grads_params   reduce-scatter after every microbatch      all-gather per unit, `unit_gather.py`
 
 Reduce-scatter and all-gather run inside the shard group. With several optimizer instances (HSDP) an all-reduce of the
-shard across the replicate group follows the last reduce-scatter.
+shard across the replicate group follows the last reduce-scatter. Where optimizer state is sharded across instances too,
+a reduce-scatter does, and updated shards are all-gathered across instances first.
 
 Buckets are reduced in buffer order on every rank, independent of the order in which gradients are ready: collectives
 that two ranks issue in different orders deadlock on NCCL. This holds across both groups too. With overlap, the
-all-reduce of bucket i starts right before the reduce-scatter of bucket i + MAX_REDUCTIONS.
+reduction across of bucket i starts right before the reduce-scatter of bucket i + MAX_REDUCTIONS.
 
 Source: Rajbhandari et al. 2020 (ZeRO), sections 5.1-5.2; Megatron-LM core, `distributed_data_parallel.py` and
 `param_and_grad_buffer.py`.
@@ -33,8 +34,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanotrain.parallel.dp.bucket import Bucket, ReduceGroups
+from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.parallel.dp.layout import BufferLayout
+from nanotrain.parallel.dp.reduction import ReduceGroups, Reduction
 from nanotrain.parallel.dp.stores import (
     GradPool,
     GradStore,
@@ -63,6 +65,10 @@ class DataParallelOptions:
     strategy: Strategy  # what is sharded over the shard group
     overlap_grad_reduce: bool = False  # reduce a bucket as soon as it is ready
     overlap_param_gather: bool = False  # return from `start_param_gather` before the all-gathers are complete
+    averages: bool = False  # divide gradients by the number of ranks inside the collective
+    grad_scale: float = 1.0  # factor of unreduced gradients
+    by_all_to_all: bool = False  # reduce-scatter as an all-to-all and a local fp32 sum
+    keeps_full_grads: bool = False  # all-reduce whole buckets instead of reduce-scatter
 
 
 class DataParallel:
@@ -95,7 +101,7 @@ class DataParallel:
         self.params = {param.spec.name: param for param in layout.params}
         num_shards = groups.shard.size if options.strategy.shard_params else 1
         self.param_buffer = torch.zeros(layout.numel // num_shards, dtype=precision.params, device=device)
-        self.buckets = self._build_buckets(precision.grads)
+        self.buckets = self._build_buckets(precision)
         self._bucket_of = {entry.name: bucket for bucket in self.buckets for entry in bucket.layout.params}
         self._num_started = 0
         self._in_flight: list[Bucket] = []
@@ -128,7 +134,7 @@ class DataParallel:
         """Wait until every `grads.shard` holds the sum over the ranks."""
         self._start_reductions(until=len(self.buckets))
         for bucket in self._in_flight:
-            bucket.start_all_reduce()
+            bucket.start_across()
         while self._in_flight:
             self._finish_oldest()
         # A unit without a forward pass in this step has not waited, and the optimizer is about to write its shard.
@@ -147,10 +153,11 @@ class DataParallel:
 
     def start_param_gather(self) -> None:
         """All-gather the updated shards; the last bucket holds the first layers, so it is gathered first."""
-        if self.options.strategy.shard_params:
-            return  # each unit is gathered when it runs
         for bucket in reversed(self.buckets):
-            bucket.params.start_all_gather()
+            bucket.params.gather.start_across()
+        if not self.options.strategy.shard_params:  # else each unit is gathered when it runs
+            for bucket in reversed(self.buckets):
+                bucket.params.start_all_gather()
         if not self.options.overlap_param_gather:
             self.wait_for_params()
 
@@ -172,9 +179,9 @@ class DataParallel:
         Ranks along the axis hold the same parameters in the same layout, so their lists match.
         """
         return [
-            bucket.grads.shard[part.elements]
+            bucket.grads.main[part.elements]
             for bucket in self.buckets
-            for part in bucket.layout.shard_ranges(self.groups.shard.index)
+            for part in bucket.update_ranges
             if axis in part.param.spec.grad_sum_axes
         ]
 
@@ -213,7 +220,7 @@ class DataParallel:
         if self.options.strategy.shard_grads and not bucket.grads.holds_pooled:
             for started in self._in_flight:
                 if sum(b.grads.holds_pooled for b in self.buckets) >= MAX_FULL_BUCKETS:
-                    started.finish_reduce_scatter()
+                    started.finish_inside()
 
     def _finish_oldest(self) -> None:
         self._in_flight.pop(0).finish_reduce()
@@ -264,33 +271,41 @@ class DataParallel:
         for child, buckets in units:
             child.register_forward_pre_hook(partial(_wait_before_forward, buckets))
 
-    def _build_buckets(self, grad_dtype: torch.dtype) -> tuple[Bucket, ...]:
-        layout, grads = self.layout, self._build_grads(grad_dtype)
+    def _build_buckets(self, precision: Precision) -> tuple[Bucket, ...]:
+        options = self.options
+        reduction = Reduction(
+            self.groups,
+            averages=options.averages,
+            scale=options.grad_scale,
+            by_all_to_all=options.by_all_to_all,
+            keeps_full=options.keeps_full_grads,
+        )
+        stores = zip(self.layout.buckets, self._build_params(), self._build_grads(precision), strict=True)
         return tuple(
-            Bucket(bucket, params=params, grads=grads, groups=self.groups)
-            for bucket, params, grads in zip(layout.buckets, self._build_params(), grads, strict=True)
+            Bucket(bucket, params=params, grads=grads, reduction=reduction) for bucket, params, grads in stores
         )
 
     def _build_params(self) -> list[ParamStore]:
-        layout, shard = self.layout, self.groups.shard
+        layout, groups = self.layout, self.groups
         if not self.options.strategy.shard_params:
-            return [
-                ResidentParams(full, group=shard) for full in self.param_buffer.split([b.numel for b in layout.buckets])
-            ]
+            fulls = self.param_buffer.split([bucket.numel for bucket in layout.buckets])
+            return [ResidentParams(full, groups=groups) for full in fulls]
         shards = self.param_buffer.split([bucket.shard_numel for bucket in layout.buckets])
         return [
-            ShardedParams(bucket.numel, part, group=shard) for bucket, part in zip(layout.buckets, shards, strict=True)
+            ShardedParams(bucket.numel, part, groups=groups)
+            for bucket, part in zip(layout.buckets, shards, strict=True)
         ]
 
-    def _build_grads(self, dtype: torch.dtype) -> list[GradStore]:
-        layout, shard, device = self.layout, self.groups.shard, self.param_buffer.device
+    def _build_grads(self, precision: Precision) -> list[GradStore]:
+        layout, groups, device = self.layout, self.groups, self.param_buffer.device
         if not self.options.strategy.shard_grads:
-            buffer = torch.zeros(layout.numel, dtype=dtype, device=device)
-            return [ResidentGrads(full, group=shard) for full in buffer.split([b.numel for b in layout.buckets])]
-        pool = GradPool(max(bucket.numel for bucket in layout.buckets), device=device, dtype=dtype)
-        shards = torch.zeros(layout.numel // shard.size, dtype=dtype, device=device)
+            buffer = torch.zeros(layout.numel, dtype=precision.grads, device=device)
+            fulls = buffer.split([bucket.numel for bucket in layout.buckets])
+            return [ResidentGrads(full, groups=groups, main_dtype=precision.main_grads) for full in fulls]
+        pool = GradPool(max(bucket.numel for bucket in layout.buckets), device=device, dtype=precision.grads)
+        shards = torch.zeros(layout.numel // groups.shard.size, dtype=precision.main_grads, device=device)
         return [
-            TransientGrads(bucket.numel, part, pool=pool, group=shard)
+            TransientGrads(bucket.numel, part, pool=pool, groups=groups)
             for bucket, part in zip(layout.buckets, shards.split([b.shard_numel for b in layout.buckets]), strict=True)
         ]
 

@@ -38,6 +38,7 @@ class LayoutRules:
     """Rules that decide where buckets end."""
 
     num_shards: int = 1  # ranks that a bucket is sharded over
+    num_outer_shards: int = 1  # instances that a shard is sharded over in turn
     bucket_size: int | None = None  # elements after which a bucket closes; None for the default
     pad_for_high_busbw: bool = False  # pad bucket ends to a multiple of 65536 elements
     gathers_by_unit: bool = False  # also close a bucket where the FSDP unit changes, so that no bucket spans two units
@@ -51,7 +52,11 @@ class LayoutRules:
     @property
     def bucket_alignment(self) -> int:
         """Divisor of every bucket end, in elements."""
-        return math.lcm(self.num_shards, BUCKET_ALIGNMENT, HIGH_BUSBW_ALIGNMENT if self.pad_for_high_busbw else 1)
+        return math.lcm(
+            self.num_shards * self.num_outer_shards,
+            BUCKET_ALIGNMENT,
+            HIGH_BUSBW_ALIGNMENT if self.pad_for_high_busbw else 1,
+        )
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,7 @@ class BucketLayout:
     stop: int
     params: tuple[BucketParam, ...]
     num_shards: int
+    num_outer_shards: int = 1
 
     @property
     def numel(self) -> int:
@@ -117,10 +123,23 @@ class BucketLayout:
         """Elements per shard."""
         return self.numel // self.num_shards
 
+    @property
+    def update_numel(self) -> int:
+        """Elements that one rank's optimizer updates: a shard, or the part of it that is this instance's."""
+        return self.shard_numel // self.num_outer_shards
+
     def shard_ranges(self, shard_index: int) -> tuple[ShardRange, ...]:
         """The param ranges in one rank's shard, in buffer order."""
-        first = self.start + shard_index * self.shard_numel
-        last = first + self.shard_numel
+        return self._ranges(self.start + shard_index * self.shard_numel, self.shard_numel)
+
+    def update_ranges(self, shard_index: int, *, outer_index: int) -> tuple[ShardRange, ...]:
+        """The param ranges that one rank's optimizer updates; `shard_start` counts from the first such element."""
+        first = self.start + shard_index * self.shard_numel + outer_index * self.update_numel
+        return self._ranges(first, self.update_numel)
+
+    def _ranges(self, first: int, numel: int) -> tuple[ShardRange, ...]:
+        """The param ranges in elements [first, first + numel) of the buffer."""
+        last = first + numel
         ranges = []
         for entry in self.params:
             start, stop = max(entry.start, first), min(entry.stop, last)
@@ -139,6 +158,11 @@ class BufferLayout:
     def numel(self) -> int:
         """Elements of the buffer with padding."""
         return self.buckets[-1].stop if self.buckets else 0
+
+    @property
+    def num_outer_shards(self) -> int:
+        """Instances that a shard is sharded over."""
+        return self.buckets[0].num_outer_shards if self.buckets else 1
 
     @property
     def numel_of_units(self) -> dict[str, int]:
@@ -171,7 +195,7 @@ def plan_layout(params: Sequence[LocalParam], rules: LayoutRules) -> BufferLayou
 
     def close_bucket() -> int:
         end = _round_up(open_params[-1].stop, rules.bucket_alignment)
-        buckets.append(BucketLayout(bucket_start, end, tuple(open_params), rules.num_shards))
+        buckets.append(BucketLayout(bucket_start, end, tuple(open_params), rules.num_shards, rules.num_outer_shards))
         open_params.clear()
         return end
 

@@ -7,13 +7,14 @@ import torch
 
 from nanotrain.comm.group import Group
 from nanotrain.comm.work import Work
-from nanotrain.parallel.dp import bucket as bucket_module
-from nanotrain.parallel.dp.bucket import Bucket, ReduceGroups
+from nanotrain.parallel.dp import reduction as reduction_module
+from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
+from nanotrain.parallel.dp.reduction import ReduceGroups, Reduction
 from nanotrain.parallel.dp.stores import GradPool, GradStore, ResidentGrads, ResidentParams, TransientGrads
 from tests.parallel.dp.toys import Toy, local_params
 
-SHARD, REPLICATE = Group.single_rank("dp_shard"), Group.single_rank("dp_replicate")
+GROUPS = ReduceGroups(Group.single_rank("dp_shard"), Group.single_rank("dp_replicate"))
 LAYOUT = plan_layout(local_params(Toy(shapes=((7, 19), (13,), (70,)))), LayoutRules()).buckets[0]
 NAMES = ["units.0.weight", "units.1.weight", "units.2.weight"]
 SHAPES = dict(zip(NAMES, ((7, 19), (13,), (70,)), strict=True))
@@ -21,19 +22,19 @@ GARBAGE = 1e30
 
 
 def bucket_with(grads: GradStore) -> Bucket:
-    params = ResidentParams(torch.zeros(LAYOUT.numel), group=SHARD)
-    return Bucket(LAYOUT, params=params, grads=grads, groups=ReduceGroups(SHARD, REPLICATE))
+    params = ResidentParams(torch.zeros(LAYOUT.numel), groups=GROUPS)
+    return Bucket(LAYOUT, params=params, grads=grads, reduction=Reduction(GROUPS))
 
 
 def resident() -> Bucket:
-    return bucket_with(ResidentGrads(torch.full((LAYOUT.numel,), GARBAGE), group=SHARD))
+    return bucket_with(ResidentGrads(torch.full((LAYOUT.numel,), GARBAGE), groups=GROUPS))
 
 
 def transient() -> Bucket:
     pool = GradPool(LAYOUT.numel + 128, device=torch.device("cpu"), dtype=torch.float32)
     pool.release(pool.acquire().fill_(GARBAGE))  # what another bucket left there
     shard = torch.full((LAYOUT.shard_numel,), GARBAGE)
-    return bucket_with(TransientGrads(LAYOUT.numel, shard, pool=pool, group=SHARD))
+    return bucket_with(TransientGrads(LAYOUT.numel, shard, pool=pool, groups=GROUPS))
 
 
 def fill(bucket: Bucket, value: float, *, names: list[str] = NAMES) -> None:
@@ -119,18 +120,20 @@ class LateReduceScatter(Work):
 def late_groups(monkeypatch) -> ReduceGroups:
     """A shard group of two ranks, of which this is the first, whose collectives are `LateReduceScatter`."""
     monkeypatch.setattr(
-        bucket_module, "start_reduce_scatter_into", lambda output, tensor, group: LateReduceScatter(output, tensor)
+        reduction_module,
+        "start_reduce_scatter_into",
+        lambda output, tensor, group, op: LateReduceScatter(output, tensor),
     )
-    return ReduceGroups(SimpleNamespace(size=2, index=0), REPLICATE)  # type: ignore[arg-type]
+    return ReduceGroups(SimpleNamespace(size=2, index=0), GROUPS.replicate)  # type: ignore[arg-type]
 
 
 def test_a_reduction_in_flight_keeps_its_storage_and_ends_with_the_values_it_began_with(monkeypatch):
     groups = late_groups(monkeypatch)
     pool = GradPool(LAYOUT.numel, device=torch.device("cpu"), dtype=torch.float32)
     half = LAYOUT.numel // 2
-    grads = TransientGrads(LAYOUT.numel, torch.zeros(half), pool=pool, group=groups.shard)
-    params = ResidentParams(torch.zeros(LAYOUT.numel), group=groups.shard)
-    bucket = Bucket(LAYOUT, params=params, grads=grads, groups=groups)
+    grads = TransientGrads(LAYOUT.numel, torch.zeros(half), pool=pool, groups=groups)
+    params = ResidentParams(torch.zeros(LAYOUT.numel), groups=groups)
+    bucket = Bucket(LAYOUT, params=params, grads=grads, reduction=Reduction(groups))
     bucket.begin_step()
     fill(bucket, 4.0)
     bucket.start_reduce(is_last=True)

@@ -2,8 +2,9 @@
 
 import math
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -192,3 +193,20 @@ def test_the_shard_ranges_of_all_ranks_tile_every_parameter_exactly_once(shapes,
             assert start == stop < end
             stop = end
         assert stop == param.box.numel
+
+
+@given(shapes, st.integers(1, 8), st.sampled_from([1, 2, 4]), st.integers(1, 5000), st.booleans())
+def test_every_element_is_updated_by_one_rank_of_each_instance(shapes, d, instances, bucket_size, is_outer_sharded):
+    """Where state is sharded across instances: by one rank of all instances."""
+    given_params = params(*shapes)
+    num_outer = instances if is_outer_sharded else 1
+    layout = plan_layout(given_params, LayoutRules(d, num_outer, bucket_size))
+    counts = {param.spec.name: np.zeros((instances, param.box.numel), dtype=int) for param in given_params}
+    for instance, rank, bucket in product(range(instances), range(d), layout.buckets):
+        stop = 0
+        for part in bucket.update_ranges(rank, outer_index=instance % num_outer):
+            assert stop <= part.shard_start and part.shard_start + part.numel <= bucket.update_numel
+            counts[part.name][instance, part.param_start : part.param_start + part.numel] += 1
+            stop = part.shard_start + part.numel
+    for count in counts.values():
+        assert (count.sum(0) == 1).all() if is_outer_sharded else (count == 1).all()

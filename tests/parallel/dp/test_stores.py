@@ -3,10 +3,11 @@
 import torch
 
 from nanotrain.comm.group import Group
-from nanotrain.parallel.dp.stores import GradPool, ResidentGrads, ResidentParams, TransientGrads, shard_of
+from nanotrain.parallel.dp.reduction import ReduceGroups, shard_of
+from nanotrain.parallel.dp.stores import GradPool, ResidentGrads, ResidentParams, TransientGrads
 from tests.harness import ranks
 
-SINGLE = Group.single_rank("dp_shard")
+SINGLE = ReduceGroups(Group.single_rank("dp_shard"), Group.single_rank("dp_replicate"))
 NUMEL = 192
 
 
@@ -16,13 +17,13 @@ def pool_of(numel: int = NUMEL) -> GradPool:
 
 def test_full_size_storage_is_held_from_the_first_write_to_the_reduction_and_used_again():
     pool = pool_of(NUMEL + 64)
-    one, other = (TransientGrads(NUMEL, torch.zeros(NUMEL), pool=pool, group=SINGLE) for _ in range(2))
+    one, other = (TransientGrads(NUMEL, torch.zeros(NUMEL), pool=pool, groups=SINGLE) for _ in range(2))
     # When two stores alternate,
     for store in (one, other, one):
         assert not store.holds_pooled
         assert store.full().numel() == NUMEL  # the pool's storage is as large as the largest bucket
         assert store.holds_pooled
-        store.finish_reduce_scatter(is_first=True)
+        store.finish_inside(is_first=True)
         assert not store.holds_pooled
     # then one storage was enough; both at once need two.
     assert pool.num_allocated == 1
@@ -32,33 +33,33 @@ def test_full_size_storage_is_held_from_the_first_write_to_the_reduction_and_use
 
 
 def test_a_transient_store_overwrites_the_last_step_and_accumulates_within_one():
-    store = TransientGrads(NUMEL, torch.full((NUMEL,), 1e30), pool=pool_of(), group=SINGLE)
+    store = TransientGrads(NUMEL, torch.full((NUMEL,), 1e30), pool=pool_of(), groups=SINGLE)
     for step in (1.0, 5.0):
         for microbatch in range(3):
             store.full().fill_(step)
-            store.finish_reduce_scatter(is_first=microbatch == 0)
+            store.finish_inside(is_first=microbatch == 0)
         assert torch.equal(store.shard, torch.full((NUMEL,), 3 * step))
 
 
 @ranks(3, strategy="optim")
 def test_a_resident_shard_is_a_view_of_the_full_gradients(ctx):
-    group = ctx.group("dp_shard")
+    groups = ReduceGroups(ctx.group("dp_shard"), ctx.group("dp_replicate"))
     full = torch.arange(NUMEL, dtype=torch.float32)
-    store = ResidentGrads(full, group=group)
+    store = ResidentGrads(full, groups=groups)
     assert torch.equal(store.shard, full[64 * ctx.rank : 64 * (ctx.rank + 1)])
     assert store.full() is full and not store.holds_pooled
-    store.finish_reduce_scatter(is_first=True)
-    assert shard_of(full, group).data_ptr() == store.shard.data_ptr()
+    store.finish_inside(is_first=True)
+    assert shard_of(full, groups.shard).data_ptr() == store.shard.data_ptr()
 
 
 @ranks(2, strategy="optim")
 def test_resident_params_are_complete_after_the_wait(ctx):
-    params = ResidentParams(torch.zeros(NUMEL), group=ctx.group("dp_shard"))
+    params = ResidentParams(torch.zeros(NUMEL), groups=ReduceGroups(ctx.group("dp_shard"), ctx.group("dp_replicate")))
     params.shard.fill_(ctx.rank + 1)
-    assert not params.is_gathering
+    assert not params.gather.is_gathering
     params.start_all_gather()
-    assert params.is_gathering
+    assert params.gather.is_gathering
     params.wait()
-    assert not params.is_gathering
+    assert not params.gather.is_gathering
     assert params.full.chunk(2)[0].eq(1).all() and params.full.chunk(2)[1].eq(2).all()
     params.wait()  # without a gather there is nothing to wait for

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.model.context import BatchContext
-from nanotrain.parallel.dp import bucket as bucket_module
+from nanotrain.parallel.dp import reduction as reduction_module
 from nanotrain.parallel.dp import stores
 from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions, gathered
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
@@ -130,12 +130,12 @@ class Layers(nn.Module):
 def test_collectives_start_in_one_order_where_gradients_are_missing_on_one_rank(ctx: ParallelContext) -> None:
     started: list[str] = []
 
-    def record(name: str, start: Any, *tensors: Tensor, group: Any) -> Any:
+    def record(name: str, start: Any, *tensors: Tensor, **group: Any) -> Any:
         started.append(f"{name} {tensors[0].numel()}")
-        return start(*tensors, group=group)
+        return start(*tensors, **group)
 
     stores.start_all_gather_into = partial(record, "gather", stores.start_all_gather_into)
-    bucket_module.start_reduce_scatter_into = partial(record, "reduce", bucket_module.start_reduce_scatter_into)
+    reduction_module.start_reduce_scatter_into = partial(record, "reduce", reduction_module.start_reduce_scatter_into)
     module = Layers()
     params = [
         replace(local, spec=replace(local.spec, unit=local.spec.name.rpartition(".")[0]))
