@@ -165,6 +165,53 @@ PRECISION = {
     "--use-te-rng-tracker": always("training draws no random numbers"),
     "--empty-unused-memory-level": no_effect("cached memory stays with the process", arity=1),
 }
+KEPT = "activations are kept: lower --micro-batch-size or raise a model-parallel size"
+FP8 = "matrix products run in --params-dtype: leave it out"
+OFFLOAD = "optimizer state stays on the device: shard it, --data-parallel-sharding-strategy optim"
+MEMORY = {
+    "--recompute-granularity": not_yet(KEPT, arity=1),
+    "--recompute-method": not_yet(KEPT, arity=1),
+    "--recompute-num-layers": not_yet(KEPT, arity=1),
+    "--recompute-modules": not_yet(KEPT, arity=MANY),
+    "--recompute-activations": not_yet(KEPT),
+    "--moe-layer-recompute": not_yet(KEPT),
+    "--distribute-saved-activations": not_yet(KEPT),
+    "--fine-grained-activation-offloading": not_yet(KEPT),
+    "--offload-modules": not_yet(KEPT, arity=MANY),
+    "--optimizer-cpu-offload": not_yet(OFFLOAD),
+    "--cpu-optimizer": not_yet(OFFLOAD),
+    "--optimizer-offload-fraction": no_effect("it belongs to --optimizer-cpu-offload", arity=1),
+    "--overlap-cpu-optimizer-d2h-h2d": no_effect("it belongs to --optimizer-cpu-offload"),
+    "--use-torch-optimizer-for-cpu-offload": no_effect("it belongs to --optimizer-cpu-offload"),
+}
+REDUCED_PRECISION = {
+    "--fp8": not_yet(FP8),
+    "--fp8-format": not_yet(FP8, arity=1),
+    "--fp8-recipe": not_yet(FP8, arity=1),
+    "--fp8-param-gather": not_yet(FP8),
+    "--fp8-amax-history-len": no_effect("it belongs to --fp8-format", arity=1),
+    "--fp8-amax-compute-algo": no_effect("it belongs to --fp8-format", arity=1),
+    "--fp8-margin": no_effect("it belongs to --fp8-format", arity=1),
+    "--fp8-interval": no_effect("it belongs to --fp8-format", arity=1),
+    "--no-fp8-wgrad": no_effect("it belongs to --fp8-format"),
+    "--fp4-format": not_yet(FP8, arity=1),
+    "--grad-reduce-in-fp32": always("gradients are accumulated and reduced in fp32"),
+    "--grad-reduce-in-bf16": not_yet("gradients are accumulated and reduced in fp32: leave it out"),
+    "--reduce-scatter-with-fp32-accumulation": always("gradients are accumulated and reduced in fp32"),
+    "--preserve-fp32-weights": always("main parameters are fp32"),
+    "--megatron-fsdp-main-params-dtype": always("main parameters are fp32", "fp32", "auto"),
+    "--megatron-fsdp-main-grads-dtype": always("gradients are accumulated in fp32", "fp32", "auto"),
+    "--megatron-fsdp-grad-comm-dtype": always("gradients are reduced in fp32", "fp32", "auto"),
+    "--use-precision-aware-optimizer": not_yet("optimizer state is fp32: leave it out"),
+    "--main-grads-dtype": always("gradients are fp32", "fp32"),
+    "--main-params-dtype": always("main parameters are fp32", "fp32"),
+    "--exp-avg-dtype": always("optimizer state is fp32", "fp32"),
+    "--exp-avg-sq-dtype": always("optimizer state is fp32", "fp32"),
+    "--muon-momentum": not_yet("set --optimizer adam and leave it out", arity=1),
+    "--muon-scale-mode": not_yet("set --optimizer adam and leave it out", arity=1),
+    "--muon-extra-scale-factor": not_yet("set --optimizer adam and leave it out", arity=1),
+    "--muon-num-ns-steps": not_yet("set --optimizer adam and leave it out", arity=1),
+}
 OPTIM = {
     "--train-samples": rename("--train-iters: the number / global_batch_size, rounded down; also the length of the schedule", conversions.train_samples),
     "--decoupled-lr": not_yet("embedding and head have the rate of --lr: leave it out together with --decoupled-min-lr", arity=1),
@@ -210,6 +257,7 @@ CHECKPOINT = {
     "--ckpt-fully-parallel-load": always("every rank reads what it needs"),
     "--ckpt-assume-constant-structure": no_effect("the shards are planned once per run"),
     "--use-persistent-ckpt-worker": no_effect("no worker process is used"),
+    "--async-save": no_effect("a checkpoint is written before the next step"),
     "--async-strategy": no_effect("no worker process is used", arity=1),
     "--async-ckpt-use-cpu-shm": no_effect("no worker process is used"),
     "--verify-integrity": always("every shard has checksums"),
@@ -260,7 +308,9 @@ RUN = {
     "--no-one-logger": no_effect("there is no OneLogger"),
 }
 # fmt: on
-MEGATRON: dict[str, MegatronFlag] = MODEL | MOE | PARALLEL | PRECISION | OPTIM | DATA | CHECKPOINT | RUN
+MEGATRON: dict[str, MegatronFlag] = (
+    MODEL | MOE | PARALLEL | PRECISION | MEMORY | REDUCED_PRECISION | OPTIM | DATA | CHECKPOINT | RUN
+)
 # Megatron-LM spells two flags with an underscore.
 MEGATRON |= {
     flag.replace("opt-param", "opt_param"): MEGATRON[flag]

@@ -114,11 +114,11 @@ def check_parity(loaded: Loaded, world_size: int, *, num_steps: int, tolerance: 
         ConfigError: the model cannot be sharded by the layout.
     """
     config = loaded.config
-    topology = Topology.of(config.parallel, world_size)
     if config.checkpoint.pretrained_checkpoint:
         config = with_pretrained_model(config, loaded.explicit)
         check_model(config)
         check_layout(config)
+    topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe.num_experts is not None)
     small = shrink(config, world_size, num_steps=num_steps)
     validate_for_world(small, world_size, expected_dp=loaded.data_parallel_size)
     check_model(small)

@@ -138,9 +138,10 @@ def shrink_layers(num_layers: int, parallel: ParallelConfig) -> Lengths:
     Lengths(num_layers=9, first=3, last=None)
     """
     ends = (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers)
-    first, last = (None if size is None else min(size, 3) for size in ends)
-    stages = parallel.pipeline_model_parallel_size * parallel.num_virtual_stages_per_pipeline_rank
-    between, left = stages - sum(size is not None for size in ends), num_layers - sum(size or 0 for size in ends)
+    virtual = parallel.num_virtual_stages_per_pipeline_rank  # they share the layers of their rank evenly
+    first, last = (None if size is None else virtual * min(size // virtual, 3) for size in ends)
+    ranks = parallel.pipeline_model_parallel_size - sum(size is not None for size in ends)
+    between, left = ranks * virtual, num_layers - sum(size or 0 for size in ends)
     middle = min(left, 2 * between + (left % between > 0)) if between else 0
     return Lengths(middle + (first or 0) + (last or 0), first, last)
 

@@ -26,8 +26,16 @@ FIELDS = {
 }
 
 
-def arrange(parallel: ParallelConfig, world_size: int, *, is_sharded: bool) -> tuple[Grid, Grid]:
-    """Arrange ranks in the dense and the expert grid; `is_sharded` if optimizer state is, over data-parallel ranks.
+def arrange(
+    parallel: ParallelConfig, world_size: int, *, is_sharded: bool, has_experts: bool = True
+) -> tuple[Grid, Grid]:
+    """Arrange ranks in the dense and the expert grid.
+
+    Args:
+        parallel: sizes of the axes.
+        world_size: number of ranks.
+        is_sharded: whether optimizer state is sharded over data-parallel ranks.
+        has_experts: whether the expert grid is used, so that a rank must have the same stage in both.
 
     Raises:
         TopologyError: the ranks cannot form the groups; names the numbers and a fix.
@@ -42,7 +50,8 @@ def arrange(parallel: ParallelConfig, world_size: int, *, is_sharded: bool) -> t
     _check_instances(parallel.num_distributed_optimizer_instances, ranks, is_sharded=is_sharded)
     if not parallel.use_tp_pp_dp_mapping:
         return _grid(dense, ("tp", "cp", "dp", "pp")), _grid(expert, ("etp", "ep", "expert_dp", "pp"))
-    _check_same_stages(dense, expert)
+    if has_experts:
+        _check_same_stages(dense, expert)
     return _grid(dense, ("tp", "cp", "pp", "dp")), _grid(expert, ("etp", "ep", "pp", "expert_dp"))
 
 
@@ -82,6 +91,8 @@ def _misfit(parallel: ParallelConfig, world_size: int) -> TopologyError:
         for smaller in range(current[axis] - 1, 0, -1)
         if _fits(parallel, world_size, **{field: smaller})
     )
+    if wrong is expert and _fits(parallel, world_size, expert_tensor_parallel_size=1):
+        smaller_axes = iter([("expert_tensor_parallel_size", 1)])  # whole experts, the usual layout
     fixes = [f"set {flag_of(field)} {size}" for field, size in islice(smaller_axes, 1)]
     unit = lcm(prod(dense.values()), prod(expert.values()))
     shown = " x ".join(f"{axis}={size}" for axis, size in wrong.items() if size > 1)

@@ -28,13 +28,14 @@ class StageSpec:
 
 
 def split_layers(
-    num_layers: int, num_stages: int, *, first: int | None = None, last: int | None = None
+    num_layers: int, num_stages: int, *, first: int | None = None, last: int | None = None, stages_per_rank: int = 1
 ) -> tuple[StageSpec, ...]:
     """Split a model into stages of equal length; where that is uneven, the first stages get one layer more.
 
     The last stage also computes the head and the loss, so it is never among the longer ones.
 
-    `first` and `last` set the layers of the first and the last stage; the other stages share the rest evenly.
+    `first` and `last` set the layers of the first and the last pipeline rank, which its virtual stages share evenly;
+    the stages of the other ranks share the rest. Virtual stage s lies on rank s % (num_stages / stages_per_rank).
 
     Raises:
         TopologyError: fewer layers than stages, or `first` and `last` that leave too few or too many for the others.
@@ -43,6 +44,8 @@ def split_layers(
     [(0, 3), (3, 5)]
     >>> [len(stage.layers) for stage in split_layers(13, 4, first=4, last=2)]
     [4, 4, 3, 2]
+    >>> [len(stage.layers) for stage in split_layers(34, 4, last=4, stages_per_rank=2)]
+    [15, 2, 15, 2]
     """
     if num_layers < num_stages:
         raise TopologyError(
@@ -50,11 +53,22 @@ def split_layers(
             why="every stage has at least one layer",
             fix=f"set --pipeline-model-parallel-size to at most {num_layers} or --num-layers to at least {num_stages}",
         )
-    front, back = [[size] if size is not None else [] for size in (first, last)]
-    num_between, left = num_stages - len(front) - len(back), num_layers - sum(front) - sum(back)
+    num_ranks, ends = num_stages // stages_per_rank, [size for size in (first, last) if size is not None]
+    num_between, left = (num_ranks - len(ends)) * stages_per_rank, num_layers - sum(ends)
     if num_between < 0 or (left != 0 if num_between == 0 else left < num_between):
-        raise _misfit(num_layers, num_stages, first=first, last=last)
-    lengths = [*front, *even_shares(left, num_between), *back]
+        raise _misfit(num_layers, num_stages, first=first, last=last, num_between=num_between)
+    if any(size % stages_per_rank for size in ends):
+        flags = "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+        why = f"the {stages_per_rank} virtual stages of a rank share its layers evenly"
+        raise TopologyError(
+            f"{' and '.join(map(str, ends))} layers at the ends", why=why, fix=f"set {flags} to multiples"
+        )
+    between = iter(even_shares(left, num_between))
+    lengths = []
+    for index in range(num_stages):
+        is_end = {0: first, num_ranks - 1: last}
+        size = is_end.get(index % num_ranks) if num_ranks > 1 or first is None else first
+        lengths.append(next(between) if size is None else size // stages_per_rank)
     return tuple(
         StageSpec(
             index=index,
@@ -76,11 +90,13 @@ def even_shares(total: int, count: int) -> list[int]:
     return [total // count + (index < total % count) for index in range(count)]
 
 
-def _misfit(num_layers: int, num_stages: int, *, first: int | None, last: int | None) -> TopologyError:
-    """The error for first and last lengths that do not fit the other stages."""
+def _misfit(
+    num_layers: int, num_stages: int, *, first: int | None, last: int | None, num_between: int
+) -> TopologyError:
+    """The error for first and last lengths that do not fit the other `num_between` stages."""
     flags = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
     given = {flag: size for flag, size in flags.items() if size is not None}
-    num_between, total = num_stages - len(given), sum(given.values())
+    total = sum(given.values())
     settings = " and ".join(f"{flag} {size}" for flag, size in given.items())
     if num_between > 0:
         why = f"they leave {num_layers - total} for {num_between} other stages, which need at least one each"

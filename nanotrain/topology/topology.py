@@ -32,14 +32,14 @@ class Topology:
     is_sharded: bool = True  # False for `no_shard`, where every shard group is a single rank
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, world_size: int) -> "Topology":
-        """The topology of a parallel config on `world_size` ranks.
+    def of(cls, parallel: ParallelConfig, world_size: int, *, has_experts: bool = True) -> "Topology":
+        """The topology of a parallel config on `world_size` ranks; without experts their groups are never used.
 
         Raises:
             TopologyError: the ranks cannot form the groups; names the numbers and a fix.
         """
         is_sharded = parallel.data_parallel_sharding_strategy is not ShardingStrategy.no_shard
-        dense, expert = arrange(parallel, world_size, is_sharded=is_sharded)
+        dense, expert = arrange(parallel, world_size, is_sharded=is_sharded, has_experts=has_experts)
         return cls(dense, expert, parallel.num_distributed_optimizer_instances, is_sharded)
 
     @property
@@ -72,7 +72,7 @@ class Topology:
             "expert_dp_shard": expert["expert_dp"] % self.expert_shard_size,
             "expert_dp_replicate": expert["expert_dp"] // self.expert_shard_size,
         }
-        return dense | expert | splits
+        return expert | dense | splits  # without experts the stage is that of the dense grid
 
     def coords_text(self, rank: int) -> str:
         """A rank's coordinates on the dense axes longer than one, for messages: "pp1 dp3 tp0"."""

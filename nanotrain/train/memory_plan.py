@@ -76,7 +76,8 @@ def plan_memory(
     pp_size, count = parallel.pipeline_model_parallel_size, num_microbatches(config.train, dp_size)
     # The transfers of many microbatches take seconds to plan. Those of few have the same stages, buffers and groups.
     few = with_values(config, {"train.global_batch_size": config.train.micro_batch_size * dp_size * pp_size})
-    rank = Topology.of(parallel, world_size).group_specs(0)["pp"].ranks[pp_rank]
+    topology = Topology.of(parallel, world_size, has_experts=config.model.moe.num_experts is not None)
+    rank = topology.group_specs(0)["pp"].ranks[pp_rank]
     plan = plan_run(few, world_size, rank=rank)
     kept, resident = Activations(plan, device), plan.resident_bytes
     activations, in_flight = _peak(plan, kept, schedule=schedule or train_schedule(config, world_size))

@@ -161,7 +161,7 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
         TopologyError: a layout that does not fit the ranks or the model.
     """
     check_names(config)
-    topology = Topology.of(config.parallel, world_size)
+    topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe.num_experts is not None)
     groups, shape = topology.group_specs(rank), ModelShape.of(config.model)
     sampler = SamplerConfig(
         dp_rank=groups["dp"].index,
@@ -203,6 +203,7 @@ def _plan_stages(config: Config, topology: Topology, *, rank: int, shape: ModelS
         topology.size("pp") * parallel.num_virtual_stages_per_pipeline_rank,
         first=parallel.decoder_first_pipeline_num_layers,
         last=parallel.decoder_last_pipeline_num_layers,
+        stages_per_rank=parallel.num_virtual_stages_per_pipeline_rank,
     )
     sizes = {axis: topology.size(axis) for axis in ("tp", "ep", "etp")}
     for spec in specs[coords["pp"] :: topology.size("pp")]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from nanotrain.config.config import ParallelConfig
 from nanotrain.errors import TopologyError
 from nanotrain.topology.arrange import arrange
+from nanotrain.topology.topology import Topology
 
 sizes = st.integers(1, 5)
 
@@ -81,6 +82,24 @@ def test_a_rank_has_one_stage_in_both_grids(world_size: int, tp: int, cp: int, p
 
     for rank in range(world_size):
         assert dense.coords(rank)["pp"] == expert.coords(rank)["pp"]
+
+
+def test_pp_before_dp_needs_no_expert_grid_without_experts() -> None:
+    parallel = ParallelConfig(use_tp_pp_dp_mapping=True, pipeline_model_parallel_size=2, context_parallel_size=2)
+    with pytest.raises(TopologyError, match="drop --use-tp-pp-dp-mapping"):
+        arrange(parallel, 8, is_sharded=True)
+
+    dense, _ = arrange(parallel, 8, is_sharded=True, has_experts=False)
+
+    assert dense.axes == ("tp", "cp", "pp", "dp") and dense.sizes == (1, 2, 2, 2)
+    topology = Topology.of(parallel, 8, has_experts=False)
+    for rank in range(8):
+        assert topology.coords(rank)["pp"] == topology.group_specs(rank)["pp"].index == dense.coords(rank)["pp"]
+
+
+def test_whole_experts_are_suggested_first() -> None:
+    sizes = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 16, "expert_model_parallel_size": 32}
+    assert message_of(1024, **sizes).endswith("set --expert-tensor-parallel-size 1 or run on 4096 ranks")
 
 
 def test_instances_must_divide_the_data_parallel_ranks() -> None:

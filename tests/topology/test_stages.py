@@ -69,3 +69,23 @@ def test_one_end_alone_may_be_given(stages: int, more: int, length: int, is_firs
 def test_ends_that_do_not_fit_are_an_error_with_a_cure(stages: int, ends: dict[str, int], message: str) -> None:
     with pytest.raises(TopologyError, match=message):
         split_layers(10, stages, **ends)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "ends", "lengths"),
+    [
+        (34, 4, {"last": 4}, [15, 2, 15, 2]),
+        (16, 8, {"first": 2, "last": 2}, [1, 3, 3, 1, 1, 3, 3, 1]),
+        (13, 6, {"first": 4}, [2, 3, 2, 2, 2, 2]),
+        (12, 4, {"first": 4, "last": 8}, [2, 4, 2, 4]),
+    ],
+)
+def test_virtual_stages_share_the_layers_of_their_rank(num_layers, num_stages, ends, lengths) -> None:
+    stages = split_layers(num_layers, num_stages, **ends, stages_per_rank=2)
+    assert [len(stage.layers) for stage in stages] == lengths
+    assert [layer for stage in stages for layer in stage.layers] == list(range(num_layers))
+
+
+def test_the_layers_of_an_end_are_a_multiple_of_its_virtual_stages() -> None:
+    with pytest.raises(TopologyError, match="3 layers at the ends.*set .* to multiples"):
+        split_layers(11, 4, first=3, stages_per_rank=2)

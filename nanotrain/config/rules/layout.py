@@ -82,14 +82,14 @@ LAYOUT_RULES = (
         "every stage has at least one layer",
         "set --num-layers {num_stages} or a smaller --pipeline-model-parallel-size"),
     Rule(f"{END_FIELDS} num_virtual_stages_per_pipeline_rank",
-        lambda v: v.end_lengths and v.num_virtual_stages_per_pipeline_rank > 1,
+        lambda v: any(length % v.num_virtual_stages_per_pipeline_rank for length in v.end_lengths),
         f"{END_FLAGS} with {{num_virtual_stages_per_pipeline_rank}} virtual stages per pipeline rank",
-        "the first and the last stage are only one of the stages of their rank",
-        f"leave {END_FLAGS} out, or set --num-virtual-stages-per-pipeline-rank 1"),
-    Rule(f"{END_FIELDS} num_layers pipeline_model_parallel_size",
+        "they are the layers of the first and last rank, which its virtual stages share evenly",
+        f"set {END_FLAGS} to multiples of {{num_virtual_stages_per_pipeline_rank}}"),
+    Rule(f"{END_FIELDS} num_layers pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank",
         lambda v: v.end_lengths and (v.layers_between < v.stages_between if v.stages_between else v.layers_between),
-        "{layers_between} layers are left for {stages_between} of pp={pp} pipeline stages",
-        lambda v: f"of {v.num_layers} layers the first and last stage have {' + '.join(map(str, v.end_lengths))}, "
+        lambda v: f"{v.layers_between} layers are left for {v.stages_between} of {stages_text(v)} pipeline stages",
+        lambda v: f"of {v.num_layers} layers the first and last rank have {' + '.join(map(str, v.end_lengths))}, "
         "and every other stage has at least one",
         lambda v: f"change {END_FLAGS} so that they leave "
         + (f"at least {v.stages_between}" if v.stages_between else "none")),

@@ -59,14 +59,14 @@ class Values:
 
     @property
     def end_lengths(self) -> list[int]:
-        """Layers of the first and of the last stage, where they are set."""
+        """Layers of the first and of the last pipeline rank, where they are set."""
         ends = (self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers)
         return [length for length in ends if length is not None]
 
     @property
     def stages_between(self) -> int:
         """Stages whose length is not set."""
-        return self.pp - len(self.end_lengths)
+        return (self.pp - len(self.end_lengths)) * (self.num_stages // self.pp)
 
     @property
     def layers_between(self) -> int:

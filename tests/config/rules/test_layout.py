@@ -74,7 +74,7 @@ def test_what_divides_breaks_no_rule(keys):
         ),
         (
             {"pipeline_model_parallel_size": 4, "num_layers": 6, FIRST: 3, LAST: 2},
-            "1 layers are left for 2 of pp=4 pipeline stages: of 6 layers the first and last stage have 3 + 2",
+            "1 layers are left for 2 of pp=4 pipeline stages: of 6 layers the first and last rank have 3 + 2",
         ),
         ({"pipeline_model_parallel_size": 4, "num_layers": 6, FIRST: 3, LAST: 2}, "so that they leave at least 2"),
         (PP2 | {FIRST: 4}, "0 layers are left for 1 of pp=2"),
@@ -116,11 +116,17 @@ def test_the_sequence_length_that_an_error_names_is_the_next_that_fits(tp, cp, l
     pp=st.integers(2, 5),
     first=st.none() | st.integers(1, 5),
     last=st.none() | st.integers(1, 5),
+    virtual=st.integers(1, 3),
 )
-def test_the_rule_of_stages_refuses_exactly_what_cannot_be_split(num_layers, pp, first, last):
-    config = config_of(num_layers=num_layers, pipeline_model_parallel_size=pp, **{FIRST: first, LAST: last})
+def test_the_rule_of_stages_refuses_exactly_what_cannot_be_split(num_layers, pp, first, last, virtual):
+    config = config_of(
+        num_layers=num_layers,
+        pipeline_model_parallel_size=pp,
+        num_virtual_stages_per_pipeline_rank=virtual,
+        **{FIRST: first, LAST: last},
+    )
     try:
-        split_layers(num_layers, pp, first=first, last=last)
+        split_layers(num_layers, pp * virtual, first=first, last=last, stages_per_rank=virtual)
     except TopologyError:
         with pytest.raises(ConfigError):
             check_layout(config)
