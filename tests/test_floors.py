@@ -22,7 +22,7 @@ FLOORS = {
     **dict.fromkeys(["comm", "data"], 4),
     **dict.fromkeys(["topology", "runs"], 3),
     "config": 2,
-    **dict.fromkeys(["errors", "log"], 1),
+    **dict.fromkeys(["errors", "log", "untrusted"], 1),
 }
 # names that only some files may use
 RESERVED = {
@@ -31,7 +31,7 @@ RESERVED = {
     "hydra": ("nanotrain/config/",),
 }
 NO_TORCH = ("nanotrain/__init__.py", "nanotrain/cli.py", "nanotrain/errors.py", "nanotrain/log.py", "nanotrain/config/")
-NO_TORCH += ("nanotrain/topology/",)
+NO_TORCH += ("nanotrain/topology/", "nanotrain/untrusted.py")
 ALIASES = {"os.getenv": "os.environ", "os.environb": "os.environ", "os.putenv": "os.environ"}
 
 

@@ -59,6 +59,7 @@ class Checkpointer:
         self.folder = Path(folder)
         self.group = group
         self.keep_last = keep_last
+        self._warned: set[Path] = set()  # leftovers that cannot be deleted: one warning each
 
     def save(
         self,
@@ -88,7 +89,7 @@ class Checkpointer:
                 once. Nothing is committed.
         """
         try:
-            temporary = run_on_first(self.group, lambda: store.start_writing(self.folder, step))
+            temporary = run_on_first(self.group, lambda: store.start_writing(self.folder, step, warned=self._warned))
             file = shard_name(self.group.index, self.group.size)
             reports = run_on_all(
                 self.group, lambda: _ShardReport(write_shard(temporary / file, tensors), step, _checksum(objects))
@@ -157,7 +158,7 @@ class Checkpointer:
             tensors=merge_entries([report.shard.tensors for report in reports]),
         )
         final = store.commit(self.folder, manifest.step, text=to_json(manifest))
-        store.keep_newest(self.folder, self.keep_last, written=final)
+        store.keep_newest(self.folder, self.keep_last, written=final, warned=self._warned)
         return final
 
 

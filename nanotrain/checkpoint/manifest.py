@@ -4,7 +4,8 @@
     TensorEntry    shape and dtype of one global tensor, and its chunks
     ChunkEntry     one chunk: box, file, key in that file, checksum, size
     to_json        Manifest -> text, one line per tensor, with a checksum over the content
-    from_json      text -> Manifest, or a CheckpointError with the reason
+    from_json      text -> Manifest, every field checked, or a DamagedCheckpoint with the field and the reason
+    damaged        the error for any damage of a step folder
 
 Pure: no tensor and no file is touched. docs/checkpoint.md describes the format, in which chunks are called "pieces".
 """
@@ -12,17 +13,26 @@ Pure: no tensor and no file is touched. docs/checkpoint.md describes the format,
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from nanotrain.config.schema import nest_flat_values
 from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.topology.boxes import Box
+from nanotrain.untrusted import list_of, object_of, parse_json, plain_file_name, shown, text_of, whole_number
 
 FORMAT = "nanotrain-checkpoint"
+MAX_DIMS = 16  # of a tensor; the models here have at most 4
+_CRC32 = re.compile("[0-9a-f]{8}")
 VERSION = 2  # 1: the model section of `config` was flat (moe_router_topk in place of moe.router_topk)
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint that cannot be trusted; a resume falls back to an older one, `--load` does not."""
 
 
 class NewerFormat(CheckpointError):
@@ -89,42 +99,76 @@ def to_json(manifest: Manifest) -> str:
 
 
 def from_json(text: str, *, source: str = "the manifest") -> Manifest:
-    """Parse the output of `to_json`; `source` is its path, for errors.
+    """Parse and check the output of `to_json`; `source` is its path, for errors.
 
     Raises:
-        CheckpointError: not JSON, not a manifest, or its checksum does not match.
+        DamagedCheckpoint: not JSON, not a manifest, its checksum does not match, or a field is not what it must be.
         NewerFormat: of a later version of the format.
     """
     try:
-        body = json.loads(text)
+        body = object_of(parse_json(text), "it")
     except ValueError as error:
         raise _unreadable(source, f"it is no JSON ({error})") from None
-    if not isinstance(body, dict) or body.get("format") != FORMAT or not isinstance(body.get("version"), int):
+    if body.get("format") != FORMAT or type(body.get("version")) is not int or body["version"] < 1:
         raise _unreadable(source, f'it does not say "format": "{FORMAT}"')
+    # Before the version: every version has this checksum, so that a flipped bit is no later format.
+    written, present = body.pop("sha256", None), _checksum(body)
+    if written != present:
+        raise _unreadable(source, f"it says sha256 {shown(written)} and its content has {present}")
     if body["version"] > VERSION:
         raise NewerFormat(
             f"{source} has format version {body['version']}",
             why=f"this nanotrain reads versions up to {VERSION}",
             fix="load it with the nanotrain that wrote it, or update this one",
         )
-    written, present = body.pop("sha256", None), _checksum(body)
-    if written != present:
-        raise _unreadable(source, f"it says sha256 {written} and its content has {present}")
     try:
         return _manifest_of(body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _unreadable(source, f"{type(error).__name__}: {error}") from None
+        reason = f"it has no field {error}" if isinstance(error, KeyError) else str(error)
+        raise _unreadable(source, reason) from None
+
+
+def damaged(what: str, *, why: str, path: Path | None = None) -> DamagedCheckpoint:
+    """The error for damage; `path` is the step folder, where the caller knows it."""
+    fix = "load an older checkpoint of the run, with --load and its step folder"
+    if path is not None:
+        fix = f"load an older checkpoint of the run, with --load and a step folder of {path.parent}; "
+        fix += f"`nanotrain checkpoint verify {path}` lists the damage"
+    return DamagedCheckpoint(what, why=why, fix=fix)
 
 
 def _manifest_of(body: dict[str, Any]) -> Manifest:
+    files = {
+        plain_file_name(name, "a name in files"): whole_number(size, f"files[{shown(name)}]")
+        for name, size in object_of(body["files"], "files").items()
+    }
+    tensors = {
+        text_of(name, "a name in tensors"): _tensor_from_dict(entry, f"tensors[{shown(name)}]", files=files)
+        for name, entry in object_of(body["tensors"], "tensors").items()
+    }
+    _check_file_sizes(tensors, files)
+    config = object_of(body["config"], "config")
     return Manifest(
-        step=int(body["step"]),
-        files={_plain_name(name): int(size) for name, size in body["files"].items()},
-        tensors={name: _tensor_from_dict(entry) for name, entry in body["tensors"].items()},
-        objects=body["objects"],
-        config=body["config"] if body["version"] > 1 else nest_flat_values(body["config"]),
-        topology=body["topology"],
+        step=whole_number(body["step"], "step"),
+        files=files,
+        tensors=tensors,
+        objects=object_of(body["objects"], "objects"),
+        config=config if body["version"] > 1 else nest_flat_values(config),
+        topology=object_of(body["topology"], "topology"),
     )
+
+
+def _check_file_sizes(tensors: Mapping[str, TensorEntry], files: Mapping[str, int]) -> None:
+    """Chunks fit into their files, so that a reader never allocates more than is on the disk."""
+    used = dict.fromkeys(files, 0)
+    for name, entry in tensors.items():
+        for chunk in entry.chunks:
+            if chunk.file not in files:
+                raise ValueError(f"tensors[{shown(name)}] lies in file {shown(chunk.file)}, which files does not list")
+            used[chunk.file] += chunk.nbytes
+    for file, nbytes in used.items():
+        if nbytes > files[file]:
+            raise ValueError(f"files[{shown(file)}] is {files[file]} bytes, its chunks need {nbytes}")
 
 
 def _tensor_to_dict(entry: TensorEntry) -> dict[str, Any]:
@@ -135,21 +179,45 @@ def _tensor_to_dict(entry: TensorEntry) -> dict[str, Any]:
     return {"shape": entry.shape, "dtype": entry.dtype, "pieces": chunks}
 
 
-def _tensor_from_dict(entry: dict[str, Any]) -> TensorEntry:
-    if entry["dtype"] not in TORCH_DTYPES:
-        raise ValueError(f"unknown dtype {entry['dtype']!r}")
+def _tensor_from_dict(entry: Any, field: str, *, files: Mapping[str, int]) -> TensorEntry:
+    entry = object_of(entry, field)
+    shape = _indices(entry["shape"], f"{field}.shape")
+    dtype = text_of(entry["dtype"], f"{field}.dtype")
+    if dtype not in TORCH_DTYPES:
+        raise ValueError(f"{field}.dtype is {shown(dtype)}, known are {', '.join(TORCH_DTYPES)}")
+    itemsize = TORCH_DTYPES[dtype].itemsize
     chunks = tuple(
-        ChunkEntry(Box(tuple(c["box"][0]), tuple(c["box"][1])), c["file"], c["key"], c["crc32"], c["nbytes"])
-        for c in entry["pieces"]
+        _chunk_from_dict(chunk, f"{field}.pieces[{number}]", shape=shape, itemsize=itemsize)
+        for number, chunk in enumerate(list_of(entry["pieces"], f"{field}.pieces"))
     )
-    return TensorEntry(tuple(entry["shape"]), entry["dtype"], chunks)
+    numel, held = math.prod(shape), sum(chunk.box.numel for chunk in chunks)
+    if numel != held:
+        raise ValueError(f"{field}.pieces hold {held} elements, its shape {list(shape)} has {shown(numel)}")
+    return TensorEntry(shape, dtype, chunks)
 
 
-def _plain_name(name: str) -> str:
-    """A file name without a path, so that no manifest makes us read outside its folder."""
-    if "/" in name or "\\" in name or name in ("", ".", ".."):
-        raise ValueError(f"{name!r} is no plain file name")
-    return name
+def _chunk_from_dict(chunk: Any, field: str, *, shape: tuple[int, ...], itemsize: int) -> ChunkEntry:
+    chunk = object_of(chunk, field)
+    corners = list_of(chunk["box"], f"{field}.box", length=2)
+    start, stop = (_indices(corner, f"{field}.box", length=len(shape)) for corner in corners)
+    if not all(low <= high <= size for low, high, size in zip(start, stop, shape, strict=True)):
+        raise ValueError(f"{field}.box is {corners}, which is no box of a tensor of shape {list(shape)}")
+    box = Box(start, stop)
+    nbytes = whole_number(chunk["nbytes"], f"{field}.nbytes")
+    if nbytes != box.numel * itemsize:
+        raise ValueError(f"{field}.nbytes is {nbytes}, its box has {box.numel} elements of {itemsize} bytes")
+    crc32 = text_of(chunk["crc32"], f"{field}.crc32")
+    if not _CRC32.fullmatch(crc32):
+        raise ValueError(f"{field}.crc32 is {shown(crc32)}, it must be eight hexadecimal digits")
+    file = plain_file_name(chunk["file"], f"{field}.file")
+    return ChunkEntry(box, file, text_of(chunk["key"], f"{field}.key"), crc32, nbytes)
+
+
+def _indices(value: Any, field: str, *, length: int | None = None) -> tuple[int, ...]:
+    items = list_of(value, field, length=length)
+    if len(items) > MAX_DIMS:
+        raise ValueError(f"{field} has {len(items)} dims, at most {MAX_DIMS} are possible")
+    return tuple(whole_number(item, field) for item in items)
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
@@ -157,5 +225,5 @@ def _checksum(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _unreadable(source: str, reason: str) -> CheckpointError:
-    return CheckpointError(f"{source} cannot be read", why=reason, fix="load an older checkpoint of the run")
+def _unreadable(source: str, reason: str) -> DamagedCheckpoint:
+    return damaged(f"{source} cannot be read", why=reason, path=Path(source).parent)

@@ -10,25 +10,28 @@ checkpoints/
 
 read_manifest, require_complete          one checkpoint
 complete_checkpoints, newest_complete,   a folder of checkpoints; "latest" is always derived, never stored
-find_checkpoint
-start_writing, commit, discard,          write and delete; a rename is the only operation that commits or deletes
-keep_newest, set_aside_after
+checkpoint_to_resume, find_checkpoint
+require_space, start_writing, commit,    write and delete; a rename is the only operation that commits or deletes
+discard, keep_newest, set_aside_after
 """
 
+import errno
 import os
 import re
 import shutil
+import stat
 from itertools import count
 from pathlib import Path
 
-from nanotrain.checkpoint.manifest import Manifest, NewerFormat, from_json
+from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, NewerFormat, damaged, from_json
 from nanotrain.errors import CheckpointError, EnvironmentFault
 from nanotrain.log import get_logger
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{8,})")
+_STEP_OF_ANY = re.compile(r"step-(\d{8,})(?:\..*)?")
 _UNFINISHED = re.compile(r"step-\d{8,}\.tmp")
-_LEFTOVER = re.compile(r"step-\d{8,}\.(tmp|deleted)")
+_LEFTOVER = re.compile(r"step-\d{8,}\.(tmp|deleted(-\d+)?)")
 log = get_logger(__name__)
 
 
@@ -50,11 +53,20 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        text = file.read_text(encoding="utf-8")
+        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(handle, encoding="utf-8") as stream:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise damaged(f"{file} cannot be read", why="it is no regular file", path=path)
+            text = stream.read()
     except (OSError, UnicodeDecodeError) as error:
-        reason = "it does not exist" if isinstance(error, FileNotFoundError) else str(error)
-        raise CheckpointError(f"{file} cannot be read", why=reason, fix="load an older checkpoint of the run") from None
-    return from_json(text, source=str(file))
+        reasons: dict[type[Exception], str] = {FileNotFoundError: "it does not exist", NotADirectoryError: "no folder"}
+        raise damaged(f"{file} cannot be read", why=reasons.get(type(error), str(error)), path=path) from None
+    manifest = from_json(text, source=str(file))
+    named = _STEP_OF_ANY.fullmatch(path.name)
+    if named and int(named[1]) != manifest.step:
+        why = f"step is {manifest.step}, the folder is named {path.name}"
+        raise damaged(f"{file} belongs to another folder", why=why, path=path)
+    return manifest
 
 
 def require_complete(path: Path) -> Manifest:
@@ -64,46 +76,58 @@ def require_complete(path: Path) -> Manifest:
         CheckpointError: unfinished, no manifest, or a file is missing or has another size.
     """
     if _LEFTOVER.fullmatch(path.name):
-        raise CheckpointError(f"{path} is not a finished checkpoint", why="its writer or deleter was killed", fix=_CURE)
+        raise damaged(f"{path} is not a finished checkpoint", why="its writer or deleter was killed", path=path)
     manifest = read_manifest(path)
     for name, size in manifest.files.items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{path} is incomplete", why=f"{name} is missing", fix=_CURE)
-        if (present := file.stat().st_size) != size:
-            raise CheckpointError(f"{path} is incomplete", why=f"{name} has {present} of {size} bytes", fix=_CURE)
+        try:
+            status = os.lstat(path / name)
+        except OSError as error:
+            why = f"{name} is missing" if error.errno == errno.ENOENT else f"{name}: {error.strerror}"
+            raise damaged(f"{path} is incomplete", why=why, path=path) from None
+        if not stat.S_ISREG(status.st_mode):
+            why = f"{name} is a symbolic link" if stat.S_ISLNK(status.st_mode) else f"{name} is no regular file"
+            raise damaged(f"{path} is incomplete", why=why, path=path)
+        if status.st_size != size:
+            raise damaged(f"{path} is incomplete", why=f"{name} has {status.st_size} of {size} bytes", path=path)
     return manifest
-
-
-_CURE = "load an older checkpoint of the run; `nanotrain checkpoint verify` checks one"
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in a checkpoints folder, oldest step first; others are skipped silently."""
-    return [path for path in _step_folders(folder) if _fault_of(path) is None]
+    return [path for path in _step_entries(folder) if _fault_of(path) is None]
 
 
-def newest_complete(folder: Path) -> Path | None:
+def newest_complete(folder: Path, *, below: int | None = None) -> Path | None:
     """The complete checkpoint of the highest step, or None; one warning lists newer ones that are skipped, and why.
+
+    Args:
+        folder: checkpoints folder of a run.
+        below: consider only steps below this one.
 
     Raises:
         NewerFormat: the newest is of a later format; resuming from an older one would discard its steps.
     """
-    skipped = [
-        f"{path.name} (it was never finished)" for path in _leftovers(folder) if _UNFINISHED.fullmatch(path.name)
-    ]
-    found = None
-    for path in reversed(_step_folders(folder)):
-        fault = _fault_of(path)
-        if fault is None:
-            found = path
-            break
-        skipped.append(f"{path.name} ({fault.why or fault.what})")
-    if found is not None:
-        skipped = [entry for entry in skipped if entry > found.name]
+    found, skipped = _newest(folder, below=below)
     if skipped:
         chosen = f"using {found.name}" if found else "no complete one is left"
         log.warning("skipped unusable checkpoints in %s: %s; %s", folder, ", ".join(sorted(skipped)), chosen)
+    return found
+
+
+def checkpoint_to_resume(folder: Path, *, below: int | None = None) -> Path | None:
+    """`newest_complete`; None only where no checkpoint was ever finished.
+
+    Raises:
+        DamagedCheckpoint: there are checkpoints and none is complete: starting anew would hide that.
+    """
+    found = newest_complete(folder, below=below)
+    if found is None and any(_fault_of(path) for path in _step_entries(folder)):
+        raise DamagedCheckpoint(
+            f"no checkpoint in {folder} can be used",
+            why="; ".join(sorted(_newest(folder, below=None)[1])),
+            fix="restore one of them, load another with --load FOLDER, or start again at step 0 with --no-auto-resume, "
+            "which renames them and deletes none",
+        )
     return found
 
 
@@ -111,7 +135,8 @@ def find_checkpoint(path: Path) -> Path:
     """The checkpoint that a path names: a complete step folder; or a run or checkpoints folder, for its newest.
 
     Raises:
-        CheckpointError: no such folder, no complete checkpoint in it, or the step folder is not complete.
+        DamagedCheckpoint: that checkpoint is not complete; an older one is never taken in its place.
+        CheckpointError: no such folder, or no checkpoint in it.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint", why="there is no such folder", fix=_NAMES)
@@ -119,20 +144,36 @@ def find_checkpoint(path: Path) -> Path:
         require_complete(path)
         return path
     for folder in (path / "checkpoints", path):
-        found = newest_complete(folder)
-        if found is not None:
-            return found
+        if entries := _step_entries(folder):
+            require_complete(entries[-1])
+            return entries[-1]
     raise CheckpointError(f"{path} holds no complete checkpoint", why="no step-NNNNNNNN in it is complete", fix=_NAMES)
 
 
 _NAMES = "name a run folder, its checkpoints folder, or one step-NNNNNNNN of it"
 
 
-def start_writing(folder: Path, step: int) -> Path:
-    """Make the temporary folder of a step, after removing leftovers of earlier writers."""
+def require_space(folder: Path, nbytes: int) -> None:
+    """Check that a file system has room for a checkpoint.
+
+    Raises:
+        OSError: ENOSPC, with the path, the free and the needed bytes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        text = f"No space left on device: {free:,} bytes are free, a checkpoint needs {nbytes:,}"
+        raise OSError(errno.ENOSPC, text, str(folder))
+
+
+def start_writing(folder: Path, step: int, *, warned: set[Path]) -> Path:
+    """Make the temporary folder of a step, after removing leftovers of earlier writers.
+
+    A leftover that cannot be removed is one warning per entry of `warned`, which grows.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in _leftovers(folder):
-        shutil.rmtree(leftover)
+        _try_to_remove(leftover, warned=warned)
     temporary = _temporary(folder, step)
     temporary.mkdir()
     return temporary
@@ -149,11 +190,13 @@ def commit(folder: Path, step: int, *, text: str) -> Path:
         file.flush()
         os.fsync(file.fileno())
     sync_folder(temporary)
-    if final.exists():  # the same step again, after a run resumed from an older checkpoint
-        os.rename(final, _deleted_name(final))
+    replaced = _deleted_name(final)
+    if os.path.lexists(final):  # the same step again, after a run resumed from an older checkpoint
+        os.rename(final, replaced)
     os.rename(temporary, final)
     sync_folder(folder)
-    shutil.rmtree(_deleted_name(final), ignore_errors=True)
+    if os.path.lexists(replaced):
+        _try_to_remove(replaced, warned=set())
     return final
 
 
@@ -162,21 +205,23 @@ def discard(folder: Path, step: int) -> None:
     shutil.rmtree(_temporary(folder, step), ignore_errors=True)
 
 
-def keep_newest(folder: Path, keep_last: int, *, written: Path) -> None:
+def keep_newest(folder: Path, keep_last: int, *, written: Path, warned: set[Path]) -> None:
     """Delete the oldest complete checkpoints but `keep_last`, never the one just written; 0 keeps all.
 
     A folder is renamed first, so that an interrupted deletion leaves nothing that looks complete. A failed deletion is
-    a warning, since the save itself succeeded.
+    one warning per entry of `warned`, since the save itself succeeded.
     """
     if keep_last == 0:
         return
     others = [path for path in complete_checkpoints(folder) if path != written]
     for path in others[: max(0, len(others) - (keep_last - 1))]:
+        deleted = _deleted_name(path)
         try:
-            os.rename(path, _deleted_name(path))
-            shutil.rmtree(_deleted_name(path))
+            os.rename(path, deleted)
         except OSError as error:
-            log.warning("could not delete the old checkpoint %s: %s", path, error)
+            _warn(path, error, warned=warned)
+        else:
+            _try_to_remove(deleted, warned=warned)
 
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:
@@ -188,11 +233,11 @@ def set_aside_after(folder: Path, step: int) -> list[Path]:
         EnvironmentFault: the folder cannot be written.
     """
     aside = []
-    for path in _step_folders(folder):
+    for path in _step_entries(folder):
         if _step_of(path) <= step:
             continue
         names = (path.with_suffix(f".superseded-{number}") for number in count(1))
-        target = next(name for name in names if not name.exists())
+        target = next(name for name in names if not os.path.lexists(name))
         try:
             os.rename(path, target)
         except OSError as error:
@@ -222,7 +267,23 @@ def _fault_of(path: Path) -> CheckpointError | None:
     return None
 
 
-def _step_folders(folder: Path) -> list[Path]:
+def _newest(folder: Path, *, below: int | None) -> tuple[Path | None, list[str]]:
+    """The newest complete checkpoint, and what is newer than it and not complete, with the reasons."""
+    found = None
+    skipped = []
+    for path in reversed([path for path in _step_entries(folder) if below is None or _step_of(path) < below]):
+        fault = _fault_of(path)
+        if fault is None:
+            found = path
+            break
+        skipped.append(f"{path.name} ({fault.why or fault.what})")
+    unfinished = [path for path in _leftovers(folder) if _UNFINISHED.fullmatch(path.name) and below is None]
+    newer = [path for path in unfinished if found is None or path.name > found.name]
+    return found, skipped + [f"{path.name} (it was never finished)" for path in newer]
+
+
+def _step_entries(folder: Path) -> list[Path]:
+    """Everything with the name of a step, oldest first; files and links too, which are then found damaged or not."""
     found = [path for path in _entries(folder) if _STEP.fullmatch(path.name)]
     return sorted(found, key=_step_of)
 
@@ -236,7 +297,23 @@ def _leftovers(folder: Path) -> list[Path]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def _try_to_remove(path: Path, *, warned: set[Path]) -> None:
+    try:
+        if path.is_symlink() or not path.is_dir():  # of a link only the link is removed, never what it points to
+            path.unlink()
+        else:
+            shutil.rmtree(path)
+    except OSError as error:
+        _warn(path, error, warned=warned)
+
+
+def _warn(path: Path, error: OSError, *, warned: set[Path]) -> None:
+    if path not in warned:
+        log.warning("could not delete the old checkpoint %s: %s", path, error.strerror or error)
+    warned.add(path)
 
 
 def _temporary(folder: Path, step: int) -> Path:
@@ -244,4 +321,6 @@ def _temporary(folder: Path, step: int) -> Path:
 
 
 def _deleted_name(path: Path) -> Path:
-    return path.with_suffix(".deleted")
+    """A free name for a folder that is being deleted."""
+    names = (path.with_suffix(f".deleted{f'-{number}' if number > 1 else ''}") for number in count(1))
+    return next(name for name in names if not os.path.lexists(name))

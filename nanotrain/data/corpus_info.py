@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nanotrain.errors import DataError
 from nanotrain.runs.files import write_text
+from nanotrain.untrusted import object_of, parse_json, text_of, whole_number
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,24 @@ def read_info(prefix: Path) -> CorpusInfo:
     if not path.is_file():
         return CorpusInfo()
     try:
-        return CorpusInfo(**json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
+        return _checked(CorpusInfo(**object_of(parse_json(path.read_bytes()), "it")))
+    except (OSError, ValueError, TypeError) as error:
         raise DataError(
             f"{path} cannot be read",
             why=str(error),
             fix="remove it and name the tokenizer with --tokenizer-model, or prepare the corpus again",
         ) from None
+
+
+def _checked(info: CorpusInfo) -> CorpusInfo:
+    for field in ("vocab_size", "documents", "tokens"):
+        whole_number(getattr(info, field), field)
+    if info.eod is not None:
+        whole_number(info.eod, "eod")
+    if info.tokenizer is not None:
+        text_of(info.tokenizer, "tokenizer")
+    text_of(info.plan, "plan")
+    return info
 
 
 def write_info(prefix: Path, info: CorpusInfo) -> None:

@@ -91,6 +91,7 @@ class IndexedTokens:
         documents = range(self.num_documents)
         first = bisect_left(documents, start, key=self.document_start)
         last = bisect_left(documents, stop, lo=first, key=self.document_start)
+        self._check_order(np.arange(max(0, first - 1), min(last + 1, self.num_documents)))
         return np.unique([self.document_start(document) for document in range(first, last)]).astype(np.int64)
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -175,20 +176,51 @@ class IndexedTokens:
                 why=f"they must begin with 0 and end with the number of sequences, {self.num_sequences}",
                 fix="prepare the corpus again",
             )
+        every = self.num_documents <= _CHECK_ALL
+        count = self.num_documents if every else _CHECK_SOME
+        self._check_order(np.linspace(0, self.num_documents - 1, count).astype(np.int64))
+
+    def _check_order(self, documents: np.ndarray) -> None:
+        """Check that the documents begin in ascending order, or their borders would be wrong."""
+        falls = self._documents[documents + 1] < self._documents[documents]
+        if falls.any():
+            document = int(documents[falls.argmax()])
+            first, after = (int(self._documents[number]) for number in (document, document + 1))
+            raise DataError(
+                f"{idx_path(self.prefix)} is damaged: document {document} begins with sequence {first}",
+                why=f"the next one begins with sequence {after}, which is earlier",
+                fix="copy or prepare the corpus again",
+            )
 
     def _check_size(self) -> None:
         if self._offsets is None:
             return
-        ends = self._pointers + self._lengths.astype(np.int64) * self.dtype.itemsize
-        needed = int(ends.max())
-        in_order = self._pointers[0] == 0 and self._are_adjacent(np.arange(self.num_sequences - 1))
-        if needed > self._file_bytes or (in_order and needed != self._file_bytes) or int(self._pointers.min()) < 0:
+        lengths, fix = self._lengths.astype(np.int64), "copy or prepare the corpus again"
+        for name, bad in (
+            ("a negative length", lengths < 0),
+            ("a negative pointer", self._pointers < 0),
+            (f"a pointer that is no multiple of {self.dtype.itemsize}", self._pointers % self.dtype.itemsize != 0),
+        ):
+            if bad.any():
+                sequence = int(bad.argmax())
+                what = f"{idx_path(self.prefix)} is damaged: sequence {sequence} has {name}"
+                why = f"its length is {lengths[sequence]} tokens, its pointer {self._pointers[sequence]} bytes"
+                raise DataError(what, why=why, fix=fix)
+        needed = int(lengths.sum()) * self.dtype.itemsize
+        if needed != self._file_bytes:
             raise DataError(
                 f"{self.bin_file} has {self._file_bytes} bytes where its index asks for {needed}",
                 why=f"{self.num_sequences} sequences of {self.dtype.name} tokens; the copy is incomplete, "
                 "or the .idx belongs to another .bin",
-                fix="copy or prepare the corpus again",
+                fix=fix,
             )
+        order = np.lexsort((lengths, self._pointers))  # as stored: sequences may lie in any order
+        starts = self._pointers[order]
+        ends = starts + lengths[order] * self.dtype.itemsize
+        if starts[0] != 0 or not np.array_equal(starts[1:], ends[:-1]):
+            sequence = int(order[(starts != np.concatenate(([0], ends[:-1]))).argmax()])
+            what = f"{idx_path(self.prefix)} is damaged: its sequences overlap or leave gaps at sequence {sequence}"
+            raise DataError(what, why="every token of the .bin belongs to one sequence", fix=fix)
 
     def _check_window(self, first: int, last: int) -> None:
         if not self._are_adjacent(np.arange(first, min(last, self.num_sequences - 1))):

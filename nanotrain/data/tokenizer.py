@@ -19,6 +19,7 @@ import tokenizers
 from nanotrain.data import hf
 from nanotrain.errors import DataError
 from nanotrain.runs.files import write_text
+from nanotrain.untrusted import parse_json
 
 # Usual names of the end-of-document token, for a bare tokenizer.json, which does not name it.
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "[EOS]", "[SEP]")
@@ -158,24 +159,28 @@ def _load_gpt2(vocab_file: str, merge_file: str) -> FastTokenizer:
 
 
 def _load_fast(file: Path) -> FastTokenizer:
+    settings = file.with_name("tokenizer_config.json")
+    eod_text = _eos_of(settings) if settings.is_file() else None
     try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
+        tokenizer = FastTokenizer(tokenizers.Tokenizer.from_file(str(file)), eod_text=eod_text)
+        tokenizer.decode(tokenizer.encode("a b"))  # a damaged file may load and fail at the first text
+    except BaseException as error:  # the library raises bare Exception, and its panics are no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise DataError(
             f"{file} is no tokenizer", why=str(error), fix="give a tokenizer.json that `tokenizers` saved"
         ) from None
-    settings = file.with_name("tokenizer_config.json")
-    return FastTokenizer(backend, eod_text=_eos_of(settings) if settings.is_file() else None)
+    return tokenizer
 
 
 def _eos_of(settings: Path) -> str | None:
     """The text of the end-of-document token that a tokenizer_config.json names."""
     try:
-        eos = json.loads(settings.read_bytes())["eos_token"]
+        eos = parse_json(settings.read_bytes(), allow_nan=True)["eos_token"]
         eos = eos["content"] if isinstance(eos, dict) else eos
     except KeyError:
         return None
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{settings} cannot be read", why=str(error), fix="correct or remove it") from None
     if not isinstance(eos, str | None):
         why = f"eos_token is {eos!r}, not a text"

@@ -25,6 +25,7 @@ from nanotrain.hf.tensor_mapping import TensorMapping
 from nanotrain.precision.dtypes import TORCH_DTYPES, torch_name
 from nanotrain.runs.files import disk_errors, free_space, write_text
 from nanotrain.topology.boxes import Box
+from nanotrain.untrusted import object_of, parse_json
 
 MAX_SHARD_BYTES = 5 * 10**9
 TOKENIZER_FILES = (
@@ -190,8 +191,13 @@ def _copy_tokenizer(source: Path, folder: Path) -> dict[str, Any]:
     settings, vocabulary = folder / "tokenizer_config.json", folder / "tokenizer.json"
     if not (settings.exists() and vocabulary.exists()):
         return {}
-    ids = {token["content"]: token["id"] for token in json.loads(vocabulary.read_text()).get("added_tokens", ())}
-    names = json.loads(settings.read_text())
+    try:
+        added = parse_json(vocabulary.read_bytes(), allow_nan=True).get("added_tokens", ())
+        ids = {token["content"]: token["id"] for token in added}
+        names = object_of(parse_json(settings.read_bytes(), allow_nan=True), settings.name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise HuggingFaceError(f"{source} contains no tokenizer", why=why, fix="give another --tokenizer") from None
     entries: dict[str, Any] = {}
     for role in ("bos", "eos"):
         token = names.get(f"{role}_token")

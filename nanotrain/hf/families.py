@@ -9,15 +9,14 @@ feature is lost on the way. docs/new_family.md shows how to add a family: one fi
     check_against                           checks the configured model against a pretrained checkpoint
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanotrain.config.config import ModelConfig
-from nanotrain.config.schema import KEYS, flat_values, value_of, with_values
-from nanotrain.errors import HuggingFaceError
+from nanotrain.config.schema import KEYS, config_from_dict, flat_values, to_dict, value_of, with_values
+from nanotrain.errors import ConfigError, HuggingFaceError
 from nanotrain.hf.canonical import canonical, free_keys
 from nanotrain.hf.gpt2 import GPT2, read_gpt2, write_gpt2
 from nanotrain.hf.llama import LLAMA, read_llama, read_qwen2, read_qwen3, write_llama, write_qwen2, write_qwen3
@@ -31,6 +30,7 @@ from nanotrain.hf.mixture import (
     write_qwen3_moe,
 )
 from nanotrain.hf.naming import Naming
+from nanotrain.untrusted import parse_json
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,17 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     >>> config_from_hf({"model_type": "gpt2", "n_embd": 96, "n_head": 3}).hidden_size
     96
     """
-    return _family(str(raw.get("model_type", "(none)"))).read(raw)
+    family = _family(str(raw.get("model_type", "(none)")))
+    try:
+        described = family.read(raw)
+        # The same bounds as for a configuration: a size may be text, negative or a fraction in a damaged file.
+        return config_from_dict({"model": to_dict(described)}).model
+    except ConfigError as error:
+        why = str(error)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}"
+    fix = "fetch the folder again"
+    raise HuggingFaceError("config.json has an entry that describes no model", why=why, fix=fix) from None
 
 
 def model_from_hf(folder: Path) -> ModelConfig:
@@ -84,7 +94,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     try:
-        raw = json.loads(path.read_text())
+        raw = parse_json(path.read_bytes(), allow_nan=True)
     except OSError as error:
         why = error.strerror or type(error).__name__
         fix = "give a folder as `save_pretrained` writes it, with config.json and *.safetensors"

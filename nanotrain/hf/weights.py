@@ -4,18 +4,17 @@
 (memory-mapped). Names have the family's prefix, whether the file has it or not.
 """
 
-import json
-import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from nanotrain.errors import HuggingFaceError
 from nanotrain.topology.boxes import Box
+from nanotrain.untrusted import object_of, parse_json, plain_file_name, shown
 
 Opener = Callable[[Path], Mapping[str, Any]]  # name -> what a box can be read from by indexing
 
@@ -26,7 +25,9 @@ def _open_safetensors(path: Path) -> Mapping[str, Any]:
 
 
 def _open_torch_bin(path: Path) -> Mapping[str, Any]:
-    tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    tensors: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise ValueError("it holds no table of tensors")
     return tensors
 
 
@@ -54,8 +55,15 @@ class WeightFiles:
                 self._tensors[name] = tensor
 
     def read(self, name: str, box: Box) -> Tensor:
-        """One box of a tensor, on the CPU, in the file's dtype."""
+        """One box of a tensor, on the CPU, in the file's dtype.
+
+        Raises:
+            HuggingFaceError: integers, as in quantized files.
+        """
         values: Tensor = self._tensors[name][box.slices()]
+        if not values.is_floating_point():
+            fix = "give a folder with weights in fp32, bf16 or fp16"
+            raise HuggingFaceError(f"{name} is stored as {values.dtype}", why="weights are floating-point", fix=fix)
         return values
 
 
@@ -75,16 +83,18 @@ def _weight_files(folder: Path) -> list[tuple[Path, Opener]]:
 
 def _indexed(index: Path) -> list[str]:
     try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        why = f"{type(error).__name__}: {error}"
+        table = object_of(parse_json(index.read_bytes(), allow_nan=True), "it")
+        weight_map = object_of(table.get("weight_map"), "weight_map")
+        return sorted({plain_file_name(file, f"weight_map[{shown(name)}]") for name, file in weight_map.items()})
+    except (OSError, ValueError) as error:
+        why = str(error)
         raise HuggingFaceError(f"{index} is no index of weights", why=why, fix="fetch the folder again") from None
 
 
 def _open(path: Path, opener: Opener) -> Mapping[str, Any]:
     try:
         return opener(path)
-    except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError) as error:
+    except Exception as error:  # SafetensorError, UnpicklingError, KeyError, EOFError: depends on the damage
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         fix = "fetch the folder again; every file of its index has to be there and complete"
         raise HuggingFaceError(f"cannot read {path}", why=reason, fix=fix) from None

@@ -1,6 +1,5 @@
 """Read the documents of a chunk: one function per kind of input."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from nanotrain.errors import DataError
 from nanotrain.prepare.chunks import InputChunk
 from nanotrain.prepare.hub import HubDataset, load_rows
+from nanotrain.untrusted import parse_json
 
 _ROWS_PER_READ = 256
 
@@ -83,7 +83,7 @@ def _read_lines(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
 
 def _text_of_line(line: bytes, column: str, *, file: str, begin: int) -> str:
     try:
-        row = json.loads(line)
+        row = parse_json(line, allow_nan=True)
     except ValueError as error:
         raise DataError(
             f"{file} line {_line_number(file, begin)} is no JSON",

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from nanotrain.checkpoint.store import find_checkpoint, newest_complete
+from nanotrain.checkpoint.store import checkpoint_to_resume, find_checkpoint
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.load import Loaded
 from nanotrain.config.validate import check_layout, check_model
@@ -127,7 +127,7 @@ def _checkpoint_to_load(config: Config, folder: RunFolder) -> Path | None:
     """The checkpoint of `--load`, otherwise the newest complete one of the run folder."""
     if config.checkpoint.load is not None:
         return find_checkpoint(Path(config.checkpoint.load))
-    return newest_complete(folder.checkpoints) if config.checkpoint.auto_resume else None
+    return checkpoint_to_resume(folder.checkpoints) if config.checkpoint.auto_resume else None
 
 
 @contextmanager

@@ -109,7 +109,7 @@ def _full(*_: Any) -> int:
         ("full disk", "EnvironmentFault", "No space left on device"),
         ("twice", "CheckpointError", "written 2 times"),
         ("other objects", "CheckpointError", "rank 1 saves other objects than rank 0"),
-        ("damaged", "CheckpointError", "model/deep@0:1,0:3,0:4 is damaged (on rank 0 of 2)"),
+        ("damaged", "DamagedCheckpoint", "model/deep@0:1,0:3,0:4 is damaged (on rank 0 of 2)"),
         ("other shape", "CheckpointError", "model/norm is [3] there, [4] here"),
     ],
 )

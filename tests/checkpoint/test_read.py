@@ -35,7 +35,7 @@ def random_shares(data: st.DataObject, tensors: dict[str, torch.Tensor], *, size
 
 def write(folder: Path, step: int, *, shares: Shares) -> Path:
     """`Checkpointer.save` for many ranks, one after the other."""
-    temporary = store.start_writing(folder, step)
+    temporary = store.start_writing(folder, step, warned=set())
     written = [write_shard(temporary / shard_name(i, len(shares)), share) for i, share in enumerate(shares)]
     files = {shard.file: shard.nbytes for shard in written if shard.nbytes}
     manifest = Manifest(step, files, merge_entries([shard.tensors for shard in written]), {}, {}, {})

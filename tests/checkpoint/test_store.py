@@ -1,5 +1,6 @@
 """Only complete checkpoints are chosen, whatever a killed writer or a bad disk left in the folder."""
 
+import json
 import logging
 import os
 import shutil
@@ -14,10 +15,12 @@ import torch
 
 from nanotrain.checkpoint import store
 from nanotrain.checkpoint.checkpointer import Checkpointer
-from nanotrain.checkpoint.manifest import NewerFormat
+from nanotrain.checkpoint.manifest import DamagedCheckpoint, NewerFormat
+from nanotrain.checkpoint.read import ShardFile
 from nanotrain.comm.group import Group
 from nanotrain.errors import CheckpointError
 from nanotrain.topology.boxes import TensorBox
+from tests.checkpoint.test_manifest import signed
 
 BOX = TensorBox.full("model/weight", (64,))
 
@@ -65,7 +68,7 @@ def test_an_incomplete_checkpoint_is_skipped_with_one_warning_that_says_why(
     spoil(newer)
 
     with caplog.at_level(logging.WARNING, logger="nanotrain"):
-        found = store.find_checkpoint(tmp_path)
+        found = store.checkpoint_to_resume(tmp_path / "checkpoints")
 
     assert found == older
     assert store.complete_checkpoints(tmp_path / "checkpoints") == [older]
@@ -82,6 +85,9 @@ def test_an_incomplete_checkpoint_given_by_path_is_an_error(tmp_path: Path, dama
 
     with pytest.raises(CheckpointError):
         store.find_checkpoint(newer)
+    if damage != "unfinished":  # nor is the older one taken in its place where the run folder is named
+        with pytest.raises(DamagedCheckpoint, match=f"--load and a step folder of {newer.parent}"):
+            store.find_checkpoint(tmp_path)
     if damage == "unfinished":
         with pytest.raises(CheckpointError, match="not a finished checkpoint"):
             store.find_checkpoint(newer.with_suffix(".tmp"))
@@ -111,10 +117,80 @@ def test_a_damaged_shard_header_is_an_error_not_a_crash(tmp_path: Path, place: i
 def test_a_checkpoint_of_a_later_format_is_never_skipped_for_an_older_one(tmp_path: Path) -> None:
     save(tmp_path, 1)
     manifest = save(tmp_path, 2) / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"version": 2', '"version": 3'))
+    manifest.write_text(signed(json.loads(manifest.read_text()) | {"version": 3}))
 
-    with pytest.raises(NewerFormat):
-        store.find_checkpoint(tmp_path)
+    for find in (store.find_checkpoint, store.checkpoint_to_resume):
+        with pytest.raises(NewerFormat):
+            find(tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize("damage", ["missing shard", "half a manifest"])
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew_in_silence(tmp_path: Path, damage: str) -> None:
+    for step in (1, 2):
+        DAMAGES[damage][0](save(tmp_path, step))
+
+    with pytest.raises(DamagedCheckpoint, match=r"step-00000001 \(.*step-00000002 \(.*--no-auto-resume") as caught:
+        store.checkpoint_to_resume(tmp_path / "checkpoints")
+    assert DAMAGES[damage][1] in str(caught.value)
+
+
+def test_a_first_save_that_was_never_finished_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000001.tmp").mkdir(parents=True)
+
+    assert store.checkpoint_to_resume(tmp_path / "checkpoints") is None
+    assert store.checkpoint_to_resume(tmp_path / "nowhere") is None
+
+
+def test_a_checkpoint_in_the_folder_of_another_step_is_damaged(tmp_path: Path) -> None:
+    path = save(tmp_path, 8)
+    moved = path.rename(path.with_name("step-00000012"))
+
+    with pytest.raises(DamagedCheckpoint, match="step is 8, the folder is named step-00000012"):
+        store.require_complete(moved)
+
+
+@pytest.mark.parametrize("odd", ["a link to the file", "a pipe", "a folder"])
+def test_a_shard_that_is_no_file_of_the_folder_is_refused_before_it_is_opened(tmp_path: Path, odd: str) -> None:
+    path = save(tmp_path, 1)
+    outside = tmp_path / "outside.safetensors"
+    file = shard(path)
+    file.rename(outside)
+    {"a link to the file": lambda: file.symlink_to(outside), "a pipe": lambda: os.mkfifo(file), "a folder": file.mkdir}[
+        odd
+    ]()
+
+    with pytest.raises(DamagedCheckpoint, match="is a symbolic link|is no regular file"):
+        store.require_complete(path)
+    with pytest.raises(DamagedCheckpoint):
+        ShardFile(file)
+
+
+def test_odd_neighbours_never_stop_a_save_and_are_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "checkpoints"
+    elsewhere = save(tmp_path, 1).rename(tmp_path / "elsewhere")
+    (folder / "step-00000001").symlink_to(elsewhere)
+    (folder / "step-00000002").write_text("a file")
+    (folder / "step-00000003.deleted").mkdir()
+    (folder / "step-00000004").symlink_to(tmp_path / "nowhere")
+    real = shutil.rmtree
+
+    def refuse(path: Path, **options: bool) -> None:
+        if Path(path).name == "step-00000003.deleted":
+            raise PermissionError(13, "Permission denied", str(path))
+        real(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    writer = checkpointer(tmp_path, keep_last=1)
+    with caplog.at_level(logging.WARNING, logger="nanotrain"):
+        for step in (2, 3, 4, 5):
+            writer.save(step, {BOX: torch.full((64,), float(step))}, objects={}, config={}, topology={})
+
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000003.deleted", "step-00000005"]
+    assert (elsewhere / "manifest.json").exists(), "of a link only the link is removed"
+    (warning,) = caplog.messages
+    assert "step-00000003.deleted: Permission denied" in warning
 
 
 def test_steps_are_ordered_as_numbers_and_foreign_folders_are_left_alone(tmp_path: Path) -> None:
@@ -192,7 +268,8 @@ def test_a_kill_at_any_point_leaves_a_complete_checkpoint_and_the_next_save_clea
     )
 
     assert killed.returncode == -signal.SIGKILL
-    found = store.find_checkpoint(tmp_path)
+    found = store.checkpoint_to_resume(tmp_path / "checkpoints")
+    assert found is not None
     assert value(tmp_path, found) == (3.0 if survives else 2.0)
     save(tmp_path, 4, keep_last=2)
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())

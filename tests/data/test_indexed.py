@@ -41,13 +41,13 @@ def test_any_range_reads_as_the_concatenation(
 def test_sequences_stored_in_any_order_read_in_the_order_of_the_index(
     tmp_path: Path, lengths: list[int], data: st.DataObject
 ) -> None:
-    # given: documents stored in another order in the .bin, with a gap of 3 tokens in front
+    # given: documents stored in another order in the .bin
     documents = random_documents(lengths)
     stored = data.draw(st.permutations(range(len(documents))))
-    pointers, begin = np.zeros(len(documents), dtype="<i8"), 3
+    pointers, begin = np.zeros(len(documents), dtype="<i8"), 0
     for document in stored:
         pointers[document], begin = 2 * begin, begin + lengths[document]
-    tokens = np.concatenate([np.full(3, 7), *(documents[document] for document in stored)])
+    tokens = np.concatenate([documents[document] for document in stored])
     (tmp_path / "odd.bin").write_bytes(tokens.astype("<u2").tobytes())
     header = IndexHeader(np.dtype("<u2"), len(lengths), len(lengths) + 1).pack()
     columns = np.asarray(lengths, "<i4").tobytes() + pointers.tobytes() + np.arange(len(lengths) + 1).tobytes()
@@ -89,9 +89,14 @@ def _damage(file: Path, offset: int, data: bytes) -> None:
         (".idx", 9, b"\x02", "of index version 2"),
         (".idx", 17, b"\x07", r"dtype code 7 \(float32\)"),
         (".idx", 17, b"\x63", r"dtype code 99 \(unknown\)"),
-        (".idx", 17, b"\x04", "has 100 bytes where its index asks for 160"),
+        (".idx", 17, b"\x04", "has 100 bytes where its index asks for 200"),
         (".idx", 18, b"\x05", r"has 82 bytes where its header asks for 118"),
         (".idx", 34 + 24 + 16, b"\x01", r"document indices that run over \[0, 1\]"),
+        (".idx", 34, b"\xff" * 4, "sequence 0 has a negative length"),
+        (".idx", 34 + 8 + 8, b"\x29", "sequence 1 has a pointer that is no multiple of 2"),
+        (".idx", 34 + 8 + 8, b"\xff" * 8, "sequence 1 has a negative pointer"),
+        (".idx", 34 + 8 + 8, b"\x2a", "its sequences overlap or leave gaps at sequence 1"),
+        (".idx", 34 + 24 + 8, b"\x03", "document 1 begins with sequence 3: the next one begins with sequence 2"),
     ],
 )
 def test_a_damaged_index_is_refused_with_the_reason(

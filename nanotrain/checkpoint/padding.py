@@ -1,0 +1,51 @@
+"""Load tables whose rows are padded to another number than in the checkpoint.
+
+The embedding and the head have one row per token, padded to a multiple of `--make-vocab-size-divisible-by`. Padding is
+not part of the softmax and gets no gradient, so its values never matter: rows that the checkpoint lacks become zero,
+rows that the run lacks are not read.
+
+        checkpoint [128, H]      run [192, H]
+        0 .. 99    tokens   -->  0 .. 99
+        100 .. 127 padding       100 .. 191   zero
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from nanotrain.checkpoint.manifest import Manifest
+from nanotrain.topology.boxes import Box, TensorBox
+
+
+def fit_padding(
+    manifest: Manifest, targets: Mapping[TensorBox, torch.Tensor], *, rows: Mapping[str, int]
+) -> dict[TensorBox, torch.Tensor]:
+    """The targets with the padding of the checkpoint, as views; rows beyond the tokens are set to zero.
+
+    Args:
+        manifest: of the checkpoint.
+        targets: box -> tensor of the box's shape.
+        rows: number of tokens of every padded table, by the name of its tensors in checkpoints.
+    """
+    fitted: dict[TensorBox, torch.Tensor] = {}
+    for box, tensor in targets.items():
+        entry, tokens = manifest.tensors.get(box.name), rows.get(box.name)
+        if tokens is None or entry is None or not _differs_in_padding(entry.shape, box.shape, tokens=tokens):
+            fitted[box] = tensor
+            continue
+        tensor.zero_()
+        shared = box.box.intersect(Box.full((tokens, *box.shape[1:])))
+        if shared is not None:
+            fitted[TensorBox(box.name, entry.shape, shared)] = tensor[shared.within(box.box).slices()]
+    return fitted
+
+
+def is_of_same_vocabulary(manifest: Manifest, vocab_size: int | None) -> bool:
+    """Whether the checkpoint is of a model with as many tokens; the padded sizes alone do not show it."""
+    model = manifest.config.get("model")
+    return isinstance(model, Mapping) and model.get("vocab_size") == vocab_size
+
+
+def _differs_in_padding(there: tuple[int, ...], here: tuple[int, ...], *, tokens: int) -> bool:
+    is_padded = len(there) == len(here) > 0 and min(there[0], here[0]) >= tokens
+    return is_padded and there[0] != here[0] and there[1:] == here[1:]

@@ -1,0 +1,164 @@
+"""Load a checkpoint into a built run, and fall back to an older one of the run where it is damaged.
+
+    restore             tensors, optimizer state and counters; the newest sound checkpoint of the run
+    changed_settings    what differs from the configuration of the checkpoint and changes the loss
+
+A checkpoint named with --load is never replaced by another.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nanotrain.checkpoint.checkpointer import Checkpointer
+from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
+from nanotrain.config.config import Config
+from nanotrain.config.schema import to_dict
+from nanotrain.log import get_logger
+from nanotrain.optim.distributed import DistributedOptimizer
+from nanotrain.topology.boxes import TensorBox
+from nanotrain.topology.parameters import declare_model
+from nanotrain.topology.shape import ModelShape
+from nanotrain.train.run import TrainState
+from nanotrain.untrusted import finite_number, object_of, whole_number
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class RunTensors:
+    """What a checkpoint is read into."""
+
+    targets: dict[TensorBox, Tensor]  # main params, optimizer state, expert biases of this rank
+    optimizer: DistributedOptimizer  # takes the state that is not a tensor
+
+
+def restore(
+    start: Path, checkpointer: Checkpointer, *, into: RunTensors, config: Config, may_fall_back: bool
+) -> TrainState:
+    """Read a checkpoint; parameters are complete after the next all-gather. Every rank calls this.
+
+    Args:
+        start: step folder.
+        checkpointer: of the run.
+        into: what to fill.
+        config: compared with the one in the checkpoint; differences that change the loss are logged.
+        may_fall_back: whether a damaged `start` is replaced by the newest sound checkpoint of the run's folder.
+
+    Raises:
+        DamagedCheckpoint: `start` is damaged, and no other may or can be used.
+    """
+    while True:
+        try:
+            manifest = checkpointer.restore(
+                start, into.targets, config=to_dict(config), padded_rows=vocabulary_rows(config)
+            )
+            state = _load_state(manifest, into.optimizer, path=start)
+            break
+        except DamagedCheckpoint as error:  # the same on every rank
+            if not may_fall_back:
+                raise
+            start = _fall_back(start, checkpointer, error=error)
+    changed = changed_settings(manifest.config, to_dict(config))
+    if changed:
+        log.info("settings changed since the checkpoint was written: %s", "; ".join(changed))
+    log.info("loaded %s: step %d, %d samples consumed", start, state.step, state.consumed_samples)
+    return state
+
+
+def vocabulary_rows(config: Config) -> dict[str, int]:
+    """The number of tokens by the name of every parameter with one row per token of the padded vocabulary."""
+    shape = ModelShape.of(config.model)
+    longer = declare_model(replace(shape, padded_vocab_size=shape.padded_vocab_size + 1))
+    return {
+        spec.name: shape.vocab_size
+        for spec, other in zip(declare_model(shape), longer, strict=True)
+        if spec.shape != other.shape
+    }
+
+
+def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Settings that change the loss and differ between a checkpoint and this run.
+
+    Args:
+        saved: configuration in the checkpoint.
+        current: configuration of this run.
+
+    >>> changed_settings({"optim": {"lr": 0.1}}, {"optim": {"lr": 0.2, "clip_grad": 1.0}, "train": {"seed": 1}})
+    ['optim.lr 0.1 -> 0.2']
+    """
+    watched = {"model": None, "optim": None, "precision": None, "data": None, "train": ("seed", "global_batch_size")}
+    changed = []
+    for section, names in watched.items():
+        before, now = _flat(saved.get(section)), _flat(current.get(section))
+        for name in sorted((before.keys() & now.keys()).intersection(names or now) - {"num_workers"}):
+            if before[name] != now[name]:
+                changed.append(f"{section}.{name} {before[name]} -> {now[name]}")
+    return changed
+
+
+def _flat(section: Any) -> dict[str, Any]:
+    """The values of a section and of those nested in it, by dotted name."""
+    values: dict[str, Any] = {}
+    for name, value in section.items() if isinstance(section, Mapping) else ():
+        inner = {f"{name}.{key}": item for key, item in _flat(value).items()}
+        values |= inner if isinstance(value, Mapping) else {name: value}
+    return values
+
+
+def _fall_back(start: Path, checkpointer: Checkpointer, *, error: DamagedCheckpoint) -> Path:
+    older = checkpointer.older_than(start)
+    if older is None:
+        raise DamagedCheckpoint(
+            f"no checkpoint in {start.parent} can be used",
+            why=f"{start.name}: {error.what}: {error.why}",
+            fix="restore one of them, load another with --load FOLDER, or start again at step 0 with --no-auto-resume, "
+            "which renames them and deletes none",
+        ) from error
+    if checkpointer.group.is_first:
+        log.warning(
+            "%s cannot be loaded and will be renamed (%s: %s); resuming from %s",
+            start.name,
+            error.what,
+            error.why,
+            older.name,
+        )
+    return older
+
+
+def _load_state(manifest: Manifest, optimizer: DistributedOptimizer, *, path: Path) -> TrainState:
+    """The counters of the run, and the optimizer's into it; both checked first."""
+    try:
+        state = _train_state(manifest)
+        optimizer_state = _optimizer_state(manifest.objects)
+    except ValueError as error:
+        raise damaged(f"{path / 'manifest.json'} holds no state of a run", why=str(error), path=path) from None
+    optimizer.load_state_dict(optimizer_state)
+    return state
+
+
+def _train_state(manifest: Manifest) -> TrainState:
+    saved = object_of(manifest.objects.get("train"), "objects.train")
+    known = {field.name for field in fields(TrainState)}
+    unknown = sorted(saved.keys() - known)
+    if unknown:
+        raise ValueError(f"objects.train has an unknown field {unknown[0]!r}")
+    state = TrainState(**{name: whole_number(value, f"objects.train.{name}") for name, value in saved.items()})
+    if state.step != manifest.step:
+        raise ValueError(f"objects.train.step is {state.step}, the step of the checkpoint is {manifest.step}")
+    return state
+
+
+def _optimizer_state(objects: Mapping[str, Any]) -> dict[str, Any]:
+    saved = object_of(objects.get("optimizer"), "objects.optimizer")
+    whole_number(saved.get("num_updates"), "objects.optimizer.num_updates")
+    scale = object_of(saved.get("loss_scale"), "objects.optimizer.loss_scale")
+    finite_number(scale.get("scale"), "objects.optimizer.loss_scale.scale", low=1e-30)
+    for name in ("clean_steps", "overflows_left"):
+        whole_number(scale.get(name), f"objects.optimizer.loss_scale.{name}", low=-LARGEST)
+    if type(scale.get("is_dynamic", False)) is not bool:
+        raise ValueError("objects.optimizer.loss_scale.is_dynamic must be true or false")
+    return saved

@@ -1,0 +1,134 @@
+"""Parse JSON that may be damaged or hostile, and check its values one by one.
+
+    parse_json                            text -> value; ValueError for anything but plain JSON of bounded depth
+    whole_number, finite_number,          a value of the expected type and range, else ValueError with the field's name
+    text_of, object_of, list_of,
+    plain_file_name
+
+The callers know the file and the cure; they turn the ValueError into their own error.
+"""
+
+import json
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+MAX_DEPTH = 64  # of nested lists and objects; real files have 2 to 8
+LARGEST = 2**62  # of sizes, offsets and counters: sums of two still fit into 64 bits
+MAX_NAME = 255  # bytes of a file name on every common file system
+
+
+def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
+    """Parse JSON; `allow_nan` also takes NaN and Infinity, which Python writes and JSON does not have.
+
+    Raises:
+        ValueError: not UTF-8, not JSON, or nested deeper than MAX_DEPTH.
+
+    >>> parse_json("[" * 100_000)
+    Traceback (most recent call last):
+    ...
+    ValueError: it is nested too deeply
+    """
+    try:
+        value = json.loads(text, parse_constant=None if allow_nan else _refuse_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if depth_of(value) > MAX_DEPTH:
+        raise ValueError("it is nested too deeply")
+    return value
+
+
+def depth_of(value: Any) -> int:
+    """The depth of nested lists and objects, without recursion; plain values have depth 0.
+
+    >>> depth_of({"a": [1, {"b": []}]})
+    4
+    """
+    depth, level = 0, [value] if isinstance(value, dict | list) else []
+    while level:
+        depth += 1
+        level = [inner for outer in level for inner in _members(outer) if isinstance(inner, dict | list)]
+    return depth
+
+
+def _members(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def whole_number(value: Any, field: str, *, low: int = 0, high: int = LARGEST) -> int:
+    """A whole number in [low, high].
+
+    >>> whole_number(-1, "step")
+    Traceback (most recent call last):
+    ...
+    ValueError: step is -1, it must be a whole number of at least 0
+    """
+    if type(value) is not int or not low <= value <= high:
+        expected = f"of at least {low}" if type(value) is not int or value < low else f"of at most {high}"
+        raise ValueError(f"{field} is {shown(value)}, it must be a whole number {expected}")
+    return value
+
+
+def finite_number(value: Any, field: str, *, low: float = 0.0) -> float:
+    """A finite number of at least `low`."""
+    if type(value) not in (int, float) or not low <= value <= LARGEST:
+        raise ValueError(f"{field} is {shown(value)}, it must be a finite number of at least {low:g}")
+    return float(value)
+
+
+def text_of(value: Any, field: str) -> str:
+    """Text without lone surrogates, which no message and no file name can hold."""
+    if not isinstance(value, str):
+        raise ValueError(f"{field} is {shown(value)}, it must be text")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{field} is {shown(value)}, which is no valid text") from None
+    return value
+
+
+def object_of(value: Any, field: str) -> dict[str, Any]:
+    """A JSON object."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{field} is {shown(value)}, it must be an object")
+    return value
+
+
+def list_of(value: Any, field: str, *, length: int | None = None) -> list[Any]:
+    """A JSON list, of `length` items where it is given."""
+    if not isinstance(value, list) or length not in (None, len(value)):
+        expected = "a list" if length is None else f"a list of {length} items"
+        raise ValueError(f"{field} is {shown(value)}, it must be {expected}")
+    return value
+
+
+def plain_file_name(value: Any, field: str) -> str:
+    """A file name without a folder, so that no file makes us read outside its own folder.
+
+    >>> plain_file_name("../model.safetensors", "weight_map")
+    Traceback (most recent call last):
+    ...
+    ValueError: weight_map is '../model.safetensors', it must be a plain file name
+    """
+    name = text_of(value, field)
+    if name in ("", ".", "..") or any(mark in name for mark in "/\\\0") or len(name.encode()) > MAX_NAME:
+        raise ValueError(f"{field} is {shown(name)}, it must be a plain file name")
+    return name
+
+
+def shown(value: Any) -> str:
+    """A value in a message: short, printable, whatever a damaged file holds.
+
+    >>> shown({"a": 1}), shown("x" * 100)
+    ('an object', "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...")
+    """
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else f"a list of {len(value)} items"
+    if type(value) is int and abs(value) > LARGEST:
+        return "a huge number"
+    text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+    return text if len(text) <= 48 else f"{text[:48]}..."
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"it holds {name}")
