@@ -1,55 +1,80 @@
 """Run a function on all ranks: an error on any rank is raised on every rank.
 
-A rank that stopped alone would leave the others waiting in their next collective. The gathering of results is also the
-barrier between the phases of saving and loading.
+A rank that stopped alone would leave the others waiting in their next collective. Results are gathered on the first
+rank and its verdict is broadcast, which is also the barrier between the phases of saving and loading.
 """
 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar, cast
 
-from nanotrain.comm.collectives import all_gather_object
+from nanotrain.comm.collectives import broadcast_object, gather_object
 from nanotrain.comm.group import Group
 from nanotrain.errors import EnvironmentFault, NanotrainError
+from nanotrain.runs.files import disk_fault
 
 Result = TypeVar("Result")
+Final = TypeVar("Final")
 MAX_LISTED = 4
+
+
+class StorageFault(EnvironmentFault):
+    """The disk: full, gone or read-only. Training can go on without the checkpoint, whose ranks are all there."""
 
 
 @dataclass(frozen=True)
 class _Outcome(Generic[Result]):
-    """What a rank sends the others: a result, an error that pickles, or the text of an unexpected error."""
+    """What a rank sends: a result, an error that pickles, or the text of an unexpected error."""
 
     result: Result | None = None
     error: NanotrainError | None = None
     unexpected: str = ""
 
+    @property
+    def failed(self) -> bool:
+        return self.error is not None or bool(self.unexpected)
 
-def run_on_all(group: Group, function: Callable[[], Result]) -> list[Result]:
-    """Call a function on every rank of the group and return the results of all ranks, in group order.
 
-    Every rank calls this at the same point of the program. `function` must not communicate; its result must pickle.
+def run_on_all(group: Group, function: Callable[[], Result], *, merge: Callable[[list[Result]], Final]) -> Final:
+    """Call a function on every rank, merge the results on the first rank, and return what it makes of them on all.
+
+    Only the first rank receives the results, which may be long; all receive the merged one, which should be short.
+    Every rank calls this at the same point of the program. `function` and `merge` must not communicate; what they
+    return must pickle.
 
     Raises:
         NanotrainError: the error of the first rank that raised one, on every rank. An OSError (disk full, no
-            permission) becomes an EnvironmentFault.
+            permission) becomes a StorageFault.
         RuntimeError: on the other ranks, if a rank raised any other error; that rank raises its own.
     """
     outcome, unexpected = _try(function)
-    outcomes: list[_Outcome[Result]] = all_gather_object(outcome, group)
-    if unexpected is not None:
-        raise unexpected
-    failed = {rank: one for rank, one in enumerate(outcomes) if one.error is not None or one.unexpected}
-    if failed:
-        raise _merge(failed, size=group.size)
-    return [cast(Result, one.result) for one in outcomes]  # None only if the function returned None
+    gathered: list[_Outcome[Result]] | None = gather_object(outcome, group)
+    verdict: _Outcome[Final] = _Outcome()
+    if gathered is not None:
+        failed = {rank: one for rank, one in enumerate(gathered) if one.failed}
+        if failed:
+            verdict = _merge(failed, size=group.size)
+        else:  # a result is None only if the function returned None
+            verdict, unexpected = _try(lambda: merge([cast(Result, one.result) for one in gathered]))
+    return _accept(broadcast_object(verdict, group), unexpected)
 
 
 def run_on_first(group: Group, function: Callable[[], Result]) -> Result:
     """Call a function on the first rank of the group and return its result, or raise its error, on every rank."""
-    results = run_on_all(group, lambda: function() if group.is_first else None)
-    return cast(Result, results[0])
+    verdict, unexpected = _try(function) if group.is_first else (_Outcome[Result](), None)
+    return _accept(broadcast_object(verdict, group), unexpected)
+
+
+def _accept(verdict: _Outcome[Result], unexpected: Exception | None) -> Result:
+    if unexpected is not None:
+        raise unexpected
+    if verdict.error is not None:
+        raise verdict.error
+    if verdict.unexpected:
+        raise RuntimeError(verdict.unexpected)
+    return cast(Result, verdict.result)
 
 
 def _try(function: Callable[[], Result]) -> tuple[_Outcome[Result], Exception | None]:
@@ -59,18 +84,18 @@ def _try(function: Callable[[], Result]) -> tuple[_Outcome[Result], Exception | 
     except NanotrainError as error:
         return _Outcome(error=error), None
     except OSError as error:
-        path = f" {os.fspath(error.filename)}" if isinstance(error.filename, str | os.PathLike) else ""
-        fault = EnvironmentFault(
-            f"the checkpoint folder{path} cannot be used",
-            why=f"{error.strerror or error} (errno {error.errno})",
-            fix="free some space or choose a writable folder with train.run_dir",
-        )
-        return _Outcome(error=fault), None
+        fault = disk_fault(error, _path_of(error))
+        return _Outcome(error=StorageFault(fault.what, why=fault.why, fix=fault.fix)), None
     except Exception as error:  # the other ranks must learn of any error before it is raised here
         return _Outcome(unexpected=f"{type(error).__name__}: {error}"), error
 
 
-def _merge(failed: dict[int, _Outcome[Result]], *, size: int) -> Exception:
+def _path_of(error: OSError) -> Path:
+    """The file of an error; a write through a descriptor names none."""
+    return Path(os.fspath(error.filename)) if isinstance(error.filename, str | os.PathLike) else Path("the checkpoint")
+
+
+def _merge(failed: dict[int, _Outcome[Result]], *, size: int) -> _Outcome[Final]:
     """The error of the first failed rank, with the ranks that failed and the first error that differs."""
     texts = {rank: outcome.unexpected or str(outcome.error) for rank, outcome in failed.items()}
     first = next(iter(failed))
@@ -83,5 +108,5 @@ def _merge(failed: dict[int, _Outcome[Result]], *, size: int) -> Exception:
         note += f" [rank {other}: {error.what if error is not None else texts[other]}]"
     error = failed[first].error
     if error is None:
-        return RuntimeError(texts[first] + note)
-    return type(error)(error.what + note, why=error.why, fix=error.fix)
+        return _Outcome(unexpected=texts[first] + note)
+    return _Outcome(error=type(error)(error.what + note, why=error.why, fix=error.fix))

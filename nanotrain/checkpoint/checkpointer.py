@@ -1,20 +1,19 @@
 """Save and restore over all ranks, in phases that every rank finishes or fails together.
 
     save                                             restore
-    1  first rank: clear leftovers of earlier        1  every rank: read the manifest, compare it with the targets,
-       writers, make step-NNNNNNNN.tmp                  plan its reads
-    2  every rank: write and fsync its shard         2  all ranks together: every tensor of a loaded kind is loaded
+    1  first rank: check the free space, clear       1  first rank: read and check the manifest, for all
+       leftovers, make step-NNNNNNNN.tmp             2  every rank: compare it with the targets, plan its reads;
+    2  every rank: write and fsync its shard            together they load every tensor of a kind
     3  first rank: check that chunks cover every     3  every rank: read its chunks, check their checksums, copy them
        tensor exactly once; manifest; rename            into the targets
     4  first rank: delete the oldest
 
+`start_save` copies the tensors to host memory and leaves 2 to 4 to a thread per rank (background.py).
 Chunks are boxes of global tensors and the manifest has no topology, so a run with any layout reads any checkpoint.
 """
 
-import json
-import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +21,21 @@ import torch
 
 from nanotrain.checkpoint import store
 from nanotrain.checkpoint.all_ranks import run_on_all, run_on_first
+from nanotrain.checkpoint.background import BackgroundSave
+from nanotrain.checkpoint.commit import merge_reports, report_of, wait_for_reports, write_failure, write_report
 from nanotrain.checkpoint.compatibility import check_all_loaded, check_compatible, loaded_bits
-from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, TensorEntry, to_json
-from nanotrain.checkpoint.plan import ChunkRead, coverage_fault, plan_reads
+from nanotrain.checkpoint.manifest import Manifest, plain_json, to_json
+from nanotrain.checkpoint.padding import fit_padding
+from nanotrain.checkpoint.plan import ChunkRead, plan_reads
 from nanotrain.checkpoint.read import read_chunks
-from nanotrain.checkpoint.write import WrittenShard, shard_name, write_shard
+from nanotrain.checkpoint.stage import StagingBuffers
+from nanotrain.checkpoint.write import shard_name, write_shard
 from nanotrain.comm.group import Group
-from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import DTYPE_NAMES
 from nanotrain.topology.boxes import TensorBox
 
 Tensors = Mapping[TensorBox, torch.Tensor]
 Reads = Mapping[str, tuple[ChunkRead, ...]]
-
-
-@dataclass(frozen=True)
-class _ShardReport:
-    """What a rank sends the first rank after its shard is on the disk."""
-
-    shard: WrittenShard
-    step: int
-    objects_crc32: int
 
 
 class Checkpointer:
@@ -53,13 +46,17 @@ class Checkpointer:
         group: all ranks of the job; its first rank writes manifests and renames folders. Only Python objects are sent
             over it, so a CPU group (gloo) suffices.
         keep_last: number of complete checkpoints to keep, 0 for all.
+        timeout_s: how long the first rank waits for the shards of a save in the background.
     """
 
-    def __init__(self, folder: Path, *, group: Group, keep_last: int = 0) -> None:
+    def __init__(self, folder: Path, *, group: Group, keep_last: int = 0, timeout_s: float = 600.0) -> None:
         self.folder = Path(folder)
         self.group = group
         self.keep_last = keep_last
+        self.timeout_s = timeout_s
         self._warned: set[Path] = set()  # leftovers that cannot be deleted: one warning each
+        self._staging = StagingBuffers()
+        self._in_flight: tuple[int, BackgroundSave] | None = None  # step and thread
 
     def save(
         self,
@@ -84,24 +81,91 @@ class Checkpointer:
             The folder of the checkpoint.
 
         Raises:
-            EnvironmentFault: the disk is full or the folder cannot be written. Older checkpoints are unchanged.
+            StorageFault: the disk is full or the folder cannot be written. Older checkpoints are unchanged.
             CheckpointError: the ranks save different steps or objects, or their boxes do not cover the tensors exactly
                 once. Nothing is committed.
         """
-        try:
-            temporary = run_on_first(self.group, lambda: store.start_writing(self.folder, step, warned=self._warned))
-            file = shard_name(self.group.index, self.group.size)
-            reports = run_on_all(
-                self.group, lambda: _ShardReport(write_shard(temporary / file, tensors), step, _checksum(objects))
+        self.wait()
+        manifest = Manifest(step, {}, {}, objects=objects, config=config, topology=topology)
+        with self._discarding_on_error(step):
+            temporary = self._begin(step, tensors)
+            return run_on_all(
+                self.group,
+                lambda: report_of(write_shard(temporary / self._shard_name, tensors), manifest),
+                merge=lambda reports: self._commit(merge_reports(manifest, reports)),
             )
-            manifest = Manifest(step, {}, {}, objects=objects, config=config, topology=topology)
-            return run_on_first(self.group, lambda: self._commit(manifest, reports))
-        except Exception:
-            if self.group.is_first:
-                store.discard(self.folder, step)
-            raise
 
-    def restore(self, path: Path, targets: Tensors, *, config: Mapping[str, Any] | None = None) -> Manifest:
+    def start_save(
+        self,
+        step: int,
+        tensors: Tensors,
+        *,
+        objects: Mapping[str, Any],
+        config: Mapping[str, Any],
+        topology: Mapping[str, Any],
+    ) -> None:
+        """Start to write one checkpoint in the background; arguments as for `save`. Every rank calls this.
+
+        On return the tensors are copied to host memory and may change. `wait` completes the save; one is in flight at
+        a time.
+
+        Raises:
+            StorageFault: an earlier save that was still in flight has failed, or there is no space for this one.
+        """
+        self.wait()
+        # As JSON now: the caller may change what it passed.
+        manifest = Manifest(
+            step, {}, {}, objects=plain_json(objects), config=plain_json(config), topology=plain_json(topology)
+        )
+        with self._discarding_on_error(step):
+            temporary = self._begin(step, tensors)
+            staged = self._staging.copy(tensors)
+
+        def write(is_cancelled: Callable[[], bool]) -> Path | None:
+            try:
+                report = report_of(write_shard(temporary / self._shard_name, staged), manifest)
+                write_report(temporary, report, index=self.group.index)
+            except Exception as error:
+                (temporary / self._shard_name).unlink(missing_ok=True)  # on a full disk the next line needs its space
+                write_failure(temporary, error, index=self.group.index)
+                raise
+            if not self.group.is_first:
+                return None
+            reports = wait_for_reports(temporary, self.group.size, timeout_s=self.timeout_s, is_cancelled=is_cancelled)
+            return self._commit(merge_reports(manifest, reports))
+
+        self._in_flight = step, BackgroundSave(write)
+
+    def wait(self) -> Path | None:
+        """Complete the save in flight and return its folder, or None without one. Every rank calls this.
+
+        Raises:
+            StorageFault: it failed on some rank; nothing is committed.
+        """
+        if self._in_flight is None:
+            return None
+        step, save = self._in_flight
+        self._in_flight = None
+        with self._discarding_on_error(step):
+            return run_on_all(self.group, save.result, merge=lambda paths: paths[0])
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank's thread of the save in flight still runs."""
+        return self._in_flight is not None and self._in_flight[1].is_running
+
+    def give_up(self, timeout_s: float) -> bool:
+        """After an error, without communication: give the save in flight some time; returns whether it succeeded."""
+        return self._in_flight is None or self._in_flight[1].give_up(timeout_s)
+
+    def restore(
+        self,
+        path: Path,
+        targets: Tensors,
+        *,
+        config: Mapping[str, Any] | None = None,
+        padded_rows: Mapping[str, int] | None = None,
+    ) -> Manifest:
         """Read this rank's tensors from a checkpoint written with any layout. Every rank calls this.
 
         Args:
@@ -109,24 +173,28 @@ class Checkpointer:
             targets: box -> tensor of the box's shape, filled in place. For every kind of tensor loaded at all (model,
                 optimizer), the ranks together load all tensors.
             config: the configuration of this run, for errors that list the model options that differ.
+            padded_rows: parameters with one row per token of the padded vocabulary -> number of tokens; their padding
+                may differ (padding.py).
 
         Returns:
             The manifest: step, objects, config.
 
         Raises:
-            CheckpointError: of another model, damaged, incomplete or of a newer format. The targets must not be used.
+            DamagedCheckpoint: damaged or incomplete. The targets must not be used.
+            CheckpointError: of another model or of a newer format.
         """
         path = Path(path)
-        local: list[tuple[Manifest, Reads]] = []
+        # One reader: at 1,024 ranks the manifest of a 70B model has 36 MB, and every rank needs all of it.
+        manifest = run_on_first(self.group, lambda: store.require_complete(path))
+        fitted = fit_padding(manifest, targets, rows=padded_rows or {})
+        local: list[Reads] = []
 
         def plan() -> int:
-            local.append(_plan(path, targets, config=config))
-            return loaded_bits(local[0][0], targets)
+            local.append(_plan(manifest, fitted, config=config))
+            return loaded_bits(manifest, targets)
 
-        bits = run_on_all(self.group, plan)
-        manifest, reads = local[0]
-        check_all_loaded(manifest, bits, config=config)  # same arguments on all ranks, so all raise or none
-        run_on_all(self.group, lambda: read_chunks(path, reads, targets=targets))
+        run_on_all(self.group, plan, merge=lambda bits: check_all_loaded(manifest, bits, config=config))
+        run_on_all(self.group, lambda: read_chunks(path, local[0], targets=fitted), merge=lambda _: None)
         return manifest
 
     def latest(self) -> Path | None:
@@ -137,6 +205,11 @@ class Checkpointer:
         """
         return run_on_first(self.group, lambda: store.newest_complete(self.folder))
 
+    def older_than(self, path: Path) -> Path | None:
+        """The newest complete checkpoint of an earlier step than `path`, or None, the same on every rank."""
+        step = int(path.name.removeprefix("step-"))
+        return run_on_first(self.group, lambda: store.newest_complete(self.folder, below=step))
+
     def find(self, path: Path) -> Path:
         """`store.find_checkpoint` on the first rank, for all.
 
@@ -145,61 +218,37 @@ class Checkpointer:
         """
         return run_on_first(self.group, lambda: store.find_checkpoint(Path(path)))
 
-    def _commit(self, manifest: Manifest, reports: Sequence[_ShardReport]) -> Path:
-        first = reports[0]
-        for rank, other in enumerate(reports):
-            if other.step != first.step:
-                raise _inconsistent(f"rank {rank} saves step {other.step}, rank 0 step {first.step}")
-            if other.objects_crc32 != first.objects_crc32:
-                raise _inconsistent(f"rank {rank} saves other objects than rank 0")
-        manifest = replace(
-            manifest,
-            files={report.shard.file: report.shard.nbytes for report in reports if report.shard.nbytes},
-            tensors=merge_entries([report.shard.tensors for report in reports]),
-        )
+    @property
+    def _shard_name(self) -> str:
+        return shard_name(self.group.index, self.group.size)
+
+    def _begin(self, step: int, tensors: Tensors) -> Path:
+        """Check the free space and make the temporary folder of a save."""
+
+        def make(nbytes: Sequence[int]) -> Path:
+            store.require_space(self.folder, sum(nbytes))
+            return store.start_writing(self.folder, step, warned=self._warned)
+
+        return run_on_all(self.group, lambda: sum(tensor.nbytes for tensor in tensors.values()), merge=make)
+
+    def _commit(self, manifest: Manifest) -> Path:
         final = store.commit(self.folder, manifest.step, text=to_json(manifest))
         store.keep_newest(self.folder, self.keep_last, written=final, warned=self._warned)
         return final
 
-
-def merge_entries(shards: Sequence[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
-    """Merge the entries of all ranks, sorted by name, with chunks in the order of the ranks.
-
-    Raises:
-        CheckpointError: ranks disagree about a tensor, or their chunks do not cover it exactly once.
-    """
-    chunks: dict[str, list[ChunkEntry]] = {}
-    first: dict[str, TensorEntry] = {}
-    for rank, tensors in enumerate(shards):
-        for name, entry in tensors.items():
-            other = first.setdefault(name, entry)
-            if (other.shape, other.dtype) != (entry.shape, entry.dtype):
-                raise _inconsistent(
-                    f"rank {rank} saves {name} as {entry.dtype} {entry.shape}, others as {other.dtype} {other.shape}"
-                )
-            chunks.setdefault(name, []).extend(entry.chunks)
-    for name, entry in first.items():
-        fault = coverage_fault(entry.shape, [chunk.box for chunk in chunks[name]])
-        if fault is not None:
-            raise _inconsistent(f"the ranks do not cover {name} {list(entry.shape)} exactly once: {fault}")
-    return {name: TensorEntry(first[name].shape, first[name].dtype, tuple(chunks[name])) for name in sorted(first)}
+    @contextmanager
+    def _discarding_on_error(self, step: int) -> Iterator[None]:
+        """Remove the temporary folder of a save that fails."""
+        try:
+            yield
+        except Exception:
+            if self.group.is_first:
+                store.discard(self.folder, step)
+            raise
 
 
-def _inconsistent(what: str) -> CheckpointError:
-    return CheckpointError(
-        what,
-        why="a checkpoint of such ranks could not be loaded",
-        fix="resume from an older checkpoint, on nodes with the same code and configuration",
-    )
-
-
-def _checksum(objects: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(objects, sort_keys=True).encode())
-
-
-def _plan(path: Path, targets: Tensors, *, config: Mapping[str, Any] | None) -> tuple[Manifest, Reads]:
-    manifest = store.require_complete(path)
+def _plan(manifest: Manifest, targets: Tensors, *, config: Mapping[str, Any] | None) -> Reads:
     for box, tensor in targets.items():
         assert tuple(tensor.shape) == box.box.shape, f"{box} got a tensor of {tuple(tensor.shape)}: wrong elements"
     check_compatible(manifest, {box: DTYPE_NAMES[tensor.dtype] for box, tensor in targets.items()}, config=config)
-    return manifest, plan_reads(manifest, targets)
+    return plan_reads(manifest, targets)

@@ -91,7 +91,7 @@ def to_json(manifest: Manifest) -> str:
         "objects": plain_json(manifest.objects),
         "config": plain_json(manifest.config),
         "topology": plain_json(manifest.topology),
-        "tensors": {name: _tensor_to_dict(entry) for name, entry in manifest.tensors.items()},
+        "tensors": {name: tensor_to_dict(entry) for name, entry in manifest.tensors.items()},
     }
     lines = [f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in body.items() if key != "tensors"]
     rows = [f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in body["tensors"].items()]
@@ -143,10 +143,10 @@ def _manifest_of(body: dict[str, Any]) -> Manifest:
         for name, size in object_of(body["files"], "files").items()
     }
     tensors = {
-        text_of(name, "a name in tensors"): _tensor_from_dict(entry, f"tensors[{shown(name)}]", files=files)
+        text_of(name, "a name in tensors"): tensor_from_dict(entry, f"tensors[{shown(name)}]")
         for name, entry in object_of(body["tensors"], "tensors").items()
     }
-    _check_file_sizes(tensors, files)
+    _check_sizes(tensors, files)
     config = object_of(body["config"], "config")
     return Manifest(
         step=whole_number(body["step"], "step"),
@@ -158,10 +158,13 @@ def _manifest_of(body: dict[str, Any]) -> Manifest:
     )
 
 
-def _check_file_sizes(tensors: Mapping[str, TensorEntry], files: Mapping[str, int]) -> None:
-    """Chunks fit into their files, so that a reader never allocates more than is on the disk."""
+def _check_sizes(tensors: Mapping[str, TensorEntry], files: Mapping[str, int]) -> None:
+    """Chunks fill their tensors and fit into their files: a reader never allocates more than is on the disk."""
     used = dict.fromkeys(files, 0)
     for name, entry in tensors.items():
+        numel, held = math.prod(entry.shape), sum(chunk.box.numel for chunk in entry.chunks)
+        if numel != held:
+            raise ValueError(f"tensors[{shown(name)}] has {shown(numel)} elements, its pieces hold {held}")
         for chunk in entry.chunks:
             if chunk.file not in files:
                 raise ValueError(f"tensors[{shown(name)}] lies in file {shown(chunk.file)}, which files does not list")
@@ -171,7 +174,8 @@ def _check_file_sizes(tensors: Mapping[str, TensorEntry], files: Mapping[str, in
             raise ValueError(f"files[{shown(file)}] is {files[file]} bytes, its chunks need {nbytes}")
 
 
-def _tensor_to_dict(entry: TensorEntry) -> dict[str, Any]:
+def tensor_to_dict(entry: TensorEntry) -> dict[str, Any]:
+    """The entry of a tensor as JSON."""
     chunks = [
         {"box": [c.box.start, c.box.stop], "file": c.file, "key": c.key, "crc32": c.crc32, "nbytes": c.nbytes}
         for c in entry.chunks
@@ -179,7 +183,8 @@ def _tensor_to_dict(entry: TensorEntry) -> dict[str, Any]:
     return {"shape": entry.shape, "dtype": entry.dtype, "pieces": chunks}
 
 
-def _tensor_from_dict(entry: Any, field: str, *, files: Mapping[str, int]) -> TensorEntry:
+def tensor_from_dict(entry: Any, field: str) -> TensorEntry:
+    """The entry of a tensor from JSON; `field` is where it stands, for the ValueError of a wrong value."""
     entry = object_of(entry, field)
     shape = _indices(entry["shape"], f"{field}.shape")
     dtype = text_of(entry["dtype"], f"{field}.dtype")
@@ -190,9 +195,6 @@ def _tensor_from_dict(entry: Any, field: str, *, files: Mapping[str, int]) -> Te
         _chunk_from_dict(chunk, f"{field}.pieces[{number}]", shape=shape, itemsize=itemsize)
         for number, chunk in enumerate(list_of(entry["pieces"], f"{field}.pieces"))
     )
-    numel, held = math.prod(shape), sum(chunk.box.numel for chunk in chunks)
-    if numel != held:
-        raise ValueError(f"{field}.pieces hold {held} elements, its shape {list(shape)} has {shown(numel)}")
     return TensorEntry(shape, dtype, chunks)
 
 

@@ -25,12 +25,14 @@ def fit_padding(
     Args:
         manifest: of the checkpoint.
         targets: box -> tensor of the box's shape.
-        rows: number of tokens of every padded table, by the name of its tensors in checkpoints.
+        rows: number of tokens of every padded table, by the name of the parameter.
     """
+    model = manifest.config.get("model")
+    vocab_size = model.get("vocab_size") if isinstance(model, Mapping) else None
     fitted: dict[TensorBox, torch.Tensor] = {}
     for box, tensor in targets.items():
-        entry, tokens = manifest.tensors.get(box.name), rows.get(box.name)
-        if tokens is None or entry is None or not _differs_in_padding(entry.shape, box.shape, tokens=tokens):
+        entry, tokens = manifest.tensors.get(box.name), rows.get(box.name.rpartition("/")[2], -1)
+        if tokens != vocab_size or entry is None or not _differs_in_padding(entry.shape, box.shape, tokens=tokens):
             fitted[box] = tensor
             continue
         tensor.zero_()
@@ -38,12 +40,6 @@ def fit_padding(
         if shared is not None:
             fitted[TensorBox(box.name, entry.shape, shared)] = tensor[shared.within(box.box).slices()]
     return fitted
-
-
-def is_of_same_vocabulary(manifest: Manifest, vocab_size: int | None) -> bool:
-    """Whether the checkpoint is of a model with as many tokens; the padded sizes alone do not show it."""
-    model = manifest.config.get("model")
-    return isinstance(model, Mapping) and model.get("vocab_size") == vocab_size
 
 
 def _differs_in_padding(there: tuple[int, ...], here: tuple[int, ...], *, tokens: int) -> bool:

@@ -157,13 +157,13 @@ def require_space(folder: Path, nbytes: int) -> None:
     """Check that a file system has room for a checkpoint.
 
     Raises:
-        OSError: ENOSPC, with the path, the free and the needed bytes.
+        OSError: ENOSPC, with the needed bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < nbytes:
-        text = f"No space left on device: {free:,} bytes are free, a checkpoint needs {nbytes:,}"
-        raise OSError(errno.ENOSPC, text, str(folder))
+        text = f"{os.strerror(errno.ENOSPC)}: a checkpoint needs {nbytes:,} bytes"
+        raise OSError(errno.ENOSPC, text, str(folder / MANIFEST))
 
 
 def start_writing(folder: Path, step: int, *, warned: set[Path]) -> Path:

@@ -95,6 +95,8 @@ def write_shard(path: Path, tensors: Mapping[TensorBox, torch.Tensor]) -> Writte
                 pool.map(lambda one: _write_chunk(handle, one, begin=len(header), tensor=tensors[one.source]), writes)
             )
         os.fsync(handle)
+    except OSError as error:  # a failed call on a descriptor names no file
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(handle)
     chunks: dict[str, list[ChunkEntry]] = {}

@@ -5,7 +5,8 @@
     start_reduce_scatter, start_all_gather              along any dim, into a new tensor
     local_slice                                         the slice along a dim that reduce-scatter would return
     all_reduce, all_gather_into, all_reduce_scalars     complete on return
-    all_gather_object, barrier                          control traffic
+    all_gather_object, gather_object,                   control traffic
+    broadcast_object, barrier
 
 In a group of one rank the output is the input and no process group is used. `group.traffic` counts the bytes sent.
 """
@@ -146,6 +147,26 @@ def all_gather_object(obj: Any, group: Group) -> list[Any]:
     with translate_errors("all_gather_object", group):
         dist.all_gather_object(gathered, obj, group=group.process_group)
     return gathered
+
+
+def gather_object(obj: Any, group: Group) -> list[Any] | None:
+    """Every rank's picklable object, in group order, on the first rank; None on the others."""
+    if group.size == 1:
+        return [obj]
+    gathered: list[Any] | None = [None] * group.size if group.is_first else None
+    with translate_errors("gather_object", group):
+        dist.gather_object(obj, gathered, group=group.process_group, group_dst=0)
+    return gathered
+
+
+def broadcast_object(obj: Any, group: Group) -> Any:
+    """The first rank's picklable object, on every rank."""
+    if group.size == 1:
+        return obj
+    objects = [obj]
+    with translate_errors("broadcast_object", group):
+        dist.broadcast_object_list(objects, group=group.process_group, group_src=0)
+    return objects[0]
 
 
 def barrier(group: Group) -> None:

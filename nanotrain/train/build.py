@@ -8,14 +8,12 @@ Initial weights come from the seed, from a Hugging Face folder or from a checkpo
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
-from nanotrain.config.schema import to_dict
 from nanotrain.data.batch import Batch
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.hf.import_weights import import_weights
@@ -33,6 +31,7 @@ from nanotrain.topology.params import LocalParam
 from nanotrain.train.batches import BatchIterator
 from nanotrain.train.inputs import RunInputs
 from nanotrain.train.plan import Plan
+from nanotrain.train.resume import RunTensors, restore
 from nanotrain.train.routers import router_biases
 from nanotrain.train.run import Run, TrainState
 from nanotrain.train.stages import BuiltStage, all_data_parallel, build_stages
@@ -69,8 +68,8 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     checkpointer = Checkpointer(inputs.folder.checkpoints, group=context.control, keep_last=config.checkpoint.keep_last)
     state = TrainState()
     if inputs.checkpoint is not None:
-        tensors = optimizer.state_tensors() | router_biases(stages)
-        state = restore(inputs.checkpoint, checkpointer, tensors=tensors, optimizer=optimizer, config=config)
+        into = RunTensors(optimizer.state_tensors() | router_biases(stages), optimizer)
+        state = restore(inputs.checkpoint, checkpointer, into=into, config=config, may_fall_back=inputs.is_resumed)
         for dp in data_parallel:
             dp.start_param_gather()
     state.curve_batch_size = state.curve_batch_size or plan.sampler.global_batch_size
@@ -113,53 +112,6 @@ def build_batch_iterator(batches: Iterator[list[Batch]], context: ParallelContex
         readers_per_sample=context.topology.world_size // context.group("dp").size,
         split=partial(split_batch, group=context.group("cp")),
     )
-
-
-def restore(
-    checkpoint: Path,
-    checkpointer: Checkpointer,
-    *,
-    tensors: dict[TensorBox, Tensor],
-    optimizer: DistributedOptimizer,
-    config: Config,
-) -> TrainState:
-    """Read a checkpoint into optimizer and routers; parameters are complete after the next all-gather.
-
-    Args:
-        checkpoint: step folder.
-        checkpointer: of the run.
-        tensors: read into.
-        optimizer: takes the state that is not a tensor.
-        config: compared with the one in the checkpoint; differences that change the loss are logged.
-    """
-    manifest = checkpointer.restore(checkpoint, tensors, config=to_dict(config))
-    optimizer.load_state_dict(manifest.objects["optimizer"])
-    state = TrainState(**manifest.objects["train"])
-    changed = changed_settings(manifest.config, to_dict(config))
-    if changed:
-        log.info("settings changed since the checkpoint was written: %s", "; ".join(changed))
-    log.info("loaded %s: step %d, %d samples consumed", checkpoint, state.step, state.consumed_samples)
-    return state
-
-
-def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Settings that change the loss and differ between a checkpoint and this run.
-
-    Args:
-        saved: configuration in the checkpoint.
-        current: configuration of this run.
-
-    >>> changed_settings({"optim": {"lr": 0.1}}, {"optim": {"lr": 0.2, "clip_grad": 1.0}, "train": {"seed": 1}})
-    ['optim.lr 0.1 -> 0.2']
-    """
-    watched = {"optim": None, "precision": None, "data": None, "train": ("seed", "global_batch_size")}
-    changed = []
-    for section, names in watched.items():
-        before, now = saved.get(section, {}), current.get(section, {})
-        for name in sorted((before.keys() & now.keys()).intersection(names or now) - {"num_workers"}):
-            if before[name] != now[name]:
-                changed.append(f"{section}.{name} {before[name]} -> {now[name]}")
-    return changed
 
 
 def _open_batches(

@@ -23,7 +23,7 @@ from nanotrain.topology.boxes import TensorBox
 from nanotrain.topology.parameters import declare_model
 from nanotrain.topology.shape import ModelShape
 from nanotrain.train.run import TrainState
-from nanotrain.untrusted import finite_number, object_of, whole_number
+from nanotrain.untrusted import LARGEST, finite_number, object_of, whole_number
 
 log = get_logger(__name__)
 

@@ -14,10 +14,26 @@ from tests.harness import ranks, run_ranks
 
 
 @ranks(3)
-def test_every_rank_gets_the_results_of_all_or_of_the_first(ctx: ParallelContext) -> None:
-    assert run_on_all(ctx.control, lambda: ctx.rank * 10) == [0, 10, 20]
+def test_every_rank_gets_what_the_first_makes_of_the_results_of_all(ctx: ParallelContext) -> None:
+    merged_on = []
+
+    def merge(results: list[int]) -> int:
+        merged_on.append(ctx.rank)
+        return sum(results)
+
+    assert run_on_all(ctx.control, lambda: ctx.rank * 10, merge=merge) == 30
+    assert merged_on == [0] * (ctx.rank == 0)
     assert run_on_first(ctx.control, lambda: ctx.rank + 7) == 7
-    assert run_on_all(ctx.control, lambda: None) == [None] * 3
+    assert run_on_all(ctx.control, lambda: None, merge=list) == [None] * 3
+
+
+@ranks(2)
+def test_an_error_of_the_merge_is_raised_on_every_rank(ctx: ParallelContext) -> None:
+    def merge(results: list[int]) -> int:
+        raise CheckpointError(f"bad {results}")
+
+    with pytest.raises(CheckpointError, match=r"^bad \[0, 1\]$"):
+        run_on_all(ctx.control, lambda: ctx.rank, merge=merge)
 
 
 def error_of(ctx: ParallelContext, errors: dict[int, Exception]) -> tuple[str, str]:
@@ -26,7 +42,7 @@ def error_of(ctx: ParallelContext, errors: dict[int, Exception]) -> tuple[str, s
             raise errors[ctx.rank]
 
     try:
-        run_on_all(ctx.control, fail)
+        run_on_all(ctx.control, fail, merge=list)
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -42,7 +58,7 @@ DISK = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/step")
         ({2: NewerFormat("a", why="b")}, "NewerFormat", "a (on rank 2 of 3): b"),
         ({1: DataError("a"), 2: DataError("z")}, "DataError", "a (on rank 1, 2 of 3) [rank 2: z]"),
         ({0: DataError("a"), 1: DataError("a"), 2: DataError("a")}, "DataError", "a"),
-        ({1: DISK}, "EnvironmentFault", "the checkpoint folder /data/step cannot be used (on rank 1 of 3): No space"),
+        ({1: DISK}, "StorageFault", "/data/step cannot be written (on rank 1 of 3): No space left on device"),
     ],
     ids=str,
 )
@@ -64,5 +80,5 @@ def test_one_rank_raises_without_a_note() -> None:
     def fail() -> None:
         raise DISK
 
-    with pytest.raises(EnvironmentFault, match=r"^the checkpoint folder /data/step cannot be used: No space"):
+    with pytest.raises(EnvironmentFault, match=r"^/data/step cannot be written: No space"):
         run_on_first(Group.single_rank("world"), fail)

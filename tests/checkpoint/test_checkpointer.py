@@ -170,7 +170,7 @@ def test_a_full_disk_is_an_environment_fault_and_leaves_older_checkpoints_alone(
 def test_a_run_folder_that_cannot_be_written_is_an_environment_fault(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file where a folder should be")
 
-    with pytest.raises(EnvironmentFault, match="train.run_dir"):
+    with pytest.raises(EnvironmentFault, match="choose another folder with --run-dir"):
         save(tmp_path, 1)
 
 

@@ -106,7 +106,7 @@ def _full(*_: Any) -> int:
 @pytest.mark.parametrize(
     "what, kind, message",
     [
-        ("full disk", "EnvironmentFault", "No space left on device"),
+        ("full disk", "StorageFault", "No space left on device"),
         ("twice", "CheckpointError", "written 2 times"),
         ("other objects", "CheckpointError", "rank 1 saves other objects than rank 0"),
         ("damaged", "DamagedCheckpoint", "model/deep@0:1,0:3,0:4 is damaged (on rank 0 of 2)"),

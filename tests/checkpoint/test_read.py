@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 
 from nanotrain.checkpoint import store
-from nanotrain.checkpoint.checkpointer import merge_entries
+from nanotrain.checkpoint.commit import merge_entries
 from nanotrain.checkpoint.manifest import Manifest, to_json
 from nanotrain.checkpoint.plan import plan_reads
 from nanotrain.checkpoint.read import ShardFile, read_chunks, read_global_tensors

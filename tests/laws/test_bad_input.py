@@ -223,13 +223,22 @@ def test_a_half_written_checkpoint_is_passed_over_and_refused_by_name(
     assert [step["step"] for step in steps_of(run_dir)] == [1, 2, 3, 4, 5]
 
 
-def test_a_flipped_bit_is_noticed(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_flipped_bit_is_noticed_and_the_older_checkpoint_taken(
+    run_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     shard = checkpoint(run_dir, 6) / "shard-00000-of-00002.safetensors"
     content = bytearray(shard.read_bytes())
     content[-3] ^= 1
     shard.write_bytes(bytes(content))
-    message = refused(arguments(run_dir, "--num-workers 0 --train-iters 8"), capfd)
+    message = refused(arguments(run_dir, "--num-workers 0 --train-iters 8 --load", str(checkpoint(run_dir, 6))), capfd)
     assert re.search("is damaged.*shard-00000-of-00002.safetensors have crc32 .*load an older checkpoint", message)
+
+    ended = torchrun(arguments(run_dir, "--train-iters 5 --micro-batch-size 2"))
+    assert ended.exit_code == 0, ended.output
+    line = "step-00000006 cannot be loaded and will be renamed .*crc32.*; resuming from step-00000004$"
+    assert len(re.findall(line, ended.output, re.M)) == 1, ended.output
+    assert (run_dir / "checkpoints" / "step-00000006.superseded-1").is_dir()
+    assert [step["step"] for step in steps_of(run_dir)] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(

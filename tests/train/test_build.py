@@ -5,11 +5,10 @@ import torch
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
-from nanotrain.train.build import build_run, changed_settings
-from nanotrain.train.hooks.checkpoint import CheckpointHook
+from nanotrain.train.build import build_run
 from nanotrain.train.inputs import open_inputs
 from nanotrain.train.plan import plan_run
-from tests.train.small_run import arguments, small_run, train
+from tests.train.small_run import arguments, small_run
 
 
 def test_the_built_parts_are_those_of_the_plan(tmp_path):
@@ -35,21 +34,3 @@ def test_initial_weights_depend_on_the_seed_only(tmp_path):
     first, again, other = weights(), weights("--ddp-bucket-size", "100"), weights("--seed", "3")
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["embedding.word.weight"], other["embedding.word.weight"])
-
-
-def test_a_resumed_run_has_state_and_weights_and_names_changed_settings(tmp_path, logged):
-    with small_run(tmp_path, "--train-iters", "2") as run:
-        train(run, CheckpointHook())
-        saved = {box.name: tensor.clone() for box, tensor in run.optimizer.state_tensors().items()}
-    with small_run(tmp_path, "--train-iters", "3", "--lr", "0.5") as resumed:
-        assert (resumed.state.step, resumed.state.consumed_samples) == (2, 2)
-        held = {box.name: tensor for box, tensor in resumed.optimizer.state_tensors().items()}
-        assert all(torch.equal(held[name], tensor) for name, tensor in saved.items())
-    assert any("settings changed since the checkpoint was written: optim.lr" in line for line in logged)
-
-
-def test_changed_settings_are_those_that_change_the_loss():
-    saved = {"train": {"seed": 1, "log_interval": 5}, "data": {"seq_length": 16, "num_workers": 2}}
-    current = {"train": {"seed": 2, "log_interval": 9}, "data": {"seq_length": 8, "num_workers": 0}}
-    assert changed_settings(saved, current) == ["data.seq_length 16 -> 8", "train.seed 1 -> 2"]
-    assert changed_settings({}, current) == []

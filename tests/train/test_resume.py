@@ -1,0 +1,157 @@
+"""A run continues from the newest sound checkpoint, says which one and why, and what changed since it was written."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanotrain.checkpoint.manifest import DamagedCheckpoint
+from nanotrain.errors import CheckpointError
+from nanotrain.train.hooks.checkpoint import CheckpointHook
+from nanotrain.train.resume import changed_settings
+from tests.train.small_run import small_run, train
+
+
+def test_a_resumed_run_has_state_and_weights_and_names_changed_settings(tmp_path, logged):
+    with small_run(tmp_path, "--train-iters", "2") as run:
+        train(run, CheckpointHook())
+        saved = {box.name: tensor.clone() for box, tensor in run.optimizer.state_tensors().items()}
+    with small_run(tmp_path, "--train-iters", "3", "--lr", "0.5") as resumed:
+        assert (resumed.state.step, resumed.state.consumed_samples) == (2, 2)
+        held = {box.name: tensor for box, tensor in resumed.optimizer.state_tensors().items()}
+        assert all(torch.equal(held[name], tensor) for name, tensor in saved.items())
+    assert any("settings changed since the checkpoint was written: optim.lr" in line for line in logged)
+
+
+def test_changed_settings_are_those_that_change_the_loss():
+    saved = {"train": {"seed": 1, "log_interval": 5}, "data": {"seq_length": 16, "num_workers": 2}}
+    current = {"train": {"seed": 2, "log_interval": 9}, "data": {"seq_length": 8, "num_workers": 0}}
+    assert changed_settings(saved, current) == ["data.seq_length 16 -> 8", "train.seed 1 -> 2"]
+    assert changed_settings({}, current) == []
+
+
+def test_changed_settings_of_the_model_and_its_sections_are_named():
+    saved = {"model": {"norm_epsilon": 1e-5, "moe": {"router_topk": 2, "z_loss": 0.0}}}
+    current = {"model": {"norm_epsilon": 1e-6, "moe": {"router_topk": 4, "z_loss": 0.0}}}
+    assert changed_settings(saved, current) == ["model.moe.router_topk 2 -> 4", "model.norm_epsilon 1e-05 -> 1e-06"]
+
+
+SAVES = ("--train-iters", "3", "--save-interval", "1")
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps with a checkpoint of each."""
+    folder = tmp_path_factory.mktemp("saved")
+    with small_run(folder, *SAVES) as run:
+        train(run, CheckpointHook())
+    return folder
+
+
+@pytest.fixture
+def folder(saved_run: Path, tmp_path: Path) -> Path:
+    """A copy of its checkpoints."""
+    shutil.copytree(saved_run / "checkpoints", tmp_path / "checkpoints")
+    return tmp_path
+
+
+def step(folder: Path, number: int) -> Path:
+    return folder / "checkpoints" / f"step-{number:08d}"
+
+
+def flip(path: Path) -> None:
+    file = next(path.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 4
+    file.write_bytes(content)
+
+
+def spoil_header(path: Path) -> None:
+    file = next(path.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes().replace(b'"data_offsets"', b'"data_offsetz"', 1))
+
+
+def forge(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    """Damage that changes the objects of a manifest and signs it again."""
+
+    def damage(path: Path) -> None:
+        body = json.loads((path / "manifest.json").read_text())
+        del body["sha256"]
+        change(body["objects"])
+        content = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+        body["sha256"] = hashlib.sha256(content).hexdigest()
+        (path / "manifest.json").write_text(json.dumps(body))
+
+    return damage
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "payload": (flip, "crc32"),
+    "header": (spoil_header, "data_offsets is None"),
+    "negative counter": (forge(lambda objects: objects["train"].update(step=-4)), "objects.train.step is -4"),
+    "other step": (forge(lambda objects: objects["train"].update(step=2)), "objects.train.step is 2"),
+    "unknown counter": (forge(lambda objects: objects["train"].update(steps=2)), "an unknown field 'steps'"),
+    "text": (forge(lambda objects: objects["optimizer"].update(num_updates="3")), "num_updates is '3'"),
+    "scale": (forge(lambda objects: objects["optimizer"]["loss_scale"].update(scale=0)), "loss_scale.scale is 0"),
+    "no state": (forge(lambda objects: objects.clear()), "objects.train is None"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_found_while_loading_falls_back_to_the_newest_sound_one(
+    folder: Path, logged: list[str], damage: str
+) -> None:
+    spoil, reason = DAMAGE[damage]
+    spoil(step(folder, 3))
+    with small_run(folder, *SAVES) as run:
+        assert run.state.step == 2
+        held = {box.name: tensor.clone() for box, tensor in run.optimizer.state_tensors().items()}
+        with small_run(folder.with_name("reference"), "--load", str(step(folder, 2))) as reference:
+            expected = {box.name: tensor for box, tensor in reference.optimizer.state_tensors().items()}
+            assert all(torch.equal(held[name], tensor) for name, tensor in expected.items())
+    (line,) = [line for line in logged if "cannot be loaded" in line]
+    assert line.startswith("step-00000003 cannot be loaded") and line.endswith("resuming from step-00000002")
+    assert reason in line
+
+
+def test_what_is_named_with_load_is_never_replaced(folder: Path) -> None:
+    flip(step(folder, 3))
+    for load in (step(folder, 3), folder):
+        with pytest.raises(DamagedCheckpoint, match="crc32"), small_run(folder, "--load", str(load)):
+            pass
+
+
+def test_a_run_without_a_sound_checkpoint_is_one_error_with_the_cure(folder: Path) -> None:
+    for number in (1, 2, 3):
+        flip(step(folder, number))
+    with pytest.raises(DamagedCheckpoint, match="no checkpoint in .*crc32.*--no-auto-resume"), small_run(folder):
+        pass
+    with small_run(folder, "--no-auto-resume") as run:
+        assert run.state.step == 0
+
+
+@pytest.mark.parametrize(("before", "after"), [(20, 64), (64, 20)])
+def test_a_vocabulary_padded_to_another_number_of_rows_loads(tmp_path: Path, before: int, after: int) -> None:
+    padding = "--make-vocab-size-divisible-by"
+    with small_run(tmp_path, *SAVES, padding, str(before)) as run:
+        train(run, CheckpointHook())
+        saved = {box.name: tensor.clone() for box, tensor in run.optimizer.state_tensors().items()}
+    with small_run(tmp_path, *SAVES, padding, str(after)) as resumed:
+        held = {box.name: tensor for box, tensor in resumed.optimizer.state_tensors().items()}
+        for name, tensor in held.items():
+            same = min(260, len(tensor)) if "embedding.word" in name or "head" in name else len(tensor)
+            assert torch.equal(tensor[:same], saved[name][:same]), name
+            assert not tensor[same:].any(), "padding is zero"
+
+
+def test_another_vocabulary_is_another_model_even_with_as_many_rows(tmp_path: Path) -> None:
+    with small_run(tmp_path, *SAVES, "--make-vocab-size-divisible-by", "300") as run:
+        train(run, CheckpointHook())
+    other = ("--make-vocab-size-divisible-by", "290", "--vocab-size", "270")
+    with pytest.raises(CheckpointError, match="vocab_size 260 there, 270 here"), small_run(tmp_path, *other):
+        pass
