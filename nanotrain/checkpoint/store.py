@@ -154,7 +154,7 @@ _NAMES = "name a run folder, its checkpoints folder, or one step-NNNNNNNN of it"
 
 
 def require_space(folder: Path, nbytes: int) -> None:
-    """Check that a file system has room for a checkpoint.
+    """Check that a file system has space for a checkpoint.
 
     Raises:
         OSError: ENOSPC, with the needed bytes.
