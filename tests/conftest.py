@@ -4,7 +4,10 @@ Ranks share the cores of one machine, and spinning OpenMP threads make an oversu
 """
 
 import os
+import tempfile
 
+# No test reads or leaves anything in the user's cache; runs of one session share this one.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="nanotrain-cache-")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -21,6 +21,7 @@ from nanotrain.data.build import DatasetSplits, build_data, tokenizer_of, uses_q
 from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.errors import ConfigError
 from nanotrain.hf.families import check_against, model_from_hf
+from nanotrain.prepare.cache import user_cache
 from nanotrain.prepare.quickstart import prepare_quickstart
 from nanotrain.runs.folder import RunFolder
 
@@ -98,7 +99,7 @@ def with_pretrained_model(config: Config, explicit: frozenset[str]) -> Config:
 
 
 def _prepare_quickstart(data: DataConfig, folder: RunFolder) -> DataConfig:
-    """Write the quick-start corpus and train its tokenizer, once per run folder; a data section that points to them.
+    """Put the quick-start corpus and its tokenizer into the run folder; a data section that points to them.
 
     The saved configuration keeps an empty `data_path`: the corpus belongs to the run folder.
     """
@@ -107,7 +108,9 @@ def _prepare_quickstart(data: DataConfig, folder: RunFolder) -> DataConfig:
         print(line, file=sys.stderr, flush=True)
 
     with _file_lock(folder.path / ".preparing"):
-        corpus = prepare_quickstart(folder.data, data.quickstart_vocab_size, progress=progress)
+        corpus = prepare_quickstart(
+            folder.data, data.quickstart_vocab_size, cache=user_cache("quickstart"), progress=progress
+        )
     return replace(data, data_path=[str(corpus.prefix)], tokenizer_model=str(corpus.tokenizer_path))
 
 

@@ -93,7 +93,7 @@ def test_a_named_checkpoint_comes_before_the_runs_own(tmp_path):
 def test_the_quick_start_corpus_lies_in_the_run_folder_and_the_configuration_stays_as_asked(tmp_path, monkeypatch):
     calls = []
 
-    def prepare(folder, vocab_size, *, progress):
+    def prepare(folder, vocab_size, *, cache, progress):
         calls.append((folder, vocab_size))
         return QuickStart(write_corpus(tmp_path / "text"), Path("bytes"), vocab_size)
 
@@ -127,7 +127,6 @@ def test_file_lock_rank_of_a_machine_prepares_at_a_time(tmp_path):
         ("--pipeline-schedule interlaeved", "did you mean --pipeline-schedule interleaved?"),
         ("--optimizer adan", "did you mean --optimizer adam?"),
         ("--pipeline-schedule interleaved", "set --num-virtual-stages-per-pipeline-rank 2"),
-        ("--num-virtual-stages-per-pipeline-rank 2", "set --pipeline-schedule interleaved"),
     ],
 )
 def test_names_and_schedules_are_checked_by_the_plan(arguments, message):
