@@ -6,6 +6,7 @@
 dp and expert_dp are the world size divided by the other axes. `--use-tp-pp-dp-mapping` swaps dp and pp in both grids.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from math import lcm, prod
@@ -85,7 +86,7 @@ def _misfit(parallel: ParallelConfig, world_size: int) -> TopologyError:
     dense, expert = _dense_sizes(parallel), _expert_sizes(parallel)
     wrong = dense if world_size % prod(dense.values()) else expert
     current = dense | expert
-    smaller_axes = (
+    smaller_axes: Iterator[tuple[str, int]] = (
         (field, smaller)
         for axis, field in FIELDS.items()
         for smaller in range(current[axis] - 1, 0, -1)
