@@ -76,6 +76,16 @@ class WSDDecayStyle(str, Enum):
     minus_sqrt = "minus_sqrt"
 
 
+class RecomputeGranularity(str, Enum):
+    full = "full"
+    selective = "selective"
+
+
+class RecomputeMethod(str, Enum):
+    uniform = "uniform"
+    block = "block"
+
+
 class DeviceKind(str, Enum):
     auto = "auto"
     cpu = "cpu"
@@ -175,6 +185,16 @@ class ParallelConfig:
     overlap_grad_reduce: bool = option(False, "overlap the gradient reduction with the backward pass")
     overlap_param_gather: bool = option(False, "overlap the parameter all-gather with the next forward pass; optim_grads_params: with the unit before")
     distributed_timeout_minutes: float = option(10.0, "timeout of collectives", check=above(0))
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """Activations: what is recomputed in the backward pass instead of kept."""
+
+    recompute_granularity: RecomputeGranularity | None = option(None, "recompute activations: full (whole layers) or selective (the modules of recompute_modules); unset: keep all")
+    recompute_method: RecomputeMethod | None = option(None, "full: uniform (groups of recompute_num_layers layers) or block (the first recompute_num_layers layers of each stage); unset: uniform")
+    recompute_num_layers: int | None = option(None, "full: layers of a group (uniform) or recomputed layers of each stage (block); unset: 1", check=at_least(1))
+    recompute_modules: list[str] = option([], "selective: core_attn, mlp, moe, layernorm, mla_up_proj, moe_act; empty: core_attn")
 
 
 @dataclass(frozen=True)
@@ -284,6 +304,7 @@ class Config:
 
     model: ModelConfig = section(ModelConfig)
     parallel: ParallelConfig = section(ParallelConfig)
+    memory: MemoryConfig = section(MemoryConfig)
     precision: PrecisionConfig = section(PrecisionConfig)
     optim: OptimConfig = section(OptimConfig)
     data: DataConfig = section(DataConfig)

@@ -3,9 +3,11 @@
 from nanotrain.config.config import (
     Activation,
     MainGradsDType,
+    MemoryConfig,
     ModelConfig,
     ParallelConfig,
     PrecisionConfig,
+    RecomputeGranularity,
     TrainConfig,
 )
 from nanotrain.config.pattern import read_pattern
@@ -105,6 +107,17 @@ def accumulates_grads_in_fp32(precision: PrecisionConfig) -> bool:
     if precision.accumulate_allreduce_grads_in_fp32 is not None:
         return precision.accumulate_allreduce_grads_in_fp32
     return not precision.grad_reduce_in_bf16 and precision.main_grads_dtype is MainGradsDType.fp32
+
+
+def recomputed_modules(memory: MemoryConfig) -> tuple[str, ...]:
+    """The modules of selective recomputation; none with another granularity.
+
+    >>> recomputed_modules(MemoryConfig(recompute_granularity=RecomputeGranularity.selective))
+    ('core_attn',)
+    """
+    if memory.recompute_granularity is not RecomputeGranularity.selective:
+        return ()
+    return tuple(memory.recompute_modules) or ("core_attn",)
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:

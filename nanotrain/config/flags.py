@@ -28,6 +28,7 @@ ALIASES: dict[str, Alias] = {
     "--fp16": Alias("params_dtype", "fp16", agrees=("fp16",)),
     "--grad-reduce-in-fp32": Alias("accumulate_allreduce_grads_in_fp32", "true", agrees=("true",)),
     "--swiglu": Alias("activation", "swiglu", agrees=("swiglu",)),
+    "--recompute-activations": Alias("recompute_granularity", "selective", agrees=("selective",)),
     "--use-distributed-optimizer": Alias(
         "data_parallel_sharding_strategy", "optim", agrees=("optim", "optim_grads", "optim_grads_params")
     ),

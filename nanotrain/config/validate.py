@@ -12,6 +12,7 @@ from nanotrain.config.config import Config
 from nanotrain.config.derive import data_parallel_size, num_microbatches
 from nanotrain.config.rules.data_parallel import DATA_PARALLEL_RULES
 from nanotrain.config.rules.layout import LAYOUT_RULES
+from nanotrain.config.rules.memory import MEMORY_RULES
 from nanotrain.config.rules.model import HEAD_RULES, MLA_RULES, MOE_RULES, POSITION_RULES
 from nanotrain.config.rules.rule import Rule, check_rules
 from nanotrain.config.rules.run import RUN_RULES
@@ -33,7 +34,7 @@ def collect_errors(
         with errors:
             num_microbatches(config.train, 1)
     if to_train and is_model_known:
-        check_rules(config, LAYOUT_RULES, errors=errors, unreadable=unreadable)
+        check_rules(config, (*LAYOUT_RULES, *MEMORY_RULES), errors=errors, unreadable=unreadable)
 
 
 def model_rules(config: Config) -> tuple[Rule, ...]:
@@ -48,8 +49,8 @@ def check_model(config: Config) -> None:
 
 
 def check_layout(config: Config) -> None:
-    """Check that the parallel layout splits the model evenly; raises all broken rules in one ConfigError."""
-    _check_table(config, LAYOUT_RULES)
+    """Check that the parallel layout and recomputation fit the model; raises all broken rules in one ConfigError."""
+    _check_table(config, (*LAYOUT_RULES, *MEMORY_RULES))
 
 
 def _check_table(config: Config, rules: Iterable[Rule]) -> None:

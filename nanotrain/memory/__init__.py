@@ -1,4 +1,4 @@
-"""Block transforms that exchange compute for memory or speed: compilation today. Recomputation and offload belong here.
+"""Transforms of transformer blocks that exchange compute for memory or speed: compilation and recomputation.
 
 Storage of parameters and gradients is in `parallel/dp/`, the precision of tensors in `precision/`.
 """

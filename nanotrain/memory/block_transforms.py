@@ -1,49 +1,109 @@
-"""Transforms of transformer blocks, in the one order in which they are applied.
+"""Transforms of the transformer blocks of a stage, in the one order in which they are applied.
 
-    parameters in flat storage -> BLOCK_TRANSFORMS, first to last -> training
+    blocks, parameters in flat storage -> BLOCK_TRANSFORMS, first to last -> the functions that a stage calls in turn
 
-The first transform of the list is the innermost. Recomputation and offloading go before compilation, so that the
-compiler sees them; forward hooks of a block (which wait for its parameters) run outside all of them.
+The first transform of the list is the innermost. Compilation changes `forward` of a block, inside its hooks (which wait
+for its parameters). Recomputation is around the hooks: a group of blocks gathers its parameters again.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from nanotrain.config.config import Config
+from nanotrain.config.config import Config, RecomputeGranularity, RecomputeMethod
+from nanotrain.memory.recompute import Recompute
+
+BlockFunction = Callable[..., Any]  # hidden states and the context of the layers -> hidden states; or the block itself
 
 
 @dataclass(frozen=True)
 class BlockTransform:
-    """A change of the forward function of a block that keeps its values."""
+    """A change of the blocks of a stage that keeps their values."""
 
     is_enabled: Callable[[Config], bool]  # whether a configuration enables it
-    apply: Callable[[nn.Module], None]  # changes one block in place; parameter names must stay as they are
+    # the functions that replace those of a stage, which run in order; parameter names must stay as they are
+    apply: Callable[..., list[BlockFunction]]
 
 
-def compile_block(block: nn.Module) -> None:
-    """Compile `block.forward` with torch.compile; the hooks of the block stay eager."""
-    block.forward = torch.compile(block.forward)
+def compile_blocks(blocks: Sequence[BlockFunction], *, config: Config, recompute: Recompute) -> list[BlockFunction]:
+    """Compile `forward` of each block with torch.compile; the hooks of the block stay eager."""
+    for block in blocks:
+        assert isinstance(block, nn.Module), "compilation comes first in the list"
+        block.forward = torch.compile(block.forward)
+    return list(blocks)
+
+
+def recompute_blocks(blocks: Sequence[BlockFunction], *, config: Config, recompute: Recompute) -> list[BlockFunction]:
+    """Recompute whole blocks: groups of N ("uniform"), or the first N one by one ("block")."""
+    method, size = recompute_plan(config)
+    if method is RecomputeMethod.block:
+        return [*map(recompute.checkpointed, blocks[:size]), *blocks[size:]]
+    groups = [blocks[start : start + size] for start in range(0, len(blocks), size)]
+    return [recompute.checkpointed(_in_turn(group)) for group in groups]
+
+
+def recompute_plan(config: Config) -> tuple[RecomputeMethod, int]:
+    """The method of full recomputation and its number of blocks; unset, every block by itself."""
+    memory = config.memory
+    return memory.recompute_method or RecomputeMethod.uniform, memory.recompute_num_layers or 1
+
+
+def defaults_of_recompute(config: Config) -> str:
+    """What full recomputation does where method or number of layers is unset, for the log; else nothing."""
+    memory = config.memory
+    is_complete = memory.recompute_method is not None and memory.recompute_num_layers is not None
+    if memory.recompute_granularity is not RecomputeGranularity.full or is_complete:
+        return ""
+    method, _ = recompute_plan(config)
+    what = "groups of 1 layer" if method is RecomputeMethod.uniform else "the first layer of each stage"
+    number = "--recompute-num-layers is unset"
+    unset = number if memory.recompute_method else f"--recompute-method is unset and {number}"
+    return f"recompute full: {method.value}, {what}; {unset}"
 
 
 BLOCK_TRANSFORMS: list[BlockTransform] = [
-    BlockTransform(is_enabled=lambda config: config.train.torch_compile, apply=compile_block),
+    BlockTransform(is_enabled=lambda config: config.train.torch_compile, apply=compile_blocks),
+    BlockTransform(
+        is_enabled=lambda config: config.memory.recompute_granularity is RecomputeGranularity.full,
+        apply=recompute_blocks,
+    ),
 ]
 
 
 def transform_blocks(
-    blocks: Iterable[nn.Module], config: Config, *, transforms: Sequence[BlockTransform] = BLOCK_TRANSFORMS
-) -> None:
-    """Apply the enabled transforms to every block, in the order of the list.
+    blocks: Iterable[nn.Module],
+    config: Config,
+    *,
+    recompute: Recompute,
+    transforms: Sequence[BlockTransform] = BLOCK_TRANSFORMS,
+) -> list[BlockFunction]:
+    """Apply the enabled transforms, in the order of the list.
 
     Args:
-        blocks: transformer blocks, their parameters in final storage.
+        blocks: transformer blocks of one stage, their parameters in final storage.
         config: enables transforms.
+        recompute: of the stage.
         transforms: applied first to last.
+
+    Returns:
+        what the stage calls, one after another.
     """
-    enabled = [transform for transform in transforms if transform.is_enabled(config)]
-    for block in blocks:
-        for transform in enabled:
-            transform.apply(block)
+    functions: list[BlockFunction] = list(blocks)
+    for transform in transforms:
+        if transform.is_enabled(config):
+            functions = transform.apply(functions, config=config, recompute=recompute)
+    return functions
+
+
+def _in_turn(functions: Sequence[BlockFunction]) -> BlockFunction:
+    """One function that passes its first argument through several."""
+
+    def run(hidden: Any, *args: Any) -> Any:
+        for function in functions:
+            hidden = function(hidden, *args)
+        return hidden
+
+    return run

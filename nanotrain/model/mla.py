@@ -27,7 +27,7 @@ from nanotrain.model.context import LayerContext
 from nanotrain.model.norm import build_norm
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
-from nanotrain.model.rope import apply_rotary
+from nanotrain.model.rope import Rotary, apply_rotary
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
 from nanotrain.topology.shape import ModelShape
 
@@ -45,7 +45,13 @@ class MultiLatentAttention(nn.Module):
         super().__init__()
         shape = ModelShape.of(model_config)
         assert shape.mla is not None, "a model without latent attention has the class Attention"
-        self.core_attention, self.tensor_parallel = parallel.core_attention, parallel.tp
+        self.tensor_parallel = parallel.tp
+        self.core_attention = parallel.recompute.wrap("core_attn", parallel.core_attention)
+        self._up_project_and_attend = parallel.recompute.chain(
+            "mla_up_proj",
+            lambda query, kv, key, rotary: self._up_project(query, kv, shared_key=key, rotary=rotary),
+            second=lambda query, key, value, mask: self.core_attention(query, key=key, value=value, mask=mask),
+        )
         self.query_sizes = (shape.mla.nope_dim, shape.mla.rope_dim)
         self.key_value_sizes = (shape.mla.nope_dim, shape.value_head_dim)
         self.compressed_sizes = (shape.mla.kv_lora_rank, shape.mla.rope_dim)
@@ -66,28 +72,40 @@ class MultiLatentAttention(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
         assert context.rotary is not None, "validation requires rotary positions with latent attention"
-        query, compressed = self._query_and_compressed_kv(hidden)
+        query, compressed = self._compress(hidden)
         compressed_kv, shared_key = compressed.split(self.compressed_sizes, dim=-1)
-        (key_value,) = column_parallel(self.kv_latent_norm(compressed_kv), (self.kv_up,))
-
-        query = rearrange(query, "b s (n d) -> b s n d", d=sum(self.query_sizes))
-        key_value = rearrange(key_value, "b s (n d) -> b s n d", d=sum(self.key_value_sizes))
-        query_nope, query_rope = query.split(self.query_sizes, dim=-1)
-        key_nope, value = key_value.split(self.key_value_sizes, dim=-1)
-        query = torch.cat((query_nope, apply_rotary(query_rope, context.rotary)), dim=-1)
-        key_rope = apply_rotary(self.tensor_parallel.enter(shared_key)[:, :, None], context.rotary)
-        key = torch.cat((key_nope, key_rope.expand(-1, -1, key_nope.shape[2], -1)), dim=-1)
-
-        attended = self.core_attention(query, key=key, value=value, mask=context.mask)
+        if self.query is None:
+            query = self.query_latent_norm(query)
+        attended = self._up_project_and_attend(
+            query, self.kv_latent_norm(compressed_kv), shared_key, context.rotary, mask=context.mask
+        )
         out: Tensor = self.output(rearrange(attended, "b s n d -> b s (n d)"))
         return out
 
-    def _query_and_compressed_kv(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, S, N/tp * (Dn + R)] inside the tensor-parallel region, and [B, S or S/tp, C + R] outside of it."""
+    def _compress(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, S or S/tp, q_lora_rank] and [.., C + R], outside the tensor-parallel region.
+
+        Without q_lora_rank the first is the query [B, S, N/tp * (Dn + R)], inside of it.
+        """
         if self.query is not None:
             (query,) = column_parallel(hidden, (self.query,))
             (compressed,) = column_parallel(hidden, (self.kv_down,))
             return query, compressed
         compressed_query, compressed = column_parallel(hidden, (self.query_down, self.kv_down))
-        (query,) = column_parallel(self.query_latent_norm(compressed_query), (self.query_up,))
-        return query, compressed
+        return compressed_query, compressed
+
+    def _up_project(
+        self, query: Tensor, compressed_kv: Tensor, *, shared_key: Tensor, rotary: Rotary
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value [B, S, N/tp, ...] from what `_compress` returns, normalized."""
+        if self.query is None:
+            (query,) = column_parallel(query, (self.query_up,))
+        (key_value,) = column_parallel(compressed_kv, (self.kv_up,))
+        query = rearrange(query, "b s (n d) -> b s n d", d=sum(self.query_sizes))
+        key_value = rearrange(key_value, "b s (n d) -> b s n d", d=sum(self.key_value_sizes))
+        query_nope, query_rope = query.split(self.query_sizes, dim=-1)
+        key_nope, value = key_value.split(self.key_value_sizes, dim=-1)
+        query = torch.cat((query_nope, apply_rotary(query_rope, rotary)), dim=-1)
+        key_rope = apply_rotary(self.tensor_parallel.enter(shared_key)[:, :, None], rotary)
+        key = torch.cat((key_nope, key_rope.expand(-1, -1, key_nope.shape[2], -1)), dim=-1)
+        return query, key, value

@@ -22,7 +22,7 @@ from nanotrain.model.context import LayerContext
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.router import Router
-from nanotrain.parallel.ep.experts import Experts
+from nanotrain.parallel.ep.experts import ExpertOptions, Experts
 from nanotrain.parallel.ep.token_dispatcher import build_token_dispatcher
 
 _SEQUENCE = 1  # the dim of [B, S, H] that is split over tp
@@ -52,15 +52,20 @@ class MoELayer(nn.Module):
         num_experts, self._tp = model_config.moe.num_experts, parallel.tp.group
         assert num_experts is not None, "a dense layer has no experts"
         self._split = Group.single_rank("tp") if parallel.tp.sequence_parallel else self._tp
-        self.router = Router(model_config.moe, params["router.weight"], sequence=parallel.sequence)
+        self.router = Router(
+            model_config.moe, params["router.weight"], sequence=parallel.sequence, recompute=parallel.recompute
+        )
         self._dispatcher = build_token_dispatcher(num_experts, ep=parallel.ep, etp=parallel.etp)
         self.experts = Experts(
             gate=params.get("experts.gate.weight"),
             up=params["experts.up.weight"],
             down=params["experts.down.weight"],
             activation=activation,
-            may_drop=self._dispatcher.keeps_dropped and model_config.moe.expert_capacity_factor is not None,
-            wgrad_queue=parallel.tp.wgrad_queue,
+            options=ExpertOptions(
+                may_drop=self._dispatcher.keeps_dropped and model_config.moe.expert_capacity_factor is not None,
+                wgrad_queue=parallel.tp.wgrad_queue,
+                recompute=parallel.recompute,
+            ),
         )
         self.shared = shared
 

@@ -1,8 +1,9 @@
-"""`ModelParallel`: the groups and the core attention of a stage's layers."""
+"""`ModelParallel`: the groups, the core attention and the recomputation of a stage's layers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nanotrain.comm.group import Group
+from nanotrain.memory.recompute import Recompute
 from nanotrain.parallel.cp.attention import CoreAttention
 from nanotrain.parallel.cp.sdpa import SDPAttention
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
@@ -18,9 +19,11 @@ class ModelParallel:
     ep: Group  # ranks that share the experts
     etp: Group  # ranks that share the matrices of each expert
     sequence: Group  # ranks that hold the tokens of one sequence (tp x cp)
+    recompute: Recompute = field(default_factory=Recompute)  # modules that are recomputed in the backward pass
 
     @classmethod
     def single_rank(cls) -> "ModelParallel":
         """Without model parallelism."""
         names: tuple[GroupName, ...] = ("ep", "etp", "tp_cp")
-        return cls(TensorParallel.single_rank(), SDPAttention(), *(Group.single_rank(name) for name in names))
+        ep, etp, sequence = (Group.single_rank(name) for name in names)
+        return cls(TensorParallel.single_rank(), SDPAttention(), ep=ep, etp=etp, sequence=sequence)

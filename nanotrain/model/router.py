@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from nanotrain.comm.group import Group
 from nanotrain.config.config import LoadBalancing, MoEConfig, RouterScore
+from nanotrain.memory.recompute import Recompute
 from nanotrain.model.capacity import drop_over_capacity, expert_capacity
 from nanotrain.model.context import LayerContext
 from nanotrain.model.router_loss import attach_loss, aux_loss, seq_aux_loss, z_loss
@@ -38,6 +39,7 @@ class Router(StatefulModule):
         moe: number of experts, scores, losses and capacity.
         weight: [E, H].
         sequence: the ranks that hold the tokens of one sequence.
+        recompute: of the stage; a recomputed forward counts nothing.
 
     Attributes:
         expert_bias: [E] fp32 buffer, added to the scores for the selection only; None where it is not enabled. Updated
@@ -47,8 +49,11 @@ class Router(StatefulModule):
 
     expert_bias: Tensor | None
 
-    def __init__(self, moe: MoEConfig, weight: nn.Parameter, *, sequence: Group) -> None:
+    def __init__(
+        self, moe: MoEConfig, weight: nn.Parameter, *, sequence: Group, recompute: Recompute | None = None
+    ) -> None:
         super().__init__()
+        self._recompute = recompute or Recompute()
         self.moe, self.sequence, self.num_experts = moe, sequence, weight.shape[0]
         self.weight = weight
         self.register_buffer("expert_bias", torch.zeros(self.num_experts) if moe.router_enable_expert_bias else None)
@@ -84,9 +89,14 @@ class Router(StatefulModule):
                 positions=positions,
                 sequence=self.sequence,
             )
-        if is_training:
+        if self._counts:
             self.stats.count(topk_ids, kept_ids=kept_ids, probabilities=_probabilities(scores.detach()))
         return Routing(kept_ids.flatten(0, 1), topk_weights.flatten(0, 1))
+
+    @property
+    def _counts(self) -> bool:
+        """Whether this forward pass is counted: in training, and the first time where it is recomputed."""
+        return self.training and torch.is_grad_enabled() and not self._recompute.is_recomputing
 
     def _select(self, scores: Tensor) -> Tensor:
         """[B, S, E] -> [B, S, K] int64, best first."""
@@ -112,11 +122,13 @@ class Router(StatefulModule):
         if self._aux_loss_coeff > 0:
             balance_loss = LOSSES[self.moe.router_load_balancing_type]
             loss = balance_loss(_probabilities(scores), routing.topk_ids, sequence=self.sequence)
-            self.stats.aux_loss += loss.detach() * length
+            if self._counts:
+                self.stats.aux_loss += loss.detach() * length
             weights = attach_loss(weights, loss * (self._aux_loss_coeff * scale))
         if self.moe.z_loss_coeff > 0:
             loss = z_loss(logits)
-            self.stats.z_loss += loss.detach()
+            if self._counts:
+                self.stats.z_loss += loss.detach()
             weights = attach_loss(weights, loss * (self.moe.z_loss_coeff * scale / length))
         return weights
 

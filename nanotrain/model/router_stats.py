@@ -4,7 +4,7 @@
     collect_router_metrics  the sums of all routers over all ranks, one collective per group; starts anew
     update_expert_bias      moves every expert bias against the imbalance
 
-A recomputed forward pass counts its tokens twice. That changes nothing, as all metrics are ratios.
+A forward pass that is recomputed in the backward counts once (`Router`).
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -69,7 +69,8 @@ class Attention(nn.Module):
     def __init__(self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel) -> None:
         super().__init__()
         shape = ModelShape.of(model_config)
-        self.core_attention, self.head_dim = parallel.core_attention, shape.head_dim
+        self.head_dim = shape.head_dim
+        self.core_attention = parallel.recompute.wrap("core_attn", parallel.core_attention)
         self.query = ColumnParallelLinear(*params.linear("query"), tensor_parallel=parallel.tp)
         kv_linear = partial(_kv_linear, shape=shape, tensor_parallel=parallel.tp)
         self.key, self.value = kv_linear(params, "key"), kv_linear(params, "value")
@@ -137,11 +138,15 @@ class Block(nn.Module):
         self.attention = attention(model_config, params.submodule("attention"), parallel=parallel)
         self.mlp_norm = build_norm(model_config, params.submodule("mlp_norm"))
         self.mlp = build_mlp(model_config, params.submodule("mlp"), parallel=parallel)
+        recompute = parallel.recompute
+        mlp = recompute.wrap("moe" if isinstance(self.mlp, MoELayer) else "mlp", self.mlp)
+        self._attend = recompute.chain("layernorm", self.attention_norm, second=self.attention)
+        self._apply_mlp = recompute.chain("layernorm", self.mlp_norm, second=mlp)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), context)
-        out: Tensor = hidden + self.mlp(self.mlp_norm(hidden), context)
+        hidden = hidden + self._attend(hidden, context=context)
+        out: Tensor = hidden + self._apply_mlp(hidden, context=context)
         return out
 
 
@@ -251,6 +256,8 @@ class Stage(nn.Module):
             self.final_norm = build_norm(model_config, declared.submodule("final_norm"))
             head = declared.get("head.weight")
             self.head = Head(head, vocab_size=shape.vocab_size, tensor_parallel=parallel.tp)
+        # The layers in order; `transform_blocks` may replace them by functions of one or several layers.
+        self.layer_functions: list[Callable[..., Tensor]] = list(self.layers.values())
         has_rope = model_config.position_embedding_type is PositionEmbedding.rope
         self._rotary = RotaryTables(model_config) if has_rope else None
         registered = [name for name, _ in self.named_parameters()]
@@ -300,8 +307,8 @@ class Stage(nn.Module):
             sequence_positions=context.sequence_positions,
             aux_loss_scale=context.aux_loss_scale,
         )
-        for layer in self.layers.values():
-            hidden = layer(hidden, layer_context)
+        for function in self.layer_functions:
+            hidden = function(hidden, layer_context)
         assert hidden is not None
         return hidden if self.final_norm is None else self.final_norm(hidden)
 

@@ -57,7 +57,8 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     if inputs.checkpoint is None:
         _init_weights(config, built)
     for stage in stages.values():
-        transform_blocks(stage.layers.values(), config)
+        blocks = stage.layers.values()
+        stage.layer_functions = transform_blocks(blocks, config, recompute=stage.parallel.recompute)
     optimizer = DistributedOptimizer(
         data_parallel,
         config.optim,

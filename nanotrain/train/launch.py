@@ -10,6 +10,7 @@ from nanotrain.config.config import Config
 from nanotrain.config.load import to_yaml
 from nanotrain.errors import EnvironmentFault
 from nanotrain.log import get_logger
+from nanotrain.memory.block_transforms import defaults_of_recompute
 from nanotrain.train.build import build_run
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.evaluate import EvaluateHook
@@ -111,5 +112,7 @@ def _log_start(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> No
         config.precision.params_dtype.value,
         config.parallel.data_parallel_sharding_strategy.value,
     )
+    if note := defaults_of_recompute(config):
+        log.info("%s", note)
     if inputs.is_resumed:
         log.info("resuming; --no-auto-resume starts a new run")

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import ParallelConfig
+from nanotrain.config.derive import recomputed_modules
 from nanotrain.kernels.deferred_wgrad import WgradQueue
+from nanotrain.memory.recompute import Recompute
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.transformer import Stage
 from nanotrain.parallel.cp.attention import build_core_attention
@@ -55,7 +57,8 @@ def all_data_parallel(stages: Mapping[int, BuiltStage]) -> tuple[DataParallel, .
 def _build_stage(plan: Plan, stage: StagePlan, *, context: ParallelContext) -> BuiltStage:
     config, precision = plan.config, Precision.of(plan.config.precision)
     wgrad_queue = WgradQueue() if plan.train_schedule.defers_wgrad else None
-    parallel = _model_parallel(config.parallel, context, wgrad_queue=wgrad_queue)
+    recompute = Recompute(recomputed_modules(config.memory))
+    parallel = _model_parallel(config.parallel, context, wgrad_queue=wgrad_queue, recompute=recompute)
     module = Stage(config.model, stage.spec, params=stage.params, parallel=parallel)
     data_parallel = tuple(
         DataParallel(
@@ -66,7 +69,7 @@ def _build_stage(plan: Plan, stage: StagePlan, *, context: ParallelContext) -> B
                 context.group(buffer.replicate.name),
                 shards_across=buffer.layout.num_outer_shards > 1,
             ),
-            options=data_parallel_options(plan, buffer),
+            options=data_parallel_options(plan, buffer, recompute=recompute),
             precision=precision,
             device=context.device,
         )
@@ -76,8 +79,8 @@ def _build_stage(plan: Plan, stage: StagePlan, *, context: ParallelContext) -> B
     return BuiltStage(module, stage.params, data_parallel, wgrad_queue)
 
 
-def data_parallel_options(plan: Plan, buffer: BufferPlan) -> DataParallelOptions:
-    """The options of one buffer's wrapper."""
+def data_parallel_options(plan: Plan, buffer: BufferPlan, *, recompute: Recompute) -> DataParallelOptions:
+    """The options of one buffer's wrapper, in a stage with this recomputation."""
     parallel = plan.config.parallel
     num_ranks = buffer.shard.size * buffer.replicate.size
     return DataParallelOptions(
@@ -89,11 +92,12 @@ def data_parallel_options(plan: Plan, buffer: BufferPlan) -> DataParallelOptions
         grad_scale=num_ranks / plan.num_averaged_ranks if parallel.ddp_average_in_collective else 1.0,
         by_all_to_all=plan.reduces_by_all_to_all,
         keeps_full_grads=parallel.force_all_reduce,
+        is_recomputing=lambda: recompute.is_recomputing,
     )
 
 
 def _model_parallel(
-    parallel: ParallelConfig, context: ParallelContext, *, wgrad_queue: WgradQueue | None
+    parallel: ParallelConfig, context: ParallelContext, *, wgrad_queue: WgradQueue | None, recompute: Recompute
 ) -> ModelParallel:
     """The groups that the layers of a stage communicate over."""
     tensor_parallel = TensorParallel(context.group("tp"), parallel.sequence_parallel, wgrad_queue)
@@ -103,4 +107,5 @@ def _model_parallel(
         ep=context.group("ep"),
         etp=context.group("etp"),
         sequence=context.group("tp_cp"),
+        recompute=recompute,
     )

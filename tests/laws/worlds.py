@@ -3,6 +3,7 @@
 `train_here(ctx, case)` is what law tests run on every rank; `Outcome` is what they compare between worlds.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import mkdtemp
@@ -16,6 +17,7 @@ from nanotrain.config.config import CheckpointConfig, Config, DataConfig, ModelC
 from nanotrain.config.schema import ENTRIES, config_from_dict, to_dict
 from nanotrain.data.batch import Sample
 from nanotrain.data.build import DatasetSplits
+from nanotrain.model.router_stats import RouterMetrics
 from nanotrain.runs.folder import RunFolder
 from nanotrain.topology.boxes import TensorBox
 from nanotrain.train.build import build_run
@@ -75,6 +77,7 @@ class Outcome:
         dp: its place among the data-parallel ranks.
         reads: the numbers of the samples it read, in order.
         bytes_sent: by group.
+        router_metrics: of every step, by router.
     """
 
     losses: list[float]
@@ -83,6 +86,7 @@ class Outcome:
     dp: int
     reads: list[int]
     bytes_sent: dict[str, int]
+    router_metrics: list[Mapping[str, RouterMetrics]]
 
 
 def config_of(case: Case) -> Config:
@@ -137,6 +141,7 @@ def train_here(ctx: ParallelContext, case: Case) -> Outcome:
         dp=ctx.coords["dp"],
         reads=source.reads,
         bytes_sent={name: ctx.traffic.bytes(name) for name in ctx.groups},
+        router_metrics=[result.router_metrics for result in results],
     )
 
 

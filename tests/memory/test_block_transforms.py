@@ -1,16 +1,26 @@
 """Block transforms run in the order of the list, where the configuration enables them."""
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from torch import nn
 
 from nanotrain.config.config import Config
-from nanotrain.memory.block_transforms import BLOCK_TRANSFORMS, BlockTransform, compile_block, transform_blocks
+from nanotrain.config.schema import config_from_dict, with_values
+from nanotrain.memory.block_transforms import (
+    BLOCK_TRANSFORMS,
+    BlockTransform,
+    compile_blocks,
+    defaults_of_recompute,
+    recompute_blocks,
+    transform_blocks,
+)
+from nanotrain.memory.recompute import Recompute
 
 
 class Block(nn.Module):
-    """A block with one parameter and a hook that must stay outside of what transforms replace."""
+    """A block with one parameter and a hook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,37 +38,65 @@ class Block(nn.Module):
 def wrap(name: str, calls: list[str]) -> BlockTransform:
     """A transform that notes when its wrapper is entered."""
 
-    def apply(block: nn.Module) -> None:
-        inner = block.forward
+    def apply(blocks: Sequence[Callable], *, config: Config, recompute: Recompute) -> list[Callable]:
+        def wrapped(block: Callable) -> Callable:
+            return lambda x: calls.append(name) or block(x)
 
-        def forward(*args: object) -> object:
-            calls.append(name)
-            return inner(*args)
-
-        block.forward = forward
+        return [wrapped(block) for block in blocks]
 
     return BlockTransform(is_enabled=lambda config: True, apply=apply)
 
 
-def test_compile_is_in_the_list_and_off_by_default() -> None:
-    assert [transform.apply for transform in BLOCK_TRANSFORMS] == [compile_block]
+def config_of(**memory: object) -> Config:
+    return config_from_dict({"memory": memory})
+
+
+def test_the_list_is_compile_then_recompute_and_both_are_off_by_default():
+    assert [transform.apply for transform in BLOCK_TRANSFORMS] == [compile_blocks, recompute_blocks]
     block = Block()
-    transform_blocks([block], Config())
+    assert transform_blocks([block], Config(), recompute=Recompute()) == [block]
     assert "forward" not in vars(block)
 
 
-def test_the_flag_of_compile_enables_it() -> None:
-    (transform,) = BLOCK_TRANSFORMS
-    config = Config()
-    assert not transform.is_enabled(config)
-    assert transform.is_enabled(replace(config, train=replace(config.train, torch_compile=True)))
+def test_flags_enable_them():
+    compiled = with_values(Config(), {"train.torch_compile": True})
+    full, selective = (config_of(recompute_granularity=name) for name in ("full", "selective"))
+    enabled = [[transform.is_enabled(c) for transform in BLOCK_TRANSFORMS] for c in (compiled, full, selective)]
+    assert enabled == [[True, False], [False, True], [False, False]]
 
 
-def test_an_added_transform_runs_in_its_place_in_the_list() -> None:
+def test_an_added_transform_runs_in_its_place_in_the_list():
     calls: list[str] = []
-    transforms = [wrap("recompute", calls), *BLOCK_TRANSFORMS, wrap("outermost", calls)]
+    transforms = [wrap("innermost", calls), *BLOCK_TRANSFORMS, wrap("outermost", calls)]
     block = Block()
-    transform_blocks([block], Config(), transforms=transforms)
-    assert block(torch.tensor(3.0)).item() == 6.0
-    assert calls == ["outermost", "recompute"], "the first of the list is the innermost"
+    (function,) = transform_blocks([block], Config(), recompute=Recompute(), transforms=transforms)
+    assert function(torch.tensor(3.0)).item() == 6.0
+    assert calls == ["outermost", "innermost"]
     assert block.hook_calls == 1 and [name for name, _ in block.named_parameters()] == ["weight"]
+
+
+@pytest.mark.parametrize(
+    ("method", "size", "num_functions", "calls_after_backward"),
+    [(None, None, 5, [2, 2, 2, 2, 2]), ("uniform", 2, 3, [2, 2, 2, 2, 2]), ("block", 2, 5, [2, 2, 1, 1, 1])],
+)
+def test_recomputed_blocks_run_again_in_the_backward(method, size, num_functions, calls_after_backward):
+    config = config_of(recompute_granularity="full", recompute_method=method, recompute_num_layers=size)
+    blocks = [Block() for _ in range(5)]
+    functions = transform_blocks(blocks, config, recompute=Recompute())
+    assert len(functions) == num_functions
+    hidden = torch.tensor(3.0)
+    for function in functions:
+        hidden = function(hidden)
+    assert hidden.item() == 3 * 2**5 and [block.hook_calls for block in blocks] == [1] * 5
+    hidden.backward()
+    assert [block.hook_calls for block in blocks] == calls_after_backward
+    assert [block.weight.grad.item() for block in blocks] == [3 * 2**4] * 5
+
+
+def test_defaults_of_full_recomputation_are_said():
+    full = {"recompute_granularity": "full"}
+    assert defaults_of_recompute(config_of(**full)).startswith("recompute full: uniform, groups of 1 layer; --")
+    block = defaults_of_recompute(config_of(**full, recompute_method="block"))
+    assert block == "recompute full: block, the first layer of each stage; --recompute-num-layers is unset"
+    assert not defaults_of_recompute(config_of(**full, recompute_method="block", recompute_num_layers=2))
+    assert not defaults_of_recompute(config_of(recompute_granularity="selective"))

@@ -69,6 +69,8 @@ class DataParallelOptions:
     grad_scale: float = 1.0  # factor of unreduced gradients
     by_all_to_all: bool = False  # reduce-scatter as an all-to-all and a local fp32 sum
     keeps_full_grads: bool = False  # all-reduce whole buckets instead of reduce-scatter
+    # whether a forward pass runs again inside a backward
+    is_recomputing: Callable[[], bool] = lambda: False
 
 
 class DataParallel:
@@ -266,6 +268,7 @@ class DataParallel:
                 stores,
                 prefetch=self.options.overlap_param_gather,
                 before_backward=partial(self._reduce_later_units, first_bucket),
+                is_recomputing=self.options.is_recomputing,
             )
             return
         for child, buckets in units:

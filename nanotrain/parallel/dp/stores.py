@@ -67,6 +67,8 @@ class ResidentParams:
         groups: of the bucket.
     """
 
+    has_storage = True
+
     def __init__(self, full: Tensor, *, groups: ReduceGroups) -> None:
         self.full, self.shard = full, shard_of(full, groups.shard)
         self.gather = ShardGather(full, self.shard, groups=groups)

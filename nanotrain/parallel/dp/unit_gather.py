@@ -3,6 +3,7 @@
     before the forward of unit i     all-gather i, start i + 1, free all others
     after it                         free i
     before the backward of unit i    all-gather i, start i - 1, free all others
+    recomputed forward of unit j     all-gather j, keep the unit whose backward waits for it, free all others
     after the last                   free all
 
 Only the parameters of the current and, with prefetch, of the next unit have storage. Weight gradients that are computed
@@ -30,13 +31,21 @@ class UnitGather:
         units: modules in forward order and the parameter stores that each reads; two modules may share a store.
         prefetch: start the all-gather of the next unit before the current one runs.
         before_backward: called with the index of a unit when the backward of all later units is complete.
+        is_recomputing: whether a forward pass is one that a backward runs again.
     """
 
-    def __init__(self, units: Sequence[Unit], *, prefetch: bool, before_backward: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        prefetch: bool,
+        before_backward: Callable[[int], None],
+        is_recomputing: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._stores = [tuple(stores) for _, stores in units]
         self._num_next = int(prefetch)
-        self._notify = before_backward
-        self._keeps_all = False
+        self._notify, self._is_recomputing = before_backward, is_recomputing
+        self._keeps_all, self._last_backward = False, 0  # the unit whose backward began last
         for index, (module, _) in enumerate(units):
             module.register_forward_pre_hook(partial(self._before_forward, index))
             module.register_forward_hook(partial(self._after_forward, index))
@@ -60,9 +69,14 @@ class UnitGather:
             self.free()
 
     def _before_forward(self, index: int, *_: Any) -> None:
+        if self._is_recomputing():
+            self._gather_again(index)
+            return
         self._gather(index, range(index + 1, index + 1 + self._num_next))
 
     def _after_forward(self, index: int, *hook_arguments: Any) -> None:
+        if self._is_recomputing():
+            return  # the next forward or backward frees the unit; hooks of this output would never be called
         output: Tensor = hook_arguments[-1]
         self.free(but=self._of(range(index + 1, index + 1 + self._num_next)))
         if output.requires_grad:
@@ -70,6 +84,7 @@ class UnitGather:
 
     def _before_backward(self, index: int, _grad: Tensor) -> None:
         self._notify(index)
+        self._last_backward = index
         self._gather(index, range(index - self._num_next, index))
 
     def _gather(self, index: int, following: range) -> None:
@@ -81,6 +96,16 @@ class UnitGather:
             store.start_all_gather()
         for store in current:
             store.wait()
+
+    def _gather_again(self, index: int) -> None:
+        """Gather a unit in the backward of a later one, or of its own; what that backward has gathered stays."""
+        last, num_prefetched = self._last_backward, self._num_next if index == self._last_backward else 0
+        in_use = [store for store in self._of(range(last - num_prefetched, last + 1)) if store.has_storage]
+        if not self._keeps_all:
+            self.free(but=(*self._stores[index], *in_use))
+            for store in self._stores[index]:
+                store.start_all_gather()
+                store.wait()
 
     def _of(self, indices: range) -> list[ParamStore]:
         return [store for i in indices if 0 <= i < len(self._stores) for store in self._stores[i]]

@@ -11,21 +11,27 @@ With etp > 1 the outputs of `down` are partial sums, which the token dispatcher 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor, nn
 
 from nanotrain.kernels.deferred_wgrad import WgradQueue
 from nanotrain.kernels.grouped import GroupedOptions, grouped_linear, select_gemm
+from nanotrain.memory.recompute import Recompute
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """How the experts of a rank compute."""
+
+    may_drop: bool = False  # whether there can be dropped tokens at the end, which belong to no expert
+    wgrad_queue: WgradQueue | None = None  # defers weight gradients; None where no schedule does
+    recompute: Recompute = field(default_factory=Recompute)  # may recompute the activation
 
 
 class Experts(nn.Module):
-    """All experts of this rank: down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
-
-    Args:
-        may_drop: whether there can be dropped tokens at the end, which belong to no expert.
-        wgrad_queue: defers weight gradients; None where no schedule does.
-    """
+    """All experts of this rank: down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate."""
 
     def __init__(
         self,
@@ -34,22 +40,20 @@ class Experts(nn.Module):
         up: nn.Parameter,
         down: nn.Parameter,
         activation: Callable[[Tensor], Tensor],
-        may_drop: bool = False,
-        wgrad_queue: WgradQueue | None = None,
+        options: ExpertOptions | None = None,
     ) -> None:
         super().__init__()
-        self.activation = activation
-        linear = partial(GroupedLinear, may_drop=may_drop, wgrad_queue=wgrad_queue)
+        options = options or ExpertOptions()
+        linear = partial(GroupedLinear, may_drop=options.may_drop, wgrad_queue=options.wgrad_queue)
         self.gate = None if gate is None else linear(gate)
         self.up, self.down = linear(up), linear(down)
+        activate = activation if gate is None else lambda gate, up: activation(gate) * up
+        self._activate_and_down = options.recompute.chain("moe_act", activate, second=self.down)
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         """Tokens [P, H] sorted by expert -> [P, H] in the same order; offs [E] int32 is the end of each expert's."""
-        if self.gate is None:
-            inner = self.activation(self.up(x, offs))
-        else:
-            inner = self.activation(self.gate(x, offs)) * self.up(x, offs)
-        out: Tensor = self.down(inner, offs)
+        inner = [self.up(x, offs)] if self.gate is None else [self.gate(x, offs), self.up(x, offs)]
+        out: Tensor = self._activate_and_down(*inner, offs=offs)
         return out
 
 

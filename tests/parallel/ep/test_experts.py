@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanotrain.kernels.deferred_wgrad import WgradQueue, accumulate_wgrads
-from nanotrain.parallel.ep.experts import Experts
+from nanotrain.parallel.ep.experts import ExpertOptions, Experts
 
 E, H, WIDTH = 3, 8, 16
 COUNTS, DROPPED = [4, 0, 3], 2
@@ -19,7 +19,7 @@ def parameter(*shape: int, seed: int) -> nn.Parameter:
 def build(*, is_gated: bool, **options: object) -> Experts:
     gate = parameter(E, WIDTH, H, seed=1) if is_gated else None
     up, down = parameter(E, WIDTH, H, seed=2), parameter(E, H, WIDTH, seed=3)
-    return Experts(gate=gate, up=up, down=down, activation=F.silu, **options)
+    return Experts(gate=gate, up=up, down=down, activation=F.silu, options=ExpertOptions(**options))
 
 
 def one_by_one(experts: Experts, rows: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,94 @@
+"""Contradictions of recomputation are errors that name the cure."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanotrain.config.load import load_config
+from nanotrain.config.rules.memory import longest_stage
+from nanotrain.config.rules.rule import Values
+from nanotrain.errors import ConfigError
+from nanotrain.topology.stages import split_layers
+from tests.config.asking import config_of, validate
+
+FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
+EXPERTS, MLA = {"num_experts": 4}, {"multi_latent_attention": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+
+
+def modules(*names: str) -> dict[str, object]:
+    return SELECTIVE | {"recompute_modules": list(names)}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        FULL,
+        FULL | {"recompute_method": "block"},
+        FULL | {"recompute_method": "uniform", "recompute_num_layers": 4},
+        PP2 | FULL | {"num_layers": 5, "recompute_method": "block", "recompute_num_layers": 3},
+        SELECTIVE,
+        modules("core_attn", "layernorm", "mlp"),
+        modules("moe") | EXPERTS,
+        modules("moe_act", "mlp") | EXPERTS | {"moe_layer_freq": "[0]+[1]*3"},
+        modules("mla_up_proj") | MLA,
+        modules("core_attn", "mlp") | {"torch_compile": True},
+    ],
+)
+def test_what_fits_breaks_no_rule(keys):
+    validate(config_of(**keys), to_train=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"recompute_method": "block"},
+            "recompute_method = block has no effect: it belongs to",
+        ),
+        (SELECTIVE | {"recompute_num_layers": 2}, "recompute_num_layers = 2 has no effect"),
+        ({"recompute_modules": ["mlp"]}, "it belongs to recompute_granularity selective"),
+        (FULL | {"recompute_modules": ["mlp"]}, "it belongs to recompute_granularity selective"),
+        (FULL | {"recompute_num_layers": 2}, "recompute_method is unset"),
+        (FULL | {"recompute_num_layers": 2}, "set --recompute-method uniform or --recompute-method block"),
+        (FULL | {"recompute_method": "block", "recompute_num_layers": 5}, "set --recompute-num-layers to at most 4"),
+        (
+            PP2 | FULL | {"recompute_method": "uniform", "recompute_num_layers": 3},
+            "the longest of 2 pipeline stages has 2 of 4 layers",
+        ),
+        (modules("core_atn"), "did you mean core_attn?"),
+        (modules("core_attn", "moe"), "moe has no effect: the model has no experts"),
+        (modules("mla_up_proj"), "mla_up_proj has no effect: multi_latent_attention is off"),
+        (modules("mlp") | EXPERTS, "mlp has no effect: every layer has experts"),
+        (modules("moe", "moe_act") | EXPERTS, "moe_act has no effect"),
+        (modules("layernorm") | {"torch_compile": True}, "torch_compile with recompute_modules layernorm"),
+    ],
+)
+def test_a_contradiction_is_one_error(keys, message):
+    with pytest.raises(ConfigError) as caught:
+        validate(config_of(**keys), to_train=True)
+    assert message in str(caught.value)
+
+
+@given(num_layers=st.integers(2, 40), pp=st.integers(1, 8), first=st.none() | st.integers(1, 5))
+def test_the_longest_stage_is_that_of_the_split(num_layers, pp, first):
+    if num_layers < 2 * pp + 5 or (pp == 1 and first):
+        return
+    fields = {"num_layers": num_layers, "pipeline_model_parallel_size": pp, "decoder_first_pipeline_num_layers": first}
+    stages = split_layers(num_layers, pp, first=first)
+    assert longest_stage(Values(config_of(**fields))) == max(len(stage.layers) for stage in stages)
+
+
+def test_the_flags_of_megatron_lm():
+    line = "--mock-data --vocab-size 512 --recompute-granularity full --recompute-method block --recompute-num-layers 2"
+    memory = load_config(line.split()).memory
+    assert (memory.recompute_granularity.value, memory.recompute_method.value, memory.recompute_num_layers) == (
+        "full",
+        "block",
+        2,
+    )
+    line = "--mock-data --vocab-size 512 --recompute-activations --recompute-modules core_attn layernorm"
+    memory = load_config(line.split()).memory
+    assert memory.recompute_granularity.value == "selective" and memory.recompute_modules == ["core_attn", "layernorm"]
+    with pytest.raises(ConfigError, match="--recompute-activations contradicts"):
+        load_config([*line.split(), "--recompute-granularity", "full"])

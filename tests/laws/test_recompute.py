@@ -1,0 +1,62 @@
+"""Law L7: recomputation changes no bit of losses, gradient norms, weights and router statistics."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import SHORT_NAMES, run_ranks
+from tests.laws.test_every_axis import MODELS
+from tests.laws.test_mla import DEEPSEEK
+from tests.laws.worlds import Case, train_cases
+
+FULL = {"recompute_granularity": "full"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "full": FULL,
+    "uniform 3": FULL | {"recompute_method": "uniform", "recompute_num_layers": 3},
+    "uniform 2": FULL | {"recompute_method": "uniform", "recompute_num_layers": 2},
+    "block 1": FULL | {"recompute_method": "block", "recompute_num_layers": 1},
+    "core_attn": {"recompute_granularity": "selective"},
+    "modules": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp", "moe"]},
+    "outputs": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act", "mla_up_proj"]},
+}
+SP, ZB = {"sequence_parallel": True}, {"pipeline_schedule": "zb-h1"}
+VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+# model, dtype, ranks, strategy and sizes of axes, options, settings
+ROWS: list[tuple[str, str, int, dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
+    ("deepseek", "fp32", 1, {}, {}, ("full", "uniform 3", "block 1", "modules", "outputs")),
+    ("gpt2", "bf16", 1, {}, {}, ("uniform 2", "core_attn")),
+    ("deepseek", "fp32", 2, {"strategy": "optim", "pp": 2}, ZB, ("uniform 2", "outputs")),
+    ("llama", "bf16", 2, {"strategy": "optim_grads", "pp": 2}, VPP, ("full", "outputs")),
+    ("gpt2", "bf16", 2, {"strategy": "optim_grads", "tp": 2}, SP | OVERLAP, ("uniform 3", "modules")),
+    ("llama", "fp32", 2, {"cp": 2}, {}, ("full", "core_attn")),
+    ("gpt2", "bf16", 2, {"cp": 2}, {"cp_comm_type": "a2a"}, ("core_attn",)),
+    ("capacity", "fp32", 2, {"strategy": "optim", "tp": 2, "etp": 2}, {}, ("full", "outputs")),
+    ("biased", "fp32", 2, {"strategy": "optim_grads_params", "ep": 2}, OVERLAP, ("full", "uniform 3", "modules")),
+    ("biased", "bf16", 4, {"strategy": "optim_grads_params", "tp": 2, "pp": 2, "etp": 2}, SP | ZB, ("uniform 2",)),
+]
+
+
+@pytest.mark.parametrize(("model", "dtype", "num_ranks", "sizes", "options", "settings"), ROWS, ids=str)
+def test_recomputation_changes_no_bit(
+    model: str,
+    dtype: str,
+    num_ranks: int,
+    sizes: dict[str, Any],
+    options: dict[str, Any],
+    settings: tuple[str, ...],
+) -> None:
+    plain = Case(2).but(
+        train={"micro_batch_size": 2},
+        model={"num_layers": 4} | (MODELS | {"deepseek": DEEPSEEK})[model],
+        parallel={SHORT_NAMES[name]: value for name, value in sizes.items()} | options,
+        precision={"params_dtype": dtype},
+    )
+    cases = [plain, *(plain.but(memory=SETTINGS[name]) for name in settings)]
+    for kept, *recomputed in run_ranks(num_ranks, train_cases, cases, **sizes):
+        for name, outcome in zip(settings, recomputed, strict=True):
+            assert outcome.losses == kept.losses and outcome.grad_norms == kept.grad_norms, name
+            assert outcome.router_metrics == kept.router_metrics, f"{name}: routers count a batch twice"
+            different = [box.name for box in kept.weights if not torch.equal(kept.weights[box], outcome.weights[box])]
+            assert not different, name
