@@ -117,11 +117,15 @@ class EnvironmentFault(NanotrainError):
     """A fault of the machine: an unwritable folder, a missing device, a lost rank."""
 
 
+class ReportedFault(EnvironmentFault):
+    """A fault that one rank printed already; `report` does not print it again."""
+
+
 def report(error: NanotrainError, *, quiet: bool = False) -> int:
     """Print an error on standard error and return the exit code.
 
     `quiet` prints nothing, for ranks other than the first: it raises the same error.
     """
-    if not quiet:
+    if not quiet and not isinstance(error, ReportedFault):
         print(f"error: {error}", file=sys.stderr, flush=True)
     return EXIT_CODE

@@ -46,7 +46,7 @@ def start_all_to_all(
         return Work.completed(output)
     num_sent = sum(input_splits) - input_splits[group.index]
     row_bytes = tensor[:1].numel() * tensor.itemsize if len(tensor) else 0
-    group.traffic.record(group.name, "all_to_all", num_bytes=num_sent * row_bytes)
+    group.record("all_to_all", num_bytes=num_sent * row_bytes)
     with translate_errors("all_to_all", group):
         handle = dist.all_to_all_single(
             output, tensor, list(output_splits), list(input_splits), group=group.process_group, async_op=True

@@ -39,7 +39,7 @@ def start_all_reduce(tensor: Tensor, group: Group, *, op: str = "sum") -> Work[T
     """
     if group.size == 1:
         return Work.completed(tensor)
-    group.traffic.record(group.name, "all_reduce", num_bytes=2 * reduced_bytes(tensor.nbytes, group.size))
+    group.record("all_reduce", num_bytes=2 * reduced_bytes(tensor.nbytes, group.size))
     with translate_errors("all_reduce", group):
         handle = dist.all_reduce(tensor, op=_OPS[op], group=group.process_group, async_op=True)
     return Work(lambda: tensor, op="all_reduce", group=group, handles=[handle])
@@ -55,7 +55,7 @@ def start_reduce_scatter_into(output: Tensor, tensor: Tensor, *, group: Group, o
     """
     if _is_local(output, tensor, full=tensor, group=group):
         return Work.completed(output)
-    group.traffic.record(group.name, "reduce_scatter", num_bytes=reduced_bytes(tensor.nbytes, group.size))
+    group.record("reduce_scatter", num_bytes=reduced_bytes(tensor.nbytes, group.size))
     with translate_errors("reduce_scatter", group):
         if dist.get_backend(group.process_group) == "gloo":
             return gloo.start_reduce_scatter_into(output, tensor, group=group, averages=op == "avg")
@@ -72,7 +72,7 @@ def start_all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> Wo
     """
     if _is_local(output, tensor, full=output, group=group):
         return Work.completed(output)
-    group.traffic.record(group.name, "all_gather", num_bytes=reduced_bytes(output.nbytes, group.size))
+    group.record("all_gather", num_bytes=reduced_bytes(output.nbytes, group.size))
     with translate_errors("all_gather", group):
         if dist.get_backend(group.process_group) == "gloo":
             return gloo.start_all_gather_into(output, tensor, group=group)
@@ -133,10 +133,10 @@ def all_reduce_scalars(values: Sequence[float], group: Group, *, op: str = "sum"
     if group.size == 1:
         return [float(value) for value in values]
     packed = torch.tensor(values, dtype=torch.float64, device=process_group_device(group.process_group))
-    group.traffic.record(group.name, "all_reduce_scalars", num_bytes=2 * reduced_bytes(packed.nbytes, group.size))
+    group.record("all_reduce_scalars", num_bytes=2 * reduced_bytes(packed.nbytes, group.size))
     with translate_errors("all_reduce_scalars", group):
-        dist.all_reduce(packed, op=_OPS[op], group=group.process_group, async_op=True).wait()
-    return packed.tolist()
+        handle = dist.all_reduce(packed, op=_OPS[op], group=group.process_group, async_op=True)
+    return Work(packed.tolist, op="all_reduce_scalars", group=group, handles=[handle]).wait()
 
 
 def all_gather_object(obj: Any, group: Group) -> list[Any]:
@@ -144,7 +144,12 @@ def all_gather_object(obj: Any, group: Group) -> list[Any]:
     if group.size == 1:
         return [obj]
     gathered: list[Any] = [None] * group.size
-    with translate_errors("all_gather_object", group):
+    group.heartbeat.started(group.name, "all_gather_object", num_bytes=0)
+    sequence = group.heartbeat.sequence(group.name)
+    with (
+        translate_errors("all_gather_object", group),
+        group.heartbeat.waiting(group.name, "all_gather_object", sequence=sequence),
+    ):
         dist.all_gather_object(gathered, obj, group=group.process_group)
     return gathered
 

@@ -6,6 +6,7 @@ one rank has no process group: the output of its collectives is their input.
 
 import torch.distributed as dist
 
+from nanotrain.comm.heartbeat import Heartbeat
 from nanotrain.comm.scratch import Scratch
 from nanotrain.comm.traffic import TrafficCounter
 from nanotrain.topology.groups import GroupName, GroupSpec
@@ -21,6 +22,7 @@ class Group:
         traffic: counts sent bytes, shared by the groups of a rank.
         scratch: receive buffers, shared by the groups of a rank.
         coords_text: this rank's coordinates for error messages ("pp1 dp3 tp0").
+        heartbeat: records what this rank does, shared by the groups of a rank.
     """
 
     def __init__(
@@ -31,12 +33,14 @@ class Group:
         traffic: TrafficCounter | None = None,
         scratch: Scratch | None = None,
         coords_text: str = "",
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         assert process_group is not None or spec.size == 1, "collectives of several ranks need a process group"
         self.spec, self.process_group, self.coords_text = spec, process_group, coords_text
         self.name, self.ranks, self.index = spec.name, spec.ranks, spec.index
         self.size, self.rank, self.is_first = spec.size, spec.rank, spec.is_first
         self.traffic, self.scratch = traffic or TrafficCounter(), scratch or Scratch()
+        self.heartbeat = heartbeat or Heartbeat()
 
     @classmethod
     def single_rank(cls, name: GroupName, rank: int = 0) -> "Group":
@@ -45,6 +49,11 @@ class Group:
 
     def __repr__(self) -> str:
         return f"Group({self.spec})"
+
+    def record(self, op: str, *, num_bytes: int) -> None:
+        """Count and record that a collective of this rank begins, with the bytes that it sends."""
+        self.traffic.record(self.name, op, num_bytes=num_bytes)
+        self.heartbeat.started(self.name, op, num_bytes=num_bytes)
 
     def release(self) -> None:
         """Drop the reference to the process group, at the end of the job."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from nanotrain.comm.device import backend_of, pick_device, process_group_device
 from nanotrain.comm.group import Group
+from nanotrain.comm.heartbeat import Heartbeat
 from nanotrain.comm.scratch import Scratch
 from nanotrain.comm.traffic import TrafficCounter
 from nanotrain.errors import EnvironmentFault
@@ -86,12 +87,13 @@ class ParallelContext:
         groups: this rank's groups by name; no `embed` on a stage that is neither first nor last.
         control: all ranks over gloo, for objects and barriers, whatever the device.
         traffic: bytes sent over all groups.
+        heartbeat: what this rank does, for the watchdog.
     """
 
     def __init__(self, topology: Topology, rank: int, *, device: torch.device) -> None:
         self.topology, self.rank, self.device = topology, rank, device
         self.coords, self.coords_text = topology.coords(rank), topology.coords_text(rank)
-        self.traffic, self._scratch = TrafficCounter(), Scratch()
+        self.traffic, self._scratch, self.heartbeat = TrafficCounter(), Scratch(), Heartbeat()
         self.groups: dict[GroupName, Group] = {}
         self.control = self._group(GroupSpec.single_rank("control", rank))
 
@@ -167,7 +169,14 @@ class ParallelContext:
         dist.destroy_process_group()
 
     def _group(self, spec: GroupSpec, process_group: dist.ProcessGroup | None = None) -> Group:
-        return Group(spec, process_group, traffic=self.traffic, scratch=self._scratch, coords_text=self.coords_text)
+        return Group(
+            spec,
+            process_group,
+            traffic=self.traffic,
+            scratch=self._scratch,
+            coords_text=self.coords_text,
+            heartbeat=self.heartbeat,
+        )
 
 
 def _new_group(

@@ -50,7 +50,7 @@ def start_send_recv(sends: Sequence[Message], receives: Sequence[Message], *, gr
     if not sends and not receives:
         return SendRecv(Work.completed(None), ())
     for message in sends:
-        group.traffic.record(group.name, "p2p", num_bytes=message.tensor.nbytes)
+        group.record("p2p", num_bytes=message.tensor.nbytes)
     batch = [_operation(dist.irecv, message, group=group) for message in receives]
     batch += [_operation(dist.isend, message, group=group) for message in sends]
     with translate_errors("p2p", group):
@@ -60,7 +60,7 @@ def start_send_recv(sends: Sequence[Message], receives: Sequence[Message], *, gr
     keep = [message.tensor for message in sends]
     sent = Work(lambda: None, op="p2p", group=group, handles=handles[len(receives) :], keep=keep)
     received = zip(receives, handles, strict=False)
-    return SendRecv(sent, tuple(_receive(message.tensor, handle, group=group) for message, handle in received))
+    return SendRecv(sent, tuple(_receive(message, handle, group=group) for message, handle in received))
 
 
 def start_ring_send_recv(tensors: Sequence[Tensor], group: Group) -> Work[tuple[Tensor, ...]]:
@@ -94,5 +94,5 @@ def _operation(start: Callable[..., object], message: Message, *, group: Group) 
     return dist.P2POp(start, message.tensor, group.ranks[message.peer], group=group.process_group)
 
 
-def _receive(tensor: Tensor, handle: dist.Work, *, group: Group) -> Work[Tensor]:
-    return Work(lambda: tensor, op="p2p", group=group, handles=[handle])
+def _receive(message: Message, handle: dist.Work, *, group: Group) -> Work[Tensor]:
+    return Work(lambda: message.tensor, op="p2p", group=group, handles=[handle], peer=group.ranks[message.peer])

@@ -6,7 +6,7 @@ host.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
@@ -31,6 +31,7 @@ class Work(Generic[T]):
         group: the group it runs over, for error messages; None if nothing is sent.
         handles: torch's handles.
         keep: tensors that must stay alive until the transfer is complete.
+        peer: global rank that sends the message; None for a collective.
     """
 
     def __init__(
@@ -41,9 +42,11 @@ class Work(Generic[T]):
         group: Group | None = None,
         handles: Sequence[dist.Work] = (),
         keep: Sequence[Any] = (),
+        peer: int | None = None,
     ) -> None:
         self._finish: Callable[[], T] | None = finish
         self._op, self._group, self._handles, self._keep = op, group, handles, keep
+        self._peer, self._sequence = peer, group.heartbeat.sequence(group.name) if group else 0
         self._result: T
         self._failure: EnvironmentFault | None = None
 
@@ -75,7 +78,7 @@ class Work(Generic[T]):
         if self._finish is None:
             return self._result
         try:
-            with translate_errors(self._op, self._group):
+            with translate_errors(self._op, self._group), self._recorded():
                 for handle in self._handles:
                     handle.wait()
                 self._result = self._finish()
@@ -85,6 +88,12 @@ class Work(Generic[T]):
         finally:
             self._finish, self._group, self._handles, self._keep = None, None, (), ()
         return self._result
+
+    def _recorded(self) -> AbstractContextManager[None]:
+        """Record in the heartbeat that this rank waits."""
+        if self._group is None:
+            return nullcontext()
+        return self._group.heartbeat.waiting(self._group.name, self._op, sequence=self._sequence, peer=self._peer)
 
 
 @contextmanager

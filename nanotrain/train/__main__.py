@@ -24,7 +24,7 @@ from typing import NoReturn
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line, reply
 from nanotrain.config.validate import validate_for_world
-from nanotrain.errors import EnvironmentFault, ErrorCollector, NanotrainError, report
+from nanotrain.errors import EnvironmentFault, ErrorCollector, NanotrainError, ReportedFault, report
 from nanotrain.runs.folder import RunFolder
 from nanotrain.runs.lock import lock_run
 from nanotrain.train.launcher import end_with_launcher
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         validate_for_world(loaded.config, world_size, expected_dp=loaded.data_parallel_size)
         train(loaded, world_size)
     except NanotrainError as error:
-        if not is_first_local:
+        if not is_first_local and not isinstance(error, ReportedFault):
             time.sleep(WAIT_FOR_FIRST_RANK_S)
         return report(error)
     except KeyboardInterrupt:  # before the first step, or the second Ctrl-C: the trainer handles the first

@@ -24,6 +24,7 @@ from nanotrain.train.inputs import RunInputs
 from nanotrain.train.memory_plan import MemoryPlan
 from nanotrain.train.plan import Plan
 from nanotrain.train.trainer import Trainer
+from nanotrain.train.watch.watchdog import timeout_of, watch_ranks
 
 log = get_logger(__name__)
 
@@ -38,6 +39,14 @@ def run_training(plan: Plan, inputs: RunInputs, *, context: ParallelContext, pla
         planned: memory of the worst rank, for the summary.
     """
     require_same_start(plan, inputs, context=context)
+    parallel = plan.config.parallel
+    timeout_s = timeout_of(plan.config.train.hang_timeout_s, parallel.distributed_timeout_minutes * 60)
+    with watch_ranks(context, inputs.folder.path, timeout_s=timeout_s):
+        _run(plan, inputs, context=context, planned=planned)
+
+
+def _run(plan: Plan, inputs: RunInputs, *, context: ParallelContext, planned: MemoryPlan | None) -> None:
+    """Build the run and train."""
     config = plan.config
     manual_seed(config.train.seed, context.device)
     reset_peak_memory(context.device)

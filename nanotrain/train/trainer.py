@@ -85,6 +85,7 @@ class Trainer:
     def _next_batch(self) -> tuple[GlobalBatch, float] | None:
         """The next batch and the time at which it was requested; None if the ranks stop instead."""
         run, start = self.run, time.perf_counter()
+        run.context.heartbeat.begin("data", step=run.state.step + 1)
         with self._saving_on_the_way_out():
             batch = run.batch_iterator.next(wants_stop=self._wants_stop(), failure=self._failure)
         if batch is None:
@@ -95,7 +96,9 @@ class Trainer:
     def _run_step(self, batch: GlobalBatch, start: float) -> None:
         run = self.run
         loss_scale = run.optimizer.loss_scale.scale
+        run.context.heartbeat.begin("step")
         result = train_step(run, batch)
+        run.context.heartbeat.begin("hooks")
         clock = StepClock(step_time_s=time.perf_counter() - start, data_wait_s=batch.wait_s)
         report = report_step(
             result, run.state, clock=clock, throughput=self._throughput, context=run.context, loss_scale=loss_scale

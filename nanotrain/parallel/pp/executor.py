@@ -155,10 +155,12 @@ class _Step:
             ActionKind.backward_input: self.backward_input,
             ActionKind.backward_weight: self.backward_weight,
         }
+        heartbeat = self.pipeline.group.heartbeat
         for step in self.plan.steps:
             if isinstance(step, TransferBatch):
                 self.start_transfers(step)
             else:
+                heartbeat.action(step.kind.value, stage=step.stage, microbatch=step.microbatch)
                 run_action[step.kind](step)
         for work in self.sending:
             work.wait()

@@ -47,6 +47,7 @@ class CheckpointHook(Hook):
             log.error("step %d could not be saved: %s", run.state.step, error)
 
     def _save(self, run: Run) -> None:
+        run.context.heartbeat.begin("checkpoint")
         path = run.checkpointer.save(
             run.state.step,
             run.optimizer.tensors_to_save() | router_biases_to_save(run.stages, run.context),

@@ -42,6 +42,7 @@ def evaluate(run: Run) -> float | None:
     with GlobalBatchLoader(samples, sampler=run.plan.sampler) as batches:
         batch_iterator = build_batch_iterator(batches, run.context)
         for _ in range(run.config.train.eval_iters):
+            run.context.heartbeat.begin("validation")
             batch = batch_iterator.next(wants_stop=bool(run.stop))
             if batch is None:
                 return None

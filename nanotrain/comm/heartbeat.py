@@ -1,0 +1,170 @@
+"""`Heartbeat`: what a rank is doing, in memory that other processes of its machine can read.
+
+A rank stores integers: no lock, no system call, nothing is sent. So a rank that is frozen or killed is as visible as
+the others. `train/watch/` reads the records of all ranks when nothing moves.
+
+    record of a rank   int64 fields: process, counters, phase, action, the collective it waits for
+                       and per group name: sequence number, operation and bytes of the last collective
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import get_args
+
+from nanotrain.topology.groups import GroupName
+
+NO_GROUP = "?"  # of tests and of what is not a group of a topology
+GROUPS: tuple[str, ...] = (NO_GROUP, *get_args(GroupName))
+OPS = (
+    "?",
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "p2p",
+    "all_reduce_scalars",
+    "all_gather_object",
+)
+PHASES = ("start", "data", "step", "hooks", "validation", "checkpoint", "finished", "failed")
+KINDS = ("", "F", "B", "I", "W")
+
+_GROUP_INDEX = {name: index for index, name in enumerate(GROUPS)}
+_OP_INDEX = {name: index for index, name in enumerate(OPS)}
+_PHASE_INDEX = {name: index for index, name in enumerate(PHASES)}
+_KIND_INDEX = {name: index for index, name in enumerate(KINDS)}
+_PID, _STARTED, _BEATS, _ALARM, _STEP, _PHASE, _KIND, _STAGE, _MICROBATCH = range(9)
+_WAIT_GROUP, _WAIT_OP, _WAIT_SEQUENCE, _WAIT_PEER = range(9, 13)
+_GROUP_FIELDS, _PER_GROUP = 13, 3
+NUM_FIELDS = _GROUP_FIELDS + _PER_GROUP * len(GROUPS)
+RECORD_BYTES = 8 * NUM_FIELDS
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The last collective that a rank started over a group."""
+
+    sequence: int  # 1 for the first collective of this rank over the group
+    op: str
+    num_bytes: int  # sent by this rank
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The collective that a rank waits for."""
+
+    group: str
+    op: str
+    sequence: int
+    peer: int | None = None  # global rank of the sender of a p2p message
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A copy of a record."""
+
+    pid: int
+    started: int  # start time of the process, in ticks since boot
+    beats: int  # grows with all that the rank begins
+    is_alarmed: bool  # whether this rank gave up
+    step: int  # the running step, or the last one
+    phase: str  # one of PHASES
+    action: str  # "F0.3": forward of microbatch 3 through stage 0; "" outside of a step
+    waiting: Waiting | None = None
+    collectives: dict[str, Collective] = field(default_factory=dict)  # by group
+
+
+class Heartbeat:
+    """Writes the record of this rank.
+
+    Args:
+        record: NUM_FIELDS int64 fields; None for memory of this process only.
+    """
+
+    def __init__(self, record: memoryview | None = None) -> None:
+        self._record = memoryview(bytearray(RECORD_BYTES)).cast("q") if record is None else record
+
+    def move_to(self, record: memoryview) -> None:
+        """Continue in another record, such as one in shared memory."""
+        record[:] = self._record
+        self._record = record
+
+    def identify(self, *, pid: int, started: int) -> None:
+        """Set the process of the record."""
+        self._record[_PID], self._record[_STARTED] = pid, started
+
+    def alarm(self) -> None:
+        """Notify the other ranks of this machine that this one gave up."""
+        self._record[_ALARM] = 1
+
+    def begin(self, phase: str, *, step: int | None = None) -> None:
+        """A phase of the run begins."""
+        record = self._record
+        record[_PHASE], record[_KIND] = _PHASE_INDEX[phase], 0
+        if step is not None:
+            record[_STEP] = step
+        record[_BEATS] += 1
+
+    def action(self, kind: str, *, stage: int, microbatch: int) -> None:
+        """An action of the pipeline schedule begins."""
+        record = self._record
+        record[_KIND], record[_STAGE], record[_MICROBATCH] = _KIND_INDEX[kind], stage, microbatch
+        record[_BEATS] += 1
+
+    def started(self, group: str, op: str, *, num_bytes: int) -> None:
+        """A collective was started over a group."""
+        record, index = self._record, _GROUP_FIELDS + _PER_GROUP * _GROUP_INDEX.get(group, 0)
+        record[index] += 1
+        record[index + 1], record[index + 2] = _OP_INDEX.get(op, 0), num_bytes
+        record[_BEATS] += 1
+
+    def sequence(self, group: str) -> int:
+        """Collectives started over a group so far."""
+        return self._record[_GROUP_FIELDS + _PER_GROUP * _GROUP_INDEX.get(group, 0)]
+
+    @contextmanager
+    def waiting(self, group: str, op: str, *, sequence: int, peer: int | None = None) -> Iterator[None]:
+        """This rank waits for a collective inside the block; what fails stays recorded."""
+        record = self._record
+        record[_WAIT_OP], record[_WAIT_SEQUENCE] = _OP_INDEX.get(op, 0), sequence
+        record[_WAIT_PEER] = -1 if peer is None else peer
+        record[_WAIT_GROUP] = 1 + _GROUP_INDEX.get(group, 0)
+        yield
+        record[_WAIT_GROUP] = 0
+        record[_BEATS] += 1
+
+    @property
+    def beats(self) -> int:
+        """Grows with all that this rank begins."""
+        return self._record[_BEATS]
+
+    def read(self) -> Beat:
+        """A copy of the record."""
+        return read_record(self._record)
+
+
+def read_record(record: memoryview) -> Beat:
+    """A copy of a record, of this or of another rank."""
+    values = record.tolist()
+    waiting = None
+    if values[_WAIT_GROUP]:
+        peer = values[_WAIT_PEER] if values[_WAIT_PEER] >= 0 else None
+        group, op = GROUPS[values[_WAIT_GROUP] - 1], OPS[values[_WAIT_OP]]
+        waiting = Waiting(group, op, values[_WAIT_SEQUENCE], peer)
+    collectives = {}
+    for index, name in enumerate(GROUPS):
+        sequence, op_index, num_bytes = values[_GROUP_FIELDS + _PER_GROUP * index :][:_PER_GROUP]
+        if sequence:
+            collectives[name] = Collective(sequence, OPS[op_index], num_bytes)
+    kind = KINDS[values[_KIND]]
+    return Beat(
+        pid=values[_PID],
+        started=values[_STARTED],
+        beats=values[_BEATS],
+        is_alarmed=bool(values[_ALARM]),
+        step=values[_STEP],
+        phase=PHASES[values[_PHASE]],
+        action=f"{kind}{values[_STAGE]}.{values[_MICROBATCH]}" if kind else "",
+        waiting=waiting,
+        collectives=collectives,
+    )

@@ -1,0 +1,237 @@
+"""`Watchdog`: a thread per rank that ends a run in which nothing moves, with a report of which rank is behind.
+
+    this rank began nothing for timeout_s  --+
+    a rank of this machine ended           --+-->  alarm: hang-TIME/rank-N.txt   the stacks of this rank
+    a rank of this machine gave an alarm   --+            hang-TIME/host-M.json  the records of this machine
+                                                   one rank, after GRACE_S:      hang-report.txt, a message
+                                                   every rank:                   exit code 2
+
+A frozen rank cannot report, but its record is in shared memory, so the others report it. Ranks of other machines are
+known by the files of their machines: all write into the run folder, and no network is used.
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from nanotrain.comm.collectives import all_gather_object
+from nanotrain.comm.heartbeat import Beat, Collective, Waiting, read_record
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.comm.work import CommunicationFault
+from nanotrain.errors import EXIT_CODE, EnvironmentFault, ReportedFault
+from nanotrain.runs.files import write_text
+from nanotrain.train.watch.processes import RankProcess, share_heartbeats, state_of
+from nanotrain.train.watch.report import Diagnosis, RankView, diagnose, report_text
+
+REPORT = "hang-report.txt"
+MAX_POLL_S = 1.0
+GRACE_S = 3.0  # from the first alarm to the report: other ranks notice later and write their files
+LOST_S = 2.0  # from the end of a rank to the alarm: the failed collective of this rank usually ends it before
+SHARE_OF_TIMEOUT = 0.9  # of the timeout of collectives, after which torch would end the run without a report
+
+
+class Watchdog:
+    """Watches the ranks of this machine from a thread of its own.
+
+    Args:
+        context: of this rank.
+        folder: the run folder, for the report.
+        timeout_s: a rank that begins nothing for this long hangs; 0 watches only for lost ranks.
+        end: ends this process; replaced in tests.
+    """
+
+    def __init__(
+        self, context: ParallelContext, folder: Path, *, timeout_s: float, end: Callable[[int], Any] = os._exit
+    ) -> None:
+        self._topology, self._rank, self._heartbeat = context.topology, context.rank, context.heartbeat
+        self._folder, self._timeout_s, self._end = folder, timeout_s, end
+        self._processes, self._records = share_heartbeats(context.heartbeat, context.control)
+        now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        self._hang_folder = folder / f"hang-{all_gather_object(now, context.control)[0]}"
+        self._stopped, self._reporting = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, *, phase: str) -> None:
+        """End the thread; `phase` is "finished" or "failed"."""
+        self._heartbeat.begin(phase)
+        self._stopped.set()
+        self._thread.join()
+
+    def explain(self, fault: CommunicationFault) -> EnvironmentFault:
+        """Report a failed collective, with the rank that was lost; the fault itself where no report can be written."""
+        self._stopped.set()
+        deadline = time.monotonic() + GRACE_S
+        while not self._lost() and time.monotonic() < deadline:  # a killed process ends a moment later than its sockets
+            time.sleep(0.05)
+        with self._reporting:
+            diagnosis = self._report(f"{fault.what}: {fault.why}")
+        return fault if diagnosis is None else ReportedFault(diagnosis.headline)
+
+    def _watch(self) -> None:
+        poll_s = min(MAX_POLL_S, self._timeout_s / 10) if self._timeout_s else MAX_POLL_S
+        beats, moved, lost_since = -1, time.monotonic(), None
+        while not self._stopped.wait(poll_s):
+            now = time.monotonic()
+            if self._heartbeat.beats != beats:
+                beats, moved = self._heartbeat.beats, now
+            lost_since = (lost_since or now) if self._lost() else None
+            reason = ""
+            if self._timeout_s and now - moved >= self._timeout_s:
+                reason = (
+                    f"rank {self._rank} began nothing for {now - moved:.0f} s (--hang-timeout-s {self._timeout_s:g})"
+                )
+            elif lost_since is not None and now - lost_since >= LOST_S:
+                reason = f"rank {self._lost()[0].rank} ended"
+            elif self._is_alarmed():
+                reason = "another rank of this machine gave an alarm"
+            if reason:
+                with self._reporting:
+                    if self._stopped.is_set():  # the main thread reported meanwhile
+                        return
+                    self._report(reason)
+                self._end_frozen()
+                sys.stdout.flush()
+                self._end(EXIT_CODE)
+                return
+
+    def _lost(self) -> list[RankProcess]:
+        """The ranks of this machine whose process ended before the run did."""
+        return [
+            process
+            for process in self._processes
+            if process.rank in self._records
+            and not state_of(process)
+            and read_record(self._records[process.rank]).phase not in ("finished", "failed")
+        ]
+
+    def _is_alarmed(self) -> bool:
+        return any(read_record(record).is_alarmed for record in self._records.values())
+
+    def _report(self, reason: str) -> Diagnosis | None:
+        """Write the files of this rank and, on one rank, the report; None where the run folder cannot be written."""
+        self._heartbeat.alarm()
+        try:
+            self._hang_folder.mkdir(exist_ok=True)
+            with (self._hang_folder / f"rank-{self._rank:05d}.txt").open("w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+            self._write_records()
+            self._wait_for_others()
+            self._write_records()  # the states of frozen and lost processes as they are now
+            views = self._views()
+            diagnosis = diagnose(views, self._topology)
+            if self._is_writer():
+                self._write_report(reason, diagnosis, views=views)
+            else:
+                self._wait_for_report()
+            return diagnosis
+        except OSError as error:
+            print(f"error: {reason}; no report: {self._folder} cannot be written: {error}", file=sys.stderr, flush=True)
+            return None
+
+    def _write_records(self) -> None:
+        """The records of all ranks of this machine; each of its ranks writes the same."""
+        records = {
+            process.rank: {"state": state_of(process), "beat": asdict(read_record(self._records[process.rank]))}
+            for process in self._processes
+            if process.rank in self._records
+        }
+        write_text(self._hang_folder / f"host-of-rank-{min(records):05d}.json", json.dumps(records))
+
+    def _wait_for_others(self) -> None:
+        """Give the living ranks time to write their stacks, and other machines to write their records."""
+        deadline = time.monotonic() + GRACE_S
+        machines = {process.machine for process in self._processes}
+        while time.monotonic() < deadline:
+            stacks = len(list(self._hang_folder.glob("rank-*.txt")))
+            hosts = len(list(self._hang_folder.glob("host-of-rank-*.json")))
+            if stacks == len(self._processes) and hosts >= len(machines):
+                return
+            time.sleep(0.1)
+
+    def _views(self) -> dict[int, RankView]:
+        views = {each.rank: RankView(each.rank, each.host, each.pid, "?") for each in self._processes}
+        for path in sorted(self._hang_folder.glob("host-of-rank-*.json")):
+            with suppress(ValueError, KeyError, TypeError):
+                for rank, entry in json.loads(path.read_text()).items():
+                    process = self._processes[int(rank)]
+                    beat = _beat_of(entry["beat"])
+                    views[process.rank] = RankView(process.rank, process.host, process.pid, entry["state"], beat)
+        return views
+
+    def _is_writer(self) -> bool:
+        """Whether this rank writes the report: the first one that comes here."""
+        try:
+            os.close(os.open(self._hang_folder / "writer", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        except FileExistsError:
+            return False
+        return True
+
+    def _write_report(self, reason: str, diagnosis: Diagnosis, *, views: Mapping[int, RankView]) -> None:
+        title = [
+            f"nanotrain hang report, {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
+            f"run folder {self._folder}, {len(views)} ranks",
+            f"reason: {reason}",
+            f"stacks: {self._hang_folder}/rank-*.txt; a rank without a file was frozen or lost",
+        ]
+        path = self._folder / REPORT
+        write_text(path, report_text(diagnosis, views, topology=self._topology, title=title))
+        print(f"error: {reason}\n{diagnosis.headline}\nsee {path}", file=sys.stderr, flush=True)
+        write_text(self._hang_folder / "written", "")
+
+    def _wait_for_report(self) -> None:
+        """Stay until the report is there: torchrun ends all ranks as soon as one has ended."""
+        deadline = time.monotonic() + GRACE_S
+        while not (self._hang_folder / "written").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _end_frozen(self) -> None:
+        """Kill stopped ranks of this machine: they cannot handle torchrun's SIGTERM, and it would wait for 30 s."""
+        for process in self._processes:
+            if process.rank in self._records and process.rank != self._rank and state_of(process) == "T":
+                with suppress(OSError):
+                    os.kill(process.pid, signal.SIGKILL)
+
+
+def timeout_of(hang_timeout_s: float | None, distributed_timeout_s: float) -> float:
+    """The timeout of the watchdog: as set, else so much below that of collectives that the report comes first."""
+    return distributed_timeout_s * SHARE_OF_TIMEOUT if hang_timeout_s is None else hang_timeout_s
+
+
+@contextmanager
+def watch_ranks(context: ParallelContext, folder: Path, *, timeout_s: float) -> Iterator[None]:
+    """Watch the ranks while the block runs; a collective that fails in it is reported with the lost rank."""
+    watchdog = Watchdog(context, folder, timeout_s=timeout_s)
+    watchdog.start()
+    try:
+        yield
+    except CommunicationFault as fault:
+        explained = watchdog.explain(fault)
+        watchdog.stop(phase="failed")
+        raise explained from fault
+    except BaseException:
+        watchdog.stop(phase="failed")
+        raise
+    watchdog.stop(phase="finished")
+
+
+def _beat_of(values: dict[str, Any]) -> Beat:
+    waiting, collectives = values.pop("waiting"), values.pop("collectives")
+    return Beat(
+        **values,
+        waiting=Waiting(**waiting) if waiting else None,
+        collectives={name: Collective(**each) for name, each in collectives.items()},
+    )

@@ -1,0 +1,64 @@
+"""What a rank records: phases, actions, collectives and what it waits for, also in memory of other processes."""
+
+import timeit
+
+import torch
+
+from nanotrain.comm.collectives import all_gather_object, all_reduce, all_reduce_scalars, start_all_reduce
+from nanotrain.comm.heartbeat import NUM_FIELDS, Collective, Heartbeat, Waiting, read_record
+from nanotrain.comm.send_recv import start_ring_send_recv
+from tests.harness import ranks
+
+
+def test_phases_actions_and_collectives_are_read_back():
+    heartbeat = Heartbeat()
+    heartbeat.identify(pid=7, started=8)
+    heartbeat.begin("step", step=3)
+    heartbeat.action("B", stage=1, microbatch=5)
+    heartbeat.started("dp", "all_reduce", num_bytes=64)
+    heartbeat.started("no such group", "no such op", num_bytes=1)
+    beat = heartbeat.read()
+    assert (beat.pid, beat.started, beat.step, beat.phase, beat.action) == (7, 8, 3, "step", "B1.5")
+    assert beat.collectives == {"dp": Collective(1, "all_reduce", 64), "?": Collective(1, "?", 1)}
+    assert beat.waiting is None and beat.beats == 4 and not beat.is_alarmed
+
+
+def test_a_wait_is_recorded_while_it_lasts_and_after_it_failed():
+    heartbeat = Heartbeat()
+    with heartbeat.waiting("pp", "p2p", sequence=4, peer=2):
+        assert heartbeat.read().waiting == Waiting("pp", "p2p", 4, peer=2)
+    assert heartbeat.read().waiting is None
+    try:
+        with heartbeat.waiting("tp", "all_gather", sequence=1):
+            raise RuntimeError
+    except RuntimeError:
+        assert heartbeat.read().waiting == Waiting("tp", "all_gather", 1)
+
+
+def test_a_record_continues_in_other_memory():
+    heartbeat, record = Heartbeat(), memoryview(bytearray(8 * NUM_FIELDS)).cast("q")
+    heartbeat.begin("data", step=9)
+    heartbeat.move_to(record)
+    heartbeat.alarm()
+    assert read_record(record).step == 9 and read_record(record).is_alarmed
+
+
+@ranks(2, tp=2)
+def test_every_collective_of_a_rank_is_in_its_heartbeat(ctx):
+    group, tensor = ctx.group("tp"), torch.ones(3)
+    all_reduce(tensor, group)
+    all_reduce_scalars([1.0], group)
+    start_ring_send_recv([tensor], group).wait()
+    all_gather_object("x", group)
+    work = start_all_reduce(tensor, group)
+    beat = ctx.heartbeat.read()
+    assert beat.collectives["tp"].sequence == 5 and beat.collectives["tp"].op == "all_reduce"
+    work.wait()
+    assert ctx.heartbeat.read().waiting is None
+
+
+def test_a_record_costs_less_than_two_microseconds():
+    # A collective takes at least 20 us. The least of several: others use this machine too.
+    heartbeat = Heartbeat()
+    seconds = min(timeit.repeat(lambda: heartbeat.started("dp", "all_reduce", num_bytes=64), number=2000, repeat=20))
+    assert seconds / 2000 < 2e-6

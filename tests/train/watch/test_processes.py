@@ -1,0 +1,52 @@
+"""Heartbeats in shared memory, and the state of processes."""
+
+import os
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from nanotrain.comm.collectives import barrier
+from nanotrain.comm.heartbeat import read_record
+from nanotrain.train.watch import processes
+from nanotrain.train.watch.processes import RankProcess, share_heartbeats, start_time, state_of
+from tests.harness import ranks
+
+
+@ranks(3)
+def test_every_rank_of_a_machine_reads_the_others(ctx):
+    before = set(Path("/dev/shm").glob("nanotrain-heartbeats-*"))
+    found, records = share_heartbeats(ctx.heartbeat, ctx.control)
+    ctx.heartbeat.begin("step", step=10 + ctx.rank)
+    barrier(ctx.control)
+    beats = {rank: read_record(record) for rank, record in records.items()}
+    assert [beats[rank].step for rank in range(3)] == [10, 11, 12]
+    assert [beats[rank].pid for rank in range(3)] == [process.pid for process in found]
+    assert found[ctx.rank].pid == os.getpid()
+    barrier(ctx.control)
+    assert set(Path("/dev/shm").glob("nanotrain-heartbeats-*")) <= before, "the file is unlinked"
+
+
+@ranks(2)
+def test_without_shared_memory_a_rank_knows_itself_only(ctx):
+    processes._create = lambda num_ranks: None
+    found, records = share_heartbeats(ctx.heartbeat, ctx.control)
+    assert len(found) == 2 and set(records) == {ctx.rank}
+
+
+def test_states_of_a_process_until_its_end():
+    child = subprocess.Popen(["sleep", "60"])
+    process = RankProcess(0, "host", child.pid, start_time(child.pid), "machine")
+    assert state_of(process) in "SR"
+    assert state_of(replace(process, started=process.started + 1)) == "", "a later process with its id"
+    child.send_signal(signal.SIGSTOP)
+    end = time.monotonic() + 10
+    while state_of(process) != "T" and time.monotonic() < end:
+        time.sleep(0.01)
+    assert state_of(process) == "T"
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie
+    assert state_of(process) == ""
+    child.wait()
+    assert state_of(process) == ""

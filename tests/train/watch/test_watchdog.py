@@ -1,0 +1,100 @@
+"""Drills: a rank that is stopped and a rank that is killed, in runs under torchrun; and the rules of the watchdog."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.topology.topology import Topology
+from nanotrain.train.watch.watchdog import REPORT, Watchdog, timeout_of
+from tests.harness import parallel_config
+from tests.laws.command_line import arguments, start_torchrun, wait_for
+
+SOON_S = 60.0  # a drill ends within seconds; a busy machine needs more
+
+
+@pytest.mark.parametrize(
+    ("number", "says"), [(signal.SIGSTOP, "is stopped"), (signal.SIGKILL, "ended without an error")]
+)
+def test_a_run_with_a_stopped_or_killed_rank_ends_and_names_it(
+    tmp_path: Path, number: signal.Signals, says: str
+) -> None:
+    line = arguments(tmp_path / "run", "--train-iters 100000 --micro-batch-size 2 --num-workers 0 --no-save")
+    started = start_torchrun([*line, "--hang-timeout-s", "4"])
+    try:
+        rank = running_rank(started, tmp_path / "run", rank=1)
+        os.kill(rank, number)
+        finished = wait_for(started, timeout_s=SOON_S)
+    finally:
+        started.kill()
+    assert finished.exit_code == 1, finished.output  # torchrun's own
+    assert re.search(rf"error: .*rank 1 \(dp1, host \S+, pid {rank}\) {says}", finished.output, re.S), finished.output
+    report = (tmp_path / "run" / REPORT).read_text()
+    assert f"rank 1 (dp1, host {os.uname().nodename}, pid {rank}) {says}" in report
+    assert re.search(r"^0 +dp0 .* sleeping|^0 +dp0 .* running", report, re.M), report
+    (folder,) = (tmp_path / "run").glob("hang-2*")
+    assert [path.name for path in folder.glob("rank-*.txt")] == ["rank-00000.txt"]
+    assert number is signal.SIGKILL or "nanotrain/comm/work.py" in (folder / "rank-00000.txt").read_text()
+    assert finished.output.count("error: ") == 1, finished.output
+    assert not is_there(rank)
+
+
+def running_rank(started: subprocess.Popen[str], run_dir: Path, *, rank: int) -> int:
+    """The process id of a rank of a run that has made two steps."""
+    end = time.monotonic() + SOON_S
+    while time.monotonic() < end and started.poll() is None:
+        metrics = run_dir / "metrics.jsonl"
+        if metrics.exists() and metrics.read_text().count("\n") >= 2:
+            children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
+            for pid in map(int, children):
+                if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text():
+                    return pid
+        time.sleep(0.05)
+    raise AssertionError("the run did not start")
+
+
+def is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_one_rank_that_begins_nothing_ends_with_its_stacks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    context, ended = ParallelContext.attach(Topology.of(parallel_config(), 1)), []
+    watchdog = Watchdog(context, tmp_path, timeout_s=0.3, end=ended.append)
+    context.heartbeat.begin("data", step=5)
+    watchdog.start()
+    for _ in range(20):  # it moves, slowly
+        time.sleep(0.05)
+        context.heartbeat.begin("step")
+        assert not ended
+    end = time.monotonic() + 20
+    while not ended and time.monotonic() < end:
+        time.sleep(0.05)
+    watchdog.stop(phase="failed")
+    assert ended == [2]
+    report = (tmp_path / REPORT).read_text()
+    assert "rank 0 began nothing for" in report and "no rank waits for another one; look at the stacks" in report
+    assert "in step 5, phase step" in capfd.readouterr().err
+    (folder,) = tmp_path.glob("hang-2*")
+    assert "test_one_rank_that_begins_nothing" in (folder / "rank-00000.txt").read_text()
+
+
+def test_the_timeout_lies_below_that_of_collectives_unless_it_is_set() -> None:
+    assert timeout_of(None, 600.0) == 540.0
+    assert timeout_of(0.0, 600.0) == 0.0 and timeout_of(30.0, 600.0) == 30.0
+
+
+def test_a_finished_run_leaves_no_report(tmp_path: Path) -> None:
+    context = ParallelContext.attach(Topology.of(parallel_config(), 1))
+    watchdog = Watchdog(context, tmp_path, timeout_s=100.0)
+    watchdog.start()
+    watchdog.stop(phase="finished")
+    assert not list(tmp_path.iterdir())
