@@ -282,7 +282,7 @@ class TrainConfig:
     eval_iters: int = option(10, "global batches per validation; 0: no validation", check=at_least(0))
     exit_interval: int | None = option(None, "save and exit at steps that are a multiple of this", check=at_least(1))
     exit_duration_in_mins: float | None = option(None, "save and exit after this many minutes", check=above(0))
-    hang_timeout_s: float | None = option(None, "seconds in which a rank may begin nothing before the run ends with hang-report.txt; 0: endless; unset: 0.9 * distributed_timeout_minutes", check=at_least(0))
+    hang_timeout_s: float | None = option(None, "seconds without progress after which the run ends with hang-report.txt; 0: never; unset: 0.9 of the timeout of collectives", check=at_least(0))
     manual_gc_interval: int = option(100, "steps between manual garbage collections; 0: automatic collection", check=at_least(0))
     profile: bool = option(False, "write a torch profiler trace into the run folder")
     profile_step_start: int = option(3, "first profiled step", check=at_least(1))
