@@ -27,6 +27,7 @@ def test_a_run_trains_and_leaves_everything_in_its_folder(tmp_path, capfd):
         "config.yaml",
         "environment.json",
         "metrics.jsonl",
+        "report.html",
         "run.lock",
     }
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3]
