@@ -10,8 +10,8 @@ from nanotrain.config.config import Config
 from nanotrain.config.load import to_yaml
 from nanotrain.errors import EnvironmentFault
 from nanotrain.log import get_logger
-from nanotrain.memory.block_transforms import defaults_of_recompute
 from nanotrain.train.build import build_run
+from nanotrain.train.header import header
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.evaluate import EvaluateHook
 from nanotrain.train.hooks.hook import Hook
@@ -61,9 +61,15 @@ def _run(plan: Plan, inputs: RunInputs, *, context: ParallelContext, planned: Me
                 "origins": dict(inputs.origins),
             }
             inputs.folder.write_description(to_yaml(config), facts)
-            _log_start(plan, inputs, context=context)
+            log.info("%s", header(plan, inputs, device=device_name(context.device)))
+            if inputs.is_resumed:
+                log.info("resuming; --no-auto-resume starts a new run")
         if run.state.step >= config.train.train_iters:
-            log.info("nothing to do: step %d of %d is already done", run.state.step, config.train.train_iters)
+            log.info(
+                "nothing to do: step %d of %d is done; a larger --train-iters goes on from there",
+                run.state.step,
+                config.train.train_iters,
+            )
         Trainer(run, choose_hooks(config, inputs.tokenizer, planned=peak)).fit()
     finally:
         run.batches.close()
@@ -109,19 +115,3 @@ def choose_hooks(config: Config, tokenizer: str | None, *, planned: PlannedPeak 
         (True, SummaryHook(planned)),
     ]
     return [hook for is_enabled, hook in hooks if is_enabled]
-
-
-def _log_start(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> None:
-    config, topology = plan.config, plan.topology
-    log.info(
-        "%s: %s on %s, %s, %s",
-        inputs.folder.path,
-        "1 rank" if topology.world_size == 1 else f"{topology.world_size} ranks",
-        device_name(context.device),
-        config.precision.params_dtype.value,
-        config.parallel.data_parallel_sharding_strategy.value,
-    )
-    if note := defaults_of_recompute(config):
-        log.info("%s", note)
-    if inputs.is_resumed:
-        log.info("resuming; --no-auto-resume starts a new run")

@@ -35,7 +35,7 @@ def test_a_run_trains_and_leaves_everything_in_its_folder(tmp_path, capfd):
     assert json.loads((tmp_path / "environment.json").read_text())["world_size"] == 1
     out, err = capfd.readouterr()
     assert [line.split(" | ")[0] for line in out.splitlines() if " | " in line] == ["step 1/3", "step 2/3", "step 3/3"]
-    assert f"{tmp_path}: 1 rank on cpu, fp32, no_shard" in err
+    assert "layout      1 rank on cpu, no_shard\nprecision   fp32\n" in err
     assert "planned memory per rank, of pipeline rank 0:" in err
     assert "memory        planned 0.1" in out and "GB, measured at most 0." in out
 
@@ -59,7 +59,7 @@ def test_the_same_command_with_more_steps_resumes_and_with_the_same_has_nothing_
     assert "step-00000002: step 2, 2 samples consumed" in err
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4]
     assert main(arguments(tmp_path, "--train-iters", "4")) == 0
-    assert "nothing to do: step 4 of 4 is already done" in capfd.readouterr().err
+    assert "nothing to do: step 4 of 4 is done; a larger --train-iters goes on" in capfd.readouterr().err
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4]
 
 

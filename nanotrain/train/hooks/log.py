@@ -5,15 +5,20 @@ A terminal also shows a progress bar. Steps with a validation and the last step 
 
 import math
 import sys
+import time
 from datetime import timedelta
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from nanotrain.runs.metrics_file import MetricsFile
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics import StepReport
 from nanotrain.train.run import Run
+
+# A line has at most this many columns; on a narrow terminal fewer, but never less than the lower number.
+MAX_WIDTH, MIN_WIDTH = 100, 60
 
 
 class LogHook(Hook):
@@ -25,12 +30,12 @@ class LogHook(Hook):
             TextColumn("training"),
             BarColumn(),
             MofNCompleteColumn(),
-            TimeRemainingColumn(),
             console=self._console,
             redirect_stderr=sys.stderr.isatty(),
         )
         self._metrics: MetricsFile | None = None  # open on the first rank, while training
         self._since_line: list[StepReport] = []
+        self._first_end: tuple[int, float] | None = None  # the first step and when it ended, for the remaining time
 
     def before_training(self, run: Run) -> None:
         if not run.context.control.is_first:
@@ -47,6 +52,7 @@ class LogHook(Hook):
         if self._console.is_terminal:
             self._progress.update(self._task, completed=report.step)
         self._since_line.append(report)
+        self._first_end = self._first_end or (report.step, time.monotonic())
         if report.step % run.config.train.log_interval == 0 or report.valid_loss is not None:
             self._print_line(run)
 
@@ -60,40 +66,72 @@ class LogHook(Hook):
             self._metrics.close()
 
     def _print_line(self, run: Run) -> None:
-        train_iters, num_devices = run.config.train.train_iters, run.context.topology.world_size
-        self._console.print(describe(self._since_line, train_iters=train_iters, num_devices=num_devices))
+        assert self._first_end is not None, "a line follows a step"
+        step, ended = self._first_end
+        num_steps = self._since_line[-1].step - step  # the first step is slower and not counted
+        line = describe(
+            self._since_line,
+            train_iters=run.config.train.train_iters,
+            num_devices=run.context.topology.world_size,
+            seconds_per_step=(time.monotonic() - ended) / num_steps if num_steps else None,
+            width=max(MIN_WIDTH, min(self._console.width, MAX_WIDTH)) if self._console.is_terminal else MAX_WIDTH,
+        )
+        self._console.print(line)
         self._since_line.clear()
 
 
-def describe(reports: list[StepReport], *, train_iters: int, num_devices: int) -> str:
+def describe(
+    reports: list[StepReport],
+    *,
+    train_iters: int,
+    num_devices: int,
+    seconds_per_step: float | None = None,
+    width: int = 1000,
+) -> str:
     """The console line of a step; rates are means over the steps since the last line.
 
     Args:
         reports: of the steps since the last line, the printed step last.
         train_iters: steps of the run.
         num_devices: one per rank.
+        seconds_per_step: for the remaining time, validations and checkpoints included; None: the mean of `reports`.
+        width: columns; a longer line leaves out its least important parts.
     """
     last = reports[-1]
     seconds = sum(report.step_time_s for report in reports)
     tokens_per_second = sum(report.tokens_per_second * report.step_time_s for report in reports) / seconds
     wait = sum(report.data_wait_s for report in reports) / seconds
-    remaining = timedelta(seconds=round((train_iters - last.step) * seconds / len(reports)))
+    remaining = timedelta(seconds=round((train_iters - last.step) * (seconds_per_step or seconds / len(reports))))
+    skipped = sum(report.skipped for report in reports)
+    per_device = f"{tokens_per_second / num_devices:,.0f} per device" if num_devices > 1 else ""
+    # text and how soon it is left out; 0: never
     parts = [
-        f"step {last.step}/{train_iters}",
-        f"loss {last.loss:.4f}",
-        f"grad norm {last.grad_norm:.3f}",
-        f"lr {last.lr:.3e}",
-        f"{tokens_per_second:,.0f} tok/s ({tokens_per_second / num_devices:,.0f} per device)",
-        f"mem {last.peak_memory_bytes / 1e9:.2f} GB",
-        f"data wait {wait:.1%}",
-        f"eta {remaining}",
+        (f"step {last.step}/{train_iters}", 0),
+        (f"loss {last.loss:.4f}", 0),
+        (_describe_validation(last.valid_loss), 0),
+        (f"SKIPPED {skipped} (gradients not finite)" if skipped else "", 0),
+        (f"grad {last.grad_norm:.3f}", 3),
+        (f"lr {last.lr:.2e}", 4),
+        (_describe_experts(last.moe), 5),
+        (f"{tokens_per_second:,.0f} tok/s", 1),
+        (per_device, 7),
+        (f"mfu {last.mfu:.1%}" if last.mfu is not None else "", 2),
+        (f"mem {last.peak_memory_bytes / 1e9:.2f} GB", 6),
+        (f"data wait {wait:.1%}", 8),
+        (f"eta {remaining}", 1),
     ]
-    if last.mfu is not None:
-        parts.insert(5, f"mfu {last.mfu:.1%}")
-    if last.moe is not None:
-        parts.insert(3, f"experts {last.moe['max_load']:.2f}x max load, {last.moe['dropped']:.1%} dropped")
-    if any(report.skipped for report in reports):
-        parts.append(f"SKIPPED {sum(report.skipped for report in reports)} (gradients not finite)")
-    if last.valid_loss is not None:
-        parts.append(f"validation loss {last.valid_loss:.4f} (perplexity {math.exp(min(last.valid_loss, 700)):,.1f})")
-    return " | ".join(parts)
+    shown = [part for part in parts if part[0]]
+    while len(" | ".join(text for text, _ in shown)) > width and max(order for _, order in shown):
+        shown.remove(max(shown, key=lambda part: part[1]))
+    return " | ".join(text for text, _ in shown)
+
+
+def _describe_experts(moe: dict[str, Any] | None) -> str:
+    if moe is None:
+        return ""
+    dropped = f", {moe['dropped']:.1%} dropped" if moe["dropped"] else ""
+    return f"experts {moe['max_load']:.2f}x{dropped}"
+
+
+def _describe_validation(loss: float | None) -> str:
+    return "" if loss is None else f"valid {loss:.4f} (ppl {math.exp(min(loss, 700)):,.1f})"

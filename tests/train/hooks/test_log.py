@@ -18,12 +18,26 @@ def steps_of(lines: list[str]) -> list[str]:
     return [line.split(" | ")[0] for line in lines]
 
 
-def test_a_line_says_everything_once():
-    line = describe([report_of(5, mfu=0.415)], train_iters=9, num_devices=4)
-    assert line == (
-        "step 5/9 | loss 2.5000 | grad norm 0.750 | lr 1.000e-03 | 1,000 tok/s (250 per device) | mfu 41.5% | "
-        "mem 2.00 GB | data wait 10.0% | eta 0:00:02"
-    )
+MOE = {"max_load": 2.25, "dropped": 0.031}
+LINES = {
+    1000: "step 5/9 | loss 2.5000 | valid 2.0000 (ppl 7.4) | grad 0.750 | lr 1.00e-03 | experts 2.25x, 3.1% dropped | "
+    "1,000 tok/s | 250 per device | mfu 41.5% | mem 2.00 GB | data wait 10.0% | eta 0:00:02",
+    120: "step 5/9 | loss 2.5000 | valid 2.0000 (ppl 7.4) | grad 0.750 | lr 1.00e-03 | "
+    "1,000 tok/s | mfu 41.5% | eta 0:00:02",
+    100: "step 5/9 | loss 2.5000 | valid 2.0000 (ppl 7.4) | grad 0.750 | 1,000 tok/s | mfu 41.5% | eta 0:00:02",
+    80: "step 5/9 | loss 2.5000 | valid 2.0000 (ppl 7.4) | 1,000 tok/s | eta 0:00:02",
+}
+
+
+@pytest.mark.parametrize("width", LINES)
+def test_a_line_says_everything_once_and_the_important_parts_on_a_narrow_terminal(width):
+    line = describe([report_of(5, mfu=0.415, moe=MOE, valid_loss=2.0)], train_iters=9, num_devices=4, width=width)
+    assert line == LINES[width]
+
+
+def test_the_remaining_time_counts_what_lies_between_steps():
+    line = describe([report_of(5)], train_iters=9, num_devices=1, seconds_per_step=10.0)
+    assert line.endswith("eta 0:00:40") and "per device" not in line
 
 
 def test_rates_are_means_over_the_steps_since_the_last_line():
@@ -39,7 +53,7 @@ def test_skipped_steps_and_validations_are_told():
     reports = [report_of(1, skipped=True), report_of(2, valid_loss=2.0)]
     line = describe(reports, train_iters=2, num_devices=1)
     assert "SKIPPED 1 (gradients not finite)" in line
-    assert line.endswith("validation loss 2.0000 (perplexity 7.4)")
+    assert "valid 2.0000 (ppl 7.4)" in line
 
 
 def test_every_step_is_in_the_metrics_and_every_logged_one_on_the_console(tmp_path, capsys):
@@ -55,7 +69,7 @@ def test_a_step_with_a_validation_has_its_line_whatever_the_interval(tmp_path, c
         train(run, EvaluateHook(), LogHook())
     lines = lines_of(capsys)
     assert steps_of(lines) == ["step 3/4", "step 4/4"]
-    assert all("validation loss" in line for line in lines)
+    assert all("valid " in line for line in lines)
     assert ["valid_loss" in line for line in metrics_of(tmp_path)] == [False, False, True, True]
 
 

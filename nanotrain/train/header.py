@@ -1,0 +1,84 @@
+"""What a run says of itself before its first step: model, data, batch, layout, precision, and where to look."""
+
+from nanotrain.config.derive import data_parallel_size
+from nanotrain.topology.counts import num_active_parameters, num_parameters
+from nanotrain.train.inputs import RunInputs
+from nanotrain.train.plan import Plan
+
+
+def header(plan: Plan, inputs: RunInputs, *, device: str) -> str:
+    """The lines of the header, a label and a sentence each.
+
+    Args:
+        plan: of any rank.
+        inputs: of the run.
+        device: name of the device of this rank.
+    """
+    lines = {
+        "model": _model(plan),
+        "data": _data(plan, inputs),
+        "batch": _batch(plan),
+        "layout": _layout(plan, device),
+        "precision": _precision(plan),
+        "run folder": _folder(plan, inputs),
+    }
+    return "\n".join(f"{label:<10}  {text}" for label, text in lines.items())
+
+
+def count(number: float) -> str:
+    """A number with three digits and a unit.
+
+    >>> count(950), count(1_840_000), count(42_900_000_000)
+    ('950', '1.84 M', '42.9 B')
+    """
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:g}"
+
+
+def _model(plan: Plan) -> str:
+    shape = plan.shape
+    total, active = num_parameters(shape), num_active_parameters(shape)
+    experts = f" ({count(active)} active per token)" if active < total else ""
+    sizes = f"{shape.num_layers} layers, hidden size {shape.hidden_size:,}, vocabulary {shape.vocab_size:,}"
+    return f"{count(total)} parameters{experts}, {sizes}"
+
+
+def _data(plan: Plan, inputs: RunInputs) -> str:
+    config, samples = plan.config, inputs.datasets.train
+    read = config.train.train_iters * plan.sampler.global_batch_size
+    tokens = f"{count(read * config.data.seq_length)} tokens in {config.train.train_iters:,} steps"
+    if samples is None or config.data.mock_data:
+        return f"synthetic, {tokens}"
+    epoch = samples.samples_per_epoch
+    return f"{count(epoch * config.data.seq_length)} tokens; this run reads {tokens}, {read / epoch:.2f} epochs"
+
+
+def _batch(plan: Plan) -> str:
+    train, sampler, length = plan.config.train, plan.sampler, plan.config.data.seq_length
+    parts = f"{sampler.dp_size} data-parallel x {sampler.num_microbatches} microbatches x {train.micro_batch_size}"
+    size = sampler.global_batch_size
+    return f"{size:,} samples of {length:,} tokens = {parts}; {count(size * length)} tokens per step"
+
+
+def _layout(plan: Plan, device: str) -> str:
+    topology, parallel = plan.topology, plan.config.parallel
+    sizes = {axis: topology.size(axis) for axis in ("tp", "cp", "pp", "ep", "etp")}
+    sizes["dp"] = data_parallel_size(parallel, topology.world_size)
+    shown = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+    ranks = "1 rank" if topology.world_size == 1 else f"{topology.world_size:,} ranks"
+    if topology.size("pp") > 1:
+        shown.append(f"schedule {parallel.pipeline_schedule}")
+    return ", ".join([f"{ranks} on {device}", *shown, parallel.data_parallel_sharding_strategy.value])
+
+
+def _precision(plan: Plan) -> str:
+    params = plan.config.precision.params_dtype.value
+    return "fp32" if params == "fp32" else f"{params}, main params and optimizer in fp32"
+
+
+def _folder(plan: Plan, inputs: RunInputs) -> str:
+    train, path = plan.config.train, inputs.folder.path
+    watch = f"; tensorboard --logdir {train.tensorboard_dir or path / 'tensorboard'}" if train.tensorboard else ""
+    return f"{path}; nanotrain watch {path}{watch}"

@@ -1,0 +1,40 @@
+"""The header of a run names its sizes as a person would check them."""
+
+from nanotrain.config.load import load
+from nanotrain.train.header import header
+from nanotrain.train.inputs import open_inputs
+from nanotrain.train.plan import plan_run
+from tests.train.small_run import SEQ_LENGTH, arguments
+from tests.train.test_inputs import write_corpus
+
+
+def lines_of(folder, *more: str, world_size: int = 1) -> dict[str, str]:
+    config, inputs = open_inputs(load(arguments(folder, *more)))
+    text = header(plan_run(config, world_size, rank=0), inputs, device="cpu")
+    return {line[:10].strip(): line[12:] for line in text.splitlines()}
+
+
+def test_a_run_on_one_rank(tmp_path):
+    lines = lines_of(tmp_path, "--train-iters", "500", "--global-batch-size", "6", "--micro-batch-size", "2")
+    assert list(lines) == ["model", "data", "batch", "layout", "precision", "run folder"]
+    assert lines["model"].endswith("1 layers, hidden size 32, vocabulary 260")
+    assert lines["data"] == f"synthetic, {500 * 6 * SEQ_LENGTH / 1000:.3g} k tokens in 500 steps"
+    assert lines["batch"].startswith(f"6 samples of {SEQ_LENGTH} tokens = 1 data-parallel x 3 microbatches x 2; ")
+    assert (lines["layout"], lines["precision"]) == ("1 rank on cpu, no_shard", "fp32")
+    assert lines["run folder"] == f"{tmp_path}; nanotrain watch {tmp_path}"
+
+
+def test_layout_experts_and_mixed_precision(tmp_path):
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 2 --num-experts 4 --bf16"
+    lines = lines_of(tmp_path, *layout.split(), "--global-batch-size", "4", world_size=8)
+    assert lines["layout"] == "8 ranks on cpu, tp 2, pp 2, etp 2, dp 2, schedule 1f1b, no_shard"
+    assert " active per token" in lines["model"]
+    assert lines["precision"] == "bf16, main params and optimizer in fp32"
+
+
+def test_epochs_of_a_corpus(tmp_path):
+    prefix = write_corpus(tmp_path / "text")
+    config, inputs = open_inputs(load([*arguments(tmp_path / "run"), "--no-mock-data", "--data-path", str(prefix)]))
+    samples = inputs.datasets.train.samples_per_epoch
+    text = header(plan_run(config, 1, rank=0), inputs, device="cpu")
+    assert f"{config.train.train_iters / samples:.2f} epochs" in text
