@@ -11,12 +11,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
 from nanotrain.config.flags import parse
 from nanotrain.config.load import load_line, reply, to_yaml
 from nanotrain.config.schema import check_choice
+from nanotrain.config.suggest import did_you_mean
 from nanotrain.errors import EXIT_CODE, ConfigError, NanotrainError, report
 
 CONFIG_FLAGS = "any configuration flag may follow, for example --tensor-model-parallel-size 2"
@@ -284,27 +286,32 @@ CHECKPOINT_COMMANDS: dict[str, Command] = {"inspect": inspect, "verify": verify,
 
 
 def run_command(program: str, argv: Sequence[str], *, commands: dict[str, Command]) -> int:
-    """Run the command named first, or list the commands for --help.
+    """Run the command named first; list the commands for --help and without a command.
 
     Raises:
-        ConfigError: an unknown command or none.
+        ConfigError: an unknown command.
     """
     if argv and argv[0] in commands:
         return commands[argv[0]](argv[1:])
-    if argv and argv[0] in ("-h", "--help"):
+    if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: {program} COMMAND ...\n")
         for name, command in commands.items():
             print(f"  {name:<10}  {(command.__doc__ or '').splitlines()[0]}")
         print(f"\n{program} COMMAND --help lists its arguments")
         return 0
-    what = f"unknown command {argv[0]!r}" if argv else "no command"
-    raise ConfigError(what, why=f"{program} takes {', '.join(commands)}", fix=f"{program} --help describes them")
+    fix = did_you_mean(argv[0], commands, prefix=f"{program} ")
+    fix = f"{program} --help describes them" if fix.startswith("see") else fix
+    raise ConfigError(f"unknown command {argv[0]!r}", why=f"{program} takes {', '.join(commands)}", fix=fix)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 2 for a user error, which is printed on standard error."""
+    arguments = sys.argv[1:] if argv is None else argv
     try:
-        return run_command("nanotrain", sys.argv[1:] if argv is None else argv, commands=COMMANDS)
+        if list(arguments) == ["--version"]:
+            print(f"nanotrain {version('nanotrain')}")
+            return 0
+        return run_command("nanotrain", arguments, commands=COMMANDS)
     except BrokenPipeError:  # the reader of the pipe has closed it, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -39,9 +40,9 @@ def test_of_many_ranks_the_first_alone_speaks():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "error: no command: nanotrain takes train, prepare"),
-        (["trian"], "error: unknown command 'trian'"),
-        (["checkpoint"], "error: no command: nanotrain checkpoint takes inspect"),
+        (["trian"], "error: unknown command 'trian': nanotrain takes train, prepare"),
+        (["trian"], "; did you mean nanotrain train?"),
+        (["sing"], "; nanotrain --help describes them"),
         (["checkpoint", "export"], "error: unknown command 'export'"),
         (["checkpoint", "inspect"], "error: nanotrain checkpoint inspect: the following arguments are required: path"),
         (["topology"], "give --world-size N, --schedule NAME or both"),
@@ -63,7 +64,17 @@ def test_bad_words_end_with_code_2_and_one_message(argv, message, capsys):
     assert message in captured.err and captured.err.count("error:") == 1 and captured.out == ""
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["-h"]])
+def test_the_version_is_that_of_the_package(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"nanotrain {version('nanotrain')}\n"
+
+
+def test_the_package_is_a_program():
+    done = subprocess.run([sys.executable, "-m", "nanotrain", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("nanotrain ")
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], []])
 def test_help_names_every_command(argv, capsys):
     assert main(argv) == 0
     out = capsys.readouterr().out

@@ -47,6 +47,11 @@ def plans(arguments: str, world_size: int) -> list[Plan]:
         (8, f"+config=llama7b {FSDP} --use-distributed-optimizer"),
         (8, f"+config=llama7b {FSDP} --init-model-with-meta-device --fsdp-double-buffer --nccl-ub"),
         (8, "+config=llama7b --grad-reduce-in-fp32 --reduce-scatter-with-fp32-accumulation --preserve-fp32-weights"),
+        (8, "+config=llama7b --grad-reduce-in-bf16"),
+        (
+            16,
+            f"{STRATEGY} optim_grads_params --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim",
+        ),
         (16, "+config=llama7b --dist-ckpt-format fully_reshardable --ckpt-format torch_dist"),
         (32, "+config=llama7b --save DIR --load DIR --save-interval 1000 --async-save"),
         (8, "+config=tiny_moe --vocab-size 512 --global-batch-size 32 --expert-model-parallel-size 2"),
@@ -83,7 +88,6 @@ def test_a_command_line_is_one_error_with_its_cure(world_size, arguments, messag
         ),
         (16, "--cpu-optimizer", "--cpu-optimizer ("),
         (16, "--fp8", "--fp8 ("),
-        (8, "--grad-reduce-in-bf16", "--grad-reduce-in-bf16 ("),
     ],
 )
 def test_a_missing_feature_is_named_with_a_cure(world_size, arguments, message):

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = {
+    "__main__": 13,
     "cli": 12,
     **dict.fromkeys(["planner", "parity"], 11),
     "train": 10,

@@ -22,8 +22,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nanotrain.config.config import Config
-from nanotrain.config.flags import CommandLine, Setting
-from nanotrain.config.schema import KEYS, SECTIONS, did_you_mean, flatten, nest, to_dict
+from nanotrain.config.flags import FLAGS, CommandLine, Setting
+from nanotrain.config.schema import KEYS, SECTIONS, flatten, nest, to_dict
+from nanotrain.config.suggest import by_meaning, did_you_mean
 from nanotrain.errors import ConfigError, ErrorCollector
 
 
@@ -119,7 +120,10 @@ def check_choices(choices: Mapping[str, str], folders: list[Path]) -> None:
     for group, name in choices.items():
         if group not in groups:
             why = f"it is neither section.field nor a group of YAML files ({', '.join(sorted(groups))})"
-            fix = did_you_mean(group, [*KEYS, *groups, *SECTIONS])
+            meant = by_meaning(group)
+            cures = [f"{group}.FIELD={name}"] if group in SECTIONS else []
+            cures += [f"{meant} {name}" if meant in FLAGS else meant] if meant else []
+            fix = f"write {' or '.join(cures)}" if cures else did_you_mean(group, [*KEYS, *groups, *SECTIONS])
             raise ConfigError(f"unknown key {group}", why=why, fix=fix)
         parents = [folder / group for folder in folders]
         names = sorted({str(path.relative_to(parent))[:-5] for parent in parents for path in parent.rglob("*.yaml")})

@@ -72,3 +72,20 @@ def no_position_embedding(config: Config, text: str) -> dict[str, Any]:
         why = f"position_embedding_type is {config.model.position_embedding_type.value}"
         raise ConfigError("--no-position-embedding", why=why, fix="set --position-embedding-type none instead")
     return {}
+
+
+def main_grads_dtype(config: Config, text: str) -> dict[str, Any]:
+    """The data type of Megatron-FSDP's main gradients; "auto" leaves the default."""
+    return {} if text == "auto" else {"main_grads_dtype": text}
+
+
+def grad_comm_dtype(config: Config, text: str) -> dict[str, Any]:
+    """Reduction in bf16 where Megatron-FSDP reduces in it.
+
+    Raises:
+        ConfigError: fp16, which gradients are never reduced in.
+    """
+    if text not in ("auto", "fp32", "bf16"):
+        flag = "--megatron-fsdp-grad-comm-dtype"
+        raise ConfigError(f"{flag} is {text!r}", why="gradients are reduced in fp32 or bf16", fix=f"set {flag} bf16")
+    return {"grad_reduce_in_bf16": True} if text == "bf16" else {}

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from nanotrain.config.megatron import MANY, MEGATRON
-from nanotrain.config.schema import BOOLEANS, ENTRIES, KEYS, Entry, did_you_mean, unknown_flag, unknown_key
+from nanotrain.config.schema import BOOLEANS, ENTRIES, KEYS, Entry, unknown_flag, unknown_key
+from nanotrain.config.suggest import advise, by_meaning
 from nanotrain.errors import ConfigError, ErrorCollector
 
 
@@ -100,7 +101,7 @@ def parse(argv: Sequence[str]) -> CommandLine:
     >>> line.choices, [(s.key, s.value) for s in line.settings]
     ({'config': 'tiny'}, [('optim.lr', '1e-3'), ('data.shuffle', 'false'), ('train.seed', '7')])
     """
-    line, rest = CommandLine(), list(argv)
+    line, rest, flag = CommandLine(), list(argv), ""
     while rest:
         argument = rest.pop(0)
         with line.errors:
@@ -109,7 +110,8 @@ def parse(argv: Sequence[str]) -> CommandLine:
             elif OVERRIDE.match(argument):
                 read_override(line, argument)
             else:
-                raise unexpected(argument, line)
+                raise unexpected(argument, previous=flag)
+        flag = argument
     apply_aliases(line)
     return line
 
@@ -279,11 +281,16 @@ def no_value(flag: str) -> ConfigError:
     return ConfigError(f"{flag} has no value", why="it takes one", fix=fix)
 
 
-def unexpected(argument: str, line: CommandLine) -> ConfigError:
+def unexpected(argument: str, previous: str) -> ConfigError:
     """The error for an argument that is neither a flag, its value nor an override."""
-    last = line.settings[-1] if line.settings else None
-    if last is not None and not last.is_hydra and KEYS[last.key].kind is bool:
-        why, fix = f"{last.text} takes no value", f"write {last.text}={argument}"
-    else:
-        why, fix = "it is neither a flag nor key=value", did_you_mean("--" + argument, FLAGS)
-    return ConfigError(f"unexpected argument {argument!r}", why=why, fix=fix)
+    flag, what = f"--{argument}", f"unexpected argument {argument!r}"
+    if previous in FLAGS and FLAGS[previous].kind is bool:
+        return ConfigError(what, why=f"{previous} takes no value", fix=f"write {previous}={argument}")
+    if previous in ALIASES or previous in NEGATIONS or previous in SWITCHES or previous in MEGATRON:
+        return ConfigError(what, why=f"{previous} takes no more values", fix=f"leave {argument} out")
+    why = "it is neither a flag nor key=value"
+    if flag in FLAGS or flag in ALIASES or flag in MEGATRON:
+        return ConfigError(what, why=why, fix=f"write {flag}")
+    meant = by_meaning(argument)
+    fix = advise(meant) if meant else f"write +config={argument} for the recipe of that name"
+    return ConfigError(what, why=why, fix=fix)

@@ -1,39 +1,150 @@
-"""The text of `--help`, made from the fields."""
+"""The texts of `--help`, made from the fields and the table of Megatron-LM's flags.
 
-from nanotrain.config.flags import ALIASES
-from nanotrain.config.schema import SECTIONS, Entry, entries_of, plain
-
-INTRODUCTION = """\
-usage: torchrun --nproc-per-node N -m nanotrain.train [+config=RECIPE] [SECTION.FIELD=VALUE] [--flag VALUE] ...
-
-Arguments come in any order. The command line overrides the recipe, which overrides train.yaml and the defaults.
-
-  +config=NAME            a recipe of configs/config, or of config/ in your own --config-dir
-  +config=FILE.yaml       a configuration file, such as a run's config.yaml
-  model=NAME              a YAML file of a group (configs/model, ...)
-  --config-dir DIR        a folder of your own YAML files, may be repeated (also hydra.searchpath=[DIR,...])
-  --config-name NAME      compose NAME.yaml instead of train.yaml
-  --cfg job               print the resolved configuration and exit
-  --explain               print it with the origin of every value and exit
-  --data-parallel-size N  check that the run has N data-parallel ranks
-  --help, -h              print this help and exit
+--help            how arguments are written, and the options used most
+--help=all        every flag by section
+--help=SECTION    the flags of one section: model, model.moe, parallel, ...
+--help=megatron   flags of Megatron-LM that are no field here
 """
 
+import shutil
+import textwrap
+from collections.abc import Iterable, Iterator
 
-def help_text(topic: str = "") -> str:
-    """The flags by section, with meaning and default."""
-    parts = [INTRODUCTION, "aliases:"]
-    parts += [f"  {flag:<28}  {alias.name}={alias.value}" for flag, alias in ALIASES.items()]
-    for name, section in SECTIONS.items():
-        parts.append(f"\n{name}: {(section.__doc__ or '').splitlines()[0]}")
-        parts += [line for entry in entries_of(name) for line in describe(entry)]
-    return "\n".join(parts)
+from nanotrain.config.flags import ALIASES
+from nanotrain.config.megatron import MEGATRON, Kind
+from nanotrain.config.schema import ENTRIES, SECTIONS, Entry, entries_of, plain
+from nanotrain.config.suggest import did_you_mean
+from nanotrain.errors import ConfigError
+
+USAGE = (
+    "usage: torchrun --nproc-per-node N -m nanotrain.train [+config=RECIPE] [SECTION.FIELD=VALUE] [--flag VALUE] ..."
+)
+ORDER = (
+    "Arguments come in any order. The command line overrides the recipe, which overrides train.yaml and the defaults."
+)
+ARGUMENTS = {
+    "+config=NAME": "a recipe of configs/config, or of config/ in your own --config-dir",
+    "+config=FILE.yaml": "a configuration file, such as a run's config.yaml",
+    "model=NAME": "a YAML file of a group (configs/model, ...)",
+    "--config-dir DIR": "a folder of your own YAML files, may be repeated (also hydra.searchpath=[DIR,...])",
+    "--config-name NAME": "compose NAME.yaml instead of train.yaml",
+    "--cfg job": "print the resolved configuration and exit",
+    "--explain": "print it with the origin of every value and exit",
+    "--data-parallel-size N": "check that the run has N data-parallel ranks",
+    "--megatron-defaults": "Megatron-LM's defaults where no file and no argument sets a value",
+    "--help[=TOPIC]": "print this help, or that of all, megatron or a section, and exit; also -h",
+}
+COMMON = (
+    "data_path",
+    "tokenizer_model",
+    "split",
+    "seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "train_iters",
+    "lr",
+    "min_lr",
+    "lr_warmup_iters",
+    "lr_decay_style",
+    "weight_decay",
+    "params_dtype",
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "data_parallel_sharding_strategy",
+    "run_dir",
+    "save_interval",
+    "load",
+    "log_interval",
+    "eval_interval",
+    "device",
+)
+KINDS: dict[Kind, str] = {
+    "always": "accepted: they name what is always so",
+    "no effect": "accepted: they tune parts of Megatron-LM that do not exist here",
+    "rename": "converted",
+    "not yet": "refused, with the nearest cure",
+}
+COLUMN, INDENT = 40, 2  # characters: where meanings begin, and how far flags are indented
+MIN_WIDTH, MAX_WIDTH = 60, 120  # characters of a line
 
 
-def describe(entry: Entry) -> list[str]:
-    """The lines of one field: flag and values, meaning and default."""
+def help_text(topic: str = "", *, width: int | None = None) -> str:
+    """The help on a topic: empty for the options used most, "all", "megatron" or a section.
+
+    Args:
+        topic: what `--help=` names.
+        width: characters of a line; unset: of the terminal.
+
+    Raises:
+        ConfigError: an unknown topic.
+    """
+    if width is None:
+        width = shutil.get_terminal_size().columns
+    width = min(max(width, MIN_WIDTH), MAX_WIDTH)
+    if topic == "megatron":
+        return "\n".join(megatron_lines(width))
+    if topic in SECTIONS:
+        return "\n".join(section_lines(topic, width))
+    if topic == "all":
+        lines = [*introduction(width), *alias_lines(width)]
+        return "\n".join(lines + [line for name in SECTIONS for line in section_lines(name, width)])
+    if topic:
+        topics = ["all", "megatron", *SECTIONS]
+        why = f"there are {', '.join(topics)}"
+        raise ConfigError(f"there is no help on {topic!r}", why=why, fix=did_you_mean(topic, topics, prefix="--help="))
+    common = rows((describe(ENTRIES[name]) for name in COMMON), width)
+    rest = f"--help=all lists all {len(ENTRIES)} options, --help=megatron those of Megatron-LM, --help=SECTION one of:"
+    topic_lines = textwrap.wrap(f"{rest} {', '.join(SECTIONS)}", width)
+    return "\n".join([*introduction(width), *alias_lines(width), "", "options used most:", *common, "", *topic_lines])
+
+
+def introduction(width: int) -> list[str]:
+    """How arguments are written."""
+    usage = textwrap.wrap(USAGE, width, subsequent_indent=" " * 7, break_on_hyphens=False)
+    return [*usage, "", *textwrap.wrap(ORDER, width), "", *rows(ARGUMENTS.items(), width)]
+
+
+def alias_lines(width: int) -> list[str]:
+    """The flags that stand for one value of a field."""
+    return ["", "aliases:", *rows(((flag, f"{alias.name}={alias.value}") for flag, alias in ALIASES.items()), width)]
+
+
+def section_lines(name: str, width: int) -> list[str]:
+    """A section's sentence and its flags."""
+    title = textwrap.wrap(f"{name}: {(SECTIONS[name].__doc__ or '').splitlines()[0]}", width)
+    return ["", *title, *rows(map(describe, entries_of(name)), width)]
+
+
+def megatron_lines(width: int) -> Iterator[str]:
+    """Megatron-LM's flags that are no field, by what becomes of them."""
+    text = "Flags of Megatron-LM that are no option of the same name here. Most of its other flags are: --help=all."
+    yield from textwrap.wrap(text, width)
+    for kind, title in KINDS.items():
+        yield from ["", f"{title}:"]
+        yield from rows(((flag, row.meaning) for flag, row in MEGATRON.items() if row.kind == kind), width)
+
+
+def rows(pairs: Iterable[tuple[str, str]], width: int) -> list[str]:
+    """Two columns, the second wrapped at words; a long entry of the first has a line of its own."""
+    lines: list[str] = []
+    for left, right in pairs:
+        wrapped = textwrap.wrap(right, width - COLUMN, break_on_hyphens=False, break_long_words=False)
+        head = " " * INDENT + left
+        if len(head) + 2 > COLUMN:
+            lines += textwrap.wrap(left, width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+        else:
+            lines.append(f"{head:<{COLUMN}}{wrapped.pop(0)}")
+        lines += [" " * COLUMN + line for line in wrapped]
+    return lines
+
+
+def describe(entry: Entry) -> tuple[str, str]:
+    """The columns of one field: flag and values, meaning and default."""
     flag = f"--[no-]{entry.flag[2:]}" if entry.kind is bool else f"{entry.flag} {metavar(entry)}"
-    return [f"  {flag}", f"        {meaning(entry)} (default: {default_text(entry)})"]
+    return flag, f"{meaning(entry)} (default: {default_text(entry)})"
 
 
 def meaning(entry: Entry) -> str:
@@ -45,7 +156,6 @@ def meaning(entry: Entry) -> str:
 def metavar(entry: Entry) -> str:
     """The placeholder for a flag's value.
 
-    >>> from nanotrain.config.schema import ENTRIES
     >>> metavar(ENTRIES["lr"]), metavar(ENTRIES["device"])
     ('NUMBER', '{auto,cpu,cuda}')
     """

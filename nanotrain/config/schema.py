@@ -7,7 +7,6 @@ with_value         a Config with one field changed
 check_choice       refuse a name that a table does not hold
 """
 
-import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
@@ -17,6 +16,8 @@ from typing import Any, get_args, get_origin
 
 from nanotrain.config.config import Config
 from nanotrain.config.option import flag_of
+from nanotrain.config.suggest import advise, by_meaning, did_you_mean
+from nanotrain.config.synonyms import VALUES
 from nanotrain.errors import ConfigError, ErrorCollector
 
 
@@ -149,9 +150,15 @@ def unknown_key(key: str) -> ConfigError:
     'did you mean model.moe.router_topk?'
     """
     name = key.rpartition(".")[2]
-    if name in ENTRIES and (key == name or ENTRIES[name].key.startswith(key.removesuffix(name))):
-        fix = f"did you mean {ENTRIES[name].key}?"
-        return ConfigError(f"unknown key {key}", why="a key names its section", fix=fix)
+    if name in ENTRIES:
+        is_short = key == name or ENTRIES[name].key.startswith(key.removesuffix(name))
+        why = "a key names its section" if is_short else "there is no such key"
+        return ConfigError(f"unknown key {key}", why=why, fix=f"did you mean {ENTRIES[name].key}?")
+    cure = by_meaning(name)
+    if cure is not None:
+        entry = next((entry for entry in ENTRIES.values() if entry.flag == cure), None)
+        fix = advise(entry.key if entry else cure)
+        return ConfigError(f"unknown key {key}", why="there is no such key", fix=fix)
     return unknown("key", key, known=KEYS) if "." in key else unknown("section", key, known=SECTIONS)
 
 
@@ -214,7 +221,11 @@ def check_choice(name: str, value: str, *, known: Iterable[str], why: str = "the
         ConfigError: an unknown name.
     """
     if value not in known:
-        fix = did_you_mean(value, known, prefix=f"{ENTRIES[name].flag} ")
+        prefix, known = f"{ENTRIES[name].flag} ", list(known)
+        meant = VALUES.get(name, {}).get(value)
+        fix = f"write {prefix}{meant}" if meant in known else did_you_mean(value, known, prefix=prefix)
+        if fix.startswith("see"):
+            fix = ENTRIES[name].meaning
         raise ConfigError(f"{ENTRIES[name].key} is {value!r}", why=f"{why} {', '.join(known)}", fix=fix)
 
 
@@ -315,29 +326,14 @@ def unknown(what: str, name: str, *, known: Iterable[str]) -> ConfigError:
 
 
 def unknown_flag(flag: str, *, known: Iterable[str]) -> ConfigError:
-    """The error for a flag that does not exist: the nearest spelling, or else the flag whose help ends with its words.
+    """The error for a flag that does not exist: what it is called here, else the nearest spelling.
 
-    >>> unknown_flag("--learning-rate", known=["--outer-dp-sharding-strategy", "--lr"]).fix
+    >>> unknown_flag("--learning-rate", known=["--lr"]).fix
     'did you mean --lr?'
     """
-    known, words = list(known), flag.removeprefix("--").replace("-", " ")
-    is_misspelt = difflib.get_close_matches(flag, known, n=1, cutoff=0.8)
-    described = [entry for entry in ENTRIES.values() if entry.field.metadata["meaning"].endswith(f" {words}")]
-    if is_misspelt or not described:
-        return unknown("flag", flag, known=known)
-    nearest = min(described, key=lambda entry: len(entry.field.metadata["meaning"]))
-    return ConfigError(f"unknown flag {flag}", why="there is no such flag", fix=f"did you mean {nearest.flag}?")
-
-
-def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """The nearest known name as advice, or where to look.
-
-    >>> did_you_mean("optim.lrr", ["optim.lr", "train.seed"])
-    'did you mean optim.lr?'
-    """
-    cutoff = 0.5 if len(name) < 6 else 0.6  # one slip in four letters leaves 0.5; so do two long flags without kinship
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return f"did you mean {prefix}{close[0]}?" if close else "see --help"
+    cure = by_meaning(flag)
+    fix = advise(cure) if cure else did_you_mean(flag, known)
+    return ConfigError(f"unknown flag {flag}", why="there is no such flag", fix=fix)
 
 
 def wrong_type(entry: Entry, value: Any) -> ConfigError:

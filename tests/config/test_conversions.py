@@ -4,8 +4,10 @@ import pytest
 
 from nanotrain.config.config import PositionEmbedding
 from nanotrain.config.conversions import (
+    grad_comm_dtype,
     group_query_attention,
     layers_per_virtual_stage,
+    main_grads_dtype,
     no_position_embedding,
     padded_vocab_size,
     train_samples,
@@ -44,6 +46,12 @@ def test_no_position_embedding_is_accepted_with_rope():
         no_position_embedding(config_of(position_embedding_type=PositionEmbedding.learned_absolute), "")
 
 
+def test_the_dtypes_of_megatron_fsdp_become_those_of_gradients():
+    assert main_grads_dtype(config_of(), "auto") == grad_comm_dtype(config_of(), "fp32") == {}
+    assert main_grads_dtype(config_of(), "bf16") == {"main_grads_dtype": "bf16"}
+    assert grad_comm_dtype(config_of(), "bf16") == {"grad_reduce_in_bf16": True}
+
+
 @pytest.mark.parametrize(
     ("convert", "fields", "text", "message"),
     [
@@ -57,6 +65,7 @@ def test_no_position_embedding_is_accepted_with_rope():
             "1",
             "set --num-virtual-stages-per-pipeline-rank",
         ),
+        (grad_comm_dtype, {}, "fp16", "gradients are reduced in fp32 or bf16"),
         (padded_vocab_size, {"vocab_size": 300}, "256", "the vocabulary has 300 tokens"),
     ],
 )

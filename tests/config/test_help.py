@@ -1,16 +1,63 @@
-"""The text of --help: every flag once, with its default."""
+"""The texts of --help: every flag once, with its default, wrapped at words."""
 
 import re
 
-from nanotrain.config.help import default_text, describe, help_text
-from nanotrain.config.schema import ENTRIES
+import pytest
+
+from nanotrain.config.flags import parse
+from nanotrain.config.help import COMMON, default_text, describe, help_text
+from nanotrain.config.load import reply
+from nanotrain.config.megatron import MEGATRON
+from nanotrain.config.schema import ENTRIES, SECTIONS
+from nanotrain.errors import ConfigError
+
+TOPICS = ["", "all", "megatron", *SECTIONS]
 
 
 def test_every_flag_is_listed_once():
-    lines = help_text().splitlines()
+    lines = help_text("all").splitlines()
     for entry in ENTRIES.values():
         flag = f"--[no-]{entry.flag[2:]}" if entry.kind is bool else entry.flag
         assert len([line for line in lines if re.match(rf"  {re.escape(flag)}( |$)", line)]) == 1, entry.key
+
+
+def test_the_short_help_has_the_options_used_most_and_leads_to_the_others():
+    text = help_text()
+    assert len(COMMON) == 25 and len(text.splitlines()) < 100
+    listed = set(re.findall(r"^  (--[a-z][\w-]*)", text.replace("--[no-]", "--"), flags=re.MULTILINE))
+    assert {ENTRIES[name].flag for name in COMMON} <= listed
+    assert "--help=all" in text and "--help=megatron" in text and "model.moe" in text
+
+
+def test_flags_of_megatron_are_on_their_own_page_only():
+    page, everything = help_text("megatron"), help_text("all")
+    for flag, row in MEGATRON.items():
+        assert re.search(rf"^  {flag}( |$)", page, flags=re.MULTILINE), flag
+        assert not re.search(rf"^  {flag}( |$)", everything, flags=re.MULTILINE), flag
+        assert row.meaning.split()[0] in page
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_lines_fit_the_terminal_and_break_between_words(topic, width):
+    text = help_text(topic, width=width)
+    assert max(map(len, text.splitlines())) <= width
+    assert text.split() == help_text(topic, width=MAX).split(), "no word is cut"
+
+
+MAX = 120
+
+
+def test_the_width_is_that_of_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "90")
+    assert help_text("all") == help_text("all", width=90) != help_text("all", width=100)
+
+
+def test_a_topic_is_named_behind_an_equals_sign():
+    assert reply(parse(["--help=optim"])) == help_text("optim")
+    assert reply(parse(["-h"])) == reply(parse(["--help"])) == help_text()
+    with pytest.raises(ConfigError, match=r"there is no help on 'megatrn'.*did you mean --help=megatron\?"):
+        help_text("megatrn")
 
 
 def test_a_default_is_written_as_it_is_typed():
@@ -19,4 +66,4 @@ def test_a_default_is_written_as_it_is_typed():
 
 
 def test_a_flag_is_described_by_its_meaning():
-    assert describe(ENTRIES["moe_router_topk"]) == ["  --moe-router-topk N", "        experts per token (default: 2)"]
+    assert describe(ENTRIES["moe_router_topk"]) == ("--moe-router-topk N", "experts per token (default: 2)")

@@ -1,0 +1,8 @@
+"""`python -m nanotrain COMMAND ...`, as `nanotrain COMMAND ...`."""
+
+import sys
+
+from nanotrain.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

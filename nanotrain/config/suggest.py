@@ -1,0 +1,118 @@
+"""What was probably meant by a name that does not exist: by meaning, then by spelling, never a far guess.
+
+by_meaning      a name of another framework (synonyms.py)
+by_spelling     one or two slips of the keys, with the same numbers in it
+by_words        the only known name that has all its words, where some were left out
+"""
+
+import re
+from collections.abc import Iterable
+
+from nanotrain.config.synonyms import CURES
+
+MIN_LENGTH_OF_TWO_SLIPS = 8  # characters; of a shorter name two slips leave too little
+MIN_LENGTH_OF_A_WORD = 5  # of a single word that stands for a longer name
+
+
+def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """The known name that was probably meant as advice, or where to look.
+
+    >>> did_you_mean("optim.lrr", ["optim.lr", "train.seed"])
+    'did you mean optim.lr?'
+    """
+    close = by_spelling(name, known) or by_words(name, known)
+    return f"did you mean {prefix}{close}?" if close else "see --help=all"
+
+
+def advise(cure: str) -> str:
+    """A cure as advice: a question where it is one flag or key, else what to write.
+
+    >>> advise("--lr"), advise("--device cuda")
+    ('did you mean --lr?', 'write --device cuda')
+    """
+    return f"write {cure}" if " " in cure else f"did you mean {cure}?"
+
+
+def by_meaning(name: str) -> str | None:
+    """What to write for a name of another framework.
+
+    >>> by_meaning("--learning-rate"), by_meaning("n_layer"), by_meaning("--lr")
+    ('--lr', '--num-layers', None)
+    """
+    return CURES.get(name.strip("-").replace("-", "_").lower())
+
+
+def by_spelling(name: str, known: Iterable[str]) -> str | None:
+    """The nearest known name within one slip, or two in a long name; its numbers must be the same.
+
+    >>> by_spelling("--hiden-size", ["--hidden-size", "--lr"]), by_spelling("--fp8", ["--fp16"])
+    ('--hidden-size', None)
+    """
+    plain = normalized(name)
+    limit = 2 if len(plain) >= MIN_LENGTH_OF_TWO_SLIPS else 1
+    if len(plain) < 3:
+        return None
+    slips = [
+        (distance(plain, normalized(other)), other)
+        for other in known
+        if digits(other) == digits(name) and abs(len(normalized(other)) - len(plain)) <= limit
+    ]
+    best = min(slips, default=(limit + 1, ""))
+    return best[1] if best[0] <= limit else None
+
+
+def by_words(name: str, known: Iterable[str]) -> str | None:
+    """The only known name that has all words of this one, in order, and more.
+
+    >>> by_words("--warmup-iters", ["--lr-warmup-iters", "--lr"]), by_words("--mtp-num-layers", ["--num-layers"])
+    ('--lr-warmup-iters', None)
+    """
+    words = parts(name)
+    if len(words) == 1 and len(words[0]) < MIN_LENGTH_OF_A_WORD:
+        return None
+    longer = [other for other in known if not is_negated(other) and is_within(words, parts(other))]
+    return longer[0] if len(longer) == 1 else None
+
+
+def is_negated(name: str) -> bool:
+    """Whether a flag switches something off."""
+    return name.startswith(("--no-", "--disable-"))
+
+
+def is_within(words: list[str], others: list[str]) -> bool:
+    """Whether all words occur among others, in order."""
+    rest = iter(others)
+    return all(word in rest for word in words)
+
+
+def parts(name: str) -> list[str]:
+    """The words of a name."""
+    return [word for word in re.split(r"[-_.]", name.lower()) if word]
+
+
+def normalized(name: str) -> str:
+    """A name without leading dashes, in one case and with one separator."""
+    return name.strip("-").replace("_", "-").lower()
+
+
+def digits(name: str) -> list[str]:
+    """The digits of a name, sorted: fp8 and fp16 are no misspellings of each other, bf61 and bf16 are."""
+    return sorted(filter(str.isdigit, name))
+
+
+def distance(first: str, second: str) -> int:
+    """Slips between two texts: letters more, less, changed, or two neighbours swapped.
+
+    >>> distance("trian", "train"), distance("tinny", "tiny")
+    (1, 1)
+    """
+    rows: list[list[int]] = [list(range(len(second) + 1))]
+    for i, letter in enumerate(first, start=1):
+        row = [i]
+        for j, other in enumerate(second, start=1):
+            cost = min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (letter != other))
+            if i > 1 and j > 1 and letter == second[j - 2] and first[i - 2] == other:
+                cost = min(cost, rows[-2][j - 2] + 1)
+            row.append(cost)
+        rows.append(row)
+    return rows[-1][-1]

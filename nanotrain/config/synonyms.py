@@ -1,0 +1,125 @@
+"""Names of other frameworks for what has another name here: nanoGPT, Hugging Face's Trainer, torchtitan, DeepSpeed.
+
+CURES maps names (lower case, underscores, without dashes) to what to write instead. A cure that is one flag is also
+used where a key was meant: `optim.learning_rate` -> `optim.lr`.
+"""
+
+BATCH = "--micro-batch-size (samples per rank and microbatch) or --global-batch-size (samples per step)"
+ACCUMULATION = "--global-batch-size: micro_batch_size x data-parallel ranks x microbatches per step"
+RANKS = "torchrun --nproc-per-node N -m nanotrain.train ..., which sets the number of ranks"
+RECIPE = "+config=NAME for a recipe, model=NAME for a model, --pretrained-checkpoint DIR for Hugging Face weights"
+DATA = "--data-path PREFIX, which `nanotrain prepare` writes"
+RESUME = "--load DIR for another run's checkpoint; the same --run-dir resumes by itself"
+STRATEGIES = "--data-parallel-sharding-strategy optim (ZeRO-1), optim_grads (ZeRO-2) or optim_grads_params (ZeRO-3)"
+EPOCHS = "--train-iters: steps = epochs x samples / global_batch_size"
+DTYPE = "--params-dtype bf16, fp16 or fp32"
+NO_DROPOUT = "nothing: there is no dropout"
+
+# what to write -> its names elsewhere
+NAMES = {
+    "--lr": "learning_rate max_lr peak_lr base_lr init_lr",
+    "--min-lr": "min_learning_rate lr_min end_lr",
+    "--lr-warmup-iters": "warmup warmup_steps warmup_iters num_warmup_steps lr_warmup_steps",
+    "--lr-warmup-fraction": "warmup_ratio warmup_fraction",
+    "--lr-decay-iters": "decay_steps lr_decay_steps",
+    "--lr-decay-style": "scheduler lr_scheduler lr_scheduler_type lr_schedule decay_lr lr_decay lr_decay_type schedule_type",
+    "--weight-decay": "wd",
+    "--adam-beta1": "beta1 adam_b1",
+    "--adam-beta2": "beta2 adam_b2",
+    "--adam-eps": "adam_epsilon eps epsilon",
+    "--clip-grad": "grad_clip max_grad_norm max_norm gradient_clipping gradient_clip_val grad_norm_clip",
+    "--optimizer": "optim optimizer_name optimizer_type",
+    "--optimizer adam": "adamw use_adamw",
+    "--train-iters": "max_steps max_iters num_steps steps iters iterations num_iterations training_steps total_steps n_steps",
+    EPOCHS: "epochs num_epochs num_train_epochs n_epochs max_epochs",
+    BATCH: "batch_size bs per_device_train_batch_size per_device_batch_size device_batch_size train_batch_size",
+    "--micro-batch-size": "local_batch_size micro_batch mbs",
+    "--global-batch-size": "total_batch_size gbs",
+    ACCUMULATION: "gradient_accumulation_steps grad_accum_steps accumulation_steps gradient_accumulation num_microbatches microbatches",
+    "--seq-length": "block_size seq_len sequence_length context_length context_len max_seq_len max_seq_length n_ctx ctx_len max_length seqlen",
+    "--max-position-embeddings": "n_positions max_positions",
+    "--num-layers": "n_layer n_layers layers num_hidden_layers depth num_blocks",
+    "--hidden-size": "n_embd dim d_model embed_dim model_dim hidden_dim hidden n_embed embedding_size",
+    "--ffn-hidden-size": "intermediate_size ffn_dim d_ff ffn_size mlp_dim ffn_hidden_dim mlp_hidden_size",
+    "--num-attention-heads": "num_heads n_head n_heads heads num_attn_heads attention_heads",
+    "--num-query-groups": "n_kv_heads num_key_value_heads num_kv_heads kv_heads n_kv_head n_kv_groups",
+    "--kv-channels": "head_dim head_size attention_head_size",
+    "--rotary-base": "rope_theta rope_base theta",
+    "--norm-epsilon": "rms_norm_eps norm_eps layernorm_epsilon layer_norm_eps layer_norm_epsilon",
+    "--init-method-std": "initializer_range init_std",
+    "--activation": "hidden_act act act_fn activation_function",
+    "--add-bias-linear": "bias use_bias",
+    "--no-untie-embeddings-and-output-weights": "tie_word_embeddings tie_embeddings weight_tying tie_weights",
+    NO_DROPOUT: "dropout embd_pdrop resid_pdrop attn_pdrop dropout_rate",
+    "--num-experts": "experts num_local_experts n_experts n_routed_experts",
+    "--moe-router-topk": "top_k topk num_experts_per_tok experts_per_token router_topk",
+    "--moe-aux-loss-coeff": "aux_loss_coef router_aux_loss_coef aux_loss_coeff aux_loss_weight aux_loss_alpha",
+    "--tensor-model-parallel-size": "tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_parallelism",
+    "--pipeline-model-parallel-size": "pp pp_size pipeline_parallel pipeline_parallel_size pipeline_parallel_degree",
+    "--context-parallel-size": "cp cp_size context_parallel context_parallel_degree",
+    "--expert-model-parallel-size": "ep ep_size expert_parallel expert_parallel_size expert_parallel_degree",
+    "--expert-tensor-parallel-size": "etp etp_size",
+    "--data-parallel-size": "dp dp_size data_parallel_degree data_parallel_replicate_degree data_parallel_shard_degree",
+    "--sequence-parallel": "sp use_sequence_parallel",
+    "--pipeline-schedule": "schedule pp_schedule pipeline_parallel_schedule",
+    STRATEGIES: "zero zero_stage zero_optimization fsdp sharding_strategy sharding zero1 zero2 zero3 fsdp2 use_fsdp deepspeed",
+    "--ddp-bucket-size, in elements": "bucket_size bucket_cap_mb ddp_bucket_cap_mb",
+    DTYPE: "dtype precision mixed_precision torch_dtype param_dtype model_dtype autocast fp32 float32 amp",
+    "--bf16": "bfloat16",
+    "--fp16": "float16 half",
+    "--run-dir": "output_dir out_dir output ckpt_dir checkpoint_dir save_dir dump_folder logdir log_dir logging_dir outdir work_dir",
+    RESUME: "resume resume_from_checkpoint resume_from resume_from_path checkpoint_path",
+    "--save-interval": "save_steps save_every checkpoint_interval ckpt_interval save_freq checkpointing_steps",
+    "--keep-last": "save_total_limit keep_latest_k",
+    "--pretrained-checkpoint": "pretrained from_pretrained hf_model hf_checkpoint init_from",
+    "--log-interval": "logging_steps log_every log_freq log_steps print_every log_every_n_steps",
+    "--eval-interval": "eval_steps eval_every val_interval eval_freq evaluation_steps val_check_interval validation_freq",
+    "--eval-iters": "eval_batches limit_val_batches",
+    DATA: "dataset data train_data data_dir dataset_name dataset_path dataset_dir train_file corpus input input_file train_files",
+    "--tokenizer-model": "tokenizer tokenizer_name tokenizer_path hf_assets_path tokenizer_dir tokenizer_file",
+    "--num-workers": "dataloader_num_workers data_workers workers",
+    "--mock-data": "synthetic_data fake_data dummy_data",
+    "--torch-compile": "compile use_compile",
+    "--wandb": "use_wandb wandb_log enable_wandb report_to",
+    "--wandb-exp-name": "run_name exp_name experiment_name wandb_run_name",
+    "--tensorboard": "enable_tensorboard use_tensorboard",
+    "--device cuda": "gpu cuda",
+    "--device cpu": "cpu no_cuda use_cpu",
+    "--generate-tokens": "max_new_tokens",
+    "--distributed-timeout-minutes": "timeout ddp_timeout init_timeout_seconds train_timeout_seconds",
+    "--profile": "profiler enable_profiling",
+    RANKS: "gpus num_gpus nproc nproc_per_node world_size ngpu ngpus n_gpus devices num_devices nnodes num_nodes ranks num_processes",
+    RECIPE: "model model_name model_name_or_path recipe config config_file job_config flavor model_type",
+    "--fp8-format hybrid": "use_fp8 float8",
+    "--recompute-granularity full": "activation_checkpointing gradient_checkpointing checkpoint_activations recompute ac_mode",
+    "nanotrain --version": "version",
+}
+CURES: dict[str, str] = {name: cure for cure, names in NAMES.items() for name in names.split()}
+
+# values under other names, by the unique name of their field
+VALUES: dict[str, dict[str, str]] = {
+    "device": {"gpu": "cuda", "nvidia": "cuda", "cuda:0": "cuda"},
+    "params_dtype": {
+        "bfloat16": "bf16",
+        "float16": "fp16",
+        "half": "fp16",
+        "float32": "fp32",
+        "float": "fp32",
+        "torch.bfloat16": "bf16",
+    },
+    "optimizer": {"adamw": "adam", "AdamW": "adam", "Adam": "adam"},
+    "data_parallel_sharding_strategy": {
+        "zero1": "optim",
+        "zero2": "optim_grads",
+        "zero3": "optim_grads_params",
+        "fsdp": "optim_grads_params",
+        "full_shard": "optim_grads_params",
+        "ddp": "no_shard",
+        "none": "no_shard",
+    },
+    "activation": {"silu": "swiglu", "geglu": "swiglu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
+    "normalization": {"rms": "RMSNorm", "rms_norm": "RMSNorm", "rmsnorm": "RMSNorm", "layer_norm": "LayerNorm"},
+    "position_embedding_type": {"rotary": "rope", "learned": "learned_absolute", "absolute": "learned_absolute"},
+    "lr_decay_style": {"wsd": "WSD", "inverse_sqrt": "inverse-square-root"},
+    "cp_comm_type": {"ring": "p2p", "ulysses": "a2a", "allgather": "all_gather"},
+}

@@ -1,0 +1,111 @@
+"""What was probably meant: by meaning and by spelling, never a far guess, an opposite or another quantity."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanotrain.config.flags import ALIASES, FLAGS, NEGATIONS
+from nanotrain.config.load import load
+from nanotrain.config.suggest import by_meaning, by_spelling, by_words, did_you_mean, distance
+from nanotrain.errors import ConfigError
+
+KNOWN = [*FLAGS, *NEGATIONS, *ALIASES]
+
+# arguments, what the message must have, what it must not have
+MESSAGES = [
+    ("--learning-rate 1e-3", "did you mean --lr?", "--outer"),
+    ("--learning_rate 1e-3", "did you mean --lr?", "--outer"),
+    ("optim.learning_rate=1", "did you mean optim.lr?", "clip_grad"),
+    ("--tp 2", "did you mean --tensor-model-parallel-size?", "--help"),
+    ("--pp 2", "did you mean --pipeline-model-parallel-size?", "--help"),
+    ("--batch-size 8", "--micro-batch-size (samples per rank and microbatch) or --global-batch-size", "did you mean"),
+    ("--num-train-epochs 3", "write --train-iters: steps = epochs x samples", "--help"),
+    ("--max-steps 10", "did you mean --train-iters?", "--help"),
+    ("--num-heads 4", "did you mean --num-attention-heads?", "--num-experts"),
+    ("--n-embd 64", "did you mean --hidden-size?", "--help"),
+    ("--block-size 64", "did you mean --seq-length?", "--ddp-bucket-size"),
+    ("--gradient-accumulation-steps 4", "--global-batch-size: micro_batch_size x", "did you mean"),
+    ("--device gpu", "write --device cuda", "cpu?"),
+    ("--gpu", "write --device cuda", "--help"),
+    ("tiny", "write +config=tiny for the recipe of that name", "--help"),
+    ("bf16", "write --bf16", "+config=bf16"),
+    ("--bf16 true", "--bf16 takes no more values; leave true out", "--lr"),
+    ("--use-mcore-models true", "--use-mcore-models takes no more values; leave true out", "--lr"),
+    ("--shuffle false", "write --shuffle=false", "leave"),
+    ("--model llama7b", "+config=NAME for a recipe, model=NAME for a model", "--help"),
+    ("--output-dir x", "did you mean --run-dir?", "--help"),
+    ("--nproc-per-node 2", "torchrun --nproc-per-node N -m nanotrain.train", "did you mean"),
+    ("--zero-stage 2", "optim_grads (ZeRO-2)", "--help"),
+    ("--data-parallel-sharding-strategy zero2", "write --data-parallel-sharding-strategy optim_grads", "no_shard?"),
+    ("--dropout 0.1", "there is no dropout", "did you mean"),
+    ("--dtype bf16", "--params-dtype bf16, fp16 or fp32", "did you mean"),
+    ("--params-dtype bfloat16", "write --params-dtype bf16", "--help"),
+    ("--hiden-size 64", "did you mean --hidden-size?", "--ffn"),
+    ("--warmup-iters 5", "did you mean --lr-warmup-iters?", "--help"),
+    ("--add-linear-bias", "see --help=all", "did you mean"),
+    ("--disable-linear", "see --help=all", "--add-bias-linear"),
+    ("--num-mtp-layers 1", "see --help=all", "--num-layers"),
+    ("--tensor-parallel-layers 1", "see --help=all", "did you mean"),
+    ("--save ck --run-dirr x", "did you mean --run-dir?", "--save=ck"),
+    ("optim=muon", "write optim.FIELD=muon or --optimizer muon", "did you mean optim?"),
+    ("learning_rate=1", "write --lr 1", "did you mean"),
+    ("model.n_layer=4", "did you mean model.num_layers?", "--help"),
+    ("--optimizer_type adam", "did you mean --optimizer?", "--help"),
+    ("zzz=1", "it is neither section.field nor a group", "did you mean"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "has", "has_not"), MESSAGES)
+def test_a_message_leads_to_what_was_meant(arguments, has, has_not):
+    with pytest.raises(ConfigError) as caught:
+        load(arguments.split())
+    text = str(caught.value)
+    assert has in text and has_not not in text and "mistakes" not in text
+
+
+def test_one_rank_is_told_how_to_start_more():
+    from nanotrain.config.validate import validate_for_world
+
+    with pytest.raises(ConfigError, match=r"run on 2 ranks \(torchrun --nproc-per-node 2 -m nanotrain.train"):
+        validate_for_world(load(["--tensor-model-parallel-size", "2"]).config, 1)
+
+
+def test_mistaken_arguments_and_broken_rules_are_one_message():
+    with pytest.raises(ConfigError) as caught:
+        load(["--train-itres=5", "--min-lr=1", "--hidden-size=100", "--num-attention-heads=3", "--seed=fast"])
+    text = str(caught.value)
+    assert text.startswith("4 mistakes")
+    for part in ("--train-itres", "min_lr 1 is above lr", "hidden_size 100 cannot be split", "train.seed is 'fast'"):
+        assert part in text
+
+
+def test_a_rule_on_a_misspelt_field_is_not_reported():
+    with pytest.raises(ConfigError) as caught:
+        load(["--hiden-size=300", "--num-attention-heads=3"])
+    assert "mistakes" not in str(caught.value) and "--hidden-size" in str(caught.value)
+
+
+@given(st.sampled_from(KNOWN), st.data())
+def test_one_slip_in_a_flag_is_found(flag, data):
+    position = data.draw(st.integers(3, len(flag) - 1))
+    letter = data.draw(st.sampled_from("aeiouxyz"))
+    slip = flag[:position] + letter + flag[position + 1 :]
+    if slip in KNOWN or len(flag) < 8 or flag[position].isdigit():
+        return
+    found = by_spelling(slip, KNOWN)
+    assert found is not None and distance(found, slip) <= 1
+
+
+def test_numbers_opposites_and_extra_words_are_never_guessed():
+    assert by_spelling("--fp8", ["--fp16"]) is None and by_spelling("--adam-beta3", ["--adam-beta1"]) is None
+    assert by_words("--disable-bias-linear", ["--add-bias-linear"]) is None
+    assert by_words("--mtp-num-layers", ["--num-layers"]) is None
+    assert by_words("--bias", ["--add-bias-linear"]) is None
+    assert by_words("--grad-reduce", ["--overlap-grad-reduce", "--no-overlap-grad-reduce"]) == "--overlap-grad-reduce"
+    assert by_meaning("--lr") is None and by_meaning("TP") == "--tensor-model-parallel-size"
+
+
+def test_a_swap_of_neighbours_is_one_slip():
+    assert distance("trian", "train") == 1 and distance("", "abc") == 3 and distance("abc", "abc") == 0
+    assert did_you_mean("trian", ["train", "data"]) == "did you mean train?"
+    assert did_you_mean("completely-else", ["train"]) == "see --help=all"
