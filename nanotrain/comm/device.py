@@ -1,6 +1,6 @@
 """The only file that uses `torch.cuda`: choose a rank's device, and query or control it.
 
-    pick_device, backend_of, process_group_device, device_name
+    pick_device, backend_of, process_group_device, device_name, compute_capability
     synchronize, manual_seed
     reset_peak_memory, peak_memory, memory_per_rank
 
@@ -62,6 +62,11 @@ def process_group_device(process_group: dist.ProcessGroup | None) -> torch.devic
 def device_name(device: torch.device) -> str:
     """The name that the driver reports ("NVIDIA H100 80GB HBM3"), or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """The CUDA compute capability, (9, 0) for an H100; None on a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def synchronize(device: torch.device) -> None:

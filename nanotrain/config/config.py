@@ -50,6 +50,16 @@ class MainGradsDType(str, Enum):
     bf16 = "bf16"
 
 
+class Fp8Format(str, Enum):
+    e4m3 = "e4m3"
+    hybrid = "hybrid"
+
+
+class AmaxAlgo(str, Enum):
+    most_recent = "most_recent"
+    max = "max"
+
+
 class RouterScore(str, Enum):
     softmax = "softmax"
     sigmoid = "sigmoid"
@@ -209,6 +219,15 @@ class PrecisionConfig:
     min_loss_scale: float = option(1.0, "fp16: minimum loss scale", check=above(0))
     loss_scale_window: int = option(1000, "fp16: steps without overflow before the loss scale doubles", check=at_least(1))
     hysteresis: int = option(2, "fp16: overflows before the loss scale halves", check=at_least(1))
+    fp8_format: Fp8Format | None = option(None, "matrix products of linear layers in fp8: e4m3, or hybrid (gradients in e5m2); unset: in params_dtype")
+    fp8_recipe: str = option("delayed", "name of the fp8 scaling recipe")
+    fp8_margin: int = option(0, "delayed: scales are lower than the amax allows by 2^margin", check=at_least(0))
+    fp8_amax_history_len: int = option(1, "delayed: steps of the amax history", check=at_least(1))
+    fp8_amax_compute_algo: AmaxAlgo = option(AmaxAlgo.most_recent, "delayed: amax of the history: most_recent or max")
+    fp8_wgrad: bool = option(True, "weight gradients in fp8; off: in params_dtype")
+    first_last_layers_bf16: bool = option(False, "no fp8 in the first and last layers")
+    num_layers_at_start_in_bf16: int = option(1, "layers at the start without fp8", check=at_least(0))
+    num_layers_at_end_in_bf16: int = option(1, "layers at the end without fp8", check=at_least(0))
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ ALIASES: dict[str, Alias] = {
     "--bf16": Alias("params_dtype", "bf16", agrees=("bf16",)),
     "--fp16": Alias("params_dtype", "fp16", agrees=("fp16",)),
     "--grad-reduce-in-fp32": Alias("accumulate_allreduce_grads_in_fp32", "true", agrees=("true",)),
+    "--fp8": Alias("fp8_format", "hybrid", agrees=("hybrid",)),
     "--swiglu": Alias("activation", "swiglu", agrees=("swiglu",)),
     "--recompute-activations": Alias("recompute_granularity", "selective", agrees=("selective",)),
     "--use-distributed-optimizer": Alias(

@@ -156,6 +156,15 @@ PARALLEL = {
 PRECISION = {
     "--no-gradient-accumulation-fusion": no_effect("gradients are accumulated in fp32 by torch"),
     "--disable-bf16-reduced-precision-matmul": always("products of bf16 accumulate in fp32"),
+    "--fp8-param-gather": not_yet("parameters are gathered in params_dtype and quantized by every rank: leave it out"),
+    "--fp8-dot-product-attention": not_yet("the core attention is in params_dtype: leave it out"),
+    "--fp8-multi-head-attention": not_yet("the core attention is in params_dtype: leave it out"),
+    "--fp8-interval": no_effect("scales follow every step", arity=1),
+    "--tp-only-amax-red": no_effect("amaxes are reduced over all ranks that share a tensor"),
+    "--keep-fp8-weight-transpose-cache": no_effect("weights are quantized for every product"),
+    "--keep-fp8-transpose-cache": no_effect("weights are quantized for every product"),
+    "--moe-router-padding-for-fp8": always("the tokens of each expert are padded as its products need it"),
+    "--moe-router-padding-for-quantization": always("the tokens of each expert are padded as its products need it"),
     "--cuda-graph-impl": no_effect("there are no CUDA graphs; --torch-compile fuses kernels", arity=1),
     "--cuda-graph-scope": no_effect("there are no CUDA graphs; --torch-compile fuses kernels", arity=MANY),
     "--cuda-graph-modules": no_effect("there are no CUDA graphs; --torch-compile fuses kernels", arity=MANY),
@@ -166,7 +175,6 @@ PRECISION = {
     "--empty-unused-memory-level": no_effect("cached memory stays with the process", arity=1),
 }
 KEPT = "activations are kept: lower --micro-batch-size or raise a model-parallel size"
-FP8 = "matrix products run in --params-dtype: leave it out"
 OFFLOAD = "optimizer state stays on the device: shard it, --data-parallel-sharding-strategy optim"
 MEMORY = {
     "--recompute-granularity": not_yet(KEPT, arity=1),
@@ -185,16 +193,7 @@ MEMORY = {
     "--use-torch-optimizer-for-cpu-offload": no_effect("it belongs to --optimizer-cpu-offload"),
 }
 REDUCED_PRECISION = {
-    "--fp8": not_yet(FP8),
-    "--fp8-format": not_yet(FP8, arity=1),
-    "--fp8-recipe": not_yet(FP8, arity=1),
-    "--fp8-param-gather": not_yet(FP8),
-    "--fp8-amax-history-len": no_effect("it belongs to --fp8-format", arity=1),
-    "--fp8-amax-compute-algo": no_effect("it belongs to --fp8-format", arity=1),
-    "--fp8-margin": no_effect("it belongs to --fp8-format", arity=1),
-    "--fp8-interval": no_effect("it belongs to --fp8-format", arity=1),
-    "--no-fp8-wgrad": no_effect("it belongs to --fp8-format"),
-    "--fp4-format": not_yet(FP8, arity=1),
+    "--fp4-format": not_yet("set --fp8-format e4m3 or leave it out", arity=1),
     "--preserve-fp32-weights": always("main parameters are fp32"),
     "--megatron-fsdp-main-params-dtype": always("main parameters are fp32", "fp32", "auto"),
     "--megatron-fsdp-main-grads-dtype": rename("--main-grads-dtype", conversions.main_grads_dtype),

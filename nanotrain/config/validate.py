@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from nanotrain.config.config import Config
 from nanotrain.config.derive import data_parallel_size, num_microbatches
 from nanotrain.config.rules.data_parallel import DATA_PARALLEL_RULES
+from nanotrain.config.rules.fp8 import FP8_LAYOUT_RULES, FP8_RULES
 from nanotrain.config.rules.layout import LAYOUT_RULES
 from nanotrain.config.rules.memory import MEMORY_RULES
 from nanotrain.config.rules.model import HEAD_RULES, MLA_RULES, MOE_RULES, POSITION_RULES
@@ -33,8 +34,10 @@ def collect_errors(
     if unreadable.isdisjoint(("micro_batch_size", "global_batch_size")):
         with errors:
             num_microbatches(config.train, 1)
+    if config.precision.fp8_format is not None:
+        check_rules(config, FP8_RULES, errors=errors, unreadable=unreadable)
     if to_train and is_model_known:
-        check_rules(config, (*LAYOUT_RULES, *MEMORY_RULES), errors=errors, unreadable=unreadable)
+        check_rules(config, layout_rules(config), errors=errors, unreadable=unreadable)
 
 
 def model_rules(config: Config) -> tuple[Rule, ...]:
@@ -50,7 +53,13 @@ def check_model(config: Config) -> None:
 
 def check_layout(config: Config) -> None:
     """Check that the parallel layout and recomputation fit the model; raises all broken rules in one ConfigError."""
-    _check_table(config, (*LAYOUT_RULES, *MEMORY_RULES))
+    _check_table(config, layout_rules(config))
+
+
+def layout_rules(config: Config) -> tuple[Rule, ...]:
+    """The rules for layouts and recomputation, and for the sizes of fp8 matrices where there are any."""
+    has_fp8 = config.precision.fp8_format is not None
+    return (*LAYOUT_RULES, *MEMORY_RULES, *(FP8_LAYOUT_RULES if has_fp8 else ()))
 
 
 def _check_table(config: Config, rules: Iterable[Rule]) -> None:

@@ -14,7 +14,7 @@ uninitialized; where tokens can be dropped, these are overwritten with zeros.
     T tokens, one per token and chosen expert   E local experts   I inputs   O outputs
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,10 @@ _ALIGNMENT_BYTES = 16  # torch's grouped product requires rows that begin at mul
 
 class GroupedMM:
     """The products by torch's grouped product, for weights with aligned rows."""
+
+    def for_microbatch(self) -> "GroupedMM":
+        """The products of one microbatch, which may keep scales from its forward to its backward."""
+        return self
 
     def fprop(self, x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
         """[T, I], [E, O, I] -> [T, O]."""
@@ -86,6 +90,8 @@ def grouped_linear(x: Tensor, weight: nn.Parameter, *, offs: Tensor, options: Gr
 
     x [T, I], sorted by expert; weight [E, O, I]; offs [E] int32, the end of each expert's tokens -> [T, O].
     """
+    # Inside of the function gradients are always off.
+    options = replace(options, gemm=options.gemm.for_microbatch())
     out: Tensor = _GroupedLinear.apply(x, weight, offs, options)
     return out
 

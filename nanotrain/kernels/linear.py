@@ -4,16 +4,20 @@
     dgrad    dx = dy W                       [T, O], [O, I] -> [T, I]
     wgrad    dW = dy^T x                     [T, O], [T, I] -> [O, I]
     Linear   the same for the parameters of one layer, the gradient of the bias included
+    Linears  the same for layers that share an input
 
-All dense linear layers, the output layer included, multiply here; another precision is another implementation of these.
+All dense linear layers, the output layer included, multiply here; `Linears` has another implementation for fp8.
 
     T tokens   I inputs   O outputs
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from nanotrain.kernels.fp8.layer import Fp8Layer
 
 
 def fprop(x: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
@@ -42,23 +46,61 @@ class Linear:
 
     weight: nn.Parameter  # [O, I]
     bias: nn.Parameter | None  # [O], or None
+    fp8: Fp8Layer | None = None  # how the layer uses fp8; None: it does not
 
     @property
     def trained_params(self) -> tuple[nn.Parameter, ...]:
         """Weight and bias, where they exist and require a gradient."""
         return tuple(param for param in (self.weight, self.bias) if param is not None and param.requires_grad)
 
+    @property
+    def used_weight(self) -> Tensor:
+        """The rows of the weight that this rank multiplies with."""
+        return self.weight
+
+    @property
+    def used_bias(self) -> Tensor | None:
+        """The same rows of the bias."""
+        return self.bias
+
     def fprop(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
-        return fprop(x, self.weight, bias=self.bias)
+        return fprop(x, self.used_weight, bias=self.used_bias)
 
     def dgrad(self, grad: Tensor, *, add_to: Tensor | None = None) -> Tensor:
         """[T, O] -> [T, I], as `dgrad`."""
-        return dgrad(grad, self.weight.detach(), add_to=add_to)
+        return dgrad(grad, self.used_weight.detach(), add_to=add_to)
 
     def wgrad(self, grad: Tensor, x: Tensor) -> list[Tensor]:
         """[T, O], [T, I] -> the gradients of `trained_params`."""
-        grads = [wgrad(grad, x)] if self.weight.requires_grad else []
+        return self.param_grads(grad, wgrad(grad, x) if self.weight.requires_grad else None)
+
+    def param_grads(self, grad: Tensor, grad_weight: Tensor | None) -> list[Tensor]:
+        """[T, O], the gradient of the used rows of a trained weight -> the gradients of `trained_params`."""
+        grads = [] if grad_weight is None else [grad_weight]
         if self.bias is not None and self.bias.requires_grad:
             grads.append(grad.sum(0))
         return grads
+
+
+class Linears:
+    """The products of layers that share an input, for one microbatch."""
+
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        self.linears = linears
+
+    def fprop(self, x: Tensor) -> tuple[Tensor, ...]:
+        """[..., I] -> one [..., O] per layer."""
+        return tuple(linear.fprop(x) for linear in self.linears)
+
+    def dgrad(self, grads: Sequence[Tensor]) -> Tensor:
+        """One [T, O] per layer -> [T, I], their sum."""
+        total = self.linears[0].dgrad(grads[0])
+        for grad, linear in zip(grads[1:], self.linears[1:], strict=True):
+            linear.dgrad(grad, add_to=total)
+        return total
+
+    def wgrad(self, grads: Sequence[Tensor], x: Tensor) -> list[Tensor]:
+        """One [T, O] per layer, [T, I] -> the gradients of the trained parameters, layer by layer."""
+        pairs = zip(grads, self.linears, strict=True)
+        return [found for grad, linear in pairs for found in linear.wgrad(grad, x)]

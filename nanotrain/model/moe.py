@@ -18,7 +18,9 @@ from nanotrain.comm.autograd import concat_along, split_along
 from nanotrain.comm.eager import eager
 from nanotrain.comm.group import Group
 from nanotrain.config.config import ModelConfig
+from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Options
 from nanotrain.model.context import LayerContext
+from nanotrain.model.fp8 import expert_fp8_options
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.router import Router
@@ -65,6 +67,8 @@ class MoELayer(nn.Module):
                 may_drop=self._dispatcher.keeps_dropped and model_config.moe.expert_capacity_factor is not None,
                 wgrad_queue=parallel.tp.wgrad_queue,
                 recompute=parallel.recompute,
+                experts=(experts := local_experts(num_experts, parallel.ep)),
+                fp8=_expert_fp8(experts, parallel),
             ),
         )
         self.shared = shared
@@ -84,3 +88,16 @@ class MoELayer(nn.Module):
         if context.sequence_positions is None:
             return torch.arange(first, first + length, device=local.device)
         return context.sequence_positions[first : first + length]
+
+
+def local_experts(num_experts: int, ep: Group) -> ExpertRange:
+    """The experts of this rank of ep."""
+    num_local = num_experts // ep.size
+    return ExpertRange(ep.index * num_local, num_local, num_experts)
+
+
+def _expert_fp8(experts: ExpertRange, parallel: ModelParallel) -> Fp8Options | None:
+    options = parallel.tp.fp8
+    if options is None:
+        return None
+    return expert_fp8_options(options, experts, etp=parallel.etp, sequence=parallel.sequence)

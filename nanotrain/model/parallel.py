@@ -1,6 +1,6 @@
 """`ModelParallel`: the groups, the core attention and the recomputation of a stage's layers."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nanotrain.comm.group import Group
 from nanotrain.memory.recompute import Recompute
@@ -20,6 +20,11 @@ class ModelParallel:
     etp: Group  # ranks that share the matrices of each expert
     sequence: Group  # ranks that hold the tokens of one sequence (tp x cp)
     recompute: Recompute = field(default_factory=Recompute)  # modules that are recomputed in the backward pass
+    layers_in_bf16: frozenset[int] = frozenset()  # layers without fp8, where others have it
+
+    def of_layer(self, layer: int) -> "ModelParallel":
+        """The same for one layer."""
+        return replace(self, tp=replace(self.tp, fp8=None)) if layer in self.layers_in_bf16 else self
 
     @classmethod
     def single_rank(cls) -> "ModelParallel":

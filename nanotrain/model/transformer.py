@@ -249,7 +249,9 @@ class Stage(nn.Module):
         embedding = declared.submodule("embedding")
         self.embedding = Embedding(embedding, tensor_parallel=parallel.tp) if embedding else None
         blocks = {str(i): declared.submodule(f"layers.{i}") for i in spec.layers}
-        self.layers = nn.ModuleDict({i: Block(model_config, block, parallel=parallel) for i, block in blocks.items()})
+        self.layers = nn.ModuleDict(
+            {i: Block(model_config, block, parallel=parallel.of_layer(int(i))) for i, block in blocks.items()}
+        )
         self.final_norm: nn.Module | None = None
         self.head: Head | None = None
         if spec.has_head:

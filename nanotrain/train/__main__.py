@@ -79,9 +79,10 @@ def train(loaded: Loaded, world_size: int) -> None:
         loaded: configuration and its origins.
         world_size: ranks of the run.
     """
-    from nanotrain.comm.device import memory_per_rank, pick_device
+    from nanotrain.comm.device import compute_capability, memory_per_rank, pick_device
     from nanotrain.comm.parallel_context import Launch
     from nanotrain.log import get_logger, start_logging
+    from nanotrain.train.fp8 import require_fp8
     from nanotrain.train.inputs import require_corpus
     from nanotrain.train.memory_plan import require_memory
     from nanotrain.train.plan import check_names
@@ -95,6 +96,8 @@ def train(loaded: Loaded, world_size: int) -> None:
     device = pick_device(config.train.device.value, launch.local_rank)
     available = memory_per_rank(device, launch.local_world_size)
     errors = ErrorCollector()
+    with errors:
+        require_fp8(config.precision, compute_capability(device))
     with errors:
         require_corpus(config.data)
     if config.model.vocab_size is not None and config.checkpoint.pretrained_checkpoint is None:

@@ -29,6 +29,7 @@ from nanotrain.precision.policy import Precision
 from nanotrain.topology.boxes import TensorBox
 from nanotrain.topology.params import LocalParam
 from nanotrain.train.batches import BatchIterator
+from nanotrain.train.fp8 import amax_histories_to_load, finish_fp8_restore
 from nanotrain.train.inputs import RunInputs
 from nanotrain.train.plan import Plan
 from nanotrain.train.resume import RunTensors, restore
@@ -69,8 +70,11 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     checkpointer = Checkpointer(inputs.folder.checkpoints, group=context.control, keep_last=config.checkpoint.keep_last)
     state = TrainState()
     if inputs.checkpoint is not None:
-        into = RunTensors(optimizer.state_tensors() | router_biases(stages), optimizer)
+        tensors = optimizer.state_tensors() | router_biases(stages)
+        tensors |= amax_histories_to_load(stages, inputs.checkpoint)
+        into = RunTensors(tensors, optimizer)
         state = restore(inputs.checkpoint, checkpointer, into=into, config=config, may_fall_back=inputs.is_resumed)
+        finish_fp8_restore(stages)
         for dp in data_parallel:
             dp.start_param_gather()
     state.curve_batch_size = state.curve_batch_size or plan.sampler.global_batch_size

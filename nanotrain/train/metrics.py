@@ -56,7 +56,10 @@ class Throughput:
     @classmethod
     def of(cls, plan: Plan, context: ParallelContext) -> "Throughput":
         """The rates of a planned run on this device."""
-        peak = peak_flops(device_name(context.device), plan.config.precision.params_dtype.value)
+        precision = plan.config.precision
+        # With fp8 a lower bound: attention, embedding, head and router are not in fp8 and counted against its peak.
+        dtype = precision.params_dtype.value if precision.fp8_format is None else "fp8"
+        peak = peak_flops(device_name(context.device), dtype)
         return cls(
             tokens_per_step=plan.sampler.global_batch_size * plan.config.data.seq_length,
             flops_per_token=plan.flops_per_token,

@@ -21,6 +21,7 @@ from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.parallel.pp.gpipe import forward_only
 from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule
 from nanotrain.parallel.pp.transfers import RankPlan, plan_rank
+from nanotrain.precision.fp8 import RECIPES
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.counts import flops_per_token
 from nanotrain.topology.groups import GroupName, GroupSpec
@@ -194,6 +195,7 @@ def check_names(config: Config) -> None:
     check_choice("pipeline_schedule", config.parallel.pipeline_schedule, known=SCHEDULES)
     check_choice("cp_comm_type", config.parallel.cp_comm_type, known=CORE_ATTENTIONS)
     check_choice("optimizer", config.optim.optimizer, known=OPTIMIZERS)
+    check_choice("fp8_recipe", config.precision.fp8_recipe, known=RECIPES)
 
 
 def _plan_stages(config: Config, topology: Topology, *, rank: int, shape: ModelShape) -> Iterator[StagePlan]:

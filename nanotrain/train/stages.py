@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import ParallelConfig
+from nanotrain.config.config import Config
 from nanotrain.config.derive import recomputed_modules
 from nanotrain.kernels.deferred_wgrad import WgradQueue
 from nanotrain.memory.recompute import Recompute
+from nanotrain.model.fp8 import fp8_options, layers_in_bf16
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.transformer import Stage
 from nanotrain.parallel.cp.attention import build_core_attention
@@ -57,8 +58,7 @@ def all_data_parallel(stages: Mapping[int, BuiltStage]) -> tuple[DataParallel, .
 def _build_stage(plan: Plan, stage: StagePlan, *, context: ParallelContext) -> BuiltStage:
     config, precision = plan.config, Precision.of(plan.config.precision)
     wgrad_queue = WgradQueue() if plan.train_schedule.defers_wgrad else None
-    recompute = Recompute(recomputed_modules(config.memory))
-    parallel = _model_parallel(config.parallel, context, wgrad_queue=wgrad_queue, recompute=recompute)
+    parallel = _model_parallel(config, context, wgrad_queue=wgrad_queue)
     module = Stage(config.model, stage.spec, params=stage.params, parallel=parallel)
     data_parallel = tuple(
         DataParallel(
@@ -69,7 +69,7 @@ def _build_stage(plan: Plan, stage: StagePlan, *, context: ParallelContext) -> B
                 context.group(buffer.replicate.name),
                 shards_across=buffer.layout.num_outer_shards > 1,
             ),
-            options=data_parallel_options(plan, buffer, recompute=recompute),
+            options=data_parallel_options(plan, buffer, recompute=parallel.recompute),
             precision=precision,
             device=context.device,
         )
@@ -96,16 +96,16 @@ def data_parallel_options(plan: Plan, buffer: BufferPlan, *, recompute: Recomput
     )
 
 
-def _model_parallel(
-    parallel: ParallelConfig, context: ParallelContext, *, wgrad_queue: WgradQueue | None, recompute: Recompute
-) -> ModelParallel:
+def _model_parallel(config: Config, context: ParallelContext, *, wgrad_queue: WgradQueue | None) -> ModelParallel:
     """The groups that the layers of a stage communicate over."""
-    tensor_parallel = TensorParallel(context.group("tp"), parallel.sequence_parallel, wgrad_queue)
+    parallel, sequence = config.parallel, context.group("tp_cp")
+    fp8 = fp8_options(config.precision, sequence=sequence)
     return ModelParallel(
-        tp=tensor_parallel,
+        tp=TensorParallel(context.group("tp"), parallel.sequence_parallel, wgrad_queue, fp8),
         core_attention=build_core_attention(parallel.cp_comm_type, context.group("cp")),
         ep=context.group("ep"),
         etp=context.group("etp"),
-        sequence=context.group("tp_cp"),
-        recompute=recompute,
+        sequence=sequence,
+        recompute=Recompute(recomputed_modules(config.memory)),
+        layers_in_bf16=layers_in_bf16(config.precision, config.model.num_layers),
     )

@@ -15,6 +15,7 @@ from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.pp.executor import run_schedule
 from nanotrain.topology.groups import GroupName
 from nanotrain.train.batches import GlobalBatch
+from nanotrain.train.fp8 import finish_fp8_step
 from nanotrain.train.routers import balance_routers
 from nanotrain.train.run import Run
 
@@ -57,6 +58,7 @@ def train_step(run: Run, batch: GlobalBatch) -> StepResult:
     for dp in run.data_parallel:
         dp.start_param_gather()
 
+    finish_fp8_step(run.stages, run.context)
     loss = global_loss(loss_sum, run.context)
     routers = balance_routers(run.stages, run.config.model, context=run.context)
     run.state.advance(samples=run.plan.sampler.global_batch_size, tokens=batch.num_target_tokens)

@@ -15,6 +15,8 @@ from nanotrain.topology.hardware import peak_flops
         ("NVIDIA H100 NVL", "bf16", 835.5e12),
         ("NVIDIA H200", "bf16", 989.4e12),
         ("NVIDIA GH200 480GB", "fp16", 989.4e12),
+        ("NVIDIA H100 80GB HBM3", "fp8", 1978.9e12),
+        ("NVIDIA H200", "fp8", 1978.9e12),
         ("NVIDIA B200", "bf16", 2.25e15),
         ("NVIDIA GB200", "bf16", 2.5e15),
         ("Tesla V100-SXM2-32GB", "fp16", 125e12),

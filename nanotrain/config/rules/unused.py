@@ -113,6 +113,16 @@ UNUSED = (
     Unused("initial_loss_scale min_loss_scale loss_scale_window hysteresis", "params_dtype",
         lambda v: v.params_dtype is not DType.fp16, "only params_dtype fp16 scales the loss"),
     Unused(
+        "fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad "
+        "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
+        "fp8_format", lambda v: v.fp8_format is None, "no matrix product is in fp8: fp8_format is unset"),
+    Unused("fp8_margin fp8_amax_history_len fp8_amax_compute_algo", "fp8_recipe", lambda v: v.fp8_recipe != "delayed",
+        "only fp8_recipe delayed keeps an amax history"),
+    Unused("fp8_amax_compute_algo", "fp8_amax_history_len", lambda v: v.fp8_amax_history_len == 1,
+        "the history has one step"),
+    Unused("num_layers_at_start_in_bf16 num_layers_at_end_in_bf16", "first_last_layers_bf16",
+        lambda v: not v.first_last_layers_bf16, "it belongs to first_last_layers_bf16"),
+    Unused(
         "data_path quickstart quickstart_vocab_size generate_tokens generate_prompt "
         "reset_position_ids reset_attention_mask eod_mask_loss",
         "mock_data", lambda v: v.mock_data, "mock_data has no text and no documents"),

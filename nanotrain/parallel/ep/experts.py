@@ -17,6 +17,8 @@ from functools import partial
 from torch import Tensor, nn
 
 from nanotrain.kernels.deferred_wgrad import WgradQueue
+from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Layer, Fp8Options
+from nanotrain.kernels.fp8.products import Fp8GroupedMM
 from nanotrain.kernels.grouped import GroupedOptions, grouped_linear, select_gemm
 from nanotrain.memory.recompute import Recompute
 
@@ -28,6 +30,8 @@ class ExpertOptions:
     may_drop: bool = False  # whether there can be dropped tokens at the end, which belong to no expert
     wgrad_queue: WgradQueue | None = None  # defers weight gradients; None where no schedule does
     recompute: Recompute = field(default_factory=Recompute)  # may recompute the activation
+    fp8: Fp8Options | None = None  # how the products use fp8; None: they do not
+    experts: ExpertRange | None = None  # those of this rank, for the amax history of fp8
 
 
 class Experts(nn.Module):
@@ -44,7 +48,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         options = options or ExpertOptions()
-        linear = partial(GroupedLinear, may_drop=options.may_drop, wgrad_queue=options.wgrad_queue)
+        linear = partial(GroupedLinear, options=options)
         self.gate = None if gate is None else linear(gate)
         self.up, self.down = linear(up), linear(down)
         activate = activation if gate is None else lambda gate, up: activation(gate) * up
@@ -60,10 +64,12 @@ class Experts(nn.Module):
 class GroupedLinear(nn.Module):
     """One linear layer per expert, with stacked weights [E, O, I]."""
 
-    def __init__(self, weight: nn.Parameter, *, may_drop: bool, wgrad_queue: WgradQueue | None) -> None:
+    def __init__(self, weight: nn.Parameter, *, options: ExpertOptions) -> None:
         super().__init__()
         self.weight = weight
-        self.options = GroupedOptions(select_gemm(weight), may_drop, wgrad_queue)
+        self.fp8 = None if options.fp8 is None else Fp8Layer(options.fp8, options.experts)
+        gemm = select_gemm(weight) if self.fp8 is None else Fp8GroupedMM(self.fp8)
+        self.options = GroupedOptions(gemm, options.may_drop, options.wgrad_queue)
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         """[P, I], [E] int32 -> [P, O]."""

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanotrain.kernels.linear import Linear, dgrad, fprop
+from nanotrain.kernels.fp8.layer import Fp8Layer
+from nanotrain.kernels.linear import Linear
 from nanotrain.parallel.tp.linears import column_linears, row_linear
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 
@@ -32,11 +33,12 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, tensor_parallel: TensorParallel) -> None:
         super().__init__()
         self.weight, self.bias, self.tensor_parallel = weight, bias, tensor_parallel
+        self.fp8 = _fp8_layer(tensor_parallel)
 
     @property
     def linear(self) -> Linear:
         """The matrix products; made at each call, as parameters may be replaced."""
-        return Linear(self.weight, self.bias)
+        return Linear(self.weight, self.bias, self.fp8)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S or S/tp, I] -> [B, S, O/tp]."""
@@ -60,7 +62,7 @@ class ReplicatedHeadsLinear(ColumnParallelLinear):
     @property
     def linear(self) -> Linear:
         """The products of the computed rows."""
-        return _LinearRows(self.weight, self.bias, self.rows)
+        return _LinearRows(self.weight, self.bias, self.fp8, rows=self.rows)
 
 
 def column_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
@@ -80,10 +82,11 @@ class RowParallelLinear(nn.Module):
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, tensor_parallel: TensorParallel) -> None:
         super().__init__()
         self.weight, self.bias, self.tensor_parallel = weight, bias, tensor_parallel
+        self.fp8 = _fp8_layer(tensor_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, I/tp] -> [B, S or S/tp, O]."""
-        return row_linear(x, Linear(self.weight, self.bias), tensor_parallel=self.tensor_parallel)
+        return row_linear(x, Linear(self.weight, self.bias, self.fp8), tensor_parallel=self.tensor_parallel)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -104,20 +107,27 @@ class VocabParallelEmbedding(nn.Module):
         return self.tensor_parallel.leave(hidden.masked_fill(is_masked[..., None], 0.0))
 
 
-@dataclass(frozen=True)
+def _fp8_layer(tensor_parallel: TensorParallel) -> Fp8Layer | None:
+    return None if tensor_parallel.fp8 is None else Fp8Layer(tensor_parallel.fp8)
+
+
+@dataclass(frozen=True, kw_only=True)
 class _LinearRows(Linear):
     """The products of some rows of a layer; gradients have the shape of the parameters."""
 
     rows: slice
 
-    def fprop(self, x: Tensor) -> Tensor:
-        return fprop(x, self.weight[self.rows], bias=None if self.bias is None else self.bias[self.rows])
+    @property
+    def used_weight(self) -> Tensor:
+        return self.weight[self.rows]
 
-    def dgrad(self, grad: Tensor, *, add_to: Tensor | None = None) -> Tensor:
-        return dgrad(grad, self.weight.detach()[self.rows], add_to=add_to)
+    @property
+    def used_bias(self) -> Tensor | None:
+        return None if self.bias is None else self.bias[self.rows]
 
-    def wgrad(self, grad: Tensor, x: Tensor) -> list[Tensor]:
-        return [self._pad(g, param) for g, param in zip(super().wgrad(grad, x), self.trained_params, strict=True)]
+    def param_grads(self, grad: Tensor, grad_weight: Tensor | None) -> list[Tensor]:
+        found = zip(super().param_grads(grad, grad_weight), self.trained_params, strict=True)
+        return [self._pad(part, param) for part, param in found]
 
     def _pad(self, grad: Tensor, param: Tensor) -> Tensor:
         padded = grad.new_zeros(param.shape)

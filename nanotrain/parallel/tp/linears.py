@@ -17,6 +17,7 @@ Without sequence parallelism nothing is gathered and dx is all-reduced.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,14 +26,15 @@ from torch import Tensor, nn
 from nanotrain.comm.eager import eager
 from nanotrain.comm.work import Work
 from nanotrain.kernels.deferred_wgrad import is_deferring
-from nanotrain.kernels.linear import Linear
+from nanotrain.kernels.fp8.products import Fp8Linears
+from nanotrain.kernels.linear import Linear, Linears
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 
 
 def column_linears(x: Tensor, linears: Sequence[Linear], *, tensor_parallel: TensorParallel) -> tuple[Tensor, ...]:
     """[B, S or S/tp, I] -> one [B, S, O] per layer."""
     if _is_plain(tensor_parallel):
-        return tuple(linear.fprop(x) for linear in linears)
+        return Linears(linears).fprop(x)
     return _linears(x, linears, tensor_parallel=tensor_parallel)
 
 
@@ -40,48 +42,55 @@ def row_linear(x: Tensor, linear: Linear, *, tensor_parallel: TensorParallel) ->
     """[B, S, I/tp] -> [B, S or S/tp, O]; the bias is added after the reduction."""
     if _is_plain(tensor_parallel):
         return linear.fprop(x)
-    (partial,) = _linears(x, [Linear(linear.weight, None)], tensor_parallel=tensor_parallel.unsharded)
+    (partial,) = _linears(x, [replace(linear, bias=None)], tensor_parallel=tensor_parallel.unsharded)
     out = tensor_parallel.leave(partial)
     return out if linear.bias is None else out + linear.bias
 
 
 def _is_plain(tensor_parallel: TensorParallel) -> bool:
-    """Whether this is one rank that defers nothing."""
-    return tensor_parallel.group.size == 1 and tensor_parallel.wgrad_queue is None
+    """Whether this is one rank that defers nothing and has no fp8 products."""
+    return tensor_parallel.group.size == 1 and tensor_parallel.wgrad_queue is None and tensor_parallel.fp8 is None
+
+
+def build_products(linears: Sequence[Linear], *, records: bool) -> Linears:
+    """The products of one microbatch; `records`: whether amaxes of fp8 count for the history."""
+    return Linears(linears) if linears[0].fp8 is None else Fp8Linears(linears, records=records)
 
 
 @eager  # collectives and the wgrad queue stay out of compiled graphs
 def _linears(x: Tensor, linears: Sequence[Linear], *, tensor_parallel: TensorParallel) -> tuple[Tensor, ...]:
     params = [param for linear in linears for param in (linear.weight, linear.bias)]
-    outputs: tuple[Tensor, ...] = _Linears.apply(x, tensor_parallel, tuple(linears), *params)
+    # Inside of the function gradients are always off.
+    products = build_products(linears, records=torch.is_grad_enabled())
+    outputs: tuple[Tensor, ...] = _LinearsFunction.apply(x, tensor_parallel, products, *params)
     return outputs
 
 
-class _Linears(torch.autograd.Function):
+class _LinearsFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, tensor_parallel: TensorParallel, linears: tuple[Linear, ...], *params: Tensor | None
+        ctx: Any, x: Tensor, tensor_parallel: TensorParallel, products: Linears, *params: Tensor | None
     ) -> tuple[Tensor, ...]:
         entered = tensor_parallel.start_enter(x).wait()
-        ctx.tensor_parallel, ctx.linears = tensor_parallel, linears
-        # Parameters are saved for autograd's check that none is overwritten before the backward; read from `linears`.
+        ctx.tensor_parallel, ctx.products = tensor_parallel, products
+        # Parameters are saved for autograd's check that none is overwritten before the backward; read from `products`.
         ctx.save_for_backward(x, *params)
-        return tuple(linear.fprop(entered) for linear in linears)
+        return products.fprop(entered)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # Detached: when deferred, x would keep the graph that it comes from alive.
         x, *params = ctx.saved_tensors
-        tensor_parallel, linears = ctx.tensor_parallel, ctx.linears
+        tensor_parallel, products = ctx.tensor_parallel, ctx.products
         flat_grads = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        wgrad = _LinearsWgrad(x.detach(), tensor_parallel, linears=linears, flat_grads=flat_grads)
+        wgrad = _LinearsWgrad(x.detach(), tensor_parallel, products=products, flat_grads=flat_grads)
         deferred = is_deferring(tensor_parallel.wgrad_queue)
         if not deferred:
             wgrad.start()
         reducing = None
         if ctx.needs_input_grad[0]:
             shape = (*grads[0].shape[:-1], x.shape[-1])
-            reducing = tensor_parallel.start_enter_backward(_sum_dgrads(flat_grads, linears).view(shape))
+            reducing = tensor_parallel.start_enter_backward(products.dgrad(flat_grads).view(shape))
         param_grads: list[Tensor | None] = [None] * len(params)
         if deferred:
             tensor_parallel.wgrad_queue.put(wgrad)
@@ -92,28 +101,20 @@ class _Linears(torch.autograd.Function):
         return grad_x, None, None, *param_grads
 
 
-def _sum_dgrads(flat_grads: list[Tensor], linears: tuple[Linear, ...]) -> Tensor:
-    """[T, I], this rank's partial sum."""
-    total = linears[0].dgrad(flat_grads[0])
-    for grad, linear in zip(flat_grads[1:], linears[1:], strict=True):
-        linear.dgrad(grad, add_to=total)
-    return total
-
-
 class _LinearsWgrad:
     """The weight gradients of layers that share an input x [B, S or S/tp, I]; `flat_grads` is one [T, O] per layer."""
 
     def __init__(
-        self, x: Tensor, tensor_parallel: TensorParallel, *, linears: tuple[Linear, ...], flat_grads: list[Tensor]
+        self, x: Tensor, tensor_parallel: TensorParallel, *, products: Linears, flat_grads: list[Tensor]
     ) -> None:
         self._x, self._tensor_parallel = x, tensor_parallel
-        self._linears, self._flat_grads = linears, flat_grads
+        self._products, self._flat_grads = products, flat_grads
         self._gathering: Work[Tensor] | None = None
 
     @property
     def params(self) -> list[nn.Parameter]:
         """The weights and biases that are trained."""
-        return [param for linear in self._linears for param in linear.trained_params]
+        return [param for linear in self._products.linears for param in linear.trained_params]
 
     def start(self) -> None:
         """Start to gather the input."""
@@ -123,5 +124,4 @@ class _LinearsWgrad:
         """The gradients of `params`."""
         assert self._gathering is not None, "start comes first, in the same order on every rank"
         x = self._gathering.wait().flatten(0, -2)
-        pairs = zip(self._flat_grads, self._linears, strict=True)
-        return [grad for flat_grad, linear in pairs for grad in linear.wgrad(flat_grad, x)]
+        return self._products.wgrad(self._flat_grads, x)

@@ -21,6 +21,7 @@ from nanotrain.comm.collectives import local_slice, start_all_gather, start_all_
 from nanotrain.comm.group import Group
 from nanotrain.comm.work import Work
 from nanotrain.kernels.deferred_wgrad import WgradQueue
+from nanotrain.kernels.fp8.layer import Fp8Options
 
 SEQUENCE = 1  # the dim of [B, S, H] that sequence parallelism shards
 
@@ -33,6 +34,7 @@ class TensorParallel:
     sequence_parallel: bool = False  # activations between tensor-parallel regions are sharded along the sequence
     # where linear layers defer their weight gradients; None where the schedule has no W actions
     wgrad_queue: WgradQueue | None = None
+    fp8: Fp8Options | None = None  # how linear layers use fp8; None: they do not
 
     @classmethod
     def single_rank(cls) -> "TensorParallel":

@@ -6,6 +6,7 @@ from nanotrain.checkpoint.store import set_aside_after
 from nanotrain.config.schema import to_dict
 from nanotrain.errors import NanotrainError
 from nanotrain.log import get_logger
+from nanotrain.train.fp8 import amax_histories_to_save
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics import StepReport
 from nanotrain.train.routers import router_biases_to_save
@@ -50,7 +51,9 @@ class CheckpointHook(Hook):
         run.context.heartbeat.begin("checkpoint")
         path = run.checkpointer.save(
             run.state.step,
-            run.optimizer.tensors_to_save() | router_biases_to_save(run.stages, run.context),
+            run.optimizer.tensors_to_save()
+            | router_biases_to_save(run.stages, run.context)
+            | amax_histories_to_save(run.stages, run.context),
             objects={"train": run.state.to_dict(), "optimizer": run.optimizer.state_dict()},
             config=to_dict(run.config),
             topology={"world_size": run.context.topology.world_size, **asdict(run.context.topology.dense)},

@@ -1,0 +1,7 @@
+"""fp8 matrix products behind the same interface as those of bf16.
+
+quantize.py    amaxes, scales, and the cast to fp8
+scaled_mm.py   the product of two quantized matrices: torch's kernel on CUDA, an emulation elsewhere
+layer.py       what a layer keeps: its options and its amax history
+products.py    {fprop, dgrad, wgrad} of dense and grouped linear layers
+"""

@@ -1,0 +1,112 @@
+"""What fp8 keeps per layer: `Fp8Options`, and `Fp8Layer` with the amax history of delayed scaling.
+
+    history [3, E, L]     amaxes of the last L steps: operands x expert x step, newest first; E = 1 in a dense layer
+    step_amax [3, E]      the largest amaxes of this step so far, on this rank
+
+    forward, backward     record(amax)                       largest over microbatches; the same again changes nothing
+    end of a step         step_amax -- max over ranks --> update(amax): history shifts by one
+
+The history is the same on all ranks of a stage. With an empty one, in the first step of a run, and for an expert that
+had no tokens, tensors are scaled by their own amax.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor, nn
+
+from nanotrain.kernels.fp8.quantize import inverse_scales
+from nanotrain.precision.fp8 import Fp8Dtypes, Recipe
+
+# The largest amaxes over the ranks that share a tensor: [number of tensors, E of this rank] -> the same shape.
+ReduceAmax = Callable[[Tensor], Tensor]
+
+
+class Operand(IntEnum):
+    """An operand of the products of a linear layer."""
+
+    INPUT = 0
+    WEIGHT = 1
+    GRAD = 2  # of the output
+
+
+@dataclass(frozen=True)
+class ExpertRange:
+    """The experts of this rank."""
+
+    first: int
+    num_local: int
+    num_global: int
+
+
+@dataclass(frozen=True)
+class Fp8Options:
+    """How the linear layers of a run use fp8."""
+
+    recipe: Recipe
+    dtypes: Fp8Dtypes
+    wgrad: bool = True  # whether weight gradients are fp8 products
+    margin: int = 0  # delayed: scales are lower by 2^margin
+    history_length: int = 1  # delayed
+    uses_largest: bool = False  # delayed: the largest amax of the history instead of the newest
+    reduce_amax: ReduceAmax | None = None  # one scale per tensor: over the ranks that share one; None: not shared
+
+    def dtype(self, operand: Operand) -> torch.dtype:
+        """The fp8 dtype of an operand."""
+        return self.dtypes.backward if operand is Operand.GRAD else self.dtypes.forward
+
+
+class Fp8Layer(nn.Module):
+    """The options and amax history of one weight; for experts, of all stacked weights."""
+
+    history: Tensor | None
+    step_amax: Tensor | None
+
+    def __init__(self, options: Fp8Options, experts: ExpertRange | None = None) -> None:
+        super().__init__()
+        self.options, self.experts = options, experts or ExpertRange(0, 1, 1)
+        self.has_history = False  # whether `history` has amaxes of an earlier step
+        shape = (len(Operand), self.experts.num_global)
+        keeps = options.recipe.has_history
+        self.register_buffer("history", torch.zeros(*shape, options.history_length) if keeps else None)
+        self.register_buffer("step_amax", torch.zeros(shape) if keeps else None, persistent=False)
+
+    @property
+    def shares_amax(self) -> bool:
+        """Whether the amaxes of this step have to be reduced before they are used."""
+        return self.options.reduce_amax is not None and not self.has_history
+
+    @torch.no_grad()
+    def record(self, operand: Operand, amax: Tensor) -> None:
+        """Count the amaxes [E of this rank] of a microbatch."""
+        if self.step_amax is not None:
+            local = self._local(self.step_amax[operand])
+            torch.maximum(local, amax, out=local)
+
+    def inverse_scales(self, operand: Operand, amax: Tensor) -> Tensor:
+        """The inverse scales [E of this rank] for tensors with these amaxes."""
+        dtype, used = self.options.dtype(operand), amax
+        if self.history is not None:
+            history = self._local(self.history[operand])
+            earlier = history.amax(-1) if self.options.uses_largest else history[:, 0]
+            used = torch.where(earlier > 0, earlier, amax)
+        inverse = inverse_scales(used, dtype, power_of_two=False) * 2.0**self.options.margin
+        return torch.where(amax.isfinite(), inverse, torch.nan)  # what is clamped must not hide an overflow
+
+    @torch.no_grad()
+    def update(self, amax: Tensor) -> None:
+        """Append the amaxes [3, E] of a step, over all ranks, and start anew; those of an overflow are left out."""
+        assert self.history is not None and self.step_amax is not None, "only delayed scaling keeps a history"
+        amax = torch.where(amax.isfinite(), amax, self.history[..., 0])
+        self.history.copy_(torch.cat([amax[..., None], self.history[..., :-1]], dim=-1))
+        self.step_amax.zero_()
+        self.has_history = True
+
+    def restored(self) -> None:
+        """Note that `history` was read from a checkpoint."""
+        self.has_history = self.history is not None and bool((self.history > 0).any())
+
+    def _local(self, per_expert: Tensor) -> Tensor:
+        return per_expert.narrow(0, self.experts.first, self.experts.num_local)

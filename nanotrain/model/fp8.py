@@ -1,0 +1,109 @@
+"""fp8 in the layers of a stage: options from the configuration, and amaxes reduced over the ranks that share a tensor.
+
+    dense     activations, their gradients and weights are shared by tp x cp     one number per tensor
+    experts   the tokens of an expert by etp and the sequence's ranks            one number per expert and tensor
+
+So a scale is that of the whole tensor, as one rank would compute it for the same microbatch.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from nanotrain.comm.collectives import all_reduce
+from nanotrain.comm.group import Group
+from nanotrain.config.config import AmaxAlgo, PrecisionConfig
+from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Layer, Fp8Options
+from nanotrain.precision.fp8 import FP8_FORMATS, RECIPES
+
+
+@dataclass(frozen=True)
+class DenseAmax:
+    """The largest amaxes over the ranks that hold the tokens of one sequence."""
+
+    sequence: Group
+
+    def __call__(self, amax: Tensor) -> Tensor:
+        """[number of tensors, 1]; may be overwritten."""
+        all_reduce(amax, self.sequence, op="max")
+        return amax
+
+
+@dataclass(frozen=True)
+class ExpertAmax:
+    """The largest amaxes of each expert over its shards and over the ranks that hold the tokens of one sequence."""
+
+    etp: Group
+    sequence: Group
+    experts: ExpertRange
+
+    def __call__(self, amax: Tensor) -> Tensor:
+        """[number of tensors, local experts]; may be overwritten."""
+        all_reduce(amax, self.etp, op="max")
+        if self.sequence.size == 1:
+            return amax
+        first, num_local = self.experts.first, self.experts.num_local
+        full = amax.new_zeros((len(amax), self.experts.num_global))  # ranks of a sequence have different experts
+        full[:, first : first + num_local] = amax
+        all_reduce(full, self.sequence, op="max")
+        return full[:, first : first + num_local]
+
+
+def fp8_options(precision: PrecisionConfig, *, sequence: Group) -> Fp8Options | None:
+    """The options of dense layers; None without fp8.
+
+    Args:
+        precision: section of the configuration.
+        sequence: ranks that hold the tokens of one sequence (tp x cp).
+    """
+    if precision.fp8_format is None:
+        return None
+    recipe = RECIPES[precision.fp8_recipe]
+    return Fp8Options(
+        recipe,
+        FP8_FORMATS[precision.fp8_format.value],
+        wgrad=precision.fp8_wgrad,
+        margin=precision.fp8_margin,
+        history_length=precision.fp8_amax_history_len,
+        uses_largest=precision.fp8_amax_compute_algo is AmaxAlgo.max,
+        reduce_amax=DenseAmax(sequence) if recipe.is_per_tensor and sequence.size > 1 else None,
+    )
+
+
+def expert_fp8_options(options: Fp8Options, experts: ExpertRange, *, etp: Group, sequence: Group) -> Fp8Options:
+    """The options of an MoE layer's experts, from those of dense layers."""
+    is_shared = options.recipe.is_per_tensor and etp.size * sequence.size > 1
+    return replace(options, reduce_amax=ExpertAmax(etp, sequence, experts) if is_shared else None)
+
+
+def layers_in_bf16(precision: PrecisionConfig, num_layers: int) -> frozenset[int]:
+    """The layers without fp8 products."""
+    if not precision.first_last_layers_bf16:
+        return frozenset()
+    start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    return frozenset(range(num_layers)) - frozenset(range(start, num_layers - end))
+
+
+def fp8_layers(stage: nn.Module) -> dict[str, Fp8Layer]:
+    """The layers of a stage that keep an amax history, by name ("layers.3.mlp.up.fp8"), in order."""
+    modules = stage.named_modules()
+    return {name: layer for name, layer in modules if isinstance(layer, Fp8Layer) and layer.history is not None}
+
+
+def update_amax_histories(stage: nn.Module, groups: tuple[Group, ...]) -> None:
+    """Append the amaxes of a step to the histories of a stage; one collective per group.
+
+    Args:
+        stage: the same on every rank of the groups.
+        groups: reduced over one after the other; together they span all ranks of the stage: tp and dp_cp.
+    """
+    layers = list(fp8_layers(stage).values())
+    if not layers:
+        return
+    parts = [layer.step_amax for layer in layers if layer.step_amax is not None]
+    total = torch.cat([part.flatten() for part in parts])
+    for group in groups:
+        all_reduce(total, group, op="max")
+    for layer, amax in zip(layers, total.split([part.numel() for part in parts]), strict=True):
+        layer.update(amax.view(3, -1))

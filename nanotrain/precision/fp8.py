@@ -1,0 +1,66 @@
+"""fp8 training: the two formats and the table of recipes.
+
+    FP8_FORMATS   which fp8 dtype activations, weights and gradients have
+    RECIPES       how many elements share a scale, and where its amax comes from
+
+An amax is the largest absolute value of the elements that share a scale. A recipe is one row here; kernels/fp8 reads
+its fields and nothing else about it.
+
+    R rows   K elements of a row that a product sums over
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+# Rows and elements of a row that share a scale; None is all of them.
+Block = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class Fp8Dtypes:
+    """The dtypes of a format (Micikevicius et al. 2022, "FP8 Formats for Deep Learning")."""
+
+    forward: torch.dtype  # activations and weights
+    backward: torch.dtype  # gradients
+
+
+FP8_FORMATS: dict[str, Fp8Dtypes] = {
+    "e4m3": Fp8Dtypes(torch.float8_e4m3fn, torch.float8_e4m3fn),
+    "hybrid": Fp8Dtypes(torch.float8_e4m3fn, torch.float8_e5m2),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How operands [R, K] of a matrix product are scaled."""
+
+    block: Block  # of activations and gradients
+    weight_block: Block
+    # scales are powers of two: dequantization is exact, and values that stay normal do not depend on the scale
+    power_of_two: bool = False
+    has_history: bool = False  # scales follow from the amaxes of earlier steps
+    capability: tuple[int, int] = (8, 9)  # the first CUDA compute capability with kernels
+    last_capability: tuple[int, int] | None = None  # the last one; None: all later ones
+    e4m3_only: bool = False  # torch has no kernels for e5m2
+
+    @property
+    def is_per_tensor(self) -> bool:
+        """Whether a tensor has one scale."""
+        return self.block == (None, None)
+
+
+RECIPES: dict[str, Recipe] = {
+    # current scaling: the amax of the tensor itself
+    "tensorwise": Recipe((None, None), (None, None)),
+    # delayed scaling: the amaxes of earlier steps
+    "delayed": Recipe((None, None), (None, None), has_history=True),
+    # one scale per token or output channel
+    "rowwise": Recipe((1, None), (1, None), power_of_two=True),
+    # DeepSeek-V3 (2024), section 3.3.2; torch has kernels for Hopper only
+    "blockwise": Recipe(
+        (1, 128), (128, 128), power_of_two=True, capability=(9, 0), last_capability=(9, 9), e4m3_only=True
+    ),
+    # OCP Microscaling Formats 1.0: scales are e8m0
+    "mxfp8": Recipe((1, 32), (1, 32), power_of_two=True, capability=(10, 0), e4m3_only=True),
+}

@@ -1,0 +1,71 @@
+"""The emulated product equals torch's kernel where that runs on a CPU, and its layouts are those that torch checks."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanotrain.kernels.fp8.quantize import Quantized, block_amax, inverse_scales, quantize
+from nanotrain.kernels.fp8.scaled_mm import emulate, multiply_by_kernel, scaled_mm, swizzle_32_4_4
+from nanotrain.precision.fp8 import Block
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def draw(rows: int, columns: int, *, block: Block, dtype: torch.dtype = E4M3) -> Quantized:
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
+    return quantize(
+        x, inverse_scales(block_amax(x, block), dtype, power_of_two=block != (None, None)), block=block, dtype=dtype
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format_a", [E4M3, E5M2])
+@pytest.mark.parametrize("columns", [64, 72])
+@pytest.mark.parametrize("block", [(None, None), (1, None)])
+def test_the_kernel_and_the_emulation_agree(
+    block: Block, columns: int, format_a: torch.dtype, dtype: torch.dtype
+) -> None:
+    a, b = draw(48, columns, block=block, dtype=format_a), draw(32, columns, block=block)
+    found, expected = multiply_by_kernel(a, b, dtype=dtype), emulate(a, b, dtype=dtype)
+    assert found.dtype is dtype
+    # fp32 sums in another order; kernels with scales per row return bf16
+    rtol = 1e-5 if dtype is torch.float32 and block == (None, None) else 2.0**-8
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-4)
+
+
+@pytest.mark.parametrize("blocks", [((1, None), (1, None)), ((1, 128), (128, 128)), ((1, 128), (1, 128))])
+def test_the_emulation_is_the_product_of_the_dequantized_matrices(blocks: tuple[Block, Block]) -> None:
+    a, b = draw(48, 200, block=blocks[0]), draw(144, 200, block=blocks[1])
+    expected = a.dequantize().double() @ b.dequantize().double().t()
+    torch.testing.assert_close(scaled_mm(a, b, dtype=torch.float32).double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("blocks", [((1, 128), (128, 128)), ((1, 128), (1, 128)), ((1, 32), (1, 32))])
+@pytest.mark.parametrize("columns", [256, 144, 640])
+def test_torch_accepts_the_layout_of_the_scales(blocks: tuple[Block, Block], columns: int) -> None:
+    """torch checks shapes and strides of scales on the meta device, for the kernels that only GPUs have."""
+    a, b = (
+        Quantized(each.values.to("meta"), each.inverse_scales.to("meta"), each.block)
+        for each in (draw(48, columns, block=blocks[0]), draw(256, columns, block=blocks[1]))
+    )
+    assert multiply_by_kernel(a, b, dtype=torch.float32).shape == (48, 256)
+
+
+def test_torch_refuses_another_layout() -> None:
+    a, b = torch.empty(48, 256, dtype=E4M3, device="meta"), torch.empty(128, 256, dtype=E4M3, device="meta")
+    scales, types = (torch.empty(48, 2, device="meta"), torch.empty(1, 2, device="meta")), F.ScalingType
+    with pytest.raises((RuntimeError, ValueError)):
+        F.scaled_mm(a, b.t(), scales[0], types.BlockWise1x128, scales[1], types.BlockWise128x128)
+
+
+def test_the_swizzle_is_that_of_the_cublas_documentation() -> None:
+    """The scale of row r and block c is at offset (r % 32) * 16 + (r // 32) * 4 + c of a tile of 128 x 4."""
+    scales = torch.arange(200 * 5, dtype=torch.float32).view(200, 5) + 1
+    found = swizzle_32_4_4(scales)
+    assert found.numel() == 256 * 8
+    for row, column in ((0, 0), (1, 0), (33, 2), (127, 3), (128, 0), (199, 4)):
+        tile = (row // 128) * 2 + column // 4
+        inner = row % 128
+        offset = tile * 512 + (inner % 32) * 16 + (inner // 32) * 4 + column % 4
+        assert found[offset] == scales[row, column]
+    assert found.sum() == scales.sum()

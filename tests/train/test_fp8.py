@@ -1,0 +1,133 @@
+"""fp8 in a run: devices, amax histories in checkpoints, and training that follows that of bf16."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanotrain.checkpoint.store import read_manifest
+from nanotrain.config.config import Fp8Format, PrecisionConfig
+from nanotrain.errors import EnvironmentFault
+from nanotrain.model.fp8 import fp8_layers
+from nanotrain.train.fp8 import require_fp8
+from nanotrain.train.hooks.checkpoint import CheckpointHook
+from nanotrain.train.run import Run
+from nanotrain.train.step import train_step
+from tests.train.small_run import Spy, small_run, train
+
+DELAYED = ["--fp8", "--fp8-amax-history-len", "3", "--fp8-amax-compute-algo", "max"]
+STEPS = ["--lr-decay-iters", "5", "--global-batch-size", "4", "--micro-batch-size", "2"]
+
+
+def precision(recipe: str, name: Fp8Format = Fp8Format.e4m3) -> PrecisionConfig:
+    return PrecisionConfig(fp8_format=name, fp8_recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "cure"),
+    [
+        ("delayed", (8, 0), "leave out --fp8-format"),
+        ("blockwise", (8, 9), "set --fp8-recipe tensorwise or delayed or rowwise"),
+        ("blockwise", (10, 0), "set --fp8-recipe tensorwise or delayed or rowwise or mxfp8"),
+        ("mxfp8", (9, 0), "set --fp8-recipe tensorwise or delayed or rowwise or blockwise"),
+    ],
+)
+def test_a_gpu_without_the_products_is_an_error(recipe: str, capability: tuple[int, int], cure: str) -> None:
+    with pytest.raises(EnvironmentFault, match=f"compute capability {capability[0]}.{capability[1]}") as caught:
+        require_fp8(precision(recipe), capability)
+    assert caught.value.fix == cure
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability"), [("delayed", (8, 9)), ("blockwise", (9, 0)), ("mxfp8", (12, 0)), ("mxfp8", None)]
+)
+def test_other_devices_pass(recipe: str, capability: tuple[int, int] | None) -> None:
+    require_fp8(precision(recipe), capability)
+    require_fp8(PrecisionConfig(), (7, 0))
+
+
+def test_a_torch_without_the_products_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.nn.functional, "scaled_mm")
+    with pytest.raises(EnvironmentFault, match="scaled_mm"):
+        require_fp8(precision("tensorwise"), (9, 0))
+    require_fp8(precision("tensorwise"), None)
+
+
+def histories(run: Run) -> dict[str, torch.Tensor]:
+    return {
+        name: layer.history.clone() for name, layer in fp8_layers(run.stages[0]).items() if layer.history is not None
+    }
+
+
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    """Law L3, with an amax history that is longer than the part before the stop."""
+    losses, found = {}, {}
+    for name, stops in (("straight", ["5"]), ("stopped", ["2", "5"])):
+        losses[name] = []
+        for stop in stops:
+            with small_run(tmp_path / name, *STEPS, *DELAYED, "--train-iters", stop) as run:
+                spy = Spy()
+                train(run, spy, CheckpointHook())
+                losses[name] += [report.loss for report in spy.reports]
+                found[name] = histories(run)
+    assert losses["straight"] == losses["stopped"]
+    assert len(found["straight"]) == 7  # query, key, value, output, gate, up, down
+    for name, history in found["straight"].items():
+        assert (history > 0).all(), name
+        assert torch.equal(history, found["stopped"][name]), name
+
+
+def test_a_run_without_a_history_starts_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with small_run(tmp_path, *STEPS, "--train-iters", "1") as run:
+        train(run, CheckpointHook())
+    assert not [name for name in read_manifest(tmp_path / "checkpoints" / "step-00000001").tensors if "amax" in name]
+    with (
+        caplog.at_level("INFO", logger="nanotrain"),
+        small_run(tmp_path, *STEPS, *DELAYED, "--train-iters", "2") as run,
+    ):
+        train(run, CheckpointHook())
+        assert all((history > 0).sum() == 3 for history in histories(run).values())
+    tensors = read_manifest(tmp_path / "checkpoints" / "step-00000002").tensors
+    assert tensors["fp8/layers.0.mlp.down.fp8.amax_history"].shape == (3, 1, 3)
+    # and back without fp8
+    with small_run(tmp_path, *STEPS, "--train-iters", "3") as run:
+        assert run.state.step == 2
+
+
+def test_a_step_that_overflows_is_skipped_and_leaves_the_history(tmp_path: Path) -> None:
+    with small_run(tmp_path, *STEPS, *DELAYED) as run:
+        batch = run.batch_iterator.next()
+        assert batch is not None
+        train_step(run, batch)
+        weight = run.stages[0].get_parameter("layers.0.mlp.up.weight")
+        kept = weight.data.clone()
+        weight.data[0, 0] = float("inf")
+        assert train_step(run, batch).skipped
+        weight.data.copy_(kept)
+        assert all(history.isfinite().all() for history in histories(run).values())
+        assert not train_step(run, batch).skipped
+
+
+def falling_losses(folder: Path, *arguments: str) -> list[float]:
+    """Losses of 20 steps on one batch."""
+    with small_run(
+        folder, "--micro-batch-size", "4", "--lr", "1e-2", "--lr-decay-style", "constant", *arguments
+    ) as run:
+        batch = run.batch_iterator.next()
+        assert batch is not None
+        return [train_step(run, batch).loss for _ in range(20)]
+
+
+def test_training_follows_that_of_bf16(tmp_path: Path) -> None:
+    expected = falling_losses(tmp_path / "bf16", "--bf16")
+    assert expected[-1] < expected[0] - 2
+    for recipe, name in (
+        ("tensorwise", "hybrid"),
+        ("delayed", "hybrid"),
+        ("rowwise", "hybrid"),
+        ("blockwise", "e4m3"),
+        ("mxfp8", "e4m3"),
+    ):
+        found = falling_losses(tmp_path / recipe, "--bf16", "--fp8-format", name, "--fp8-recipe", recipe)
+        assert found[1:] != expected[1:]
+        assert found[-1] == pytest.approx(expected[-1], abs=0.1), recipe
