@@ -128,7 +128,6 @@ PARALLEL = {
     "--use-megatron-fsdp": always("all sharding strategies have one implementation: --data-parallel-sharding-strategy"),
     "--use-custom-fsdp": always("all sharding strategies have one implementation: --data-parallel-sharding-strategy"),
     "--use-torch-fsdp2": sets("--data-parallel-sharding-strategy optim_grads_params", data_parallel_sharding_strategy="optim_grads_params"),
-    "--fsdp-double-buffer": always("gathered units take turns in two buffers"),
     "--fsdp-manual-registration": no_effect("buffers are not registered with NCCL"),
     "--use-nccl-ub": no_effect("buffers are not registered with NCCL"),
     "--nccl-ub": no_effect("buffers are not registered with NCCL"),

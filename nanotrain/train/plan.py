@@ -32,7 +32,6 @@ from nanotrain.topology.stages import StageSpec, split_layers
 from nanotrain.topology.topology import Topology
 
 MAX_GRAD_BYTES = 4  # bytes of an fp32 gradient
-MAX_GATHERED_UNITS = 2  # where params are sharded
 MAX_TRANSIENT_BUCKETS = 2  # full-size buckets that exist at once where gradients are sharded
 
 
@@ -59,7 +58,8 @@ class ResidentBytes:
     """Bytes resident on a rank during the run, alignment and padding included."""
 
     params: int  # model params, or their shards
-    units: int  # at most this much for gathered FSDP units, the current and the next, where params are sharded
+    # at most this much for gathered FSDP units where params are sharded; exactly this much with a double buffer
+    units: int
     grads: int  # gradient buffers, or gradient shards
     grad_buckets: int  # at most this much for full-size buckets in flight: where gradients are sharded, or received
     optimizer: int  # main params, where they are stored apart from the model params, and the state of the update rule
@@ -107,6 +107,24 @@ class Plan:
         return self.groups["dp_cp"].size if self.config.parallel.ddp_average_in_collective else 1
 
     @property
+    def num_prefetched_units(self) -> int:
+        """Units gathered ahead where params are sharded."""
+        return self.config.parallel.fsdp_prefetch_depth if self.config.parallel.overlap_param_gather else 0
+
+    @property
+    def num_gather_blocks(self) -> int:
+        """Blocks of memory that gathered units use in turn; 0: allocated with every gather."""
+        parallel = self.config.parallel
+        return 1 + parallel.fsdp_prefetch_depth if parallel.fsdp_double_buffer else 0
+
+    def _gathered_numel(self, layout: BufferLayout) -> int:
+        if self.num_gather_blocks:
+            return sum(layout.gather_blocks(self.num_gather_blocks).numel.values())
+        if not self.config.parallel.reshard_after_forward:
+            return layout.numel
+        return sum(sorted(layout.numel_of_units.values())[-1 - self.num_prefetched_units :])
+
+    @property
     def buffers(self) -> tuple[BufferPlan, ...]:
         """The buffers of all stages of this rank."""
         return tuple(buffer for stage in self.stages for buffer in stage.buffers)
@@ -131,7 +149,7 @@ class Plan:
             layout, num_shards = buffer.layout, buffer.shard.size
             params += layout.numel // (num_shards if strategy.shard_params else 1) * param_size
             if strategy.shard_params:
-                units += sum(sorted(layout.numel_of_units.values())[-MAX_GATHERED_UNITS:]) * param_size
+                units += self._gathered_numel(layout) * param_size
             num_updated = layout.numel // num_shards // layout.num_outer_shards
             optimizer += num_updated * num_states * main_size
             num_buckets = min(len(layout.buckets), MAX_TRANSIENT_BUCKETS)

@@ -87,6 +87,9 @@ def data_parallel_options(plan: Plan, buffer: BufferPlan, *, recompute: Recomput
         strategy=plan.strategy,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
+        num_prefetched_units=plan.num_prefetched_units,
+        reshards_after_forward=parallel.reshard_after_forward,
+        num_gather_blocks=plan.num_gather_blocks,
         averages=parallel.ddp_average_in_collective,
         # the loss is scaled for the mean over dp_cp, and that of experts is over fewer ranks
         grad_scale=num_ranks / plan.num_averaged_ranks if parallel.ddp_average_in_collective else 1.0,

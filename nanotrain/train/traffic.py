@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from nanotrain.comm.traffic import reduced_bytes
 from nanotrain.parallel.dp.layout import BucketLayout
+from nanotrain.parallel.pp.actions import Action, ActionKind
 from nanotrain.parallel.pp.transfers import TransferBatch
 from nanotrain.precision.policy import Precision
 from nanotrain.train.plan import BufferPlan, Plan
@@ -82,7 +83,8 @@ def data_parallel(plan: Plan) -> Iterator[tuple[Key, int]]:
     num_scatters = plan.num_microbatches if strategy.shard_grads else 1
     keeps_full = plan.config.parallel.force_all_reduce
     reduce_scatter = "all_to_all" if plan.reduces_by_all_to_all else "reduce_scatter"
-    for buffer in plan.buffers:
+    buffers = [(buffer, stage.spec.index) for stage in plan.stages for buffer in stage.buffers]
+    for buffer, stage in buffers:
         shard, replicate = buffer.shard, buffer.replicate
         for bucket in buffer.layout.buckets:
             grads, params = bucket.numel * precision.grads.itemsize, bucket.numel * precision.params.itemsize
@@ -92,7 +94,8 @@ def data_parallel(plan: Plan) -> Iterator[tuple[Key, int]]:
                 yield (shard.name, "all_reduce"), 2 * inside
             else:
                 yield (shard.name, reduce_scatter), num_scatters * inside
-            yield (shard.name, "all_gather"), num_gathers(plan, bucket) * reduced_bytes(params, shard.size)
+            gathers = num_gathers(plan, bucket, stage=stage)
+            yield (shard.name, "all_gather"), gathers * reduced_bytes(params, shard.size)
             if bucket.num_outer_shards > 1:
                 yield (replicate.name, "all_gather"), reduced_bytes(params // shard.size, replicate.size)
             if bucket.num_outer_shards > 1 and not keeps_full:
@@ -101,15 +104,36 @@ def data_parallel(plan: Plan) -> Iterator[tuple[Key, int]]:
                 yield (replicate.name, "all_reduce"), 2 * across
 
 
-def num_gathers(plan: Plan, bucket: BucketLayout) -> int:
-    """All-gathers of one bucket per step: one, or before every forward and every backward of its unit.
+def num_gathers(plan: Plan, bucket: BucketLayout, *, stage: int) -> int:
+    """All-gathers of one bucket per step: one, or as often as its unit is needed and not there (`unit_gather.py`).
 
-    A tied embedding is read by two units where one stage has both ends of the model.
+    I leaves the first unit of a stage gathered until W or another forward. A tied embedding is read by two units where
+    one stage has both ends of the model.
     """
     if not plan.strategy.shard_params:
         return 1
-    is_read_twice = bucket.params[0].param.spec.is_tied and plan.train_schedule.num_stages == 1
-    return 2 * plan.num_microbatches * (2 if is_read_twice else 1)
+    reshards, is_first = plan.config.parallel.reshard_after_forward, _is_in_first_unit(plan, bucket, stage=stage)
+    count, between, is_gathered = 0, 0, False  # microbatches between their forward and their backward
+    for action in plan.train_schedule.steps:
+        if not isinstance(action, Action) or action.stage != stage:
+            continue
+        if action.kind is ActionKind.forward:
+            count, between, is_gathered = count + (not is_gathered), between + 1, not reshards
+            continue
+        between -= action.kind.has_dgrad
+        count += reshards and action.kind.has_dgrad
+        is_gathered = not reshards and between > 0 or is_first and action.kind is ActionKind.backward_input
+    is_read_twice = bucket.is_tied and plan.train_schedule.num_stages == 1
+    return count * (2 if is_read_twice and reshards else 1)
+
+
+def _is_in_first_unit(plan: Plan, bucket: BucketLayout, *, stage: int) -> bool:
+    """Whether the forward of a stage reads a bucket first of all buckets in its buffer."""
+    buffers = (buffer for each in plan.stages if each.spec.index == stage for buffer in each.buffers)
+    buckets = next(buffer.layout.buckets for buffer in buffers if bucket in buffer.layout.buckets)
+    # the replica of a tied embedding on the last stage is read by the head
+    in_order = [each for each in reversed(buckets) if not (each.is_tied and each.params[0].param.spec.stage > 0)]
+    return bool(in_order) and bucket.units == in_order[0].units
 
 
 def embedding(plan: Plan) -> Iterator[tuple[Key, int]]:

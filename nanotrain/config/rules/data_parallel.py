@@ -62,5 +62,11 @@ DATA_PARALLEL_RULES = (
         "outer_dp_sharding_strategy optim has no effect",
         "num_distributed_optimizer_instances is 1, so there is nothing to shard across",
         "set --num-distributed-optimizer-instances 2 or leave --outer-dp-sharding-strategy out"),
+    Rule("fsdp_double_buffer reshard_after_forward data_parallel_sharding_strategy",
+        lambda v: v.fsdp_double_buffer and not v.reshard_after_forward
+        and v.data_parallel_sharding_strategy is ShardingStrategy.optim_grads_params,
+        "fsdp_double_buffer without reshard_after_forward",
+        "units take turns in fixed memory, and all of them are to stay gathered",
+        "leave out --fsdp-double-buffer or --no-reshard-after-forward"),
 )
 # fmt: on

@@ -79,6 +79,13 @@ UNUSED = (
     Unused("overlap_param_gather", "data_parallel_sharding_strategy",
         lambda v: v.data_parallel_sharding_strategy is ShardingStrategy.no_shard,
         "data_parallel_sharding_strategy no_shard gathers no parameters"),
+    Unused("reshard_after_forward fsdp_double_buffer", "data_parallel_sharding_strategy",
+        lambda v: v.data_parallel_sharding_strategy is not ShardingStrategy.optim_grads_params,
+        "only data_parallel_sharding_strategy optim_grads_params gathers units"),
+    Unused("fsdp_prefetch_depth", "data_parallel_sharding_strategy overlap_param_gather",
+        lambda v: v.data_parallel_sharding_strategy is not ShardingStrategy.optim_grads_params
+        or not v.overlap_param_gather,
+        "only data_parallel_sharding_strategy optim_grads_params with overlap_param_gather gathers units ahead"),
     Unused("sequence_parallel", "tensor_model_parallel_size", lambda v: v.tensor_model_parallel_size == 1,
         "with tensor_model_parallel_size 1 no rank shares activations", "set --tensor-model-parallel-size above 1",
         is_harmless=True),

@@ -26,7 +26,7 @@ Source: Rajbhandari et al. 2020 (ZeRO), sections 5.1-5.2; Megatron-LM core, `dis
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,7 +40,9 @@ from nanotrain.parallel.dp.reduction import ReduceGroups, Reduction
 from nanotrain.parallel.dp.stores import (
     GradPool,
     GradStore,
+    OwnMemory,
     ParamStore,
+    PooledMemory,
     ResidentGrads,
     ResidentParams,
     ShardedParams,
@@ -68,6 +70,9 @@ class DataParallelOptions:
     averages: bool = False  # divide gradients by the number of ranks inside the collective
     grad_scale: float = 1.0  # factor of unreduced gradients
     by_all_to_all: bool = False  # reduce-scatter as an all-to-all and a local fp32 sum
+    num_prefetched_units: int = 0  # units gathered ahead where parameters are sharded
+    reshards_after_forward: bool = True  # free a unit after its forward and gather it again for its backward
+    num_gather_blocks: int = 0  # blocks of memory that gathered units use in turn; 0: allocated with every gather
     keeps_full_grads: bool = False  # all-reduce whole buckets instead of reduce-scatter
     # whether a forward pass runs again inside a backward
     is_recomputing: Callable[[], bool] = lambda: False
@@ -109,12 +114,15 @@ class DataParallel:
         self._in_flight: list[Bucket] = []
         self._is_last_microbatch, self._in_backward = True, False
         self._unit_gather: UnitGather | None = None
+        self._views: dict[str, tuple[nn.Parameter, Tensor]] = {}  # parameters, and their views of a bucket
         self._replace_parameters(module)
         self._register_unit_hooks(module)
 
     def begin_step(self) -> None:
         """Start a step: discard the gradients of the last one."""
         self._num_started, self._is_last_microbatch = 0, True
+        if self._unit_gather is not None:
+            self._unit_gather.begin_step()
         for bucket in self.buckets:
             bucket.begin_step()
 
@@ -172,8 +180,21 @@ class DataParallel:
     def gathered(self) -> Iterator[None]:
         """Complete parameters inside the block, for code that reads them without the module's forward."""
         self.wait_for_params()
-        with self._unit_gather.all_gathered() if self._unit_gather else nullcontext():
+        if self._unit_gather is None or self._unit_gather.keeps_all:
             yield
+            return
+        with self._unit_gather.all_gathered():
+            self._point_params()
+            yield
+        self._point_params()
+
+    def _point_params(self) -> None:
+        """Let the parameters be views of where their buckets are gathered."""
+        for bucket in self.buckets:
+            for entry in bucket.layout.params:
+                param, view = self._views[entry.name]
+                apart = bucket.params.apart
+                param.data = view if apart is None else bucket.view(entry.name, apart).view(view.shape)
 
     def grads_summed_over(self, axis: str) -> list[Tensor]:
         """Reduced gradients of the parameters with `axis` among their `grad_sum_axes`, as flat views.
@@ -243,6 +264,7 @@ class DataParallel:
             for name, local in ((entry.name, entry.param) for entry in bucket.layout.params):
                 # `.data`: a gather between forward and backward must not count as a change of what autograd saved.
                 param = nn.Parameter(bucket.view(name, bucket.params.full).view(local.box.shape).data)
+                self._views[name] = (param, param.data)
                 owner, _, leaf = name.rpartition(".")
                 module.get_submodule(owner)._parameters[leaf] = param
                 param.register_post_accumulate_grad_hook(partial(self._take_grad, name))
@@ -251,7 +273,7 @@ class DataParallel:
     def _register_unit_hooks(self, module: nn.Module) -> None:
         """Before its forward each module waits for the parameters of its units, or gathers them."""
         # A module without parameters of its own, the head of a tied model, reads the one that is tied.
-        tied = [i for i, bucket in enumerate(self.buckets) if bucket.layout.params[0].param.spec.is_tied]
+        tied = [i for i, bucket in enumerate(self.buckets) if bucket.layout.is_tied]
         units, first_bucket = [], []
         for name, child in unit_modules(module):
             own = [local.spec for full_name, local in self.params.items() if full_name.startswith(name + ".")]
@@ -266,7 +288,8 @@ class DataParallel:
             stores = [(child, [bucket.params for bucket in buckets]) for child, buckets in units]
             self._unit_gather = UnitGather(
                 stores,
-                prefetch=self.options.overlap_param_gather,
+                num_prefetched=self.options.num_prefetched_units,
+                reshards=self.options.reshards_after_forward,
                 before_backward=partial(self._reduce_later_units, first_bucket),
                 is_recomputing=self.options.is_recomputing,
             )
@@ -294,10 +317,8 @@ class DataParallel:
             fulls = self.param_buffer.split([bucket.numel for bucket in layout.buckets])
             return [ResidentParams(full, groups=groups) for full in fulls]
         shards = self.param_buffer.split([bucket.shard_numel for bucket in layout.buckets])
-        return [
-            ShardedParams(bucket.numel, part, groups=groups)
-            for bucket, part in zip(layout.buckets, shards, strict=True)
-        ]
+        memory = gather_memory(layout, shards, num_blocks=self.options.num_gather_blocks)
+        return [ShardedParams(part, full, groups=groups) for part, full in zip(shards, memory, strict=True)]
 
     def _build_grads(self, precision: Precision) -> list[GradStore]:
         layout, groups, device = self.layout, self.groups, self.param_buffer.device
@@ -320,6 +341,19 @@ def gathered(wrappers: Iterable[DataParallel]) -> Iterator[None]:
         for wrapper in wrappers:
             stack.enter_context(wrapper.gathered())
         yield
+
+
+def gather_memory(layout: BufferLayout, shards: Sequence[Tensor], *, num_blocks: int) -> list[OwnMemory | PooledMemory]:
+    """Memory of every bucket's gathered parameters, in blocks as `BufferLayout.gather_blocks` plans them."""
+    if not num_blocks:
+        return [OwnMemory(bucket.numel, shard) for bucket, shard in zip(layout.buckets, shards, strict=True)]
+    plan = layout.gather_blocks(num_blocks)
+    blocks = {key: shards[0].new_zeros(numel) for key, numel in plan.numel.items()}
+    users: dict[str, set[tuple[str, int]]] = {key: set() for key in plan.numel}
+    return [
+        PooledMemory(blocks[key][start : start + bucket.numel], min(bucket.units), users=users[key])
+        for bucket, (key, start) in zip(layout.buckets, plan.places, strict=True)
+    ]
 
 
 def unit_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -114,6 +114,11 @@ class BucketLayout:
         return self.params[-1].stop - self.start
 
     @property
+    def is_tied(self) -> bool:
+        """Whether it holds a tied embedding."""
+        return self.params[0].param.spec.is_tied
+
+    @property
     def units(self) -> set[str]:
         """FSDP units of the parameters."""
         return {entry.param.spec.unit for entry in self.params}
@@ -149,6 +154,14 @@ class BucketLayout:
 
 
 @dataclass(frozen=True)
+class GatherBlocks:
+    """Memory that the gathered units of a buffer use in turn."""
+
+    numel: dict[str, int]  # elements of every block, by name
+    places: tuple[tuple[str, int], ...]  # of every bucket: its block and the first element in it
+
+
+@dataclass(frozen=True)
 class BufferLayout:
     """The buckets of one buffer, contiguous from element 0."""
 
@@ -172,6 +185,26 @@ class BufferLayout:
             for unit in bucket.units:
                 numel[unit] += bucket.numel
         return dict(numel)
+
+    def gather_blocks(self, num_blocks: int) -> GatherBlocks:
+        """Assign the units to blocks in turn, in the order of the forward, so that `num_blocks` successive ones differ.
+
+        A tied embedding, which two units read, has a block of its own.
+        """
+        turn: dict[str, str] = {}  # unit -> block
+        filled: Counter[str] = Counter()  # elements by unit
+        places = []
+        for bucket in reversed(self.buckets):
+            (unit,) = bucket.units
+            if bucket.is_tied:
+                places.append((f"tied {unit}", 0))
+                continue
+            block = turn.setdefault(unit, str(len(turn) % num_blocks))
+            places.append((block, filled[unit]))
+            filled[unit] += bucket.numel
+        numel = {block: max(filled[unit] for unit in turn if turn[unit] == block) for block in turn.values()}
+        tied = {f"tied {min(b.units)}": b.numel for b in self.buckets if b.is_tied}
+        return GatherBlocks(numel | tied, tuple(reversed(places)))
 
     @property
     def params(self) -> tuple[LocalParam, ...]:

@@ -71,12 +71,17 @@ class ResidentParams:
 
     def __init__(self, full: Tensor, *, groups: ReduceGroups) -> None:
         self.full, self.shard = full, shard_of(full, groups.shard)
+        self.apart: Tensor | None = None  # `full` is never gathered elsewhere
         self.gather = ShardGather(full, self.shard, groups=groups)
 
     def allocate(self) -> None:
-        """Do nothing, as `keep_shard` and `free`: `full` always has storage."""
+        """Do nothing, as `keep_shard`, `free` and `gather_apart`: `full` always has storage."""
 
-    keep_shard = free = allocate
+    keep_shard = free = gather_apart = allocate
+
+    def excludes(self, other: "ParamStore") -> bool:
+        """Whether it cannot be complete at the same time as `other`."""
+        return False
 
     def start_all_gather(self) -> None:
         """Start to collect the shards of all ranks in `full`."""
@@ -87,27 +92,23 @@ class ResidentParams:
         self.gather.wait()
 
 
-class ShardedParams:
-    """This rank's shard of the parameters (`optim_grads_params`); `full` has storage only while it is gathered.
+class OwnMemory:
+    """Memory of one bucket's gathered parameters, allocated and freed with every gather.
 
     The storage of `full` is resized instead of replaced: autograd saves views of it in the forward and reads them in
     the backward, when it was gathered again.
 
     Args:
         numel: elements of the bucket.
-        shard: [shard_numel] this rank's part, which the optimizer updates.
-        groups: of the bucket.
+        shard: of the dtype and on the device of the parameters.
     """
 
-    def __init__(self, numel: int, shard: Tensor, *, groups: ReduceGroups) -> None:
-        self.shard, self.full = shard, shard.new_empty(numel)
-        self.gather = ShardGather(self.full, shard, groups=groups)
-        self._part_of_full = shard_of(self.full, groups.shard)
+    def __init__(self, numel: int, shard: Tensor) -> None:
+        self.full = shard.new_empty(numel)
         self._num_bytes = self.full.nbytes
-        self.free()
 
     @property
-    def has_storage(self) -> bool:
+    def is_allocated(self) -> bool:
         """Whether `full` has storage."""
         return self.full.untyped_storage().nbytes() > 0
 
@@ -115,11 +116,96 @@ class ShardedParams:
         """Give `full` storage, with arbitrary values."""
         self.full.untyped_storage().resize_(self._num_bytes)
 
+    def excludes(self, other: "OwnMemory | PooledMemory") -> bool:
+        """Whether `other` is in the same memory."""
+        return False
+
+    def free(self) -> None:
+        """Free the storage of `full`."""
+        self.full.untyped_storage().resize_(0)
+
+
+class PooledMemory:
+    """Memory of one bucket's gathered parameters in a block that units use in turn (`--fsdp-double-buffer`).
+
+    Nothing is allocated in a step, and on CUDA gathers start without waiting for freed memory. What autograd saved in
+    the forward are views of the block, which holds the same unit again when the backward reads them.
+
+    Args:
+        full: [numel] view of the block.
+        unit: FSDP unit of the bucket.
+        users: units and buckets that use the block at the moment, shared by its buckets.
+    """
+
+    def __init__(self, full: Tensor, unit: str, *, users: set[tuple[str, int]]) -> None:
+        self.full = full
+        self._unit, self._users = unit, users
+        self._key = (unit, int(full.storage_offset()))
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether the block holds this bucket."""
+        return self._key in self._users
+
+    def allocate(self) -> None:
+        """Take the block, with arbitrary values."""
+        assert all(unit == self._unit for unit, _ in self._users), f"{self._users} would be overwritten by {self._unit}"
+        self._users.add(self._key)
+
+    def excludes(self, other: "OwnMemory | PooledMemory") -> bool:
+        """Whether `other` is another unit's and in the same block."""
+        return isinstance(other, PooledMemory) and other._users is self._users and other._unit != self._unit
+
+    def free(self) -> None:
+        """Let another unit use the block."""
+        self._users.discard(self._key)
+
+
+class ShardedParams:
+    """This rank's shard of the parameters (`optim_grads_params`); `full` has memory only while it is gathered.
+
+    Args:
+        shard: [shard_numel] this rank's part, which the optimizer updates.
+        memory: of the whole bucket.
+        groups: of the bucket.
+    """
+
+    def __init__(self, shard: Tensor, memory: OwnMemory | PooledMemory, *, groups: ReduceGroups) -> None:
+        self.shard, self.full, self.memory = shard, memory.full, memory
+        self.apart: Tensor | None = None  # [numel] parameters gathered outside `full`
+        self.gather = ShardGather(self.full, shard, groups=groups)
+        self._groups, self._part_of_full = groups, shard_of(self.full, groups.shard)
+        memory.free()
+
+    @property
+    def has_storage(self) -> bool:
+        """Whether `full` has memory."""
+        return self.memory.is_allocated
+
+    def excludes(self, other: "ParamStore") -> bool:
+        """Whether it cannot be gathered at the same time as `other`."""
+        return isinstance(other, ShardedParams) and self.memory.excludes(other.memory)
+
+    def allocate(self) -> None:
+        """Give `full` memory, with arbitrary values."""
+        self.memory.allocate()
+
     def start_all_gather(self) -> None:
         """Start to collect the shards of all ranks in `full`, unless they are there or being collected."""
         if not self.has_storage:
             self.allocate()
             self.gather.start_inside()
+
+    def gather_apart(self) -> None:
+        """Collect the parameters in `full`, in memory of their own where other units use the block too."""
+        self.apart = None
+        if isinstance(self.memory, PooledMemory):
+            self.gather.wait()
+            self.apart = torch.empty_like(self.full)
+            start_all_gather_into(self.apart, self.shard, group=self._groups.shard).wait()
+            return
+        self.start_all_gather()
+        self.wait()
 
     def wait(self) -> None:
         """Wait until `full` holds the parameters."""
@@ -131,10 +217,11 @@ class ShardedParams:
         self.free()
 
     def free(self) -> None:
-        """Free the storage of `full`."""
+        """Free the memory of `full`."""
+        self.apart = None
         if self.has_storage:
             self.wait()
-            self.full.untyped_storage().resize_(0)
+            self.memory.free()
 
 
 class ResidentGrads:

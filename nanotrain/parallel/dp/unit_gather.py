@@ -1,17 +1,20 @@
 """All-gather of parameters per FSDP unit (`optim_grads_params`): before its forward, again before its backward.
 
-    before the forward of unit i     all-gather i, start i + 1, free all others
+    before the forward of unit i     all-gather i, start the next ones, free all others
     after it                         free i
-    before the backward of unit i    all-gather i, start i - 1, free all others
-    recomputed forward of unit j     all-gather j, keep the unit whose backward waits for it, free all others
+        self._last_backward = index
+        if not self._reshards:
+            self._num_backwards.subtract(map(id, self._stores[index]))
     after the last                   free all
 
-Only the parameters of the current and, with prefetch, of the next unit have storage. Weight gradients that are computed
-later (W of a zero-bubble schedule) read no parameters.
+Only the parameters of the current unit and of those gathered ahead have storage. Weight gradients that are computed
+later (W of a zero-bubble schedule) read no parameters. Without resharding after the forward a unit is kept until the
+backwards of all microbatches that ran forward are complete, and the backward gathers nothing.
 
 Source: Zhao et al. 2023 (PyTorch FSDP), sections 3.2 and 3.3.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -29,7 +32,8 @@ class UnitGather:
 
     Args:
         units: modules in forward order and the parameter stores that each reads; two modules may share a store.
-        prefetch: start the all-gather of the next unit before the current one runs.
+        num_prefetched: units gathered ahead: their all-gathers start before the current unit runs.
+        reshards: free a unit after its forward and gather it again for its backward.
         before_backward: called with the index of a unit when the backward of all later units is complete.
         is_recomputing: whether a forward pass is one that a backward runs again.
     """
@@ -38,35 +42,43 @@ class UnitGather:
         self,
         units: Sequence[Unit],
         *,
-        prefetch: bool,
+        num_prefetched: int,
+        reshards: bool,
         before_backward: Callable[[int], None],
         is_recomputing: Callable[[], bool] = lambda: False,
     ) -> None:
         self._stores = [tuple(stores) for _, stores in units]
-        self._num_next = int(prefetch)
+        self._num_next, self._reshards = num_prefetched, reshards
+        self._num_backwards: Counter[int] = Counter()  # by id of a store: backwards that are still to read it
         self._notify, self._is_recomputing = before_backward, is_recomputing
-        self._keeps_all, self._last_backward = False, 0  # the unit whose backward began last
+        self._last_backward = 0  # the unit whose backward began last
+        self.keeps_all = False  # every unit has storage
         for index, (module, _) in enumerate(units):
             module.register_forward_pre_hook(partial(self._before_forward, index))
             module.register_forward_hook(partial(self._after_forward, index))
 
+    def begin_step(self) -> None:
+        """Expect no backward of an earlier step."""
+        self._num_backwards.clear()
+        self.free()
+
     def free(self, *, but: Sequence[ParamStore] = ()) -> None:
-        """Free the storage of all units but some."""
+        """Free the storage of all units but some and those that wait for a backward."""
+        if self.keeps_all:
+            return
         for store in self._of(range(len(self._stores))):
-            if not self._keeps_all and not any(store is kept for kept in but):
+            if not self._num_backwards[id(store)] and not any(store is kept for kept in but):
                 store.free()
 
     @contextmanager
     def all_gathered(self) -> Iterator[None]:
         """All units inside the block; forward passes in it communicate nothing."""
-        is_outermost, self._keeps_all = not self._keeps_all, True
+        self.keeps_all = True
         for store in self._of(range(len(self._stores))):
-            store.start_all_gather()
-            store.wait()
+            store.gather_apart()
         yield
-        if is_outermost:
-            self._keeps_all = False
-            self.free()
+        self.keeps_all = False
+        self.free()
 
     def _before_forward(self, index: int, *_: Any) -> None:
         if self._is_recomputing():
@@ -78,6 +90,8 @@ class UnitGather:
         if self._is_recomputing():
             return  # the next forward or backward frees the unit; hooks of this output would never be called
         output: Tensor = hook_arguments[-1]
+        if output.requires_grad and not self._reshards:
+            self._num_backwards.update(map(id, self._stores[index]))
         self.free(but=self._of(range(index + 1, index + 1 + self._num_next)))
         if output.requires_grad:
             output.register_hook(partial(self._before_backward, index))
@@ -85,10 +99,12 @@ class UnitGather:
     def _before_backward(self, index: int, _grad: Tensor) -> None:
         self._notify(index)
         self._last_backward = index
+        if not self._reshards:
+            self._num_backwards.subtract(map(id, self._stores[index]))
         self._gather(index, range(index - self._num_next, index))
 
     def _gather(self, index: int, following: range) -> None:
-        if self._keeps_all:
+        if self.keeps_all:
             return
         current, prefetched = self._stores[index], self._of(following)
         self.free(but=(*current, *prefetched))
@@ -100,10 +116,16 @@ class UnitGather:
     def _gather_again(self, index: int) -> None:
         """Gather a unit in the backward of a later one, or of its own; what that backward has gathered stays."""
         last, num_prefetched = self._last_backward, self._num_next if index == self._last_backward else 0
-        in_use = [store for store in self._of(range(last - num_prefetched, last + 1)) if store.has_storage]
-        if not self._keeps_all:
-            self.free(but=(*self._stores[index], *in_use))
-            for store in self._stores[index]:
+        current = self._stores[index]
+        # a unit that shares its block with the current one is recomputed later, and gathered again then
+        in_use = [
+            store
+            for store in self._of(range(last - num_prefetched, last + 1))
+            if store.has_storage and not any(store.excludes(other) for other in current)
+        ]
+        if not self.keeps_all:
+            self.free(but=(*current, *in_use))
+            for store in current:
                 store.start_all_gather()
                 store.wait()
 

@@ -7,6 +7,7 @@ from nanotrain.errors import NanotrainError
 from nanotrain.precision.policy import Precision
 
 MODEL = ["--vocab-size", "256", "--global-batch-size", "8"]
+GATHERED = "--data-parallel-sharding-strategy optim_grads_params"
 MISTAKES = {
     "--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32": "reduced in fp32 and in bf16",
     "--bf16 --grad-reduce-in-bf16 --grad-reduce-in-fp32": "reduced in fp32 and in bf16",
@@ -22,6 +23,10 @@ MISTAKES = {
     "--force-all-reduce --data-parallel-sharding-strategy optim_grads": "it keeps whole gradients on every rank",
     "--outer-dp-sharding-strategy optim": "with data_parallel_sharding_strategy no_shard",
     "--outer-dp-sharding-strategy optim --use-distributed-optimizer": "there is nothing to shard across",
+    "--fsdp-double-buffer": "only data_parallel_sharding_strategy optim_grads_params gathers units",
+    "--use-distributed-optimizer --no-reshard-after-forward": "optim_grads_params gathers units",
+    f"{GATHERED} --fsdp-prefetch-depth 2": "with overlap_param_gather gathers units ahead",
+    f"{GATHERED} --fsdp-double-buffer --no-reshard-after-forward": "units take turns in fixed memory",
 }
 SHARDED = "--bf16 --use-distributed-optimizer"
 ACCEPTED = {

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
@@ -210,3 +210,26 @@ def test_every_element_is_updated_by_one_rank_of_each_instance(shapes, d, instan
             stop = part.shard_start + part.numel
     for count in counts.values():
         assert (count.sum(0) == 1).all() if is_outer_sharded else (count == 1).all()
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=14), st.integers(1, 4), st.integers(1, 3000), st.booleans())
+def test_successive_units_are_gathered_into_blocks_that_do_not_overlap(sizes, num_blocks, bucket_size, is_tied):
+    given_params = [
+        replace(local, spec=replace(local.spec, unit=f"unit {index // 2}"))
+        for index, local in enumerate(params(*((40 * size + 1,) for size in sizes), tied=(0,) if is_tied else ()))
+    ]
+    layout = plan_layout(given_params, LayoutRules(num_shards=3, bucket_size=bucket_size, gathers_by_unit=True))
+    blocks = layout.gather_blocks(num_blocks)
+    placed = [
+        (min(bucket.units), block, start, start + bucket.numel)
+        for bucket, (block, start) in zip(layout.buckets, blocks.places, strict=True)
+    ]
+    assert all(0 <= start < stop <= blocks.numel[block] for _, block, start, stop in placed)
+    assert all(
+        any(stop == numel for _, block, _, stop in placed if block == key) for key, numel in blocks.numel.items()
+    )
+    units = [f"unit {number}" for number in range((len(sizes) + 1) // 2)]
+    for first in range(len(units)):
+        together = [entry for entry in placed if entry[0] in units[first : first + num_blocks]]
+        for one, other in combinations(together, 2):
+            assert one[1] != other[1] or one[3] <= other[2] or other[3] <= one[2], (one, other)

@@ -14,19 +14,31 @@ from nanotrain.parallel.dp import reduction as reduction_module
 from nanotrain.parallel.dp import stores
 from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions, gathered
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
-from nanotrain.parallel.dp.stores import ShardedParams
+from nanotrain.parallel.dp.stores import OwnMemory, ShardedParams
 from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.parallel.pp.executor import run_forward
 from nanotrain.precision.policy import Precision
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
+from nanotrain.train.traffic import sent_bytes
 from tests.harness import ranks, run_ranks
-from tests.laws.worlds import Case, Outcome, build_here, train_here
+from tests.laws.worlds import Case, build_here, train_cases, train_here
 from tests.parallel.dp.toys import backward, groups_of, local_params
 
 STRATEGY = "optim_grads_params"
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 EXPERTS = {"num_experts": 4, "num_layers": 4}
+# overlap, and options of the gathers
+OPTIONS: list[tuple[bool, dict[str, Any]]] = [
+    (False, {}),
+    (True, {}),
+    (True, {"fsdp_prefetch_depth": 3}),
+    (False, {"reshard_after_forward": False}),
+    (True, {"reshard_after_forward": False}),
+    (False, {"fsdp_double_buffer": True}),
+    (True, {"fsdp_double_buffer": True}),
+    (True, {"fsdp_double_buffer": True, "fsdp_prefetch_depth": 2}),
+]
 
 
 def case_of(strategy: str = STRATEGY, *, overlap: bool = True, **model: Any) -> Case:
@@ -76,16 +88,89 @@ def test_no_more_than_two_units_are_gathered(schedule: str | None, overlap: bool
         assert measured["peak"] + measured["params"] < measured["full"]
 
 
-def test_weights_are_those_of_optim_grads_to_the_bit() -> None:
-    for model in ({}, EXPERTS, {"untie_embeddings_and_output_weights": True}):
-        results: list[list[Outcome]] = [
-            run_ranks(2, train_here, case_of(strategy, overlap=overlap, **model), strategy=strategy)
-            for strategy, overlap in (("optim_grads", False), (STRATEGY, False), (STRATEGY, True))
+@pytest.mark.parametrize("model", [{}, EXPERTS, {"untie_embeddings_and_output_weights": True}], ids=str)
+def test_weights_are_those_of_optim_grads_to_the_bit(model: dict[str, Any]) -> None:
+    cases = [case_of(overlap=overlap, **model).but(parallel=options) for overlap, options in OPTIONS]
+    reference = run_ranks(2, train_here, case_of("optim_grads", overlap=False, **model), strategy="optim_grads")
+    for one, outcomes in zip(reference, run_ranks(2, train_cases, cases, strategy=STRATEGY), strict=True):
+        for case, two in zip(cases, outcomes, strict=True):
+            assert one.losses == two.losses, case
+            assert all(torch.equal(one.weights[box], two.weights[box]) for box in one.weights), case
+
+
+def test_units_are_gathered_again_where_a_backward_recomputes_several_layers() -> None:
+    """With a double buffer the layers of a chunk share blocks with the one whose backward has begun."""
+    model = {"num_layers": 6}
+    chunks = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 3}
+    cases = [case_of(overlap=on, **model).but(parallel=options, memory=chunks) for on, options in OPTIONS]
+    reference = run_ranks(2, train_here, case_of("optim_grads", overlap=False, **model), strategy="optim_grads")
+    for one, outcomes in zip(reference, run_ranks(2, train_cases, cases, strategy=STRATEGY), strict=True):
+        for case, two in zip(cases, outcomes, strict=True):
+            assert all(torch.equal(one.weights[box], two.weights[box]) for box in one.weights), case
+
+
+@pytest.mark.parametrize(
+    ("pp", "parallel"),
+    [
+        (1, {}),
+        (2, {"pipeline_schedule": "1f1b"}),
+        (2, {"pipeline_schedule": "zb-h1"}),
+        (2, {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}),
+    ],
+    ids=str,
+)
+def test_options_of_gathers_change_planned_memory_and_traffic_and_no_bit(pp: int, parallel: dict[str, Any]) -> None:
+    """Stages of several units, tied and untied ends, accumulation: sent bytes are exact, and so is a fixed pool."""
+    for model in ({}, {"untie_embeddings_and_output_weights": True}):
+        cases = [
+            case_of(overlap=overlap, num_layers=8, **model).but(
+                parallel={"pipeline_model_parallel_size": pp} | parallel | options
+            )
+            for overlap, options in OPTIONS
         ]
-        for other in results[1:]:
-            for one, two in zip(results[0], other, strict=True):
-                assert one.losses == two.losses
-                assert all(torch.equal(one.weights[box], two.weights[box]) for box in one.weights)
+        for measured in run_ranks(2 * pp, measure_options, cases, strategy=STRATEGY, pp=pp, timeout_s=120):
+            for case, row in zip(cases, measured, strict=True):
+                assert row["sent"] == row["planned sent"], case
+                assert row["weights"] == measured[0]["weights"] and row["loss"] == measured[0]["loss"], case
+                if case.overrides["parallel"].get("fsdp_double_buffer"):
+                    assert row["pool"] == row["units"], case
+                else:
+                    assert 0 < row["peak"] <= row["units"], case
+
+
+def measure_options(ctx: ParallelContext, cases: list[Case]) -> list[dict[str, Any]]:
+    """Bytes gathered at once and sent in one step, and hashes of what was computed."""
+    rows = []
+    for case in cases:
+        run, peak = build_here(ctx, case), 0
+        allocate = OwnMemory.allocate
+
+        def measure(memory: OwnMemory, run: Run = run, allocate: Any = allocate) -> None:
+            nonlocal peak
+            allocate(memory)
+            peak = max(peak, bytes_with_storage(run))
+
+        OwnMemory.allocate = measure  # type: ignore[method-assign]
+        batch = run.batch_iterator.next()
+        assert batch is not None
+        ctx.traffic.reset()
+        loss = train_step(run, batch).loss
+        OwnMemory.allocate = allocate  # type: ignore[method-assign]
+        sent = sum(ctx.traffic.bytes("dp_shard", op) for op in ("all_gather", "reduce_scatter"))
+        weights = [bucket.params.shard.double().sum().item() for dp in run.data_parallel for bucket in dp.buckets]
+        fulls = [store.full.untyped_storage() for store in stores_of(run)]
+        rows.append(
+            {
+                "peak": peak,
+                "pool": sum({full.data_ptr(): full.nbytes() for full in fulls if full.nbytes()}.values()),
+                "units": run.plan.resident_bytes.units,
+                "sent": sent,
+                "planned sent": sum(n for (group, _), n in sent_bytes(run.plan).items() if group == "dp_shard"),
+                "loss": loss,
+                "weights": weights,
+            }
+        )
+    return rows
 
 
 @ranks(2, strategy=STRATEGY)
@@ -145,7 +230,9 @@ def test_collectives_start_in_one_order_where_gradients_are_missing_on_one_rank(
         module,
         plan_layout(params, LayoutRules(num_shards=2, bucket_size=10_000, gathers_by_unit=True)),
         groups=groups_of(ctx, STRATEGY),
-        options=DataParallelOptions(STRATEGIES[STRATEGY], overlap_grad_reduce=True, overlap_param_gather=True),
+        options=DataParallelOptions(
+            STRATEGIES[STRATEGY], overlap_grad_reduce=True, overlap_param_gather=True, num_prefetched_units=1
+        ),
         precision=Precision(params=torch.float32),
         device=torch.device("cpu"),
     )
