@@ -176,11 +176,6 @@ PRECISION = {
 KEPT = "activations are kept: lower --micro-batch-size or raise a model-parallel size"
 OFFLOAD = "optimizer state stays on the device: shard it, --data-parallel-sharding-strategy optim"
 MEMORY = {
-    "--recompute-granularity": not_yet(KEPT, arity=1),
-    "--recompute-method": not_yet(KEPT, arity=1),
-    "--recompute-num-layers": not_yet(KEPT, arity=1),
-    "--recompute-modules": not_yet(KEPT, arity=MANY),
-    "--recompute-activations": not_yet(KEPT),
     "--moe-layer-recompute": not_yet(KEPT),
     "--distribute-saved-activations": not_yet(KEPT),
     "--fine-grained-activation-offloading": not_yet(KEPT),
