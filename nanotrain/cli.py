@@ -297,7 +297,7 @@ def run_command(program: str, argv: Sequence[str], *, commands: dict[str, Comman
         print(f"usage: {program} COMMAND ...\n")
         for name, command in commands.items():
             print(f"  {name:<10}  {(command.__doc__ or '').splitlines()[0]}")
-        print(f"\n{program} COMMAND --help lists its arguments")
+        print(f"\n{program} COMMAND --help lists its arguments, nanotrain --version prints the version")
         return 0
     fix = did_you_mean(argv[0], commands, prefix=f"{program} ")
     fix = f"{program} --help describes them" if fix.startswith("see") else fix

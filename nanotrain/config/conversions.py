@@ -6,7 +6,7 @@ has the values of all fields that were set.
 
 from typing import Any
 
-from nanotrain.config.config import Config, PositionEmbedding
+from nanotrain.config.config import Config, PositionEmbedding, RecomputeGranularity
 from nanotrain.errors import ConfigError
 
 
@@ -89,3 +89,10 @@ def grad_comm_dtype(config: Config, text: str) -> dict[str, Any]:
         flag = "--megatron-fsdp-grad-comm-dtype"
         raise ConfigError(f"{flag} is {text!r}", why="gradients are reduced in fp32 or bf16", fix=f"set {flag} bf16")
     return {"grad_reduce_in_bf16": True} if text == "bf16" else {}
+
+
+def moe_layer_recompute(config: Config, text: str) -> dict[str, Any]:
+    """Selective recomputation of MoE layers, besides what is recomputed already."""
+    is_selective = config.memory.recompute_granularity is RecomputeGranularity.selective
+    modules = config.memory.recompute_modules or (["core_attn"] if is_selective else [])
+    return {"recompute_granularity": "selective", "recompute_modules": [*dict.fromkeys([*modules, "moe"])]}

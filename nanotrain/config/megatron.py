@@ -155,7 +155,7 @@ PARALLEL = {
 PRECISION = {
     "--no-gradient-accumulation-fusion": no_effect("gradients are accumulated in fp32 by torch"),
     "--disable-bf16-reduced-precision-matmul": always("products of bf16 accumulate in fp32"),
-    "--fp8-param-gather": not_yet("parameters are gathered in params_dtype and quantized by every rank: leave it out"),
+    "--fp8-param-gather": no_effect("parameters are gathered in params_dtype and quantized by every rank"),
     "--fp8-dot-product-attention": not_yet("the core attention is in params_dtype: leave it out"),
     "--fp8-multi-head-attention": not_yet("the core attention is in params_dtype: leave it out"),
     "--fp8-interval": no_effect("scales follow every step", arity=1),
@@ -173,10 +173,10 @@ PRECISION = {
     "--use-te-rng-tracker": always("training draws no random numbers"),
     "--empty-unused-memory-level": no_effect("cached memory stays with the process", arity=1),
 }
-KEPT = "activations are kept: lower --micro-batch-size or raise a model-parallel size"
+KEPT = "activations stay on the device: set --recompute-granularity"
 OFFLOAD = "optimizer state stays on the device: shard it, --data-parallel-sharding-strategy optim"
 MEMORY = {
-    "--moe-layer-recompute": not_yet(KEPT),
+    "--moe-layer-recompute": MegatronFlag("rename", "--recompute-granularity selective with moe in --recompute-modules", convert=conversions.moe_layer_recompute),
     "--distribute-saved-activations": not_yet(KEPT),
     "--fine-grained-activation-offloading": not_yet(KEPT),
     "--offload-modules": not_yet(KEPT, arity=MANY),

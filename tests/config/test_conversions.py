@@ -8,6 +8,7 @@ from nanotrain.config.conversions import (
     group_query_attention,
     layers_per_virtual_stage,
     main_grads_dtype,
+    moe_layer_recompute,
     no_position_embedding,
     padded_vocab_size,
     train_samples,
@@ -50,6 +51,14 @@ def test_the_dtypes_of_megatron_fsdp_become_those_of_gradients():
     assert main_grads_dtype(config_of(), "auto") == grad_comm_dtype(config_of(), "fp32") == {}
     assert main_grads_dtype(config_of(), "bf16") == {"main_grads_dtype": "bf16"}
     assert grad_comm_dtype(config_of(), "bf16") == {"grad_reduce_in_bf16": True}
+
+
+def test_recomputing_moe_layers_adds_to_what_is_recomputed():
+    assert moe_layer_recompute(config_of(), "")["recompute_modules"] == ["moe"]
+    selective = config_of(recompute_granularity="selective")
+    assert moe_layer_recompute(selective, "")["recompute_modules"] == ["core_attn", "moe"]
+    listed = config_of(recompute_granularity="selective", recompute_modules=["mlp", "moe"])
+    assert moe_layer_recompute(listed, "")["recompute_modules"] == ["mlp", "moe"]
 
 
 @pytest.mark.parametrize(

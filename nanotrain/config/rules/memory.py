@@ -3,7 +3,7 @@
 from nanotrain.config.config import RecomputeGranularity
 from nanotrain.config.derive import recomputed_modules
 from nanotrain.config.rules.rule import Rule, Values
-from nanotrain.config.schema import did_you_mean
+from nanotrain.config.suggest import did_you_mean
 
 # name -> whether the model has it, and what it needs otherwise
 MODULES = {
