@@ -155,8 +155,9 @@ def measure(context: ParallelContext, strategy: str, dtype: str) -> Row:
     )
     data_parallel.fill_params(partial(initialize, stage, seed=1))
     scale = LossScale.of(precision_config)
-    world = context.group("world")
-    optimizer = DistributedOptimizer([data_parallel], OptimConfig(), precision=precision, loss_scale=scale, world=world)
+    optimizer = DistributedOptimizer(
+        [data_parallel], OptimConfig(), precision=precision, loss_scale=scale, groups=context.groups
+    )
     for _ in range(2):
         context.traffic.reset()
         take_step(stage, data_parallel, optimizer)

@@ -96,6 +96,22 @@ class RecomputeMethod(str, Enum):
     block = "block"
 
 
+class MuonScaleMode(str, Enum):
+    spectral = "spectral"
+    unit_rms_norm = "unit_rms_norm"
+    shape_scaling = "shape_scaling"
+
+
+class MuonTPMode(str, Enum):
+    distributed = "distributed"
+    blockwise = "blockwise"
+
+
+class MatmulPrecision(str, Enum):
+    medium = "medium"
+    highest = "highest"
+
+
 class DeviceKind(str, Enum):
     auto = "auto"
     cpu = "cpu"
@@ -212,12 +228,16 @@ class MemoryConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Data types; main parameters are always fp32."""
+    """Data types of parameters, gradients and optimizer state."""
 
     params_dtype: DType = option(DType.fp32, "data type of parameters and activations: fp32, bf16 or fp16")
     accumulate_allreduce_grads_in_fp32: bool | None = option(None, "accumulate and reduce gradients in fp32, or in params_dtype; unset: fp32, but with grad_reduce_in_bf16 or main_grads_dtype bf16")
     grad_reduce_in_bf16: bool = option(False, "accumulate and reduce gradients of bf16 parameters in bf16")
     main_grads_dtype: MainGradsDType = option(MainGradsDType.fp32, "data type of the reduced gradients that the optimizer reads: fp32, or bf16 with bf16 reduction")
+    use_precision_aware_optimizer: bool = option(False, "allow main parameters and optimizer state in other data types than fp32")
+    main_params_dtype: DType = option(DType.fp32, "precision-aware optimizer: data type of the main parameters, which the optimizer updates")
+    exp_avg_dtype: DType = option(DType.fp32, "precision-aware optimizer: data type of first moments and momentum buffers")
+    exp_avg_sq_dtype: DType = option(DType.fp32, "precision-aware optimizer: data type of second moments")
     initial_loss_scale: float = option(4294967296.0, "fp16: initial loss scale", check=above(0))
     min_loss_scale: float = option(1.0, "fp16: minimum loss scale", check=above(0))
     loss_scale_window: int = option(1000, "fp16: steps without overflow before the loss scale doubles", check=at_least(1))
@@ -237,7 +257,7 @@ class PrecisionConfig:
 class OptimConfig:
     """The optimizer and its learning-rate schedule."""
 
-    optimizer: str = option("adam", "name of the update rule; adam is AdamW")
+    optimizer: str = option("adam", "name of the update rule: adam (AdamW), sgd, lion or muon")
     lr: float = option(3e-4, "peak learning rate", check=above(0))
     min_lr: float = option(0.0, "minimum learning rate, at the end of the decay", check=at_least(0))
     lr_decay_style: LRDecayStyle = option(LRDecayStyle.cosine, "learning-rate decay: constant, linear, cosine, inverse-square-root or WSD")
@@ -253,6 +273,19 @@ class OptimConfig:
     adam_beta1: float = option(0.9, "decay rate of the first moment", check=between(0, 1))
     adam_beta2: float = option(0.95, "decay rate of the second moment", check=between(0, 1))
     adam_eps: float = option(1e-8, "added to the square root of the second moment", check=above(0))
+    sgd_momentum: float = option(0.9, "sgd: factor of the momentum buffer; 0: no momentum", check=between(0, 1))
+    lion_beta1: float = option(0.95, "lion: decay rate of the momentum inside the sign", check=between(0, 1))
+    lion_beta2: float = option(0.98, "lion: decay rate of the stored momentum", check=between(0, 1))
+    muon_momentum: float = option(0.95, "muon: decay rate of the momentum", check=between(0, 1))
+    muon_use_nesterov: bool = option(False, "muon: Nesterov momentum")
+    muon_num_ns_steps: int = option(5, "muon: steps of the Newton-Schulz iteration", check=at_least(1))
+    muon_scale_mode: MuonScaleMode = option(MuonScaleMode.spectral, "muon: factor of the update by the shape of a matrix: spectral, unit_rms_norm or shape_scaling")
+    muon_extra_scale_factor: float = option(1.0, "muon: further factor of the update; 0.2 with spectral matches the size of Adam's updates", check=above(0))
+    muon_tp_mode: MuonTPMode = option(MuonTPMode.distributed, "muon: distributed (full matrices, each at one rank) or blockwise (the block of each tensor-parallel rank alone)")
+    muon_fp32_matmul_prec: MatmulPrecision = option(MatmulPrecision.medium, "muon: precision of the Newton-Schulz iteration: medium (bf16) or highest (fp32)")
+    muon_scalar_optimizer: str = option("adam", "muon: name of the update rule of all other parameters: adam or lion")
+    decoupled_lr: float | None = option(None, "peak learning rate of the embedding and the output layer; unset: lr", check=above(0))
+    decoupled_min_lr: float | None = option(None, "minimum learning rate of the embedding and the output layer; unset: min_lr", check=at_least(0))
     clip_grad: float = option(1.0, "maximum global gradient norm; 0: no clipping", check=at_least(0))
 
 

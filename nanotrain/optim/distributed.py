@@ -1,9 +1,9 @@
 """Distributed optimizer: main params and optimizer state of this rank's shard of every bucket.
 
     bucket.grads.main   [--range--|gap|---range---|--range--]   summed gradients, fp32 or `--main-grads-dtype`
-    main params         [--range--|gap|---range---|--range--]   fp32; the model param shard itself where that is fp32
-    exp_avg, exp_avg_sq [--range--|gap|---range---|--range--]
-    param ranges        [===== weight decay ======|=========]   consecutive ranges with the same weight decay, merged
+    main params         [--range--|gap|---range---|--range--]   the model param shard itself where the dtypes are equal
+    state tensors       [--range--|gap|---range---|--range--]   exp_avg, exp_avg_sq, ... of the update rule
+    parts               [======== part ===========|== part =]   what is stored together, `parts.py`
 
 `step`: global norm of all shards -> skip on every rank if it is not finite, which needs no further communication since
 the norm is equal on all ranks -> unscale and clip in one multiplication -> update the main params -> copy them to the
@@ -16,24 +16,29 @@ Source: Rajbhandari et al. 2020 (ZeRO), section 5.1; Megatron-LM, `distrib_optim
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from nanotrain.comm.group import Group
 from nanotrain.config.config import OptimConfig
-from nanotrain.errors import ConfigError
 from nanotrain.optim.clip import clip_factor, global_norm
+from nanotrain.optim.matrices import Balance
+from nanotrain.optim.matrix_update import MatrixUpdate, grid_groups
 from nanotrain.optim.optimizers import OPTIMIZERS
-from nanotrain.optim.rule import ParamRange, UpdateRule
+from nanotrain.optim.part_state import PartState
+from nanotrain.optim.parts import ShardPart, clip_ranges, split_shard
+from nanotrain.optim.rule import UpdateStep
+from nanotrain.optim.stored import StoredTensor
 from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import ShardRange
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.boxes import TensorBox, flat_range_to_boxes
+from nanotrain.topology.groups import GroupName
 
 
 @dataclass(frozen=True)
@@ -50,19 +55,19 @@ class _BucketState:
 
     bucket: Bucket  # model params and gradients
     replica: tuple[int, int]  # index and number of the ranks that update the same part
-    main: Tensor  # [update_numel] main params
-    state: Mapping[str, Tensor]  # [update_numel] state tensors of the update rule, by name
-    # the tensors that the update rule takes, with their elements and shape
-    updated: list[tuple[Tensor, slice]] = field(default_factory=list)
+    parts: tuple[PartState, ...]  # main params and state; they cover what this rank updates
 
     @classmethod
-    def build(cls, wrapper: DataParallel, bucket: Bucket, *, precision: Precision, rule: UpdateRule) -> "_BucketState":
+    def build(
+        cls, wrapper: DataParallel, bucket: Bucket, *, precision: Precision, config: OptimConfig
+    ) -> "_BucketState":
         """Allocate the state of one bucket."""
-        params, replicate = bucket.params.gather.update, wrapper.groups.replicate
-        main = params.to(precision.main) if precision.has_separate_main_params else params
-        state = {name: torch.zeros_like(main) for name in rule.state_names}
-        replica = (0, 1) if wrapper.groups.shards_across else (replicate.index, replicate.size)
-        return cls(bucket, replica, main, state)
+        rule, replicate = OPTIMIZERS[config.optimizer], wrapper.groups.replicate
+        parts = tuple(
+            _build_part(part, bucket, precision=precision, names=part.state_names(rule, config))
+            for part in split_shard(bucket.update_ranges, bucket.layout.update_numel, rule=rule)
+        )
+        return cls(bucket, (0, 1) if wrapper.groups.shards_across else (replicate.index, replicate.size), parts)
 
     @property
     def ranges(self) -> tuple[ShardRange, ...]:
@@ -74,24 +79,20 @@ class _BucketState:
         """[update_numel] reduced gradients."""
         return self.bucket.grads.main
 
-    def cast_grads(self) -> Tensor:
-        """[update_numel] a copy of the gradients in the dtype of the main params, which the next update reads."""
-        grads = self.grads.to(self.main.dtype)
-        for main_param, elements in self.updated:
-            main_param.grad = grads[elements].view(main_param.shape)
-        return grads
-
-    def release_cast_grads(self) -> None:
-        """Free the copy after the update."""
-        for main_param, _ in self.updated:
-            main_param.grad = None
-
-    def tensors(self, ranges: Sequence[ShardRange]) -> Iterator[tuple[TensorBox, Tensor]]:
-        """Views of main params and state by their names in checkpoints."""
-        flat = {"model": self.main} | {f"optimizer/{name}": tensor for name, tensor in self.state.items()}
-        for part in ranges:
-            for prefix, tensor in flat.items():
-                yield from _boxes(f"{prefix}/{part.name}", part, flat=tensor)
+    def tensors(
+        self, ranges: Sequence[ShardRange], *, copies: list[tuple[StoredTensor, Tensor]]
+    ) -> Iterator[tuple[TensorBox, Tensor]]:
+        """Main params and state by their names in checkpoints: views, or `copies` of what is stored with scales."""
+        for state in self.parts:
+            start, stop = state.part.start, state.part.stop
+            inside = list(clip_ranges(ranges, start=start, stop=stop))
+            for prefix, stored in state.stored.items():
+                flat = stored.values
+                if stored.scales is not None:
+                    flat = stored.read()
+                    copies.append((stored, flat))
+                for part in inside:
+                    yield from _boxes(f"{prefix}/{part.name}", part, flat=flat, first=start)
 
 
 class DistributedOptimizer:
@@ -102,10 +103,7 @@ class DistributedOptimizer:
         config: update rule and hyperparameters.
         precision: dtype of the main params.
         loss_scale: scale of the gradients; updated by every step.
-        world: all ranks; the gradient norm is global.
-
-    Raises:
-        ConfigError: the rule needs whole matrices and a matrix is sharded.
+        groups: of this rank by name; the gradient norm is over `world`.
     """
 
     def __init__(
@@ -115,49 +113,66 @@ class DistributedOptimizer:
         *,
         precision: Precision,
         loss_scale: LossScale,
-        world: Group,
+        groups: Mapping[GroupName, Group],
     ) -> None:
         self.loss_scale = loss_scale
         self.num_updates = 0
-        self._clip_grad = config.clip_grad
-        self._world = world
-        rule = OPTIMIZERS[config.optimizer]
+        self._config, self._world = config, groups["world"]
+        self._rule = OPTIMIZERS[config.optimizer]
         self._states = [
-            _BucketState.build(wrapper, bucket, precision=precision, rule=rule)
+            _BucketState.build(wrapper, bucket, precision=precision, config=config)
             for wrapper in wrappers
             for bucket in wrapper.buckets
         ]
-        ranges = [part for state in self._states for part in _param_ranges(state, rule)]
-        # The shards of a rank may be padding only, and torch's optimizers refuse an empty list.
-        self._optimizer = rule.build(ranges, config) if ranges else None
-        self._casts_grads = precision.main_grads != precision.main
+        self._parts = [part for state in self._states for part in state.parts]
+        parts = [part for part in self._parts if not part.part.is_matrix]
+        self._converted = [part for part in parts if not part.is_fp32]
+        self._ranges = [part for state in parts if state.is_fp32 for part in state.ranges()]
+        self._matrix_updates = self._build_matrix_updates(wrappers, groups)
+        self._loading: list[tuple[StoredTensor, Tensor]] = []
 
-    def step(self, lr: float) -> Update:
-        """Update the main params from the reduced gradients, and the model param shards from the main params."""
-        grads = [state.grads for state in self._states]
+    def step(self, lr: float, *, decoupled_lr: float | None = None) -> Update:
+        """Update the main params from the reduced gradients, and the model param shards from the main params.
+
+        Args:
+            lr: learning rate.
+            decoupled_lr: learning rate of the embedding and the output layer; None for `lr`.
+        """
         scale = self.loss_scale.scale
         norm = global_norm([grad for state in self._states for grad in _grads_for_norm(state)], self._world) / scale
         skipped = not math.isfinite(norm)
         self.loss_scale.update(overflowed=skipped)
         if not skipped:
-            factor = clip_factor(norm, self._clip_grad) / scale
-            if self._casts_grads:
-                grads = [state.cast_grads() for state in self._states]
-            if factor != 1.0:
+            factor = clip_factor(norm, self._config.clip_grad) / scale
+            grads = [state.grads for state in self._states]
+            if grads[0].dtype is not torch.float32:
+                for part in self._parts:  # scaled once they are converted
+                    part.grad_factor = factor
+            elif factor != 1.0:
                 torch._foreach_mul_(grads, factor)
-            self._update(lr)
+            self.num_updates += 1
+            self._update(UpdateStep(self._config, self.num_updates, lr, lr if decoupled_lr is None else decoupled_lr))
+            self.copy_main_to_model_params()
         return Update(grad_norm=norm, skipped=skipped)
 
     def copy_main_to_model_params(self) -> None:
         """Copy the main params to this rank's shards of the model params, where they are stored apart."""
-        for state in self._states:
-            params = state.bucket.params.gather.update
-            if state.main is not params:
-                params.copy_(state.main)
+        for part in self._parts:
+            part.copy_main_to_model_params()
+
+    @property
+    def allocated_tensors(self) -> list[Tensor]:
+        """The flat tensors of main params and state, padding included."""
+        stored = [stored for part in self._parts for stored in part.stored.values()]
+        return [tensor for each in stored for tensor in each.tensors]
 
     def state_tensors(self) -> dict[TensorBox, Tensor]:
-        """Main params and optimizer state on this rank, as views that a checkpoint can be read into."""
-        return {box: view for state in self._states for box, view in state.tensors(state.ranges)}
+        """Main params and optimizer state on this rank, as tensors that a checkpoint can be read into.
+
+        They are views, but for what is stored with scales: those are fp32 copies, stored by `load_state_dict`.
+        """
+        self._loading.clear()
+        return {box: view for state in self._states for box, view in state.tensors(state.ranges, copies=self._loading)}
 
     def grad_tensors(self) -> dict[TensorBox, Tensor]:
         """Reduced gradients of the last step on this rank, as views; after `step` they are unscaled and clipped."""
@@ -165,7 +180,7 @@ class DistributedOptimizer:
             box: view
             for state in self._states
             for part in state.ranges
-            for box, view in _boxes(part.name, part, flat=state.grads)
+            for box, view in _boxes(part.name, part, flat=state.grads, first=0)
         }
 
     def tensors_to_save(self) -> dict[TensorBox, Tensor]:
@@ -173,7 +188,7 @@ class DistributedOptimizer:
 
         Only replica 0 of a parameter is saved; the ranks with the same shard save equal parts of it.
         """
-        return {box: view for state in self._states for box, view in state.tensors(_ranges_to_save(state))}
+        return {box: view for state in self._states for box, view in state.tensors(_ranges_to_save(state), copies=[])}
 
     def state_dict(self) -> dict[str, object]:
         """The state that is not a tensor, as JSON."""
@@ -185,22 +200,57 @@ class DistributedOptimizer:
         assert isinstance(num_updates, int) and isinstance(loss_scale, dict), "not written by state_dict"
         self.num_updates = num_updates
         self.loss_scale.load_state_dict(loss_scale)
-        if self._optimizer is not None:
-            for tensors in self._optimizer.state.values():
-                if "step" in tensors:
-                    tensors["step"].fill_(num_updates)  # used by bias correction
+        for stored, values in self._loading:
+            stored.write(values)
+        self._loading.clear()
         self.copy_main_to_model_params()
 
-    def _update(self, lr: float) -> None:
-        self.num_updates += 1
-        if self._optimizer is not None:
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            self._optimizer.step()
-            if self._casts_grads:
-                for state in self._states:
-                    state.release_cast_grads()
-        self.copy_main_to_model_params()
+    @property
+    def matrix_balances(self) -> list[Balance]:
+        """How the hidden matrices are divided over ranks, of dense and of expert matrices."""
+        return [update.balance for update in self._matrix_updates if update.balance is not None]
+
+    def _build_matrix_updates(
+        self, wrappers: Sequence[DataParallel], groups: Mapping[GroupName, Group]
+    ) -> list[MatrixUpdate]:
+        """One per grid of ranks: dense and expert buffers, of all stages together."""
+        if self._rule.matrix is None:
+            return []
+        by_bucket = {id(state.bucket): state for state in self._states}
+        updates = []
+        for name in dict.fromkeys(wrapper.groups.shard.name for wrapper in wrappers):
+            chosen = [wrapper for wrapper in wrappers if wrapper.groups.shard.name == name]
+            states = [by_bucket[id(bucket)] for wrapper in chosen for bucket in wrapper.buckets]
+            updates.append(
+                MatrixUpdate(
+                    [wrapper.layout for wrapper in chosen],
+                    [[part for part in state.parts if part.part.is_matrix] for state in states],
+                    rule=self._rule.matrix,
+                    config=self._config,
+                    groups=grid_groups(
+                        chosen[0].groups.shard,
+                        chosen[0].groups.replicate,
+                        groups=groups,
+                        config=self._config,
+                        shards_across=chosen[0].groups.shards_across,
+                    ),
+                )
+            )
+        return updates
+
+    def _update(self, step: UpdateStep) -> None:
+        with record_function(f"Optimizer.step#{self._config.optimizer}"):  # named in traces as torch names its own
+            self._run_rules(step)
+
+    def _run_rules(self, step: UpdateStep) -> None:
+        for update in self._matrix_updates:
+            update.run(step, device=self._states[0].grads.device)
+        if self._ranges:
+            self._rule.update(self._ranges, step)
+        for part in self._converted:
+            for start, stop in part.chunks():
+                with part.loaded(start, stop) as ranges:
+                    self._rule.update(ranges, step)
 
 
 def _grads_for_norm(state: _BucketState) -> Iterator[Tensor]:
@@ -231,48 +281,28 @@ def _ranges_to_save(state: _BucketState) -> list[ShardRange]:
     return parts
 
 
-def _boxes(name: str, part: ShardRange, *, flat: Tensor) -> Iterator[tuple[TensorBox, Tensor]]:
-    """A range as boxes of the global tensor, with their views of a flat shard."""
-    local, begin = part.param, part.shard_start
+def _boxes(name: str, part: ShardRange, *, flat: Tensor, first: int) -> Iterator[tuple[TensorBox, Tensor]]:
+    """A range as boxes of the global tensor, with their views of a flat tensor that begins at element `first`."""
+    local, begin = part.param, part.shard_start - first
     for box in flat_range_to_boxes(local.box.shape, start=part.param_start, stop=part.param_start + part.numel):
         view = flat[begin : begin + box.numel].view(box.shape)
         yield TensorBox(name, local.spec.shape, box.shifted(local.box.start)), view
         begin += box.numel
 
 
-def _param_ranges(state: _BucketState, rule: UpdateRule) -> Iterator[ParamRange]:
-    """Merge consecutive ranges with the same weight decay: fewer and longer tensors are updated faster.
-
-    A parameter of which the rule needs the whole matrix stays a range of its own, in its local shape.
-    """
-
-    def key(part: ShardRange) -> tuple[bool, str]:
-        needs_whole = rule.needs_whole_matrix and part.param.spec.needs_whole_matrix
-        return part.param.spec.weight_decay, part.name if needs_whole else ""
-
-    start = 0
-    for (weight_decay, matrix), group in groupby(state.ranges, key=key):
-        parts = list(group)
-        end = parts[-1].elements.stop
-        elements = slice(start, end)
-        shape: tuple[int, ...] = (-1,)
-        if matrix:
-            _check_whole(parts[0])
-            elements, shape = parts[0].elements, parts[0].param.box.shape
-        main_param = state.main[elements].detach().view(shape)
-        state.updated.append((main_param, elements))
-        if state.grads.dtype == main_param.dtype:
-            main_param.grad = state.grads[elements].view(shape)
-        tensors = {name: flat[elements].view(shape) for name, flat in state.state.items()}
-        yield ParamRange(main_param, tensors, weight_decay)
-        start = end
-
-
-def _check_whole(part: ShardRange) -> None:
-    numel = part.param.spec.numel
-    if part.numel < numel:
-        raise ConfigError(
-            f"this rank holds {part.numel} of the {numel} elements of {part.name}",
-            why="the update rule of --optimizer needs whole matrices",
-            fix="set --optimizer adam, or --data-parallel-sharding-strategy no_shard without tensor parallelism",
+def _build_part(part: ShardPart, bucket: Bucket, *, precision: Precision, names: Sequence[str]) -> PartState:
+    """Allocate main params, unless the model param shard has their dtype, and state tensors."""
+    model_params = bucket.params.gather.update[part.start : part.stop]
+    main = StoredTensor(model_params)
+    if precision.has_separate_main_params:
+        main = StoredTensor.zeros(part.numel, precision.main, device=model_params.device)
+        main.write(model_params.float())
+    state = {
+        name: StoredTensor.zeros(
+            part.numel, precision.state_dtype(name), device=model_params.device, is_square=name == "exp_avg_sq"
         )
+        for name in names
+    }
+    return PartState(
+        part, main=main, state=state, grad=bucket.grads.main[part.start : part.stop], model_params=model_params
+    )

@@ -10,7 +10,7 @@ Source: Megatron-LM, `optimizer_param_scheduler.py`.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanotrain.config.config import LRDecayStyle, OptimConfig, WSDDecayStyle
 
@@ -56,6 +56,17 @@ class LRSchedule:
         if consumed_samples > self.decay_samples:
             return optim.min_lr
         return LR_DECAYS[optim.lr_decay_style](self, consumed_samples)
+
+    def decoupled_lr_at(self, consumed_samples: int) -> float | None:
+        """Learning rate of the embedding and the output layer; None where it is that of all parameters.
+
+        It warms up from `lr_warmup_init` to `decoupled_lr` and decays to `decoupled_min_lr`, in the style of `lr`.
+        """
+        optim = self.optim
+        if optim.decoupled_lr is None:
+            return None
+        min_lr = optim.min_lr if optim.decoupled_min_lr is None else optim.decoupled_min_lr
+        return replace(self, optim=replace(optim, lr=optim.decoupled_lr, min_lr=min_lr)).lr_at(consumed_samples)
 
     def interpolate(self, coefficient: float) -> float:
         """Interpolate between min_lr (0) and lr (1)."""

@@ -1,50 +1,104 @@
-"""The interface of an update rule: which state it keeps and how it is built over param ranges of flat shards."""
+"""The interface of an update rule, which has no tensors of its own: state is passed in.
+
+UpdateRule     one row of `OPTIMIZERS`: an elementwise rule and, where it has one, a rule for hidden matrices
+MatrixRule     an update that depends on all elements of a matrix (Muon)
+ParamRange     fp32 main params, gradients and state of consecutive elements
+UpdateStep     hyperparameters of one step
+param_groups   the ranges with equal learning rate and weight decay
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import product
 
+import torch
 from torch import Tensor
 
 from nanotrain.config.config import OptimConfig
 
+Shape = tuple[int, int]  # rows (outputs) and columns (inputs) of a matrix
+
 
 @dataclass(frozen=True)
 class ParamRange:
-    """Main params that are updated together: consecutive elements of a shard with the same weight decay."""
+    """Consecutive elements of a shard with the same hyperparameters; 1-D tensors of equal length."""
 
-    # fp32, 1-D, or of the parameter's local shape where the rule needs the whole matrix; `.grad` is set
-    main_param: Tensor
-    state: Mapping[str, Tensor]  # state tensors by name, of the same shape; views of flat state
+    main_param: Tensor  # [n] fp32
+    grad: Tensor  # [n] unscaled and clipped
+    state: Mapping[str, Tensor]  # [n] fp32 state tensors by name
     weight_decay: bool  # whether weight decay applies
+    is_decoupled: bool = False  # of the embedding or the output layer: `--decoupled-lr` applies
 
 
-class Optimizer(Protocol):
-    """What a step needs of a torch.optim.Optimizer."""
+@dataclass(frozen=True)
+class UpdateStep:
+    """Hyperparameters of one step."""
 
-    param_groups: list[dict[str, Any]]  # "lr" is set before each step
-    state: Any  # param -> state tensors by name; "step" counts the updates where the rule depends on it
+    config: OptimConfig
+    number: int  # of the update, from 1; used by bias correction
+    lr: float  # learning rate
+    decoupled_lr: float  # learning rate of the embedding and the output layer
 
-    def step(self) -> Any:
-        """Update the params of all groups from their `.grad`."""
+    def lr_of(self, part: ParamRange) -> float:
+        """The learning rate of a range."""
+        return self.decoupled_lr if part.is_decoupled else self.lr
+
+    def weight_decay_of(self, part: ParamRange) -> float:
+        """The weight decay of a range; 0 where none applies."""
+        return self.config.weight_decay if part.weight_decay else 0.0
+
+
+@dataclass(frozen=True)
+class MatrixRule:
+    """The update of a hidden matrix: main -= lr * (weight_decay * main + scale * transform(direction))."""
+
+    state_names: tuple[str, ...]  # state tensors per element of a matrix
+    # updates the state of a range in place; returns [n], elementwise, of which `transform` needs the whole matrix
+    direction: Callable[[ParamRange, OptimConfig], Tensor]
+    transform: Callable[[Tensor, OptimConfig], Tensor]  # [rows, columns] -> [rows, columns]
+    scale: Callable[[Shape, OptimConfig], float]  # factor of the update of a matrix of this shape
+    flops: Callable[[Shape, OptimConfig], int]  # of `transform`
+    dtype: Callable[[OptimConfig], torch.dtype]  # in which directions and transformed matrices are sent
 
 
 @dataclass(frozen=True)
 class UpdateRule:
     """One row of `OPTIMIZERS`."""
 
-    state_names: tuple[str, ...]  # fp32 state tensors per element of the main params; they are part of checkpoints
-    # builds an optimizer over param ranges whose state tensors are those of the ranges
-    build: Callable[[Sequence[ParamRange], OptimConfig], Optimizer]
-    # the update of an element depends on its whole matrix, so matrices are not sharded or merged
-    needs_whole_matrix: bool = False
+    # state tensors per element of the main params; they are part of checkpoints
+    state_names: Callable[[OptimConfig], tuple[str, ...]]
+    update: Callable[[Sequence[ParamRange], UpdateStep], None]  # elementwise, in place
+    matrix: MatrixRule | None = None  # replaces `update` for parameters with `needs_whole_matrix`
 
 
-def param_groups(ranges: Sequence[ParamRange], weight_decay: float) -> list[dict[str, Any]]:
-    """torch param groups: ranges with weight decay, then ranges without; empty groups are left out."""
-    groups: list[dict[str, Any]] = []
-    for decays, value in ((True, weight_decay), (False, 0.0)):
-        params = [part.main_param for part in ranges if part.weight_decay is decays]
-        if params:
-            groups.append({"params": params, "weight_decay": value})
+@dataclass(frozen=True)
+class ParamGroup:
+    """Ranges with the same hyperparameters."""
+
+    ranges: list[ParamRange]
+    lr: float
+    weight_decay: float
+
+    @property
+    def main_params(self) -> list[Tensor]:
+        """The main params of every range."""
+        return [part.main_param for part in self.ranges]
+
+    @property
+    def grads(self) -> list[Tensor]:
+        """The gradients of every range."""
+        return [part.grad for part in self.ranges]
+
+    def state(self, name: str) -> list[Tensor]:
+        """One state tensor of every range."""
+        return [part.state[name] for part in self.ranges]
+
+
+def param_groups(ranges: Sequence[ParamRange], step: UpdateStep) -> list[ParamGroup]:
+    """Group ranges by learning rate and weight decay; empty groups are left out."""
+    groups = []
+    for decays, decoupled in product((True, False), (False, True)):
+        chosen = [part for part in ranges if part.weight_decay is decays and part.is_decoupled is decoupled]
+        if chosen:
+            groups.append(ParamGroup(chosen, step.lr_of(chosen[0]), step.weight_decay_of(chosen[0])))
     return groups

@@ -1,7 +1,7 @@
 """Shrink a configuration: the same structure and layout in a model small enough for a few CPU processes.
 
     unchanged  layout, sharding strategy, overlap, schedule; norms, activation, biases, tied embeddings, positions, kind
-               of attention, query heads per key/value head, routing, kinds of layers; AdamW's decays; the seed
+               of attention, query heads per key/value head, routing, kinds of layers; update rule and options; the seed
     shrunk     layers (two per stage), heads, widths, experts, sequence, vocabulary: the smallest sizes that the layout
                divides, with several heads and experts on every rank
     replaced   fp32 on the CPU; no clipping, warmup or decay, so that a wrong gradient affects only its own parameter
@@ -22,6 +22,7 @@ from nanotrain.config.config import (
     DataConfig,
     DeviceKind,
     LRDecayStyle,
+    MatmulPrecision,
     MLAConfig,
     ModelConfig,
     MoEConfig,
@@ -40,6 +41,10 @@ LEARNING_RATE = 1e-3
 # Adam divides by the size of the gradient: an element whose gradient is only rounding (4e-8 among 1e-1) moves by the
 # full learning rate in either direction, which changed the next loss by 1e-5 (observed). This epsilon reduces it to 1%.
 MIN_ADAM_EPS = 1e-5
+SCHEDULE_FIELDS = (
+    *("min_lr", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_init", "lr_wsd_decay_iters", "lr_wsd_decay_style"),
+    *("decoupled_lr", "decoupled_min_lr"),
+)
 
 
 def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
@@ -64,15 +69,7 @@ def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
             decoder_last_pipeline_num_layers=lengths.last,
         ),
         precision=PrecisionConfig(),
-        optim=OptimConfig(
-            lr=LEARNING_RATE,
-            lr_decay_style=LRDecayStyle.constant,
-            clip_grad=0.0,
-            adam_eps=max(config.optim.adam_eps, MIN_ADAM_EPS),
-            weight_decay=config.optim.weight_decay,
-            adam_beta1=config.optim.adam_beta1,
-            adam_beta2=config.optim.adam_beta2,
-        ),
+        optim=shrink_optim(config.optim),
         data=DataConfig(
             seq_length=seq_length,
             num_workers=0,
@@ -89,6 +86,26 @@ def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
             device=DeviceKind.cpu,
             eval_interval=0,
         ),
+    )
+
+
+def uses_adam(optim: OptimConfig) -> bool:
+    """Whether some parameters are updated by AdamW."""
+    return "adam" in (optim.optimizer, optim.muon_scalar_optimizer if optim.optimizer == "muon" else "")
+
+
+def shrink_optim(optim: OptimConfig) -> OptimConfig:
+    """The update rule with a constant learning rate, without clipping, and in fp32."""
+    schedule = {name: getattr(OptimConfig(), name) for name in SCHEDULE_FIELDS}
+    return replace(
+        optim,
+        **schedule,
+        lr=LEARNING_RATE,
+        lr_decay_style=LRDecayStyle.constant,
+        clip_grad=0.0,
+        adam_eps=max(optim.adam_eps, MIN_ADAM_EPS) if uses_adam(optim) else optim.adam_eps,
+        # in bf16 a last bit of a gradient may change an update by some percent
+        muon_fp32_matmul_prec=MatmulPrecision.highest if optim.optimizer == "muon" else optim.muon_fp32_matmul_prec,
     )
 
 

@@ -1,4 +1,4 @@
-"""Precision policy: the dtype of parameters, gradients and main params."""
+"""Precision policy: the dtype of parameters, gradients, main params and optimizer state."""
 
 from dataclasses import dataclass
 
@@ -15,8 +15,10 @@ class Precision:
 
     params: torch.dtype  # model params and activations
     grads: torch.dtype = torch.float32  # gradient buffers, accumulation in them and their reduction
-    main: torch.dtype = torch.float32  # main params, which the optimizer updates, and its moments
+    main: torch.dtype = torch.float32  # main params, which the optimizer updates
     main_grads: torch.dtype = torch.float32  # reduced gradients, which the optimizer reads
+    exp_avg: torch.dtype = torch.float32  # first moments and momentum buffers
+    exp_avg_sq: torch.dtype = torch.float32  # second moments
 
     @classmethod
     def of(cls, config: PrecisionConfig) -> "Precision":
@@ -26,9 +28,16 @@ class Precision:
             params=params,
             grads=torch.float32 if accumulates_grads_in_fp32(config) else params,
             main_grads=TORCH_DTYPES[config.main_grads_dtype.value],
+            main=TORCH_DTYPES[config.main_params_dtype.value],
+            exp_avg=TORCH_DTYPES[config.exp_avg_dtype.value],
+            exp_avg_sq=TORCH_DTYPES[config.exp_avg_sq_dtype.value],
         )
 
     @property
     def has_separate_main_params(self) -> bool:
-        """Whether main params are stored apart from model params; fp32 model params are their own main params."""
+        """Whether main params are stored apart from model params; those of equal dtype are the same tensor."""
         return self.params != self.main
+
+    def state_dtype(self, name: str) -> torch.dtype:
+        """The dtype in which a state tensor of an update rule is stored."""
+        return self.exp_avg_sq if name == "exp_avg_sq" else self.exp_avg

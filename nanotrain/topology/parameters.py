@@ -69,7 +69,7 @@ class Declaration:
     def vocab_parallel(self) -> ParamSpec:
         """A table with one row per token of the padded vocabulary: the word embedding or the head."""
         weight = self.weight(self.shape.padded_vocab_size, self.shape.hidden_size)
-        return replace(weight, shards=(Shard(0, "tp"),), needs_whole_matrix=False)
+        return replace(weight, shards=(Shard(0, "tp"),), needs_whole_matrix=False, is_embedding_or_output=True)
 
 
 def declare_stage(

@@ -60,6 +60,7 @@ class ParamSpec:
     unit: str = ""  # FSDP unit: "embedding", "layers.3", "final_norm" or "head"
     is_expert: bool = False  # data-parallel over expert_dp instead of dp_cp
     is_tied: bool = False  # the word embedding that is also the head
+    is_embedding_or_output: bool = False  # the word embedding or the output layer, which may have a learning rate apart
     # an update rule on matrices (Muon) applies and needs all of it; not embeddings or the head
     needs_whole_matrix: bool = False
 

@@ -65,8 +65,10 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
         config.optim,
         precision=Precision.of(config.precision),
         loss_scale=LossScale.of(config.precision),
-        world=context.group("world"),
+        groups=context.groups,
     )
+    for balance in optimizer.matrix_balances:
+        log.info("%s: %s", config.optim.optimizer, balance)
     checkpointer = Checkpointer(inputs.folder.checkpoints, group=context.control, keep_last=config.checkpoint.keep_last)
     state = TrainState()
     if inputs.checkpoint is not None:

@@ -35,12 +35,13 @@ class StepReport:
     # routing statistics over all ranks: `load` (tokens per expert by router), and means over routers of `max_load`
     # (busiest expert relative to the mean), `dropped`, `entropy`, `balance_loss` and `z_loss`; None for a dense model
     moe: dict[str, Any] | None = None
+    decoupled_lr: float | None = None  # learning rate of the embedding and the output layer; None where it is `lr`
     valid_loss: float | None = None  # set on steps that end with a validation
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON; numbers that are not finite become null, unset `moe` and `valid_loss` are left out."""
+        """The fields as JSON; numbers that are not finite become null, unset optional fields are left out."""
         values = asdict(self)
-        for absent in [name for name in ("valid_loss", "moe") if values[name] is None]:
+        for absent in [name for name in ("valid_loss", "moe", "decoupled_lr") if values[name] is None]:
             del values[absent]
         return {key: _finite(value) for key, value in values.items()}
 
@@ -109,6 +110,7 @@ def report_step(
         data_wait_s=clock.data_wait_s,
         loss_scale=loss_scale,
         moe=_describe_routers(result.router_metrics),
+        decoupled_lr=result.decoupled_lr,
     )
 
 

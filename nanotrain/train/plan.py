@@ -13,7 +13,10 @@ from nanotrain.config.config import Config, OuterShardingStrategy, ParallelConfi
 from nanotrain.config.derive import global_batch_size
 from nanotrain.config.schema import check_choice
 from nanotrain.data.sampler import SamplerConfig
+from nanotrain.optim.muon import SCALAR_RULES
 from nanotrain.optim.optimizers import OPTIMIZERS
+from nanotrain.optim.parts import ShardPart, split_shard, state_bytes
+from nanotrain.optim.rule import UpdateRule
 from nanotrain.parallel.cp.attention import CORE_ATTENTIONS
 from nanotrain.parallel.dp.layout import BufferLayout, LayoutRules, plan_layout
 from nanotrain.parallel.dp.strategy import STRATEGIES, Strategy
@@ -125,6 +128,18 @@ class Plan:
         return sum(sorted(layout.numel_of_units.values())[-1 - self.num_prefetched_units :])
 
     @property
+    def rule(self) -> UpdateRule:
+        """The update rule of the optimizer."""
+        return OPTIMIZERS[self.config.optim.optimizer]
+
+    def parts_of(self, buffer: BufferPlan) -> Iterator[ShardPart]:
+        """What the optimizer stores together, of this rank's shards of a buffer."""
+        outer_index = buffer.replicate.index if buffer.layout.num_outer_shards > 1 else 0
+        for bucket in buffer.layout.buckets:
+            ranges = bucket.update_ranges(buffer.shard.index, outer_index=outer_index)
+            yield from split_shard(ranges, bucket.update_numel, rule=self.rule)
+
+    @property
     def buffers(self) -> tuple[BufferPlan, ...]:
         """The buffers of all stages of this rank."""
         return tuple(buffer for stage in self.stages for buffer in stage.buffers)
@@ -141,9 +156,8 @@ class Plan:
     def resident_bytes(self) -> ResidentBytes:
         """Bytes of params, grads and optimizer state (the table in docs/zero.md)."""
         precision, strategy = Precision.of(self.config.precision), self.strategy
-        param_size, grad_size, main_size = (d.itemsize for d in (precision.params, precision.grads, precision.main))
+        param_size, grad_size = precision.params.itemsize, precision.grads.itemsize
         main_grad_size = precision.main_grads.itemsize
-        num_states = len(OPTIMIZERS[self.config.optim.optimizer].state_names) + precision.has_separate_main_params
         params = units = grads = buckets = optimizer = 0
         for buffer in self.buffers:
             layout, num_shards = buffer.layout, buffer.shard.size
@@ -151,7 +165,7 @@ class Plan:
             if strategy.shard_params:
                 units += self._gathered_numel(layout) * param_size
             num_updated = layout.numel // num_shards // layout.num_outer_shards
-            optimizer += num_updated * num_states * main_size
+            optimizer += state_bytes(self.parts_of(buffer), self.rule, config=self.config.optim, precision=precision)
             num_buckets = min(len(layout.buckets), MAX_TRANSIENT_BUCKETS)
             largest = max(bucket.numel for bucket in layout.buckets)
             if strategy.shard_grads:
@@ -214,6 +228,7 @@ def check_names(config: Config) -> None:
     check_choice("cp_comm_type", config.parallel.cp_comm_type, known=CORE_ATTENTIONS)
     check_choice("optimizer", config.optim.optimizer, known=OPTIMIZERS)
     check_choice("fp8_recipe", config.precision.fp8_recipe, known=RECIPES)
+    check_choice("muon_scalar_optimizer", config.optim.muon_scalar_optimizer, known=SCALAR_RULES)
 
 
 def _plan_stages(config: Config, topology: Topology, *, rank: int, shape: ModelShape) -> Iterator[StagePlan]:

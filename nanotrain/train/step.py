@@ -32,11 +32,13 @@ class StepResult:
     skipped: bool  # True if the gradient norm was not finite; no weight changed
     # routing statistics by router name; empty for a dense model
     router_metrics: Mapping[str, RouterMetrics] = field(default_factory=dict)
+    decoupled_lr: float | None = None  # learning rate of the embedding and the output layer; None where it is `lr`
 
 
 def train_step(run: Run, batch: GlobalBatch) -> StepResult:
     """One optimizer step: forward and backward of every microbatch, gradient reduction, parameter update."""
     lr = run.lr_schedule.lr_at(run.state.consumed_samples)
+    decoupled_lr = run.lr_schedule.decoupled_lr_at(run.state.consumed_samples)
     num_tokens, loss_scale = max(batch.num_target_tokens, 1), run.optimizer.loss_scale.scale
     loss_scale *= run.plan.num_averaged_ranks
     cp, aux_loss_scale = run.context.group("cp"), loss_scale / batch.num_samples
@@ -54,7 +56,7 @@ def train_step(run: Run, batch: GlobalBatch) -> StepResult:
     for dp in run.data_parallel:
         dp.finish_grad_reduce()
     finalize_grads(run.data_parallel, run.context)
-    update = run.optimizer.step(lr)
+    update = run.optimizer.step(lr, decoupled_lr=decoupled_lr)
     for dp in run.data_parallel:
         dp.start_param_gather()
 
@@ -62,7 +64,14 @@ def train_step(run: Run, batch: GlobalBatch) -> StepResult:
     loss = global_loss(loss_sum, run.context)
     routers = balance_routers(run.stages, run.config.model, context=run.context)
     run.state.advance(samples=run.plan.sampler.global_batch_size, tokens=batch.num_target_tokens)
-    return StepResult(loss / num_tokens, update.grad_norm, lr=lr, skipped=update.skipped, router_metrics=routers)
+    return StepResult(
+        loss / num_tokens,
+        update.grad_norm,
+        lr=lr,
+        decoupled_lr=decoupled_lr,
+        skipped=update.skipped,
+        router_metrics=routers,
+    )
 
 
 def finalize_grads(data_parallel: Sequence[DataParallel], context: ParallelContext) -> None:

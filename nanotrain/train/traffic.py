@@ -5,6 +5,7 @@
     pipeline        hidden states and their gradients: pp
     attention       keys, values and outputs: cp, by core attention
     experts         tokens: ep, etp; for routers that choose every expert equally often
+    matrices        hidden matrices of Muon: shard and replicate groups, tp, etp
 
 Counted as `comm/traffic.py` counts what is executed. Not included: tensor parallelism, statistics of routers, control
 traffic, and core attentions without an entry in `ATTENTION_BYTES`.
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from nanotrain.comm.traffic import reduced_bytes
+from nanotrain.optim.matrix_update import grid_groups, plan_matrices
+from nanotrain.optim.whole_matrices import WholeMatrices
 from nanotrain.parallel.dp.layout import BucketLayout
 from nanotrain.parallel.pp.actions import Action, ActionKind
 from nanotrain.parallel.pp.transfers import TransferBatch
@@ -68,7 +71,7 @@ class ExpertShape:
 def sent_bytes(plan: Plan) -> dict[Key, int]:
     """Bytes that this rank sends per training step, by (group, operation); operations without bytes are left out."""
     total: Counter[Key] = Counter()
-    for part in (data_parallel, embedding, pipeline, attention, experts):
+    for part in (data_parallel, embedding, pipeline, attention, experts, matrices):
         for key, num_bytes in part(plan):
             total[key] += num_bytes
     return {key: num_bytes for key, num_bytes in total.items() if num_bytes}
@@ -189,6 +192,25 @@ def experts(plan: Plan) -> Iterator[tuple[Key, int]]:
     for group, count in ((ep, expert_parallel_bytes), (etp, expert_tensor_parallel_bytes)):
         for operation, num_bytes in count(layer, group.size).items():
             yield (group.name, operation), plan.num_microbatches * num_layers * num_bytes
+
+
+def matrices(plan: Plan) -> Iterator[tuple[Key, int]]:
+    """Directions of hidden matrices to their owners, and transformed matrices back."""
+    rule, config = plan.rule.matrix, plan.config.optim
+    if rule is None:
+        return
+    for name in dict.fromkeys(buffer.shard.name for buffer in plan.buffers):
+        buffers = [buffer for buffer in plan.buffers if buffer.shard.name == name]
+        groups = grid_groups(
+            buffers[0].shard,
+            buffers[0].replicate,
+            groups=plan.groups,
+            config=config,
+            shards_across=buffers[0].layout.num_outer_shards > 1,
+        )
+        placed, _ = plan_matrices([buffer.layout for buffer in buffers], rule, config=config, groups=groups)
+        for axis, numel in WholeMatrices(placed, groups).sent_numel().items():
+            yield (getattr(groups, axis).name, "all_to_all"), numel * rule.dtype(config).itemsize
 
 
 def all_gather_attention_bytes(shape: AttentionShape, size: int) -> dict[str, int]:

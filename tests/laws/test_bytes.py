@@ -22,8 +22,7 @@ def measure(ctx: ParallelContext, case: Case) -> dict[str, int]:
     buckets = [bucket for dp in run.data_parallel for bucket in dp.buckets]
     held = [tensor for bucket in buckets for tensor in (bucket.params.full, bucket.params.shard, bucket.grads.shard)]
     held += [bucket.grads.main for bucket in buckets]
-    # not `state_tensors`, which leaves out a shard of padding only
-    held += [tensor for state in run.optimizer._states for tensor in (state.main, *state.state.values())]
+    held += run.optimizer.allocated_tensors
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
     ctx.traffic.reset()
     batch = run.batch_iterator.next()

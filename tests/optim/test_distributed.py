@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,7 +29,8 @@ class Trainee:
     """An initialized toy module with its wrapper and optimizer, trained on gradients by name."""
 
     def __init__(self, ctx: ParallelContext, strategy: str, **options) -> None:
-        dtype = options.pop("dtype", torch.float32)
+        dtype, config = options.pop("dtype", torch.float32), options.pop("config", CONFIG)
+        precision = options.pop("precision", None)
         precision_config = PrecisionConfig(
             params_dtype=DType(DTYPE_NAMES[dtype]), initial_loss_scale=1024.0, hysteresis=1
         )
@@ -38,10 +40,10 @@ class Trainee:
             param.data.copy_(noise(param.shape, seed=index))
         self.optimizer = DistributedOptimizer(
             [self.parallel],
-            CONFIG,
-            precision=Precision.of(precision_config),
+            config,
+            precision=precision or Precision.of(precision_config),
             loss_scale=LossScale.of(precision_config),
-            world=ctx.group("world"),
+            groups=ctx.groups,
         )
 
     def step(self, grads: dict[str, Tensor], *, lr: float = LR):
@@ -191,7 +193,8 @@ def test_gaps_and_padding_stay_zero(ctx):
         trainee.step(grads_of(0, step))
     used = sum(math.prod(shape) for shape in SHAPES)
     for state in trainee.optimizer._states:
-        for flat in (state.main, *state.state.values(), state.bucket.params.full):
+        (part,) = state.parts
+        for flat in (part.main.values, *(stored.values for stored in part.state.values()), state.bucket.params.full):
             used_here = sum(part.numel for part in state.ranges)
             assert int((flat != 0).sum()) == used_here < flat.numel()
     assert used == sum(part.numel for state in trainee.optimizer._states for part in state.ranges)
@@ -269,7 +272,7 @@ def test_fp32_parameters_are_their_own_main_weights():
 
 def reduced_grads(ctx, strategy: str):
     trainee = Trainee(ctx, strategy)
-    trainee.optimizer._clip_grad = 0.0  # otherwise the step scales the gradients
+    trainee.optimizer._config = replace(CONFIG, clip_grad=0.0)  # otherwise the step scales the gradients
     trainee.step(grads_of(ctx.rank, 0))
     return {box: view.clone() for box, view in trainee.optimizer.grad_tensors().items()}
 

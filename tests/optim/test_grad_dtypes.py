@@ -49,9 +49,9 @@ def train(ctx: ParallelContext, strategy: str, *, precision: Precision, outer: b
     for param in stage.parameters():
         param.data.copy_(torch.linspace(-1, 1, param.numel()).view(param.shape))
     config = OptimConfig(lr=0.01, clip_grad=0.0, weight_decay=0.1)
-    scale, world = LossScale.of(PrecisionConfig()), ctx.group("world")
-    optimizer = DistributedOptimizer([parallel], config, precision=precision, loss_scale=scale, world=world)
-    num_ranks = world.size if options.get("averages") else 1
+    scale = LossScale.of(PrecisionConfig())
+    optimizer = DistributedOptimizer([parallel], config, precision=precision, loss_scale=scale, groups=ctx.groups)
+    num_ranks = ctx.topology.world_size if options.get("averages") else 1
     for step in (1, 2):
         parallel.begin_step()
         for factor in (1.0, 1.0, 2.0):  # 11 * (1 + 2 + 4 + 8) has the 8 bits of bf16

@@ -118,6 +118,18 @@ def test_the_rate_lies_between_its_ends_and_never_jumps_up_after_the_warmup(styl
         assert later <= rate * (1 + 1e-12)
 
 
+def test_the_decoupled_rate_follows_its_own_peak_and_minimum():
+    assert curve(LRDecayStyle.cosine).decoupled_lr_at(5) is None
+    for fields, peak, minimum in (
+        ({"decoupled_lr": 5e-3, "decoupled_min_lr": 3e-4}, 5e-3, 3e-4),
+        ({"decoupled_lr": 5e-3}, 5e-3, MIN_LR),
+    ):
+        schedule, own = curve(LRDecayStyle.cosine, **fields), curve(LRDecayStyle.cosine, lr=peak, min_lr=minimum)
+        for step in (0, 5, WARMUP, 50, TOTAL, TOTAL + 1):
+            assert schedule.decoupled_lr_at(step * BATCH) == own.lr_at(step * BATCH)
+            assert schedule.lr_at(step * BATCH) == curve(LRDecayStyle.cosine).lr_at(step * BATCH)
+
+
 def test_warmup_and_decay_of_equal_length_do_not_divide_by_zero():
     schedule = curve(LRDecayStyle.cosine, lr_decay_iters=WARMUP)
     assert schedule.lr_at(WARMUP * BATCH) == LR and schedule.lr_at(WARMUP * BATCH + 1) == MIN_LR

@@ -1,50 +1,47 @@
-"""The table of update rules, and a rule from outside the package."""
+"""The table of update rules, and rules from outside the package."""
 
 import pytest
 import torch
 
-from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import OptimConfig, ParallelConfig
-from nanotrain.errors import ConfigError
+from nanotrain.config.config import OptimConfig
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.optim.optimizers import OPTIMIZERS
-from nanotrain.optim.rule import UpdateRule, param_groups
+from nanotrain.optim.rule import MatrixRule, UpdateRule
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
-from nanotrain.topology.topology import Topology
 from tests.harness import ranks
-from tests.parallel.dp.toys import SHAPES, Toy, backward, pattern_of, wrap
+from tests.parallel.dp.toys import RESIDENT_STRATEGIES, SHAPES, Toy, backward, pattern_of, wrap
 
 
-def build_momentum(ranges, config):
-    optimizer = torch.optim.SGD(param_groups(ranges, config.weight_decay), lr=config.lr, momentum=0.5)
+def add_momentum(ranges, step):
     for part in ranges:
-        optimizer.state[part.main_param] = {"momentum_buffer": part.state["momentum_buffer"]}
-    return optimizer
+        part.state["momentum_buffer"].mul_(0.5).add_(part.grad)
+        part.main_param.sub_(part.state["momentum_buffer"], alpha=step.lr_of(part))
 
 
-class Centered(torch.optim.Optimizer):
-    """Subtracts the gradient less its mean over the matrix: the update of an element depends on all others."""
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.ndim >= 2:
-                    assert param.shape in SHAPES
-                    param -= group["lr"] * (param.grad - param.grad.mean())
+def center(matrix, config):
+    """Subtract the mean of the matrix: the result of an element depends on all others."""
+    assert tuple(matrix.shape) in {*SHAPES, (5, 5)}
+    return matrix - matrix.mean()
 
 
-def build_centered(ranges, config):
-    return Centered(param_groups(ranges, config.weight_decay), {"lr": config.lr})
-
-
-MOMENTUM = UpdateRule(("momentum_buffer",), build_momentum)
-CENTERED = UpdateRule((), build_centered, needs_whole_matrix=True)
+MOMENTUM = UpdateRule(lambda config: ("momentum_buffer",), add_momentum)
+CENTERED = UpdateRule(
+    lambda config: (),
+    lambda ranges, step: None,
+    MatrixRule(
+        state_names=(),
+        direction=lambda part, config: part.grad,
+        transform=center,
+        scale=lambda shape, config: 2.0,
+        flops=lambda shape, config: shape[0] * shape[1],
+        dtype=lambda config: torch.float32,
+    ),
+)
 
 
 def optimize(ctx, rule: UpdateRule, monkeypatch, *, strategy: str = "optim") -> tuple[Toy, DistributedOptimizer]:
-    """One step of a rule with lr 1, without weight decay and clipping; the gradient is `pattern_of` times the ranks."""
+    """Two steps of a rule with lr 1, without weight decay and clipping; gradients are `pattern_of` times the ranks."""
     monkeypatch.setitem(OPTIMIZERS, "from_outside", rule)
     stage = Toy()
     parallel = wrap(ctx, stage, strategy=strategy)
@@ -53,7 +50,7 @@ def optimize(ctx, rule: UpdateRule, monkeypatch, *, strategy: str = "optim") -> 
         OptimConfig(optimizer="from_outside", weight_decay=0.0, clip_grad=0.0),
         precision=Precision(params=torch.float32),
         loss_scale=LossScale(1.0, is_dynamic=False, minimum=1.0, window=1, hysteresis=1),
-        world=ctx.group("world"),
+        groups=ctx.groups,
     )
     for _ in range(2):
         parallel.begin_step()
@@ -76,19 +73,15 @@ def test_a_rule_from_outside_the_package_trains_and_its_state_is_saved(ctx):
     assert prefixes == {"model", "optimizer/momentum_buffer"}
 
 
-def single_rank() -> ParallelContext:
-    return ParallelContext.attach(Topology.of(ParallelConfig(), 1))
-
-
-def test_a_rule_that_needs_the_whole_matrix_gets_every_matrix_in_its_shape(monkeypatch):
-    stage, _ = optimize(single_rank(), CENTERED, monkeypatch)
-    for param in stage.parameters():
-        pattern = pattern_of(param)
-        expected = -2 * (pattern - pattern.mean()) if param.ndim >= 2 else torch.zeros(param.shape)
-        torch.testing.assert_close(param.detach(), expected)
-
-
-@ranks(2, strategy="optim")
-def test_a_rule_that_needs_the_whole_matrix_refuses_shards_of_one(ctx):
-    with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(ConfigError, match="needs whole matrices"):
-        optimize(ctx, CENTERED, monkeypatch)
+@ranks(3, strategy="optim")
+def test_a_rule_for_matrices_gets_every_matrix_in_its_shape_on_one_rank(ctx):
+    for strategy in RESIDENT_STRATEGIES:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            stage, optimizer = optimize(ctx, CENTERED, monkeypatch, strategy=strategy)
+        (balance,) = optimizer.matrix_balances
+        assert (balance.num_matrices, balance.num_ranks, balance.fewest) == (8, 3, 1)
+        for param in stage.parameters():
+            # scale 2, two steps, three ranks; the stack has one mean per matrix
+            pattern = 3 * pattern_of(param)
+            expected = -2 * 2 * (pattern - pattern.mean(dim=(-2, -1), keepdim=True)) if param.ndim > 1 else 0 * pattern
+            torch.testing.assert_close(param.detach(), expected, rtol=1e-5, atol=1e-4)

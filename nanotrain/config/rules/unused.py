@@ -41,6 +41,11 @@ def names_in(section: str, *, but: str = "") -> str:
     return " ".join(entry.name for entry in entries_of(section) if entry.name != but)
 
 
+def update_rules(v: Values) -> set[str]:
+    """The update rules in use."""
+    return {v.optimizer, v.muon_scalar_optimizer} if v.optimizer == "muon" else {v.optimizer}
+
+
 # fmt: off
 UNUSED = (
     Unused("rotary_base use_rope_scaling", "position_embedding_type",
@@ -104,7 +109,7 @@ UNUSED = (
         "it belongs to recompute_granularity selective"),
     Unused("lr_wsd_decay_iters lr_wsd_decay_style", "lr_decay_style",
         lambda v: v.lr_decay_style is not LRDecayStyle.WSD, "it belongs to lr_decay_style WSD"),
-    Unused("min_lr", "lr_decay_style", lambda v: v.lr_decay_style is LRDecayStyle.constant,
+    Unused("min_lr decoupled_min_lr", "lr_decay_style", lambda v: v.lr_decay_style is LRDecayStyle.constant,
         "lr_decay_style constant never decays"),
     Unused("lr_decay_iters lr_decay_samples", "lr_decay_style",
         lambda v: v.lr_decay_style is LRDecayStyle.constant and v.lr_warmup_fraction is None,
@@ -117,6 +122,29 @@ UNUSED = (
         "lr_warmup_samples already sets the warmup"),
     Unused("lr_warmup_init", "lr_warmup_iters lr_warmup_samples lr_warmup_fraction",
         lambda v: not (v.lr_warmup_iters or v.lr_warmup_samples or v.lr_warmup_fraction), "there is no warmup"),
+    Unused("sgd_momentum", "optimizer", lambda v: v.optimizer != "sgd", "it belongs to optimizer sgd"),
+    Unused("lion_beta1 lion_beta2", "optimizer muon_scalar_optimizer",
+        lambda v: "lion" not in update_rules(v), "it belongs to optimizer lion"),
+    Unused("adam_beta1 adam_beta2 adam_eps", "optimizer muon_scalar_optimizer",
+        lambda v: update_rules(v) <= {"sgd", "lion", "muon"}, "it belongs to optimizer adam"),
+    Unused(
+        "muon_momentum muon_use_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor muon_tp_mode "
+        "muon_fp32_matmul_prec muon_scalar_optimizer",
+        "optimizer", lambda v: v.optimizer != "muon", "it belongs to optimizer muon", "set --optimizer muon"),
+    Unused("muon_tp_mode", "tensor_model_parallel_size expert_tensor_parallel_size", lambda v: v.tp == v.etp == 1,
+        "without tensor parallelism there are no blocks", "set --tensor-model-parallel-size above 1"),
+    Unused("exp_avg_sq_dtype", "optimizer muon_scalar_optimizer",
+        lambda v: update_rules(v) <= {"sgd", "lion", "muon"}, "this optimizer has no second moments"),
+    Unused("exp_avg_dtype", "optimizer sgd_momentum", lambda v: v.optimizer == "sgd" and not v.sgd_momentum,
+        "without momentum there is no state"),
+    Unused("main_params_dtype exp_avg_dtype exp_avg_sq_dtype", "use_precision_aware_optimizer",
+        lambda v: not v.use_precision_aware_optimizer, "it belongs to use_precision_aware_optimizer",
+        "add --use-precision-aware-optimizer"),
+    Unused("main_params_dtype", "params_dtype",
+        lambda v: v.use_precision_aware_optimizer and v.params_dtype is DType.fp32,
+        "fp32 parameters are their own main parameters", "set --bf16 or --fp16"),
+    Unused("decoupled_min_lr", "decoupled_lr", lambda v: v.decoupled_lr is None, "it belongs to decoupled_lr",
+        "set --decoupled-lr"),
     Unused("initial_loss_scale min_loss_scale loss_scale_window hysteresis", "params_dtype",
         lambda v: v.params_dtype is not DType.fp16, "only params_dtype fp16 scales the loss"),
     Unused(

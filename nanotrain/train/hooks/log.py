@@ -112,6 +112,7 @@ def describe(
         (f"SKIPPED {skipped} (gradients not finite)" if skipped else "", 0),
         (f"grad {last.grad_norm:.3f}", 3),
         (f"lr {last.lr:.2e}", 4),
+        (f"decoupled lr {last.decoupled_lr:.2e}" if last.decoupled_lr is not None else "", 4),
         (_describe_experts(last.moe), 5),
         (f"{tokens_per_second:,.0f} tok/s", 1),
         (per_device, 7),

@@ -3,7 +3,7 @@
 import pytest
 
 from nanotrain.config.rules.run import is_split
-from nanotrain.errors import ConfigErrors
+from nanotrain.errors import ConfigError, ConfigErrors
 from tests.config.asking import config_of, validate
 
 
@@ -15,6 +15,20 @@ def test_a_split_has_up_to_three_proportions(text, valid):
 @pytest.mark.parametrize("text", ["1,1,1,1", "1,-1", "nan", "inf,1", "a,b"])
 def test_other_texts_are_no_split(text):
     assert not is_split(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"decoupled_lr": 1e-4, "decoupled_min_lr": 1e-3}, "decoupled_min_lr 0.001 is above decoupled_lr 0.0001"),
+        ({"decoupled_lr": 1e-5, "min_lr": 1e-4}, "min_lr 0.0001 is above decoupled_lr 1e-05"),
+        ({"decoupled_lr": 1e-5, "lr_warmup_iters": 2, "lr_warmup_init": 1e-4}, "is above decoupled_lr 1e-05"),
+    ],
+)
+def test_the_learning_rate_of_embedding_and_output_layer_has_its_own_bounds(fields, message):
+    validate(config_of(decoupled_lr=1e-4, decoupled_min_lr=1e-5, lr_warmup_iters=2, lr_warmup_init=1e-5))
+    with pytest.raises(ConfigError, match=message):
+        validate(config_of(**fields))
 
 
 def test_several_broken_rules_are_one_error():

@@ -24,7 +24,7 @@ def test_a_trace_of_the_asked_steps_is_written(tmp_path, logged):
     assert traces(tmp_path) == ["step-00000003-rank-00000.json"]
     trace = json.loads((tmp_path / "profile" / "step-00000003-rank-00000.json").read_text())
     names = [event.get("name", "") for event in trace["traceEvents"]]
-    assert sum("AdamW.step" in name for name in names) == 2  # one for each of the two steps
+    assert sum("Optimizer.step#adam" in name for name in names) == 2  # one for each of the two steps
     assert any("wrote profile" in line for line in logged)
 
 

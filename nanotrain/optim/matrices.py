@@ -1,0 +1,178 @@
+"""Which rank computes the update of which hidden matrix, and which pieces of it every rank holds. Pure.
+
+    matrices_of   the matrices of a parameter: one, or one per expert of a stack
+    assign        matrices -> owners, with balanced FLOPs
+    Placed        a matrix, its owner, and its pieces in the shards of its bucket
+    place         all matrices of several buffer layouts
+    Balance       matrices and FLOPs per rank, for the log
+
+A matrix is divided over a grid of ranks (replicate, shard, tensor):
+
+    replicate   optimizer instances, or all data-parallel ranks of no_shard: each holds the same pieces
+    shard       the data-parallel ranks that a bucket is sharded over: each holds flat pieces of the local matrix; all
+                data-parallel ranks, instance after instance, where optimizer state is sharded across instances too
+    tensor      tensor-parallel ranks: each holds rows or columns, or all of a replicated matrix
+"""
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from nanotrain.optim.rule import Shape
+from nanotrain.parallel.dp.layout import BucketLayout, BucketParam, BufferLayout
+from nanotrain.topology.params import LocalParam
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """A rank of the grid, or the sizes of the grid."""
+
+    replicate: int
+    shard: int
+    tensor: int
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix of a parameter."""
+
+    param: LocalParam
+    index: int  # in a stack of experts; 0 for a parameter of one matrix
+    local_shape: Shape  # on one tensor-parallel rank
+    sharded_dim: int | None  # the dim that tensor-parallel ranks share; None if each holds all of it
+    num_blocks: int  # tensor-parallel ranks that share it
+
+    @property
+    def local_numel(self) -> int:
+        """Elements on one tensor-parallel rank."""
+        return prod(self.local_shape)
+
+    @property
+    def shape(self) -> Shape:
+        """Rows and columns of the full matrix."""
+        rows, columns = self.local_shape
+        return rows * (self.num_blocks if self.sharded_dim == 0 else 1), columns * (
+            self.num_blocks if self.sharded_dim == 1 else 1
+        )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive elements of a local matrix in one shard of its bucket."""
+
+    shard: int  # index of the rank in the shard axis of the grid
+    start: int  # first element in what that rank updates of the bucket
+    numel: int
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A matrix, where it lies and who computes its update."""
+
+    matrix: Matrix
+    bucket: int  # number of the bucket, over all layouts
+    pieces: tuple[Piece, ...]  # in order; together they are the local matrix
+    owner: Coordinate
+
+    def piece_of(self, shard: int) -> Piece | None:
+        """The piece in one shard."""
+        return next((piece for piece in self.pieces if piece.shard == shard), None)
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How the work is divided over the ranks of a grid."""
+
+    num_matrices: int
+    num_ranks: int
+    fewest: int  # matrices of the rank with the fewest
+    most: int
+    busiest: float  # FLOPs of the busiest rank relative to the mean
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_matrices} matrices over {self.num_ranks} ranks, {self.fewest} to {self.most} per rank, "
+            f"FLOPs of the busiest rank {self.busiest:.2f} times the mean"
+        )
+
+
+def matrices_of(param: LocalParam, *, splits_tensors: bool) -> list[Matrix]:
+    """The matrices of a local parameter: its last two dims, once per index of the dim before.
+
+    `splits_tensors` is False where every tensor-parallel rank treats its rows or columns as a matrix.
+    """
+    spec, shape = param.spec, param.box.shape
+    assert len(shape) in (2, 3), f"{spec.name} of shape {shape} is neither a matrix nor a stack of matrices"
+    first = len(shape) - 2
+    axis = "etp" if spec.is_expert else "tp"
+    dims = [shard.dim - first for shard in spec.shards if shard.axis == axis]
+    num_blocks = spec.shape[dims[0] + first] // shape[dims[0] + first] if dims and splits_tensors else 1
+    sharded_dim = dims[0] if num_blocks > 1 else None
+    count = shape[0] if first else 1
+    return [Matrix(param, index, (shape[-2], shape[-1]), sharded_dim, num_blocks) for index in range(count)]
+
+
+def assign(flops: Sequence[int], sizes: Coordinate) -> list[Coordinate]:
+    """The owner of every matrix: the largest first, each to the rank with the least work so far.
+
+    >>> [owner.shard for owner in assign([5, 4, 3, 2, 2], Coordinate(1, 2, 1))]
+    [0, 1, 1, 0, 1]
+    """
+    ranks = [Coordinate(*index) for index in product(range(sizes.replicate), range(sizes.shard), range(sizes.tensor))]
+    loads = [(0, number) for number in range(len(ranks))]
+    owners = [ranks[0]] * len(flops)
+    for index in sorted(range(len(flops)), key=lambda index: -flops[index]):
+        load, number = heapq.heappop(loads)
+        owners[index] = ranks[number]
+        heapq.heappush(loads, (load + flops[index], number))
+    return owners
+
+
+def balance(flops: Sequence[int], owners: Sequence[Coordinate], *, sizes: Coordinate) -> Balance:
+    """The balance of an assignment."""
+    num_ranks = sizes.replicate * sizes.shard * sizes.tensor
+    counts: dict[Coordinate, int] = {}
+    work: dict[Coordinate, int] = {}
+    for owner, cost in zip(owners, flops, strict=True):
+        counts[owner] = counts.get(owner, 0) + 1
+        work[owner] = work.get(owner, 0) + cost
+    fewest = min(counts.values()) if len(counts) == num_ranks else 0
+    mean = sum(flops) / num_ranks
+    return Balance(len(flops), num_ranks, fewest, max(counts.values()), max(work.values()) / mean)
+
+
+def list_matrices(layouts: Iterable[BufferLayout], *, splits_tensors: bool) -> list[tuple[Matrix, int, BucketParam]]:
+    """The matrices of several layouts, with the number of their bucket and their entry in it."""
+    buckets = [bucket for layout in layouts for bucket in layout.buckets]
+    return [
+        (matrix, number, entry)
+        for number, bucket in enumerate(buckets)
+        for entry in bucket.params
+        if entry.param.spec.needs_whole_matrix
+        for matrix in matrices_of(entry.param, splits_tensors=splits_tensors)
+    ]
+
+
+def split_matrix(matrix: Matrix, entry: BucketParam, *, bucket: BucketLayout) -> tuple[Piece, ...]:
+    """The pieces of a matrix in the shards of its bucket."""
+    first = entry.start - bucket.start + matrix.index * matrix.local_numel
+    last, length = first + matrix.local_numel, bucket.update_numel
+    pieces = []
+    for number in range(first // length, -(-last // length)):
+        start, stop = max(first, number * length), min(last, (number + 1) * length)
+        # Parts of one shard follow each other in the bucket; ranks of one instance in their group.
+        shard, outer = divmod(number, bucket.num_outer_shards)
+        pieces.append(Piece(outer * bucket.num_shards + shard, start - number * length, stop - start))
+    return tuple(pieces)
+
+
+def place(layouts: Sequence[BufferLayout], *, owners: Sequence[Coordinate], splits_tensors: bool) -> tuple[Placed, ...]:
+    """All matrices of layouts with their owners, from `assign`, and pieces."""
+    buckets = [bucket for layout in layouts for bucket in layout.buckets]
+    listed = list_matrices(layouts, splits_tensors=splits_tensors)
+    return tuple(
+        Placed(matrix, number, split_matrix(matrix, entry, bucket=buckets[number]), owner)
+        for (matrix, number, entry), owner in zip(listed, owners, strict=True)
+    )

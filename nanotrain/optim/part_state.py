@@ -1,0 +1,113 @@
+"""`PartState`: main params, state tensors and gradients of one part of a shard, read and written as fp32 ranges.
+
+    part          [----------------------------]
+    param ranges  [== weight decay ==|=========]   consecutive params with the same hyperparameters, merged
+
+Where everything is stored in fp32 the ranges are views, made once. Otherwise a chunk at a time is converted to fp32,
+updated and stored again.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from nanotrain.optim.parts import ShardPart, clip_ranges
+from nanotrain.optim.rule import ParamRange
+from nanotrain.optim.stored import SCALE_BLOCK, StoredTensor
+from nanotrain.parallel.dp.layout import ShardRange
+
+CHUNK_NUMEL = 1024 * SCALE_BLOCK  # elements that are converted to fp32 at once: 8 MiB per tensor
+
+
+class PartState:
+    """Optimizer state of one part.
+
+    Args:
+        part: its elements and params.
+        main: [numel] main params.
+        state: [numel] state tensors by name.
+        grad: [numel] reduced gradients, fp32 or `--main-grads-dtype`.
+        model_params: [numel] model params; the values of `main` where they have its dtype.
+    """
+
+    def __init__(
+        self,
+        part: ShardPart,
+        *,
+        main: StoredTensor,
+        state: Mapping[str, StoredTensor],
+        grad: Tensor,
+        model_params: Tensor,
+    ) -> None:
+        self.part, self.main, self.state, self.grad, self.model_params = part, main, state, grad, model_params
+        self.grad_factor = 1.0  # of gradients that are not fp32, from unscaling and clipping
+        self.is_fp32 = grad.dtype is torch.float32 and all(stored.is_fp32 for stored in (main, *state.values()))
+
+    @property
+    def stored(self) -> dict[str, StoredTensor]:
+        """Main params and state tensors by their prefix in checkpoints."""
+        return {"model": self.main} | {f"optimizer/{name}": tensor for name, tensor in self.state.items()}
+
+    def ranges(self) -> list[ParamRange]:
+        """The ranges of a part that is stored in fp32, as views."""
+        assert self.is_fp32, "changes of copies would be lost"
+        with self.loaded(0, self.part.numel) as ranges:
+            return ranges
+
+    def copy_main_to_model_params(self) -> None:
+        """Round the main params to the model params, where they are stored apart."""
+        if self.main.values is self.model_params:
+            return
+        for start, stop in self.chunks():
+            self.model_params[start:stop].copy_(self.main.read(start, stop))
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """Start and stop of the chunks of this part."""
+        for start in range(0, self.part.numel, CHUNK_NUMEL):
+            yield start, min(start + CHUNK_NUMEL, self.part.numel)
+
+    @contextmanager
+    def loaded(self, start: int, stop: int) -> Iterator[list[ParamRange]]:
+        """The fp32 ranges of elements [start, stop) of the part; their changes are stored at the end of the block."""
+        main = self.main.read(start, stop)
+        state = {name: stored.read(start, stop) for name, stored in self.state.items()}
+        grad = self.grad[start:stop]
+        if grad.dtype is not torch.float32:
+            grad = grad.float() * self.grad_factor
+        ranges = []
+        for example, first, last in self._segments(start, stop):
+            elements = slice(first - start, last - start)
+            ranges.append(
+                ParamRange(
+                    main[elements],
+                    grad[elements],
+                    {name: values[elements] for name, values in state.items()},
+                    weight_decay=example is not None and example.param.spec.weight_decay,
+                    is_decoupled=example is not None and example.param.spec.is_embedding_or_output,
+                )
+            )
+        yield ranges
+        self.main.write(main, start)
+        for name, values in state.items():
+            self.state[name].write(values, start)
+
+    def _segments(self, start: int, stop: int) -> Iterator[tuple[ShardRange | None, int, int]]:
+        """Cover [start, stop) of the part with segments of equal hyperparameters: one param of each, first and last."""
+
+        def key(param_range: ShardRange) -> tuple[bool, bool]:
+            spec = param_range.param.spec
+            return spec.weight_decay, spec.is_embedding_or_output
+
+        offset = self.part.start
+        inside = clip_ranges(self.part.ranges, start=offset + start, stop=offset + stop)
+        groups = [list(group) for _, group in groupby(inside, key=key)]
+        if not groups:
+            yield None, start, stop
+            return
+        for group in groups:
+            end = stop if group is groups[-1] else group[-1].elements.stop - offset
+            yield group[0], start, end
+            start = end

@@ -1,0 +1,86 @@
+"""Parts of a shard: consecutive elements whose optimizer state is stored together. Pure.
+
+    split_shard   the parts of what one rank updates of a bucket: its shard, or the part of it of its instance
+    clip_range    the elements of a param range inside an interval
+    state_bytes   bytes of main params and state of parts
+
+Parts cover the shard, gaps and padding included. Without a rule for matrices and without offload a shard is one part.
+
+    shard                     |norm ..|query ..key ..value |norm ..|gate ..up ..down |ppp|     . gap  p padding
+    with a rule for matrices  |  0    |        1           |   2   |         3           |
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from nanotrain.config.config import OptimConfig
+from nanotrain.optim.rule import UpdateRule
+from nanotrain.optim.stored import stored_bytes
+from nanotrain.parallel.dp.layout import ShardRange
+from nanotrain.precision.policy import Precision
+
+
+@dataclass(frozen=True)
+class ShardPart:
+    """Elements [start, stop) of a shard."""
+
+    start: int
+    stop: int
+    ranges: tuple[ShardRange, ...]  # the params in it, in coordinates of the shard
+    is_matrix: bool = False  # whether the rule for matrices updates it
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    def state_names(self, rule: UpdateRule, config: OptimConfig) -> tuple[str, ...]:
+        """Names of the state tensors per element."""
+        if not self.is_matrix:
+            return rule.state_names(config)
+        assert rule.matrix is not None, "only such rules have parts of matrices"
+        return rule.matrix.state_names
+
+
+def split_shard(ranges: Iterable[ShardRange], numel: int, *, rule: UpdateRule) -> tuple[ShardPart, ...]:
+    """The parts of a shard of `numel` elements with these param ranges, in order."""
+
+    def is_matrix(part: ShardRange) -> bool:
+        return rule.matrix is not None and part.param.spec.needs_whole_matrix
+
+    kinds = [(kind, tuple(group)) for kind, group in groupby(ranges, key=is_matrix)]
+    if not kinds:
+        return (ShardPart(0, numel, ()),)
+    edges = [0, *(group[-1].elements.stop for _, group in kinds[:-1]), numel]
+    return tuple(
+        ShardPart(start, stop, group, is_matrix=kind)
+        for (kind, group), start, stop in zip(kinds, edges[:-1], edges[1:], strict=True)
+    )
+
+
+def clip_range(part: ShardRange, *, start: int, stop: int) -> ShardRange | None:
+    """The elements of a param range inside [start, stop) of the shard, or None."""
+    first, last = max(part.shard_start, start), min(part.elements.stop, stop)
+    if first >= last:
+        return None
+    return ShardRange(part.param, first, part.param_start + first - part.shard_start, last - first)
+
+
+def clip_ranges(parts: Iterable[ShardRange], *, start: int, stop: int) -> Iterator[ShardRange]:
+    """`clip_range` of several, without those outside."""
+    for part in parts:
+        clipped = clip_range(part, start=start, stop=stop)
+        if clipped is not None:
+            yield clipped
+
+
+def state_bytes(parts: Iterable[ShardPart], rule: UpdateRule, *, config: OptimConfig, precision: Precision) -> int:
+    """Bytes of the main params, where they are stored apart from the model params, and of the state of parts."""
+    total = 0
+    for part in parts:
+        names = part.state_names(rule, config)
+        total += sum(stored_bytes(part.numel, precision.state_dtype(name)) for name in names)
+        if precision.has_separate_main_params:
+            total += stored_bytes(part.numel, precision.main)
+    return total

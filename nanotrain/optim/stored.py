@@ -1,0 +1,113 @@
+"""`StoredTensor`: main params or a state tensor in fp32, bf16 or fp16, computed in fp32 (`--exp-avg-dtype`, ...).
+
+    fp32   the elements
+    bf16   rounded to nearest; the exponent range of fp32
+    fp16   rounded to nearest, with one power of two as scale per block of SCALE_BLOCK elements
+
+fp16 has 11 bits of precision against 8 of bf16, but its range is too small for second moments: gradients of 1e-5 would
+be squared to 0. A block is scaled so that its largest element is near 2^15, which leaves 2^39 below it. A power of two
+changes no bit of the significand, so reading and writing again is exact.
+
+Source: the scaled fp16 moments of Transformer Engine's FusedAdam; blocks as in Dettmers et al. 2022, section 2.1.
+"""
+
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+SCALE_BLOCK = 2048  # elements per scale; 4 bytes for 4096
+_LARGEST_EXPONENT = 15  # of a scaled element: below the largest fp16 number, 65504
+_SMALLEST_FP16 = 2.0**-24
+_SMALLEST_EXPONENT = -100  # of the largest element of a block; keeps scales in the range of fp32
+_ROUNDS_UP = 1.0 - 2.0**-12  # an fp16 significand from here on rounds up to the next power of two
+
+
+class StoredTensor:
+    """A flat tensor that is read and written in fp32.
+
+    Args:
+        values: [n] in its dtype.
+        scales: [ceil(n / SCALE_BLOCK)] fp32, or None.
+        is_square: of elements that are not negative, of which none but 0 is rounded to 0. A second moment of 0 would
+            make the step of its element as large as Adam's epsilon permits.
+    """
+
+    def __init__(self, values: Tensor, scales: Tensor | None = None, *, is_square: bool = False) -> None:
+        self.values, self.scales, self._is_square = values, scales, is_square
+
+    @classmethod
+    def zeros(cls, numel: int, dtype: torch.dtype, *, device: torch.device, is_square: bool = False) -> Self:
+        """A tensor of zeros, scaled where the dtype is fp16."""
+        values = torch.zeros(numel, dtype=dtype, device=device)
+        scales = torch.ones(num_scales(numel, dtype), device=device) if num_scales(numel, dtype) else None
+        return cls(values, scales, is_square=is_square)
+
+    @property
+    def is_fp32(self) -> bool:
+        """Whether `read` returns a view."""
+        return self.values.dtype is torch.float32
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is allocated."""
+        return (self.values,) if self.scales is None else (self.values, self.scales)
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Elements [start, stop) in fp32, a view if they are stored so; `start` is a multiple of SCALE_BLOCK."""
+        values = self.values[start:stop].float()
+        if self.scales is None:
+            return values
+        return (_in_blocks(values) * self._scales(start, len(values))[:, None]).flatten()[: len(values)]
+
+    def write(self, values: Tensor, start: int = 0) -> None:
+        """Store fp32 elements from `start` on, a multiple of SCALE_BLOCK."""
+        stored = self.values[start : start + len(values)]
+        if self.scales is None:
+            if not self.is_fp32 or stored.data_ptr() != values.data_ptr():
+                stored.copy_(values)
+            return
+        blocks = _in_blocks(values)
+        scales = _scales_of(blocks)
+        self._scales(start, len(values)).copy_(scales)
+        blocks = blocks / scales[:, None]
+        if self._is_square:
+            blocks = torch.where(blocks > 0, blocks.clamp(min=_SMALLEST_FP16), blocks)
+        stored.copy_(blocks.flatten()[: len(values)])
+
+    def _scales(self, start: int, numel: int) -> Tensor:
+        assert start % SCALE_BLOCK == 0, "a block has one scale"
+        assert self.scales is not None, "only scaled tensors have scales"
+        first = start // SCALE_BLOCK
+        return self.scales[first : first + -(-numel // SCALE_BLOCK)]
+
+
+def num_scales(numel: int, dtype: torch.dtype) -> int:
+    """Scales of a tensor of zeros.
+
+    >>> num_scales(5000, torch.float16), num_scales(5000, torch.bfloat16)
+    (3, 0)
+    """
+    return -(-numel // SCALE_BLOCK) if dtype is torch.float16 else 0
+
+
+def stored_bytes(numel: int, dtype: torch.dtype) -> int:
+    """Bytes of elements and scales.
+
+    >>> stored_bytes(5000, torch.float16)
+    10012
+    """
+    return numel * dtype.itemsize + 4 * num_scales(numel, dtype)
+
+
+def _in_blocks(values: Tensor) -> Tensor:
+    """[n] -> [blocks, SCALE_BLOCK], padded with zeros."""
+    return pad(values, (0, -len(values) % SCALE_BLOCK)).view(-1, SCALE_BLOCK)
+
+
+def _scales_of(blocks: Tensor) -> Tensor:
+    """The power of two per block that brings its largest element, once rounded to fp16, to 2^14 or above."""
+    significand, exponent = torch.frexp(blocks.abs().amax(dim=1))
+    exponent = (exponent + (significand >= _ROUNDS_UP)).clamp(min=_SMALLEST_EXPONENT)
+    return torch.ldexp(torch.ones_like(significand), exponent - _LARGEST_EXPONENT)

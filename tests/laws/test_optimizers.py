@@ -1,0 +1,59 @@
+"""Law L1 for update rules: a rule updates the weights as on one rank, however main params and state are sharded.
+
+Muon's rows have the iteration in fp32: it amplifies rounding of small singular values up to 500 times, and a bf16
+rounding of the input, which a last bit of a gradient may change, to some percent of an update. That equal gradients
+give equal bits in bf16 too is held by tests/optim/test_muon.py. Lion's update is a sign, which the last bit of a
+gradient near zero may change; tests/optim/test_distributed.py compares it with exact gradients.
+"""
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.harness import SHORT_NAMES, run_ranks
+from tests.laws.compare import assert_alike
+from tests.laws.test_every_axis import BIASED, EXPERTS, OVERLAP, SP, ZB
+from tests.laws.worlds import GLOBAL_BATCH, Case, Outcome, train_here
+
+LR, STEPS = 3e-3, 3
+RULES: dict[str, dict[str, Any]] = {
+    "muon": {
+        "muon_fp32_matmul_prec": "highest",
+        "muon_extra_scale_factor": 0.2,
+        "muon_use_nesterov": True,
+        "decoupled_lr": 2e-3,
+    },
+    "sgd": {"sgd_momentum": 0.8},
+}
+MODELS = {"llama": {}, "experts": EXPERTS, "biased": BIASED}
+ROWS = [
+    ("sgd", "llama", 4, {"tp": 2, "strategy": "optim_grads"}, SP),
+    ("muon", "llama", 2, {"strategy": "no_shard"}, {}),
+    ("muon", "llama", 4, {"tp": 2, "strategy": "optim"}, SP | OVERLAP),
+    ("muon", "llama", 4, {"tp": 4, "strategy": "no_shard"}, {}),  # replicated key and value projections
+    ("muon", "llama", 4, {"pp": 2, "strategy": "optim_grads"}, ZB),
+    ("muon", "experts", 4, {"ep": 2, "instances": 2, "strategy": "optim_grads"}, OVERLAP),
+    ("muon", "experts", 4, {"ep": 2, "instances": 2, "strategy": "optim"}, {"outer_dp_sharding_strategy": "optim"}),
+    ("muon", "experts", 4, {"tp": 2, "etp": 2, "strategy": "optim_grads_params"}, {}),
+    ("muon", "biased", 8, {"tp": 2, "etp": 1, "ep": 2, "instances": 2, "strategy": "optim_grads_params"}, SP),
+]
+
+
+def case_of(rule: str, model: str) -> Case:
+    optim = RULES[rule] | {"optimizer": rule, "lr": LR, "adam_eps": 1e-5}
+    return Case(STEPS).but(optim=optim, model={"num_layers": 4} | MODELS[model])
+
+
+@cache
+def single_rank(rule: str, model: str) -> list[Outcome]:
+    return run_ranks(1, train_here, case_of(rule, model).but(train={"micro_batch_size": GLOBAL_BATCH}))
+
+
+@pytest.mark.parametrize(("rule", "model", "num_ranks", "sizes", "options"), ROWS, ids=str)
+def test_a_layout_trains_as_one_rank_does(rule: str, model: str, num_ranks: int, sizes: Any, options: Any) -> None:
+    parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | options
+    micro_batch = 1 if num_ranks == 8 else 3
+    case = case_of(rule, model).but(parallel=parallel, train={"micro_batch_size": micro_batch})
+    outcomes = run_ranks(num_ranks, train_here, case, **sizes)
+    assert_alike(outcomes, single_rank(rule, model), row=f"{rule} {model} {num_ranks} ranks {sizes}", lr=LR)
