@@ -12,6 +12,7 @@
 Chunks are boxes of global tensors and the manifest has no topology, so a run with any layout reads any checkpoint.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,6 +58,8 @@ class Checkpointer:
         self._warned: set[Path] = set()  # leftovers that cannot be deleted: one warning each
         self._staging = StagingBuffers()
         self._in_flight: tuple[int, BackgroundSave] | None = None  # step and thread
+        self.num_failed = 0  # saves that failed so far
+        self._stall_s = 0.0  # time for which saves have blocked the caller since `take_stall_s`
 
     def save(
         self,
@@ -87,7 +90,7 @@ class Checkpointer:
         """
         self.wait()
         manifest = Manifest(step, {}, {}, objects=objects, config=config, topology=topology)
-        with self._discarding_on_error(step):
+        with self._attempt(step):
             temporary = self._begin(step, tensors)
             return run_on_all(
                 self.group,
@@ -117,7 +120,7 @@ class Checkpointer:
         manifest = Manifest(
             step, {}, {}, objects=plain_json(objects), config=plain_json(config), topology=plain_json(topology)
         )
-        with self._discarding_on_error(step):
+        with self._attempt(step):
             temporary = self._begin(step, tensors)
             staged = self._staging.copy(tensors)
 
@@ -146,13 +149,23 @@ class Checkpointer:
             return None
         step, save = self._in_flight
         self._in_flight = None
-        with self._discarding_on_error(step):
+        with self._attempt(step):
             return run_on_all(self.group, save.result, merge=lambda paths: paths[0])
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether this rank's thread of the save in flight still runs."""
-        return self._in_flight is not None and self._in_flight[1].is_running
+    def poll(self) -> Path | None:
+        """The folder of the save in flight once it is committed, on the first rank; without communication.
+
+        Raises:
+            Exception: it failed on this rank, or on the first on any; `wait` raises the same on all.
+        """
+        if self._in_flight is None or self._in_flight[1].is_running:
+            return None
+        return self._in_flight[1].result()
+
+    def take_stall_s(self) -> float:
+        """Seconds for which saves have blocked this rank since the last call."""
+        stall_s, self._stall_s = self._stall_s, 0.0
+        return stall_s
 
     def give_up(self, timeout_s: float) -> bool:
         """After an error, without communication: give the save in flight some time; returns whether it succeeded."""
@@ -237,14 +250,18 @@ class Checkpointer:
         return final
 
     @contextmanager
-    def _discarding_on_error(self, step: int) -> Iterator[None]:
-        """Remove the temporary folder of a save that fails."""
+    def _attempt(self, step: int) -> Iterator[None]:
+        """Measure a part of a save; where it fails, count that and remove its temporary folder."""
+        start = time.perf_counter()
         try:
             yield
         except Exception:
+            self.num_failed += 1
             if self.group.is_first:
                 store.discard(self.folder, step)
             raise
+        finally:
+            self._stall_s += time.perf_counter() - start
 
 
 def _plan(manifest: Manifest, targets: Tensors, *, config: Mapping[str, Any] | None) -> Reads:

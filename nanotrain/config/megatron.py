@@ -236,7 +236,6 @@ CHECKPOINT = {
     "--ckpt-fully-parallel-load": always("every rank reads what it needs"),
     "--ckpt-assume-constant-structure": no_effect("the shards are planned once per run"),
     "--use-persistent-ckpt-worker": no_effect("no worker process is used"),
-    "--async-save": no_effect("a checkpoint is written before the next step"),
     "--async-strategy": no_effect("no worker process is used", arity=1),
     "--async-ckpt-use-cpu-shm": no_effect("no worker process is used"),
     "--verify-integrity": always("every shard has checksums"),

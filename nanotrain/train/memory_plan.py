@@ -90,10 +90,16 @@ def plan_memory(
         activations=activations,
         in_flight=in_flight,
         working=PROCESS_BYTES[device]
+        + _staged(config, device, resident=resident)
         + kept.working(has_head=plan.stages[-1].spec.has_head)
         + 3 * INT64 * kept.tokens * count,
         communication=messages + resident.grad_buckets + resident.units,
     )
+
+
+def _staged(config: Config, device: str, *, resident: Any) -> int:
+    """The copy that a save in the background makes, at most: main params and optimizer state, in host memory."""
+    return resident.params + resident.optimizer if device == "cpu" and config.checkpoint.async_save else 0
 
 
 def worst_memory(config: Config, world_size: int, *, device: str) -> MemoryPlan:

@@ -14,6 +14,8 @@ from nanotrain.train.plan import Plan
 from nanotrain.train.run import TrainState
 from nanotrain.train.step import StepResult
 
+OPTIONAL = ("valid_loss", "moe", "decoupled_lr", "save_stall_s", "failed_saves")
+
 
 @dataclass
 class StepReport:
@@ -37,11 +39,13 @@ class StepReport:
     moe: dict[str, Any] | None = None
     decoupled_lr: float | None = None  # learning rate of the embedding and the output layer; None where it is `lr`
     valid_loss: float | None = None  # set on steps that end with a validation
+    save_stall_s: float | None = None  # time for which saving blocked this rank since the last row; None without
+    failed_saves: int | None = None  # checkpoints of the run that could not be written so far; None without
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON; numbers that are not finite become null, unset optional fields are left out."""
+        """The fields as JSON; numbers that are not finite become null, unset ones of `OPTIONAL` are left out."""
         values = asdict(self)
-        for absent in [name for name in ("valid_loss", "moe", "decoupled_lr") if values[name] is None]:
+        for absent in [name for name in OPTIONAL if values[name] is None]:
             del values[absent]
         return {key: _finite(value) for key, value in values.items()}
 

@@ -103,6 +103,8 @@ class Trainer:
         report = report_step(
             result, run.state, clock=clock, throughput=self._throughput, context=run.context, loss_scale=loss_scale
         )
+        report.save_stall_s = run.checkpointer.take_stall_s() or None
+        report.failed_saves = run.checkpointer.num_failed or None
         for hook in self.hooks:
             try:
                 hook.after_step(run, report)

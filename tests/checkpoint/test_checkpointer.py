@@ -181,3 +181,41 @@ def test_latest_and_find_return_the_newest_complete_one(tmp_path: Path) -> None:
 
     assert checkpointer(tmp_path).latest() == path
     assert checkpointer(tmp_path).find(tmp_path) == path
+
+
+def test_a_save_in_the_background_holds_what_the_tensors_were_when_it_started(tmp_path: Path) -> None:
+    writer, tensors, targets = checkpointer(tmp_path), state(4), empty()
+    strided = {full("model/strided", 6, 8): torch.arange(48.0).view(8, 6).t()}
+    tensors |= strided
+    targets |= {box: torch.zeros_like(tensor) for box, tensor in strided.items()}
+    expected = {box: tensor.clone() for box, tensor in tensors.items()}
+    objects = {"step": [4]}
+    writer.start_save(4, tensors, objects=objects, config=CONFIG, topology={})
+    for tensor in tensors.values():
+        tensor.fill_(0.0)
+    objects["step"].append(5)
+
+    path = writer.wait()
+
+    assert path is not None and writer.restore(path, targets).objects == {"step": [4]}
+    assert all(torch.equal(targets[box], tensor) for box, tensor in expected.items())
+    assert sorted(os.listdir(path)) == ["manifest.json", "shard-00000-of-00001.safetensors"]
+    assert writer.wait() is None and writer.take_stall_s() > 0 and writer.take_stall_s() == 0.0
+
+
+def test_the_next_save_waits_for_the_one_in_flight_and_raises_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, options = checkpointer(tmp_path), {"objects": {}, "config": {}, "topology": {}}
+    writer.start_save(1, state(1), **options)
+    writer.start_save(2, state(2), **options)
+    assert store.complete_checkpoints(tmp_path / "checkpoints")[0].name == "step-00000001"
+    writer.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        writer.start_save(3, state(3), **options)
+        with pytest.raises(EnvironmentFault, match="full"):
+            writer.start_save(4, state(4), **options)
+    assert writer.num_failed == 1 and names(tmp_path) == ["step-00000001", "step-00000002"]
+    writer.start_save(4, state(4), **options)
+    assert writer.give_up(30.0) and names(tmp_path)[-1] == "step-00000004"

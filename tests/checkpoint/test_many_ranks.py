@@ -79,7 +79,7 @@ def fail_on_one(ctx: ParallelContext, folder: str, what: str) -> str:
     mine = shares(ctx.rank, ctx.topology.world_size)
     targets = {box: torch.zeros_like(tensor) for box, tensor in mine.items()}
     path = Path(folder) / "step-00000001"
-    if ctx.rank == 1 and what == "full disk":
+    if ctx.rank == 1 and what.startswith("full disk"):
         os.pwrite = _full  # type: ignore[assignment]  this process serves one test only
     if ctx.rank == 1 and what == "twice":
         mine[TensorBox("model/norm", (3,), Box((0,), (1,)))] = torch.zeros(1)
@@ -90,7 +90,10 @@ def fail_on_one(ctx: ParallelContext, folder: str, what: str) -> str:
     if ctx.rank == 1 and what == "bug":
         mine[TensorBox.full("model/meta", (1,))] = torch.zeros(1, device="meta")
     try:
-        if what in ("damaged", "other shape"):
+        if what == "full disk in the background":
+            for step in (2, 3):
+                own.start_save(step, mine, objects={}, config={}, topology={})
+        elif what in ("damaged", "other shape"):
             own.restore(path, targets)
         else:
             own.save(2, mine, objects={}, config={}, topology={})
@@ -107,6 +110,7 @@ def _full(*_: Any) -> int:
     "what, kind, message",
     [
         ("full disk", "StorageFault", "No space left on device"),
+        ("full disk in the background", "StorageFault", "No space left on device"),
         ("twice", "CheckpointError", "written 2 times"),
         ("other objects", "CheckpointError", "rank 1 saves other objects than rank 0"),
         ("damaged", "DamagedCheckpoint", "model/deep@0:1,0:3,0:4 is damaged (on rank 0 of 2)"),

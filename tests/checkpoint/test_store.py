@@ -232,7 +232,8 @@ def test_a_damaged_checkpoint_is_not_counted_among_those_to_keep(tmp_path: Path)
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tests.checkpoint.test_store import save
+import torch
+from tests.checkpoint.test_store import BOX, checkpointer, save
 folder, call, times = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 real = getattr(os, call)
 def last(*args, **options):
@@ -242,29 +243,38 @@ def last(*args, **options):
         os.kill(os.getpid(), signal.SIGKILL)
     return real(*args, **options)
 setattr(os, call, last)
-save(folder, 3, keep_last=2)
+if sys.argv[4] == "save":
+    save(folder, 3, keep_last=2)
+else:
+    writer = checkpointer(folder, keep_last=2)
+    writer.start_save(3, {BOX: torch.full((64,), 3.0)}, objects={}, config={}, topology={})
+    writer.wait()
 """
 
 
 @pytest.mark.parametrize(
-    "call, times, survives",
+    "how, call, times, survives",
     [
-        ("pwrite", 1, False),  # in the middle of the shard
-        ("fsync", 1, False),  # the shard is there, the manifest is not yet on the disk
-        ("rename", 0, False),  # all written, not yet committed
-        ("rename", 1, True),  # committed, the oldest not yet deleted
-        ("rmdir", 0, True),  # in the middle of the deletion
+        ("save", "pwrite", 1, False),  # in the middle of the shard
+        ("save", "fsync", 1, False),  # the shard is there, the manifest is not yet on the disk
+        ("save", "rename", 0, False),  # all written, not yet committed
+        ("save", "rename", 1, True),  # committed, the oldest not yet deleted
+        ("save", "rmdir", 0, True),  # in the middle of the deletion
+        ("start_save", "pwrite", 1, False),  # the same in the background
+        ("start_save", "replace", 0, False),  # the shard is there, its report is not
+        ("start_save", "rename", 0, False),
+        ("start_save", "rename", 1, True),
     ],
 )
 def test_a_kill_at_any_point_leaves_a_complete_checkpoint_and_the_next_save_cleans_up(
-    tmp_path: Path, call: str, times: int, survives: bool
+    tmp_path: Path, how: str, call: str, times: int, survives: bool
 ) -> None:
     """Given steps 1 and 2, when the writer of step 3 is killed with SIGKILL, then 2 or 3 is complete."""
     save(tmp_path, 1)
     save(tmp_path, 2)
 
     killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), call, str(times)], cwd=Path(__file__).parents[2], check=False
+        [sys.executable, "-c", KILLED, str(tmp_path), call, str(times), how], cwd=Path(__file__).parents[2], check=False
     )
 
     assert killed.returncode == -signal.SIGKILL

@@ -1,7 +1,21 @@
-"""Checkpoints every `save_interval` steps and at the end of a run."""
+"""Checkpoints every `save_interval` steps and at the end of a run.
 
+    --async-save   a periodic save blocks training while its tensors are copied to host memory; the next save, the end
+                   of the run and SIGTERM wait for it
+
+A periodic save that fails for want of space leaves training as it is. It is counted and tried again at the next
+interval, unless `--exit-on-save-failure`. A last save that fails is tried in `--save-fallback-dir`, and else ends the
+run with exit code 2.
+"""
+
+import math
+import time
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
+from nanotrain.checkpoint.all_ranks import StorageFault
+from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.store import set_aside_after
 from nanotrain.config.schema import to_dict
 from nanotrain.errors import NanotrainError
@@ -14,12 +28,18 @@ from nanotrain.train.run import Run
 
 log = get_logger(__name__)
 
+# After an error a save in flight still gets this time: torchrun kills after 30 s.
+GIVE_UP_S = 20.0
+
 
 class CheckpointHook(Hook):
     """Writes checkpoints."""
 
     def __init__(self) -> None:
-        self._saved_step: int | None = None
+        self._saved_step: int | None = None  # the last step saved, or being saved in the background
+        self._in_flight: Checkpointer | None = None
+        self._is_reported = False  # whether the first rank has logged how the save in flight ended
+        self._loss: float | None = None  # of the last step
 
     def before_training(self, run: Run) -> None:
         if run.context.control.is_first:
@@ -30,33 +50,107 @@ class CheckpointHook(Hook):
         self._saved_step = run.state.step  # a resumed step is already on disk
 
     def after_step(self, run: Run, report: StepReport) -> None:
+        self._loss = report.loss if math.isfinite(report.loss) else None
         interval = run.config.checkpoint.save_interval
-        if interval and report.step % interval == 0:
-            self._save(run)
+        if not interval or report.step % interval:
+            self._poll(run)
+            return
+        self._finish(run)
+        try:
+            self._save(run, in_background=run.config.checkpoint.async_save)
+        except StorageFault as error:
+            self._failed(run, error)
 
     def after_training(self, run: Run) -> None:
+        self._finish(run)
         if self._saved_step != run.state.step:
-            self._save(run)
+            self._save_last(run)
 
     def after_failure(self, run: Run) -> None:
         """Save the last step on the way out; the disk may be the reason for the failure."""
-        if self._saved_step == run.state.step:
-            return
         try:
-            self._save(run)
+            self._finish(run, is_strict=False)
+            if self._saved_step != run.state.step:
+                self._save_last(run)
         except NanotrainError as error:
             log.error("step %d could not be saved: %s", run.state.step, error)
 
-    def _save(self, run: Run) -> None:
+    def close(self, *, failed: bool) -> None:
+        if self._in_flight is not None and not self._in_flight.give_up(GIVE_UP_S):
+            log.warning("the checkpoint of step %s was not finished", self._saved_step)
+
+    def _save(self, run: Run, *, in_background: bool, checkpointer: Checkpointer | None = None) -> None:
         run.context.heartbeat.begin("checkpoint")
-        path = run.checkpointer.save(
-            run.state.step,
+        writer = checkpointer or run.checkpointer
+        tensors = (
             run.optimizer.tensors_to_save()
             | router_biases_to_save(run.stages, run.context)
-            | amax_histories_to_save(run.stages, run.context),
-            objects={"train": run.state.to_dict(), "optimizer": run.optimizer.state_dict()},
-            config=to_dict(run.config),
-            topology={"world_size": run.context.topology.world_size, **asdict(run.context.topology.dense)},
+            | amax_histories_to_save(run.stages, run.context)
         )
+        content: dict[str, Any] = {
+            "objects": {
+                "train": run.state.to_dict(),
+                "optimizer": run.optimizer.state_dict(),
+                "last_step": {"loss": self._loss},
+            },
+            "config": to_dict(run.config),
+            "topology": {"world_size": run.context.topology.world_size, **asdict(run.context.topology.dense)},
+        }
+        if in_background:
+            start = time.perf_counter()
+            writer.start_save(run.state.step, tensors, **content)
+            log.info("saving step %d in the background, after %.3f s", run.state.step, time.perf_counter() - start)
+            self._in_flight = writer
+        else:
+            log.info("saved %s", writer.save(run.state.step, tensors, **content))
         self._saved_step = run.state.step
-        log.info("saved %s", path)
+
+    def _save_last(self, run: Run) -> None:
+        """Save in the run folder, or else in the fallback folder."""
+        try:
+            self._save(run, in_background=False)
+        except StorageFault as error:
+            folder = run.config.checkpoint.save_fallback_dir
+            if folder is None:
+                raise
+            if run.context.control.is_first:
+                log.warning("step %d cannot be saved in the run folder: %s", run.state.step, error)
+            other = Checkpointer(Path(folder), group=run.context.control, keep_last=run.config.checkpoint.keep_last)
+            self._save(run, in_background=False, checkpointer=other)
+
+    def _poll(self, run: Run) -> None:
+        """Report a save in flight as soon as it ends, on the first rank; the others learn of it at the next save."""
+        if self._in_flight is None or self._is_reported or not run.context.control.is_first:
+            return
+        try:
+            path = self._in_flight.poll()
+        except OSError as error:
+            self._is_reported = True
+            what, fix = "a checkpoint could not be written", "free space, or choose another --run-dir"
+            self._failed(run, StorageFault(what, why=str(error), fix=fix))
+            return
+        if path is not None:
+            self._is_reported = True
+            log.info("saved %s", path)
+
+    def _finish(self, run: Run, *, is_strict: bool = True) -> None:
+        """Complete the save in flight, on all ranks."""
+        if self._in_flight is None:
+            return
+        writer, self._in_flight = self._in_flight, None
+        is_reported, self._is_reported = self._is_reported, False
+        run.context.heartbeat.begin("checkpoint")
+        try:
+            path = writer.wait()
+            if not is_reported:
+                log.info("saved %s", path)
+        except StorageFault as error:
+            self._saved_step = None
+            if is_strict and not is_reported:
+                self._failed(run, error)
+
+    def _failed(self, run: Run, error: StorageFault) -> None:
+        if run.config.checkpoint.exit_on_save_failure:
+            raise error
+        if run.context.control.is_first:
+            log.warning("%s; training goes on and saves again at the next interval", error)

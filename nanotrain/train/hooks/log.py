@@ -103,6 +103,7 @@ def describe(
     wait = sum(report.data_wait_s for report in reports) / seconds
     remaining = timedelta(seconds=round((train_iters - last.step) * (seconds_per_step or seconds / len(reports))))
     skipped = sum(report.skipped for report in reports)
+    stall = sum(report.save_stall_s or 0.0 for report in reports)
     per_device = f"{tokens_per_second / num_devices:,.0f} per device" if num_devices > 1 else ""
     # text and how soon it is left out; 0: never
     parts = [
@@ -119,6 +120,7 @@ def describe(
         (f"mfu {last.mfu:.1%}" if last.mfu is not None else "", 2),
         (f"mem {last.peak_memory_bytes / 1e9:.2f} GB", 6),
         (f"data wait {wait:.1%}", 8),
+        (f"save stall {stall:.2f} s" if stall else "", 2),
         (f"eta {remaining}", 1),
     ]
     shown = [part for part in parts if part[0]]

@@ -35,7 +35,8 @@ class SampleHook(Hook):
         if not run.context.control.is_first:
             return
         topology = run.context.topology
-        if topology.world_size > topology.size("dp") or run.plan.strategy.shard_params:
+        is_sharded = topology.world_size > topology.size("dp") or topology.size("ep") > 1
+        if is_sharded or run.plan.strategy.shard_params:
             log.info("no sample: the model is sharded over several ranks; use nanotrain generate on the checkpoint")
             return
         if self._tokenizer is None:

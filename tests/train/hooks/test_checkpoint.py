@@ -1,9 +1,17 @@
 """When the run is saved, and that going on from there is as if it had never stopped."""
 
+import errno
+import os
+import shutil
+import time
+
 import pytest
 import torch
 
+from nanotrain.checkpoint import checkpointer
+from nanotrain.checkpoint.all_ranks import StorageFault
 from nanotrain.checkpoint.store import complete_checkpoints, read_manifest
+from nanotrain.errors import EnvironmentFault
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from tests.train.small_run import Spy, small_run, train
 
@@ -64,3 +72,99 @@ def test_stopping_and_going_on_gives_the_same_bits(tmp_path):
                 weights[name] = [p.detach().clone() for stage in run.stages.values() for p in stage.parameters()]
     assert losses["straight"] == losses["stopped"]
     assert all(torch.equal(a, b) for a, b in zip(weights["straight"], weights["stopped"], strict=True))
+
+
+def weights_of(run) -> list[torch.Tensor]:
+    return [p.detach().clone() for stage in run.stages.values() for p in stage.parameters()]
+
+
+def test_saves_in_the_background_hold_the_same_bits_and_the_last_is_waited_for(tmp_path, monkeypatch):
+    real, slow = checkpointer.write_shard, []
+
+    def write_slowly(path, tensors):
+        slow.append(path.parent.name)
+        time.sleep(0.05)  # longer than a step, which overwrites the weights that are being written
+        return real(path, tensors)
+
+    for name, flags in (("plain", ()), ("background", ("--async-save",))):
+        with small_run(tmp_path / name, "--train-iters", "6", "--save-interval", "2", *flags) as run:
+            if flags:
+                monkeypatch.setattr(checkpointer, "write_shard", write_slowly)
+            spy = Spy()
+            train(run, spy, CheckpointHook())
+            assert [report.step for report in spy.reports if report.save_stall_s] == [3, 5]
+        assert saved(tmp_path / name) == [2, 4, 6]
+    assert slow == [f"step-{step:08d}.tmp" for step in (2, 4, 6)]
+    for step in (2, 4, 6):
+        plain, background = (tmp_path / name / "checkpoints" / f"step-{step:08d}" for name in ("plain", "background"))
+        assert sorted(path.name for path in background.iterdir()) == sorted(path.name for path in plain.iterdir())
+        shard = "shard-00000-of-00001.safetensors"
+        assert (plain / shard).read_bytes() == (background / shard).read_bytes()
+
+
+def fail_to_write(monkeypatch, *steps: int, only: str = "") -> None:
+    """Let writes into the folders of some steps fail for want of space."""
+    real = os.open
+
+    def refuse(path, *args, **options):
+        if only in str(path) and any(f"step-{step:08d}.tmp/shard" in str(path) for step in steps):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+@pytest.mark.parametrize("flags", [(), ("--async-save",)], ids=["plain", "async"])
+def test_a_failed_periodic_save_is_counted_and_tried_again_and_training_is_as_without(
+    tmp_path, monkeypatch, logged, flags
+):
+    results = {}
+    for name in ("sound", "full"):
+        arguments = ("--train-iters", "6", "--save-interval", "2", *flags)
+        with small_run(tmp_path / name, *arguments) as run, monkeypatch.context() as m:
+            if name == "full":
+                fail_to_write(m, 2)
+            spy = Spy()
+            train(run, spy, CheckpointHook())
+            results[name] = [(report.loss, report.grad_norm) for report in spy.reports], weights_of(run)
+            failed = [report.failed_saves for report in spy.reports]
+    assert saved(tmp_path / "full") == [4, 6] and saved(tmp_path / "sound") == [2, 4, 6]
+    assert not list((tmp_path / "full" / "checkpoints").glob("*.tmp"))
+    assert results["sound"][0] == results["full"][0]
+    assert all(torch.equal(a, b) for a, b in zip(results["sound"][1], results["full"][1], strict=True))
+    assert failed == ([None, None, 1, 1, 1, 1] if not flags else [None] * 4 + [1, 1])
+    (line,) = [line for line in logged if "training goes on" in line]
+    assert "No space left on device" in line and "bytes free in" in line
+
+
+@pytest.mark.parametrize("flags", [(), ("--async-save",)], ids=["plain", "async"])
+def test_the_strict_end_at_the_first_failed_save(tmp_path, monkeypatch, flags):
+    strict = ("--train-iters", "50", "--save-interval", "2", "--exit-on-save-failure", *flags)
+    fail_to_write(monkeypatch, 2)
+    with small_run(tmp_path, *strict) as run, pytest.raises(EnvironmentFault, match="No space left on device"):
+        train(run, CheckpointHook())
+    assert saved(tmp_path) in ([], [run.state.step]) and run.state.step < 6, "it ends soon, and saves on the way out"
+
+
+def test_the_last_save_goes_to_the_fallback_folder_or_ends_the_run(tmp_path, monkeypatch, logged):
+    fail_to_write(monkeypatch, 2, only="run")
+    with small_run(tmp_path / "run", "--train-iters", "2") as run, pytest.raises(StorageFault, match="No space left"):
+        train(run, CheckpointHook())
+    other = tmp_path / "other"
+    with small_run(tmp_path / "run", "--train-iters", "2", "--save-fallback-dir", str(other)) as run:
+        train(run, CheckpointHook())
+        weights = weights_of(run)
+    assert any("cannot be saved in the run folder" in line for line in logged)
+    with small_run(tmp_path / "new", "--load", str(other)) as loaded:
+        assert loaded.state.step == 2
+        assert all(torch.equal(a, b) for a, b in zip(weights_of(loaded), weights, strict=True))
+
+
+def test_a_save_that_cannot_fit_is_not_begun(tmp_path, monkeypatch, logged):
+    free = shutil.disk_usage(tmp_path)._replace(free=1000)
+    with small_run(tmp_path, "--train-iters", "3", "--save-interval", "2") as run:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+        with pytest.raises(StorageFault, match=r"a checkpoint needs [\d,]+ bytes.*1,000 bytes free in .*checkpoints"):
+            train(run, CheckpointHook())
+    assert saved(tmp_path) == []
+    assert len([line for line in logged if "training goes on" in line]) == 1
