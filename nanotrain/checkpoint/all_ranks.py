@@ -84,15 +84,16 @@ def _try(function: Callable[[], Result]) -> tuple[_Outcome[Result], Exception | 
     except NanotrainError as error:
         return _Outcome(error=error), None
     except OSError as error:
-        fault = disk_fault(error, _path_of(error))
-        return _Outcome(error=StorageFault(fault.what, why=fault.why, fix=fault.fix)), None
+        return _Outcome(error=storage_fault(error)), None
     except Exception as error:  # the other ranks must learn of any error before it is raised here
         return _Outcome(unexpected=f"{type(error).__name__}: {error}"), error
 
 
-def _path_of(error: OSError) -> Path:
-    """The file of an error; a write through a descriptor names none."""
-    return Path(os.fspath(error.filename)) if isinstance(error.filename, str | os.PathLike) else Path("the checkpoint")
+def storage_fault(error: OSError) -> StorageFault:
+    """The error of a failed write, with its file and the free space."""
+    is_named = isinstance(error.filename, str | os.PathLike)  # a write through a descriptor names none
+    fault = disk_fault(error, Path(os.fspath(error.filename)) if is_named else Path("the checkpoint"))
+    return StorageFault(fault.what, why=fault.why, fix=fault.fix)
 
 
 def _merge(failed: dict[int, _Outcome[Result]], *, size: int) -> _Outcome[Final]:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nanotrain.checkpoint.all_ranks import StorageFault
+from nanotrain.checkpoint.all_ranks import StorageFault, storage_fault
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.store import set_aside_after
 from nanotrain.config.schema import to_dict
@@ -126,8 +126,7 @@ class CheckpointHook(Hook):
             path = self._in_flight.poll()
         except OSError as error:
             self._is_reported = True
-            what, fix = "a checkpoint could not be written", "free space, or choose another --run-dir"
-            self._failed(run, StorageFault(what, why=str(error), fix=fix))
+            self._failed(run, storage_fault(error))
             return
         if path is not None:
             self._is_reported = True
