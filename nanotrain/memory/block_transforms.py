@@ -38,11 +38,26 @@ def compile_blocks(blocks: Sequence[BlockFunction], *, config: Config, recompute
 
 def recompute_blocks(blocks: Sequence[BlockFunction], *, config: Config, recompute: Recompute) -> list[BlockFunction]:
     """Recompute whole blocks: groups of N ("uniform"), or the first N one by one ("block")."""
+    groups = recomputed_groups(config, len(blocks))
+    num_grouped = sum(map(len, groups))
+    return [
+        *(recompute.checkpointed(_in_turn([blocks[i] for i in group])) for group in groups),
+        *blocks[num_grouped:],
+    ]
+
+
+def recomputed_groups(config: Config, num_blocks: int) -> list[range]:
+    """The blocks of a stage that full recomputation runs again, those of one group together.
+
+    >>> from nanotrain.config.config import MemoryConfig
+    >>> config = Config(memory=MemoryConfig(recompute_method=RecomputeMethod.uniform, recompute_num_layers=2))
+    >>> recomputed_groups(config, 5)
+    [range(0, 2), range(2, 4), range(4, 5)]
+    """
     method, size = recompute_plan(config)
     if method is RecomputeMethod.block:
-        return [*map(recompute.checkpointed, blocks[:size]), *blocks[size:]]
-    groups = [blocks[start : start + size] for start in range(0, len(blocks), size)]
-    return [recompute.checkpointed(_in_turn(group)) for group in groups]
+        return [range(i, i + 1) for i in range(min(size, num_blocks))]
+    return [range(start, min(start + size, num_blocks)) for start in range(0, num_blocks, size)]
 
 
 def recompute_plan(config: Config) -> tuple[RecomputeMethod, int]:

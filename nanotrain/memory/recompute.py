@@ -50,10 +50,10 @@ class Recompute:
         """A function with the same result that keeps its arguments and is run again when its backward begins."""
 
         def run(*args: Any, **options: Any) -> Any:
-            names = tuple(options)
+            names, num_args = tuple(options), len(args)  # `call` must not refer to the tensors: they may be discarded
 
             def call(*values: Any) -> Any:
-                return function(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
+                return function(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
 
             # All arguments are positional: torch keeps those through saved-tensor hooks, which may discard them.
             values = (*args, *options.values())

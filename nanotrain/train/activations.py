@@ -2,14 +2,31 @@
 
 Source: Korthikanti et al. 2022, section 4; here neither attention scores nor logits are kept. A tensor that several
 operations keep counts once; parameters do not count. `tests/train/test_activations.py` compares with torch.
+Recomputation (docs/recompute.md) keeps less, and needs what is recomputed at once in the backward.
 """
 
+from dataclasses import dataclass
+
+from nanotrain.config.config import RecomputeGranularity
+from nanotrain.config.derive import recomputed_modules
+from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.parallel.tp.loss import CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
 from nanotrain.precision.policy import Precision
+from nanotrain.topology.stages import StageSpec
 from nanotrain.train.plan import Plan
 
 FP32, INT64 = 4, 8
 ROUTER_TENSORS = 5  # fp32 [tokens, experts]: logits, scores and the probabilities of the losses
+Modules = frozenset[str]  # names of modules that are recomputed
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """What a stage keeps of one microbatch."""
+
+    kept: int  # from its forward to its backward
+    recomputed: int  # in addition during its backward: the recomputed part with the most bytes
+    complete: int  # without recomputation, as from I to W
 
 
 class Activations:
@@ -22,6 +39,7 @@ class Activations:
 
     def __init__(self, plan: Plan, device: str) -> None:
         config, self.shape, self.device = plan.config, plan.shape, device
+        self.config, self.modules = config, frozenset(recomputed_modules(config.memory))
         self.tp, self.cp, self.etp = (plan.groups[axis].size for axis in ("tp", "cp", "etp"))
         self.cp_comm_type = config.parallel.cp_comm_type if self.cp > 1 else None
         self.sequence_parallel, self.has_segments = config.parallel.sequence_parallel, config.data.reset_attention_mask
@@ -31,13 +49,32 @@ class Activations:
         self.itemsize = Precision.of(config.precision).params.itemsize
         self.width = self.shape.hidden_size * self.itemsize
 
-    def block(self, layer: int) -> int:
+    def stage(self, spec: StageSpec) -> StageBytes:
+        """The blocks and the head of a stage, with the recomputation of the plan."""
+        head = self.head() if spec.has_head else 0
+        complete = [self.block(layer) for layer in spec.layers]
+        if self.config.memory.recompute_granularity is RecomputeGranularity.full:
+            block_input = self.outside * self.width
+            groups = [[complete[i] for i in group] for group in recomputed_groups(self.config, len(complete))]
+            num_grouped = sum(map(len, groups))
+            kept = len(groups) * block_input + sum(complete[num_grouped:])
+            recomputed = max(map(sum, groups)) - block_input
+        else:
+            selective = [self.block(layer, self.modules) for layer in spec.layers]
+            kept = sum(selective)
+            recomputed = max(a - b for a, b in zip(complete, selective, strict=True))
+        return StageBytes(head + kept, recomputed, head + sum(complete))
+
+    def block(self, layer: int, modules: Modules = frozenset()) -> int:
         """A transformer block: the inputs and statistics of both norms, attention, and MLP or experts."""
-        norms = self.outside * 2 * (self.width + 2 * FP32)
-        attention = self._mla() if self.shape.mla else self._attention()
+        keeps_normed = "layernorm" not in modules
+        norms = self.outside * 2 * (self.width + keeps_normed * 2 * FP32)
+        attention = keeps_normed * self.outside * self.width
+        attention += self._mla(modules) if self.shape.mla else self._attention(modules)
         if self.shape.has_experts(layer):
-            return norms + attention + self._experts()
-        return norms + attention + self.outside * self.width + self._mlp(self.shape.ffn_size)
+            return norms + attention + self._experts(modules)
+        mlp = 0 if "mlp" in modules else self._mlp(self.shape.ffn_size)
+        return norms + attention + keeps_normed * self.outside * self.width + mlp
 
     def head(self) -> int:
         """The input of the final norm, and the gradients that the loss computes in its forward."""
@@ -54,23 +91,27 @@ class Activations:
         logits = tokens * columns * (2 * FP32 + is_low * self.itemsize) + is_low * columns * self.width
         return max(block, has_head * logits)
 
-    def _attention(self) -> int:
+    def _attention(self, modules: Modules) -> int:
         shape, heads = self.shape, self.shape.num_heads // self.tp
         groups = max(1, shape.num_query_groups // self.tp)
         normed = (heads + groups) * (shape.head_dim * self.itemsize + FP32) if shape.has_qk_norm else 0
-        return self.outside * self.width + self.tokens * normed + self._core_attention(heads, groups)
+        return self.tokens * normed + self._core_attention(heads, groups, modules=modules)
 
-    def _mla(self) -> int:
-        """The input, and the compressed vectors before and after their norms."""
+    def _mla(self, modules: Modules) -> int:
+        """The compressed vectors before and after their norms, and the core attention."""
         mla, heads = self.shape.mla, self.shape.num_heads // self.tp
         assert mla is not None, "callers check it"
         compressed = 2 * (mla.q_lora_rank or 0) + 2 * mla.kv_lora_rank + mla.rope_dim
-        return self.outside * (self.width + compressed * self.itemsize) + self._core_attention(heads, heads)
+        return self.outside * compressed * self.itemsize + self._core_attention(heads, heads, modules=modules)
 
-    def _core_attention(self, heads: int, groups: int) -> int:
+    def _core_attention(self, heads: int, groups: int, *, modules: Modules) -> int:
         """Query, key, value, output, its log-sum-exp, and the mask, which SDPA keeps in the dtype of the queries."""
         shape, is_ring, is_cpu = self.shape, self.cp_comm_type == "p2p", self.device == "cpu"
-        value_dim = shape.value_head_dim
+        value_dim, keeps_inputs = shape.value_head_dim, "mla_up_proj" not in modules
+        if "core_attn" in modules:  # its inputs, and its output for the layer that follows
+            value_input = value_dim + (shape.mla.nope_dim if shape.mla else 0)
+            inputs = keeps_inputs * (heads * shape.head_dim + groups * (shape.head_dim + value_input))
+            return self.tokens * (inputs + heads * value_dim) * self.itemsize
         is_padded = is_cpu and value_dim < shape.head_dim
         # The next layer keeps the output again where it was sliced, concatenated or sent.
         outputs = value_dim if is_padded or self.cp_comm_type in ("allgather", "a2a") else 0
@@ -80,7 +121,12 @@ class Activations:
         elif shape.mla:
             value_dim += shape.mla.nope_dim  # values are views of what kv_up returns
         key_value = groups * (shape.head_dim + value_dim) * (self.cp if self.cp_comm_type == "allgather" else 1)
-        kept = self.tokens * ((heads * (shape.head_dim + outputs) + key_value) * self.itemsize + heads * FP32)
+        query = heads * shape.head_dim
+        if not keeps_inputs and self.cp_comm_type != "a2a":  # which keeps copies of all three
+            query = 0
+            if self.cp_comm_type is None or is_ring:
+                key_value = heads * shape.head_dim if is_padded and not is_ring else 0  # a padded value is a copy
+        kept = self.tokens * ((query + heads * outputs + key_value) * self.itemsize + heads * FP32)
         mask = (self.seq_length * self.cp) ** 2 if self.has_segments and not is_ring else 0
         if self.cp_comm_type == "allgather":  # two chunks of queries; together they see 2 cp + 1 chunks of keys
             mask = (self.seq_length // 2) ** 2 * (2 * self.cp + 1)
@@ -90,17 +136,22 @@ class Activations:
         """Up and its activation; with a gate also the gate and the product."""
         return self.tokens * inner // self.tp * (4 if self.shape.is_gated else 2) * self.itemsize
 
-    def _experts(self) -> int:
+    def _experts(self, modules: Modules) -> int:
         """Router, permuted tokens before, inside and after the experts (evenly routed), shared expert."""
-        moe = self.shape.moe
+        moe, keeps_normed = self.shape.moe, "layernorm" not in modules
         assert moe is not None, "callers check it"
+        if "moe" in modules:
+            return keeps_normed * self.outside * self.width
         routed, is_low = self.tokens // self.tp, self.itemsize < FP32  # each tp rank routes a slice of the sequence
-        router = routed * (ROUTER_TENSORS * moe.num_experts + self.shape.hidden_size) * FP32
+        is_copied = is_low or (self.tp > 1 and not self.sequence_parallel)  # by the router, which keeps the copy
+        router_input = (keeps_normed or is_copied) * self.shape.hidden_size
+        router = routed * (ROUTER_TENSORS * moe.num_experts + router_input) * FP32
         router += is_low * moe.num_experts * self.shape.hidden_size * FP32
-        inner = moe.ffn_size // self.etp * (4 if self.shape.is_gated else 2) * self.itemsize
+        num_inner = (4 if self.shape.is_gated else 2) // (2 if "moe_act" in modules else 1)
+        inner = moe.ffn_size // self.etp * num_inner * self.itemsize
         pairs = routed * moe.topk
         experts = pairs * self.etp * (self.width + inner + 2 * INT64) + pairs * (self.width + 2 * INT64 + FP32)
         if moe.shared_ffn_size is None:
             return router + experts
-        is_copied = is_low or (self.tp > 1 and not self.sequence_parallel)  # by the router, which keeps the copy
-        return router + experts + is_copied * self.outside * self.width + self._mlp(moe.shared_ffn_size)
+        normed = (keeps_normed and is_copied) * self.outside * self.width
+        return router + experts + normed + self._mlp(moe.shared_ffn_size)

@@ -10,8 +10,8 @@ from itertools import chain, product
 from math import prod
 from typing import Any
 
-from nanotrain.config.config import Config, ShardingStrategy
-from nanotrain.config.derive import data_parallel_size, num_microbatches
+from nanotrain.config.config import Config, MemoryConfig, RecomputeGranularity, ShardingStrategy
+from nanotrain.config.derive import data_parallel_size, num_microbatches, recomputed_modules
 from nanotrain.config.schema import with_values
 from nanotrain.config.validate import check_layout
 from nanotrain.errors import ConfigError, NanotrainError
@@ -40,6 +40,7 @@ class MemoryPlan:
     optimizer: int
     activations: int  # kept from forward to backward, at the peak of the schedule
     in_flight: int  # forwards of a stage whose activations are kept then
+    recompute: str  # what is recomputed, as the user sets it; empty for nothing
     working: int  # temporaries, the tokens of a step, and libraries of the process on a CPU
     communication: int  # pipeline messages, full-size gradient buckets, gathered units
 
@@ -55,7 +56,7 @@ class MemoryPlan:
     def table(self, available: int | None) -> str:
         """A small table."""
         lines = [f"  {name:<14}{in_gb(getattr(self, name)):>12}" for name in (*ROWS, "total")]
-        lines[3] += f"  {self.in_flight} in flight"
+        lines[3] += f"  {self.in_flight} in flight" + (f", recompute {self.recompute}" if self.recompute else "")
         lines[-1] += f" of {in_gb(available)}" if available else ""
         return "\n".join([f"planned memory per rank, of pipeline rank {self.pp_rank}:", *lines])
 
@@ -89,6 +90,7 @@ def plan_memory(
         optimizer=resident.optimizer,
         activations=activations,
         in_flight=in_flight,
+        recompute=_recompute_words(config.memory),
         working=PROCESS_BYTES[device]
         + _staged(config, device, resident=resident)
         + kept.working(has_head=plan.stages[-1].spec.has_head)
@@ -151,17 +153,32 @@ def in_gb(num_bytes: int) -> str:
 
 
 def _peak(plan: Plan, kept: Activations, *, schedule: Schedule) -> tuple[int, int]:
-    """The most bytes kept at once, and of how many forwards; what W needs is kept until then."""
-    bytes_of = {
-        stage.spec.index: sum(map(kept.block, stage.spec.layers)) + (kept.head() if stage.spec.has_head else 0)
-        for stage in plan.stages
-    }
+    """The most bytes kept at once, and of how many forwards.
+
+    A backward recomputes first. What W needs is kept until then: as much as without recomputation.
+    """
+    bytes_of = {stage.spec.index: kept.stage(stage.spec) for stage in plan.stages}
     now, count, peak = 0, 0, (0, 0)
     for action in schedule.actions[plan.groups["pp"].index]:
-        change = (action.kind is ActionKind.forward) - action.kind.has_wgrad
-        now, count = now + change * bytes_of[action.stage], count + change
+        stage, is_forward = bytes_of[action.stage], action.kind is ActionKind.forward
+        changes = {
+            ActionKind.forward: stage.kept,
+            ActionKind.full_backward: -stage.kept,
+            ActionKind.backward_input: stage.complete - stage.kept,
+            ActionKind.backward_weight: -stage.complete,
+        }
+        if not is_forward and action.kind is not ActionKind.backward_weight:
+            peak = max(peak, (now + stage.recomputed, count))
+        now, count = now + changes[action.kind], count + is_forward - action.kind.has_wgrad
         peak = max(peak, (now, count))
     return peak
+
+
+def _recompute_words(memory: MemoryConfig) -> str:
+    if memory.recompute_granularity is None:
+        return ""
+    modules = recomputed_modules(memory)
+    return " ".join([memory.recompute_granularity.value, *modules])
 
 
 @dataclass(frozen=True)
@@ -174,14 +191,17 @@ class _Change:
 
 
 def _changes(config: Config, world_size: int) -> tuple[list[_Change], ...]:
-    """Changes of strategy, micro-batch, tensor parallelism and ranks, each from the smallest to the largest."""
+    """Changes of strategy, recomputation, micro-batch, tensor parallelism and ranks; of each, the smallest first."""
     parallel, strategies = config.parallel, list(ShardingStrategy)
     stronger = strategies[strategies.index(parallel.data_parallel_sharding_strategy) + 1 :]
     flag, doubled = "--data-parallel-sharding-strategy", [2**power for power in range(1, 9)]
     smaller = [config.train.micro_batch_size // n for n in doubled if config.train.micro_batch_size % n == 0]
     tp_sizes = [n for n in doubled[:4] if n > parallel.tensor_model_parallel_size]
+    granularities: list[RecomputeGranularity | None] = [None, RecomputeGranularity.selective, RecomputeGranularity.full]
+    more = granularities[granularities.index(config.memory.recompute_granularity) + 1 :]
     return (
         [_Change(f"{flag} {each.value}", {"parallel.data_parallel_sharding_strategy": each}) for each in stronger],
+        [_recompute_change(each) for each in more if each is not None],
         [_Change(f"--micro-batch-size {n}", {"train.micro_batch_size": n}) for n in smaller],
         [
             _Change(
@@ -192,6 +212,11 @@ def _changes(config: Config, world_size: int) -> tuple[list[_Change], ...]:
         ],
         [_Change(f"{n * world_size} ranks", {}, n) for n in doubled],
     )
+
+
+def _recompute_change(granularity: RecomputeGranularity) -> _Change:
+    values = {"memory.recompute_granularity": granularity, "memory.recompute_modules": []}
+    return _Change(f"--recompute-granularity {granularity.value}", values)
 
 
 def _find_fitting(config: Config, world_size: int, *, pp_rank: int, device: str, available: int) -> list[str]:
@@ -212,7 +237,7 @@ def _find_fitting(config: Config, world_size: int, *, pp_rank: int, device: str,
 
     fitting = [next((text for change in changes if (text := fits(change))), None) for changes in kinds]
     if not any(fitting):
-        strategies, _, tp, num_ranks = ([(each,) for each in changes] for changes in kinds)
-        several = product(num_ranks, [(), *tp], [(), *strategies[-1:]])
+        strategies, recompute, _, tp, num_ranks = ([(each,) for each in changes] for changes in kinds)
+        several = product(num_ranks, [(), *tp], [(), *strategies[-1:]], [(), *recompute[-1:]])
         fitting = [next((text for parts in several if (text := fits(*chain(*parts)))), None)]
     return [text for text in fitting if text]

@@ -1,18 +1,25 @@
-"""Bytes that autograd keeps of one block, counted with saved-tensor hooks on a rank of a real world."""
+"""Bytes that autograd keeps of blocks: counted with saved-tensor hooks, or as live storages, in a real world."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
 from nanotrain.data.batch import Batch
+from nanotrain.memory.block_transforms import transform_blocks
 from nanotrain.model.context import BatchContext, LayerContext
+from nanotrain.model.transformer import Stage
 from nanotrain.precision.policy import Precision
 from nanotrain.train.activations import Activations
-from nanotrain.train.plan import plan_run
+from nanotrain.train.plan import Plan, plan_run
 from nanotrain.train.stages import build_stages
 
 
@@ -34,8 +41,44 @@ class SavedTensors:
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
 
 
-def kept_and_planned(ctx: ParallelContext, words: str) -> tuple[int, int]:
-    """Bytes that a block keeps of a microbatch: counted, and by the formula."""
+class LiveStorages(TorchDispatchMode):
+    """Storages allocated inside the block that something still refers to.
+
+    Counts also what inner saved-tensor hooks replace, which outer ones do not see.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.set_.source_Storage:
+            return func(*args)  # a view of storage that exists: a receive buffer of collectives
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return out
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(num_bytes for reference, num_bytes in self._storages.values() if not reference.expired())
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """A stage of one rank, and what its blocks are called with."""
+
+    plan: Plan
+    stage: Stage
+    hidden: Tensor
+    context: LayerContext
+
+
+def microbatch(ctx: ParallelContext, words: str) -> Microbatch:
+    """The first stage of a run with random weights, and one microbatch."""
     config = load(f"--mock-data --vocab-size 512 {words}".split()).config
     plan = plan_run(config, ctx.topology.world_size, rank=ctx.rank)
     stage = build_stages(plan, ctx)[0].module
@@ -46,16 +89,46 @@ def kept_and_planned(ctx: ParallelContext, words: str) -> tuple[int, int]:
     dtype = Precision.of(config.precision).params
     hidden = torch.randn(*plan.hidden_shape, dtype=dtype, requires_grad=True)
     context = BatchContext.of(Batch.of_tokens(tokens), cp=ctx.group("cp"), aux_loss_scale=1.0)
-    rotary = None if stage._rotary is None else stage._rotary.at(tokens.shape[1], like=hidden)
     layer_context = LayerContext(
-        rotary=rotary,
+        rotary=None if stage._rotary is None else stage._rotary.at(tokens.shape[1], like=hidden),
         mask=stage.parallel.core_attention.plan_mask(None, tokens=tokens),
         sequence_positions=context.sequence_positions,
         aux_loss_scale=1.0,
     )
+    return Microbatch(plan, stage, hidden, layer_context)
+
+
+def kept_and_planned(ctx: ParallelContext, words: str) -> tuple[int, int]:
+    """Bytes that a block keeps of a microbatch: counted, and by the formula."""
+    case = microbatch(ctx, words)
+    rotary = case.context.rotary
     shared = [] if rotary is None else [rotary.cos, rotary.sin]
-    saved = SavedTensors([*stage.parameters(), *shared])
+    saved = SavedTensors([*case.stage.parameters(), *shared])
     with saved_tensors_hooks(saved.pack, lambda tensor: tensor):
-        out = stage.layers["0"](hidden, layer_context)
-    assert out.shape == hidden.shape  # keeps the graph until here
-    return saved.num_bytes, Activations(plan, "cpu").block(0)
+        out = case.stage.layers["0"](case.hidden, case.context)
+    assert out.shape == case.hidden.shape  # keeps the graph until here
+    return saved.num_bytes, Activations(case.plan, "cpu").block(0)
+
+
+def live_and_planned(ctx: ParallelContext, words: str) -> tuple[int, int]:
+    """Bytes that the blocks of a stage keep of a microbatch, recomputation included: live, and by the formula."""
+    case = microbatch(ctx, words)
+    blocks, recompute = case.stage.layers.values(), case.stage.parallel.recompute
+    functions = transform_blocks(blocks, case.plan.config, recompute=recompute)
+
+    def forward() -> Tensor:
+        hidden = case.hidden + 0
+        for function in functions:
+            hidden = function(hidden, case.context)
+        return hidden
+
+    with torch.no_grad():
+        forward()  # allocates the receive buffers of collectives, which stay
+    with LiveStorages() as live:
+        hidden = forward()
+    graph = hidden.grad_fn
+    del hidden
+    num_bytes = live.num_bytes
+    assert graph is not None  # keeps the graph until here
+    kept, spec = Activations(case.plan, "cpu"), case.plan.stages[0].spec
+    return num_bytes, kept.stage(spec).kept - kept.head()

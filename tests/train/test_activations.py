@@ -10,7 +10,7 @@ from nanotrain.config.schema import with_values
 from nanotrain.train.activations import Activations
 from nanotrain.train.plan import plan_run
 from tests.harness import run_ranks
-from tests.train.saved_tensors import kept_and_planned
+from tests.train.saved_tensors import kept_and_planned, live_and_planned
 
 TOLERANCE, CP_TOLERANCE = 0.03, 0.1
 SIZES = "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2"
@@ -32,6 +32,22 @@ LAYOUTS = {
     "cp2 a2a": {"cp": 2, "cp_comm_type": "a2a"},
     "ep2": {"ep": 2},
 }
+
+
+FULL, SELECTIVE = "--recompute-granularity full", "--recompute-granularity selective --recompute-modules"
+# model, dtype and what is recomputed; the first half also on two ranks
+RECOMPUTED = [
+    ("gpt2", "--bf16", FULL),
+    ("mla", "--bf16", f"{FULL} --recompute-method uniform --recompute-num-layers 3"),
+    ("llama", "", ""),
+    ("qwen3", "", f"{SELECTIVE} layernorm mlp core_attn"),
+    ("shared", "", f"{SELECTIVE} moe_act layernorm"),
+    ("shared", "", f"{FULL} --recompute-method block --recompute-num-layers 2"),
+    ("llama", "--bf16", f"{SELECTIVE} core_attn"),
+    ("mla", "--bf16", f"{SELECTIVE} mla_up_proj"),
+    ("mla", "", f"{SELECTIVE} mla_up_proj core_attn layernorm mlp"),
+    ("shared", "", f"{SELECTIVE} moe layernorm"),
+]
 
 
 def words_of(layout: str) -> str:
@@ -59,6 +75,38 @@ def test_block_bytes_are_those_that_autograd_saves(layout):
     for name in results[0]:  # ranks may differ: in the tokens of their experts
         counted, planned = (sum(result[name][i] for result in results) for i in (0, 1))
         assert planned == pytest.approx(counted, rel=tolerance), name
+
+
+def kept_with_recomputation(ctx: ParallelContext, layout: str) -> dict[str, tuple[int, int]]:
+    """Live and planned bytes of four blocks."""
+    sizes = SIZES.replace("--num-layers 1", "--num-layers 4")
+    rows = RECOMPUTED if layout == "1 rank" else RECOMPUTED[: len(RECOMPUTED) // 2]
+    return {
+        f"{model} {dtype} {setting}": live_and_planned(
+            ctx, f"{sizes} {MODELS[model]} {words_of(layout)} {dtype} {setting}"
+        )
+        for model, dtype, setting in rows
+    }
+
+
+@pytest.mark.parametrize("layout", ["1 rank", "tp2 sp"])
+def test_planned_bytes_with_recomputation_are_those_that_stay_allocated(layout):
+    results = run_ranks(1 if layout == "1 rank" else 2, kept_with_recomputation, layout, **LAYOUTS[layout])
+    for name in results[0]:
+        counted, planned = (sum(result[name][i] for result in results) for i in (0, 1))
+        assert planned == pytest.approx(counted, rel=TOLERANCE), name
+
+
+def test_a_backward_needs_the_largest_group_at_once():
+    sizes = SIZES.replace("--num-layers 1", "--num-layers 5")
+    plans = {
+        setting: plan_run(load(f"--mock-data --vocab-size 512 {sizes} {setting}".split()).config, 1, rank=0)
+        for setting in ("", FULL, f"{FULL} --recompute-method uniform --recompute-num-layers 3")
+    }
+    stages = [Activations(plan, "cpu").stage(plan.stages[0].spec) for plan in plans.values()]
+    block, block_input = Activations(plans[""], "cpu").block(0), 2 * 128 * 64 * 4
+    assert [stage.recomputed for stage in stages] == [0, block - block_input, 3 * block - block_input]
+    assert {stage.complete for stage in stages} == {stages[0].kept}
 
 
 def test_documents_add_a_mask_and_a_gpu_keeps_grouped_heads():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from nanotrain.config.config import RecomputeGranularity
 from nanotrain.config.load import load
 from nanotrain.config.schema import with_values
 from nanotrain.errors import ConfigError
@@ -76,6 +77,21 @@ def test_the_error_names_one_change_of_each_kind_that_fits():
     assert numbers and max(numbers) <= 80
     changed = with_values(config, {"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True})
     assert f"{worst_memory(changed, 8, device='cuda').total / 1e9:.2f} GB" in fix
+
+
+def test_recomputation_keeps_less_and_is_named_in_table_and_error():
+    words = f"{SMALL} --pipeline-model-parallel-size 2 --global-batch-size 8 --micro-batch-size 2"
+    kept, full, zero_bubble = (
+        plan_memory(config_of(f"{words} {more}"), 2, pp_rank=0, device="cpu")
+        for more in ("", "--recompute-granularity full", "--recompute-granularity full --pipeline-schedule zb-h1")
+    )
+    assert full.activations < kept.activations < zero_bubble.activations * 2.5
+    assert full.activations < zero_bubble.activations, "what W needs is complete from I to W"
+    assert "in flight, recompute full" in full.table(None) and "recompute" not in kept.table(None)
+    config = config_of("+config=gpt2_124m --micro-batch-size 64")
+    fix = advice(config, 8, 14 * GB)
+    changed = with_values(config, {"memory.recompute_granularity": RecomputeGranularity.full})
+    assert f"--recompute-granularity full ({worst_memory(changed, 8, device='cuda').total / 1e9:.2f} GB)" in fix
 
 
 def test_a_smaller_micro_batch_is_named():
