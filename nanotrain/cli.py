@@ -7,7 +7,9 @@ Packages are imported inside the commands, so that `--help` does not load torch.
 """
 
 import argparse
+import io
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,6 +23,7 @@ from nanotrain.config.schema import check_choice
 from nanotrain.config.suggest import did_you_mean
 from nanotrain.errors import EXIT_CODE, ConfigError, NanotrainError, report
 
+MAX_WORLD_SIZE = 1_000_000
 CONFIG_FLAGS = "any configuration flag may follow, for example --tensor-model-parallel-size 2"
 
 
@@ -37,8 +40,15 @@ class CommandParser(argparse.ArgumentParser):
 
 def count(text: str) -> int:
     """A whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
+    if not re.fullmatch("[0-9]{1,12}", text) or int(text) < 1:
         raise ValueError(text)
+    return int(text)
+
+
+def world_size(text: str) -> int:
+    """A number of ranks, up to a million."""
+    if count(text) > MAX_WORLD_SIZE:
+        raise argparse.ArgumentTypeError(f"{text} ranks: at most {MAX_WORLD_SIZE:,} can be planned")
     return int(text)
 
 
@@ -92,7 +102,7 @@ def parity(argv: Sequence[str]) -> int:
 def topology(argv: Sequence[str]) -> int:
     """Print the process groups of a number of ranks, or draw a pipeline schedule."""
     parser = CommandParser("topology", topology, epilog=CONFIG_FLAGS)
-    parser.add_argument("--world-size", type=count, metavar="N", help="print the process groups of N ranks")
+    parser.add_argument("--world-size", type=world_size, metavar="N", help="print the process groups of N ranks")
     parser.add_argument("--schedule", metavar="NAME", help="draw this pipeline schedule")
     parser.add_argument("--json", action="store_true", help="print the groups as JSON: {name: [[rank, ...], ...]}")
     microbatches_help = "microbatches of the schedule (default: 2 per rank)"
@@ -189,9 +199,9 @@ def generate(argv: Sequence[str]) -> int:
     from nanotrain.inference.generate import Sampling
 
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, seed=args.seed)
-    text = continue_text(
-        args.path, args.prompt, num_tokens=args.num_tokens, sampling=sampling, tokenizer=args.tokenizer
-    )
+    # Bytes of an argument that are not of the locale's encoding are lone surrogates, which no tokenizer encodes.
+    prompt = args.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    text = continue_text(args.path, prompt, num_tokens=args.num_tokens, sampling=sampling, tokenizer=args.tokenizer)
     print(text)
     return 0
 
@@ -307,6 +317,9 @@ def run_command(program: str, argv: Sequence[str], *, commands: dict[str, Comman
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 2 for a user error, which is printed on standard error."""
     arguments = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):  # a locale such as latin-1 has no character for some that are printed
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         if list(arguments) == ["--version"]:
             print(f"nanotrain {version('nanotrain')}")

@@ -23,8 +23,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nanotrain.config.config import Config
 from nanotrain.config.flags import FLAGS, CommandLine, Setting
+from nanotrain.config.references import mark_references
 from nanotrain.config.schema import KEYS, SECTIONS, flatten, nest, to_dict
 from nanotrain.config.suggest import by_meaning, did_you_mean
+from nanotrain.config.yaml_file import check_yaml
 from nanotrain.errors import ConfigError, ErrorCollector
 
 
@@ -97,6 +99,9 @@ def hydra_at(folder: Path) -> Iterator[None]:
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
             yield
+    except RecursionError:
+        why = "a defaults list includes its own file, or files include each other"
+        raise ConfigError("the YAML files cannot be composed", why=why, fix="remove that entry") from None
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
@@ -130,6 +135,9 @@ def check_choices(choices: Mapping[str, str], folders: list[Path]) -> None:
         if name not in names:
             fix = did_you_mean(name, names, prefix=f"{group}=") if name else f"write {group}=NAME"
             raise ConfigError(f"there is no {group} {name!r}", why=f"there are {', '.join(names)}", fix=fix)
+        for parent in parents:
+            if (path := parent / f"{name}.yaml").is_file():
+                check_yaml(path)
 
 
 def trace(config_name: str, overrides: list[str], *, folders: list[Path]) -> dict[str, str]:
@@ -187,7 +195,7 @@ def merge_settings(
     try:
         for setting in settings:
             OmegaConf.update(merged, setting.key, parse_value(setting), merge=False)
-        return to_plain(merged, resolve=True)
+        return cast(dict[str, dict[str, Any]], mark_references(to_plain(merged, resolve=True), to_plain(merged)))
     except OmegaConfBaseException as error:
         raise ConfigError("a value refers to another that cannot be found", why=str(error).splitlines()[0]) from None
 
@@ -208,6 +216,7 @@ def parse_value(setting: Setting) -> Any:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
+    check_yaml(path)
     try:
         content = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:

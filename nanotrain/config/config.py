@@ -155,7 +155,7 @@ class MoEConfig:
 class ModelConfig:
     """The architecture of a GPT; names as in Megatron-LM."""
 
-    num_layers: int = option(4, "transformer blocks", check=at_least(1))
+    num_layers: int = option(4, "transformer blocks", check=at_least(1, at_most=100_000))
     hidden_size: int = option(256, "width of the residual stream", check=at_least(1))
     ffn_hidden_size: int | None = option(None, "inner width of the MLP; unset: 4 * hidden_size, with swiglu 8/3 * hidden_size rounded up to a multiple of 64", check=at_least(1))
     num_attention_heads: int = option(4, "query heads", check=at_least(1))
@@ -301,7 +301,7 @@ class DataConfig:
     merge_file: str | None = option(None, "GPT-2's merges.txt, with vocab_file instead of tokenizer_model")
     mock_data: bool = option(False, "train on synthetic tokens, for benchmarks")
     shuffle: bool = option(True, "shuffle the samples; off: sample i is tokens [i*S, i*S+S+1)")
-    num_workers: int = option(1, "data loader processes; 0: load in the training process", check=at_least(0))
+    num_workers: int = option(1, "data loader processes; 0: load in the training process", check=at_least(0, at_most=256))
     reset_position_ids: bool = option(False, "restart position ids at each document")
     reset_attention_mask: bool = option(False, "mask attention between documents")
     eod_mask_loss: bool = option(False, "mask the loss of tokens that follow an end-of-document token")
@@ -331,7 +331,7 @@ class TrainConfig:
     train_iters: int = option(100, "optimizer steps", check=at_least(0))
     micro_batch_size: int = option(1, "samples per rank and microbatch", check=at_least(1))
     global_batch_size: int | None = option(None, "samples per optimizer step over all ranks; unset: micro_batch_size x data-parallel size", check=at_least(1))
-    seed: int = option(1234, "random seed", check=at_least(0))
+    seed: int = option(1234, "random seed", check=at_least(0, at_most=2**62))
     run_dir: str | None = option(None, "folder of the run; unset: runs/<recipe>")
     device: DeviceKind = option(DeviceKind.auto, "auto (cuda where available), cpu or cuda")
     torch_compile: bool = option(False, "compile every transformer block with torch.compile")

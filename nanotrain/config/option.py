@@ -37,9 +37,11 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def at_least(bound: float) -> Callable[[Any], bool]:
-    """A check that passes numbers from `bound` on, and None."""
-    return _check(f"must be at least {bound}", lambda value: value >= bound)
+def at_least(bound: float, *, at_most: float | None = None) -> Callable[[Any], bool]:
+    """A check that passes numbers from `bound` on, up to `at_most`, and None."""
+    if at_most is None:
+        return _check(f"must be at least {bound}", lambda value: value >= bound)
+    return _check(f"must be at least {bound} and at most {at_most}", lambda value: bound <= value <= at_most)
 
 
 def above(bound: float) -> Callable[[Any], bool]:

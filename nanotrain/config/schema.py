@@ -16,6 +16,7 @@ from typing import Any, get_args, get_origin
 
 from nanotrain.config.config import Config
 from nanotrain.config.option import flag_of
+from nanotrain.config.references import as_written
 from nanotrain.config.suggest import advise, by_meaning, did_you_mean
 from nanotrain.config.synonyms import VALUES
 from nanotrain.errors import ConfigError, ErrorCollector
@@ -262,7 +263,7 @@ def convert_float(entry: Entry, value: Any) -> float:
     """A finite number."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise wrong_type(entry, value)
@@ -273,7 +274,7 @@ def convert_str(entry: Entry, value: Any) -> str:
     """Text; a number in YAML becomes its text."""
     if isinstance(value, Mapping | list | tuple):
         raise wrong_type(entry, value)
-    return str(value)
+    return value if isinstance(value, str) else str(value)
 
 
 def convert_list(entry: Entry, value: Any) -> list[str]:
@@ -300,6 +301,7 @@ CONVERSIONS = {
     list: convert_list,
     Enum: convert_enum,
 }
+MAX_SHOWN = 100  # characters of a wrong value in its error
 TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list"}
 
 
@@ -312,7 +314,7 @@ def plain(value: Any) -> Any:
     """A value in the types of YAML and JSON."""
     if isinstance(value, Enum):
         return value.value
-    return list(value) if isinstance(value, list) else value
+    return as_written(value)
 
 
 def entries_of(section: str) -> list[Entry]:
@@ -339,4 +341,5 @@ def unknown_flag(flag: str, *, known: Iterable[str]) -> ConfigError:
 def wrong_type(entry: Entry, value: Any) -> ConfigError:
     """The error for a value the field cannot take."""
     expected = TYPE_NAMES.get(entry.kind) or f"one of {', '.join(entry.choices)}"
-    return ConfigError(f"{entry.key} is {value!r}", why=f"it takes {expected}", fix=entry.meaning)
+    shown = value if len(repr(value)) <= MAX_SHOWN else f"{value!s:.{MAX_SHOWN}}..."
+    return ConfigError(f"{entry.key} is {shown!r}", why=f"it takes {expected}", fix=entry.meaning)

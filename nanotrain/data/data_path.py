@@ -1,5 +1,6 @@
 """Parse `--data-path`: prefixes of token files, with or without weights."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -7,6 +8,8 @@ from pathlib import Path
 
 from nanotrain.data.token_format import idx_path
 from nanotrain.errors import ConfigError
+
+_NUMBER = re.compile(r"[+-]?(\d{1,30}(\.\d{0,30})?|\.\d{1,30})(e[+-]?\d{1,2})?|\d{1,30}/0*[1-9]\d{0,29}", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ def parse_data_path(entries: Sequence[str]) -> tuple[WeightedPrefix, ...]:
     >>> parse_data_path(["0.7", "a", "0.3", "b"])[1].weight
     Fraction(3, 10)
     """
-    items = [item for entry in entries for item in str(entry).split()]
+    items = [item for entry in map(str, entries) for item in ([entry] if _is_prefix(entry) else entry.split())]
     weights = [_weight(item) for item in items]
     if all(weight is None for weight in weights):
         return tuple(WeightedPrefix(_prefix(item)) for item in items)
@@ -46,12 +49,13 @@ def parse_data_path(entries: Sequence[str]) -> tuple[WeightedPrefix, ...]:
 
 
 def _weight(item: str) -> Fraction | None:
-    if idx_path(_prefix(item)).exists():
-        return None
-    try:
-        return Fraction(item)
-    except (ValueError, ZeroDivisionError):
-        return None
+    is_number = _NUMBER.fullmatch(item) and not _is_prefix(item)
+    return Fraction(item) if is_number else None
+
+
+def _is_prefix(item: str) -> bool:
+    """Whether an entry names a corpus, which may contain blanks or look like a number."""
+    return idx_path(_prefix(item)).exists()
 
 
 def _prefix(item: str) -> Path:

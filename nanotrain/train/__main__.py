@@ -13,6 +13,7 @@ the wait is the only one with the error and prints it.
 
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -131,7 +132,7 @@ def _train_in_folder(loaded: Loaded, world_size: int, *, rank: int, device_type:
 
 
 def _world_size(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not re.fullmatch("[0-9]{1,7}", text) or int(text) < 1:
         raise EnvironmentFault(f"WORLD_SIZE is {text!r}", why="it is the number of ranks", fix="start with torchrun")
     return int(text)
 

@@ -91,6 +91,7 @@ RUN_RULES = (
         "steps {profile_step_start} to {profile_step_end} of {train_iters} cannot be profiled",
         "profile_step_start <= profile_step_end <= train_iters must hold",
         "set --profile-step-start and --profile-step-end"),
+    Rule("run_dir", lambda v: v.run_dir == "", "run_dir is empty", "a run needs a folder", "set --run-dir FOLDER"),
     Rule("hang_timeout_s distributed_timeout_minutes",
         lambda v: v.hang_timeout_s is not None and v.hang_timeout_s >= 60 * v.distributed_timeout_minutes,
         "hang_timeout_s {hang_timeout_s:g} is not below distributed_timeout_minutes {distributed_timeout_minutes:g}",
