@@ -46,7 +46,7 @@ def test_of_many_ranks_the_first_alone_speaks():
         (["checkpoint", "export"], "error: unknown command 'export'"),
         (["checkpoint", "inspect"], "error: nanotrain checkpoint inspect: the following arguments are required: path"),
         (["topology"], "give --world-size N, --schedule NAME or both"),
-        (["topology", "--world-size", "x"], "invalid count value: 'x'"),
+        (["topology", "--world-size", "x"], "invalid world_size value: 'x'"),
         (["topology", "--world-size", "6", "--tensor-model-parallel-size", "4"], "6 ranks cannot form tp=4"),
         (["topology", "--schedule", "2f2b"], "parallel.pipeline_schedule is '2f2b': the known names are"),
         (["topology", "--schedule", "1f1b", "--json"], "--json prints groups"),

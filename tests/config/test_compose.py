@@ -47,7 +47,7 @@ def test_the_recipes_are_found():
         ("# @package _global_\noptim:\n  lrr: 1\n", "unknown key optim.lrr in {path}"),
         ("# @package _global_\noptm:\n  lr: 1\n", "unknown section optm in {path}"),
         ("optim:\n  lr: 1\n", "begin it with the line: # @package _global_"),
-        ("# @package _global_\noptim: [\n", "cannot be composed"),
+        ("# @package _global_\noptim: [\n", "cannot be read"),
         ("# @package _global_\ndefaults: [nothing, _self_]\n", "config/nothing"),
         ("# @package _global_\noptim:\n  lr: fast\n", "optim.lr is 'fast': it takes a number"),
     ],

@@ -1,4 +1,4 @@
-"""Values from the environment: used as values, written as references; YAML files are checked before they are composed."""
+"""Values from the environment are used, and written as references; YAML files are checked before they are composed."""
 
 import pickle
 
