@@ -12,6 +12,7 @@ the same for every scale.
 
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import torch
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.model.fp8 import fp8_layers
+from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.step import train_step
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.compare import LOSS_TOLERANCE, NORM_TOLERANCE
@@ -124,3 +126,30 @@ def test_a_layout_has_the_scales_of_one_rank(row: Row) -> None:
     for name, history in after_first.items():
         reference = expected.histories[0][name]
         torch.testing.assert_close(history, reference, rtol=HISTORY_TOLERANCE, atol=0, msg=f"{row}: {name}")
+
+
+def save_and_load(ctx: ParallelContext, case: Case, folder: Path, checkpoint: Path | None) -> dict[str, torch.Tensor]:
+    """The histories after a step that was saved, or after that checkpoint was loaded."""
+    run = build_here(ctx, case, folder=folder, checkpoint=checkpoint)
+    if checkpoint is None:
+        batch = run.batch_iterator.next()
+        assert batch is not None
+        train_step(run, batch)
+        CheckpointHook().after_training(run)
+    layers = [layer for stage in run.stages.values() for layer in fp8_layers(stage).items()]
+    assert all(layer.has_history for _, layer in layers)
+    return {name: layer.history.clone() for name, layer in layers if layer.history is not None}
+
+
+def test_any_layout_loads_the_history_of_any_other(tmp_path: Path) -> None:
+    """Law L4."""
+    row = Row("delayed", "experts", 2, "optim", {"tp": 2, "etp": 1, "ep": 2}, SP)
+    saved = run_ranks(2, save_and_load, case_of(row), tmp_path, None, strategy="optim", **row.sizes, **row.options)[0]
+    (checkpoint,) = (tmp_path / "checkpoints").glob("step-*")
+    other = Row("delayed", "experts", 2, "no_shard", {"pp": 2})
+    loaded = run_ranks(2, save_and_load, case_of(other), tmp_path, checkpoint, pp=2)
+    assert len(loaded[0].keys() & loaded[1].keys()) == 0
+    merged = loaded[0] | loaded[1]
+    assert merged.keys() == saved.keys()
+    assert all(torch.equal(merged[name], history) for name, history in saved.items())
+    assert saved["layers.1.mlp.experts.up.fp8"].shape == (3, 4, 2)

@@ -131,3 +131,24 @@ def test_training_follows_that_of_bf16(tmp_path: Path) -> None:
         found = falling_losses(tmp_path / recipe, "--bf16", "--fp8-format", name, "--fp8-recipe", recipe)
         assert found[1:] != expected[1:]
         assert found[-1] == pytest.approx(expected[-1], abs=0.1), recipe
+
+
+@pytest.mark.parametrize("granularity", ["full", "selective"])
+def test_recomputation_changes_no_bit_and_counts_amaxes_once(tmp_path: Path, granularity: str) -> None:
+    experts = ["--num-experts", "4", "--moe-ffn-hidden-size", "32", "--num-layers", "2"]
+    recompute = ["--recompute-granularity", granularity]
+    recompute += (
+        ["--recompute-method", "uniform", "--recompute-num-layers", "1"]
+        if granularity == "full"
+        else ["--recompute-modules", "layernorm", "moe_act", "core_attn"]
+    )
+    found = []
+    for name, arguments in (("kept", []), ("recomputed", recompute)):
+        with small_run(tmp_path / name, *STEPS, *DELAYED, *experts, *arguments, "--train-iters", "3") as run:
+            spy = Spy()
+            train(run, spy)
+            found.append(([(report.loss, report.grad_norm) for report in spy.reports], histories(run)))
+    (kept, kept_histories), (recomputed, recomputed_histories) = found
+    assert kept == recomputed
+    for name, history in kept_histories.items():
+        assert torch.equal(history, recomputed_histories[name]), name
