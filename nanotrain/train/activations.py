@@ -15,7 +15,7 @@ from nanotrain.precision.policy import Precision
 from nanotrain.topology.stages import StageSpec
 from nanotrain.train.plan import Plan
 
-FP32, INT64 = 4, 8
+FP8, FP32, INT64 = 1, 4, 8
 ROUTER_TENSORS = 5  # fp32 [tokens, experts]: logits, scores and the probabilities of the losses
 Modules = frozenset[str]  # names of modules that are recomputed
 
@@ -46,6 +46,7 @@ class Activations:
         self.batch_size, self.seq_length = config.train.micro_batch_size, config.data.seq_length // self.cp
         self.tokens = self.batch_size * self.seq_length
         self.outside = self.tokens // (self.tp if self.sequence_parallel else 1)  # of tensor-parallel layers
+        self.has_fp8 = config.precision.fp8_format is not None
         self.itemsize = Precision.of(config.precision).params.itemsize
         self.width = self.shape.hidden_size * self.itemsize
 
@@ -85,11 +86,18 @@ class Activations:
         """Temporaries: the gradients inside a block, or a chunk of logits in the loss."""
         moe, columns = self.shape.moe, self.shape.padded_vocab_size // self.tp
         inner = max(self.shape.ffn_size, moe.topk * moe.ffn_size if moe else 0) // self.tp
-        block = self.tokens * 3 * (inner * self.itemsize + self.width)
+        block = self.tokens * 3 * (inner * self.itemsize + self.width) + self._fp8_working()
         tokens = min(self.tokens, max(MIN_CHUNK_TOKENS, CHUNK_ELEMENTS[self.device] // columns))
         is_low = self.itemsize < FP32  # logits are converted for the softmax, wgrads for their sum over chunks
         logits = tokens * columns * (2 * FP32 + is_low * self.itemsize) + is_low * columns * self.width
         return max(block, has_head * logits)
+
+    def _fp8_working(self) -> int:
+        """The largest operand of a product while it is quantized: two copies in fp32 and the result."""
+        if not self.has_fp8:
+            return 0
+        widths = [self.shape.ffn_size // self.tp, self.shape.moe.ffn_size // self.etp if self.shape.moe else 0]
+        return max(self.tokens, self.shape.hidden_size) * max(self.shape.hidden_size, *widths) * (2 * FP32 + FP8)
 
     def _attention(self, modules: Modules) -> int:
         shape, heads = self.shape, self.shape.num_heads // self.tp

@@ -74,8 +74,12 @@ def _layout(plan: Plan, device: str) -> str:
 
 
 def _precision(plan: Plan) -> str:
-    params = plan.config.precision.params_dtype.value
-    return "fp32" if params == "fp32" else f"{params}, main params and optimizer in fp32"
+    precision = plan.config.precision
+    params = precision.params_dtype.value
+    text = "fp32" if params == "fp32" else f"{params}, main params and optimizer in fp32"
+    if precision.fp8_format is None:
+        return text
+    return f"{text}, linear layers in fp8 ({precision.fp8_format.value}, {precision.fp8_recipe})"
 
 
 def _folder(plan: Plan, inputs: RunInputs) -> str:

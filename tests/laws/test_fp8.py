@@ -1,4 +1,4 @@
-"""Law L1 with fp8 products: a layout has the scales, and so the products, of one rank.
+"""Laws L1 and L4 with fp8 products: a layout has the scales, and so the products, of one rank.
 
 Parameters are fp32, so layouts differ by the order of fp32 sums, as without fp8. Where that moves a value across the
 border between two fp8 numbers, it changes by up to 6 % (e4m3), for about one value in 2^20. The first step has the

@@ -1,0 +1,69 @@
+"""fp8 products on a CUDA device: torch's kernels against the emulation, for the recipes that the GPU has."""
+
+import pytest
+import torch
+from torch import nn
+
+from nanotrain.config.config import Fp8Format, PrecisionConfig
+from nanotrain.errors import EnvironmentFault
+from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Layer, Fp8Options
+from nanotrain.kernels.fp8.products import Fp8GroupedMM, Fp8Linears
+from nanotrain.kernels.grouped import GroupedOptions, grouped_linear
+from nanotrain.kernels.linear import Linear
+from nanotrain.precision.fp8 import FP8_FORMATS, RECIPES
+from nanotrain.train.fp8 import require_fp8
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+CASES = [(r, f) for r, row in RECIPES.items() for f in FP8_FORMATS if not (row.e4m3_only and f == "hybrid")]
+BF16_ROUNDING = 2.0**-8
+
+
+def skip_without_kernels(recipe: str, name: str) -> None:
+    try:
+        precision = PrecisionConfig(fp8_format=Fp8Format(name), fp8_recipe=recipe)
+        require_fp8(precision, torch.cuda.get_device_capability())
+    except EnvironmentFault as error:
+        pytest.skip(str(error))
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within the rounding of the result and of tensor cores, which keep about 14 bits of a sum."""
+    error = (found.cpu().float() - expected.float()).norm() / expected.float().norm()
+    assert error.item() < 2 * BF16_ROUNDING
+
+
+@pytest.mark.parametrize(("recipe", "name"), CASES)
+@pytest.mark.parametrize("tokens", [256, 200, 24])
+def test_the_products_are_those_of_the_emulation(recipe: str, name: str, tokens: int) -> None:
+    skip_without_kernels(recipe, name)
+    weight, x, grad = draw(384, 256, seed=1), draw(tokens, 256, seed=2), draw(tokens, 384, seed=3)
+    results = []
+    for device in ("cpu", "cuda"):
+        layer = Fp8Layer(Fp8Options(RECIPES[recipe], FP8_FORMATS[name])).to(device)
+        products = Fp8Linears([Linear(nn.Parameter(weight.to(device)), None, layer)], records=True)
+        with torch.no_grad():
+            dy = grad.to(device)
+            results.append([*products.fprop(x.to(device)), products.dgrad([dy]), *products.wgrad([dy], x.to(device))])
+    for found, expected in zip(results[1], results[0], strict=True):
+        assert_near(found, expected)
+
+
+@pytest.mark.parametrize(("recipe", "name"), CASES)
+def test_experts_are_those_of_the_emulation(recipe: str, name: str) -> None:
+    skip_without_kernels(recipe, name)
+    counts, results = [40, 0, 129], []
+    for device in ("cpu", "cuda"):
+        layer = Fp8Layer(Fp8Options(RECIPES[recipe], FP8_FORMATS[name]), ExpertRange(0, 3, 3)).to(device)
+        weight, x = nn.Parameter(draw(3, 256, 128, seed=1).to(device)), draw(sum(counts), 128, seed=2).to(device)
+        x.requires_grad_()
+        offs = torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
+        out = grouped_linear(x, weight, offs=offs, options=GroupedOptions(Fp8GroupedMM(layer)))
+        grads = torch.autograd.grad(out, (x, weight), draw(*out.shape, seed=3).to(device))
+        results.append([out.detach(), *grads])
+    for found, expected in zip(results[1], results[0], strict=True):
+        assert_near(found, expected)
