@@ -13,6 +13,7 @@ from nanotrain.config.option import above, at_least, between, option, section
 class PositionEmbedding(str, Enum):
     learned_absolute = "learned_absolute"
     rope = "rope"
+    yarn = "yarn"
     none = "none"
 
 
@@ -25,6 +26,8 @@ class Activation(str, Enum):
     gelu = "gelu"
     gelu_tanh = "gelu_tanh"
     swiglu = "swiglu"
+    squared_relu = "squared_relu"
+    quick_geglu = "quick_geglu"
 
 
 class ShardingStrategy(str, Enum):
@@ -66,8 +69,9 @@ class RouterScore(str, Enum):
 
 
 class LoadBalancing(str, Enum):
-    seq_aux_loss = "seq_aux_loss"
     aux_loss = "aux_loss"
+    seq_aux_loss = "seq_aux_loss"
+    global_aux_loss = "global_aux_loss"
     none = "none"
 
 
@@ -143,8 +147,9 @@ class MoEConfig:
     router_topk_scaling_factor: float = option(1.0, "factor on the weights of the selected experts", check=above(0))
     router_num_groups: int | None = option(None, "group-limited routing: number of expert groups; unset: no groups", check=at_least(1))
     router_group_topk: int | None = option(None, "group-limited routing: groups selected per token", check=at_least(1))
-    router_load_balancing_type: LoadBalancing = option(LoadBalancing.seq_aux_loss, "load balancing: seq_aux_loss (auxiliary loss per sequence), aux_loss (per microbatch) or none")
-    aux_loss_coeff: float = option(0.0, "coefficient of the load-balancing loss", check=at_least(0))
+    router_load_balancing_type: list[LoadBalancing] = option([LoadBalancing.seq_aux_loss], "load-balancing losses: per microbatch, per sequence, over all ranks and the microbatches so far, or none")
+    router_force_load_balancing: bool = option(False, "send every token to experts in turn instead of the best ones, for benchmarks")
+    aux_loss_coeff: list[float] = option([0.0], "coefficients of the load-balancing losses, one for each", check=at_least(0))
     z_loss_coeff: float = option(0.0, "coefficient of the router z-loss", check=at_least(0))
     router_enable_expert_bias: bool = option(False, "auxiliary-loss-free balancing: add a bias per expert to the scores for the top-k selection")
     router_bias_update_rate: float = option(1e-3, "auxiliary-loss-free balancing: change of a bias per optimizer step", check=at_least(0))
@@ -164,8 +169,15 @@ class ModelConfig:
     max_position_embeddings: int = option(1024, "maximum sequence length of the model", check=at_least(1))
     vocab_size: int | None = option(None, "size of the vocabulary; unset: from the tokenizer", check=at_least(1))
     make_vocab_size_divisible_by: int = option(128, "pad the vocabulary to a multiple of this; padded logits are masked", check=at_least(1))
-    position_embedding_type: PositionEmbedding = option(PositionEmbedding.rope, "learned_absolute (GPT-2), rope (Llama, Qwen) or none")
+    position_embedding_type: PositionEmbedding = option(PositionEmbedding.rope, "learned_absolute (GPT-2), rope (Llama, Qwen), yarn (RoPE for longer contexts) or none")
     rotary_base: float = option(10000.0, "base of the rotary frequencies", check=above(0))
+    rotary_percent: float = option(1.0, "share of the channels of a head that RoPE rotates, the first ones", check=above(0))
+    rotary_scaling_factor: float = option(1.0, "YaRN: factor between the context length and the original one", check=at_least(1))
+    original_max_position_embeddings: int = option(4096, "YaRN: context length before the extension", check=at_least(1))
+    beta_fast: float = option(32.0, "YaRN: pairs with more rotations in the original context are not scaled", check=above(0))
+    beta_slow: float = option(1.0, "YaRN: pairs with fewer rotations in the original context are scaled fully", check=above(0))
+    mscale: float = option(1.0, "YaRN: coefficient of the growth of cosines and sines", check=at_least(0))
+    mscale_all_dim: float = option(0.0, "YaRN: coefficient that divides it, with MLA of the growth of the softmax scale; 0: none", check=at_least(0))
     use_rope_scaling: bool = option(False, "RoPE frequency scaling of Llama 3.1")
     rope_scaling_factor: float = option(8.0, "Llama 3.1: factor on the wavelengths of low frequencies", check=above(0))
     rope_low_freq_factor: float = option(1.0, "Llama 3.1: wavelengths above original / low are scaled fully", check=above(0))
@@ -173,7 +185,7 @@ class ModelConfig:
     rope_original_max_positions: int = option(8192, "Llama 3.1: context length before scaling", check=at_least(1))
     normalization: Normalization = option(Normalization.RMSNorm, "LayerNorm or RMSNorm")
     norm_epsilon: float = option(1e-5, "added to the variance in every norm", check=above(0))
-    activation: Activation = option(Activation.swiglu, "gelu, gelu_tanh (GPT-2's approximation) or swiglu (gated SiLU)")
+    activation: Activation = option(Activation.swiglu, "gelu, gelu_tanh (GPT-2's approximation), swiglu (gated SiLU), squared_relu or quick_geglu (gated sigmoid GELU)")
     add_bias_linear: bool = option(False, "biases on every linear layer except the head")
     add_qkv_bias: bool = option(False, "biases on the query, key and value projections only (Qwen2)")
     qk_layernorm: bool = option(False, "normalize each query and key head (Qwen3)")

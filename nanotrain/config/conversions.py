@@ -6,7 +6,8 @@ has the values of all fields that were set.
 
 from typing import Any
 
-from nanotrain.config.config import Config, PositionEmbedding, RecomputeGranularity
+from nanotrain.config.config import Config, RecomputeGranularity
+from nanotrain.config.derive import has_rope
 from nanotrain.errors import ConfigError
 
 
@@ -66,9 +67,16 @@ def group_query_attention(config: Config, text: str) -> dict[str, Any]:
     return {} if config.model.num_query_groups is not None else {"num_query_groups": 1}
 
 
+def rope_type(config: Config, text: str) -> dict[str, Any]:
+    """The position embedding, rope or yarn."""
+    if text not in ("rope", "yarn"):
+        raise ConfigError(f"--rope-type is {text!r}", why="it takes rope or yarn")
+    return {"position_embedding_type": text}
+
+
 def no_position_embedding(config: Config, text: str) -> dict[str, Any]:
     """Nothing; Megatron-LM takes the flag with RoPE only."""
-    if config.model.position_embedding_type is not PositionEmbedding.rope:
+    if not has_rope(config.model):
         why = f"position_embedding_type is {config.model.position_embedding_type.value}"
         raise ConfigError("--no-position-embedding", why=why, fix="set --position-embedding-type none instead")
     return {}

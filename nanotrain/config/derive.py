@@ -6,6 +6,7 @@ from nanotrain.config.config import (
     MemoryConfig,
     ModelConfig,
     ParallelConfig,
+    PositionEmbedding,
     PrecisionConfig,
     RecomputeGranularity,
     TrainConfig,
@@ -32,6 +33,26 @@ def query_groups(model_config: ModelConfig) -> int:
     2
     """
     return model_config.num_query_groups or model_config.num_attention_heads
+
+
+def has_rope(model_config: ModelConfig) -> bool:
+    """Whether queries and keys are rotated, plainly or by YaRN.
+
+    >>> has_rope(ModelConfig())
+    True
+    """
+    return model_config.position_embedding_type in (PositionEmbedding.rope, PositionEmbedding.yarn)
+
+
+def rotary_dim(model_config: ModelConfig) -> int:
+    """Rotated channels of a head; with MLA its rotary channels.
+
+    >>> rotary_dim(ModelConfig(kv_channels=64, rotary_percent=0.5))
+    32
+    """
+    if model_config.multi_latent_attention:
+        return model_config.mla.qk_pos_emb_head_dim
+    return int(head_dim(model_config) * model_config.rotary_percent)
 
 
 def ffn_size(model_config: ModelConfig) -> int:

@@ -30,6 +30,8 @@ ALIASES: dict[str, Alias] = {
     "--grad-reduce-in-fp32": Alias("accumulate_allreduce_grads_in_fp32", "true", agrees=("true",)),
     "--fp8": Alias("fp8_format", "hybrid", agrees=("hybrid",)),
     "--swiglu": Alias("activation", "swiglu", agrees=("swiglu",)),
+    "--squared-relu": Alias("activation", "squared_relu", agrees=("squared_relu",)),
+    "--quick-geglu": Alias("activation", "quick_geglu", agrees=("quick_geglu",)),
     "--recompute-activations": Alias("recompute_granularity", "selective", agrees=("selective",)),
     "--use-distributed-optimizer": Alias(
         "data_parallel_sharding_strategy", "optim", agrees=("optim", "optim_grads", "optim_grads_params")

@@ -159,9 +159,9 @@ def metavar(entry: Entry) -> str:
     >>> metavar(ENTRIES["lr"]), metavar(ENTRIES["device"])
     ('NUMBER', '{auto,cpu,cuda}')
     """
-    if entry.choices:
-        return "{" + ",".join(entry.choices) + "}"
-    return {bool: "true|false", int: "N", float: "NUMBER", str: "TEXT", list: "TEXT ..."}[entry.kind]
+    names = {bool: "true|false", int: "N", float: "NUMBER", str: "TEXT"}
+    one = "{" + ",".join(entry.choices) + "}" if entry.choices else names[entry.item]
+    return f"{one} ..." if entry.kind is list else one
 
 
 def default_text(entry: Entry) -> str:
@@ -171,4 +171,4 @@ def default_text(entry: Entry) -> str:
         return "unset"
     if isinstance(value, bool):
         return str(value).lower()
-    return " ".join(value) or "empty" if isinstance(value, list) else str(value)
+    return " ".join(map(str, value)) or "empty" if isinstance(value, list) else str(value)

@@ -61,9 +61,14 @@ class Entry:
         return next((kind for kind in get_args(self.field.type) if kind is not type(None)), self.field.type)
 
     @property
+    def item(self) -> Any:
+        """The type of one value: of a list the type of its items."""
+        return get_args(self.field.type)[0] if self.kind is list else self.kind
+
+    @property
     def choices(self) -> tuple[str, ...]:
         """The spellings of an enum's values."""
-        return tuple(member.value for member in self.kind) if issubclass(self.kind, Enum) else ()
+        return tuple(member.value for member in self.item) if issubclass(self.item, Enum) else ()
 
     @property
     def default(self) -> Any:
@@ -236,7 +241,15 @@ def convert(entry: Entry, value: Any) -> Any:
         if not entry.is_optional:
             raise wrong_type(entry, "null")
         return None
-    result = CONVERSIONS[Enum if entry.choices else entry.kind](entry, value)
+    if entry.kind is list:
+        items = value if isinstance(value, list | tuple) else convert_str(entry, value).split()
+        return [convert_item(entry, item) for item in items]
+    return convert_item(entry, value)
+
+
+def convert_item(entry: Entry, value: Any) -> Any:
+    """One value of a field, or one item of its list."""
+    result = CONVERSIONS[Enum if entry.choices else entry.item](entry, value)
     check = entry.field.metadata["check"]
     if check is not None and not check(result):
         raise ConfigError(f"{entry.key} is {result}", why=f"it {check.__doc__}", fix=entry.meaning)
@@ -277,18 +290,11 @@ def convert_str(entry: Entry, value: Any) -> str:
     return value if isinstance(value, str) else str(value)
 
 
-def convert_list(entry: Entry, value: Any) -> list[str]:
-    """A list of texts, or one text split at spaces."""
-    if isinstance(value, list | tuple):
-        return [convert_str(entry, item) for item in value]
-    return convert_str(entry, value).split()
-
-
 def convert_enum(entry: Entry, value: Any) -> Enum:
     """A member by the spelling of its value."""
     text = value.value if isinstance(value, Enum) else str(value)
     check_choice(entry.name, text, known=entry.choices, why="it takes one of")
-    member: Enum = entry.kind(text)
+    member: Enum = entry.item(text)
     return member
 
 
@@ -298,11 +304,10 @@ CONVERSIONS = {
     int: convert_int,
     float: convert_float,
     str: convert_str,
-    list: convert_list,
     Enum: convert_enum,
 }
 MAX_SHOWN = 100  # characters of a wrong value in its error
-TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list"}
+TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -314,7 +319,7 @@ def plain(value: Any) -> Any:
     """A value in the types of YAML and JSON."""
     if isinstance(value, Enum):
         return value.value
-    return as_written(value)
+    return [plain(item) for item in value] if isinstance(value, list) else as_written(value)
 
 
 def entries_of(section: str) -> list[Entry]:
@@ -340,6 +345,6 @@ def unknown_flag(flag: str, *, known: Iterable[str]) -> ConfigError:
 
 def wrong_type(entry: Entry, value: Any) -> ConfigError:
     """The error for a value the field cannot take."""
-    expected = TYPE_NAMES.get(entry.kind) or f"one of {', '.join(entry.choices)}"
+    expected = TYPE_NAMES.get(entry.item) or f"one of {', '.join(entry.choices)}"
     shown = value if len(repr(value)) <= MAX_SHOWN else f"{value!s:.{MAX_SHOWN}}..."
     return ConfigError(f"{entry.key} is {shown!r}", why=f"it takes {expected}", fix=entry.meaning)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanotrain.config.config import MLAConfig, ModelConfig, MoEConfig, PositionEmbedding, RouterScore
+from nanotrain.config.derive import has_rope
 from nanotrain.config.pattern import write_pattern
 from nanotrain.topology.shape import ModelShape, MoEShape
 
@@ -13,6 +14,7 @@ FREE_EXPERT_KEYS = (
     "moe.router_load_balancing_type",
     "moe.aux_loss_coeff",
     "moe.z_loss_coeff",
+    "moe.router_force_load_balancing",
     "moe.expert_capacity_factor",
 )
 
@@ -35,9 +37,15 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
         mla=model_config.mla if model_config.multi_latent_attention else MLAConfig(),
         moe=MoEConfig() if moe is None else _canonical_experts(model_config.moe, moe),
     )
-    if model_config.position_embedding_type is not PositionEmbedding.rope:
-        model_config = replace(model_config, use_rope_scaling=False, rotary_base=_DEFAULT.rotary_base)
-    return model_config if model_config.use_rope_scaling else replace(model_config, **_DEFAULT_ROPE_SCALING)
+    if not has_rope(model_config):
+        model_config = replace(model_config, rotary_base=_DEFAULT.rotary_base)
+    if not has_rope(model_config) or model_config.multi_latent_attention:
+        model_config = replace(model_config, rotary_percent=_DEFAULT.rotary_percent)
+    if model_config.position_embedding_type is not PositionEmbedding.rope or not model_config.use_rope_scaling:
+        model_config = replace(model_config, use_rope_scaling=False, **_DEFAULT_ROPE_SCALING)
+    if model_config.position_embedding_type is not PositionEmbedding.yarn:
+        model_config = replace(model_config, **_DEFAULT_YARN)
+    return model_config
 
 
 def _canonical_experts(moe: MoEConfig, shape: MoEShape) -> MoEConfig:
@@ -52,4 +60,15 @@ def _canonical_experts(moe: MoEConfig, shape: MoEShape) -> MoEConfig:
 _DEFAULT = ModelConfig()
 _DEFAULT_ROPE_SCALING: dict[str, Any] = {
     name: value for name, value in vars(_DEFAULT).items() if name.startswith("rope_")
+}
+_DEFAULT_YARN: dict[str, Any] = {
+    name: getattr(_DEFAULT, name)
+    for name in (
+        "rotary_scaling_factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+    )
 }

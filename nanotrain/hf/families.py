@@ -187,4 +187,6 @@ def _family(name: str) -> Family:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_shown, value))
     return str(getattr(value, "value", value))

@@ -1,8 +1,6 @@
 """Llama, Qwen2 and Qwen3: config.json read and written, and the names of their tensors.
 
-The three share one layout and differ in biases and norms. Rotary positions are read in both existing formats
-(`rope_theta` + `rope_scaling` before transformers 5, `rope_parameters` since) and written in the older one, which
-every version reads.
+The three share one layout and differ in biases and norms; rope.py has the rotary positions.
 """
 
 from collections.abc import Mapping
@@ -11,6 +9,7 @@ from typing import Any
 from nanotrain.config.config import Activation, ModelConfig
 from nanotrain.hf.naming import Naming
 from nanotrain.hf.reject import reject
+from nanotrain.hf.rope import read_rope, write_rope
 from nanotrain.topology.shape import ModelShape
 
 
@@ -75,32 +74,7 @@ def read_shared(raw: Mapping[str, Any], *, default_positions: int) -> dict[str, 
         "activation": Activation.swiglu,
         "untie_embeddings_and_output_weights": not raw.get("tie_word_embeddings", False),
         "init_method_std": raw.get("initializer_range", 0.02),
-        **_read_rope(raw),
-    }
-
-
-def _read_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    base = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
-    partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if partial not in (1.0, None):
-        reject("partial_rotary_factor", partial, instead="1.0")
-    if kind == "default":
-        return {"rotary_base": float(base)}
-    if kind != "llama3":
-        reject("rope_type", kind, instead="default or llama3")
-    for key in ("factor", "low_freq_factor", "high_freq_factor"):
-        if not isinstance(rope.get(key), int | float):
-            reject(f"{key} of its llama3 rotary scaling", rope.get(key), instead="a number")
-    original = rope.get("original_max_position_embeddings", raw.get("max_position_embeddings", 2048))
-    return {
-        "rotary_base": float(base),
-        "use_rope_scaling": True,
-        "rope_scaling_factor": float(rope["factor"]),
-        "rope_low_freq_factor": float(rope["low_freq_factor"]),
-        "rope_high_freq_factor": float(rope["high_freq_factor"]),
-        "rope_original_max_positions": original,
+        **read_rope(raw),
     }
 
 
@@ -118,13 +92,6 @@ def check_full_attention(raw: Mapping[str, Any]) -> None:
 def write_shared(model_config: ModelConfig) -> dict[str, Any]:
     """Entries of config.json that all families of this layout share."""
     shape = ModelShape.of(model_config)
-    scaling = {
-        "rope_type": "llama3",
-        "factor": model_config.rope_scaling_factor,
-        "low_freq_factor": model_config.rope_low_freq_factor,
-        "high_freq_factor": model_config.rope_high_freq_factor,
-        "original_max_position_embeddings": model_config.rope_original_max_positions,
-    }
     return {
         "attention_dropout": 0.0,
         "head_dim": shape.head_dim,
@@ -137,10 +104,9 @@ def write_shared(model_config: ModelConfig) -> dict[str, Any]:
         "num_hidden_layers": model_config.num_layers,
         "num_key_value_heads": shape.num_query_groups,
         "rms_norm_eps": model_config.norm_epsilon,
-        "rope_scaling": scaling if model_config.use_rope_scaling else None,
-        "rope_theta": model_config.rotary_base,
         "tie_word_embeddings": not model_config.untie_embeddings_and_output_weights,
         "vocab_size": model_config.vocab_size,
+        **write_rope(model_config),
     }
 
 

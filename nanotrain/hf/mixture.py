@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanotrain.config.config import ModelConfig, MoEConfig
+from nanotrain.config.derive import moe_layers
 from nanotrain.config.pattern import write_pattern
 from nanotrain.hf.llama import LLAMA, check_full_attention, read_shared, write_shared
 from nanotrain.hf.naming import HFName, Naming
@@ -104,10 +105,12 @@ def write_qwen3_moe(model_config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_router(model_config: ModelConfig) -> dict[str, Any]:
+    # transformers multiplies by the top k and takes the mean over layers, where the layers are summed here
+    moe, num_layers = model_config.moe, sum(moe_layers(model_config))
     return {
-        "num_experts_per_tok": model_config.moe.router_topk,
+        "num_experts_per_tok": moe.router_topk,
         "output_router_logits": False,
-        "router_aux_loss_coef": model_config.moe.aux_loss_coeff,
+        "router_aux_loss_coef": sum(moe.aux_loss_coeff) * num_layers / moe.router_topk,
     }
 
 

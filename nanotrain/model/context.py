@@ -1,6 +1,6 @@
 """What a forward pass reads beside parameters and activations: per microbatch, and per stage and microbatch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from torch import Tensor
@@ -41,3 +41,5 @@ class LayerContext:
     mask: Any = None  # made by `CoreAttention.plan_mask`
     sequence_positions: Tensor | None = None  # see `BatchContext`
     aux_loss_scale: float = 0.0  # see `BatchContext`
+    # tokens_per_expert that a router compares this microbatch with, by router; a recomputed forward reads its own
+    balance_counts: dict[Any, Tensor] = field(default_factory=dict)

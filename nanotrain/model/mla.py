@@ -27,7 +27,7 @@ from nanotrain.model.context import LayerContext
 from nanotrain.model.norm import build_norm
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
-from nanotrain.model.rope import Rotary, apply_rotary
+from nanotrain.model.rope import Rotary, apply_rotary, softmax_growth
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
 from nanotrain.topology.shape import ModelShape
 
@@ -68,6 +68,7 @@ class MultiLatentAttention(nn.Module):
         self.kv_latent_norm = build_norm(model_config, params.submodule("kv_latent_norm"))
         self.kv_up = sharded(*params.linear("kv_up"))
         self.output = RowParallelLinear(*params.linear("output"), tensor_parallel=parallel.tp)
+        self.softmax_growth = softmax_growth(model_config)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
@@ -103,6 +104,8 @@ class MultiLatentAttention(nn.Module):
         (key_value,) = column_parallel(compressed_kv, (self.kv_up,))
         query = rearrange(query, "b s (n d) -> b s n d", d=sum(self.query_sizes))
         key_value = rearrange(key_value, "b s (n d) -> b s n d", d=sum(self.key_value_sizes))
+        if self.softmax_growth != 1.0:  # YaRN; the core attention divides by the root of the head's width alone
+            query = query * self.softmax_growth
         query_nope, query_rope = query.split(self.query_sizes, dim=-1)
         key_nope, value = key_value.split(self.key_value_sizes, dim=-1)
         query = torch.cat((query_nope, apply_rotary(query_rope, rotary)), dim=-1)

@@ -55,7 +55,11 @@ class MoELayer(nn.Module):
         assert num_experts is not None, "a dense layer has no experts"
         self._split = Group.single_rank("tp") if parallel.tp.sequence_parallel else self._tp
         self.router = Router(
-            model_config.moe, params["router.weight"], sequence=parallel.sequence, recompute=parallel.recompute
+            model_config.moe,
+            params["router.weight"],
+            sequence=parallel.sequence,
+            dp=parallel.dp,
+            recompute=parallel.recompute,
         )
         self._dispatcher = build_token_dispatcher(num_experts, ep=parallel.ep, etp=parallel.etp)
         self.experts = Experts(

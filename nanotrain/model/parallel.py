@@ -19,6 +19,7 @@ class ModelParallel:
     ep: Group  # ranks that share the experts
     etp: Group  # ranks that share the matrices of each expert
     sequence: Group  # ranks that hold the tokens of one sequence (tp x cp)
+    dp: Group  # ranks that read different samples
     recompute: Recompute = field(default_factory=Recompute)  # modules that are recomputed in the backward pass
     layers_in_bf16: frozenset[int] = frozenset()  # layers without fp8, where others have it
 
@@ -29,6 +30,5 @@ class ModelParallel:
     @classmethod
     def single_rank(cls) -> "ModelParallel":
         """Without model parallelism."""
-        names: tuple[GroupName, ...] = ("ep", "etp", "tp_cp")
-        ep, etp, sequence = (Group.single_rank(name) for name in names)
-        return cls(TensorParallel.single_rank(), SDPAttention(), ep=ep, etp=etp, sequence=sequence)
+        names: tuple[GroupName, ...] = ("ep", "etp", "tp_cp", "dp")
+        return cls(TensorParallel.single_rank(), SDPAttention(), *(Group.single_rank(name) for name in names))

@@ -1,11 +1,12 @@
 """Rotary position embeddings (RoPE): `inverse_frequencies`, `RotaryTables` (cosines and sines), `apply_rotary`.
 
-A head of width D is D/2 pairs (x[i], x[i + D/2]), the half-rotation convention of Llama and Hugging Face. Pair i at
-position p is rotated by the angle p * inverse_frequency[i].
+R channels of a head are R/2 pairs (x[i], x[i + R/2]), the half-rotation convention of Llama and Hugging Face. Pair i at
+position p is rotated by the angle p * inverse_frequency[i]. The remaining channels stay as they are.
 
-Su et al. 2021 (RoFormer), section 3.4; the scaling for long contexts is that of Llama 3.1.
+Su et al. 2021 (RoFormer), section 3.4. For long contexts the scaling of Llama 3.1, or YaRN (Peng et al. 2023, section
+3), which also lengthens queries and keys, and with MLA raises the scale of the softmax (DeepSeek-V2, section 3.1.4).
 
-    B batch   S sequence   N heads   D width of a head
+    B batch   S sequence   N heads   D width of a head   R rotary channels of a head
 """
 
 import math
@@ -15,29 +16,59 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanotrain.config.config import ModelConfig
-from nanotrain.topology.shape import ModelShape
+from nanotrain.config.config import ModelConfig, PositionEmbedding
+from nanotrain.config.derive import rotary_dim
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Cosines and sines of the angles, each [S, 1, D/2] or [B, S, 1, D/2], in the dtype of the activations."""
+    """Cosines and sines of the angles, each [S, 1, R/2] or [B, S, 1, R/2], in the dtype of the activations."""
 
     cos: Tensor
     sin: Tensor
 
 
 def inverse_frequencies(model_config: ModelConfig) -> Tensor:
-    """The angle per position of each pair; with MLA only the rotary channels of a head count.
-
-    Returns:
-        [D/2] fp32, on the CPU.
-    """
-    shape = ModelShape.of(model_config)
-    size = shape.head_dim if shape.mla is None else shape.mla.rope_dim
+    """The angle per position of each pair: [R/2] fp32, on the CPU."""
+    size = rotary_dim(model_config)
     exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
     unscaled = 1.0 / model_config.rotary_base**exponents
+    if model_config.position_embedding_type is PositionEmbedding.yarn:
+        return _scale_yarn(unscaled, model_config)
     return _scale(unscaled, model_config) if model_config.use_rope_scaling else unscaled
+
+
+def rotary_length(model_config: ModelConfig) -> float:
+    """The factor on cosines and sines: 1 without YaRN."""
+    if model_config.position_embedding_type is not PositionEmbedding.yarn:
+        return 1.0
+    return _mscale(model_config, model_config.mscale) / _mscale(model_config, model_config.mscale_all_dim)
+
+
+def softmax_growth(model_config: ModelConfig) -> float:
+    """The factor on the softmax scale of MLA: 1 without YaRN."""
+    if model_config.position_embedding_type is not PositionEmbedding.yarn:
+        return 1.0
+    return _mscale(model_config, model_config.mscale_all_dim) ** 2
+
+
+def _mscale(model_config: ModelConfig, coefficient: float) -> float:
+    return 0.1 * coefficient * math.log(model_config.rotary_scaling_factor) + 1.0
+
+
+def _scale_yarn(unscaled: Tensor, model_config: ModelConfig) -> Tensor:
+    """YaRN: divide the frequency of slow pairs by the factor, keep that of fast ones, interpolate between by index."""
+    size, original = 2 * len(unscaled), model_config.original_max_position_embeddings
+
+    def pair_with(rotations: float) -> float:
+        """The index of the pair that turns this often in the original context."""
+        turns = math.log(original / (rotations * 2 * math.pi))
+        return size * turns / (2 * math.log(model_config.rotary_base))
+
+    first = max(math.floor(pair_with(model_config.beta_fast)), 0)
+    last = min(math.ceil(pair_with(model_config.beta_slow)), size - 1)
+    is_slow = ((torch.arange(len(unscaled)) - first) / max(last - first, 1e-3)).clamp(0, 1)
+    return unscaled / model_config.rotary_scaling_factor * is_slow + unscaled * (1 - is_slow)
 
 
 def _scale(unscaled: Tensor, model_config: ModelConfig) -> Tensor:
@@ -62,7 +93,7 @@ class RotaryTables:
     """
 
     def __init__(self, model_config: ModelConfig) -> None:
-        self._inverse_frequencies = inverse_frequencies(model_config)
+        self._inverse_frequencies, self._length = inverse_frequencies(model_config), rotary_length(model_config)
         self._cache: dict[tuple[torch.device, torch.dtype], Rotary] = {}
 
     def at(self, positions: int | Tensor, *, like: Tensor) -> Rotary:
@@ -85,7 +116,7 @@ class RotaryTables:
         # Angles need fp32: bf16 rounds position 257 to 256.
         with torch.no_grad():
             angles = positions.float()[..., None, None] * self._inverse_frequencies.to(like.device)
-            return Rotary(angles.cos().to(like.dtype), angles.sin().to(like.dtype))
+            return Rotary(*((x * self._length).to(like.dtype) for x in (angles.cos(), angles.sin())))
 
 
 def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
@@ -99,15 +130,16 @@ def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
         [B, S, N, D], same dtype.
     """
     if torch.compiler.is_compiling():  # the compiler fuses the formula itself
-        low, high = x.chunk(2, dim=-1)
+        pairs = rotary.cos.shape[-1]
+        low, high, rest = x.split((pairs, pairs, x.shape[-1] - 2 * pairs), dim=-1)
         cos, sin = rotary.cos, rotary.sin
-        return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+        return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
     rotated: Tensor = _Rotate.apply(x, rotary.cos, rotary.sin)
     return rotated
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotation in four half-size passes; saves no activation, as the backward is the inverse rotation."""
+    """Rotation in four passes over half of the channels; saves no activation, as the backward is its transpose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -122,10 +154,13 @@ class _Rotate(torch.autograd.Function):
 
 def _rotate(x: Tensor, *, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    low, high = x.chunk(2, dim=-1)
-    out_low, out_high = out.chunk(2, dim=-1)
+    pairs = cos.shape[-1]
+    sizes = (pairs, pairs, x.shape[-1] - 2 * pairs)
+    low, high, rest = x.split(sizes, dim=-1)
+    out_low, out_high, out_rest = out.split(sizes, dim=-1)
     torch.mul(low, cos, out=out_low)
     out_low.addcmul_(high, sin, value=-sign)
     torch.mul(high, cos, out=out_high)
     out_high.addcmul_(low, sin, value=sign)
+    out_rest.copy_(rest)
     return out

@@ -2,7 +2,8 @@
 
     logits        [E] per token, in fp32 whatever the activations are
     scores        softmax or sigmoid of the logits (SCORES)
-    topk_ids      the K experts with the highest score + bias, within the best groups where there are groups
+    topk_ids      the K experts with the highest score + bias, within the best groups where there are groups. Softmax
+                  scores that are not the weights (no pre-softmax) are compared by their logits, as in Megatron-LM
     topk_weights  factors of the expert outputs; never changed by the bias
     losses        load balance and z-loss, attached to the weights (router_loss.py)
     capacity      pairs beyond the capacity of an expert are dropped (capacity.py)
@@ -19,16 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.config.config import LoadBalancing, MoEConfig, RouterScore
 from nanotrain.memory.recompute import Recompute
 from nanotrain.model.capacity import drop_over_capacity, expert_capacity
 from nanotrain.model.context import LayerContext
-from nanotrain.model.router_loss import attach_loss, aux_loss, seq_aux_loss, z_loss
+from nanotrain.model.router_loss import attach_loss, balance_loss, count_tokens, z_loss
 from nanotrain.model.router_stats import RouterStats, StatefulModule
 from nanotrain.parallel.ep.token_dispatcher import Routing
 
-LOSSES = {LoadBalancing.seq_aux_loss: seq_aux_loss, LoadBalancing.aux_loss: aux_loss}
 _TINY = 1e-20  # avoids a division by zero where all scores underflow
 
 
@@ -39,6 +40,7 @@ class Router(StatefulModule):
         moe: number of experts, scores, losses and capacity.
         weight: [E, H].
         sequence: the ranks that hold the tokens of one sequence.
+        dp: the ranks that read different samples; read by global_aux_loss.
         recompute: of the stage; a recomputed forward counts nothing.
 
     Attributes:
@@ -50,15 +52,16 @@ class Router(StatefulModule):
     expert_bias: Tensor | None
 
     def __init__(
-        self, moe: MoEConfig, weight: nn.Parameter, *, sequence: Group, recompute: Recompute | None = None
+        self, moe: MoEConfig, weight: nn.Parameter, *, sequence: Group, dp: Group, recompute: Recompute | None = None
     ) -> None:
         super().__init__()
         self._recompute = recompute or Recompute()
-        self.moe, self.sequence, self.num_experts = moe, sequence, weight.shape[0]
+        self.moe, self.sequence, self.dp, self.num_experts = moe, sequence, dp, weight.shape[0]
         self.weight = weight
         self.register_buffer("expert_bias", torch.zeros(self.num_experts) if moe.router_enable_expert_bias else None)
         self.stats = RouterStats(self.num_experts)
-        self._aux_loss_coeff = moe.aux_loss_coeff if moe.router_load_balancing_type in LOSSES else 0.0
+        losses = zip(moe.router_load_balancing_type, moe.aux_loss_coeff, strict=True)
+        self._balance = [(kind, coeff) for kind, coeff in losses if kind is not LoadBalancing.none and coeff > 0]
 
     def forward(self, hidden: Tensor, context: LayerContext, *, positions: Tensor) -> Routing:
         """Route this rank's tokens.
@@ -73,13 +76,14 @@ class Router(StatefulModule):
         """
         logits = F.linear(hidden.float(), self.weight.float())
         scores = SCORES[self.moe.router_score_function](logits)
-        topk_ids = self._select(scores.detach())
+        if self.moe.router_force_load_balancing:
+            topk_ids = self._in_turn(logits, positions)
+        else:
+            topk_ids = self._select(logits.detach(), scores.detach())
         topk_weights = self._weights(logits, scores, topk_ids=topk_ids)
         is_training = self.training and torch.is_grad_enabled()
         if is_training:
-            topk_weights = self._attach_losses(
-                Routing(topk_ids, topk_weights), logits, scores=scores, scale=context.aux_loss_scale
-            )
+            topk_weights = self._attach_losses(topk_weights, logits, scores=scores, context=context)
         kept_ids = topk_ids
         if self.moe.expert_capacity_factor is not None:
             kept_ids = drop_over_capacity(
@@ -98,13 +102,26 @@ class Router(StatefulModule):
         """Whether this forward pass is counted: in training, and the first time where it is recomputed."""
         return self.training and torch.is_grad_enabled() and not self._recompute.is_recomputing
 
-    def _select(self, scores: Tensor) -> Tensor:
+    def _select(self, logits: Tensor, scores: Tensor) -> Tensor:
         """[B, S, E] -> [B, S, K] int64, best first."""
+        moe = self.moe
+        # Scores of experts that are far behind underflow to ties, their logits do not. They have the same order, and
+        # only a bias and the sums of groups see more of a score than its order.
+        is_ordered = self.expert_bias is None and moe.router_num_groups is None
+        has_free_scores = moe.router_score_function is RouterScore.softmax and not moe.router_pre_softmax
+        ranked = logits if is_ordered or has_free_scores else scores
         if self.expert_bias is not None:
-            scores = scores + self.expert_bias
-        if self.moe.router_num_groups is not None:
-            scores = _mask_groups(scores, self.moe)
-        return scores.topk(self.moe.router_topk, dim=-1).indices
+            ranked = ranked + self.expert_bias
+        if moe.router_num_groups is not None:
+            ranked = _mask_groups(ranked, moe)
+        return ranked.topk(moe.router_topk, dim=-1).indices
+
+    def _in_turn(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """[B, S, K] int64: the experts in turn, K per token, by position; even whatever the logits are."""
+        topk = self.moe.router_topk
+        first = (positions * topk)[:, None]
+        turns = (first + torch.arange(topk, device=positions.device)) % self.num_experts
+        return turns.expand(len(logits), -1, -1)
 
     def _weights(self, logits: Tensor, scores: Tensor, *, topk_ids: Tensor) -> Tensor:
         """[B, S, K] fp32."""
@@ -116,21 +133,38 @@ class Router(StatefulModule):
             weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
         return weights * self.moe.router_topk_scaling_factor
 
-    def _attach_losses(self, routing: Routing, logits: Tensor, *, scores: Tensor, scale: float) -> Tensor:
+    def _attach_losses(self, weights: Tensor, logits: Tensor, *, scores: Tensor, context: LayerContext) -> Tensor:
         """The weights, with the auxiliary losses attached."""
-        weights, length = routing.topk_weights, logits.shape[1] * self.sequence.size
-        if self._aux_loss_coeff > 0:
-            balance_loss = LOSSES[self.moe.router_load_balancing_type]
-            loss = balance_loss(_probabilities(scores), routing.topk_ids, sequence=self.sequence)
-            if self._counts:
-                self.stats.aux_loss += loss.detach() * length
-            weights = attach_loss(weights, loss * (self._aux_loss_coeff * scale))
+        length, scale = logits.shape[1] * self.sequence.size, context.aux_loss_scale
+        if self._balance:
+            best = logits.detach().topk(self.moe.router_topk, dim=-1).indices
+            tokens = count_tokens(best, num_experts=self.num_experts, sequence=self.sequence)
+            probabilities = _probabilities(scores)
+        for index, (kind, coeff) in enumerate(self._balance):
+            tokens_per_expert, num_sequences = self._scope(kind, tokens, context)
+            num_tokens = num_sequences * length
+            loss = balance_loss(probabilities, tokens_per_expert, topk=self.moe.router_topk, num_tokens=num_tokens)
+            if index == 0 and self._counts:  # the metric is that of the first loss
+                self.stats.aux_loss += loss.detach() * num_tokens
+            weights = attach_loss(weights, loss * (coeff * scale * num_sequences))
         if self.moe.z_loss_coeff > 0:
             loss = z_loss(logits)
             if self._counts:
                 self.stats.z_loss += loss.detach()
             weights = attach_loss(weights, loss * (self.moe.z_loss_coeff * scale / length))
         return weights
+
+    def _scope(self, kind: LoadBalancing, tokens: Tensor, context: LayerContext) -> tuple[Tensor, int]:
+        """tokens_per_expert that a loss compares with, from those of every sequence [B, E], and the sequences in it."""
+        if kind is LoadBalancing.seq_aux_loss:
+            return tokens, 1
+        of_microbatch = tokens.sum(dim=0, keepdim=True)
+        if kind is LoadBalancing.aux_loss:
+            return of_microbatch, len(tokens)
+        if self not in context.balance_counts:
+            all_reduce(of_microbatch, self.dp)
+            context.balance_counts[self] = self.stats.average_tokens(of_microbatch)
+        return context.balance_counts[self], len(tokens) * self.dp.size
 
 
 def _probabilities(scores: Tensor) -> Tensor:

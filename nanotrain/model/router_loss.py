@@ -1,15 +1,19 @@
 """Auxiliary losses of a router, and how they enter the backward pass.
 
-    seq_aux_loss   per sequence: E / (K S^2) * sum over experts of tokens of the expert * sum of its probabilities
-    aux_loss       the same with the sequences of a microbatch as one, which depends on the micro-batch size
+    balance_loss   E / (K T^2) * sum over experts of tokens of the expert * sum of its probabilities, over T tokens
+    count_tokens   the tokens of every expert, over the ranks of some groups
     z_loss         per token: logsumexp(logits)^2, which keeps logits small
     attach_loss    adds a loss to the backward pass of a tensor (Megatron-LM's MoEAuxLossAutoScaler)
 
-Tokens per expert of a sequence are summed over all ranks that hold its tokens. Each rank then differentiates the share
-of its own tokens, so the sum over ranks does not depend on how the tokens are sharded.
+The T tokens are those of a sequence (seq_aux_loss), of a microbatch (aux_loss), or of a microbatch of all ranks, with
+the mean tokens_per_expert of the microbatches so far (global_aux_loss); 1 is perfect balance. Each rank differentiates
+the share of its own tokens, so the sum over ranks does not depend on how the tokens are sharded.
 
-Sources: Fedus et al. 2021 (Switch), section 2.2, per sequence as in DeepSeek-V3, equations 17-20; Zoph et al. 2022
-(ST-MoE), equation 5.
+The tokens of an expert are those with it among their K highest scores: neither bias nor groups count, which
+balance by other means (DeepSeek-V3, equation 18; Megatron-LM, `compute_routing_scores_for_aux_loss`).
+
+Sources: Fedus et al. 2021 (Switch), section 2.2, per sequence as in DeepSeek-V3, equations 17-20, over the global batch
+as in Qiu et al. 2025, "Demons in the Detail"; Zoph et al. 2022 (ST-MoE), equation 5.
 
     B batch   S tokens of a sequence on this rank   E experts   K experts per token
 """
@@ -23,27 +27,35 @@ from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.group import Group
 
 
-def seq_aux_loss(probabilities: Tensor, topk_ids: Tensor, *, sequence: Group) -> Tensor:
-    """This rank's share of the load-balancing losses of its sequences, summed; 1 per sequence is perfect balance.
+def count_tokens(topk_ids: Tensor, *, num_experts: int, sequence: Group) -> Tensor:
+    """Tokens of every expert in each sequence.
+
+    Args:
+        topk_ids: [B, S, K] int64, the experts with the highest scores, without bias, groups and capacity.
+        num_experts: E.
+        sequence: the ranks that hold the tokens of one sequence.
+
+    Returns:
+        [B, E] fp32.
+    """
+    ids = topk_ids.flatten(1)
+    counts = torch.zeros(len(ids), num_experts, device=ids.device)
+    counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=counts.dtype))
+    all_reduce(counts, sequence)
+    return counts
+
+
+def balance_loss(probabilities: Tensor, tokens_per_expert: Tensor, *, topk: int, num_tokens: int) -> Tensor:
+    """The share of these tokens in a load-balancing loss, summed over sequences that have one each.
 
     Args:
         probabilities: [B, S, E] fp32, summing to one per token.
-        topk_ids: [B, S, K] int64, before any pair is dropped.
-        sequence: the ranks that hold the tokens of one sequence.
+        tokens_per_expert: [B, E] of every sequence, or [1, E] of all tokens that the loss is over.
+        topk: K.
+        num_tokens: T.
     """
-    num_experts, topk = probabilities.shape[-1], topk_ids.shape[-1]
-    length = probabilities.shape[1] * sequence.size
-    ids = topk_ids.flatten(1)
-    tokens_per_expert = probabilities.new_zeros(len(topk_ids), num_experts)
-    tokens_per_expert.scatter_add_(1, ids, torch.ones_like(ids, dtype=probabilities.dtype))
-    all_reduce(tokens_per_expert, sequence)
-    return (tokens_per_expert * probabilities.sum(dim=1)).sum() * (num_experts / (topk * length**2))
-
-
-def aux_loss(probabilities: Tensor, topk_ids: Tensor, *, sequence: Group) -> Tensor:
-    """This rank's share of the load-balancing loss of its microbatch, times its sequences; as `seq_aux_loss`."""
-    pooled = seq_aux_loss(probabilities.flatten(0, 1)[None], topk_ids.flatten(0, 1)[None], sequence=sequence)
-    return pooled * len(probabilities)
+    num_experts = probabilities.shape[-1]
+    return (tokens_per_expert * probabilities.sum(dim=1)).sum() * (num_experts / (topk * num_tokens**2))
 
 
 def z_loss(logits: Tensor) -> Tensor:

@@ -42,8 +42,10 @@ class RouterStats(StatefulModule):
         num_tokens: routed tokens.
         num_dropped: (token, expert) pairs beyond the capacity.
         entropy: of the router probabilities of each token, in nats.
-        aux_loss: load-balancing loss of each sequence, times its length.
+        aux_loss: the first load-balancing loss, times the tokens that it is over.
         z_loss: of each token.
+        microbatch_tokens: [E], tokens per expert of all ranks, for global_aux_loss.
+        num_microbatches: in microbatch_tokens.
     """
 
     tokens_per_expert: Tensor
@@ -52,12 +54,16 @@ class RouterStats(StatefulModule):
     entropy: Tensor
     aux_loss: Tensor
     z_loss: Tensor
+    microbatch_tokens: Tensor
+    num_microbatches: Tensor
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
         self.register_buffer("tokens_per_expert", torch.zeros(num_experts, dtype=torch.float64), persistent=False)
         for name in _SCALARS:
             self.register_buffer(name, torch.zeros((), dtype=torch.float64), persistent=False)
+        self.register_buffer("microbatch_tokens", torch.zeros(num_experts), persistent=False)
+        self.register_buffer("num_microbatches", torch.zeros(()), persistent=False)
 
     @torch.no_grad()
     def count(self, topk_ids: Tensor, *, kept_ids: Tensor, probabilities: Tensor) -> None:
@@ -74,8 +80,18 @@ class RouterStats(StatefulModule):
         self.num_dropped += (kept_ids == len(self.tokens_per_expert)).sum()
         self.entropy += torch.special.entr(probabilities).sum()
 
+    def average_tokens(self, tokens_per_expert: Tensor) -> Tensor:
+        """The mean tokens per expert of a microbatch, over this one and the earlier ones of the step.
+
+        Args:
+            tokens_per_expert: [1, E], of a microbatch of all ranks.
+        """
+        self.microbatch_tokens += tokens_per_expert[0]
+        self.num_microbatches += 1
+        return (self.microbatch_tokens / self.num_microbatches)[None]
+
     def sums(self) -> Tensor:
-        """All buffers in one tensor, [E + 5] fp64."""
+        """What the metrics are made of, in one tensor, [E + 5] fp64."""
         return torch.cat([self.tokens_per_expert, torch.stack([self.get_buffer(name) for name in _SCALARS])])
 
     def reset(self) -> None:
@@ -91,7 +107,7 @@ class RouterMetrics:
     tokens_per_expert: tuple[float, ...]  # dropped pairs among them
     dropped_fraction: float  # of all (token, expert) pairs
     entropy: float  # mean over tokens, in nats; log(E) where all experts have equal probability
-    aux_loss: float  # mean over sequences, without its coefficient; 1 is perfect balance
+    aux_loss: float  # mean of the first load-balancing loss, without its coefficient; 1 is perfect balance
     z_loss: float  # mean over tokens, without its coefficient
 
     @property

@@ -24,9 +24,11 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from nanotrain.config.config import Activation, ModelConfig, PositionEmbedding
+from nanotrain.config.config import Activation, ModelConfig
+from nanotrain.config.derive import has_rope
 from nanotrain.data.batch import Batch
 from nanotrain.kernels.linear import fprop
+from nanotrain.model.activations import ACTIVATIONS
 from nanotrain.model.context import BatchContext, LayerContext
 from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.moe import MoELayer
@@ -47,13 +49,6 @@ from nanotrain.topology.parameters import declare_stage
 from nanotrain.topology.params import LocalParam
 from nanotrain.topology.shape import ModelShape
 from nanotrain.topology.stages import StageSpec
-
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    Activation.gelu: F.gelu,
-    Activation.gelu_tanh: partial(F.gelu, approximate="tanh"),
-    Activation.swiglu: F.silu,
-}
-
 
 class Attention(nn.Module):
     """Causal multi-head attention with grouped key/value heads (Ainslie et al. 2023).
@@ -94,7 +89,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))), or down(silu(gate(x)) * up(x)) with swiglu (Shazeer 2020, "GLU variants").
+    """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x)) (Shazeer 2020, "GLU variants").
 
     Args:
         activation: between the projections.
@@ -260,8 +255,7 @@ class Stage(nn.Module):
             self.head = Head(head, vocab_size=shape.vocab_size, tensor_parallel=parallel.tp)
         # The layers in order; `transform_blocks` may replace them by functions of one or several layers.
         self.layer_functions: list[Callable[..., Tensor]] = list(self.layers.values())
-        has_rope = model_config.position_embedding_type is PositionEmbedding.rope
-        self._rotary = RotaryTables(model_config) if has_rope else None
+        self._rotary = RotaryTables(model_config) if has_rope(model_config) else None
         registered = [name for name, _ in self.named_parameters()]
         assert registered == [local.spec.name for local in params], "modules register other parameters than declared"
 

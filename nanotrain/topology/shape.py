@@ -49,7 +49,7 @@ class ModelShape:
     head_dim: int  # width of a query or key head
     value_head_dim: int  # width of a value head
     ffn_size: int  # inner width of a dense MLP
-    is_gated: bool  # the MLP has a gate projection (swiglu)
+    is_gated: bool  # the MLP has a gate projection (swiglu, quick_geglu)
     has_linear_bias: bool  # biases on every linear layer but the head
     has_qkv_bias: bool  # biases on query, key and value
     has_norm_bias: bool  # norms have a bias (LayerNorm)
@@ -84,7 +84,7 @@ class ModelShape:
             head_dim=width,
             value_head_dim=model_config.mla.v_head_dim if model_config.multi_latent_attention else width,
             ffn_size=ffn_size(model_config),
-            is_gated=model_config.activation is Activation.swiglu,
+            is_gated=model_config.activation in (Activation.swiglu, Activation.quick_geglu),
             has_linear_bias=model_config.add_bias_linear,
             has_qkv_bias=model_config.add_bias_linear or model_config.add_qkv_bias,
             has_norm_bias=model_config.normalization is Normalization.LayerNorm,

@@ -111,4 +111,5 @@ def _model_parallel(config: Config, context: ParallelContext, *, wgrad_queue: Wg
         sequence=sequence,
         recompute=Recompute(recomputed_modules(config.memory)),
         layers_in_bf16=layers_in_bf16(config.precision, config.model.num_layers),
+        dp=context.group("dp"),
     )

@@ -189,7 +189,7 @@ def test_all_broken_rules_of_a_command_line_are_in_one_error():
         "hidden_size 100 cannot be split",
         "min_lr 1 is above",
         "split is '0'",
-        "moe.aux_loss_coeff = 1.0 has no",
+        "moe.aux_loss_coeff = [1.0] has no",
     ):
         assert what in text
 

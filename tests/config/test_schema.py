@@ -32,7 +32,6 @@ KINDS = {
     int: st.integers(min_value=0, max_value=10**15),
     float: st.floats(min_value=0, allow_nan=False, allow_infinity=False),
     str: WORDS,
-    list: st.lists(WORDS, max_size=4),
 }
 
 
@@ -53,9 +52,10 @@ def plain_values(draw: st.DrawFn) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key in draw(st.lists(st.sampled_from(sorted(KEYS)), unique=True, max_size=12)):
         entry = KEYS[key]
-        value = draw(st.sampled_from(entry.choices) if entry.choices else KINDS[entry.kind])
-        check = entry.field.metadata["check"]
-        if (check is None or check(value)) and str(value).lower() not in ("null", "none"):
+        one = st.sampled_from(entry.choices) if entry.choices else KINDS[entry.item]
+        value = draw(st.lists(one, max_size=4) if entry.kind is list else one)
+        check, items = entry.field.metadata["check"], value if entry.kind is list else [value]
+        if (check is None or all(map(check, items))) and str(value).lower() not in ("null", "none"):
             values[key] = value
     return nest(values)
 

@@ -57,7 +57,7 @@ def test_a_flag_becomes_values_of_fields(arguments, values):
     ("arguments", "message"),
     [
         ("--attention-dropout 0.1", "there is no dropout; leave it out or write --attention-dropout 0"),
-        ("--rotary-percent 0.5", "RoPE rotates all channels of a head"),
+        ("--rope-type llama3", "it takes rope or yarn"),
         ("--moe-router-dtype fp64", "router logits and scores are fp32"),
         ("--distributed-backend mpi", "NCCL on GPUs, gloo on CPUs"),
         ("--disable-bias-linear --add-bias-linear", "--disable-bias-linear contradicts --add-bias-linear True"),
@@ -75,10 +75,10 @@ def test_a_flag_becomes_values_of_fields(arguments, values):
             "--position-embedding-type none instead",
         ),
         (
-            "--squared-relu",
-            "1 flag asks for what does not exist here: --squared-relu (set --swiglu or --activation gelu)",
+            "--rotary-interleaved",
+            "1 flag asks for what does not exist here: --rotary-interleaved (RoPE pairs the two halves of a head",
         ),
-        ("--pipeline-schedule 1f1b --rope-type yarn", "contradicts"),
+        ("--position-embedding-type rope --rope-type yarn", "contradicts"),
     ],
 )
 def test_what_is_never_so_is_an_error(arguments, message):
@@ -89,10 +89,10 @@ def test_what_is_never_so_is_an_error(arguments, message):
 
 def test_missing_features_are_one_error_that_names_all_of_them():
     with pytest.raises(ConfigError) as caught:
-        loaded("--squared-relu --mtp-num-layers 1 --finetune --mtp-loss-scaling-factor 0.1 --lr fast")
+        loaded("--rotary-interleaved --mtp-num-layers 1 --finetune --mtp-loss-scaling-factor 0.1 --lr fast")
     text = str(caught.value)
     assert "3 flags ask for what does not exist here" in text and text.startswith("2 mistakes")
-    for flag in ("--squared-relu (", "--mtp-num-layers 1 (there is no multi-token prediction", "--finetune ("):
+    for flag in ("--rotary-interleaved (", "--mtp-num-layers 1 (there is no multi-token prediction", "--finetune ("):
         assert flag in text
 
 

@@ -29,6 +29,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 GPT2_SHAPE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": VOCAB}
 GPT2_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 
@@ -57,6 +58,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("Llama", LLAMA_SHAPE | {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
     "llama-biased": ("Llama", LLAMA_SHAPE | {"attention_bias": True, "mlp_bias": True}),
     "llama3": ("Llama", LLAMA_SHAPE | {"rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 1}),
+    "llama-yarn": ("Llama", LLAMA_SHAPE | {"rope_parameters": YARN, "head_dim": 32}),
     "qwen2": ("Qwen2", LLAMA_SHAPE),
     "qwen2-tied": ("Qwen2", LLAMA_SHAPE | {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", LLAMA_SHAPE | {"head_dim": 16}),

@@ -16,7 +16,7 @@ from nanotrain.config.schema import with_values
 from nanotrain.errors import HuggingFaceError
 from nanotrain.hf.canonical import canonical
 from nanotrain.hf.families import check_against, config_from_hf, config_to_hf, family_of, model_from_hf
-from tests.hf.reference import CONFIGS, LLAMA3_ROPE, LLAMA_SHAPE
+from tests.hf.reference import CONFIGS, LLAMA3_ROPE, LLAMA_SHAPE, YARN
 from tests.model.building import FAMILIES as MODELS
 from tests.model.building import GPT2, LLAMA, LLAMA3, QWEN2, QWEN3
 
@@ -37,6 +37,8 @@ def test_every_config_of_transformers_is_read_as_transformers_reads_ours(name: s
     assert back.num_hidden_layers == model.num_layers
     if model.use_rope_scaling:
         assert back.rope_parameters == LLAMA3_ROPE
+    if model.position_embedding_type is PositionEmbedding.yarn:
+        assert YARN.items() <= back.rope_parameters.items()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -165,10 +167,10 @@ MIXTRAL = replace(LLAMA, moe=replace(LLAMA.moe, num_experts=4, ffn_hidden_size=2
 
 
 def test_losses_of_the_router_are_free_beside_pretrained_experts() -> None:
-    configured = ModelConfig(moe=MoEConfig(aux_loss_coeff=0.01, router_topk=2, layer_freq="[1]*2"))
+    configured = ModelConfig(moe=MoEConfig(aux_loss_coeff=[0.01], router_topk=2, layer_freq="[1]*2"))
     explicit = frozenset({"moe.aux_loss_coeff", "moe.router_topk", "moe.layer_freq"})
     assert check_against(MIXTRAL, configured, explicit=explicit) == replace(
-        MIXTRAL, moe=replace(MIXTRAL.moe, aux_loss_coeff=0.01), init_method_std=configured.init_method_std
+        MIXTRAL, moe=replace(MIXTRAL.moe, aux_loss_coeff=[0.01]), init_method_std=configured.init_method_std
     )
     with pytest.raises(HuggingFaceError, match="--moe-aux-loss-coeff 0.01 contradicts"):
         check_against(LLAMA, configured, explicit=frozenset({"moe.aux_loss_coeff"}))
@@ -186,7 +188,7 @@ def test_losses_of_the_router_are_free_beside_pretrained_experts() -> None:
     ],
 )
 def test_a_mixture_no_family_can_hold_is_refused_by_name(change: dict[str, Any], lost: str) -> None:
-    assert family_of(replace(MIXTRAL, moe=replace(MIXTRAL.moe, aux_loss_coeff=0.1, z_loss_coeff=0.1))) == "mixtral"
+    assert family_of(replace(MIXTRAL, moe=replace(MIXTRAL.moe, aux_loss_coeff=[0.1], z_loss_coeff=0.1))) == "mixtral"
     assert family_of(replace(MIXTRAL, qk_layernorm=True, moe=replace(MIXTRAL.moe, layer_freq="2"))) == "qwen3_moe"
     with pytest.raises(HuggingFaceError, match=lost):
         family_of(with_values(MIXTRAL, change))

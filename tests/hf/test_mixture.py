@@ -12,16 +12,19 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from nanotrain.comm.group import Group
 from nanotrain.config.config import ModelConfig
 from nanotrain.config.load import load
 from nanotrain.hf.canonical import canonical
 from nanotrain.hf.export import export_weights
-from nanotrain.hf.families import FAMILIES, config_from_hf, family_of, model_from_hf
+from nanotrain.hf.families import FAMILIES, config_from_hf, config_to_hf, family_of, model_from_hf
 from nanotrain.hf.import_weights import import_weights
 from nanotrain.hf.mixture import FUSED_NAMES
 from nanotrain.hf.naming import map_parameters
 from nanotrain.hf.weights import WeightFiles
+from nanotrain.model.router_loss import balance_loss, count_tokens
 from nanotrain.topology.boxes import Box, TensorBox, flat_range_to_boxes
 from tests.hf.reference import MIXTURES, reference
 
@@ -129,4 +132,19 @@ def test_the_published_layout_is_read() -> None:
         "router_aux_loss_coef": 0.001, "sliding_window": null, "tie_word_embeddings": false,
         "torch_dtype": "bfloat16", "use_cache": true, "use_sliding_window": false, "vocab_size": 151936}""")
     recipe = load(["+config=qwen3_30b_a3b"], to_train=False).config.model
-    assert canonical(config_from_hf(raw)) == canonical(replace(recipe, moe=replace(recipe.moe, aux_loss_coeff=0.0)))
+    assert canonical(config_from_hf(raw)) == canonical(replace(recipe, moe=replace(recipe.moe, aux_loss_coeff=[0.0])))
+
+
+@pytest.mark.parametrize(("recipe", "published"), [("mixtral_8x7b", 0.02), ("qwen3_30b_a3b", 0.001)])
+def test_the_coefficient_of_a_recipe_is_the_published_one_in_transformers_definition(recipe, published) -> None:
+    model = load([f"model={recipe}", "--mock-data"]).config.model
+    assert config_to_hf(model, family=family_of(model))["router_aux_loss_coef"] == pytest.approx(published, rel=1e-5)
+    # equal gates in all layers: transformers pools them, here they are summed
+    logits = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    pooled = load_balancing_loss_func((logits,) * model.num_layers, 8, model.moe.router_topk)
+    ids = logits.topk(model.moe.router_topk).indices
+    tokens = count_tokens(ids[None], num_experts=8, sequence=Group.single_rank("tp_cp"))
+    one = balance_loss(logits.softmax(-1)[None], tokens, topk=model.moe.router_topk, num_tokens=64)
+    torch.testing.assert_close(
+        published * pooled, model.moe.aux_loss_coeff[0] * model.num_layers * one, rtol=1e-5, atol=0
+    )

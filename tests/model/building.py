@@ -27,6 +27,12 @@ LLAMA = ModelConfig(
 LLAMA3 = replace(
     LLAMA, rotary_base=500000.0, use_rope_scaling=True, rope_original_max_positions=16, rope_scaling_factor=4.0
 )
+YARN = replace(
+    LLAMA,
+    position_embedding_type=PositionEmbedding.yarn,
+    rotary_scaling_factor=4.0,
+    original_max_position_embeddings=16,
+)
 QWEN2 = replace(LLAMA, add_qkv_bias=True, rotary_base=1000000.0)
 QWEN3 = replace(LLAMA, qk_layernorm=True, kv_channels=16)
 GPT2 = ModelConfig(

@@ -25,7 +25,7 @@ B, S, H, E = 4, 32, 16, 8
 DROPLESS = ModelConfig(hidden_size=H, vocab_size=8, moe=MoEConfig(num_experts=E, router_topk=2, ffn_hidden_size=24))
 CAPACITY = replace(
     DROPLESS,
-    moe=replace(DROPLESS.moe, router_topk=3, router_pre_softmax=True, aux_loss_coeff=0.7, expert_capacity_factor=0.8),
+    moe=replace(DROPLESS.moe, router_topk=3, router_pre_softmax=True, aux_loss_coeff=[0.7], expert_capacity_factor=0.8),
 )
 DEEPSEEK = replace(
     DROPLESS,
@@ -37,7 +37,7 @@ DEEPSEEK = replace(
         router_group_topk=3,
         router_topk_scaling_factor=2.5,
         router_enable_expert_bias=True,
-        aux_loss_coeff=0.5,
+        aux_loss_coeff=[0.5],
         z_loss_coeff=0.3,
     ),
 )
@@ -104,7 +104,12 @@ class Part:
         group = self.ctx.group
         tensor_parallel = TensorParallel(group("tp"), sequence_parallel=self.sequence_parallel)
         return replace(
-            ModelParallel.single_rank(), tp=tensor_parallel, ep=group("ep"), etp=group("etp"), sequence=group("tp_cp")
+            ModelParallel.single_rank(),
+            tp=tensor_parallel,
+            ep=group("ep"),
+            etp=group("etp"),
+            sequence=group("tp_cp"),
+            dp=group("dp"),
         )
 
     @property

@@ -55,7 +55,7 @@ def test_qwen3_moe_block_gives_the_same(norm_topk_prob):
 def test_deepseek_block_gives_the_same():
     # Theirs counts a group's best two experts, ours topk // group_topk: the same in DeepSeek-V3 (8 // 4) and here.
     model = replace(
-        DEEPSEEK, moe=replace(DEEPSEEK.moe, router_topk=4, router_group_topk=2, aux_loss_coeff=0.0, z_loss_coeff=0.0)
+        DEEPSEEK, moe=replace(DEEPSEEK.moe, router_topk=4, router_group_topk=2, aux_loss_coeff=[0.0], z_loss_coeff=0.0)
     )
     sizes = {"hidden_size": H, "moe_intermediate_size": 20, "n_routed_experts": E, "num_local_experts": E}
     routing = {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}

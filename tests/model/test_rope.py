@@ -1,12 +1,25 @@
 """Rotary positions: a rotation, relative, and equal in every way to compute it."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanotrain.model.rope import Rotary, RotaryTables, apply_rotary, inverse_frequencies
-from tests.model.building import LLAMA, LLAMA3
+from nanotrain.config.config import MLAConfig
+from nanotrain.model.rope import (
+    Rotary,
+    RotaryTables,
+    apply_rotary,
+    inverse_frequencies,
+    rotary_length,
+    softmax_growth,
+)
+from tests.model.building import LLAMA, LLAMA3, YARN
 
 
 def heads(length: int = 12, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -80,3 +93,48 @@ def test_llama3_scaling_keeps_short_waves_and_divides_long_ones() -> None:
     assert between.any()
     assert (scaled[between] < base[between]).all()
     assert (scaled[between] > base[between] / 4).all()
+
+
+@pytest.mark.parametrize("width", [8, 32, 128])
+@pytest.mark.parametrize(("mscale", "mscale_all_dim"), [(1.0, 0.0), (1.0, 1.0), (0.7, 0.4)])
+def test_yarn_is_that_of_transformers(width: int, mscale: float, mscale_all_dim: float) -> None:
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 8.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 24,
+        "beta_slow": 2,
+    }
+    if mscale_all_dim:
+        rope |= {"mscale": mscale, "mscale_all_dim": mscale_all_dim}
+    config = transformers.LlamaConfig(head_dim=width, max_position_embeddings=4096, rope_parameters=rope)
+    expected, length = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    ours = replace(
+        YARN,
+        kv_channels=width,
+        rotary_base=1e6,
+        rotary_scaling_factor=8.0,
+        original_max_position_embeddings=512,
+        beta_fast=24.0,
+        beta_slow=2.0,
+        mscale=mscale,
+        mscale_all_dim=mscale_all_dim,
+    )
+    torch.testing.assert_close(inverse_frequencies(ours), expected)
+    assert rotary_length(ours) == pytest.approx(length)
+    # DeepSeek-V3's attention multiplies the scale of its softmax as well
+    assert softmax_growth(ours) == pytest.approx((0.1 * mscale_all_dim * math.log(8) + 1) ** 2)
+    assert (rotary_length(LLAMA), softmax_growth(LLAMA)) == (1.0, 1.0)
+
+
+def test_a_share_of_the_channels_is_rotated_and_the_rest_stays() -> None:
+    half = replace(LLAMA, rotary_percent=0.5)
+    tables, x = RotaryTables(half).at(12, like=torch.empty(0, dtype=torch.float64)), heads()
+    rotated = apply_rotary(x, tables)
+    assert tables.cos.shape[-1] == 2 and torch.equal(rotated[..., 4:], x[..., 4:])
+    narrow = RotaryTables(replace(LLAMA, kv_channels=4)).at(12, like=torch.empty(0, dtype=torch.float64))
+    torch.testing.assert_close(rotated[..., :4], apply_rotary(x[..., :4].contiguous(), narrow))
+    torch.autograd.gradcheck(lambda x: apply_rotary(x, tables), x.requires_grad_())
+    latent = replace(half, multi_latent_attention=True, mla=MLAConfig(qk_pos_emb_head_dim=6))
+    assert len(inverse_frequencies(latent)) == 3

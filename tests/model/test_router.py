@@ -15,12 +15,18 @@ SOFTMAX = ModelConfig(hidden_size=E, moe=MoEConfig(num_experts=E, router_topk=K)
 SIGMOID = replace(SOFTMAX, moe=replace(SOFTMAX.moe, router_score_function=RouterScore.sigmoid))
 
 
-def route(model, logits, *, bias=None, scale=0.0):
+def build_router(model, *, bias=None):
     """A router whose weight is the identity, so that its input is its logits."""
-    router = Router(model.moe, torch.nn.Parameter(torch.eye(E)), sequence=Group.single_rank("tp_cp"))
+    weight = torch.nn.Parameter(torch.eye(E))
+    router = Router(model.moe, weight, sequence=Group.single_rank("tp_cp"), dp=Group.single_rank("dp"))
     if bias is not None:
         router.expert_bias.copy_(torch.tensor(bias))
-    return router(logits, LayerContext(aux_loss_scale=scale), positions=torch.arange(logits.shape[1]))
+    return router
+
+
+def route(model, logits, *, bias=None, context=None, router=None):
+    router = router or build_router(model, bias=bias)
+    return router(logits, context or LayerContext(), positions=torch.arange(logits.shape[1]))
 
 
 def one_token(*logits):
@@ -64,6 +70,32 @@ def test_only_the_best_groups_are_chosen_from():
     assert route(model, token).topk_ids.tolist() == [[3, 2]]
 
 
+def test_groups_are_ranked_by_logits_unless_the_softmax_comes_first():
+    # Megatron-LM's topk_routing_with_score_function: sums of 3 - 10 and 1 + 0.9, or of their probabilities
+    model = replace(SOFTMAX, moe=replace(SOFTMAX.moe, router_num_groups=4, router_group_topk=1))
+    token = one_token(3.0, -10.0, 1.0, 0.9, -8.0, -8.0, -9.0, -9.0)
+    assert route(model, token).topk_ids.tolist() == [[2, 3]]
+    pre = replace(model, moe=replace(model.moe, router_pre_softmax=True))
+    assert route(pre, token).topk_ids.tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize("is_pre", [False, True])
+def test_experts_whose_probabilities_underflow_are_compared_by_their_logits(is_pre):
+    model = replace(SOFTMAX, moe=replace(SOFTMAX.moe, router_pre_softmax=is_pre))
+    token = one_token(-300.0, -250.0, -200.0, 0.0, -150.0, -400.0, -180.0, -190.0)
+    assert (token.softmax(-1) > 0).sum() == 1
+    assert route(model, token).topk_ids.tolist() == [[3, 4]]
+
+
+def test_experts_in_turn_are_even_and_their_weights_are_learned():
+    model = replace(SOFTMAX, moe=replace(SOFTMAX.moe, router_force_load_balancing=True))
+    logits = batch_of_logits()[:, :4]
+    routing = route(model, logits)
+    assert routing.topk_ids.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]] * 3
+    expected = logits.flatten(0, 1).gather(1, routing.topk_ids).softmax(-1)
+    torch.testing.assert_close(routing.topk_weights, expected)
+
+
 def test_logits_are_fp32_whatever_the_activations_are():
     routing = route(SOFTMAX, TOKEN.bfloat16())
     assert routing.topk_weights.dtype == torch.float32
@@ -73,10 +105,11 @@ def batch_of_logits(seed=0):
     return torch.randn(3, S, E, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
-def gradient_of(model, logits, scale):
+def gradient_of(model, logits, scale, *, bias=None, router=None, context=None):
     """What flows back when nothing but the auxiliary losses has a gradient."""
     logits = logits.clone().requires_grad_()
-    routing = route(model, logits, scale=scale)
+    context = context or LayerContext(aux_loss_scale=scale)
+    routing = route(model, logits, bias=bias, router=router, context=context)
     routing.topk_weights.backward(torch.zeros_like(routing.topk_weights))
     return logits.grad
 
@@ -89,8 +122,68 @@ def test_the_aux_loss_is_that_of_each_sequence_written_out(model):
     fractions = torch.nn.functional.one_hot(experts, E).sum(2).float().mean(1) * E / K
     loss = (fractions * scores.mean(1)).sum()  # over experts and sequences
     (expected,) = torch.autograd.grad(loss * 0.3 / 16, logits)
-    found = gradient_of(replace(model, moe=replace(model.moe, aux_loss_coeff=0.3)), logits.detach(), 1 / 16)
+    found = gradient_of(replace(model, moe=replace(model.moe, aux_loss_coeff=[0.3])), logits.detach(), 1 / 16)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("model", [SOFTMAX, SIGMOID])
+def test_several_losses_are_each_that_of_its_scope_written_out(model):
+    first, second = batch_of_logits(1), batch_of_logits(2)
+    kinds = [LoadBalancing.global_aux_loss, LoadBalancing.seq_aux_loss, LoadBalancing.aux_loss]
+    model = replace(model, moe=replace(model.moe, router_load_balancing_type=kinds, aux_loss_coeff=[0.3, 0.2, 0.1]))
+    router = build_router(model)
+
+    def scores_and_choices(logits):
+        scores = logits.softmax(-1)
+        if model.moe.router_score_function is RouterScore.sigmoid:
+            scores = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+        return scores, torch.nn.functional.one_hot(scores.topk(K, dim=-1).indices, E).sum(2).float()
+
+    def loss_of(scores, choices):  # choices: those of the tokens, or the mean of several microbatches
+        return (choices.mean((0, 1)) * scores.mean((0, 1))).sum() * E / K
+
+    _, choices_before = scores_and_choices(first)
+    for logits, before in ((first, []), (second, [choices_before])):
+        leaf = logits.clone().requires_grad_()
+        scores, choices = scores_and_choices(leaf)
+        expected = 0.3 * loss_of(scores, torch.cat([*before, choices])) + 0.1 * loss_of(scores, choices)
+        expected = 3 * expected + 0.2 * sum(map(loss_of, scores.unsqueeze(1), choices.unsqueeze(1)))
+        (gradient,) = torch.autograd.grad(expected / 16, leaf)
+        torch.testing.assert_close(gradient_of(model, logits, 1 / 16, router=router), gradient)
+    router.stats.reset()  # the next step starts anew
+    assert router.stats.microbatch_tokens.sum() == 0
+
+
+def test_a_recomputed_forward_compares_with_the_tokens_of_its_first_run():
+    kinds = [LoadBalancing.global_aux_loss]
+    model = replace(SOFTMAX, moe=replace(SOFTMAX.moe, router_load_balancing_type=kinds, aux_loss_coeff=[0.3]))
+    router, context = build_router(model), LayerContext(aux_loss_scale=1.0)
+    expected = gradient_of(model, batch_of_logits(1), 1.0, router=router, context=context)
+    gradient_of(model, batch_of_logits(2), 1.0, router=router)
+    again = gradient_of(model, batch_of_logits(1), 1.0, router=router, context=context)
+    assert torch.equal(again, expected) and router.stats.num_microbatches == 2
+
+
+def test_the_aux_loss_counts_the_best_scores_whatever_bias_and_groups_choose():
+    # DeepSeek-V3, equation 18, and Megatron-LM's compute_routing_scores_for_aux_loss
+    model = replace(
+        SIGMOID,
+        moe=replace(
+            SIGMOID.moe,
+            router_enable_expert_bias=True,
+            router_num_groups=4,
+            router_group_topk=2,
+            aux_loss_coeff=[0.3],
+        ),
+    )
+    bias = [0.0, -5.0, 3.0, 0.0, 1.0, 0.0, -2.0, 0.5]
+    logits = batch_of_logits().requires_grad_()
+    scores = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+    best = scores.topk(K, dim=-1).indices
+    assert not torch.equal(best, route(model, logits.detach(), bias=bias).topk_ids.view(3, S, K))
+    fractions = torch.nn.functional.one_hot(best, E).sum(2).float().mean(1) * E / K
+    (expected,) = torch.autograd.grad((fractions * scores.mean(1)).sum() * 0.3 / 16, logits)
+    torch.testing.assert_close(gradient_of(model, logits.detach(), 1 / 16, bias=bias), expected)
 
 
 def test_the_z_loss_is_a_mean_over_the_tokens_of_the_global_batch():
@@ -102,5 +195,7 @@ def test_the_z_loss_is_a_mean_over_the_tokens_of_the_global_batch():
 
 
 def test_without_load_balancing_there_is_no_aux_loss():
-    off = replace(SOFTMAX, moe=replace(SOFTMAX.moe, aux_loss_coeff=0.3, router_load_balancing_type=LoadBalancing.none))
+    off = replace(
+        SOFTMAX, moe=replace(SOFTMAX.moe, aux_loss_coeff=[0.3], router_load_balancing_type=[LoadBalancing.none])
+    )
     assert (gradient_of(off, batch_of_logits(), 1.0) == 0).all()

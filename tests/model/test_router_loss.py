@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanotrain.comm.group import Group
-from nanotrain.model.router_loss import attach_loss, aux_loss, seq_aux_loss, z_loss
+from nanotrain.model.router_loss import attach_loss, balance_loss, count_tokens, z_loss
 from tests.harness import ranks
 
 SEQUENCE = Group.single_rank("tp_cp")
@@ -19,6 +19,12 @@ def written_out(probabilities: torch.Tensor, topk_ids: torch.Tensor) -> torch.Te
             fraction = (ids == expert).sum() * num_experts / (ids.shape[-1] * length)
             total = total + fraction * scores[:, expert].mean()
     return total
+
+
+def seq_aux_loss(probabilities: torch.Tensor, topk_ids: torch.Tensor, *, sequence: Group) -> torch.Tensor:
+    tokens = count_tokens(topk_ids, num_experts=probabilities.shape[-1], sequence=sequence)
+    length = probabilities.shape[1] * sequence.size
+    return balance_loss(probabilities, tokens, topk=topk_ids.shape[-1], num_tokens=length)
 
 
 def random_routing() -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,11 +66,3 @@ def test_a_joined_loss_is_differentiated_with_factor_one() -> None:
     assert torch.equal(joined, x)
     (joined.sum() * 7).backward()
     assert torch.equal(x.grad, torch.full((3,), 7.0)) and weight.grad.item() == 4.0
-
-
-def test_the_loss_of_a_microbatch_takes_its_sequences_as_one() -> None:
-    probabilities, topk_ids = random_routing()
-    pooled = written_out(probabilities.reshape(1, 24, 5), topk_ids.reshape(1, 24, 2))
-    torch.testing.assert_close(aux_loss(probabilities, topk_ids, sequence=SEQUENCE), 3 * pooled)
-    one = aux_loss(probabilities[:1], topk_ids[:1], sequence=SEQUENCE)
-    torch.testing.assert_close(one, seq_aux_loss(probabilities[:1], topk_ids[:1], sequence=SEQUENCE))

@@ -1,6 +1,6 @@
 """Rules of the model section: heads, positions, experts and multi-latent attention."""
 
-from nanotrain.config.config import PositionEmbedding, RouterScore
+from nanotrain.config.config import LoadBalancing, PositionEmbedding, RouterScore
 from nanotrain.config.rules.rule import Rule
 
 # fmt: off
@@ -20,19 +20,33 @@ HEAD_RULES = (
     Rule("num_attention_heads num_query_groups", lambda v: v.num_attention_heads % v.query_groups,
         "{num_attention_heads} query heads cannot share {query_groups} key/value heads",
         "num_query_groups must divide num_attention_heads", "set --num-query-groups to a divisor"),
-    Rule("position_embedding_type kv_channels hidden_size num_attention_heads",
-        lambda v: v.position_embedding_type is PositionEmbedding.rope and v.head_dim % 2
+    Rule("position_embedding_type kv_channels hidden_size num_attention_heads rotary_percent",
+        lambda v: v.has_rope and not v.multi_latent_attention and (v.rotary_dim % 2 or v.rotary_dim == 0)
         and (v.kv_channels is not None or v.hidden_size % v.num_attention_heads == 0),
-        "a head has {head_dim} channels", "RoPE rotates pairs of channels, so their number must be even",
-        "set --kv-channels to an even number or another --num-attention-heads"),
+        "a head has {head_dim} channels, of which {rotary_dim} are rotated (rotary_percent {rotary_percent})",
+        "RoPE rotates pairs of channels, so their number must be even",
+        "set --kv-channels to an even number, or another --num-attention-heads or --rotary-percent"),
+    Rule("rotary_percent", lambda v: v.rotary_percent > 1, "rotary_percent is {rotary_percent}",
+        "it is a share of the channels of a head", "set --rotary-percent to at most 1"),
+)
+
+YARN_RULES = (
+    Rule("position_embedding_type rotary_scaling_factor",
+        lambda v: v.position_embedding_type is PositionEmbedding.yarn and v.rotary_scaling_factor <= 1,
+        "position_embedding_type is yarn and rotary_scaling_factor is {rotary_scaling_factor}",
+        "YaRN extends the context by this factor",
+        "set --rotary-scaling-factor above 1, or --position-embedding-type rope"),
+    Rule("beta_fast beta_slow", lambda v: v.beta_fast <= v.beta_slow,
+        "beta_fast {beta_fast} is not above beta_slow {beta_slow}",
+        "pairs between the two rotation counts are interpolated", "set --beta-fast above --beta-slow"),
 )
 
 MLA_RULES = (
     Rule("position_embedding_type multi_latent_attention",
-        lambda v: v.position_embedding_type is not PositionEmbedding.rope,
+        lambda v: not v.has_rope,
         "position_embedding_type is {position_embedding_type.value} with multi_latent_attention",
         "{qk_pos_emb_head_dim} channels per head (qk_pos_emb_head_dim) are rotated",
-        "set --position-embedding-type rope"),
+        "set --position-embedding-type rope or yarn"),
     Rule("qk_pos_emb_head_dim", lambda v: v.qk_pos_emb_head_dim % 2, "qk_pos_emb_head_dim is {qk_pos_emb_head_dim}",
         "RoPE rotates pairs of channels, so their number must be even",
         lambda v: f"set --qk-pos-emb-head-dim {v.qk_pos_emb_head_dim + 1}"),
@@ -59,6 +73,20 @@ MOE_RULES = (
         "moe_router_enable_expert_bias with moe_router_score_function softmax",
         "the bias is added to scores that do not depend on one another",
         "set --moe-router-score-function sigmoid or leave --moe-router-enable-expert-bias out"),
+    Rule("moe_router_load_balancing_type",
+        lambda v: len(v.moe_router_load_balancing_type) != 1
+        and (LoadBalancing.none in v.moe_router_load_balancing_type
+             or len(set(v.moe_router_load_balancing_type)) != len(v.moe_router_load_balancing_type)
+             or not v.moe_router_load_balancing_type),
+        lambda v: "moe_router_load_balancing_type is "
+        + (" ".join(kind.value for kind in v.moe_router_load_balancing_type) or "empty"),
+        "it takes none, or different losses", "name every loss once"),
+    Rule("moe_aux_loss_coeff moe_router_load_balancing_type",
+        lambda v: len(v.moe_aux_loss_coeff) != len(v.moe_router_load_balancing_type),
+        lambda v: f"{len(v.moe_aux_loss_coeff)} coefficients (moe_aux_loss_coeff) for "
+        f"{len(v.moe_router_load_balancing_type)} load-balancing losses",
+        "each loss has its own coefficient", lambda v: "set --moe-aux-loss-coeff to "
+        f"{len(v.moe_router_load_balancing_type)} numbers, in the order of --moe-router-load-balancing-type"),
     Rule("add_bias_linear num_experts", lambda v: v.add_bias_linear, "add_bias_linear with {num_experts} experts",
         "experts have no biases", "leave out --add-bias-linear or --num-experts"),
     Rule("moe_router_group_topk moe_router_num_groups",

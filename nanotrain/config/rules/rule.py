@@ -6,7 +6,16 @@ from math import lcm
 from typing import Any
 
 from nanotrain.config.config import Config
-from nanotrain.config.derive import ffn_size, head_dim, moe_ffn_size, moe_layers, padded_vocab_size, query_groups
+from nanotrain.config.derive import (
+    ffn_size,
+    has_rope,
+    head_dim,
+    moe_ffn_size,
+    moe_layers,
+    padded_vocab_size,
+    query_groups,
+    rotary_dim,
+)
 from nanotrain.config.schema import ENTRIES, value_of
 from nanotrain.errors import ConfigError, ErrorCollector
 
@@ -29,6 +38,7 @@ class Values:
         self.num_groups, self.group_topk = model.moe.router_num_groups or 1, model.moe.router_group_topk or 1
         self.experts_per_group = (model.moe.num_experts or 0) // self.num_groups
         self.head_dim, self.query_groups = head_dim(model), query_groups(model)
+        self.has_rope, self.rotary_dim = has_rope(model), rotary_dim(model)
         self.ffn_size, self.moe_ffn_size = ffn_size(model), moe_ffn_size(model)
         # without a tokenizer yet: one unit of the padding
         self.vocab_rows = padded_vocab_size(replace(model, vocab_size=model.vocab_size or 1))

@@ -48,9 +48,18 @@ def update_rules(v: Values) -> set[str]:
 
 # fmt: off
 UNUSED = (
-    Unused("rotary_base use_rope_scaling", "position_embedding_type",
+    Unused("rotary_base rotary_percent", "position_embedding_type", lambda v: not v.has_rope,
+        "it belongs to position_embedding_type rope or yarn"),
+    Unused("use_rope_scaling", "position_embedding_type",
         lambda v: v.position_embedding_type is not PositionEmbedding.rope,
         "it belongs to position_embedding_type rope"),
+    Unused("rotary_percent", "multi_latent_attention", lambda v: v.multi_latent_attention,
+        "qk_pos_emb_head_dim gives the rotary channels"),
+    Unused("rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow", "position_embedding_type",
+        lambda v: v.position_embedding_type is not PositionEmbedding.yarn,
+        "it belongs to YaRN", "set --position-embedding-type yarn"),
+    Unused("mscale mscale_all_dim", "position_embedding_type",
+        lambda v: v.position_embedding_type is not PositionEmbedding.yarn, "it belongs to YaRN", is_harmless=True),
     Unused("rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_positions",
         "use_rope_scaling", lambda v: not v.use_rope_scaling, "it belongs to use_rope_scaling"),
     Unused("reset_position_ids", "position_embedding_type",
@@ -74,7 +83,7 @@ UNUSED = (
         lambda v: v.moe_ffn_hidden_size is not None and all(v.moe_layers),
         "every layer has experts, of width moe_ffn_hidden_size", is_harmless=True),
     Unused("moe_aux_loss_coeff", "moe_router_load_balancing_type",
-        lambda v: v.moe_router_load_balancing_type is LoadBalancing.none,
+        lambda v: v.moe_router_load_balancing_type == [LoadBalancing.none],
         "moe_router_load_balancing_type none has no loss"),
     Unused("moe_router_bias_update_rate", "moe_router_enable_expert_bias",
         lambda v: not v.moe_router_enable_expert_bias, "it belongs to moe_router_enable_expert_bias"),

@@ -36,6 +36,13 @@ def test_what_fits_together_breaks_no_rule(keys):
         ({"kv_channels": 5}, "a head has 5 channels"),
         ({"seq_length": 2048}, "seq_length 2048 is longer than max_position_embeddings 1024"),
         (LATENT | {"position_embedding_type": "none"}, "position_embedding_type is none with multi_latent_attention"),
+        ({"rotary_percent": 0.3}, "of which 19 are rotated (rotary_percent 0.3)"),
+        ({"rotary_percent": 1.5}, "rotary_percent is 1.5"),
+        ({"position_embedding_type": "yarn"}, "position_embedding_type is yarn and rotary_scaling_factor is 1.0"),
+        (
+            {"position_embedding_type": "yarn", "rotary_scaling_factor": 2.0, "beta_fast": 1.0},
+            "beta_fast 1.0 is not above beta_slow 1.0",
+        ),
         (LATENT | {"qk_pos_emb_head_dim": 63}, "set --qk-pos-emb-head-dim 64"),
         (LATENT | {"add_bias_linear": True}, "add_bias_linear with multi_latent_attention"),
         (EXPERTS | {"moe_layer_freq": "[0]*4"}, "no layer has the 8 experts: moe_layer_freq is [0]*4"),
@@ -45,6 +52,19 @@ def test_what_fits_together_breaks_no_rule(keys):
         (EXPERTS | {"moe_router_topk": 1}, "the router would never learn; set --moe-router-pre-softmax"),
         (EXPERTS | {"moe_router_enable_expert_bias": True}, "set --moe-router-score-function sigmoid"),
         (EXPERTS | {"add_bias_linear": True}, "add_bias_linear with 8 experts"),
+        (
+            EXPERTS | {"moe_router_load_balancing_type": "none aux_loss", "moe_aux_loss_coeff": "0.1 0"},
+            "load_balancing_type is none aux_loss",
+        ),
+        (
+            EXPERTS | {"moe_router_load_balancing_type": "aux_loss aux_loss", "moe_aux_loss_coeff": "1 1"},
+            "name every loss once",
+        ),
+        (EXPERTS | {"moe_router_load_balancing_type": "sinkhorn"}, "takes one of aux_loss"),
+        (
+            EXPERTS | {"moe_router_load_balancing_type": "aux_loss global_aux_loss", "moe_aux_loss_coeff": 0.1},
+            "1 coefficients (moe_aux_loss_coeff) for 2 load-balancing losses",
+        ),
         (EXPERTS | {"moe_router_num_groups": 4}, "moe_router_num_groups is 4 and moe_router_group_topk is unset"),
         (EXPERTS | {"moe_router_group_topk": 4}, "moe_router_group_topk is 4 and moe_router_num_groups is unset"),
         (GROUPS | {"moe_router_num_groups": 3}, "8 experts cannot form 3 groups"),

@@ -1,0 +1,110 @@
+"""Rotary positions in config.json: `read_rope`, `write_rope`.
+
+Read in both existing formats (`rope_theta` + `rope_scaling` before transformers 5, `rope_parameters` since) and written
+in the older one, which every version reads. Scaling kinds: `default`, `llama3`, `yarn`.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from nanotrain.config.config import ModelConfig, PositionEmbedding
+from nanotrain.hf.reject import reject
+from nanotrain.model.rope import rotary_length
+
+
+def read_rope(raw: Mapping[str, Any], *, has_partial: bool = False) -> dict[str, Any]:
+    """The fields of ModelConfig about rotary positions.
+
+    Args:
+        raw: the parsed config.json.
+        has_partial: the family rotates a share of the channels where `partial_rotary_factor` says so.
+
+    Raises:
+        HuggingFaceError: an unsupported kind of scaling, or entries that are no numbers.
+    """
+    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    base = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
+    partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if not has_partial and partial not in (1.0, None):
+        reject("partial_rotary_factor", partial, instead="1.0")
+    if kind not in KINDS:
+        reject("rope_type", kind, instead=f"one of {', '.join(KINDS)}")
+    fields = {"rotary_base": float(base), "rotary_percent": 1.0 if partial is None else float(partial)}
+    return fields | KINDS[kind](rope, raw)
+
+
+def write_rope(model_config: ModelConfig) -> dict[str, Any]:
+    """Entries of config.json about rotary positions."""
+    scaling: dict[str, Any] | None = None
+    if model_config.position_embedding_type is PositionEmbedding.yarn:
+        scaling = {
+            "rope_type": "yarn",
+            "type": "yarn",
+            "factor": model_config.rotary_scaling_factor,
+            "beta_fast": model_config.beta_fast,
+            "beta_slow": model_config.beta_slow,
+            "original_max_position_embeddings": model_config.original_max_position_embeddings,
+        }
+        if model_config.mscale_all_dim > 0:
+            scaling |= {"mscale": model_config.mscale, "mscale_all_dim": model_config.mscale_all_dim}
+    elif model_config.use_rope_scaling:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": model_config.rope_scaling_factor,
+            "low_freq_factor": model_config.rope_low_freq_factor,
+            "high_freq_factor": model_config.rope_high_freq_factor,
+            "original_max_position_embeddings": model_config.rope_original_max_positions,
+        }
+    partial = {} if model_config.rotary_percent == 1 else {"partial_rotary_factor": model_config.rotary_percent}
+    return {"rope_scaling": scaling, "rope_theta": model_config.rotary_base} | partial
+
+
+def _read_default(rope: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {}
+
+
+def _read_llama3(rope: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    factor, low, high = (_number(rope, name, kind="llama3") for name in names)
+    return {
+        "use_rope_scaling": True,
+        "rope_scaling_factor": factor,
+        "rope_low_freq_factor": low,
+        "rope_high_freq_factor": high,
+        "rope_original_max_positions": _original(rope, raw),
+    }
+
+
+def _read_yarn(rope: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+    if not rope.get("truncate", True):
+        reject("truncate of its yarn rotary scaling", False, instead="true")
+    fields: dict[str, Any] = {
+        "position_embedding_type": PositionEmbedding.yarn,
+        "rotary_scaling_factor": _number(rope, "factor", kind="yarn"),
+        "beta_fast": float(rope.get("beta_fast") or 32),
+        "beta_slow": float(rope.get("beta_slow") or 1),
+        "original_max_position_embeddings": _original(rope, raw),
+    }
+    if rope.get("mscale") and rope.get("mscale_all_dim"):  # transformers ignores one without the other
+        fields |= {"mscale": float(rope["mscale"]), "mscale_all_dim": float(rope["mscale_all_dim"])}
+    expected = rotary_length(ModelConfig(**fields))
+    length = rope.get("attention_factor")
+    if length is not None and not math.isclose(length, expected, rel_tol=1e-6):
+        reject("attention_factor of its yarn rotary scaling", length, instead=f"null or {expected:.6g}")
+    return fields
+
+
+def _number(rope: Mapping[str, Any], name: str, *, kind: str) -> float:
+    value = rope.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        reject(f"{name} of its {kind} rotary scaling", value, instead="a number")
+    return float(value)
+
+
+def _original(rope: Mapping[str, Any], raw: Mapping[str, Any]) -> int:
+    return int(rope.get("original_max_position_embeddings") or raw.get("max_position_embeddings", 2048))
+
+
+KINDS = {"default": _read_default, "llama3": _read_llama3, "yarn": _read_yarn}
