@@ -122,14 +122,16 @@ def _assemble(
         assert name in mappings, f"{name} is not in this family: the exported model would lack it"
         mapping = mappings[name]
         shapes = mapping.tensor_shapes
+        kept = tensor.dtype if name.endswith(".expert_bias") else dtype  # fp32 in every checkpoint
         for part in mapping.slices(Box.full(mapping.shape)):
             if part.tensor not in incomplete:
-                incomplete[part.tensor] = torch.empty(shapes[part.tensor], dtype=dtype)
+                incomplete[part.tensor] = torch.empty(shapes[part.tensor], dtype=kept)
             incomplete[part.tensor][part.stored.slices()].copy_(part.as_stored(tensor.detach()[part.box.slices()]))
-            missing[part.tensor].remove(name)
-            if not missing[part.tensor]:
-                del missing[part.tensor]
-                yield part.tensor, incomplete.pop(part.tensor)
+        for stored in shapes:
+            missing[stored].remove(name)
+            if not missing[stored]:
+                del missing[stored]
+                yield stored, incomplete.pop(stored)
     absent = sorted(name for names in missing.values() for name in names)
     assert not absent, f"{absent} were not in the stream: the exported model would lack them"
 

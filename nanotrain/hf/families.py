@@ -18,8 +18,19 @@ from nanotrain.config.config import ModelConfig
 from nanotrain.config.schema import KEYS, config_from_dict, flat_values, to_dict, value_of, with_values
 from nanotrain.errors import ConfigError, HuggingFaceError
 from nanotrain.hf.canonical import canonical, free_keys
+from nanotrain.hf.deepseek import (
+    DEEPSEEK_V3_FUSED,
+    DEEPSEEK_V3_NAMES,
+    GLM4_MOE_FUSED,
+    GLM4_MOE_NAMES,
+    read_deepseek_v3,
+    read_glm4_moe,
+    write_deepseek_v3,
+    write_glm4_moe,
+)
 from nanotrain.hf.gpt2 import GPT2, read_gpt2, write_gpt2
 from nanotrain.hf.llama import LLAMA, read_llama, read_qwen2, read_qwen3, write_llama, write_qwen2, write_qwen3
+from nanotrain.hf.mistral import PHI3_NAMES, read_mistral, read_phi3, write_mistral, write_phi3
 from nanotrain.hf.mixture import (
     FUSED_NAMES,
     MIXTRAL_NAMES,
@@ -45,6 +56,7 @@ class Family:
     prefix: str = "model."  # of every tensor but the head; files of the base model without a head omit it
     # suffixes of tensors that are not weights (buffers in old files)
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    ignores_later_layers: bool = False  # files have layers beyond the model's, for multi-token prediction
 
 
 MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
@@ -54,8 +66,26 @@ FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", read_llama, write_llama, LLAMA),
     "qwen2": Family("Qwen2ForCausalLM", read_qwen2, write_qwen2, LLAMA),
     "qwen3": Family("Qwen3ForCausalLM", read_qwen3, write_qwen3, LLAMA),
+    "mistral": Family("MistralForCausalLM", read_mistral, write_mistral, LLAMA),
+    "phi3": Family("Phi3ForCausalLM", read_phi3, write_phi3, PHI3_NAMES),
     "mixtral": Family("MixtralForCausalLM", read_mixtral, write_mixtral, MIXTRAL_NAMES, (FUSED_NAMES,)),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", read_qwen3_moe, write_qwen3_moe, QWEN3_MOE_NAMES, (FUSED_NAMES,)),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        read_deepseek_v3,
+        write_deepseek_v3,
+        naming=DEEPSEEK_V3_NAMES,
+        other_namings=(DEEPSEEK_V3_FUSED,),
+        ignores_later_layers=True,
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        read_glm4_moe,
+        write_glm4_moe,
+        naming=GLM4_MOE_NAMES,
+        other_namings=(GLM4_MOE_FUSED,),
+        ignores_later_layers=True,
+    ),
 }
 
 

@@ -68,6 +68,7 @@ def write_gpt2(model_config: ModelConfig) -> dict[str, Any]:
     }
 
 
+QKV = ("attention.query", "attention.key", "attention.value")
 GPT2 = Naming(
     ends={
         "embedding.word": "transformer.wte",
@@ -78,9 +79,9 @@ GPT2 = Naming(
     layer="transformer.h.{layer}",
     layers={
         "attention_norm": "ln_1",
-        "attention.query": HFName("attn.c_attn", part=0, num_parts=3, transposed=True),
-        "attention.key": HFName("attn.c_attn", part=1, num_parts=3, transposed=True),
-        "attention.value": HFName("attn.c_attn", part=2, num_parts=3, transposed=True),
+        "attention.query": HFName("attn.c_attn", fused=QKV, transposed=True),
+        "attention.key": HFName("attn.c_attn", fused=QKV, transposed=True),
+        "attention.value": HFName("attn.c_attn", fused=QKV, transposed=True),
         "attention.output": HFName("attn.c_proj", transposed=True),
         "mlp_norm": "ln_2",
         "mlp.up": HFName("mlp.c_fc", transposed=True),

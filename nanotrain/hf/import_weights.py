@@ -4,6 +4,7 @@ check       the files contain exactly the tensors of the model, with their shape
 fill        every wanted box from slices of the files, transposed, offset or per expert as the family names them
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from nanotrain.errors import HuggingFaceError
 from nanotrain.hf.families import FAMILIES, Family, read_config
 from nanotrain.hf.naming import map_parameters
 from nanotrain.hf.tensor_mapping import TensorMapping
-from nanotrain.hf.weights import WeightFiles
+from nanotrain.hf.weights import WeightFiles, fp8_block_size
 from nanotrain.topology.boxes import Box, TensorBox
 
 # How many names an error lists.
@@ -34,7 +35,7 @@ def import_weights(folder: Path, model_config: ModelConfig, *, wanted: Mapping[T
     """
     raw = read_config(folder)
     family = FAMILIES[raw["model_type"]]
-    files = WeightFiles(folder, prefix=family.prefix)
+    files = WeightFiles(folder, prefix=family.prefix, block_size=fp8_block_size(raw))
     mappings = _mappings_of(files, family, model_config=model_config)
     _check(files, mappings, family=family, folder=folder)
     for tensor_box, target in wanted.items():
@@ -72,6 +73,8 @@ def _check(files: WeightFiles, mappings: Mapping[str, TensorMapping], *, family:
         for name, shape in files.shapes.items()
         if not name.endswith(family.ignored) and name not in needless - expected.keys()
     }
+    if family.ignores_later_layers:
+        found = {name: shape for name, shape in found.items() if not _is_later_layer(name, expected)}
     complaints = []
     for label, shapes, others in (("missing", expected, found), ("unknown", found, expected)):
         if names := sorted(shapes.keys() - others.keys()):
@@ -86,6 +89,12 @@ def _check(files: WeightFiles, mappings: Mapping[str, TensorMapping], *, family:
             why="; ".join(complaints),
             fix="use a folder whose config.json and weights were saved together",
         )
+
+
+def _is_later_layer(name: str, expected: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether a tensor belongs to a layer, and the model has none of this number."""
+    layer = re.match(r"(.*\.layers\.\d+\.)", name)
+    return layer is not None and not any(other.startswith(layer[1]) for other in expected)
 
 
 def _listed(items: list[str]) -> str:

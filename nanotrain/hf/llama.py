@@ -56,7 +56,7 @@ def write_qwen3(model_config: ModelConfig) -> dict[str, Any]:
     return write_shared(model_config) | {"attention_bias": False, "use_sliding_window": False}
 
 
-def read_shared(raw: Mapping[str, Any], *, default_positions: int) -> dict[str, Any]:
+def read_shared(raw: Mapping[str, Any], *, default_positions: int, has_partial_rope: bool = False) -> dict[str, Any]:
     """Fields of ModelConfig that all families of this layout share."""
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         reject("hidden_act", raw["hidden_act"], instead="silu")
@@ -74,7 +74,7 @@ def read_shared(raw: Mapping[str, Any], *, default_positions: int) -> dict[str, 
         "activation": Activation.swiglu,
         "untie_embeddings_and_output_weights": not raw.get("tie_word_embeddings", False),
         "init_method_std": raw.get("initializer_range", 0.02),
-        **read_rope(raw),
+        **read_rope(raw, has_partial=has_partial_rope),
     }
 
 

@@ -132,10 +132,11 @@ QWEN3_MOE_NAMES = _naming(
     up="mlp.experts.{expert}.up_proj",
     down="mlp.experts.{expert}.down_proj",
 )
+GATE_UP = ("mlp.experts.gate", "mlp.experts.up")
 # Both in memory in transformers 5, where experts are stacked; `torch.save` writes these.
 FUSED_NAMES = _naming(
     "mlp.gate",
-    gate=HFName("mlp.experts.gate_up_proj", part=0, num_parts=2, is_full=True),
-    up=HFName("mlp.experts.gate_up_proj", part=1, num_parts=2, is_full=True),
+    gate=HFName("mlp.experts.gate_up_proj", fused=GATE_UP, is_full=True),
+    up=HFName("mlp.experts.gate_up_proj", fused=GATE_UP, is_full=True),
     down=HFName("mlp.experts.down_proj", is_full=True),
 )

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from nanotrain.config.config import ModelConfig
 from nanotrain.hf.tensor_mapping import TensorMapping
 from nanotrain.topology.parameters import declare_model
-from nanotrain.topology.params import ParamSpec
 from nanotrain.topology.shape import ModelShape
 
 
@@ -22,10 +21,10 @@ class HFName:
     """The name of a tensor, and what of it is the parameter."""
 
     name: str  # without ".weight" and ".bias" unless `is_full`; with {expert} there is one tensor per expert
-    part: int = 0  # index of the parameter among those of equal size that are concatenated along the outputs
-    num_parts: int = 1  # parameters in the tensor
+    fused: tuple[str, ...] = ()  # the modules, itself among them, that the tensor concatenates along the outputs
     transposed: bool = False  # a matrix is stored as [inputs, outputs]
     is_full: bool = False  # the name has no ".weight" appended
+    has_neighbour_pairs: bool = False  # rotary channels are stored so that neighbours are a pair; with MLA
 
 
 @dataclass(frozen=True)
@@ -39,24 +38,57 @@ class Naming:
 
 
 def map_parameters(model_config: ModelConfig, naming: Naming) -> dict[str, TensorMapping]:
-    """The tensors of every parameter of a model that the family can hold, by the parameter's name."""
+    """The tensors of every parameter of a model that the family can hold, by the parameter's name.
+
+    The expert bias of a router, which is no parameter, is among them.
+    """
     shape = ModelShape.of(model_config)
     declared = declare_model(replace(shape, padded_vocab_size=shape.vocab_size))
-    return {spec.name: _map(spec, naming) for spec in declared}
+    sizes = {spec.name: spec.shape for spec in declared}
+    if model_config.moe.router_enable_expert_bias and shape.moe is not None:
+        layers = [layer for layer in range(shape.num_layers) if shape.has_experts(layer)]
+        sizes |= {f"layers.{layer}.mlp.router.expert_bias": (shape.moe.num_experts,) for layer in layers}
+    return {name: _map(name, sizes, naming=naming, shape=shape) for name in sizes}
 
 
-def _map(spec: ParamSpec, naming: Naming) -> TensorMapping:
-    module, _, leaf = spec.name.rpartition(".")
-    in_layer = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
+def _map(name: str, sizes: Mapping[str, tuple[int, ...]], *, naming: Naming, shape: ModelShape) -> TensorMapping:
+    module, _, leaf = name.rpartition(".")
+    in_layer = re.fullmatch(r"(layers\.(\d+)\.)(.+)", module)
     names = naming.ends if in_layer is None else naming.layers
-    found = names.get(module if in_layer is None else in_layer[2])
-    assert found is not None, f"{spec.name} has no name in this family: the exported model would lack it"
+    module = module if in_layer is None else in_layer[3]
+    found = names.get(f"{module}.{leaf}", names.get(module))
+    assert found is not None, f"{name} has no name in this family: the exported model would lack it"
     hf = found if isinstance(found, HFName) else HFName(found)
-    tensor = hf.name if in_layer is None else f"{naming.layer.format(layer=in_layer[1])}.{hf.name}"
+    tensor = hf.name if in_layer is None else f"{naming.layer.format(layer=in_layer[2])}.{hf.name}"
+    own, offset, num_outputs = sizes[name], 0, None
+    if hf.fused and in_layer is not None:
+        dim = max(0, len(own) - 2)
+        outputs = [sizes[f"{in_layer[1]}{part}.{leaf}"][dim] for part in hf.fused]
+        offset, num_outputs = sum(outputs[: hf.fused.index(module)]), sum(outputs)
     return TensorMapping(
         tensor if hf.is_full else f"{tensor}.{leaf}",
-        spec.shape,
-        transposed=hf.transposed and len(spec.shape) == 2,
-        part=hf.part,
-        num_parts=hf.num_parts,
+        own,
+        transposed=hf.transposed and len(own) == 2,
+        offset=offset,
+        num_outputs=num_outputs,
+        rows=_neighbour_rows(own[0], shape) if hf.has_neighbour_pairs else None,
     )
+
+
+def _neighbour_rows(num_rows: int, shape: ModelShape) -> tuple[int, ...]:
+    """The stored row of every row, where the last R rows of each head store pair i as rows 2 i and 2 i + 1.
+
+    Of the rows that produce compressed keys and values, the last R are one head of rotary channels.
+    """
+    assert shape.mla is not None, "only MLA is stored this way"
+    rotary = shape.mla.rope_dim
+    head = shape.head_dim if num_rows == shape.num_heads * shape.head_dim else num_rows
+
+    def stored(row: int) -> int:
+        channel = row % head - (head - rotary)  # negative without position
+        if channel < 0:
+            return row
+        pair, half = channel % (rotary // 2), channel // (rotary // 2)
+        return row - channel + 2 * pair + half
+
+    return tuple(map(stored, range(num_rows)))

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanotrain.config.config import ModelConfig, PositionEmbedding
+from nanotrain.config.derive import rotary_length
 from nanotrain.hf.reject import reject
-from nanotrain.model.rope import rotary_length
 
 
 def read_rope(raw: Mapping[str, Any], *, has_partial: bool = False) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Where a parameter is in the tensors of a Hugging Face folder.
 
 Most parameters are one tensor. Some are a slice of one (GPT-2's query, key and value; gate and up of fused experts).
-Stacked experts are one tensor per expert where a family stores them apart.
+Stacked experts are one tensor per expert where a family stores them apart. Some have their rows in another order
+(rotary channels of DeepSeek-V3).
 """
 
 from collections.abc import Iterator
@@ -42,8 +43,9 @@ class TensorMapping:
     tensor: str  # full name of the tensor; with {expert}, each entry of the parameter's first dim is one tensor
     shape: tuple[int, ...]  # of the parameter, without the padding of the vocabulary
     transposed: bool = False  # the tensor is [inputs, outputs] where the parameter is [outputs, inputs]
-    part: int = 0  # index of the parameter among those concatenated along the outputs
-    num_parts: int = 1  # parameters in the tensor
+    offset: int = 0  # the first output of the parameter in the tensor
+    num_outputs: int | None = None  # outputs of the tensor; None for those of the parameter
+    rows: tuple[int, ...] | None = None  # the row of the tensor for each row of the parameter; None for the same
 
     @property
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -55,13 +57,14 @@ class TensorMapping:
         if EXPERT in self.tensor:
             return {self._of_expert(expert): self.shape[1:] for expert in range(self.shape[0])}
         dim = self._output_dim
-        shape = (*self.shape[:dim], self.num_parts * self.shape[dim], *self.shape[dim + 1 :])
+        num_outputs = self.shape[dim] if self.num_outputs is None else self.num_outputs
+        shape = (*self.shape[:dim], num_outputs, *self.shape[dim + 1 :])
         return {self.tensor: shape[::-1] if self.transposed else shape}
 
     def slices(self, box: Box) -> Iterator[TensorSlice]:
         """A box of the parameter as slices of the tensors.
 
-        >>> mapping = TensorMapping("c_attn.weight", (4, 4), transposed=True, part=1, num_parts=3)
+        >>> mapping = TensorMapping("c_attn.weight", (4, 4), transposed=True, offset=4, num_outputs=12)
         >>> [found.stored for found in mapping.slices(Box((1, 0), (3, 4)))]
         [Box(start=(0, 5), stop=(4, 7))]
         """
@@ -69,12 +72,17 @@ class TensorMapping:
             for expert in range(box.start[0], box.stop[0]):
                 entry = Box((expert, *box.start[1:]), (expert + 1, *box.stop[1:]))
                 yield TensorSlice(self._of_expert(expert), Box(box.start[1:], box.stop[1:]), entry, transposed=False)
-            return
-        dim = self._output_dim
-        offset = self.part * self.shape[dim]
-        shifted = box.shifted([offset if other == dim else 0 for other in range(len(self.shape))])
-        stored = Box(shifted.start[::-1], shifted.stop[::-1]) if self.transposed else shifted
-        yield TensorSlice(self.tensor, stored, box, self.transposed)
+        elif self.rows is not None:
+            for start, stop in _runs(self.rows, start=box.start[0], stop=box.stop[0]):
+                part = Box((start, *box.start[1:]), (stop, *box.stop[1:]))
+                distance = self.rows[start] - start
+                stored = part.shifted([distance, *[0] * (len(self.shape) - 1)])
+                yield TensorSlice(self.tensor, stored, part, transposed=False)
+        else:
+            dim = self._output_dim
+            shifted = box.shifted([self.offset if other == dim else 0 for other in range(len(self.shape))])
+            stored = Box(shifted.start[::-1], shifted.stop[::-1]) if self.transposed else shifted
+            yield TensorSlice(self.tensor, stored, box, self.transposed)
 
     @property
     def _output_dim(self) -> int:
@@ -82,3 +90,16 @@ class TensorMapping:
 
     def _of_expert(self, expert: int) -> str:
         return self.tensor.replace(EXPERT, str(expert))
+
+
+def _runs(rows: tuple[int, ...], *, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The ranges of [start, stop) whose rows follow one another.
+
+    >>> list(_runs((0, 1, 2, 4, 3), start=1, stop=5))
+    [(1, 3), (3, 4), (4, 5)]
+    """
+    first = start
+    for row in range(start + 1, stop + 1):
+        if row == stop or rows[row] != rows[row - 1] + 1:
+            yield first, row
+            first = row

@@ -2,6 +2,9 @@
 
 `WeightFiles` is one view of one or many safetensors files (read slice by slice) or pytorch_model.bin files
 (memory-mapped). Names have the family's prefix, whether the file has it or not.
+
+fp8 weights of DeepSeek-V3 have one factor per block of 128 x 128 in a second tensor, NAME_scale_inv. It is no weight of
+its own: `read` multiplies by it.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,14 +41,40 @@ KINDS: tuple[tuple[str, str, Opener], ...] = (
 )
 
 
+SCALE = "_scale_inv"  # ending of the names of block factors
+
+
+def fp8_block_size(raw: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of a block of fp8 weights, from a parsed config.json; None without quantization.
+
+    Raises:
+        HuggingFaceError: another quantization.
+    """
+    quantization = raw.get("quantization_config")
+    if not quantization:
+        return None
+    method, size = quantization.get("quant_method"), quantization.get("weight_block_size")
+    if method != "fp8" or not isinstance(size, list) or len(size) != 2:
+        fix = "choose a checkpoint without quantization"
+        why = "weights are read in fp32, bf16, fp16, or fp8 with a factor per block (weight_block_size)"
+        raise HuggingFaceError(f"config.json has quantization_config: {method!r}", why=why, fix=fix)
+    return int(size[0]), int(size[1])
+
+
 class WeightFiles:
-    """All tensors of a Hugging Face folder; the prefix is added to names without it, but for the head.
+    """All weights of a Hugging Face folder; the prefix is added to names without it, but for the head.
+
+    Args:
+        folder: with the files.
+        prefix: of the family.
+        block_size: of fp8 weights, from `fp8_block_size`.
 
     Raises:
         HuggingFaceError: no weights, or a missing or damaged file.
     """
 
-    def __init__(self, folder: Path, *, prefix: str) -> None:
+    def __init__(self, folder: Path, *, prefix: str, block_size: tuple[int, int] | None = None) -> None:
+        self.block_size = block_size
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._tensors: dict[str, Any] = {}
         for path, opener in _weight_files(folder):
@@ -53,18 +82,31 @@ class WeightFiles:
                 name = stored if stored.startswith((prefix, "lm_head.")) else prefix + stored
                 self.shapes[name] = tuple(tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape())
                 self._tensors[name] = tensor
+        if block_size is not None:
+            self.shapes = {name: shape for name, shape in self.shapes.items() if not name.endswith(SCALE)}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """One box of a tensor, on the CPU, in the file's dtype.
+        """One box of a tensor, on the CPU, in the file's dtype, of fp8 weights in fp32.
 
         Raises:
-            HuggingFaceError: integers, as in quantized files.
+            HuggingFaceError: integers, or fp8 without factors.
         """
         values: Tensor = self._tensors[name][box.slices()]
         if not values.is_floating_point():
             fix = "give a folder with weights in fp32, bf16 or fp16"
             raise HuggingFaceError(f"{name} is stored as {values.dtype}", why="weights are floating-point", fix=fix)
-        return values
+        if values.itemsize > 1:
+            return values
+        if self.block_size is None or name + SCALE not in self._tensors:
+            why = "fp8 weights need quantization_config in config.json and a factor per block"
+            fix = f"use a folder that has {name}{SCALE}"
+            raise HuggingFaceError(f"{name} is stored as {values.dtype}", why=why, fix=fix)
+        blocks = [
+            torch.arange(start, stop) // size
+            for start, stop, size in zip(box.start, box.stop, self.block_size, strict=True)
+        ]
+        factors: Tensor = self._tensors[name + SCALE][:]
+        return values.float() * factors[blocks[0]][:, blocks[1]]
 
 
 def _weight_files(folder: Path) -> list[tuple[Path, Opener]]:

@@ -112,7 +112,8 @@ def export_checkpoint(
     checkpoint = open_checkpoint(path)
     model_config = checkpoint.config.model
     names = [PREFIX + spec.name for spec in declare_model(ModelShape.of(model_config))]
-    tensors = ((name.removeprefix(PREFIX), tensor) for name, tensor in read_global_tensors(checkpoint.path, names))
+    names += expert_biases(build_stage(model_config))
+    tensors = ((name.partition("/")[2], tensor) for name, tensor in read_global_tensors(checkpoint.path, names))
     tokenizer = tokenizer or _local_tokenizer(checkpoint)
     written = export_weights(folder, model_config, tensors=tensors, dtype=dtype, family=family, tokenizer=tokenizer)
     return f"{folder}: {written}, {dtype}, from {checkpoint.path}"

@@ -23,11 +23,12 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from nanotrain.config.config import ModelConfig
+from nanotrain.config.derive import softmax_growth
 from nanotrain.model.context import LayerContext
 from nanotrain.model.norm import build_norm
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
-from nanotrain.model.rope import Rotary, apply_rotary, softmax_growth
+from nanotrain.model.rope import Rotary, apply_rotary
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
 from nanotrain.topology.shape import ModelShape
 

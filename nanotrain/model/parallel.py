@@ -31,4 +31,5 @@ class ModelParallel:
     def single_rank(cls) -> "ModelParallel":
         """Without model parallelism."""
         names: tuple[GroupName, ...] = ("ep", "etp", "tp_cp", "dp")
-        return cls(TensorParallel.single_rank(), SDPAttention(), *(Group.single_rank(name) for name in names))
+        ep, etp, sequence, dp = (Group.single_rank(name) for name in names)
+        return cls(TensorParallel.single_rank(), SDPAttention(), ep=ep, etp=etp, sequence=sequence, dp=dp)

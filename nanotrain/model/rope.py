@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanotrain.config.config import ModelConfig, PositionEmbedding
-from nanotrain.config.derive import rotary_dim
+from nanotrain.config.derive import rotary_dim, rotary_length
 
 
 @dataclass(frozen=True)
@@ -36,24 +36,6 @@ def inverse_frequencies(model_config: ModelConfig) -> Tensor:
     if model_config.position_embedding_type is PositionEmbedding.yarn:
         return _scale_yarn(unscaled, model_config)
     return _scale(unscaled, model_config) if model_config.use_rope_scaling else unscaled
-
-
-def rotary_length(model_config: ModelConfig) -> float:
-    """The factor on cosines and sines: 1 without YaRN."""
-    if model_config.position_embedding_type is not PositionEmbedding.yarn:
-        return 1.0
-    return _mscale(model_config, model_config.mscale) / _mscale(model_config, model_config.mscale_all_dim)
-
-
-def softmax_growth(model_config: ModelConfig) -> float:
-    """The factor on the softmax scale of MLA: 1 without YaRN."""
-    if model_config.position_embedding_type is not PositionEmbedding.yarn:
-        return 1.0
-    return _mscale(model_config, model_config.mscale_all_dim) ** 2
-
-
-def _mscale(model_config: ModelConfig, coefficient: float) -> float:
-    return 0.1 * coefficient * math.log(model_config.rotary_scaling_factor) + 1.0
 
 
 def _scale_yarn(unscaled: Tensor, model_config: ModelConfig) -> Tensor:

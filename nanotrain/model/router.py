@@ -141,7 +141,7 @@ class Router(StatefulModule):
             tokens = count_tokens(best, num_experts=self.num_experts, sequence=self.sequence)
             probabilities = _probabilities(scores)
         for index, (kind, coeff) in enumerate(self._balance):
-            tokens_per_expert, num_sequences = self._scope(kind, tokens, context)
+            tokens_per_expert, num_sequences = self._scope(kind, tokens, context=context)
             num_tokens = num_sequences * length
             loss = balance_loss(probabilities, tokens_per_expert, topk=self.moe.router_topk, num_tokens=num_tokens)
             if index == 0 and self._counts:  # the metric is that of the first loss
@@ -154,7 +154,7 @@ class Router(StatefulModule):
             weights = attach_loss(weights, loss * (self.moe.z_loss_coeff * scale / length))
         return weights
 
-    def _scope(self, kind: LoadBalancing, tokens: Tensor, context: LayerContext) -> tuple[Tensor, int]:
+    def _scope(self, kind: LoadBalancing, tokens: Tensor, *, context: LayerContext) -> tuple[Tensor, int]:
         """tokens_per_expert that a loss compares with, from those of every sequence [B, E], and the sequences in it."""
         if kind is LoadBalancing.seq_aux_loss:
             return tokens, 1

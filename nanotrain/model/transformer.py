@@ -50,6 +50,7 @@ from nanotrain.topology.params import LocalParam
 from nanotrain.topology.shape import ModelShape
 from nanotrain.topology.stages import StageSpec
 
+
 class Attention(nn.Module):
     """Causal multi-head attention with grouped key/value heads (Ainslie et al. 2023).
 

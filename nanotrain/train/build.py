@@ -6,6 +6,7 @@ Initial weights come from the seed, from a Hugging Face folder or from a checkpo
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -154,4 +155,7 @@ def _init_weights(config: Config, stages: Mapping[int, BuiltStage]) -> None:
         for dp in stage.data_parallel:
             dp.fill_params(partial(fill, stage.module))
     if folder is not None:
+        biases = router_biases({index: stage.module for index, stage in stages.items()})
+        wanted = {replace(box, name=box.name.removeprefix("router/")): bias for box, bias in biases.items()}
+        import_weights(Path(folder), config.model, wanted=wanted)
         log.info("initial weights from %s", folder)

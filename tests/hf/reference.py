@@ -8,6 +8,7 @@ import transformers
 
 from nanotrain.hf.families import model_from_hf
 from nanotrain.hf.import_weights import import_weights
+from nanotrain.model.router_stats import expert_biases
 from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.topology.boxes import TensorBox
 from tests.model.building import VOCAB, give_storage
@@ -31,9 +32,38 @@ LLAMA3_ROPE = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 GPT2_SHAPE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": VOCAB}
+SMALL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 GPT2_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 
 QWEN3_EXPERTS = {"moe_intermediate_size": 24, "head_dim": 16}
+
+DEEPSEEK_V3 = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+}
+GLM4_MOE = {
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 2.5,
+}
 
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", LLAMA_SHAPE | {"num_local_experts": 4, "rope_parameters": {"rope_theta": 5e5}}),
@@ -63,6 +93,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("Qwen2", LLAMA_SHAPE | {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", LLAMA_SHAPE | {"head_dim": 16}),
     "qwen3-tied": ("Qwen3", LLAMA_SHAPE | {"head_dim": 16, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", LLAMA_SHAPE | {"head_dim": 16, "sliding_window": None}),
+    "phi3": ("Phi3", LLAMA_SHAPE | SMALL_TOKENS | {"partial_rotary_factor": 0.5}),
+    "phi3-whole-heads": ("Phi3", LLAMA_SHAPE | SMALL_TOKENS | {"tie_word_embeddings": True}),
+    "deepseek_v3": ("DeepseekV3", LLAMA_SHAPE | DEEPSEEK_V3),
+    "deepseek_v3-direct": ("DeepseekV3", LLAMA_SHAPE | DEEPSEEK_V3 | {"q_lora_rank": None, "rope_parameters": None}),
+    "glm4_moe": ("Glm4Moe", LLAMA_SHAPE | GLM4_MOE),
+    "glm4_moe-plain": ("Glm4Moe", LLAMA_SHAPE | GLM4_MOE | {"use_qk_norm": False, "attention_bias": False}),
     **MIXTURES,
 }
 
@@ -75,7 +112,8 @@ def reference(name: str, *, seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     model = getattr(transformers, architecture)(config)
     with torch.no_grad():
-        for parameter in model.parameters():
+        biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for parameter in (*model.parameters(), *biases):
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model.eval()
 
@@ -88,5 +126,17 @@ def load(folder: Path) -> Stage:
     wanted = {
         TensorBox.full(spec.name, spec.shape): parameters[spec.name] for spec in (local.spec for local in stage.params)
     }
+    wanted |= {TensorBox.full(name, bias.shape): bias for name, bias in biases_of(stage).items()}
     import_weights(folder, model, wanted=wanted)
     return stage
+
+
+def biases_of(stage: Stage) -> dict[str, torch.Tensor]:
+    """The expert biases of the routers."""
+    return {name.removeprefix("router/"): bias for name, bias in expert_biases(stage).items()}
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint of the model holds: parameters, and the biases of routers."""
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    return {name: parameter.detach() for name, parameter in model.named_parameters()} | biases

@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanotrain.config.config import MLAConfig
-from nanotrain.model.rope import (
-    Rotary,
-    RotaryTables,
-    apply_rotary,
-    inverse_frequencies,
-    rotary_length,
-    softmax_growth,
-)
+from nanotrain.config.derive import rotary_length, softmax_growth
+from nanotrain.model.rope import Rotary, RotaryTables, apply_rotary, inverse_frequencies
 from tests.model.building import LLAMA, LLAMA3, YARN
 
 

@@ -1,0 +1,29 @@
+"""Sections that describe the same model are equal in canonical form, others are not."""
+
+from dataclasses import replace
+
+from nanotrain.config.config import PositionEmbedding
+from nanotrain.hf.canonical import canonical, free_keys
+from tests.model.building import GPT2, LLAMA, LLAMA3, YARN
+
+
+def test_settings_without_effect_make_no_difference() -> None:
+    assert canonical(replace(LLAMA, mscale=0.3, rope_scaling_factor=2.0)) == canonical(LLAMA)
+    assert canonical(replace(GPT2, rotary_base=5.0, rotary_percent=0.5)) == canonical(GPT2)
+    assert canonical(replace(YARN, use_rope_scaling=True, rope_low_freq_factor=2.0)) == canonical(YARN)
+    assert canonical(replace(LLAMA, kv_channels=8)) == canonical(LLAMA)
+
+
+def test_settings_with_effect_do() -> None:
+    for one, other in (
+        (LLAMA, replace(LLAMA, rotary_percent=0.5)),
+        (LLAMA3, replace(LLAMA3, rope_scaling_factor=2.0)),
+        (YARN, replace(YARN, mscale=0.3)),
+        (YARN, replace(YARN, position_embedding_type=PositionEmbedding.rope)),
+    ):
+        assert canonical(one) != canonical(other)
+
+
+def test_losses_of_a_router_are_free() -> None:
+    experts = replace(LLAMA, moe=replace(LLAMA.moe, num_experts=4))
+    assert "moe.aux_loss_coeff" in free_keys(experts) and "moe.aux_loss_coeff" not in free_keys(LLAMA)
