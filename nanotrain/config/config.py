@@ -211,6 +211,7 @@ class ParallelConfig:
     pipeline_schedule: str = option("1f1b", "name of the pipeline schedule")
     decoder_first_pipeline_num_layers: int | None = option(None, "layers of the first pipeline rank, over all its virtual stages; unset: an even split", check=at_least(1))
     decoder_last_pipeline_num_layers: int | None = option(None, "layers of the last pipeline rank, over all its virtual stages; unset: an even split", check=at_least(1))
+    pipeline_model_parallel_layout: str | None = option(None, "layers of every pipeline stage, as Et*3|(tt|)*2L: E embedding, t layer, L loss, | next stage; unset: an even split")
     cp_comm_type: str = option("p2p", "name of the core attention under context parallelism; p2p is ring attention")
     use_tp_pp_dp_mapping: bool = option(False, "rank order tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp")
     data_parallel_sharding_strategy: ShardingStrategy = option(ShardingStrategy.no_shard, "what is sharded: no_shard, optim (ZeRO-1), optim_grads (ZeRO-2) or optim_grads_params (ZeRO-3)")

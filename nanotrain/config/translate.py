@@ -15,6 +15,7 @@ from nanotrain.config.config import Activation, Config
 from nanotrain.config.flags import CommandLine, MegatronArgument
 from nanotrain.config.megatron import MEGATRON, MEGATRON_DEFAULTS, MEGATRON_REQUIRED, SHAPING
 from nanotrain.config.option import flag_of
+from nanotrain.config.pipeline_layout import read_pipeline_layout
 from nanotrain.config.schema import ENTRIES, convert, plain, value_of, with_values
 from nanotrain.errors import ConfigError, ErrorCollector
 
@@ -130,15 +131,27 @@ def implied(config: Config, explicit: frozenset[str]) -> Iterator[tuple[str, Any
         yield "wandb", True, "wandb_project is set"
     if train.tensorboard_dir is not None and "train.tensorboard" not in explicit and not train.tensorboard:
         yield "tensorboard", True, "tensorboard_dir is set"
+    count, pp = parallel.num_virtual_stages_per_pipeline_rank, parallel.pipeline_model_parallel_size
+    layout, name = parallel.pipeline_model_parallel_layout, "num_virtual_stages_per_pipeline_rank"
+    if layout is not None and f"parallel.{name}" not in explicit and (stages := layout_stages(layout)) > pp * count:
+        count = -(-stages // pp)
+        yield name, count, f"pipeline_model_parallel_layout has {stages} stages for {pp} pipeline ranks"
     if (
-        parallel.num_virtual_stages_per_pipeline_rank > 1
+        count > 1
         and parallel.pipeline_schedule == ENTRIES["pipeline_schedule"].default
         and "parallel.pipeline_schedule" not in explicit
     ):
-        count = parallel.num_virtual_stages_per_pipeline_rank
         yield "pipeline_schedule", "interleaved", f"there are {count} virtual stages per pipeline rank"
     if load is not None and train.run_dir is not None and normpath(load) == normpath(train.run_dir):
         yield "load", None, f"a run resumes from its own folder {train.run_dir}"
+
+
+def layout_stages(text: str) -> int:
+    """The stages of a pipeline layout; 0 where it is invalid, which its rule reports."""
+    try:
+        return len(read_pipeline_layout(text))
+    except ConfigError:
+        return 0
 
 
 def notes(line: CommandLine) -> Iterator[str]:

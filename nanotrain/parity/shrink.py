@@ -33,6 +33,7 @@ from nanotrain.config.config import (
 )
 from nanotrain.config.derive import data_parallel_size, moe_layers, query_groups, round_up
 from nanotrain.config.pattern import read_pattern, write_pattern
+from nanotrain.config.pipeline_layout import read_pipeline_layout, write_pipeline_layout
 
 VOCAB_SIZE = 203  # not a multiple of 128, so the vocabulary is padded
 MIN_SEQ_LENGTH = 24
@@ -67,6 +68,7 @@ def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
             ddp_bucket_size=BUCKET_SIZE,
             decoder_first_pipeline_num_layers=lengths.first,
             decoder_last_pipeline_num_layers=lengths.last,
+            pipeline_model_parallel_layout=lengths.layout,
         ),
         precision=PrecisionConfig(),
         optim=shrink_optim(config.optim),
@@ -139,21 +141,25 @@ def shrink_model(config: Config, seq_length: int) -> ModelConfig:
 
 
 class Lengths(NamedTuple):
-    """Layers of a small model, and of its first and last stage if set."""
+    """Layers of a small model, of its first and last stage and of all stages if set."""
 
     num_layers: int
-    first: int | None
-    last: int | None
+    first: int | None = None
+    last: int | None = None
+    layout: str | None = None
 
 
 def shrink_layers(num_layers: int, parallel: ParallelConfig) -> Lengths:
-    """Two layers per stage, plus one if they were uneven; first and last stage keep up to 3 if set.
+    """Two layers per stage, plus one if they were uneven; stages of a set length keep up to 3.
 
     >>> shrink_layers(80, ParallelConfig(pipeline_model_parallel_size=4))
-    Lengths(num_layers=8, first=None, last=None)
+    Lengths(num_layers=8, first=None, last=None, layout=None)
     >>> shrink_layers(61, ParallelConfig(pipeline_model_parallel_size=4, decoder_first_pipeline_num_layers=7))
-    Lengths(num_layers=9, first=3, last=None)
+    Lengths(num_layers=9, first=3, last=None, layout=None)
     """
+    if parallel.pipeline_model_parallel_layout is not None:
+        small = [min(length, 3) for length in read_pipeline_layout(parallel.pipeline_model_parallel_layout)]
+        return Lengths(sum(small), layout=write_pipeline_layout(small))
     ends = (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers)
     virtual = parallel.num_virtual_stages_per_pipeline_rank  # they share the layers of their rank evenly
     first, last = (None if size is None else virtual * min(size // virtual, 3) for size in ends)

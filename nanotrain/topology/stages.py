@@ -1,5 +1,6 @@
 """Pipeline stages: consecutive layers of a model, with the embedding on the first and the head on the last."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -69,15 +70,24 @@ def split_layers(
         is_end = {0: first, num_ranks - 1: last}
         size = is_end.get(index % num_ranks) if num_ranks > 1 or first is None else first
         lengths.append(next(between) if size is None else size // stages_per_rank)
+    return stages_of_lengths(lengths)
+
+
+def stages_of_lengths(lengths: Sequence[int]) -> tuple[StageSpec, ...]:
+    """Stages with these numbers of layers, in order; a stage without layers has an end of the model.
+
+    >>> [stage.layers for stage in stages_of_lengths((0, 2, 1))]
+    [range(0, 0), range(0, 2), range(2, 3)]
+    """
     return tuple(
         StageSpec(
             index=index,
             first_layer=sum(lengths[:index]),
             last_layer=sum(lengths[: index + 1]),
             has_embedding=index == 0,
-            has_head=index == num_stages - 1,
+            has_head=index == len(lengths) - 1,
         )
-        for index in range(num_stages)
+        for index in range(len(lengths))
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from nanotrain.config.config import Config, OuterShardingStrategy, ParallelConfig
 from nanotrain.config.derive import global_batch_size
+from nanotrain.config.pipeline_layout import read_pipeline_layout
 from nanotrain.config.schema import check_choice
 from nanotrain.data.sampler import SamplerConfig
 from nanotrain.optim.muon import SCALAR_RULES
@@ -31,7 +32,7 @@ from nanotrain.topology.groups import GroupName, GroupSpec
 from nanotrain.topology.parameters import declare_stage
 from nanotrain.topology.params import LocalParam, localize
 from nanotrain.topology.shape import ModelShape
-from nanotrain.topology.stages import StageSpec, split_layers
+from nanotrain.topology.stages import StageSpec, split_layers, stages_of_lengths
 from nanotrain.topology.topology import Topology
 
 MAX_GRAD_BYTES = 4  # bytes of an fp32 gradient
@@ -233,13 +234,7 @@ def check_names(config: Config) -> None:
 
 def _plan_stages(config: Config, topology: Topology, *, rank: int, shape: ModelShape) -> Iterator[StagePlan]:
     parallel, coords = config.parallel, topology.coords(rank)
-    specs = split_layers(
-        shape.num_layers,
-        topology.size("pp") * parallel.num_virtual_stages_per_pipeline_rank,
-        first=parallel.decoder_first_pipeline_num_layers,
-        last=parallel.decoder_last_pipeline_num_layers,
-        stages_per_rank=parallel.num_virtual_stages_per_pipeline_rank,
-    )
+    specs = _stage_specs(parallel, shape.num_layers)
     sizes = {axis: topology.size(axis) for axis in ("tp", "ep", "etp")}
     for spec in specs[coords["pp"] :: topology.size("pp")]:
         declared = declare_stage(
@@ -251,6 +246,20 @@ def _plan_stages(config: Config, topology: Topology, *, rank: int, shape: ModelS
         )
         params = tuple(localize(param, coords=coords, sizes=sizes) for param in declared)
         yield StagePlan(spec, params, tuple(_plan_buffers(params, parallel, groups=topology.group_specs(rank))))
+
+
+def _stage_specs(parallel: ParallelConfig, num_layers: int) -> tuple[StageSpec, ...]:
+    """The stages of all pipeline ranks."""
+    if parallel.pipeline_model_parallel_layout is not None:
+        return stages_of_lengths(read_pipeline_layout(parallel.pipeline_model_parallel_layout))
+    per_rank = parallel.num_virtual_stages_per_pipeline_rank
+    return split_layers(
+        num_layers,
+        parallel.pipeline_model_parallel_size * per_rank,
+        first=parallel.decoder_first_pipeline_num_layers,
+        last=parallel.decoder_last_pipeline_num_layers,
+        stages_per_rank=per_rank,
+    )
 
 
 def _plan_buffers(

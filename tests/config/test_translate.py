@@ -108,6 +108,12 @@ def test_flags_without_effect_are_counted_once():
     assert "1 flag tunes parts of Megatron-LM that do not exist here" in notes
 
 
+def test_a_layout_with_more_stages_than_ranks_has_virtual_stages():
+    result = loaded("--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|tt|tt|L")
+    assert result.config.parallel.num_virtual_stages_per_pipeline_rank == 2
+    assert result.config.parallel.pipeline_schedule == "interleaved"
+
+
 def test_a_virtual_stage_asks_for_the_interleaved_schedule_unless_another_is_set():
     words = "--num-layers 8 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
     result = loaded(words)

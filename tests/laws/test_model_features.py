@@ -1,4 +1,4 @@
-"""Law L1 for features of the model: in every layout they compute what one rank computes."""
+"""Law L1 for features of the model, and for stages of any lengths: every layout computes what one rank computes."""
 
 from functools import cache
 from typing import Any
@@ -18,6 +18,7 @@ YARN = {
     "mscale_all_dim": 0.5,
 }
 MODELS: dict[str, dict[str, Any]] = {
+    "four layers": {"num_layers": 4},
     "yarn, squared ReLU": YARN | {"kv_channels": 16, "rotary_percent": 0.5, "activation": "squared_relu"},
     "yarn with MLA, experts in turn": YARN
     | {
@@ -33,11 +34,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_router_force_load_balancing": True,
     },
 }
+VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
 SP = {"sequence_parallel": True}
 # model, ranks, strategy and sizes of axes, options
 LAYOUTS: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     ("yarn, squared ReLU", 4, {"strategy": "optim", "tp": 2, "cp": 2}, SP),
     ("yarn, squared ReLU", 4, {"strategy": "optim_grads_params", "pp": 2}, {"pipeline_schedule": "zb-h1"}),
+    ("four layers", 4, {"strategy": "optim", "pp": 2}, VPP | {"pipeline_model_parallel_layout": "E|tt|tt|L"}),
+    ("four layers", 2, {"strategy": "optim_grads_params", "pp": 2}, {"pipeline_model_parallel_layout": "Ettt|tL"}),
     ("yarn with MLA, experts in turn", 4, {"strategy": "optim", "tp": 2, "cp": 2, "etp": 1, "ep": 2}, {}),
 ]
 

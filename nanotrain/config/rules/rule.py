@@ -16,6 +16,7 @@ from nanotrain.config.derive import (
     query_groups,
     rotary_dim,
 )
+from nanotrain.config.pipeline_layout import read_pipeline_layout
 from nanotrain.config.schema import ENTRIES, value_of
 from nanotrain.errors import ConfigError, ErrorCollector
 
@@ -66,6 +67,12 @@ class Values:
         """What seq_length must be a multiple of."""
         chunks = 2 * self.cp if self.cp > 1 else 1
         return lcm(chunks, self.tp * self.cp) if self.splits_sequence_by_tp else chunks
+
+    @property
+    def layout_lengths(self) -> tuple[int, ...] | None:
+        """Layers of every stage, where a layout is set."""
+        text = self.pipeline_model_parallel_layout
+        return None if text is None else read_pipeline_layout(text)
 
     @property
     def end_lengths(self) -> list[int]:

@@ -105,6 +105,9 @@ UNUSED = (
         is_harmless=True),
     Unused("cp_comm_type", "context_parallel_size", lambda v: v.context_parallel_size == 1,
         "with context_parallel_size 1 no sequence is split", "set --context-parallel-size above 1"),
+    Unused("decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
+        lambda v: v.pipeline_model_parallel_layout is not None,
+        "pipeline_model_parallel_layout gives the layers of every stage"),
     Unused(
         "pipeline_schedule num_virtual_stages_per_pipeline_rank use_tp_pp_dp_mapping "
         "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers",

@@ -17,6 +17,9 @@ EXPERTS = {"num_experts": 8}
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 
 
+LAYOUT = "pipeline_model_parallel_layout"
+
+
 @pytest.mark.parametrize(
     "keys",
     [
@@ -29,6 +32,8 @@ FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_la
         PP2 | {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2},
         PP2 | {"num_layers": 5},
         PP2 | {"num_layers": 5, FIRST: 2},
+        PP2 | {"num_layers": 5, "pipeline_model_parallel_layout": "Et*5|L"},
+        {"num_layers": 1, "pipeline_model_parallel_layout": "E|t|L", "pipeline_model_parallel_size": 3},
         PP2 | {"num_layers": 5, FIRST: 2, LAST: 3},
         {"pipeline_model_parallel_size": 4, "num_layers": 10, FIRST: 3, LAST: 2},
         EXPERTS | {"moe_ffn_hidden_size": 99, "expert_tensor_parallel_size": 1} | TP2,
@@ -41,6 +46,9 @@ def test_what_divides_breaks_no_rule(keys):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
+        (PP2 | {LAYOUT: "Ett|ttt|L"}, "pipeline_model_parallel_layout has 5 of 4 layers"),
+        (PP2 | {LAYOUT: "Ett|tt|L"}, "pipeline_model_parallel_layout has 3 stages for pp=2"),
+        (PP2 | {LAYOUT: "Ett|tt"}, "the embedding E is first, the loss L is last"),
         ({"tensor_model_parallel_size": 8}, "num_attention_heads 4 cannot be shared by tp=8 ranks"),
         (
             TP2 | {"ffn_hidden_size": 99},

@@ -95,6 +95,11 @@ def test_a_setting_with_effect_stays():
         {"pipeline_schedule": "zb-h1"},
         {"decoder_first_pipeline_num_layers": 2},
         {"use_tp_pp_dp_mapping": True},
+        {
+            "pipeline_model_parallel_size": 2,
+            "pipeline_model_parallel_layout": "Ett|ttL",
+            "decoder_first_pipeline_num_layers": 2,
+        },
         {"save": False, "save_interval": 5},
         {"generate_prompt": "def "},
         {"profile_step_start": 2},

@@ -1,0 +1,68 @@
+"""The pipeline layout `Et*3|(tt|)*29,t|L` as text: `read_pipeline_layout`, `write_pipeline_layout`.
+
+E is the embedding, t a transformer layer, L the head with the loss, `|` begins the next stage. `x*3` repeats a letter
+and `(...)*3` a part; commas and spaces separate only. The syntax is that of Megatron-LM.
+"""
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+
+from nanotrain.errors import ConfigError
+
+FLAG = "--pipeline-model-parallel-layout"
+MAX_LENGTH = 100_000  # letters of an expanded layout, so that a slip such as t*999999999 is an error and no hang
+FIX = "write E, then t for every layer, then L, with | before every further stage, as Ett|tt|ttL"
+
+
+def read_pipeline_layout(text: str) -> tuple[int, ...]:
+    """The number of layers of every stage; only the first and the last one may have none.
+
+    Raises:
+        ConfigError: other letters, or the embedding, the loss or layers in the wrong place.
+
+    >>> read_pipeline_layout("Et*3|(tt|)*2,t|L")
+    (3, 2, 2, 1, 0)
+    """
+    stages = _expand(re.sub(r"[\s,]", "", text), text).split("|")
+    joined = "".join(stages)
+    if "m" in joined:
+        why = "m is a layer of multi-token prediction, which does not exist here"
+        raise ConfigError(f"{FLAG} is {text!r}", why=why, fix="leave m out")
+    if not re.fullmatch(r"Et*L", joined) or stages[0][:1] != "E" or stages[-1][-1:] != "L":
+        why = "the embedding E is first, the loss L is last, and there are layers t between"
+        raise ConfigError(f"{FLAG} is {text!r}", why=why, fix=FIX)
+    lengths = tuple(stage.count("t") for stage in stages)
+    if not all(lengths[1:-1]) or sum(lengths) == 0:
+        why = "every stage between the first and the last has layers"
+        raise ConfigError(f"{FLAG} is {text!r}", why=why, fix=FIX)
+    return lengths
+
+
+def write_pipeline_layout(lengths: Sequence[int]) -> str:
+    """The layout of stages with these numbers of layers.
+
+    >>> write_pipeline_layout((3, 2, 2, 0))
+    'Et*3|t*2|t*2|L'
+    """
+    stages = "|".join("t" * length for length in lengths)
+    runs = ((letter, len(list(run))) for letter, run in groupby(f"E{stages}L"))
+    return "".join(letter if count == 1 else f"{letter}*{count}" for letter, count in runs)
+
+
+def _expand(pattern: str, text: str) -> str:
+    """The pattern with all repetitions written out."""
+
+    def repeat(match: re.Match[str]) -> str:
+        count = int(match[2] or 1)
+        if len(match[1]) * count > MAX_LENGTH:
+            raise ConfigError(f"{FLAG} is {text!r}", why=f"it has more than {MAX_LENGTH} letters", fix=FIX)
+        return match[1] * count
+
+    expanded = re.sub(r"([A-Za-z|])\*(\d{1,9})", repeat, pattern)
+    while (inner := re.sub(r"\(([A-Za-z|]*)\)(?:\*(\d{1,9}))?", repeat, expanded)) != expanded:
+        expanded = inner
+    if other := re.search(r"[^EtmL|]", expanded):
+        why = f"{other[0]!r} is not one of E, t, L, |, (...), * and a number"
+        raise ConfigError(f"{FLAG} is {text!r}", why=why, fix=FIX)
+    return expanded

@@ -1,0 +1,47 @@
+"""The text of a pipeline layout."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanotrain.config.pipeline_layout import read_pipeline_layout, write_pipeline_layout
+from nanotrain.errors import ConfigError
+
+
+@given(st.integers(0, 4), st.lists(st.integers(1, 5), max_size=6), st.integers(0, 4))
+def test_what_is_written_reads_back(first: int, between: list[int], last: int) -> None:
+    lengths = (first + (not between and not last), *between, last)
+    assert read_pipeline_layout(write_pipeline_layout(lengths)) == lengths
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths"),
+    [
+        ("EttL", (2,)),
+        ("E|t|tL", (0, 1, 1)),
+        ("Et*3|(tt|)*29,t|L", (3, *[2] * 29, 1, 0)),
+        ("E t | ((t|)*2 tt|)*2 t L", (1, 1, 1, 2, 1, 1, 2, 1)),
+    ],
+)
+def test_the_syntax_of_megatron_is_read(text: str, lengths: tuple[int, ...]) -> None:
+    assert read_pipeline_layout(text) == lengths
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "the embedding E is first"),
+        ("tt|tt", "the embedding E is first"),
+        ("Ett|ttLt", "the loss L is last"),
+        ("EL", "between the first and the last has layers"),
+        ("Et||tL", "between the first and the last has layers"),
+        ("Et|tm|L", "multi-token prediction"),
+        ("Et|x|L", "'x' is not one of"),
+        ("E(t|tL", r"'\(' is not one of"),
+        ("Et*999999999L", "more than 100000 letters"),
+        ("E(((t*99999)*9)*9)L", "more than 100000 letters"),
+    ],
+)
+def test_another_text_is_an_error(text: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        read_pipeline_layout(text)
