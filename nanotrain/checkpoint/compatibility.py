@@ -3,9 +3,8 @@
     check_compatible   every tensor of the run is in the checkpoint, with its shape and a dtype that may be cast
     check_all_loaded   the ranks together load every tensor of a kind (the checkpoint has no further layers)
 
-The kind of a tensor is its name up to the first "/": "model" or "optimizer". Model weights may be cast between float
-dtypes on loading (a bf16 fine-tuning of an fp32 run). Everything else must have the same dtype: a run with rounded
-optimizer moments would not be the same run.
+The kind of a tensor is its name up to the first "/": "model" or "optimizer". Float tensors are cast to the dtype of
+the run (a bf16 fine-tuning of an fp32 run, moments of `--exp-avg-dtype`); all others must have the same dtype.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,14 +38,14 @@ def check_compatible(
             differences[box.name] = f"{box.name} is missing there, {list(box.shape)} here"
         elif entry.shape != tuple(box.shape):
             differences[box.name] = f"{box.name} is {list(entry.shape)} there, {list(box.shape)} here"
-        elif entry.dtype != dtype and not (kind_of(box.name) == "model" and {entry.dtype, dtype} <= CASTABLE):
+        elif entry.dtype != dtype and not {entry.dtype, dtype} <= CASTABLE:
             casts[box.name] = f"{box.name} is {entry.dtype} there, {dtype} here"
     if differences:
         raise _another_model(manifest, list(differences.values()), config=config)
     if casts:
         raise CheckpointError(
             f"{len(casts)} tensors of the checkpoint have another dtype: {_join(list(casts.values()))}",
-            why="only float tensors under model/ are cast on loading; rounded moments would change the run",
+            why="only float tensors are cast on loading",
             fix="keep the precision section of the checkpoint's config, or load the weights alone",
         )
 
@@ -86,6 +85,13 @@ def kind_of(name: str) -> str:
 
 
 def _another_model(manifest: Manifest, lines: Sequence[str], *, config: Mapping[str, Any] | None) -> CheckpointError:
+    rules = [(side.get("optim") or {}).get("optimizer") for side in (manifest.config, config or {})]
+    if rules[0] != rules[1] and None not in rules and all(line.startswith("optimizer/") for line in lines):
+        return CheckpointError(
+            f"the checkpoint of step {manifest.step} has the state of --optimizer {rules[0]}, not of {rules[1]}",
+            why=f"{len(lines)} tensors differ: {_join(lines)}",
+            fix=f"set --optimizer {rules[0]}, or export its weights and load them with --pretrained-checkpoint",
+        )
     options = _differing_options(manifest.config.get("model"), (config or {}).get("model"), prefix="model.")
     return CheckpointError(
         f"the checkpoint of step {manifest.step} is of another model, {len(lines)} tensors differ: {_join(lines)}",

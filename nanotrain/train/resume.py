@@ -65,6 +65,9 @@ def restore(
     changed = changed_settings(manifest.config, to_dict(config))
     if changed:
         log.info("settings changed since the checkpoint was written: %s", "; ".join(changed))
+    converted = converted_moments(manifest.config, to_dict(config))
+    if converted:
+        log.info("%s", converted)
     log.info("loaded %s: step %d, %d samples consumed", start, state.step, state.consumed_samples)
     return state
 
@@ -98,6 +101,23 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
             if before[name] != now[name]:
                 changed.append(f"{section}.{name} {before[name]} -> {now[name]}")
     return changed
+
+
+def converted_moments(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """The conversion of optimizer state to the dtypes of this run; "" if there is none. Arguments as above.
+
+    >>> dtypes = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    >>> converted_moments({"precision": dtypes}, {"precision": {"exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"}})
+    'moments converted from bf16 to fp32'
+    """
+    changes = {}
+    for name in ("exp_avg", "exp_avg_sq"):
+        before, now = (_flat(side.get("precision")).get(f"{name}_dtype", "fp32") for side in (saved, current))
+        if before != now:
+            changes[name] = f"converted from {before} to {now}"
+    if len(changes) == 2 and len(set(changes.values())) == 1:
+        return f"moments {changes['exp_avg']}"
+    return ", ".join(f"{name} {change}" for name, change in changes.items())
 
 
 def _flat(section: Any) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """A checkpoint of another model or precision is refused, with names, shapes and options of both sides."""
 
+from dataclasses import replace
+
 import pytest
 
 from nanotrain.checkpoint.compatibility import check_all_loaded, check_compatible, loaded_bits
@@ -27,10 +29,10 @@ def test_shards_with_the_shapes_and_dtypes_of_the_checkpoint_are_compatible() ->
     check_compatible(MANIFEST, {half: "fp32", full("optimizer/exp_avg/b"): "fp32"})
 
 
-def test_only_float_weights_are_cast() -> None:
-    check_compatible(MANIFEST, {full("model/a"): "bf16"})
-    with pytest.raises(CheckpointError, match="1 tensors .* dtype: optimizer/exp_avg/a is fp32 there, bf16 here"):
-        check_compatible(MANIFEST, {full("model/b"): "fp16", full("optimizer/exp_avg/a"): "bf16"})
+def test_only_float_tensors_are_cast() -> None:
+    check_compatible(MANIFEST, {full("model/a"): "bf16", full("optimizer/exp_avg/a"): "fp16"})
+    with pytest.raises(CheckpointError, match="1 tensors .* dtype: optimizer/exp_avg/a is fp32 there, int32 here"):
+        check_compatible(MANIFEST, {full("model/b"): "fp16", full("optimizer/exp_avg/a"): "int32"})
     with pytest.raises(CheckpointError, match="model/a is fp32 there, int32 here"):
         check_compatible(MANIFEST, {full("model/a"): "int32"})
 
@@ -45,6 +47,15 @@ def test_another_model_is_refused_with_both_shapes_and_the_options_of_all_sectio
     assert "options differ: model.hidden_size 4 there, 5 here; model.moe.num_experts 2 there, 3 here;" in str(
         caught.value
     )
+
+
+def test_the_state_of_another_optimizer_is_named() -> None:
+    manifest = replace(MANIFEST, config={"optim": {"optimizer": "adam"}})
+    wanted = {full("model/a"): "fp32", full("optimizer/momentum_buffer/a", 4, 2): "fp32"}
+    with pytest.raises(CheckpointError, match="the state of --optimizer adam, not of muon"):
+        check_compatible(manifest, wanted, config={"optim": {"optimizer": "muon"}})
+    with pytest.raises(CheckpointError, match="is of another model"):
+        check_compatible(manifest, wanted, config={"optim": {"optimizer": "adam"}})
 
 
 def test_at_most_four_differences_are_listed() -> None:

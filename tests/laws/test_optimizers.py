@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.train.step import train_step
+from nanotrain.train.traffic import sent_bytes
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.compare import assert_alike
 from tests.laws.test_every_axis import BIASED, EXPERTS, OVERLAP, SP, ZB
-from tests.laws.worlds import GLOBAL_BATCH, Case, Outcome, train_here
+from tests.laws.worlds import GLOBAL_BATCH, Case, Outcome, build_here, train_here
 
 LR, STEPS = 3e-3, 3
 RULES: dict[str, dict[str, Any]] = {
@@ -43,6 +46,51 @@ ROWS = [
 def case_of(rule: str, model: str) -> Case:
     optim = RULES[rule] | {"optimizer": rule, "lr": LR, "adam_eps": 1e-5}
     return Case(STEPS).but(optim=optim, model={"num_layers": 4} | MODELS[model])
+
+
+# rule and dtypes -> sections of the configuration; a rank's shards have parts of matrices and of vectors
+BYTES: dict[str, dict[str, Any]] = {
+    "muon": {"optim": {"optimizer": "muon"}, "precision": {"params_dtype": "bf16"}},
+    "muon, fp32": {"optim": {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}},
+    "muon, blockwise": {"optim": {"optimizer": "muon", "muon_tp_mode": "blockwise"}},
+    "lion": {"optim": {"optimizer": "lion"}},
+    "sgd": {"optim": {"optimizer": "sgd", "sgd_momentum": 0.0}},
+    "adam, low": {"precision": {"params_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp16"}},
+    "adam, main fp16": {"precision": {"params_dtype": "bf16", "main_params_dtype": "fp16"}},
+    "adam, main bf16": {"precision": {"params_dtype": "bf16", "main_params_dtype": "bf16"}},
+}
+
+
+def bytes_of(ctx: ParallelContext, cases: list[Case]) -> list[tuple[int, int, dict[Any, int], dict[Any, int]]]:
+    """Allocated and planned bytes of the optimizer, all-to-alls of a step and the planned ones."""
+    results = []
+    for case in cases:
+        run = build_here(ctx, case)
+        params = {bucket.params.shard.untyped_storage().data_ptr() for dp in run.data_parallel for bucket in dp.buckets}
+        state = [t for t in run.optimizer.allocated_tensors if t.untyped_storage().data_ptr() not in params]
+        ctx.traffic.reset()
+        batch = run.batch_iterator.next()
+        assert batch is not None
+        train_step(run, batch)
+        counts = {(group, "all_to_all"): ctx.traffic.bytes(group, "all_to_all") for group in ctx.groups}
+        planned = {key: count for key, count in sent_bytes(run.plan).items() if key[1] == "all_to_all"}
+        sent = {key: count for key, count in counts.items() if count}
+        results.append((sum(t.nbytes for t in state), run.plan.resident_bytes.optimizer, sent, planned))
+    return results
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_bytes_of_state_and_of_matrices_are_the_planned(strategy: str) -> None:
+    """Law L5 for every rule and dtype."""
+    sizes = {"tp": 2, "strategy": strategy}
+    parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()}
+    cases = [Case(1).but(parallel=parallel, train={"micro_batch_size": 6}, **each) for each in BYTES.values()]
+    for results in run_ranks(4, bytes_of, cases, **sizes):
+        for name, (allocated, planned, sent, planned_sent) in zip(BYTES, results, strict=True):
+            assert allocated == planned, name
+            assert sent == planned_sent, name
+            assert bool(sent) == name.startswith("muon"), name
+            assert (("tp", "all_to_all") in sent) == (name in ("muon", "muon, fp32")), name
 
 
 @cache

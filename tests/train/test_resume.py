@@ -28,6 +28,17 @@ def test_a_resumed_run_has_state_and_weights_and_names_changed_settings(tmp_path
     assert any("settings changed since the checkpoint was written: optim.lr" in line for line in logged)
 
 
+def test_moments_of_another_dtype_are_converted_with_a_line(tmp_path, logged):
+    low = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
+    with small_run(tmp_path, "--train-iters", "2", *low) as run:
+        train(run, CheckpointHook())
+        saved = {box.name: tensor.float() for box, tensor in run.optimizer.state_tensors().items()}
+    with small_run(tmp_path, "--train-iters", "3") as resumed:
+        held = {box.name: tensor for box, tensor in resumed.optimizer.state_tensors().items()}
+        assert all(torch.equal(held[name], tensor) for name, tensor in saved.items())
+    assert logged.count("moments converted from bf16 to fp32") == 1
+
+
 def test_changed_settings_are_those_that_change_the_loss():
     saved = {"train": {"seed": 1, "log_interval": 5}, "data": {"seq_length": 16, "num_workers": 2}}
     current = {"train": {"seed": 2, "log_interval": 9}, "data": {"seq_length": 8, "num_workers": 0}}
