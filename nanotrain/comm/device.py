@@ -3,14 +3,17 @@
     pick_device, backend_of, process_group_device, device_name, compute_capability
     synchronize, manual_seed
     reset_peak_memory, peak_memory, memory_per_rank
+    HostTransfer      copies to host memory and back, beside the computation
 
 Most of `torch.cuda` raises on a CPU-only torch, so all callers go through these functions.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from nanotrain.errors import EnvironmentFault
 
@@ -115,3 +118,47 @@ def memory_per_rank(device: torch.device, local_world_size: int) -> int | None:
         return None
     available = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     return next((num_bytes // local_world_size for num_bytes in available), None)
+
+
+class HostTransfer:
+    """Copies of flat byte tensors to pinned host memory and back, on a side stream of a GPU; at once on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Start to copy a tensor that the current stream has written; `start_return` waits for it."""
+        if self._stream is None:
+            return tensor.clone()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._stream)  # freed memory is not used again before it is copied
+        return host
+
+    def start_return(self, host: Tensor) -> "Returning":
+        """Start to copy a tensor back to the device, after its own copy to the host."""
+        if self._stream is None:
+            return Returning(host.clone(), None)
+        with torch.cuda.stream(self._stream):
+            tensor = torch.empty(host.shape, dtype=host.dtype, device=self._device)
+            tensor.copy_(host, non_blocking=True)
+            return Returning(tensor, self._stream.record_event())
+
+
+@dataclass(frozen=True)
+class Returning:
+    """A tensor that is being copied to the device."""
+
+    tensor: Tensor
+    event: torch.Event | None
+
+    def wait(self) -> Tensor:
+        """The tensor; the current stream waits for the copy."""
+        if self.event is not None:
+            stream = torch.cuda.current_stream(self.tensor.device)
+            stream.wait_event(self.event)
+            self.tensor.record_stream(stream)  # allocated on the side stream, freed after its use on this one
+        return self.tensor

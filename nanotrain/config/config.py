@@ -231,12 +231,14 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """Activations: what is recomputed in the backward pass instead of kept."""
+    """Activations: what is recomputed in the backward pass, or offloaded to host memory, instead of kept."""
 
     recompute_granularity: RecomputeGranularity | None = option(None, "recompute activations: full (whole layers) or selective (the modules of recompute_modules); unset: keep all")
     recompute_method: RecomputeMethod | None = option(None, "full: uniform (groups of recompute_num_layers layers) or block (the first recompute_num_layers layers of each stage); unset: uniform")
     recompute_num_layers: int | None = option(None, "full: layers of a group (uniform) or recomputed layers of each stage (block); unset: 1", check=at_least(1))
     recompute_modules: list[str] = option([], "selective: core_attn, mlp, moe, layernorm, mla_up_proj, moe_act; empty: core_attn")
+    cpu_offloading: bool = option(False, "keep what the first layers save for the backward in host memory")
+    cpu_offloading_num_layers: int = option(0, "cpu_offloading: layers of each stage, from the first", check=at_least(0))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from nanotrain.config.config import Config, RecomputeGranularity, RecomputeMethod
+from nanotrain.memory.offload import offloaded
 from nanotrain.memory.recompute import Recompute
 
 BlockFunction = Callable[..., Any]  # hidden states and the context of the layers -> hidden states; or the block itself
@@ -34,6 +35,12 @@ def compile_blocks(blocks: Sequence[BlockFunction], *, config: Config, recompute
         assert isinstance(block, nn.Module), "compilation comes first in the list"
         block.forward = torch.compile(block.forward)
     return list(blocks)
+
+
+def offload_blocks(blocks: Sequence[BlockFunction], *, config: Config, recompute: Recompute) -> list[BlockFunction]:
+    """Offload the saved tensors of the first blocks."""
+    modules = [block for block in blocks[: config.memory.cpu_offloading_num_layers] if isinstance(block, nn.Module)]
+    return [*offloaded(modules), *blocks[len(modules) :]]
 
 
 def recompute_blocks(blocks: Sequence[BlockFunction], *, config: Config, recompute: Recompute) -> list[BlockFunction]:
@@ -81,6 +88,7 @@ def defaults_of_recompute(config: Config) -> str:
 
 BLOCK_TRANSFORMS: list[BlockTransform] = [
     BlockTransform(is_enabled=lambda config: config.train.torch_compile, apply=compile_blocks),
+    BlockTransform(is_enabled=lambda config: config.memory.cpu_offloading, apply=offload_blocks),
     BlockTransform(
         is_enabled=lambda config: config.memory.recompute_granularity is RecomputeGranularity.full,
         apply=recompute_blocks,

@@ -83,6 +83,7 @@ def train(loaded: Loaded, world_size: int) -> None:
     from nanotrain.comm.device import compute_capability, memory_per_rank, pick_device
     from nanotrain.comm.parallel_context import Launch
     from nanotrain.log import get_logger, start_logging
+    from nanotrain.memory.offload import require_gpu
     from nanotrain.train.fp8 import require_fp8
     from nanotrain.train.inputs import require_corpus
     from nanotrain.train.memory_plan import require_memory
@@ -101,6 +102,9 @@ def train(loaded: Loaded, world_size: int) -> None:
         require_fp8(config.precision, compute_capability(device))
     with errors:
         require_corpus(config.data)
+    if config.memory.cpu_offloading:
+        with errors:
+            require_gpu(device.type)
     if config.model.vocab_size is not None and config.checkpoint.pretrained_checkpoint is None:
         with errors:
             require_memory(config, world_size, device=device.type, available=available)

@@ -25,7 +25,7 @@ class StageBytes:
     """What a stage keeps of one microbatch."""
 
     kept: int  # from its forward to its backward
-    recomputed: int  # in addition during its backward: the recomputed part with the most bytes
+    recomputed: int  # in addition during its backward: the recomputed or returning part with the most bytes
     complete: int  # without recomputation, as from I to W
 
 
@@ -60,6 +60,10 @@ class Activations:
             num_grouped = sum(map(len, groups))
             kept = len(groups) * block_input + sum(complete[num_grouped:])
             recomputed = max(map(sum, groups)) - block_input
+        elif self.config.memory.cpu_offloading:
+            number = min(self.config.memory.cpu_offloading_num_layers, len(complete))
+            kept = sum(complete[number:])
+            recomputed = max(map(sum, zip(complete[:number], [0, *complete], strict=False)))  # returning: two blocks
         else:
             selective = [self.block(layer, self.modules) for layer in spec.layers]
             kept = sum(selective)

@@ -1,4 +1,4 @@
-"""Law L7: recomputation changes no bit of losses, gradient norms, weights and router statistics."""
+"""Law L7: recomputation and offloading change no bit of losses, gradient norms, weights and router statistics."""
 
 from typing import Any
 
@@ -18,6 +18,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "block 1": FULL | {"recompute_method": "block", "recompute_num_layers": 1},
     "core_attn": {"recompute_granularity": "selective"},
     "modules": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp", "moe"]},
+    "offload": {"cpu_offloading": True, "cpu_offloading_num_layers": 3},  # forced: a user's run on a CPU is refused
     "outputs": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act", "mla_up_proj"]},
 }
 SP, ZB = {"sequence_parallel": True}, {"pipeline_schedule": "zb-h1"}
@@ -25,15 +26,22 @@ VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 # model, dtype, ranks, strategy and sizes of axes, options, settings
 ROWS: list[tuple[str, str, int, dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
-    ("deepseek", "fp32", 1, {}, {}, ("full", "uniform 3", "block 1", "modules", "outputs")),
+    ("deepseek", "fp32", 1, {}, {}, ("full", "uniform 3", "block 1", "modules", "outputs", "offload")),
     ("gpt2", "bf16", 1, {}, {}, ("uniform 2", "core_attn")),
-    ("deepseek", "fp32", 2, {"strategy": "optim", "pp": 2}, ZB, ("uniform 2", "outputs")),
+    ("deepseek", "fp32", 2, {"strategy": "optim", "pp": 2}, ZB, ("uniform 2", "outputs", "offload")),
     ("llama", "bf16", 2, {"strategy": "optim_grads", "pp": 2}, VPP, ("full", "outputs")),
     ("gpt2", "bf16", 2, {"strategy": "optim_grads", "tp": 2}, SP | OVERLAP, ("uniform 3", "modules")),
     ("llama", "fp32", 2, {"cp": 2}, {}, ("full", "core_attn")),
     ("gpt2", "bf16", 2, {"cp": 2}, {"cp_comm_type": "a2a"}, ("core_attn",)),
     ("capacity", "fp32", 2, {"strategy": "optim", "tp": 2, "etp": 2}, {}, ("full", "outputs")),
-    ("biased", "fp32", 2, {"strategy": "optim_grads_params", "ep": 2}, OVERLAP, ("full", "uniform 3", "modules")),
+    (
+        "biased",
+        "fp32",
+        2,
+        {"strategy": "optim_grads_params", "ep": 2},
+        OVERLAP,
+        ("full", "uniform 3", "modules", "offload"),
+    ),
     ("biased", "bf16", 4, {"strategy": "optim_grads_params", "tp": 2, "pp": 2, "etp": 2}, SP | ZB, ("uniform 2",)),
 ]
 

@@ -13,6 +13,7 @@ from nanotrain.memory.block_transforms import (
     BlockTransform,
     compile_blocks,
     defaults_of_recompute,
+    offload_blocks,
     recompute_blocks,
     transform_blocks,
 )
@@ -51,8 +52,8 @@ def config_of(**memory: object) -> Config:
     return config_from_dict({"memory": memory})
 
 
-def test_the_list_is_compile_then_recompute_and_both_are_off_by_default():
-    assert [transform.apply for transform in BLOCK_TRANSFORMS] == [compile_blocks, recompute_blocks]
+def test_the_list_is_compile_offload_recompute_and_all_are_off_by_default():
+    assert [transform.apply for transform in BLOCK_TRANSFORMS] == [compile_blocks, offload_blocks, recompute_blocks]
     block = Block()
     assert transform_blocks([block], Config(), recompute=Recompute()) == [block]
     assert "forward" not in vars(block)
@@ -61,8 +62,9 @@ def test_the_list_is_compile_then_recompute_and_both_are_off_by_default():
 def test_flags_enable_them():
     compiled = with_values(Config(), {"train.torch_compile": True})
     full, selective = (config_of(recompute_granularity=name) for name in ("full", "selective"))
-    enabled = [[transform.is_enabled(c) for transform in BLOCK_TRANSFORMS] for c in (compiled, full, selective)]
-    assert enabled == [[True, False], [False, True], [False, False]]
+    configs = compiled, config_of(cpu_offloading=True), full, selective
+    enabled = [[transform.is_enabled(c) for transform in BLOCK_TRANSFORMS] for c in configs]
+    assert enabled == [[True, False, False], [False, True, False], [False, False, True], [False, False, False]]
 
 
 def test_an_added_transform_runs_in_its_place_in_the_list():

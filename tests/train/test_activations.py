@@ -109,6 +109,14 @@ def test_a_backward_needs_the_largest_group_at_once():
     assert {stage.complete for stage in stages} == {stages[0].kept}
 
 
+def test_offloaded_blocks_are_on_the_device_two_at_a_time():
+    words = f"--mock-data --vocab-size 512 {SIZES.replace('--num-layers 1', '--num-layers 5')}"
+    plan = plan_run(load(f"{words} --cpu-offloading --cpu-offloading-num-layers 3".split()).config, 1, rank=0)
+    kept = Activations(plan, "cuda")
+    stage, block = kept.stage(plan.stages[0].spec), kept.block(0)
+    assert (stage.kept, stage.recomputed) == (kept.head() + 2 * block, 2 * block)
+
+
 def test_documents_add_a_mask_and_a_gpu_keeps_grouped_heads():
     config = load(f"--mock-data --vocab-size 512 {SIZES} {LLAMA}".split()).config
     plan = plan_run(config, 1, rank=0)

@@ -1,6 +1,6 @@
-"""Rules of recomputation: what is recomputed has to exist, and one granularity is chosen."""
+"""Rules of recomputation and offloading: what is named has to exist, and the choices must not contradict."""
 
-from nanotrain.config.config import RecomputeGranularity
+from nanotrain.config.config import DeviceKind, RecomputeGranularity
 from nanotrain.config.derive import recomputed_modules
 from nanotrain.config.rules.rule import Rule, Values
 from nanotrain.config.suggest import did_you_mean
@@ -35,6 +35,12 @@ def longest_stage(v: Values) -> int:
     return max(*(-(-length // per_rank) for length in v.end_lengths), *between, 1)
 
 
+def most_offloaded(v: Values) -> str:
+    """The cure for a number of offloaded layers that does not fit."""
+    most = longest_stage(v) - 1
+    return f"set --cpu-offloading-num-layers to at most {most}" if most else "leave --cpu-offloading out"
+
+
 # fmt: off
 MEMORY_RULES = (
     Rule("recompute_num_layers recompute_method",
@@ -65,5 +71,22 @@ MEMORY_RULES = (
         f"{' '.join(name for name in recomputed_modules(v.config.memory) if name in DISCARDED)}",
         "compiled code keeps its own choice of activations, and recomputes norms and activations by itself",
         "leave out --torch-compile, or these modules"),
+    Rule("cpu_offloading cpu_offloading_num_layers", lambda v: v.cpu_offloading and v.cpu_offloading_num_layers == 0,
+        "cpu_offloading without layers has no effect", "cpu_offloading_num_layers is 0", most_offloaded),
+    Rule("cpu_offloading_num_layers num_layers pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank",
+        lambda v: v.cpu_offloading and v.cpu_offloading_num_layers >= longest_stage(v),
+        "cpu_offloading_num_layers {cpu_offloading_num_layers} is not below the layers of a stage",
+        lambda v: f"the longest of {v.num_stages} pipeline stages has {longest_stage(v)} of {v.num_layers} layers, "
+        "and the backward needs the last one first", most_offloaded),
+    Rule("cpu_offloading recompute_granularity", lambda v: v.cpu_offloading and v.recompute_granularity is not None,
+        "cpu_offloading with recompute_granularity {recompute_granularity.value}",
+        "an activation is either recomputed or kept in host memory",
+        "leave out --cpu-offloading or --recompute-granularity"),
+    Rule("cpu_offloading torch_compile", lambda v: v.cpu_offloading and v.torch_compile,
+        "cpu_offloading with torch_compile", "compiled code has its own choice of what it saves",
+        "leave out --cpu-offloading or --torch-compile"),
+    Rule("cpu_offloading device", lambda v: v.cpu_offloading and v.device is DeviceKind.cpu,
+        "cpu_offloading has no effect", "activations on a CPU are in host memory already",
+        "leave --cpu-offloading out"),
 )
 # fmt: on

@@ -116,6 +116,7 @@ UNUSED = (
     Unused("recompute_method recompute_num_layers", "recompute_granularity",
         lambda v: v.recompute_granularity is not RecomputeGranularity.full,
         "it belongs to recompute_granularity full"),
+    Unused("cpu_offloading_num_layers", "cpu_offloading", lambda v: not v.cpu_offloading, "cpu_offloading is off"),
     Unused("recompute_modules", "recompute_granularity",
         lambda v: v.recompute_granularity is not RecomputeGranularity.selective,
         "it belongs to recompute_granularity selective"),

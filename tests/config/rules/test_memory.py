@@ -13,6 +13,7 @@ from tests.config.asking import config_of, validate
 
 FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
 EXPERTS, MLA = {"num_experts": 4}, {"multi_latent_attention": True}
+OFFLOAD = {"cpu_offloading": True, "cpu_offloading_num_layers": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 
 
@@ -33,6 +34,7 @@ def modules(*names: str) -> dict[str, object]:
         modules("moe_act", "mlp") | EXPERTS | {"moe_layer_freq": "[0]+[1]*3"},
         modules("mla_up_proj") | MLA,
         modules("core_attn", "mlp") | {"torch_compile": True},
+        OFFLOAD,
     ],
 )
 def test_what_fits_breaks_no_rule(keys):
@@ -61,6 +63,13 @@ def test_what_fits_breaks_no_rule(keys):
         (modules("mla_up_proj"), "mla_up_proj has no effect: multi_latent_attention is off"),
         (modules("mlp") | EXPERTS, "mlp has no effect: every layer has experts"),
         (modules("moe", "moe_act") | EXPERTS, "moe_act has no effect"),
+        ({"cpu_offloading_num_layers": 2}, "cpu_offloading_num_layers = 2 has no effect"),
+        (OFFLOAD | {"cpu_offloading_num_layers": 0}, "set --cpu-offloading-num-layers to at most 3"),
+        (OFFLOAD | {"cpu_offloading_num_layers": 4}, "the longest of 1 pipeline stages has 4 of 4 layers"),
+        (OFFLOAD | PP2 | {"cpu_offloading_num_layers": 2}, "set --cpu-offloading-num-layers to at most 1"),
+        (OFFLOAD | SELECTIVE, "cpu_offloading with recompute_granularity selective"),
+        (OFFLOAD | {"torch_compile": True}, "cpu_offloading with torch_compile"),
+        (OFFLOAD | {"device": "cpu"}, "activations on a CPU are in host memory already"),
         (modules("layernorm") | {"torch_compile": True}, "torch_compile with recompute_modules layernorm"),
     ],
 )
