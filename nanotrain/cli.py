@@ -1,67 +1,27 @@
 """`nanotrain COMMAND ...`: one function per command, which parses its arguments and calls another package.
 
     train | prepare | parity | topology | generate | report | watch | runs | compare | config
-    checkpoint inspect | checkpoint verify | checkpoint export-hf
+    checkpoint COMMAND (cli_checkpoint.py)
 
 Packages are imported inside the commands, so that `--help` does not load torch.
 """
 
-import argparse
 import io
 import os
-import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
 
+from nanotrain.cli_checkpoint import CHECKPOINT_COMMANDS
+from nanotrain.cli_parser import Command, CommandParser, count, not_negative, positive, run_command, world_size
 from nanotrain.config.flags import parse
 from nanotrain.config.load import load_line, reply, to_yaml
 from nanotrain.config.schema import check_choice
-from nanotrain.config.suggest import did_you_mean
-from nanotrain.errors import EXIT_CODE, ConfigError, NanotrainError, report
+from nanotrain.errors import EXIT_CODE, NanotrainError, report
 
-MAX_WORLD_SIZE = 1_000_000
 CONFIG_FLAGS = "any configuration flag may follow, for example --tensor-model-parallel-size 2"
-
-
-class CommandParser(argparse.ArgumentParser):
-    """A parser without abbreviations that raises ConfigError; the function's docstring is the description."""
-
-    def __init__(self, command: str, function: Callable[..., int], *, epilog: str | None = None) -> None:
-        super().__init__(prog=f"nanotrain {command}", description=function.__doc__, epilog=epilog, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print."""
-        raise ConfigError(f"{self.prog}: {message}", fix=f"{self.prog} --help lists the arguments")
-
-
-def count(text: str) -> int:
-    """A whole number of at least 1."""
-    if not re.fullmatch("[0-9]{1,12}", text) or int(text) < 1:
-        raise ValueError(text)
-    return int(text)
-
-
-def world_size(text: str) -> int:
-    """A number of ranks, up to a million."""
-    if count(text) > MAX_WORLD_SIZE:
-        raise argparse.ArgumentTypeError(f"{text} ranks: at most {MAX_WORLD_SIZE:,} can be planned")
-    return int(text)
-
-
-def positive(text: str) -> float:
-    """A finite number above zero."""
-    if not 0 < float(text) < float("inf"):
-        raise ValueError(text)
-    return float(text)
-
-
-def not_negative(text: str) -> float:
-    """A finite number of at least zero."""
-    return 0.0 if float(text) == 0 else positive(text)
 
 
 def train(argv: Sequence[str]) -> int:
@@ -137,48 +97,8 @@ def topology(argv: Sequence[str]) -> int:
 
 
 def checkpoint(argv: Sequence[str]) -> int:
-    """Inspect or verify a checkpoint, or export it as a Hugging Face folder."""
+    """Inspect, verify, compare, average, prune, import or export checkpoints."""
     return run_command("nanotrain checkpoint", argv, commands=CHECKPOINT_COMMANDS)
-
-
-def inspect(argv: Sequence[str]) -> int:
-    """Print the step, sizes and tensors of a checkpoint."""
-    parser = CommandParser("checkpoint inspect", inspect)
-    parser.add_argument("path", type=Path, help="step folder, or run folder for its newest step")
-    args = parser.parse_args(argv)
-    from nanotrain.checkpoint.report import describe
-
-    print(describe(args.path))
-    return 0
-
-
-def verify(argv: Sequence[str]) -> int:
-    """Compare every byte of a checkpoint with its checksums; exit code 2 where one differs."""
-    parser = CommandParser("checkpoint verify", verify)
-    parser.add_argument("path", type=Path, help="step folder, or run folder for its newest step")
-    args = parser.parse_args(argv)
-    from nanotrain.checkpoint.report import verify as verify_checkpoint
-
-    outcome = verify_checkpoint(args.path)
-    print(outcome.text())
-    return 0 if outcome.is_sound else EXIT_CODE
-
-
-def export_hf(argv: Sequence[str]) -> int:
-    """Write the weights of a checkpoint as a Hugging Face folder."""
-    parser = CommandParser("checkpoint export-hf", export_hf)
-    parser.add_argument("path", type=Path, help="step folder, or run folder for its newest step")
-    parser.add_argument("folder", type=Path, help="the Hugging Face folder to write")
-    dtypes, dtype_help = ("fp32", "bf16", "fp16"), "data type of the weights (default: fp32)"
-    parser.add_argument("--dtype", choices=dtypes, default="fp32", help=dtype_help)
-    family_help = "Hugging Face model_type, for example llama; unset: the first that fits the model"
-    parser.add_argument("--family", help=family_help)
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json or folder to copy next to the weights")
-    args = parser.parse_args(argv)
-    from nanotrain.inference.checkpoint import export_checkpoint
-
-    print(export_checkpoint(**vars(args)))
-    return 0
 
 
 def generate(argv: Sequence[str]) -> int:
@@ -278,7 +198,6 @@ def config(argv: Sequence[str]) -> int:
     return 0
 
 
-Command = Callable[[Sequence[str]], int]
 COMMANDS: dict[str, Command] = {
     "train": train,
     "prepare": prepare,
@@ -292,26 +211,6 @@ COMMANDS: dict[str, Command] = {
     "compare": compare,
     "config": config,
 }
-CHECKPOINT_COMMANDS: dict[str, Command] = {"inspect": inspect, "verify": verify, "export-hf": export_hf}
-
-
-def run_command(program: str, argv: Sequence[str], *, commands: dict[str, Command]) -> int:
-    """Run the command named first; list the commands for --help and without a command.
-
-    Raises:
-        ConfigError: an unknown command.
-    """
-    if argv and argv[0] in commands:
-        return commands[argv[0]](argv[1:])
-    if not argv or argv[0] in ("-h", "--help"):
-        print(f"usage: {program} COMMAND ...\n")
-        for name, command in commands.items():
-            print(f"  {name:<10}  {(command.__doc__ or '').splitlines()[0]}")
-        print(f"\n{program} COMMAND --help lists its arguments, nanotrain --version prints the version")
-        return 0
-    fix = did_you_mean(argv[0], commands, prefix=f"{program} ")
-    fix = f"{program} --help describes them" if fix.startswith("see") else fix
-    raise ConfigError(f"unknown command {argv[0]!r}", why=f"{program} takes {', '.join(commands)}", fix=fix)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

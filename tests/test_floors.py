@@ -13,6 +13,8 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     "__main__": 13,
     "cli": 12,
+    "cli_checkpoint": 11,
+    "cli_parser": 3,
     **dict.fromkeys(["planner", "parity"], 11),
     "train": 10,
     **dict.fromkeys(["inference", "report"], 9),
@@ -31,7 +33,15 @@ RESERVED = {
     "os.environ": ("nanotrain/train/__main__.py", "nanotrain/cli.py", "nanotrain/config/compose.py", "nanotrain/comm/"),
     "hydra": ("nanotrain/config/",),
 }
-NO_TORCH = ("nanotrain/__init__.py", "nanotrain/cli.py", "nanotrain/errors.py", "nanotrain/log.py", "nanotrain/config/")
+NO_TORCH = (
+    "nanotrain/__init__.py",
+    "nanotrain/cli.py",
+    "nanotrain/cli_checkpoint.py",
+    "nanotrain/cli_parser.py",
+    "nanotrain/errors.py",
+    "nanotrain/log.py",
+    "nanotrain/config/",
+)
 NO_TORCH += ("nanotrain/topology/", "nanotrain/untrusted.py")
 ALIASES = {"os.getenv": "os.environ", "os.environb": "os.environ", "os.putenv": "os.environ"}
 

@@ -106,7 +106,7 @@ def from_json(text: str, *, source: str = "the manifest") -> Manifest:
         NewerFormat: of a later version of the format.
     """
     try:
-        body = object_of(parse_json(text), "it")
+        body = object_of(parse_json(text, allow_nan=True), "it")
     except ValueError as error:
         raise _unreadable(source, f"it is no JSON ({error})") from None
     if body.get("format") != FORMAT or type(body.get("version")) is not int or body["version"] < 1:

@@ -1,6 +1,6 @@
 """The output of `nanotrain checkpoint inspect` and `nanotrain checkpoint verify`.
 
-describe    step, sizes, kinds and tensors of a checkpoint, from its manifest alone
+describe    model, counters, layout and sizes of a checkpoint, from its manifest alone
 verify      every byte against its checksum
 """
 
@@ -21,13 +21,16 @@ from rich.table import Table
 from nanotrain.checkpoint.compatibility import kind_of
 from nanotrain.checkpoint.manifest import Manifest, TensorEntry
 from nanotrain.checkpoint.plan import ChunkRead, coverage_fault
+from nanotrain.checkpoint.progress import progress
 from nanotrain.checkpoint.read import ShardFile
 from nanotrain.checkpoint.store import find_checkpoint, read_manifest
 from nanotrain.checkpoint.write import THREADS
-from nanotrain.errors import CheckpointError
+from nanotrain.config.schema import config_from_dict
+from nanotrain.errors import CheckpointError, ConfigError
 from nanotrain.precision.dtypes import TORCH_DTYPES
 
 PLAIN_WIDTH = 120
+COUNTERS = {"consumed_tokens": "tokens", "consumed_samples": "samples"}
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,8 @@ class VerifyReport:
         )
 
 
-def describe(path: Path) -> str:
-    """Step, sizes, layout and every tensor of a checkpoint: a coloured table on a terminal, else plain text.
+def describe(path: Path, *, tensors: bool = False) -> str:
+    """Model, counters, layout and sizes of a checkpoint on one screen; `tensors` adds a row per tensor.
 
     `path` is a step folder, or a run folder for its newest.
 
@@ -69,18 +72,48 @@ def describe(path: Path) -> str:
     console = Console(
         file=StringIO(), force_terminal=on_terminal, width=None if on_terminal else PLAIN_WIDTH, highlight=False
     )
-    nbytes = sum(manifest.files.values())
     console.print(f"{found}", soft_wrap=True, markup=False)
-    console.print(f"step {manifest.step}, shards {len(manifest.files)}, {_size(nbytes)}")
-    for title, values in (("written by", manifest.topology), ("objects", manifest.objects)):
-        if values:
-            console.print(f"{title}: " + ", ".join(f"{key}={value}" for key, value in values.items()), markup=False)
+    for title, text in _summary(manifest):
+        console.print(f"{title:<11} {text}", soft_wrap=True, markup=False)
     console.print()
     console.print(_table("kind", ["tensors", "elements", "dtype", "size"], rows=_kind_rows(manifest)))
-    console.print()
-    console.print(_table("tensor", ["shape", "dtype", "chunks", "size"], rows=_tensor_rows(manifest)))
+    if tensors:
+        console.print()
+        console.print(_table("tensor", ["shape", "dtype", "chunks", "size"], rows=_tensor_rows(manifest)))
     assert isinstance(console.file, StringIO)
     return console.file.getvalue().rstrip()
+
+
+def _summary(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Title and text of every line above the tables; a checkpoint of other programs may lack some."""
+    nbytes = sum(manifest.files.values())
+    numel = sum(prod(entry.shape) for name, entry in manifest.tensors.items() if kind_of(name) == "model")
+    yield "model", _model_line(manifest)
+    yield "parameters", f"{numel:,} elements of the model, padding included"
+    counters, last = manifest.objects.get("train"), manifest.objects.get("last_step")
+    trained = [f"step {manifest.step:,}"]
+    if isinstance(counters, Mapping):
+        trained += [f"{counters[key]:,} {unit}" for key, unit in COUNTERS.items() if isinstance(counters.get(key), int)]
+    if isinstance(last, Mapping) and isinstance(last.get("loss"), float):
+        trained.append(f"loss {last['loss']:.4f}")
+    yield "trained", ", ".join(trained)
+    layout = [f"{key} {value}" for key, value in manifest.topology.items() if value != 1 or key == "world_size"]
+    yield "written by", ", ".join(layout) or "unknown layout"
+    yield "files", f"{len(manifest.files)} shards, {_size(nbytes)}"
+
+
+def _model_line(manifest: Manifest) -> str:
+    try:
+        model = config_from_dict({"model": manifest.config.get("model")}).model
+        parts = [
+            f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads",
+            f"vocabulary {model.vocab_size:,}" if model.vocab_size else "vocabulary unknown",
+        ]
+        if model.moe.num_experts:
+            parts.append(f"{model.moe.num_experts} experts, top {model.moe.router_topk}")
+    except ConfigError as error:
+        return f"unreadable configuration ({error.what})"
+    return ", ".join(parts)
 
 
 def verify(path: Path) -> VerifyReport:
@@ -105,8 +138,9 @@ def verify(path: Path) -> VerifyReport:
         for chunk in entry.chunks
     ]
     by_file = sorted(chunks, key=lambda one: one.chunk.file)
-    for file, in_file in groupby(by_file, key=lambda one: one.chunk.file):
-        faults += _faults_of_file(found / file, tuple(in_file), size=manifest.files.get(file))
+    files = [(file, tuple(in_file)) for file, in_file in groupby(by_file, key=lambda one: one.chunk.file)]
+    for file, in_file in progress(files, "verifying"):
+        faults += _faults_of_file(found / file, in_file, size=manifest.files.get(file))
     return VerifyReport(found, len(chunks), sum(one.chunk.nbytes for one in chunks), tuple(faults))
 
 

@@ -185,11 +185,7 @@ def commit(folder: Path, step: int, *, text: str) -> Path:
     Every shard is on the disk already; each fsync precedes the rename that relies on it.
     """
     temporary, final = _temporary(folder, step), step_folder(folder, step)
-    with open(temporary / MANIFEST, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(temporary)
+    write_manifest(temporary, text)
     replaced = _deleted_name(final)
     if os.path.lexists(final):  # the same step again, after a run resumed from an older checkpoint
         os.rename(final, replaced)
@@ -198,6 +194,15 @@ def commit(folder: Path, step: int, *, text: str) -> Path:
     if os.path.lexists(replaced):
         _try_to_remove(replaced, warned=set())
     return final
+
+
+def write_manifest(folder: Path, text: str) -> None:
+    """Write the manifest of a folder whose shards are on the disk, and fsync both."""
+    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
 
 
 def discard(folder: Path, step: int) -> None:
@@ -222,6 +227,22 @@ def keep_newest(folder: Path, keep_last: int, *, written: Path, warned: set[Path
             _warn(path, error, warned=warned)
         else:
             _try_to_remove(deleted, warned=warned)
+
+
+def prune(path: Path, keep_last: int, *, is_dry: bool = False) -> list[Path]:
+    """Delete the oldest complete checkpoints of a run folder or checkpoints folder but `keep_last`; returns them.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint.
+    """
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    complete = complete_checkpoints(folder)
+    if not complete:
+        raise CheckpointError(f"{path} holds no complete checkpoint", why="there is nothing to prune", fix=_NAMES)
+    oldest = complete[: max(0, len(complete) - keep_last)]
+    if oldest and not is_dry:
+        keep_newest(folder, keep_last, written=complete[-1], warned=set())
+    return [one for one in oldest if is_dry or not os.path.lexists(one)]
 
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:

@@ -33,14 +33,25 @@ def import_weights(folder: Path, model_config: ModelConfig, *, wanted: Mapping[T
     Raises:
         HuggingFaceError: a missing, superfluous or mis-shaped tensor, a damaged file.
     """
-    raw = read_config(folder)
-    family = FAMILIES[raw["model_type"]]
-    files = WeightFiles(folder, prefix=family.prefix, block_size=fp8_block_size(raw))
-    mappings = _mappings_of(files, family, model_config=model_config)
-    _check(files, mappings, family=family, folder=folder)
+    reader = WeightReader(folder, model_config)
     for tensor_box, target in wanted.items():
-        assert tensor_box.name in mappings, f"{tensor_box.name} is not a parameter of this model and would stay unset"
-        _fill(target.detach(), tensor_box, mapping=mappings[tensor_box.name], files=files)
+        reader.fill(target.detach(), tensor_box)
+
+
+class WeightReader:
+    """The weights of a Hugging Face folder, opened and checked once; arguments and errors as for `import_weights`."""
+
+    def __init__(self, folder: Path, model_config: ModelConfig) -> None:
+        raw = read_config(folder)
+        family = FAMILIES[raw["model_type"]]
+        self._files = WeightFiles(folder, prefix=family.prefix, block_size=fp8_block_size(raw))
+        self._mappings = _mappings_of(self._files, family, model_config=model_config)
+        _check(self._files, self._mappings, family=family, folder=folder)
+
+    def fill(self, target: Tensor, wanted: TensorBox) -> None:
+        """Read one box of a parameter into a tensor of its shape."""
+        assert wanted.name in self._mappings, f"{wanted.name} is not a parameter of this model and would stay unset"
+        _fill(target, wanted, mapping=self._mappings[wanted.name], files=self._files)
 
 
 def _fill(target: Tensor, wanted: TensorBox, *, mapping: TensorMapping, files: WeightFiles) -> None:

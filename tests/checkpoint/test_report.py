@@ -9,22 +9,27 @@ from nanotrain.checkpoint.report import describe, verify
 from nanotrain.comm.group import Group
 from nanotrain.topology.boxes import TensorBox
 
+OBJECTS = {"train": {"consumed_samples": 48, "consumed_tokens": 9000}, "last_step": {"loss": 2.5}}
+CONFIG = {"model": {"num_layers": 2, "hidden_size": 8, "vocab_size": 64}}
+
 
 def save(folder: Path) -> Path:
     tensors = {TensorBox.full(f"model/{name}", (64, 8)): torch.ones(64, 8) for name in ("a", "b")}
     tensors[TensorBox.full("optimizer/exp_avg/a", (64, 8))] = torch.zeros(64, 8, dtype=torch.bfloat16)
     checkpointer = Checkpointer(folder / "checkpoints", group=Group.single_rank("world"))
-    return checkpointer.save(12, tensors, objects={"consumed_samples": 48}, config={}, topology={"dp": 4})
+    return checkpointer.save(12, tensors, objects=OBJECTS, config=CONFIG, topology={"dp": 4, "tp": 1})
 
 
 def test_describe_names_step_layout_kinds_and_tensors_of_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
     save(tmp_path)
 
-    rows = [line.split() for line in describe(tmp_path).splitlines()]
+    rows = [line.split() for line in describe(tmp_path, tensors=True).splitlines()]
 
-    assert ["step", "12,", "shards", "1,", "5.2", "KiB"] in rows
-    assert ["written", "by:", "dp=4"] in rows
-    assert ["objects:", "consumed_samples=48"] in rows
+    assert ["files", "1", "shards,", "5.2", "KiB"] in rows
+    assert ["written", "by", "dp", "4"] in rows
+    assert ["trained", "step", "12,", "9,000", "tokens,", "48", "samples,", "loss", "2.5000"] in rows
+    assert ["parameters", *["1,024", "elements", "of", "the", "model,", "padding", "included"]] in rows
+    assert ["model", "2", "layers,", "hidden", "8,", "4", "heads,", "vocabulary", "64"] in rows
     assert ["model", "2", "1,024", "fp32", "4.0", "KiB"] in rows
     assert ["optimizer/exp_avg/a", "64", "x", "8", "bf16", "1", "1.0", "KiB"] in rows
 

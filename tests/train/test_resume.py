@@ -133,7 +133,8 @@ def test_damage_found_while_loading_falls_back_to_the_newest_sound_one(
 def test_what_is_named_with_load_is_never_replaced(folder: Path) -> None:
     flip(step(folder, 3))
     for load in (step(folder, 3), folder):
-        with pytest.raises(DamagedCheckpoint, match="crc32"), small_run(folder, "--load", str(load)):
+        other = folder.with_name("other")
+        with pytest.raises(DamagedCheckpoint, match="crc32"), small_run(other, "--load", str(load)):
             pass
 
 

@@ -1,0 +1,118 @@
+"""Write a checkpoint from values that are read chunk by chunk: averages of checkpoints, imported weights.
+
+    average            the mean, or an exponential moving average, of the weights of several checkpoints
+    write_checkpoint   a step folder from a function that returns any box of any tensor
+
+At most a few chunks of `plan.CHUNK_BYTES` are in memory, whatever the size of the model.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from nanotrain.checkpoint import store
+from nanotrain.checkpoint.commit import merge_reports, report_of
+from nanotrain.checkpoint.compatibility import kind_of
+from nanotrain.checkpoint.manifest import Manifest, TensorEntry, to_json
+from nanotrain.checkpoint.read import read_box
+from nanotrain.checkpoint.write import ChunkWrite, shard_name, write_shard
+from nanotrain.errors import CheckpointError
+from nanotrain.precision.dtypes import TORCH_DTYPES
+from nanotrain.runs.files import disk_fault
+from nanotrain.topology.boxes import TensorBox
+
+Shapes = Mapping[str, tuple[tuple[int, ...], str]]  # name -> shape and dtype
+
+
+def average(paths: Sequence[Path], output: Path, *, decay: float | None = None) -> Path:
+    """Write the average of the weights of checkpoints of one model, oldest first; optimizer state is left out.
+
+    Args:
+        paths: step folders, or run folders for their newest.
+        output: the folder to write; must not exist.
+        decay: weight of a checkpoint relative to the next one, for an exponential moving average; None for the mean.
+
+    Returns:
+        The folder. Configuration and counters are those of the last checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoints are of different models, or damaged.
+    """
+    folders = [store.find_checkpoint(Path(path)) for path in paths]
+    manifests = [store.require_complete(folder) for folder in folders]
+    names = _shared_weights(folders, manifests)
+    shares = [(1.0 if decay is None else decay) ** age for age in reversed(range(len(paths)))]
+    shares = [share / sum(shares) for share in shares]
+
+    def read(chunk: ChunkWrite) -> torch.Tensor:
+        box = TensorBox(chunk.source.name, chunk.source.shape, chunk.box)
+        dtype = TORCH_DTYPES[chunk.dtype]
+        values = [read_box(folder, manifest, box=box) for folder, manifest in zip(folders, manifests, strict=True)]
+        if not dtype.is_floating_point:
+            return values[-1]
+        total = torch.zeros(values[0].shape, dtype=torch.float64)
+        for share, value in zip(shares, values, strict=True):
+            total += share * value
+        return total.to(dtype)
+
+    shapes = {name: (entry.shape, entry.dtype) for name, entry in names.items()}
+    return write_checkpoint(output, shapes, read=read, manifest=manifests[-1])
+
+
+def write_checkpoint(
+    output: Path, shapes: Shapes, *, read: Callable[[ChunkWrite], torch.Tensor], manifest: Manifest
+) -> Path:
+    """Write a checkpoint of one shard.
+
+    Args:
+        output: the folder to make; must not exist.
+        shapes: shape and dtype of every tensor by name.
+        read: the values of a chunk, called on several threads.
+        manifest: step, objects, config and topology.
+
+    Raises:
+        CheckpointError: `output` exists.
+        EnvironmentFault: it cannot be written.
+    """
+    if os.path.lexists(output):
+        raise CheckpointError(f"{output} exists", why="nothing is overwritten", fix="name another folder")
+    temporary = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    tensors = {
+        TensorBox.full(name, shape): torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta")
+        for name, (shape, dtype) in shapes.items()
+    }
+    try:
+        temporary.mkdir(parents=True)
+        store.require_space(temporary, sum(tensor.nbytes for tensor in tensors.values()))
+        shard = write_shard(temporary / shard_name(0, 1), tensors, read=read)
+        complete = merge_reports(manifest, [report_of(shard, manifest)])
+        store.write_manifest(temporary, to_json(complete))
+        os.rename(temporary, output)
+    except OSError as error:
+        raise disk_fault(error, output, fix="name another folder") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return output
+
+
+def _shared_weights(folders: Sequence[Path], manifests: Sequence[Manifest]) -> dict[str, TensorEntry]:
+    """The weights, which all checkpoints hold in the same shape."""
+    first, *others = [
+        {name: entry for name, entry in manifest.tensors.items() if kind_of(name) == "model"} for manifest in manifests
+    ]
+    for folder, other in zip(folders[1:], others, strict=True):
+        differing = [name for name in sorted(first.keys() | other.keys()) if _form(first, name) != _form(other, name)]
+        if differing:
+            name = differing[0]
+            why = f"{name} is {_form(first, name)} in {folders[0]} and {_form(other, name)} in {folder}"
+            fix = "average checkpoints of one run"
+            raise CheckpointError(f"{len(differing)} tensors of the checkpoints differ in shape", why=why, fix=fix)
+    return first
+
+
+def _form(tensors: Mapping[str, TensorEntry], name: str) -> str:
+    entry = tensors.get(name)
+    return "missing" if entry is None else f"{entry.dtype} {list(entry.shape)}"

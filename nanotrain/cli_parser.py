@@ -1,0 +1,68 @@
+"""Parse the arguments of a command, and find a command by its name."""
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from nanotrain.config.suggest import did_you_mean
+from nanotrain.errors import ConfigError
+
+MAX_WORLD_SIZE = 1_000_000
+Command = Callable[[Sequence[str]], int]
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser without abbreviations that raises ConfigError; the function's docstring is the description."""
+
+    def __init__(self, command: str, function: Callable[..., int], *, epilog: str | None = None) -> None:
+        super().__init__(prog=f"nanotrain {command}", description=function.__doc__, epilog=epilog, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print."""
+        raise ConfigError(f"{self.prog}: {message}", fix=f"{self.prog} --help lists the arguments")
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not re.fullmatch("[0-9]{1,12}", text) or int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
+def world_size(text: str) -> int:
+    """A number of ranks, up to a million."""
+    if count(text) > MAX_WORLD_SIZE:
+        raise argparse.ArgumentTypeError(f"{text} ranks: at most {MAX_WORLD_SIZE:,} can be planned")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """A finite number above zero."""
+    if not 0 < float(text) < float("inf"):
+        raise ValueError(text)
+    return float(text)
+
+
+def not_negative(text: str) -> float:
+    """A finite number of at least zero."""
+    return 0.0 if float(text) == 0 else positive(text)
+
+
+def run_command(program: str, argv: Sequence[str], *, commands: dict[str, Command]) -> int:
+    """Run the command named first; list the commands for --help and without a command.
+
+    Raises:
+        ConfigError: an unknown command.
+    """
+    if argv and argv[0] in commands:
+        return commands[argv[0]](argv[1:])
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"usage: {program} COMMAND ...\n")
+        for name, command in commands.items():
+            print(f"  {name:<10}  {(command.__doc__ or '').splitlines()[0]}")
+        print(f"\n{program} COMMAND --help lists its arguments, nanotrain --version prints the version")
+        return 0
+    fix = did_you_mean(argv[0], commands, prefix=f"{program} ")
+    fix = f"{program} --help describes them" if fix.startswith("see") else fix
+    raise ConfigError(f"unknown command {argv[0]!r}", why=f"{program} takes {', '.join(commands)}", fix=fix)

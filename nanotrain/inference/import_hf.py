@@ -1,0 +1,48 @@
+"""Write a Hugging Face folder as a checkpoint of step 0, which `generate`, `diff`, `average` and `export-hf` read."""
+
+from pathlib import Path
+
+import torch
+
+from nanotrain.checkpoint.manifest import Manifest
+from nanotrain.checkpoint.rewrite import write_checkpoint
+from nanotrain.checkpoint.write import ChunkWrite
+from nanotrain.config.config import Config, DataConfig
+from nanotrain.config.schema import to_dict
+from nanotrain.errors import HuggingFaceError
+from nanotrain.hf.families import model_from_hf
+from nanotrain.hf.import_weights import WeightReader
+from nanotrain.inference.checkpoint import PREFIX
+from nanotrain.topology.boxes import TensorBox
+from nanotrain.topology.parameters import declare_model
+from nanotrain.topology.shape import ModelShape
+
+
+def import_hf(folder: Path, output: Path) -> str:
+    """Write the weights of a Hugging Face folder in fp32; returns a summary line.
+
+    Args:
+        folder: config.json and weights.
+        output: the step folder to write; must not exist.
+
+    Raises:
+        HuggingFaceError: an unsupported model, or damaged files.
+        CheckpointError: `output` exists.
+    """
+    model_config = model_from_hf(folder)
+    if model_config.moe.router_enable_expert_bias:
+        why = "their biases are buffers, which Hugging Face files of these families do not hold"
+        raise HuggingFaceError("routers with expert biases cannot be imported", why=why, fix="import another model")
+    specs = {PREFIX + spec.name: spec for spec in declare_model(ModelShape.of(model_config))}
+    reader = WeightReader(folder, model_config)
+
+    def read(chunk: ChunkWrite) -> torch.Tensor:
+        spec, values = specs[chunk.source.name], torch.empty(chunk.box.shape)
+        reader.fill(values, TensorBox(spec.name, spec.shape, chunk.box))
+        return values
+
+    tokenizer = str(folder) if (folder / "tokenizer.json").exists() else None
+    config = Config(model=model_config, data=DataConfig(tokenizer_model=tokenizer))
+    manifest = Manifest(0, {}, {}, objects={}, config=to_dict(config), topology={})
+    write_checkpoint(output, {name: (spec.shape, "fp32") for name, spec in specs.items()}, read=read, manifest=manifest)
+    return f"{output}: {len(specs)} tensors in fp32, from {folder}"

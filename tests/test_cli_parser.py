@@ -1,0 +1,39 @@
+"""Numbers and commands of a command line, and how a mistake in them is answered."""
+
+import pytest
+
+from nanotrain.cli_parser import CommandParser, count, not_negative, positive, run_command
+from nanotrain.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("convert", "good", "bad"),
+    [(count, "3", ["0", "-1", "1.5", "x"]), (positive, "0.5", ["0", "inf", "nan"]), (not_negative, "0", ["-1", "inf"])],
+)
+def test_numbers_out_of_bounds_are_no_values(convert, good, bad):
+    assert convert(good) == float(good)
+    for text in bad:
+        with pytest.raises(ValueError):
+            convert(text)
+
+
+def test_a_mistake_in_the_arguments_is_a_config_error():
+    def command(argv):
+        """Do something."""
+
+    with pytest.raises(ConfigError, match="nanotrain x: .*required.*--help lists the arguments"):
+        parser = CommandParser("x", command)
+        parser.add_argument("path")
+        parser.parse_args([])
+
+
+def test_a_command_is_found_by_its_name(capsys):
+    def sing(argv):
+        """Sing."""
+        return len(argv)
+
+    assert run_command("nanotrain", ["sing", "a", "b"], commands={"sing": sing}) == 2
+    assert run_command("nanotrain", [], commands={"sing": sing}) == 0
+    assert "sing        Sing." in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="unknown command 'sign'"):
+        run_command("nanotrain", ["sign"], commands={"sing": sing})
