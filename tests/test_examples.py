@@ -17,6 +17,7 @@ EXPECTED = {
     "my_own_schedule.py": ([], ["1/3 = 33.3% of the time", "1/5 = 20.0% of the time", "same gradient: True"]),
     "new_model.py": ([], ["vocabulary of 30 padded to 128"]),
     "plan_a_cluster.py": ([], ["  8   1   16       54.2", " 16   1    8       30.1   tp crosses nodes"]),
+    "shard_any_model.py": (TORCHRUN, ["2 ranks, each keeps", "same loss after loading: True"]),
     "zero_by_hand.py": (TORCHRUN, ["2 ranks, each keeps gradients for", "same weights on every rank: True"]),
 }
 

@@ -25,7 +25,7 @@ Source: Rajbhandari et al. 2020 (ZeRO), sections 5.1-5.2; Megatron-LM core, `dis
 `param_and_grad_buffer.py`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +50,7 @@ from nanotrain.parallel.dp.stores import (
 )
 from nanotrain.parallel.dp.strategy import Strategy
 from nanotrain.parallel.dp.unit_gather import UnitGather
+from nanotrain.parallel.dp.units import child_units, given_units
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.params import LocalParam
 
@@ -74,6 +75,8 @@ class DataParallelOptions:
     reshards_after_forward: bool = True  # free a unit after its forward and gather it again for its backward
     num_gather_blocks: int = 0  # blocks of memory that gathered units use in turn; 0: allocated with every gather
     keeps_full_grads: bool = False  # all-reduce whole buckets instead of reduce-scatter
+    # modules in forward order, and the names of the parameters that each reads; None: the children of the module
+    units: Sequence[tuple[nn.Module, Collection[str]]] | None = None
     # whether a forward pass runs again inside a backward
     is_recomputing: Callable[[], bool] = lambda: False
 
@@ -252,10 +255,10 @@ class DataParallel:
         if self._unit_gather is not None:
             self._unit_gather.free()
 
-    def _reduce_later_units(self, first_bucket: Sequence[int], index: int) -> None:
+    def _reduce_later_units(self, num_complete: Sequence[int], index: int) -> None:
         """Reduce the units after one whose backward is next: at the same place on every rank, between all-gathers."""
         if self._in_backward and self._reduces_now:
-            self._start_reductions(until=first_bucket[index])
+            self._start_reductions(until=num_complete[index])
 
     def _replace_parameters(self, module: nn.Module) -> None:
         """Replace the module's parameters by views of the buffer that pass on their gradients."""
@@ -272,30 +275,20 @@ class DataParallel:
 
     def _register_unit_hooks(self, module: nn.Module) -> None:
         """Before its forward each module waits for the parameters of its units, or gathers them."""
-        # A module without parameters of its own, the head of a tied model, reads the one that is tied.
-        tied = [i for i, bucket in enumerate(self.buckets) if bucket.layout.is_tied]
-        units, first_bucket = [], []
-        for name, child in unit_modules(module):
-            own = [local.spec for full_name, local in self.params.items() if full_name.startswith(name + ".")]
-            if own and all(spec.is_tied and spec.stage > 0 for spec in own):
-                continue  # the replica of the embedding on the last stage: only the head reads it
-            names = {spec.unit for spec in own}
-            indices = [i for i, b in enumerate(self.buckets) if b.layout.units & names] or tied
-            if indices:
-                units.append((child, [self.buckets[i] for i in indices]))
-                first_bucket.append(indices[0] if own else 0)
-        if self.options.strategy.shard_params:
-            stores = [(child, [bucket.params for bucket in buckets]) for child, buckets in units]
+        given, options = self.options.units, self.options
+        units = child_units(module, self.layout) if given is None else given_units(given, self.layout)
+        stores = [(unit.module, [self.buckets[i].params for i in unit.buckets]) for unit in units]
+        if options.strategy.shard_params:
             self._unit_gather = UnitGather(
                 stores,
-                num_prefetched=self.options.num_prefetched_units,
-                reshards=self.options.reshards_after_forward,
-                before_backward=partial(self._reduce_later_units, first_bucket),
-                is_recomputing=self.options.is_recomputing,
+                num_prefetched=options.num_prefetched_units,
+                reshards=options.reshards_after_forward,
+                before_backward=partial(self._reduce_later_units, [unit.num_complete for unit in units]),
+                is_recomputing=options.is_recomputing,
             )
             return
-        for child, buckets in units:
-            child.register_forward_pre_hook(partial(_wait_before_forward, buckets))
+        for child, params in stores:
+            child.register_forward_pre_hook(partial(_wait_before_forward, params))
 
     def _build_buckets(self, precision: Precision) -> tuple[Bucket, ...]:
         options = self.options
@@ -356,15 +349,6 @@ def gather_memory(layout: BufferLayout, shards: Sequence[Tensor], *, num_blocks:
     ]
 
 
-def unit_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The children of a module that run one after another; lists and dicts of modules are replaced by their items."""
-    for name, child in module.named_children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from ((f"{name}.{key}", item) for key, item in child.named_children())
-        else:
-            yield name, child
-
-
-def _wait_before_forward(buckets: Iterable[Bucket], *_hook_arguments: Any) -> None:
-    for bucket in buckets:
-        bucket.params.wait()
+def _wait_before_forward(params: Iterable[ParamStore], *_hook_arguments: Any) -> None:
+    for store in params:
+        store.wait()

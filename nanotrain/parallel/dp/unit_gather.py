@@ -2,9 +2,7 @@
 
     before the forward of unit i     all-gather i, start the next ones, free all others
     after it                         free i
-        self._last_backward = index
-        if not self._reshards:
-            self._num_backwards.subtract(map(id, self._stores[index]))
+    before the backward of unit i    all-gather i, start the previous ones, free all others
     after the last                   free all
 
 Only the parameters of the current unit and of those gathered ahead have storage. Weight gradients that are computed
@@ -21,6 +19,8 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
 
 from nanotrain.parallel.dp.stores import ParamStore
 
@@ -89,12 +89,15 @@ class UnitGather:
     def _after_forward(self, index: int, *hook_arguments: Any) -> None:
         if self._is_recomputing():
             return  # the next forward or backward frees the unit; hooks of this output would never be called
-        output: Tensor = hook_arguments[-1]
-        if output.requires_grad and not self._reshards:
+        leaves = tree_leaves(hook_arguments[-1])
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if outputs and not self._reshards:
             self._num_backwards.update(map(id, self._stores[index]))
         self.free(but=self._of(range(index + 1, index + 1 + self._num_next)))
-        if output.requires_grad:
-            output.register_hook(partial(self._before_backward, index))
+        if len(outputs) == 1:
+            outputs[0].register_hook(partial(self._before_backward, index))
+        elif outputs:  # the backward begins with the first gradient of any output
+            register_multi_grad_hook(outputs, partial(self._before_backward, index), mode="any")
 
     def _before_backward(self, index: int, _grad: Tensor) -> None:
         self._notify(index)

@@ -14,11 +14,11 @@ from nanotrain.parallel.dp.data_parallel import (
     DataParallel,
     DataParallelOptions,
     gathered,
-    unit_modules,
 )
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.parallel.dp.stores import TransientGrads
 from nanotrain.parallel.dp.strategy import STRATEGIES
+from nanotrain.parallel.dp.units import unit_modules
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.topology import Topology
 from tests.harness import ranks, run_ranks
@@ -334,13 +334,6 @@ def test_one_rank_sends_nothing(ctx):
         parallel.finish_grad_reduce()
         parallel.start_param_gather()
     assert ctx.traffic.calls() == 0
-
-
-def test_unit_modules_are_the_children_and_the_items_of_lists_and_dicts():
-    stage = nn.Module()
-    stage.embedding, stage.norm = nn.Linear(1, 1), nn.Linear(1, 1)
-    stage.layers = nn.ModuleDict({"3": nn.Linear(1, 1), "4": nn.Sequential(nn.Linear(1, 1))})
-    assert [name for name, _ in unit_modules(stage)] == ["embedding", "norm", "layers.3", "layers.4"]
 
 
 def test_a_unit_without_parameters_waits_for_those_that_are_tied():

@@ -1,0 +1,262 @@
+"""`ShardedModule`: the data-parallel layer and the sharded optimizer around any torch module, without the trainer.
+
+    sharded = ShardedModule(model, context, parallel=config, unit_classes=(Block,), optim=OptimConfig(lr=1e-3))
+    for batch in batches:
+        sharded.backward(loss_of(model, batch))          # once per microbatch, the last with is_last=True (default)
+        sharded.step()
+    sharded.save(folder, step=100)
+
+Sharding strategies, optimizer instances (HSDP), overlap and update rules are those of the trainer. With
+`optim_grads_params` each module of `unit_classes` is one FSDP unit (Megatron-FSDP: `fsdp_unit_modules`): gathered
+before its forward and its backward, freed right after. Every other module with parameters of its own, such as an
+embedding, is a unit too. No model parallelism: parameters are the same on all ranks but for their sharding.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from nanotrain.checkpoint.checkpointer import Checkpointer
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import OptimConfig, OuterShardingStrategy, ParallelConfig, PrecisionConfig
+from nanotrain.errors import ConfigError
+from nanotrain.optim.distributed import DistributedOptimizer, Update
+from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions
+from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
+from nanotrain.parallel.dp.reduction import ReduceGroups
+from nanotrain.parallel.dp.strategy import STRATEGIES
+from nanotrain.precision.loss_scale import LossScale
+from nanotrain.precision.policy import Precision
+from nanotrain.topology.params import Constant, LocalParam, ParamSpec
+
+Unit = tuple[str, nn.Module]
+
+
+class ShardedModule:
+    """A module whose gradients, optimizer state and parameters are sharded over ranks, as the strategy says.
+
+    The module stays usable as it is: `module(...)` runs forward, and its parameters are views of flat buffers. Values,
+    names and tied parameters are kept. It must be on the device of the context, with real values, equal on all ranks.
+
+    Args:
+        module: any module; its parameters are replaced.
+        context: process groups of a topology with data parallelism only.
+        parallel: strategy, optimizer instances, bucket size and overlap; other fields do not apply.
+        unit_classes: classes of the modules that run one after another, as transformer blocks.
+        optim: update rule and hyperparameters; weight decay applies to parameters of two or more dims.
+        precision: dtypes; parameters are converted to `params_dtype`.
+
+    Raises:
+        ConfigError: model parallelism, no module of a unit class, or parameters that no unit can hold.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        context: ParallelContext,
+        *,
+        parallel: ParallelConfig,
+        unit_classes: tuple[type[nn.Module], ...],
+        optim: OptimConfig | None = None,
+        precision: PrecisionConfig | None = None,
+    ) -> None:
+        optim, precision = optim or OptimConfig(), precision or PrecisionConfig()
+        _check_data_parallel_only(context)
+        self.module, self._context, self._optim = module, context, optim
+        strategy = STRATEGIES[parallel.data_parallel_sharding_strategy.value]
+        units = find_units(module, unit_classes, must_not_nest=strategy.shard_params)
+        is_outer_sharded = parallel.outer_dp_sharding_strategy is OuterShardingStrategy.optim
+        groups = ReduceGroups(context.group("dp_shard"), context.group("dp_replicate"), shards_across=is_outer_sharded)
+        values = {name: param.detach() for name, param in module.named_parameters()}
+        tied = _tied_names(module)
+        rules = LayoutRules(
+            num_shards=groups.shard.size,
+            num_outer_shards=groups.outer.size,
+            bucket_size=parallel.ddp_bucket_size,
+            gathers_by_unit=strategy.gathers_by_unit,
+        )
+        self.data_parallel = DataParallel(
+            module,
+            plan_layout(_declare(module, units, dtype=precision.params_dtype.value), rules),
+            groups=groups,
+            options=DataParallelOptions(
+                strategy=strategy,
+                overlap_grad_reduce=parallel.overlap_grad_reduce,
+                overlap_param_gather=parallel.overlap_param_gather,
+                num_prefetched_units=parallel.fsdp_prefetch_depth if parallel.overlap_param_gather else 0,
+                reshards_after_forward=parallel.reshard_after_forward,
+                is_recomputing=_is_in_backward,
+                units=[(child, _parameters_read(name, child, tied)) for name, child in units],
+            ),
+            precision=Precision.of(precision),
+            device=context.device,
+        )
+        self._tie(tied)
+        self.data_parallel.fill_params(lambda params: self._fill(params, values))
+        self.optimizer = DistributedOptimizer(
+            [self.data_parallel],
+            optim,
+            precision=Precision.of(precision),
+            loss_scale=LossScale.of(precision),
+            world=context.group("world"),
+        )
+        self._is_new_step = True
+
+    def backward(self, loss: Tensor, *, is_last: bool = True) -> None:
+        """Add the gradients of a microbatch, and reduce them.
+
+        Args:
+            loss: scalar, the mean over this microbatch of this rank. The gradient of a step is the mean over all ranks
+                of the sum of these; divide by the number of microbatches for a mean.
+            is_last: whether this is the last microbatch of the step.
+        """
+        if self._is_new_step:
+            self.data_parallel.begin_step()
+            self._is_new_step = False
+        num_ranks = self._context.topology.world_size
+        self.data_parallel.backward_begins(is_last=is_last)
+        (loss * (self.optimizer.loss_scale.scale / num_ranks)).backward()
+        self.data_parallel.backward_ended()
+
+    def step(self, lr: float | None = None) -> Update:
+        """Update the parameters.
+
+        Args:
+            lr: learning rate; None for that of the optimizer configuration.
+
+        Returns:
+            the gradient norm over all ranks before clipping, and whether the step was skipped.
+        """
+        self.data_parallel.finish_grad_reduce()
+        update = self.optimizer.step(self._optim.lr if lr is None else lr)
+        self.data_parallel.start_param_gather()
+        self._is_new_step = True
+        return update
+
+    def save(self, folder: Path, *, step: int) -> Path:
+        """Write `folder`/step-N, one file per rank; any number of ranks and any strategy loads it. All ranks call this.
+
+        Buffers of the module, such as running statistics, are not part of it.
+        """
+        self.data_parallel.wait_for_params()
+        return Checkpointer(folder, group=self._context.control).save(
+            step,
+            self.optimizer.tensors_to_save(),
+            objects={"optimizer": self.optimizer.state_dict()},
+            config={},
+            topology={},
+        )
+
+    def load(self, checkpoint: Path) -> int:
+        """Read a step folder written by `save`; returns its step. All ranks call this."""
+        self.data_parallel.wait_for_params()
+        checkpointer = Checkpointer(checkpoint.parent, group=self._context.control)
+        manifest = checkpointer.restore(checkpoint, self.optimizer.state_tensors())
+        self.optimizer.load_state_dict(manifest.objects["optimizer"])
+        self.data_parallel.start_param_gather()
+        return manifest.step
+
+    def _tie(self, tied: dict[str, str]) -> None:
+        """Let the other names of a parameter share the new one."""
+        for name, first in tied.items():
+            owner, _, leaf = name.rpartition(".")
+            self.module.get_submodule(owner)._parameters[leaf] = self.module.get_parameter(first)
+
+    def _fill(self, params: Sequence[LocalParam], values: dict[str, Tensor]) -> None:
+        for local in params:
+            self.module.get_parameter(local.spec.name).data.copy_(values[local.spec.name])
+
+
+def find_units(
+    module: nn.Module, unit_classes: tuple[type[nn.Module], ...], *, must_not_nest: bool = True
+) -> list[Unit]:
+    """The FSDP units of a module by name, in registration order.
+
+    Modules of the unit classes, and outside of them every module with parameters of its own.
+
+    Args:
+        module: searched, itself included.
+        unit_classes: a module of such a class is one unit, whatever is inside.
+        must_not_nest: refuse parameters directly in a module that has units below it.
+
+    Raises:
+        ConfigError: no module of a unit class, or parameters that no unit can hold.
+    """
+    units: list[Unit] = []
+    for name, child in module.named_modules():
+        if any(name.startswith(f"{unit}.") for unit, found in units if isinstance(found, unit_classes)):
+            continue
+        if isinstance(child, unit_classes) or child._parameters:
+            units.append((name, child))
+    if not any(isinstance(child, unit_classes) for _, child in units):
+        names = ", ".join(kind.__name__ for kind in unit_classes) or "none"
+        raise ConfigError(
+            f"the module has no module of the unit classes ({names})",
+            why="without units all parameters would be gathered at once",
+            fix=f"name the class of its blocks, for example one of {', '.join(_candidates(module))}",
+        )
+    for name, child in units:
+        below = [other for other, _ in units if other != name and (other.startswith(f"{name}.") or not name)]
+        if must_not_nest and below and child._parameters:
+            raise ConfigError(
+                f"{name or type(child).__name__} has parameters of its own ({', '.join(child._parameters)})",
+                why=f"it is not freed before {below[0]}, which is a unit inside it, runs",
+                fix=f"add {type(child).__name__} to the unit classes, or choose optim_grads",
+            )
+    return units
+
+
+def _declare(module: nn.Module, units: Sequence[Unit], *, dtype: str) -> list[LocalParam]:
+    """Every parameter once, under its first name, with its unit."""
+    unit_of = {param: name or "root" for name, child in units for param in _names_below(name, child)}
+    blocks = {name for name, child in units if not child._parameters}
+
+    def declare(name: str, param: nn.Parameter) -> ParamSpec:
+        return ParamSpec(
+            name,
+            tuple(param.shape),
+            dtype=dtype,
+            init=Constant(0.0),  # replaced by the values of the module
+            weight_decay=param.dim() >= 2,
+            unit=unit_of[name],
+            needs_whole_matrix=param.dim() == 2 and unit_of[name] in blocks,
+        )
+
+    return [LocalParam.unsharded(declare(name, param)) for name, param in module.named_parameters()]
+
+
+def _names_below(name: str, child: nn.Module) -> list[str]:
+    prefix = f"{name}." if name else ""
+    return [prefix + param for param, _ in child.named_parameters(remove_duplicate=False)]
+
+
+def _tied_names(module: nn.Module) -> dict[str, str]:
+    """Further names of parameters -> their first name."""
+    first = {id(param): name for name, param in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(param)] for name, param in every if first[id(param)] != name}
+
+
+def _parameters_read(name: str, child: nn.Module, tied: dict[str, str]) -> frozenset[str]:
+    return frozenset(tied.get(param, param) for param in _names_below(name, child))
+
+
+def _candidates(module: nn.Module) -> list[str]:
+    """Classes of the items of module lists, which most often are the blocks."""
+    lists = (child for child in module.modules() if isinstance(child, nn.ModuleList | nn.Sequential))
+    return sorted({type(item).__name__ for each in lists for item in each}) or [type(module).__name__]
+
+
+def _check_data_parallel_only(context: ParallelContext) -> None:
+    wrong = {axis: size for axis in ("tp", "cp", "pp", "ep") if (size := context.topology.size(axis)) > 1}
+    if wrong:
+        shown = ", ".join(f"{axis} {size}" for axis, size in wrong.items())
+        why = "the layers of any module do not know their shards"
+        raise ConfigError(f"a sharded module with {shown}", why=why, fix="use data parallelism only, or the trainer")
+
+
+def _is_in_backward() -> bool:
+    """Whether autograd runs: a forward pass now is a recomputation."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,62 @@
+"""FSDP units: the modules that run one after another, and the buckets whose parameters each of them reads.
+
+child_units   the children of a pipeline stage
+given_units   modules named by the caller, of any model
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from nanotrain.parallel.dp.layout import BufferLayout
+
+
+@dataclass(frozen=True)
+class UnitModule:
+    """A module and what it reads."""
+
+    module: nn.Module
+    buckets: tuple[int, ...]  # indices of the buckets that it reads
+    # When its backward begins, the gradients of buckets 0 to this one, excluded, are complete.
+    num_complete: int
+
+
+def child_units(module: nn.Module, layout: BufferLayout) -> list[UnitModule]:
+    """The children of a stage, which run in registration order."""
+    # A module without parameters of its own, the head of a tied model, reads the one that is tied.
+    tied = [i for i, bucket in enumerate(layout.buckets) if bucket.is_tied]
+    units = []
+    for name, child in unit_modules(module):
+        own = [local.spec for local in layout.params if local.spec.name.startswith(f"{name}.")]
+        if own and all(spec.is_tied and spec.stage > 0 for spec in own):
+            continue  # the replica of the embedding on the last stage: only the head reads it
+        names = {spec.unit for spec in own}
+        indices = [i for i, bucket in enumerate(layout.buckets) if bucket.units & names] or tied
+        if indices:
+            units.append(UnitModule(child, tuple(indices), indices[0] if own else 0))
+    return units
+
+
+def given_units(units: Sequence[tuple[nn.Module, Collection[str]]], layout: BufferLayout) -> list[UnitModule]:
+    """Modules in forward order with the names of the parameters that each reads.
+
+    The order in which their backwards run is the model's own, so no gradient is known to be complete early.
+    """
+    return [
+        UnitModule(
+            module,
+            tuple(i for i, bucket in enumerate(layout.buckets) if any(entry.name in names for entry in bucket.params)),
+            num_complete=0,
+        )
+        for module, names in units
+    ]
+
+
+def unit_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The children of a module that run one after another; lists and dicts of modules are replaced by their items."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from ((f"{name}.{key}", item) for key, item in child.named_children())
+        else:
+            yield name, child
