@@ -56,11 +56,9 @@ def main(context: ParallelContext, folder: Path) -> None:
     again.load(checkpoint)
     with torch.no_grad():
         same = torch.equal(loss_of(sharded, seed=-1), loss_of(again, seed=-1))
-    kept = sharded.data_parallel.param_buffer.numel()
+    dp, ranks = sharded.data_parallel, context.topology.world_size
     if context.rank == 0:
-        print(
-            f"{context.topology.world_size} ranks, each keeps {kept:,} of {sharded.data_parallel.layout.numel:,} elements"
-        )
+        print(f"{ranks} ranks, each keeps {dp.param_buffer.numel():,} of {dp.layout.numel:,} elements")
         print("same loss after loading:", same)
 
 

@@ -88,7 +88,7 @@ class ShardedModule:
                 num_prefetched_units=parallel.fsdp_prefetch_depth if parallel.overlap_param_gather else 0,
                 reshards_after_forward=parallel.reshard_after_forward,
                 is_recomputing=_is_in_backward,
-                units=[(child, _parameters_read(name, child, tied)) for name, child in units],
+                units=[(child, _parameters_read(name, child, tied=tied)) for name, child in units],
             ),
             precision=Precision.of(precision),
             device=context.device,
@@ -100,7 +100,7 @@ class ShardedModule:
             optim,
             precision=Precision.of(precision),
             loss_scale=LossScale.of(precision),
-            world=context.group("world"),
+            groups=context.groups,
         )
         self._is_new_step = True
 
@@ -239,7 +239,7 @@ def _tied_names(module: nn.Module) -> dict[str, str]:
     return {name: first[id(param)] for name, param in every if first[id(param)] != name}
 
 
-def _parameters_read(name: str, child: nn.Module, tied: dict[str, str]) -> frozenset[str]:
+def _parameters_read(name: str, child: nn.Module, *, tied: dict[str, str]) -> frozenset[str]:
     return frozenset(tied.get(param, param) for param in _names_below(name, child))
 
 
