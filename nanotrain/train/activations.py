@@ -59,15 +59,16 @@ class Activations:
             groups = [[complete[i] for i in group] for group in recomputed_groups(self.config, len(complete))]
             num_grouped = sum(map(len, groups))
             kept = len(groups) * block_input + sum(complete[num_grouped:])
-            recomputed = max(map(sum, groups)) - block_input
+            recomputed = max(map(sum, groups), default=block_input) - block_input
         elif self.config.memory.cpu_offloading:
             number = min(self.config.memory.cpu_offloading_num_layers, len(complete))
             kept = sum(complete[number:])
-            recomputed = max(map(sum, zip(complete[:number], [0, *complete], strict=False)))  # returning: two blocks
+            pairs = zip(complete[:number], [0, *complete], strict=False)
+            recomputed = max(map(sum, pairs), default=0)  # returning: two blocks
         else:
             selective = [self.block(layer, self.modules) for layer in spec.layers]
             kept = sum(selective)
-            recomputed = max(a - b for a, b in zip(complete, selective, strict=True))
+            recomputed = max((a - b for a, b in zip(complete, selective, strict=True)), default=0)
         return StageBytes(head + kept, recomputed, head + sum(complete))
 
     def block(self, layer: int, modules: Modules = frozenset()) -> int:

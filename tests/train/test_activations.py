@@ -124,3 +124,13 @@ def test_documents_add_a_mask_and_a_gpu_keeps_grouped_heads():
     assert Activations(masked, "cpu").block(0) - Activations(plan, "cpu").block(0) == 2 * 128 * 128 * 4
     saved = Activations(plan, "cpu").block(0) - Activations(plan, "cuda").block(0)
     assert saved == 2 * 128 * 2 * (4 - 2) * 16 * 4  # tokens, key and value, heads, width, fp32
+
+
+@pytest.mark.parametrize("words", ["", FULL, f"{SELECTIVE} mlp"])
+def test_a_stage_without_layers_keeps_no_blocks(words: str) -> None:
+    layout = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|tL --mock-data --vocab-size 300"
+    config = load(f"{SIZES} {layout} {words}".split()).config
+    (stage,) = plan_run(config, 2, rank=0).stages
+    assert vars(Activations(plan_run(config, 2, rank=0), "cpu").stage(stage.spec)) == dict.fromkeys(
+        ("kept", "recomputed", "complete"), 0
+    )
