@@ -42,8 +42,9 @@ class GatherEverything:
     def __init__(self, group: Group) -> None:
         self.group, self.sdpa = group, SDPAttention()
 
-    def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor) -> Tensor | None:
-        return self.sdpa.plan_mask(segment_ids, tokens=tokens)
+    def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None) -> Tensor | None:
+        full = tokens.repeat(1, self.group.size)
+        return self.sdpa.plan_mask(segment_ids, tokens=full, window=window)
 
     def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         query, key, value = (join_shards(gather_along(x[None], self.group, dim=0)) for x in (query, key, value))

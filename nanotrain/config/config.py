@@ -189,6 +189,8 @@ class ModelConfig:
     add_bias_linear: bool = option(False, "biases on every linear layer except the head")
     add_qkv_bias: bool = option(False, "biases on the query, key and value projections only (Qwen2)")
     qk_layernorm: bool = option(False, "normalize each query and key head (Qwen3)")
+    window_size: int | None = option(None, "sliding-window attention: keys before its own that a query attends to, the left number of Megatron-LM's pair; unset: all", check=at_least(0))
+    window_attn_skip_freq: str = option("0", "layers without the window: N for every Nth layer, 0 for none, or a pattern such as [1]*5+[0] with 0 for each of them")
     untie_embeddings_and_output_weights: bool = option(False, "use separate weights for embedding and head")
     multi_latent_attention: bool = option(False, "multi-latent attention: low-rank compression of keys and values (DeepSeek)")
     init_method_std: float = option(0.02, "standard deviation of the initial weights; output projections get std / sqrt(2 * num_layers)", check=above(0))

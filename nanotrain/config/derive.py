@@ -13,7 +13,7 @@ from nanotrain.config.config import (
     RecomputeGranularity,
     TrainConfig,
 )
-from nanotrain.config.pattern import read_pattern
+from nanotrain.config.pattern import read_pattern, read_window_pattern
 from nanotrain.errors import ConfigError, TopologyError
 
 
@@ -134,6 +134,20 @@ def moe_layers(model_config: ModelConfig) -> tuple[bool, ...]:
             fix=f"set --moe-layer-freq '[1]*{model_config.num_layers}' with a 0 for every dense layer",
         )
     return tuple(bool(entry) for entry in pattern)
+
+
+def window_layers(model_config: ModelConfig) -> tuple[bool, ...]:
+    """Whether each layer attends within a window.
+
+    Raises:
+        ConfigError: an invalid pattern.
+
+    >>> window_layers(ModelConfig(num_layers=4, window_size=8, window_attn_skip_freq="2"))
+    (True, False, True, False)
+    """
+    if model_config.window_size is None:
+        return (False,) * model_config.num_layers
+    return read_window_pattern(model_config.window_attn_skip_freq, model_config.num_layers)
 
 
 def moe_ffn_size(model_config: ModelConfig) -> int:

@@ -92,8 +92,6 @@ MODEL = {
     "--cross-entropy-fusion-impl": no_effect("the head and the loss are always computed together, in chunks", arity=1),
     "--padded-vocab-size": rename("--make-vocab-size-divisible-by with the same number", conversions.padded_vocab_size),
     "--add-qkv-bias-linear": sets("--add-qkv-bias", add_qkv_bias=True),
-    "--window-size": not_yet("every layer attends to the whole sequence: leave it out", arity=1),
-    "--window-attn-skip-freq": not_yet("every layer attends to the whole sequence: leave it out", arity=1),
     "--softmax-type": not_yet("there are no attention sinks: leave it out", "vanilla"),
     "--mtp-num-layers": not_yet("there is no multi-token prediction: leave it out together with --mtp-loss-scaling-factor", "0"),
     "--mtp-loss-scaling-factor": no_effect("it belongs to --mtp-num-layers", arity=1),

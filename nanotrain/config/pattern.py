@@ -34,6 +34,30 @@ def read_pattern(text: str) -> int | list[int]:
     )
 
 
+def read_window_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer has the attention window.
+
+    Raises:
+        ConfigError: neither a number nor one 0 or 1 per layer.
+
+    >>> read_window_pattern("3", 4), read_window_pattern("[1]*3+[0]", 4), read_window_pattern("0", 2)
+    ((True, True, False, True), (True, True, True, False), (True, True))
+    """
+    try:
+        value = read_node(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        value = -1
+    if isinstance(value, int) and value >= 0:
+        return tuple(value == 0 or (layer + 1) % value != 0 for layer in range(num_layers))
+    if isinstance(value, list) and len(value) == num_layers and set(value) <= {0, 1}:
+        return tuple(map(bool, value))
+    raise ConfigError(
+        f"window_attn_skip_freq is {text!r}",
+        why=f"it takes N for every Nth layer, or a 1 (window) or 0 (none) for each of {num_layers} layers",
+        fix="set --window-attn-skip-freq 0 for a window in every layer, or for example '[1]*5+[0]'",
+    )
+
+
 def read_node(node: ast.expr) -> int | list[int]:
     """The value of a number, a list of numbers, a sum of lists, or a list times a number."""
     match node:

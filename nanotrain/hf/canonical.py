@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanotrain.config.config import MLAConfig, ModelConfig, MoEConfig, PositionEmbedding, RouterScore
-from nanotrain.config.derive import has_rope
+from nanotrain.config.derive import has_rope, window_layers
 from nanotrain.config.pattern import write_pattern
 from nanotrain.topology.shape import ModelShape, MoEShape
 
@@ -45,7 +45,10 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
         model_config = replace(model_config, use_rope_scaling=False, **_DEFAULT_ROPE_SCALING)
     if model_config.position_embedding_type is not PositionEmbedding.yarn:
         model_config = replace(model_config, **_DEFAULT_YARN)
-    return model_config
+    if model_config.window_size is None:
+        return replace(model_config, window_attn_skip_freq=_DEFAULT.window_attn_skip_freq)
+    layers = window_layers(model_config)
+    return replace(model_config, window_attn_skip_freq="0" if all(layers) else write_pattern(layers))
 
 
 def _canonical_experts(moe: MoEConfig, shape: MoEShape) -> MoEConfig:

@@ -25,36 +25,39 @@ def read_mistral(raw: Mapping[str, Any]) -> ModelConfig:
         HuggingFaceError: an unsupported feature.
     """
     raw = {**MISTRAL, **raw}
-    check_window(raw)
-    return ModelConfig(**read_shared(raw, default_positions=131072))
+    return ModelConfig(window_size=read_window(raw), **read_shared(raw, default_positions=131072))
 
 
 def read_phi3(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the config.json of a Phi-3; see `read_mistral`."""
     raw = {**PHI3, **raw}
-    check_window(raw)
     kind = (raw.get("rope_parameters") or raw.get("rope_scaling") or {}).get("rope_type", "default")
     if kind != "default":  # transformers takes every other kind for longrope
         reject("rope_type", kind, instead="default")
-    return ModelConfig(**read_shared(raw, default_positions=4096, has_partial_rope=True))
+    shared = read_shared(raw, default_positions=4096, has_partial_rope=True)
+    return ModelConfig(window_size=read_window(raw), **shared)
 
 
-def check_window(raw: Mapping[str, Any]) -> None:
-    """Refuse a sliding window that is shorter than the sequences of the model; another one hides nothing."""
+def read_window(raw: Mapping[str, Any]) -> int | None:
+    """Keys before its own that a query attends to; transformers counts its own too. None where all positions fit."""
     window, positions = raw.get("sliding_window"), raw.get("max_position_embeddings")
-    if window is not None and (positions is None or window < positions):
-        reject("sliding_window", window, instead="null")
+    return None if window is None or (positions is not None and window >= positions) else window - 1
+
+
+def write_window(model_config: ModelConfig) -> dict[str, Any]:
+    """The entry of config.json about the window."""
+    return {"sliding_window": None if model_config.window_size is None else model_config.window_size + 1}
 
 
 def write_mistral(model_config: ModelConfig) -> dict[str, Any]:
     """Write the config.json of a Mistral; what it cannot represent is detected by reading it back."""
-    return write_shared(model_config) | {"sliding_window": None}
+    return write_shared(model_config) | write_window(model_config)
 
 
 def write_phi3(model_config: ModelConfig) -> dict[str, Any]:
     """Write the config.json of a Phi-3; see `write_mistral`."""
     special = {"pad_token_id": None}  # the default is outside of a small vocabulary
-    return write_shared(model_config) | special | {"sliding_window": None}
+    return write_shared(model_config) | special | write_window(model_config)
 
 
 QKV = ("attention.query", "attention.key", "attention.value")

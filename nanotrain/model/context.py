@@ -39,7 +39,12 @@ class LayerContext:
 
     rotary: Rotary | None = None  # cosines and sines of the positions; None without rotary positions
     mask: Any = None  # made by `CoreAttention.plan_mask`
+    window_mask: Any = None  # the same for layers with a window
     sequence_positions: Tensor | None = None  # see `BatchContext`
     aux_loss_scale: float = 0.0  # see `BatchContext`
     # tokens_per_expert that a router compares this microbatch with, by router; a recomputed forward reads its own
     balance_counts: dict[Any, Tensor] = field(default_factory=dict)
+
+    def mask_of(self, *, has_window: bool) -> Any:
+        """The mask of a layer."""
+        return self.window_mask if has_window else self.mask

@@ -40,10 +40,14 @@ class MultiLatentAttention(nn.Module):
         model_config: of the model.
         params: query or query_down, query_latent_norm, query_up; kv_down, kv_latent_norm, kv_up, output.
         parallel: tp shards the heads, the core attention's cp group the sequence.
+        has_window: attend within the window.
     """
 
-    def __init__(self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel) -> None:
+    def __init__(
+        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, has_window: bool = False
+    ) -> None:
         super().__init__()
+        self.has_window = has_window
         shape = ModelShape.of(model_config)
         assert shape.mla is not None, "a model without latent attention has the class Attention"
         self.tensor_parallel = parallel.tp
@@ -79,7 +83,11 @@ class MultiLatentAttention(nn.Module):
         if self.query is None:
             query = self.query_latent_norm(query)
         attended = self._up_project_and_attend(
-            query, self.kv_latent_norm(compressed_kv), shared_key, context.rotary, mask=context.mask
+            query,
+            self.kv_latent_norm(compressed_kv),
+            shared_key,
+            context.rotary,
+            mask=context.mask_of(has_window=self.has_window),
         )
         out: Tensor = self.output(rearrange(attended, "b s n d -> b s (n d)"))
         return out

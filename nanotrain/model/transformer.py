@@ -60,12 +60,15 @@ class Attention(nn.Module):
         model_config: of the model.
         params: query, key, value, output; query_norm and key_norm where declared.
         parallel: tp shards the heads, the core attention's cp group the sequence.
+        has_window: attend within the window.
     """
 
-    def __init__(self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel) -> None:
+    def __init__(
+        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, has_window: bool = False
+    ) -> None:
         super().__init__()
         shape = ModelShape.of(model_config)
-        self.head_dim = shape.head_dim
+        self.head_dim, self.has_window = shape.head_dim, has_window
         self.core_attention = parallel.recompute.wrap("core_attn", parallel.core_attention)
         self.query = ColumnParallelLinear(*params.linear("query"), tensor_parallel=parallel.tp)
         kv_linear = partial(_kv_linear, shape=shape, tensor_parallel=parallel.tp)
@@ -84,7 +87,8 @@ class Attention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         if context.rotary is not None:
             query, key = apply_rotary(query, context.rotary), apply_rotary(key, context.rotary)
-        attended = self.core_attention(query, key=key, value=value, mask=context.mask)
+        mask = context.mask_of(has_window=self.has_window)
+        attended = self.core_attention(query, key=key, value=value, mask=mask)
         out: Tensor = self.output(rearrange(attended, "b s n d -> b s (n d)"))
         return out
 
@@ -125,11 +129,15 @@ class Block(nn.Module):
         model_config: of the model.
         params: attention_norm, attention, mlp_norm, mlp; experts where they are declared for this layer.
         parallel: groups of the layers.
+        has_window: the attention has the window.
     """
 
-    def __init__(self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel) -> None:
+    def __init__(
+        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, has_window: bool = False
+    ) -> None:
         super().__init__()
-        attention = MultiLatentAttention if model_config.multi_latent_attention else Attention
+        kind = MultiLatentAttention if model_config.multi_latent_attention else Attention
+        attention = partial(kind, has_window=has_window)
         self.attention_norm = build_norm(model_config, params.submodule("attention_norm"))
         self.attention = attention(model_config, params.submodule("attention"), parallel=parallel)
         self.mlp_norm = build_norm(model_config, params.submodule("mlp_norm"))
@@ -246,7 +254,12 @@ class Stage(nn.Module):
         self.embedding = Embedding(embedding, tensor_parallel=parallel.tp) if embedding else None
         blocks = {str(i): declared.submodule(f"layers.{i}") for i in spec.layers}
         self.layers = nn.ModuleDict(
-            {i: Block(model_config, block, parallel=parallel.of_layer(int(i))) for i, block in blocks.items()}
+            {
+                i: Block(
+                    model_config, block, parallel=parallel.of_layer(int(i)), has_window=shape.window_layers[int(i)]
+                )
+                for i, block in blocks.items()
+            }
         )
         self.final_norm: nn.Module | None = None
         self.head: Head | None = None
@@ -298,9 +311,11 @@ class Stage(nn.Module):
             hidden = self.embedding(batch.tokens, batch.position_ids)
         assert hidden is not None, "a stage without the embedding needs the hidden states of the stage before"
         positions = batch.tokens.shape[1] if batch.position_ids is None else batch.position_ids
+        plan_mask, window = self.parallel.core_attention.plan_mask, self.model_config.window_size
         layer_context = LayerContext(
             rotary=None if self._rotary is None else self._rotary.at(positions, like=hidden),
-            mask=self.parallel.core_attention.plan_mask(batch.segment_ids, tokens=batch.tokens),
+            mask=plan_mask(batch.segment_ids, tokens=batch.tokens),
+            window_mask=None if window is None else plan_mask(batch.segment_ids, tokens=batch.tokens, window=window),
             sequence_positions=context.sequence_positions,
             aux_loss_scale=context.aux_loss_scale,
         )

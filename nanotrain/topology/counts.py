@@ -33,8 +33,9 @@ def flops_per_token(shape: ModelShape, seq_length: int) -> int:
     """Floating-point operations of forward and backward per trained token.
 
     6 per active weight of a matrix product (2 forward, 4 backward), plus causal attention: half of the S x S pairs in
-    the scores and in the weighted sum of values. As is customary, norms (those on the compressed queries, keys and
-    values of MLA too), activations, softmaxes, routers and embedding look-ups are left out.
+    the scores and in the weighted sum of values, or those within the window of a layer. As is customary, norms (those
+    on the compressed queries, keys and values of MLA too), activations, softmaxes, routers and embedding look-ups are
+    left out.
 
     >>> from nanotrain.config.config import ModelConfig
     >>> llama7b = ModelConfig(num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32,
@@ -44,7 +45,10 @@ def flops_per_token(shape: ModelShape, seq_length: int) -> int:
     """
     weights = sum(_active(spec, shape) for spec in _unpadded(shape) if _is_multiplied(spec))
     pairs_width = shape.num_heads * (shape.head_dim + shape.value_head_dim)
-    return 6 * weights + 3 * shape.num_layers * pairs_width * seq_length
+    window = seq_length if shape.window_size is None else min(shape.window_size, seq_length)
+    num_windows = sum(shape.window_layers)
+    pairs = (shape.num_layers - num_windows) * seq_length**2 + num_windows * window * (2 * seq_length - window)
+    return 6 * weights + 3 * pairs_width * pairs // max(1, seq_length)
 
 
 def _unpadded(shape: ModelShape) -> tuple[ParamSpec, ...]:

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from typing import Self
 
 from nanotrain.config.config import Activation, ModelConfig, Normalization, PositionEmbedding
-from nanotrain.config.derive import ffn_size, head_dim, moe_ffn_size, moe_layers, padded_vocab_size, query_groups
+from nanotrain.config.derive import (
+    ffn_size,
+    head_dim,
+    moe_ffn_size,
+    moe_layers,
+    padded_vocab_size,
+    query_groups,
+    window_layers,
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,8 @@ class ModelShape:
     has_qk_norm: bool  # an RMSNorm per query and key head
     is_tied: bool  # the head reads the word embedding
     init_std: float  # standard deviation of the initial weights
+    window_size: int | None = None  # keys before its own that a query attends to, in some layers; None for all
+    window_layers: tuple[bool, ...] = ()  # whether each layer has the window
     mla: MLAShape | None = None  # set with multi-head latent attention
     moe: MoEShape | None = None  # set where some layers have experts
 
@@ -91,6 +101,8 @@ class ModelShape:
             has_qk_norm=model_config.qk_layernorm,
             is_tied=not model_config.untie_embeddings_and_output_weights,
             init_std=model_config.init_method_std,
+            window_size=model_config.window_size,
+            window_layers=window_layers(model_config),
             mla=_mla_shape(model_config),
             moe=_moe_shape(model_config),
         )

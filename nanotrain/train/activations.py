@@ -77,6 +77,7 @@ class Activations:
         norms = self.outside * 2 * (self.width + keeps_normed * 2 * FP32)
         attention = keeps_normed * self.outside * self.width
         attention += self._mla(modules) if self.shape.mla else self._attention(modules)
+        attention += 0 if "core_attn" in modules else self._mask(layer)
         if self.shape.has_experts(layer):
             return norms + attention + self._experts(modules)
         mlp = 0 if "mlp" in modules else self._mlp(self.shape.ffn_size)
@@ -118,7 +119,7 @@ class Activations:
         return self.outside * compressed * self.itemsize + self._core_attention(heads, heads, modules=modules)
 
     def _core_attention(self, heads: int, groups: int, *, modules: Modules) -> int:
-        """Query, key, value, output, its log-sum-exp, and the mask, which SDPA keeps in the dtype of the queries."""
+        """Query, key, value, output, and its log-sum-exp."""
         shape, is_ring, is_cpu = self.shape, self.cp_comm_type == "p2p", self.device == "cpu"
         value_dim, keeps_inputs = shape.value_head_dim, "mla_up_proj" not in modules
         if "core_attn" in modules:  # its inputs, and its output for the layer that follows
@@ -139,11 +140,15 @@ class Activations:
             query = 0
             if self.cp_comm_type is None or is_ring:
                 key_value = heads * shape.head_dim if is_padded and not is_ring else 0  # a padded value is a copy
-        kept = self.tokens * ((query + heads * outputs + key_value) * self.itemsize + heads * FP32)
-        mask = (self.seq_length * self.cp) ** 2 if self.has_segments and not is_ring else 0
+        return self.tokens * ((query + heads * outputs + key_value) * self.itemsize + heads * FP32)
+
+    def _mask(self, layer: int) -> int:
+        """The mask, which SDPA keeps in the dtype of the queries."""
+        has_mask = self.has_segments or self.shape.window_layers[layer]
+        mask = (self.seq_length * self.cp) ** 2 if has_mask and self.cp_comm_type != "p2p" else 0
         if self.cp_comm_type == "allgather":  # two chunks of queries; together they see 2 cp + 1 chunks of keys
             mask = (self.seq_length // 2) ** 2 * (2 * self.cp + 1)
-        return kept + mask * (self.batch_size if self.has_segments else 1) * self.itemsize
+        return mask * (self.batch_size if self.has_segments else 1) * self.itemsize
 
     def _mlp(self, inner: int) -> int:
         """Up and its activation; with a gate also the gate and the product."""

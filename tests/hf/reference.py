@@ -94,6 +94,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", LLAMA_SHAPE | {"head_dim": 16}),
     "qwen3-tied": ("Qwen3", LLAMA_SHAPE | {"head_dim": 16, "tie_word_embeddings": True}),
     "mistral": ("Mistral", LLAMA_SHAPE | {"head_dim": 16, "sliding_window": None}),
+    "mistral-window": ("Mistral", LLAMA_SHAPE | {"sliding_window": 7}),
     "phi3": ("Phi3", LLAMA_SHAPE | SMALL_TOKENS | {"partial_rotary_factor": 0.5}),
     "phi3-whole-heads": ("Phi3", LLAMA_SHAPE | SMALL_TOKENS | {"tie_word_embeddings": True}),
     "deepseek_v3": ("DeepseekV3", LLAMA_SHAPE | DEEPSEEK_V3),

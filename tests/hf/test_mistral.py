@@ -1,5 +1,6 @@
 """config.json of Mistral and Phi-3: windows, partial rotary positions."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,9 +17,6 @@ PHI3 = LLAMA_SHAPE | {"model_type": "phi3"}
 @pytest.mark.parametrize(
     ("raw", "named"),
     [
-        (MISTRAL | {"sliding_window": 8}, "sliding_window: 8"),
-        ({name: value for name, value in MISTRAL.items() if "positions" not in name} | {"sliding_window": 8}, "window"),
-        (PHI3 | {"sliding_window": 8}, "sliding_window: 8"),
         (PHI3 | {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_type: 'longrope'"),
         (PHI3 | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type: 'yarn'"),
     ],
@@ -26,6 +24,14 @@ PHI3 = LLAMA_SHAPE | {"model_type": "phi3"}
 def test_what_would_compute_something_else_is_refused(raw: dict[str, Any], named: str) -> None:
     with pytest.raises(HuggingFaceError, match=named):
         config_from_hf(raw)
+
+
+def test_a_window_counts_the_query_itself_in_transformers() -> None:
+    model = config_from_hf(MISTRAL | {"sliding_window": 8})
+    assert model.window_size == 7 and family_of(model) == "mistral"
+    assert config_to_hf(model, family="mistral")["sliding_window"] == 8
+    everywhere = replace(model, window_attn_skip_freq="[1]*2")
+    assert canonical(everywhere) == canonical(model) != canonical(replace(model, window_attn_skip_freq="2"))
 
 
 def test_a_window_as_long_as_the_model_hides_nothing() -> None:

@@ -18,6 +18,7 @@ YARN = {
     "mscale_all_dim": 0.5,
 }
 MODELS: dict[str, dict[str, Any]] = {
+    "window": {"num_layers": 3, "window_size": 5, "window_attn_skip_freq": "2"},
     "four layers": {"num_layers": 4},
     "yarn, squared ReLU": YARN | {"kv_channels": 16, "rotary_percent": 0.5, "activation": "squared_relu"},
     "yarn with MLA, experts in turn": YARN
@@ -38,6 +39,9 @@ VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank
 SP = {"sequence_parallel": True}
 # model, ranks, strategy and sizes of axes, options
 LAYOUTS: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
+    ("window", 4, {"strategy": "optim_grads", "tp": 2, "cp": 2}, SP),
+    ("window", 2, {"strategy": "optim", "cp": 2}, {"cp_comm_type": "allgather"}),
+    ("window", 2, {"strategy": "optim", "cp": 2}, {"cp_comm_type": "a2a"}),
     ("yarn, squared ReLU", 4, {"strategy": "optim", "tp": 2, "cp": 2}, SP),
     ("yarn, squared ReLU", 4, {"strategy": "optim_grads_params", "pp": 2}, {"pipeline_schedule": "zb-h1"}),
     ("four layers", 4, {"strategy": "optim", "pp": 2}, VPP | {"pipeline_model_parallel_layout": "E|tt|tt|L"}),

@@ -111,3 +111,14 @@ def test_latent_attention_counts_its_two_steps_and_its_own_widths() -> None:
     assert flops(latent, 10) - flops(latent, 0) == 3 * 2 * 4 * (12 + 6) * 10
     direct = replace(latent, mla=replace(latent.mla, q_lora_rank=None))
     assert flops(direct, 0) - flops(latent, 0) == 6 * 2 * (32 * 4 * 12 - query)
+
+
+def test_a_window_leaves_out_the_pairs_before_it() -> None:
+    plain = ModelConfig(num_layers=4, vocab_size=10)
+    window = replace(plain, window_size=8, window_attn_skip_freq="2")
+    seq_length = 32
+    pairs = sum(min(query, 8) for query in range(seq_length))  # before each query; its own counts half, as in S^2 / 2
+    expected = 2 * (seq_length**2 - 2 * pairs - 8)
+    width = 3 * 2 * plain.hidden_size
+    difference = flops_per_token(ModelShape.of(plain), seq_length) - flops_per_token(ModelShape.of(window), seq_length)
+    assert difference == width * expected // seq_length

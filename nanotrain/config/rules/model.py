@@ -5,6 +5,9 @@ from nanotrain.config.rules.rule import Rule
 
 # fmt: off
 POSITION_RULES = (
+    Rule("window_size window_attn_skip_freq", lambda v: v.window_size is not None and not any(v.window_layers),
+        "no layer has the window of {window_size} keys", "window_attn_skip_freq is {window_attn_skip_freq}",
+        "set --window-attn-skip-freq 0 or leave --window-size out"),
     Rule("seq_length max_position_embeddings", lambda v: v.seq_length > v.max_position_embeddings,
         "seq_length {seq_length} is longer than max_position_embeddings {max_position_embeddings}",
         "the model has no positions beyond",

@@ -15,6 +15,7 @@ from nanotrain.config.derive import (
     padded_vocab_size,
     query_groups,
     rotary_dim,
+    window_layers,
 )
 from nanotrain.config.pipeline_layout import read_pipeline_layout
 from nanotrain.config.schema import ENTRIES, value_of
@@ -67,6 +68,10 @@ class Values:
         """What seq_length must be a multiple of."""
         chunks = 2 * self.cp if self.cp > 1 else 1
         return lcm(chunks, self.tp * self.cp) if self.splits_sequence_by_tp else chunks
+
+    @property
+    def window_layers(self) -> tuple[bool, ...]:
+        return window_layers(self.config.model)
 
     @property
     def layout_lengths(self) -> tuple[int, ...] | None:

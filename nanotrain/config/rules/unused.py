@@ -62,6 +62,7 @@ UNUSED = (
         lambda v: v.position_embedding_type is not PositionEmbedding.yarn, "it belongs to YaRN", is_harmless=True),
     Unused("rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_positions",
         "use_rope_scaling", lambda v: not v.use_rope_scaling, "it belongs to use_rope_scaling"),
+    Unused("window_attn_skip_freq", "window_size", lambda v: v.window_size is None, "no layer has a window"),
     Unused("reset_position_ids", "position_embedding_type",
         lambda v: v.position_embedding_type is PositionEmbedding.none,
         "position_embedding_type none has no positions"),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanotrain.comm.autograd import gather_along
 from nanotrain.comm.group import Group
-from nanotrain.parallel.cp.sdpa import attend
+from nanotrain.parallel.cp.sdpa import attend, causal_mask
 from nanotrain.parallel.cp.split import join_shards, zigzag_chunks
 
 # [B or 1, 1, C, keys up to the end of the chunk] bool, per local chunk
@@ -31,10 +31,15 @@ class AllGatherAttention:
         self.group = group
         self.chunks = zigzag_chunks(group.index, group.size)
 
-    def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor) -> ChunkMasks:
+    def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None) -> ChunkMasks:
         """The rows of the full mask that belong to the local queries."""
         size = tokens.shape[1] // 2
-        return tuple(_chunk_mask(segment_ids, chunk, size=size, device=tokens.device) for chunk in self.chunks)
+        positions = torch.arange(2 * self.group.size * size, device=tokens.device)
+        rows = [positions[chunk * size : (chunk + 1) * size] for chunk in self.chunks]
+        return tuple(
+            causal_mask(segment_ids, queries=queries, keys=positions[: (chunk + 1) * size], window=window)
+            for queries, chunk in zip(rows, self.chunks, strict=True)
+        )
 
     def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: ChunkMasks) -> Tensor:
         """All-gather, then attend chunk by chunk."""
@@ -46,12 +51,3 @@ class AllGatherAttention:
             keys, values = gathered[:, : (chunk + 1) * size].split((key.shape[-1], value.shape[-1]), dim=-1)
             outputs.append(attend(queries, key=keys, value=values, mask=chunk_mask))
         return torch.cat(outputs, dim=1)
-
-
-def _chunk_mask(segment_ids: Tensor | None, chunk: int, *, size: int, device: torch.device) -> Tensor:
-    """[B or 1, 1, C, (chunk + 1) * C]: the mask rows of the queries in `chunk`."""
-    start, stop = chunk * size, (chunk + 1) * size
-    causal = torch.ones(size, stop, dtype=torch.bool, device=device).tril(start)[None, None]
-    if segment_ids is None:
-        return causal
-    return causal & (segment_ids[:, None, start:stop, None] == segment_ids[:, None, None, :stop])

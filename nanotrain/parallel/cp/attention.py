@@ -29,13 +29,14 @@ __all__ = ["CORE_ATTENTIONS", "CoreAttention", "SDPAttention", "build_core_atten
 class CoreAttention(Protocol):
     """Causal softmax attention over sequences sharded across a cp group."""
 
-    def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor) -> Any:
+    def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None) -> Any:
         """Prepare the attention mask once per microbatch, for all layers.
 
         Args:
             segment_ids: [B, S] integers of the full sequences, equal within a segment; None where attention crosses
                 segments.
             tokens: [B, S / cp], the tokens of this rank.
+            window: keys before its own that a query attends to; None for all of them.
 
         Returns:
             The `mask` argument of `__call__`, in a form private to the backend.

@@ -38,6 +38,7 @@ from nanotrain.parallel.cp.chunk_attention import (
     chunk_forward,
     merge_log_sum_exp,
 )
+from nanotrain.parallel.cp.sdpa import causal_mask
 from nanotrain.parallel.cp.split import stack_shards
 
 
@@ -49,6 +50,17 @@ class RingStep:
     queries: slice
     keys: slice
     is_causal: bool
+
+
+@dataclass(frozen=True)
+class RingMask:
+    """What the mask of a step is made from."""
+
+    segment_ids: (
+        Tensor | None
+    )  # [B, S] of full sequences, equal within a segment; None where attention crosses segments
+    positions: Tensor  # [cp, L], of the tokens of every rank in their sequence
+    window: int | None  # keys before its own that a query attends to; None for all of them
 
 
 def plan_ring(index: int, size: int, *, length: int) -> tuple[RingStep, ...]:
@@ -68,11 +80,15 @@ class RingAttention:
     def __init__(self, group: Group) -> None:
         self.group = group
 
-    def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor) -> Tensor | None:
-        """[cp, B, L]: the segment ids of all shards, from which every step makes its mask."""
-        return None if segment_ids is None else stack_shards(segment_ids, size=self.group.size)
+    def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None) -> RingMask | None:
+        """What every step makes its mask from; None for causal."""
+        if segment_ids is None and window is None:
+            return None
+        length = tokens.shape[1] * self.group.size
+        positions = stack_shards(torch.arange(length, device=tokens.device)[None], size=self.group.size)[:, 0]
+        return RingMask(segment_ids, positions, window)
 
-    def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: RingMask | None) -> Tensor:
         """Attend to all keys of the group, one step at a time."""
         out: Tensor = _Ring.apply(query, key, value, mask, self.group)
         return out
@@ -80,10 +96,8 @@ class RingAttention:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None, group: Group
-    ) -> Tensor:
-        ring = _LocalQueries(query.transpose(1, 2), segment_ids, group)
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: RingMask | None, group: Group) -> Tensor:
+        ring = _LocalQueries(query.transpose(1, 2), mask, group)
         total: AttentionResult | None = None
         for step, keys, values in ring.receive(key, value):
             part = chunk_forward(ring.chunk(step, key=keys, value=values))
@@ -93,14 +107,14 @@ class _Ring(torch.autograd.Function):
                 merge_log_sum_exp(total.queries(step.queries), part)
         assert total is not None, "a ring has at least the step with the local keys"
         out = total.out.to(query.dtype)
-        ctx.group = group
-        ctx.save_for_backward(query, key, value, segment_ids, out, total.lse)
+        ctx.group, ctx.mask = group, mask
+        ctx.save_for_backward(query, key, value, out, total.lse)
         return out.transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        query, key, value, segment_ids, out, lse = ctx.saved_tensors
-        ring = _LocalQueries(query.transpose(1, 2), segment_ids, ctx.group)
+        query, key, value, out, lse = ctx.saved_tensors
+        ring = _LocalQueries(query.transpose(1, 2), ctx.mask, ctx.group)
         merged, grad = AttentionResult(out, lse), grads[0].transpose(1, 2)
         query_grad = torch.zeros_like(ring.query, dtype=accumulate_dtype(query))
         work: Work[tuple[Tensor, ...]] | None = None
@@ -121,10 +135,10 @@ class _Ring(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _LocalQueries:
-    """The queries [B, N, L, D] of this rank; `segment_ids` [cp, B, L] where attention ends at segment borders."""
+    """The queries [B, N, L, D] of this rank, and what masks are made from where attention is not just causal."""
 
     query: Tensor
-    segment_ids: Tensor | None
+    mask: RingMask | None
     group: Group
 
     def receive(self, key: Tensor, value: Tensor) -> Iterator[tuple[RingStep, Tensor, Tensor]]:
@@ -146,12 +160,11 @@ class _LocalQueries:
         return AttentionChunk(query, key, value, mask, is_causal, scale=self.query.shape[-1] ** -0.5)
 
     def _mask(self, step: RingStep) -> Tensor | None:
-        if self.segment_ids is None:
+        if self.mask is None:
             return None
-        query_ids = self.segment_ids[self.group.index][:, step.queries]
-        key_ids = self.segment_ids[step.source][:, step.keys]
-        same = query_ids[:, None, :, None] == key_ids[:, None, None, :]
-        return same.tril() if step.is_causal else same
+        queries = self.mask.positions[self.group.index][step.queries]
+        keys = self.mask.positions[step.source][step.keys]
+        return causal_mask(self.mask.segment_ids, queries=queries, keys=keys, window=self.mask.window)
 
 
 def _zeros(*like: Tensor) -> tuple[Tensor, ...]:

@@ -1,23 +1,38 @@
 """Core attention with `torch.nn.functional.scaled_dot_product_attention`, for full sequences on one rank.
 
-segment_mask   causal mask within segments
+causal_mask    causal mask, within segments or a window
 attend         softmax attention, causal or with a mask
 SDPAttention   the core attention of a group of one rank
 
 B batch   S sequence   N query heads   G key/value heads (N is a multiple of G)   D, Dv head dims
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def segment_mask(segment_ids: Tensor) -> Tensor:
-    """The causal mask that ends at segment borders.
+def causal_mask(segment_ids: Tensor | None, *, queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """Where queries may attend to keys: [B or 1, 1, len(queries), len(keys)] bool.
 
-    [B, S] integers, equal within a segment -> [B, 1, S, S] bool, True where attention is allowed.
+    Args:
+        segment_ids: [B, S] integers of full sequences, equal within a segment; None where attention crosses segments.
+        queries: their positions in the sequence.
+        keys: their positions in the sequence.
+        window: keys before its own that a query attends to; None for all of them.
     """
-    same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-    return same.tril()
+    distance = queries[:, None] - keys
+    allowed = (distance >= 0) if window is None else (distance >= 0) & (distance <= window)
+    if segment_ids is None:
+        return allowed[None, None]
+    return allowed & (segment_ids[:, None, queries, None] == segment_ids[:, None, None, keys])
+
+
+def full_mask(segment_ids: Tensor | None, *, tokens: Tensor, window: int | None) -> Tensor:
+    """The causal mask of full sequences; `tokens` [B, S or fewer] has their device."""
+    length = tokens.shape[1] if segment_ids is None else segment_ids.shape[1]
+    positions = torch.arange(length, device=tokens.device)
+    return causal_mask(segment_ids, queries=positions, keys=positions, window=window)
 
 
 def attend(query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -49,9 +64,9 @@ def attend(query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None) ->
 class SDPAttention:
     """`attend` as a core attention."""
 
-    def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor) -> Tensor | None:
-        """[B, 1, S, S] bool with segment ids, else None for causal."""
-        return None if segment_ids is None else segment_mask(segment_ids)
+    def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None) -> Tensor | None:
+        """[B or 1, 1, S, S] bool with segment ids or a window, else None for causal."""
+        return None if segment_ids is None and window is None else full_mask(segment_ids, tokens=tokens, window=window)
 
     def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """`attend`."""

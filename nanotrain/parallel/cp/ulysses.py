@@ -33,9 +33,10 @@ class UlyssesAttention:
         self.group = group
         self.sdpa = SDPAttention()
 
-    def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor) -> Tensor | None:
+    def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None) -> Tensor | None:
         """The mask of SDPA over full sequences."""
-        return self.sdpa.plan_mask(segment_ids, tokens=tokens)
+        full = tokens.repeat(1, self.group.size)  # any tokens of the full length
+        return self.sdpa.plan_mask(segment_ids, tokens=full, window=window)
 
     def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """All-to-all, attend, all-to-all."""

@@ -80,6 +80,7 @@ def test_a_setting_with_effect_stays():
         {"position_embedding_type": "learned_absolute", "rotary_base": 5e5},
         {"position_embedding_type": "none", "use_rope_scaling": True},
         {"rope_scaling_factor": 2.0},
+        {"window_attn_skip_freq": "2"},
         {"position_embedding_type": "none", "rotary_percent": 0.5},
         {"multi_latent_attention": True, "rotary_percent": 0.5},
         {"rotary_scaling_factor": 4.0},

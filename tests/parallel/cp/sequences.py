@@ -56,10 +56,12 @@ def segments(shape: Shape) -> Tensor:
     return torch.stack([torch.as_tensor(row, dtype=torch.int32).expand(shape.length) for row in rows])
 
 
-def run(core_attention: CoreAttention, inputs: Tensors, segment_ids: Tensor | None = None) -> Tensors:
+def run(
+    core_attention: CoreAttention, inputs: Tensors, segment_ids: Tensor | None = None, *, window: int | None = None
+) -> Tensors:
     """Forward and backward of a core attention."""
     query, key, value = (tensor.clone().requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value))
-    mask = core_attention.plan_mask(segment_ids, tokens=query[:, :, 0, 0])
+    mask = core_attention.plan_mask(segment_ids, tokens=query[:, :, 0, 0], window=window)
     out = core_attention(query, key=key, value=value, mask=mask)
     out.backward(inputs.out)
     assert query.grad is not None and key.grad is not None and value.grad is not None
@@ -70,11 +72,19 @@ def shard(tensors: Tensors, group: Group) -> Tensors:
     return Tensors(*(local_chunks(tensor, index=group.index, size=group.size) for tensor in tensors))
 
 
-def largest_error(comm_type: str, group: Group, shape: Shape, *, dtype: torch.dtype, with_segments: bool) -> float:
+def largest_error(
+    comm_type: str,
+    group: Group,
+    shape: Shape,
+    *,
+    dtype: torch.dtype,
+    with_segments: bool,
+    window: int | None = None,
+) -> float:
     """Of output and gradients against SDPA on one rank in fp64, relative to the largest value of each."""
     inputs = random_inputs(shape, dtype=dtype)
     segment_ids = segments(shape) if with_segments else None
-    expected = shard(run(SDPAttention(), Tensors(*(x.double() for x in inputs)), segment_ids), group)
-    result = run(build_core_attention(comm_type, group), shard(inputs, group), segment_ids)
+    expected = shard(run(SDPAttention(), Tensors(*(x.double() for x in inputs)), segment_ids, window=window), group)
+    result = run(build_core_attention(comm_type, group), shard(inputs, group), segment_ids, window=window)
     assert [x.dtype for x in result] == [dtype] * 4
     return max(((x.double() - y).abs().max() / y.abs().max()).item() for x, y in zip(result, expected, strict=True))

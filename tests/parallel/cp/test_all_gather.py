@@ -3,7 +3,7 @@
 import torch
 
 from nanotrain.parallel.cp.all_gather import AllGatherAttention
-from nanotrain.parallel.cp.sdpa import segment_mask
+from nanotrain.parallel.cp.sdpa import full_mask
 from nanotrain.parallel.cp.split import local_positions
 from tests.harness import ranks
 from tests.parallel.cp.sequences import Shape, segments
@@ -15,9 +15,9 @@ def test_chunk_masks_are_rows_of_the_full_mask(ctx):
     attention = AllGatherAttention(group)
     tokens = torch.zeros(shape.batch, shape.length // 2)
     rows = local_positions(shape.length, index=group.index, size=2).chunk(2)
-    for segment_ids in (segments(shape), None):
-        full = segment_mask(torch.zeros(1, shape.length) if segment_ids is None else segment_ids)
-        masks = attention.plan_mask(segment_ids, tokens=tokens)
+    for segment_ids, window in ((segments(shape), None), (None, None), (segments(shape), 5), (None, 0)):
+        full = full_mask(segment_ids, tokens=tokens.repeat(1, 2), window=window)
+        masks = attention.plan_mask(segment_ids, tokens=tokens, window=window)
         for mask, queries in zip(masks, rows, strict=True):
             assert torch.equal(mask, full[:, :, queries, : mask.shape[-1]])
             assert not full[:, :, queries, mask.shape[-1] :].any(), "keys after the chunk are never attended to"

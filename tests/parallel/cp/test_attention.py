@@ -26,12 +26,12 @@ BOUNDS = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
 def errors_on_this_rank(ctx, comm_type, names):
     group = ctx.group("cp")
     return {
-        (name, dtype, with_segments): largest_error(
-            comm_type, group, SHAPES[name], dtype=dtype, with_segments=with_segments
+        (name, dtype, with_segments, window): largest_error(
+            comm_type, group, SHAPES[name], dtype=dtype, with_segments=with_segments, window=window
         )
         for name in names
         for dtype in BOUNDS
-        for with_segments in (False, True)
+        for with_segments, window in ((False, None), (True, None), (False, 3), (True, 7))
     }
 
 

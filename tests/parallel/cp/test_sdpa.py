@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanotrain.parallel.cp.sdpa import attend, segment_mask
+from nanotrain.parallel.cp.sdpa import attend, full_mask
 
 
 @pytest.mark.parametrize("value_head_dim", [5, 8, 11])
@@ -20,8 +20,18 @@ def test_attend_is_softmax_of_the_causal_scores(groups: int, value_head_dim: int
         torch.testing.assert_close(out[:, :, head], scores.softmax(-1) @ value[:, :, group])
 
 
-def test_the_segment_mask_is_causal_and_ends_at_borders() -> None:
-    mask = segment_mask(torch.tensor([[0, 0, 1, 1, 1]], dtype=torch.int32))
+def test_the_mask_is_causal_and_ends_at_borders() -> None:
+    ids = torch.tensor([[0, 0, 1, 1, 1]], dtype=torch.int32)
+    mask = full_mask(ids, tokens=ids, window=None)
     expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
     assert mask.shape == (1, 1, 5, 5)
     assert mask[0, 0].int().tolist() == expected
+
+
+def test_a_window_ends_before_the_query_and_at_borders() -> None:
+    ids = torch.tensor([[0, 0, 1, 1, 1]], dtype=torch.int32)
+    expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
+    assert full_mask(None, tokens=ids, window=1)[0, 0].int().tolist() == expected
+    expected[2] = [0, 0, 1, 0, 0]
+    assert full_mask(ids, tokens=ids, window=1)[0, 0].int().tolist() == expected
+    assert full_mask(None, tokens=ids, window=0)[0, 0].equal(torch.eye(5, dtype=torch.bool))
