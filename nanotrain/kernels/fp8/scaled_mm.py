@@ -21,7 +21,7 @@ from torch import Tensor
 from nanotrain.kernels.fp8.quantize import Quantized
 from nanotrain.precision.fp8 import Block
 
-ALIGNMENT = 16  # torch's kernels take K and N that are multiples of this; K is padded here, also to whole blocks
+ALIGNMENT = 16  # torch's kernels take sizes that are multiples of this; M and K are padded here, K also to whole blocks
 
 
 def scaled_mm(a: Quantized, b: Quantized, *, dtype: torch.dtype) -> Tensor:
@@ -41,6 +41,7 @@ def emulate(a: Quantized, b: Quantized, *, dtype: torch.dtype) -> Tensor:
 
 def multiply_by_kernel(a: Quantized, b: Quantized, *, dtype: torch.dtype) -> Tensor:
     """The product by torch's kernel; the devices of each recipe are in precision/fp8.py."""
+    num_rows, a = len(a.values), _pad_rows(a)
     # Only the kernels with one scale per tensor have fp32 results on all devices.
     kernel_dtype = dtype if a.block == (None, None) else torch.bfloat16
     functional: Any = F
@@ -59,7 +60,7 @@ def multiply_by_kernel(a: Quantized, b: Quantized, *, dtype: torch.dtype) -> Ten
         swizzles,
         output_dtype=kernel_dtype,
     )
-    return out.to(dtype)
+    return out[:num_rows].to(dtype)
 
 
 def swizzle_32_4_4(scales: Tensor) -> Tensor:
@@ -89,6 +90,16 @@ _LAYOUTS: dict[Block, tuple[str, Callable[[Tensor], Tensor]]] = {
     (128, 128): ("BlockWise128x128", _transposed_tiles),
     (1, 32): ("BlockWise1x32", lambda scales: swizzle_32_4_4(scales).to(torch.float8_e8m0fnu)),
 }
+
+
+def _pad_rows(quantized: Quantized) -> Quantized:
+    """Rows of zeros at the end: the tokens of an expert are any number."""
+    missing = -len(quantized.values) % ALIGNMENT
+    if missing == 0:
+        return quantized
+    values, scales = quantized.values, quantized.inverse_scales
+    padded = F.pad(values.view(torch.uint8), (0, 0, 0, missing)).view(values.dtype)  # the byte 0 is 0.0
+    return Quantized(padded, F.pad(scales, (0, 0, 0, missing)) if quantized.block[0] == 1 else scales, quantized.block)
 
 
 def _pad_k(quantized: Quantized) -> Tensor:

@@ -20,16 +20,16 @@ def draw(rows: int, columns: int, *, block: Block, dtype: torch.dtype = E4M3) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("format_a", [E4M3, E5M2])
-@pytest.mark.parametrize("columns", [64, 72])
+@pytest.mark.parametrize(("rows", "columns"), [(48, 64), (41, 72)])
 @pytest.mark.parametrize("block", [(None, None), (1, None)])
 def test_the_kernel_and_the_emulation_agree(
-    block: Block, columns: int, format_a: torch.dtype, dtype: torch.dtype
+    block: Block, rows: int, columns: int, format_a: torch.dtype, dtype: torch.dtype
 ) -> None:
-    a, b = draw(48, columns, block=block, dtype=format_a), draw(32, columns, block=block)
+    a, b = draw(rows, columns, block=block, dtype=format_a), draw(32, columns, block=block)
     found, expected = multiply_by_kernel(a, b, dtype=dtype), emulate(a, b, dtype=dtype)
     assert found.dtype is dtype
-    # fp32 sums in another order; kernels with scales per row return bf16
-    rtol = 1e-5 if dtype is torch.float32 and block == (None, None) else 2.0**-8
+    # fp32 sums in another order may round to the next bf16; kernels with scales per row return bf16
+    rtol = 1e-5 if dtype is torch.float32 and block == (None, None) else 2.0**-7  # one rounding
     torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-4)
 
 
@@ -41,14 +41,14 @@ def test_the_emulation_is_the_product_of_the_dequantized_matrices(blocks: tuple[
 
 
 @pytest.mark.parametrize("blocks", [((1, 128), (128, 128)), ((1, 128), (1, 128)), ((1, 32), (1, 32))])
-@pytest.mark.parametrize("columns", [256, 144, 640])
-def test_torch_accepts_the_layout_of_the_scales(blocks: tuple[Block, Block], columns: int) -> None:
+@pytest.mark.parametrize(("rows", "columns"), [(48, 256), (41, 144), (48, 640)])
+def test_torch_accepts_the_layout_of_the_scales(blocks: tuple[Block, Block], rows: int, columns: int) -> None:
     """torch checks shapes and strides of scales on the meta device, for the kernels that only GPUs have."""
     a, b = (
         Quantized(each.values.to("meta"), each.inverse_scales.to("meta"), each.block)
-        for each in (draw(48, columns, block=blocks[0]), draw(256, columns, block=blocks[1]))
+        for each in (draw(rows, columns, block=blocks[0]), draw(256, columns, block=blocks[1]))
     )
-    assert multiply_by_kernel(a, b, dtype=torch.float32).shape == (48, 256)
+    assert multiply_by_kernel(a, b, dtype=torch.float32).shape == (rows, 256)
 
 
 def test_torch_refuses_another_layout() -> None:
