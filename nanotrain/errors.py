@@ -8,6 +8,8 @@
     |-- DataError             corpora, token files, tokenizers
     |-- CheckpointError       a checkpoint that is missing, damaged or of another model
     |   `-- HuggingFaceError  a Hugging Face folder that cannot be read or written
+    |-- TrainingFault         training that cannot go on: steps that are not finite
+    |   `-- CorruptState      replicas that differ; nothing is saved
     `-- EnvironmentFault      the machine: an unwritable folder, a missing device, a lost rank
 
 User errors are raised at load time, on all ranks. `assert` is for internal invariants. Errors pickle, so ranks and
@@ -111,6 +113,14 @@ class CheckpointError(NanotrainError):
 
 class HuggingFaceError(CheckpointError):
     """A Hugging Face folder that cannot be read or written."""
+
+
+class TrainingFault(NanotrainError):
+    """Training that cannot go on, as when no step is finite. The state is sound and is saved."""
+
+
+class CorruptState(TrainingFault):
+    """Weights or optimizer state that must not be saved."""
 
 
 class EnvironmentFault(NanotrainError):

@@ -264,7 +264,6 @@ RUN = {
     "--exit-signal-handler": always("SIGTERM saves a checkpoint and ends the run"),
     "--enable-experimental": no_effect("there is no such switch"),
     "--rerun-mode": no_effect("steps are not repeated to find faulty hardware", arity=1),
-    "--check-weight-hash-across-dp-replicas-interval": no_effect("`nanotrain parity` compares replicas", arity=1),
     "--disable-straggler-on-startup": no_effect("stragglers are not searched for"),
     "--use-ring-exchange-p2p": not_yet("leave it out"),
     "--deterministic-mode": always("a run on the same machines gives the same losses"),

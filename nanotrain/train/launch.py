@@ -13,10 +13,12 @@ from nanotrain.log import get_logger
 from nanotrain.train.build import build_run
 from nanotrain.train.header import header
 from nanotrain.train.hooks.checkpoint import CheckpointHook
+from nanotrain.train.hooks.debug_nan import DebugNanHook
 from nanotrain.train.hooks.evaluate import EvaluateHook
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.hooks.log import LogHook
 from nanotrain.train.hooks.profile import ProfileHook
+from nanotrain.train.hooks.replicas import ReplicasHook
 from nanotrain.train.hooks.report import ReportHook
 from nanotrain.train.hooks.sample import PlannedPeak, SampleHook, SummaryHook
 from nanotrain.train.hooks.track import TrackHook
@@ -107,6 +109,8 @@ def choose_hooks(config: Config, tokenizer: str | None, *, planned: PlannedPeak 
     hooks: list[tuple[bool, Hook]] = [
         (train.eval_interval > 0 and train.eval_iters > 0, EvaluateHook()),
         (True, LogHook()),
+        (train.debug_nan, DebugNanHook()),
+        (train.check_weight_hash_across_dp_replicas_interval > 0, ReplicasHook()),
         (train.tensorboard or train.wandb, TrackHook()),
         (config.checkpoint.save, CheckpointHook()),
         (train.profile, ProfileHook()),

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from nanotrain.comm.work import CommunicationFault
-from nanotrain.errors import NanotrainError
+from nanotrain.errors import CorruptState, NanotrainError, TrainingFault
 from nanotrain.log import get_logger
 from nanotrain.runs.files import FolderVanished
 from nanotrain.train.batches import GlobalBatch, raise_on_all
@@ -40,6 +40,7 @@ class Trainer:
         self.run, self.hooks = run, hooks
         self._throughput = Throughput.of(run.plan, run.context)
         self._failure: NanotrainError | None = None  # of this rank since the last step
+        self._skips = 0  # steps skipped in a row
         self._started = time.monotonic()
         self._first_step = run.state.step
 
@@ -75,7 +76,7 @@ class Trainer:
         except CommunicationFault:
             raise
         except NanotrainError as error:
-            if not isinstance(error, FolderVanished):
+            if not isinstance(error, FolderVanished | CorruptState):
                 for dp in self.run.data_parallel:
                     dp.wait_for_params()
                 for hook in self.hooks:
@@ -99,6 +100,7 @@ class Trainer:
         run.context.heartbeat.begin("step")
         result = train_step(run, batch)
         run.context.heartbeat.begin("hooks")
+        self._count_skips(result.skipped, loss_scale)
         clock = StepClock(step_time_s=time.perf_counter() - start, data_wait_s=batch.wait_s)
         report = report_step(
             result, run.state, clock=clock, throughput=self._throughput, context=run.context, loss_scale=loss_scale
@@ -115,6 +117,24 @@ class Trainer:
         interval = run.config.train.manual_gc_interval
         if interval and run.state.step % interval == 0:
             gc.collect()
+
+    def _count_skips(self, is_skipped: bool, loss_scale: float) -> None:
+        """Count steps that are skipped in a row; too many are a failure, the same on all ranks."""
+        train, scaling = self.run.config.train, self.run.optimizer.loss_scale
+        self._skips = self._skips + 1 if is_skipped else 0
+        at_minimum = scaling.is_dynamic and loss_scale <= scaling.minimum
+        if is_skipped and at_minimum and self._skips == 1:
+            log.warning(
+                "step %d overflows at the minimal loss scale %g: no scale makes it finite",
+                self.run.state.step,
+                loss_scale,
+            )
+        if self._skips and self._skips == train.max_consecutive_skips:
+            self._failure = TrainingFault(
+                f"{self._skips} steps in a row were skipped, the last is step {self.run.state.step}",
+                why="their gradients are not finite" + (f", at the minimal loss scale {loss_scale:g}" * at_minimum),
+                fix="find the first tensor with --debug-nan, lower --lr, or raise --max-consecutive-skips",
+            )
 
     def _is_finished(self) -> bool:
         train, step = self.run.config.train, self.run.state.step

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from nanotrain.comm.collectives import all_gather_object
-from nanotrain.errors import EnvironmentFault
+from nanotrain.errors import EnvironmentFault, TrainingFault
 from nanotrain.runs.files import FolderVanished
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.hook import Hook
@@ -185,3 +185,33 @@ def test_an_error_of_one_ranks_hook_is_raised_on_all_with_the_state_saved(ctx, t
         with pytest.raises(EnvironmentFault, match="the disk is full"):
             train(run, *hooks, CheckpointHook())
         assert run.checkpointer.latest().name == "step-00000003"
+
+
+class Poison(Hook):
+    """Makes every loss of this rank from a step on a NaN."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def before_training(self, run) -> None:
+        (stage,) = run.stages.values()
+        stage.register_forward_hook(
+            lambda _, __, loss: loss * float("nan") if run.state.step + 1 >= self.step else loss
+        )
+
+
+@ranks(2)
+def test_too_many_skipped_steps_in_a_row_end_the_run_with_the_state_saved(ctx, tmp_path):
+    hooks = [Poison(3)] if ctx.rank == 1 else []
+    with small_run(tmp_path, "--train-iters", "9", "--max-consecutive-skips", "2", context=ctx) as run:
+        with pytest.raises(TrainingFault, match="2 steps in a row were skipped, the last is step 4"):
+            train(run, *hooks, CheckpointHook())
+        assert run.checkpointer.latest().name == "step-00000004"
+
+
+def test_fp16_at_its_minimal_scale_says_so(tmp_path, logged):
+    flags = ("--fp16", "--initial-loss-scale", "2", "--min-loss-scale", "1", "--hysteresis", "1")
+    with small_run(tmp_path, "--train-iters", "9", "--max-consecutive-skips", "4", *flags) as run:
+        with pytest.raises(TrainingFault, match="at the minimal loss scale 1"):
+            train(run, Poison(2))
+        assert run.state.step == 5

@@ -92,6 +92,8 @@ RUN_RULES = (
         "profile_step_start <= profile_step_end <= train_iters must hold",
         "set --profile-step-start and --profile-step-end"),
     Rule("run_dir", lambda v: v.run_dir == "", "run_dir is empty", "a run needs a folder", "set --run-dir FOLDER"),
+    Rule("debug_nan torch_compile", lambda v: v.debug_nan and v.torch_compile, "debug_nan and torch_compile are set",
+        "modules inside a compiled block are not seen", "leave out --torch-compile for the search"),
     Rule("hang_timeout_s distributed_timeout_minutes",
         lambda v: v.hang_timeout_s is not None and v.hang_timeout_s >= 60 * v.distributed_timeout_minutes,
         "hang_timeout_s {hang_timeout_s:g} is not below distributed_timeout_minutes {distributed_timeout_minutes:g}",

@@ -73,6 +73,7 @@ class LogHook(Hook):
             self._since_line,
             train_iters=run.config.train.train_iters,
             num_devices=run.context.topology.world_size,
+            on_cpu=run.context.device.type == "cpu",
             seconds_per_step=(time.monotonic() - ended) / num_steps if num_steps else None,
             width=max(MIN_WIDTH, min(self._console.width, MAX_WIDTH)) if self._console.is_terminal else MAX_WIDTH,
         )
@@ -87,6 +88,7 @@ def describe(
     num_devices: int,
     seconds_per_step: float | None = None,
     width: int = 1000,
+    on_cpu: bool = False,
 ) -> str:
     """The console line of a step; rates are means over the steps since the last line.
 
@@ -96,8 +98,9 @@ def describe(
         num_devices: one per rank.
         seconds_per_step: for the remaining time, validations and checkpoints included; None: the mean of `reports`.
         width: columns; a longer line leaves out its least important parts.
+        on_cpu: the memory is that of the whole process, not of tensors only.
     """
-    last = reports[-1]
+    last, memory_label = reports[-1], "process" if on_cpu else "mem"
     seconds = sum(report.step_time_s for report in reports)
     tokens_per_second = sum(report.tokens_per_second * report.step_time_s for report in reports) / seconds
     wait = sum(report.data_wait_s for report in reports) / seconds
@@ -118,7 +121,7 @@ def describe(
         (f"{tokens_per_second:,.0f} tok/s", 1),
         (per_device, 7),
         (f"mfu {last.mfu:.1%}" if last.mfu is not None else "", 2),
-        (f"mem {last.peak_memory_bytes / 1e9:.2f} GB", 6),
+        (f"{memory_label} {last.peak_memory_bytes / 1e9:.2f} GB", 6),
         (f"data wait {wait:.1%}", 8),
         (f"save stall {stall:.2f} s" if stall else "", 2),
         (f"eta {remaining}", 1),

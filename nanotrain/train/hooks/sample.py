@@ -73,6 +73,7 @@ class SummaryHook(Hook):
         )
         if not run.context.control.is_first:
             return
+        on_cpu = run.context.device.type == "cpu"
         lines = [
             f"run folder    {run.folder.path}",
             f"metrics       {run.folder.metrics}",
@@ -81,7 +82,8 @@ class SummaryHook(Hook):
         ]
         if peak:
             lines.append(
-                f"memory        planned {in_gb(peak.planned)}, measured at most {in_gb(max(measured))} per rank"
+                f"memory        planned {in_gb(peak.planned)} per rank; measured at most {in_gb(max(measured))}"
+                + (f" above the {in_gb(peak.before)} of the process before the model" if on_cpu else "")
             )
         print("\n".join(lines), flush=True)
 

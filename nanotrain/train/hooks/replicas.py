@@ -1,0 +1,99 @@
+"""Compare the parameters of data-parallel replicas bit for bit every few steps.
+
+Replicas are equal after every step. A difference means a bit flip in a memory, or a fault in communication.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from nanotrain.comm.collectives import all_gather_object, all_reduce
+from nanotrain.comm.group import Group
+from nanotrain.errors import CorruptState
+from nanotrain.parallel.dp.data_parallel import DataParallel, gathered
+from nanotrain.topology.groups import GroupName
+from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.metrics import StepReport
+from nanotrain.train.run import Run
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 1 << 22  # elements per partial sum, which takes 16 bytes per element
+
+
+class ReplicasHook(Hook):
+    """Compares checksums over the replicas of each parameter.
+
+    Raises:
+        CorruptState: replicas differ; names the parameter and the ranks. Nothing is saved.
+    """
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        if report.step % run.config.train.check_weight_hash_across_dp_replicas_interval:
+            return
+        faults = []
+        with gathered(run.data_parallel):
+            params = {name: param for stage in run.stages.values() for name, param in stage.named_parameters()}
+            for dp in run.data_parallel:
+                own = {name: params[name] for name in dp.params}
+                faults.append(find_difference(own, run.context.group(_replicas_of(dp)), step=report.step))
+        # After all comparisons: the groups of the next wrapper may have ranks without a fault, which would wait.
+        for fault in faults:
+            if fault is not None:
+                raise fault
+
+
+def find_difference(named: Mapping[str, Tensor], group: Group, *, step: int) -> CorruptState | None:
+    """Compare complete parameters over the ranks that hold replicas of them; every rank of the group calls this.
+
+    Args:
+        named: parameters by name.
+        group: the ranks.
+        step: for the error.
+
+    Returns:
+        the error for the first parameter that differs, the same on every rank; None if all are equal.
+    """
+    if group.size == 1:
+        return None
+    sums = torch.stack([checksum(param) for param in named.values()])
+    lowest, highest = sums.clone(), sums.clone()
+    all_reduce(lowest, group, op="min")
+    all_reduce(highest, group, op="max")
+    differs = (lowest != highest).nonzero().flatten().tolist()  # the same on all ranks of the group
+    if not differs:
+        return None
+    first = differs[0]
+    name = list(named)[first]
+    by_sum: dict[int, list[int]] = {}
+    for rank, value in zip(group.ranks, all_gather_object(int(sums[first]), group), strict=True):
+        by_sum.setdefault(value, []).append(rank)
+    groups = sorted(by_sum.values(), key=len)
+    parts = " and ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for ranks in groups)
+    more = f" (and {len(differs) - 1} more parameters)" if len(differs) > 1 else ""
+    return CorruptState(
+        f"replicas of parameter {name}{more} differ after step {step}",
+        why=f"{parts} hold different bits: memory of the smaller set, or a transfer to it, is faulty",
+        fix="resume from the newest checkpoint on other machines; `nanotrain checkpoint verify` checks it",
+    )
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """An int64 sum of the bit patterns, with odd factors: any single bit flip changes it.
+
+    >>> weight = torch.ones(3)
+    >>> bool(checksum(weight) == checksum(weight.clone()))
+    True
+    """
+    bits = tensor.detach().contiguous().flatten().view(_BITS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), _CHUNK):
+        chunk = bits[start : start + _CHUNK].long()
+        factors = torch.arange(2 * start + 1, 2 * (start + len(chunk)), 2, device=tensor.device)
+        total += (chunk * factors).sum()
+    return total
+
+
+def _replicas_of(dp: DataParallel) -> GroupName:
+    """The group of ranks that hold replicas of the parameters of a wrapper."""
+    return "expert_dp" if dp.groups.shard.name.startswith("expert") else "dp_cp"

@@ -1,0 +1,64 @@
+"""Replicas are compared bit for bit: a planted bit flip is found, with its parameter and rank, and is not saved."""
+
+import re
+
+import pytest
+import torch
+
+from nanotrain.comm.collectives import all_gather_object
+from nanotrain.errors import CorruptState
+from nanotrain.train.hooks.checkpoint import CheckpointHook
+from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.hooks.replicas import ReplicasHook, checksum
+from tests.harness import ranks
+from tests.train.small_run import small_run, train
+
+EVERY_TWO = ("--check-weight-hash-across-dp-replicas-interval", "2")
+
+
+class FlipBit(Hook):
+    """Flips the lowest bit of one element after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def after_step(self, run, report) -> None:
+        if report.step == self.step:
+            for dp in run.data_parallel:
+                dp.wait_for_params()
+            (stage,) = run.stages.values()
+            weight = dict(stage.named_parameters())["final_norm.weight"].data
+            weight.view(torch.int32)[5] ^= 1
+
+
+def test_any_single_bit_flip_changes_the_checksum():
+    for dtype, bits in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
+        tensor = torch.randn(7, 3).to(dtype)
+        before = checksum(tensor)
+        for element in range(21):
+            for bit in range(15):
+                tensor.flatten().view(bits)[element] ^= 1 << bit
+                assert checksum(tensor) != before
+                tensor.flatten().view(bits)[element] ^= 1 << bit
+        assert checksum(tensor) == before
+
+
+@ranks(3)
+def test_a_planted_bit_flip_is_named_with_parameter_and_rank(ctx, tmp_path):
+    hooks = [FlipBit(3)] if ctx.rank == 1 else []
+    with small_run(tmp_path, "--train-iters", "9", *EVERY_TWO, context=ctx) as run:
+        with pytest.raises(CorruptState) as error:
+            train(run, *hooks, ReplicasHook(), CheckpointHook())
+        assert run.checkpointer.latest() is None
+    assert re.search(
+        r"replicas of parameter final_norm.weight .*after step 4: rank 1 and ranks 0, 2 hold", str(error.value)
+    )
+    assert len(set(all_gather_object(str(error.value), ctx.control))) == 1
+
+
+@ranks(2, strategy="optim_grads_params")
+def test_replicas_of_a_sound_run_are_equal_also_where_parameters_are_gathered(ctx, tmp_path):
+    arguments = ("--data-parallel-sharding-strategy", "optim_grads_params", "--ddp-bucket-size", "2000")
+    with small_run(tmp_path, "--train-iters", "4", *EVERY_TWO, *arguments, context=ctx) as run:
+        train(run, ReplicasHook())
+        assert run.state.step == 4
