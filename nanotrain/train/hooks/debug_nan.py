@@ -66,10 +66,10 @@ class DebugNanHook(Hook):
             fix="look at its inputs: the data of that microbatch, the learning rate, the parameters before it",
         )
 
-    def _after_forward(self, module: nn.Module, inputs: Any, output: Any, *, run: Run, name: str) -> None:
+    def _after_forward(self, module: nn.Module, *inputs_and_output: Any, run: Run, name: str) -> None:
         for parameter_name, parameter in module.named_parameters(recurse=False):
             self._look(parameter.detach(), f"parameter {name}.{parameter_name}", run=run)
-        for tensor in _tensors(output):
+        for tensor in _tensors(inputs_and_output[-1]):
             self._look(tensor.detach(), f"the output of {name}", run=run)
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._look, what=f"the gradient of the output of {name}", run=run))
