@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,20 +17,30 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 EXPECTED = {
     "my_own_schedule.py": ([], ["1/3 = 33.3% of the time", "1/5 = 20.0% of the time", "same gradient: True"]),
     "new_model.py": ([], ["vocabulary of 30 padded to 128"]),
+    "pretrain_gpt.py": (TORCHRUN, ["step 2/2", "flags name what nanotrain always does"]),
     "plan_a_cluster.py": ([], ["  8   1   16       54.2", " 16   1    8       30.1   tp crosses nodes"]),
     "shard_any_model.py": (TORCHRUN, ["2 ranks, each keeps", "same loss after loading: True"]),
     "zero_by_hand.py": (TORCHRUN, ["2 ranks, each keeps gradients for", "same weights on every rank: True"]),
+}
+# what Megatron-LM's own script takes
+ARGUMENTS = {
+    "pretrain_gpt.py": "--use-mcore-models --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
+    "--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 4 --train-samples 8 --lr 1e-3 "
+    "--lr-decay-style cosine --lr-warmup-fraction .5 --clip-grad 1.0 --mock-data --vocab-size 260 --split 949,50,1 "
+    "--use-distributed-optimizer --tensor-model-parallel-size 1 --transformer-impl local --no-bias-gelu-fusion "
+    "--log-interval 1 --eval-interval 1000 --eval-iters 0 --save ck --load ck --manual-gc --distributed-backend gloo",
 }
 
 
 @functools.cache
 def run_example(name: str) -> str:
     launcher, _ = EXPECTED[name]
-    command = [sys.executable, *launcher, str(ROOT / "examples" / name)]
-    environment = dict(os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    command = [sys.executable, *launcher, str(ROOT / "examples" / name), *ARGUMENTS.get(name, "").split()]
+    environment = dict(os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", PYTHONPATH=str(ROOT))
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, cwd=folder)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", EXPECTED)

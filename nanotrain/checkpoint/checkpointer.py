@@ -54,6 +54,7 @@ class Checkpointer:
         self.folder = Path(folder)
         self.group = group
         self.keep_last = keep_last
+        self.keep_every: int | None = None  # steps whose multiples are kept besides
         self.timeout_s = timeout_s
         self._warned: set[Path] = set()  # leftovers that cannot be deleted: one warning each
         self._staging = StagingBuffers()
@@ -246,7 +247,7 @@ class Checkpointer:
 
     def _commit(self, manifest: Manifest) -> Path:
         final = store.commit(self.folder, manifest.step, text=to_json(manifest))
-        store.keep_newest(self.folder, self.keep_last, written=final, warned=self._warned)
+        store.keep_newest(self.folder, self.keep_last, written=final, warned=self._warned, keep_every=self.keep_every)
         return final
 
     @contextmanager

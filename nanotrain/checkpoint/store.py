@@ -210,8 +210,12 @@ def discard(folder: Path, step: int) -> None:
     shutil.rmtree(_temporary(folder, step), ignore_errors=True)
 
 
-def keep_newest(folder: Path, keep_last: int, *, written: Path, warned: set[Path]) -> None:
+def keep_newest(
+    folder: Path, keep_last: int, *, written: Path, warned: set[Path], keep_every: int | None = None
+) -> None:
     """Delete the oldest complete checkpoints but `keep_last`, never the one just written; 0 keeps all.
+
+    Checkpoints at steps that are a multiple of `keep_every` are kept too and not counted.
 
     A folder is renamed first, so that an interrupted deletion leaves nothing that looks complete. A failed deletion is
     one warning per entry of `warned`, since the save itself succeeded.
@@ -219,6 +223,8 @@ def keep_newest(folder: Path, keep_last: int, *, written: Path, warned: set[Path
     if keep_last == 0:
         return
     others = [path for path in complete_checkpoints(folder) if path != written]
+    if keep_every is not None:
+        others = [path for path in others if _step_of(path) % keep_every]
     for path in others[: max(0, len(others) - (keep_last - 1))]:
         deleted = _deleted_name(path)
         try:

@@ -333,10 +333,13 @@ class CheckpointConfig:
     save: bool = option(True, "write checkpoints into the run folder")
     save_interval: int = option(500, "steps between checkpoints; 0: only at the end", check=at_least(0))
     keep_last: int = option(3, "number of checkpoints to keep; 0: all", check=at_least(0))
+    save_retain_interval: int | None = option(None, "also keep the checkpoints at steps that are a multiple of this", check=at_least(1))
     async_save: bool = option(False, "write checkpoints in the background, from a copy in host memory")
     exit_on_save_failure: bool = option(False, "end the run where a checkpoint cannot be written; otherwise retry at the next interval")
     save_fallback_dir: str | None = option(None, "folder for the last checkpoint where the run folder cannot be written")
     load: str | None = option(None, "step folder, or run folder for its newest checkpoint, to load instead of the run's own checkpoint")
+    finetune: bool = option(False, "of the checkpoint of load take only the weights: start at step 0 with new optimizer state")
+    load_optim: bool = option(True, "load the optimizer state of a checkpoint; off: only its weights and its step")
     auto_resume: bool = option(True, "resume from the newest complete checkpoint of the run folder")
     pretrained_checkpoint: str | None = option(None, "Hugging Face folder with the initial weights; its config.json sets the model section")
 

@@ -1,7 +1,8 @@
 """docs/config.md, made from the fields: `python -m nanotrain.config.document > docs/config.md`."""
 
 from nanotrain.config.flags import ALIASES
-from nanotrain.config.help import default_text, meaning, metavar
+from nanotrain.config.help import KINDS, default_text, meaning, metavar
+from nanotrain.config.megatron import MEGATRON
 from nanotrain.config.schema import SECTIONS, Entry, entries_of
 
 INTRODUCTION = """\
@@ -40,6 +41,7 @@ the groups (`model=llama7b`), the recipe (`+config=NAME`), the command line; on 
 - A setting without effect is an error. Two exceptions: where the command line switches off a setting of a YAML file,
   the setting returns to its default, as do settings that Megatron-LM ignores too (`--sequence-parallel` on one
   tensor-parallel rank); `--explain` shows it.
+- Flags of Megatron-LM are accepted, converted or refused by the tables below ([from_megatron.md](from_megatron.md)).
 - All mistakes of a command line are reported in one message.
 - `torchrun` accepts abbreviations of its own options; no flag here is one of them.
 """
@@ -54,6 +56,12 @@ def document() -> str:
         parts += [f"\n## {name}\n", f"{(section.__doc__ or '').strip()}\n"]
         parts += ["| flag | takes | default | meaning |", "|---|---|---|---|"]
         parts += [row(entry) for entry in entries_of(name)]
+    parts.append(
+        "\n## Flags of Megatron-LM\n\nThey are no field of the same name; see [from_megatron.md](from_megatron.md)."
+    )
+    for kind, title in KINDS.items():
+        parts += [f"\n### {title[0].upper()}{title[1:]}\n", "| flag | here |", "|---|---|"]
+        parts += [f"| `{flag}` | {entry.meaning} |" for flag, entry in MEGATRON.items() if entry.kind == kind]
     return "\n".join(parts) + "\n"
 
 

@@ -92,6 +92,10 @@ MODEL = {
     "--cross-entropy-fusion-impl": no_effect("the head and the loss are always computed together, in chunks", arity=1),
     "--padded-vocab-size": rename("--make-vocab-size-divisible-by with the same number", conversions.padded_vocab_size),
     "--add-qkv-bias-linear": sets("--add-qkv-bias", add_qkv_bias=True),
+    "--glu-linear-offset": not_yet("the gate is multiplied as it is: leave it out", *ZERO),
+    "--activation-func-clamp-value": not_yet("activations are not clamped: leave it out", arity=1),
+    "--enable-gpt-oss": not_yet("the family is not supported: leave it out"),
+    "--export-force-local-attention": no_effect("torch chooses the attention kernel"),
     "--softmax-type": not_yet("there are no attention sinks: leave it out", "vanilla"),
     "--mtp-num-layers": not_yet("there is no multi-token prediction: leave it out together with --mtp-loss-scaling-factor", "0"),
     "--mtp-loss-scaling-factor": no_effect("it belongs to --mtp-num-layers", arity=1),
@@ -109,6 +113,7 @@ MOE = {
     "--moe-router-fusion": no_effect(FUSED),
     "--moe-per-layer-logging": always("metrics.jsonl has the load of every router"),
     "--moe-use-legacy-grouped-gemm": no_effect("the experts of a rank are one grouped product"),
+    "--moe-token-drop-policy": always("an expert keeps the tokens that weigh it highest", "probs"),
     "--moe-pad-expert-input-to-capacity": no_effect("tokens are dropped at the capacity; padding to it would only cost time"),
     "--moe-shared-expert-overlap": no_effect("the shared expert is computed before the tokens are sent"),
     "--moe-shared-expert-gate": not_yet("the shared expert has no gate: leave it out"),
@@ -139,6 +144,8 @@ PARALLEL = {
     "--overlap-param-gather-with-optimizer-step": no_effect("parameters are gathered after the step, with --overlap-param-gather beside the next forward"),
     "--no-align-grad-reduce": no_effect("buckets are reduced as they become ready"),
     "--ddp-num-buckets": not_yet("set --ddp-bucket-size, in elements", arity=1),
+    "--no-async-tensor-model-parallel-allreduce": no_effect("the input gradient is reduced while the weight gradient is computed"),
+    "--use-contiguous-parameters-in-local-ddp": always("parameters and gradients lie in flat buffers"),
     "--local-rank": no_effect("torchrun sets LOCAL_RANK", arity=1),
     "--lazy-mpu-init": no_effect("the layout is planned before process groups exist", arity=1),
 }
@@ -191,7 +198,7 @@ OPTIM = {
     "--apply-wd-to-qk-layernorm": not_yet("parameters of one dimension are not decayed: leave it out"),
     "--loss-scale": not_yet("the loss scale adapts: set --initial-loss-scale", arity=1),
     "--rampup-batch-size": not_yet(SCHEDULED, arity=MANY),
-    "--step-batch-size-schedule": not_yet(SCHEDULED, arity=1),
+    "--step-batch-size-schedule": not_yet(SCHEDULED, arity=MANY),
     "--override-opt-param-scheduler": always("the schedule follows from the command line, also on resume"),
     "--use-checkpoint-opt-param-scheduler": no_effect("the schedule follows from the command line; what differs from the checkpoint is printed on resume"),
     "--calculate-per-token-loss": always("the loss is the sum over target tokens of the global batch / their number"),
@@ -203,7 +210,7 @@ DATA = {
     "--vocab-extra-ids": not_yet("prepare a tokenizer.json that has them", "0"),
     "--tiktoken-pattern": no_effect("the files of --tokenizer-model say which tokenizer it is", arity=1),
     "--data-cache-path": no_effect("the order of samples is computed, not stored", arity=1),
-    "--no-mmap-bin-files": no_effect("token files are mapped into memory"),
+    "--no-mmap-bin-files": always("token files are read, not mapped into memory"),
     "--no-create-attention-mask-in-dataloader": always("the data loader makes no masks"),
     "--create-attention-mask-in-dataloader": no_effect("the attention makes its masks"),
     "--dataloader-type": always("samples are shuffled once per epoch, as --shuffle says", "single", "cyclic"),
@@ -231,10 +238,7 @@ CHECKPOINT = {
     "--verify-integrity": always("every shard has checksums"),
     "--no-load-rng": always("training draws no random numbers"),
     "--no-save-rng": always("training draws no random numbers"),
-    "--no-load-optim": not_yet("leave it out, or start from exported weights with --pretrained-checkpoint"),
-    "--no-save-optim": not_yet("leave it out; `nanotrain checkpoint export-hf` writes the weights alone"),
-    "--finetune": not_yet("export the weights with `nanotrain checkpoint export-hf` and set --pretrained-checkpoint"),
-    "--save-retain-interval": not_yet("set --keep-last 0, which keeps all checkpoints", arity=1),
+    "--no-save-optim": no_effect("the optimizer state is always saved; --no-load-optim does not load it"),
     "--non-persistent-save-interval": not_yet("set --save-interval", arity=1),
     "--exit-on-missing-checkpoint": always("a --load without a checkpoint is an error"),
 }
@@ -299,6 +303,6 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
     "keep_last": 0,
 }
 # fields without a default in Megatron-LM
-MEGATRON_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "seq_length", "lr")
+MEGATRON_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "seq_length")
 # the fields that decide which model is trained
 SHAPING = ("position_embedding_type", "normalization", "activation", "add_bias_linear", "adam_beta2", "weight_decay")

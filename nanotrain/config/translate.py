@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from os.path import normpath
 from typing import Any
 
-from nanotrain.config.config import Activation, Config
+from nanotrain.config.config import Activation, Config, PositionEmbedding
 from nanotrain.config.flags import CommandLine, MegatronArgument
 from nanotrain.config.megatron import MEGATRON, MEGATRON_DEFAULTS, MEGATRON_REQUIRED, SHAPING
 from nanotrain.config.option import flag_of
@@ -51,7 +51,7 @@ def translate(config: Config, line: CommandLine, *, errors: ErrorCollector) -> T
     for argument in line.megatron:
         with errors:
             convert_flag(result, argument)
-    for name, value, why in implied(result.config, result.explicit):
+    for name, value, why in implied(result.config, result.explicit, line=line):
         result.set(name, value, source=why)
         result.notes.append(f"{flag_of(name)} {plain(value)}: {why}")
     result.notes += notes(line)
@@ -124,8 +124,16 @@ def complete_defaults(result: Translation, line: CommandLine, *, errors: ErrorCo
         errors.errors.append(ConfigError(f"--megatron-defaults without {flags}", why=why, fix="set them"))
 
 
-def implied(config: Config, explicit: frozenset[str]) -> Iterator[tuple[str, Any, str]]:
-    """Name, value and reason of fields that other settings imply; none that the command line sets itself."""
+def implied(config: Config, explicit: frozenset[str], *, line: CommandLine) -> Iterator[tuple[str, Any, str]]:
+    """Name, value and reason of fields that other settings imply.
+
+    With Megatron-LM's `--save DIR`, `--load` of the same folder resumes, or starts where it is empty. MLA rotates by
+    YaRN unless `--rope-type rope` is set.
+    """
+    model, has_rope_type = config.model, any(argument.flag == "--rope-type" for argument in line.megatron)
+    is_rope = model.position_embedding_type is PositionEmbedding.rope and not has_rope_type
+    if model.multi_latent_attention and is_rope and model.rotary_scaling_factor > 1:
+        yield "position_embedding_type", "yarn", f"MLA with rotary_scaling_factor {model.rotary_scaling_factor:g}"
     train, parallel, load = config.train, config.parallel, config.checkpoint.load
     if "train.wandb_project" in explicit and "train.wandb" not in explicit and not train.wandb:
         yield "wandb", True, "wandb_project is set"
@@ -142,7 +150,9 @@ def implied(config: Config, explicit: frozenset[str]) -> Iterator[tuple[str, Any
         and "parallel.pipeline_schedule" not in explicit
     ):
         yield "pipeline_schedule", "interleaved", f"there are {count} virtual stages per pipeline rank"
-    if load is not None and train.run_dir is not None and normpath(load) == normpath(train.run_dir):
+    is_own = load is not None and train.run_dir is not None and normpath(load) == normpath(train.run_dir)
+    saves_into = any(setting.text.startswith("--save ") for setting in line.settings)
+    if saves_into and is_own and not config.checkpoint.finetune:
         yield "load", None, f"a run resumes from its own folder {train.run_dir}"
 
 

@@ -71,6 +71,7 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     for balance in optimizer.matrix_balances:
         log.info("%s: %s", config.optim.optimizer, balance)
     checkpointer = Checkpointer(inputs.folder.checkpoints, group=context.control, keep_last=config.checkpoint.keep_last)
+    checkpointer.keep_every = config.checkpoint.save_retain_interval
     checkpointer.timeout_s = config.parallel.distributed_timeout_minutes * 60
     state = TrainState()
     if inputs.checkpoint is not None:

@@ -51,12 +51,13 @@ def restore(
     Raises:
         DamagedCheckpoint: `start` is damaged, and no other may or can be used.
     """
+    targets = into.targets
+    if config.checkpoint.finetune or not config.checkpoint.load_optim:
+        targets = {box: tensor for box, tensor in targets.items() if not box.name.startswith("optimizer/")}
     while True:
         try:
-            manifest = checkpointer.restore(
-                start, into.targets, config=to_dict(config), padded_rows=vocabulary_rows(config)
-            )
-            state = _load_state(manifest, into.optimizer, path=start)
+            manifest = checkpointer.restore(start, targets, config=to_dict(config), padded_rows=vocabulary_rows(config))
+            state = _load_state(manifest, into.optimizer, path=start, config=config)
             break
         except DamagedCheckpoint as error:  # the same on every rank
             if not may_fall_back:
@@ -149,15 +150,17 @@ def _fall_back(start: Path, checkpointer: Checkpointer, *, error: DamagedCheckpo
     return older
 
 
-def _load_state(manifest: Manifest, optimizer: DistributedOptimizer, *, path: Path) -> TrainState:
-    """The counters of the run, and the optimizer's into it; both checked first."""
+def _load_state(manifest: Manifest, optimizer: DistributedOptimizer, *, path: Path, config: Config) -> TrainState:
+    """The counters of the run, and the optimizer's into it; both checked first. Weights alone have no counters."""
     try:
         state = _train_state(manifest)
         optimizer_state = _optimizer_state(manifest.objects)
     except ValueError as error:
         raise damaged(f"{path / 'manifest.json'} holds no state of a run", why=str(error), path=path) from None
+    if config.checkpoint.finetune or not config.checkpoint.load_optim:
+        optimizer_state = optimizer.state_dict()
     optimizer.load_state_dict(optimizer_state)
-    return state
+    return TrainState() if config.checkpoint.finetune else state
 
 
 def _train_state(manifest: Manifest) -> TrainState:

@@ -215,6 +215,14 @@ def test_no_complete_checkpoint_is_an_error_that_says_what_to_name(tmp_path: Pat
         store.find_checkpoint(tmp_path / place)
 
 
+def test_multiples_of_the_retain_interval_are_kept_besides(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        path = save(tmp_path, step)
+    store.keep_newest(path.parent, 2, written=path, warned=set(), keep_every=3)
+    names = [path.name for path in store.complete_checkpoints(path.parent)]
+    assert names == [f"step-{step:08d}" for step in (3, 5, 6)]
+
+
 def test_a_damaged_checkpoint_is_not_counted_among_those_to_keep(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)

@@ -39,6 +39,21 @@ def test_moments_of_another_dtype_are_converted_with_a_line(tmp_path, logged):
     assert logged.count("moments converted from bf16 to fp32") == 1
 
 
+@pytest.mark.parametrize(("flag", "step"), [("--finetune", 0), ("--no-load-optim", 2)])
+def test_weights_alone_can_be_loaded(tmp_path, flag, step):
+    with small_run(tmp_path / "a", "--train-iters", "2") as run:
+        train(run, CheckpointHook())
+        saved = {box.name: tensor.clone() for box, tensor in run.optimizer.state_tensors().items()}
+    with small_run(tmp_path / "b", "--load", str(tmp_path / "a"), flag, "--train-iters", "4") as started:
+        assert (started.state.step, started.state.consumed_samples) == (step, step)
+        assert started.optimizer.num_updates == 0
+        for box, tensor in started.optimizer.state_tensors().items():
+            expected = torch.zeros_like(tensor) if box.name.startswith("optimizer/") else saved[box.name]
+            assert torch.equal(tensor, expected), box.name
+        train(started)
+        assert started.state.step == 4
+
+
 def test_changed_settings_are_those_that_change_the_loss():
     saved = {"train": {"seed": 1, "log_interval": 5}, "data": {"seq_length": 16, "num_workers": 2}}
     current = {"train": {"seed": 2, "log_interval": 9}, "data": {"seq_length": 8, "num_workers": 0}}
