@@ -83,3 +83,7 @@ def test_no_other_file_uses_torch_cuda():
         if "torch.cuda." in line
     ]
     assert not guilty, f"on a CPU-only torch these raise; go through comm/device.py: {guilty}"
+
+
+def test_a_cpu_has_no_compute_capability():
+    assert devices.compute_capability(CPU) is None

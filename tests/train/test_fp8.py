@@ -152,3 +152,19 @@ def test_recomputation_changes_no_bit_and_counts_amaxes_once(tmp_path: Path, gra
     assert kept == recomputed
     for name, history in kept_histories.items():
         assert torch.equal(history, recomputed_histories[name]), name
+
+
+def test_only_the_linear_layers_between_the_first_and_the_last_use_fp8(tmp_path: Path) -> None:
+    arguments = ["--num-layers", "4", "--first-last-layers-bf16", "--num-layers-at-end-in-bf16", "2"]
+    with small_run(tmp_path, *DELAYED, *arguments) as run:
+        names = list(fp8_layers(run.stages[0]))
+    linears = (
+        "attention.query",
+        "attention.key",
+        "attention.value",
+        "attention.output",
+        "mlp.gate",
+        "mlp.up",
+        "mlp.down",
+    )
+    assert names == [f"layers.1.{name}.fp8" for name in linears]
