@@ -2,6 +2,8 @@
 
     pick_device, backend_of, process_group_device, device_name, compute_capability
     synchronize, manual_seed
+    HostTransfer    activations to pinned host memory and back
+    BufferCopies    between lasting buffers on the device and `host_zeros`, beside computation
     reset_peak_memory, peak_memory, memory_per_rank
     HostTransfer      copies to host memory and back, beside the computation
 
@@ -162,3 +164,51 @@ class Returning:
             stream.wait_event(self.event)
             self.tensor.record_stream(stream)  # allocated on the side stream, freed after its use on this one
         return self.tensor
+
+
+class BufferCopies:
+    """Copies between buffers on a device and buffers in host memory that live as long, on a side stream of a GPU.
+
+    On a CPU they are complete on return.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def wait_for_device(self) -> None:
+        """Let later copies wait for what the current stream was given so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def start(self, target: Tensor, source: Tensor) -> "BufferCopy":
+        """Start to copy `source` to `target`, of the same dtype, after all earlier copies."""
+        assert target.dtype == source.dtype, "a conversion would need memory that is not pinned, and block the host"
+        if self._stream is None:
+            target.copy_(source)
+            return BufferCopy(None)
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            return BufferCopy(self._stream.record_event())
+
+    def finish(self) -> None:
+        """Let the current stream wait for all copies; the host goes on."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+@dataclass(frozen=True)
+class BufferCopy:
+    """A copy that was started."""
+
+    event: torch.Event | None
+
+    def wait_on_host(self) -> None:
+        """Block the host until the copy is complete, so that it may read the target and write the source."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
+def host_zeros(numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros in host memory, pinned where the device is a GPU."""
+    return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda")

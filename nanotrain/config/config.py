@@ -303,6 +303,8 @@ class OptimConfig:
     muon_scalar_optimizer: str = option("adam", "muon: name of the update rule of all other parameters: adam or lion")
     decoupled_lr: float | None = option(None, "peak learning rate of the embedding and the output layer; unset: lr", check=above(0))
     decoupled_min_lr: float | None = option(None, "minimum learning rate of the embedding and the output layer; unset: min_lr", check=at_least(0))
+    optimizer_cpu_offload: bool = option(False, "keep main parameters and optimizer state in host memory and update them there")
+    optimizer_offload_fraction: float = option(1.0, "optimizer_cpu_offload: fraction of the optimizer state in host memory", check=above(0))
     clip_grad: float = option(1.0, "maximum global gradient norm; 0: no clipping", check=at_least(0))
 
 

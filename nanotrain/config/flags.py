@@ -32,6 +32,7 @@ ALIASES: dict[str, Alias] = {
     "--swiglu": Alias("activation", "swiglu", agrees=("swiglu",)),
     "--squared-relu": Alias("activation", "squared_relu", agrees=("squared_relu",)),
     "--quick-geglu": Alias("activation", "quick_geglu", agrees=("quick_geglu",)),
+    "--cpu-optimizer": Alias("optimizer_cpu_offload", "true", agrees=("true",)),
     "--recompute-activations": Alias("recompute_granularity", "selective", agrees=("selective",)),
     "--use-distributed-optimizer": Alias(
         "data_parallel_sharding_strategy", "optim", agrees=("optim", "optim_grads", "optim_grads_params")

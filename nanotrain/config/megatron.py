@@ -171,17 +171,13 @@ PRECISION = {
     "--empty-unused-memory-level": no_effect("cached memory stays with the process", arity=1),
 }
 KEPT = "activations stay on the device: set --recompute-granularity"
-OFFLOAD = "optimizer state stays on the device: shard it, --data-parallel-sharding-strategy optim"
 MEMORY = {
     "--moe-layer-recompute": MegatronFlag("rename", "--recompute-granularity selective with moe in --recompute-modules", convert=conversions.moe_layer_recompute),
     "--distribute-saved-activations": not_yet(KEPT),
     "--fine-grained-activation-offloading": not_yet(KEPT),
     "--offload-modules": not_yet(KEPT, arity=MANY),
-    "--optimizer-cpu-offload": not_yet(OFFLOAD),
-    "--cpu-optimizer": not_yet(OFFLOAD),
-    "--optimizer-offload-fraction": no_effect("it belongs to --optimizer-cpu-offload", arity=1),
-    "--overlap-cpu-optimizer-d2h-h2d": no_effect("it belongs to --optimizer-cpu-offload"),
-    "--use-torch-optimizer-for-cpu-offload": no_effect("it belongs to --optimizer-cpu-offload"),
+    "--overlap-cpu-optimizer-d2h-h2d": always("copies of --optimizer-cpu-offload run beside the updates"),
+    "--use-torch-optimizer-for-cpu-offload": always("the host updates with the kernels of torch"),
 }
 REDUCED_PRECISION = {
     "--fp4-format": not_yet("set --fp8-format e4m3 or leave it out", arity=1),

@@ -17,20 +17,23 @@ Source: Rajbhandari et al. 2020 (ZeRO), section 5.1; Megatron-LM, `distrib_optim
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from nanotrain.comm.device import host_zeros
 from nanotrain.comm.group import Group
 from nanotrain.config.config import OptimConfig
 from nanotrain.optim.clip import clip_factor, global_norm
 from nanotrain.optim.matrices import Balance
 from nanotrain.optim.matrix_update import MatrixUpdate, grid_groups
+from nanotrain.optim.offload import HostUpdate
 from nanotrain.optim.optimizers import OPTIMIZERS
-from nanotrain.optim.part_state import PartState
-from nanotrain.optim.parts import ShardPart, clip_ranges, split_shard
-from nanotrain.optim.rule import UpdateStep
+from nanotrain.optim.part_state import HostBuffers, PartState
+from nanotrain.optim.parts import ShardPart, clip_ranges, host_fraction, split_shard
+from nanotrain.optim.rule import UpdateRule, UpdateStep
 from nanotrain.optim.stored import StoredTensor
 from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.parallel.dp.data_parallel import DataParallel
@@ -65,7 +68,9 @@ class _BucketState:
         rule, replicate = OPTIMIZERS[config.optimizer], wrapper.groups.replicate
         parts = tuple(
             _build_part(part, bucket, precision=precision, names=part.state_names(rule, config))
-            for part in split_shard(bucket.update_ranges, bucket.layout.update_numel, rule=rule)
+            for part in split_shard(
+                bucket.update_ranges, bucket.layout.update_numel, rule=rule, host_fraction=host_fraction(config)
+            )
         )
         return cls(bucket, (0, 1) if wrapper.groups.shards_across else (replicate.index, replicate.size), parts)
 
@@ -125,7 +130,9 @@ class DistributedOptimizer:
             for bucket in wrapper.buckets
         ]
         self._parts = [part for state in self._states for part in state.parts]
-        parts = [part for part in self._parts if not part.part.is_matrix]
+        on_host = [part for part in self._parts if part.host is not None]
+        self._host = HostUpdate(on_host, device=self._states[0].grads.device)
+        parts = [part for part in self._parts if not part.part.is_matrix and part.host is None]
         self._converted = [part for part in parts if not part.is_fp32]
         self._ranges = [part for state in parts if state.is_fp32 for part in state.ranges()]
         self._matrix_updates = self._build_matrix_updates(wrappers, groups)
@@ -152,7 +159,6 @@ class DistributedOptimizer:
                 torch._foreach_mul_(grads, factor)
             self.num_updates += 1
             self._update(UpdateStep(self._config, self.num_updates, lr, lr if decoupled_lr is None else decoupled_lr))
-            self.copy_main_to_model_params()
         return Update(grad_norm=norm, skipped=skipped)
 
     def copy_main_to_model_params(self) -> None:
@@ -162,8 +168,8 @@ class DistributedOptimizer:
 
     @property
     def allocated_tensors(self) -> list[Tensor]:
-        """The flat tensors of main params and state, padding included."""
-        stored = [stored for part in self._parts for stored in part.stored.values()]
+        """The flat tensors of main params and state on the device, padding included."""
+        stored = [stored for part in self._parts if part.host is None for stored in part.stored.values()]
         return [tensor for each in stored for tensor in each.tensors]
 
     def state_tensors(self) -> dict[TensorBox, Tensor]:
@@ -243,6 +249,9 @@ class DistributedOptimizer:
             self._run_rules(step)
 
     def _run_rules(self, step: UpdateStep) -> None:
+        self._host.start_grads()
+        if self._matrix_updates:
+            self._host.wait_for_grads()
         for update in self._matrix_updates:
             update.run(step, device=self._states[0].grads.device)
         if self._ranges:
@@ -251,6 +260,18 @@ class DistributedOptimizer:
             for start, stop in part.chunks():
                 with part.loaded(start, stop) as ranges:
                     self._rule.update(ranges, step)
+        for part in self._parts:
+            if part.host is None:
+                part.copy_main_to_model_params()
+        self._host.run(partial(_update_on_host, rule=self._rule, step=step))
+
+
+def _update_on_host(part: PartState, *, rule: UpdateRule, step: UpdateStep) -> None:
+    """Update a part; one of matrices was updated with the matrices before."""
+    if not part.part.is_matrix:
+        for start, stop in part.chunks():
+            with part.loaded(start, stop) as ranges:
+                rule.update(ranges, step)
 
 
 def _grads_for_norm(state: _BucketState) -> Iterator[Tensor]:
@@ -293,16 +314,19 @@ def _boxes(name: str, part: ShardRange, *, flat: Tensor, first: int) -> Iterator
 def _build_part(part: ShardPart, bucket: Bucket, *, precision: Precision, names: Sequence[str]) -> PartState:
     """Allocate main params, unless the model param shard has their dtype, and state tensors."""
     model_params = bucket.params.gather.update[part.start : part.stop]
+    device, on_host = model_params.device, part.on_host
     main = StoredTensor(model_params)
-    if precision.has_separate_main_params:
-        main = StoredTensor.zeros(part.numel, precision.main, device=model_params.device)
-        main.write(model_params.float())
+    if precision.has_separate_main_params or on_host:
+        main = StoredTensor.zeros(part.numel, precision.main, device=device, on_host=on_host)
+        main.write(model_params.to(main.values.device, torch.float32))
     state = {
         name: StoredTensor.zeros(
-            part.numel, precision.state_dtype(name), device=model_params.device, is_square=name == "exp_avg_sq"
+            part.numel, precision.state_dtype(name), device=device, is_square=name == "exp_avg_sq", on_host=on_host
         )
         for name in names
     }
-    return PartState(
-        part, main=main, state=state, grad=bucket.grads.main[part.start : part.stop], model_params=model_params
-    )
+    grad, host = bucket.grads.main[part.start : part.stop], None
+    if on_host:
+        host = HostBuffers(grad, host_zeros(part.numel, dtype=model_params.dtype, device=device))
+        grad = host_zeros(part.numel, dtype=grad.dtype, device=device)
+    return PartState(part, main=main, state=state, grad=grad, model_params=model_params, host=host)

@@ -108,7 +108,7 @@ class MatrixUpdate:
                 if placed.matrix.param.spec.weight_decay:
                     elements.mul_(1 - step.lr * self._config.weight_decay)
                 scale = self._rule.scale(placed.matrix.shape, self._config)
-                elements.add_(directions.of(piece), alpha=-step.lr * scale)
+                elements.add_(directions.of(piece).to(main.device), alpha=-step.lr * scale)
             part.main.write(main, start)
 
 

@@ -9,6 +9,7 @@ updated and stored again.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -22,6 +23,14 @@ from nanotrain.parallel.dp.layout import ShardRange
 CHUNK_NUMEL = 1024 * SCALE_BLOCK  # elements that are converted to fp32 at once: 8 MiB per tensor
 
 
+@dataclass(frozen=True)
+class HostBuffers:
+    """What a part with state in host memory is copied from and to."""
+
+    device_grad: Tensor  # [numel] reduced gradients on the device
+    params: Tensor  # [numel] model params in their dtype, on the host
+
+
 class PartState:
     """Optimizer state of one part.
 
@@ -31,6 +40,7 @@ class PartState:
         state: [numel] state tensors by name.
         grad: [numel] reduced gradients, fp32 or `--main-grads-dtype`.
         model_params: [numel] model params; the values of `main` where they have its dtype.
+        host: buffers of a part whose other tensors, but for `model_params`, are in host memory.
     """
 
     def __init__(
@@ -41,7 +51,9 @@ class PartState:
         state: Mapping[str, StoredTensor],
         grad: Tensor,
         model_params: Tensor,
+        host: HostBuffers | None = None,
     ) -> None:
+        self.host = host
         self.part, self.main, self.state, self.grad, self.model_params = part, main, state, grad, model_params
         self.grad_factor = 1.0  # of gradients that are not fp32, from unscaling and clipping
         self.is_fp32 = grad.dtype is torch.float32 and all(stored.is_fp32 for stored in (main, *state.values()))
@@ -59,10 +71,13 @@ class PartState:
 
     def copy_main_to_model_params(self) -> None:
         """Round the main params to the model params, where they are stored apart."""
-        if self.main.values is self.model_params:
-            return
+        if self.main.values is not self.model_params:
+            self.main_in_chunks_to(self.model_params)
+
+    def main_in_chunks_to(self, params: Tensor) -> None:
+        """Round the main params to a tensor of the dtype of the model params."""
         for start, stop in self.chunks():
-            self.model_params[start:stop].copy_(self.main.read(start, stop))
+            params[start:stop].copy_(self.main.read(start, stop))
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         """Start and stop of the chunks of this part."""

@@ -29,6 +29,7 @@ class ShardPart:
     stop: int
     ranges: tuple[ShardRange, ...]  # the params in it, in coordinates of the shard
     is_matrix: bool = False  # whether the rule for matrices updates it
+    on_host: bool = False  # whether its main params and state are in host memory
 
     @property
     def numel(self) -> int:
@@ -43,20 +44,30 @@ class ShardPart:
         return rule.matrix.state_names
 
 
-def split_shard(ranges: Iterable[ShardRange], numel: int, *, rule: UpdateRule) -> tuple[ShardPart, ...]:
-    """The parts of a shard of `numel` elements with these param ranges, in order."""
+def split_shard(
+    ranges: Iterable[ShardRange], numel: int, *, rule: UpdateRule, host_fraction: float = 0.0
+) -> tuple[ShardPart, ...]:
+    """The parts of a shard of `numel` elements with these param ranges, in order.
+
+    State of the first `host_fraction` of the elements is in host memory; a part at the border is divided.
+    """
 
     def is_matrix(part: ShardRange) -> bool:
         return rule.matrix is not None and part.param.spec.needs_whole_matrix
 
     kinds = [(kind, tuple(group)) for kind, group in groupby(ranges, key=is_matrix)]
-    if not kinds:
-        return (ShardPart(0, numel, ()),)
     edges = [0, *(group[-1].elements.stop for _, group in kinds[:-1]), numel]
-    return tuple(
+    parts = [
         ShardPart(start, stop, group, is_matrix=kind)
-        for (kind, group), start, stop in zip(kinds, edges[:-1], edges[1:], strict=True)
-    )
+        for (kind, group), start, stop in zip(kinds or [(False, ())], edges[:-1], edges[1:], strict=True)
+    ]
+    border = int(numel * host_fraction)
+    return tuple(divided for part in parts for divided in _divide(part, border=border))
+
+
+def host_fraction(config: OptimConfig) -> float:
+    """The fraction of each shard whose state is in host memory."""
+    return config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
 
 
 def clip_range(part: ShardRange, *, start: int, stop: int) -> ShardRange | None:
@@ -76,11 +87,25 @@ def clip_ranges(parts: Iterable[ShardRange], *, start: int, stop: int) -> Iterat
 
 
 def state_bytes(parts: Iterable[ShardPart], rule: UpdateRule, *, config: OptimConfig, precision: Precision) -> int:
-    """Bytes of the main params, where they are stored apart from the model params, and of the state of parts."""
+    """Bytes of the main params, where they are stored apart from the model params, and of the state of parts.
+
+    Parts on the host are left out.
+    """
     total = 0
     for part in parts:
+        if part.on_host:
+            continue
         names = part.state_names(rule, config)
         total += sum(stored_bytes(part.numel, precision.state_dtype(name)) for name in names)
         if precision.has_separate_main_params:
             total += stored_bytes(part.numel, precision.main)
     return total
+
+
+def _divide(part: ShardPart, *, border: int) -> Iterator[ShardPart]:
+    """The elements of a part before the border, on the host, and those from there on."""
+    edges = [part.start, min(max(border, part.start), part.stop), part.stop]
+    for start, stop, on_host in zip(edges[:-1], edges[1:], (True, False), strict=True):
+        if start < stop:
+            ranges = tuple(clip_ranges(part.ranges, start=start, stop=stop))
+            yield ShardPart(start, stop, ranges, is_matrix=part.is_matrix, on_host=on_host)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from nanotrain.comm.device import host_zeros
+
 SCALE_BLOCK = 2048  # elements per scale; 4 bytes for 4096
 _LARGEST_EXPONENT = 15  # of a scaled element: below the largest fp16 number, 65504
 _SMALLEST_FP16 = 2.0**-24
@@ -38,10 +40,13 @@ class StoredTensor:
         self.values, self.scales, self._is_square = values, scales, is_square
 
     @classmethod
-    def zeros(cls, numel: int, dtype: torch.dtype, *, device: torch.device, is_square: bool = False) -> Self:
-        """A tensor of zeros, scaled where the dtype is fp16."""
-        values = torch.zeros(numel, dtype=dtype, device=device)
-        scales = torch.ones(num_scales(numel, dtype), device=device) if num_scales(numel, dtype) else None
+    def zeros(
+        cls, numel: int, dtype: torch.dtype, *, device: torch.device, is_square: bool = False, on_host: bool = False
+    ) -> Self:
+        """A tensor of zeros, scaled where the dtype is fp16; `on_host`: in host memory, for copies to the device."""
+        allocate = host_zeros if on_host else torch.zeros
+        values = allocate(numel, dtype=dtype, device=device)
+        scales = torch.ones(num_scales(numel, dtype), device=values.device) if num_scales(numel, dtype) else None
         return cls(values, scales, is_square=is_square)
 
     @property

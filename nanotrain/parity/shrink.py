@@ -106,6 +106,8 @@ def shrink_optim(optim: OptimConfig) -> OptimConfig:
         lr_decay_style=LRDecayStyle.constant,
         clip_grad=0.0,
         adam_eps=max(optim.adam_eps, MIN_ADAM_EPS) if uses_adam(optim) else optim.adam_eps,
+        optimizer_cpu_offload=False,
+        optimizer_offload_fraction=1.0,
         # in bf16 a last bit of a gradient may change an update by some percent
         muon_fp32_matmul_prec=MatmulPrecision.highest if optim.optimizer == "muon" else optim.muon_fp32_matmul_prec,
     )

@@ -84,6 +84,7 @@ def train(loaded: Loaded, world_size: int) -> None:
     from nanotrain.comm.parallel_context import Launch
     from nanotrain.log import get_logger, start_logging
     from nanotrain.memory.offload import require_gpu
+    from nanotrain.optim import offload
     from nanotrain.train.fp8 import require_fp8
     from nanotrain.train.inputs import require_corpus
     from nanotrain.train.memory_plan import require_memory
@@ -102,6 +103,9 @@ def train(loaded: Loaded, world_size: int) -> None:
         require_fp8(config.precision, compute_capability(device))
     with errors:
         require_corpus(config.data)
+    if config.optim.optimizer_cpu_offload:
+        with errors:
+            offload.require_gpu(device.type)
     if config.memory.cpu_offloading:
         with errors:
             require_gpu(device.type)

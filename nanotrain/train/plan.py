@@ -16,7 +16,7 @@ from nanotrain.config.schema import check_choice
 from nanotrain.data.sampler import SamplerConfig
 from nanotrain.optim.muon import SCALAR_RULES
 from nanotrain.optim.optimizers import OPTIMIZERS
-from nanotrain.optim.parts import ShardPart, split_shard, state_bytes
+from nanotrain.optim.parts import ShardPart, host_fraction, split_shard, state_bytes
 from nanotrain.optim.rule import UpdateRule
 from nanotrain.parallel.cp.attention import CORE_ATTENTIONS
 from nanotrain.parallel.dp.layout import BufferLayout, LayoutRules, plan_layout
@@ -138,7 +138,8 @@ class Plan:
         outer_index = buffer.replicate.index if buffer.layout.num_outer_shards > 1 else 0
         for bucket in buffer.layout.buckets:
             ranges = bucket.update_ranges(buffer.shard.index, outer_index=outer_index)
-            yield from split_shard(ranges, bucket.update_numel, rule=self.rule)
+            fraction = host_fraction(self.config.optim)
+            yield from split_shard(ranges, bucket.update_numel, rule=self.rule, host_fraction=fraction)
 
     @property
     def buffers(self) -> tuple[BufferPlan, ...]:

@@ -87,3 +87,13 @@ def test_no_other_file_uses_torch_cuda():
 
 def test_a_cpu_has_no_compute_capability():
     assert devices.compute_capability(CPU) is None
+
+
+def test_buffers_are_copied_at_once_on_a_cpu() -> None:
+    copies, target = devices.BufferCopies(CPU), devices.host_zeros(4, dtype=torch.float32, device=CPU)
+    copies.wait_for_device()
+    copies.start(target, torch.ones(4)).wait_on_host()
+    copies.finish()
+    assert target.tolist() == [1.0] * 4
+    with pytest.raises(AssertionError, match="a conversion"):
+        copies.start(target, torch.ones(4, dtype=torch.bfloat16))

@@ -53,6 +53,7 @@ BYTES: dict[str, dict[str, Any]] = {
     "muon": {"optim": {"optimizer": "muon"}, "precision": {"params_dtype": "bf16"}},
     "muon, fp32": {"optim": {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}},
     "muon, blockwise": {"optim": {"optimizer": "muon", "muon_tp_mode": "blockwise"}},
+    "half on the host": {"optim": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}},
     "lion": {"optim": {"optimizer": "lion"}},
     "sgd": {"optim": {"optimizer": "sgd", "sgd_momentum": 0.0}},
     "adam, low": {"precision": {"params_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp16"}},

@@ -38,6 +38,18 @@ def test_a_rule_without_matrices_has_one_part():
     assert max(len(split_shard(bucket.shard_ranges(0), bucket.numel, rule=MUON)) for bucket in buckets(1, 10**6)) > 2
 
 
+@given(st.integers(1, 7), st.floats(0, 1), st.sampled_from(["adam", "muon"]))
+def test_a_fraction_of_every_shard_is_on_the_host(num_shards, fraction, name):
+    rule = OPTIMIZERS[name]
+    for bucket in buckets(num_shards):
+        ranges = bucket.shard_ranges(num_shards - 1)
+        parts = split_shard(ranges, bucket.shard_numel, rule=rule, host_fraction=fraction)
+        assert sum(part.numel for part in parts if part.on_host) == int(fraction * bucket.shard_numel)
+        assert parts[0].start == 0 and parts[-1].stop == bucket.shard_numel
+        assert all(one.stop == other.start for one, other in zip(parts, parts[1:], strict=False))
+        assert sum(r.numel for part in parts for r in part.ranges) == sum(r.numel for r in ranges)
+
+
 def test_a_range_is_clipped():
     (bucket, *_) = buckets(1)
     part = bucket.shard_ranges(0)[1]

@@ -1,6 +1,6 @@
 """Rules of the run: learning-rate schedule, data split, start, profiler and loss scale."""
 
-from nanotrain.config.config import DType, LRDecayStyle
+from nanotrain.config.config import DeviceKind, DType, LRDecayStyle
 from nanotrain.config.rules.rule import Rule, Values
 
 
@@ -44,6 +44,12 @@ def warmup_and_decay(v: Values) -> tuple[float, float]:
 RUN_RULES = (
     Rule("min_lr lr", lambda v: v.min_lr > v.lr, "min_lr {min_lr:g} is above lr {lr:g}", "lr is the peak",
         "set --min-lr or --lr"),
+    Rule("optimizer_offload_fraction", lambda v: v.optimizer_offload_fraction > 1,
+        "optimizer_offload_fraction {optimizer_offload_fraction:g} is above 1", "it is a fraction of the state",
+        "set --optimizer-offload-fraction to at most 1"),
+    Rule("optimizer_cpu_offload device", lambda v: v.optimizer_cpu_offload and v.device is DeviceKind.cpu,
+        "optimizer_cpu_offload has no effect", "optimizer state of a CPU is in host memory already",
+        "leave --optimizer-cpu-offload out"),
     Rule("decoupled_min_lr decoupled_lr",
         lambda v: v.decoupled_lr is not None and (v.decoupled_min_lr or 0) > v.decoupled_lr,
         "decoupled_min_lr {decoupled_min_lr:g} is above decoupled_lr {decoupled_lr:g}", "decoupled_lr is the peak",

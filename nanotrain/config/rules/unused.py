@@ -136,6 +136,8 @@ UNUSED = (
         "lr_warmup_samples already sets the warmup"),
     Unused("lr_warmup_init", "lr_warmup_iters lr_warmup_samples lr_warmup_fraction",
         lambda v: not (v.lr_warmup_iters or v.lr_warmup_samples or v.lr_warmup_fraction), "there is no warmup"),
+    Unused("optimizer_offload_fraction", "optimizer_cpu_offload", lambda v: not v.optimizer_cpu_offload,
+        "it belongs to optimizer_cpu_offload", "set --optimizer-cpu-offload"),
     Unused("sgd_momentum", "optimizer", lambda v: v.optimizer != "sgd", "it belongs to optimizer sgd"),
     Unused("lion_beta1 lion_beta2", "optimizer muon_scalar_optimizer",
         lambda v: "lion" not in update_rules(v), "it belongs to optimizer lion"),

@@ -21,11 +21,16 @@ def test_other_texts_are_no_split(text):
     ("fields", "message"),
     [
         ({"decoupled_lr": 1e-4, "decoupled_min_lr": 1e-3}, "decoupled_min_lr 0.001 is above decoupled_lr 0.0001"),
+        (
+            {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.5},
+            "optimizer_offload_fraction 1.5 is above 1",
+        ),
+        ({"optimizer_cpu_offload": True, "device": "cpu"}, "optimizer_cpu_offload has no effect"),
         ({"decoupled_lr": 1e-5, "min_lr": 1e-4}, "min_lr 0.0001 is above decoupled_lr 1e-05"),
         ({"decoupled_lr": 1e-5, "lr_warmup_iters": 2, "lr_warmup_init": 1e-4}, "is above decoupled_lr 1e-05"),
     ],
 )
-def test_the_learning_rate_of_embedding_and_output_layer_has_its_own_bounds(fields, message):
+def test_bounds_of_learning_rates_and_offload(fields, message):
     validate(config_of(decoupled_lr=1e-4, decoupled_min_lr=1e-5, lr_warmup_iters=2, lr_warmup_init=1e-5))
     with pytest.raises(ConfigError, match=message):
         validate(config_of(**fields))

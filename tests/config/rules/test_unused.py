@@ -62,6 +62,7 @@ def test_a_setting_with_effect_stays():
         {"lr_warmup_init": 1e-5},
         {"hysteresis": 3},
         {"sgd_momentum": 0.5},
+        {"optimizer_offload_fraction": 0.5},
         {"lion_beta1": 0.5},
         {"muon_momentum": 0.5},
         {"muon_tp_mode": "blockwise", "optimizer": "muon"},
