@@ -1,16 +1,18 @@
 """Resident bytes per parameter and bytes sent per rank and step, compared with the table of docs/zero.md.
 
-    python benchmarks/memory.py                  # 1, 2 and 4 ranks
+    python benchmarks/memory.py                  # 1, 2, 4 and 8 ranks
 
 Each rank builds nanotrain's DataParallel and DistributedOptimizer around a small GPT and runs optimizer steps of three
 microbatches, with overlap. Then it finds every live tensor of the process through the garbage collector and sums the
-distinct storages: `params` are those of the model's parameters, `optimizer` those of main params and moments, `receive`
-the byte buffers that gloo collectives receive into (NCCL has its own), and all others count as `grads`. Bytes sent are
-those that comm/ counted.
+distinct storages: `params` are those of the model's parameters, `optimizer` those of main params and moments, the byte
+buffers that gloo collectives receive into are left out (NCCL has its own), and all others count as `grads`. Bytes sent
+are those that comm/ counted. `n` is the number of optimizer instances, `outer` what is sharded across them. `peak` is
+the most bytes of full gradient buckets and gathered units at once, and must not exceed `bound`: two buckets, and with
+optim_grads_params one unit.
 
 Measured bytes are divided by P, the number of parameters. The table is in terms of P; memory holds P plus alignment and
-padding and, for ZeRO-2, two buckets. With both included, params + grads + optimizer must equal the table to the byte
-(`exact`), and so must the bytes sent.
+padding and, where gradients are sharded, two buckets. With all included, params + grads + optimizer must equal the
+table to the byte (`exact`), and so must the bytes sent.
 """
 
 import argparse
@@ -19,9 +21,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -29,7 +33,6 @@ import torch.distributed as dist
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import (
     Activation,
-    DType,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
@@ -45,7 +48,9 @@ from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.parallel.dp.reduction import ReduceGroups
+from nanotrain.parallel.dp.stores import GradPool, OwnMemory
 from nanotrain.parallel.dp.strategy import STRATEGIES
+from nanotrain.precision.dtypes import DTYPE_NAMES
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.topology import Topology
@@ -67,18 +72,53 @@ MICROBATCHES = 3
 
 
 @dataclass(frozen=True)
-class Row:
-    """Measurements of one strategy on one rank, in bytes."""
+class Case:
+    """One row: what is measured, and the variables of the table's formulas."""
 
     strategy: str
-    dtype: str
-    ranks: int
+    dtypes: str  # a key of DTYPES
+    d: int  # shard ranks, or replicas of no_shard
+    n: int = 1  # optimizer instances
+    outer: int = 1  # instances that optimizer state is sharded over
+
+    @property
+    def precision(self) -> Precision:
+        """The dtypes."""
+        return DTYPES[self.dtypes]
+
+    @property
+    def resident(self) -> float:
+        """Bytes per element of params, grads, main params and moments; fp32 params are their own main params."""
+        w, g, main_grad = (x.itemsize for x in (self.precision.params, self.precision.grads, self.precision.main_grads))
+        strategy, optim = STRATEGIES[self.strategy], 8 if w == 4 else 12
+        shards = self.d if strategy.shard_optim else 1
+        grads = main_grad / self.d if strategy.shard_grads else g
+        if not strategy.shard_grads and g != main_grad:
+            grads += main_grad / (shards * self.outer)
+        return w / (self.d if strategy.shard_params else 1) + grads + optim / (shards * self.outer)
+
+    @property
+    def sent(self) -> float:
+        """Bytes per element sent per rank and step."""
+        w, g, m = self.precision.params.itemsize, self.precision.grads.itemsize, MICROBATCHES
+        inside = {"no_shard": 2 * g, "optim": g + w, "optim_grads": g * m + w, "optim_grads_params": g * m + 2 * m * w}
+        across = g + w if self.outer > 1 else 2 * g
+        return inside[self.strategy] * (self.d - 1) / self.d + across / self.d * (self.n - 1) / self.n
+
+
+@dataclass(frozen=True)
+class Row:
+    """Measurements of one case on one rank, in bytes."""
+
+    case: Case
     num_params: int
     params: int
     grads: int
     optimizer: int
     receive: int
     sent: int
+    peak: int  # full buckets of gradients and gathered units
+    bound: int  # of the peak
     expected: int
     expected_sent: int
 
@@ -88,34 +128,22 @@ class Row:
         return self.params + self.grads + self.optimizer
 
 
-@dataclass(frozen=True)
-class Case:
-    """The variables of the table's formulas."""
-
-    w: int  # bytes of a parameter
-    s: int  # bytes of optimizer state: fp32 parameters need no main params, so 8 and not 12
-    d: int  # shard ranks
-    m: int = MICROBATCHES
-
-    @classmethod
-    def of(cls, dtype: str, ranks: int) -> "Case":
-        """The case of a parameter dtype and a number of ranks."""
-        return cls(w=4, s=8, d=ranks) if dtype == "fp32" else cls(w=2, s=12, d=ranks)
-
-
-Formula = Callable[[Case], float]
-RESIDENT: dict[str, Formula] = {
-    "no_shard": lambda c: c.w + 4 + c.s,
-    "optim": lambda c: c.w + 4 + c.s / c.d,
-    "optim_grads": lambda c: c.w + (4 + c.s) / c.d,
-    "optim_grads_params": lambda c: (c.w + 4 + c.s) / c.d,
+BF16, FP32 = torch.bfloat16, torch.float32
+DTYPES = {
+    "bf16": Precision(BF16),
+    "fp32": Precision(FP32),
+    "bf16 reduced in bf16": Precision(BF16, grads=BF16),
+    "bf16, main grads bf16": Precision(BF16, grads=BF16, main_grads=BF16),
 }
-SENT: dict[str, Formula] = {
-    "no_shard": lambda c: 2 * 4 * (c.d - 1) / c.d,
-    "optim": lambda c: (4 + c.w) * (c.d - 1) / c.d,
-    "optim_grads": lambda c: (4 * c.m + c.w) * (c.d - 1) / c.d,
-    "optim_grads_params": lambda c: (4 * c.m + 2 * c.m * c.w) * (c.d - 1) / c.d,
-}
+
+
+def cases_of(num_ranks: int) -> Iterator[Case]:
+    """Every strategy and dtypes, with one and two instances, whose state is replicated or sharded across."""
+    for dtypes, strategy in product(DTYPES, STRATEGIES):
+        yield Case(strategy, dtypes, num_ranks)
+        if num_ranks % 2 == 0 and num_ranks > 2 and strategy != "no_shard":
+            yield Case(strategy, dtypes, num_ranks // 2, n=2)
+            yield Case(strategy, dtypes, num_ranks // 2, n=2, outer=2)
 
 
 def live_tensors() -> list[torch.Tensor]:
@@ -137,60 +165,95 @@ def without(these: dict[int, int], those: dict[int, int]) -> dict[int, int]:
     return {address: size for address, size in these.items() if address not in those}
 
 
-def measure(context: ParallelContext, strategy: str, dtype: str) -> Row:
+def measure(context: ParallelContext, case: Case) -> Row:
     """Build, run two steps, and measure live storages and the bytes sent in the second step."""
     before = storages(live_tensors())
-    precision_config = PrecisionConfig(params_dtype=DType(dtype))
-    precision = Precision.of(precision_config)
-    stage = build_stage(MODEL, dtype=dtype)
-    shard = context.group("dp_shard")
-    rules = LayoutRules(shard.size, BUCKET_SIZE, gathers_by_unit=STRATEGIES[strategy].gathers_by_unit)
+    strategy, stage = STRATEGIES[case.strategy], build_stage(MODEL, dtype=DTYPE_NAMES[case.precision.params])
+    shard, replicate = context.group("dp_shard"), context.group("dp_replicate")
+    rules = LayoutRules(shard.size, case.outer, BUCKET_SIZE, gathers_by_unit=strategy.gathers_by_unit)
     data_parallel = DataParallel(
         stage,
         plan_layout(stage.params, rules),
-        groups=ReduceGroups(shard, context.group("dp_replicate")),
-        options=DataParallelOptions(STRATEGIES[strategy], overlap_grad_reduce=True),
-        precision=precision,
+        groups=ReduceGroups(shard, replicate, shards_across=case.outer > 1),
+        options=DataParallelOptions(strategy, overlap_grad_reduce=True),
+        precision=case.precision,
         device=context.device,
     )
     data_parallel.fill_params(partial(initialize, stage, seed=1))
-    scale = LossScale.of(precision_config)
+    scale = LossScale.of(PrecisionConfig())
     optimizer = DistributedOptimizer(
-        [data_parallel], OptimConfig(), precision=precision, loss_scale=scale, groups=context.groups
+        [data_parallel], OptimConfig(), precision=case.precision, loss_scale=scale, groups=context.groups
     )
-    for _ in range(2):
-        context.traffic.reset()
-        take_step(stage, data_parallel, optimizer)
+    with peak_of_transient_bytes(data_parallel) as peak:
+        for _ in range(2):
+            context.traffic.reset()
+            take_step(stage, data_parallel, optimizer)
     sent = sum(context.traffic.bytes(op=op) for op in ("all_reduce", "reduce_scatter", "all_gather"))
 
     alive = [tensor for tensor in live_tensors() if tensor.untyped_storage().data_ptr() not in before]
     params = storages([data_parallel.param_buffer, *stage.parameters()])
-    state = without(storages(optimizer.state_tensors().values()), params)
+    state = without(storages(optimizer.allocated_tensors), params)
     receive = storages(tensor for tensor in alive if tensor.dtype is torch.uint8)
     grads = without(storages(alive), params | state | receive)
-    layout = data_parallel.layout
-    case = Case.of(dtype, context.topology.world_size)
-    expected = RESIDENT[strategy](case) * layout.numel
-    if STRATEGIES[strategy].shard_grads:
-        num_full = min(2, case.d)  # one rank waits for no reduction, so its bucket is free before the next one fills
-        expected += num_full * 4 * max(bucket.numel for bucket in layout.buckets)
-    expected_sent = SENT[strategy](case) * layout.numel
-    if STRATEGIES[strategy].shard_params:  # the tied embedding is gathered for the embedding and for the head
-        tied = sum(bucket.numel for bucket in layout.buckets if bucket.params[0].param.spec.is_tied)
-        expected_sent += 2 * case.m * case.w * tied * (case.d - 1) / case.d
+    expected, expected_sent, bound = closed_forms(case, data_parallel)
     return Row(
-        strategy=strategy,
-        dtype=dtype,
-        ranks=case.d,
+        case=case,
         num_params=sum(local.spec.numel for local in stage.params),
         params=sum(params.values()),
         grads=sum(grads.values()),
         optimizer=sum(state.values()),
         receive=sum(receive.values()),
         sent=sent,
-        expected=round(expected),
-        expected_sent=round(expected_sent),
+        peak=max(peak),
+        bound=bound,
+        expected=expected,
+        expected_sent=expected_sent,
     )
+
+
+@contextmanager
+def peak_of_transient_bytes(data_parallel: DataParallel) -> Iterator[list[int]]:
+    """Bytes of full gradient buckets and gathered units whenever one is allocated."""
+    seen, allocate, acquire = [0], OwnMemory.allocate, GradPool.acquire
+    pools: dict[int, GradPool] = {}
+
+    def record() -> None:
+        full = sum(b.params.full.untyped_storage().nbytes() for b in data_parallel.buckets) if gathers else 0
+        largest = max(bucket.layout.numel for bucket in data_parallel.buckets)
+        seen.append(full + sum(pool.num_allocated * largest * pool.dtype.itemsize for pool in pools.values()))
+
+    def recorded_allocate(memory: OwnMemory) -> None:
+        allocate(memory)
+        record()
+
+    def recorded_acquire(pool: GradPool) -> torch.Tensor:
+        storage = acquire(pool)
+        pools[id(pool)] = pool
+        record()
+        return storage
+
+    gathers = data_parallel.options.strategy.shard_params
+    OwnMemory.allocate, GradPool.acquire = recorded_allocate, recorded_acquire  # type: ignore[method-assign]
+    yield seen
+    OwnMemory.allocate, GradPool.acquire = allocate, acquire  # type: ignore[method-assign]
+
+
+def closed_forms(case: Case, data_parallel: DataParallel) -> tuple[int, int, int]:
+    """Resident bytes, bytes sent, and the bound of full buckets and gathered units, padding included."""
+    layout, strategy = data_parallel.layout, STRATEGIES[case.strategy]
+    expected, bound = case.resident * layout.numel, 0
+    largest = max(bucket.numel for bucket in layout.buckets) * case.precision.grads.itemsize
+    if strategy.shard_grads:
+        bound = 2 * largest
+        # one rank waits for no reduction, so its bucket is free before the next one fills
+        expected += min(2, case.d * case.n) * largest
+    expected_sent = case.sent * layout.numel
+    if strategy.shard_params:  # the tied embedding is gathered for the embedding and for the head
+        width = case.precision.params.itemsize
+        bound += max(layout.numel_of_units.values()) * width
+        tied = sum(bucket.numel for bucket in layout.buckets if bucket.is_tied)
+        expected_sent += 2 * MICROBATCHES * width * tied * (case.d - 1) / case.d
+    return round(expected), round(expected_sent), bound
 
 
 def take_step(stage: Stage, data_parallel: DataParallel, optimizer: DistributedOptimizer) -> None:
@@ -214,38 +277,46 @@ def run_rank() -> None:
     torch.set_num_threads(1)
     if world_size > 1:
         dist.init_process_group("gloo")
-    for dtype in ("bf16", "fp32"):
-        for strategy in STRATEGIES:
-            config = ParallelConfig(data_parallel_sharding_strategy=ShardingStrategy(strategy))
-            context = ParallelContext.attach(Topology.of(config, world_size))
-            row = measure(context, strategy, dtype)
-            if context.rank == 0:
-                print(json.dumps(asdict(row)), flush=True)
+    for case in cases_of(world_size):
+        config = ParallelConfig(
+            data_parallel_sharding_strategy=ShardingStrategy(case.strategy), num_distributed_optimizer_instances=case.n
+        )
+        context = ParallelContext.attach(Topology.of(config, world_size))
+        row = measure(context, case)
+        if context.rank == 0:
+            print(json.dumps(asdict(row)), flush=True)
     if world_size > 1:
         dist.destroy_process_group()
 
 
 def table(rows: list[Row]) -> str:
     """The rows as a Markdown table, in bytes per parameter."""
-    heads = ("dtype", "strategy", "d", "params", "grads", "optimizer", "total", "table", "exact")
-    heads += ("receive", "sent", "table", "exact")
+    heads = ("dtypes", "strategy", "d", "n", "outer", "params", "grads", "optimizer", "total", "table", "exact")
+    heads += ("peak", "bound", "sent", "table", "exact")
     lines = ["| " + " | ".join(heads) + " |", "|---|---|" + "---:|" * (len(heads) - 2)]
     for row in rows:
-        case = Case.of(row.dtype, row.ranks)
-        sizes = (row.params, row.grads, row.optimizer, row.resident, RESIDENT[row.strategy](case) * row.num_params)
-        traffic = (row.receive, row.sent, SENT[row.strategy](case) * row.num_params)
-        cells = [row.dtype, row.strategy, str(row.ranks), *(f"{size / row.num_params:.3f}" for size in sizes)]
+        case = row.case
+        sizes = (row.params, row.grads, row.optimizer, row.resident, case.resident * row.num_params)
+        cells = [case.dtypes, case.strategy, str(case.d), str(case.n), "optim" if case.outer > 1 else "-"]
+        cells += [f"{size / row.num_params:.3f}" for size in sizes]
         cells.append("yes" if row.resident == row.expected else f"{row.resident - row.expected:+,} B")
+        traffic = (row.peak, row.bound, row.sent, case.sent * row.num_params)
         cells += [f"{size / row.num_params:.3f}" for size in traffic]
         cells.append("yes" if row.sent == row.expected_sent else f"{row.sent - row.expected_sent:+,} B")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
+def read_row(line: str) -> Row:
+    """A row from the line that a rank printed."""
+    values = json.loads(line)
+    return Row(**values | {"case": Case(**values["case"])})
+
+
 def main() -> None:
     """Launch the world sizes one after the other and print the table; exit 1 if a byte differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     args = parser.parse_args()
     if "RANK" in os.environ:
         run_rank()
@@ -254,11 +325,12 @@ def main() -> None:
     for num_ranks in args.ranks:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
         done = subprocess.run([*launcher, __file__], stdout=subprocess.PIPE, text=True, check=True)
-        rows += [Row(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+        rows += [read_row(line) for line in done.stdout.splitlines() if line.startswith("{")]
     print(f"{rows[0].num_params:,} parameters, {MICROBATCHES} microbatches per step; bytes per parameter\n")
     print(table(rows))
-    print("\nexact: equal to the table to the byte, including alignment, padding and ZeRO-2's two buckets")
-    sys.exit(any(row.resident != row.expected or row.sent != row.expected_sent for row in rows))
+    print("\nexact: equal to the table to the byte, including alignment, padding and two buckets of sharded gradients")
+    wrong = [row for row in rows if row.resident != row.expected or row.sent != row.expected_sent]
+    sys.exit(bool(wrong) or any(row.peak > row.bound for row in rows))
 
 
 if __name__ == "__main__":

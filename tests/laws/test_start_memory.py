@@ -56,7 +56,8 @@ class LiveBytes(TorchDispatchMode):
         alive = {key: tensor for key, reference in self._seen.items() if (tensor := reference()) is not None}
         self._seen = {key: self._seen[key] for key in alive}
         storages = (tensor.untyped_storage() for tensor in alive.values())
-        self.most = max(self.most, sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        self.most = max(self.most, sum(sizes.values()))
         self.largest = max(self.largest, num_bytes)
 
 
@@ -96,5 +97,5 @@ def test_no_start_holds_the_full_model_on_a_rank(tmp_path: Path) -> None:
         for name, sizes in found.items():
             print(name, sizes)
             assert sizes["resident"] == sizes["full"], "with d = 4 the four shards are the size of one model"
-            assert sizes["most"] - sizes["resident"] < sizes["full"] // 4, name
+            assert sizes["most"] <= sizes["resident"] + 3 * sizes["bucket"] // 2, name
             assert sizes["largest"] <= sizes["full"] // 4, name

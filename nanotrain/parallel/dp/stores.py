@@ -106,6 +106,7 @@ class OwnMemory:
     def __init__(self, numel: int, shard: Tensor) -> None:
         self.full = shard.new_empty(numel)
         self._num_bytes = self.full.nbytes
+        self.free()  # before that of the next bucket is allocated
 
     @property
     def is_allocated(self) -> bool:
@@ -174,7 +175,7 @@ class ShardedParams:
         self.shard, self.full, self.memory = shard, memory.full, memory
         self.apart: Tensor | None = None  # [numel] parameters gathered outside `full`
         self.gather = ShardGather(self.full, shard, groups=groups)
-        self._groups, self._part_of_full = groups, shard_of(self.full, groups.shard)
+        self._groups = groups
         memory.free()
 
     @property
@@ -213,7 +214,7 @@ class ShardedParams:
 
     def keep_shard(self) -> None:
         """Copy this rank's part of `full` to `shard` and free the rest."""
-        self.shard.copy_(self._part_of_full)
+        self.shard.copy_(shard_of(self.full, self._groups.shard))
         self.free()
 
     def free(self) -> None:
