@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line, reply
@@ -117,11 +117,11 @@ def train(loaded: Loaded, world_size: int) -> None:
     folder = RunFolder(Path(config.train.run_dir))
     folder.require_writable()
     with lock_run(folder.path) if is_first else nullcontext():
-        _train_in_folder(loaded, world_size, rank=launch.rank, device_type=device.type, available=available)
+        _train_in_folder(loaded, world_size, launch=launch, device_type=device.type, available=available)
 
 
-def _train_in_folder(loaded: Loaded, world_size: int, *, rank: int, device_type: str, available: int | None) -> None:
-    """Open the inputs, plan and train; the job holds the lock of its run folder."""
+def _train_in_folder(loaded: Loaded, world_size: int, *, launch: Any, device_type: str, available: int | None) -> None:
+    """Open the inputs, plan and train; the job holds the lock of its run folder. `launch` is a `comm` Launch."""
     from nanotrain.comm.parallel_context import ParallelContext
     from nanotrain.log import get_logger, start_logging
     from nanotrain.train.inputs import open_inputs
@@ -129,10 +129,10 @@ def _train_in_folder(loaded: Loaded, world_size: int, *, rank: int, device_type:
     from nanotrain.train.memory_plan import require_memory
     from nanotrain.train.plan import plan_run
 
-    config, inputs = open_inputs(loaded)
+    config, inputs = open_inputs(loaded, reads_checkpoint=launch.local_rank == 0)
     memory = require_memory(config, world_size, device=device_type, available=available)
     get_logger("nanotrain.train").info("%s", memory.table(available))
-    plan = plan_run(config, world_size, rank=rank)
+    plan = plan_run(config, world_size, rank=launch.rank)
     timeout_s = config.parallel.distributed_timeout_minutes * 60
     with ParallelContext.start(plan.topology, device=config.train.device.value, timeout_s=timeout_s) as context:
         start_logging(coordinates=context.coords_text, is_first=context.rank == 0)

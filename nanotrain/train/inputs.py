@@ -36,13 +36,15 @@ class RunInputs:
     checkpoint: Path | None = None  # the step folder to start from; None for a new run
     is_resumed: bool = False  # whether `checkpoint` is in the folder of this run
     origins: Mapping[str, str] = field(default_factory=dict)  # key of the configuration -> source of its value
+    reads_checkpoint: bool = True  # False: `checkpoint` is that of the first rank, once all ranks have compared
 
 
-def open_inputs(loaded: Loaded) -> tuple[Config, RunInputs]:
+def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Config, RunInputs]:
     """Open the inputs of a run and complete its configuration with what they say.
 
     Args:
         loaded: a validated configuration.
+        reads_checkpoint: look for the checkpoint to start from; one rank per machine does, for manifests are long.
 
     Returns:
         the configuration with model and vocabulary size set, and the open inputs.
@@ -66,9 +68,9 @@ def open_inputs(loaded: Loaded) -> tuple[Config, RunInputs]:
     required = {"train", "valid"} if config.train.eval_interval and config.train.eval_iters else {"train"}
     assert config.model.vocab_size, "set by _with_vocabulary"
     datasets = build_data(data, vocab_size=config.model.vocab_size, seed=config.train.seed, required=required)
-    checkpoint = _checkpoint_to_load(config, folder)
+    checkpoint = _checkpoint_to_load(config, folder) if reads_checkpoint else None
     is_resumed = checkpoint is not None and config.checkpoint.load is None
-    return config, RunInputs(folder, datasets, tokenizer, checkpoint, is_resumed, loaded.origins)
+    return config, RunInputs(folder, datasets, tokenizer, checkpoint, is_resumed, loaded.origins, reads_checkpoint)
 
 
 def require_corpus(data: DataConfig) -> None:

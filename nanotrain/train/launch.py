@@ -1,7 +1,7 @@
 """Train a planned run on this rank: build it, choose the hooks, run the steps, close the data loader."""
 
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.device import device_name, manual_seed, peak_memory, reset_peak_memory
@@ -40,7 +40,7 @@ def run_training(plan: Plan, inputs: RunInputs, *, context: ParallelContext, pla
         context: this rank's device and process groups.
         planned: memory of the worst rank, for the summary.
     """
-    require_same_start(plan, inputs, context=context)
+    inputs = require_same_start(plan, inputs, context=context)
     parallel = plan.config.parallel
     timeout_s = timeout_of(plan.config.train.hang_timeout_s, parallel.distributed_timeout_minutes * 60)
     with watch_ranks(context, inputs.folder.path, timeout_s=timeout_s):
@@ -77,22 +77,29 @@ def _run(plan: Plan, inputs: RunInputs, *, context: ParallelContext, planned: Me
         run.batches.close()
 
 
-def require_same_start(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> None:
+def require_same_start(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> RunInputs:
     """Check that all ranks have the same configuration and start from the same checkpoint.
 
-    Each rank opens the inputs by itself; where machines see different files, the collectives of one would never match.
+    Each machine opens the inputs by itself; where they see different files, the collectives of one would never match.
+
+    Returns:
+        The inputs with the first rank's checkpoint, also on ranks that have not read one.
 
     Raises:
         EnvironmentFault: ranks differ; on every rank.
     """
     checkpoint = inputs.checkpoint.name if inputs.checkpoint else "no checkpoint"
-    starts = all_gather_object((checkpoint, zlib.crc32(to_yaml(plan.config).encode())), context.control)
+    start = checkpoint if inputs.reads_checkpoint else None, zlib.crc32(to_yaml(plan.config).encode())
+    gathered = all_gather_object((*start, inputs.checkpoint), context.control)
+    first = gathered[0][2]
+    names = [name or gathered[0][0] for name, _, _ in gathered]
+    starts = [(name, config) for name, (_, config, _) in zip(names, gathered, strict=True)]
     other = next((rank for rank, start in enumerate(starts) if start != starts[0]), None)
     if other is None:
-        return
-    if starts[other][0] != starts[0][0]:
+        return replace(inputs, checkpoint=first, is_resumed=first is not None and plan.config.checkpoint.load is None)
+    if names[other] != names[0]:
         raise EnvironmentFault(
-            f"rank 0 starts from {starts[0][0]}, rank {other} from {starts[other][0]}",
+            f"rank 0 starts from {names[0]}, rank {other} from {names[other]}",
             why=f"their machines see different files in {inputs.folder.path} or behind --load",
             fix="put them on a file system that all machines share",
         )

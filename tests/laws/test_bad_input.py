@@ -306,6 +306,17 @@ def test_ranks_that_would_start_from_different_checkpoints_say_so(ctx: ParallelC
         require_same_start(plan_run(config, 2, rank=ctx.rank), inputs, context=ctx)
 
 
+@ranks(2)
+def test_a_rank_that_reads_no_manifest_starts_from_the_checkpoint_of_the_first(
+    ctx: ParallelContext, run_dir: Path
+) -> None:
+    line = [*arguments(run_dir), f"--data-path={run_dir.parent / 'tokens'}", "--num-workers", "0"]
+    config, inputs = open_inputs(load(line), reads_checkpoint=ctx.rank == 0)
+    assert (inputs.checkpoint is None) == (ctx.rank == 1)
+    agreed = require_same_start(plan_run(config, 2, rank=ctx.rank), inputs, context=ctx)
+    assert agreed.checkpoint == checkpoint(run_dir, 6) and agreed.is_resumed
+
+
 def refused(line: list[str], capfd: pytest.CaptureFixture[str]) -> str:
     """The one message with which a command line is refused."""
     capfd.readouterr()
