@@ -7,8 +7,9 @@
     experts         tokens: ep, etp; for routers that choose every expert equally often
     matrices        hidden matrices of Muon: shard and replicate groups, tp, etp
 
-Counted as `comm/traffic.py` counts what is executed. Not included: tensor parallelism, statistics of routers, control
-traffic, and core attentions without an entry in `ATTENTION_BYTES`.
+Counted as `comm/traffic.py` counts what is executed; a forward that is recomputed counts twice. Not included: tensor
+parallelism, statistics of routers, control traffic, core attentions without an entry in `ATTENTION_BYTES`, and with
+ZeRO-3 the gathers of layers that are recomputed in a group.
 """
 
 import math
@@ -17,6 +18,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from nanotrain.comm.traffic import reduced_bytes
+from nanotrain.config.config import RecomputeGranularity
+from nanotrain.config.derive import recomputed_modules
+from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.optim.matrix_update import grid_groups, plan_matrices
 from nanotrain.optim.whole_matrices import WholeMatrices
 from nanotrain.parallel.dp.layout import BucketLayout
@@ -173,6 +177,11 @@ def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
     num_layers = sum(len(stage.spec.layers) for stage in plan.stages)
     for operation, num_bytes in count(layer, size).items():
         yield ("cp", operation), plan.num_microbatches * num_layers * num_bytes
+    again = len(recomputed_layers(plan, "core_attn"))
+    is_full = plan.config.memory.recompute_granularity is RecomputeGranularity.full
+    recomputed = recomputed_attention_bytes(layer, size, comm_type=config.parallel.cp_comm_type, is_full=is_full)
+    for operation, num_bytes in recomputed.items():
+        yield ("cp", operation), plan.num_microbatches * again * num_bytes
 
 
 def experts(plan: Plan) -> Iterator[tuple[Key, int]]:
@@ -192,6 +201,25 @@ def experts(plan: Plan) -> Iterator[tuple[Key, int]]:
     for group, count in ((ep, expert_parallel_bytes), (etp, expert_tensor_parallel_bytes)):
         for operation, num_bytes in count(layer, group.size).items():
             yield (group.name, operation), plan.num_microbatches * num_layers * num_bytes
+    again = sum(map(plan.shape.has_experts, recomputed_layers(plan, "moe")))
+    for group, count in ((ep, expert_parallel_bytes), (etp, expert_tensor_parallel_bytes)):
+        for operation, num_bytes in count(layer, group.size, trips=TOKEN_TRIPS // 2).items():
+            yield (group.name, operation), plan.num_microbatches * again * num_bytes
+
+
+def recomputed_layers(plan: Plan, module: str) -> list[int]:
+    """The layers of this rank in which a module runs again in the backward."""
+    config = plan.config
+    if config.memory.recompute_granularity is RecomputeGranularity.full:
+        return [
+            stage.spec.layers[i]
+            for stage in plan.stages
+            for group in recomputed_groups(config, len(stage.spec.layers))
+            for i in group
+        ]
+    if module not in recomputed_modules(config.memory):
+        return []
+    return [layer for stage in plan.stages for layer in stage.spec.layers]
 
 
 def matrices(plan: Plan) -> Iterator[tuple[Key, int]]:
@@ -244,23 +272,39 @@ def ulysses_attention_bytes(shape: AttentionShape, size: int) -> dict[str, int]:
     return {"all_to_all": 2 * reduced_bytes(elements * shape.itemsize, size)}
 
 
-def expert_parallel_bytes(shape: ExpertShape, size: int) -> dict[str, int]:
+def recomputed_attention_bytes(shape: AttentionShape, size: int, *, comm_type: str, is_full: bool) -> dict[str, int]:
+    """The forward of a core attention again, without what follows its last saved tensor where it is not a full layer.
+
+    >>> shape = AttentionShape(1024, 32, 8, 128, 128, itemsize=2)
+    >>> recomputed_attention_bytes(shape, 4, comm_type="a2a", is_full=False)
+    {'all_to_all': 9437184}
+    """
+    if comm_type == "p2p":
+        return {"p2p": (size - 1) * shape.key_value_elements * shape.itemsize}
+    if comm_type == "allgather":
+        return {"all_gather": (size - 1) * shape.key_value_elements * shape.itemsize}
+    forward = ulysses_attention_bytes(shape, size)["all_to_all"] // 2
+    output = reduced_bytes(shape.positions * shape.num_heads * shape.value_head_dim * shape.itemsize, size)
+    return {"all_to_all": forward if is_full else forward - output}
+
+
+def expert_parallel_bytes(shape: ExpertShape, size: int, *, trips: int = TOKEN_TRIPS) -> dict[str, int]:
     """All-to-all of tokens to the ranks of their experts and back, and of the counts.
 
     >>> expert_parallel_bytes(ExpertShape(1024, topk=2, num_experts=8, hidden_size=64, itemsize=2), 4)
     {'all_to_all': 786480}
     """
-    return {"all_to_all": reduced_bytes(TOKEN_TRIPS * shape.routed_bytes + shape.count_bytes, size)}
+    return {"all_to_all": reduced_bytes(trips * shape.routed_bytes + shape.count_bytes, size)}
 
 
-def expert_tensor_parallel_bytes(shape: ExpertShape, size: int) -> dict[str, int]:
+def expert_tensor_parallel_bytes(shape: ExpertShape, size: int, *, trips: int = TOKEN_TRIPS) -> dict[str, int]:
     """All-to-all of tokens to every shard of an expert and back, all-gather of the counts.
 
     >>> expert_tensor_parallel_bytes(ExpertShape(1024, topk=2, num_experts=8, hidden_size=64, itemsize=2), 2)
     {'all_to_all': 1048576, 'all_gather': 64}
     """
     return {
-        "all_to_all": TOKEN_TRIPS * shape.routed_bytes * (size - 1),
+        "all_to_all": trips * shape.routed_bytes * (size - 1),
         "all_gather": shape.count_bytes * (size - 1),
     }
 

@@ -33,6 +33,7 @@ ROWS: list[tuple[str, str, int, dict[str, Any], dict[str, Any], tuple[str, ...]]
     ("gpt2", "bf16", 2, {"strategy": "optim_grads", "tp": 2}, SP | OVERLAP, ("uniform 3", "modules")),
     ("llama", "fp32", 2, {"cp": 2}, {}, ("full", "core_attn")),
     ("gpt2", "bf16", 2, {"cp": 2}, {"cp_comm_type": "a2a"}, ("core_attn",)),
+    ("llama", "fp8", 1, {}, {}, ("uniform 2",)),
     ("capacity", "fp32", 2, {"strategy": "optim", "tp": 2, "etp": 2}, {}, ("full", "outputs")),
     (
         "biased",
@@ -55,11 +56,12 @@ def test_recomputation_changes_no_bit(
     options: dict[str, Any],
     settings: tuple[str, ...],
 ) -> None:
+    fp8 = {"fp8_format": "hybrid"} if dtype == "fp8" else {}
     plain = Case(2).but(
         train={"micro_batch_size": 2},
         model={"num_layers": 4} | (MODELS | {"deepseek": DEEPSEEK})[model],
         parallel={SHORT_NAMES[name]: value for name, value in sizes.items()} | options,
-        precision={"params_dtype": dtype},
+        precision={"params_dtype": "bf16" if fp8 else dtype} | fp8,
     )
     cases = [plain, *(plain.but(memory=SETTINGS[name]) for name in settings)]
     for kept, *recomputed in run_ranks(num_ranks, train_cases, cases, **sizes):

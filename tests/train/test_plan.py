@@ -139,6 +139,14 @@ LAYOUTS = {
     "ep": (4, {"strategy": "optim_grads", "ep": 2}, {}, MOE),
     "tp pp ep etp": (8, {"strategy": "optim", "tp": 2, "pp": 2, "etp": 1, "ep": 2}, {}, MOE),
 }
+CORE, FULL = {"recompute_granularity": "selective"}, {"recompute_granularity": "full"}
+# name -> ranks, cp_comm_type, fields of the memory section
+RECOMPUTED = {
+    "ring full": (2, "p2p", FULL),
+    "ulysses core_attn": (2, "a2a", CORE),
+    "ulysses block": (2, "a2a", FULL | {"recompute_method": "block", "recompute_num_layers": 1}),
+    "all-gather core_attn": (2, "allgather", CORE),
+}
 # Groups whose traffic a plan predicts to the byte; ep and etp depend on the routing.
 PREDICTED = ("dp_shard", "dp_replicate", "expert_dp_shard", "expert_dp_replicate", "embed", "pp", "cp")
 
@@ -152,6 +160,17 @@ def test_a_plan_equals_the_built_run(layout: str) -> None:
         precision={"params_dtype": "fp32" if "ep" in layout else "bf16"},
     )  # fmt: skip
     run_ranks(ranks, holds_what_is_planned, case, **sizes)
+
+
+@pytest.mark.parametrize("row", RECOMPUTED)
+def test_a_plan_has_the_traffic_of_recomputed_attention(row: str) -> None:
+    ranks, comm_type, memory = RECOMPUTED[row]
+    case = Case(steps=1).but(
+        train={"micro_batch_size": 1, "global_batch_size": 2},
+        parallel={"context_parallel_size": 2, "cp_comm_type": comm_type},
+        memory=memory,
+    )
+    run_ranks(ranks, holds_what_is_planned, case, cp=2)
 
 
 def holds_what_is_planned(ctx: ParallelContext, case: Case) -> None:
