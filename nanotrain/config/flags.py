@@ -161,7 +161,10 @@ def read_field(entry: Entry, flag: str, *, value: str | None, rest: list[str]) -
         value = take_value(flag, rest)
     if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":  # quotes inside a shell array reach us
         value = value[1:-1]
-    return Setting(entry.key, VALUES.get(entry.name, {}).get(value, value), f"{flag} {value}")
+    text = f"{flag} {value}"
+    if entry.name == "window_size" and re.fullmatch(r"\(?\d+, ?0\)?", value):  # Megatron-LM's pair of left and right
+        value = value.strip("()").partition(",")[0]
+    return Setting(entry.key, VALUES.get(entry.name, {}).get(value, value), text)
 
 
 def read_megatron(flag: str, *, value: str | None, rest: list[str]) -> MegatronArgument:

@@ -1,6 +1,7 @@
 """Patterns of layers: `2` is every second layer, `[0]*3+[1]*58` three dense layers and 58 with experts.
 
-The text is a Python expression (lists of 0 and 1, `+`, and `*` by a number). It is parsed, never evaluated.
+The text is a Python expression (lists of 0 and 1, `+`, and `*` by a number, which may be a sum). It is parsed, never
+evaluated.
 """
 
 import ast
@@ -59,7 +60,7 @@ def read_window_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
 
 
 def read_node(node: ast.expr) -> int | list[int]:
-    """The value of a number, a list of numbers, a sum of lists, or a list times a number."""
+    """The value of a number or a list of numbers, of their sums, and of a list or number times a number."""
     match node:
         case ast.Constant(value=int(number)):
             return number
@@ -72,6 +73,12 @@ def read_node(node: ast.expr) -> int | list[int]:
             match (operator, first, second):
                 case (ast.Add(), list(), list()):
                     return first + second
+                case (ast.Add(), int(), int()) if abs(first) + abs(second) <= LONGEST:
+                    return first + second
+                case (ast.Sub(), int(), int()) if abs(first) + abs(second) <= LONGEST:
+                    return first - second
+                case (ast.Mult(), int(), int()) if abs(first * second) <= LONGEST:
+                    return first * second
                 case (ast.Mult(), list(entries), int(times)) | (ast.Mult(), int(times), list(entries)):
                     if len(entries) * times <= LONGEST:
                         return entries * times

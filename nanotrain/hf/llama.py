@@ -25,10 +25,14 @@ def read_llama(raw: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(add_bias_linear=bool(attention_bias), **read_shared(raw, default_positions=2048))
 
 
+# what transformers takes where config.json of a Qwen2 or Qwen3 leaves it out
+QWEN: dict[str, Any] = {"intermediate_size": 22016, "vocab_size": 151936}
+
+
 def read_qwen2(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the config.json of a Qwen2; see `read_llama`."""
     check_full_attention(raw)
-    return ModelConfig(add_qkv_bias=True, **read_shared(raw, default_positions=32768))
+    return ModelConfig(add_qkv_bias=True, **read_shared({**QWEN, **raw}, default_positions=32768))
 
 
 def read_qwen3(raw: Mapping[str, Any]) -> ModelConfig:
@@ -36,7 +40,7 @@ def read_qwen3(raw: Mapping[str, Any]) -> ModelConfig:
     check_full_attention(raw)
     if raw.get("attention_bias", False):
         reject("attention_bias", True, instead="false")
-    shared = read_shared({"head_dim": 128, **raw}, default_positions=32768)
+    shared = read_shared({**QWEN, "head_dim": 128, **raw}, default_positions=32768)
     return ModelConfig(qk_layernorm=True, **shared)
 
 

@@ -18,6 +18,8 @@ from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.load import Loaded
 from nanotrain.config.validate import check_layout, check_model
 from nanotrain.data.build import DatasetSplits, build_data, tokenizer_of, uses_quickstart
+from nanotrain.data.data_path import parse_data_path
+from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.errors import ConfigError
 from nanotrain.hf.families import check_against, model_from_hf
@@ -120,6 +122,8 @@ def _with_vocabulary(config: Config, tokenizer: str | None) -> Config:
     if config.model.vocab_size is not None:
         return config
     if tokenizer is None:
+        for entry in parse_data_path(config.data.data_path):
+            IndexedTokens(entry.prefix)  # a corpus that does not exist is the likelier mistake, and raises
         raise ConfigError(
             "the vocabulary size is not set",
             why="neither vocab_size nor a tokenizer is set, and there is no tokenizer beside the data",

@@ -8,6 +8,8 @@ from nanotrain.config.schema import value_of
 from nanotrain.config.translate import is_same
 from nanotrain.errors import ConfigError
 
+YARN = PositionEmbedding.yarn
+
 
 def loaded(arguments: str) -> Loaded:
     return load(arguments.split(), to_train=False)
@@ -35,6 +37,7 @@ def loaded(arguments: str) -> Loaded:
         ),
         ("--save ck", {"checkpoint.save": True, "train.run_dir": "ck"}),
         ("--save ck --load ck/", {"train.run_dir": "ck", "checkpoint.load": None}),
+        ("--multi-latent-attention --rotary-scaling-factor 40", {"model.position_embedding_type": YARN}),
         ("--save ck --load other", {"train.run_dir": "ck", "checkpoint.load": "other"}),
         ("--save=ck", {"train.run_dir": "ck"}),
         ("--save", {"checkpoint.save": True, "train.run_dir": "runs/train"}),
@@ -42,6 +45,8 @@ def loaded(arguments: str) -> Loaded:
         ("--tensorboard-dir tb", {"train.tensorboard": True, "train.tensorboard_dir": "tb"}),
         ("--wandb-project p --wandb-exp-name e", {"train.wandb": True, "train.wandb_exp_name": "e"}),
         ("--split '99,1,0'", {"data.split": "99,1,0"}),
+        ("--window-size 127,0", {"model.window_size": 127}),
+        ("--window-size (127,0)", {"model.window_size": 127}),
         ("--eval-iters 0", {"train.eval_iters": 0}),
         ("--eval-iters -1", {"train.eval_iters": 0}),
         ("--sequence-parallel", {"parallel.sequence_parallel": False}),

@@ -46,6 +46,13 @@ def test_the_families_differ_in_biases_and_head_norms() -> None:
         assert read(write(model)) == model
 
 
+def test_the_families_differ_in_what_they_may_leave_out() -> None:
+    llama, qwen2, qwen3 = (read({}) for read in (read_llama, read_qwen2, read_qwen3))
+    assert (llama.ffn_hidden_size, llama.vocab_size) == (11008, 32000)
+    for qwen in (qwen2, qwen3):
+        assert (qwen.ffn_hidden_size, qwen.vocab_size) == (22016, 151936)
+
+
 def test_a_window_no_layer_uses_is_no_window() -> None:
     unused = {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 2, "sliding_window": 8}
     assert config_from_hf(LLAMA_JSON | unused).add_qkv_bias

@@ -58,6 +58,11 @@ def test_a_vocabulary_that_nobody_knows_is_an_error(tmp_path):
         open_on(tmp_path / "run", prefix)
 
 
+def test_a_corpus_that_does_not_exist_is_named_before_its_vocabulary(tmp_path):
+    with pytest.raises(DataError, match="nowhere.*nanotrain prepare"):
+        open_on(tmp_path / "run", tmp_path / "nowhere")
+
+
 def test_a_validation_split_is_required_only_where_there_is_validation(tmp_path):
     prefix = write_corpus(tmp_path / "text")
     arguments = ("--vocab-size", "256", "--split", "1,0,0")
