@@ -3,7 +3,7 @@
 Muon's rows have the iteration in fp32: it amplifies rounding of small singular values up to 500 times, and a bf16
 rounding of the input, which a last bit of a gradient may change, to some percent of an update. That equal gradients
 give equal bits in bf16 too is held by tests/optim/test_muon.py. Lion's update is a sign, which the last bit of a
-gradient near zero may change; tests/optim/test_distributed.py compares it with exact gradients.
+gradient near zero may change; tests/optim/test_lion.py compares shards with full tensors.
 """
 
 from functools import cache
@@ -32,6 +32,7 @@ RULES: dict[str, dict[str, Any]] = {
 MODELS = {"llama": {}, "experts": EXPERTS, "biased": BIASED}
 ROWS = [
     ("sgd", "llama", 4, {"tp": 2, "strategy": "optim_grads"}, SP),
+    ("sgd", "experts", 4, {"pp": 2, "ep": 2, "strategy": "optim_grads_params"}, {}),
     ("muon", "llama", 2, {"strategy": "no_shard"}, {}),
     ("muon", "llama", 4, {"tp": 2, "strategy": "optim"}, SP | OVERLAP),
     ("muon", "llama", 4, {"tp": 4, "strategy": "no_shard"}, {}),  # replicated key and value projections
