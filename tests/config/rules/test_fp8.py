@@ -88,5 +88,3 @@ def test_fp8_means_the_hybrid_format() -> None:
     assert load_config(arguments).precision.fp8_format == "hybrid"
     with pytest.raises(ConfigError, match="--fp8 contradicts --fp8-format e4m3"):
         load_config([*arguments, "--fp8-format", "e4m3"])
-    with pytest.raises(ConfigError, match="--fp8-param-gather"):
-        load_config([*arguments, "--fp8-param-gather"])
