@@ -82,6 +82,7 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 GPIPE, ZB = {"pipeline_schedule": "gpipe"}, {"pipeline_schedule": "zb-h1"}
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
 OUTER, AVERAGE = {"outer_dp_sharding_strategy": "optim"}, {"ddp_average_in_collective": True}
+KEPT, BLOCKS = {"reshard_after_forward": False}, {"fsdp_double_buffer": True, "fsdp_prefetch_depth": 2}
 ALL_REDUCE = {"force_all_reduce": True}
 GATHER, HEADS = {"cp_comm_type": "allgather"}, {"cp_comm_type": "a2a"}
 
@@ -169,6 +170,9 @@ LAYOUTS = [
     Layout("biased", 4, "optim_grads_params", {"tp": 2, "etp": 1, "ep": 2}, options=SP),
     Layout("biased", 8, "optim_grads_params", {"pp": 2, "ep": 2}, micro_batch=1, options=VPP | OVERLAP),
     Layout("capacity", 8, "optim_grads_params", {"tp": 2, "pp": 2, "cp": 2, "etp": 2, "ep": 2}, options=ZB),
+    Layout("untied", 4, "optim_grads_params", {"tp": 2}, micro_batch=1, options=SP | OVERLAP | KEPT),
+    Layout("gpt2", 4, "optim_grads_params", {"cp": 2}, micro_batch=1, options=GATHER | OVERLAP | BLOCKS),
+    Layout("biased", 8, "optim_grads_params", {"pp": 2, "ep": 2}, micro_batch=1, options=VPP | OVERLAP | BLOCKS),
     Layout("llama", 4, "optim_grads_params", {"instances": 2}, micro_batch=1, options=OVERLAP),
     Layout("experts", 8, "optim_grads_params", {"tp": 2, "etp": 1, "ep": 2, "instances": 2}, micro_batch=1, options=SP),
 ]
