@@ -70,7 +70,12 @@ def test_five_and_five_steps_are_ten(tmp_path: Path, strategy: str, dtype: str) 
 
 def test_a_killed_run_repeats_the_steps_after_its_last_checkpoint(tmp_path: Path) -> None:
     full, killed = tmp_path / "full", tmp_path / "killed"
-    run_ranks(2, run_command_lines, arguments(full, TEN), arguments(killed, TEN, "--save-interval 4 --exit-interval 6"))
+    run_ranks(
+        2,
+        run_command_lines,
+        arguments(full, TEN),
+        arguments(killed, TEN, "--save-interval 4 --exit-interval 6 --async-save"),
+    )
     # As after a kill during the save of step 6: a truncated line and an unfinished checkpoint.
     with (killed / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')
