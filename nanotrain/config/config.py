@@ -313,6 +313,9 @@ class DataConfig:
     """The datasets, the tokenizer and how samples are read."""
 
     data_path: list[str] = option([], "prefixes of token files, each with an optional weight before it: 0.7 a 0.3 b; with quickstart it may be empty")
+    train_data_path: list[str] = option([], "instead of data_path: prefixes for training, with or without weights, not divided by split")
+    valid_data_path: list[str] = option([], "with train_data_path: prefixes for validation")
+    test_data_path: list[str] = option([], "with train_data_path: prefixes for testing")
     split: str = option("969,30,1", "proportions of training, validation and test documents")
     seq_length: int = option(256, "sequence length: tokens per sample", check=at_least(1))
     tokenizer_model: str | None = option(None, "Hugging Face name or folder, tokenizer.json, or 'bytes'; unset: the one next to the data")

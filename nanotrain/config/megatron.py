@@ -60,7 +60,6 @@ def not_yet(cure: str, *accepts: str, arity: int = 0) -> MegatronFlag:
 ZERO = ("0", "0.0")
 ONE = ("1", "1.0")
 SCHEDULED = "the batch size is constant: leave it out"
-SIDE_DATA = "set --data-path and --split, which divides it by documents"
 FUSED = "fused kernels are chosen by torch"
 
 # fmt: off
@@ -210,9 +209,6 @@ DATA = {
     "--no-create-attention-mask-in-dataloader": always("the data loader makes no masks"),
     "--create-attention-mask-in-dataloader": no_effect("the attention makes its masks"),
     "--dataloader-type": always("samples are shuffled once per epoch, as --shuffle says", "single", "cyclic"),
-    "--train-data-path": not_yet(SIDE_DATA, arity=MANY),
-    "--valid-data-path": not_yet(SIDE_DATA, arity=MANY),
-    "--test-data-path": not_yet(SIDE_DATA, arity=MANY),
     "--data-args-path": not_yet("set --data-path", arity=1),
     "--num-dataset-builder-threads": no_effect("the order of samples is computed, not stored", arity=1),
     "--fim-data": not_yet("leave it out"),

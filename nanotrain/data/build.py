@@ -33,16 +33,17 @@ class DatasetSplits:
 
 def uses_quickstart(data: DataConfig) -> bool:
     """Whether a run reads the quick-start corpus, which has to be prepared first."""
-    return not data.data_path and not data.mock_data
+    return not data.data_path and not data.train_data_path and not data.mock_data
 
 
 def tokenizer_of(data: DataConfig) -> str | None:
     """The tokenizer of a run, as `load_tokenizer` takes it: of the data section, or that of the first corpus."""
     if data.vocab_file and data.merge_file:
         return f"{data.vocab_file},{data.merge_file}"
-    if data.tokenizer_model or data.mock_data or not data.data_path:
+    paths = data.data_path or data.train_data_path
+    if data.tokenizer_model or data.mock_data or not paths:
         return data.tokenizer_model
-    return recorded_tokenizer(parse_data_path(data.data_path)[0].prefix)
+    return recorded_tokenizer(parse_data_path(paths)[0].prefix)
 
 
 def build_data(
@@ -51,7 +52,7 @@ def build_data(
     """Open the corpora and build the dataset of every split.
 
     Args:
-        data: the data section; `data_path` is set, also for the quick-start corpus.
+        data: the data section; `data_path` or `train_data_path` is set, also for the quick-start corpus.
         vocab_size: token ids must be in [0, vocab_size).
         seed: key of the shuffle.
         required: splits that must have samples; the others may be None.
@@ -70,15 +71,10 @@ def build_data(
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
     )
-    prefixes = parse_data_path(data.data_path)
-    assert prefixes, "the quick-start corpus is prepared before build_data"
-    corpora = [IndexedTokens(entry.prefix) for entry in prefixes]
-    ranges = [split_documents(corpus.num_documents, data.split) for corpus in corpora]
     built: dict[str, SampleDataset | None] = {}
     for split, name in enumerate(SPLITS):
-        datasets = [
-            _dataset(corpus, documents[split], config=config) for corpus, documents in zip(corpora, ranges, strict=True)
-        ]
+        prefixes = _prefixes(data, name)
+        datasets = [_dataset(IndexedTokens(entry.prefix), data, split=split, config=config) for entry in prefixes]
         if name in required:
             _check_samples(name, datasets, proportions=data.split)
             for dataset in datasets:
@@ -87,12 +83,27 @@ def build_data(
     return DatasetSplits(**built)
 
 
-def _dataset(corpus: IndexedTokens, documents: range, *, config: GPTDatasetConfig) -> GPTDataset:
+def _prefixes(data: DataConfig, name: str) -> tuple[WeightedPrefix, ...]:
+    """The corpora of a split: its own, or those that all splits share."""
+    own = {"train": data.train_data_path, "valid": data.valid_data_path, "test": data.test_data_path}
+    prefixes = parse_data_path(own[name] if data.train_data_path else data.data_path)
+    assert prefixes or data.train_data_path, "the quick-start corpus is prepared before build_data"
+    return prefixes
+
+
+def _dataset(corpus: IndexedTokens, data: DataConfig, *, split: int, config: GPTDatasetConfig) -> GPTDataset:
+    """The part of a corpus that belongs to a split: all of it where the split has its own corpora."""
+    documents = split_documents(corpus.num_documents, data.split)[split]
+    if data.train_data_path:
+        documents = range(corpus.num_documents)
     start, stop = corpus.document_start(documents.start), corpus.document_start(documents.stop)
     return GPTDataset(corpus, start, stop, config)
 
 
 def _check_samples(name: str, datasets: Sequence[GPTDataset], *, proportions: str) -> None:
+    if not datasets:
+        fix = f"set --{name}-data-path" + (", or turn validation off with --eval-interval 0" if name == "valid" else "")
+        raise DataError(f"the {name} split has no corpus", why="with --train-data-path each split has its own", fix=fix)
     for dataset in datasets:
         tokens, seq_length = dataset.stop - dataset.start, dataset.config.seq_length
         if dataset.samples_per_epoch == 0:

@@ -122,7 +122,7 @@ def _with_vocabulary(config: Config, tokenizer: str | None) -> Config:
     if config.model.vocab_size is not None:
         return config
     if tokenizer is None:
-        for entry in parse_data_path(config.data.data_path):
+        for entry in parse_data_path(config.data.data_path or config.data.train_data_path):
             IndexedTokens(entry.prefix)  # a corpus that does not exist is the likelier mistake, and raises
         raise ConfigError(
             "the vocabulary size is not set",

@@ -63,6 +63,25 @@ def test_a_corpus_that_does_not_exist_is_named_before_its_vocabulary(tmp_path):
         open_on(tmp_path / "run", tmp_path / "nowhere")
 
 
+def test_each_split_may_have_its_own_corpora(tmp_path):
+    first, second = write_corpus(tmp_path / "a"), write_corpus(tmp_path / "b", num_documents=20)
+    common = ["--seq-length", str(SEQ_LENGTH), "--run-dir", str(tmp_path / "run"), "--vocab-size", "300"]
+    paths = ["--train-data-path", str(first), "--valid-data-path", str(second), "--split", "1,1,1"]
+    _, inputs = open_inputs(load([*common, *paths]))
+    whole, half = (
+        open_on(tmp_path / "run", prefix, "--vocab-size", "300", "--split", "1,0,0", "--eval-interval", "0")
+        for prefix in (first, second)
+    )
+    for own, other in ((inputs.datasets.train, whole), (inputs.datasets.valid, half)):
+        shared = other[1].datasets.train
+        assert own is not None and shared is not None
+        assert own.samples_per_epoch == shared.samples_per_epoch
+        assert np.array_equal(own[0].tokens, shared[0].tokens)
+    assert inputs.datasets.test is None
+    with pytest.raises(DataError, match="the valid split has no corpus.*set --valid-data-path"):
+        open_inputs(load([*common, "--train-data-path", str(first)]))
+
+
 def test_a_validation_split_is_required_only_where_there_is_validation(tmp_path):
     prefix = write_corpus(tmp_path / "text")
     arguments = ("--vocab-size", "256", "--split", "1,0,0")
