@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from nanotrain.config.config import Config, RecomputeGranularity, RecomputeMethod
+from nanotrain.config.derive import recomputed_modules
 from nanotrain.memory.offload import offloaded
 from nanotrain.memory.recompute import Recompute
 
@@ -73,17 +74,22 @@ def recompute_plan(config: Config) -> tuple[RecomputeMethod, int]:
     return memory.recompute_method or RecomputeMethod.uniform, memory.recompute_num_layers or 1
 
 
-def defaults_of_recompute(config: Config) -> str:
-    """What full recomputation does where method or number of layers is unset, for the log; else nothing."""
+def describe_activations(config: Config) -> str:
+    """What is recomputed or offloaded, with the defaults of full recomputation; empty where all is kept."""
     memory = config.memory
-    is_complete = memory.recompute_method is not None and memory.recompute_num_layers is not None
-    if memory.recompute_granularity is not RecomputeGranularity.full or is_complete:
-        return ""
-    method, _ = recompute_plan(config)
-    what = "groups of 1 layer" if method is RecomputeMethod.uniform else "the first layer of each stage"
-    number = "--recompute-num-layers is unset"
-    unset = number if memory.recompute_method else f"--recompute-method is unset and {number}"
-    return f"recompute full: {method.value}, {what}; {unset}"
+    if memory.cpu_offloading:
+        return f"saved tensors of the first {memory.cpu_offloading_num_layers} layers of each stage in host memory"
+    if memory.recompute_granularity is not RecomputeGranularity.full:
+        modules = recomputed_modules(memory)
+        return f"recompute selective: {', '.join(modules)}" if modules else ""
+    method, size = recompute_plan(config)
+    layers = "layer" if size == 1 else f"{size} layers"
+    what = f"groups of {size} layer{'s' * (size > 1)}"
+    if method is RecomputeMethod.block:
+        what = f"the first {layers} of each stage"
+    flags = {"--recompute-method": memory.recompute_method, "--recompute-num-layers": memory.recompute_num_layers}
+    unset = " and ".join(flag for flag, value in flags.items() if value is None)
+    return f"recompute full: {method.value}, {what}" + (f" ({unset} unset)" if unset else "")
 
 
 BLOCK_TRANSFORMS: list[BlockTransform] = [

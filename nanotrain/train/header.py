@@ -1,6 +1,7 @@
 """What a run says of itself before its first step: model, data, batch, layout, precision, and where to look."""
 
 from nanotrain.config.derive import data_parallel_size
+from nanotrain.memory.block_transforms import describe_activations
 from nanotrain.topology.counts import num_active_parameters, num_parameters
 from nanotrain.train.inputs import RunInputs
 from nanotrain.train.plan import Plan
@@ -20,9 +21,10 @@ def header(plan: Plan, inputs: RunInputs, *, device: str) -> str:
         "batch": _batch(plan),
         "layout": _layout(plan, device),
         "precision": _precision(plan),
+        "memory": describe_activations(plan.config),
         "run folder": _folder(plan, inputs),
     }
-    return "\n".join(f"{label:<10}  {text}" for label, text in lines.items())
+    return "\n".join(f"{label:<10}  {text}" for label, text in lines.items() if text)
 
 
 def count(number: float) -> str:

@@ -12,7 +12,7 @@ from nanotrain.memory.block_transforms import (
     BLOCK_TRANSFORMS,
     BlockTransform,
     compile_blocks,
-    defaults_of_recompute,
+    describe_activations,
     offload_blocks,
     recompute_blocks,
     transform_blocks,
@@ -95,10 +95,14 @@ def test_recomputed_blocks_run_again_in_the_backward(method, size, num_functions
     assert [block.weight.grad.item() for block in blocks] == [3 * 2**4] * 5
 
 
-def test_defaults_of_full_recomputation_are_said():
-    full = {"recompute_granularity": "full"}
-    assert defaults_of_recompute(config_of(**full)).startswith("recompute full: uniform, groups of 1 layer; --")
-    block = defaults_of_recompute(config_of(**full, recompute_method="block"))
-    assert block == "recompute full: block, the first layer of each stage; --recompute-num-layers is unset"
-    assert not defaults_of_recompute(config_of(**full, recompute_method="block", recompute_num_layers=2))
-    assert not defaults_of_recompute(config_of(recompute_granularity="selective"))
+def test_what_is_recomputed_is_described_with_its_defaults():
+    full, both = {"recompute_granularity": "full"}, "--recompute-method and --recompute-num-layers unset"
+    assert describe_activations(config_of(**full)) == f"recompute full: uniform, groups of 1 layer ({both})"
+    block = describe_activations(config_of(**full, recompute_method="block"))
+    assert block == "recompute full: block, the first layer of each stage (--recompute-num-layers unset)"
+    complete = config_of(**full, recompute_method="uniform", recompute_num_layers=2)
+    assert describe_activations(complete) == "recompute full: uniform, groups of 2 layers"
+    assert describe_activations(config_of(recompute_granularity="selective")) == "recompute selective: core_attn"
+    offload = describe_activations(config_of(cpu_offloading=True, cpu_offloading_num_layers=3))
+    assert offload == "saved tensors of the first 3 layers of each stage in host memory"
+    assert not describe_activations(Config())

@@ -32,6 +32,11 @@ def test_layout_experts_and_mixed_precision(tmp_path):
     assert lines["precision"] == "bf16, main params and optimizer in fp32"
 
 
+def test_recomputation_has_a_line_of_its_own(tmp_path):
+    lines = lines_of(tmp_path, "--recompute-granularity", "full")
+    assert lines["memory"].startswith("recompute full: uniform, groups of 1 layer (--recompute-method")
+
+
 def test_epochs_of_a_corpus(tmp_path):
     prefix = write_corpus(tmp_path / "text")
     config, inputs = open_inputs(load([*arguments(tmp_path / "run"), "--no-mock-data", "--data-path", str(prefix)]))
