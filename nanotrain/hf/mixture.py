@@ -13,6 +13,7 @@ from nanotrain.config.config import ModelConfig, MoEConfig
 from nanotrain.config.derive import moe_layers
 from nanotrain.config.pattern import write_pattern
 from nanotrain.hf.llama import LLAMA, check_full_attention, read_shared, write_shared
+from nanotrain.hf.mistral import read_window, write_window
 from nanotrain.hf.naming import HFName, Naming
 from nanotrain.hf.reject import reject
 from nanotrain.topology.shape import ModelShape
@@ -40,11 +41,10 @@ def read_mixtral(raw: Mapping[str, Any]) -> ModelConfig:
     Raises:
         HuggingFaceError: an unsupported feature.
     """
-    if raw.get("sliding_window") is not None:
-        reject("sliding_window", raw["sliding_window"], instead="null")
     shared = read_shared({**MIXTRAL, **raw}, default_positions=131072)
     width = shared.pop("ffn_hidden_size")
     return ModelConfig(
+        window_size=read_window(raw),
         moe=MoEConfig(
             num_experts=raw.get("num_local_experts", raw.get("num_experts", 8)),
             ffn_hidden_size=width,
@@ -84,9 +84,8 @@ def write_mixtral(model_config: ModelConfig) -> dict[str, Any]:
         "intermediate_size": shape.ffn_size if shape.moe is None else shape.moe.ffn_size,
         "num_local_experts": model_config.moe.num_experts or 0,
         "router_jitter_noise": 0.0,
-        "sliding_window": None,
     }
-    return write_shared(model_config) | _write_router(model_config) | experts
+    return write_shared(model_config) | _write_router(model_config) | experts | write_window(model_config)
 
 
 def write_qwen3_moe(model_config: ModelConfig) -> dict[str, Any]:
