@@ -34,7 +34,7 @@ class Trainee:
         precision_config = PrecisionConfig(
             params_dtype=DType(DTYPE_NAMES[dtype]), initial_loss_scale=1024.0, hysteresis=1
         )
-        self.stage = Toy(dtype=dtype, shapes=options.pop("shapes", SHAPES))
+        self.stage = Toy(dtype=dtype, shapes=options.pop("shapes", SHAPES)).to(options.pop("device", "cpu"))
         self.parallel: DataParallel = wrap(ctx, self.stage, strategy=strategy, dtype=dtype, **options)
         for index, param in enumerate(self.stage.parameters()):
             param.data.copy_(noise(param.shape, seed=index))
@@ -51,7 +51,7 @@ class Trainee:
         self.parallel.begin_step()
         self.parallel.backward_begins(is_last=True)
         for name, param in self.stage.named_parameters():
-            grad = grads[name] * self.optimizer.loss_scale.scale
+            grad = grads[name].to(param.device) * self.optimizer.loss_scale.scale
             (param.float() * grad).sum().backward()
         self.parallel.backward_ended()
         self.parallel.finish_grad_reduce()

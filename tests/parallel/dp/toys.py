@@ -105,7 +105,7 @@ def wrap(
         groups=groups,
         options=options,
         precision=Precision(params=dtype),
-        device=torch.device("cpu"),
+        device=next(stage.parameters()).device,
     )
 
 
