@@ -126,7 +126,9 @@ class Plan:
             return sum(layout.gather_blocks(self.num_gather_blocks).numel.values())
         if not self.config.parallel.reshard_after_forward:
             return layout.numel
-        return sum(sorted(layout.numel_of_units.values())[-1 - self.num_prefetched_units :])
+        # where a group of layers is recomputed, one is gathered beside the layer whose backward waits for it
+        recomputes_groups = (self.config.memory.recompute_num_layers or 1) > 1
+        return sum(sorted(layout.numel_of_units.values())[-1 - max(self.num_prefetched_units, recomputes_groups) :])
 
     @property
     def rule(self) -> UpdateRule:

@@ -107,6 +107,8 @@ def test_units_are_gathered_again_where_a_backward_recomputes_several_layers() -
     for one, outcomes in zip(reference, run_ranks(2, train_cases, cases, strategy=STRATEGY), strict=True):
         for case, two in zip(cases, outcomes, strict=True):
             assert all(torch.equal(one.weights[box], two.weights[box]) for box in one.weights), case
+    for (row,) in run_ranks(2, measure_options, cases[:1], strategy=STRATEGY):
+        assert 0 < row["peak"] <= row["units"]
 
 
 @pytest.mark.parametrize(
