@@ -7,6 +7,7 @@ the others. `train/watch/` reads the records of all ranks when nothing moves.
                        and per group name: sequence number, operation and bytes of the last collective
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,8 +35,8 @@ _OP_INDEX = {name: index for index, name in enumerate(OPS)}
 _PHASE_INDEX = {name: index for index, name in enumerate(PHASES)}
 _KIND_INDEX = {name: index for index, name in enumerate(KINDS)}
 _PID, _STARTED, _BEATS, _ALARM, _STEP, _PHASE, _KIND, _STAGE, _MICROBATCH = range(9)
-_WAIT_GROUP, _WAIT_OP, _WAIT_SEQUENCE, _WAIT_PEER = range(9, 13)
-_GROUP_FIELDS, _PER_GROUP = 13, 3
+_WAIT_GROUP, _WAIT_OP, _WAIT_SEQUENCE, _WAIT_PEER, _WAITED_NS = range(9, 14)
+_GROUP_FIELDS, _PER_GROUP = 14, 3
 NUM_FIELDS = _GROUP_FIELDS + _PER_GROUP * len(GROUPS)
 RECORD_BYTES = 8 * NUM_FIELDS
 
@@ -129,7 +130,9 @@ class Heartbeat:
         record[_WAIT_OP], record[_WAIT_SEQUENCE] = _OP_INDEX.get(op, 0), sequence
         record[_WAIT_PEER] = -1 if peer is None else peer
         record[_WAIT_GROUP] = 1 + _GROUP_INDEX.get(group, 0)
+        start = time.perf_counter_ns()
         yield
+        record[_WAITED_NS] += time.perf_counter_ns() - start
         record[_WAIT_GROUP] = 0
         record[_BEATS] += 1
 
@@ -137,6 +140,11 @@ class Heartbeat:
     def beats(self) -> int:
         """Grows with all that this rank begins."""
         return self._record[_BEATS]
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which this rank waited for collectives; on NCCL the host does not wait."""
+        return self._record[_WAITED_NS] / 1e9
 
     def read(self) -> Beat:
         """A copy of the record."""

@@ -25,6 +25,7 @@ class GlobalBatch:
     num_target_tokens: int  # unmasked target tokens of the global batch, over all ranks
     num_samples: int  # of the global batch
     wait_s: float  # seconds that this rank waited for data
+    busy_s: tuple[float, ...] = ()  # by rank: seconds of the step before in which it did not wait for other ranks
 
 
 class BatchIterator:
@@ -50,12 +51,15 @@ class BatchIterator:
         self._batches, self._group, self._device, self._split = batches, group, device, split
         self._readers_per_sample = readers_per_sample
 
-    def next(self, *, wants_stop: bool = False, failure: NanotrainError | None = None) -> GlobalBatch | None:
+    def next(
+        self, *, wants_stop: bool = False, failure: NanotrainError | None = None, busy_s: float = 0.0
+    ) -> GlobalBatch | None:
         """The next global batch; None if any rank wants to stop.
 
         Args:
             wants_stop: whether this rank received a signal or reached its time limit.
             failure: an error of this rank since the last step.
+            busy_s: seconds of the last step in which this rank did not wait for others.
 
         Raises:
             NanotrainError: some rank or its data failed; the same error on every rank.
@@ -70,13 +74,15 @@ class BatchIterator:
         tokens = sum(float(batch.num_target_tokens) for batch in microbatches) / self._readers_per_sample
         samples = sum(len(batch.tokens) for batch in microbatches) / self._readers_per_sample
         counts = [tokens, samples, float(wants_stop), float(failure is not None)]
-        all_tokens, all_samples, stops, failures = all_reduce_scalars(counts, self._group)
+        all_busy = [0.0] * self._group.size
+        all_busy[self._group.index] = busy_s
+        all_tokens, all_samples, stops, failures, *all_busy = all_reduce_scalars([*counts, *all_busy], self._group)
         if failures:
             raise_on_all(failure, self._group)
         if stops:
             return None
         local = (self._split(batch.to(self._device)) for batch in microbatches)
-        return GlobalBatch(tuple(local), round(all_tokens), round(all_samples), wait_s)
+        return GlobalBatch(tuple(local), round(all_tokens), round(all_samples), wait_s, tuple(all_busy))
 
 
 def raise_on_all(failure: NanotrainError | None, group: Group) -> None:

@@ -14,7 +14,7 @@ from nanotrain.train.plan import Plan
 from nanotrain.train.run import TrainState
 from nanotrain.train.step import StepResult
 
-OPTIONAL = ("valid_loss", "moe", "decoupled_lr", "save_stall_s", "failed_saves")
+OPTIONAL = ("valid_loss", "moe", "decoupled_lr", "save_stall_s", "failed_saves", "slowest_rank", "slowest_share")
 
 
 @dataclass
@@ -39,6 +39,10 @@ class StepReport:
     moe: dict[str, Any] | None = None
     decoupled_lr: float | None = None  # learning rate of the embedding and the output layer; None where it is `lr`
     valid_loss: float | None = None  # set on steps that end with a validation
+    # of the step before: the rank that waited least for others, and the share of the step time in which it did not.
+    # None on one rank and on GPUs, where the host does not wait
+    slowest_rank: int | None = None
+    slowest_share: float | None = None
     save_stall_s: float | None = None  # time for which saving blocked this rank since the last row; None without
     failed_saves: int | None = None  # checkpoints of the run that could not be written so far; None without
 

@@ -21,7 +21,7 @@ from nanotrain.log import get_logger
 from nanotrain.runs.files import FolderVanished
 from nanotrain.train.batches import GlobalBatch, raise_on_all
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.metrics import StepClock, Throughput, report_step
+from nanotrain.train.metrics import StepClock, StepReport, Throughput, report_step
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
 
@@ -40,6 +40,7 @@ class Trainer:
         self.run, self.hooks = run, hooks
         self._throughput = Throughput.of(run.plan, run.context)
         self._failure: NanotrainError | None = None  # of this rank since the last step
+        self._waited_before_s = self._busy_s = self._step_time_s = 0.0  # of the last step
         self._skips = 0  # steps skipped in a row
         self._started = time.monotonic()
         self._first_step = run.state.step
@@ -86,9 +87,10 @@ class Trainer:
     def _next_batch(self) -> tuple[GlobalBatch, float] | None:
         """The next batch and the time at which it was requested; None if the ranks stop instead."""
         run, start = self.run, time.perf_counter()
+        self._waited_before_s = run.context.heartbeat.waited_s
         run.context.heartbeat.begin("data", step=run.state.step + 1)
         with self._saving_on_the_way_out():
-            batch = run.batch_iterator.next(wants_stop=self._wants_stop(), failure=self._failure)
+            batch = run.batch_iterator.next(wants_stop=self._wants_stop(), failure=self._failure, busy_s=self._busy_s)
         if batch is None:
             log.info("stopping after step %d: %s", run.state.step, self._reason())
             return None
@@ -105,6 +107,7 @@ class Trainer:
         report = report_step(
             result, run.state, clock=clock, throughput=self._throughput, context=run.context, loss_scale=loss_scale
         )
+        self._report_slowest(report, batch.busy_s, step_time_s=clock.step_time_s)
         report.save_stall_s = run.checkpointer.take_stall_s() or None
         report.failed_saves = run.checkpointer.num_failed or None
         for hook in self.hooks:
@@ -117,6 +120,14 @@ class Trainer:
         interval = run.config.train.manual_gc_interval
         if interval and run.state.step % interval == 0:
             gc.collect()
+
+    def _report_slowest(self, report: StepReport, busy_s: Sequence[float], *, step_time_s: float) -> None:
+        """The slowest rank of the step before, and the time of this step for the next report."""
+        if len(busy_s) > 1 and self._step_time_s and self.run.context.device.type == "cpu":
+            report.slowest_rank = max(range(len(busy_s)), key=busy_s.__getitem__)
+            report.slowest_share = min(1.0, max(busy_s) / self._step_time_s)
+        waited_s = self.run.context.heartbeat.waited_s - self._waited_before_s
+        self._busy_s, self._step_time_s = max(0.0, step_time_s - waited_s), step_time_s
 
     def _count_skips(self, is_skipped: bool, loss_scale: float) -> None:
         """Count steps that are skipped in a row; too many are a failure, the same on all ranks."""

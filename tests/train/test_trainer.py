@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import signal
+import time
 
 import pytest
 
@@ -215,3 +216,21 @@ def test_fp16_at_its_minimal_scale_says_so(tmp_path, logged):
         with pytest.raises(TrainingFault, match="at the minimal loss scale 1"):
             train(run, Poison(2))
         assert run.state.step == 5
+
+
+class Slow(Hook):
+    """Makes the forward of this rank take longer."""
+
+    def before_training(self, run) -> None:
+        (stage,) = run.stages.values()
+        stage.register_forward_hook(lambda *_: time.sleep(0.2))
+
+
+@ranks(2)
+def test_the_slowest_rank_is_reported(ctx, tmp_path):
+    spy = Spy()
+    with small_run(tmp_path, "--train-iters", "4", context=ctx) as run:
+        train(run, *([Slow()] if ctx.rank == 1 else []), spy)
+    slowest = [report.slowest_rank for report in spy.reports]
+    assert slowest[0] is None and slowest.count(1) >= 2, "a busy machine may delay the other one once"
+    assert all(0.1 < report.slowest_share <= 1.0 for report in spy.reports[2:])

@@ -123,6 +123,7 @@ def describe(
         (f"mfu {last.mfu:.1%}" if last.mfu is not None else "", 2),
         (f"{memory_label} {last.peak_memory_bytes / 1e9:.2f} GB", 6),
         (f"data wait {wait:.1%}", 8),
+        (_describe_slowest(reports), 9),
         (f"save stall {stall:.2f} s" if stall else "", 2),
         (f"eta {remaining}", 1),
     ]
@@ -141,3 +142,13 @@ def _describe_experts(moe: dict[str, Any] | None) -> str:
 
 def _describe_validation(loss: float | None) -> str:
     return "" if loss is None else f"valid {loss:.4f} (ppl {math.exp(min(loss, 700)):,.1f})"
+
+
+def _describe_slowest(reports: list[StepReport]) -> str:
+    """The rank that most often kept the others waiting, and its mean share of the step time; empty on one rank."""
+    ranks = [report.slowest_rank for report in reports if report.slowest_rank is not None]
+    if not ranks:
+        return ""
+    slowest = max(set(ranks), key=ranks.count)
+    shares = [report.slowest_share or 0.0 for report in reports if report.slowest_rank == slowest]
+    return f"slowest rank {slowest} {sum(shares) / len(shares):.0%}"
