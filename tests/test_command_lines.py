@@ -54,6 +54,7 @@ def plans(arguments: str, world_size: int) -> list[Plan]:
         (8, "+config=llama7b --grad-reduce-in-fp32 --reduce-scatter-with-fp32-accumulation --preserve-fp32-weights"),
         (8, "+config=llama7b --grad-reduce-in-bf16"),
         (16, "+config=llama7b --fp8"),
+        (16, "+config=llama7b --cpu-optimizer"),
         (16, "+config=llama7b --recompute-granularity full"),
         (
             16,
@@ -87,7 +88,7 @@ def test_a_command_line_is_one_error_with_its_cure(world_size, arguments, messag
 @pytest.mark.parametrize(
     ("world_size", "arguments", "message"),
     [
-        (16, "--cpu-optimizer", "--cpu-optimizer ("),
+        (16, "--mtp-num-layers 1", "--mtp-num-layers 1 ("),
     ],
 )
 def test_a_missing_feature_is_named_with_a_cure(world_size, arguments, message):

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.config.flags import ALIASES, FLAGS, NEGATIONS
-from nanotrain.config.load import load
+from nanotrain.config.flags import ALIASES, FLAGS, NEGATIONS, parse
+from nanotrain.config.load import load, load_line
 from nanotrain.config.suggest import by_meaning, by_spelling, by_words, did_you_mean, distance
 from nanotrain.errors import ConfigError
 
@@ -57,8 +57,10 @@ MESSAGES = [
 
 @pytest.mark.parametrize(("arguments", "has", "has_not"), MESSAGES)
 def test_a_message_leads_to_what_was_meant(arguments, has, has_not):
+    line = parse(arguments.split())
     with pytest.raises(ConfigError) as caught:
-        load(arguments.split())
+        line.errors.raise_errors()
+        load_line(line)
     text = str(caught.value)
     assert has in text and has_not not in text and "mistakes" not in text
 
