@@ -105,7 +105,7 @@ def wrap(
         groups=groups,
         options=options,
         precision=Precision(params=dtype),
-        device=next(stage.parameters()).device,
+        device=torch.device("cuda" if next(stage.parameters()).is_cuda else "cpu"),
     )
 
 
