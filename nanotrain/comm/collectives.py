@@ -146,11 +146,10 @@ def all_gather_object(obj: Any, group: Group) -> list[Any]:
     gathered: list[Any] = [None] * group.size
     group.heartbeat.started(group.name, "all_gather_object", num_bytes=0)
     sequence = group.heartbeat.sequence(group.name)
-    with (
-        translate_errors("all_gather_object", group),
-        group.heartbeat.waiting(group.name, "all_gather_object", sequence=sequence),
-    ):
+    group.heartbeat.wait_begins(group.name, "all_gather_object", sequence=sequence)
+    with translate_errors("all_gather_object", group):
         dist.all_gather_object(gathered, obj, group=group.process_group)
+    group.heartbeat.wait_ended()
     return gathered
 
 

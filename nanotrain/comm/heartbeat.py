@@ -8,8 +8,6 @@ the others. `train/watch/` reads the records of all ranks when nothing moves.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -84,6 +82,7 @@ class Heartbeat:
 
     def __init__(self, record: memoryview | None = None) -> None:
         self._record = memoryview(bytearray(RECORD_BYTES)).cast("q") if record is None else record
+        self._wait_start = 0
 
     def move_to(self, record: memoryview) -> None:
         """Continue in another record, such as one in shared memory."""
@@ -123,16 +122,18 @@ class Heartbeat:
         """Collectives started over a group so far."""
         return self._record[_GROUP_FIELDS + _PER_GROUP * _GROUP_INDEX.get(group, 0)]
 
-    @contextmanager
-    def waiting(self, group: str, op: str, *, sequence: int, peer: int | None = None) -> Iterator[None]:
-        """This rank waits for a collective inside the block; what fails stays recorded."""
+    def wait_begins(self, group: str, op: str, *, sequence: int, peer: int | None = None) -> None:
+        """This rank waits for a collective from now on."""
         record = self._record
         record[_WAIT_OP], record[_WAIT_SEQUENCE] = _OP_INDEX.get(op, 0), sequence
         record[_WAIT_PEER] = -1 if peer is None else peer
         record[_WAIT_GROUP] = 1 + _GROUP_INDEX.get(group, 0)
-        start = time.perf_counter_ns()
-        yield
-        record[_WAITED_NS] += time.perf_counter_ns() - start
+        self._wait_start = time.perf_counter_ns()
+
+    def wait_ended(self) -> None:
+        """The collective is complete; not called for one that failed, which stays recorded."""
+        record = self._record
+        record[_WAITED_NS] += time.perf_counter_ns() - self._wait_start
         record[_WAIT_GROUP] = 0
         record[_BEATS] += 1
 

@@ -6,7 +6,7 @@ host.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
@@ -77,23 +77,22 @@ class Work(Generic[T]):
             raise self._failure
         if self._finish is None:
             return self._result
+        group = self._group
         try:
-            with translate_errors(self._op, self._group), self._recorded():
+            if group is not None:
+                group.heartbeat.wait_begins(group.name, self._op, sequence=self._sequence, peer=self._peer)
+            with translate_errors(self._op, group):
                 for handle in self._handles:
                     handle.wait()
                 self._result = self._finish()
+            if group is not None:
+                group.heartbeat.wait_ended()
         except EnvironmentFault as failure:
             self._failure = failure
             raise
         finally:
             self._finish, self._group, self._handles, self._keep = None, None, (), ()
         return self._result
-
-    def _recorded(self) -> AbstractContextManager[None]:
-        """Record in the heartbeat that this rank waits."""
-        if self._group is None:
-            return nullcontext()
-        return self._group.heartbeat.waiting(self._group.name, self._op, sequence=self._sequence, peer=self._peer)
 
 
 @contextmanager
