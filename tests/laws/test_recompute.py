@@ -26,7 +26,7 @@ VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 # model, dtype, ranks, strategy and sizes of axes, options, settings
 ROWS: list[tuple[str, str, int, dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
-    ("deepseek", "fp32", 1, {}, {}, ("full", "uniform 3", "block 1", "modules", "outputs", "offload")),
+    ("deepseek", "fp32", 1, {}, {}, ("full", "block 1", "modules", "outputs", "offload")),
     ("gpt2", "bf16", 1, {}, {}, ("uniform 2", "core_attn")),
     ("deepseek", "fp32", 2, {"strategy": "optim", "pp": 2}, ZB, ("uniform 2", "outputs", "offload")),
     ("llama", "bf16", 2, {"strategy": "optim_grads", "pp": 2}, VPP, ("full", "outputs")),
@@ -34,16 +34,16 @@ ROWS: list[tuple[str, str, int, dict[str, Any], dict[str, Any], tuple[str, ...]]
     ("llama", "fp32", 2, {"cp": 2}, {}, ("full", "core_attn")),
     ("gpt2", "bf16", 2, {"cp": 2}, {"cp_comm_type": "a2a"}, ("core_attn",)),
     ("llama", "fp8", 1, {}, {}, ("uniform 2",)),
-    ("capacity", "fp32", 2, {"strategy": "optim", "tp": 2, "etp": 2}, {}, ("full", "outputs")),
+    ("capacity", "fp32", 2, {"strategy": "optim", "tp": 2, "etp": 2}, {}, ("outputs",)),
     (
         "biased",
         "fp32",
         2,
         {"strategy": "optim_grads_params", "ep": 2},
         OVERLAP,
-        ("full", "uniform 3", "modules", "offload"),
+        ("uniform 3", "offload"),
     ),
-    ("biased", "bf16", 4, {"strategy": "optim_grads_params", "tp": 2, "pp": 2, "etp": 2}, SP | ZB, ("uniform 2",)),
+    ("biased", "fp32", 4, {"strategy": "optim_grads_params", "tp": 2, "pp": 2, "etp": 2}, SP | ZB, ("uniform 2",)),
 ]
 
 
