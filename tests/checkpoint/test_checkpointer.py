@@ -78,7 +78,7 @@ def test_scalars_and_empty_tensors_and_every_dtype_come_back(tmp_path: Path) -> 
     assert all(torch.equal(targets[box], tensor) for box, tensor in saved.items())
 
 
-def test_model_weights_are_cast_and_optimizer_state_is_not(tmp_path: Path) -> None:
+def test_float_tensors_are_cast_on_loading_moments_included(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     weight = torch.zeros(8, 6, dtype=torch.bfloat16)
     moment = torch.zeros(8, 6, dtype=torch.bfloat16)
@@ -86,8 +86,10 @@ def test_model_weights_are_cast_and_optimizer_state_is_not(tmp_path: Path) -> No
     checkpointer(tmp_path).restore(path, {full(WEIGHT, 8, 6): weight})
 
     assert torch.equal(weight, state(1)[full(WEIGHT, 8, 6)].to(torch.bfloat16))
-    with pytest.raises(CheckpointError, match="exp_avg/mlp.up.weight is fp32 there, bf16 here"):
-        checkpointer(tmp_path).restore(path, {full(MOMENT, 8, 6): moment})
+    checkpointer(tmp_path).restore(path, {full(MOMENT, 8, 6): moment})
+    assert torch.equal(moment, state(1)[full(MOMENT, 8, 6)].to(torch.bfloat16))
+    with pytest.raises(CheckpointError, match="exp_avg/mlp.up.weight is fp32 there, int8 here"):
+        checkpointer(tmp_path).restore(path, {full(MOMENT, 8, 6): moment.to(torch.int8)})
 
 
 def test_a_checkpoint_of_another_model_names_both_shapes_and_the_options_that_differ(tmp_path: Path) -> None:
