@@ -231,7 +231,7 @@ def check_choice(name: str, value: str, *, known: Iterable[str], why: str = "the
         meant = VALUES.get(name, {}).get(value)
         fix = f"write {prefix}{meant}" if meant in known else did_you_mean(value, known, prefix=prefix)
         if fix.startswith("see"):
-            fix = ENTRIES[name].meaning
+            fix = f"write {prefix}NAME with one of these names"
         raise ConfigError(f"{ENTRIES[name].key} is {value!r}", why=f"{why} {', '.join(known)}", fix=fix)
 
 

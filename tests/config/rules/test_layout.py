@@ -46,7 +46,7 @@ def test_what_divides_breaks_no_rule(keys):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (PP2 | {LAYOUT: "Ett|ttt|L"}, "pipeline_model_parallel_layout has 5 of 4 layers"),
+        (PP2 | {LAYOUT: "Ett|tttL"}, "pipeline_model_parallel_layout has 5 of 4 layers"),
         (PP2 | {LAYOUT: "Ett|tt|L"}, "pipeline_model_parallel_layout has 3 stages for pp=2"),
         (PP2 | {LAYOUT: "Ett|tt"}, "the embedding E is first, the loss L is last"),
         ({"tensor_model_parallel_size": 8}, "num_attention_heads 4 cannot be shared by tp=8 ranks"),
