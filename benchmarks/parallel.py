@@ -24,7 +24,7 @@ import torch
 from baselines import Shape
 from throughput import Contender, Figure, Job, Outcome, nanotrain_command, run, torch_command
 
-from nanotrain.train.traffic import ATTENTION_BYTES, AttentionShape, ExpertShape, expert_parallel_bytes
+from nanotrain.train.plans.traffic import ATTENTION_BYTES, AttentionShape, ExpertShape, expert_parallel_bytes
 
 NUM_EXPERTS, TOPK, EXPERT_WIDTH = 8, 2, 256
 EVERY = 2  # one layer in EVERY has experts

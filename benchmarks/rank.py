@@ -35,7 +35,7 @@ from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.inputs import RunInputs, open_inputs
 from nanotrain.train.launch import choose_hooks
 from nanotrain.train.metrics import StepReport
-from nanotrain.train.plan import Plan, plan_run
+from nanotrain.train.plans.plan import Plan, plan_run
 from nanotrain.train.run import Run
 from nanotrain.train.trainer import Trainer
 

@@ -41,7 +41,7 @@ from nanotrain.topology.boxes import TensorBox
 from nanotrain.topology.topology import Topology
 from nanotrain.train.build import build_run
 from nanotrain.train.inputs import RunInputs, with_pretrained_model
-from nanotrain.train.plan import plan_run
+from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
 

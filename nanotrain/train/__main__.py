@@ -28,7 +28,7 @@ from nanotrain.config.validate import validate_for_world
 from nanotrain.errors import EnvironmentFault, ErrorCollector, NanotrainError, ReportedFault, report
 from nanotrain.runs.folder import RunFolder
 from nanotrain.runs.lock import lock_run
-from nanotrain.train.launcher import end_with_launcher
+from nanotrain.train.watch.launcher import end_with_launcher
 
 # Ranks reach the same error at different times: imports alone differ by a second on a busy machine. If a silent rank
 # exited first, torchrun would end local rank 0 before it prints.
@@ -87,8 +87,8 @@ def train(loaded: Loaded, world_size: int) -> None:
     from nanotrain.optim import offload
     from nanotrain.train.fp8 import require_fp8
     from nanotrain.train.inputs import require_corpus
-    from nanotrain.train.memory_plan import require_memory
-    from nanotrain.train.plan import check_names
+    from nanotrain.train.plans.memory_plan import require_memory
+    from nanotrain.train.plans.plan import check_names
 
     launch, config = Launch.of(os.environ), loaded.config
     is_first = launch.rank == 0
@@ -126,8 +126,8 @@ def _train_in_folder(loaded: Loaded, world_size: int, *, launch: Any, device_typ
     from nanotrain.log import get_logger, start_logging
     from nanotrain.train.inputs import open_inputs
     from nanotrain.train.launch import run_training
-    from nanotrain.train.memory_plan import require_memory
-    from nanotrain.train.plan import plan_run
+    from nanotrain.train.plans.memory_plan import require_memory
+    from nanotrain.train.plans.plan import plan_run
 
     config, inputs = open_inputs(loaded, reads_checkpoint=launch.local_rank == 0)
     memory = require_memory(config, world_size, device=device_type, available=available)

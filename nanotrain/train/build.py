@@ -32,7 +32,7 @@ from nanotrain.topology.params import LocalParam
 from nanotrain.train.batches import BatchIterator
 from nanotrain.train.fp8 import amax_histories_to_load, finish_fp8_restore
 from nanotrain.train.inputs import RunInputs
-from nanotrain.train.plan import Plan
+from nanotrain.train.plans.plan import Plan
 from nanotrain.train.resume import RunTensors, restore
 from nanotrain.train.routers import router_biases
 from nanotrain.train.run import Run, TrainState

@@ -4,7 +4,7 @@ from nanotrain.config.derive import data_parallel_size
 from nanotrain.memory.block_transforms import describe_activations
 from nanotrain.topology.counts import num_active_parameters, num_parameters
 from nanotrain.train.inputs import RunInputs
-from nanotrain.train.plan import Plan
+from nanotrain.train.plans.plan import Plan
 
 
 def header(plan: Plan, inputs: RunInputs, *, device: str) -> str:

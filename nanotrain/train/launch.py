@@ -23,8 +23,8 @@ from nanotrain.train.hooks.report import ReportHook
 from nanotrain.train.hooks.sample import PlannedPeak, SampleHook, SummaryHook
 from nanotrain.train.hooks.track import TrackHook
 from nanotrain.train.inputs import RunInputs
-from nanotrain.train.memory_plan import MemoryPlan
-from nanotrain.train.plan import Plan
+from nanotrain.train.plans.memory_plan import MemoryPlan
+from nanotrain.train.plans.plan import Plan
 from nanotrain.train.trainer import Trainer
 from nanotrain.train.watch.watchdog import timeout_of, watch_ranks
 

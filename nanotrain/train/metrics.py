@@ -10,7 +10,7 @@ from nanotrain.comm.device import device_name, peak_memory
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.model.router_stats import RouterMetrics
 from nanotrain.topology.hardware import peak_flops
-from nanotrain.train.plan import Plan
+from nanotrain.train.plans.plan import Plan
 from nanotrain.train.run import TrainState
 from nanotrain.train.step import StepResult
 

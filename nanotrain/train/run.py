@@ -15,7 +15,7 @@ from nanotrain.parallel.pp.executor import Pipeline, RunnableStage
 from nanotrain.runs.folder import RunFolder
 from nanotrain.train.batches import BatchIterator
 from nanotrain.train.inputs import RunInputs
-from nanotrain.train.plan import Plan
+from nanotrain.train.plans.plan import Plan
 
 
 @dataclass

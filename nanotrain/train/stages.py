@@ -18,7 +18,7 @@ from nanotrain.parallel.pp.executor import RunnableStage
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.params import LocalParam
-from nanotrain.train.plan import BufferPlan, Plan, StagePlan
+from nanotrain.train.plans.plan import BufferPlan, Plan, StagePlan
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from nanotrain.config.load import load
 from nanotrain.config.validate import validate_for_world
 from nanotrain.train.inputs import open_inputs
 from nanotrain.train.launch import run_training
-from nanotrain.train.plan import plan_run
+from nanotrain.train.plans.plan import plan_run
 from tests.harness import ROOT
 from tests.laws.megatron_file import write_tokens
 

@@ -20,7 +20,7 @@ from nanotrain.errors import EnvironmentFault
 from nanotrain.train.__main__ import main
 from nanotrain.train.inputs import open_inputs
 from nanotrain.train.launch import require_same_start
-from nanotrain.train.plan import plan_run
+from nanotrain.train.plans.plan import plan_run
 from tests.harness import ranks, run_ranks
 from tests.laws.command_line import (
     GLOBAL_BATCH,

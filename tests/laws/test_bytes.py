@@ -6,8 +6,8 @@ import pytest
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.parallel.dp.bucket import Bucket
+from nanotrain.train.plans.traffic import sent_bytes
 from nanotrain.train.step import train_step
-from nanotrain.train.traffic import sent_bytes
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.worlds import Case, build_here
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.train.plans.traffic import sent_bytes
 from nanotrain.train.step import train_step
-from nanotrain.train.traffic import sent_bytes
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.compare import assert_alike
 from tests.laws.test_every_axis import BIASED, EXPERTS, OVERLAP, SP, ZB

@@ -22,7 +22,7 @@ from nanotrain.runs.folder import RunFolder
 from nanotrain.topology.boxes import TensorBox
 from nanotrain.train.build import build_run
 from nanotrain.train.inputs import RunInputs
-from nanotrain.train.plan import plan_run
+from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
 

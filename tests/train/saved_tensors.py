@@ -18,8 +18,8 @@ from nanotrain.memory.block_transforms import transform_blocks
 from nanotrain.model.context import BatchContext, LayerContext
 from nanotrain.model.transformer import Stage
 from nanotrain.precision.policy import Precision
-from nanotrain.train.activations import Activations
-from nanotrain.train.plan import Plan, plan_run
+from nanotrain.train.plans.activations import Activations
+from nanotrain.train.plans.plan import Plan, plan_run
 from nanotrain.train.stages import build_stages
 
 

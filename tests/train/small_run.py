@@ -12,7 +12,7 @@ from nanotrain.train.build import build_run
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.inputs import RunInputs, open_inputs
 from nanotrain.train.metrics import StepReport
-from nanotrain.train.plan import plan_run
+from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.run import Run
 from nanotrain.train.trainer import Trainer
 

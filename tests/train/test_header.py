@@ -3,7 +3,7 @@
 from nanotrain.config.load import load
 from nanotrain.train.header import header
 from nanotrain.train.inputs import open_inputs
-from nanotrain.train.plan import plan_run
+from nanotrain.train.plans.plan import plan_run
 from tests.train.small_run import SEQ_LENGTH, arguments
 from tests.train.test_inputs import write_corpus
 

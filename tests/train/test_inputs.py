@@ -15,7 +15,7 @@ from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.train import inputs as inputs_module
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.inputs import RunInputs, _file_lock, open_inputs
-from nanotrain.train.plan import plan_run
+from nanotrain.train.plans.plan import plan_run
 from tests.train.small_run import SEQ_LENGTH, inputs_of, small_run, train
 
 

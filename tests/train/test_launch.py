@@ -8,7 +8,7 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
 from nanotrain.train.inputs import open_inputs
 from nanotrain.train.launch import choose_hooks, run_training
-from nanotrain.train.plan import plan_run
+from nanotrain.train.plans.plan import plan_run
 from tests.train.small_run import arguments, metrics_of
 
 

@@ -2,7 +2,7 @@
 
 from nanotrain.config.load import load
 from nanotrain.train.inputs import open_inputs
-from nanotrain.train.plan import plan_run
+from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.stages import all_data_parallel, build_stages
 from tests.harness import ranks
 from tests.laws.worlds import Case, build_here

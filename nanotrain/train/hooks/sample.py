@@ -10,7 +10,7 @@ from nanotrain.inference.generate import Sampling, generate
 from nanotrain.log import get_logger
 from nanotrain.runs.files import open_append
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.memory_plan import in_gb
+from nanotrain.train.plans.memory_plan import in_gb
 from nanotrain.train.run import Run
 
 log = get_logger(__name__)

@@ -18,9 +18,9 @@ from nanotrain.parallel.dp.stores import OwnMemory, ShardedParams
 from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.parallel.pp.executor import run_forward
 from nanotrain.precision.policy import Precision
+from nanotrain.train.plans.traffic import sent_bytes
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
-from nanotrain.train.traffic import sent_bytes
 from tests.harness import ranks, run_ranks
 from tests.laws.worlds import Case, build_here, train_cases, train_here
 from tests.parallel.dp.toys import backward, groups_of, local_params

@@ -10,7 +10,7 @@ from nanotrain.parallel.ep.token_dispatcher import (
     Routing,
     build_token_dispatcher,
 )
-from nanotrain.train.traffic import ExpertShape, expert_parallel_bytes, expert_tensor_parallel_bytes
+from nanotrain.train.plans.traffic import ExpertShape, expert_parallel_bytes, expert_tensor_parallel_bytes
 from tests.harness import run_ranks
 
 E, H, T, K = 8, 4, 12, 3

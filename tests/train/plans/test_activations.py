@@ -7,8 +7,8 @@ import pytest
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
 from nanotrain.config.schema import with_values
-from nanotrain.train.activations import Activations
-from nanotrain.train.plan import plan_run
+from nanotrain.train.plans.activations import Activations
+from nanotrain.train.plans.plan import plan_run
 from tests.harness import run_ranks
 from tests.train.saved_tensors import kept_and_planned, live_and_planned
 

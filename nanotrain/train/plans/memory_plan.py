@@ -19,8 +19,8 @@ from nanotrain.parallel.pp.actions import ActionKind, PipelineShape, Schedule
 from nanotrain.parallel.pp.executor import MAX_SENDS
 from nanotrain.parallel.pp.schedules import build_schedule
 from nanotrain.topology.topology import Topology
-from nanotrain.train.activations import INT64, Activations
-from nanotrain.train.plan import Plan, plan_run
+from nanotrain.train.plans.activations import INT64, Activations
+from nanotrain.train.plans.plan import Plan, plan_run
 
 # A run is refused only where the exact part and this share of the activations exceed the memory: the estimate is within
 # 10 %, and a compiled block may keep half.

@@ -27,7 +27,7 @@ from nanotrain.parallel.dp.layout import BucketLayout
 from nanotrain.parallel.pp.actions import Action, ActionKind
 from nanotrain.parallel.pp.transfers import TransferBatch
 from nanotrain.precision.policy import Precision
-from nanotrain.train.plan import BufferPlan, Plan
+from nanotrain.train.plans.plan import BufferPlan, Plan
 
 Key = tuple[str, str]  # group, operation
 COUNT_BYTES = 8  # token counts are int64

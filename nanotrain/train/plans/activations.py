@@ -1,7 +1,7 @@
 """`Activations`: bytes that autograd keeps of one microbatch on one rank, in closed form.
 
 Source: Korthikanti et al. 2022, section 4; here neither attention scores nor logits are kept. A tensor that several
-operations keep counts once; parameters do not count. `tests/train/test_activations.py` compares with torch.
+operations keep counts once; parameters do not count. `tests/train/plans/test_activations.py` compares with torch.
 Recomputation (docs/recompute.md) keeps less, and needs what is recomputed at once in the backward.
 """
 
@@ -13,7 +13,7 @@ from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.parallel.tp.loss import CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.stages import StageSpec
-from nanotrain.train.plan import Plan
+from nanotrain.train.plans.plan import Plan
 
 FP8, FP32, INT64 = 1, 4, 8
 ROUTER_TENSORS = 5  # fp32 [tokens, experts]: logits, scores and the probabilities of the losses

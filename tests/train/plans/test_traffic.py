@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanotrain.parallel.cp.attention import CORE_ATTENTIONS, build_core_attention
-from nanotrain.train.traffic import ATTENTION_BYTES, AttentionShape
+from nanotrain.train.plans.traffic import ATTENTION_BYTES, AttentionShape
 from tests.harness import run_ranks
 from tests.parallel.cp.sequences import Shape, random_inputs, shard
 

@@ -14,10 +14,10 @@ from nanotrain.config.config import Config
 from nanotrain.config.load import load
 from nanotrain.errors import ConfigError, TopologyError
 from nanotrain.topology.counts import num_parameters
-from nanotrain.train.plan import Plan, plan_run
+from nanotrain.train.plans.plan import Plan, plan_run
+from nanotrain.train.plans.traffic import sent_bytes
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
-from nanotrain.train.traffic import sent_bytes
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.worlds import Case, build_here
 

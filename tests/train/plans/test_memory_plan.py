@@ -9,10 +9,10 @@ from nanotrain.config.config import RecomputeGranularity
 from nanotrain.config.load import load
 from nanotrain.config.schema import with_values
 from nanotrain.errors import ConfigError
-from nanotrain.train import memory_plan
 from nanotrain.train.__main__ import main
-from nanotrain.train.memory_plan import plan_memory, require_memory, worst_memory
-from nanotrain.train.plan import plan_run
+from nanotrain.train.plans import memory_plan
+from nanotrain.train.plans.memory_plan import plan_memory, require_memory, worst_memory
+from nanotrain.train.plans.plan import plan_run
 
 SMALL = "--mock-data --vocab-size 512 --num-layers 8 --hidden-size 64 --seq-length 64"
 GB = 10**9
