@@ -48,7 +48,8 @@ SHORT_NAMES = {
     "strategy": "data_parallel_sharding_strategy",
 }
 PRELOADED = [
-    *("torch", "torch.distributed", "pytest", "hypothesis", "numpy", "nanotrain.train.build", "tests.harness"),
+    *("torch", "torch.distributed", "pytest", "hypothesis", "numpy", "nanotrain.train.launch", "tests.harness"),
+    *("tests.laws.worlds", "tests.laws.command_line"),  # most worlds are theirs
     "torch._dynamo",  # torch's optimizers import it when the first one is created: 1 to 5 s on every rank
 ]
 ROOT = Path(__file__).parents[1]
