@@ -118,7 +118,7 @@ def assign(flops: Sequence[int], sizes: Coordinate) -> list[Coordinate]:
     """The owner of every matrix: the largest first, each to the rank with the least work so far.
 
     >>> [owner.shard for owner in assign([5, 4, 3, 2, 2], Coordinate(1, 2, 1))]
-    [0, 1, 1, 0, 1]
+    [0, 1, 1, 0, 0]
     """
     ranks = [Coordinate(*index) for index in product(range(sizes.replicate), range(sizes.shard), range(sizes.tensor))]
     loads = [(0, number) for number in range(len(ranks))]

@@ -10,7 +10,7 @@ import pytest
 
 RANK = """
 import os, sys, time
-from nanotrain.train import launcher
+from nanotrain.train.watch import launcher
 if sys.argv[1] == "thread":
     launcher._signal_at_parent_death, launcher._POLL_S = lambda: False, 0.1
 launcher.end_with_launcher({"TORCHELASTIC_RUN_ID": "1"} if sys.argv[1] != "shell" else {})
