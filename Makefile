@@ -20,8 +20,11 @@ install: .venv/.installed ## create .venv and install everything, once
 train: .venv/.installed ## quick start: train a small GPT on the Python standard library, two processes
 	OMP_NUM_THREADS=$(HALF_THE_CORES) $(BIN)/torchrun --standalone --nproc-per-node 2 -m nanotrain.train +config=tiny $(ARGS)
 
+# One worker per core, at most four: most tests of layouts start several processes of their own.
+WORKERS = $$($(BIN)/python -c "import os; print(min(4, len(os.sched_getaffinity(0))))")
+
 test: .venv/.installed ## the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 check: .venv/.installed ## lint, format, types, floors and sizes
 	scripts/check

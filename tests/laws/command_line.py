@@ -35,7 +35,7 @@ VOCAB_SIZE, SEQ_LENGTH, GLOBAL_BATCH = 100, 16, 12
 NUM_TOKENS = 1500  # 93 samples, so ten steps of twelve reach the second epoch
 SIZES = f"""--num-layers 2 --hidden-size 24 --num-attention-heads 2 --num-query-groups 1 --ddp-bucket-size 3000
     --seq-length {SEQ_LENGTH} --vocab-size {VOCAB_SIZE} --global-batch-size {GLOBAL_BATCH}"""
-QUIET = "--eval-interval 0 --generate-tokens 0 --no-report --split 1,0,0"
+QUIET = "--num-workers 0 --eval-interval 0 --generate-tokens 0 --no-report --split 1,0,0"
 
 
 def arguments(run_dir: Path, *more: str) -> list[str]:

@@ -17,7 +17,7 @@ from tests.laws.compare import assert_alike
 from tests.laws.worlds import GLOBAL_BATCH, Case, Outcome, train_here
 
 # The epsilon damps the Adam step of gradients near zero, where rounding could move a weight by lr per step.
-STEPS, OPTIM = 5, {"lr": 3e-3, "adam_eps": 1e-5}
+STEPS, OPTIM = 3, {"lr": 3e-3, "adam_eps": 1e-5}
 EXPERTS = {
     "num_experts": 4,
     "moe_router_topk": 2,

@@ -9,7 +9,7 @@ from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.compare import assert_alike
 from tests.laws.worlds import GLOBAL_BATCH, Case, Outcome, train_here
 
-STEPS, OPTIM = 4, {"lr": 3e-3, "adam_eps": 1e-5}
+STEPS, OPTIM = 3, {"lr": 3e-3, "adam_eps": 1e-5}
 DEEPSEEK = {
     "num_layers": 4,
     "num_query_groups": None,
