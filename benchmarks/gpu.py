@@ -12,9 +12,9 @@ import sys
 
 import torch
 from baselines import Shape
+from model import model_config
 from throughput import Contender, Job, Outcome, launch, nanotrain_command, torch_command
 
-from nanotrain.config.config import ModelConfig
 from nanotrain.topology.counts import flops_per_token
 from nanotrain.topology.hardware import peak_flops
 from nanotrain.topology.shape import ModelShape
@@ -29,15 +29,7 @@ CONTENDERS = (
 
 def model_flops(shape: Shape) -> int:
     """Floating-point operations per token, forward and backward, by the convention of nanotrain's log."""
-    model = ModelConfig(
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        ffn_hidden_size=shape.ffn,
-        num_attention_heads=shape.heads,
-        num_query_groups=shape.kv_heads,
-        vocab_size=shape.vocab,
-    )
-    return flops_per_token(ModelShape.of(model), shape.seq)
+    return flops_per_token(ModelShape.of(model_config(shape)), shape.seq)
 
 
 def table(outcomes: dict[str, list[Outcome]], job: Job, peak: float | None) -> str:

@@ -23,7 +23,7 @@ from nanotrain.config.config import ModelConfig
 from nanotrain.data.batch import Batch
 from nanotrain.model.context import BatchContext
 from nanotrain.model.init import initialize
-from nanotrain.model.transformer import build_stage
+from nanotrain.model.transformer import Stage, build_stage
 
 DTYPES = ("fp32", "bf16")
 CPU = torch.device("cpu")
@@ -37,9 +37,9 @@ class Times:
     cpu: float
 
 
-def nanotrain_pass(shape: Shape, tokens: Tensor, *, dtype: str) -> Callable[[], float]:
-    """A function that runs forward and backward of nanotrain's model and returns the loss."""
-    model = ModelConfig(
+def model_config(shape: Shape) -> ModelConfig:
+    """nanotrain's model of a shape."""
+    return ModelConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         ffn_hidden_size=shape.ffn,
@@ -49,8 +49,17 @@ def nanotrain_pass(shape: Shape, tokens: Tensor, *, dtype: str) -> Callable[[], 
         vocab_size=shape.vocab,
         untie_embeddings_and_output_weights=not shape.tied,
     )
-    stage = build_stage(model, dtype=dtype).to_empty(device="cpu")
+
+
+def nanotrain_pass(shape: Shape, tokens: Tensor, *, dtype: str) -> Callable[[], float]:
+    """A function that runs forward and backward of nanotrain's model and returns the loss."""
+    stage = build_stage(model_config(shape), dtype=dtype).to_empty(device="cpu")
     initialize(stage, stage.params, seed=0)
+    return stage_pass(stage, tokens)
+
+
+def stage_pass(stage: Stage, tokens: Tensor) -> Callable[[], float]:
+    """A function that runs forward and backward of a stage with the whole model and returns the loss."""
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     batch = BatchContext(Batch(inputs, labels, torch.ones(inputs.shape), None, None))
 

@@ -19,20 +19,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from baselines import SHAPES, Llama, Shape, batches
-from model import CPU, drop_gradients
+from model import CPU, drop_gradients, model_config, stage_pass
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from nanotrain.config.config import Config, ModelConfig
+from nanotrain.config.config import Config
 from nanotrain.config.derive import recomputed_modules
 from nanotrain.config.schema import config_from_dict
-from nanotrain.data.batch import Batch
 from nanotrain.memory.block_transforms import transform_blocks
 from nanotrain.memory.recompute import Recompute
-from nanotrain.model.context import BatchContext
 from nanotrain.model.init import initialize
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.transformer import Stage, build_stage
@@ -82,30 +80,13 @@ class Contender:
 def nanotrain_pass(shape: Shape, tokens: Tensor, *, memory: dict[str, Any]) -> Callable[[], float]:
     """Forward and backward of nanotrain's model with a setting of recomputation."""
     config: Config = config_from_dict({"memory": memory})
-    model = ModelConfig(
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        ffn_hidden_size=shape.ffn,
-        num_attention_heads=shape.heads,
-        num_query_groups=shape.kv_heads,
-        max_position_embeddings=shape.seq,
-        vocab_size=shape.vocab,
-        untie_embeddings_and_output_weights=not shape.tied,
-    )
+    model = model_config(shape)
     plain, recompute = build_stage(model), Recompute(recomputed_modules(config.memory))
     parallel = replace(ModelParallel.single_rank(), recompute=recompute)
     stage = Stage(model, plain.spec, params=plain.params, parallel=parallel).to_empty(device="cpu")
     initialize(stage, stage.params, seed=0)
     stage.layer_functions = transform_blocks(stage.layers.values(), config, recompute=recompute)
-    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    batch = BatchContext(Batch(inputs, labels, torch.ones(inputs.shape), None, None))
-
-    def run() -> float:
-        loss = stage(None, batch) / inputs.numel()
-        loss.backward()
-        return drop_gradients(stage, loss)
-
-    return run
+    return stage_pass(stage, tokens)
 
 
 def plain_pass(shape: Shape, tokens: Tensor, *, is_checkpointed: bool) -> Callable[[], float]:

@@ -25,7 +25,7 @@ from nanotrain.config.config import Config
 from nanotrain.config.flags import FLAGS, CommandLine, Setting
 from nanotrain.config.references import mark_references
 from nanotrain.config.schema import KEYS, SECTIONS, flatten, nest, to_dict
-from nanotrain.config.suggest import by_meaning, did_you_mean
+from nanotrain.config.suggest import by_meaning, did_you_mean, nearest_choice
 from nanotrain.config.yaml_file import check_yaml
 from nanotrain.errors import ConfigError, ErrorCollector
 
@@ -133,7 +133,8 @@ def check_choices(choices: Mapping[str, str], folders: list[Path]) -> None:
         parents = [folder / group for folder in folders]
         names = sorted({str(path.relative_to(parent))[:-5] for parent in parents for path in parent.rglob("*.yaml")})
         if name not in names:
-            fix = did_you_mean(name, names, prefix=f"{group}=") if name else f"write {group}=NAME"
+            near = nearest_choice(name, names)
+            fix = f"did you mean {group}={near}?" if near else f"write {group}=NAME with one of these names"
             raise ConfigError(f"there is no {group} {name!r}", why=f"there are {', '.join(names)}", fix=fix)
         for parent in parents:
             if (path := parent / f"{name}.yaml").is_file():

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin
 from nanotrain.config.config import Config
 from nanotrain.config.option import flag_of
 from nanotrain.config.references import as_written
-from nanotrain.config.suggest import advise, by_meaning, did_you_mean
+from nanotrain.config.suggest import advise, by_meaning, did_you_mean, nearest_choice
 from nanotrain.config.synonyms import VALUES
 from nanotrain.errors import ConfigError, ErrorCollector
 
@@ -229,9 +229,11 @@ def check_choice(name: str, value: str, *, known: Iterable[str], why: str = "the
     if value not in known:
         prefix, known = f"{ENTRIES[name].flag} ", list(known)
         meant = VALUES.get(name, {}).get(value)
-        fix = f"write {prefix}{meant}" if meant in known else did_you_mean(value, known, prefix=prefix)
-        if fix.startswith("see"):
-            fix = f"write {prefix}NAME with one of these names"
+        near = nearest_choice(value, known)
+        if meant in known:
+            fix = f"write {prefix}{meant}"
+        else:
+            fix = f"did you mean {prefix}{near}?" if near else f"write {prefix}NAME with one of these names"
         raise ConfigError(f"{ENTRIES[name].key} is {value!r}", why=f"{why} {', '.join(known)}", fix=fix)
 
 

@@ -2,15 +2,18 @@
 
 by_meaning      a name of another framework (synonyms.py)
 by_spelling     one or two slips of the keys, with the same numbers in it
+nearest_choice  the nearest of the few values of a setting, which the message lists as well
 by_words        the only known name that has all its words, where some were left out
 """
 
 import re
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 from nanotrain.config.synonyms import CURES
 
 MIN_LENGTH_OF_TWO_SLIPS = 8  # characters; of a shorter name two slips leave too little
+MIN_SIMILARITY = 0.7  # share of equal characters, as difflib counts them
 MIN_LENGTH_OF_A_WORD = 5  # of a single word that stands for a longer name
 
 
@@ -59,6 +62,19 @@ def by_spelling(name: str, known: Iterable[str]) -> str | None:
     ]
     best = min(slips, default=(limit + 1, ""))
     return best[1] if best[0] <= limit else None
+
+
+def nearest_choice(value: str, choices: Iterable[str]) -> str | None:
+    """The nearest of a few listed values: a slip, the same letters in another order, or mostly the same text.
+
+    >>> nearest_choice("tyni", ["tiny", "tiny_moe"]), nearest_choice("1f2b", ["gpipe", "1f1b"])
+    ('tiny', '1f1b')
+    >>> nearest_choice("fp8", ["fp16", "zb-h1"])
+    """
+    choices = list(choices)
+    same_letters = (choice for choice in choices if sorted(choice) == sorted(value))
+    similar = get_close_matches(value, choices, n=1, cutoff=MIN_SIMILARITY)
+    return by_spelling(value, choices) or next(same_letters, None) or next(iter(similar), None)
 
 
 def by_words(name: str, known: Iterable[str]) -> str | None:

@@ -31,8 +31,9 @@ from nanotrain.runs.lock import lock_run
 from nanotrain.train.watch.launcher import end_with_launcher
 
 # Ranks reach the same error at different times: imports alone differ by a second on a busy machine. If a silent rank
-# exited first, torchrun would end local rank 0 before it prints.
-WAIT_FOR_FIRST_RANK_S = 4.0
+# exited first, torchrun would end local rank 0 before it prints. When rank 0 has exited, torchrun ends those that wait.
+# 4 s were too short where two worlds shared two cores.
+WAIT_FOR_FIRST_RANK_S = 10.0
 INTERRUPTED = 130  # 128 + SIGINT, what shells expect
 
 # Spinning idle OpenMP threads take cores from the other ranks: measured 10x on a busy machine. libgomp reads this when

@@ -7,12 +7,37 @@ that of the step are unbounded, but a step is at most 2 * lr. A wrong divisor, a
 twice exceeds the bound of 1 % of lr by orders of magnitude.
 """
 
+import json
+from functools import cache
+from typing import Any
+
 import pytest
 
-from tests.laws.worlds import GLOBAL_BATCH, Outcome, assemble
+from tests.harness import SHORT_NAMES, run_ranks
+from tests.laws.worlds import GLOBAL_BATCH, Case, Outcome, assemble, train_here
 
 LOSS_TOLERANCE, NORM_TOLERANCE = 1e-5, 1e-4
 WEIGHT_TOLERANCE_OF_LR = 1e-2
+
+
+Row = tuple[str, int, dict[str, Any], dict[str, Any]]  # model, ranks, strategy and sizes of axes, options
+STEPS, OPTIM = 3, {"lr": 3e-3, "adam_eps": 1e-5}
+
+
+def assert_row_trains_as_one_rank(row: Row, models: dict[str, dict[str, Any]]) -> None:
+    """Train a row of a table of layouts and compare it with one rank; `models` has the fields of each model by name."""
+    model, num_ranks, sizes, options = row
+    parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | options
+    case = Case(STEPS).but(train={"micro_batch_size": 2}, optim=OPTIM, parallel=parallel, model=models[model])
+    outcomes = run_ranks(num_ranks, train_here, case, **sizes)
+    assert_alike(outcomes, _single_rank(json.dumps(models[model])), row=f"{model} {sizes} {options}", lr=OPTIM["lr"])
+
+
+@cache
+def _single_rank(model: str) -> list[Outcome]:
+    """One rank's outcome; `model` is JSON, as the key of the cache."""
+    case = Case(STEPS).but(train={"micro_batch_size": GLOBAL_BATCH}, optim=OPTIM, model=json.loads(model))
+    return run_ranks(1, train_here, case)
 
 
 def assert_alike(outcomes: list[Outcome], reference: list[Outcome], *, row: str, lr: float) -> None:

@@ -1,15 +1,9 @@
 """Law L1 for a model shaped like DeepSeek-V3: MLA, a dense first layer, expert bias, group-limited top-k."""
 
-from functools import cache
-from typing import Any
-
 import pytest
 
-from tests.harness import SHORT_NAMES, run_ranks
-from tests.laws.compare import assert_alike
-from tests.laws.worlds import GLOBAL_BATCH, Case, Outcome, train_here
+from tests.laws.compare import Row, assert_row_trains_as_one_rank
 
-STEPS, OPTIM = 3, {"lr": 3e-3, "adam_eps": 1e-5}
 DEEPSEEK = {
     "num_layers": 4,
     "num_query_groups": None,
@@ -41,8 +35,7 @@ DIRECT = {name: value for name, value in DEEPSEEK.items() if not name.startswith
 MODELS = {"deepseek": DEEPSEEK, "direct": DIRECT}
 
 SP, ZB = {"sequence_parallel": True}, {"pipeline_schedule": "zb-h1"}
-# model, ranks, strategy and sizes of axes, options
-LAYOUTS: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
+LAYOUTS: list[Row] = [
     ("direct", 2, {"strategy": "optim_grads", "tp": 2}, {}),
     ("deepseek", 2, {"strategy": "optim", "pp": 2}, ZB),
     ("deepseek", 2, {"strategy": "optim_grads", "cp": 2}, {}),
@@ -53,17 +46,6 @@ LAYOUTS: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@cache
-def single_rank(model: str) -> list[Outcome]:
-    case = Case(STEPS).but(train={"micro_batch_size": GLOBAL_BATCH}, optim=OPTIM, model=MODELS[model])
-    return run_ranks(1, train_here, case)
-
-
-@pytest.mark.parametrize(("model", "num_ranks", "sizes", "options"), LAYOUTS, ids=str)
-def test_an_mla_model_trains_as_on_one_rank(
-    model: str, num_ranks: int, sizes: dict[str, Any], options: dict[str, Any]
-) -> None:
-    parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | options
-    case = Case(STEPS).but(train={"micro_batch_size": 2}, optim=OPTIM, parallel=parallel, model=MODELS[model])
-    outcomes = run_ranks(num_ranks, train_here, case, **sizes)
-    assert_alike(outcomes, single_rank(model), row=f"{model} {sizes} {options}", lr=OPTIM["lr"])
+@pytest.mark.parametrize("row", LAYOUTS, ids=str)
+def test_an_mla_model_trains_as_on_one_rank(row: Row) -> None:
+    assert_row_trains_as_one_rank(row, MODELS)

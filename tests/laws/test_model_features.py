@@ -1,15 +1,11 @@
 """Law L1 for features of the model, and for stages of any lengths: every layout computes what one rank computes."""
 
-from functools import cache
 from typing import Any
 
 import pytest
 
-from tests.harness import SHORT_NAMES, run_ranks
-from tests.laws.compare import assert_alike
-from tests.laws.worlds import GLOBAL_BATCH, Case, Outcome, train_here
+from tests.laws.compare import Row, assert_row_trains_as_one_rank
 
-STEPS, OPTIM = 3, {"lr": 3e-3, "adam_eps": 1e-5}
 YARN = {
     "position_embedding_type": "yarn",
     "rotary_scaling_factor": 3.0,
@@ -37,8 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
 SP = {"sequence_parallel": True}
-# model, ranks, strategy and sizes of axes, options
-LAYOUTS: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
+LAYOUTS: list[Row] = [
     ("window", 4, {"strategy": "optim_grads", "tp": 2, "cp": 2}, SP),
     ("window", 2, {"strategy": "optim", "cp": 2}, {"cp_comm_type": "allgather"}),
     ("window", 2, {"strategy": "optim", "cp": 2}, {"cp_comm_type": "a2a"}),
@@ -50,17 +45,6 @@ LAYOUTS: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@cache
-def single_rank(model: str) -> list[Outcome]:
-    case = Case(STEPS).but(train={"micro_batch_size": GLOBAL_BATCH}, optim=OPTIM, model=MODELS[model])
-    return run_ranks(1, train_here, case)
-
-
-@pytest.mark.parametrize(("model", "num_ranks", "sizes", "options"), LAYOUTS, ids=str)
-def test_a_feature_trains_as_on_one_rank(
-    model: str, num_ranks: int, sizes: dict[str, Any], options: dict[str, Any]
-) -> None:
-    parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | options
-    case = Case(STEPS).but(train={"micro_batch_size": 2}, optim=OPTIM, parallel=parallel, model=MODELS[model])
-    outcomes = run_ranks(num_ranks, train_here, case, **sizes)
-    assert_alike(outcomes, single_rank(model), row=f"{model} {sizes} {options}", lr=OPTIM["lr"])
+@pytest.mark.parametrize("row", LAYOUTS, ids=str)
+def test_a_feature_trains_as_on_one_rank(row: Row) -> None:
+    assert_row_trains_as_one_rank(row, MODELS)

@@ -100,8 +100,8 @@ def test_the_ranks_of_one_replica_hold_every_parameter_once(recipe, world_size, 
 @pytest.mark.parametrize(
     ("section", "field", "name", "suggestion"),
     [
-        ("parallel", "pipeline_schedule", "1f1bb", "1f1b"),
-        ("parallel", "cp_comm_type", "p2pp", "p2p"),
+        ("parallel", "pipeline_schedule", "1f2b", "1f1b"),
+        ("parallel", "cp_comm_type", "p2", "p2p"),
         ("optim", "optimizer", "adma", "adam"),
     ],
 )
