@@ -11,7 +11,8 @@
 In a group of one rank the output is the input and no process group is used. `group.traffic` counts the bytes sent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -144,12 +145,8 @@ def all_gather_object(obj: Any, group: Group) -> list[Any]:
     if group.size == 1:
         return [obj]
     gathered: list[Any] = [None] * group.size
-    group.heartbeat.started(group.name, "all_gather_object", num_bytes=0)
-    sequence = group.heartbeat.sequence(group.name)
-    group.heartbeat.wait_begins(group.name, "all_gather_object", sequence=sequence)
-    with translate_errors("all_gather_object", group):
+    with _waiting("all_gather_object", group):
         dist.all_gather_object(gathered, obj, group=group.process_group)
-    group.heartbeat.wait_ended()
     return gathered
 
 
@@ -158,7 +155,7 @@ def gather_object(obj: Any, group: Group) -> list[Any] | None:
     if group.size == 1:
         return [obj]
     gathered: list[Any] | None = [None] * group.size if group.is_first else None
-    with translate_errors("gather_object", group):
+    with _waiting("gather_object", group):
         dist.gather_object(obj, gathered, group=group.process_group, group_dst=0)
     return gathered
 
@@ -168,9 +165,19 @@ def broadcast_object(obj: Any, group: Group) -> Any:
     if group.size == 1:
         return obj
     objects = [obj]
-    with translate_errors("broadcast_object", group):
+    with _waiting("broadcast_object", group):
         dist.broadcast_object_list(objects, group=group.process_group, group_src=0)
     return objects[0]
+
+
+@contextmanager
+def _waiting(op: str, group: Group) -> Iterator[None]:
+    """Record a blocking collective of objects in the heartbeat, and translate its errors."""
+    group.heartbeat.started(group.name, op, num_bytes=0)
+    group.heartbeat.wait_begins(group.name, op, sequence=group.heartbeat.sequence(group.name))
+    with translate_errors(op, group):
+        yield
+    group.heartbeat.wait_ended()
 
 
 def barrier(group: Group) -> None:

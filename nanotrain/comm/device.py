@@ -3,9 +3,8 @@
     pick_device, backend_of, process_group_device, device_name, compute_capability
     synchronize, manual_seed
     HostTransfer    activations to pinned host memory and back
-    BufferCopies    between lasting buffers on the device and `host_zeros`, beside computation
+    BufferCopies    between lasting buffers on the device and `host_zeros` (pinned host memory), beside computation
     reset_peak_memory, peak_memory, memory_per_rank
-    HostTransfer      copies to host memory and back, beside the computation
 
 Most of `torch.cuda` raises on a CPU-only torch, so all callers go through these functions.
 """

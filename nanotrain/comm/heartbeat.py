@@ -24,6 +24,8 @@ OPS = (
     "p2p",
     "all_reduce_scalars",
     "all_gather_object",
+    "gather_object",
+    "broadcast_object",
 )
 PHASES = ("start", "data", "step", "hooks", "validation", "checkpoint", "finished", "failed")
 KINDS = ("", "F", "B", "I", "W")

@@ -341,7 +341,7 @@ class CheckpointConfig:
     save_retain_interval: int | None = option(None, "also keep the checkpoints at steps that are a multiple of this", check=at_least(1))
     async_save: bool = option(False, "write checkpoints in the background, from a copy in host memory")
     exit_on_save_failure: bool = option(False, "end the run where a checkpoint cannot be written; otherwise retry at the next interval")
-    save_fallback_dir: str | None = option(None, "folder for the last checkpoint where the run folder cannot be written")
+    save_fallback_dir: str | None = option(None, "folder for the last checkpoint, in a subfolder named like the run, where the run folder cannot be written")
     load: str | None = option(None, "step folder, or run folder for its newest checkpoint, to load instead of the run's own checkpoint")
     finetune: bool = option(False, "of the checkpoint of load take only the weights: start at step 0 with new optimizer state")
     load_optim: bool = option(True, "load the optimizer state of a checkpoint; off: only its weights and its step")

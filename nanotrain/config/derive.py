@@ -57,25 +57,25 @@ def rotary_dim(model_config: ModelConfig) -> int:
     return int(head_dim(model_config) * model_config.rotary_percent)
 
 
-def rotary_length(model_config: ModelConfig) -> float:
+def rotary_mscale(model_config: ModelConfig) -> float:
     """The factor on the cosines and sines of RoPE: 1 without YaRN.
 
-    >>> rotary_length(ModelConfig(position_embedding_type=PositionEmbedding.yarn, rotary_scaling_factor=1.0))
+    >>> rotary_mscale(ModelConfig(position_embedding_type=PositionEmbedding.yarn, rotary_scaling_factor=1.0))
     1.0
     """
-    return _growth(model_config, model_config.mscale) / _growth(model_config, model_config.mscale_all_dim)
+    return _mscale(model_config, model_config.mscale) / _mscale(model_config, model_config.mscale_all_dim)
 
 
-def softmax_growth(model_config: ModelConfig) -> float:
+def softmax_mscale(model_config: ModelConfig) -> float:
     """The factor on the softmax scale of MLA: 1 without YaRN.
 
-    >>> softmax_growth(ModelConfig(mscale_all_dim=1.0))
+    >>> softmax_mscale(ModelConfig(mscale_all_dim=1.0))
     1.0
     """
-    return _growth(model_config, model_config.mscale_all_dim) ** 2
+    return _mscale(model_config, model_config.mscale_all_dim) ** 2
 
 
-def _growth(model_config: ModelConfig, coefficient: float) -> float:
+def _mscale(model_config: ModelConfig, coefficient: float) -> float:
     """YaRN's logarithmic growth with the scaling factor (Peng et al. 2023, equation 22)."""
     if model_config.position_embedding_type is not PositionEmbedding.yarn:
         return 1.0

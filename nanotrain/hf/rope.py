@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanotrain.config.config import ModelConfig, PositionEmbedding
-from nanotrain.config.derive import rotary_length
+from nanotrain.config.derive import rotary_mscale
 from nanotrain.hf.reject import reject
 
 
@@ -89,7 +89,7 @@ def _read_yarn(rope: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any
     }
     if rope.get("mscale") and rope.get("mscale_all_dim"):  # transformers ignores one without the other
         fields |= {"mscale": float(rope["mscale"]), "mscale_all_dim": float(rope["mscale_all_dim"])}
-    expected = rotary_length(ModelConfig(**fields))
+    expected = rotary_mscale(ModelConfig(**fields))
     length = rope.get("attention_factor")
     if length is not None and not math.isclose(length, expected, rel_tol=1e-6):
         reject("attention_factor of its yarn rotary scaling", length, instead=f"null or {expected:.6g}")

@@ -15,8 +15,7 @@
 A module asks once, when it is built, for the callable that its forward then uses. Names and meaning are those of
 Megatron-LM's `--recompute-modules`. Source: Chen et al. 2016; Korthikanti et al. 2022, section 5, for selective.
 
-Weights are not shared between the two runs of a function by copying: the second run reads the parameters as they are
-in the backward pass, which are the same until the optimizer step.
+Parameters are not copied: the second run reads them during the backward pass, before the optimizer step changes them.
 """
 
 from collections.abc import Callable, Collection, Iterator

@@ -23,7 +23,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from nanotrain.config.config import ModelConfig
-from nanotrain.config.derive import softmax_growth
+from nanotrain.config.derive import softmax_mscale
 from nanotrain.model.context import LayerContext
 from nanotrain.model.norm import build_norm
 from nanotrain.model.parallel import ModelParallel
@@ -73,7 +73,7 @@ class MultiLatentAttention(nn.Module):
         self.kv_latent_norm = build_norm(model_config, params.submodule("kv_latent_norm"))
         self.kv_up = sharded(*params.linear("kv_up"))
         self.output = RowParallelLinear(*params.linear("output"), tensor_parallel=parallel.tp)
-        self.softmax_growth = softmax_growth(model_config)
+        self.softmax_mscale = softmax_mscale(model_config)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
@@ -113,8 +113,8 @@ class MultiLatentAttention(nn.Module):
         (key_value,) = column_parallel(compressed_kv, (self.kv_up,))
         query = rearrange(query, "b s (n d) -> b s n d", d=sum(self.query_sizes))
         key_value = rearrange(key_value, "b s (n d) -> b s n d", d=sum(self.key_value_sizes))
-        if self.softmax_growth != 1.0:  # YaRN; the core attention divides by the root of the head's width alone
-            query = query * self.softmax_growth
+        if self.softmax_mscale != 1.0:  # YaRN; the core attention divides by the root of the head's width alone
+            query = query * self.softmax_mscale
         query_nope, query_rope = query.split(self.query_sizes, dim=-1)
         key_nope, value = key_value.split(self.key_value_sizes, dim=-1)
         query = torch.cat((query_nope, apply_rotary(query_rope, rotary)), dim=-1)

@@ -61,6 +61,7 @@ class MoELayer(nn.Module):
             dp=parallel.dp,
             recompute=parallel.recompute,
         )
+        experts = _local_experts(num_experts, parallel.ep)
         self._dispatcher = build_token_dispatcher(num_experts, ep=parallel.ep, etp=parallel.etp)
         self.experts = Experts(
             gate=params.get("experts.gate.weight"),
@@ -71,7 +72,7 @@ class MoELayer(nn.Module):
                 may_drop=self._dispatcher.keeps_dropped and model_config.moe.expert_capacity_factor is not None,
                 wgrad_queue=parallel.tp.wgrad_queue,
                 recompute=parallel.recompute,
-                experts=(experts := local_experts(num_experts, parallel.ep)),
+                experts=experts,
                 fp8=_expert_fp8(experts, parallel),
             ),
         )
@@ -94,7 +95,7 @@ class MoELayer(nn.Module):
         return context.sequence_positions[first : first + length]
 
 
-def local_experts(num_experts: int, ep: Group) -> ExpertRange:
+def _local_experts(num_experts: int, ep: Group) -> ExpertRange:
     """The experts of this rank of ep."""
     num_local = num_experts // ep.size
     return ExpertRange(ep.index * num_local, num_local, num_experts)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanotrain.config.config import ModelConfig, PositionEmbedding
-from nanotrain.config.derive import rotary_dim, rotary_length
+from nanotrain.config.derive import rotary_dim, rotary_mscale
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def _scale_yarn(unscaled: Tensor, model_config: ModelConfig) -> Tensor:
 
     first = max(math.floor(pair_with(model_config.beta_fast)), 0)
     last = min(math.ceil(pair_with(model_config.beta_slow)), size - 1)
-    is_slow = ((torch.arange(len(unscaled)) - first) / max(last - first, 1e-3)).clamp(0, 1)
+    is_slow = ((torch.arange(len(unscaled), device="cpu") - first) / max(last - first, 1e-3)).clamp(0, 1)
     return unscaled / model_config.rotary_scaling_factor * is_slow + unscaled * (1 - is_slow)
 
 
@@ -75,7 +75,7 @@ class RotaryTables:
     """
 
     def __init__(self, model_config: ModelConfig) -> None:
-        self._inverse_frequencies, self._length = inverse_frequencies(model_config), rotary_length(model_config)
+        self._inverse_frequencies, self._length = inverse_frequencies(model_config), rotary_mscale(model_config)
         self._cache: dict[tuple[torch.device, torch.dtype], Rotary] = {}
 
     def at(self, positions: int | Tensor, *, like: Tensor) -> Rotary:

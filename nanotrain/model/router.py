@@ -83,7 +83,8 @@ class Router(StatefulModule):
         topk_weights = self._weights(logits, scores, topk_ids=topk_ids)
         is_training = self.training and torch.is_grad_enabled()
         if is_training:
-            topk_weights = self._attach_losses(topk_weights, logits, scores=scores, context=context)
+            routing = Routing(topk_ids, topk_weights)
+            topk_weights = self._attach_losses(routing, logits, scores=scores, context=context)
         kept_ids = topk_ids
         if self.moe.expert_capacity_factor is not None:
             kept_ids = drop_over_capacity(
@@ -102,14 +103,19 @@ class Router(StatefulModule):
         """Whether this forward pass is counted: in training, and the first time where it is recomputed."""
         return self.training and torch.is_grad_enabled() and not self._recompute.is_recomputing
 
+    @property
+    def _ranks_logits(self) -> bool:
+        """Whether the order of the logits decides: without a bias and groups, which see more of a score than its order.
+
+        Scores of experts that are far behind underflow to ties, their logits do not.
+        """
+        return self.expert_bias is None and self.moe.router_num_groups is None
+
     def _select(self, logits: Tensor, scores: Tensor) -> Tensor:
         """[B, S, E] -> [B, S, K] int64, best first."""
         moe = self.moe
-        # Scores of experts that are far behind underflow to ties, their logits do not. They have the same order, and
-        # only a bias and the sums of groups see more of a score than its order.
-        is_ordered = self.expert_bias is None and moe.router_num_groups is None
         has_free_scores = moe.router_score_function is RouterScore.softmax and not moe.router_pre_softmax
-        ranked = logits if is_ordered or has_free_scores else scores
+        ranked = logits if self._ranks_logits or has_free_scores else scores
         if self.expert_bias is not None:
             ranked = ranked + self.expert_bias
         if moe.router_num_groups is not None:
@@ -133,11 +139,13 @@ class Router(StatefulModule):
             weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
         return weights * self.moe.router_topk_scaling_factor
 
-    def _attach_losses(self, weights: Tensor, logits: Tensor, *, scores: Tensor, context: LayerContext) -> Tensor:
+    def _attach_losses(self, routing: Routing, logits: Tensor, *, scores: Tensor, context: LayerContext) -> Tensor:
         """The weights, with the auxiliary losses attached."""
+        weights = routing.topk_weights
         length, scale = logits.shape[1] * self.sequence.size, context.aux_loss_scale
         if self._balance:
-            best = logits.detach().topk(self.moe.router_topk, dim=-1).indices
+            is_best = self._ranks_logits and not self.moe.router_force_load_balancing
+            best = routing.topk_ids if is_best else logits.detach().topk(self.moe.router_topk, dim=-1).indices
             tokens = count_tokens(best, num_experts=self.num_experts, sequence=self.sequence)
             probabilities = _probabilities(scores)
         for index, (kind, coeff) in enumerate(self._balance):

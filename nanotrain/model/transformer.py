@@ -252,6 +252,8 @@ class Stage(nn.Module):
         shape, declared = ModelShape.of(model_config), Parameters.on_meta(params)
         embedding = declared.submodule("embedding")
         self.embedding = Embedding(embedding, tensor_parallel=parallel.tp) if embedding else None
+        # whether some layer attends to all keys before its own, and whether some attends within a window
+        self._has_windows = {shape.window_layers[i] for i in spec.layers}
         blocks = {str(i): declared.submodule(f"layers.{i}") for i in spec.layers}
         self.layers = nn.ModuleDict(
             {
@@ -314,8 +316,10 @@ class Stage(nn.Module):
         plan_mask, window = self.parallel.core_attention.plan_mask, self.model_config.window_size
         layer_context = LayerContext(
             rotary=None if self._rotary is None else self._rotary.at(positions, like=hidden),
-            mask=plan_mask(batch.segment_ids, tokens=batch.tokens),
-            window_mask=None if window is None else plan_mask(batch.segment_ids, tokens=batch.tokens, window=window),
+            mask=plan_mask(batch.segment_ids, tokens=batch.tokens) if False in self._has_windows else None,
+            window_mask=plan_mask(batch.segment_ids, tokens=batch.tokens, window=window)
+            if True in self._has_windows
+            else None,
             sequence_positions=context.sequence_positions,
             aux_loss_scale=context.aux_loss_scale,
         )

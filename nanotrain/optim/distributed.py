@@ -181,7 +181,10 @@ class DistributedOptimizer:
         return {box: view for state in self._states for box, view in state.tensors(state.ranges, copies=self._loading)}
 
     def grad_tensors(self) -> dict[TensorBox, Tensor]:
-        """Reduced gradients of the last step on this rank, as views; after `step` they are unscaled and clipped."""
+        """Reduced gradients of the last step on this rank, as views.
+
+        After `step` fp32 gradients are unscaled and clipped; those in lower precision are scaled as they are read.
+        """
         return {
             box: view
             for state in self._states

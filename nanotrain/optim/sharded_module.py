@@ -13,6 +13,7 @@ embedding, is a unit too. No model parallelism: parameters are the same on all r
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -39,17 +40,19 @@ class ShardedModule:
 
     The module stays usable as it is: `module(...)` runs forward, and its parameters are views of flat buffers. Values,
     names and tied parameters are kept. It must be on the device of the context, with real values, equal on all ranks.
+    All of its parameters are trained.
 
     Args:
         module: any module; its parameters are replaced.
         context: process groups of a topology with data parallelism only.
-        parallel: strategy, optimizer instances, bucket size and overlap; other fields do not apply.
+        parallel: strategy, optimizer instances, buckets, overlap and form of the reductions; sizes of other axes do not
+            apply.
         unit_classes: classes of the modules that run one after another, as transformer blocks.
         optim: update rule and hyperparameters; weight decay applies to parameters of two or more dims.
         precision: dtypes; parameters are converted to `params_dtype`.
 
     Raises:
-        ConfigError: model parallelism, no module of a unit class, or parameters that no unit can hold.
+        ConfigError: model parallelism, no module of a unit class, parameters that no unit can hold or that are frozen.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class ShardedModule:
     ) -> None:
         optim, precision = optim or OptimConfig(), precision or PrecisionConfig()
         _check_data_parallel_only(context)
+        _check_trained(module, optim)
         self.module, self._context, self._optim = module, context, optim
         strategy = STRATEGIES[parallel.data_parallel_sharding_strategy.value]
         units = find_units(module, unit_classes, must_not_nest=strategy.shard_params)
@@ -75,19 +79,15 @@ class ShardedModule:
             num_shards=groups.shard.size,
             num_outer_shards=groups.outer.size,
             bucket_size=parallel.ddp_bucket_size,
+            pad_for_high_busbw=parallel.ddp_pad_buckets_for_high_nccl_busbw,
             gathers_by_unit=strategy.gathers_by_unit,
         )
         self.data_parallel = DataParallel(
             module,
-            plan_layout(_declare(module, units, dtype=precision.params_dtype.value), rules),
+            plan_layout(_declare(module, units, unit_classes=unit_classes, dtype=precision.params_dtype.value), rules),
             groups=groups,
-            options=DataParallelOptions(
-                strategy=strategy,
-                overlap_grad_reduce=parallel.overlap_grad_reduce,
-                overlap_param_gather=parallel.overlap_param_gather,
-                num_prefetched_units=parallel.fsdp_prefetch_depth if parallel.overlap_param_gather else 0,
-                reshards_after_forward=parallel.reshard_after_forward,
-                is_recomputing=_is_in_backward,
+            options=replace(
+                _options(parallel, precision),
                 units=[(child, _parameters_read(name, child, tied=tied)) for name, child in units],
             ),
             precision=Precision.of(precision),
@@ -102,7 +102,10 @@ class ShardedModule:
             loss_scale=LossScale.of(precision),
             groups=context.groups,
         )
-        self._is_new_step = True
+        # the loss is divided by the ranks here, unless the collectives divide the gradients
+        self._num_averaged = 1 if parallel.ddp_average_in_collective else context.topology.world_size
+        self._had_last = False  # whether the last microbatch of the step has run
+        self.data_parallel.begin_step()
 
     def backward(self, loss: Tensor, *, is_last: bool = True) -> None:
         """Add the gradients of a microbatch, and reduce them.
@@ -111,13 +114,15 @@ class ShardedModule:
             loss: scalar, the mean over this microbatch of this rank. The gradient of a step is the mean over all ranks
                 of the sum of these; divide by the number of microbatches for a mean.
             is_last: whether this is the last microbatch of the step.
+
+        Raises:
+            RuntimeError: the last microbatch of the step has run.
         """
-        if self._is_new_step:
-            self.data_parallel.begin_step()
-            self._is_new_step = False
-        num_ranks = self._context.topology.world_size
+        if self._had_last:
+            raise RuntimeError("backward after the last microbatch: pass is_last=False for the others, then step()")
+        self._had_last = is_last
         self.data_parallel.backward_begins(is_last=is_last)
-        (loss * (self.optimizer.loss_scale.scale / num_ranks)).backward()
+        (loss * (self.optimizer.loss_scale.scale / self._num_averaged)).backward()
         self.data_parallel.backward_ended()
 
     def step(self, lr: float | None = None) -> Update:
@@ -128,11 +133,17 @@ class ShardedModule:
 
         Returns:
             the gradient norm over all ranks before clipping, and whether the step was skipped.
+
+        Raises:
+            RuntimeError: no microbatch of this step was the last one.
         """
+        if not self._had_last:
+            raise RuntimeError("step before the last microbatch: call backward(loss, is_last=True) for it")
         self.data_parallel.finish_grad_reduce()
         update = self.optimizer.step(self._optim.lr if lr is None else lr)
         self.data_parallel.start_param_gather()
-        self._is_new_step = True
+        self.data_parallel.begin_step()  # now: without resharding, units count the backwards that follow a forward
+        self._had_last = False
         return update
 
     def save(self, folder: Path, *, step: int) -> Path:
@@ -186,9 +197,9 @@ def find_units(
     """
     units: list[Unit] = []
     for name, child in module.named_modules():
-        if any(name.startswith(f"{unit}.") for unit, found in units if isinstance(found, unit_classes)):
+        if any(not unit or name.startswith(f"{unit}.") for unit, found in units if isinstance(found, unit_classes)):
             continue
-        if isinstance(child, unit_classes) or child._parameters:
+        if isinstance(child, unit_classes) or _own_parameters(child):
             units.append((name, child))
     if not any(isinstance(child, unit_classes) for _, child in units):
         names = ", ".join(kind.__name__ for kind in unit_classes) or "none"
@@ -199,19 +210,25 @@ def find_units(
         )
     for name, child in units:
         below = [other for other, _ in units if other != name and (other.startswith(f"{name}.") or not name)]
-        if must_not_nest and below and child._parameters:
+        if must_not_nest and below and _own_parameters(child):
             raise ConfigError(
-                f"{name or type(child).__name__} has parameters of its own ({', '.join(child._parameters)})",
+                f"{name or type(child).__name__} has parameters of its own ({', '.join(_own_parameters(child))})",
                 why=f"it is not freed before {below[0]}, which is a unit inside it, runs",
                 fix=f"add {type(child).__name__} to the unit classes, or choose optim_grads",
             )
     return units
 
 
-def _declare(module: nn.Module, units: Sequence[Unit], *, dtype: str) -> list[LocalParam]:
-    """Every parameter once, under its first name, with its unit."""
+def _own_parameters(module: nn.Module) -> list[str]:
+    return [name for name, param in module._parameters.items() if param is not None]
+
+
+def _declare(
+    module: nn.Module, units: Sequence[Unit], *, unit_classes: tuple[type[nn.Module], ...], dtype: str
+) -> list[LocalParam]:
+    """Every parameter once, under its first name, with its unit; Muon updates the matrices of the unit classes."""
     unit_of = {param: name or "root" for name, child in units for param in _names_below(name, child)}
-    blocks = {name for name, child in units if not child._parameters}
+    blocks = {name or "root" for name, child in units if isinstance(child, unit_classes)}
 
     def declare(name: str, param: nn.Parameter) -> ParamSpec:
         return ParamSpec(
@@ -255,6 +272,36 @@ def _check_data_parallel_only(context: ParallelContext) -> None:
         shown = ", ".join(f"{axis} {size}" for axis, size in wrong.items())
         why = "the layers of any module do not know their shards"
         raise ConfigError(f"a sharded module with {shown}", why=why, fix="use data parallelism only, or the trainer")
+
+
+def _check_trained(module: nn.Module, optim: OptimConfig) -> None:
+    frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
+    if frozen:
+        raise ConfigError(
+            f"{len(frozen)} parameters are frozen, the first is {frozen[0]}",
+            why="weight decay and the flat buffers would change them all the same",
+            fix="train all of them, or keep frozen ones as buffers of the module",
+        )
+    if optim.decoupled_lr is not None:
+        why = "a module does not say which parameters are its embedding and its output layer"
+        raise ConfigError("decoupled_lr has no effect", why=why, fix="leave it out")
+
+
+def _options(parallel: ParallelConfig, precision: PrecisionConfig) -> DataParallelOptions:
+    is_low_precision = Precision.of(precision).grads != torch.float32
+    num_prefetched = parallel.fsdp_prefetch_depth if parallel.overlap_param_gather else 0
+    return DataParallelOptions(
+        strategy=STRATEGIES[parallel.data_parallel_sharding_strategy.value],
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        num_prefetched_units=num_prefetched,
+        reshards_after_forward=parallel.reshard_after_forward,
+        num_gather_blocks=1 + parallel.fsdp_prefetch_depth if parallel.fsdp_double_buffer else 0,
+        averages=parallel.ddp_average_in_collective,
+        by_all_to_all=parallel.reduce_scatter_with_fp32_accumulation and is_low_precision,
+        keeps_full_grads=parallel.force_all_reduce,
+        is_recomputing=_is_in_backward,
+    )
 
 
 def _is_in_backward() -> bool:

@@ -46,14 +46,14 @@ class GridGroups:
 
 
 @dataclass(frozen=True)
-class Block:
+class MatrixSlice:
     """A matrix, by its number, and the elements of it that are sent or received."""
 
     number: int
     numel: int
 
 
-Blocks = tuple[tuple[Block, ...], ...]  # by rank of the group
+MatrixSlices = tuple[tuple[MatrixSlice, ...], ...]  # by rank of the group
 
 
 class Route:
@@ -65,7 +65,7 @@ class Route:
         receives: what it receives from each rank.
     """
 
-    def __init__(self, group: Group | GroupSpec, *, sends: Blocks, receives: Blocks) -> None:
+    def __init__(self, group: Group | GroupSpec, *, sends: MatrixSlices, receives: MatrixSlices) -> None:
         self._group, self._sends, self._receives = group, sends, receives
         self._input_splits, self._output_splits = (
             [sum(block.numel for block in blocks) for blocks in by_rank] for by_rank in (sends, receives)
@@ -130,12 +130,12 @@ class WholeMatrices:
         sends = tuple(_locals(mine) for _ in tensors)
         self._split = Route(groups.tensor, sends=sends, receives=tuple(map(_locals, by_tensor)))
 
-        by_replicate = (
+        by_replicate = tuple(
             _pieces(((n, p) for n, p in numbered if p.owner.replicate == r), self._me.shard)
             for r in range(groups.sizes.replicate)
         )
-        held = tuple(by_replicate)
-        self._spread = Route(groups.replicate, sends=(held[self._me.replicate],) * len(held), receives=held)
+        mine_to_all = (by_replicate[self._me.replicate],) * len(by_replicate)
+        self._spread = Route(groups.replicate, sends=mine_to_all, receives=by_replicate)
 
     def sent_numel(self) -> dict[str, int]:
         """Elements that this rank sends per step, by axis."""
@@ -186,16 +186,16 @@ class WholeMatrices:
         return local[begin : begin + next(piece.numel for piece in pieces if piece.shard == shard)]
 
 
-def _pieces(placed: Iterable[tuple[int, Placed]], shard: int) -> tuple[Block, ...]:
+def _pieces(placed: Iterable[tuple[int, Placed]], shard: int) -> tuple[MatrixSlice, ...]:
     """The pieces of matrices in one shard; those of other matrices are left out."""
     pieces = ((number, each.piece_of(shard)) for number, each in placed)
-    return tuple(Block(number, piece.numel) for number, piece in pieces if piece is not None)
+    return tuple(MatrixSlice(number, piece.numel) for number, piece in pieces if piece is not None)
 
 
-def _locals(placed: Iterable[tuple[int, Placed]], *, reads_replicas: bool = True) -> tuple[Block, ...]:
+def _locals(placed: Iterable[tuple[int, Placed]], *, reads_replicas: bool = True) -> tuple[MatrixSlice, ...]:
     """The local matrices; replicated ones only if `reads_replicas`."""
     return tuple(
-        Block(number, each.matrix.local_numel)
+        MatrixSlice(number, each.matrix.local_numel)
         for number, each in placed
         if reads_replicas or each.matrix.sharded_dim is not None
     )

@@ -7,6 +7,7 @@ read is skipped. Steps that were repeated after a resume appear once, as the las
 import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,8 +134,9 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _mapping(path: Path) -> dict[str, Any]:
     try:
-        read = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
-    except (OSError, ValueError, yaml.YAMLError):
+        text = path.read_text(encoding="utf-8")
+        read = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return read if isinstance(read, dict) else {}
 
@@ -165,5 +167,6 @@ def _checkpoints(folder: Path) -> Iterator[Checkpoint]:
         return
     for path in sorted(folder.glob("step-*")):
         if path.is_dir() and path.name.removeprefix("step-").isdigit():
-            files = [file.stat() for file in path.iterdir() if file.is_file()]
-            yield Checkpoint(path.name, sum(file.st_size for file in files), path.stat().st_mtime)
+            with suppress(FileNotFoundError):  # the run may be deleting it
+                files = [file.stat() for file in path.iterdir() if file.is_file()]
+                yield Checkpoint(path.name, sum(file.st_size for file in files), path.stat().st_mtime)

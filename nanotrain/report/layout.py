@@ -10,7 +10,7 @@ from nanotrain.config.derive import data_parallel_size, num_microbatches
 from nanotrain.config.schema import with_values
 from nanotrain.errors import NanotrainError
 from nanotrain.parallel.pp.actions import PipelineShape
-from nanotrain.parallel.pp.schedules import SCHEDULES
+from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule
 from nanotrain.parallel.pp.simulate import simulate
 from nanotrain.report.history import RunHistory
 from nanotrain.topology.picture import run_topology
@@ -27,7 +27,7 @@ def layout_html(run: RunHistory) -> str:
         parallel = with_values(ParallelConfig(), _section(run, "parallel"))
         train = with_values(TrainConfig(), _section(run, "train"))
         groups = f"<pre>{escape(run_topology(parallel, world_size, as_json=False))}</pre>"
-        if parallel.pipeline_model_parallel_size == 1:
+        if parallel.pipeline_model_parallel_size == 1 or parallel.pipeline_schedule not in SCHEDULES:
             return groups
         count = num_microbatches(train, data_parallel_size(parallel, world_size))
         return groups + _schedule(parallel, count, name=run.name)
@@ -43,7 +43,7 @@ def _schedule(parallel: ParallelConfig, count: int, *, name: str) -> str:
     shape = replace(shape, num_microbatches=min(count, MICROBATCHES_PER_RANK * num_ranks))
     title = f"{parallel.pipeline_schedule}, {shape.num_microbatches} of {count} microbatches"
     picture = BytesIO()
-    save_png(simulate(SCHEDULES[parallel.pipeline_schedule](shape)), picture, title=title)
+    save_png(simulate(build_schedule(parallel.pipeline_schedule, shape)), picture, title=title)
     encoded = base64.b64encode(picture.getvalue()).decode()
     return f'<img alt="pipeline schedule of {escape(name)}" src="data:image/png;base64,{encoded}">'
 

@@ -52,14 +52,14 @@ class BatchIterator:
         self._readers_per_sample = readers_per_sample
 
     def next(
-        self, *, wants_stop: bool = False, failure: NanotrainError | None = None, busy_s: float = 0.0
+        self, *, wants_stop: bool = False, failure: NanotrainError | None = None, busy_s: float | None = None
     ) -> GlobalBatch | None:
         """The next global batch; None if any rank wants to stop.
 
         Args:
             wants_stop: whether this rank received a signal or reached its time limit.
             failure: an error of this rank since the last step.
-            busy_s: seconds of the last step in which this rank did not wait for others.
+            busy_s: seconds of the last step in which this rank did not wait for others; None on every rank if unknown.
 
         Raises:
             NanotrainError: some rank or its data failed; the same error on every rank.
@@ -74,8 +74,9 @@ class BatchIterator:
         tokens = sum(float(batch.num_target_tokens) for batch in microbatches) / self._readers_per_sample
         samples = sum(len(batch.tokens) for batch in microbatches) / self._readers_per_sample
         counts = [tokens, samples, float(wants_stop), float(failure is not None)]
-        all_busy = [0.0] * self._group.size
-        all_busy[self._group.index] = busy_s
+        all_busy = [0.0] * self._group.size if busy_s is not None else []
+        if busy_s is not None:
+            all_busy[self._group.index] = busy_s
         all_tokens, all_samples, stops, failures, *all_busy = all_reduce_scalars([*counts, *all_busy], self._group)
         if failures:
             raise_on_all(failure, self._group)

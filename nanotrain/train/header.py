@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step: model, data, batch, layout, precision, and where to look."""
+"""The header printed before the first step: model, data, batch, layout, precision, run folder."""
 
 from nanotrain.config.derive import data_parallel_size
 from nanotrain.memory.block_transforms import describe_activations
@@ -30,11 +30,11 @@ def header(plan: Plan, inputs: RunInputs, *, device: str) -> str:
 def count(number: float) -> str:
     """A number with three digits and a unit.
 
-    >>> count(950), count(1_840_000), count(42_900_000_000)
-    ('950', '1.84 M', '42.9 B')
+    >>> count(950), count(1_840_000), count(999_700_000)
+    ('950', '1.84 M', '1 B')
     """
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
+        if number >= 0.9995 * size:  # three digits of it would be a thousand of the smaller unit
             return f"{number / size:.3g} {unit}"
     return f"{number:g}"
 

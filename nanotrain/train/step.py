@@ -60,7 +60,8 @@ def train_step(run: Run, batch: GlobalBatch) -> StepResult:
     for dp in run.data_parallel:
         dp.start_param_gather()
 
-    finish_fp8_step(run.stages, run.context)
+    if run.config.precision.fp8_format is not None:
+        finish_fp8_step(run.stages, run.context)
     loss = global_loss(loss_sum, run.context)
     routers = balance_routers(run.stages, run.config.model, context=run.context)
     run.state.advance(samples=run.plan.sampler.global_batch_size, tokens=batch.num_target_tokens)

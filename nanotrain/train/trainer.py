@@ -89,8 +89,9 @@ class Trainer:
         run, start = self.run, time.perf_counter()
         self._waited_before_s = run.context.heartbeat.waited_s
         run.context.heartbeat.begin("data", step=run.state.step + 1)
+        busy_s = self._busy_s if run.context.device.type == "cpu" else None  # where waiting blocks the host
         with self._saving_on_the_way_out():
-            batch = run.batch_iterator.next(wants_stop=self._wants_stop(), failure=self._failure, busy_s=self._busy_s)
+            batch = run.batch_iterator.next(wants_stop=self._wants_stop(), failure=self._failure, busy_s=busy_s)
         if batch is None:
             log.info("stopping after step %d: %s", run.state.step, self._reason())
             return None
@@ -117,13 +118,15 @@ class Trainer:
                 raise
             except NanotrainError as error:  # of this rank or of all; raised before the next step
                 self._failure = self._failure or error
+                if isinstance(error, CorruptState):  # raised by all ranks: the later hooks must not save this state
+                    break
         interval = run.config.train.manual_gc_interval
         if interval and run.state.step % interval == 0:
             gc.collect()
 
     def _report_slowest(self, report: StepReport, busy_s: Sequence[float], *, step_time_s: float) -> None:
         """The slowest rank of the step before, and the time of this step for the next report."""
-        if len(busy_s) > 1 and self._step_time_s and self.run.context.device.type == "cpu":
+        if len(busy_s) > 1 and self._step_time_s:
             report.slowest_rank = max(range(len(busy_s)), key=busy_s.__getitem__)
             report.slowest_share = min(1.0, max(busy_s) / self._step_time_s)
         waited_s = self.run.context.heartbeat.waited_s - self._waited_before_s

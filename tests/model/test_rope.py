@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanotrain.config.config import MLAConfig
-from nanotrain.config.derive import rotary_length, softmax_growth
+from nanotrain.config.derive import rotary_mscale, softmax_mscale
 from nanotrain.model.rope import Rotary, RotaryTables, apply_rotary, inverse_frequencies
 from tests.model.building import LLAMA, LLAMA3, YARN
 
@@ -116,10 +116,10 @@ def test_yarn_is_that_of_transformers(width: int, mscale: float, mscale_all_dim:
         mscale_all_dim=mscale_all_dim,
     )
     torch.testing.assert_close(inverse_frequencies(ours), expected)
-    assert rotary_length(ours) == pytest.approx(length)
+    assert rotary_mscale(ours) == pytest.approx(length)
     # DeepSeek-V3's attention multiplies the scale of its softmax as well
-    assert softmax_growth(ours) == pytest.approx((0.1 * mscale_all_dim * math.log(8) + 1) ** 2)
-    assert (rotary_length(LLAMA), softmax_growth(LLAMA)) == (1.0, 1.0)
+    assert softmax_mscale(ours) == pytest.approx((0.1 * mscale_all_dim * math.log(8) + 1) ** 2)
+    assert (rotary_mscale(LLAMA), softmax_mscale(LLAMA)) == (1.0, 1.0)
 
 
 def test_a_share_of_the_channels_is_rotated_and_the_rest_stays() -> None:

@@ -156,7 +156,7 @@ def test_parameters_other_than_declared_are_refused() -> None:
 def test_one_segment_is_causal_attention_without_segments() -> None:
     layer = build(LLAMA).layers["0"].attention
     hidden = torch.randn(2, 9, 32)
-    masked = LayerContext(mask=full_mask(None, tokens=torch.zeros(2, 9), window=None))
+    masked = LayerContext(mask=full_mask(None, length=9, device=torch.device("cpu"), window=None))
     torch.testing.assert_close(layer(hidden, masked), layer(hidden, LayerContext()))
 
 

@@ -25,6 +25,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "optim_grads_params": (2, {"strategy": "optim_grads_params"}),
     "no_shard on 4": (4, {"strategy": "no_shard"}),
     "optim_grads_params on 4, overlap": (4, {"strategy": "optim_grads_params", **OVERLAP}),
+    "units kept until their backward": (2, {"strategy": "optim_grads_params", "reshard_after_forward": False}),
+    "fixed memory, mean in the collective": (
+        2,
+        {"strategy": "optim_grads_params", "fsdp_double_buffer": True, "ddp_average_in_collective": True},
+    ),
     "two instances": (4, {"strategy": "optim_grads_params", "instances": 2}),
     "two instances, state sharded across": (
         4,
@@ -180,6 +185,43 @@ def test_mistakes_are_one_error() -> None:
     with pytest.raises(ConfigError, match="Sequential has parameters of its own"):
         find_units(outer, (nn.Linear,))
     assert len(find_units(outer, (nn.Linear,), must_not_nest=False)) == 2
+    # The fix of that message: the root is one unit, with everything in it.
+    assert [name for name, _ in find_units(outer, (nn.Linear, nn.Sequential))] == [""]
+
+
+def refuse_misuse(context: ParallelContext) -> None:
+    parallel, units = parallel_config(strategy="optim_grads"), (Block,)
+    frozen = Model()
+    frozen.embedding.requires_grad_(False)
+    with pytest.raises(ConfigError, match="1 parameters are frozen, the first is embedding.weight"):
+        ShardedModule(frozen, context, parallel=parallel, unit_classes=units)
+    decoupled = OptimConfig(decoupled_lr=0.1)
+    with pytest.raises(ConfigError, match="decoupled_lr has no effect"):
+        ShardedModule(Model(), context, parallel=parallel, unit_classes=units, optim=decoupled)
+    sharded = ShardedModule(Model(), context, parallel=parallel, unit_classes=units)
+    with pytest.raises(RuntimeError, match="step before the last microbatch"):
+        sharded.step()
+    sharded.backward(sharded.module(tokens_of(0)))
+    with pytest.raises(RuntimeError, match="backward after the last microbatch"):
+        sharded.backward(sharded.module(tokens_of(0)))
+
+
+def test_frozen_parameters_and_wrong_order_are_refused() -> None:
+    run_ranks(1, refuse_misuse)
+
+
+def muon_matrices(context: ParallelContext) -> list[str]:
+    model = Model()
+    for block in model.blocks:
+        block.scale = nn.Parameter(torch.ones(24))  # a block with a parameter of its own is a block still
+    parallel = parallel_config(strategy="optim_grads_params")
+    sharded = ShardedModule(model, context, parallel=parallel, unit_classes=(Block,))
+    return [name for name, local in sharded.data_parallel.params.items() if local.spec.needs_whole_matrix]
+
+
+def test_the_matrices_of_blocks_are_those_that_muon_updates() -> None:
+    (names,) = run_ranks(1, muon_matrices)
+    assert names == [f"blocks.{i}.{layer}.weight" for i in range(3) for layer in ("up", "down")]
 
 
 def refuse_tensor_parallelism(context: ParallelContext) -> None:

@@ -123,7 +123,7 @@ class Fp8Linears(Linears):
 
 
 class Fp8GroupedMM(GroupedMM):
-    """The products of stacked experts, one product per expert; the host waits for `offs`.
+    """The products of stacked experts, one product per expert; of a microbatch, with the same `offs` in all of them.
 
     The tokens of an expert are a tensor of their own: a scale per tensor is one per expert.
 
@@ -134,6 +134,7 @@ class Fp8GroupedMM(GroupedMM):
 
     def __init__(self, layer: Fp8Layer, *, records: bool = False) -> None:
         self._layer, self._scales = layer, Scales([layer], records=records)
+        self._ends: list[int] | None = None  # `offs` on the host
 
     def for_microbatch(self) -> "Fp8GroupedMM":
         """New products, with scales of their own."""
@@ -141,7 +142,7 @@ class Fp8GroupedMM(GroupedMM):
 
     def fprop(self, x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
         """[T, I], [E, O, I] -> [T, O]."""
-        parts = _split(x, offs)
+        parts = self._split(x, offs)
         if not self._scales.has(Operand.INPUT):
             amaxes = {Operand.INPUT: _amaxes(parts), Operand.WEIGHT: _amaxes(weight.detach().unbind())}
             self._scales.set({(0, operand): amax for operand, amax in amaxes.items()})
@@ -155,7 +156,7 @@ class Fp8GroupedMM(GroupedMM):
 
     def wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor) -> Tensor:
         """[T, O], [T, I] -> [E, O, I]."""
-        parts, inputs = self._scaled_grads(grad, offs), _split(x, offs)
+        parts, inputs = self._scaled_grads(grad, offs), self._split(x, offs)
         found = []
         for expert, (part, inp) in enumerate(zip(parts, inputs, strict=True)):
             if self._layer.options.wgrad:
@@ -166,8 +167,14 @@ class Fp8GroupedMM(GroupedMM):
                 found.append(wgrad(part, inp))
         return torch.stack(found)
 
+    def _split(self, x: Tensor, offs: Tensor) -> list[Tensor]:
+        """The tokens of each expert; the host waits for `offs` once per microbatch."""
+        if self._ends is None:
+            self._ends = offs.tolist()
+        return [x[start:end] for start, end in zip([0, *self._ends], self._ends, strict=False)]
+
     def _scaled_grads(self, grad: Tensor, offs: Tensor) -> list[Tensor]:
-        parts = _split(grad, offs)
+        parts = self._split(grad, offs)
         if not self._scales.has(Operand.GRAD):
             self._scales.set({(0, Operand.GRAD): _amaxes(parts)})
         return parts
@@ -191,9 +198,3 @@ def _amax(x: Tensor) -> Tensor:
 def _amaxes(parts: Sequence[Tensor]) -> Tensor:
     """[E]; 0 for an expert without tokens."""
     return torch.stack([_amax(part)[0] if len(part) else part.new_zeros((), dtype=torch.float32) for part in parts])
-
-
-def _split(x: Tensor, offs: Tensor) -> list[Tensor]:
-    """The tokens of each expert."""
-    ends = offs.tolist()
-    return [x[start:end] for start, end in zip([0, *ends], ends, strict=False)]

@@ -43,8 +43,12 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     rows, columns = (size or length for size, length in zip(block, x.shape, strict=True))
     if x.numel() == 0:
         return x.new_zeros((_count(x.shape[0], rows), _count(x.shape[1], columns)), dtype=torch.float32)
-    padded = F.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
-    amax = padded.abs().unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax((1, 3))
+    if block == (None, None):
+        amax = torch.stack(x.aminmax()).abs().amax().view(1, 1)  # without a copy of x; NaN stays NaN
+    else:
+        padding = (0, -x.shape[1] % columns, 0, -x.shape[0] % rows)
+        padded = F.pad(x, padding) if any(padding) else x  # torch copies x also to pad by nothing
+        amax = padded.abs().unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax((1, 3))
     return amax.float().nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 

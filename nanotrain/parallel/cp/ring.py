@@ -56,9 +56,8 @@ class RingStep:
 class RingMask:
     """What the mask of a step is made from."""
 
-    segment_ids: (
-        Tensor | None
-    )  # [B, S] of full sequences, equal within a segment; None where attention crosses segments
+    # [B, S] of full sequences, equal within a segment; None where attention crosses segments
+    segment_ids: Tensor | None
     positions: Tensor  # [cp, L], of the tokens of every rank in their sequence
     window: int | None  # keys before its own that a query attends to; None for all of them
 

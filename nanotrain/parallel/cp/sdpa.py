@@ -21,17 +21,17 @@ def causal_mask(segment_ids: Tensor | None, *, queries: Tensor, keys: Tensor, wi
         keys: their positions in the sequence.
         window: keys before its own that a query attends to; None for all of them.
     """
-    distance = queries[:, None] - keys
-    allowed = (distance >= 0) if window is None else (distance >= 0) & (distance <= window)
+    allowed = queries[:, None] >= keys  # comparisons of broadcast positions: a difference would take 8 bytes per pair
+    if window is not None:
+        allowed &= keys >= queries[:, None] - window
     if segment_ids is None:
         return allowed[None, None]
     return allowed & (segment_ids[:, None, queries, None] == segment_ids[:, None, None, keys])
 
 
-def full_mask(segment_ids: Tensor | None, *, tokens: Tensor, window: int | None) -> Tensor:
-    """The causal mask of full sequences; `tokens` [B, S or fewer] has their device."""
-    length = tokens.shape[1] if segment_ids is None else segment_ids.shape[1]
-    positions = torch.arange(length, device=tokens.device)
+def full_mask(segment_ids: Tensor | None, *, length: int, device: torch.device, window: int | None) -> Tensor:
+    """[B or 1, 1, S, S] bool, the causal mask of full sequences of `length` tokens (S)."""
+    positions = torch.arange(length, device=device)
     return causal_mask(segment_ids, queries=positions, keys=positions, window=window)
 
 
@@ -66,7 +66,15 @@ class SDPAttention:
 
     def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None) -> Tensor | None:
         """[B or 1, 1, S, S] bool with segment ids or a window, else None for causal."""
-        return None if segment_ids is None and window is None else full_mask(segment_ids, tokens=tokens, window=window)
+        return self.plan_full_mask(segment_ids, length=tokens.shape[1], device=tokens.device, window=window)
+
+    def plan_full_mask(
+        self, segment_ids: Tensor | None, *, length: int, device: torch.device, window: int | None
+    ) -> Tensor | None:
+        """The same for sequences of `length` tokens."""
+        if segment_ids is None and window is None:
+            return None
+        return full_mask(segment_ids, length=length, device=device, window=window)
 
     def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """`attend`."""

@@ -35,8 +35,8 @@ class UlyssesAttention:
 
     def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None) -> Tensor | None:
         """The mask of SDPA over full sequences."""
-        full = tokens.repeat(1, self.group.size)  # any tokens of the full length
-        return self.sdpa.plan_mask(segment_ids, tokens=full, window=window)
+        length = tokens.shape[1] * self.group.size
+        return self.sdpa.plan_full_mask(segment_ids, length=length, device=tokens.device, window=window)
 
     def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """All-to-all, attend, all-to-all."""

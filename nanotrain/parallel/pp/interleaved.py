@@ -53,7 +53,7 @@ def num_warmup(shape: PipelineShape, rank: int) -> int:
 
 
 def split_rounds(shape: PipelineShape) -> list[range]:
-    """The microbatches of each round: as many rounds as have `num_ranks` microbatches, the first ones one longer.
+    """The microbatches of each round: at least `num_ranks` in each of as many rounds as possible, of nearly equal size.
 
     A last round of the remaining microbatches would leave the ranks idle: with 9 microbatches on 8 ranks with 4 stages
     a step takes 172 instead of 129 forwards (simulated).

@@ -52,7 +52,7 @@ def _is_plain(tensor_parallel: TensorParallel) -> bool:
     return tensor_parallel.group.size == 1 and tensor_parallel.wgrad_queue is None and tensor_parallel.fp8 is None
 
 
-def build_products(linears: Sequence[Linear], *, records: bool) -> Linears:
+def _build_products(linears: Sequence[Linear], *, records: bool) -> Linears:
     """The products of one microbatch; `records`: whether amaxes of fp8 count for the history."""
     return Linears(linears) if linears[0].fp8 is None else Fp8Linears(linears, records=records)
 
@@ -61,7 +61,7 @@ def build_products(linears: Sequence[Linear], *, records: bool) -> Linears:
 def _linears(x: Tensor, linears: Sequence[Linear], *, tensor_parallel: TensorParallel) -> tuple[Tensor, ...]:
     params = [param for linear in linears for param in (linear.weight, linear.bias)]
     # Inside of the function gradients are always off.
-    products = build_products(linears, records=torch.is_grad_enabled())
+    products = _build_products(linears, records=torch.is_grad_enabled())
     outputs: tuple[Tensor, ...] = _LinearsFunction.apply(x, tensor_parallel, products, *params)
     return outputs
 

@@ -115,7 +115,9 @@ class CheckpointHook(Hook):
                 raise
             if run.context.control.is_first:
                 log.warning("step %d cannot be saved in the run folder: %s", run.state.step, error)
-            other = Checkpointer(Path(folder), group=run.context.control, keep_last=run.config.checkpoint.keep_last)
+            # A folder per run: checkpoints of another run with the same step would be replaced.
+            subfolder = Path(folder) / run.folder.path.resolve().name
+            other = Checkpointer(subfolder, group=run.context.control, keep_last=run.config.checkpoint.keep_last)
             self._save(run, in_background=False, checkpointer=other)
 
     def _poll(self, run: Run) -> None:

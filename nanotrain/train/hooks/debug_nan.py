@@ -1,6 +1,6 @@
-"""Find the first tensor that is not finite: parameters, outputs and gradients of every module are looked at.
+"""Find the first tensor that is not finite: parameters, outputs and gradients of every module are checked.
 
-Each look waits for the device, so it is for the search of a fault only.
+Each check synchronizes with the device, so it is for the search of a fault only.
 """
 
 from collections.abc import Iterator
@@ -68,13 +68,13 @@ class DebugNanHook(Hook):
 
     def _after_forward(self, module: nn.Module, *inputs_and_output: Any, run: Run, name: str) -> None:
         for parameter_name, parameter in module.named_parameters(recurse=False):
-            self._look(parameter.detach(), f"parameter {name}.{parameter_name}", run=run)
+            self._check(parameter.detach(), f"parameter {name}.{parameter_name}", run=run)
         for tensor in _tensors(inputs_and_output[-1]):
-            self._look(tensor.detach(), f"the output of {name}", run=run)
+            self._check(tensor.detach(), f"the output of {name}", run=run)
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._look, what=f"the gradient of the output of {name}", run=run))
+                tensor.register_hook(partial(self._check, what=f"the gradient of the output of {name}", run=run))
 
-    def _look(self, tensor: Tensor, what: str, *, run: Run) -> None:
+    def _check(self, tensor: Tensor, what: str, *, run: Run) -> None:
         context = run.context
         if self._finding is None and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             self._finding = Finding(what, context.rank, context.coords_text, _action(context.heartbeat))

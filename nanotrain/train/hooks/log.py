@@ -19,6 +19,7 @@ from nanotrain.train.run import Run
 
 # A line has at most this many columns; on a narrow terminal fewer, but never less than the lower number.
 MAX_WIDTH, MIN_WIDTH = 100, 60
+NOTABLE_WAIT = 0.05  # share of the step time from which on the wait for data is shown
 
 
 class LogHook(Hook):
@@ -115,15 +116,15 @@ def describe(
         (_describe_validation(last.valid_loss), 0),
         (f"SKIPPED {skipped} (gradients not finite)" if skipped else "", 0),
         (f"grad {last.grad_norm:.3f}", 3),
-        (f"lr {last.lr:.2e}", 4),
-        (f"decoupled lr {last.decoupled_lr:.2e}" if last.decoupled_lr is not None else "", 4),
-        (_describe_experts(last.moe), 5),
+        (f"lr {last.lr:.2e}", 5),
+        (f"decoupled lr {last.decoupled_lr:.2e}" if last.decoupled_lr is not None else "", 5),
+        (_describe_experts(last.moe), 6),
         (f"{tokens_per_second:,.0f} tok/s", 1),
-        (per_device, 7),
+        (per_device, 8),
         (f"mfu {last.mfu:.1%}" if last.mfu is not None else "", 2),
-        (f"{memory_label} {last.peak_memory_bytes / 1e9:.2f} GB", 6),
-        (f"data wait {wait:.1%}", 8),
-        (_describe_slowest(reports), 9),
+        (f"{memory_label} {last.peak_memory_bytes / 1e9:.2f} GB", 7),
+        (f"data wait {wait:.1%}" if wait >= NOTABLE_WAIT else "", 2),
+        (_describe_slowest(reports), 4),
         (f"save stall {stall:.2f} s" if stall else "", 2),
         (f"eta {remaining}", 1),
     ]

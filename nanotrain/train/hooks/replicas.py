@@ -13,6 +13,7 @@ from nanotrain.comm.group import Group
 from nanotrain.errors import CorruptState
 from nanotrain.parallel.dp.data_parallel import DataParallel, gathered
 from nanotrain.topology.groups import GroupName
+from nanotrain.train.batches import raise_on_all
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics import StepReport
 from nanotrain.train.run import Run
@@ -35,12 +36,10 @@ class ReplicasHook(Hook):
         with gathered(run.data_parallel):
             params = {name: param for stage in run.stages.values() for name, param in stage.named_parameters()}
             for dp in run.data_parallel:
-                own = {name: params[name] for name in dp.params}
-                faults.append(find_difference(own, run.context.group(_replicas_of(dp)), step=report.step))
-        # After all comparisons: the groups of the next wrapper may have ranks without a fault, which would wait.
-        for fault in faults:
-            if fault is not None:
-                raise fault
+                named = {name: params[name] for name in dp.params}
+                faults.append(find_difference(named, run.context.group(_replicas_of(dp)), step=report.step))
+        # On all ranks, so that none saves: the replicas of another stage or expert may be sound.
+        raise_on_all(next(filter(None, faults), None), run.context.control)
 
 
 def find_difference(named: Mapping[str, Tensor], group: Group, *, step: int) -> CorruptState | None:

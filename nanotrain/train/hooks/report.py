@@ -28,5 +28,5 @@ def _write(run: Run) -> None:
         return
     try:
         write_report([RunHistory.read(run.folder.path)], run.folder.report)
-    except NanotrainError as error:
+    except (NanotrainError, OSError) as error:
         log.warning("no report: %s", error)

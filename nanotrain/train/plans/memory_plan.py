@@ -90,7 +90,7 @@ def plan_memory(
         optimizer=resident.optimizer,
         activations=activations,
         in_flight=in_flight,
-        recompute=_recompute_words(config.memory),
+        recompute=_describe_recompute(config.memory),
         working=PROCESS_BYTES[device]
         + _staged(config, device, resident=resident)
         + kept.working(has_head=plan.stages[-1].spec.has_head)
@@ -143,7 +143,7 @@ def require_memory(config: Config, world_size: int, *, device: str, available: i
     raise ConfigError(
         f"a rank needs {in_gb(worst.total)} of memory and has {in_gb(available)}",
         why=rows,
-        fix=f"where each rank has as much it fits with {', or '.join(fitting)}" if fitting else advice,
+        fix=f"with the same memory per rank it fits with {', or '.join(fitting)}" if fitting else advice,
     )
 
 
@@ -174,7 +174,7 @@ def _peak(plan: Plan, kept: Activations, *, schedule: Schedule) -> tuple[int, in
     return peak
 
 
-def _recompute_words(memory: MemoryConfig) -> str:
+def _describe_recompute(memory: MemoryConfig) -> str:
     if memory.recompute_granularity is None:
         return ""
     modules = recomputed_modules(memory)
@@ -185,7 +185,7 @@ def _recompute_words(memory: MemoryConfig) -> str:
 class _Change:
     """A change of a run: as the user writes it, as values by key, and as a factor of the number of ranks."""
 
-    words: str
+    text: str
     values: Mapping[str, Any]
     factor: int = 1
 
@@ -233,7 +233,7 @@ def _find_fitting(config: Config, world_size: int, *, pp_rank: int, device: str,
             needed = plan_memory(changed, num_ranks, pp_rank=pp_rank, device=device).total
         except NanotrainError:
             return None
-        return f"{', '.join(each.words for each in changes)} ({in_gb(needed)})" if needed <= available else None
+        return f"{', '.join(each.text for each in changes)} ({in_gb(needed)})" if needed <= available else None
 
     fitting = [next((text for change in changes if (text := fits(change))), None) for changes in kinds]
     if not any(fitting):

@@ -37,6 +37,7 @@ REPORT = "hang-report.txt"
 MAX_POLL_S = 1.0
 GRACE_S = 3.0  # from the first alarm to the report: other ranks notice later and write their files
 LOST_S = 2.0  # from the end of a rank to the alarm: the failed collective of this rank usually ends it before
+UNTIMED_PHASES = ("start", "checkpoint")  # they take as long as the disk does
 SHARE_OF_TIMEOUT = 0.9  # of the timeout of collectives, after which torch would end the run without a report
 
 
@@ -86,7 +87,8 @@ class Watchdog:
         beats, moved, lost_since = -1, time.monotonic(), None
         while not self._stopped.wait(poll_s):
             now = time.monotonic()
-            if self._heartbeat.beats != beats:
+            is_slow_by_nature = read_record(self._records[self._rank]).phase in UNTIMED_PHASES
+            if self._heartbeat.beats != beats or is_slow_by_nature:
                 beats, moved = self._heartbeat.beats, now
             lost_since = (lost_since or now) if self._lost() else None
             reason = ""
@@ -138,7 +140,7 @@ class Watchdog:
             else:
                 self._wait_for_report()
             return diagnosis
-        except OSError as error:
+        except (OSError, EnvironmentFault) as error:
             print(f"error: {reason}; no report: {self._folder} cannot be written: {error}", file=sys.stderr, flush=True)
             return None
 

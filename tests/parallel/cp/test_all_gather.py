@@ -16,7 +16,7 @@ def test_chunk_masks_are_rows_of_the_full_mask(ctx):
     tokens = torch.zeros(shape.batch, shape.length // 2)
     rows = local_positions(shape.length, index=group.index, size=2).chunk(2)
     for segment_ids, window in ((segments(shape), None), (None, None), (segments(shape), 5), (None, 0)):
-        full = full_mask(segment_ids, tokens=tokens.repeat(1, 2), window=window)
+        full = full_mask(segment_ids, length=2 * tokens.shape[1], device=tokens.device, window=window)
         masks = attention.plan_mask(segment_ids, tokens=tokens, window=window)
         for mask, queries in zip(masks, rows, strict=True):
             assert torch.equal(mask, full[:, :, queries, : mask.shape[-1]])

@@ -22,7 +22,7 @@ def test_attend_is_softmax_of_the_causal_scores(groups: int, value_head_dim: int
 
 def test_the_mask_is_causal_and_ends_at_borders() -> None:
     ids = torch.tensor([[0, 0, 1, 1, 1]], dtype=torch.int32)
-    mask = full_mask(ids, tokens=ids, window=None)
+    mask = full_mask(ids, length=ids.shape[1], device=ids.device, window=None)
     expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
     assert mask.shape == (1, 1, 5, 5)
     assert mask[0, 0].int().tolist() == expected
@@ -31,7 +31,7 @@ def test_the_mask_is_causal_and_ends_at_borders() -> None:
 def test_a_window_ends_before_the_query_and_at_borders() -> None:
     ids = torch.tensor([[0, 0, 1, 1, 1]], dtype=torch.int32)
     expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
-    assert full_mask(None, tokens=ids, window=1)[0, 0].int().tolist() == expected
+    assert full_mask(None, length=ids.shape[1], device=ids.device, window=1)[0, 0].int().tolist() == expected
     expected[2] = [0, 0, 1, 0, 0]
-    assert full_mask(ids, tokens=ids, window=1)[0, 0].int().tolist() == expected
-    assert full_mask(None, tokens=ids, window=0)[0, 0].equal(torch.eye(5, dtype=torch.bool))
+    assert full_mask(ids, length=ids.shape[1], device=ids.device, window=1)[0, 0].int().tolist() == expected
+    assert full_mask(None, length=ids.shape[1], device=ids.device, window=0)[0, 0].equal(torch.eye(5, dtype=torch.bool))

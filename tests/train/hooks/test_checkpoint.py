@@ -155,7 +155,7 @@ def test_the_last_save_goes_to_the_fallback_folder_or_ends_the_run(tmp_path, mon
         train(run, CheckpointHook())
         weights = weights_of(run)
     assert any("cannot be saved in the run folder" in line for line in logged)
-    with small_run(tmp_path / "new", "--load", str(other)) as loaded:
+    with small_run(tmp_path / "new", "--load", str(other / "run")) as loaded:
         assert loaded.state.step == 2
         assert all(torch.equal(a, b) for a, b in zip(weights_of(loaded), weights, strict=True))
 

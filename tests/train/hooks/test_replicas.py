@@ -46,7 +46,7 @@ def test_any_single_bit_flip_changes_the_checksum():
 @ranks(3)
 def test_a_planted_bit_flip_is_named_with_parameter_and_rank(ctx, tmp_path):
     hooks = [FlipBit(3)] if ctx.rank == 1 else []
-    with small_run(tmp_path, "--train-iters", "9", *EVERY_TWO, context=ctx) as run:
+    with small_run(tmp_path, "--train-iters", "9", "--save-interval", "4", *EVERY_TWO, context=ctx) as run:
         with pytest.raises(CorruptState) as error:
             train(run, *hooks, ReplicasHook(), CheckpointHook())
         assert run.checkpointer.latest() is None
