@@ -1,0 +1,117 @@
+"""The model section of the configuration: the architecture of a GPT, its attention and its experts.
+
+Fields are named as in Megatron-LM where it has them; `config.py` holds the other sections.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from nanotrain.config.option import above, at_least, option, section
+
+
+class PositionEmbedding(str, Enum):
+    learned_absolute = "learned_absolute"
+    rope = "rope"
+    yarn = "yarn"
+    none = "none"
+
+
+class Normalization(str, Enum):
+    LayerNorm = "LayerNorm"
+    RMSNorm = "RMSNorm"
+
+
+class Activation(str, Enum):
+    gelu = "gelu"
+    gelu_tanh = "gelu_tanh"
+    swiglu = "swiglu"
+    squared_relu = "squared_relu"
+    quick_geglu = "quick_geglu"
+
+
+class RouterScore(str, Enum):
+    softmax = "softmax"
+    sigmoid = "sigmoid"
+
+
+class LoadBalancing(str, Enum):
+    aux_loss = "aux_loss"
+    seq_aux_loss = "seq_aux_loss"
+    global_aux_loss = "global_aux_loss"
+    none = "none"
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Multi-latent attention (DeepSeek-V2, section 2.1); used with multi_latent_attention."""
+
+    q_lora_rank: int | None = option(None, "width of the compressed queries; unset: queries are projected directly", check=at_least(1))
+    kv_lora_rank: int = option(512, "width of the compressed keys and values", check=at_least(1))
+    qk_head_dim: int = option(128, "channels of a query/key head without positions", check=at_least(1))
+    qk_pos_emb_head_dim: int = option(64, "rotary channels of a query/key head", check=at_least(1))
+    v_head_dim: int = option(128, "channels of a value head", check=at_least(1))
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Mixture-of-experts layers and their router; used when num_experts is set."""
+
+    num_experts: int | None = option(None, "experts per MoE layer; unset: every layer is dense", name="num_experts", check=at_least(1))
+    layer_freq: str = option("1", "MoE layers: N for every Nth layer from the first, or a pattern such as [0]*3+[1]*58")
+    ffn_hidden_size: int | None = option(None, "inner width of an expert; unset: ffn_hidden_size", check=at_least(1))
+    shared_expert_intermediate_size: int | None = option(None, "inner width of the shared expert; unset: no shared expert", check=at_least(1))
+    router_topk: int = option(2, "experts per token", check=at_least(1))
+    router_score_function: RouterScore = option(RouterScore.softmax, "function of the router scores: softmax or sigmoid")
+    router_pre_softmax: bool = option(False, "softmax before the top-k selection, over all experts, instead of over the selected ones")
+    router_topk_scaling_factor: float = option(1.0, "factor on the weights of the selected experts", check=above(0))
+    router_num_groups: int | None = option(None, "group-limited routing: number of expert groups; unset: no groups", check=at_least(1))
+    router_group_topk: int | None = option(None, "group-limited routing: groups selected per token", check=at_least(1))
+    router_load_balancing_type: list[LoadBalancing] = option([LoadBalancing.seq_aux_loss], "load-balancing losses: per microbatch, per sequence, over all ranks and the microbatches so far, or none")
+    router_force_load_balancing: bool = option(False, "send every token to experts in turn instead of the best ones, for benchmarks")
+    aux_loss_coeff: list[float] = option([0.0], "coefficients of the load-balancing losses, one for each", check=at_least(0))
+    z_loss_coeff: float = option(0.0, "coefficient of the router z-loss", check=at_least(0))
+    router_enable_expert_bias: bool = option(False, "auxiliary-loss-free balancing: add a bias per expert to the scores for the top-k selection")
+    router_bias_update_rate: float = option(1e-3, "auxiliary-loss-free balancing: change of a bias per optimizer step", check=at_least(0))
+    expert_capacity_factor: float | None = option(None, "capacity factor: tokens per expert and sequence, relative to an even share; unset: no token is dropped", check=above(0))
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The architecture of a GPT; names as in Megatron-LM."""
+
+    num_layers: int = option(4, "transformer blocks", check=at_least(1, at_most=100_000))
+    hidden_size: int = option(256, "width of the residual stream", check=at_least(1))
+    ffn_hidden_size: int | None = option(None, "inner width of the MLP; unset: 4 * hidden_size, with swiglu 8/3 * hidden_size rounded up to a multiple of 64", check=at_least(1))
+    num_attention_heads: int = option(4, "query heads", check=at_least(1))
+    num_query_groups: int | None = option(None, "key/value heads (grouped-query attention); unset: one per query head", check=at_least(1))
+    kv_channels: int | None = option(None, "channels of a head; unset: hidden_size / num_attention_heads", check=at_least(1))
+    max_position_embeddings: int = option(1024, "maximum sequence length of the model", check=at_least(1))
+    vocab_size: int | None = option(None, "size of the vocabulary; unset: from the tokenizer", check=at_least(1))
+    make_vocab_size_divisible_by: int = option(128, "pad the vocabulary to a multiple of this; padded logits are masked", check=at_least(1))
+    position_embedding_type: PositionEmbedding = option(PositionEmbedding.rope, "learned_absolute (GPT-2), rope (Llama, Qwen), yarn (RoPE for longer contexts) or none")
+    rotary_base: float = option(10000.0, "base of the rotary frequencies", check=above(0))
+    rotary_percent: float = option(1.0, "share of the channels of a head that RoPE rotates, the first ones", check=above(0))
+    rotary_scaling_factor: float = option(1.0, "YaRN: factor between the context length and the original one", check=at_least(1))
+    original_max_position_embeddings: int = option(4096, "YaRN: context length before the extension", check=at_least(1))
+    beta_fast: float = option(32.0, "YaRN: pairs with more rotations in the original context are not scaled", check=above(0))
+    beta_slow: float = option(1.0, "YaRN: pairs with fewer rotations in the original context are scaled fully", check=above(0))
+    mscale: float = option(1.0, "YaRN: coefficient of the growth of cosines and sines", check=at_least(0))
+    mscale_all_dim: float = option(0.0, "YaRN: coefficient that divides it, with MLA of the growth of the softmax scale; 0: none", check=at_least(0))
+    use_rope_scaling: bool = option(False, "RoPE frequency scaling of Llama 3.1")
+    rope_scaling_factor: float = option(8.0, "Llama 3.1: factor on the wavelengths of low frequencies", check=above(0))
+    rope_low_freq_factor: float = option(1.0, "Llama 3.1: wavelengths above original / low are scaled fully", check=above(0))
+    rope_high_freq_factor: float = option(4.0, "Llama 3.1: wavelengths below original / high are not scaled", check=above(0))
+    rope_original_max_positions: int = option(8192, "Llama 3.1: context length before scaling", check=at_least(1))
+    normalization: Normalization = option(Normalization.RMSNorm, "LayerNorm or RMSNorm")
+    norm_epsilon: float = option(1e-5, "added to the variance in every norm", check=above(0))
+    activation: Activation = option(Activation.swiglu, "gelu, gelu_tanh (GPT-2's approximation), swiglu (gated SiLU), squared_relu or quick_geglu (gated sigmoid GELU)")
+    add_bias_linear: bool = option(False, "biases on every linear layer except the head")
+    add_qkv_bias: bool = option(False, "biases on the query, key and value projections only (Qwen2)")
+    qk_layernorm: bool = option(False, "normalize each query and key head (Qwen3)")
+    window_size: int | None = option(None, "sliding-window attention: keys before its own that a query attends to, the left number of Megatron-LM's pair; unset: all", check=at_least(0))
+    window_attn_skip_freq: str = option("0", "layers without the window: N for every Nth layer, 0 for none, or a pattern such as [1]*5+[0] with 0 for each of them")
+    untie_embeddings_and_output_weights: bool = option(False, "use separate weights for embedding and head")
+    multi_latent_attention: bool = option(False, "multi-latent attention: low-rank compression of keys and values (DeepSeek)")
+    init_method_std: float = option(0.02, "standard deviation of the initial weights; output projections get std / sqrt(2 * num_layers)", check=above(0))
+    mla: MLAConfig = section(MLAConfig)
+    moe: MoEConfig = section(MoEConfig, prefix="moe_")
