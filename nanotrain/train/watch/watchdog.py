@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from nanotrain.comm.collectives import all_gather_object
@@ -81,6 +82,22 @@ class Watchdog:
         with self._reporting:
             diagnosis = self._report(f"{fault.what}: {fault.why}")
         return fault if diagnosis is None else ReportedFault(diagnosis.headline)
+
+    @contextmanager
+    def reporting_before_sigterm(self) -> Iterator[None]:
+        """Ignore SIGTERM once a rank was lost: torchrun sends it at once, and the report takes a moment."""
+        before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+
+        def on_signal(number: int, _frame: FrameType | None) -> None:
+            if not self._lost():
+                signal.signal(number, before)
+                signal.raise_signal(number)
+
+        signal.signal(signal.SIGTERM, on_signal)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     def _watch(self) -> None:
         poll_s = min(MAX_POLL_S, self._timeout_s / 10) if self._timeout_s else MAX_POLL_S
@@ -218,15 +235,16 @@ def watch_ranks(context: ParallelContext, folder: Path, *, timeout_s: float) -> 
     """Watch the ranks while the block runs; a collective that fails in it is reported with the lost rank."""
     watchdog = Watchdog(context, folder, timeout_s=timeout_s)
     watchdog.start()
-    try:
-        yield
-    except CommunicationFault as fault:
-        explained = watchdog.explain(fault)
-        watchdog.stop(phase="failed")
-        raise explained from fault
-    except BaseException:
-        watchdog.stop(phase="failed")
-        raise
+    with watchdog.reporting_before_sigterm():
+        try:
+            yield
+        except CommunicationFault as fault:
+            explained = watchdog.explain(fault)
+            watchdog.stop(phase="failed")
+            raise explained from fault
+        except BaseException:
+            watchdog.stop(phase="failed")
+            raise
     watchdog.stop(phase="finished")
 
 

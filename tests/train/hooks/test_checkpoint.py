@@ -147,15 +147,15 @@ def test_the_strict_end_at_the_first_failed_save(tmp_path, monkeypatch, flags):
 
 
 def test_the_last_save_goes_to_the_fallback_folder_or_ends_the_run(tmp_path, monkeypatch, logged):
-    fail_to_write(monkeypatch, 2, only="run")
-    with small_run(tmp_path / "run", "--train-iters", "2") as run, pytest.raises(StorageFault, match="No space left"):
+    fail_to_write(monkeypatch, 2, only="short/checkpoints")
+    with small_run(tmp_path / "short", "--train-iters", "2") as run, pytest.raises(StorageFault, match="No space left"):
         train(run, CheckpointHook())
     other = tmp_path / "other"
-    with small_run(tmp_path / "run", "--train-iters", "2", "--save-fallback-dir", str(other)) as run:
+    with small_run(tmp_path / "short", "--train-iters", "2", "--save-fallback-dir", str(other)) as run:
         train(run, CheckpointHook())
         weights = weights_of(run)
     assert any("cannot be saved in the run folder" in line for line in logged)
-    with small_run(tmp_path / "new", "--load", str(other / "run")) as loaded:
+    with small_run(tmp_path / "new", "--load", str(other / "short")) as loaded:
         assert loaded.state.step == 2
         assert all(torch.equal(a, b) for a, b in zip(weights_of(loaded), weights, strict=True))
 

@@ -22,9 +22,9 @@ MOE = {"max_load": 2.25, "dropped": 0.031}
 LINES = {
     1000: "step 5/9 | loss 2.5000 | valid 2.0000 (ppl 7.4) | grad 0.750 | lr 1.00e-03 | experts 2.25x, 3.1% dropped | "
     "1,000 tok/s | 250 per device | mfu 41.5% | mem 2.00 GB | data wait 10.0% | eta 0:00:02",
-    120: "step 5/9 | loss 2.5000 | valid 2.0000 (ppl 7.4) | grad 0.750 | lr 1.00e-03 | "
-    "1,000 tok/s | mfu 41.5% | eta 0:00:02",
-    100: "step 5/9 | loss 2.5000 | valid 2.0000 (ppl 7.4) | grad 0.750 | 1,000 tok/s | mfu 41.5% | eta 0:00:02",
+    120: "step 5/9 | loss 2.5000 | valid 2.0000 (ppl 7.4) | grad 0.750 | "
+    "1,000 tok/s | mfu 41.5% | data wait 10.0% | eta 0:00:02",
+    100: "step 5/9 | loss 2.5000 | valid 2.0000 (ppl 7.4) | 1,000 tok/s | data wait 10.0% | eta 0:00:02",
     80: "step 5/9 | loss 2.5000 | valid 2.0000 (ppl 7.4) | 1,000 tok/s | eta 0:00:02",
 }
 
