@@ -20,7 +20,18 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
 FLAG = re.compile(r"(?<![\w-])--(?:\[no-\])?[a-z][a-z0-9-]*[a-z0-9](?![\w-])")
 # torchrun's and Slurm's own
-FOREIGN = {"--nproc-per-node", "--standalone", "--nodes", "--gpus-per-node", "--time", "--rdzv-endpoint"}
+FOREIGN = {
+    "--nproc-per-node",
+    "--standalone",
+    "--nodes",
+    "--gpus-per-node",
+    "--time",
+    "--requeue",
+    "--signal",
+    "--nnodes",
+    "--max-restarts",
+    "--rdzv-endpoint",
+}
 # where a page's short file names are to be looked for: `comm/gloo.py`, `memory.py` beside benchmarks/README.md
 HOMES = (ROOT, ROOT / "nanotrain", ROOT / "nanotrain" / "train")
 LAUNCHED = re.compile(r"torchrun .*--nproc-per-node (\d+) .*-m nanotrain\.train (.*)")

@@ -47,20 +47,34 @@ class Checkpointer:
         group: all ranks of the job; its first rank writes manifests and renames folders. Only Python objects are sent
             over it, so a CPU group (gloo) suffices.
         keep_last: number of complete checkpoints to keep, 0 for all.
+        keep_every: checkpoints at multiples of this step are kept besides; None: none.
         timeout_s: how long the first rank waits for the shards of a save in the background.
     """
 
-    def __init__(self, folder: Path, *, group: Group, keep_last: int = 0, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        group: Group,
+        keep_last: int = 0,
+        keep_every: int | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
         self.folder = Path(folder)
         self.group = group
-        self.keep_last = keep_last
-        self.keep_every: int | None = None  # steps whose multiples are kept besides
+        self.keep_last, self.keep_every = keep_last, keep_every
         self.timeout_s = timeout_s
         self._warned: set[Path] = set()  # leftovers that cannot be deleted: one warning each
         self._staging = StagingBuffers()
         self._in_flight: tuple[int, BackgroundSave] | None = None  # step and thread
         self.num_failed = 0  # saves that failed so far
         self._stall_s = 0.0  # time for which saves have blocked the caller since `take_stall_s`
+
+    def in_folder(self, folder: Path) -> "Checkpointer":
+        """Another folder with the same group and settings."""
+        return Checkpointer(
+            folder, group=self.group, keep_last=self.keep_last, keep_every=self.keep_every, timeout_s=self.timeout_s
+        )
 
     def save(
         self,

@@ -7,7 +7,7 @@ change time, never values.
 
 Workers are started by a fork server, not by `fork`: the trainer has gloo, OpenMP and CUDA threads, and a forked copy
 of a held lock hangs. The server imports torch once (1.3 s, in parallel with the trainer's own start) and all loaders
-of a process share it. SIGINT and SIGTERM are blocked while processes start, and workers inherit that mask: an
+of a process share it. SIGINT, SIGTERM and SIGUSR1 are blocked while processes start, and workers inherit that mask: an
 interrupt reaches the whole process group, and only the trainer must handle it.
 """
 
@@ -28,7 +28,7 @@ from nanotrain.data.worker import exit_with_parent
 from nanotrain.errors import EnvironmentFault, NanotrainError
 from nanotrain.runs.files import free_space
 
-_INTERRUPTS = frozenset({signal.SIGINT, signal.SIGTERM})
+_INTERRUPTS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
 # Microbatches per worker: at least double buffering, at most what keeps /dev/shm small.
 _MIN_PREFETCH, _MAX_PREFETCH = 2, 16
 
@@ -154,7 +154,7 @@ def _fork_server() -> Any:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT and SIGTERM in this process; what arrives meanwhile is delivered afterwards."""
+    """Block SIGINT, SIGTERM and SIGUSR1 in this process; what arrives meanwhile is delivered afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -14,6 +14,7 @@ the wait is the only one with the error and prints it.
 import logging
 import os
 import re
+import signal
 import sys
 import time
 import traceback
@@ -167,4 +168,5 @@ def _end(run: Callable[[], int]) -> NoReturn:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it would end this process before the trainer handles it
     _end(main)

@@ -1,8 +1,8 @@
 """Global batches, with the counts that all ranks agree on before every step.
 
 Before each step one small all-reduce carries the target tokens and samples of every rank's microbatches (the loss is
-divided by the global count), whether a rank wants to stop, and whether its data failed. So all ranks enter a step or
-none does, and an error on one rank is raised on all of them.
+divided by the global count), whether a rank wants to stop or to save, and whether its data failed. So all ranks enter a
+step or none does, and an error on one rank is raised on all of them.
 """
 
 import time
@@ -25,6 +25,7 @@ class GlobalBatch:
     num_target_tokens: int  # unmasked target tokens of the global batch, over all ranks
     num_samples: int  # of the global batch
     wait_s: float  # seconds that this rank waited for data
+    wants_save: bool = False  # whether a rank asked to save before this batch
     busy_s: tuple[float, ...] = ()  # by rank: seconds of the step before in which it did not wait for other ranks
 
 
@@ -52,12 +53,18 @@ class BatchIterator:
         self._readers_per_sample = readers_per_sample
 
     def next(
-        self, *, wants_stop: bool = False, failure: NanotrainError | None = None, busy_s: float | None = None
+        self,
+        *,
+        wants_stop: bool = False,
+        wants_save: bool = False,
+        failure: NanotrainError | None = None,
+        busy_s: float | None = None,
     ) -> GlobalBatch | None:
         """The next global batch; None if any rank wants to stop.
 
         Args:
             wants_stop: whether this rank received a signal or reached its time limit.
+            wants_save: whether this rank was asked to save and go on.
             failure: an error of this rank since the last step.
             busy_s: seconds of the last step in which this rank did not wait for others; None on every rank if unknown.
 
@@ -73,17 +80,20 @@ class BatchIterator:
         wait_s = time.perf_counter() - start
         tokens = sum(float(batch.num_target_tokens) for batch in microbatches) / self._readers_per_sample
         samples = sum(len(batch.tokens) for batch in microbatches) / self._readers_per_sample
-        counts = [tokens, samples, float(wants_stop), float(failure is not None)]
+        counts = [tokens, samples, float(wants_stop), float(wants_save), float(failure is not None)]
         all_busy = [0.0] * self._group.size if busy_s is not None else []
         if busy_s is not None:
             all_busy[self._group.index] = busy_s
-        all_tokens, all_samples, stops, failures, *all_busy = all_reduce_scalars([*counts, *all_busy], self._group)
+        sums = all_reduce_scalars([*counts, *all_busy], self._group)
+        all_tokens, all_samples, stops, saves, failures, *all_busy = sums
         if failures:
             raise_on_all(failure, self._group)
         if stops:
             return None
         local = (self._split(batch.to(self._device)) for batch in microbatches)
-        return GlobalBatch(tuple(local), round(all_tokens), round(all_samples), wait_s, tuple(all_busy))
+        return GlobalBatch(
+            tuple(local), round(all_tokens), round(all_samples), wait_s, wants_save=saves > 0, busy_s=tuple(all_busy)
+        )
 
 
 def raise_on_all(failure: NanotrainError | None, group: Group) -> None:

@@ -70,9 +70,7 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     )
     for balance in optimizer.matrix_balances:
         log.info("%s: %s", config.optim.optimizer, balance)
-    checkpointer = Checkpointer(inputs.folder.checkpoints, group=context.control, keep_last=config.checkpoint.keep_last)
-    checkpointer.keep_every = config.checkpoint.save_retain_interval
-    checkpointer.timeout_s = config.parallel.distributed_timeout_minutes * 60
+    checkpointer = _build_checkpointer(config, inputs.folder.checkpoints, context=context)
     state = TrainState()
     if inputs.checkpoint is not None:
         tensors = optimizer.state_tensors() | router_biases(stages)
@@ -121,6 +119,16 @@ def build_batch_iterator(batches: Iterator[list[Batch]], context: ParallelContex
         device=context.device,
         readers_per_sample=context.topology.world_size // context.group("dp").size,
         split=partial(split_batch, group=context.group("cp")),
+    )
+
+
+def _build_checkpointer(config: Config, folder: Path, *, context: ParallelContext) -> Checkpointer:
+    return Checkpointer(
+        folder,
+        group=context.control,
+        keep_last=config.checkpoint.keep_last,
+        keep_every=config.checkpoint.save_retain_interval,
+        timeout_s=config.parallel.distributed_timeout_minutes * 60,
     )
 
 

@@ -42,9 +42,10 @@ class TrainState:
 
 @dataclass
 class StopRequest:
-    """A signal that this rank received; it ends the run at the next step or validation batch, on all ranks."""
+    """Signals that this rank received; the run stops, or saves, on all ranks."""
 
-    signal: int | None = None
+    signal: int | None = None  # ends the run at the next step or validation batch
+    wants_save: bool = False  # received SIGUSR1 since the last step
 
     def __bool__(self) -> bool:
         return self.signal is not None

@@ -2,7 +2,7 @@
 
 A run stops between two steps, on all ranks together: after the last step, at `exit_interval`, after
 `exit_duration_in_mins`, on SIGTERM or SIGINT. The clock or signal of one rank stops all ranks through the all-reduce
-before the next step. The hooks then save and the process exits with 0.
+before the next step. The hooks then save and the process exits with 0. SIGUSR1 to one rank saves and goes on.
 
 An error of one rank's hook or data is raised on all ranks before the next step; the hooks save the last step on the way
 out. Hooks are closed after an error too.
@@ -11,7 +11,7 @@ out. Hooks are closed after an error too.
 import gc
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -61,6 +61,8 @@ class Trainer:
         for hook in self.hooks:
             hook.before_training(run)
         while not self._is_finished() and (batch := self._next_batch()) is not None:
+            if batch[0].wants_save:
+                self._save_now()
             self._run_step(*batch)
         with self._saving_on_the_way_out():
             raise_on_all(self._failure, run.context.control)
@@ -91,11 +93,31 @@ class Trainer:
         run.context.heartbeat.begin("data", step=run.state.step + 1)
         busy_s = self._busy_s if run.context.device.type == "cpu" else None  # where waiting blocks the host
         with self._saving_on_the_way_out():
-            batch = run.batch_iterator.next(wants_stop=self._wants_stop(), failure=self._failure, busy_s=busy_s)
+            wants_save, run.stop.wants_save = run.stop.wants_save, False
+            batch = run.batch_iterator.next(
+                wants_stop=self._wants_stop(), wants_save=wants_save, failure=self._failure, busy_s=busy_s
+            )
         if batch is None:
             log.info("stopping after step %d: %s", run.state.step, self._reason())
             return None
         return batch, start
+
+    def _save_now(self) -> None:
+        """Let the hooks save the last step; an error is raised after the next step."""
+        log.info("saving after step %d: received SIGUSR1", self.run.state.step)
+        self._call_hooks(lambda hook: hook.save_now(self.run))
+
+    def _call_hooks(self, call: Callable[[Hook], None]) -> None:
+        """Call every hook; an error of this rank or of all is raised on all ranks before the next step."""
+        for hook in self.hooks:
+            try:
+                call(hook)
+            except CommunicationFault:
+                raise
+            except NanotrainError as error:
+                self._failure = self._failure or error
+                if isinstance(error, CorruptState):  # raised by all ranks: the later hooks must not save this state
+                    break
 
     def _run_step(self, batch: GlobalBatch, start: float) -> None:
         run = self.run
@@ -111,15 +133,7 @@ class Trainer:
         self._report_slowest(report, batch.busy_s, step_time_s=clock.step_time_s)
         report.save_stall_s = run.checkpointer.take_stall_s() or None
         report.failed_saves = run.checkpointer.num_failed or None
-        for hook in self.hooks:
-            try:
-                hook.after_step(run, report)
-            except CommunicationFault:
-                raise
-            except NanotrainError as error:  # of this rank or of all; raised before the next step
-                self._failure = self._failure or error
-                if isinstance(error, CorruptState):  # raised by all ranks: the later hooks must not save this state
-                    break
+        self._call_hooks(lambda hook: hook.after_step(run, report))
         interval = run.config.train.manual_gc_interval
         if interval and run.state.step % interval == 0:
             gc.collect()
@@ -170,13 +184,17 @@ class Trainer:
 
     @contextmanager
     def _stopping_on_signals(self) -> Iterator[None]:
-        """SIGTERM or SIGINT ends the run after the current step, a second SIGINT (Ctrl-C) at once.
+        """SIGTERM or SIGINT ends the run after the current step, a second SIGINT (Ctrl-C) at once; SIGUSR1 saves.
 
         A second SIGTERM is ignored: schedulers send one to every process, and torchrun sends another to its ranks.
         """
-        before = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        before = {number: signal.getsignal(number) or signal.SIG_DFL for number in numbers}
 
         def on_signal(number: int, frame: FrameType | None) -> None:
+            if number == signal.SIGUSR1:
+                self.run.stop.wants_save = True
+                return
             self.run.stop.signal = number
             if number == signal.SIGINT:
                 signal.signal(number, before[signal.SIGINT])

@@ -3,6 +3,7 @@
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def empty() -> dict[TensorBox, torch.Tensor]:
     return {box: torch.full_like(tensor, torch.nan) for box, tensor in state().items()}
 
 
-def checkpointer(folder: Path, **options: int) -> Checkpointer:
+def checkpointer(folder: Path, **options: Any) -> Checkpointer:
     return Checkpointer(folder / "checkpoints", group=Group.single_rank("world"), **options)
 
 
@@ -221,3 +222,11 @@ def test_the_next_save_waits_for_the_one_in_flight_and_raises_its_error(
     assert writer.num_failed == 1 and names(tmp_path) == ["step-00000001", "step-00000002"]
     writer.start_save(4, state(4), **options)
     assert writer.give_up(30.0) and names(tmp_path)[-1] == "step-00000004"
+
+
+def test_the_same_checkpointer_in_another_folder_keeps_its_settings(tmp_path: Path) -> None:
+    writer = checkpointer(tmp_path, keep_last=1, keep_every=2, timeout_s=7).in_folder(tmp_path / "other")
+    for step in (1, 2, 3, 4):
+        writer.save(step, state(step), objects={}, config={}, topology={})
+    assert sorted(path.name[-1] for path in (tmp_path / "other").iterdir()) == ["2", "4"]
+    assert writer.timeout_s == 7

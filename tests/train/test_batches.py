@@ -49,6 +49,12 @@ def test_one_rank_that_wants_to_stop_stops_all(ctx):
     assert batch_iterator.next(wants_stop=ctx.rank == 2) is None
 
 
+@ranks(3)
+def test_one_rank_that_is_asked_to_save_saves_on_all(ctx):
+    batch_iterator = BatchIterator(iter([[microbatch(1)], [microbatch(1)]]), ctx.control, device=CPU)
+    assert [batch_iterator.next(wants_save=ctx.rank == rank).wants_save for rank in (1, None)] == [True, False]
+
+
 @ranks(3, timeout_s=20)
 def test_data_that_fails_on_one_rank_is_the_same_error_on_all(ctx):
     for error in (DataError("sample 7", why="is broken", fix="mend it"), EnvironmentFault("a worker", why="died")):

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from nanotrain.checkpoint.store import complete_checkpoints
 from nanotrain.comm.collectives import all_gather_object
 from nanotrain.errors import EnvironmentFault, TrainingFault
 from nanotrain.runs.files import FolderVanished
@@ -32,7 +33,7 @@ class Signalling(Hook):
 
 
 def handlers() -> list:
-    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
 
 
 def test_hooks_are_called_around_the_steps(tmp_path):
@@ -95,6 +96,19 @@ def test_a_second_interrupt_ends_the_run_at_once(tmp_path):
     with small_run(tmp_path, "--train-iters", "9") as run, pytest.raises(KeyboardInterrupt):
         train(run, Signalling(2, signal.SIGINT, signal.SIGINT), spy)
     assert spy.calls == ["before", "step 1", "closed after an error"]
+    assert handlers() == before
+
+
+def test_sigusr1_saves_and_training_goes_on(tmp_path, logged):
+    spy, before = Spy(), handlers()
+    with small_run(tmp_path, "--train-iters", "5", "--keep-last", "0") as run:
+        train(run, Signalling(2, signal.SIGUSR1), CheckpointHook(), spy)
+        assert [path.name for path in complete_checkpoints(run.checkpointer.folder)] == [
+            "step-00000002",
+            "step-00000005",
+        ]
+    assert spy.calls[-3:] == ["step 5", "after", "closed"]
+    assert logged.count("saving after step 2: received SIGUSR1") == 1
     assert handlers() == before
 
 

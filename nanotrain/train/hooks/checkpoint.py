@@ -1,4 +1,4 @@
-"""Checkpoints every `save_interval` steps and at the end of a run.
+"""Checkpoints every `save_interval` steps, on SIGUSR1 and at the end of a run.
 
     --async-save   a periodic save blocks training while its tensors are copied to host memory; the next save, the end
                    of the run and SIGTERM wait for it
@@ -55,11 +55,12 @@ class CheckpointHook(Hook):
         if not interval or report.step % interval:
             self._poll(run)
             return
-        self._finish(run)
-        try:
-            self._save(run, in_background=run.config.checkpoint.async_save)
-        except StorageFault as error:
-            self._failed(run, error)
+        self._save_and_go_on(run)
+
+    def save_now(self, run: Run) -> None:
+        """Save as at an interval; a step that is saved, or being saved, is not saved again."""
+        if self._saved_step != run.state.step:
+            self._save_and_go_on(run)
 
     def after_training(self, run: Run) -> None:
         self._finish(run)
@@ -78,6 +79,13 @@ class CheckpointHook(Hook):
     def close(self, *, failed: bool) -> None:
         if self._in_flight is not None and not self._in_flight.give_up(GIVE_UP_S):
             log.warning("the checkpoint of step %s was not finished", self._saved_step)
+
+    def _save_and_go_on(self, run: Run) -> None:
+        self._finish(run)
+        try:
+            self._save(run, in_background=run.config.checkpoint.async_save)
+        except StorageFault as error:
+            self._failed(run, error)
 
     def _save(self, run: Run, *, in_background: bool, checkpointer: Checkpointer | None = None) -> None:
         run.context.heartbeat.begin("checkpoint")
@@ -117,7 +125,7 @@ class CheckpointHook(Hook):
                 log.warning("step %d cannot be saved in the run folder: %s", run.state.step, error)
             # A folder per run: checkpoints of another run with the same step would be replaced.
             subfolder = Path(folder) / run.folder.path.resolve().name
-            other = Checkpointer(subfolder, group=run.context.control, keep_last=run.config.checkpoint.keep_last)
+            other = run.checkpointer.in_folder(subfolder)
             self._save(run, in_background=False, checkpointer=other)
 
     def _poll(self, run: Run) -> None:

@@ -13,6 +13,9 @@ class Hook:
     def after_step(self, run: Run, report: StepReport) -> None:
         """Called after every step."""
 
+    def save_now(self, run: Run) -> None:
+        """Called between two steps after a rank received SIGUSR1."""
+
     def after_training(self, run: Run) -> None:
         """Called once after the loop, unless an error ended it."""
 
