@@ -28,6 +28,7 @@ from nanotrain.model.context import LayerContext
 from nanotrain.model.norm import build_norm
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
+from nanotrain.model.qk_clip import build_core
 from nanotrain.model.rope import Rotary, apply_rotary
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
 from nanotrain.topology.shape import ModelShape
@@ -51,7 +52,8 @@ class MultiLatentAttention(nn.Module):
         shape = ModelShape.of(model_config)
         assert shape.mla is not None, "a model without latent attention has the class Attention"
         self.tensor_parallel = parallel.tp
-        self.core_attention = parallel.recompute.wrap("core_attn", parallel.core_attention)
+        self.max_logits, core_attention = build_core(parallel, shape)
+        self.core_attention = parallel.recompute.wrap("core_attn", core_attention)
         self._up_project_and_attend = parallel.recompute.chain(
             "mla_up_proj",
             lambda query, kv, key, rotary: self._up_project(query, kv, shared_key=key, rotary=rotary),

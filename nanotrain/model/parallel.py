@@ -21,6 +21,7 @@ class ModelParallel:
     sequence: Group  # ranks that hold the tokens of one sequence (tp x cp)
     dp: Group  # ranks that read different samples
     recompute: Recompute = field(default_factory=Recompute)  # modules that are recomputed in the backward pass
+    tracks_logits: bool = False  # attention layers keep their largest logits, for QK-clip
     layers_in_bf16: frozenset[int] = frozenset()  # layers without fp8, where others have it
 
     def of_layer(self, layer: int) -> "ModelParallel":

@@ -35,6 +35,7 @@ from nanotrain.model.moe import MoELayer
 from nanotrain.model.norm import RMSNorm, build_norm
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
+from nanotrain.model.qk_clip import build_core
 from nanotrain.model.rope import RotaryTables, apply_rotary
 from nanotrain.parallel.tp.layers import (
     ColumnParallelLinear,
@@ -69,7 +70,8 @@ class Attention(nn.Module):
         super().__init__()
         shape = ModelShape.of(model_config)
         self.head_dim, self.has_window = shape.head_dim, has_window
-        self.core_attention = parallel.recompute.wrap("core_attn", parallel.core_attention)
+        self.max_logits, core_attention = build_core(parallel, shape)
+        self.core_attention = parallel.recompute.wrap("core_attn", core_attention)
         self.query = ColumnParallelLinear(*params.linear("query"), tensor_parallel=parallel.tp)
         kv_linear = partial(_kv_linear, shape=shape, tensor_parallel=parallel.tp)
         self.key, self.value = kv_linear(params, "key"), kv_linear(params, "value")

@@ -166,6 +166,16 @@ class DistributedOptimizer:
         for part in self._parts:
             part.copy_main_to_model_params()
 
+    def scale_rows(self, factors: Mapping[str, Tensor]) -> None:
+        """Multiply main params by factors of their rows, and copy them to this rank's shards of the model params.
+
+        Args:
+            factors: by parameter name, [rows] fp32 of the global parameter; others are not changed.
+        """
+        for part in self._parts:
+            if part.scale_rows(factors):
+                part.copy_main_to_model_params()
+
     @property
     def allocated_tensors(self) -> list[Tensor]:
         """The flat tensors of main params and state on the device, padding included."""

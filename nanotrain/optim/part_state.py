@@ -79,6 +79,20 @@ class PartState:
         for start, stop in self.chunks():
             params[start:stop].copy_(self.main.read(start, stop))
 
+    def scale_rows(self, factors: Mapping[str, Tensor]) -> bool:
+        """Multiply the main params of named parameters by factors [rows] of their global rows; whether any is here."""
+        first, found = self.part.start, False
+        for start, stop in self.chunks():
+            ranges = clip_ranges(self.part.ranges, start=first + start, stop=first + stop)
+            chosen = [part for part in ranges if part.name in factors]
+            if chosen:
+                main, found = self.main.read(start, stop), True
+                for part in chosen:
+                    elements = main[part.shard_start - first - start :][: part.numel]
+                    elements.mul_(_element_factors(part, factors[part.name]).to(main.device))
+                self.main.write(main, start)
+        return found
+
     def chunks(self) -> Iterator[tuple[int, int]]:
         """Start and stop of the chunks of this part."""
         for start in range(0, self.part.numel, CHUNK_NUMEL):
@@ -126,3 +140,12 @@ class PartState:
             end = stop if group is groups[-1] else group[-1].elements.stop - offset
             yield group[0], start, end
             start = end
+
+
+def _element_factors(part: ShardRange, of_rows: Tensor) -> Tensor:
+    """[numel of the range] from the factors of the rows of the global parameter."""
+    box = part.param.box
+    width = box.numel // box.shape[0]  # of a local row
+    first, last = part.param_start // width, -(-(part.param_start + part.numel) // width)
+    rows = of_rows[box.start[0] + first : box.start[0] + last]
+    return rows.repeat_interleave(width)[part.param_start - first * width :][: part.numel]

@@ -16,6 +16,7 @@ from nanotrain.parallel.pp.executor import run_schedule
 from nanotrain.topology.groups import GroupName
 from nanotrain.train.batches import GlobalBatch
 from nanotrain.train.fp8 import finish_fp8_step
+from nanotrain.train.qk_clip import clip_query_key
 from nanotrain.train.routers import balance_routers
 from nanotrain.train.run import Run
 
@@ -57,6 +58,8 @@ def train_step(run: Run, batch: GlobalBatch) -> StepResult:
         dp.finish_grad_reduce()
     finalize_grads(run.data_parallel, run.context)
     update = run.optimizer.step(lr, decoupled_lr=decoupled_lr)
+    if run.config.optim.qk_clip:
+        clip_query_key(run, skipped=update.skipped)
     for dp in run.data_parallel:
         dp.start_param_gather()
 

@@ -10,6 +10,7 @@ from nanotrain.optim.part_state import PartState
 from nanotrain.optim.parts import ShardPart
 from nanotrain.optim.stored import SCALE_BLOCK, StoredTensor
 from nanotrain.parallel.dp.layout import ShardRange
+from nanotrain.topology.boxes import Box
 from nanotrain.topology.params import LocalParam, Normal, ParamSpec
 
 CPU = torch.device("cpu")
@@ -65,6 +66,20 @@ def test_chunks_are_converted_and_stored_again(dtype, monkeypatch):
     assert torch.equal(state.model_params, (2 * before["model"]).bfloat16())
     with pytest.raises(AssertionError, match="changes of copies"):
         one.ranges()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_are_scaled_in_every_chunk(dtype, monkeypatch):
+    monkeypatch.setattr(part_state, "CHUNK_NUMEL", SCALE_BLOCK)
+    state = build(dtype)
+    spec = replace(state.part.ranges[1].param.spec, name="b", shape=(40, 50))
+    # local rows 5 to 34 of 40, of which elements 7 to 1506 are here
+    local = LocalParam(spec, Box((5, 0), (35, 50)))
+    state.part = replace(state.part, ranges=(state.part.ranges[0], ShardRange(local, FIRST + 2000, 7, 1493)))
+    expected, rows = state.main.read().clone(), 2.0 ** -torch.arange(40)
+    expected[2000:3493] *= rows[5:35].repeat_interleave(50)[7:]
+    assert state.scale_rows({"b": rows}) and not state.scale_rows({"c": rows})
+    torch.testing.assert_close(state.main.read(), expected, rtol=0, atol=1e-3 if dtype is torch.float16 else 0)
 
 
 def test_a_part_of_padding_is_one_range_without_weight_decay():

@@ -29,6 +29,9 @@ HEAD_RULES = (
         "a head has {head_dim} channels, of which {rotary_dim} are rotated (rotary_percent {rotary_percent})",
         "RoPE rotates pairs of channels, so their number must be even",
         "set --kv-channels to an even number, or another --num-attention-heads or --rotary-percent"),
+    Rule("qk_clip qk_layernorm", lambda v: v.qk_clip and v.qk_layernorm, "qk_clip with qk_layernorm",
+        "queries and keys are normalized after their projections, so the size of those weights has no effect",
+        "leave out --qk-clip or --qk-layernorm"),
     Rule("rotary_percent", lambda v: v.rotary_percent > 1, "rotary_percent is {rotary_percent}",
         "it is a share of the channels of a head", "set --rotary-percent to at most 1"),
 )

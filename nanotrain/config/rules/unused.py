@@ -149,6 +149,8 @@ UNUSED = (
         "optimizer", lambda v: v.optimizer != "muon", "it belongs to optimizer muon", "set --optimizer muon"),
     Unused("muon_tp_mode", "tensor_model_parallel_size expert_tensor_parallel_size", lambda v: v.tp == v.etp == 1,
         "without tensor parallelism there are no blocks", "set --tensor-model-parallel-size above 1"),
+    Unused("qk_clip_alpha qk_clip_threshold", "qk_clip", lambda v: not v.qk_clip, "it belongs to qk_clip",
+        "set --qk-clip"),
     Unused("exp_avg_sq_dtype", "optimizer muon_scalar_optimizer",
         lambda v: update_rules(v) <= {"sgd", "lion", "muon"}, "this optimizer has no second moments"),
     Unused("exp_avg_dtype", "optimizer sgd_momentum", lambda v: v.optimizer == "sgd" and not v.sgd_momentum,

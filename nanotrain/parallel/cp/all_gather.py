@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nanotrain.comm.autograd import gather_along
 from nanotrain.comm.group import Group
+from nanotrain.parallel.cp.max_logits import LogitObserver
 from nanotrain.parallel.cp.sdpa import attend, causal_mask
 from nanotrain.parallel.cp.split import join_shards, zigzag_chunks
 
@@ -41,7 +42,9 @@ class AllGatherAttention:
             for queries, chunk in zip(rows, self.chunks, strict=True)
         )
 
-    def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: ChunkMasks) -> Tensor:
+    def __call__(
+        self, query: Tensor, *, key: Tensor, value: Tensor, mask: ChunkMasks, observe: LogitObserver | None = None
+    ) -> Tensor:
         """All-gather, then attend chunk by chunk."""
         local = torch.cat((key, value), dim=-1)
         gathered = join_shards(gather_along(local[None], self.group, dim=0))
@@ -49,5 +52,5 @@ class AllGatherAttention:
         outputs = []
         for queries, chunk, chunk_mask in zip(query.chunk(2, dim=1), self.chunks, mask, strict=True):
             keys, values = gathered[:, : (chunk + 1) * size].split((key.shape[-1], value.shape[-1]), dim=-1)
-            outputs.append(attend(queries, key=keys, value=values, mask=chunk_mask))
+            outputs.append(attend(queries, key=keys, value=values, mask=chunk_mask, observe=observe))
         return torch.cat(outputs, dim=1)

@@ -2,6 +2,7 @@
 
 split.py             zigzag sharding of sequences and microbatches
 sdpa.py              SDPA, for a group of one rank
+max_logits.py        the largest attention logit of each head
 all_gather.py        all-gather of keys and values
 ring.py              ring attention; chunk_attention.py: attention to one chunk of keys, log-sum-exp merge
 ulysses.py           all-to-all from sequence-sharded to head-sharded tensors
@@ -19,6 +20,7 @@ from torch import Tensor
 from nanotrain.comm.group import Group
 from nanotrain.config.schema import check_choice
 from nanotrain.parallel.cp.all_gather import AllGatherAttention
+from nanotrain.parallel.cp.max_logits import LogitObserver
 from nanotrain.parallel.cp.ring import RingAttention
 from nanotrain.parallel.cp.sdpa import SDPAttention
 from nanotrain.parallel.cp.ulysses import UlyssesAttention
@@ -43,7 +45,9 @@ class CoreAttention(Protocol):
         """
         ...
 
-    def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: Any) -> Tensor:
+    def __call__(
+        self, query: Tensor, *, key: Tensor, value: Tensor, mask: Any, observe: LogitObserver | None = None
+    ) -> Tensor:
         """Attend.
 
         Args:
@@ -51,6 +55,7 @@ class CoreAttention(Protocol):
             key: [B, S / cp, G, D]; N is a multiple of G.
             value: [B, S / cp, G, Dv].
             mask: the result of `plan_mask` for this microbatch.
+            observe: called with all queries and keys that attend to each other, in parts; `--qk-clip` alone passes it.
 
         Returns:
             [B, S / cp, N, Dv].

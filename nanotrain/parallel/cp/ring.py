@@ -38,6 +38,7 @@ from nanotrain.parallel.cp.chunk_attention import (
     chunk_forward,
     merge_log_sum_exp,
 )
+from nanotrain.parallel.cp.max_logits import LogitObserver
 from nanotrain.parallel.cp.sdpa import causal_mask
 from nanotrain.parallel.cp.split import stack_shards
 
@@ -87,19 +88,32 @@ class RingAttention:
         positions = stack_shards(torch.arange(length, device=tokens.device)[None], size=self.group.size)[:, 0]
         return RingMask(segment_ids, positions, window)
 
-    def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: RingMask | None) -> Tensor:
+    def __call__(
+        self, query: Tensor, *, key: Tensor, value: Tensor, mask: RingMask | None, observe: LogitObserver | None = None
+    ) -> Tensor:
         """Attend to all keys of the group, one step at a time."""
-        out: Tensor = _Ring.apply(query, key, value, mask, self.group)
+        out: Tensor = _Ring.apply(query, key, value, mask, self.group, observe)
         return out
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: RingMask | None, group: Group) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: RingMask | None,
+        *rest: Any,
+    ) -> Tensor:
+        group, observe = rest
         ring = _LocalQueries(query.transpose(1, 2), mask, group)
         total: AttentionResult | None = None
         for step, keys, values in ring.receive(key, value):
-            part = chunk_forward(ring.chunk(step, key=keys, value=values))
+            chunk = ring.chunk(step, key=keys, value=values)
+            if observe is not None:
+                observe(chunk)
+            part = chunk_forward(chunk)
             if total is None:
                 total = AttentionResult(part.out.to(accumulate_dtype(part.out)), part.lse.clone())
             else:
@@ -111,7 +125,7 @@ class _Ring(torch.autograd.Function):
         return out.transpose(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         ring = _LocalQueries(query.transpose(1, 2), ctx.mask, ctx.group)
         merged, grad = AttentionResult(out, lse), grads[0].transpose(1, 2)
@@ -129,7 +143,7 @@ class _Ring(torch.autograd.Function):
         assert work is not None, "a ring has at least the step with the local keys"
         key_grad, value_grad = work.wait()
         query_grad = query_grad.transpose(1, 2).to(query.dtype)
-        return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), None, None
+        return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), None, None, None
 
 
 @dataclass(frozen=True)

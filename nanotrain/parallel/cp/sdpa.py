@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanotrain.parallel.cp.chunk_attention import AttentionChunk
+from nanotrain.parallel.cp.max_logits import LogitObserver
+
 
 def causal_mask(segment_ids: Tensor | None, *, queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
     """Where queries may attend to keys: [B or 1, 1, len(queries), len(keys)] bool.
@@ -35,7 +38,9 @@ def full_mask(segment_ids: Tensor | None, *, length: int, device: torch.device, 
     return causal_mask(segment_ids, queries=positions, keys=positions, window=window)
 
 
-def attend(query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def attend(
+    query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None, observe: LogitObserver | None = None
+) -> Tensor:
     """Softmax attention with grouped queries.
 
     Args:
@@ -43,11 +48,14 @@ def attend(query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None) ->
         key: [B, Sk, G, D].
         value: [B, Sk, G, Dv].
         mask: [B or 1, 1, S, Sk] bool, True where a query (row) may attend to a key (column); None for causal.
+        observe: called with queries and keys.
 
     Returns:
         [B, S, N, Dv].
     """
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    if observe is not None:
+        observe(AttentionChunk(query, key, value, mask, mask is None, scale=query.shape[-1] ** -0.5))
     grouped = query.shape[1] != key.shape[1]
     if grouped and not query.is_cuda:  # on the CPU enable_gqa is 1.4 to 1.5 times slower than repeated heads
         repeats = query.shape[1] // key.shape[1]
@@ -76,6 +84,8 @@ class SDPAttention:
             return None
         return full_mask(segment_ids, length=length, device=device, window=window)
 
-    def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def __call__(
+        self, query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None, observe: LogitObserver | None = None
+    ) -> Tensor:
         """`attend`."""
-        return attend(query, key=key, value=value, mask=mask)
+        return attend(query, key=key, value=value, mask=mask, observe=observe)

@@ -15,6 +15,7 @@ Jacobs et al., "DeepSpeed Ulysses", section 3; here with zigzag shards.
 """
 
 import math
+from functools import partial
 
 import torch
 from einops import rearrange
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from nanotrain.comm.all_to_all import all_to_all
 from nanotrain.comm.group import Group
+from nanotrain.parallel.cp.max_logits import LogitObserver
 from nanotrain.parallel.cp.sdpa import SDPAttention
 from nanotrain.parallel.cp.split import join_shards, stack_shards
 
@@ -38,7 +40,9 @@ class UlyssesAttention:
         length = tokens.shape[1] * self.group.size
         return self.sdpa.plan_full_mask(segment_ids, length=length, device=tokens.device, window=window)
 
-    def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def __call__(
+        self, query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None, observe: LogitObserver | None = None
+    ) -> Tensor:
         """All-to-all, attend, all-to-all."""
         cp, groups = self.group.size, key.shape[2]
         assert query.shape[2] % cp == 0, f"cp = {cp} does not divide {query.shape[2]} query heads"
@@ -46,7 +50,9 @@ class UlyssesAttention:
         if repeats > 1:
             key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
         query, key, value = self._to_head_shards([query, key, value])
-        return self._to_sequence_shards(self.sdpa(query, key=key, value=value, mask=mask))
+        if observe is not None:
+            observe = partial(observe, first_head=self.group.index * query.shape[2])
+        return self._to_sequence_shards(self.sdpa(query, key=key, value=value, mask=mask, observe=observe))
 
     def _to_head_shards(self, tensors: list[Tensor]) -> list[Tensor]:
         """Each [B, L, n, d] -> [B, S, n / cp, d], in one all-to-all."""

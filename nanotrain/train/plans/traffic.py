@@ -8,8 +8,8 @@
     matrices        hidden matrices of Muon: shard and replicate groups, tp, etp
 
 Counted as `comm/traffic.py` counts what is executed; a forward that is recomputed counts twice. Not included: tensor
-parallelism, statistics of routers, control traffic, core attentions without an entry in `ATTENTION_BYTES`, and with
-ZeRO-3 the gathers of layers that are recomputed in a group.
+parallelism, statistics of routers, attention logits of QK-clip, control traffic, core attentions without an entry in
+`ATTENTION_BYTES`, and with ZeRO-3 the gathers of layers that are recomputed in a group.
 """
 
 import math

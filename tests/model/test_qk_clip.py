@@ -1,0 +1,124 @@
+"""QK-clip: clipped rows give the logits times the factor of their head; what counts, and over which ranks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanotrain.comm.group import Group
+from nanotrain.config.config import ModelConfig, OptimConfig
+from nanotrain.memory.recompute import Recompute
+from nanotrain.model.context import BatchContext
+from nanotrain.model.init import initialize
+from nanotrain.model.parallel import ModelParallel
+from nanotrain.model.qk_clip import collect_factors, logits_of, row_factors
+from nanotrain.model.transformer import Stage
+from nanotrain.topology.parameters import declare_model
+from nanotrain.topology.params import LocalParam
+from nanotrain.topology.shape import ModelShape
+from nanotrain.topology.stages import StageSpec
+from tests.harness import ranks
+from tests.model.building import GPT2, LLAMA, give_storage, random_batch, randomize
+from tests.model.test_mla import DIRECT, LATENT
+
+ONE = Group.single_rank("tp")
+MODELS = {"grouped": LLAMA, "biases": GPT2, "mla": LATENT, "mla without q_lora_rank": DIRECT}
+
+
+def tracked(model_config: ModelConfig, **options) -> Stage:
+    """A randomized full model of one layer that tracks its logits."""
+    model_config = replace(model_config, num_layers=1)
+    params = [LocalParam.unsharded(spec) for spec in declare_model(ModelShape.of(model_config))]
+    parallel = replace(ModelParallel.single_rank(), tracks_logits=True, **options)
+    stage = give_storage(Stage(model_config, StageSpec.single(1), params=params, parallel=parallel))
+    initialize(stage, stage.params, seed=1)
+    return randomize(stage)
+
+
+def largest(stage: Stage, *, seed: int = 0) -> torch.Tensor:
+    """The largest logits of a batch, [N]."""
+    (logits,) = logits_of(stage).values()
+    logits.largest.fill_(-torch.inf)
+    stage(None, BatchContext(random_batch(seed=seed)))
+    return logits.largest.clone()
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.25])
+@pytest.mark.parametrize("name", MODELS)
+def test_clipped_weights_give_scaled_logits(name: str, alpha: float) -> None:
+    stage = tracked(MODELS[name])
+    shape = ModelShape.of(stage.model_config)
+    before = largest(stage)
+    threshold = before.sort().values[-2].item() * 0.9  # exceeded by two heads
+    config = OptimConfig(qk_clip=True, qk_clip_alpha=alpha, qk_clip_threshold=threshold)
+    factors = collect_factors(stage, config, shape=shape, tp=ONE, dp_cp=ONE)
+    assert (next(iter(logits_of(stage).values())).largest == -torch.inf).all(), "the next step counts anew"
+    named = dict(stage.named_parameters())
+    for param, rows in factors.items():
+        assert len(rows) == len(named[param])
+        named[param].data.mul_(rows.view(-1, *[1] * (named[param].ndim - 1)))
+    of_heads = (threshold / before).clamp(max=1.0)
+    if shape.mla is None:
+        of_heads = (
+            of_heads.view(shape.num_query_groups, -1)
+            .amin(1)
+            .repeat_interleave(shape.num_heads // shape.num_query_groups)
+        )
+    assert 2 <= (of_heads < 1).sum() < len(of_heads) or shape.num_query_groups == 2
+    torch.testing.assert_close(largest(stage), before * of_heads)
+
+
+def test_values_and_the_shared_rotary_key_of_mla_stay() -> None:
+    shape = ModelShape.of(replace(LATENT, num_layers=1))
+    assert shape.mla is not None
+    heads = torch.full((shape.num_heads,), 0.25)
+    rows = row_factors(heads, shape, alpha=0.5)
+    nope, rope, value = shape.mla.nope_dim, shape.mla.rope_dim, shape.value_head_dim
+    assert rows["query_up.weight"].tolist() == ([0.5] * nope + [0.25] * rope) * shape.num_heads
+    assert rows["kv_up.weight"].tolist() == ([0.5] * nope + [1.0] * value) * shape.num_heads
+    assert "kv_down.weight" not in rows
+
+
+def test_logits_below_the_threshold_and_those_that_are_not_finite_change_nothing() -> None:
+    stage = tracked(LLAMA)
+    (logits,) = logits_of(stage).values()
+    logits.largest.copy_(torch.tensor([torch.inf, torch.nan, 99.0, -torch.inf]))
+    factors = collect_factors(stage, OptimConfig(qk_clip=True), shape=ModelShape.of(LLAMA), tp=ONE, dp_cp=ONE)
+    assert {name.rsplit(".", 2)[1] for name in factors} == {"query", "key"}
+    assert all((rows == 1).all() for rows in factors.values())
+
+
+def test_evaluation_and_recomputation_do_not_count() -> None:
+    recompute = Recompute(["core_attn"])
+    stage = tracked(LLAMA, recompute=recompute)
+    (logits,) = logits_of(stage).values()
+    with torch.no_grad():
+        stage(None, BatchContext(random_batch()))
+    assert (logits.largest == -torch.inf).all()
+    loss = stage(None, BatchContext(random_batch()))
+    assert logits.largest.isfinite().all()
+    logits.largest.fill_(-torch.inf)
+    loss.backward()
+    assert (logits.largest == -torch.inf).all(), "the backward ran core attention again and counted it"
+
+
+def test_a_run_without_the_option_keeps_nothing() -> None:
+    model_config = replace(LLAMA, num_layers=1)
+    params = [LocalParam.unsharded(spec) for spec in declare_model(ModelShape.of(model_config))]
+    parallel = ModelParallel.single_rank()
+    stage = Stage(model_config, StageSpec.single(1), params=params, parallel=parallel)
+    assert stage.layers["0"].attention.core_attention is parallel.core_attention and not logits_of(stage)
+
+
+@ranks(4, tp=2)
+def test_the_largest_over_all_ranks_decides(ctx) -> None:
+    """Heads are sharded over tp, samples over dp; every rank gets the factors of all heads."""
+    stage = tracked(LLAMA)
+    (logits,) = logits_of(stage).values()
+    tp, dp_cp = ctx.group("tp"), ctx.group("dp_cp")
+    largest_of = [200.0, 50.0, 400.0, 100.0]
+    logits.largest = torch.tensor(largest_of[2 * tp.index :][:2]) / (1 if dp_cp.index else 10)
+    config = OptimConfig(qk_clip=True, qk_clip_alpha=0.5)
+    factors = collect_factors(stage, config, shape=ModelShape.of(LLAMA), tp=tp, dp_cp=dp_cp)
+    rows = factors["layers.0.attention.key.weight"].view(2, -1)
+    torch.testing.assert_close(rows[:, 0], torch.tensor([0.5, 0.25]) ** 0.5)
