@@ -19,7 +19,7 @@ from nanotrain.cli_parser import Command, CommandParser, count, not_negative, po
 from nanotrain.config.flags import parse
 from nanotrain.config.load import load_line, reply, to_yaml
 from nanotrain.config.schema import check_choice
-from nanotrain.errors import EXIT_CODE, NanotrainError, report
+from nanotrain.errors import EXIT_CODE, ConfigError, NanotrainError, report
 
 CONFIG_FLAGS = "any configuration flag may follow, for example --tensor-model-parallel-size 2"
 
@@ -79,12 +79,16 @@ def topology(argv: Sequence[str]) -> int:
         from nanotrain.parallel.pp.schedules import SCHEDULES
 
         check_choice("pipeline_schedule", args.schedule, known=SCHEDULES)
-        rest = ["--pipeline-schedule", args.schedule, *rest]
-    parallel = load_line(parse(rest), to_train=False).config.parallel
+    loaded = load_line(parse(rest), to_train=False)
+    if args.schedule is not None and "parallel.pipeline_schedule" in loaded.explicit:
+        parser.error("--schedule and --pipeline-schedule are both given")
+    parallel = loaded.config.parallel
     if args.world_size is not None:
         from nanotrain.topology.picture import run_topology
 
-        print(run_topology(parallel, args.world_size, as_json=args.json))
+        wide = parallel.expert_model_parallel_size > 1 or parallel.expert_tensor_parallel_size is not None
+        has_experts = wide or loaded.config.model.moe.num_experts is not None
+        print(run_topology(parallel, args.world_size, as_json=args.json, has_experts=has_experts))
     if args.schedule is not None:
         from nanotrain.parallel.pp.actions import PipelineShape
         from nanotrain.parallel.pp.draw import draw_schedule
@@ -92,7 +96,7 @@ def topology(argv: Sequence[str]) -> int:
         num_ranks = parallel.pipeline_model_parallel_size
         stages_per_rank = parallel.num_virtual_stages_per_pipeline_rank
         shape = PipelineShape(num_ranks, stages_per_rank, args.num_microbatches or 2 * num_ranks)
-        print(draw_schedule(parallel.pipeline_schedule, shape, png=args.png))
+        print(draw_schedule(args.schedule, shape, png=args.png))
     return 0
 
 
@@ -164,6 +168,8 @@ def runs(argv: Sequence[str]) -> int:
         "folder", type=Path, nargs="?", default=Path("runs"), help="folder of run folders (default: runs)"
     )
     args = parser.parse_args(argv)
+    if not args.folder.is_dir():
+        raise ConfigError(f"there is no folder {args.folder}", why="it should hold run folders", fix="name another")
     from nanotrain.report.history import find_runs
     from nanotrain.report.terminal import list_runs, terminal
 

@@ -50,6 +50,9 @@ def test_of_many_ranks_the_first_alone_speaks():
         (["topology", "--world-size", "6", "--tensor-model-parallel-size", "4"], "6 ranks cannot form tp=4"),
         (["topology", "--schedule", "2f2b"], "parallel.pipeline_schedule is '2f2b': the known names are"),
         (["topology", "--schedule", "1f1b", "--json"], "--json prints groups"),
+        (["topology", "--schedule", "1f1b", "--num-microbatches", "100000000"], "x 100,000,000 microbatches cannot be"),
+        (["topology", "--schedule", "gpipe", "--pipeline-schedule", "1f1b"], "are both given"),
+        (["runs", "/nowhere"], "error: there is no folder /nowhere"),
         (["topology", "--world-size", "2", "--png", "a.png"], "--num-microbatches and --png belong to --schedule"),
         (["generate", "runs/x", "--temperature", "-1"], "invalid not_negative value: '-1'"),
         (["generate", "/nowhere"], "error: /nowhere is not a checkpoint"),
@@ -108,6 +111,19 @@ def test_topology_draws_a_schedule_in_place_of_the_groups(capsys, tmp_path):
     argv = "topology --schedule interleaved --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
     assert main([*argv.split(), "--num-layers", "8"]) == 0
     assert "8 microbatches" in (out := capsys.readouterr().out) and "bubble     3/19 = 15.8%" in out
+
+
+def test_a_schedule_is_drawn_on_one_rank_too(capsys):
+    assert main(["topology", "--schedule", "zb-h1"]) == 0
+    assert "zb-h1: 1 rank, 1 stage, 2 microbatches" in capsys.readouterr().out
+
+
+def test_groups_of_experts_are_those_of_a_model_with_experts(capsys):
+    argv = "topology --world-size 8 --context-parallel-size 2 --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
+    assert main(argv.split()) == 0  # with experts the two grids would not agree
+    assert "expert_dp" not in capsys.readouterr().out
+    assert main([*argv.split(), "--expert-model-parallel-size", "2"]) == 0
+    assert "expert_dp" in capsys.readouterr().out
 
 
 def test_config_prints_what_a_run_would_use(capsys):

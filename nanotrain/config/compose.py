@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nanotrain.config.config import Config
-from nanotrain.config.flags import FLAGS, CommandLine, Setting
+from nanotrain.config.flags import FLAGS, CommandLine, Setting, is_file
 from nanotrain.config.references import mark_references
 from nanotrain.config.schema import KEYS, SECTIONS, flatten, nest, to_dict
 from nanotrain.config.suggest import by_meaning, did_you_mean, nearest_choice
@@ -72,7 +72,7 @@ def compose_files(line: CommandLine) -> Composed:
     """
     folders = search_path(line)
     choices, recipe_path = dict(line.choices), None
-    if choices.get("config", "").endswith((".yaml", ".yml")):  # a file, such as a run's config.yaml
+    if is_file(choices.get("config", "")):  # a file, such as a run's config.yaml
         recipe_path = Path(choices.pop("config")).expanduser()
     check_choices(choices, folders)
     listed = groups_listed(line.config_name, folders)

@@ -6,7 +6,7 @@ has the values of all fields that were set.
 
 from typing import Any
 
-from nanotrain.config.config import Config, RecomputeGranularity
+from nanotrain.config.config import Config, LRDecayStyle, RecomputeGranularity
 from nanotrain.config.derive import has_rope
 from nanotrain.errors import ConfigError
 
@@ -32,7 +32,9 @@ def train_samples(config: Config, text: str) -> dict[str, Any]:
         why = f"a step takes global_batch_size = {batch_size} samples"
         raise ConfigError(f"--train-samples {text} is no whole step", why=why, fix="raise it")
     values: dict[str, Any] = {"train_iters": samples // batch_size}
-    if config.optim.lr_decay_iters is None and config.optim.lr_decay_samples is None:
+    optim = config.optim
+    has_length = optim.lr_decay_style is not LRDecayStyle.constant or optim.lr_warmup_fraction is not None
+    if has_length and optim.lr_decay_iters is None and optim.lr_decay_samples is None:
         values["lr_decay_samples"] = samples
     return values
 

@@ -1,9 +1,10 @@
 """docs/config.md, made from the fields: `python -m nanotrain.config.document > docs/config.md`."""
 
 from nanotrain.config.flags import ALIASES
-from nanotrain.config.help import KINDS, default_text, meaning, metavar
+from nanotrain.config.help import KINDS, meaning, metavar
 from nanotrain.config.megatron import MEGATRON
-from nanotrain.config.schema import SECTIONS, Entry, entries_of
+from nanotrain.config.option import flag_of
+from nanotrain.config.schema import SECTIONS, Entry, entries_of, typed
 
 INTRODUCTION = """\
 # Configuration
@@ -50,7 +51,7 @@ the groups (`model=llama7b`), the recipe (`+config=NAME`), the command line; on 
 def document() -> str:
     """The page: how to set values, the aliases, and a table per section."""
     parts = [INTRODUCTION, "## Aliases\n", "| flag | means |", "|---|---|"]
-    parts += [f"| `{flag}` | `--{alias.name.replace('_', '-')} {alias.value}` |" for flag, alias in ALIASES.items()]
+    parts += [table_row(f"`{flag}`", f"`{flag_of(alias.name)} {alias.value}`") for flag, alias in ALIASES.items()]
     parts.append("| `--data-parallel-size N` | sets nothing; checks that the run has N data-parallel ranks |")
     for name, section in SECTIONS.items():
         parts += [f"\n## {name}\n", f"{(section.__doc__ or '').strip()}\n"]
@@ -61,7 +62,7 @@ def document() -> str:
     )
     for kind, title in KINDS.items():
         parts += [f"\n### {title[0].upper()}{title[1:]}\n", "| flag | here |", "|---|---|"]
-        parts += [f"| `{flag}` | {entry.meaning} |" for flag, entry in MEGATRON.items() if entry.kind == kind]
+        parts += [table_row(f"`{flag}`", entry.meaning) for flag, entry in MEGATRON.items() if entry.kind == kind]
     return "\n".join(parts) + "\n"
 
 
@@ -69,8 +70,18 @@ def row(entry: Entry) -> str:
     """One field as a row of its section's table."""
     check = entry.field.metadata["check"]
     bound = f"; {check.__doc__}" if check is not None else ""
-    takes = metavar(entry).strip("{}").replace(",", ", ").replace("|", " or ")
-    return f"| `{entry.flag}` | {takes} | {default_text(entry)} | {meaning(entry)}{bound} |"
+    takes = metavar(entry).replace("{", "").replace("}", "").replace(",", ", ").replace("|", " or ")
+    return table_row(f"`{entry.flag}`", takes, typed(entry.default), f"{meaning(entry)}{bound}")
+
+
+def table_row(*cells: str) -> str:
+    """One row of a table; a | in a cell is escaped.
+
+    >>> print(table_row("Et|tL", "text"))
+    | Et\\|tL | text |
+    """
+    escaped = (cell.replace("|", r"\|") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ is read here.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
 from nanotrain.config.megatron import MANY, MEGATRON
 from nanotrain.config.schema import BOOLEANS, ENTRIES, KEYS, Entry, unknown_flag, unknown_key
@@ -248,13 +249,26 @@ def read_override(line: CommandLine, argument: str) -> None:
 def apply_aliases(line: CommandLine) -> None:
     """Turn aliases into settings, before the others; a contradiction with another argument is an error."""
     aliases = [(flag, ALIASES[flag], ENTRIES[ALIASES[flag].name].key) for flag in line.aliases]
-    given = [*line.settings, *(Setting(key, alias.value, flag) for flag, alias, key in aliases)]
+    given: list[Setting] = []
+    settings = list(line.settings)
     for flag, alias, key in dict.fromkeys(aliases):
-        for other in given:
-            if other.key == key and str(other.value) not in alias.agrees:
+        for other in [*given, *settings]:
+            if other.key == key and agreed(other) not in alias.agrees:
                 why, fix = f"{flag} means {key}={alias.value}", "leave one of them out"
                 line.errors.errors.append(ConfigError(f"{flag} contradicts {other.text}", why=why, fix=fix))
-        line.settings.insert(0, Setting(key, alias.value, flag))
+        given.append(Setting(key, alias.value, flag))
+    line.settings[:0] = reversed(given)
+
+
+def agreed(setting: Setting) -> str:
+    """The text of a value, with one spelling of true and of false."""
+    text = str(setting.value)
+    return str(BOOLEANS.get(text.lower(), text)).lower() if KEYS[setting.key].kind is bool else text
+
+
+def is_file(name: str) -> bool:
+    """Whether the NAME of `+config=NAME` is a file and not one of the recipes."""
+    return name.endswith((".yaml", ".yml"))
 
 
 def set_data_parallel_size(line: CommandLine, value: str) -> None:
@@ -298,6 +312,14 @@ def unexpected(argument: str, previous: str) -> ConfigError:
     why = "it is neither a flag nor key=value"
     if flag in FLAGS or flag in ALIASES or flag in MEGATRON:
         return ConfigError(what, why=why, fix=f"write {flag}")
-    meant = by_meaning(argument)
-    fix = advise(meant) if meant else f"write +config={argument} for the recipe of that name"
+    meant, suffix = by_meaning(argument), PurePath(argument).suffix
+    if meant:
+        return ConfigError(what, why=why, fix=advise(meant))
+    fix = f"write +config={argument}" + ("" if is_file(argument) else " for the recipe of that name")
+    if suffix == ".py":
+        fix = "leave it out: the program is python -m nanotrain.train"
+    elif suffix in (".toml", ".json"):
+        fix = "write its settings into a YAML file, and +config=FILE.yaml"
+    elif not (argument.isidentifier() or is_file(argument)):
+        fix = "write the flag that it belongs to before it; --help lists them"
     return ConfigError(what, why=why, fix=fix)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from nanotrain.config.flags import ALIASES
 from nanotrain.config.megatron import MEGATRON, Kind
-from nanotrain.config.schema import ENTRIES, SECTIONS, Entry, entries_of, plain
+from nanotrain.config.schema import ENTRIES, SECTIONS, Entry, entries_of, typed
 from nanotrain.config.suggest import did_you_mean
 from nanotrain.errors import ConfigError
 
@@ -144,7 +144,7 @@ def rows(pairs: Iterable[tuple[str, str]], width: int) -> list[str]:
 def describe(entry: Entry) -> tuple[str, str]:
     """The columns of one field: flag and values, meaning and default."""
     flag = f"--[no-]{entry.flag[2:]}" if entry.kind is bool else f"{entry.flag} {metavar(entry)}"
-    return flag, f"{meaning(entry)} (default: {default_text(entry)})"
+    return flag, f"{meaning(entry)} (default: {typed(entry.default)})"
 
 
 def meaning(entry: Entry) -> str:
@@ -162,13 +162,3 @@ def metavar(entry: Entry) -> str:
     names = {bool: "true|false", int: "N", float: "NUMBER", str: "TEXT"}
     one = "{" + ",".join(entry.choices) + "}" if entry.choices else names[entry.item]
     return f"{one} ..." if entry.kind is list else one
-
-
-def default_text(entry: Entry) -> str:
-    """A default as it is typed."""
-    value = plain(entry.default)
-    if value is None:
-        return "unset"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return " ".join(map(str, value)) or "empty" if isinstance(value, list) else str(value)

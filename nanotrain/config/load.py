@@ -92,8 +92,11 @@ def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
     recipe = line.choices.get("config")
     if config.train.run_dir is None:
         config = with_values(config, {"train.run_dir": f"runs/{Path(recipe).stem if recipe else 'train'}"})
-    result = translate(config, line, errors=errors)
-    config, reset = reset_unused(result.config, explicit=result.explicit, errors=errors, unreadable=unreadable)
+    result = translate(config, line, errors=errors, from_files=frozenset(files))
+    unset = frozenset(key for key, source in origins.items() if source == "--megatron-defaults") - result.explicit
+    config, reset = reset_unused(
+        result.config, explicit=result.explicit, errors=errors, defaults=unset, unreadable=unreadable
+    )
     result.notes += [f"{key}: {why}" for key, why in reset.items() if key in result.explicit]
     return Loaded(
         config=config,

@@ -8,7 +8,7 @@ check_choice       refuse a name that a table does not hold
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
 from functools import reduce
@@ -160,7 +160,7 @@ def unknown_key(key: str) -> ConfigError:
         is_short = key == name or ENTRIES[name].key.startswith(key.removesuffix(name))
         why = "a key names its section" if is_short else "there is no such key"
         return ConfigError(f"unknown key {key}", why=why, fix=f"did you mean {ENTRIES[name].key}?")
-    cure = by_meaning(name)
+    cure = by_meaning(key)
     if cure is not None:
         entry = next((entry for entry in ENTRIES.values() if entry.flag == cure), None)
         fix = advise(entry.key if entry else cure)
@@ -324,6 +324,32 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list) else as_written(value)
 
 
+def typed(value: Any) -> str:
+    """A value as it is typed on a command line, or "unset" or "empty".
+
+    >>> typed(True), typed([1, 2]), typed(None), typed([])
+    ('true', '1 2', 'unset', 'empty')
+    """
+    value = plain(value)
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return " ".join(map(str, value)) or "empty" if isinstance(value, list) else str(value)
+
+
+def argument_of(name: str, value: Any) -> str:
+    """The arguments that set a field, given by its unique name.
+
+    >>> argument_of("add_bias_linear", False), argument_of("data_path", ["a", "b"])
+    ('--no-add-bias-linear', '--data-path a b')
+    """
+    flag = ENTRIES[name].flag
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag[2:]}"
+    return f"{flag} {'null' if value is None else typed(value)}"
+
+
 def entries_of(section: str) -> list[Entry]:
     """The fields of one section, in order."""
     return [entry for entry in ENTRIES.values() if entry.section == section]
@@ -334,13 +360,15 @@ def unknown(what: str, name: str, *, known: Iterable[str]) -> ConfigError:
     return ConfigError(f"unknown {what} {name}", why=f"there is no such {what}", fix=did_you_mean(name, known))
 
 
-def unknown_flag(flag: str, *, known: Iterable[str]) -> ConfigError:
+def unknown_flag(flag: str, *, known: Collection[str]) -> ConfigError:
     """The error for a flag that does not exist: what it is called here, else the nearest spelling.
 
     >>> unknown_flag("--learning-rate", known=["--lr"]).fix
     'did you mean --lr?'
     """
-    cure = by_meaning(flag)
+    cure, field = by_meaning(flag), flag_of(flag.rpartition(".")[2].strip("-"))
+    if "." in flag and field in known:  # a key, or a flag with a section
+        cure = field
     fix = advise(cure) if cure else did_you_mean(flag, known)
     return ConfigError(f"unknown flag {flag}", why="there is no such flag", fix=fix)
 

@@ -39,10 +39,13 @@ def advise(cure: str) -> str:
 def by_meaning(name: str) -> str | None:
     """What to write for a name of another framework.
 
-    >>> by_meaning("--learning-rate"), by_meaning("n_layer"), by_meaning("--lr")
-    ('--lr', '--num-layers', None)
+    A dotted name, as torchtitan's `--checkpoint.interval`, is looked up with its section and without.
+
+    >>> by_meaning("--learning-rate"), by_meaning("--model.n_layers"), by_meaning("checkpoint.interval")
+    ('--lr', '--num-layers', '--save-interval')
     """
-    return CURES.get(name.strip("-").replace("-", "_").lower())
+    path = name.strip("-").replace("-", "_").lower().split(".")
+    return CURES.get("_".join(path[-2:])) or CURES.get(path[-1])
 
 
 def by_spelling(name: str, known: Iterable[str]) -> str | None:

@@ -91,7 +91,7 @@ NAMES = {
     RANKS: "gpus num_gpus nproc nproc_per_node world_size ngpu ngpus n_gpus devices num_devices nnodes num_nodes ranks num_processes",
     RECIPE: "model model_name model_name_or_path recipe config config_file job_config flavor model_type",
     "--fp8-format hybrid": "use_fp8 float8",
-    "--recompute-granularity full": "activation_checkpointing gradient_checkpointing checkpoint_activations recompute ac_mode",
+    "--recompute-granularity full": "activation_checkpointing gradient_checkpointing checkpoint_activations recompute ac_mode activation_checkpoint_mode",
     "nanotrain --version": "version",
 }
 CURES: dict[str, str] = {name: cure for cure, names in NAMES.items() for name in names.split()}
@@ -117,7 +117,7 @@ VALUES: dict[str, dict[str, str]] = {
         "ddp": "no_shard",
         "none": "no_shard",
     },
-    "activation": {"silu": "swiglu", "geglu": "swiglu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
+    "activation": {"silu": "swiglu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
     "normalization": {"rms": "RMSNorm", "rms_norm": "RMSNorm", "rmsnorm": "RMSNorm", "layer_norm": "LayerNorm"},
     "position_embedding_type": {"rotary": "rope", "learned": "learned_absolute", "absolute": "learned_absolute"},
     "lr_decay_style": {"wsd": "WSD", "inverse_sqrt": "inverse-square-root"},

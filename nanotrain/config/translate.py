@@ -12,11 +12,11 @@ from os.path import normpath
 from typing import Any
 
 from nanotrain.config.config import Activation, Config, PositionEmbedding
-from nanotrain.config.flags import CommandLine, MegatronArgument
+from nanotrain.config.flags import CommandLine, MegatronArgument, is_file
 from nanotrain.config.megatron import MEGATRON, MEGATRON_DEFAULTS, MEGATRON_REQUIRED, SHAPING
 from nanotrain.config.option import flag_of
 from nanotrain.config.pipeline_layout import read_pipeline_layout
-from nanotrain.config.schema import ENTRIES, convert, plain, value_of, with_values
+from nanotrain.config.schema import ENTRIES, argument_of, convert, plain, typed, value_of, with_values
 from nanotrain.errors import ConfigError, ErrorCollector
 
 
@@ -36,24 +36,29 @@ class Translation:
         self.origins[key] = source
 
 
-def translate(config: Config, line: CommandLine, *, errors: ErrorCollector) -> Translation:
+def translate(
+    config: Config, line: CommandLine, *, errors: ErrorCollector, from_files: frozenset[str] = frozenset()
+) -> Translation:
     """Apply the Megatron-LM flags of a command line to the configuration of its other arguments.
 
     Args:
         config: composed from the files and the fields' own flags.
         line: the parsed command line.
         errors: collects values that are never so, missing features, contradictions.
+        from_files: keys set by YAML files.
     """
     result = Translation(config, line.explicit)
     check_flags(line.megatron, errors=errors)
     if line.wants_megatron_defaults:
-        complete_defaults(result, line, errors=errors)
+        check_defaults(line, errors=errors)
+        if "model.ffn_hidden_size" not in from_files:
+            complete_width(result)
     for argument in line.megatron:
         with errors:
             convert_flag(result, argument)
     for name, value, why in implied(result.config, result.explicit, line=line):
         result.set(name, value, source=why)
-        result.notes.append(f"{flag_of(name)} {plain(value)}: {why}")
+        result.notes.append(f"{argument_of(name, value)}: {why}")
     result.notes += notes(line)
     return result
 
@@ -100,23 +105,33 @@ def convert_flag(result: Translation, argument: MegatronArgument) -> None:
         return
     for name, value in row.convert(result.config, argument.value).items():
         key = ENTRIES[name].key
-        current = value_of(result.config, key)
-        if key in result.explicit and plain(current) != plain(convert(ENTRIES[name], value)):
+        current, new = value_of(result.config, key), convert(ENTRIES[name], value)
+        is_extended = isinstance(current, list) and set(current) <= set(new)
+        if key in result.explicit and plain(current) != plain(new) and not is_extended:
             raise ConfigError(
-                f"{argument.text} contradicts {flag_of(name)} {plain(current)}",
-                why=f"it means {flag_of(name)} {plain(value)}",
+                f"{argument.text} contradicts {argument_of(name, current)}",
+                why=f"it means {argument_of(name, new)}",
                 fix="leave one of them out",
             )
         result.set(name, value, source=f"command line: {argument.text}")
         result.explicit |= {key}
 
 
-def complete_defaults(result: Translation, line: CommandLine, *, errors: ErrorCollector) -> None:
-    """Megatron-LM's derived MLP width, and an error for fields that have no default there."""
+def complete_width(result: Translation) -> None:
+    """Megatron-LM's width of a gated MLP, where none is set."""
     model = result.config.model
     if model.activation is Activation.swiglu and model.ffn_hidden_size is None:
         width = 64 * max(1, int(4 * model.hidden_size * 2 / 3 / 64))
         result.set("ffn_hidden_size", width, source="--megatron-defaults: 8/3 * hidden_size, a multiple of 64 below")
+
+
+def check_defaults(line: CommandLine, *, errors: ErrorCollector) -> None:
+    """Errors for recipes, which are differences from other defaults, and for fields that have no default there."""
+    for group, name in line.choices.items():
+        if group in ("config", "model", "optim") and not is_file(name):
+            what = f"--megatron-defaults with {'+' if group == 'config' else ''}{group}={name}"
+            why = f"{group}/{name}.yaml is written for nanotrain's defaults: with Megatron-LM's it means something else"
+            errors.errors.append(ConfigError(what, why=why, fix="leave one of them out"))
     unset = [name for name in MEGATRON_REQUIRED if ENTRIES[name].key not in line.explicit]
     if unset and not line.choices:
         flags = ", ".join(map(flag_of, unset))
@@ -175,7 +190,10 @@ def notes(line: CommandLine) -> Iterator[str]:
         yield f"{number(counts['no effect'], verb='tune')} parts of Megatron-LM that do not exist here"
     left_out = [name for name in SHAPING if ENTRIES[name].key not in line.explicit and not is_set_by_flag(name, line)]
     if line.megatron and left_out and not line.choices and not line.wants_megatron_defaults:
-        values = ", ".join(f"{name} {default_text(name)} (Megatron-LM: {megatron_text(name)})" for name in left_out)
+        values = ", ".join(
+            f"{name} {typed(ENTRIES[name].default)} (Megatron-LM: {typed(MEGATRON_DEFAULTS[name])})"
+            for name in left_out
+        )
         yield f"settings left out whose defaults differ from Megatron-LM's: {values}; --megatron-defaults takes those"
 
 
@@ -192,19 +210,6 @@ def number(count: int, *, verb: str = "name") -> str:
     ('1 flag names', '12 flags name')
     """
     return f"1 flag {verb}s" if count == 1 else f"{count} flags {verb}"
-
-
-def default_text(name: str) -> str:
-    """A field's default as text."""
-    return (
-        str(plain(ENTRIES[name].default)).lower() if ENTRIES[name].kind is bool else str(plain(ENTRIES[name].default))
-    )
-
-
-def megatron_text(name: str) -> str:
-    """Megatron-LM's default of a field as text."""
-    value = MEGATRON_DEFAULTS[name]
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def megatron_values() -> Mapping[str, Any]:

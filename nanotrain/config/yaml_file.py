@@ -1,5 +1,6 @@
 """Check a YAML file before it is composed: text in UTF-8, of bounded size, depth and number of values."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
@@ -26,6 +27,7 @@ def check_yaml(path: Path) -> None:
             raise ConfigError(f"{path} cannot be read", why=f"it is larger than {MAX_BYTES:,} bytes", fix=fix)
         node = yaml.compose(content.decode("utf-8"), Loader=_Loader)
         num_nodes = _count(node, {}) if node is not None else 0
+        duplicate = next(_duplicates(node), None) if node is not None and num_nodes <= MAX_NODES else None
     except UnicodeDecodeError as error:
         why = f"it is not UTF-8: byte {error.start} is {content[error.start]:#04x}"
         raise ConfigError(f"{path} cannot be read", why=why, fix="convert it to UTF-8") from None
@@ -37,6 +39,25 @@ def check_yaml(path: Path) -> None:
     if num_nodes > MAX_NODES:
         why = f"its aliases stand for {num_nodes:,} values, the limit is {MAX_NODES:,}"
         raise ConfigError(f"{path} cannot be read", why=why, fix=fix)
+    if duplicate is not None:
+        line = duplicate.start_mark.line + 1
+        why = f"{duplicate.value} is set twice in one section, the second time in line {line}"
+        raise ConfigError(f"{path} cannot be read", why=why, fix="leave one of them out")
+
+
+def _duplicates(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
+    """The keys that a mapping already has; aliases are written out."""
+    if isinstance(node, yaml.MappingNode):
+        known = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in known:
+                    yield key
+                known.add(key.value)
+            yield from _duplicates(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _duplicates(item)
 
 
 def _count(node: yaml.Node, counted: dict[int, int]) -> int:

@@ -10,7 +10,7 @@ from functools import partial
 
 from nanotrain.config.config import ParallelConfig, ShardingStrategy
 from nanotrain.topology.grid import Grid
-from nanotrain.topology.groups import GROUP_NAMES, Ranks
+from nanotrain.topology.groups import EXPERT_GROUPS, GROUP_NAMES, GroupName, Ranks
 from nanotrain.topology.topology import Topology
 
 MAX_WIDTH = 110  # characters of a group line
@@ -19,8 +19,8 @@ GAP = ".."
 UNSHARDED_NOTE = "\n\n_shard and _replicate as in a sharded strategy; with no_shard every shard group is a single rank"
 
 
-def run_topology(parallel: ParallelConfig, world_size: int, *, as_json: bool) -> str:
-    """The output of `nanotrain topology`.
+def run_topology(parallel: ParallelConfig, world_size: int, *, as_json: bool, has_experts: bool = True) -> str:
+    """The output of `nanotrain topology`; without experts their groups are left out.
 
     With `no_shard` every shard group is a single rank, so dp_shard and dp_replicate are shown as `optim` forms them.
 
@@ -32,19 +32,25 @@ def run_topology(parallel: ParallelConfig, world_size: int, *, as_json: bool) ->
     is_sharded = parallel.data_parallel_sharding_strategy is not ShardingStrategy.no_shard
     if not is_sharded:
         parallel = replace(parallel, data_parallel_sharding_strategy=ShardingStrategy.optim)
-    topology = Topology.of(parallel, world_size)
+    topology = Topology.of(parallel, world_size, has_experts=has_experts)
     if as_json:
-        lines = (f"  {json.dumps(name)}: {json.dumps(groups)}" for name, groups in topology.groups().items())
+        names = _names(has_experts)
+        lines = (f"  {json.dumps(name)}: {json.dumps(topology.groups_of(name))}" for name in names)
         return "{\n" + ",\n".join(lines) + "\n}"
-    return render(topology) + ("" if is_sharded else UNSHARDED_NOTE)
+    return render(topology, has_experts=has_experts) + ("" if is_sharded else UNSHARDED_NOTE)
 
 
-def render(topology: Topology) -> str:
+def render(topology: Topology, *, has_experts: bool = True) -> str:
     """The rank grids and all groups as text for a terminal."""
     parts = [_sizes_line(topology.dense), _draw(topology.dense)]
-    if topology.expert.sizes != topology.dense.sizes:
+    if has_experts and topology.expert.sizes != topology.dense.sizes:
         parts += [_sizes_line(topology.expert, prefix="experts: "), _draw(topology.expert)]
-    return "\n\n".join([*parts, _group_table(topology)])
+    return "\n\n".join([*parts, _group_table(topology, _names(has_experts))])
+
+
+def _names(has_experts: bool) -> tuple[GroupName, ...]:
+    """The names of the groups that are used."""
+    return tuple(name for name in GROUP_NAMES if has_experts or name not in EXPERT_GROUPS)
 
 
 def _sizes_line(grid: Grid, *, prefix: str = "") -> str:
@@ -102,10 +108,10 @@ def _shorten(items: Sequence[int], limit: int) -> list[int | None]:
     return [*items[: max(1, limit - 2)], None, items[-1]]
 
 
-def _group_table(topology: Topology) -> str:
+def _group_table(topology: Topology, group_names: Sequence[GroupName]) -> str:
     """One line per group name: number, size and ranks of its groups."""
     rows = []
-    for name in GROUP_NAMES:
+    for name in group_names:
         groups = topology.groups_of(name)
         count = f"{len(groups)} x {len(groups[0])}"
         rows.append((name, count, "single ranks" if len(groups[0]) == 1 else _ranks_text(groups)))

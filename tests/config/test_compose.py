@@ -59,6 +59,12 @@ def test_a_bad_recipe_is_named(text, message, tmp_path):
     assert message.format(path=path) in str(caught.value)
 
 
+def test_a_key_that_is_set_twice_is_named_with_its_line(tmp_path):
+    path = write(tmp_path / "my.yaml", "optim:\n  lr: 1\n  clip_grad: 1\n  lr: 2\n")
+    with pytest.raises(ConfigError, match="lr is set twice in one section, the second time in line 4"):
+        load_config([f"+config={path}"])
+
+
 def test_a_file_that_would_be_shadowed_is_an_error(tmp_path):
     write(tmp_path / "config" / "tiny.yaml", "# @package _global_\ntrain:\n  seed: 3\n")
     with pytest.raises(ConfigError, match="only the first would be read; rename yours"):

@@ -23,6 +23,12 @@ def test_samples_become_steps_rounded_down_and_the_length_of_the_schedule():
     assert train_samples(config_of(global_batch_size=128, lr_decay_samples=5), "256") == {"train_iters": 2}
 
 
+def test_a_constant_learning_rate_has_a_schedule_only_for_a_warmup_that_is_a_fraction_of_it():
+    constant = {"global_batch_size": 128, "lr_decay_style": "constant"}
+    assert train_samples(config_of(**constant), "256") == {"train_iters": 2}
+    assert train_samples(config_of(**constant, lr_warmup_fraction=0.1), "256")["lr_decay_samples"] == 256
+
+
 @pytest.mark.parametrize(
     ("fields", "layers", "stages"),
     [((32, 4), "1", 8), ((32, 4), "2", 4), ((56, 8), "7", 1)],

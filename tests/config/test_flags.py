@@ -115,7 +115,11 @@ def test_use_distributed_optimizer_means_at_least_optim(words, strategy):
         ("--data-parallel-size two", "--data-parallel-size is 'two'"),
         ("--cfg hydra", "write --cfg job"),
         ("--bf16 --params-dtype fp32", "--bf16 contradicts --params-dtype fp32"),
-        ("--bf16 --fp16", "contradicts"),
+        ("--bf16 --fp16", "--fp16 contradicts --bf16: --fp16 means precision.params_dtype=fp16; leave one of them out"),
+        ("train_gpt.py", "leave it out: the program is python -m nanotrain.train"),
+        ("llama.toml", "write its settings into a YAML file, and +config=FILE.yaml"),
+        ("my.yaml", "write +config=my.yaml"),
+        ("data/corpus_text", "write the flag that it belongs to before it"),
         (
             "--use-distributed-optimizer --data-parallel-sharding-strategy no_shard",
             "--use-distributed-optimizer contradicts --data-parallel-sharding-strategy no_shard: "
@@ -127,6 +131,22 @@ def test_bad_words_are_named_with_their_cure(words, message):
     with pytest.raises(ConfigError) as caught:
         parse(words.split()).errors.raise_errors()
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--cpu-optimizer --optimizer-cpu-offload=1",
+        "--grad-reduce-in-fp32 --accumulate-allreduce-grads-in-fp32=yes",
+        "--use-distributed-optimizer --data-parallel-sharding-strategy 2",
+    ],
+)
+def test_an_alias_agrees_with_every_spelling_of_its_value(words):
+    assert not parse(words.split()).errors.errors
+
+
+def test_a_contradiction_of_two_aliases_is_one_mistake():
+    assert len(parse(["--bf16", "--fp16"]).errors.errors) == 1
 
 
 def test_torchrun_hands_every_flag_through():

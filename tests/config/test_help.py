@@ -5,10 +5,10 @@ import re
 import pytest
 
 from nanotrain.config.flags import parse
-from nanotrain.config.help import COMMON, default_text, describe, help_text
+from nanotrain.config.help import COMMON, describe, help_text
 from nanotrain.config.load import reply
 from nanotrain.config.megatron import MEGATRON
-from nanotrain.config.schema import ENTRIES, SECTIONS
+from nanotrain.config.schema import ENTRIES, SECTIONS, typed
 from nanotrain.errors import ConfigError
 
 TOPICS = ["", "all", "megatron", *SECTIONS]
@@ -61,7 +61,7 @@ def test_a_topic_is_named_behind_an_equals_sign():
 
 
 def test_a_default_is_written_as_it_is_typed():
-    texts = {name: default_text(ENTRIES[name]) for name in ("shuffle", "num_experts", "data_path", "lr", "device")}
+    texts = {name: typed(ENTRIES[name].default) for name in ("shuffle", "num_experts", "data_path", "lr", "device")}
     assert texts == {"shuffle": "true", "num_experts": "unset", "data_path": "empty", "lr": "0.0003", "device": "auto"}
 
 

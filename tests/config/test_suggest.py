@@ -51,6 +51,11 @@ MESSAGES = [
     ("learning_rate=1", "write --lr 1", "did you mean"),
     ("model.n_layer=4", "did you mean model.num_layers?", "--help"),
     ("--optimizer_type adam", "did you mean --optimizer?", "--help"),
+    ("--training.steps 5", "did you mean --train-iters?", "--help"),
+    ("--optimizer.lr 1", "did you mean --lr?", "--help"),
+    ("--checkpoint.interval 5", "did you mean --save-interval?", "--help"),
+    ("--activation_checkpoint.mode full", "write --recompute-granularity full", "--help"),
+    ("--activation geglu", "it takes one of", "write --activation swiglu"),
     ("zzz=1", "it is neither section.field nor a group", "did you mean"),
 ]
 

@@ -9,6 +9,7 @@ from nanotrain.config.translate import is_same
 from nanotrain.errors import ConfigError
 
 YARN = PositionEmbedding.yarn
+GPT3 = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --lr 1e-4"
 
 
 def loaded(arguments: str) -> Loaded:
@@ -34,6 +35,14 @@ def loaded(arguments: str) -> Loaded:
         (
             "--num-layers 32 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2",
             {"parallel.num_virtual_stages_per_pipeline_rank": 4, "parallel.pipeline_schedule": "interleaved"},
+        ),
+        (
+            "--train-samples 1000 --global-batch-size 8 --lr-decay-style constant",
+            {"train.train_iters": 125, "optim.lr_decay_samples": None},
+        ),
+        (
+            "--num-experts 4 --recompute-granularity selective --recompute-modules core_attn --moe-layer-recompute",
+            {"memory.recompute_modules": ["core_attn", "moe"]},
         ),
         ("--save ck", {"checkpoint.save": True, "train.run_dir": "ck"}),
         ("--save ck --load ck/", {"train.run_dir": "ck", "checkpoint.load": None}),
@@ -65,7 +74,10 @@ def test_a_flag_becomes_values_of_fields(arguments, values):
         ("--rope-type llama3", "it takes rope or yarn"),
         ("--moe-router-dtype fp64", "router logits and scores are fp32"),
         ("--distributed-backend mpi", "NCCL on GPUs, gloo on CPUs"),
-        ("--disable-bias-linear --add-bias-linear", "--disable-bias-linear contradicts --add-bias-linear True"),
+        (
+            "--disable-bias-linear --add-bias-linear",
+            "--disable-bias-linear contradicts --add-bias-linear: it means --no-add-bias-linear; leave one",
+        ),
         (
             "--train-samples 100 --global-batch-size 8 --train-iters 7",
             "--train-samples 100 contradicts --train-iters 7",
@@ -110,9 +122,7 @@ def test_values_that_ask_for_nothing_are_accepted():
 
 
 def test_flags_without_effect_are_counted_once():
-    notes = loaded(
-        "--manual-gc --manual-gc --log-throughput --timing-log-level 0 --megatron-defaults +config=tiny"
-    ).notes
+    notes = loaded(f"--manual-gc --manual-gc --log-throughput --timing-log-level 0 --megatron-defaults {GPT3}").notes
     assert "2 flags name what nanotrain always does (--help=megatron lists them)" in notes
     assert "1 flag tunes parts of Megatron-LM that do not exist here" in notes
 
@@ -140,9 +150,6 @@ def test_a_pasted_line_names_the_defaults_that_it_leaves_out():
         assert not [note for note in loaded(other).notes if "left out" in note]
 
 
-GPT3 = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --lr 1e-4"
-
-
 def test_megatron_s_defaults_are_below_files_and_arguments():
     model = loaded(f"--megatron-defaults {GPT3} --normalization RMSNorm").config.model
     assert model.normalization is Normalization.RMSNorm and model.add_bias_linear
@@ -152,7 +159,27 @@ def test_megatron_s_defaults_are_below_files_and_arguments():
     assert (optim.adam_beta2, optim.weight_decay, optim.lr_decay_style.value) == (0.9, 0.01, "linear")
     assert result.origins["optim.weight_decay"] == "--megatron-defaults"
     assert result.origins["optim.adam_beta2"] == "command line: --adam-beta2 0.9"
-    assert loaded("--megatron-defaults +config=tiny").config.model.num_layers == 4
+
+
+@pytest.mark.parametrize("choice", ["+config=gpt2_124m", "model=gpt2_124m"])
+def test_a_recipe_is_written_for_other_defaults_than_megatron_s(choice):
+    with pytest.raises(ConfigError) as caught:
+        loaded(f"--megatron-defaults {choice}")
+    assert f"--megatron-defaults with {choice}" in str(caught.value) and "leave one of them out" in str(caught.value)
+
+
+def test_a_file_of_a_run_is_read_with_megatron_s_defaults(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("model: {num_layers: 4, activation: swiglu, ffn_hidden_size: null}\ncheckpoint: {save: false}\n")
+    result = loaded(f"--megatron-defaults +config={path} --optimizer lion")
+    model = result.config.model
+    assert (model.num_layers, model.normalization) == (4, Normalization.LayerNorm)
+    assert model.ffn_hidden_size is None, "the file says that nanotrain's width is meant"
+    # Megatron-LM's defaults of what is switched off are no one's settings
+    assert result.origins["checkpoint.keep_last"] == "default, not Megatron-LM's 0: nothing is saved"
+    assert result.origins["optim.adam_beta2"].startswith("default, not Megatron-LM's 0.999")
+    with pytest.raises(ConfigError, match="optim.adam_beta2 = 0.9 has no effect"):
+        loaded(f"--megatron-defaults +config={path} --optimizer lion --adam-beta2 0.9")
 
 
 @pytest.mark.parametrize(("hidden", "width"), [("4096", 10880), ("64", 128), ("1536", 4096)])

@@ -39,7 +39,7 @@ def test_the_defaults_break_no_rule():
             {"params_dtype": "fp16", "min_loss_scale": 4.0, "initial_loss_scale": 2.0},
             "min_loss_scale 4 is above initial_loss_scale 2",
         ),
-        ({"mock_data": True, "data_path": ["a"]}, "data.data_path = ['a'] has no effect: mock_data"),
+        ({"mock_data": True, "data_path": ["a"]}, "data.data_path = a has no effect: mock_data"),
     ],
 )
 def test_a_broken_rule_is_named_with_its_numbers(keys, message):

@@ -30,6 +30,8 @@ def missing_modules(v: Values) -> list[str]:
 
 def longest_stage(v: Values) -> int:
     """Layers of the longest pipeline stage, or virtual stage."""
+    if v.layout_lengths is not None:
+        return max(v.layout_lengths)
     per_rank = v.num_stages // v.pp
     between = [-(-v.layers_between // v.stages_between)] if v.stages_between > 0 else []
     return max(*(-(-length // per_rank) for length in v.end_lengths), *between, 1)

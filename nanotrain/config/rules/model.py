@@ -1,7 +1,19 @@
 """Rules of the model section: heads, positions, experts and multi-latent attention."""
 
+from collections.abc import Sequence
+
 from nanotrain.config.config import LoadBalancing, PositionEmbedding, RouterScore
 from nanotrain.config.rules.rule import Rule
+
+
+def numbered(items: Sequence[object], noun: str, *, plural: str = "s") -> str:
+    """The number of items with their noun.
+
+    >>> numbered([1], "loss", plural="es"), numbered([], "number")
+    ('1 loss', '0 numbers')
+    """
+    return f"{len(items)} {noun}{plural if len(items) != 1 else ''}"
+
 
 # fmt: off
 POSITION_RULES = (
@@ -89,10 +101,10 @@ MOE_RULES = (
         "it takes none, or different losses", "name every loss once"),
     Rule("moe_aux_loss_coeff moe_router_load_balancing_type",
         lambda v: len(v.moe_aux_loss_coeff) != len(v.moe_router_load_balancing_type),
-        lambda v: f"{len(v.moe_aux_loss_coeff)} coefficients (moe_aux_loss_coeff) for "
-        f"{len(v.moe_router_load_balancing_type)} load-balancing losses",
+        lambda v: f"{numbered(v.moe_aux_loss_coeff, 'coefficient')} (moe_aux_loss_coeff) for "
+        f"{numbered(v.moe_router_load_balancing_type, 'load-balancing loss', plural='es')}",
         "each loss has its own coefficient", lambda v: "set --moe-aux-loss-coeff to "
-        f"{len(v.moe_router_load_balancing_type)} numbers, in the order of --moe-router-load-balancing-type"),
+        f"{numbered(v.moe_router_load_balancing_type, 'number')}, in the order of --moe-router-load-balancing-type"),
     Rule("add_bias_linear num_experts", lambda v: v.add_bias_linear, "add_bias_linear with {num_experts} experts",
         "experts have no biases", "leave out --add-bias-linear or --num-experts"),
     Rule("moe_router_group_topk moe_router_num_groups",

@@ -20,7 +20,7 @@ from nanotrain.config.config import (
     ShardingStrategy,
 )
 from nanotrain.config.rules.rule import Values
-from nanotrain.config.schema import ENTRIES, Entry, entries_of, plain, value_of, with_values
+from nanotrain.config.schema import ENTRIES, Entry, entries_of, typed, value_of, with_values
 from nanotrain.errors import ConfigError, ErrorCollector
 
 
@@ -196,7 +196,12 @@ UNUSED = (
 
 
 def reset_unused(
-    config: Config, *, explicit: frozenset[str], errors: ErrorCollector, unreadable: frozenset[str] = frozenset()
+    config: Config,
+    *,
+    explicit: frozenset[str],
+    errors: ErrorCollector,
+    defaults: frozenset[str] = frozenset(),
+    unreadable: frozenset[str] = frozenset(),
 ) -> tuple[Config, dict[str, str]]:
     """Reset settings of YAML files to their defaults where the command line switched them off.
 
@@ -204,6 +209,7 @@ def reset_unused(
         config: the composed configuration.
         explicit: keys set on the command line.
         errors: collects a ConfigError per setting without effect that the command line did not switch off.
+        defaults: keys whose value is a default of Megatron-LM, which no one set; they are reset too.
         unreadable: unique names of fields whose value could not be read; rules with such a cause are left out.
 
     Returns:
@@ -221,12 +227,14 @@ def reset_unused(
             value = value_of(config, entry.key)
             if value == entry.default:
                 continue
-            if not rule.is_harmless and (entry.key in explicit or not is_overruled):
+            is_reset = rule.is_harmless or entry.key in defaults or (is_overruled and entry.key not in explicit)
+            if not is_reset:
                 errors.errors.append(without_effect(entry, rule, value=value))
                 continue
             config = with_values(config, {entry.key: entry.default})
-            source = "command line" if entry.key in explicit else "YAML"
-            origins[entry.key] = f"default, not the {source}'s {plain(value)}: {rule.why}"
+            source = "the command line" if entry.key in explicit else "the YAML"
+            source = "Megatron-LM" if entry.key in defaults else source
+            origins[entry.key] = f"default, not {source}'s {typed(value)}: {rule.why}"
     return config, origins
 
 
@@ -234,7 +242,7 @@ def without_effect(entry: Entry, rule: Unused, *, value: object) -> ConfigError:
     """The error for a setting without effect."""
     causes = " or ".join(ENTRIES[cause].flag for cause in rule.causes.split())
     return ConfigError(
-        f"{entry.key} = {plain(value)} has no effect",
+        f"{entry.key} = {typed(value)} has no effect",
         why=rule.why,
         fix=f"leave {entry.flag} out or {rule.fix or f'change {causes}'}",
     )

@@ -11,11 +11,13 @@ the rank's second stage.
 from fractions import Fraction
 from pathlib import Path
 
+from nanotrain.errors import ScheduleError
 from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape
 from nanotrain.parallel.pp.schedules import SCHEDULES
 from nanotrain.parallel.pp.simulate import UNIT_COSTS, Costs, Timeline, simulate
 
 WIDTH = 110  # characters per row
+MAX_CELLS = 20_000  # stages x microbatches of a drawing; so many take a second
 FILL = {
     ActionKind.forward: ".",
     ActionKind.full_backward: "=",
@@ -28,9 +30,13 @@ def draw_schedule(name: str, shape: PipelineShape, *, png: Path | None = None) -
     """Draw a schedule of `SCHEDULES`, with backwards that take twice as long as forwards; `png` as a picture too.
 
     Raises:
-        ScheduleError: a number of stages that the schedule does not support.
+        ScheduleError: a number of stages that the schedule does not support, or more than can be drawn.
         EnvironmentFault: the file cannot be written.
     """
+    if shape.num_stages * shape.num_microbatches > MAX_CELLS:
+        what = f"{shape.num_stages:,} stages x {shape.num_microbatches:,} microbatches cannot be drawn"
+        fix = "lower --num-microbatches or --pipeline-model-parallel-size"
+        raise ScheduleError(what, why=f"a drawing has at most {MAX_CELLS:,} of both together", fix=fix)
     timeline = simulate(SCHEDULES[name](shape))
     title = f"{name}: {_counted(shape.num_ranks, 'rank')}, {_counted(shape.num_stages, 'stage')}, "
     title += _counted(shape.num_microbatches, "microbatch", plural="es")

@@ -29,7 +29,7 @@ def error_of(config: Config) -> str:
         (FP8 | {"fp8_recipe": "blockwise"}, "fp8_recipe blockwise with fp8_format hybrid"),
         (FP8 | {"fp8_recipe": "mxfp8"}, "fp8_recipe mxfp8 with fp8_format hybrid"),
         ({"fp8_recipe": "tensorwise"}, "precision.fp8_recipe = tensorwise has no effect"),
-        ({"first_last_layers_bf16": True}, "precision.first_last_layers_bf16 = True has no effect"),
+        ({"first_last_layers_bf16": True}, "precision.first_last_layers_bf16 = true has no effect"),
         (FP8 | {"fp8_recipe": "tensorwise", "fp8_margin": 1}, "only fp8_recipe delayed keeps an amax history"),
         (FP8 | {"fp8_recipe": "rowwise", "fp8_amax_history_len": 4}, "only fp8_recipe delayed keeps an amax history"),
         (FP8 | {"fp8_amax_compute_algo": "max"}, "the history has one step"),

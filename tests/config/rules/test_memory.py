@@ -101,3 +101,10 @@ def test_the_flags_of_megatron_lm():
     assert memory.recompute_granularity.value == "selective" and memory.recompute_modules == ["core_attn", "layernorm"]
     with pytest.raises(ConfigError, match="--recompute-activations contradicts"):
         load_config([*line.split(), "--recompute-granularity", "full"])
+
+
+def test_the_longest_stage_of_a_layout_is_counted():
+    layout = PP2 | {"num_layers": 6, "pipeline_model_parallel_layout": "Et|tttttL"}
+    validate(config_of(**layout, **FULL, recompute_method="block", recompute_num_layers=5), to_train=True)
+    with pytest.raises(ConfigError, match="the longest of 2 pipeline stages has 5 of 6 layers"):
+        validate(config_of(**layout, **FULL, recompute_method="block", recompute_num_layers=6), to_train=True)

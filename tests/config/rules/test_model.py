@@ -65,7 +65,7 @@ def test_what_fits_together_breaks_no_rule(keys):
         (EXPERTS | {"moe_router_load_balancing_type": "sinkhorn"}, "takes one of aux_loss"),
         (
             EXPERTS | {"moe_router_load_balancing_type": "aux_loss global_aux_loss", "moe_aux_loss_coeff": 0.1},
-            "1 coefficients (moe_aux_loss_coeff) for 2 load-balancing losses",
+            "1 coefficient (moe_aux_loss_coeff) for 2 load-balancing losses",
         ),
         (EXPERTS | {"moe_router_num_groups": 4}, "moe_router_num_groups is 4 and moe_router_group_topk is unset"),
         (EXPERTS | {"moe_router_group_topk": 4}, "moe_router_group_topk is 4 and moe_router_num_groups is unset"),

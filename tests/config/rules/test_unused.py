@@ -31,7 +31,7 @@ def test_rules_name_fields_that_exist():
 def test_a_setting_without_effect_on_the_command_line_is_an_error():
     with pytest.raises(ConfigError) as caught:
         reset(overlapping(), frozenset({OVERLAP, STRATEGY}))
-    assert "parallel.overlap_param_gather = True has no effect" in str(caught.value)
+    assert "parallel.overlap_param_gather = true has no effect" in str(caught.value)
     assert "leave --overlap-param-gather out or change --data-parallel-sharding-strategy" in str(caught.value)
 
 
