@@ -7,7 +7,6 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 
 # Sleeping, not spinning, OpenMP threads: with more threads than free cores a spinning step takes 2 to 20 times as long.
 export OMP_WAIT_POLICY := PASSIVE
-HALF_THE_CORES = $$($(BIN)/python -c "import os; print(max(1, len(os.sched_getaffinity(0)) // 2))")
 
 .DEFAULT_GOAL := help
 .PHONY: help install train test check format bench gpu-check docs build clean
@@ -18,7 +17,7 @@ help: ## show what there is to make
 install: .venv/.installed ## create .venv and install everything, once
 
 train: .venv/.installed ## quick start: train a small GPT on the Python standard library, two processes
-	OMP_NUM_THREADS=$(HALF_THE_CORES) $(BIN)/torchrun --standalone --nproc-per-node 2 -m nanotrain.train +config=tiny $(ARGS)
+	$(BIN)/nanotrain train --nproc-per-node 2 +config=tiny $(ARGS)
 
 # One worker per core, at most four: most tests of layouts start several processes of their own.
 WORKERS = $$($(BIN)/python -c "import os; print(min(4, len(os.sched_getaffinity(0))))")

@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from nanotrain.cli_checkpoint import CHECKPOINT_COMMANDS
+from nanotrain.cli_launch import launch, split_arguments
 from nanotrain.cli_parser import Command, CommandParser, count, not_negative, positive, run_command, world_size
 from nanotrain.config.flags import parse
 from nanotrain.config.load import load_line, reply, to_yaml
@@ -25,10 +26,13 @@ CONFIG_FLAGS = "any configuration flag may follow, for example --tensor-model-pa
 
 
 def train(argv: Sequence[str]) -> int:
-    """Train on one rank; torchrun -m nanotrain.train trains on several."""
+    """Train on one rank, or on N of this machine: --nproc-per-node N and torchrun's other options."""
+    options, arguments = split_arguments(argv)
+    if options:
+        return launch(options, arguments, environment=os.environ)
     from nanotrain.train.__main__ import main as train_main
 
-    return train_main(argv)
+    return train_main(arguments)
 
 
 def prepare(argv: Sequence[str]) -> int:

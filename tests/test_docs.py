@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanotrain.cli import CHECKPOINT_COMMANDS, COMMANDS, main
+from nanotrain.cli_launch import OPTIONS, split_arguments
 from nanotrain.config.flags import ALIASES, FLAGS, NEGATIONS, OWN_FLAGS, SWITCHES
 from nanotrain.config.load import load
 from nanotrain.config.megatron import MEGATRON
@@ -20,21 +21,10 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
 FLAG = re.compile(r"(?<![\w-])--(?:\[no-\])?[a-z][a-z0-9-]*[a-z0-9](?![\w-])")
 # torchrun's and Slurm's own
-FOREIGN = {
-    "--nproc-per-node",
-    "--standalone",
-    "--nodes",
-    "--gpus-per-node",
-    "--time",
-    "--requeue",
-    "--signal",
-    "--nnodes",
-    "--max-restarts",
-    "--rdzv-endpoint",
-}
+FOREIGN = {*OPTIONS, "--standalone", "--nodes", "--gpus-per-node", "--time", "--requeue", "--signal"}
 # where a page's short file names are to be looked for: `comm/gloo.py`, `memory.py` beside benchmarks/README.md
 HOMES = (ROOT, ROOT / "nanotrain", ROOT / "nanotrain" / "train")
-LAUNCHED = re.compile(r"torchrun .*--nproc-per-node (\d+) .*-m nanotrain\.train (.*)")
+LAUNCHED = re.compile(r"(?:nanotrain train|torchrun) .*")
 
 
 def code_lines(page: Path) -> Iterator[str]:
@@ -95,11 +85,15 @@ def is_module(name: str) -> bool:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_shown_loads(page: Path) -> None:
     for line in code_lines(page):
-        launched = LAUNCHED.fullmatch(line)
-        if launched is None or "--config-dir" in line or "..." in line:
+        if not LAUNCHED.fullmatch(line) or "--config-dir" in line or "..." in line:
             continue
-        words = shlex.split(launched[2])
-        validate_for_world(load(words).config, int(launched[1]))
+        program, *words = shlex.split(line)
+        options, words = split_arguments(words)
+        if program == "torchrun" and words[:2] != ["-m", "nanotrain.train"]:
+            continue  # an example
+        sizes = dict(option.split("=") for option in options if "=" in option)
+        num_ranks = int(sizes.get("--nproc-per-node", 1)) * int(sizes.get("--nnodes", 1))
+        validate_for_world(load(words[2 if program == "torchrun" else 1 :]).config, num_ranks)
 
 
 def test_the_readme_lists_every_recipe() -> None:

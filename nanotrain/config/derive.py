@@ -199,7 +199,7 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
             f"{world_size} ranks cannot form tp={tp} x cp={cp} x pp={pp}",
             why=f"tp*cp*pp = {unit} must divide the world size",
             fix=f"run on {round_up(world_size, unit)} ranks"
-            + (f" (torchrun --nproc-per-node {unit} -m nanotrain.train ...)" if world_size == 1 else "")
+            + (f" (nanotrain train --nproc-per-node {unit} ...)" if world_size == 1 else "")
             + " or lower one of the three sizes",
         )
     return world_size // unit

@@ -17,7 +17,8 @@ from nanotrain.config.suggest import did_you_mean
 from nanotrain.errors import ConfigError
 
 USAGE = (
-    "usage: torchrun --nproc-per-node N -m nanotrain.train [+config=RECIPE] [SECTION.FIELD=VALUE] [--flag VALUE] ..."
+    "usage: nanotrain train [--nproc-per-node N] [+config=RECIPE] [SECTION.FIELD=VALUE] [--flag VALUE] ...  "
+    "(torchrun's options; also torchrun --nproc-per-node N -m nanotrain.train ...)"
 )
 ORDER = (
     "Arguments come in any order. The command line overrides the recipe, which overrides train.yaml and the defaults."

@@ -6,7 +6,7 @@ used where a key was meant: `optim.learning_rate` -> `optim.lr`.
 
 BATCH = "--micro-batch-size (samples per rank and microbatch) or --global-batch-size (samples per step)"
 ACCUMULATION = "--global-batch-size: micro_batch_size x data-parallel ranks x microbatches per step"
-RANKS = "torchrun --nproc-per-node N -m nanotrain.train ..., which sets the number of ranks"
+RANKS = "nanotrain train --nproc-per-node N ..., which sets the number of ranks"
 RECIPE = "+config=NAME for a recipe, model=NAME for a model, --pretrained-checkpoint DIR for Hugging Face weights"
 DATA = "--data-path PREFIX, which `nanotrain prepare` writes"
 RESUME = "--load DIR for another run's checkpoint; the same --run-dir resumes by itself"

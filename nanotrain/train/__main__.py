@@ -1,4 +1,4 @@
-"""`torchrun -m nanotrain.train ...`: from the command line to the end of training.
+"""One rank of `nanotrain train` or `torchrun -m nanotrain.train`: from the command line to the end of training.
 
     argv -> Config      without torch, so that mistakes show at once
          -> RunInputs   datasets, tokenizer, run folder, checkpoint; completes the config
@@ -70,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(WAIT_FOR_FIRST_RANK_S)
         return report(error)
     except KeyboardInterrupt:  # before the first step, or the second Ctrl-C: the trainer handles the first
-        print("interrupted", file=sys.stderr)
+        if is_first_local:
+            print("interrupted", file=sys.stderr)
         return INTERRUPTED
     return 0
 

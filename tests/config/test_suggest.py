@@ -34,7 +34,7 @@ MESSAGES = [
     ("--shuffle false", "write --shuffle=false", "leave"),
     ("--model llama7b", "+config=NAME for a recipe, model=NAME for a model", "--help"),
     ("--output-dir x", "did you mean --run-dir?", "--help"),
-    ("--nproc-per-node 2", "torchrun --nproc-per-node N -m nanotrain.train", "did you mean"),
+    ("--nproc-per-node 2", "nanotrain train --nproc-per-node N", "did you mean"),
     ("--zero-stage 2", "optim_grads (ZeRO-2)", "--help"),
     ("--data-parallel-sharding-strategy zero2", "write --data-parallel-sharding-strategy optim_grads", "no_shard?"),
     ("--dropout 0.1", "there is no dropout", "did you mean"),
@@ -73,7 +73,7 @@ def test_a_message_leads_to_what_was_meant(arguments, has, has_not):
 def test_one_rank_is_told_how_to_start_more():
     from nanotrain.config.validate import validate_for_world
 
-    with pytest.raises(ConfigError, match=r"run on 2 ranks \(torchrun --nproc-per-node 2 -m nanotrain.train"):
+    with pytest.raises(ConfigError, match=r"run on 2 ranks \(nanotrain train --nproc-per-node 2"):
         validate_for_world(load(["--tensor-model-parallel-size", "2"]).config, 1)
 
 

@@ -1,0 +1,95 @@
+"""`nanotrain train --nproc-per-node N ...`: torchrun's options among the training arguments.
+
+    argv -> torchrun's options, training arguments       split_arguments, without torch
+         -> mistakes, --help, --cfg job                   answered once, before any rank starts
+         -> one process per rank                          train/start_ranks.py
+
+Without one of torchrun's options, `nanotrain train` trains in this process.
+"""
+
+from collections.abc import MutableMapping, Sequence
+
+from nanotrain.config.flags import parse
+from nanotrain.config.load import load_line, reply
+from nanotrain.errors import ConfigError
+
+# torchrun's options that are taken over, each with a value but for those in SWITCHES. `--log-dir` and `--tee` are how
+# the output of each rank is kept in a file of its own.
+OPTIONS = (
+    "--nproc-per-node",
+    "--nnodes",
+    "--node-rank",
+    "--master-addr",
+    "--master-port",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "--rdzv-conf",
+    "--max-restarts",
+    "--monitor-interval",
+    "--local-addr",
+    "--log-dir",
+    "--redirects",
+    "--tee",
+    "--local-ranks-filter",
+    "--numa-binding",
+)
+SWITCHES = ("--standalone",)
+
+
+def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Torchrun's options, in its spelling with hyphens, and the training arguments.
+
+    >>> split_arguments(["--nproc_per_node=2", "+config=tiny", "--nnodes", "1", "--lr", "1e-3"])
+    (['--nproc-per-node=2', '--nnodes=1'], ['+config=tiny', '--lr', '1e-3'])
+
+    Raises:
+        ConfigError: an option without its value.
+    """
+    options: list[str] = []
+    rest: list[str] = []
+    arguments = iter(argv)
+    for argument in arguments:
+        name, has_value, value = argument.partition("=")
+        name = name.replace("_", "-")
+        if name in SWITCHES:
+            options.append(name)
+        elif name in OPTIONS:
+            following = value if has_value else next(arguments, None)
+            if following is None:
+                raise ConfigError(f"{argument} has no value", why="torchrun's option takes one", fix=f"{name} VALUE")
+            options.append(f"{name}={following}")
+        else:
+            rest.append(argument)
+    return options, rest
+
+
+def launch(options: Sequence[str], arguments: Sequence[str], *, environment: MutableMapping[str, str]) -> int:
+    """Check the training arguments, then train on one process per rank.
+
+    Args:
+        options: torchrun's, from `split_arguments`.
+        arguments: of the training.
+        environment: of this process, which the ranks inherit; OMP_NUM_THREADS is set in it.
+
+    Returns:
+        The exit code: 0 after the last step or a saved stop, otherwise that of the rank that failed first.
+
+    Raises:
+        NanotrainError: a mistake in the options or the arguments, or machines that do not meet.
+    """
+    if "TORCHELASTIC_RUN_ID" in environment:
+        raise ConfigError(
+            f"{options[0]} inside torchrun",
+            why="this process is a rank that torchrun started, and every rank would start ranks of its own",
+            fix="leave it out, or start `nanotrain train` without torchrun",
+        )
+    line = parse(arguments)
+    text = reply(line)
+    if text is not None:
+        print(text)
+        return 0
+    loaded = load_line(line)
+    from nanotrain.train.start_ranks import start_ranks
+
+    return start_ranks(loaded, arguments, options=options, environment=environment)

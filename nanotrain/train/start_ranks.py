@@ -1,0 +1,256 @@
+"""Start the ranks of this machine with torch.distributed.elastic, as torchrun does, and end as they end.
+
+What differs from `torchrun -m nanotrain.train`: nothing is printed besides the ranks' own output; SIGTERM and SIGINT
+are passed on and the ranks save and end by themselves, so the exit code is 0; SIGUSR1 is passed on; a mistake is found
+before a rank starts.
+"""
+
+import io
+import logging
+import os
+import signal
+import sys
+import uuid
+from argparse import Namespace
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, redirect_stderr, suppress
+from types import FrameType
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser, parse_min_max_nnodes
+
+from nanotrain.config.load import Loaded
+from nanotrain.config.validate import validate_for_world
+from nanotrain.errors import ConfigError, EnvironmentFault
+
+MODULE = "nanotrain.train"
+STOPS = (signal.SIGTERM, signal.SIGINT)  # passed on to the ranks, which save and end
+SAVE = signal.SIGUSR1  # passed on to the ranks, which save and go on
+TORCH_SIGNALS = "SIGHUP,SIGQUIT"  # torch ends the ranks
+DEFAULT_PORT = 29500  # of --master-port, torchrun's
+
+
+def start_ranks(
+    loaded: Loaded, arguments: Sequence[str], *, options: Sequence[str], environment: MutableMapping[str, str]
+) -> int:
+    """Train with one process per rank of this machine.
+
+    Args:
+        loaded: the configuration of `arguments`.
+        arguments: the training arguments that every rank gets.
+        options: torchrun's options.
+        environment: of this process; OMP_NUM_THREADS is set in it unless it is there.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        NanotrainError: a wrong option, ranks that cannot form the layout, or machines that do not meet.
+    """
+    args = read_options(options, arguments)
+    num_local = local_world_size(args.nproc_per_node)
+    min_nodes, max_nodes = parse_min_max_nnodes(args.nnodes)
+    if min_nodes == max_nodes:  # otherwise the ranks check the number that they find
+        validate_for_world(loaded.config, num_local * max_nodes, expected_dp=loaded.data_parallel_size)
+    environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank(num_local)))
+    environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] = TORCH_SIGNALS
+    with silent_logs(wanted="LOGLEVEL" in environment):
+        config, entrypoint, entry_arguments = launch_config(args)
+        return run_agent(build_agent(config, str(entrypoint), arguments=entry_arguments))
+
+
+@contextmanager
+def silent_logs(*, wanted: bool) -> Iterator[None]:
+    """No log lines of torch's agent in this process, which repeat what the ranks print; LOGLEVEL brings them back."""
+    before = logging.root.manager.disable
+    if not wanted:
+        logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def read_options(options: Sequence[str], arguments: Sequence[str]) -> Namespace:
+    """Parse torchrun's options with its own parser.
+
+    Raises:
+        ConfigError: what it refuses.
+    """
+    refused = io.StringIO()
+    logs = [] if any(option.startswith(("--log-dir", "--tee", "--redirects")) for option in options) else [os.devnull]
+    try:
+        with redirect_stderr(refused):
+            args = get_args_parser().parse_args(
+                [*options, *(f"--log-dir={path}" for path in logs), "--module", MODULE, *arguments]
+            )
+            parse_min_max_nnodes(args.nnodes)
+    except (SystemExit, RuntimeError, ValueError) as error:
+        message = refused.getvalue().rpartition("error: ")[2].strip() or str(error)
+        raise ConfigError(message, why="torchrun's parser refuses it", fix="torchrun --help describes it") from None
+    if args.standalone or (
+        args.rdzv_backend == "static"
+        and not args.rdzv_endpoint
+        and args.master_port is None
+        and parse_min_max_nnodes(args.nnodes)[1] == 1
+    ):  # one machine: a free port, so that two jobs do not meet
+        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
+    args.master_port = args.master_port or DEFAULT_PORT
+    return args
+
+
+def local_world_size(text: str) -> int:
+    """The ranks of this machine: a number, or one per device for auto, gpu, cpu.
+
+    Raises:
+        ConfigError: no number of ranks, or no such device.
+    """
+    try:
+        number = determine_local_world_size(text)
+    except ValueError as error:
+        why = str(error) or "it is neither a number nor auto, cpu or gpu"
+        raise ConfigError(f"--nproc-per-node {text}", why=why, fix="give the number of ranks of this machine") from None
+    if number < 1:
+        raise ConfigError(f"--nproc-per-node {text}", why="a job has at least one rank", fix="--nproc-per-node 1")
+    return number
+
+
+def threads_per_rank(num_ranks: int) -> int:
+    """OpenMP threads of one rank: the cores of this process, shared by the ranks of the machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // num_ranks)
+
+
+def launch_config(args: Namespace) -> tuple[LaunchConfig, object, list[str]]:
+    """Torch's launch configuration, the program and its arguments.
+
+    Raises:
+        ConfigError: options that contradict each other.
+    """
+    try:
+        return config_from_args(args)
+    except (AssertionError, ValueError, OSError) as error:
+        raise ConfigError(str(error), why="torchrun refuses it", fix="torchrun --help describes the options") from None
+
+
+def build_agent(config: LaunchConfig, entrypoint: str, *, arguments: Sequence[str]) -> LocalElasticAgent:
+    """The agent that starts and watches the ranks of this machine, as torch.distributed.launcher builds it."""
+    parameters = RendezvousParameters(
+        backend=config.rdzv_backend,
+        endpoint=config.rdzv_endpoint,
+        run_id=config.run_id,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr,
+        **config.rdzv_configs,
+    )
+    is_static = config.rdzv_backend == "static"
+    address = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=-1) if is_static else (None, None)
+    spec = WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=entrypoint,
+        args=tuple(arguments),
+        rdzv_handler=rendezvous_registry.get_rendezvous_handler(parameters),
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        master_addr=address[0],
+        master_port=address[1],
+        local_addr=config.local_addr,
+        numa_options=config.numa_options,
+    )
+    assert config.logs_specs is not None, "config_from_args sets it"
+    return LocalElasticAgent(spec, config.logs_specs, log_line_prefix_template=config.log_line_prefix_template)
+
+
+def run_agent(agent: LocalElasticAgent) -> int:
+    """Run the ranks to their end; returns the exit code.
+
+    Raises:
+        EnvironmentFault: the machines of the job do not meet.
+    """
+    handler = agent.get_worker_group().spec.rdzv_handler
+    try:
+        with passing_signals_on(agent) as stops:
+            result = agent.run()
+    except SignalException as error:  # one of TORCH_SIGNALS
+        return 128 + int(error.sigval)
+    except RendezvousError as error:
+        raise EnvironmentFault(
+            "the machines of this job did not meet",
+            why=f"{type(error).__name__}: {error}".rstrip(": "),
+            fix="give all machines the same --nnodes, --rdzv-id and --rdzv-endpoint HOST:PORT, and check that port",
+        ) from None
+    finally:
+        with suppress(RendezvousError):
+            handler.shutdown()
+    return exit_code(result, is_stopped=bool(stops))
+
+
+def exit_code(result: RunResult | None, *, is_stopped: bool) -> int:
+    """The exit code of a job: 0, the code of the first rank that ended with an error, or 128 plus a signal.
+
+    Args:
+        result: of the agent; None if this machine was not admitted.
+        is_stopped: a signal was passed on to the ranks, so a rank that it ended needs no message.
+    """
+    if result is None:
+        raise EnvironmentFault(
+            "this machine was not admitted to the job",
+            why="the job has ended, or has all its machines",
+            fix="start it with another --rdzv-id",
+        )
+    if not result.is_failed():
+        return 0
+    failures = sorted(result.failures.items(), key=lambda item: item[1].timestamp)
+    for _, failure in failures:  # ranks that lost another report it and end with code 2
+        if failure.exitcode > 0:
+            return failure.exitcode
+    rank, number = failures[0][0], -failures[0][1].exitcode
+    if not is_stopped:  # a killed rank cannot report anything
+        hint = ", which the kernel sends where memory runs out: see dmesg" if number == signal.SIGKILL else ""
+        print(f"error: rank {rank} was ended by {signal.Signals(number).name}{hint}", file=sys.stderr, flush=True)
+    return 128 + number
+
+
+@contextmanager
+def passing_signals_on(agent: LocalElasticAgent) -> Iterator[list[int]]:
+    """Pass SIGTERM, SIGINT and SIGUSR1 on to the ranks, which have sessions of their own; yields the stops received.
+
+    Torch's agent would end the ranks after 30 s and the job with an error. A rank finishes its step and saves, however
+    long that takes. Before the ranks have started, a stop ends this process.
+    """
+    stops: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        running = [worker.id for worker in agent.get_worker_group().workers if send(worker.id, number)]
+        if number == SAVE:
+            return
+        stops.append(number)
+        agent._remaining_restarts = 0  # what a signal ends must not come back
+        if not running:
+            raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, on_signal) for number in (*STOPS, SAVE)}
+    try:
+        yield stops
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def send(pid: int | None, number: int) -> bool:
+    """Send a signal to a process; False if there is none."""
+    if not pid:
+        return False
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,176 @@
+"""The launcher of ranks: torchrun's options, exit codes, signals. The ranks here are programs of a few lines."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+
+from nanotrain.config.load import load
+from nanotrain.errors import ConfigError, EnvironmentFault, TopologyError
+from nanotrain.train import start_ranks as launcher
+from nanotrain.train.start_ranks import exit_code, local_world_size, passing_signals_on, read_options, run_agent
+
+LOADED = load(["+config=tiny"])
+NAMES = ("OMP_NUM_THREADS", "LOGLEVEL", "TORCHELASTIC_SIGNALS_TO_HANDLE")
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Start two ranks that run a text as Python, with the folder of the test as first argument."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(launcher, "MODULE", "rank_program")
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # so that what is set in the test is taken back
+        monkeypatch.delenv(name)
+
+    def start(program: str, *options: str) -> int:
+        header = "import os, signal, sys, time\nfrom pathlib import Path\nrank = int(os.environ['RANK'])\n"
+        (tmp_path / "rank_program.py").write_text(header + program)
+        return launcher.start_ranks(
+            LOADED, [str(tmp_path)], options=["--nproc-per-node=2", *options], environment=os.environ
+        )
+
+    return start
+
+
+WAITS = """
+def stop(number, frame):
+    Path(sys.argv[1], f"saved {rank} {signal.Signals(number).name}").touch()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGUSR1, lambda *_: Path(sys.argv[1], f"kept {rank}").touch())
+Path(sys.argv[1], f"ready {rank}").touch()
+time.sleep(60)
+"""
+
+
+def test_ranks_find_each_other_and_their_threads_and_nothing_is_printed(start, tmp_path, capfd):
+    program = "names = ('WORLD_SIZE', 'LOCAL_RANK', 'OMP_NUM_THREADS', 'TORCHELASTIC_RUN_ID')\n"
+    program += "Path(sys.argv[1], f'rank {rank}').write_text(' '.join(os.environ[name] for name in names))"
+    assert start(program) == 0
+    threads = str(launcher.threads_per_rank(2))
+    written = [(tmp_path / f"rank {rank}").read_text().split() for rank in (0, 1)]
+    assert [row[:3] for row in written] == [["2", "0", threads], ["2", "1", threads]]
+    assert written[0][3] == written[1][3]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_is_passed_on_and_ends_with_zero(start, tmp_path, capfd, number):
+    def stop_when_ready() -> None:
+        deadline = time.monotonic() + 30
+        while len(list(tmp_path.glob("ready *"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while len(list(tmp_path.glob("kept *"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=stop_when_ready)
+    before = signal.getsignal(number)
+    thread.start()
+    assert start(WAITS, "--max-restarts=2") == 0
+    thread.join()
+    assert sorted(path.name for path in tmp_path.glob("saved *")) == [f"saved {r} {number.name}" for r in (0, 1)]
+    assert len(list(tmp_path.glob("kept *"))) == 2
+    assert signal.getsignal(number) == before and capfd.readouterr() == ("", "")
+
+
+def test_the_code_is_that_of_the_rank_that_failed_and_its_message_the_only_one(start, capfd):
+    program = "if rank == 1:\n    print('error: no disk', file=sys.stderr)\n    sys.exit(2)\ntime.sleep(60)"
+    assert start(program) == 2
+    assert capfd.readouterr() == ("", "error: no disk\n")
+
+
+def test_a_rank_that_was_killed_is_named(start, capfd):
+    assert start("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(60)") == 128 + signal.SIGKILL
+    assert capfd.readouterr().err.startswith("error: rank 1 was ended by SIGKILL")
+
+
+def test_ranks_are_started_again(start, tmp_path):
+    program = "mark = Path(sys.argv[1], 'second')\nagain = os.environ['TORCHELASTIC_RESTART_COUNT'] == '1'\n"
+    program += "mark.touch() if again else None\nsys.exit(0 if again else 3)"
+    assert start(program, "--max-restarts=1") == 0 and (tmp_path / "second").exists()
+
+
+def test_ranks_that_cannot_form_the_layout_are_not_started():
+    loaded = load(["+config=tiny", "--tensor-model-parallel-size", "2"])
+    with pytest.raises(TopologyError, match="3 ranks cannot form tp=2"):
+        launcher.start_ranks(loaded, [], options=["--nproc-per-node=3"], environment={})
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--max-restarts=x", "invalid int value: 'x'"),
+        ("--nnodes=one", "torchrun's parser refuses it"),
+        ("--nnodes=1:2:3", "torchrun's parser refuses it"),
+    ],
+)
+def test_a_wrong_option_is_a_config_error(option, message):
+    with pytest.raises(ConfigError, match=message):
+        read_options([option], [])
+
+
+@pytest.mark.parametrize("number", ["two", "0", "-1", ""])
+def test_a_wrong_number_of_ranks_is_a_config_error(number):
+    with pytest.raises(ConfigError, match=f"--nproc-per-node {number}"):
+        local_world_size(number)
+
+
+def test_one_machine_takes_a_free_port_and_several_meet_where_they_are_told():
+    one_machine = read_options(["--nproc-per-node=2"], ["--save", "x"])
+    assert (one_machine.rdzv_backend, one_machine.rdzv_endpoint) == ("c10d", "localhost:0")
+    assert one_machine.log_dir == os.devnull and one_machine.training_script_args == ["--save", "x"]
+    many = read_options(["--nnodes=2", "--node-rank=1", "--master-addr=host", "--tee=3"], [])
+    assert (many.rdzv_backend, many.rdzv_endpoint, many.master_addr, many.log_dir) == ("static", "", "host", None)
+
+
+def failed(**codes: int) -> RunResult:
+    """A result whose ranks (`r0`, `r1`, ...) ended with these codes, in this order."""
+    rows = {int(name[1:]): SimpleNamespace(exitcode=code, timestamp=i) for i, (name, code) in enumerate(codes.items())}
+    return RunResult(state=WorkerState.FAILED, failures=rows)
+
+
+def test_exit_codes(capfd):
+    assert exit_code(RunResult(state=WorkerState.SUCCEEDED), is_stopped=False) == 0
+    assert exit_code(failed(r3=1, r0=2), is_stopped=False) == 1
+    assert exit_code(failed(r3=-9, r0=2), is_stopped=False) == 2  # a rank that lost rank 3 reported it
+    assert exit_code(failed(r3=-15), is_stopped=True) == 143  # before it could save
+    assert capfd.readouterr().err == ""
+    with pytest.raises(EnvironmentFault, match="not admitted"):
+        exit_code(None, is_stopped=False)
+
+
+def stub(workers=(), run=None):
+    """An agent without processes."""
+    handler = SimpleNamespace(shutdown=lambda: None)
+    group = SimpleNamespace(workers=workers, spec=SimpleNamespace(rdzv_handler=handler))
+    return SimpleNamespace(get_worker_group=lambda: group, run=run, _remaining_restarts=3)
+
+
+def test_a_signal_before_the_ranks_start_ends_the_launcher():
+    agent = stub([SimpleNamespace(id=None)])
+    with pytest.raises(SystemExit) as caught, passing_signals_on(agent):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+    assert caught.value.code == 143 and agent._remaining_restarts == 0
+
+
+def test_machines_that_do_not_meet_are_a_fault():
+    def run():
+        raise RendezvousTimeoutError
+
+    with pytest.raises(EnvironmentFault, match="did not meet: RendezvousTimeoutError; give all machines the same"):
+        run_agent(stub(run=run))
+
+
+def test_the_program_of_a_rank_is_the_training_module():
+    assert launcher.MODULE == "nanotrain.train" and (Path(launcher.__file__).parent / "__main__.py").exists()
