@@ -6,6 +6,7 @@ has the values of all fields that were set.
 
 from typing import Any
 
+from nanotrain.config.batch_schedule import batch_schedule, steps_of_samples
 from nanotrain.config.config import Config, LRDecayStyle, RecomputeGranularity
 from nanotrain.config.derive import has_rope
 from nanotrain.errors import ConfigError
@@ -23,15 +24,17 @@ def whole_number(flag: str, text: str) -> int:
 
 
 def train_samples(config: Config, text: str) -> dict[str, Any]:
-    """Steps from the number of training samples, rounded down as in Megatron-LM; the schedule is as long."""
-    samples, batch_size = whole_number("--train-samples", text), config.train.global_batch_size
+    """Steps from the number of training samples, counted as in Megatron-LM; the schedule is as long."""
+    samples, schedule = whole_number("--train-samples", text), batch_schedule(config)
+    batch_size = schedule.size_at(0) if schedule else config.train.global_batch_size
     if batch_size is None:
         why = "the number of steps is train_samples / global_batch_size, which is unset"
         raise ConfigError(f"--train-samples {text} has no number of steps", why=why, fix="set --global-batch-size")
     if samples < batch_size:
-        why = f"a step takes global_batch_size = {batch_size} samples"
+        why = f"the first step takes {batch_size} samples"
         raise ConfigError(f"--train-samples {text} is no whole step", why=why, fix="raise it")
-    values: dict[str, Any] = {"train_iters": samples // batch_size}
+    steps = steps_of_samples(schedule, samples) if schedule else samples // batch_size
+    values: dict[str, Any] = {"train_iters": steps}
     optim = config.optim
     has_length = optim.lr_decay_style is not LRDecayStyle.constant or optim.lr_warmup_fraction is not None
     if has_length and optim.lr_decay_iters is None and optim.lr_decay_samples is None:

@@ -2,6 +2,7 @@
 
 from math import log
 
+from nanotrain.config.batch_schedule import read_steps
 from nanotrain.config.config import (
     Activation,
     MainGradsDType,
@@ -206,11 +207,13 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
 
 
 def global_batch_size(train: TrainConfig, dp: int) -> int:
-    """Samples per optimizer step over all ranks; unset means one microbatch per rank.
+    """Samples per optimizer step over all ranks, of a schedule its last size; unset means one microbatch per rank.
 
     >>> global_batch_size(TrainConfig(micro_batch_size=4), 2)
     8
     """
+    if train.step_batch_size_schedule:
+        return read_steps(train.step_batch_size_schedule, 1).final
     return train.global_batch_size or train.micro_batch_size * dp
 
 

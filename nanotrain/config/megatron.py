@@ -59,7 +59,6 @@ def not_yet(cure: str, *accepts: str, arity: int = 0) -> MegatronFlag:
 
 ZERO = ("0", "0.0")
 ONE = ("1", "1.0")
-SCHEDULED = "the batch size is constant: leave it out"
 FUSED = "fused kernels are chosen by torch"
 
 # fmt: off
@@ -186,14 +185,12 @@ REDUCED_PRECISION = {
     "--megatron-fsdp-grad-comm-dtype": rename("--grad-reduce-in-bf16 for bf16, nothing for fp32 and auto", conversions.grad_comm_dtype),
 }
 OPTIM = {
-    "--train-samples": rename("--train-iters: the number / global_batch_size, rounded down; also the length of the schedule", conversions.train_samples),
+    "--train-samples": rename("--train-iters: the number / global_batch_size, rounded down, or the steps of the batch size's schedule; also the length of the schedule", conversions.train_samples),
     "--start-weight-decay": not_yet("weight decay is constant: set --weight-decay", arity=1),
     "--end-weight-decay": not_yet("weight decay is constant: set --weight-decay", arity=1),
     "--weight-decay-incr-style": not_yet("weight decay is constant: set --weight-decay", "constant"),
     "--apply-wd-to-qk-layernorm": not_yet("parameters of one dimension are not decayed: leave it out"),
     "--loss-scale": not_yet("the loss scale adapts: set --initial-loss-scale", arity=1),
-    "--rampup-batch-size": not_yet(SCHEDULED, arity=MANY),
-    "--step-batch-size-schedule": not_yet(SCHEDULED, arity=MANY),
     "--override-opt-param-scheduler": always("the schedule follows from the command line, also on resume"),
     "--use-checkpoint-opt-param-scheduler": no_effect("the schedule follows from the command line; what differs from the checkpoint is printed on resume"),
     "--calculate-per-token-loss": always("the loss is the sum over target tokens of the global batch / their number"),
@@ -242,7 +239,7 @@ RUN = {
     "--log-loss-scale-to-tensorboard": always("TensorBoard has the loss scale"),
     "--log-learning-rate-to-tensorboard": always("TensorBoard has the learning rate"),
     "--log-world-size-to-tensorboard": no_effect("the world size is logged at the start"),
-    "--log-batch-size-to-tensorboard": no_effect("the batch size is constant"),
+    "--log-batch-size-to-tensorboard": always("TensorBoard has the global batch size"),
     "--log-params-norm": no_effect("the norm of the parameters is not logged"),
     "--log-num-zeros-in-grad": no_effect("zeros in gradients are not counted"),
     "--log-progress": always("metrics.jsonl has one line per step"),

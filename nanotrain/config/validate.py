@@ -8,6 +8,7 @@ validate_for_world    the rules that need the world size
 
 from collections.abc import Iterable
 
+from nanotrain.config.batch_schedule import batch_schedule
 from nanotrain.config.config import Config
 from nanotrain.config.derive import data_parallel_size, num_microbatches
 from nanotrain.config.rules.data_parallel import DATA_PARALLEL_RULES
@@ -18,6 +19,8 @@ from nanotrain.config.rules.model import HEAD_RULES, MLA_RULES, MOE_RULES, POSIT
 from nanotrain.config.rules.rule import Rule, check_rules
 from nanotrain.config.rules.run import RUN_RULES
 from nanotrain.errors import ConfigError, ErrorCollector
+
+BATCH_FIELDS = ("micro_batch_size", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "seq_length")
 
 
 def collect_errors(
@@ -31,9 +34,9 @@ def collect_errors(
     if is_model_known:
         check_rules(config, model_rules(config), errors=errors, unreadable=unreadable)
     check_rules(config, (*RUN_RULES, *DATA_PARALLEL_RULES), errors=errors, unreadable=unreadable)
-    if unreadable.isdisjoint(("micro_batch_size", "global_batch_size")):
+    if unreadable.isdisjoint(BATCH_FIELDS):
         with errors:
-            num_microbatches(config.train, 1)
+            check_batches(config, 1)
     if config.precision.fp8_format is not None:
         check_rules(config, FP8_RULES, errors=errors, unreadable=unreadable)
     if to_train and is_model_known:
@@ -86,4 +89,23 @@ def validate_for_world(config: Config, world_size: int, *, expected_dp: int | No
             why=f"it only checks the size that follows from {world_size} ranks",
             fix=f"run on {expected_dp * world_size // dp} ranks or leave it out",
         )
+    check_batches(config, dp)
+
+
+def check_batches(config: Config, dp: int) -> None:
+    """Check that every global batch of a run can be split into microbatches.
+
+    Raises:
+        ConfigError: a schedule of batch sizes that cannot be read, or a size that does not divide.
+    """
+    schedule = batch_schedule(config)
     num_microbatches(config.train, dp)
+    unit = config.train.micro_batch_size * dp
+    wrong = next((size for size in (schedule.sizes if schedule else ()) if size % unit), None)
+    if wrong is not None:
+        flag = "--step-batch-size-schedule" if config.train.step_batch_size_schedule else "--rampup-batch-size"
+        raise ConfigError(
+            f"a global batch of {wrong} samples of {flag} cannot be split into microbatches",
+            why=f"micro_batch_size {config.train.micro_batch_size} x data-parallel size {dp} = {unit} must divide it",
+            fix=f"set {flag} to sizes that are multiples of {unit}",
+        )

@@ -76,6 +76,7 @@ class GlobalBatchLoader:
         pin_memory: bool = False,
     ) -> None:
         self.sampler = sampler
+        self.consumed_samples = consumed_samples
         self.num_workers = num_workers
         self._microbatches: Iterator[Batch | NanotrainError] | None
         prefetch = -(-2 * sampler.num_microbatches // max(1, num_workers))
@@ -102,7 +103,10 @@ class GlobalBatchLoader:
             DataError: a sample that cannot be used.
             EnvironmentFault: a worker process died.
         """
-        return [self._next_microbatch() for _ in range(self.sampler.num_microbatches)]
+        count, size = (read(self.consumed_samples) for read in (self.sampler.num_microbatches_at, self.sampler.size_at))
+        microbatches = [self._next_microbatch() for _ in range(count)]
+        self.consumed_samples += size
+        return microbatches
 
     def close(self) -> None:
         """Stop the worker processes; further calls do nothing."""

@@ -5,11 +5,15 @@ A global batch is samples [consumed, consumed + global_batch_size) in every topo
     global batch of 12, micro batch 2, dp 2     microbatch 0 | microbatch 1 | microbatch 2
                                       dp rank 0       0  1   |       4  5   |       8  9
                                       dp rank 1       2  3   |       6  7   |      10 11
+
+With a schedule of batch sizes the next size follows from the consumed samples too, so a run resumes in the middle of a
+ramp-up, on any number of ranks.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from nanotrain.config.batch_schedule import BatchSchedule
 from nanotrain.errors import ConfigError
 
 
@@ -24,7 +28,8 @@ class SamplerConfig:
     dp_rank: int  # index of this rank in its data-parallel group
     dp_size: int  # ranks of the data-parallel group
     micro_batch_size: int  # samples per microbatch of one rank
-    global_batch_size: int  # samples per optimizer step over all ranks
+    global_batch_size: int  # samples per optimizer step over all ranks; of a schedule the last size
+    schedule: BatchSchedule | None = None  # the size of each batch; None where it is constant
 
     def __post_init__(self) -> None:
         assert 0 <= self.dp_rank < self.dp_size, f"dp rank {self.dp_rank} is outside a group of {self.dp_size}"
@@ -39,8 +44,16 @@ class SamplerConfig:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches per rank and global batch."""
+        """Microbatches per rank and global batch; of a schedule those of its last size."""
         return self.global_batch_size // (self.micro_batch_size * self.dp_size)
+
+    def size_at(self, consumed_samples: int) -> int:
+        """Samples of the global batch that starts at `consumed_samples`."""
+        return self.schedule.size_at(consumed_samples) if self.schedule else self.global_batch_size
+
+    def num_microbatches_at(self, consumed_samples: int) -> int:
+        """Microbatches per rank of the global batch that starts at `consumed_samples`."""
+        return self.size_at(consumed_samples) // (self.micro_batch_size * self.dp_size)
 
 
 def microbatch_samples(config: SamplerConfig, *, consumed_samples: int, microbatch: int) -> range:
@@ -63,6 +76,6 @@ class MicrobatchSampler:
     def __iter__(self) -> Iterator[list[int]]:
         consumed = self.consumed_samples
         while True:
-            for microbatch in range(self.config.num_microbatches):
+            for microbatch in range(self.config.num_microbatches_at(consumed)):
                 yield list(microbatch_samples(self.config, consumed_samples=consumed, microbatch=microbatch))
-            consumed += self.config.global_batch_size
+            consumed += self.config.size_at(consumed)

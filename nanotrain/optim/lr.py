@@ -28,7 +28,7 @@ class LRSchedule:
 
     optim: OptimConfig  # lr, min_lr, decay style, and warmup and decay in steps, samples or a fraction
     samples_per_step: int  # global batch size; converts steps to samples
-    train_iters: int  # steps of warmup and decay if the length of the schedule is unset
+    train_samples: int  # samples of the run: of warmup and decay if the length of the schedule is unset
 
     @property
     def warmup_samples(self) -> float:
@@ -44,7 +44,15 @@ class LRSchedule:
         """Samples after which the learning rate is min_lr."""
         if self.optim.lr_decay_samples is not None:
             return self.optim.lr_decay_samples
-        return (self.optim.lr_decay_iters or self.train_iters) * self.samples_per_step
+        iters = self.optim.lr_decay_iters
+        return self.train_samples if iters is None else iters * self.samples_per_step
+
+    @property
+    def wsd_decay_samples(self) -> int:
+        """WSD: samples of the final decay."""
+        if self.optim.lr_wsd_decay_samples is not None:
+            return self.optim.lr_wsd_decay_samples
+        return (self.optim.lr_wsd_decay_iters or 0) * self.samples_per_step
 
     def lr_at(self, consumed_samples: int) -> float:
         """Learning rate of the step that starts at `consumed_samples`."""
@@ -87,7 +95,7 @@ def _inverse_square_root(curve: LRSchedule, consumed: int) -> float:
 
 
 def _wsd(curve: LRSchedule, consumed: int) -> float:
-    length = (curve.optim.lr_wsd_decay_iters or 0) * curve.samples_per_step
+    length = curve.wsd_decay_samples
     start = curve.decay_samples - length
     if consumed <= start:
         return curve.optim.lr

@@ -43,7 +43,8 @@ LEARNING_RATE = 1e-3
 # full learning rate in either direction, which changed the next loss by 1e-5 (observed). This epsilon reduces it to 1%.
 MIN_ADAM_EPS = 1e-5
 SCHEDULE_FIELDS = (
-    *("min_lr", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_init", "lr_wsd_decay_iters", "lr_wsd_decay_style"),
+    *("min_lr", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_init", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+    "lr_wsd_decay_style",
     *("decoupled_lr", "decoupled_min_lr"),
 )
 

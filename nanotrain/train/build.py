@@ -14,6 +14,7 @@ from torch import nn
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.batch_schedule import samples_of_steps
 from nanotrain.config.config import Config
 from nanotrain.data.batch import Batch
 from nanotrain.data.loader import GlobalBatchLoader
@@ -35,7 +36,7 @@ from nanotrain.train.inputs import RunInputs
 from nanotrain.train.plans.plan import Plan
 from nanotrain.train.resume import RunTensors, restore
 from nanotrain.train.routers import router_biases
-from nanotrain.train.run import Run, TrainState
+from nanotrain.train.run import Run, StepSchedules, TrainState
 from nanotrain.train.stages import BuiltStage, all_data_parallel, build_stages
 
 log = get_logger(__name__)
@@ -91,12 +92,19 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
         data_parallel=data_parallel,
         optimizer=optimizer,
         pipeline=build_pipeline(plan, context),
-        lr_schedule=LRSchedule(config.optim, state.curve_batch_size, config.train.train_iters),
+        lr_schedule=LRSchedule(config.optim, state.curve_batch_size, _train_samples(plan, state.curve_batch_size)),
         batches=batches,
         batch_iterator=build_batch_iterator(batches, context),
         checkpointer=checkpointer,
         state=state,
+        schedules=StepSchedules(plan),
     )
+
+
+def _train_samples(plan: Plan, batch_size: int) -> int:
+    """Samples of the whole run, of which the learning-rate curve is a function."""
+    steps, schedule = plan.config.train.train_iters, plan.sampler.schedule
+    return samples_of_steps(schedule, steps) if schedule else steps * batch_size
 
 
 def build_pipeline(plan: Plan, context: ParallelContext) -> Pipeline:

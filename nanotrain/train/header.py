@@ -1,5 +1,6 @@
 """The header printed before the first step: model, data, batch, layout, precision, run folder."""
 
+from nanotrain.config.batch_schedule import samples_of_steps
 from nanotrain.config.derive import data_parallel_size
 from nanotrain.memory.block_transforms import describe_activations
 from nanotrain.topology.counts import num_active_parameters, num_parameters
@@ -49,7 +50,8 @@ def _model(plan: Plan) -> str:
 
 def _data(plan: Plan, inputs: RunInputs) -> str:
     config, samples = plan.config, inputs.datasets.train
-    read = config.train.train_iters * plan.sampler.global_batch_size
+    schedule, steps = plan.sampler.schedule, config.train.train_iters
+    read = samples_of_steps(schedule, steps) if schedule else steps * plan.sampler.global_batch_size
     tokens = f"{count(read * config.data.seq_length)} tokens in {config.train.train_iters:,} steps"
     if samples is None or config.data.mock_data:
         return f"synthetic, {tokens}"
@@ -61,7 +63,8 @@ def _batch(plan: Plan) -> str:
     train, sampler, length = plan.config.train, plan.sampler, plan.config.data.seq_length
     parts = f"{sampler.dp_size} data-parallel x {sampler.num_microbatches} microbatches x {train.micro_batch_size}"
     size = sampler.global_batch_size
-    return f"{size:,} samples of {length:,} tokens = {parts}; {count(size * length)} tokens per step"
+    grows = f"from {sampler.size_at(0):,} to " if sampler.schedule else ""
+    return f"{grows}{size:,} samples of {length:,} tokens = {parts}; {count(size * length)} tokens per step"
 
 
 def _layout(plan: Plan, device: str) -> str:

@@ -29,6 +29,7 @@ class StepReport:
     tokens_per_second: float
     mfu: float | None  # model FLOPs utilization, 0 to 1; None if the peak of the device is unknown
     peak_memory_bytes: int  # peak of this rank so far (allocated tensors on a GPU, the process on a CPU)
+    global_batch_size: int  # samples of this step
     consumed_samples: int
     consumed_tokens: int
     skipped: bool
@@ -58,7 +59,7 @@ class StepReport:
 class Throughput:
     """Rates of a run from step times."""
 
-    tokens_per_step: int  # tokens of a global batch, masked tokens included
+    tokens_per_sample: int  # masked tokens included
     flops_per_token: int  # forward and backward
     peak_flops: float | None  # per second, of all devices together; None if unknown
 
@@ -70,14 +71,14 @@ class Throughput:
         dtype = precision.params_dtype.value if precision.fp8_format is None else "fp8"
         peak = peak_flops(device_name(context.device), dtype)
         return cls(
-            tokens_per_step=plan.sampler.global_batch_size * plan.config.data.seq_length,
+            tokens_per_sample=plan.config.data.seq_length,
             flops_per_token=plan.flops_per_token,
             peak_flops=peak * plan.topology.world_size if peak else None,
         )
 
-    def tokens_per_second(self, step_time_s: float) -> float:
-        """Tokens of all ranks per second."""
-        return self.tokens_per_step / step_time_s
+    def tokens_per_second(self, num_samples: int, step_time_s: float) -> float:
+        """Tokens of all ranks per second, in a step of that many samples."""
+        return num_samples * self.tokens_per_sample / step_time_s
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Model FLOPs utilization: achieved FLOPs relative to the peak."""
@@ -102,7 +103,7 @@ def report_step(
     loss_scale: float,
 ) -> StepReport:
     """The report of a finished step."""
-    rate = throughput.tokens_per_second(clock.step_time_s)
+    rate = throughput.tokens_per_second(result.num_samples, clock.step_time_s)
     return StepReport(
         step=state.step,
         loss=result.loss,
@@ -112,6 +113,7 @@ def report_step(
         tokens_per_second=rate,
         mfu=throughput.mfu(rate),
         peak_memory_bytes=peak_memory(context.device),
+        global_batch_size=result.num_samples,
         consumed_samples=state.consumed_samples,
         consumed_tokens=state.consumed_tokens,
         skipped=result.skipped,

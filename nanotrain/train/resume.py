@@ -27,6 +27,8 @@ from nanotrain.untrusted import LARGEST, finite_number, object_of, whole_number
 
 log = get_logger(__name__)
 
+BATCH_SETTINGS = ("seed", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule")
+
 
 @dataclass(frozen=True)
 class RunTensors:
@@ -94,7 +96,7 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
     >>> changed_settings({"optim": {"lr": 0.1}}, {"optim": {"lr": 0.2, "clip_grad": 1.0}, "train": {"seed": 1}})
     ['optim.lr 0.1 -> 0.2']
     """
-    watched = {"model": None, "optim": None, "precision": None, "data": None, "train": ("seed", "global_batch_size")}
+    watched = {"model": None, "optim": None, "precision": None, "data": None, "train": BATCH_SETTINGS}
     changed = []
     for section, names in watched.items():
         before, now = _flat(saved.get(section)), _flat(current.get(section))

@@ -12,10 +12,11 @@ from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.optim.lr import LRSchedule
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.pp.executor import Pipeline, RunnableStage
+from nanotrain.parallel.pp.transfers import RankPlan
 from nanotrain.runs.folder import RunFolder
 from nanotrain.train.batches import BatchIterator
 from nanotrain.train.inputs import RunInputs
-from nanotrain.train.plans.plan import Plan
+from nanotrain.train.plans.plan import Plan, plan_train_schedule
 
 
 @dataclass
@@ -38,6 +39,19 @@ class TrainState:
     def to_dict(self) -> dict[str, int]:
         """The counters as JSON."""
         return asdict(self)
+
+
+class StepSchedules:
+    """The pipeline schedule of each training step; a new one is planned only where the batch changes its size."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._last = plan, plan.train_schedule
+
+    def of(self, num_microbatches: int) -> RankPlan:
+        """The actions and transfers of this rank in a step of that many microbatches."""
+        if self._last.num_microbatches != num_microbatches:
+            self._last = plan_train_schedule(self._plan.config, self._plan.groups, num_microbatches=num_microbatches)
+        return self._last
 
 
 @dataclass
@@ -69,6 +83,7 @@ class Run:
     batch_iterator: BatchIterator  # global batches, with the counts that all ranks agree on
     checkpointer: Checkpointer  # reads and writes the run's checkpoints
     state: TrainState  # counters
+    schedules: StepSchedules  # pipeline schedules by number of microbatches
     stop: StopRequest = field(default_factory=StopRequest)  # set by the trainer's signal handler
 
     @property

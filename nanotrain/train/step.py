@@ -30,6 +30,7 @@ class StepResult:
     loss: float  # mean cross-entropy over the target tokens of the global batch, before the update
     grad_norm: float  # global 2-norm before clipping
     lr: float  # learning rate of this step
+    num_samples: int  # of the global batch
     skipped: bool  # True if the gradient norm was not finite; no weight changed
     # routing statistics by router name; empty for a dense model
     router_metrics: Mapping[str, RouterMetrics] = field(default_factory=dict)
@@ -48,7 +49,7 @@ def train_step(run: Run, batch: GlobalBatch) -> StepResult:
     for dp in run.data_parallel:
         dp.begin_step()
     loss_sum = run_schedule(
-        run.plan.train_schedule,
+        run.schedules.of(len(microbatches)),
         run.runnable,
         microbatches=microbatches,
         grad_scale=loss_scale / num_tokens,
@@ -67,12 +68,13 @@ def train_step(run: Run, batch: GlobalBatch) -> StepResult:
         finish_fp8_step(run.stages, run.context)
     loss = global_loss(loss_sum, run.context)
     routers = balance_routers(run.stages, run.config.model, context=run.context)
-    run.state.advance(samples=run.plan.sampler.global_batch_size, tokens=batch.num_target_tokens)
+    run.state.advance(samples=batch.num_samples, tokens=batch.num_target_tokens)
     return StepResult(
         loss / num_tokens,
         update.grad_norm,
         lr=lr,
         decoupled_lr=decoupled_lr,
+        num_samples=batch.num_samples,
         skipped=update.skipped,
         router_metrics=routers,
     )

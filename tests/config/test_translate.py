@@ -106,11 +106,11 @@ def test_what_is_never_so_is_an_error(arguments, message):
 
 def test_missing_features_are_one_error_that_names_all_of_them():
     with pytest.raises(ConfigError) as caught:
-        loaded("--rampup-batch-size 1 2 3 --mtp-num-layers 1 --fim-data --mtp-loss-scaling-factor 0.1 --lr fast")
+        loaded("--weight-decay-incr-style cosine --mtp-num-layers 1 --fim-data --mtp-loss-scaling-factor 0.1 --lr fast")
     text = str(caught.value)
     assert "3 flags ask for what does not exist here" in text and text.startswith("2 mistakes")
     for flag in (
-        "--rampup-batch-size 1 2 3 (",
+        "--weight-decay-incr-style cosine (",
         "--mtp-num-layers 1 (there is no multi-token prediction",
         "--fim-data (",
     ):

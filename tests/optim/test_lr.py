@@ -15,7 +15,9 @@ BATCH, WARMUP, TOTAL, WSD_LENGTH = 8, 10, 100, 20  # BATCH in samples per step, 
 
 def curve(style: LRDecayStyle, *, batch: int = BATCH, train_iters: int = TOTAL, **optim) -> LRSchedule:
     fields = {"lr": LR, "min_lr": MIN_LR, "lr_warmup_init": INIT_LR, "lr_warmup_iters": WARMUP} | optim
-    return LRSchedule(OptimConfig(lr_decay_style=style, **fields), samples_per_step=batch, train_iters=train_iters)
+    return LRSchedule(
+        OptimConfig(lr_decay_style=style, **fields), samples_per_step=batch, train_samples=train_iters * batch
+    )
 
 
 def decay_ratio(step: float) -> float:

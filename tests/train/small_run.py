@@ -96,6 +96,7 @@ def report_of(step: int = 1, **fields: Any) -> StepReport:
         "tokens_per_second": 1000.0,
         "mfu": None,
         "peak_memory_bytes": 2_000_000_000,
+        "global_batch_size": 4,
         "consumed_samples": 4 * step,
         "consumed_tokens": 64 * step,
         "skipped": False,

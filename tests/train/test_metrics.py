@@ -16,7 +16,7 @@ from tests.train.small_run import report_of, small_run
 
 FIELDS = [
     *("step", "loss", "grad_norm", "lr", "step_time_s", "tokens_per_second", "mfu", "peak_memory_bytes"),
-    *("consumed_samples", "consumed_tokens", "skipped", "data_wait_s", "loss_scale"),
+    *("global_batch_size", "consumed_samples", "consumed_tokens", "skipped", "data_wait_s", "loss_scale"),
 ]
 
 
@@ -33,7 +33,7 @@ def test_numbers_that_are_not_finite_are_null():
 def test_rates_count_all_tokens_of_the_global_batch_and_all_devices(tmp_path):
     with small_run(tmp_path, "--global-batch-size", "6") as run:
         throughput = Throughput.of(run.plan, run.context)
-    assert throughput.tokens_per_second(0.5) == 6 * 16 / 0.5
+    assert throughput.tokens_per_second(6, 0.5) == 6 * 16 / 0.5
     assert throughput.flops_per_token == flops_per_token(ModelShape.of(run.config.model), 16)
     assert throughput.mfu(1e9) is None  # nobody knows this CPU's peak
 
@@ -51,7 +51,7 @@ def test_mfu_of_a_known_case():
     )
     config = replace(Config(), model=llama, data=DataConfig(seq_length=4096))
     needed = flops_per_token(ModelShape.of(config.model), 4096)
-    throughput = Throughput(tokens_per_step=2 * 4096, flops_per_token=needed, peak_flops=2 * 989.4e12)
+    throughput = Throughput(tokens_per_sample=4096, flops_per_token=needed, peak_flops=2 * 989.4e12)
     assert needed == 42_863_689_728
     assert throughput.mfu(20_000.0) == pytest.approx(20_000 * 42_863_689_728 / (2 * 989.4e12))
 
@@ -59,10 +59,10 @@ def test_mfu_of_a_known_case():
 def test_a_report_joins_result_state_and_clock(tmp_path):
     with small_run(tmp_path) as run:
         report = report_step(
-            StepResult(loss=1.5, grad_norm=0.5, lr=1e-3, skipped=False),
+            StepResult(loss=1.5, grad_norm=0.5, lr=1e-3, num_samples=4, skipped=False),
             TrainState(step=7, consumed_samples=70, consumed_tokens=900),
             clock=StepClock(step_time_s=0.25, data_wait_s=0.05),
-            throughput=Throughput(tokens_per_step=100, flops_per_token=10, peak_flops=1e4),
+            throughput=Throughput(tokens_per_sample=25, flops_per_token=10, peak_flops=1e4),
             context=run.context,
             loss_scale=8.0,
         )

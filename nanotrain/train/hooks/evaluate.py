@@ -1,5 +1,7 @@
 """Validation: mean loss over the same samples each time, in every topology."""
 
+from dataclasses import replace
+
 import torch
 
 from nanotrain.data.loader import GlobalBatchLoader
@@ -39,7 +41,7 @@ def evaluate(run: Run) -> float | None:
     samples = run.inputs.datasets.valid
     assert samples is not None, "open_inputs requires a validation split where eval_interval is set"
     loss, num_tokens = torch.zeros((), device=run.context.device), 0
-    with GlobalBatchLoader(samples, sampler=run.plan.sampler) as batches:
+    with GlobalBatchLoader(samples, sampler=replace(run.plan.sampler, schedule=None)) as batches:
         batch_iterator = build_batch_iterator(batches, run.context)
         for _ in range(run.config.train.eval_iters):
             run.context.heartbeat.begin("validation")

@@ -9,6 +9,7 @@ plan by `traffic.sent_bytes`.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from nanotrain.config.batch_schedule import batch_schedule
 from nanotrain.config.config import Config, OuterShardingStrategy, ParallelConfig
 from nanotrain.config.derive import global_batch_size
 from nanotrain.config.pipeline_layout import read_pipeline_layout
@@ -85,7 +86,8 @@ class Plan:
     shape: ModelShape  # sizes of the model
     stages: tuple[StagePlan, ...]  # the pipeline stages of this rank, ascending
     sampler: SamplerConfig  # which samples this rank reads
-    train_schedule: RankPlan  # actions and transfers of a training step
+    # actions and transfers of a training step; `StepSchedules` has those of other batch sizes
+    train_schedule: RankPlan
     valid_schedule: RankPlan  # the same for the forwards of a validation batch
     flops_per_token: int  # of the whole model, forward and backward
 
@@ -205,9 +207,9 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
         dp_size=groups["dp"].size,
         micro_batch_size=config.train.micro_batch_size,
         global_batch_size=global_batch_size(config.train, groups["dp"].size),
+        schedule=batch_schedule(config),
     )
-    num_stages_per_rank = config.parallel.num_virtual_stages_per_pipeline_rank
-    pipeline = PipelineShape(groups["pp"].size, num_stages_per_rank, sampler.num_microbatches)
+    pipeline = pipeline_shape(config, groups, num_microbatches=sampler.num_microbatches)
     return Plan(
         config=config,
         topology=topology,
@@ -216,10 +218,21 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
         shape=shape,
         stages=tuple(_plan_stages(config, topology, rank=rank, shape=shape)),
         sampler=sampler,
-        train_schedule=plan_rank(build_schedule(config.parallel.pipeline_schedule, pipeline), groups["pp"].index),
+        train_schedule=plan_train_schedule(config, groups, num_microbatches=sampler.num_microbatches),
         valid_schedule=plan_rank(forward_only(pipeline), groups["pp"].index),
         flops_per_token=flops_per_token(shape, config.data.seq_length),
     )
+
+
+def pipeline_shape(config: Config, groups: Mapping[GroupName, GroupSpec], *, num_microbatches: int) -> PipelineShape:
+    """The pipeline of this rank for a number of microbatches."""
+    return PipelineShape(groups["pp"].size, config.parallel.num_virtual_stages_per_pipeline_rank, num_microbatches)
+
+
+def plan_train_schedule(config: Config, groups: Mapping[GroupName, GroupSpec], *, num_microbatches: int) -> RankPlan:
+    """The actions and transfers of this rank in a training step of that many microbatches."""
+    pipeline = pipeline_shape(config, groups, num_microbatches=num_microbatches)
+    return plan_rank(build_schedule(config.parallel.pipeline_schedule, pipeline), groups["pp"].index)
 
 
 def check_names(config: Config) -> None:

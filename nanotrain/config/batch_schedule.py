@@ -1,0 +1,207 @@
+"""Global batch size as a function of the consumed samples.
+
+    constant                    --global-batch-size
+    ramp-up                     --rampup-batch-size START INCREMENT SAMPLES: equal increments over the first samples
+    steps                       --step-batch-size-schedule THRESHOLD:SIZE ...: a size from each threshold of tokens on
+
+Nothing else is stored: a run that resumes has consumed some number of samples, which gives the size of its next batch.
+Source: Megatron-LM, `num_microbatches_calculator.py`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nanotrain.config.config import Config
+from nanotrain.errors import ConfigError
+
+SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+@dataclass(frozen=True)
+class RampUp:
+    """Equal increments over the first `samples` samples.
+
+    >>> ramp = RampUp(start=2, increment=2, samples=12, final=8)
+    >>> [ramp.size_at(consumed) for consumed in (0, 3, 4, 8, 12, 13)]
+    [2, 2, 4, 6, 8, 8]
+    """
+
+    start: int  # samples of the first batch
+    increment: int  # samples by which the batch grows
+    samples: int  # consumed samples at which the batch reaches its final size
+    final: int  # the global batch size from then on
+
+    def size_at(self, consumed_samples: int) -> int:
+        """Size of the batch that starts at `consumed_samples`."""
+        if consumed_samples > self.samples:
+            return self.final
+        # in floating point, as Megatron-LM divides: the size of every batch is the same as there
+        samples_per_increment = self.samples / ((self.final - self.start) // self.increment)
+        return min(self.final, self.start + int(consumed_samples / samples_per_increment) * self.increment)
+
+    @property
+    def sizes(self) -> range:
+        """Every size, ascending."""
+        return range(self.start, self.final + 1, self.increment)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A size from each threshold on.
+
+    >>> Steps(((0, 4), (100, 8))).size_at(100)
+    8
+    """
+
+    thresholds: tuple[tuple[int, int], ...]  # (consumed samples, size), ascending from 0
+
+    def size_at(self, consumed_samples: int) -> int:
+        """Size of the batch that starts at `consumed_samples`."""
+        return next(size for threshold, size in reversed(self.thresholds) if consumed_samples >= threshold)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Every size, in order."""
+        return tuple(size for _, size in self.thresholds)
+
+    @property
+    def final(self) -> int:
+        """The size after the last threshold."""
+        return self.thresholds[-1][1]
+
+
+BatchSchedule = RampUp | Steps
+
+
+def batch_schedule(config: Config) -> BatchSchedule | None:
+    """The schedule of the batch size; None where it is constant.
+
+    Raises:
+        ConfigError: a schedule that cannot be read or does not fit the global batch size.
+    """
+    train = config.train
+    if train.step_batch_size_schedule:
+        steps = read_steps(train.step_batch_size_schedule, config.data.seq_length)
+        if train.rampup_batch_size or train.global_batch_size not in (None, steps.final):
+            other = "rampup_batch_size" if train.rampup_batch_size else f"global_batch_size {train.global_batch_size}"
+            raise ConfigError(
+                f"step_batch_size_schedule ends at {steps.final} samples, and {other} is set",
+                why="the schedule gives the size of every batch",
+                fix=f"leave out --{other.split()[0].replace('_', '-')} or --step-batch-size-schedule",
+            )
+        return steps
+    return read_ramp_up(train.rampup_batch_size, train.global_batch_size) if train.rampup_batch_size else None
+
+
+def read_ramp_up(values: list[int], final: int | None) -> RampUp:
+    """The ramp-up of START INCREMENT SAMPLES to the global batch size.
+
+    Raises:
+        ConfigError: not three numbers, or steps that do not end at the global batch size.
+
+    >>> read_ramp_up([16, 8, 1000], 64).sizes
+    range(16, 65, 8)
+    """
+    what = f"rampup_batch_size is {' '.join(map(str, values))}"
+    if len(values) != 3:
+        fix = "write --rampup-batch-size START INCREMENT SAMPLES"
+        raise ConfigError(what, why="it takes three numbers: first size, increment, samples of the ramp-up", fix=fix)
+    if final is None:
+        raise ConfigError(f"{what} and ends nowhere", why="global_batch_size is unset", fix="set --global-batch-size")
+    start, increment, samples = values
+    if start >= final or (final - start) % increment:
+        raise ConfigError(
+            f"{what}, which does not end at global_batch_size {final}",
+            why=f"from {start} on by {increment} it must reach {final} in one or more increments",
+            fix=f"set --rampup-batch-size {final % increment or increment} {increment} {samples}"
+            if final > increment
+            else "lower the first size and the increment",
+        )
+    return RampUp(start, increment, samples, final)
+
+
+def read_steps(texts: list[str], seq_length: int) -> Steps:
+    """The steps of THRESHOLD:SIZE pairs, thresholds in tokens.
+
+    Raises:
+        ConfigError: another form, or thresholds that do not begin at 0 and ascend.
+
+    >>> read_steps(["0:8", "2K:16"], seq_length=100).thresholds
+    ((0, 8), (20, 16))
+    """
+    pairs = []
+    for text in " ".join(texts).replace(",", " ").split():
+        threshold, colon, size = text.partition(":")
+        tokens, samples = read_number(threshold), read_number(size)
+        if not colon or tokens is None or not samples:
+            fix = "write --step-batch-size-schedule 0:768 250B:1536 with suffixes K, M, B or T"
+            raise ConfigError(
+                f"step_batch_size_schedule has {text!r}",
+                why="each entry is TOKENS:BATCH_SIZE, the size above 0",
+                fix=fix,
+            )
+        pairs.append((tokens // seq_length, samples))
+    pairs.sort(key=lambda pair: pair[0])
+    starts = [threshold for threshold, _ in pairs]
+    if starts[0] != 0 or len(set(starts)) < len(starts):
+        raise ConfigError(
+            f"step_batch_size_schedule begins at {', '.join(map(str, starts))} samples",
+            why=f"its thresholds in tokens / seq_length {seq_length} must begin at 0 and differ",
+            fix="begin it with 0:SIZE and name every threshold once",
+        )
+    return Steps(tuple(pairs))
+
+
+def read_number(text: str) -> int | None:
+    """A number with an optional suffix; None if it is none.
+
+    >>> read_number("1.5K"), read_number("x")
+    (1500, None)
+    """
+    suffix = text[-1:].upper()
+    try:
+        number = int(float(text[:-1] if suffix in SUFFIXES else text) * SUFFIXES.get(suffix, 1))
+    except (ValueError, OverflowError):
+        return None
+    return number if number >= 0 else None
+
+
+def batch_sizes(schedule: BatchSchedule, consumed_samples: int = 0) -> Iterator[int]:
+    """The sizes of the batches from `consumed_samples` on, without an end."""
+    while True:
+        size = schedule.size_at(consumed_samples)
+        yield size
+        consumed_samples += size
+
+
+def samples_of_steps(schedule: BatchSchedule, steps: int) -> int:
+    """Samples of the first `steps` batches.
+
+    >>> samples_of_steps(RampUp(start=2, increment=2, samples=12, final=8), 5)
+    22
+    """
+    consumed = 0
+    last = schedule.samples if isinstance(schedule, RampUp) else schedule.thresholds[-1][0] - 1
+    for step in range(steps):
+        if consumed > last:  # from here on the size is constant
+            return consumed + (steps - step) * schedule.final
+        consumed += schedule.size_at(consumed)
+    return consumed
+
+
+def steps_of_samples(schedule: BatchSchedule, samples: int) -> int:
+    """Steps of a run of `samples` samples, counted as Megatron-LM does.
+
+    After a ramp-up the last partial batch is left out. With steps the last batch may pass the end.
+
+    >>> steps_of_samples(RampUp(start=2, increment=2, samples=12, final=8), 36)
+    6
+    """
+    consumed = steps = 0
+    if isinstance(schedule, RampUp):
+        while consumed <= min(schedule.samples, samples):
+            consumed, steps = consumed + schedule.size_at(consumed), steps + 1
+        return steps + max(0, samples - consumed) // schedule.final
+    while consumed < min(samples, schedule.thresholds[-1][0]):
+        consumed, steps = consumed + schedule.size_at(consumed), steps + 1
+    return steps + -(-max(0, samples - consumed) // schedule.final)

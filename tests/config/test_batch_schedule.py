@@ -1,0 +1,73 @@
+"""Batch sizes by consumed samples, against numbers that Megatron-LM's own calculators give for the same arguments."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanotrain.config.batch_schedule import batch_sizes, read_ramp_up, read_steps, samples_of_steps, steps_of_samples
+from nanotrain.config.load import load_config
+from nanotrain.errors import ConfigError
+
+RUN = ("--mock-data", "--vocab-size", "100", "--seq-length", "16")
+
+
+def test_the_ramp_up_of_gpt_3_175b_has_the_sizes_of_megatron_lm() -> None:
+    ramp = read_ramp_up([16, 16, 5_859_375], final=1536)
+    sizes = {0: 16, 61_677: 16, 61_678: 32, 1_000_000: 272, 5_859_375: 1536, 5_859_376: 1536}
+    assert {consumed: ramp.size_at(consumed) for consumed in sizes} == sizes
+
+
+def test_a_ramp_up_ends_after_the_batch_that_passes_its_samples() -> None:
+    sizes = batch_sizes(read_ramp_up([4, 4, 30], final=12))
+    assert [next(sizes) for _ in range(8)] == [4, 4, 4, 4, 8, 8, 12, 12]
+
+
+def test_steps_begin_at_their_thresholds_in_tokens() -> None:
+    steps = read_steps(["0:768 250B:1536,", "500B:3072"], seq_length=4096)
+    assert steps.sizes == (768, 1536, 3072)
+    assert [steps.size_at(250_000_000_000 // 4096 + offset) for offset in (-1, 0)] == [768, 1536]
+
+
+@given(
+    values=st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 400)),
+    increments=st.integers(1, 9),
+    num_steps=st.integers(0, 80),
+)
+def test_steps_and_samples_are_counted_alike(values: tuple[int, int, int], increments: int, num_steps: int) -> None:
+    ramp = read_ramp_up(list(values), final=values[0] + increments * values[1])
+    sizes = batch_sizes(ramp)
+    samples = sum(next(sizes) for _ in range(num_steps))
+    assert samples_of_steps(ramp, num_steps) == samples
+    if samples > values[2]:  # within the ramp-up Megatron-LM counts the batch that passes the end, later none
+        assert steps_of_samples(ramp, samples) == steps_of_samples(ramp, samples + ramp.final - 1) == num_steps
+
+
+def test_train_samples_give_the_steps_of_the_schedule_and_the_length_of_the_decay() -> None:
+    ramp = ("--rampup-batch-size", "4", "4", "30", "--global-batch-size", "12", "--train-samples", "100")
+    config = load_config([*RUN, *ramp])
+    assert config.train.train_iters == 6 + 5  # 32 samples in six steps, then five of twelve; 8 are left out
+    assert config.optim.lr_decay_samples == 100
+    steps = ("--step-batch-size-schedule", "0:4 512:8", "--train-samples", "100")
+    assert load_config([*RUN, *steps]).train.train_iters == 8 + 9  # 32 in eight, then nine of eight, past the end
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--rampup-batch-size 4 4", "takes three numbers"),
+        ("--rampup-batch-size 4 4 30", "global_batch_size is unset"),
+        ("--rampup-batch-size 4 3 30 --global-batch-size 12", "does not end at global_batch_size 12"),
+        ("--rampup-batch-size 12 4 30 --global-batch-size 12", "does not end at global_batch_size 12"),
+        ("--rampup-batch-size 4 4 0 --global-batch-size 12", "must be at least 1"),
+        ("--rampup-batch-size 3 3 30 --global-batch-size 12 --micro-batch-size 2", "3 samples of --rampup-batch-size"),
+        ("--step-batch-size-schedule 0:4 x:8", "has 'x:8'"),
+        ("--step-batch-size-schedule 10K:4 20K:8", "must begin at 0"),
+        ("--step-batch-size-schedule 0:4 5:8", "begins at 0, 0 samples"),
+        ("--step-batch-size-schedule 0:4 1K:8 --global-batch-size 6", "and global_batch_size 6 is set"),
+        ("--step-batch-size-schedule 0:4 --rampup-batch-size 1 1 9", "and rampup_batch_size is set"),
+        ("--lr-decay-style WSD --lr-decay-samples 10 --lr-wsd-decay-samples 11", "longer than the schedule"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_an_error_with_the_cure(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config([*RUN, *flags.split()])
