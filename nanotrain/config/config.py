@@ -14,6 +14,7 @@ from nanotrain.config.model import (
     ModelConfig,
     MoEConfig,
     Normalization,
+    NormPlacement,
     PositionEmbedding,
     RouterScore,
 )
@@ -25,6 +26,7 @@ __all__ = [  # the sections that config/model.py holds
     "MLAConfig",
     "MoEConfig",
     "ModelConfig",
+    "NormPlacement",
     "Normalization",
     "PositionEmbedding",
     "RouterScore",

@@ -47,6 +47,17 @@ def has_rope(model_config: ModelConfig) -> bool:
     return model_config.position_embedding_type in (PositionEmbedding.rope, PositionEmbedding.yarn)
 
 
+def is_rope_scaled(model_config: ModelConfig) -> bool:
+    """Whether rotary frequencies are changed for a longer context.
+
+    >>> is_rope_scaled(ModelConfig()), is_rope_scaled(ModelConfig(use_rope_scaling=True))
+    (False, True)
+    """
+    if model_config.position_embedding_type is PositionEmbedding.yarn:
+        return True
+    return model_config.use_rope_scaling or model_config.rotary_seq_len_interpolation_factor != 1
+
+
 def rotary_dim(model_config: ModelConfig) -> int:
     """Rotated channels of a head; with MLA its rotary channels.
 
@@ -149,6 +160,9 @@ def window_layers(model_config: ModelConfig) -> tuple[bool, ...]:
     if model_config.window_size is None:
         return (False,) * model_config.num_layers
     return read_window_pattern(model_config.window_attn_skip_freq, model_config.num_layers)
+
+
+GATED = (Activation.swiglu, Activation.quick_geglu, Activation.geglu_tanh)
 
 
 def moe_ffn_size(model_config: ModelConfig) -> int:

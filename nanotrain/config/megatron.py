@@ -58,7 +58,6 @@ def not_yet(cure: str, *accepts: str, arity: int = 0) -> MegatronFlag:
 
 
 ZERO = ("0", "0.0")
-ONE = ("1", "1.0")
 FUSED = "fused kernels are chosen by torch"
 
 # fmt: off
@@ -74,10 +73,8 @@ MODEL = {
     "--group-query-attention": MegatronFlag("rename", "--num-query-groups sets the number, 1 where it is left out", convert=conversions.group_query_attention),
     "--use-rotary-position-embeddings": sets("--position-embedding-type rope", position_embedding_type="rope"),
     "--no-position-embedding": MegatronFlag("rename", "it is accepted with --position-embedding-type rope only", convert=conversions.no_position_embedding),
-    "--rotary-seq-len-interpolation-factor": always("positions are not interpolated", *ONE),
     "--rope-type": rename("--position-embedding-type with the same value", conversions.rope_type),
     "--rotary-interleaved": not_yet("RoPE pairs the two halves of a head: leave it out"),
-    "--apply-layernorm-1p": always("norm weights start at 1 and are not decayed, so the stored offset makes no difference"),
     "--apply-query-key-layer-scaling": always("core attention computes its softmax in fp32, so no scaling is needed"),
     "--attention-softmax-in-fp32": always("core attention computes its softmax in fp32"),
     "--no-persist-layer-norm": no_effect(FUSED),

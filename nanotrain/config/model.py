@@ -21,12 +21,19 @@ class Normalization(str, Enum):
     RMSNorm = "RMSNorm"
 
 
+class NormPlacement(str, Enum):
+    pre = "pre"
+    post = "post"
+    sandwich = "sandwich"
+
+
 class Activation(str, Enum):
     gelu = "gelu"
     gelu_tanh = "gelu_tanh"
     swiglu = "swiglu"
     squared_relu = "squared_relu"
     quick_geglu = "quick_geglu"
+    geglu_tanh = "geglu_tanh"
 
 
 class RouterScore(str, Enum):
@@ -102,15 +109,23 @@ class ModelConfig:
     rope_low_freq_factor: float = option(1.0, "Llama 3.1: wavelengths above original / low are scaled fully", check=above(0))
     rope_high_freq_factor: float = option(4.0, "Llama 3.1: wavelengths below original / high are not scaled", check=above(0))
     rope_original_max_positions: int = option(8192, "Llama 3.1: context length before scaling", check=at_least(1))
+    rotary_base_local: float | None = option(None, "base of the rotary frequencies in layers with a window, which are then not scaled (Gemma 3); unset: as in the other layers", check=above(0))
+    rotary_seq_len_interpolation_factor: float = option(1.0, "rope: divide positions by this, for longer contexts", check=above(0))
     normalization: Normalization = option(Normalization.RMSNorm, "LayerNorm or RMSNorm")
     norm_epsilon: float = option(1e-5, "added to the variance in every norm", check=above(0))
-    activation: Activation = option(Activation.swiglu, "gelu, gelu_tanh (GPT-2's approximation), swiglu (gated SiLU), squared_relu or quick_geglu (gated sigmoid GELU)")
+    apply_layernorm_1p: bool = option(False, "store norm weights as their difference from 1")
+    norm_placement: NormPlacement = option(NormPlacement.pre, "norms of a block: pre (before attention and MLP), post (of their outputs, OLMo 2) or sandwich (both, Gemma 3)")
+    activation: Activation = option(Activation.swiglu, "gelu, gelu_tanh (GPT-2's approximation), swiglu (gated SiLU), squared_relu, quick_geglu (gated sigmoid GELU) or geglu_tanh")
     add_bias_linear: bool = option(False, "biases on every linear layer except the head")
     add_qkv_bias: bool = option(False, "biases on the query, key and value projections only (Qwen2)")
     qk_layernorm: bool = option(False, "normalize each query and key head (Qwen3)")
+    qk_layernorm_across_heads: bool = option(False, "qk_layernorm: one norm over all heads together instead of one per head (OLMo 2)")
+    softmax_scale: float | None = option(None, "factor on the attention scores; unset: 1 / sqrt(channels of a head)", check=above(0))
     window_size: int | None = option(None, "sliding-window attention: keys before its own that a query attends to, the left number of Megatron-LM's pair; unset: all", check=at_least(0))
     window_attn_skip_freq: str = option("0", "layers without the window: N for every Nth layer, 0 for none, or a pattern such as [1]*5+[0] with 0 for each of them")
     untie_embeddings_and_output_weights: bool = option(False, "use separate weights for embedding and head")
+    scale_embeddings: bool = option(False, "multiply word embeddings by sqrt(hidden_size) (Gemma)")
+    final_logit_softcapping: float | None = option(None, "bound logits by c * tanh(logits / c); unset: none", check=above(0))
     multi_latent_attention: bool = option(False, "multi-latent attention: low-rank compression of keys and values (DeepSeek)")
     init_method_std: float = option(0.02, "standard deviation of the initial weights; output projections get std / sqrt(2 * num_layers)", check=above(0))
     mla: MLAConfig = section(MLAConfig)

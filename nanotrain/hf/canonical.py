@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanotrain.config.config import MLAConfig, ModelConfig, MoEConfig, PositionEmbedding, RouterScore
-from nanotrain.config.derive import has_rope, window_layers
+from nanotrain.config.derive import has_rope, is_rope_scaled, window_layers
 from nanotrain.config.pattern import write_pattern
 from nanotrain.topology.shape import ModelShape, MoEShape
 
@@ -38,15 +38,21 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
         moe=MoEConfig() if moe is None else _canonical_experts(model_config.moe, moe),
     )
     if not has_rope(model_config):
-        model_config = replace(model_config, rotary_base=_DEFAULT.rotary_base)
+        model_config = replace(model_config, rotary_base=_DEFAULT.rotary_base, rotary_base_local=None)
     if not has_rope(model_config) or model_config.multi_latent_attention:
         model_config = replace(model_config, rotary_percent=_DEFAULT.rotary_percent)
     if model_config.position_embedding_type is not PositionEmbedding.rope or not model_config.use_rope_scaling:
         model_config = replace(model_config, use_rope_scaling=False, **_DEFAULT_ROPE_SCALING)
     if model_config.position_embedding_type is not PositionEmbedding.yarn:
         model_config = replace(model_config, **_DEFAULT_YARN)
+    if model_config.position_embedding_type is not PositionEmbedding.rope:
+        model_config = replace(model_config, rotary_seq_len_interpolation_factor=1.0)
+    if not model_config.qk_layernorm:
+        model_config = replace(model_config, qk_layernorm_across_heads=False)
     if model_config.window_size is None:
-        return replace(model_config, window_attn_skip_freq=_DEFAULT.window_attn_skip_freq)
+        return replace(model_config, window_attn_skip_freq=_DEFAULT.window_attn_skip_freq, rotary_base_local=None)
+    if model_config.rotary_base_local == model_config.rotary_base and not is_rope_scaled(model_config):
+        model_config = replace(model_config, rotary_base_local=None)
     layers = window_layers(model_config)
     return replace(model_config, window_attn_skip_freq="0" if all(layers) else write_pattern(layers))
 

@@ -28,6 +28,7 @@ from nanotrain.hf.deepseek import (
     write_deepseek_v3,
     write_glm4_moe,
 )
+from nanotrain.hf.gemma import GEMMA3_NAMES, read_gemma3, write_gemma3
 from nanotrain.hf.gpt2 import GPT2, read_gpt2, write_gpt2
 from nanotrain.hf.llama import LLAMA, read_llama, read_qwen2, read_qwen3, write_llama, write_qwen2, write_qwen3
 from nanotrain.hf.mistral import PHI3_NAMES, read_mistral, read_phi3, write_mistral, write_phi3
@@ -41,6 +42,7 @@ from nanotrain.hf.mixture import (
     write_qwen3_moe,
 )
 from nanotrain.hf.naming import Naming
+from nanotrain.hf.olmo import OLMO_NAMES, read_olmo2, read_olmo3, write_olmo2, write_olmo3
 from nanotrain.untrusted import parse_json
 
 
@@ -86,6 +88,9 @@ FAMILIES: dict[str, Family] = {
         other_namings=(GLM4_MOE_FUSED,),
         ignores_later_layers=True,
     ),
+    "olmo2": Family("Olmo2ForCausalLM", read_olmo2, write_olmo2, OLMO_NAMES),
+    "olmo3": Family("Olmo3ForCausalLM", read_olmo3, write_olmo3, OLMO_NAMES),
+    "gemma3_text": Family("Gemma3ForCausalLM", read_gemma3, write_gemma3, GEMMA3_NAMES),
 }
 
 

@@ -1,7 +1,9 @@
 """Rotary positions in config.json: `read_rope`, `write_rope`.
 
 Read in both existing formats (`rope_theta` + `rope_scaling` before transformers 5, `rope_parameters` since) and written
-in the older one, which every version reads. Scaling kinds: `default`, `llama3`, `yarn`.
+in the older one, which every version reads. Scaling kinds: `default`, `linear`, `llama3`, `yarn`.
+
+Models with windows in some layers may have another base in those (`read_layered_rope`, `write_layered_rope`).
 """
 
 import math
@@ -57,12 +59,47 @@ def write_rope(model_config: ModelConfig) -> dict[str, Any]:
             "high_freq_factor": model_config.rope_high_freq_factor,
             "original_max_position_embeddings": model_config.rope_original_max_positions,
         }
+    elif model_config.rotary_seq_len_interpolation_factor != 1:
+        scaling = {"rope_type": "linear", "factor": model_config.rotary_seq_len_interpolation_factor}
     partial = {} if model_config.rotary_percent == 1 else {"partial_rotary_factor": model_config.rotary_percent}
     return {"rope_scaling": scaling, "rope_theta": model_config.rotary_base} | partial
 
 
+def read_layered_rope(raw: Mapping[str, Any], *, base: float, local_base: float | None) -> dict[str, Any]:
+    """The same of a model whose layers with a window have unscaled positions and may have another base.
+
+    Args:
+        raw: the parsed config.json.
+        base: where it has none.
+        local_base: where it has none for layers with a window; None for the base of the others.
+    """
+    stored = raw.get("rope_parameters") or {}
+    is_layered = bool({"full_attention", "sliding_attention"} & stored.keys())
+    full, local = (
+        (stored.get(f"{kind}_attention") or {} for kind in ("full", "sliding")) if is_layered else (stored, {})
+    )
+    if local.get("rope_type", "default") != "default":
+        reject("rope_type of sliding_attention", local["rope_type"], instead="default")
+    fields = read_rope({**raw, "rope_theta": raw.get("rope_theta", base), "rope_parameters": full})
+    default = fields["rotary_base"] if local_base is None else raw.get("rope_local_base_freq", local_base)
+    return fields | {"rotary_base_local": float(local.get("rope_theta", default))}
+
+
+def write_layered_rope(model_config: ModelConfig) -> dict[str, Any]:
+    """Entries of config.json about rotary positions of such a model, in both formats."""
+    entries, base = write_rope(model_config), model_config.rotary_base
+    local = base if model_config.rotary_base_local is None else model_config.rotary_base_local
+    full = {**(entries["rope_scaling"] or {"rope_type": "default"}), "rope_theta": base}
+    layered = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
+    return entries | {"rope_local_base_freq": local, "rope_parameters": layered}
+
+
 def _read_default(rope: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
     return {}
+
+
+def _read_linear(rope: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {"rotary_seq_len_interpolation_factor": _number(rope, "factor", kind="linear")}
 
 
 def _read_llama3(rope: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,4 +144,4 @@ def _original(rope: Mapping[str, Any], raw: Mapping[str, Any]) -> int:
     return int(rope.get("original_max_position_embeddings") or raw.get("max_position_embeddings", 2048))
 
 
-KINDS = {"default": _read_default, "llama3": _read_llama3, "yarn": _read_yarn}
+KINDS = {"default": _read_default, "linear": _read_linear, "llama3": _read_llama3, "yarn": _read_yarn}

@@ -25,4 +25,5 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.swiglu: F.silu,
     Activation.squared_relu: squared_relu,
     Activation.quick_geglu: quick_gelu,
+    Activation.geglu_tanh: partial(F.gelu, approximate="tanh"),
 }

@@ -38,12 +38,17 @@ class LayerContext:
     """What all layers of a stage share for one microbatch."""
 
     rotary: Rotary | None = None  # cosines and sines of the positions; None without rotary positions
+    window_rotary: Rotary | None = None  # the same for layers with a window, where their base differs
     mask: Any = None  # made by `CoreAttention.plan_mask`
     window_mask: Any = None  # the same for layers with a window
     sequence_positions: Tensor | None = None  # see `BatchContext`
     aux_loss_scale: float = 0.0  # see `BatchContext`
     # tokens_per_expert that a router compares this microbatch with, by router; a recomputed forward reads its own
     balance_counts: dict[Any, Tensor] = field(default_factory=dict)
+
+    def rotary_of(self, *, has_window: bool) -> Rotary | None:
+        """The cosines and sines of a layer."""
+        return self.window_rotary if has_window and self.window_rotary is not None else self.rotary
 
     def mask_of(self, *, has_window: bool) -> Any:
         """The mask of a layer."""

@@ -79,7 +79,8 @@ class MultiLatentAttention(nn.Module):
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
-        assert context.rotary is not None, "validation requires rotary positions with latent attention"
+        rotary = context.rotary_of(has_window=self.has_window)
+        assert rotary is not None, "validation requires rotary positions with latent attention"
         query, compressed = self._compress(hidden)
         compressed_kv, shared_key = compressed.split(self.compressed_sizes, dim=-1)
         if self.query is None:
@@ -88,7 +89,7 @@ class MultiLatentAttention(nn.Module):
             query,
             self.kv_latent_norm(compressed_kv),
             shared_key,
-            context.rotary,
+            rotary,
             mask=context.mask_of(has_window=self.has_window),
         )
         out: Tensor = self.output(rearrange(attended, "b s n d -> b s (n d)"))

@@ -2,6 +2,9 @@
 
     build_norm   the norm that a configuration names
     LayerNorm, RMSNorm
+    build_head_norm, WideRMSNorm   norms of queries and keys
+
+With `apply_layernorm_1p` the stored weight is the difference from 1, which is added in fp32.
 
 torch has a fused LayerNorm on every device and a fused RMSNorm on CUDA. Its RMSNorm on the CPU is a chain of
 elementwise kernels; here the backward uses the fused LayerNorm kernel instead (measured, 2048 x 384, forward and
@@ -14,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanotrain.comm.autograd import copy_to, reduce_from
+from nanotrain.comm.group import Group
 from nanotrain.config.config import ModelConfig, Normalization
 from nanotrain.model.parameters import Parameters
 
@@ -21,28 +26,79 @@ from nanotrain.model.parameters import Parameters
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(var + eps) * weight + bias (Ba et al. 2016)."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, *, eps: float) -> None:
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, *, eps: float, is_offset: bool = False) -> None:
         super().__init__()
-        self.weight, self.bias, self.eps = weight, bias, eps
+        self.weight, self.bias, self.eps, self.is_offset = weight, bias, eps, is_offset
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size], same dtype."""
+        if self.is_offset:
+            weight, bias = _fp32(self.weight) + 1, _fp32(self.bias)
+            return F.layer_norm(_fp32(x), weight.shape, weight, bias, self.eps).to(x.dtype)
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019)."""
 
-    def __init__(self, weight: nn.Parameter, *, eps: float) -> None:
+    def __init__(self, weight: nn.Parameter, *, eps: float, is_offset: bool = False) -> None:
         super().__init__()
-        self.weight, self.eps = weight, eps
+        self.weight, self.eps, self.is_offset = weight, eps, is_offset
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size], same dtype."""
         if x.device.type != "cpu" or torch.compiler.is_compiling():
+            if self.is_offset:
+                return F.rms_norm(_fp32(x), self.weight.shape, _fp32(self.weight) + 1, self.eps).to(x.dtype)
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        out: Tensor = _RMSNormOnCPU.apply(x, self.weight, self.eps)
+        out: Tensor = _RMSNormOnCPU.apply(x, _fp32(self.weight) + 1 if self.is_offset else self.weight, self.eps)
         return out
+
+
+class WideRMSNorm(nn.Module):
+    """RMSNorm over all heads together (OLMo 2), where each rank of a group has some of them.
+
+    The mean square is summed over the group. Every rank holds the weights of all heads and uses those of its own, so
+    the gradients of the weights are to be summed over the group.
+
+    Args:
+        weight: [all heads * D].
+        eps: added to the mean square.
+        heads: channels of this rank, as a range of the weight; each channel is on the same number of ranks.
+        group: shards the heads.
+    """
+
+    def __init__(self, weight: nn.Parameter, *, eps: float, heads: slice, group: Group, is_offset: bool) -> None:
+        super().__init__()
+        self.weight, self.eps, self.heads, self.group, self.is_offset = weight, eps, heads, group, is_offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, local heads, D] -> the same shape and dtype."""
+        x32, weight = _fp32(x.flatten(-2)), _fp32(self.weight[self.heads])
+        num_copies = self.group.size * x32.shape[-1] / self.weight.shape[0]  # of each channel, over the group
+        squares = reduce_from(x32.square().sum(-1, keepdim=True), self.group)
+        mean = copy_to(squares, self.group) / (num_copies * self.weight.shape[0])
+        scale = torch.rsqrt(mean + self.eps)
+        return (x32 * scale * (weight + 1 if self.is_offset else weight)).to(x.dtype).view_as(x)
+
+
+def build_head_norm(
+    model_config: ModelConfig, weight: nn.Parameter | None, *, heads: slice, group: Group
+) -> nn.Module | None:
+    """The norm of queries or keys [B, S, local heads, D]; None without one.
+
+    Args:
+        model_config: epsilon; one norm per head, or over all heads.
+        weight: [D], or [all heads * D].
+        heads: channels of this rank, as a range of the weight over all heads.
+        group: shards the heads.
+    """
+    if weight is None:
+        return None
+    eps, is_offset = model_config.norm_epsilon, model_config.apply_layernorm_1p
+    if model_config.qk_layernorm_across_heads:
+        return WideRMSNorm(weight, eps=eps, heads=heads, group=group, is_offset=is_offset)
+    return RMSNorm(weight, eps=eps, is_offset=is_offset)
 
 
 def build_norm(model_config: ModelConfig, params: Parameters) -> nn.Module:
@@ -52,10 +108,10 @@ def build_norm(model_config: ModelConfig, params: Parameters) -> nn.Module:
         model_config: kind and epsilon.
         params: weight, and the bias of a LayerNorm.
     """
-    eps = model_config.norm_epsilon
+    eps, is_offset = model_config.norm_epsilon, model_config.apply_layernorm_1p
     if model_config.normalization is Normalization.LayerNorm:
-        return LayerNorm(params["weight"], params["bias"], eps=eps)
-    return RMSNorm(params["weight"], eps=eps)
+        return LayerNorm(params["weight"], params["bias"], eps=eps, is_offset=is_offset)
+    return RMSNorm(params["weight"], eps=eps, is_offset=is_offset)
 
 
 class _RMSNormOnCPU(torch.autograd.Function):

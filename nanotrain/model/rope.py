@@ -28,11 +28,13 @@ class Rotary:
     sin: Tensor
 
 
-def inverse_frequencies(model_config: ModelConfig) -> Tensor:
-    """The angle per position of each pair: [R/2] fp32, on the CPU."""
+def inverse_frequencies(model_config: ModelConfig, *, is_local: bool = False) -> Tensor:
+    """The angle per position of each pair: [R/2] fp32, on the CPU; of layers with a window where `is_local`."""
     size = rotary_dim(model_config)
     exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
-    unscaled = 1.0 / model_config.rotary_base**exponents
+    if is_local and model_config.rotary_base_local is not None:
+        return 1.0 / model_config.rotary_base_local**exponents
+    unscaled = 1.0 / model_config.rotary_base**exponents / model_config.rotary_seq_len_interpolation_factor
     if model_config.position_embedding_type is PositionEmbedding.yarn:
         return _scale_yarn(unscaled, model_config)
     return _scale(unscaled, model_config) if model_config.use_rope_scaling else unscaled
@@ -72,10 +74,16 @@ class RotaryTables:
     """Cosines and sines per device and dtype; the longest table so far is kept.
 
     Not a module: the tables follow the activations and are never saved.
+
+    Args:
+        model_config: base and scaling.
+        is_local: of layers with a window, which may have a base of their own, without scaling.
     """
 
-    def __init__(self, model_config: ModelConfig) -> None:
-        self._inverse_frequencies, self._length = inverse_frequencies(model_config), rotary_mscale(model_config)
+    def __init__(self, model_config: ModelConfig, *, is_local: bool = False) -> None:
+        self._inverse_frequencies = inverse_frequencies(model_config, is_local=is_local)
+        is_scaled = not is_local or model_config.rotary_base_local is None
+        self._length = rotary_mscale(model_config) if is_scaled else 1.0
         self._cache: dict[tuple[torch.device, torch.dtype], Rotary] = {}
 
     def at(self, positions: int | Tensor, *, like: Tensor) -> Rotary:

@@ -2,15 +2,15 @@
 
     Stage      the layers of one pipeline rank; a model without pipeline parallelism is one stage
     Embedding  tokens -> hidden states        Head  hidden states -> loss or logits
-    Block      x + attention(norm(x)), then x + mlp(norm(x))
-    Attention  query, key and value projections, rotary positions, core attention, output projection
+    Block      x + attention(norm(x)), then x + mlp(norm(x)); or with norms of the outputs
     MLP        up projection, activation, down projection
 
     tokens -> [embedding] -> layers.{first}..{last-1} -> [final_norm -> head] -> loss
               first stage                                 last stage
 
-Beside it: norm.py, rope.py, multi-head latent attention (mla.py), mixture of experts (moe.py). Parameters are declared
-in topology/parameters.py and made on the meta device; modules only use them. Their names are global on every stage.
+Beside it: attention.py, multi-head latent attention (mla.py), norm.py, rope.py, mixture of experts (moe.py). Parameters
+are declared in topology/parameters.py and made on the meta device; modules only use them. Their names are global on
+every stage.
 
     B batch   S sequence   H hidden   F inner width of the MLP   V vocabulary   Vp vocabulary with padding
     N query heads   G key/value heads (N is a multiple of G)   D width of a head
@@ -29,70 +29,26 @@ from nanotrain.config.derive import has_rope
 from nanotrain.data.batch import Batch
 from nanotrain.kernels.linear import fprop
 from nanotrain.model.activations import ACTIVATIONS
+from nanotrain.model.attention import Attention
 from nanotrain.model.context import BatchContext, LayerContext
 from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.moe import MoELayer
-from nanotrain.model.norm import RMSNorm, build_norm
+from nanotrain.model.norm import build_norm
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
-from nanotrain.model.qk_clip import build_core
-from nanotrain.model.rope import RotaryTables, apply_rotary
+from nanotrain.model.rope import RotaryTables
 from nanotrain.parallel.tp.layers import (
     ColumnParallelLinear,
-    ReplicatedHeadsLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     column_parallel,
 )
-from nanotrain.parallel.tp.loss import vocab_parallel_cross_entropy
+from nanotrain.parallel.tp.loss import Vocabulary, vocab_parallel_cross_entropy
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.topology.parameters import declare_stage
 from nanotrain.topology.params import LocalParam
 from nanotrain.topology.shape import ModelShape
 from nanotrain.topology.stages import StageSpec
-
-
-class Attention(nn.Module):
-    """Causal multi-head attention with grouped key/value heads (Ainslie et al. 2023).
-
-    The number of heads is read off the projections, so a rank that holds a shard of the heads runs the same code.
-
-    Args:
-        model_config: of the model.
-        params: query, key, value, output; query_norm and key_norm where declared.
-        parallel: tp shards the heads, the core attention's cp group the sequence.
-        has_window: attend within the window.
-    """
-
-    def __init__(
-        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, has_window: bool = False
-    ) -> None:
-        super().__init__()
-        shape = ModelShape.of(model_config)
-        self.head_dim, self.has_window = shape.head_dim, has_window
-        self.max_logits, core_attention = build_core(parallel, shape)
-        self.core_attention = parallel.recompute.wrap("core_attn", core_attention)
-        self.query = ColumnParallelLinear(*params.linear("query"), tensor_parallel=parallel.tp)
-        kv_linear = partial(_kv_linear, shape=shape, tensor_parallel=parallel.tp)
-        self.key, self.value = kv_linear(params, "key"), kv_linear(params, "value")
-        weights = params.get("query_norm.weight"), params.get("key_norm.weight")
-        self.query_norm, self.key_norm = (
-            None if weight is None else RMSNorm(weight, eps=model_config.norm_epsilon) for weight in weights
-        )
-        self.output = RowParallelLinear(*params.linear("output"), tensor_parallel=parallel.tp)
-
-    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        """[B, S or S/tp, H] -> the same shape."""
-        projections = column_parallel(hidden, (self.query, self.key, self.value))
-        query, key, value = (rearrange(x, "b s (n d) -> b s n d", d=self.head_dim) for x in projections)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        if context.rotary is not None:
-            query, key = apply_rotary(query, context.rotary), apply_rotary(key, context.rotary)
-        mask = context.mask_of(has_window=self.has_window)
-        attended = self.core_attention(query, key=key, value=value, mask=mask)
-        out: Tensor = self.output(rearrange(attended, "b s n d -> b s (n d)"))
-        return out
 
 
 class MLP(nn.Module):
@@ -125,11 +81,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)).
+    """x + attention(norm(x)), then x + mlp(norm(x)); with `norm_placement` the outputs are normalized, or both are.
 
     Args:
         model_config: of the model.
-        params: attention_norm, attention, mlp_norm, mlp; experts where they are declared for this layer.
+        params: attention, mlp, the norms before and after them that are declared; experts where this layer has them.
         parallel: groups of the layers.
         has_window: the attention has the window.
     """
@@ -140,20 +96,31 @@ class Block(nn.Module):
         super().__init__()
         kind = MultiLatentAttention if model_config.multi_latent_attention else Attention
         attention = partial(kind, has_window=has_window)
-        self.attention_norm = build_norm(model_config, params.submodule("attention_norm"))
+        self.attention_norm = _declared_norm(model_config, params, name="attention_norm")
         self.attention = attention(model_config, params.submodule("attention"), parallel=parallel)
-        self.mlp_norm = build_norm(model_config, params.submodule("mlp_norm"))
+        self.attention_post_norm = _declared_norm(model_config, params, name="attention_post_norm")
+        self.mlp_norm = _declared_norm(model_config, params, name="mlp_norm")
         self.mlp = build_mlp(model_config, params.submodule("mlp"), parallel=parallel)
+        self.mlp_post_norm = _declared_norm(model_config, params, name="mlp_post_norm")
         recompute = parallel.recompute
         mlp = recompute.wrap("moe" if isinstance(self.mlp, MoELayer) else "mlp", self.mlp)
-        self._attend = recompute.chain("layernorm", self.attention_norm, second=self.attention)
-        self._apply_mlp = recompute.chain("layernorm", self.mlp_norm, second=mlp)
+        self._attend, self._apply_mlp = (
+            second if first is None else recompute.chain("layernorm", first, second=second)
+            for first, second in ((self.attention_norm, self.attention), (self.mlp_norm, mlp))
+        )
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
-        hidden = hidden + self._attend(hidden, context=context)
-        out: Tensor = hidden + self._apply_mlp(hidden, context=context)
+        attended = self._attend(hidden, context=context)
+        hidden = hidden + (attended if self.attention_post_norm is None else self.attention_post_norm(attended))
+        mixed = self._apply_mlp(hidden, context=context)
+        out: Tensor = hidden + (mixed if self.mlp_post_norm is None else self.mlp_post_norm(mixed))
         return out
+
+
+def _declared_norm(model_config: ModelConfig, params: Parameters, *, name: str) -> nn.Module | None:
+    declared = params.submodule(name)
+    return build_norm(model_config, declared) if declared else None
 
 
 class PositionTable(nn.Module):
@@ -179,10 +146,13 @@ class Embedding(nn.Module):
     Args:
         params: word; position where declared.
         tensor_parallel: shards the vocabulary.
+        is_scaled: multiply word embeddings by sqrt(H), rounded to their dtype.
     """
 
-    def __init__(self, params: Parameters, *, tensor_parallel: TensorParallel) -> None:
+    def __init__(self, params: Parameters, *, tensor_parallel: TensorParallel, is_scaled: bool = False) -> None:
         super().__init__()
+        weight = params["word.weight"]
+        self.scale = torch.tensor(weight.shape[1] ** 0.5, dtype=weight.dtype, device="cpu").item() if is_scaled else 1.0
         self.word = VocabParallelEmbedding(params["word.weight"], tensor_parallel=tensor_parallel)
         position = params.get("position.weight")
         self.position = None if position is None else PositionTable(position, tensor_parallel=tensor_parallel)
@@ -190,6 +160,8 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
         """[B, S] int64 -> [B, S or S/tp, H]; without position ids the positions are 0..S-1."""
         hidden: Tensor = self.word(tokens)
+        if self.scale != 1.0:
+            hidden = hidden * self.scale
         if self.position is None:
             return hidden
         if position_ids is None:
@@ -203,13 +175,13 @@ class Head(nn.Module):
 
     Args:
         weight: [Vp/tp, H]; None where it is tied to the word embedding, which is then passed to every call.
-        vocab_size: V.
+        vocabulary: V, and the bound of the logits.
         tensor_parallel: shards the vocabulary.
     """
 
-    def __init__(self, weight: nn.Parameter | None, *, vocab_size: int, tensor_parallel: TensorParallel) -> None:
+    def __init__(self, weight: nn.Parameter | None, *, vocabulary: Vocabulary, tensor_parallel: TensorParallel) -> None:
         super().__init__()
-        self.weight, self.vocab_size, self.tensor_parallel = weight, vocab_size, tensor_parallel
+        self.weight, self.vocabulary, self.tensor_parallel = weight, vocabulary, tensor_parallel
 
     def forward(self, hidden: Tensor, batch: Batch, *, tied: nn.Parameter | None) -> Tensor:
         """The summed cross-entropy: [B, S or S/tp, H] -> fp32 scalar, the same on every tp rank."""
@@ -218,14 +190,14 @@ class Head(nn.Module):
             self._weight(tied),
             labels=batch.labels.flatten(),
             loss_mask=batch.loss_mask.flatten(),
-            vocab_size=self.vocab_size,
+            vocabulary=self.vocabulary,
             group=self.tensor_parallel.group,
         )
 
     def logits(self, hidden: Tensor, *, tied: nn.Parameter | None) -> Tensor:
         """[..., H] -> [..., V] without padding; only without tensor parallelism."""
         assert self.tensor_parallel.group.size == 1, "logits of a sharded vocabulary would have to be gathered"
-        return fprop(hidden, self._weight(tied)[: self.vocab_size])
+        return self.vocabulary.cap(fprop(hidden, self._weight(tied)[: self.vocabulary.size]))
 
     def _weight(self, tied: nn.Parameter | None) -> nn.Parameter:
         weight = self.weight if tied is None else tied
@@ -253,7 +225,11 @@ class Stage(nn.Module):
         self.model_config, self.spec, self.params, self.parallel = model_config, spec, tuple(params), parallel
         shape, declared = ModelShape.of(model_config), Parameters.on_meta(params)
         embedding = declared.submodule("embedding")
-        self.embedding = Embedding(embedding, tensor_parallel=parallel.tp) if embedding else None
+        self.embedding = (
+            Embedding(embedding, tensor_parallel=parallel.tp, is_scaled=model_config.scale_embeddings)
+            if embedding
+            else None
+        )
         # whether some layer attends to all keys before its own, and whether some attends within a window
         self._has_windows = {shape.window_layers[i] for i in spec.layers}
         blocks = {str(i): declared.submodule(f"layers.{i}") for i in spec.layers}
@@ -270,10 +246,13 @@ class Stage(nn.Module):
         if spec.has_head:
             self.final_norm = build_norm(model_config, declared.submodule("final_norm"))
             head = declared.get("head.weight")
-            self.head = Head(head, vocab_size=shape.vocab_size, tensor_parallel=parallel.tp)
+            vocabulary = Vocabulary(shape.vocab_size, model_config.final_logit_softcapping)
+            self.head = Head(head, vocabulary=vocabulary, tensor_parallel=parallel.tp)
         # The layers in order; `transform_blocks` may replace them by functions of one or several layers.
         self.layer_functions: list[Callable[..., Tensor]] = list(self.layers.values())
         self._rotary = RotaryTables(model_config) if has_rope(model_config) else None
+        has_local = has_rope(model_config) and model_config.rotary_base_local is not None
+        self._window_rotary = RotaryTables(model_config, is_local=True) if has_local else None
         registered = [name for name, _ in self.named_parameters()]
         assert registered == [local.spec.name for local in params], "modules register other parameters than declared"
 
@@ -318,6 +297,7 @@ class Stage(nn.Module):
         plan_mask, window = self.parallel.core_attention.plan_mask, self.model_config.window_size
         layer_context = LayerContext(
             rotary=None if self._rotary is None else self._rotary.at(positions, like=hidden),
+            window_rotary=None if self._window_rotary is None else self._window_rotary.at(positions, like=hidden),
             mask=plan_mask(batch.segment_ids, tokens=batch.tokens) if False in self._has_windows else None,
             window_mask=plan_mask(batch.segment_ids, tokens=batch.tokens, window=window)
             if True in self._has_windows
@@ -347,18 +327,6 @@ def build_stage(model_config: ModelConfig, spec: StageSpec | None = None, *, dty
     specs = declare_stage(ModelShape.of(model_config), spec, dtype=dtype)
     params = [LocalParam.unsharded(param) for param in specs]
     return Stage(model_config, spec, params=params, parallel=ModelParallel.single_rank())
-
-
-def _kv_linear(
-    params: Parameters, name: str, *, shape: ModelShape, tensor_parallel: TensorParallel
-) -> ColumnParallelLinear:
-    """A key or value projection; with fewer heads than tp ranks every rank has all heads and computes one."""
-    group = tensor_parallel.group
-    if not shape.replicates_kv_heads(group.size):
-        return ColumnParallelLinear(*params.linear(name), tensor_parallel=tensor_parallel)
-    head = group.index * shape.num_query_groups // group.size  # that of this rank's query heads
-    rows = slice(head * shape.head_dim, (head + 1) * shape.head_dim)
-    return ReplicatedHeadsLinear(*params.linear(name), rows=rows, tensor_parallel=tensor_parallel)
 
 
 def build_mlp(model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel) -> nn.Module:

@@ -31,7 +31,7 @@ from nanotrain.config.config import (
     PrecisionConfig,
     TrainConfig,
 )
-from nanotrain.config.derive import data_parallel_size, moe_layers, query_groups, round_up
+from nanotrain.config.derive import data_parallel_size, moe_layers, query_groups, round_up, window_layers
 from nanotrain.config.pattern import read_pattern, write_pattern
 from nanotrain.config.pipeline_layout import read_pipeline_layout, write_pipeline_layout
 
@@ -130,6 +130,8 @@ def shrink_model(config: Config, seq_length: int) -> ModelConfig:
     small = replace(
         model_config,
         num_layers=num_layers,
+        window_size=None if model_config.window_size is None else min(model_config.window_size, seq_length // 3),
+        window_attn_skip_freq=shrink_windows(model_config, num_layers),
         max_position_embeddings=seq_length + 8 * has_longer_positions,
         vocab_size=VOCAB_SIZE,
         make_vocab_size_divisible_by=multiple if multiple <= 128 and multiple % tp == 0 else lcm(16, tp),
@@ -239,6 +241,19 @@ def shrink_pattern(model_config: ModelConfig, num_layers: int) -> str:
     for kind in set(full) - set(small):
         small[full.index(kind) * num_layers // len(full)] = kind
     return write_pattern(tuple(small))
+
+
+def shrink_windows(model_config: ModelConfig, num_layers: int) -> str:
+    """The pattern of windows of fewer layers, evenly sampled.
+
+    >>> shrink_windows(ModelConfig(num_layers=12, window_size=8, window_attn_skip_freq="[1]*9+[0]*3"), 4)
+    '[1]*3+[0]'
+    """
+    text, full = model_config.window_attn_skip_freq, window_layers(model_config)
+    if "[" not in text or not any(full):
+        return text
+    small = tuple(full[layer * len(full) // num_layers] for layer in range(num_layers))
+    return "0" if all(small) else write_pattern(small)
 
 
 def _first(unit: int, *, least: int, most: int, fits: Callable[[int], bool] = lambda count: True) -> int:

@@ -120,17 +120,22 @@ def embedding(declare: Declaration, *, has_positions: bool) -> Specs:
 def block(declare: Declaration, layer: int) -> Specs:
     """One transformer block, by its index in the model."""
     shape = declare.shape
+    before, after = (
+        (norm(declare, shape.hidden_size) if has else ()) for has in (shape.has_pre_norm, shape.has_post_norm)
+    )
     return (
-        *_nest("attention_norm", norm(declare, shape.hidden_size)),
+        *_nest("attention_norm", before),
         *_nest("attention", attention(declare) if shape.mla is None else mla(declare)),
-        *_nest("mlp_norm", norm(declare, shape.hidden_size)),
+        *_nest("attention_post_norm", after),
+        *_nest("mlp_norm", before),
         *_nest("mlp", moe(declare) if shape.has_experts(layer) else mlp(declare, shape.ffn_size)),
+        *_nest("mlp_post_norm", after),
     )
 
 
 def norm(declare: Declaration, size: int) -> Specs:
     """LayerNorm (weight and bias) or RMSNorm (weight), outside the tensor-parallel region."""
-    specs = [declare.vector("weight", size, value=1.0)]
+    specs = [declare.vector("weight", size, value=declare.shape.norm_init)]
     if declare.shape.has_norm_bias:
         specs.append(declare.vector("bias", size))
     return _summed(specs, declare.sequence_axes)
@@ -147,8 +152,11 @@ def attention(declare: Declaration) -> Specs:
     specs += _nest("key", key) + _nest("value", key)
     if shape.has_qk_norm:
         # An RMSNorm without bias, whatever the other norms are (Qwen3); applied to the heads of each tp rank.
-        per_head = _summed([declare.vector("weight", shape.head_dim, value=1.0)], ("tp",))
+        per_head = _summed([declare.vector("weight", shape.head_dim, value=shape.norm_init)], ("tp",))
         specs += _nest("query_norm", per_head) + _nest("key_norm", per_head)
+    if shape.has_wide_qk_norm:  # OLMo 2; each tp rank has all weights and uses those of its heads
+        for name, size in (("query_norm", query_size), ("key_norm", key_size)):
+            specs += _nest(name, _summed([declare.vector("weight", size, value=shape.norm_init)], ("tp",)))
     return specs + _nest("output", declare.row_linear(shape.hidden_size, query_size, bias=shape.has_linear_bias))
 
 

@@ -10,8 +10,9 @@ Parameters, FLOPs, modules and Hugging Face files read these sizes; none of them
 from dataclasses import dataclass
 from typing import Self
 
-from nanotrain.config.config import Activation, ModelConfig, Normalization, PositionEmbedding
+from nanotrain.config.config import ModelConfig, Normalization, NormPlacement, PositionEmbedding
 from nanotrain.config.derive import (
+    GATED,
     ffn_size,
     head_dim,
     moe_ffn_size,
@@ -57,11 +58,15 @@ class ModelShape:
     head_dim: int  # width of a query or key head
     value_head_dim: int  # width of a value head
     ffn_size: int  # inner width of a dense MLP
-    is_gated: bool  # the MLP has a gate projection (swiglu, quick_geglu)
+    is_gated: bool  # the MLP has a gate projection (GATED)
     has_linear_bias: bool  # biases on every linear layer but the head
     has_qkv_bias: bool  # biases on query, key and value
     has_norm_bias: bool  # norms have a bias (LayerNorm)
     has_qk_norm: bool  # an RMSNorm per query and key head
+    has_wide_qk_norm: bool  # one RMSNorm over all query heads and one over all key heads
+    has_pre_norm: bool  # norms of the inputs of attention and MLP
+    has_post_norm: bool  # norms of their outputs
+    norm_init: float  # initial value of norm weights
     is_tied: bool  # the head reads the word embedding
     init_std: float  # standard deviation of the initial weights
     window_size: int | None = None  # keys before its own that a query attends to, in some layers; None for all
@@ -94,11 +99,15 @@ class ModelShape:
             head_dim=width,
             value_head_dim=model_config.mla.v_head_dim if model_config.multi_latent_attention else width,
             ffn_size=ffn_size(model_config),
-            is_gated=model_config.activation in (Activation.swiglu, Activation.quick_geglu),
+            is_gated=model_config.activation in GATED,
             has_linear_bias=model_config.add_bias_linear,
             has_qkv_bias=model_config.add_bias_linear or model_config.add_qkv_bias,
             has_norm_bias=model_config.normalization is Normalization.LayerNorm,
-            has_qk_norm=model_config.qk_layernorm,
+            has_qk_norm=model_config.qk_layernorm and not model_config.qk_layernorm_across_heads,
+            has_wide_qk_norm=model_config.qk_layernorm and model_config.qk_layernorm_across_heads,
+            has_pre_norm=model_config.norm_placement is not NormPlacement.post,
+            has_post_norm=model_config.norm_placement is not NormPlacement.pre,
+            norm_init=0.0 if model_config.apply_layernorm_1p else 1.0,
             is_tied=not model_config.untie_embeddings_and_output_weights,
             init_std=model_config.init_method_std,
             window_size=model_config.window_size,

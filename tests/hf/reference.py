@@ -65,6 +65,9 @@ GLM4_MOE = {
     "routed_scaling_factor": 2.5,
 }
 
+LAYERED = ["sliding_attention", "full_attention"]
+GEMMA3 = {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16}
+
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", LLAMA_SHAPE | {"num_local_experts": 4, "rope_parameters": {"rope_theta": 5e5}}),
     "mixtral-window": ("Mixtral", LLAMA_SHAPE | {"num_local_experts": 4, "sliding_window": 9}),
@@ -102,14 +105,36 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3-direct": ("DeepseekV3", LLAMA_SHAPE | DEEPSEEK_V3 | {"q_lora_rank": None, "rope_parameters": None}),
     "glm4_moe": ("Glm4Moe", LLAMA_SHAPE | GLM4_MOE),
     "glm4_moe-plain": ("Glm4Moe", LLAMA_SHAPE | GLM4_MOE | {"use_qk_norm": False, "attention_bias": False}),
+    "olmo2": ("Olmo2", LLAMA_SHAPE | SMALL_TOKENS | {"num_key_value_heads": 2}),
+    "olmo3": ("Olmo3", LLAMA_SHAPE | SMALL_TOKENS | {"num_hidden_layers": 4, "sliding_window": 6}),
+    "olmo3-yarn": (
+        "Olmo3",
+        LLAMA_SHAPE
+        | SMALL_TOKENS
+        | {"sliding_window": 6, "layer_types": LAYERED, "rope_parameters": {"full_attention": YARN}},
+    ),
+    "gemma3": ("Gemma3", LLAMA_SHAPE | GEMMA3 | {"layer_types": LAYERED}),
+    "gemma3-linear": (
+        "Gemma3",
+        LLAMA_SHAPE
+        | GEMMA3
+        | {
+            "layer_types": LAYERED,
+            "query_pre_attn_scalar": 24,
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}},
+            "tie_word_embeddings": False,
+        },
+    ),
     **MIXTURES,
 }
+CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig"}
 
 
 def reference(name: str, *, seed: int = 0) -> torch.nn.Module:
     """A Hugging Face model in fp32 whose every parameter, biases and norms too, is random."""
     family, fields = CONFIGS[name]
-    config = getattr(transformers, f"{family}Config")(**fields)
+    config = getattr(transformers, CONFIG_CLASSES.get(family, f"{family}Config"))(**fields)
     architecture = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
     torch.manual_seed(seed)
     model = getattr(transformers, architecture)(config)

@@ -31,6 +31,26 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_router_force_load_balancing": True,
     },
 }
+OLMO = {
+    "norm_placement": "post",
+    "qk_layernorm": True,
+    "qk_layernorm_across_heads": True,
+    "num_query_groups": 1,  # replicated over tp
+    "window_size": 5,
+    "window_attn_skip_freq": "2",
+    "rotary_base_local": 100.0,
+}
+GEMMA = {
+    "norm_placement": "sandwich",
+    "apply_layernorm_1p": True,
+    "qk_layernorm": True,
+    "activation": "geglu_tanh",
+    "scale_embeddings": True,
+    "softmax_scale": 0.2,
+    "final_logit_softcapping": 4.0,
+    "rotary_seq_len_interpolation_factor": 2.0,
+}
+MODELS |= {"norms after, over all heads": OLMO, "norms on both sides, bounded logits": GEMMA}
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
 SP = {"sequence_parallel": True}
 LAYOUTS: list[Row] = [
@@ -41,6 +61,8 @@ LAYOUTS: list[Row] = [
     ("yarn, squared ReLU", 4, {"strategy": "optim_grads_params", "pp": 2}, {"pipeline_schedule": "zb-h1"}),
     ("four layers", 4, {"strategy": "optim", "pp": 2}, VPP | {"pipeline_model_parallel_layout": "E|tt|tt|L"}),
     ("four layers", 2, {"strategy": "optim_grads_params", "pp": 2}, {"pipeline_model_parallel_layout": "Ettt|tL"}),
+    ("norms after, over all heads", 4, {"strategy": "optim", "tp": 2, "cp": 2}, SP),
+    ("norms on both sides, bounded logits", 4, {"strategy": "optim_grads_params", "tp": 2, "pp": 2}, SP),
     ("yarn with MLA, experts in turn", 4, {"strategy": "optim", "tp": 2, "cp": 2, "etp": 1, "ep": 2}, {}),
 ]
 

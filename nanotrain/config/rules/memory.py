@@ -1,6 +1,6 @@
 """Rules of recomputation and offloading: what is named has to exist, and the choices must not contradict."""
 
-from nanotrain.config.config import DeviceKind, RecomputeGranularity
+from nanotrain.config.config import DeviceKind, NormPlacement, RecomputeGranularity
 from nanotrain.config.derive import recomputed_modules
 from nanotrain.config.rules.rule import Rule, Values
 from nanotrain.config.suggest import did_you_mean
@@ -10,7 +10,10 @@ MODULES = {
     "core_attn": (lambda v: True, ""),
     "mlp": (lambda v: not all(v.moe_layers), "every layer has experts: moe_layer_freq is {moe_layer_freq}"),
     "moe": (lambda v: v.has_experts, "the model has no experts: num_experts is unset"),
-    "layernorm": (lambda v: True, ""),
+    "layernorm": (
+        lambda v: v.norm_placement is not NormPlacement.post,
+        "norm_placement is post, and a residual sum keeps no output of a norm",
+    ),
     "mla_up_proj": (lambda v: v.multi_latent_attention, "multi_latent_attention is off"),
     "moe_act": (lambda v: v.has_experts, "the model has no experts: num_experts is unset"),
 }
@@ -60,7 +63,7 @@ MEMORY_RULES = (
         lambda v: f"recompute_modules names {', '.join(unknown_modules(v))}",
         f"the known modules are {', '.join(MODULES)}",
         lambda v: did_you_mean(unknown_modules(v)[0], MODULES)),
-    Rule("recompute_modules num_experts moe_layer_freq multi_latent_attention", missing_modules,
+    Rule("recompute_modules num_experts moe_layer_freq multi_latent_attention norm_placement", missing_modules,
         lambda v: f"recompute_modules {' '.join(missing_modules(v))} has no effect",
         lambda v: MODULES[missing_modules(v)[0]][1].format_map(v),
         lambda v: f"leave {' '.join(missing_modules(v))} out of --recompute-modules"),

@@ -32,24 +32,36 @@ CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
 MIN_CHUNK_TOKENS = 256
 
 
+@dataclass(frozen=True)
+class Vocabulary:
+    """What the logits are of."""
+
+    size: int  # V
+    softcap: float | None = None  # logits are c * tanh(logits / c) (Gemma 2); None: as they are
+
+    def cap(self, logits: Tensor) -> Tensor:
+        """Bounded logits."""
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
 @eager  # collectives stay out of compiled graphs
 def vocab_parallel_cross_entropy(
-    hidden: Tensor, weight: Tensor, *, labels: Tensor, loss_mask: Tensor, vocab_size: int, group: Group
+    hidden: Tensor, weight: Tensor, *, labels: Tensor, loss_mask: Tensor, vocabulary: Vocabulary, group: Group
 ) -> Tensor:
     """The sum over unmasked tokens of -log softmax(hidden @ weight.T)[label]; padding is not part of the softmax.
 
     Args:
         hidden: [T, H], replicated over the group; its gradient is this rank's partial sum.
-        weight: [Vp/tp, H], the local shard; rows from vocab_size on are padding and get a zero gradient.
-        labels: [T] int64 below vocab_size.
+        weight: [Vp/tp, H], the local shard; rows from V on are padding and get a zero gradient.
+        labels: [T] int64 below V.
         loss_mask: [T] fp32, the weight of each token's loss (0 excludes it).
-        vocab_size: V.
+        vocabulary: V, and the bound of the logits.
         group: shards the vocabulary.
 
     Returns:
         fp32 scalar, the same on every rank of the group.
     """
-    shard = _VocabShard.of(weight, vocab_size, group=group)
+    shard = _VocabShard.of(weight, vocabulary, group=group)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         loss: Tensor = _VocabParallelCrossEntropy.apply(hidden, weight, labels, loss_mask, shard)
         return loss
@@ -81,13 +93,14 @@ class _VocabShard:
     start: int  # the first token id
     num_tokens: int  # rows that are not padding; at least 1, see `is_padding`
     max_tokens: int  # the same of the largest shard, so that all ranks split their tokens into the same chunks
+    vocabulary: Vocabulary
     is_padding: bool  # all rows are padding: one takes part, with a logit so low that it contributes nothing
 
     @classmethod
-    def of(cls, weight: Tensor, vocab_size: int, *, group: Group) -> "_VocabShard":
-        start = group.index * weight.shape[0]
-        num_tokens = min(weight.shape[0], vocab_size - start)
-        return cls(group, start, max(1, num_tokens), min(weight.shape[0], vocab_size), num_tokens < 1)
+    def of(cls, weight: Tensor, vocabulary: Vocabulary, *, group: Group) -> "_VocabShard":
+        start, max_tokens = group.index * weight.shape[0], min(weight.shape[0], vocabulary.size)
+        num_tokens = min(weight.shape[0], vocabulary.size - start)
+        return cls(group, start, max(1, num_tokens), max_tokens, vocabulary, is_padding=num_tokens < 1)
 
     def find(self, labels: Tensor) -> _Target:
         """[t] int64 -> their positions."""
@@ -95,12 +108,19 @@ class _VocabShard:
         is_local = (column >= 0) & (column < self.num_tokens) & (not self.is_padding)
         return _Target(column.clamp(0, self.num_tokens - 1), is_local.float())
 
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """[t, H] -> [t, num_tokens], bounded."""
+        logits = self.vocabulary.cap(fprop(hidden, weight[: self.num_tokens]))
+        return logits.fill_(torch.finfo(logits.dtype).min / 2) if self.is_padding else logits
+
     def log_probs(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """[t, H] -> [t, num_tokens] fp32, normalized over the global vocabulary."""
-        logits = fprop(hidden, weight[: self.num_tokens])
-        if self.is_padding:
-            logits.fill_(torch.finfo(logits.dtype).min / 2)
-        return _normalize(logits, self.group)
+        return _normalize(self.logits(hidden, weight), self.group)
+
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """The derivative of bounded logits by the unbounded ones; None for 1."""
+        cap = self.vocabulary.softcap
+        return None if cap is None or self.is_padding else 1 - (logits.float() / cap).square()
 
 
 def _normalize(logits: Tensor, group: Group) -> Tensor:
@@ -125,9 +145,14 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for chunk in _chunks(hidden, shard):
             target, mask = shard.find(labels[chunk]), loss_mask[chunk]
-            grad_logits = shard.log_probs(hidden[chunk], weight)
+            logits = shard.logits(hidden[chunk], weight)
+            slope = shard.slope(logits)
+            grad_logits = _normalize(logits, shard.group)
+            del logits  # as large as the gradient
             total -= target.pick(grad_logits, mask)
             grad_logits.exp_().scatter_add_(1, target.column, -target.is_local)
+            if slope is not None:
+                grad_logits *= slope
             # The mask multiplies rows of H elements, not of V.
             low = grad_logits.to(hidden.dtype)
             scale = mask[:, None].to(hidden.dtype)

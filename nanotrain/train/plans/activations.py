@@ -75,6 +75,8 @@ class Activations:
         """A transformer block: the inputs and statistics of both norms, attention, and MLP or experts."""
         keeps_normed = "layernorm" not in modules
         norms = self.outside * 2 * (self.width + keeps_normed * 2 * FP32)
+        if self.shape.has_pre_norm and self.shape.has_post_norm:  # those of the outputs are never recomputed
+            norms += self.outside * 2 * (self.width + FP32)
         attention = keeps_normed * self.outside * self.width
         attention += self._mla(modules) if self.shape.mla else self._attention(modules)
         attention += 0 if "core_attn" in modules else self._mask(layer)
@@ -109,6 +111,7 @@ class Activations:
         shape, heads = self.shape, self.shape.num_heads // self.tp
         groups = max(1, shape.num_query_groups // self.tp)
         normed = (heads + groups) * (shape.head_dim * self.itemsize + FP32) if shape.has_qk_norm else 0
+        normed += (heads + groups) * shape.head_dim * 2 * FP32 if shape.has_wide_qk_norm else 0
         return self.tokens * normed + self._core_attention(heads, groups, modules=modules)
 
     def _mla(self, modules: Modules) -> int:

@@ -8,15 +8,19 @@ from hypothesis import strategies as st
 
 from nanotrain.comm.group import Group
 from nanotrain.parallel.tp import loss as loss_module
-from nanotrain.parallel.tp.loss import vocab_parallel_cross_entropy
+from nanotrain.parallel.tp.loss import Vocabulary, vocab_parallel_cross_entropy
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from tests.harness import ranks, run_ranks
 
 SINGLE_RANK = Group.single_rank("tp")
 
 
-def in_one_piece(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return (F.cross_entropy((hidden @ weight.t()).float(), labels, reduction="none") * mask).sum()
+def in_one_piece(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, cap: float | None = None
+) -> torch.Tensor:
+    logits = (hidden @ weight.t()).float()
+    logits = logits if cap is None else cap * (logits / cap).tanh()
+    return (F.cross_entropy(logits, labels, reduction="none") * mask).sum()
 
 
 @settings(max_examples=30, deadline=None)
@@ -25,29 +29,27 @@ def in_one_piece(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tenso
     vocab_size=st.integers(2, 60),
     padding=st.integers(0, 9),
     chunk=st.integers(1, 400),
+    cap=st.sampled_from([None, 2.0]),
     seed=st.integers(0, 99),
 )
 def test_chunks_give_the_loss_and_gradients_of_a_single_chunk(
-    num_tokens: int, vocab_size: int, padding: int, chunk: int, seed: int
+    num_tokens: int, vocab_size: int, padding: int, chunk: int, cap: float | None, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(num_tokens, 8, generator=generator, requires_grad=True)
     weight = torch.randn(vocab_size + padding, 8, generator=generator, requires_grad=True)
     labels = torch.randint(0, vocab_size, (num_tokens,), generator=generator)
     mask = torch.randint(0, 3, (num_tokens,), generator=generator) / 2
-    expected = in_one_piece(hidden, weight[:vocab_size], labels, mask)
+    expected = in_one_piece(hidden, weight[:vocab_size], labels, mask, cap)
     gradients = torch.autograd.grad(expected / 7, (hidden, weight))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", chunk)
         patch.setattr(loss_module, "MIN_CHUNK_TOKENS", 1)
-        found = vocab_parallel_cross_entropy(
-            hidden, weight, labels=labels, loss_mask=mask, vocab_size=vocab_size, group=SINGLE_RANK
-        )
+        options = {"labels": labels, "loss_mask": mask, "vocabulary": Vocabulary(vocab_size, cap), "group": SINGLE_RANK}
+        found = vocab_parallel_cross_entropy(hidden, weight, **options)
         with torch.no_grad():
-            evaluated = vocab_parallel_cross_entropy(
-                hidden, weight, labels=labels, loss_mask=mask, vocab_size=vocab_size, group=SINGLE_RANK
-            )
+            evaluated = vocab_parallel_cross_entropy(hidden, weight, **options)
     (found / 7).backward()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(evaluated, expected, rtol=1e-5, atol=1e-5)
@@ -63,7 +65,7 @@ def test_a_second_backward_is_an_error_not_a_wrong_gradient() -> None:
         torch.ones(4, 2),
         labels=torch.zeros(3, dtype=torch.int64),
         loss_mask=torch.ones(3),
-        vocab_size=4,
+        vocabulary=Vocabulary(4),
         group=SINGLE_RANK,
     )
     loss.backward(retain_graph=True)
@@ -74,7 +76,7 @@ def test_a_second_backward_is_an_error_not_a_wrong_gradient() -> None:
 def test_a_hopeless_label_has_a_finite_loss() -> None:
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[500.0], [-500.0]])
     found = vocab_parallel_cross_entropy(
-        hidden, weight, labels=torch.tensor([1]), loss_mask=torch.ones(1), vocab_size=2, group=SINGLE_RANK
+        hidden, weight, labels=torch.tensor([1]), loss_mask=torch.ones(1), vocabulary=Vocabulary(2), group=SINGLE_RANK
     )
     assert found.item() == 1000.0
 
@@ -90,7 +92,7 @@ def test_chunks_of_the_weight_gradient_add_up_unrounded_in_an_fp32_buffer(monkey
     weight.grad = torch.zeros(50, 16)
     buffer = weight.grad
     vocab_parallel_cross_entropy(
-        hidden, weight, labels=labels, loss_mask=mask, vocab_size=50, group=SINGLE_RANK
+        hidden, weight, labels=labels, loss_mask=mask, vocabulary=Vocabulary(50), group=SINGLE_RANK
     ).backward()
     exact = weight.detach().float().requires_grad_()
     in_one_piece(hidden.float(), exact, labels, mask).backward()
@@ -108,12 +110,12 @@ def cut_loss(ctx, vocab_size: int, padded: int, sequence_parallel: bool) -> None
     labels = torch.randint(0, vocab_size, (40,), generator=generator)
     mask = torch.randint(0, 3, (40,), generator=generator) / 2
     whole = hidden.clone().requires_grad_()
-    expected = in_one_piece(whole.flatten(0, 1), table[:vocab_size], labels, mask)
+    expected = in_one_piece(whole.flatten(0, 1), table[:vocab_size], labels, mask, 3.0)
     (expected / 7).backward()
 
     own = tensor_parallel.local_slice(hidden).clone().requires_grad_()
     rows = table.detach().chunk(group.size)[group.index].clone().requires_grad_()
-    options = {"labels": labels, "loss_mask": mask, "vocab_size": vocab_size, "group": group}
+    options = {"labels": labels, "loss_mask": mask, "vocabulary": Vocabulary(vocab_size, 3.0), "group": group}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", 16 * min(len(rows), vocab_size))
         patch.setattr(loss_module, "MIN_CHUNK_TOKENS", 1)
@@ -146,7 +148,9 @@ def test_a_hopeless_label_on_another_rank_has_a_finite_loss(ctx):
     weight = torch.tensor([[[500.0], [-500.0], [0.0], [0.0]][ctx.rank]], requires_grad=True)
     hidden = torch.tensor([[1.0]], requires_grad=True)
     labels, mask, group = torch.tensor([1]), torch.ones(1), ctx.group("tp")
-    found = vocab_parallel_cross_entropy(hidden, weight, labels=labels, loss_mask=mask, vocab_size=3, group=group)
+    found = vocab_parallel_cross_entropy(
+        hidden, weight, labels=labels, loss_mask=mask, vocabulary=Vocabulary(3), group=group
+    )
     found.backward()
     assert found.item() == 1000.0
     assert weight.grad.item() == [1.0, -1.0, 0.0, 0.0][ctx.rank]
@@ -159,6 +163,8 @@ def test_one_number_per_token_is_gathered_and_no_logits(ctx):
     hidden, weight = torch.zeros(num_tokens, 4, requires_grad=True), torch.zeros(50, 4, requires_grad=True)
     labels, mask = torch.zeros(num_tokens, dtype=torch.int64), torch.ones(num_tokens)
     ctx.traffic.reset()
-    vocab_parallel_cross_entropy(hidden, weight, labels=labels, loss_mask=mask, vocab_size=100, group=group).backward()
+    vocab_parallel_cross_entropy(
+        hidden, weight, labels=labels, loss_mask=mask, vocabulary=Vocabulary(100), group=group
+    ).backward()
     assert ctx.traffic.bytes("tp", "all_gather") == 4 * num_tokens * (group.size - 1)
     assert ctx.traffic.bytes("tp") == 4 * num_tokens * (group.size - 1) + 4

@@ -21,8 +21,19 @@ MLA = (
     "--v-head-dim 16"
 )
 MOE = f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.01"
+GEMMA = f"{LLAMA} --qk-layernorm --norm-placement sandwich --apply-layernorm-1p --activation geglu_tanh"
 SHARED = f"{MOE} --moe-shared-expert-intermediate-size 64 --moe-z-loss-coeff 0.01"
-MODELS = {"gpt2": GPT2, "llama": LLAMA, "qwen3": f"{LLAMA} --qk-layernorm", "mla": MLA, "moe": MOE, "shared": SHARED}
+OLMO = f"{LLAMA} --qk-layernorm --qk-layernorm-across-heads --norm-placement post"
+MODELS = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "qwen3": f"{LLAMA} --qk-layernorm",
+    "mla": MLA,
+    "moe": MOE,
+    "shared": SHARED,
+    "gemma": GEMMA,
+    "olmo": OLMO,
+}
 LAYOUTS = {
     "1 rank": {},
     "tp2": {"tp": 2},

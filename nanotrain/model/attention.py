@@ -1,0 +1,102 @@
+"""Causal attention with grouped key/value heads: `Attention`.
+
+B batch   S sequence   H hidden   N query heads   G key/value heads (N is a multiple of G)   D width of a head
+"""
+
+import math
+
+from einops import rearrange
+from torch import Tensor, nn
+
+from nanotrain.config.config import ModelConfig
+from nanotrain.model.context import LayerContext
+from nanotrain.model.norm import build_head_norm
+from nanotrain.model.parallel import ModelParallel
+from nanotrain.model.parameters import Parameters
+from nanotrain.model.qk_clip import build_core
+from nanotrain.model.rope import apply_rotary
+from nanotrain.parallel.tp.layers import (
+    ColumnParallelLinear,
+    ReplicatedHeadsLinear,
+    RowParallelLinear,
+    column_parallel,
+)
+from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+from nanotrain.topology.shape import ModelShape
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention with grouped key/value heads (Ainslie et al. 2023).
+
+    The number of heads is read off the projections, so a rank that holds a shard of the heads runs the same code.
+
+    Args:
+        model_config: of the model.
+        params: query, key, value, output; query_norm and key_norm where declared.
+        parallel: tp shards the heads, the core attention's cp group the sequence.
+        has_window: attend within the window.
+    """
+
+    def __init__(
+        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, has_window: bool = False
+    ) -> None:
+        super().__init__()
+        shape = ModelShape.of(model_config)
+        self.head_dim, self.has_window = shape.head_dim, has_window
+        self.max_logits, core_attention = build_core(parallel, shape)
+        self.core_attention = parallel.recompute.wrap("core_attn", core_attention)
+        self.query = ColumnParallelLinear(*params.linear("query"), tensor_parallel=parallel.tp)
+        query_rows, key_rows = (
+            _rows(shape, shape.num_heads, tensor_parallel=parallel.tp),
+            _rows(shape, shape.num_query_groups, tensor_parallel=parallel.tp),
+        )
+        self.key, self.value = (
+            _kv_linear(
+                params,
+                name,
+                rows=key_rows,
+                is_replicated=shape.replicates_kv_heads(parallel.tp.group.size),
+                tensor_parallel=parallel.tp,
+            )
+            for name in ("key", "value")
+        )
+        self.query_norm, self.key_norm = (
+            build_head_norm(model_config, params.get(f"{name}_norm.weight"), heads=rows, group=parallel.tp.group)
+            for name, rows in (("query", query_rows), ("key", key_rows))
+        )
+        # the core attention divides scores by the root of the head's width
+        scale = model_config.softmax_scale
+        self.query_factor = 1.0 if scale is None else scale * math.sqrt(shape.head_dim)
+        self.output = RowParallelLinear(*params.linear("output"), tensor_parallel=parallel.tp)
+
+    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        """[B, S or S/tp, H] -> the same shape."""
+        projections = column_parallel(hidden, (self.query, self.key, self.value))
+        query, key, value = (rearrange(x, "b s (n d) -> b s n d", d=self.head_dim) for x in projections)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if self.query_factor != 1.0:
+            query = query * self.query_factor
+        rotary = context.rotary_of(has_window=self.has_window)
+        if rotary is not None:
+            query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
+        mask = context.mask_of(has_window=self.has_window)
+        attended = self.core_attention(query, key=key, value=value, mask=mask)
+        out: Tensor = self.output(rearrange(attended, "b s n d -> b s (n d)"))
+        return out
+
+
+def _rows(shape: ModelShape, num_heads: int, *, tensor_parallel: TensorParallel) -> slice:
+    """The outputs of a query, key or value projection that this tp rank computes; with fewer heads than ranks, one."""
+    group = tensor_parallel.group
+    first = group.index * num_heads // group.size
+    return slice(first * shape.head_dim, (first + max(1, num_heads // group.size)) * shape.head_dim)
+
+
+def _kv_linear(
+    params: Parameters, name: str, *, rows: slice, is_replicated: bool, tensor_parallel: TensorParallel
+) -> ColumnParallelLinear:
+    """A key or value projection; with fewer heads than tp ranks every rank has all heads and computes one."""
+    if not is_replicated:
+        return ColumnParallelLinear(*params.linear(name), tensor_parallel=tensor_parallel)
+    return ReplicatedHeadsLinear(*params.linear(name), rows=rows, tensor_parallel=tensor_parallel)
