@@ -1,5 +1,9 @@
 """Pretraining of GPT models: configuration, topology, data, model, sharded optimizer, checkpoints.
 
+    config = nanotrain.configure("tiny", train_iters=100)
+    history = nanotrain.train(config)
+    print(nanotrain.load_checkpoint(history.folder).generate("def "))
+
 The names below are imported on first use, so `import nanotrain` stays cheap.
 """
 
@@ -9,22 +13,37 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nanotrain.comm.parallel_context import ParallelContext
     from nanotrain.config.config import Config
-    from nanotrain.config.load import load_config
+    from nanotrain.config.load import configure, load_config
     from nanotrain.errors import NanotrainError
+    from nanotrain.inference.checkpoint import load_checkpoint
     from nanotrain.topology.topology import Topology
+    from nanotrain.train.__main__ import train_config as train
 
-__all__ = ["Config", "NanotrainError", "ParallelContext", "Topology", "load_config"]
 MODULES = {
     "Config": "nanotrain.config.config",
     "NanotrainError": "nanotrain.errors",
     "ParallelContext": "nanotrain.comm.parallel_context",
     "Topology": "nanotrain.topology.topology",
+    "configure": "nanotrain.config.load",
+    "load_checkpoint": "nanotrain.inference.checkpoint",
     "load_config": "nanotrain.config.load",
 }
+__all__ = [
+    "Config",
+    "NanotrainError",
+    "ParallelContext",
+    "Topology",
+    "configure",
+    "load_checkpoint",
+    "load_config",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its module."""
+    """Import a public name from its module; `train` is a package that can be called."""
+    if name == "train":
+        return import_module("nanotrain.train")
     if name not in MODULES:
         raise AttributeError(f"nanotrain has no public name {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(MODULES[name]), name)

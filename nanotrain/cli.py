@@ -123,14 +123,14 @@ def generate(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="random seed of the sampling (default: 0)")
     parser.add_argument("--tokenizer", help="Hugging Face name or folder, tokenizer.json; unset: the run's")
     args = parser.parse_args(argv)
-    from nanotrain.inference.checkpoint import continue_text
+    from nanotrain.inference.checkpoint import load_checkpoint
     from nanotrain.inference.generate import Sampling
 
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, seed=args.seed)
     # Bytes of an argument that are not of the locale's encoding are lone surrogates, which no tokenizer encodes.
     prompt = args.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    text = continue_text(args.path, prompt, num_tokens=args.num_tokens, sampling=sampling, tokenizer=args.tokenizer)
-    print(text)
+    loaded = load_checkpoint(args.path, tokenizer=args.tokenizer)
+    print(loaded.generate(prompt, num_tokens=args.num_tokens, sampling=sampling))
     return 0
 
 

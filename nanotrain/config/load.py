@@ -1,4 +1,4 @@
-"""From a parsed command line to a `Config`: compose, merge, convert, reset, check.
+"""From a parsed command line to a `Config`: compose, merge, convert, reset, check. In Python: `configure`.
 
     arguments --flags.parse--> CommandLine --compose_files--> values of the YAML --merge_settings--> plain values
               --read_config--> Config --translate--> Config --reset_unused--> Config --validate--> Config
@@ -11,14 +11,25 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from nanotrain.config.config import Config
-from nanotrain.config.flags import FLAGS, CommandLine, parse
+from nanotrain.config.flags import FLAGS, CommandLine, Setting, parse
 from nanotrain.config.help import help_text
 from nanotrain.config.rules.unused import reset_unused
-from nanotrain.config.schema import KEYS, plain, read_config, to_dict, value_of, with_values
+from nanotrain.config.schema import (
+    ENTRIES,
+    KEYS,
+    flat_values,
+    plain,
+    read_config,
+    to_dict,
+    unknown_flag,
+    value_of,
+    with_values,
+)
 from nanotrain.config.translate import megatron_values, translate
 from nanotrain.config.validate import collect_errors
 from nanotrain.errors import ErrorCollector
@@ -44,6 +55,63 @@ def load_config(argv: Sequence[str]) -> Config:
         ConfigError: everything unknown, of the wrong type, or contradictory.
     """
     return load(argv).config
+
+
+def configure(recipe: str | None = None, **values: Any) -> Config:
+    """The configuration of a recipe with some fields changed, as its command line would give it.
+
+    >>> configure("tiny", lr=1e-3, eval_interval=0).optim.lr
+    0.001
+
+    Args:
+        recipe: a name of configs/config, or a YAML file; None for the defaults.
+        values: fields by their unique names, which are the flags with underscores.
+
+    Raises:
+        ConfigError: all mistakes.
+    """
+    line = CommandLine(choices={"config": recipe} if recipe else {})
+    for name, value in values.items():
+        with line.errors:
+            if name not in ENTRIES:
+                raise unknown_flag(f"--{name.replace('_', '-')}", known=FLAGS)
+            line.settings.append(Setting(ENTRIES[name].key, text_of(value), f"{name}={plain(value)!r}"))
+    return load_line(line).config
+
+
+def text_of(value: Any) -> str | list[str]:
+    """A Python value as the text of a flag."""
+    if isinstance(value, list | tuple):
+        return [str(plain(item)) for item in value]
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return str(plain(value))
+
+
+def load_object(config: Config) -> Loaded:
+    """A configuration made in Python, checked for training as the `config.yaml` of a run is.
+
+    Raises:
+        ConfigError: all mistakes.
+    """
+    errors = ErrorCollector()
+    config, unreadable = read_config(to_dict(config), errors=errors)
+    if config.train.run_dir is None:
+        config = with_values(config, {"train.run_dir": "runs/train"})
+    unreadable = frozenset(KEYS[key].name for key in unreadable)
+    config, reset = reset_unused(config, explicit=frozenset(), errors=errors, unreadable=unreadable)
+    collect_errors(config, to_train=True, errors=errors, unreadable=unreadable)
+    errors.raise_errors()
+    values = flat_values(config)
+    origins = {key: "default" if values[key] == entry.default else "Python" for key, entry in KEYS.items()}
+    return Loaded(
+        config=config,
+        explicit=frozenset(),
+        recipe=None,
+        data_parallel_size=None,
+        origins=origins | reset,
+        unreadable=unreadable,
+    )
 
 
 def load(argv: Sequence[str], *, to_train: bool = True) -> Loaded:

@@ -1,4 +1,4 @@
-"""Generate text from a checkpoint, or export it as a Hugging Face folder.
+"""Load a checkpoint's model and generate text, or export it as a Hugging Face folder.
 
 The manifest of a checkpoint contains the configuration, so its path is enough.
 """
@@ -12,7 +12,7 @@ from nanotrain.config.config import Config
 from nanotrain.config.schema import config_from_dict
 from nanotrain.data.build import tokenizer_of, uses_quickstart
 from nanotrain.data.corpus_info import recorded_tokenizer
-from nanotrain.data.tokenizer import load_tokenizer
+from nanotrain.data.tokenizer import Tokenizer, load_tokenizer
 from nanotrain.errors import DataError
 from nanotrain.hf.export import export_weights
 from nanotrain.inference.generate import Sampling, generate
@@ -66,23 +66,46 @@ def tokenizer_name(checkpoint: OpenedCheckpoint) -> str | None:
     return None if prefix is None else recorded_tokenizer(prefix)
 
 
-def continue_text(
-    path: Path, prompt: str, *, num_tokens: int = 120, sampling: Sampling | None = None, tokenizer: str | None = None
-) -> str:
-    """Continue a text with the model of a checkpoint; returns the prompt and what follows it.
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model of a checkpoint with its tokenizer.
+
+    `model(...)` is not a Hugging Face model: `model.logits(tokens)` takes [batch, sequence] token ids and returns
+    [batch, sequence, vocabulary].
+    """
+
+    path: Path  # the step folder
+    config: Config  # the configuration of the run that wrote it
+    model: Stage  # all layers, fp32
+    tokenizer: Tokenizer
+
+    def generate(self, prompt: str = "", *, num_tokens: int = 120, sampling: Sampling | None = None) -> str:
+        """Continue a text; returns the prompt and what follows it.
+
+        Args:
+            prompt: the text to continue; empty for a new document.
+            num_tokens: maximum number of new tokens; an end-of-document token stops earlier.
+            sampling: how tokens are sampled.
+        """
+        eod = self.tokenizer.eod
+        ids = self.tokenizer.encode(prompt) or ([eod] if eod is not None else self.tokenizer.encode("\n"))
+        sampling = replace(sampling or Sampling(), stop=eod)
+        generated = generate(self.model, ids, num_tokens=num_tokens, sampling=sampling)
+        return prompt + self.tokenizer.decode([token for token in generated if token != eod])
+
+
+def load_checkpoint(path: Path | str, *, tokenizer: str | None = None) -> LoadedModel:
+    """Load the model and the tokenizer of a checkpoint on the CPU; `loaded.model.to(device)` moves the model.
 
     Args:
         path: a step folder, or a run folder for its newest.
-        prompt: the text to continue; empty for a new document.
-        num_tokens: maximum number of new tokens; an end-of-document token stops earlier.
-        sampling: how tokens are sampled.
         tokenizer: what `load_tokenizer` takes; None for the run's.
 
     Raises:
         CheckpointError: there is no complete checkpoint.
         DataError: the run had no tokenizer.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(Path(path))
     name = tokenizer or tokenizer_name(checkpoint)
     if name is None:
         raise DataError(
@@ -90,11 +113,8 @@ def continue_text(
             why="--tokenizer-model was not set, and the corpus was prepared without one",
             fix="set --tokenizer",
         )
-    loaded = load_tokenizer(name)
-    ids = loaded.encode(prompt) or ([loaded.eod] if loaded.eod is not None else loaded.encode("\n"))
-    sampling = replace(sampling or Sampling(), stop=loaded.eod)
-    generated = generate(load_stage(checkpoint), ids, num_tokens=num_tokens, sampling=sampling)
-    return prompt + loaded.decode([token for token in generated if token != loaded.eod])
+    loaded = load_tokenizer(name)  # before the weights, which take longer
+    return LoadedModel(checkpoint.path, checkpoint.config, load_stage(checkpoint), loaded)
 
 
 def export_checkpoint(

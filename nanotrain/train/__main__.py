@@ -21,15 +21,19 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from nanotrain.config.config import Config
 from nanotrain.config.flags import parse
-from nanotrain.config.load import Loaded, load_line, reply
+from nanotrain.config.load import Loaded, load_line, load_object, reply
 from nanotrain.config.validate import validate_for_world
 from nanotrain.errors import EnvironmentFault, ErrorCollector, NanotrainError, ReportedFault, report
 from nanotrain.runs.folder import RunFolder
 from nanotrain.runs.lock import lock_run
 from nanotrain.train.watch.launcher import end_with_launcher
+
+if TYPE_CHECKING:
+    from nanotrain.report.history import RunHistory
 
 # Ranks reach the same error at different times: imports alone differ by a second on a busy machine. If a silent rank
 # exited first, torchrun would end local rank 0 before it prints. When rank 0 has exited, torchrun ends those that wait.
@@ -74,6 +78,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("interrupted", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def train_config(config: Config) -> "RunHistory":
+    """Train with a configuration made in Python, in this process: what `nanotrain.train(config)` calls.
+
+    Under torchrun this process is one rank. The run is that of a command line with the same settings.
+
+    Returns:
+        What the run wrote into its folder: metrics by column, checkpoints, samples.
+
+    Raises:
+        NanotrainError: what a command line would report.
+    """
+    from nanotrain.report.history import RunHistory
+
+    loaded = load_object(config)
+    world_size = _world_size(os.environ.get("WORLD_SIZE", "1"))
+    validate_for_world(loaded.config, world_size)
+    train(loaded, world_size)
+    return RunHistory.read(Path(str(loaded.config.train.run_dir)))
 
 
 def train(loaded: Loaded, world_size: int) -> None:

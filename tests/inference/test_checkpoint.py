@@ -11,7 +11,7 @@ from nanotrain.comm.group import Group
 from nanotrain.config.config import Config
 from nanotrain.config.schema import config_from_dict, to_dict
 from nanotrain.errors import DataError
-from nanotrain.inference.checkpoint import continue_text, export_checkpoint, load_stage, open_checkpoint
+from nanotrain.inference.checkpoint import export_checkpoint, load_checkpoint, load_stage, open_checkpoint
 from nanotrain.inference.generate import Sampling
 from nanotrain.model.init import initialize
 from nanotrain.model.router_stats import expert_biases
@@ -58,17 +58,19 @@ def test_expert_biases_come_back(tmp_path):
 
 def test_the_same_seed_writes_the_same_text(tmp_path):
     write_run(tmp_path)
-    texts = [continue_text(tmp_path, "abc", num_tokens=8, sampling=Sampling(seed=seed)) for seed in (1, 1, 2)]
+    texts = [
+        load_checkpoint(tmp_path).generate("abc", num_tokens=8, sampling=Sampling(seed=seed)) for seed in (1, 1, 2)
+    ]
     assert texts[0] == texts[1] != texts[2]
     assert all(text.startswith("abc") for text in texts)
-    assert isinstance(continue_text(tmp_path, "", num_tokens=2), str)
+    assert isinstance(load_checkpoint(tmp_path).generate(num_tokens=2), str)
 
 
 def test_a_run_without_a_tokenizer_writes_no_text_unless_given_one(tmp_path):
     write_run(tmp_path, tokenizer=None)
     with pytest.raises(DataError, match="--tokenizer"):
-        continue_text(tmp_path, "abc")
-    assert continue_text(tmp_path, "abc", num_tokens=2, tokenizer="bytes").startswith("abc")
+        load_checkpoint(tmp_path)
+    assert load_checkpoint(str(tmp_path), tokenizer="bytes").generate("abc", num_tokens=2).startswith("abc")
 
 
 def test_the_exported_folder_holds_the_weights_without_padding(tmp_path):
