@@ -147,7 +147,7 @@ PARALLEL = {
 PRECISION = {
     "--no-gradient-accumulation-fusion": no_effect("gradients are accumulated in fp32 by torch"),
     "--disable-bf16-reduced-precision-matmul": always("products of bf16 accumulate in fp32"),
-    "--fp8-param-gather": no_effect("parameters are gathered in params_dtype and quantized by every rank"),
+    "--fp8-param-gather": not_yet("parameters are gathered in params_dtype, and every rank quantizes them to the same fp8 values: leave it out"),
     "--fp8-dot-product-attention": not_yet("the core attention is in params_dtype: leave it out"),
     "--fp8-multi-head-attention": not_yet("the core attention is in params_dtype: leave it out"),
     "--fp8-interval": no_effect("scales follow every step", arity=1),
