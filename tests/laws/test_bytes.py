@@ -161,6 +161,37 @@ def test_a_tied_embedding_is_gathered_for_both_ends_of_the_model() -> None:
         assert measured["sent"] == measured["planned sent"]
 
 
+FULL, AHEAD = {"recompute_granularity": "full", "recompute_method": "uniform"}, {"overlap_param_gather": True}
+# options of recomputation and of gathers; five layers, so the last group may be smaller
+RECOMPUTED = [
+    ({"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}, AHEAD),
+    (FULL, {}),
+    (FULL | {"recompute_num_layers": 2}, {}),
+    (FULL | {"recompute_num_layers": 3}, AHEAD),
+    (FULL | {"recompute_num_layers": 3}, AHEAD | {"fsdp_double_buffer": True}),
+    (FULL | {"recompute_num_layers": 2}, AHEAD | {"fsdp_prefetch_depth": 2}),
+    (FULL | {"recompute_num_layers": 5}, {"reshard_after_forward": False}),
+]
+
+
+@pytest.mark.parametrize("model", ["untied", "experts"])
+def test_gathers_of_recomputed_layers_are_planned(model: str) -> None:
+    """ZeRO-3: without groups as without recomputation; the layers of a group are gathered for their second run too."""
+    experts = {"num_experts": 2, "moe_layer_freq": "[1]*2+[0]*2+[1]*1"}
+    sizes = {"num_layers": 5} | ({"untie_embeddings_and_output_weights": True} if model == "untied" else experts)
+    strategy = {"data_parallel_sharding_strategy": "optim_grads_params"}
+    train = {"micro_batch_size": 1, "global_batch_size": 4}
+    cases = [
+        Case(steps=1).but(train=train, model=sizes, parallel=strategy | options, memory=memory)
+        for memory, options in RECOMPUTED
+    ]
+    for by_case in run_ranks(2, measure_all, cases, strategy="optim_grads_params"):
+        for measured, (memory, options) in zip(by_case, RECOMPUTED, strict=True):
+            assert measured["sent"] == measured["planned sent"], (memory, options)
+            if model == "untied" and "recompute_num_layers" not in memory:
+                assert measured["sent"] == Form("optim_grads_params", "fp32", measured["elements"], d=2).moved(2)
+
+
 @dataclass(frozen=True)
 class Form:
     """The closed form of one buffer."""

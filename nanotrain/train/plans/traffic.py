@@ -8,8 +8,8 @@
     matrices        hidden matrices of Muon: shard and replicate groups, tp, etp
 
 Counted as `comm/traffic.py` counts what is executed; a forward that is recomputed counts twice. Not included: tensor
-parallelism, statistics of routers, attention logits of QK-clip, control traffic, core attentions without an entry in
-`ATTENTION_BYTES`, and with ZeRO-3 the gathers of layers that are recomputed in a group.
+parallelism, statistics of routers, attention logits of QK-clip, control traffic, and core attentions without an entry
+in `ATTENTION_BYTES`.
 """
 
 import math
@@ -23,10 +23,9 @@ from nanotrain.config.derive import recomputed_modules
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.optim.matrix_update import grid_groups, plan_matrices
 from nanotrain.optim.whole_matrices import WholeMatrices
-from nanotrain.parallel.dp.layout import BucketLayout
-from nanotrain.parallel.pp.actions import Action, ActionKind
 from nanotrain.parallel.pp.transfers import TransferBatch
 from nanotrain.precision.policy import Precision
+from nanotrain.train.plans.gathers import num_gathers
 from nanotrain.train.plans.plan import BufferPlan, Plan
 
 Key = tuple[str, str]  # group, operation
@@ -109,38 +108,6 @@ def data_parallel(plan: Plan) -> Iterator[tuple[Key, int]]:
                 yield (replicate.name, reduce_scatter), across
             else:
                 yield (replicate.name, "all_reduce"), 2 * across
-
-
-def num_gathers(plan: Plan, bucket: BucketLayout, *, stage: int) -> int:
-    """All-gathers of one bucket per step: one, or as often as its unit is needed and not there (`unit_gather.py`).
-
-    I leaves the first unit of a stage gathered until W or another forward. A tied embedding is read by two units where
-    one stage has both ends of the model.
-    """
-    if not plan.strategy.shard_params:
-        return 1
-    reshards, is_first = plan.config.parallel.reshard_after_forward, _is_in_first_unit(plan, bucket, stage=stage)
-    count, between, is_gathered = 0, 0, False  # microbatches between their forward and their backward
-    for action in plan.train_schedule.steps:
-        if not isinstance(action, Action) or action.stage != stage:
-            continue
-        if action.kind is ActionKind.forward:
-            count, between, is_gathered = count + (not is_gathered), between + 1, not reshards
-            continue
-        between -= action.kind.has_dgrad
-        count += reshards and action.kind.has_dgrad
-        is_gathered = not reshards and between > 0 or is_first and action.kind is ActionKind.backward_input
-    is_read_twice = bucket.is_tied and plan.train_schedule.num_stages == 1
-    return count * (2 if is_read_twice and reshards else 1)
-
-
-def _is_in_first_unit(plan: Plan, bucket: BucketLayout, *, stage: int) -> bool:
-    """Whether the forward of a stage reads a bucket first of all buckets in its buffer."""
-    buffers = (buffer for each in plan.stages if each.spec.index == stage for buffer in each.buffers)
-    buckets = next(buffer.layout.buckets for buffer in buffers if bucket in buffer.layout.buckets)
-    # the replica of a tied embedding on the last stage is read by the head
-    in_order = [each for each in reversed(buckets) if not (each.is_tied and each.params[0].param.spec.stage > 0)]
-    return bool(in_order) and bucket.units == in_order[0].units
 
 
 def embedding(plan: Plan) -> Iterator[tuple[Key, int]]:
