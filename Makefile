@@ -37,14 +37,15 @@ bench: .venv/.installed ## memory against the table, throughput beside plain tor
 gpu-check: .venv/.installed ## the tests marked gpu and the GPU benchmark; says so where there is no GPU
 	$(BIN)/python -m pytest -m gpu && $(BIN)/python benchmarks/gpu.py
 
-docs: .venv/.installed ## write docs/config.md from the configuration's fields
+docs: .venv/.installed ## write docs/config.md from the configuration's fields, and the pages as a site in site/
 	$(BIN)/python -m nanotrain.config.document > docs/config.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict && echo "site/index.html"
 
 build: .venv/.installed ## a wheel and a source archive in dist/
 	$(BIN)/python -m hatchling build
 
 clean: ## remove what was built, keep .venv and runs/
-	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis && find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	rm -rf build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis && find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 # Debian's python3 can come without ensurepip; then the outer pip fills the new environment.
 .venv/.installed: pyproject.toml constraints.txt

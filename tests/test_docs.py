@@ -1,5 +1,6 @@
 """What the pages promise is there: links, files, modules, recipes, flags, and commands that load."""
 
+import argparse
 import io
 import re
 import shlex
@@ -7,11 +8,14 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+import nanotrain
 from nanotrain.cli import CHECKPOINT_COMMANDS, COMMANDS, main
 from nanotrain.cli_launch import OPTIONS, split_arguments
+from nanotrain.cli_parser import CommandParser
 from nanotrain.config.flags import ALIASES, FLAGS, NEGATIONS, OWN_FLAGS, SWITCHES
 from nanotrain.config.load import load
 from nanotrain.config.megatron import MEGATRON
@@ -78,7 +82,9 @@ def test_every_file_and_module_named_exists(page: Path) -> None:
 
 def is_module(name: str) -> bool:
     """Whether a dotted name is a module or package of ours, or a file name (`PREFIX.nanotrain.json` is no hit)."""
-    place = ROOT / name.replace(".", "/")
+    place = ROOT / re.sub(r"(\.[a-z_]+)\.(configure|load_config|load_checkpoint|train_config)$", r"\1", name).replace(
+        ".", "/"
+    )
     return place.is_dir() or place.with_name(place.name + ".py").is_file()
 
 
@@ -94,6 +100,62 @@ def test_every_command_shown_loads(page: Path) -> None:
         sizes = dict(option.split("=") for option in options if "=" in option)
         num_ranks = int(sizes.get("--nproc-per-node", 1)) * int(sizes.get("--nnodes", 1))
         validate_for_world(load(words[2 if program == "torchrun" else 1 :]).config, num_ranks)
+
+
+class Parsed(Exception):
+    """Arguments that a parser has accepted."""
+
+
+def stop_behind_arguments(parser: CommandParser, words: list[str]) -> NoReturn:
+    """In place of `parse_args`."""
+    _, rest = argparse.ArgumentParser.parse_known_args(parser, words)
+    assert not rest, f"{parser.prog} does not take {rest}"
+    raise Parsed
+
+
+def stop_behind_flags(parser: CommandParser, words: list[str]) -> NoReturn:
+    """In place of `parse_known_args`: what is left is for the configuration."""
+    _, rest = argparse.ArgumentParser.parse_known_args(parser, words)
+    if rest:
+        load(rest, to_train=False)
+    raise Parsed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_other_command_parses_and_names_files_that_exist(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`train` is loaded above; other commands stop behind their parser, so nothing runs."""
+    monkeypatch.setattr(CommandParser, "parse_known_args", stop_behind_flags)
+    monkeypatch.setattr(CommandParser, "parse_args", stop_behind_arguments)
+    for line in code_lines(page):
+        if "..." in line or not re.match(r"(nanotrain|scripts/|python|sbatch|torchrun) ?", line):
+            continue
+        words = shlex.split(line)
+        files = [word for word in words if re.fullmatch(r"(examples|scripts|benchmarks)/[\w/]+(\.py)?", word)]
+        assert not [file for file in files if not (ROOT / file).exists()], line
+        if words[0] != "nanotrain" or words[1] == "train" or len(words) == 1:
+            continue
+        with suppress(Parsed):
+            assert run_nanotrain(words[1:]) == 0, line
+
+
+def run_nanotrain(words: list[str]) -> int:
+    """A command's exit code; mistakes are errors."""
+    name, *arguments = words
+    with redirect_stdout(io.StringIO()):
+        return {**COMMANDS, "--version": lambda _: 0}[name](arguments)
+
+
+def test_the_site_has_every_page_in_one_group() -> None:
+    """`make docs` builds it; the links of the pages are held above."""
+    listed = re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(listed) == sorted(pages)
+
+
+def test_the_python_blocks_of_the_pages_compile_and_import() -> None:
+    for page in PAGES:
+        for name in re.findall(r"^    from nanotrain import (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+            assert set(name.split(", ")) <= set(nanotrain.__all__), page
 
 
 def test_the_readme_lists_every_recipe() -> None:
