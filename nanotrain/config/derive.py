@@ -232,22 +232,28 @@ def global_batch_size(train: TrainConfig, dp: int) -> int:
 
 
 def num_microbatches(train: TrainConfig, dp: int) -> int:
-    """Microbatches per rank and optimizer step.
+    """Microbatches per rank and optimizer step; where ranks do not divide them, some ranks have one of padding.
 
     Raises:
-        ConfigError: where the global batch does not divide.
+        ConfigError: where microbatches do not divide the global batch, or are fewer than ranks.
 
-    >>> num_microbatches(TrainConfig(micro_batch_size=2, global_batch_size=24), 4)
-    3
+    >>> [num_microbatches(TrainConfig(micro_batch_size=2, global_batch_size=24), dp) for dp in (4, 5)]
+    [3, 3]
     """
     batch_size, per_pass = global_batch_size(train, dp), train.micro_batch_size * dp
-    if batch_size % per_pass:
+    if batch_size % train.micro_batch_size:
         raise ConfigError(
             f"a global batch of {batch_size} samples cannot be split into microbatches",
-            why=f"micro_batch_size {train.micro_batch_size} x data-parallel size {dp} = {per_pass} must divide it",
+            why=f"micro_batch_size {train.micro_batch_size} must divide it",
             fix=f"set --global-batch-size {round_up(batch_size, per_pass)} or another --micro-batch-size",
         )
-    return batch_size // per_pass
+    if batch_size < per_pass:
+        raise ConfigError(
+            f"a global batch of {batch_size} samples has less than one microbatch per rank",
+            why=f"micro_batch_size {train.micro_batch_size} x data-parallel size {dp} = {per_pass}",
+            fix=f"set --global-batch-size {round_up(batch_size, per_pass)} or another --micro-batch-size",
+        )
+    return -(-batch_size // per_pass)
 
 
 def round_up(number: int, unit: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from nanotrain.config.batch_schedule import batch_schedule
 from nanotrain.config.config import Config
-from nanotrain.config.derive import data_parallel_size, num_microbatches
+from nanotrain.config.derive import data_parallel_size, global_batch_size, num_microbatches
 from nanotrain.config.rules.data_parallel import DATA_PARALLEL_RULES
 from nanotrain.config.rules.fp8 import FP8_LAYOUT_RULES, FP8_RULES
 from nanotrain.config.rules.layout import LAYOUT_RULES
@@ -98,14 +98,22 @@ def check_batches(config: Config, dp: int) -> None:
     Raises:
         ConfigError: a schedule of batch sizes that cannot be read, or a size that does not divide.
     """
-    schedule = batch_schedule(config)
     num_microbatches(config.train, dp)
+    schedule, has_experts = batch_schedule(config), config.model.moe.num_experts is not None
     unit = config.train.micro_batch_size * dp
-    wrong = next((size for size in (schedule.sizes if schedule else ()) if size % unit), None)
-    if wrong is not None:
-        flag = "--step-batch-size-schedule" if config.train.step_batch_size_schedule else "--rampup-batch-size"
+    sizes = {size: _schedule_flag(config) for size in (schedule.sizes if schedule else ())}
+    sizes.setdefault(global_batch_size(config.train, dp), "--global-batch-size")
+    for size, flag in sizes.items():
+        if size % unit == 0 or not has_experts and size > unit and size % config.train.micro_batch_size == 0:
+            continue
+        experts = " in a model with experts, whose routers would count the tokens of padding" if has_experts else ""
         raise ConfigError(
-            f"a global batch of {wrong} samples of {flag} cannot be split into microbatches",
-            why=f"micro_batch_size {config.train.micro_batch_size} x data-parallel size {dp} = {unit} must divide it",
-            fix=f"set {flag} to sizes that are multiples of {unit}",
+            f"a global batch of {size} samples of {flag} cannot be split into microbatches",
+            why=f"micro_batch_size {config.train.micro_batch_size} x data-parallel size {dp} = {unit} must divide it"
+            + experts,
+            fix=f"set {flag} to multiples of {unit}, or another --micro-batch-size",
         )
+
+
+def _schedule_flag(config: Config) -> str:
+    return "--step-batch-size-schedule" if config.train.step_batch_size_schedule else "--rampup-batch-size"

@@ -15,14 +15,16 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from nanotrain.data.batch import Batch, SampleDataset, collate
+from nanotrain.data.batch import Batch, Sample, SampleDataset, collate
 from nanotrain.data.sampler import MicrobatchSampler, SamplerConfig
 from nanotrain.data.worker import exit_with_parent
 from nanotrain.errors import EnvironmentFault, NanotrainError
@@ -39,7 +41,7 @@ class _BatchReader(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> Batch | NanotrainError:
         try:
-            batch = collate([self.dataset[index] for index in indices])
+            batch = collate([self._sample(index) for index in indices])
         except NanotrainError as error:
             return error  # returned, not raised: torch would put the worker's traceback into the message
         if get_worker_info() is None:
@@ -53,6 +55,13 @@ class _BatchReader(Dataset[Any]):
                 why=f"{str(error).splitlines()[0]}; {free_space(Path('/dev/shm'))}",
                 fix="enlarge /dev/shm (docker run --shm-size), or set --num-workers 0",
             )
+
+    def _sample(self, index: int) -> Sample:
+        """A sample; of a negative index the one at `~index` without target tokens, as padding."""
+        if index >= 0:
+            return self.dataset[index]
+        sample = self.dataset[~index]
+        return replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
 
 
 class GlobalBatchLoader:

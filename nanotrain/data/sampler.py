@@ -8,6 +8,9 @@ A global batch is samples [consumed, consumed + global_batch_size) in every topo
 
 With a schedule of batch sizes the next size follows from the consumed samples too, so a run resumes in the middle of a
 ramp-up, on any number of ranks.
+
+Where micro_batch_size * dp_size does not divide the global batch, its last microbatches are padded: padding repeats the
+first sample without target tokens. The loss is a mean over target tokens, so padding changes time, never values.
 """
 
 from collections.abc import Iterator
@@ -22,7 +25,7 @@ class SamplerConfig:
     """A rank's data-parallel index and the batch sizes.
 
     Raises:
-        ConfigError: micro_batch_size * dp_size does not divide the global batch size.
+        ConfigError: the global batch has less than one microbatch per rank.
     """
 
     dp_rank: int  # index of this rank in its data-parallel group
@@ -34,18 +37,22 @@ class SamplerConfig:
     def __post_init__(self) -> None:
         assert 0 <= self.dp_rank < self.dp_size, f"dp rank {self.dp_rank} is outside a group of {self.dp_size}"
         span = self.micro_batch_size * self.dp_size
-        if self.global_batch_size % span:
+        if self.global_batch_size < span:
             raise ConfigError(
-                f"a global batch of {self.global_batch_size} samples cannot be split into microbatches",
-                why=f"micro_batch_size {self.micro_batch_size} x data-parallel size {self.dp_size} = {span} "
-                "must divide it",
-                fix=f"set --global-batch-size to a multiple of {span}",
+                f"a global batch of {self.global_batch_size} samples has less than one microbatch per rank",
+                why=f"micro_batch_size {self.micro_batch_size} x data-parallel size {self.dp_size} = {span}",
+                fix=f"set --global-batch-size to at least {span}",
             )
 
     @property
     def num_microbatches(self) -> int:
         """Microbatches per rank and global batch; of a schedule those of its last size."""
-        return self.global_batch_size // (self.micro_batch_size * self.dp_size)
+        return self._num_microbatches_of(self.global_batch_size)
+
+    @property
+    def num_padded(self) -> int:
+        """Samples of a global batch, over all ranks, that are padding; of a schedule those of its last size."""
+        return self.num_microbatches * self.micro_batch_size * self.dp_size - self.global_batch_size
 
     def size_at(self, consumed_samples: int) -> int:
         """Samples of the global batch that starts at `consumed_samples`."""
@@ -53,17 +60,25 @@ class SamplerConfig:
 
     def num_microbatches_at(self, consumed_samples: int) -> int:
         """Microbatches per rank of the global batch that starts at `consumed_samples`."""
-        return self.size_at(consumed_samples) // (self.micro_batch_size * self.dp_size)
+        return self._num_microbatches_of(self.size_at(consumed_samples))
+
+    def _num_microbatches_of(self, size: int) -> int:
+        return -(-size // (self.micro_batch_size * self.dp_size))
 
 
-def microbatch_samples(config: SamplerConfig, *, consumed_samples: int, microbatch: int) -> range:
+def microbatch_samples(config: SamplerConfig, *, consumed_samples: int, microbatch: int) -> list[int]:
     """Sample indices of microbatch number `microbatch` of the global batch that follows `consumed_samples`.
 
+    Padding is `~consumed_samples`, a negative index.
+
     >>> microbatch_samples(SamplerConfig(1, 2, 2, 12), consumed_samples=0, microbatch=1)
-    range(6, 8)
+    [6, 7]
+    >>> microbatch_samples(SamplerConfig(1, 2, 2, 11), consumed_samples=33, microbatch=2)
+    [43, -34]
     """
-    first = consumed_samples + (microbatch * config.dp_size + config.dp_rank) * config.micro_batch_size
-    return range(first, first + config.micro_batch_size)
+    first = (microbatch * config.dp_size + config.dp_rank) * config.micro_batch_size
+    places, size = range(first, first + config.micro_batch_size), config.size_at(consumed_samples)
+    return [consumed_samples + place if place < size else ~consumed_samples for place in places]
 
 
 @dataclass(frozen=True)
@@ -77,5 +92,5 @@ class MicrobatchSampler:
         consumed = self.consumed_samples
         while True:
             for microbatch in range(self.config.num_microbatches_at(consumed)):
-                yield list(microbatch_samples(self.config, consumed_samples=consumed, microbatch=microbatch))
+                yield microbatch_samples(self.config, consumed_samples=consumed, microbatch=microbatch)
             consumed += self.config.size_at(consumed)

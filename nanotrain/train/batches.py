@@ -23,7 +23,7 @@ class GlobalBatch:
 
     microbatches: tuple[Batch, ...]  # of this rank, on its device
     num_target_tokens: int  # unmasked target tokens of the global batch, over all ranks
-    num_samples: int  # of the global batch
+    num_samples: int  # of the global batch, padding included
     wait_s: float  # seconds that this rank waited for data
     wants_save: bool = False  # whether a rank asked to save before this batch
     busy_s: tuple[float, ...] = ()  # by rank: seconds of the step before in which it did not wait for other ranks

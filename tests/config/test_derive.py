@@ -75,9 +75,11 @@ def test_data_parallelism_is_what_the_other_axes_leave(tp, pp, cp, world):
 
 def test_a_global_batch_is_cut_into_whole_microbatches():
     train = TrainConfig(micro_batch_size=2, global_batch_size=24)
-    assert [num_microbatches(train, dp) for dp in (1, 2, 3, 4)] == [12, 6, 4, 3]
-    with pytest.raises(ConfigError, match="micro_batch_size 2 x data-parallel size 5 = 10 .* --global-batch-size 30"):
-        num_microbatches(train, 5)
+    assert [num_microbatches(train, dp) for dp in (1, 2, 3, 4, 5, 12)] == [12, 6, 4, 3, 3, 1]
+    with pytest.raises(ConfigError, match="micro_batch_size 2 x data-parallel size 13 = 26; .* --global-batch-size 26"):
+        num_microbatches(train, 13)
+    with pytest.raises(ConfigError, match="micro_batch_size 5 must divide it; set --global-batch-size 30"):
+        num_microbatches(TrainConfig(micro_batch_size=5, global_batch_size=24), 2)
 
 
 def test_an_unset_global_batch_is_one_microbatch_a_rank():

@@ -58,8 +58,11 @@ def test_the_world_must_share_the_global_batch():
     config = config_of(micro_batch_size=2, global_batch_size=12)
     for world in (1, 2, 3, 6):
         validate_for_world(config, world)
-    with pytest.raises(ConfigError, match="micro_batch_size 2 x data-parallel size 4 = 8 must divide it"):
-        validate_for_world(config, 4)
+    validate_for_world(config, 5)  # padded
+    with pytest.raises(ConfigError, match="12 samples has less than one microbatch per rank: .* size 7 = 14"):
+        validate_for_world(config, 7)
+    with pytest.raises(ConfigError, match="size 4 = 8 must divide it in a model with experts.*multiples of 8"):
+        validate_for_world(config_of(micro_batch_size=2, global_batch_size=12, num_experts=4), 4)
 
 
 def test_the_world_must_hold_every_axis():

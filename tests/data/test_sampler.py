@@ -23,6 +23,23 @@ def test_ranks_together_read_the_global_batch_once(dp_size: int, micro: int, mic
 
 
 @settings(deadline=None)
+@given(dp_size=SIZES, micro=SIZES, size=st.integers(36, 80), consumed=st.integers(0, 10**12))
+def test_a_global_batch_that_does_not_divide_is_read_once_and_padded(
+    dp_size: int, micro: int, size: int, consumed: int
+) -> None:
+    configs = [SamplerConfig(rank, dp_size, micro, size) for rank in range(dp_size)]
+    read = [
+        microbatch_samples(config, consumed_samples=consumed, microbatch=microbatch)
+        for config in configs
+        for microbatch in range(config.num_microbatches)
+    ]
+    samples = [index for microbatch in read for index in microbatch]
+    assert sorted(index for index in samples if index >= 0) == list(range(consumed, consumed + size))
+    assert [index for index in samples if index < 0] == [~consumed] * configs[0].num_padded
+    assert {len(microbatch) for microbatch in read} == {micro} and configs[0].num_padded < dp_size * micro
+
+
+@settings(deadline=None)
 @given(dp_size=SIZES, micro=SIZES, microbatches=SIZES, steps=st.integers(0, 5))
 def test_resuming_goes_on_exactly_where_the_run_stopped(
     dp_size: int, micro: int, microbatches: int, steps: int
@@ -42,6 +59,6 @@ def test_microbatches_interleave_the_ranks() -> None:
     assert [next(batches) for _ in range(4)] == [[26, 27], [30, 31], [34, 35], [38, 39]]
 
 
-def test_a_global_batch_that_cannot_be_cut_is_an_error_with_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"10 samples.*micro_batch_size 2 x data-parallel size 3 = 6.*multiple of 6"):
-        SamplerConfig(0, 3, 2, 10)
+def test_ranks_without_a_sample_are_an_error_with_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"5 samples.*micro_batch_size 2 x data-parallel size 3 = 6.*at least 6"):
+        SamplerConfig(0, 3, 2, 5)

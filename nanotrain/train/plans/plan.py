@@ -7,7 +7,7 @@ plan by `traffic.sent_bytes`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanotrain.config.batch_schedule import batch_schedule
 from nanotrain.config.config import Config, OuterShardingStrategy, ParallelConfig
@@ -202,11 +202,14 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
     check_names(config)
     topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe.num_experts is not None)
     groups, shape = topology.group_specs(rank), ModelShape.of(config.model)
+    batch_size = global_batch_size(config.train, groups["dp"].size)
+    # Saved with the configuration, so that a resume on other ranks says that an unset size has changed.
+    config = replace(config, train=replace(config.train, global_batch_size=batch_size))
     sampler = SamplerConfig(
         dp_rank=groups["dp"].index,
         dp_size=groups["dp"].size,
         micro_batch_size=config.train.micro_batch_size,
-        global_batch_size=global_batch_size(config.train, groups["dp"].size),
+        global_batch_size=batch_size,
         schedule=batch_schedule(config),
     )
     pipeline = pipeline_shape(config, groups, num_microbatches=sampler.num_microbatches)
