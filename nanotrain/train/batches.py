@@ -1,6 +1,6 @@
 """Global batches, with the counts that all ranks agree on before every step.
 
-Before each step one small all-reduce carries the target tokens and samples of every rank's microbatches (the loss is
+Before each step one small all-reduce carries the target tokens of every rank's microbatches (the loss is
 divided by the global count), whether a rank wants to stop or to save, and whether its data failed. So all ranks enter a
 step or none does, and an error on one rank is raised on all of them.
 """
@@ -23,7 +23,6 @@ class GlobalBatch:
 
     microbatches: tuple[Batch, ...]  # of this rank, on its device
     num_target_tokens: int  # unmasked target tokens of the global batch, over all ranks
-    num_samples: int  # of the global batch, padding included
     wait_s: float  # seconds that this rank waited for data
     wants_save: bool = False  # whether a rank asked to save before this batch
     busy_s: tuple[float, ...] = ()  # by rank: seconds of the step before in which it did not wait for other ranks
@@ -79,21 +78,18 @@ class BatchIterator:
             failure = failure or error
         wait_s = time.perf_counter() - start
         tokens = sum(float(batch.num_target_tokens) for batch in microbatches) / self._readers_per_sample
-        samples = sum(len(batch.tokens) for batch in microbatches) / self._readers_per_sample
-        counts = [tokens, samples, float(wants_stop), float(wants_save), float(failure is not None)]
+        counts = [tokens, float(wants_stop), float(wants_save), float(failure is not None)]
         all_busy = [0.0] * self._group.size if busy_s is not None else []
         if busy_s is not None:
             all_busy[self._group.index] = busy_s
         sums = all_reduce_scalars([*counts, *all_busy], self._group)
-        all_tokens, all_samples, stops, saves, failures, *all_busy = sums
+        all_tokens, stops, saves, failures, *all_busy = sums
         if failures:
             raise_on_all(failure, self._group)
         if stops:
             return None
         local = (self._split(batch.to(self._device)) for batch in microbatches)
-        return GlobalBatch(
-            tuple(local), round(all_tokens), round(all_samples), wait_s, wants_save=saves > 0, busy_s=tuple(all_busy)
-        )
+        return GlobalBatch(tuple(local), round(all_tokens), wait_s, wants_save=saves > 0, busy_s=tuple(all_busy))
 
 
 def raise_on_all(failure: NanotrainError | None, group: Group) -> None:

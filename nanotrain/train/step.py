@@ -43,7 +43,8 @@ def train_step(run: Run, batch: GlobalBatch) -> StepResult:
     decoupled_lr = run.lr_schedule.decoupled_lr_at(run.state.consumed_samples)
     num_tokens, loss_scale = max(batch.num_target_tokens, 1), run.optimizer.loss_scale.scale
     loss_scale *= run.plan.num_averaged_ranks
-    cp, aux_loss_scale = run.context.group("cp"), loss_scale / batch.num_samples
+    num_samples = run.plan.sampler.size_at(run.state.consumed_samples)
+    cp, aux_loss_scale = run.context.group("cp"), loss_scale / num_samples
     microbatches = [BatchContext.of(part, cp=cp, aux_loss_scale=aux_loss_scale) for part in batch.microbatches]
 
     for dp in run.data_parallel:
@@ -68,13 +69,13 @@ def train_step(run: Run, batch: GlobalBatch) -> StepResult:
         finish_fp8_step(run.stages, run.context)
     loss = global_loss(loss_sum, run.context)
     routers = balance_routers(run.stages, run.config.model, context=run.context)
-    run.state.advance(samples=batch.num_samples, tokens=batch.num_target_tokens)
+    run.state.advance(samples=num_samples, tokens=batch.num_target_tokens)
     return StepResult(
         loss / num_tokens,
         update.grad_norm,
         lr=lr,
         decoupled_lr=decoupled_lr,
-        num_samples=batch.num_samples,
+        num_samples=num_samples,
         skipped=update.skipped,
         router_metrics=routers,
     )
