@@ -1,6 +1,6 @@
 """`nanotrain COMMAND ...`: one function per command, which parses its arguments and calls another package.
 
-    train | prepare | parity | topology | generate | report | watch | runs | compare | config
+    train | prepare | parity | topology | evaluate | generate | report | watch | runs | compare | config
     checkpoint COMMAND (cli_checkpoint.py)
 
 Packages are imported inside the commands, so that `--help` does not load torch.
@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from nanotrain.cli_checkpoint import CHECKPOINT_COMMANDS
+from nanotrain.cli_evaluate import evaluate as evaluate_command
 from nanotrain.cli_launch import launch, split_arguments
 from nanotrain.cli_parser import Command, CommandParser, count, not_negative, positive, run_command, world_size
 from nanotrain.config.flags import parse
@@ -107,6 +108,11 @@ def topology(argv: Sequence[str]) -> int:
 def checkpoint(argv: Sequence[str]) -> int:
     """Inspect, verify, compare, average, prune, import or export checkpoints."""
     return run_command("nanotrain checkpoint", argv, commands=CHECKPOINT_COMMANDS)
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Compute loss, perplexity and bits per byte of a checkpoint or Hugging Face folder on a corpus."""
+    return evaluate_command(argv, environment=os.environ)
 
 
 def generate(argv: Sequence[str]) -> int:
@@ -214,6 +220,7 @@ COMMANDS: dict[str, Command] = {
     "parity": parity,
     "topology": topology,
     "checkpoint": checkpoint,
+    "evaluate": evaluate,
     "generate": generate,
     "report": write_report,
     "watch": watch,

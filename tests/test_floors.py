@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     "__main__": 13,
     "cli": 12,
-    **dict.fromkeys(["cli_checkpoint", "cli_launch"], 11),
+    **dict.fromkeys(["cli_checkpoint", "cli_evaluate", "cli_launch"], 11),
     "cli_parser": 3,
     **dict.fromkeys(["planner", "parity"], 11),
     "train": 10,
@@ -37,6 +37,7 @@ NO_TORCH = (
     "nanotrain/__init__.py",
     "nanotrain/cli.py",
     "nanotrain/cli_checkpoint.py",
+    "nanotrain/cli_evaluate.py",
     "nanotrain/cli_launch.py",
     "nanotrain/cli_parser.py",
     "nanotrain/errors.py",

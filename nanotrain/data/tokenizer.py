@@ -126,6 +126,15 @@ def load_tokenizer(name: str) -> Tokenizer:
     return FastTokenizer(backend, eod_text=loaded.eos_token) if backend is not None else _SlowTokenizer(loaded)
 
 
+def is_local(name: str) -> bool:
+    """Whether a tokenizer's name means files on this machine, or bytes, and not one of the hub.
+
+    >>> is_local("bytes"), is_local("gpt2")
+    (True, False)
+    """
+    return name == "bytes" or all(Path(part).expanduser().exists() for part in name.split(","))
+
+
 class _SlowTokenizer:
     """A transformers tokenizer without a `tokenizers` backend."""
 

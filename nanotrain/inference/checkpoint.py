@@ -1,37 +1,59 @@
-"""Load a checkpoint's model and generate text, or export it as a Hugging Face folder.
+"""Load the model of a checkpoint or of a Hugging Face folder; export a checkpoint as a Hugging Face folder.
 
 The manifest of a checkpoint contains the configuration, so its path is enough.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nanotrain.checkpoint.read import read_global_tensors
+from torch import Tensor
+
+from nanotrain.checkpoint.plan import plan_reads
+from nanotrain.checkpoint.read import read_chunks, read_global_tensors
 from nanotrain.checkpoint.store import find_checkpoint, read_manifest
-from nanotrain.config.config import Config
+from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.schema import config_from_dict
 from nanotrain.data.build import tokenizer_of, uses_quickstart
 from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.tokenizer import Tokenizer, load_tokenizer
 from nanotrain.errors import DataError
 from nanotrain.hf.export import export_weights
+from nanotrain.hf.families import model_from_hf
+from nanotrain.hf.import_weights import import_weights
 from nanotrain.inference.generate import Sampling, generate
 from nanotrain.model.router_stats import expert_biases
 from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.prepare.quickstart import find_quickstart
 from nanotrain.runs.folder import RunFolder
+from nanotrain.topology.boxes import TensorBox
 from nanotrain.topology.parameters import declare_model
 from nanotrain.topology.shape import ModelShape
 
 PREFIX = "model/"  # of the names of main params in a checkpoint
+HUGGING_FACE_SEQ_LENGTH = 2048  # tokens per window of a model whose training is unknown
 
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:
     """A checkpoint and its configuration."""
 
-    path: Path  # the step folder
+    path: Path  # the step folder, or the Hugging Face folder
     config: Config  # the configuration of the run that wrote it
+    is_hugging_face: bool = False  # whether the weights are a Hugging Face folder's
+
+    def read_params(self, wanted: Mapping[TensorBox, Tensor]) -> None:
+        """Read boxes of parameters and of expert biases ("router/NAME"), by their names in the model; fills in place.
+
+        Raises:
+            NanotrainError: a tensor that is missing or damaged.
+        """
+        if self.is_hugging_face:
+            named = {replace(box, name=box.name.removeprefix("router/")): target for box, target in wanted.items()}
+            import_weights(self.path, self.config.model, wanted=named)
+            return
+        targets = {replace(box, name=_name_in_checkpoint(box.name)): target for box, target in wanted.items()}
+        read_chunks(self.path, plan_reads(read_manifest(self.path), targets), targets=targets)
 
 
 def open_checkpoint(path: Path) -> OpenedCheckpoint:
@@ -44,14 +66,31 @@ def open_checkpoint(path: Path) -> OpenedCheckpoint:
     return OpenedCheckpoint(step, config_from_dict(read_manifest(step).config))
 
 
+def open_model(path: Path) -> OpenedCheckpoint:
+    """Open a checkpoint, as `open_checkpoint`, or a Hugging Face folder.
+
+    Raises:
+        NanotrainError: it is neither.
+    """
+    if not (path / "config.json").is_file():
+        return open_checkpoint(path)
+    model_config = model_from_hf(path)
+    tokenizer = str(path) if (path / "tokenizer.json").is_file() else None
+    seq_length = min(model_config.max_position_embeddings, HUGGING_FACE_SEQ_LENGTH)
+    data = DataConfig(tokenizer_model=tokenizer, seq_length=seq_length, data_path=["unknown"])
+    return OpenedCheckpoint(path, Config(model=model_config, data=data), is_hugging_face=True)
+
+
 def load_stage(checkpoint: OpenedCheckpoint) -> Stage:
-    """Load all layers of a checkpoint's model, fp32 on the CPU."""
-    model_config = checkpoint.config.model
-    stage = build_stage(model_config).to_empty(device="cpu")
-    tensors = {PREFIX + name: parameter.data for name, parameter in stage.named_parameters()} | expert_biases(stage)
-    for name, tensor in read_global_tensors(checkpoint.path, list(tensors)):
-        tensors[name].copy_(tensor)
+    """Load all layers of a model, fp32 on the CPU."""
+    stage = build_stage(checkpoint.config.model).to_empty(device="cpu")
+    tensors = {name: parameter.data for name, parameter in stage.named_parameters()} | expert_biases(stage)
+    checkpoint.read_params({TensorBox.full(name, tensor.shape): tensor for name, tensor in tensors.items()})
     return stage
+
+
+def _name_in_checkpoint(name: str) -> str:
+    return name if name.startswith("router/") else PREFIX + name
 
 
 def tokenizer_name(checkpoint: OpenedCheckpoint) -> str | None:
@@ -60,6 +99,8 @@ def tokenizer_name(checkpoint: OpenedCheckpoint) -> str | None:
     It is --tokenizer-model, else that of the first corpus of --data-path, else that of the quick-start corpus.
     """
     data = checkpoint.config.data
+    if checkpoint.is_hugging_face:
+        return data.tokenizer_model
     if not uses_quickstart(data) or data.tokenizer_model:
         return tokenizer_of(data)
     prefix = find_quickstart(RunFolder(checkpoint.path.parent.parent).data, data.quickstart_vocab_size)
@@ -105,7 +146,7 @@ def load_checkpoint(path: Path | str, *, tokenizer: str | None = None) -> Loaded
         CheckpointError: there is no complete checkpoint.
         DataError: the run had no tokenizer.
     """
-    checkpoint = open_checkpoint(Path(path))
+    checkpoint = open_model(Path(path))
     name = tokenizer or tokenizer_name(checkpoint)
     if name is None:
         raise DataError(

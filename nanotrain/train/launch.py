@@ -114,7 +114,7 @@ def choose_hooks(config: Config, tokenizer: str | None, *, planned: PlannedPeak 
     """The hooks of a run in call order; validation comes before logging, which reports its loss."""
     train = config.train
     hooks: list[tuple[bool, Hook]] = [
-        (train.eval_interval > 0 and train.eval_iters > 0, EvaluateHook()),
+        (train.eval_interval > 0 and train.eval_iters > 0, EvaluateHook(tokenizer)),
         (True, LogHook()),
         (train.debug_nan, DebugNanHook()),
         (train.check_weight_hash_across_dp_replicas_interval > 0, ReplicasHook()),

@@ -14,7 +14,16 @@ from nanotrain.train.plans.plan import Plan
 from nanotrain.train.run import TrainState
 from nanotrain.train.step import StepResult
 
-OPTIONAL = ("valid_loss", "moe", "decoupled_lr", "save_stall_s", "failed_saves", "slowest_rank", "slowest_share")
+OPTIONAL = (
+    "valid_loss",
+    "valid_bits_per_byte",
+    "moe",
+    "decoupled_lr",
+    "save_stall_s",
+    "failed_saves",
+    "slowest_rank",
+    "slowest_share",
+)
 
 
 @dataclass
@@ -40,6 +49,7 @@ class StepReport:
     moe: dict[str, Any] | None = None
     decoupled_lr: float | None = None  # learning rate of the embedding and the output layer; None where it is `lr`
     valid_loss: float | None = None  # set on steps that end with a validation
+    valid_bits_per_byte: float | None = None  # of the same samples; None where the bytes of tokens are unknown
     # of the step before: the rank that waited least for others, and the share of the step time in which it did not.
     # None on one rank and on GPUs, where the host does not wait
     slowest_rank: int | None = None

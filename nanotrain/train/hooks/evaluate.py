@@ -5,10 +5,13 @@ from dataclasses import replace
 import torch
 
 from nanotrain.data.loader import GlobalBatchLoader
+from nanotrain.data.token_bytes import bytes_per_token
+from nanotrain.data.tokenizer import is_local, load_tokenizer
 from nanotrain.log import get_logger
 from nanotrain.model.context import BatchContext
 from nanotrain.parallel.pp.executor import run_forward
 from nanotrain.train.build import build_batch_iterator
+from nanotrain.train.evaluate import ByteCount, Evaluation
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics import StepReport
 from nanotrain.train.run import Run
@@ -18,29 +21,49 @@ log = get_logger(__name__)
 
 
 class EvaluateHook(Hook):
-    """Validates before the first step, every `eval_interval` steps and after the last one."""
+    """Validates before the first step, every `eval_interval` steps and after the last one.
+
+    Args:
+        tokenizer: name or path as `load_tokenizer` takes it, for bits per byte; None without one.
+    """
+
+    def __init__(self, tokenizer: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._sizes: list[int] | None = None  # bytes per token; None where they are unknown
 
     def before_training(self, run: Run) -> None:
+        if self._tokenizer is not None and is_local(self._tokenizer):
+            assert run.config.model.vocab_size is not None, "set by open_inputs"
+            self._sizes = bytes_per_token(load_tokenizer(self._tokenizer), run.config.model.vocab_size)
         if run.state.step == 0 and run.config.train.train_iters > 0:
-            loss = evaluate(run)
-            if loss is not None:
-                log.info("validation loss before training: %.4f", loss)
+            result = validate(run, self._sizes)
+            if result is not None:
+                log.info("validation loss before training: %.4f", result.loss)
 
     def after_step(self, run: Run, report: StepReport) -> None:
         train = run.config.train
         if report.step % train.eval_interval == 0 or report.step == train.train_iters:
-            report.valid_loss = evaluate(run)
+            result = validate(run, self._sizes)
+            if result is not None:
+                report.valid_loss, report.valid_bits_per_byte = result.loss, result.bits_per_byte
+
+
+def evaluate(run: Run) -> float | None:
+    """The mean cross-entropy of `validate`."""
+    result = validate(run)
+    return None if result is None else result.loss
 
 
 @torch.no_grad()
-def evaluate(run: Run) -> float | None:
-    """Mean cross-entropy over the first `eval_iters` global batches of the validation split.
+def validate(run: Run, sizes: list[int] | None = None) -> Evaluation | None:
+    """Evaluate the first `eval_iters` global batches of the validation split; `sizes` are the bytes per token.
 
     None if a rank received a signal meanwhile: schedulers kill what does not end soon.
     """
     samples = run.inputs.datasets.valid
     assert samples is not None, "open_inputs requires a validation split where eval_interval is set"
     loss, num_tokens = torch.zeros((), device=run.context.device), 0
+    counter = ByteCount(sizes, context=run.context)
     with GlobalBatchLoader(samples, sampler=replace(run.plan.sampler, schedule=None)) as batches:
         batch_iterator = build_batch_iterator(batches, run.context)
         for _ in range(run.config.train.eval_iters):
@@ -49,6 +72,7 @@ def evaluate(run: Run) -> float | None:
             if batch is None:
                 return None
             num_tokens += batch.num_target_tokens
+            counter.add(batch.microbatches)
             microbatches = [BatchContext.of(part, cp=run.context.group("cp")) for part in batch.microbatches]
             loss += run_forward(run.plan.valid_schedule, run.runnable, microbatches=microbatches, pipeline=run.pipeline)
-    return global_loss(loss, run.context) / max(num_tokens, 1)
+    return Evaluation(global_loss(loss, run.context) / max(num_tokens, 1), num_tokens, counter.total())

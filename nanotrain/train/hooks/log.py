@@ -114,6 +114,7 @@ def describe(
         (f"step {last.step}/{train_iters}", 0),
         (f"loss {last.loss:.4f}", 0),
         (_describe_validation(last.valid_loss), 0),
+        (f"{last.valid_bits_per_byte:.3f} bits per byte" if last.valid_bits_per_byte is not None else "", 6),
         (f"SKIPPED {skipped} (gradients not finite)" if skipped else "", 0),
         (f"grad {last.grad_norm:.3f}", 3),
         (f"lr {last.lr:.2e}", 5),

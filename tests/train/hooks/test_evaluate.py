@@ -1,5 +1,7 @@
 """Validation: when it runs, what it computes, and that it leaves training as it is."""
 
+import math
+
 import pytest
 import torch
 
@@ -46,3 +48,14 @@ def test_a_signal_ends_a_validation_between_two_batches(tmp_path):
     with small_run(tmp_path, *EVERY_TWO) as run:
         run.stop.signal = 15
         assert evaluate(run) is None
+
+
+def test_bits_per_byte_follow_from_the_loss_where_the_tokenizer_is_local(tmp_path):
+    spy = Spy()
+    with small_run(tmp_path, "--train-iters", "2", *EVERY_TWO) as run:
+        train(run, EvaluateHook("bytes"), spy)
+        samples = [run.inputs.datasets.valid[number] for number in range(3)]
+    labels = torch.cat([torch.from_numpy(sample.labels) for sample in samples])
+    report, num_bytes = spy.reports[-1], int((labels < 256).sum())  # the vocabulary of 260 has four other tokens
+    assert 0 < num_bytes < len(labels)
+    assert report.valid_bits_per_byte == pytest.approx(report.valid_loss * len(labels) / math.log(2) / num_bytes)

@@ -1,0 +1,55 @@
+"""Bytes of UTF-8 text that each token stands for: what bits per byte are measured in.
+
+    bits per byte = loss in nats x tokens / ln 2 / bytes
+
+It compares models of different tokenizers, as the loss per token does not. A token of a byte-level BPE may be a part of
+a character, so its text is not decoded: its entry in the vocabulary has one character per byte. Special tokens, as the
+end-of-document token, have no bytes.
+"""
+
+import json
+import re
+
+from nanotrain.data.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer
+
+_BYTE_FALLBACK = re.compile("<0x[0-9A-F]{2}>")
+
+
+def bytes_per_token(tokenizer: Tokenizer, vocab_size: int) -> list[int] | None:
+    """The bytes of the tokens 0 to vocab_size - 1; None for a tokenizer whose entries cannot be read as bytes.
+
+    >>> bytes_per_token(ByteTokenizer(), 258)[-3:]
+    [1, 0, 0]
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        return [int(token < 256) for token in range(vocab_size)]
+    if not isinstance(tokenizer, FastTokenizer):
+        return None
+    settings = json.loads(tokenizer.backend.to_str())
+    kind = _kind(settings)
+    if kind is None:
+        return None
+    added = {entry["id"]: entry for entry in settings["added_tokens"]}
+    sizes = [0] * vocab_size
+    for text, token in tokenizer.backend.get_vocab(with_added_tokens=True).items():
+        if token < vocab_size:
+            is_special = token in added and added[token]["special"]
+            sizes[token] = 0 if is_special else _num_bytes(text, "text" if token in added else kind)
+    return sizes
+
+
+def _num_bytes(text: str, kind: str) -> int:
+    if kind == "bytes":
+        return len(text)
+    if kind == "pieces":
+        return 1 if _BYTE_FALLBACK.fullmatch(text) else len(text.replace("▁", " ").encode())
+    return len(text.encode())
+
+
+def _kind(settings: dict[str, object]) -> str | None:
+    """What entries of the vocabulary are: bytes, or pieces of text with U+2581 for a blank; None for others."""
+    stages = [settings.get(name) for name in ("pre_tokenizer", "decoder", "normalizer")]
+    found = json.dumps(stages, ensure_ascii=False)
+    if '"ByteLevel"' in found:
+        return "bytes"
+    return "pieces" if '"Metaspace"' in found or "▁" in found else None

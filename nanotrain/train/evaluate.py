@@ -1,0 +1,210 @@
+"""`nanotrain evaluate`: loss, perplexity and bits per byte of a model on a corpus, in any layout.
+
+    checkpoint or Hugging Face folder -> Config -> Plan -> stages with storage -> weights of this rank's boxes
+    token files, or text and its tokenizer -> windows of seq_length tokens -> forward passes -> one loss
+
+Every token but the first is predicted once, given the tokens before it in its window. No optimizer is built.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from torch import nn
+
+from nanotrain.comm.collectives import all_reduce_scalars
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import Config
+from nanotrain.data.batch import Batch
+from nanotrain.data.gpt import GPTDatasetConfig
+from nanotrain.data.indexed import IndexedTokens
+from nanotrain.data.loader import GlobalBatchLoader
+from nanotrain.data.token_bytes import bytes_per_token
+from nanotrain.data.tokenizer import Tokenizer
+from nanotrain.data.windows import AllWindows
+from nanotrain.errors import DataError
+from nanotrain.inference.checkpoint import OpenedCheckpoint
+from nanotrain.model.context import BatchContext
+from nanotrain.parallel.pp.executor import run_forward
+from nanotrain.prepare.chunks import plan_chunks
+from nanotrain.prepare.readers import DocumentReader
+from nanotrain.prepare.token_writer import TokenWriter
+from nanotrain.topology.boxes import TensorBox
+from nanotrain.topology.params import LocalParam
+from nanotrain.train.build import build_batch_iterator, build_pipeline
+from nanotrain.train.plans.plan import Plan
+from nanotrain.train.routers import router_biases
+from nanotrain.train.stages import BuiltStage, build_stages
+from nanotrain.train.step import global_loss
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result on a corpus, equal on every rank."""
+
+    loss: float  # mean cross-entropy per predicted token, in nats
+    tokens: int  # predicted tokens
+    bytes: int | None  # of UTF-8 text in the predicted tokens; None if the tokenizer is unknown
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss."""
+        return math.exp(min(self.loss, 700.0))
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The loss per byte of text, in bits."""
+        return self.loss * self.tokens / math.log(2) / self.bytes if self.bytes else None
+
+    def to_json(self) -> str:
+        """The fields and what follows from them."""
+        return json.dumps(asdict(self) | {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte})
+
+    def text(self) -> str:
+        """One line."""
+        bits = f" | bits per byte {self.bits_per_byte:.4f}" if self.bytes else ""
+        size = f"{self.tokens:,} tokens" + (f", {self.bytes:,} bytes" if self.bytes else "")
+        return f"loss {self.loss:.4f} | perplexity {self.perplexity:,.2f}{bits} | {size}"
+
+
+@contextmanager
+def open_corpus(source: str, tokenizer: Tokenizer | None) -> Iterator[IndexedTokens]:
+    """Token files by their prefix, or a text file, folder or .jsonl, tokenized into temporary token files.
+
+    Raises:
+        DataError: there is no such corpus, or text without a tokenizer.
+    """
+    prefix = Path(source.removesuffix(".bin").removesuffix(".idx"))
+    if prefix.with_name(prefix.name + ".idx").is_file():
+        yield IndexedTokens(prefix)
+        return
+    if tokenizer is None:
+        why = "the model names no tokenizer"
+        raise DataError(f"{source} is text, which cannot be tokenized", why=why, fix="set --tokenizer")
+    with TemporaryDirectory(prefix="nanotrain-evaluate-") as folder:
+        written, reader = Path(folder) / "tokens", DocumentReader("text")
+        end = [] if tokenizer.eod is None else [tokenizer.eod]
+        with TokenWriter(written, np.dtype(np.int32)) as writer:
+            for chunk in plan_chunks([source], subset=None, split="train"):
+                for text in reader.read(chunk):
+                    writer.add_document([*tokenizer.encode(text), *end])
+        yield IndexedTokens(written)
+
+
+def windows_of(corpus: IndexedTokens, config: Config) -> AllWindows:
+    """The windows of a corpus with the masks of the data section.
+
+    Raises:
+        DataError: fewer than two tokens.
+    """
+    data, vocab_size = config.data, config.model.vocab_size
+    assert vocab_size is not None, "a model has a vocabulary"
+    if corpus.num_tokens < 2:
+        raise DataError(f"{corpus.prefix} has one token", why="a prediction needs one before it", fix="give more text")
+    masks = {name: getattr(data, name) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}
+    return AllWindows(corpus, 0, corpus.num_tokens, GPTDatasetConfig(data.seq_length, vocab_size, **masks))
+
+
+def load_weights(model: OpenedCheckpoint, stages: Mapping[int, BuiltStage]) -> None:
+    """Read this rank's boxes of the parameters, and the expert biases of its routers."""
+
+    def fill(module: nn.Module, params: Sequence[LocalParam]) -> None:
+        named = dict(module.named_parameters())
+        boxes = {
+            TensorBox(local.spec.name, local.spec.shape, local.box): named[local.spec.name].data for local in params
+        }
+        # gathered units lie in storage that is freed by resizing, which a file must not be read into
+        apart = {box: torch.empty_like(target) for box, target in boxes.items()} if is_sharded else boxes
+        model.read_params(apart)
+        if is_sharded:
+            torch._foreach_copy_(list(boxes.values()), list(apart.values()))
+
+    for stage in stages.values():
+        for dp in stage.data_parallel:
+            is_sharded = dp.options.strategy.shard_params
+            dp.fill_params(partial(fill, stage.module))
+    biases = router_biases({index: stage.module for index, stage in stages.items()})
+    if biases:
+        model.read_params(biases)
+
+
+class ByteCount:
+    """Counts the bytes of predicted tokens over all ranks.
+
+    Args:
+        sizes: bytes per token of the vocabulary; None if they are unknown, which counts nothing.
+        context: device and groups.
+    """
+
+    def __init__(self, sizes: Sequence[int] | None, *, context: ParallelContext) -> None:
+        self._table = None if sizes is None else torch.tensor(list(sizes), device=context.device)
+        self._sum, self._context = torch.zeros((), dtype=torch.int64, device=context.device), context
+
+    def add(self, microbatches: Sequence[Batch]) -> None:
+        """Count microbatches of this rank, of which it has one shard of each sequence."""
+        if self._table is not None:
+            for batch in microbatches:
+                self._sum += (self._table[batch.labels] * (batch.loss_mask > 0)).sum()
+
+    def total(self) -> int | None:
+        """The sum over all ranks, each token counted once; every rank calls this."""
+        if self._table is None:
+            return None
+        world = self._context.group("world")
+        (total,) = all_reduce_scalars([float(self._sum.item())], world)
+        return round(total) * self._context.group("dp_cp").size // world.size
+
+
+@torch.no_grad()
+def evaluate_model(
+    model: OpenedCheckpoint,
+    source: str,
+    *,
+    plan: Plan,
+    context: ParallelContext,
+    tokenizer: Tokenizer | None = None,
+    max_samples: int | None = None,
+) -> Evaluation:
+    """Evaluate a model on a corpus; every rank calls this.
+
+    Args:
+        model: checkpoint or Hugging Face folder.
+        source: prefix of token files, or text.
+        plan: of this rank, for the model's configuration in this layout.
+        context: device and groups.
+        tokenizer: of the model; None if unknown.
+        max_samples: windows to read, from the first; None for all.
+    """
+    stages = build_stages(plan, context)
+    load_weights(model, stages)
+    runnable = {index: stage.runnable for index, stage in stages.items()}
+    for stage in stages.values():
+        for dp in stage.data_parallel:
+            dp.start_param_gather()
+            dp.wait_for_params()
+    assert plan.config.model.vocab_size is not None, "a model has a vocabulary"
+    sizes = None if tokenizer is None else bytes_per_token(tokenizer, plan.config.model.vocab_size)
+    counter = ByteCount(sizes, context=context)
+    pipeline, loss, num_tokens = build_pipeline(plan, context), torch.zeros((), device=context.device), 0
+    with open_corpus(source, tokenizer) as corpus:
+        windows = windows_of(corpus, plan.config)
+        if max_samples is not None:
+            stop = min(windows.stop, max_samples * plan.config.data.seq_length + 1)
+            windows = replace(windows, stop=stop)
+        with GlobalBatchLoader(windows, sampler=plan.sampler) as batches:
+            batch_iterator = build_batch_iterator(batches, context)
+            for _ in range(-(-windows.samples_per_epoch // plan.sampler.global_batch_size)):
+                batch = batch_iterator.next()
+                assert batch is not None, "no rank asks to stop"
+                num_tokens += batch.num_target_tokens
+                counter.add(batch.microbatches)
+                microbatches = [BatchContext.of(part, cp=context.group("cp")) for part in batch.microbatches]
+                loss += run_forward(plan.valid_schedule, runnable, microbatches=microbatches, pipeline=pipeline)
+    return Evaluation(global_loss(loss, context) / max(num_tokens, 1), num_tokens, counter.total())

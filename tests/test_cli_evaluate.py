@@ -1,0 +1,37 @@
+"""What `nanotrain evaluate` takes from the model's run and what from its command line."""
+
+import pytest
+
+from nanotrain.cli import main
+from nanotrain.cli_evaluate import evaluation_config
+from nanotrain.config.config import Config, DataConfig
+from nanotrain.config.flags import parse
+from nanotrain.config.load import load_line
+from nanotrain.errors import ConfigError
+
+
+def config_of(*flags: str, world_size: int = 1) -> Config:
+    trained = Config(data=DataConfig(seq_length=64, eod_mask_loss=True))
+    return evaluation_config(trained, load_line(parse(flags), to_train=False), world_size=world_size)
+
+
+def test_length_and_masks_are_the_runs_unless_set() -> None:
+    assert (config_of().data.seq_length, config_of("--seq-length", "32").data.seq_length) == (64, 32)
+    assert config_of().data.eod_mask_loss
+
+
+def test_a_batch_has_two_microbatches_per_stage_and_data_parallel_rank() -> None:
+    flags = ("--pipeline-model-parallel-size", "2", "--micro-batch-size", "3")
+    assert config_of(*flags, world_size=4).train.global_batch_size == 3 * 2 * 4
+
+
+def test_settings_of_training_are_refused() -> None:
+    with pytest.raises(ConfigError, match="^--lr has no effect on an evaluation"):
+        config_of("--lr", "1", "--bf16")
+
+
+def test_a_missing_checkpoint_and_a_missing_corpus_are_user_errors(tmp_path, capsys) -> None:
+    assert main(["evaluate", str(tmp_path / "none"), "--data", "x"]) == 2
+    assert "is not a checkpoint" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path)]) == 2
+    assert "--data" in capsys.readouterr().err

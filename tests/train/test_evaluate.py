@@ -1,0 +1,109 @@
+"""An evaluation equals the mean loss by hand, in every layout, of checkpoints and of Hugging Face folders."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanotrain.cli import main
+from nanotrain.cli_evaluate import evaluation_config
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.flags import parse
+from nanotrain.config.load import load_line
+from nanotrain.data.tokenizer import ByteTokenizer
+from nanotrain.errors import DataError
+from nanotrain.inference.checkpoint import export_checkpoint, open_model
+from nanotrain.prepare.token_writer import TokenWriter
+from nanotrain.train.evaluate import Evaluation, evaluate_model, open_corpus
+from nanotrain.train.plans.plan import plan_run
+from tests.harness import run_ranks
+from tests.inference.test_checkpoint import EXPERTS, write_run
+
+TEXT = "The loss per byte compares tokenizers. " * 3 + "é"
+FLAGS = "--seq-length 16 --micro-batch-size 2 --ddp-bucket-size 3000"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a mixture of experts, a dense run and its Hugging Face folder, a text and its token files."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    write_run(folder / "moe", moe=EXPERTS | {"router_enable_expert_bias": True})
+    write_run(folder / "dense")
+    export_checkpoint(folder / "dense", folder / "hf")
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "lines.jsonl").write_text(json.dumps({"text": TEXT[:40]}) + "\n" + json.dumps({"text": TEXT[40:]}))
+    with TokenWriter(folder / "tokens", np.dtype(np.uint16)) as writer:
+        writer.add_document([*TEXT.encode(), 256])
+    return folder
+
+
+def evaluate_here(ctx: ParallelContext, path: Path, data: str, flags: str = "") -> Evaluation:
+    loaded = load_line(parse(f"{FLAGS} {flags}".split()), to_train=False)
+    model = open_model(path)
+    config = evaluation_config(model.config, loaded, world_size=ctx.topology.world_size)
+    plan = plan_run(config, ctx.topology.world_size, rank=ctx.rank)
+    return evaluate_model(model, data, plan=plan, context=ctx, tokenizer=ByteTokenizer())
+
+
+def by_hand(path: Path) -> float:
+    """The mean loss of windows of 16 tokens."""
+    from nanotrain.inference.checkpoint import load_stage
+
+    ids = torch.tensor([*TEXT.encode(), 256])
+    stage, total = load_stage(open_model(path)).eval(), 0.0
+    for first in range(0, len(ids) - 1, 16):
+        window = ids[first : first + 17]
+        logits = stage.logits(window[None, :-1])[0].detach()
+        total += F.cross_entropy(logits, window[1:], reduction="sum").item()
+    return total / (len(ids) - 1)
+
+
+@pytest.mark.parametrize("name", ["moe", "dense"])
+def test_one_process_gives_the_mean_loss_and_bits_per_byte(folder: Path, name: str) -> None:
+    (result,) = run_ranks(1, evaluate_here, folder / name, str(folder / "text.txt"))
+    num_bytes = len(TEXT.encode())
+    assert (result.tokens, result.bytes) == (num_bytes, num_bytes - 1)  # the last token is no text, the first no label
+    assert result.loss == pytest.approx(by_hand(folder / name), rel=1e-6)
+    assert result.bits_per_byte == pytest.approx(result.loss * result.tokens / math.log(2) / result.bytes)
+
+
+def test_layouts_agree(folder: Path) -> None:
+    (expected,) = run_ranks(1, evaluate_here, folder / "moe", str(folder / "tokens"))
+    tp_pp = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    cp_ep = "--context-parallel-size 2 --expert-model-parallel-size 2 --data-parallel-sharding-strategy "
+    results = [
+        *run_ranks(4, evaluate_here, folder / "moe", str(folder / "tokens"), tp_pp, tp=2, pp=2),
+        *run_ranks(
+            4,
+            evaluate_here,
+            folder / "moe",
+            str(folder / "tokens.idx"),
+            cp_ep + "optim_grads_params",
+            cp=2,
+            ep=2,
+            strategy="optim_grads_params",
+        ),
+    ]
+    for result in results:
+        assert (result.tokens, result.bytes) == (expected.tokens, expected.bytes)
+        assert result.loss == pytest.approx(expected.loss, rel=1e-6)
+
+
+def test_the_command_evaluates_a_hugging_face_folder_as_its_checkpoint(folder: Path, capsys) -> None:
+    flags = ["--seq-length", "16", "--json"]
+    for path in ("dense", "hf"):
+        data = ["--data", str(folder / "text.txt"), "--tokenizer", "bytes"]
+        assert main(["evaluate", str(folder / path), *data, *flags]) == 0
+    first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines()[-2:])
+    assert first == second and first["perplexity"] == pytest.approx(math.exp(first["loss"]))
+
+
+def test_lines_are_documents_and_text_needs_a_tokenizer(folder: Path) -> None:
+    with open_corpus(str(folder / "lines.jsonl"), ByteTokenizer()) as corpus:
+        assert (corpus.num_documents, corpus.num_tokens) == (2, len(TEXT.encode()) + 2)
+    with pytest.raises(DataError, match="set --tokenizer"), open_corpus(str(folder / "text.txt"), None):
+        pass
