@@ -135,6 +135,13 @@ CONTENDERS = (
     Contender("nanotrain optim", 2, sharding("optim"), ZERO_RIVALS),
     Contender("torch FSDP2", 2, torch_command("fsdp2")),
     Contender("nanotrain optim_grads", 2, sharding("optim_grads"), ZERO_RIVALS),
+    Contender("nanotrain optim_grads_params", 2, sharding("optim_grads_params"), ("torch FSDP2",)),
+    Contender(
+        "nanotrain optim_grads_params, overlap",
+        2,
+        sharding("optim_grads_params", "--overlap-param-gather"),
+        ("torch FSDP2", "nanotrain optim_grads_params"),
+    ),
 )
 
 
@@ -235,7 +242,7 @@ def table(contenders: list[Contender], measured: dict[str, list[Outcome]]) -> st
 def main() -> None:
     """Run the contenders and print a table per dtype."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=("smoke", "25m", "110m"), default="25m")
+    parser.add_argument("--model", choices=("smoke", "10m", "25m", "110m"), default="25m")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=3)

@@ -15,7 +15,7 @@ from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.config.config import AmaxAlgo, PrecisionConfig
 from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Layer, Fp8Options
-from nanotrain.precision.fp8 import FP8_FORMATS, RECIPES
+from nanotrain.precision.fp8 import FP8_FORMATS, GROUPED_CAPABILITY, RECIPES
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,15 @@ class ExpertAmax:
         return full[:, first : first + num_local]
 
 
-def fp8_options(precision: PrecisionConfig, *, sequence: Group) -> Fp8Options | None:
+def fp8_options(
+    precision: PrecisionConfig, *, sequence: Group, capability: tuple[int, int] | None = None
+) -> Fp8Options | None:
     """The options of dense layers; None without fp8.
 
     Args:
         precision: section of the configuration.
         sequence: ranks that hold the tokens of one sequence (tp x cp).
+        capability: CUDA compute capability; None on a CPU, which emulates every product.
     """
     if precision.fp8_format is None:
         return None
@@ -67,6 +70,7 @@ def fp8_options(precision: PrecisionConfig, *, sequence: Group) -> Fp8Options | 
         margin=precision.fp8_margin,
         history_length=precision.fp8_amax_history_len,
         uses_largest=precision.fp8_amax_compute_algo is AmaxAlgo.max,
+        has_grouped_mm=capability in (None, GROUPED_CAPABILITY),
         reduce_amax=DenseAmax(sequence) if recipe.is_per_tensor and sequence.size > 1 else None,
     )
 

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+# The only CUDA compute capability with a grouped product of fp8 matrices with a scale per row (torch 2.13).
+GROUPED_CAPABILITY = (9, 0)
+
 # Rows and elements of a row that share a scale; None is all of them.
 Block = tuple[int | None, int | None]
 

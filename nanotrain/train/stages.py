@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from nanotrain.comm.device import compute_capability
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.derive import recomputed_modules
@@ -102,7 +103,7 @@ def data_parallel_options(plan: Plan, buffer: BufferPlan, *, recompute: Recomput
 def _model_parallel(config: Config, context: ParallelContext, *, wgrad_queue: WgradQueue | None) -> ModelParallel:
     """The groups that the layers of a stage communicate over."""
     parallel, sequence = config.parallel, context.group("tp_cp")
-    fp8 = fp8_options(config.precision, sequence=sequence)
+    fp8 = fp8_options(config.precision, sequence=sequence, capability=compute_capability(context.device))
     return ModelParallel(
         tp=TensorParallel(context.group("tp"), parallel.sequence_parallel, wgrad_queue, fp8),
         core_attention=build_core_attention(parallel.cp_comm_type, context.group("cp")),

@@ -6,11 +6,12 @@ from torch import nn
 
 from nanotrain.config.config import Fp8Format, PrecisionConfig
 from nanotrain.errors import EnvironmentFault
+from nanotrain.kernels.fp8.grouped import select_fp8_gemm
 from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Layer, Fp8Options
-from nanotrain.kernels.fp8.products import Fp8GroupedMM, Fp8Linears
+from nanotrain.kernels.fp8.products import Fp8Linears
 from nanotrain.kernels.grouped import GroupedOptions, grouped_linear
 from nanotrain.kernels.linear import Linear
-from nanotrain.precision.fp8 import FP8_FORMATS, RECIPES
+from nanotrain.precision.fp8 import FP8_FORMATS, GROUPED_CAPABILITY, RECIPES
 from nanotrain.train.fp8 import require_fp8
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -53,16 +54,21 @@ def test_the_products_are_those_of_the_emulation(recipe: str, name: str, tokens:
         assert_near(found, expected)
 
 
+def options_of(recipe: str, name: str) -> Fp8Options:
+    has_grouped_mm = torch.cuda.get_device_capability() == GROUPED_CAPABILITY
+    return Fp8Options(RECIPES[recipe], FP8_FORMATS[name], has_grouped_mm=has_grouped_mm)
+
+
 @pytest.mark.parametrize(("recipe", "name"), CASES)
 def test_experts_are_those_of_the_emulation(recipe: str, name: str) -> None:
     skip_without_kernels(recipe, name)
     counts, results = [40, 0, 129], []
     for device in ("cpu", "cuda"):
-        layer = Fp8Layer(Fp8Options(RECIPES[recipe], FP8_FORMATS[name]), ExpertRange(0, 3, 3)).to(device)
+        layer = Fp8Layer(options_of(recipe, name), ExpertRange(0, 3, 3)).to(device)
         weight, x = nn.Parameter(draw(3, 256, 128, seed=1).to(device)), draw(sum(counts), 128, seed=2).to(device)
         x.requires_grad_()
         offs = torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
-        out = grouped_linear(x, weight, offs=offs, options=GroupedOptions(Fp8GroupedMM(layer)))
+        out = grouped_linear(x, weight, offs=offs, options=GroupedOptions(select_fp8_gemm(layer)))
         grads = torch.autograd.grad(out, (x, weight), draw(*out.shape, seed=3).to(device))
         results.append([out.detach(), *grads])
     for found, expected in zip(results[1], results[0], strict=True):

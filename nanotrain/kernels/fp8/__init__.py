@@ -3,5 +3,6 @@
 quantize.py    amaxes, scales, and the cast to fp8
 scaled_mm.py   the product of two quantized matrices: torch's kernel on CUDA, an emulation elsewhere
 layer.py       what a layer keeps: its options and its amax history
-products.py    {fprop, dgrad, wgrad} of dense and grouped linear layers
+products.py    {fprop, dgrad, wgrad} of dense linear layers
+grouped.py     the same of stacked experts, with scaled_grouped_mm.py: the products of all of them in one
 """

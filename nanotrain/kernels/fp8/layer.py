@@ -51,6 +51,7 @@ class Fp8Options:
     margin: int = 0  # delayed: scales are lower by 2^margin
     history_length: int = 1  # delayed
     uses_largest: bool = False  # delayed: the largest amax of the history instead of the newest
+    has_grouped_mm: bool = False  # whether the device multiplies all experts in one product, with scales per row
     reduce_amax: ReduceAmax | None = None  # one scale per tensor: over the ranks that share one; None: not shared
 
     def dtype(self, operand: Operand) -> torch.dtype:

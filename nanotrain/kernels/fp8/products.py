@@ -1,4 +1,4 @@
-"""fp8 products of linear layers: `Fp8Linears` for layers that share an input, `Fp8GroupedMM` for stacked experts.
+"""fp8 products of linear layers: `Fp8Linears` for layers that share an input; stacked experts are in grouped.py.
 
     fprop    x [T, I]         W [O, I]         scales along I
     dgrad    dy [T, O]        W^T [I, O]       scales along O
@@ -7,7 +7,7 @@
 Every operand is quantized from its value in the dtype of the activations, once per product that reads it. A scale per
 tensor is the same in all products of a microbatch; it is computed at the first use and reduced then.
 
-    T tokens   I inputs   O outputs   E experts
+    T tokens   I inputs   O outputs   E experts of a scale per tensor
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,7 @@ from torch import Tensor
 from nanotrain.kernels.fp8.layer import Fp8Layer, Operand
 from nanotrain.kernels.fp8.quantize import Quantized, block_amax, inverse_scales, quantize
 from nanotrain.kernels.fp8.scaled_mm import scaled_mm
-from nanotrain.kernels.grouped import GroupedMM
-from nanotrain.kernels.linear import Linear, Linears, wgrad
+from nanotrain.kernels.linear import Linear, Linears
 
 
 class Scales:
@@ -49,6 +48,10 @@ class Scales:
             values = list(self._options.reduce_amax(torch.stack(values)))
         for (layer, operand), amax in zip(amaxes, values, strict=True):
             self._inverse[layer, operand] = self._layers[layer].inverse_scales(operand, amax)
+
+    def of_experts(self, operand: Operand) -> Tensor:
+        """The inverse scales [E] per tensor of an operand of the first layer."""
+        return self._inverse[0, operand]
 
     def quantize(self, x: Tensor, operand: Operand, *, layer: int = 0, expert: int = 0) -> Quantized:
         """x [R, K] in fp8, K being what the product sums over."""
@@ -80,8 +83,8 @@ class Fp8Linears(Linears):
         """[..., I] -> one [..., O] per layer."""
         flat, dtype = x.flatten(0, -2), x.dtype
         if not self._scales.has(Operand.INPUT):
-            inputs = dict.fromkeys(((i, Operand.INPUT) for i in range(len(self.linears))), _amax(flat))
-            weights = {(i, Operand.WEIGHT): _amax(linear.used_weight) for i, linear in enumerate(self.linears)}
+            inputs = dict.fromkeys(((i, Operand.INPUT) for i in range(len(self.linears))), tensor_amax(flat))
+            weights = {(i, Operand.WEIGHT): tensor_amax(linear.used_weight) for i, linear in enumerate(self.linears)}
             self._scales.set(inputs | weights)
         quantized = self._scales.quantize(flat, Operand.INPUT)
         outputs = []
@@ -119,82 +122,9 @@ class Fp8Linears(Linears):
 
     def _scale_grads(self, grads: Sequence[Tensor]) -> None:
         if not self._scales.has(Operand.GRAD):
-            self._scales.set({(i, Operand.GRAD): _amax(grad) for i, grad in enumerate(grads)})
+            self._scales.set({(i, Operand.GRAD): tensor_amax(grad) for i, grad in enumerate(grads)})
 
 
-class Fp8GroupedMM(GroupedMM):
-    """The products of stacked experts, one product per expert; of a microbatch, with the same `offs` in all of them.
-
-    The tokens of an expert are a tensor of their own: a scale per tensor is one per expert.
-
-    Args:
-        layer: of the stacked weights.
-        records: whether amaxes count for the history; of a microbatch.
-    """
-
-    def __init__(self, layer: Fp8Layer, *, records: bool = False) -> None:
-        self._layer, self._scales = layer, Scales([layer], records=records)
-        self._ends: list[int] | None = None  # `offs` on the host
-
-    def for_microbatch(self) -> "Fp8GroupedMM":
-        """New products, with scales of their own."""
-        return Fp8GroupedMM(self._layer, records=torch.is_grad_enabled())
-
-    def fprop(self, x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
-        """[T, I], [E, O, I] -> [T, O]."""
-        parts = self._split(x, offs)
-        if not self._scales.has(Operand.INPUT):
-            amaxes = {Operand.INPUT: _amaxes(parts), Operand.WEIGHT: _amaxes(weight.detach().unbind())}
-            self._scales.set({(0, operand): amax for operand, amax in amaxes.items()})
-        return self._multiply(parts, weight.unbind(), operand=Operand.INPUT, length=len(x))
-
-    def dgrad(self, grad: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
-        """[T, O], [E, O, I] -> [T, I]."""
-        parts = self._scaled_grads(grad, offs)
-        transposed = weight.transpose(1, 2).unbind()
-        return self._multiply(parts, transposed, operand=Operand.GRAD, length=len(grad))
-
-    def wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor) -> Tensor:
-        """[T, O], [T, I] -> [E, O, I]."""
-        parts, inputs = self._scaled_grads(grad, offs), self._split(x, offs)
-        found = []
-        for expert, (part, inp) in enumerate(zip(parts, inputs, strict=True)):
-            if self._layer.options.wgrad:
-                grad_t = self._scales.quantize(part.t(), Operand.GRAD, expert=expert)
-                x_t = self._scales.quantize(inp.t(), Operand.INPUT, expert=expert)
-                found.append(scaled_mm(grad_t, x_t, dtype=grad.dtype))
-            else:
-                found.append(wgrad(part, inp))
-        return torch.stack(found)
-
-    def _split(self, x: Tensor, offs: Tensor) -> list[Tensor]:
-        """The tokens of each expert; the host waits for `offs` once per microbatch."""
-        if self._ends is None:
-            self._ends = offs.tolist()
-        return [x[start:end] for start, end in zip([0, *self._ends], self._ends, strict=False)]
-
-    def _scaled_grads(self, grad: Tensor, offs: Tensor) -> list[Tensor]:
-        parts = self._split(grad, offs)
-        if not self._scales.has(Operand.GRAD):
-            self._scales.set({(0, Operand.GRAD): _amaxes(parts)})
-        return parts
-
-    def _multiply(self, parts: Sequence[Tensor], weights: Sequence[Tensor], *, operand: Operand, length: int) -> Tensor:
-        """[t, K] and [N, K] per expert -> [T, N]; rows of dropped tokens are undefined."""
-        products = []
-        for expert, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-            quantized = self._scales.quantize(part, operand, expert=expert)
-            quantized_weight = self._scales.quantize(weight, Operand.WEIGHT, expert=expert)
-            products.append(scaled_mm(quantized, quantized_weight, dtype=part.dtype))
-        num_dropped = length - sum(map(len, parts))
-        return torch.cat([*products, products[0].new_empty(num_dropped, products[0].shape[1])])
-
-
-def _amax(x: Tensor) -> Tensor:
-    """[1]."""
+def tensor_amax(x: Tensor) -> Tensor:
+    """[1], the amax of a tensor."""
     return block_amax(x.detach(), (None, None)).view(1)
-
-
-def _amaxes(parts: Sequence[Tensor]) -> Tensor:
-    """[E]; 0 for an expert without tokens."""
-    return torch.stack([_amax(part)[0] if len(part) else part.new_zeros((), dtype=torch.float32) for part in parts])

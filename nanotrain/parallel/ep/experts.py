@@ -17,8 +17,8 @@ from functools import partial
 from torch import Tensor, nn
 
 from nanotrain.kernels.deferred_wgrad import WgradQueue
+from nanotrain.kernels.fp8.grouped import select_fp8_gemm
 from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Layer, Fp8Options
-from nanotrain.kernels.fp8.products import Fp8GroupedMM
 from nanotrain.kernels.grouped import GroupedOptions, grouped_linear, select_gemm
 from nanotrain.memory.recompute import Recompute
 
@@ -68,7 +68,7 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.weight = weight
         self.fp8 = None if options.fp8 is None else Fp8Layer(options.fp8, options.experts)
-        gemm = select_gemm(weight) if self.fp8 is None else Fp8GroupedMM(self.fp8)
+        gemm = select_gemm(weight) if self.fp8 is None else select_fp8_gemm(self.fp8)
         self.options = GroupedOptions(gemm, options.may_drop, options.wgrad_queue)
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from nanotrain.kernels.deferred_wgrad import WgradQueue, accumulate_wgrads
+from nanotrain.kernels.fp8.grouped import Fp8LoopedMM
 from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Layer, Fp8Options, Operand
-from nanotrain.kernels.fp8.products import Fp8GroupedMM, Fp8Linears
+from nanotrain.kernels.fp8.products import Fp8Linears
 from nanotrain.kernels.grouped import GroupedOptions, grouped_linear
 from nanotrain.kernels.linear import Linear, Linears
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, column_parallel
@@ -116,7 +117,7 @@ def test_each_expert_has_the_products_of_a_linear_layer(recipe: str) -> None:
     x = draw(sum(counts) + dropped, I, seed=1).requires_grad_()
     weight = nn.Parameter(draw(E, O, I, seed=2) * torch.tensor([1.0, 2.0, 1e3]).view(E, 1, 1))
     layer = Fp8Layer(options(recipe), ExpertRange(0, E, E))
-    out = grouped_linear(x, weight, offs=offs, options=GroupedOptions(Fp8GroupedMM(layer), may_drop=True))
+    out = grouped_linear(x, weight, offs=offs, options=GroupedOptions(Fp8LoopedMM(layer), may_drop=True))
     grad = draw(*out.shape, seed=3)
     grad_x, grad_weight = torch.autograd.grad(out, (x, weight), grad)
 

@@ -1,0 +1,191 @@
+"""fp8 products of stacked experts.
+
+    Fp8LoopedMM      one product per expert, with any recipe; the host waits for the number of tokens per expert
+    Fp8GroupedMM     one product for all experts, with a scale per tensor or per row; without a host sync
+    select_fp8_gemm  which of them a layer uses
+
+The tokens of an expert are a tensor of their own: a scale per tensor is one per expert. Both give the same bits where
+products are emulated.
+
+    T tokens, sorted by expert; after the last offset they belong to none   I inputs   O outputs   E experts
+"""
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from nanotrain.kernels.fp8.layer import Fp8Layer, Operand
+from nanotrain.kernels.fp8.products import Scales, tensor_amax
+from nanotrain.kernels.fp8.quantize import Quantized, block_amax, inverse_scales, quantize
+from nanotrain.kernels.fp8.scaled_grouped_mm import Groups, multiply_matrices, multiply_tokens
+from nanotrain.kernels.fp8.scaled_mm import scaled_mm
+from nanotrain.kernels.grouped import GroupedMM
+from nanotrain.kernels.linear import wgrad
+
+ROW = (1, None)
+
+
+class Fp8LoopedMM(GroupedMM):
+    """The products of stacked experts, one product per expert; of a microbatch, with the same `offs` in all of them.
+
+    Args:
+        layer: of the stacked weights.
+        records: whether amaxes count for the history; of a microbatch.
+    """
+
+    def __init__(self, layer: Fp8Layer, *, records: bool = False) -> None:
+        self._layer, self._scales = layer, Scales([layer], records=records)
+        self._ends: list[int] | None = None  # `offs` on the host
+
+    def for_microbatch(self) -> Self:
+        """New products, with scales of their own."""
+        return type(self)(self._layer, records=torch.is_grad_enabled())
+
+    def fprop(self, x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+        """[T, I], [E, O, I] -> [T, O]."""
+        parts = self._split(x, offs)
+        if not self._scales.has(Operand.INPUT):
+            amaxes = {Operand.INPUT: _part_amaxes(parts), Operand.WEIGHT: _part_amaxes(weight.detach().unbind())}
+            self._scales.set({(0, operand): amax for operand, amax in amaxes.items()})
+        return self._multiply(parts, weight.unbind(), operand=Operand.INPUT, length=len(x))
+
+    def dgrad(self, grad: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+        """[T, O], [E, O, I] -> [T, I]."""
+        parts = self._scaled_grads(grad, offs)
+        transposed = weight.transpose(1, 2).unbind()
+        return self._multiply(parts, transposed, operand=Operand.GRAD, length=len(grad))
+
+    def wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor) -> Tensor:
+        """[T, O], [T, I] -> [E, O, I]."""
+        parts, inputs = self._scaled_grads(grad, offs), self._split(x, offs)
+        found = []
+        for expert, (part, inp) in enumerate(zip(parts, inputs, strict=True)):
+            if self._layer.options.wgrad:
+                grad_t = self._scales.quantize(part.t(), Operand.GRAD, expert=expert)
+                x_t = self._scales.quantize(inp.t(), Operand.INPUT, expert=expert)
+                found.append(scaled_mm(grad_t, x_t, dtype=grad.dtype))
+            else:
+                found.append(wgrad(part, inp))
+        return torch.stack(found)
+
+    def _split(self, x: Tensor, offs: Tensor) -> list[Tensor]:
+        """The tokens of each expert; the host waits for `offs` once per microbatch."""
+        if self._ends is None:
+            self._ends = offs.tolist()
+        return [x[start:end] for start, end in zip([0, *self._ends], self._ends, strict=False)]
+
+    def _scaled_grads(self, grad: Tensor, offs: Tensor) -> list[Tensor]:
+        parts = self._split(grad, offs)
+        if not self._scales.has(Operand.GRAD):
+            self._scales.set({(0, Operand.GRAD): _part_amaxes(parts)})
+        return parts
+
+    def _multiply(self, parts: Sequence[Tensor], weights: Sequence[Tensor], *, operand: Operand, length: int) -> Tensor:
+        """[t, K] and [N, K] per expert -> [T, N]; rows of dropped tokens are undefined."""
+        products = []
+        for expert, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+            quantized = self._scales.quantize(part, operand, expert=expert)
+            quantized_weight = self._scales.quantize(weight, Operand.WEIGHT, expert=expert)
+            products.append(scaled_mm(quantized, quantized_weight, dtype=part.dtype))
+        num_dropped = length - sum(map(len, parts))
+        return torch.cat([*products, products[0].new_empty(num_dropped, products[0].shape[1])])
+
+
+class Fp8GroupedMM(Fp8LoopedMM):
+    """The same in one product for all experts.
+
+    torch's kernel takes e4m3 only, so on CUDA gradients in e5m2 are multiplied expert by expert.
+    """
+
+    def fprop(self, x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+        """[T, I], [E, O, I] -> [T, O]."""
+        if not self._is_grouped(x, Operand.INPUT):
+            return super().fprop(x, weight, offs=offs)
+        groups = Groups.of(offs, num_tokens=len(x))
+        if not self._scales.has(Operand.INPUT):
+            amaxes = {Operand.INPUT: _token_amaxes(x, groups), Operand.WEIGHT: _matrix_amaxes(weight.detach())}
+            self._scales.set({(0, operand): amax for operand, amax in amaxes.items()})
+        return self._multiply_tokens(x, weight, operand=Operand.INPUT, groups=groups)
+
+    def dgrad(self, grad: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+        """[T, O], [E, O, I] -> [T, I]."""
+        if not self._is_grouped(grad, Operand.GRAD):
+            return super().dgrad(grad, weight, offs=offs)
+        groups = self._scale_grads(grad, offs)
+        return self._multiply_tokens(grad, weight.transpose(1, 2), operand=Operand.GRAD, groups=groups)
+
+    def wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor) -> Tensor:
+        """[T, O], [T, I] -> [E, O, I]."""
+        if not self._layer.options.wgrad or not self._is_grouped(grad, Operand.GRAD):
+            return super().wgrad(grad, x, offs=offs)
+        groups = self._scale_grads(grad, offs)
+        quantized = self._quantize_columns(grad, Operand.GRAD, groups=groups)
+        return multiply_matrices(
+            quantized, self._quantize_columns(x, Operand.INPUT, groups=groups), groups=groups, dtype=grad.dtype
+        )
+
+    def _is_grouped(self, x: Tensor, operand: Operand) -> bool:
+        return len(x) > 0 and (not x.is_cuda or self._layer.options.dtype(operand) is torch.float8_e4m3fn)
+
+    def _scale_grads(self, grad: Tensor, offs: Tensor) -> Groups:
+        groups = Groups.of(offs, num_tokens=len(grad))
+        if not self._scales.has(Operand.GRAD):
+            self._scales.set({(0, Operand.GRAD): _token_amaxes(grad, groups)})
+        return groups
+
+    def _multiply_tokens(self, x: Tensor, weight: Tensor, *, operand: Operand, groups: Groups) -> Tensor:
+        """[T, K], [E, N, K] -> [T, N]; rows of dropped tokens are undefined."""
+        rows = weight.flatten(0, 1)
+        if self._layer.options.recipe.is_per_tensor:
+            inverse = groups.per_token(self._scales.of_experts(operand)[:, None])
+            inverse_rows = self._scales.of_experts(Operand.WEIGHT).repeat_interleave(weight.shape[1])[:, None]
+        else:
+            inverse, inverse_rows = (
+                self._inverse(block_amax(x, ROW), operand),
+                self._inverse(block_amax(rows, ROW), Operand.WEIGHT),
+            )
+        dtype, weight_dtype = self._layer.options.dtype(operand), self._layer.options.dtype(Operand.WEIGHT)
+        tokens = quantize(x, inverse, block=ROW, dtype=dtype)
+        matrices = quantize(rows, inverse_rows, block=ROW, dtype=weight_dtype)
+        return multiply_tokens(tokens, matrices, groups=groups, dtype=x.dtype)
+
+    def _quantize_columns(self, x: Tensor, operand: Operand, *, groups: Groups) -> Quantized:
+        """[T, K], with inverse scales [E, K] per expert and column, or [E, 1]."""
+        if self._layer.options.recipe.is_per_tensor:
+            inverse = self._scales.of_experts(operand)[:, None]
+        else:
+            inverse = self._inverse(
+                groups.largest(x.abs().float().nan_to_num(nan=torch.inf, posinf=torch.inf)), operand
+            )
+        values = quantize(x, groups.per_token(inverse), block=ROW, dtype=self._layer.options.dtype(operand)).values
+        return Quantized(values, inverse, ROW)
+
+    def _inverse(self, amax: Tensor, operand: Operand) -> Tensor:
+        options = self._layer.options
+        return inverse_scales(amax, options.dtype(operand), power_of_two=options.recipe.power_of_two)
+
+
+def select_fp8_gemm(layer: Fp8Layer) -> Fp8LoopedMM:
+    """One product where the recipe has scales per tensor or per row, and the device such a product."""
+    blocks = layer.options.recipe.block, layer.options.recipe.weight_block
+    is_grouped = layer.options.has_grouped_mm and all(columns is None for _, columns in blocks)
+    return Fp8GroupedMM(layer) if is_grouped else Fp8LoopedMM(layer)
+
+
+def _part_amaxes(parts: Sequence[Tensor]) -> Tensor:
+    """[E]; 0 for an expert without tokens."""
+    return torch.stack(
+        [tensor_amax(part)[0] if len(part) else part.new_zeros((), dtype=torch.float32) for part in parts]
+    )
+
+
+def _token_amaxes(x: Tensor, groups: Groups) -> Tensor:
+    """[T, K] -> [E]."""
+    return groups.largest(block_amax(x.detach(), ROW))[:, 0]
+
+
+def _matrix_amaxes(weight: Tensor) -> Tensor:
+    """[E, N, K] -> [E]."""
+    return block_amax(weight.flatten(0, 1), ROW).view(len(weight), -1).amax(1)
