@@ -51,7 +51,7 @@ def start_all_to_all(
         handle = dist.all_to_all_single(
             output, tensor, list(output_splits), list(input_splits), group=group.process_group, async_op=True
         )
-    return Work(lambda: output, op="all_to_all", group=group, handles=[handle], keep=[tensor])
+    return Work(lambda: output, op="all_to_all", group=group, handles=[handle], keep=[output, tensor])
 
 
 def all_to_all(x: Tensor, group: Group, *, output_splits: Sequence[int], input_splits: Sequence[int]) -> Tensor:

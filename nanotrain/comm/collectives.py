@@ -43,7 +43,7 @@ def start_all_reduce(tensor: Tensor, group: Group, *, op: str = "sum") -> Work[T
     group.record("all_reduce", num_bytes=2 * reduced_bytes(tensor.nbytes, group.size))
     with translate_errors("all_reduce", group):
         handle = dist.all_reduce(tensor, op=_OPS[op], group=group.process_group, async_op=True)
-    return Work(lambda: tensor, op="all_reduce", group=group, handles=[handle])
+    return Work(lambda: tensor, op="all_reduce", group=group, handles=[handle], keep=[tensor])
 
 
 def start_reduce_scatter_into(output: Tensor, tensor: Tensor, *, group: Group, op: str = "sum") -> Work[Tensor]:
@@ -58,10 +58,10 @@ def start_reduce_scatter_into(output: Tensor, tensor: Tensor, *, group: Group, o
         return Work.completed(output)
     group.record("reduce_scatter", num_bytes=reduced_bytes(tensor.nbytes, group.size))
     with translate_errors("reduce_scatter", group):
-        if dist.get_backend(group.process_group) == "gloo":
+        if group.is_gloo:
             return gloo.start_reduce_scatter_into(output, tensor, group=group, averages=op == "avg")
         handle = _reduce_scatter_flat(output, tensor, op=_OPS[op], group=group.process_group, async_op=True)
-    return Work(lambda: output, op="reduce_scatter", group=group, handles=[handle], keep=[tensor])
+    return Work(lambda: output, op="reduce_scatter", group=group, handles=[handle], keep=[output, tensor])
 
 
 def start_all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> Work[Tensor]:
@@ -75,10 +75,10 @@ def start_all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> Wo
         return Work.completed(output)
     group.record("all_gather", num_bytes=reduced_bytes(output.nbytes, group.size))
     with translate_errors("all_gather", group):
-        if dist.get_backend(group.process_group) == "gloo":
+        if group.is_gloo:
             return gloo.start_all_gather_into(output, tensor, group=group)
         handle = _all_gather_flat(output, tensor, group=group.process_group, async_op=True)
-    return Work(lambda: output, op="all_gather", group=group, handles=[handle], keep=[tensor])
+    return Work(lambda: output, op="all_gather", group=group, handles=[handle], keep=[output, tensor])
 
 
 def start_all_gather(tensor: Tensor, group: Group, *, dim: int) -> Work[Tensor]:
@@ -137,7 +137,7 @@ def all_reduce_scalars(values: Sequence[float], group: Group, *, op: str = "sum"
     group.record("all_reduce_scalars", num_bytes=2 * reduced_bytes(packed.nbytes, group.size))
     with translate_errors("all_reduce_scalars", group):
         handle = dist.all_reduce(packed, op=_OPS[op], group=group.process_group, async_op=True)
-    return Work(packed.tolist, op="all_reduce_scalars", group=group, handles=[handle]).wait()
+    return Work(packed.tolist, op="all_reduce_scalars", group=group, handles=[handle], keep=[packed]).wait()
 
 
 def all_gather_object(obj: Any, group: Group) -> list[Any]:

@@ -54,7 +54,7 @@ def start_reduce_scatter_into(output: Tensor, tensor: Tensor, *, group: Group, a
         group.scratch.give(scratch)
         return output
 
-    return Work(finish, op="reduce_scatter", group=group, keep=[tensor])
+    return Work(finish, op="reduce_scatter", group=group, keep=[output, tensor, scratch])
 
 
 def start_all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> Work[Tensor]:
@@ -66,7 +66,7 @@ def start_all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> Wo
         handles.append(_send(local, target, group=group))
     if slices[group.index].data_ptr() != local.data_ptr():
         slices[group.index].copy_(local)
-    return Work(lambda: output, op="all_gather", group=group, handles=handles, keep=[tensor])
+    return Work(lambda: output, op="all_gather", group=group, handles=handles, keep=[output, tensor])
 
 
 def _sum_in_order(output: Tensor, versions: list[Tensor], *, local: int, divisor: int) -> None:

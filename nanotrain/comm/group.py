@@ -50,6 +50,11 @@ class Group:
     def __repr__(self) -> str:
         return f"Group({self.spec})"
 
+    @property
+    def is_gloo(self) -> bool:
+        """Whether gloo carries its collectives; False for a group of one rank."""
+        return self.process_group is not None and dist.get_backend(self.process_group) == "gloo"
+
     def record(self, op: str, *, num_bytes: int) -> None:
         """Count and record that a collective of this rank begins, with the bytes that it sends."""
         self.traffic.record(self.name, op, num_bytes=num_bytes)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -183,13 +184,27 @@ def _new_group(
     name: str, ranks: tuple[int, ...], *, timeout: timedelta, backend: str | None = None
 ) -> dist.ProcessGroup | None:
     assert list(ranks) == sorted(ranks), "torch sorts the ranks; slices would then reach the wrong rank"
-    return dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=name)
+    options = _options(backend or dist.get_backend(), timeout=timeout)
+    return dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=name)
+
+
+def _options(backend: str, *, timeout: timedelta) -> Any:
+    """On NCCL streams of high priority: a collective beside a matrix product gets the next free multiprocessors.
+
+    Otherwise its few thread blocks queue behind all of the product's.
+    """
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream, options._timeout = True, timeout  # torch warns where the timeouts differ
+    return options
 
 
 def _join_world(launch: Launch, backend: str, *, timeout_s: float) -> None:
     """Create the default process group at torchrun's address."""
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, timeout=timeout, pg_options=_options(backend, timeout=timeout))
     except (RuntimeError, ValueError) as error:
         raise EnvironmentFault(
             f"rank {launch.rank} of {launch.world_size} could not join the others over {backend}",

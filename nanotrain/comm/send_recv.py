@@ -95,4 +95,5 @@ def _operation(start: Callable[..., object], message: Message, *, group: Group) 
 
 
 def _receive(message: Message, handle: dist.Work, *, group: Group) -> Work[Tensor]:
-    return Work(lambda: message.tensor, op="p2p", group=group, handles=[handle], peer=group.ranks[message.peer])
+    peer, tensor = group.ranks[message.peer], message.tensor
+    return Work(lambda: tensor, op="p2p", group=group, handles=[handle], keep=[tensor], peer=peer)

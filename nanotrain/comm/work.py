@@ -1,8 +1,8 @@
 """`Work`, the handle of an asynchronous operation, and `translate_errors`, which names the rank a failure belongs to.
 
-A `Work` keeps torch's handles and the tensors in use alive until `wait`: on NCCL the memory of a dropped handle may be
-reused while it is still being read. On NCCL `wait` makes the current stream wait, not the host; on gloo it blocks the
-host.
+A `Work` keeps torch's handles and every tensor that is read or written alive until `wait`: memory that is freed earlier
+may be allocated again while a transfer on another stream still uses it. tests/happens_before.py checks this. On NCCL
+`wait` makes the current stream wait, not the host; on gloo it blocks the host.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ class Work(Generic[T]):
         op: name of the collective, for error messages.
         group: the group it runs over, for error messages; None if nothing is sent.
         handles: torch's handles.
-        keep: tensors that must stay alive until the transfer is complete.
+        keep: all tensors that the transfer reads or writes.
         peer: global rank that sends the message; None for a collective.
     """
 

@@ -2,12 +2,15 @@
 
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from nanotrain.comm import parallel_context
 from nanotrain.comm.collectives import (
     all_gather_into,
     all_reduce,
@@ -113,6 +116,20 @@ def test_a_fake_world_gives_any_rank_its_context_without_communication():
         meta = torch.empty(32 * 4, device="meta")
         start_reduce_scatter_into(meta[:4], meta, group=shard).wait()
     assert not dist.is_initialized()
+
+
+def test_nccl_groups_have_streams_of_high_priority(monkeypatch):
+    # given NCCL's options, which a CPU build of torch lacks
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
+    given = {}
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: given.update(options))
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    timeout = timedelta(seconds=7)
+    parallel_context._new_group("tp", (0, 1), timeout=timeout)
+    assert given["pg_options"] == SimpleNamespace(is_high_priority_stream=True, _timeout=timeout)
+    # and groups for objects, over gloo, take none
+    parallel_context._new_group("control", (0, 1), timeout=timeout, backend="gloo")
+    assert given["pg_options"] is None
 
 
 _JOB = """

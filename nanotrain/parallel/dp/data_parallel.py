@@ -21,6 +21,9 @@ Buckets are reduced in buffer order on every rank, independent of the order in w
 that two ranks issue in different orders deadlock on NCCL. This holds across both groups too. With overlap, the
 reduction across of bucket i starts right before the reduce-scatter of bucket i + MAX_REDUCTIONS.
 
+No more than MAX_REDUCTIONS are in flight where a reduction holds memory or another one follows it. Otherwise all may
+be: on NCCL a wait in the backward would put the rest of the backward behind the reduction.
+
 Source: Rajbhandari et al. 2020 (ZeRO), sections 5.1-5.2; Megatron-LM core, `distributed_data_parallel.py` and
 `param_and_grad_buffer.py`.
 """
@@ -56,8 +59,8 @@ from nanotrain.topology.params import LocalParam
 
 # One bucket fills while another is being reduced; a third would only hold memory.
 MAX_FULL_BUCKETS = 2
-# One reduction runs and the next is queued. More would only hold memory: on gloo each receives into (d-1)/d of its
-# bucket, which is kept (measured, 13 buckets: 39 MiB with all in flight, 10.5 with two, no slower).
+# One reduction runs and the next is queued. More would hold memory on gloo, which receives into (d-1)/d of a bucket
+# (measured, 13 buckets: 39 MiB with all in flight, 10.5 with two, no slower), and full-size gradients of a pool.
 MAX_REDUCTIONS = 2
 
 
@@ -231,13 +234,21 @@ class DataParallel:
     def _start_reductions(self, *, until: int) -> None:
         for bucket in self.buckets[self._num_started : until]:
             self._prepare_write(bucket)
-            while len(self._in_flight) >= MAX_REDUCTIONS:
+            while len(self._in_flight) >= self._max_reductions:
                 self._finish_oldest()
             bucket.start_reduce(is_last=self._is_last_microbatch)
             self._in_flight.append(bucket)
             if not self.options.overlap_grad_reduce and self.options.strategy.shard_grads:
                 self._finish_oldest()
         self._num_started = max(self._num_started, until)
+
+    @property
+    def _max_reductions(self) -> int:
+        """How many reductions may be in flight."""
+        shard, replicate = self.groups.shard, self.groups.replicate
+        holds_memory = self.options.strategy.shard_grads or shard.is_gloo or replicate.is_gloo
+        is_followed = shard.size > 1 and replicate.size > 1
+        return MAX_REDUCTIONS if holds_memory or is_followed else len(self.buckets)
 
     def _prepare_write(self, bucket: Bucket) -> None:
         """Finish the bucket's last reduction and, for a transient store, wait until the pool has storage left."""

@@ -21,7 +21,8 @@ from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.parallel.dp.units import unit_modules
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.topology import Topology
-from tests.harness import ranks, run_ranks
+from tests.happens_before import recorded_world
+from tests.harness import parallel_config, ranks, run_ranks
 from tests.parallel.dp.test_bucket import late_groups
 from tests.parallel.dp.toys import (
     BUCKET_SIZE,
@@ -145,24 +146,40 @@ def test_overlap_reduces_a_bucket_before_the_backward_pass_has_ended(ctx):
         assert launched_early == (every if strategy == "optim_grads" else last if overlap else [0, 0])
 
 
+def reductions_in_flight(parallel, stage):
+    """How many are in flight after each one that a step starts."""
+    together = []
+    for bucket in parallel.buckets:
+
+        def start(start=bucket.start_reduce, *, is_last):
+            start(is_last=is_last)
+            together.append(sum(b.is_in_flight for b in parallel.buckets))
+
+        bucket.start_reduce = start
+    parallel.begin_step()
+    backward(parallel, stage(1.0))
+    parallel.finish_grad_reduce()
+    assert len(together) == NUM_BUCKETS > MAX_REDUCTIONS
+    return together
+
+
 @ranks(2, strategy="optim")
-def test_no_more_than_two_reductions_are_in_flight(ctx):
+def test_no_more_than_two_reductions_are_in_flight_on_gloo(ctx):
     for strategy, overlap in SETTINGS:
-        stage, together = Toy(), []
+        stage = Toy()
         parallel = wrap(ctx, stage, strategy=strategy, overlap=overlap)
-        for bucket in parallel.buckets:
-
-            def start(start=bucket.start_reduce, parallel=parallel, together=together, *, is_last):
-                start(is_last=is_last)
-                together.append(sum(b.is_in_flight for b in parallel.buckets))
-
-            bucket.start_reduce = start
-        parallel.begin_step()
-        backward(parallel, stage(1.0))
-        parallel.finish_grad_reduce()
-        assert len(together) == NUM_BUCKETS > MAX_REDUCTIONS
-        assert max(together) <= MAX_REDUCTIONS
+        assert max(reductions_in_flight(parallel, stage)) <= MAX_REDUCTIONS
         assert_shards(parallel, patterns(stage, 2.0))
+
+
+def test_elsewhere_all_reductions_of_resident_gradients_may_be_in_flight():
+    topology = Topology.of(parallel_config(strategy="optim"), 2)
+    with recorded_world(topology, 0) as (ctx, recorder):
+        for strategy in ("no_shard", "optim", "optim_grads"):
+            stage = Toy()
+            together = reductions_in_flight(wrap(ctx, stage, strategy=strategy, overlap=True), stage)
+            assert max(together) == (MAX_REDUCTIONS if strategy == "optim_grads" else NUM_BUCKETS)
+        recorder.finish()
 
 
 def test_a_gradient_in_flight_is_not_overwritten_by_the_next_microbatch(monkeypatch):
