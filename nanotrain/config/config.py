@@ -18,7 +18,7 @@ from nanotrain.config.model import (
     PositionEmbedding,
     RouterScore,
 )
-from nanotrain.config.option import above, at_least, between, option, section
+from nanotrain.config.option import above, at_least, between, option, section, url
 
 __all__ = [  # the sections that config/model.py holds
     "Activation",
@@ -300,6 +300,9 @@ class TrainConfig:
     wandb_project: str = option("nanotrain", "Weights & Biases project; on the command line it turns wandb on")
     wandb_exp_name: str | None = option(None, "Weights & Biases: name of the run; unset: the name of the run folder")
     wandb_entity: str | None = option(None, "Weights & Biases: team or user; unset: the default of the account")
+    prometheus_port: int | None = option(None, "serve the metrics for Prometheus at this port, from the first rank; unset: do not", check=at_least(1, at_most=65535))
+    prometheus_address: str = option("127.0.0.1", "address that the Prometheus endpoint binds to; 0.0.0.0: all interfaces")
+    notify: str | None = option(None, "URL that gets a JSON message at start, end, failure and loss spikes; files refer to $NANOTRAIN_NOTIFY", check=url(), secret="NANOTRAIN_NOTIFY")
     report: bool = option(True, "write report.html into the run folder at the end")
     report_interval: int = option(0, "also write the report every this many steps; 0: only at the end", check=at_least(0))
     generate_tokens: int = option(0, "tokens to generate at the end of training; 0: none", check=at_least(0))

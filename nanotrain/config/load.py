@@ -23,6 +23,7 @@ from nanotrain.config.schema import (
     ENTRIES,
     KEYS,
     flat_values,
+    nest,
     plain,
     read_config,
     to_dict,
@@ -79,6 +80,12 @@ def configure(recipe: str | None = None, **values: Any) -> Config:
     return load_line(line).config
 
 
+def shown(setting: Setting) -> str:
+    """A setting as written, without a secret value."""
+    entry = KEYS.get(setting.key)
+    return f"{entry.flag} (hidden)" if entry is not None and entry.secret else setting.text
+
+
 def text_of(value: Any) -> str | list[str]:
     """A Python value as the text of a flag."""
     if isinstance(value, list | tuple):
@@ -95,7 +102,7 @@ def load_object(config: Config) -> Loaded:
         ConfigError: all mistakes.
     """
     errors = ErrorCollector()
-    config, unreadable = read_config(to_dict(config), errors=errors)
+    config, unreadable = read_config(nest(flat_values(config)), errors=errors)  # with the secrets, which files hide
     if config.train.run_dir is None:
         config = with_values(config, {"train.run_dir": "runs/train"})
     unreadable = frozenset(KEYS[key].name for key in unreadable)
@@ -156,7 +163,7 @@ def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
     origins = dict.fromkeys(KEYS, "default") | files
     if line.wants_megatron_defaults:
         origins = dict.fromkeys(KEYS, "default") | dict.fromkeys(megatron_values(), "--megatron-defaults") | files
-    origins |= {setting.key: f"command line: {setting.text}" for setting in line.settings}
+    origins |= {setting.key: f"command line: {shown(setting)}" for setting in line.settings}
     recipe = line.choices.get("config")
     if config.train.run_dir is None:
         config = with_values(config, {"train.run_dir": f"runs/{Path(recipe).stem if recipe else 'train'}"})

@@ -6,7 +6,13 @@ from typing import Any
 
 
 def option(
-    default: Any, meaning: str, *, name: str = "", unit: str = "", check: Callable[[Any], bool] | None = None
+    default: Any,
+    meaning: str,
+    *,
+    name: str = "",
+    unit: str = "",
+    check: Callable[[Any], bool] | None = None,
+    secret: str = "",
 ) -> Any:
     """Declare one field; the only place of its default.
 
@@ -16,8 +22,9 @@ def option(
         name: unique name behind the flag, where it is not the section's prefix and the field's own name.
         unit: unit of a number, where the field's name does not give it.
         check: bound on the value; a value that fails it is a `ConfigError`.
+        secret: environment variable to which files refer in place of the value; empty: the value is written.
     """
-    metadata = {"meaning": meaning, "unit": unit, "check": check, "name": name}
+    metadata = {"meaning": meaning, "unit": unit, "check": check, "name": name, "secret": secret}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -52,6 +59,11 @@ def above(bound: float) -> Callable[[Any], bool]:
 def between(low: float, high: float) -> Callable[[Any], bool]:
     """A check that passes numbers in [low, high), and None."""
     return _check(f"must be at least {low} and below {high}", lambda value: low <= value < high)
+
+
+def url() -> Callable[[Any], bool]:
+    """A check that passes http and https addresses, and None."""
+    return _check("must begin with http:// or https://", lambda value: value.startswith(("http://", "https://")))
 
 
 def _check(requirement: str, is_met: Callable[[Any], bool]) -> Callable[[Any], bool]:

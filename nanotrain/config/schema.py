@@ -16,7 +16,7 @@ from typing import Any, get_args, get_origin
 
 from nanotrain.config.config import Config
 from nanotrain.config.option import flag_of
-from nanotrain.config.references import as_written
+from nanotrain.config.references import MARK, FromEnvironment, as_written
 from nanotrain.config.suggest import advise, by_meaning, did_you_mean, nearest_choice
 from nanotrain.config.synonyms import VALUES
 from nanotrain.errors import ConfigError, ErrorCollector
@@ -48,6 +48,11 @@ class Entry:
     def meaning(self) -> str:
         """The field's flag and what it means, as advice in errors."""
         return f"{self.flag} is {self.field.metadata['meaning']}"
+
+    @property
+    def secret(self) -> str:
+        """The environment variable to which files refer in place of the value; empty for most fields."""
+        return str(self.field.metadata["secret"])
 
     @property
     def is_optional(self) -> bool:
@@ -239,6 +244,8 @@ def check_choice(name: str, value: str, *, known: Iterable[str], why: str = "the
 
 def convert(entry: Entry, value: Any) -> Any:
     """The value of a field from a plain value or its text, checked on its own."""
+    if entry.secret and isinstance(value, str) and value.startswith(MARK):
+        return None  # in a checkpoint, which does not hold it
     if value is None or (isinstance(value, str) and value.lower() in ("null", "none") and entry.is_optional):
         if not entry.is_optional:
             raise wrong_type(entry, "null")
@@ -255,6 +262,8 @@ def convert_item(entry: Entry, value: Any) -> Any:
     check = entry.field.metadata["check"]
     if check is not None and not check(result):
         raise ConfigError(f"{entry.key} is {result}", why=f"it {check.__doc__}", fix=entry.meaning)
+    if entry.secret and not isinstance(result, FromEnvironment):
+        return FromEnvironment(str(result), reference=f"${{oc.env:{entry.secret},null}}")
     return result
 
 

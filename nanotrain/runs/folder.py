@@ -18,7 +18,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,15 +77,20 @@ class RunFolder:
                 fix="choose another folder with --run-dir, or free space",
             ) from None
 
-    def write_description(self, config_yaml: str, facts: Mapping[str, Any]) -> None:
+    def write_description(self, config_yaml: str, facts: Mapping[str, Any], *, secrets: Sequence[str] = ()) -> None:
         """Write config.yaml, and environment.json with `facts` of the live run (device, world size).
+
+        Args:
+            config_yaml: the text of config.yaml.
+            facts: more of environment.json.
+            secrets: texts to hide in the command line.
 
         Raises:
             EnvironmentFault: the disk is full or the folder cannot be written.
         """
         write_text(self.path / "config.yaml", config_yaml)
         environment = {
-            "command": sys.argv,
+            "command": [_hidden(word, secrets) for word in sys.argv],
             "python": platform.python_version(),
             "platform": platform.platform(),
             "packages": {name: _version(name) for name in REPORTED_PACKAGES},
@@ -93,6 +98,13 @@ class RunFolder:
             **facts,
         }
         write_text(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
+
+
+def _hidden(word: str, secrets: Sequence[str]) -> str:
+    """A word of the command line without the secrets in it."""
+    for secret in secrets:
+        word = word.replace(secret, "(hidden)")
+    return word
 
 
 def _version(package: str) -> str | None:

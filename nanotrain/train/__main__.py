@@ -113,6 +113,7 @@ def train(loaded: Loaded, world_size: int) -> None:
     from nanotrain.memory.offload import require_gpu
     from nanotrain.optim import offload
     from nanotrain.train.fp8 import require_fp8
+    from nanotrain.train.hooks.prometheus import require_client
     from nanotrain.train.inputs import require_corpus
     from nanotrain.train.plans.memory_plan import require_memory
     from nanotrain.train.plans.plan import check_names
@@ -130,6 +131,8 @@ def train(loaded: Loaded, world_size: int) -> None:
         require_fp8(config.precision, compute_capability(device))
     with errors:
         require_corpus(config.data)
+    with errors:
+        require_client(config.train)
     if config.optim.optimizer_cpu_offload:
         with errors:
             offload.require_gpu(device.type)

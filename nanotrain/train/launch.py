@@ -17,7 +17,9 @@ from nanotrain.train.hooks.debug_nan import DebugNanHook
 from nanotrain.train.hooks.evaluate import EvaluateHook
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.hooks.log import LogHook
+from nanotrain.train.hooks.notify import NotifyHook
 from nanotrain.train.hooks.profile import ProfileHook
+from nanotrain.train.hooks.prometheus import PrometheusHook
 from nanotrain.train.hooks.replicas import ReplicasHook
 from nanotrain.train.hooks.report import ReportHook
 from nanotrain.train.hooks.sample import PlannedPeak, SampleHook, SummaryHook
@@ -62,7 +64,8 @@ def _run(plan: Plan, inputs: RunInputs, *, context: ParallelContext, planned: Me
                 "memory": asdict(planned) if planned else None,
                 "origins": dict(inputs.origins),
             }
-            inputs.folder.write_description(to_yaml(config), facts)
+            secrets = [config.train.notify] if config.train.notify else []
+            inputs.folder.write_description(to_yaml(config), facts, secrets=secrets)
             log.info("%s", header(plan, inputs, device=device_name(context.device)))
             if inputs.is_resumed:
                 log.info("resuming; --no-auto-resume starts a new run")
@@ -123,6 +126,8 @@ def choose_hooks(config: Config, tokenizer: str | None, *, planned: PlannedPeak 
         (train.profile, ProfileHook()),
         (train.generate_tokens > 0, SampleHook(tokenizer)),
         (train.report, ReportHook()),
+        (train.prometheus_port is not None, PrometheusHook()),
+        (train.notify is not None, NotifyHook()),
         (True, SummaryHook(planned)),
     ]
     return [hook for is_enabled, hook in hooks if is_enabled]

@@ -201,6 +201,7 @@ UNUSED = (
         is_harmless=True),
     Unused("generate_prompt", "generate_tokens", lambda v: v.generate_tokens == 0, "no sample is generated"),
     Unused("profile_step_start profile_step_end", "profile", lambda v: not v.profile, "profile is off"),
+    Unused("prometheus_address", "prometheus_port", lambda v: v.prometheus_port is None, "prometheus_port is unset"),
     Unused("wandb_project wandb_exp_name wandb_entity", "wandb", lambda v: not v.wandb, "wandb is off"),
 )
 # fmt: on

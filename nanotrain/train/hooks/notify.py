@@ -1,0 +1,150 @@
+"""A webhook: JSON messages to `train.notify` at the start and end of a run, at its failure, and at loss spikes.
+
+    {"event": "spike", "run": "llama", "step": 120, "train_iters": 600, "loss": 9.1, "text": "llama: step 120 of ..."}
+
+`text` is what Slack and Mattermost show. Messages are sent by a thread of the first rank: a server that is slow, or
+gone, delays no step and fails none.
+"""
+
+import json
+import math
+import queue
+import threading
+from collections import deque
+from statistics import fmean, pstdev
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from nanotrain.log import get_logger
+from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.metrics import StepReport
+from nanotrain.train.run import Run
+
+log = get_logger(__name__)
+
+TIMEOUT_S = 10.0  # of one request
+LAST_WAIT_S = 5.0  # at the end of the run, for messages that are not yet sent
+MAX_WAITING = 100  # messages; more are dropped
+# A spike is a loss that is not finite, or above the mean of the last WINDOW finite ones by SPREADS standard deviations.
+WINDOW, SPREADS, FEWEST = 50, 6.0, 10
+
+
+class Sender:
+    """Sends messages to a URL, one after the other, in a thread of its own.
+
+    Args:
+        url: http or https.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url, self._has_failed = url, False
+        self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
+        self._thread = threading.Thread(target=self._send_all, name="notify", daemon=True)
+        self._thread.start()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Hand a message to the thread; it is dropped if too many wait."""
+        try:
+            self._waiting.put_nowait(message)
+        except queue.Full:
+            self._warn("too many messages wait")
+
+    def close(self, *, wait_s: float = LAST_WAIT_S) -> None:
+        """Wait for what is not yet sent, but not long."""
+        try:
+            self._waiting.put_nowait(None)
+        except queue.Full:
+            return
+        self._thread.join(wait_s)
+
+    def _send_all(self) -> None:
+        while (message := self._waiting.get()) is not None:
+            body = json.dumps(message).encode()
+            try:
+                request = Request(self._url, data=body, headers={"Content-Type": "application/json"})
+                with urlopen(request, timeout=TIMEOUT_S):
+                    pass
+            except HTTPError as error:
+                self._warn(f"the server replied {error.code}")
+            except Exception as error:  # any: a message is never worth a step
+                self._warn(type(error).__name__)  # its text may contain the URL
+
+    def _warn(self, why: str) -> None:
+        if not self._has_failed:
+            log.warning("--notify: a message was not delivered (%s); training goes on, this is said once", why)
+        self._has_failed = True
+
+
+class SpikeDetector:
+    """Says which losses are spikes; at most one in `WINDOW` steps.
+
+    >>> detector = SpikeDetector()
+    >>> [detector.is_spike(loss) for loss in [3.0, 3.1, 2.9, 3.0] * 5 + [9.0, 9.0]][-3:]
+    [False, True, False]
+    """
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._quiet_steps = 0
+
+    def is_spike(self, loss: float) -> bool:
+        """Whether this loss is a spike among those before it."""
+        self._quiet_steps = max(0, self._quiet_steps - 1)
+        found = not math.isfinite(loss)
+        if not found and len(self._losses) >= FEWEST:
+            spread = max(pstdev(self._losses), 1e-3)
+            found = loss > fmean(self._losses) + SPREADS * spread
+        if math.isfinite(loss):
+            self._losses.append(loss)
+        if not found or self._quiet_steps:
+            return False
+        self._quiet_steps = WINDOW
+        return True
+
+
+class NotifyHook(Hook):
+    """Sends the messages of a run, on the first rank."""
+
+    def __init__(self) -> None:
+        self._sender: Sender | None = None
+        self._spikes = SpikeDetector()
+        self._facts: dict[str, Any] = {}
+
+    def before_training(self, run: Run) -> None:
+        train = run.config.train
+        if not run.context.control.is_first or train.notify is None:
+            return
+        self._sender = Sender(train.notify)
+        self._facts = {
+            "run": run.folder.path.resolve().name,
+            "step": run.state.step,
+            "train_iters": train.train_iters,
+            "loss": None,
+        }
+        self._send("start", f"starts on {run.context.topology.world_size} ranks")
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        if self._sender is None:
+            return
+        loss = report.loss
+        self._facts |= {"step": report.step, "loss": loss if math.isfinite(loss) else None}
+        if self._spikes.is_spike(loss):
+            self._send("spike", f"the loss is {loss:.4g}")
+
+    def after_training(self, run: Run) -> None:
+        stopped = run.state.step < run.config.train.train_iters
+        self._send("end", "stopped and saved" if stopped else "finished")
+
+    def close(self, *, failed: bool) -> None:
+        if failed:
+            self._send("failure", "ended with an error")
+        if self._sender is not None:
+            self._sender.close()
+
+    def _send(self, event: str, words: str) -> None:
+        if self._sender is None:
+            return
+        facts = self._facts
+        text = f"{facts['run']}: step {facts['step']} of {facts['train_iters']}: {words}"
+        self._sender.send({"event": event, **facts, "text": text})
