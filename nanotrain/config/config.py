@@ -17,6 +17,7 @@ from nanotrain.config.model import (
     NormPlacement,
     PositionEmbedding,
     RouterScore,
+    SoftmaxType,
 )
 from nanotrain.config.option import above, at_least, between, option, section, url
 
@@ -30,6 +31,7 @@ __all__ = [  # the sections that config/model.py holds
     "Normalization",
     "PositionEmbedding",
     "RouterScore",
+    "SoftmaxType",
 ]
 
 

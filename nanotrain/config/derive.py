@@ -12,6 +12,7 @@ from nanotrain.config.config import (
     PositionEmbedding,
     PrecisionConfig,
     RecomputeGranularity,
+    SoftmaxType,
     TrainConfig,
 )
 from nanotrain.config.pattern import read_pattern, read_window_pattern
@@ -56,6 +57,25 @@ def is_rope_scaled(model_config: ModelConfig) -> bool:
     if model_config.position_embedding_type is PositionEmbedding.yarn:
         return True
     return model_config.use_rope_scaling or model_config.rotary_seq_len_interpolation_factor != 1
+
+
+def has_dropout(model_config: ModelConfig) -> bool:
+    """Whether training drops anything.
+
+    >>> has_dropout(ModelConfig(hidden_dropout=0.1))
+    True
+    """
+    return model_config.attention_dropout > 0 or model_config.hidden_dropout > 0
+
+
+def has_score_options(model_config: ModelConfig) -> bool:
+    """Whether training changes attention scores or weights beside the softmax.
+
+    >>> has_score_options(ModelConfig(attn_logit_softcapping=50.0))
+    True
+    """
+    is_bounded = model_config.attn_logit_softcapping is not None
+    return is_bounded or model_config.softmax_type is not SoftmaxType.vanilla or model_config.attention_dropout > 0
 
 
 def rotary_dim(model_config: ModelConfig) -> int:

@@ -67,8 +67,6 @@ MODEL = {
     "--transformer-impl": no_effect("there is one implementation of the layers", arity=1),
     "--attention-backend": no_effect("torch chooses the attention kernel", arity=1),
     "--use-flash-attn": no_effect("torch chooses the attention kernel"),
-    "--attention-dropout": always("there is no dropout", *ZERO),
-    "--hidden-dropout": always("there is no dropout", *ZERO),
     "--disable-bias-linear": sets("--no-add-bias-linear", add_bias_linear=False),
     "--group-query-attention": MegatronFlag("rename", "--num-query-groups sets the number, 1 where it is left out", convert=conversions.group_query_attention),
     "--use-rotary-position-embeddings": sets("--position-embedding-type rope", position_embedding_type="rope"),
@@ -91,7 +89,6 @@ MODEL = {
     "--activation-func-clamp-value": not_yet("activations are not clamped: leave it out", arity=1),
     "--enable-gpt-oss": not_yet("the family is not supported: leave it out"),
     "--export-force-local-attention": no_effect("torch chooses the attention kernel"),
-    "--softmax-type": not_yet("there are no attention sinks: leave it out", "vanilla"),
     "--mtp-num-layers": not_yet("there is no multi-token prediction: leave it out together with --mtp-loss-scaling-factor", "0"),
     "--mtp-loss-scaling-factor": no_effect("it belongs to --mtp-num-layers", arity=1),
     "--init-model-with-meta-device": always("no rank allocates parameters that it does not keep"),
@@ -280,6 +277,8 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
     "normalization": "LayerNorm",
     "activation": "gelu",
     "add_bias_linear": True,
+    "attention_dropout": 0.1,
+    "hidden_dropout": 0.1,
     "adam_beta2": 0.999,
     "weight_decay": 0.01,
     "lr_decay_style": "linear",
@@ -291,4 +290,7 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
 # fields without a default in Megatron-LM
 MEGATRON_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "seq_length")
 # the fields that decide which model is trained
-SHAPING = ("position_embedding_type", "normalization", "activation", "add_bias_linear", "adam_beta2", "weight_decay")
+SHAPING = (
+    *("position_embedding_type", "normalization", "activation", "add_bias_linear"),
+    *("attention_dropout", "hidden_dropout", "adam_beta2", "weight_decay"),
+)

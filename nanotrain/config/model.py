@@ -6,7 +6,7 @@ Fields are named as in Megatron-LM where it has them; `config.py` holds the othe
 from dataclasses import dataclass
 from enum import Enum
 
-from nanotrain.config.option import above, at_least, option, section
+from nanotrain.config.option import above, at_least, between, option, section
 
 
 class PositionEmbedding(str, Enum):
@@ -25,6 +25,12 @@ class NormPlacement(str, Enum):
     pre = "pre"
     post = "post"
     sandwich = "sandwich"
+
+
+class SoftmaxType(str, Enum):
+    vanilla = "vanilla"
+    off_by_one = "off-by-one"
+    learnable = "learnable"
 
 
 class Activation(str, Enum):
@@ -121,6 +127,10 @@ class ModelConfig:
     qk_layernorm: bool = option(False, "normalize each query and key head (Qwen3)")
     qk_layernorm_across_heads: bool = option(False, "qk_layernorm: one norm over all heads together instead of one per head (OLMo 2)")
     softmax_scale: float | None = option(None, "factor on the attention scores; unset: 1 / sqrt(channels of a head)", check=above(0))
+    attn_logit_softcapping: float | None = option(None, "bound attention scores by c * tanh(score / c) (Gemma 2); unset: none", check=above(0))
+    softmax_type: SoftmaxType = option(SoftmaxType.vanilla, "attention sinks: vanilla (none), off-by-one (one more score of 0) or learnable (one per head, gpt-oss)")
+    attention_dropout: float = option(0.0, "share of the attention weights that are dropped in training", check=between(0, 1))
+    hidden_dropout: float = option(0.0, "share of the outputs of embedding, attention and MLP that are dropped in training", check=between(0, 1))
     window_size: int | None = option(None, "sliding-window attention: keys before its own that a query attends to, the left number of Megatron-LM's pair; unset: all", check=at_least(0))
     window_attn_skip_freq: str = option("0", "layers without the window: N for every Nth layer, 0 for none, or a pattern such as [1]*5+[0] with 0 for each of them")
     untie_embeddings_and_output_weights: bool = option(False, "use separate weights for embedding and head")

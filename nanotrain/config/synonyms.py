@@ -13,7 +13,7 @@ RESUME = "--load DIR for another run's checkpoint; the same --run-dir resumes by
 STRATEGIES = "--data-parallel-sharding-strategy optim (ZeRO-1), optim_grads (ZeRO-2) or optim_grads_params (ZeRO-3)"
 EPOCHS = "--train-iters: steps = epochs x samples / global_batch_size"
 DTYPE = "--params-dtype bf16, fp16 or fp32"
-NO_DROPOUT = "nothing: there is no dropout"
+DROPOUT = "--hidden-dropout, and --attention-dropout for the attention weights"
 
 # what to write -> its names elsewhere
 NAMES = {
@@ -50,7 +50,7 @@ NAMES = {
     "--activation": "hidden_act act act_fn activation_function",
     "--add-bias-linear": "bias use_bias",
     "--no-untie-embeddings-and-output-weights": "tie_word_embeddings tie_embeddings weight_tying tie_weights",
-    NO_DROPOUT: "dropout embd_pdrop resid_pdrop attn_pdrop dropout_rate",
+    DROPOUT: "dropout embd_pdrop resid_pdrop attn_pdrop dropout_rate",
     "--num-experts": "experts num_local_experts n_experts n_routed_experts",
     "--moe-router-topk": "top_k topk num_experts_per_tok experts_per_token router_topk",
     "--moe-aux-loss-coeff": "aux_loss_coef router_aux_loss_coef aux_loss_coeff aux_loss_weight aux_loss_alpha",

@@ -49,6 +49,7 @@ class Batch:
     loss_mask: Tensor  # [B, S] float32
     position_ids: Tensor | None = None  # [B, S] int64, or None for 0..S-1 in every row
     segment_ids: Tensor | None = None  # [B, S] int32, or None where attention crosses documents
+    sample_ids: Tensor | None = None  # [B] int64, indices of the samples in the data; None where they have none
 
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> "Batch":

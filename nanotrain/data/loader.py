@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
@@ -42,6 +43,7 @@ class _BatchReader(Dataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> Batch | NanotrainError:
         try:
             batch = collate([self._sample(index) for index in indices])
+            batch = replace(batch, sample_ids=torch.tensor(indices))
         except NanotrainError as error:
             return error  # returned, not raised: torch would put the worker's traceback into the message
         if get_worker_info() is None:

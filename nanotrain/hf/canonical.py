@@ -9,7 +9,7 @@ from nanotrain.config.pattern import write_pattern
 from nanotrain.topology.shape import ModelShape, MoEShape
 
 # Keys that may differ from the weights: they change training or memory layout, not what the model computes.
-FREE_KEYS = ("make_vocab_size_divisible_by", "init_method_std")
+FREE_KEYS = ("make_vocab_size_divisible_by", "init_method_std", "attention_dropout", "hidden_dropout")
 FREE_EXPERT_KEYS = (
     "moe.router_load_balancing_type",
     "moe.aux_loss_coeff",

@@ -57,6 +57,7 @@ def read_gemma3(raw: Mapping[str, Any]) -> ModelConfig:
         "qk_layernorm": True,
         "scale_embeddings": True,
         "softmax_scale": None if scalar == shared["kv_channels"] else scalar**-0.5,
+        "attn_logit_softcapping": raw.get("attn_logit_softcapping"),
         "final_logit_softcapping": raw.get("final_logit_softcapping"),
     }
     return ModelConfig(**shared | rope | windows | special)
@@ -67,6 +68,7 @@ def write_gemma3(model_config: ModelConfig) -> dict[str, Any]:
     scale = model_config.softmax_scale
     special = {
         "attention_bias": False,
+        "attn_logit_softcapping": model_config.attn_logit_softcapping,
         "final_logit_softcapping": model_config.final_logit_softcapping,
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": ModelShape.of(model_config).head_dim if scale is None else round(scale**-2),

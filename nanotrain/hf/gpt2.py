@@ -18,7 +18,7 @@ ACTIVATIONS = {
 
 
 def read_gpt2(raw: Mapping[str, Any]) -> ModelConfig:
-    """Read the config.json of a GPT-2. Its dropout rates are ignored, as pretraining uses none.
+    """Read the config.json of a GPT-2. Its dropout rates describe no weights and are ignored.
 
     Raises:
         HuggingFaceError: an unsupported feature.

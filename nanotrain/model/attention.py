@@ -15,6 +15,7 @@ from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.qk_clip import build_core
 from nanotrain.model.rope import apply_rotary
+from nanotrain.model.scores import LayerScores, local_heads
 from nanotrain.parallel.tp.layers import (
     ColumnParallelLinear,
     ReplicatedHeadsLinear,
@@ -32,16 +33,25 @@ class Attention(nn.Module):
 
     Args:
         model_config: of the model.
-        params: query, key, value, output; query_norm and key_norm where declared.
+        params: query, key, value, output; query_norm, key_norm and softmax_offset where declared.
         parallel: tp shards the heads, the core attention's cp group the sequence.
         has_window: attend within the window.
+        layer: index in the model.
     """
 
     def __init__(
-        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, has_window: bool = False
+        self,
+        model_config: ModelConfig,
+        params: Parameters,
+        *,
+        parallel: ModelParallel,
+        has_window: bool = False,
+        layer: int = 0,
     ) -> None:
         super().__init__()
         shape = ModelShape.of(model_config)
+        self.softmax_offset = params.get("softmax_offset")
+        self.scores = LayerScores(model_config, layer=layer, heads=local_heads(shape, parallel.tp))
         self.head_dim, self.has_window = shape.head_dim, has_window
         self.max_logits, core_attention = build_core(parallel, shape)
         self.core_attention = parallel.recompute.wrap("core_attn", core_attention)
@@ -81,7 +91,9 @@ class Attention(nn.Module):
         if rotary is not None:
             query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
         mask = context.mask_of(has_window=self.has_window)
-        attended = self.core_attention(query, key=key, value=value, mask=mask)
+        scores = self.scores(context, sink=self.softmax_offset, device=query.device)
+        options = {} if scores is None else {"scores": scores}
+        attended = self.core_attention(query, key=key, value=value, mask=mask, **options)
         out: Tensor = self.output(rearrange(attended, "b s n d -> b s (n d)"))
         return out
 

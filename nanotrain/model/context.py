@@ -3,10 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from nanotrain.comm.group import Group
 from nanotrain.data.batch import Batch
+from nanotrain.model.dropout import DropoutContext
 from nanotrain.model.rope import Rotary
 from nanotrain.parallel.cp.split import local_positions
 
@@ -22,15 +24,26 @@ class BatchContext:
     # factor of one sequence's auxiliary losses in the differentiated loss; loss scale / sequences of the global batch
     # gives their mean over sequences
     aux_loss_scale: float = 0.0
+    dropout_seed: int | None = None  # of the words of dropout; None drops nothing, as in evaluation
 
     @classmethod
-    def of(cls, batch: Batch, *, cp: Group, aux_loss_scale: float = 0.0) -> Self:
+    def of(cls, batch: Batch, *, cp: Group, aux_loss_scale: float = 0.0, dropout_seed: int | None = None) -> Self:
         """The context of a batch whose sequences are sharded over a cp group."""
         if cp.size == 1:
-            return cls(batch, aux_loss_scale=aux_loss_scale)
+            return cls(batch, aux_loss_scale=aux_loss_scale, dropout_seed=dropout_seed)
         length, device = batch.tokens.shape[1] * cp.size, batch.tokens.device
         positions = local_positions(length, index=cp.index, size=cp.size, device=device)
-        return cls(batch, positions, aux_loss_scale)
+        return cls(batch, positions, aux_loss_scale, dropout_seed)
+
+    def dropout(self) -> DropoutContext | None:
+        """The words of dropout; None where nothing is dropped."""
+        if self.dropout_seed is None:
+            return None
+        tokens, positions, sample_ids = self.batch.tokens, self.sequence_positions, self.batch.sample_ids
+        assert sample_ids is not None, "dropout needs the indices of the samples"
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return DropoutContext.of(self.dropout_seed, sample_ids, positions=positions)
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,7 @@ class LayerContext:
     mask: Any = None  # made by `CoreAttention.plan_mask`
     window_mask: Any = None  # the same for layers with a window
     sequence_positions: Tensor | None = None  # see `BatchContext`
+    dropout: DropoutContext | None = None  # None where nothing is dropped
     aux_loss_scale: float = 0.0  # see `BatchContext`
     # tokens_per_expert that a router compares this microbatch with, by router; a recomputed forward reads its own
     balance_counts: dict[Any, Tensor] = field(default_factory=dict)

@@ -30,6 +30,7 @@ from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.qk_clip import build_core
 from nanotrain.model.rope import Rotary, apply_rotary
+from nanotrain.model.scores import LayerScores, local_heads
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
 from nanotrain.topology.shape import ModelShape
 
@@ -42,14 +43,22 @@ class MultiLatentAttention(nn.Module):
         params: query or query_down, query_latent_norm, query_up; kv_down, kv_latent_norm, kv_up, output.
         parallel: tp shards the heads, the core attention's cp group the sequence.
         has_window: attend within the window.
+        layer: index in the model.
     """
 
     def __init__(
-        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, has_window: bool = False
+        self,
+        model_config: ModelConfig,
+        params: Parameters,
+        *,
+        parallel: ModelParallel,
+        has_window: bool = False,
+        layer: int = 0,
     ) -> None:
         super().__init__()
         self.has_window = has_window
         shape = ModelShape.of(model_config)
+        self.scores = LayerScores(model_config, layer=layer, heads=local_heads(shape, parallel.tp))
         assert shape.mla is not None, "a model without latent attention has the class Attention"
         self.tensor_parallel = parallel.tp
         self.max_logits, core_attention = build_core(parallel, shape)
@@ -57,7 +66,7 @@ class MultiLatentAttention(nn.Module):
         self._up_project_and_attend = parallel.recompute.chain(
             "mla_up_proj",
             lambda query, kv, key, rotary: self._up_project(query, kv, shared_key=key, rotary=rotary),
-            second=lambda query, key, value, mask: self.core_attention(query, key=key, value=value, mask=mask),
+            second=lambda query, key, value, **options: self.core_attention(query, key=key, value=value, **options),
         )
         self.query_sizes = (shape.mla.nope_dim, shape.mla.rope_dim)
         self.key_value_sizes = (shape.mla.nope_dim, shape.value_head_dim)
@@ -85,12 +94,14 @@ class MultiLatentAttention(nn.Module):
         compressed_kv, shared_key = compressed.split(self.compressed_sizes, dim=-1)
         if self.query is None:
             query = self.query_latent_norm(query)
+        scores = self.scores(context, device=query.device)
         attended = self._up_project_and_attend(
             query,
             self.kv_latent_norm(compressed_kv),
             shared_key,
             rotary,
             mask=context.mask_of(has_window=self.has_window),
+            **({} if scores is None else {"scores": scores}),
         )
         out: Tensor = self.output(rearrange(attended, "b s n d -> b s (n d)"))
         return out

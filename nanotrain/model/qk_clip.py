@@ -18,6 +18,7 @@ Source: Kimi K2 (2025), section 2.1, algorithm 1 (MuonClip), with alpha 1/2; Meg
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,9 +64,9 @@ def build_core(parallel: ModelParallel, shape: ModelShape) -> tuple[MaxLogits | 
     logits = MaxLogits(shape.num_heads // parallel.tp.group.size)
 
     @eager
-    def run(query: Tensor, *, key: Tensor, value: Tensor, mask: object) -> Tensor:
+    def run(query: Tensor, *, key: Tensor, value: Tensor, mask: object, **options: Any) -> Tensor:
         is_counted = torch.is_grad_enabled() and not recompute.is_recomputing
-        return core(query, key=key, value=value, mask=mask, observe=logits.observe if is_counted else None)
+        return core(query, key=key, value=value, mask=mask, observe=logits.observe if is_counted else None, **options)
 
     return logits, run
 

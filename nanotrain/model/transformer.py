@@ -31,6 +31,7 @@ from nanotrain.kernels.linear import fprop
 from nanotrain.model.activations import ACTIVATIONS
 from nanotrain.model.attention import Attention
 from nanotrain.model.context import BatchContext, LayerContext
+from nanotrain.model.dropout import DropoutPlace, HiddenDropout
 from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.norm import build_norm
@@ -88,14 +89,25 @@ class Block(nn.Module):
         params: attention, mlp, the norms before and after them that are declared; experts where this layer has them.
         parallel: groups of the layers.
         has_window: the attention has the window.
+        layer: index in the model.
     """
 
     def __init__(
-        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, has_window: bool = False
+        self,
+        model_config: ModelConfig,
+        params: Parameters,
+        *,
+        parallel: ModelParallel,
+        has_window: bool = False,
+        layer: int = 0,
     ) -> None:
         super().__init__()
         kind = MultiLatentAttention if model_config.multi_latent_attention else Attention
-        attention = partial(kind, has_window=has_window)
+        attention = partial(kind, has_window=has_window, layer=layer)
+        self._drop_attended, self._drop_mixed = (
+            HiddenDropout(model_config.hidden_dropout, layer, place, parallel.tp)
+            for place in (DropoutPlace.attention, DropoutPlace.mlp)
+        )
         self.attention_norm = _declared_norm(model_config, params, name="attention_norm")
         self.attention = attention(model_config, params.submodule("attention"), parallel=parallel)
         self.attention_post_norm = _declared_norm(model_config, params, name="attention_post_norm")
@@ -112,10 +124,13 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
         attended = self._attend(hidden, context=context)
-        hidden = hidden + (attended if self.attention_post_norm is None else self.attention_post_norm(attended))
+        if self.attention_post_norm is not None:
+            attended = self.attention_post_norm(attended)
+        hidden = hidden + self._drop_attended(attended, context.dropout)
         mixed = self._apply_mlp(hidden, context=context)
-        out: Tensor = hidden + (mixed if self.mlp_post_norm is None else self.mlp_post_norm(mixed))
-        return out
+        if self.mlp_post_norm is not None:
+            mixed = self.mlp_post_norm(mixed)
+        return hidden + self._drop_mixed(mixed, context.dropout)
 
 
 def _declared_norm(model_config: ModelConfig, params: Parameters, *, name: str) -> nn.Module | None:
@@ -230,13 +245,19 @@ class Stage(nn.Module):
             if embedding
             else None
         )
+        place = DropoutPlace.embedding
+        self._drop_embedded = HiddenDropout(model_config.hidden_dropout, 0, place, parallel.tp)
         # whether some layer attends to all keys before its own, and whether some attends within a window
         self._has_windows = {shape.window_layers[i] for i in spec.layers}
         blocks = {str(i): declared.submodule(f"layers.{i}") for i in spec.layers}
         self.layers = nn.ModuleDict(
             {
                 i: Block(
-                    model_config, block, parallel=parallel.of_layer(int(i)), has_window=shape.window_layers[int(i)]
+                    model_config,
+                    block,
+                    parallel=parallel.of_layer(int(i)),
+                    has_window=shape.window_layers[int(i)],
+                    layer=int(i),
                 )
                 for i, block in blocks.items()
             }
@@ -288,10 +309,10 @@ class Stage(nn.Module):
 
     def _transform(self, hidden: Tensor | None, context: BatchContext) -> Tensor:
         """Everything but the head."""
-        batch = context.batch
+        batch, dropout = context.batch, context.dropout()
         if self.spec.has_embedding:
             assert self.embedding is not None, "the first stage has the embedding"
-            hidden = self.embedding(batch.tokens, batch.position_ids)
+            hidden = self._drop_embedded(self.embedding(batch.tokens, batch.position_ids), dropout)
         assert hidden is not None, "a stage without the embedding needs the hidden states of the stage before"
         positions = batch.tokens.shape[1] if batch.position_ids is None else batch.position_ids
         plan_mask, window = self.parallel.core_attention.plan_mask, self.model_config.window_size
@@ -303,6 +324,7 @@ class Stage(nn.Module):
             if True in self._has_windows
             else None,
             sequence_positions=context.sequence_positions,
+            dropout=dropout,
             aux_loss_scale=context.aux_loss_scale,
         )
         for function in self.layer_functions:

@@ -148,7 +148,13 @@ def attention(declare: Declaration) -> Specs:
     key = declare.column_linear(key_size, shape.hidden_size, bias=shape.has_qkv_bias)
     if shape.replicates_kv_heads(declare.tensor_parallel_size):
         key = tuple(replace(spec, shards=(), grad_sum_axes=("tp",)) for spec in key)
-    specs = _nest("query", declare.column_linear(query_size, shape.hidden_size, bias=shape.has_qkv_bias))
+    specs: Specs = ()
+    if shape.has_sink:
+        sink = ParamSpec(
+            "softmax_offset", (shape.num_heads,), dtype=declare.dtype, init=Normal(shape.init_std), weight_decay=False
+        )
+        specs = (replace(sink, shards=(Shard(0, "tp"),)),)
+    specs += _nest("query", declare.column_linear(query_size, shape.hidden_size, bias=shape.has_qkv_bias))
     specs += _nest("key", key) + _nest("value", key)
     if shape.has_qk_norm:
         # An RMSNorm without bias, whatever the other norms are (Qwen3); applied to the heads of each tp rank.

@@ -10,7 +10,7 @@ Parameters, FLOPs, modules and Hugging Face files read these sizes; none of them
 from dataclasses import dataclass
 from typing import Self
 
-from nanotrain.config.config import ModelConfig, Normalization, NormPlacement, PositionEmbedding
+from nanotrain.config.config import ModelConfig, Normalization, NormPlacement, PositionEmbedding, SoftmaxType
 from nanotrain.config.derive import (
     GATED,
     ffn_size,
@@ -67,6 +67,7 @@ class ModelShape:
     has_pre_norm: bool  # norms of the inputs of attention and MLP
     has_post_norm: bool  # norms of their outputs
     norm_init: float  # initial value of norm weights
+    has_sink: bool  # a learned score per query head that every query attends to
     is_tied: bool  # the head reads the word embedding
     init_std: float  # standard deviation of the initial weights
     window_size: int | None = None  # keys before its own that a query attends to, in some layers; None for all
@@ -108,6 +109,7 @@ class ModelShape:
             has_pre_norm=model_config.norm_placement is not NormPlacement.post,
             has_post_norm=model_config.norm_placement is not NormPlacement.pre,
             norm_init=0.0 if model_config.apply_layernorm_1p else 1.0,
+            has_sink=model_config.softmax_type is SoftmaxType.learnable,
             is_tied=not model_config.untie_embeddings_and_output_weights,
             init_std=model_config.init_method_std,
             window_size=model_config.window_size,

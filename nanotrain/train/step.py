@@ -9,6 +9,7 @@ from torch import Tensor
 from nanotrain.comm.collectives import all_reduce, all_reduce_scalars
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.derive import has_dropout
 from nanotrain.model.context import BatchContext
 from nanotrain.model.router_stats import RouterMetrics
 from nanotrain.parallel.dp.data_parallel import DataParallel
@@ -45,7 +46,10 @@ def train_step(run: Run, batch: GlobalBatch) -> StepResult:
     loss_scale *= run.plan.num_averaged_ranks
     num_samples = run.plan.sampler.size_at(run.state.consumed_samples)
     cp, aux_loss_scale = run.context.group("cp"), loss_scale / num_samples
-    microbatches = [BatchContext.of(part, cp=cp, aux_loss_scale=aux_loss_scale) for part in batch.microbatches]
+    seed = run.config.train.seed if has_dropout(run.config.model) else None
+    microbatches = [
+        BatchContext.of(part, cp=cp, aux_loss_scale=aux_loss_scale, dropout_seed=seed) for part in batch.microbatches
+    ]
 
     for dp in run.data_parallel:
         dp.begin_step()

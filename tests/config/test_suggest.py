@@ -37,7 +37,7 @@ MESSAGES = [
     ("--nproc-per-node 2", "nanotrain train --nproc-per-node N", "did you mean"),
     ("--zero-stage 2", "optim_grads (ZeRO-2)", "--help"),
     ("--data-parallel-sharding-strategy zero2", "write --data-parallel-sharding-strategy optim_grads", "no_shard?"),
-    ("--dropout 0.1", "there is no dropout", "did you mean"),
+    ("--dropout 0.1", "--hidden-dropout", "did you mean"),
     ("--dtype bf16", "--params-dtype bf16, fp16 or fp32", "did you mean"),
     ("--params-dtype bfloat16", "write --params-dtype bf16", "--help"),
     ("--hiden-size 64", "did you mean --hidden-size?", "--ffn"),

@@ -70,7 +70,7 @@ def test_a_flag_becomes_values_of_fields(arguments, values):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--attention-dropout 0.1", "there is no dropout; leave it out or write --attention-dropout 0"),
+        ("--moe-token-drop-policy position", "an expert keeps the tokens that weigh it highest"),
         ("--rope-type llama3", "it takes rope or yarn"),
         ("--moe-router-dtype fp64", "router logits and scores are fp32"),
         ("--distributed-backend mpi", "NCCL on GPUs, gloo on CPUs"),

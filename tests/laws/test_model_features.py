@@ -51,6 +51,13 @@ GEMMA = {
     "rotary_seq_len_interpolation_factor": 2.0,
 }
 MODELS |= {"norms after, over all heads": OLMO, "norms on both sides, bounded logits": GEMMA}
+DROPOUT = {"attention_dropout": 0.2, "hidden_dropout": 0.1, "softmax_type": "learnable"}
+MLA = {name: value for name, value in MODELS["yarn with MLA, experts in turn"].items() if name not in YARN}
+MODELS |= {
+    "dropout, sinks": DROPOUT,
+    "dropout, MLA": MLA | {"attention_dropout": 0.2, "hidden_dropout": 0.1},
+    "bounded scores": {"attn_logit_softcapping": 0.5, "window_size": 5},
+}
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
 SP = {"sequence_parallel": True}
 LAYOUTS: list[Row] = [
@@ -63,6 +70,11 @@ LAYOUTS: list[Row] = [
     ("four layers", 2, {"strategy": "optim_grads_params", "pp": 2}, {"pipeline_model_parallel_layout": "Ettt|tL"}),
     ("norms after, over all heads", 4, {"strategy": "optim", "tp": 2, "cp": 2}, SP),
     ("norms on both sides, bounded logits", 4, {"strategy": "optim_grads_params", "tp": 2, "pp": 2}, SP),
+    ("dropout, sinks", 4, {"strategy": "optim", "tp": 2, "cp": 2}, SP),
+    ("dropout, sinks", 4, {"strategy": "optim_grads_params", "pp": 2, "tp": 2}, {"pipeline_schedule": "zb-h1"}),
+    ("dropout, sinks", 2, {"strategy": "optim", "cp": 2}, {"cp_comm_type": "a2a"}),
+    ("dropout, MLA", 4, {"strategy": "optim", "tp": 2, "cp": 2, "etp": 1, "ep": 2}, {"cp_comm_type": "allgather"}),
+    ("bounded scores", 2, {"strategy": "optim", "cp": 2}, {}),
     ("yarn with MLA, experts in turn", 4, {"strategy": "optim", "tp": 2, "cp": 2, "etp": 1, "ep": 2}, {}),
 ]
 

@@ -21,6 +21,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "offload": {"cpu_offloading": True, "cpu_offloading_num_layers": 3},  # forced: a user's run on a CPU is refused
     "outputs": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act", "mla_up_proj"]},
 }
+DROPOUT = {"gpt2": {"attention_dropout": 0.1, "hidden_dropout": 0.1}}
 SP, ZB = {"sequence_parallel": True}, {"pipeline_schedule": "zb-h1"}
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -59,7 +60,7 @@ def test_recomputation_changes_no_bit(
     fp8 = {"fp8_format": "hybrid"} if dtype == "fp8" else {}
     plain = Case(2).but(
         train={"micro_batch_size": 2},
-        model={"num_layers": 4} | (MODELS | {"deepseek": DEEPSEEK})[model],
+        model={"num_layers": 4} | (MODELS | {"deepseek": DEEPSEEK})[model] | DROPOUT.get(model, {}),
         parallel={SHORT_NAMES[name]: value for name, value in sizes.items()} | options,
         precision={"params_dtype": "bf16" if fp8 else dtype} | fp8,
     )

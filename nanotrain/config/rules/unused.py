@@ -70,6 +70,8 @@ UNUSED = (
     Unused("window_attn_skip_freq rotary_base_local", "window_size", lambda v: v.window_size is None,
         "no layer has a window"),
     Unused("qk_layernorm_across_heads", "qk_layernorm", lambda v: not v.qk_layernorm, "it belongs to qk_layernorm"),
+    Unused("attn_logit_softcapping softmax_type", "multi_latent_attention", lambda v: v.multi_latent_attention,
+        "multi_latent_attention has a plain softmax"),
     Unused("qk_layernorm_across_heads softmax_scale", "multi_latent_attention", lambda v: v.multi_latent_attention,
         "with multi_latent_attention the width of the heads and mscale_all_dim give the scale of the scores"),
     Unused("reset_position_ids", "position_embedding_type",

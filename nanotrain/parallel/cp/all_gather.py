@@ -18,7 +18,8 @@ from torch import Tensor
 from nanotrain.comm.autograd import gather_along
 from nanotrain.comm.group import Group
 from nanotrain.parallel.cp.max_logits import LogitObserver
-from nanotrain.parallel.cp.sdpa import attend, causal_mask
+from nanotrain.parallel.cp.scores import ScoreOptions
+from nanotrain.parallel.cp.sdpa import attend, attend_with, causal_mask, chunk_of
 from nanotrain.parallel.cp.split import join_shards, zigzag_chunks
 
 # [B or 1, 1, C, keys up to the end of the chunk] bool, per local chunk
@@ -43,7 +44,14 @@ class AllGatherAttention:
         )
 
     def __call__(
-        self, query: Tensor, *, key: Tensor, value: Tensor, mask: ChunkMasks, observe: LogitObserver | None = None
+        self,
+        query: Tensor,
+        *,
+        key: Tensor,
+        value: Tensor,
+        mask: ChunkMasks,
+        observe: LogitObserver | None = None,
+        scores: ScoreOptions | None = None,
     ) -> Tensor:
         """All-gather, then attend chunk by chunk."""
         local = torch.cat((key, value), dim=-1)
@@ -52,5 +60,11 @@ class AllGatherAttention:
         outputs = []
         for queries, chunk, chunk_mask in zip(query.chunk(2, dim=1), self.chunks, mask, strict=True):
             keys, values = gathered[:, : (chunk + 1) * size].split((key.shape[-1], value.shape[-1]), dim=-1)
-            outputs.append(attend(queries, key=keys, value=values, mask=chunk_mask, observe=observe))
+            if scores is None:
+                outputs.append(attend(queries, key=keys, value=values, mask=chunk_mask, observe=observe))
+                continue
+            part = chunk_of(queries, key=keys, value=values, mask=chunk_mask)
+            if observe is not None:
+                observe(part)
+            outputs.append(attend_with(scores, part, first_query=chunk * size))
         return torch.cat(outputs, dim=1)

@@ -22,6 +22,7 @@ from nanotrain.config.schema import check_choice
 from nanotrain.parallel.cp.all_gather import AllGatherAttention
 from nanotrain.parallel.cp.max_logits import LogitObserver
 from nanotrain.parallel.cp.ring import RingAttention
+from nanotrain.parallel.cp.scores import ScoreOptions
 from nanotrain.parallel.cp.sdpa import SDPAttention
 from nanotrain.parallel.cp.ulysses import UlyssesAttention
 
@@ -46,7 +47,14 @@ class CoreAttention(Protocol):
         ...
 
     def __call__(
-        self, query: Tensor, *, key: Tensor, value: Tensor, mask: Any, observe: LogitObserver | None = None
+        self,
+        query: Tensor,
+        *,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        observe: LogitObserver | None = None,
+        scores: ScoreOptions | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -56,6 +64,7 @@ class CoreAttention(Protocol):
             value: [B, S / cp, G, Dv].
             mask: the result of `plan_mask` for this microbatch.
             observe: called with all queries and keys that attend to each other, in parts; `--qk-clip` alone passes it.
+            scores: bound, sink and dropout; passed where a model has one of them.
 
         Returns:
             [B, S / cp, N, Dv].

@@ -20,10 +20,13 @@ Milakov and Gimelshein, "Online normalizer calculation for softmax"; Dao, "Flash
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+EAGER_SCORES = 2**26  # scores that are computed at once without a fused operator: 256 MiB in fp32
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,26 @@ class AttentionChunk:
     mask: Tensor | None
     is_causal: bool  # query i attends to keys 0..i (Q equals K); only without a mask
     scale: float  # of the scores
+    softcap: float | None = None  # scores are c * tanh(score / c); None: as they are
+    dropped: "DroppedWeights | None" = None  # dropout of the weights
+
+    def rows(self, rows: slice) -> "AttentionChunk":
+        """The attention of some queries, of a chunk with a mask or without."""
+        dropped = None if self.dropped is None else self.dropped.rows(rows)
+        mask = None if self.mask is None else self.mask[:, :, rows]
+        return replace(self, query=self.query[:, :, rows], mask=mask, dropped=dropped)
+
+
+class DroppedWeights(Protocol):
+    """Dropout of the weights of a chunk."""
+
+    def rows(self, rows: slice) -> "DroppedWeights":
+        """That of some queries."""
+        ...
+
+    def factors(self, num_heads: int, dtype: torch.dtype) -> Tensor:
+        """[B, N, Q, K], the factor of each weight."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -115,6 +138,8 @@ def chunk_backward(chunk: AttentionChunk, merged: AttentionResult, *, grad: Tens
 
 
 def _ops(chunk: AttentionChunk) -> AttentionOps:
+    if chunk.softcap is not None or chunk.dropped is not None:
+        return EAGER
     is_half = chunk.query.dtype.itemsize == 2
     return FUSED.get((chunk.query.device.type, chunk.mask is not None, is_half), EAGER)
 
@@ -180,29 +205,73 @@ def _backward_cuda(chunk: AttentionChunk, merged: AttentionResult, *, grad: Tens
     return ChunkGradients(*gradients)
 
 
-def _scores(chunk: AttentionChunk) -> Tensor:
-    """[B, N, Q, K], very low but finite where masked."""
+def _scores(chunk: AttentionChunk) -> tuple[Tensor, Tensor | None]:
+    """[B, N, Q, K], very low but finite where masked, and the derivative by unbounded scores; None for 1."""
     dtype = accumulate_dtype(chunk.query)
-    scores = (chunk.query.to(dtype) @ chunk.key.to(dtype).mT) * chunk.scale
-    mask = torch.ones_like(scores, dtype=torch.bool).tril() if chunk.is_causal else chunk.mask
-    return scores if mask is None else scores.masked_fill(~mask, torch.finfo(dtype).min / 2)
+    scores, slope = (chunk.query.to(dtype) @ chunk.key.to(dtype).mT) * chunk.scale, None
+    if chunk.softcap is not None:
+        scores = scores.div_(chunk.softcap).tanh_()
+        slope = 1 - scores.square()
+        scores = scores.mul_(chunk.softcap)
+    return scores if chunk.mask is None else scores.masked_fill_(~chunk.mask, torch.finfo(dtype).min / 2), slope
+
+
+def _row_blocks(chunk: AttentionChunk) -> list[slice]:
+    """Queries whose scores are computed at once."""
+    batch, heads, queries, _ = chunk.query.shape
+    size = max(1, EAGER_SCORES // max(1, batch * heads * chunk.key.shape[2]))
+    return [slice(start, min(start + size, queries)) for start in range(0, queries, size)]
+
+
+def _with_mask(chunk: AttentionChunk) -> AttentionChunk:
+    if not chunk.is_causal:
+        return chunk
+    positions = torch.arange(chunk.key.shape[2], device=chunk.query.device)
+    return replace(chunk, mask=(positions[:, None] >= positions)[None, None], is_causal=False)
 
 
 def _forward_eager(chunk: AttentionChunk) -> AttentionResult:
-    scores = _scores(chunk)
+    chunk = _with_mask(chunk)
+    parts = [_forward_rows(chunk.rows(rows)) for rows in _row_blocks(chunk)]
+    return AttentionResult(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
+
+
+def _forward_rows(chunk: AttentionChunk) -> AttentionResult:
+    scores, _ = _scores(chunk)
     lse = scores.logsumexp(-1)
-    out = (scores - lse[..., None]).exp() @ chunk.value.to(scores.dtype)
-    return AttentionResult(out.to(chunk.query.dtype), lse)
+    weights = scores.sub_(lse[..., None]).exp_()
+    if chunk.dropped is not None:
+        weights *= chunk.dropped.factors(weights.shape[1], weights.dtype)
+    return AttentionResult((weights @ chunk.value.to(weights.dtype)).to(chunk.query.dtype), lse)
 
 
 def _backward_eager(chunk: AttentionChunk, merged: AttentionResult, *, grad: Tensor) -> ChunkGradients:
-    weights = (_scores(chunk) - merged.lse[..., None]).exp()
+    chunk, queries = _with_mask(chunk), []
+    key, value = (torch.zeros(x.shape, dtype=merged.lse.dtype, device=x.device) for x in (chunk.key, chunk.value))
+    for rows in _row_blocks(chunk):
+        part = _backward_rows(chunk.rows(rows), merged.queries(rows), grad=grad[:, :, rows])
+        queries.append(part.query)
+        key += part.key
+        value += part.value
+    return ChunkGradients(torch.cat(queries, 2), key, value)
+
+
+def _backward_rows(chunk: AttentionChunk, merged: AttentionResult, *, grad: Tensor) -> ChunkGradients:
+    scores, slope = _scores(chunk)
+    weights = scores.sub_(merged.lse[..., None]).exp_()
     query, key, value, out, grad = (
         x.to(weights.dtype) for x in (chunk.query, chunk.key, chunk.value, merged.out, grad)
     )
+    weights_grad, dropped = grad @ value.mT, weights
+    if chunk.dropped is not None:
+        factors = chunk.dropped.factors(weights.shape[1], weights.dtype)
+        weights_grad *= factors
+        dropped = weights * factors
     # Derivative of softmax: sum(grad * out) equals the sum over *all* keys of weight times the weight's gradient.
-    scores_grad = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * chunk.scale
-    return ChunkGradients(scores_grad @ key, scores_grad.mT @ query, weights.mT @ grad)
+    scores_grad = weights * (weights_grad - (grad * out).sum(-1, keepdim=True)) * chunk.scale
+    if slope is not None:
+        scores_grad *= slope
+    return ChunkGradients(scores_grad @ key, scores_grad.mT @ query, dropped.mT @ grad)
 
 
 EAGER = AttentionOps(_forward_eager, _backward_eager)

@@ -21,7 +21,7 @@ Attention", with chunks instead of single tokens.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,8 +39,9 @@ from nanotrain.parallel.cp.chunk_attention import (
     merge_log_sum_exp,
 )
 from nanotrain.parallel.cp.max_logits import LogitObserver
+from nanotrain.parallel.cp.scores import ScoreOptions, add_sink, sink_grad
 from nanotrain.parallel.cp.sdpa import causal_mask
-from nanotrain.parallel.cp.split import stack_shards
+from nanotrain.parallel.cp.split import local_positions, stack_shards
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,18 @@ class RingAttention:
         return RingMask(segment_ids, positions, window)
 
     def __call__(
-        self, query: Tensor, *, key: Tensor, value: Tensor, mask: RingMask | None, observe: LogitObserver | None = None
+        self,
+        query: Tensor,
+        *,
+        key: Tensor,
+        value: Tensor,
+        mask: RingMask | None,
+        observe: LogitObserver | None = None,
+        scores: ScoreOptions | None = None,
     ) -> Tensor:
         """Attend to all keys of the group, one step at a time."""
-        out: Tensor = _Ring.apply(query, key, value, mask, self.group, observe)
+        sink = None if scores is None else scores.sink
+        out: Tensor = _Ring.apply(query, key, value, sink, mask, self.group, observe, scores)
         return out
 
 
@@ -103,11 +112,11 @@ class _Ring(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: RingMask | None,
+        sink: Tensor | None,
         *rest: Any,
     ) -> Tensor:
-        group, observe = rest
-        ring = _LocalQueries(query.transpose(1, 2), mask, group)
+        mask, group, observe, scores = rest
+        ring = _LocalQueries(query.transpose(1, 2), mask, group, scores)
         total: AttentionResult | None = None
         for step, keys, values in ring.receive(key, value):
             chunk = ring.chunk(step, key=keys, value=values)
@@ -119,15 +128,16 @@ class _Ring(torch.autograd.Function):
             else:
                 merge_log_sum_exp(total.queries(step.queries), part)
         assert total is not None, "a ring has at least the step with the local keys"
+        total = add_sink(total, sink)
         out = total.out.to(query.dtype)
-        ctx.group, ctx.mask = group, mask
-        ctx.save_for_backward(query, key, value, out, total.lse)
+        ctx.group, ctx.mask, ctx.scores = group, mask, None if scores is None else replace(scores, sink=None)
+        ctx.save_for_backward(query, key, value, sink, out, total.lse)
         return out.transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
-        ring = _LocalQueries(query.transpose(1, 2), ctx.mask, ctx.group)
+        query, key, value, sink, out, lse = ctx.saved_tensors
+        ring = _LocalQueries(query.transpose(1, 2), ctx.mask, ctx.group, ctx.scores)
         merged, grad = AttentionResult(out, lse), grads[0].transpose(1, 2)
         query_grad = torch.zeros_like(ring.query, dtype=accumulate_dtype(query))
         work: Work[tuple[Tensor, ...]] | None = None
@@ -143,7 +153,8 @@ class _Ring(torch.autograd.Function):
         assert work is not None, "a ring has at least the step with the local keys"
         key_grad, value_grad = work.wait()
         query_grad = query_grad.transpose(1, 2).to(query.dtype)
-        return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), None, None, None
+        inputs = query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype)
+        return *inputs, sink_grad(sink, merged, grad=grad), None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -153,6 +164,7 @@ class _LocalQueries:
     query: Tensor
     mask: RingMask | None
     group: Group
+    scores: ScoreOptions | None
 
     def receive(self, key: Tensor, value: Tensor) -> Iterator[tuple[RingStep, Tensor, Tensor]]:
         """Every step with the keys and values [B, L, G, ...] of its source; the next transfer starts beforehand."""
@@ -170,7 +182,17 @@ class _LocalQueries:
         key, value = (x[:, step.keys].transpose(1, 2) for x in (key, value))
         mask = self._mask(step)
         is_causal = step.is_causal and mask is None
-        return AttentionChunk(query, key, value, mask, is_causal, scale=self.query.shape[-1] ** -0.5)
+        chunk = AttentionChunk(query, key, value, mask, is_causal, scale=self.query.shape[-1] ** -0.5)
+        return chunk if self.scores is None else self._with_options(chunk, step, scores=self.scores)
+
+    def _with_options(self, chunk: AttentionChunk, step: RingStep, *, scores: ScoreOptions) -> AttentionChunk:
+        """A chunk with the options of the scores."""
+        length, device = self.query.shape[2] * self.group.size, self.query.device
+        queries, keys = (
+            local_positions(length, index=index, size=self.group.size, device=device)
+            for index in (self.group.index, step.source)
+        )
+        return scores.apply_to(chunk, queries=queries[step.queries], keys=keys[step.keys])
 
     def _mask(self, step: RingStep) -> Tensor | None:
         if self.mask is None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nanotrain.parallel.cp.chunk_attention import AttentionChunk
 from nanotrain.parallel.cp.max_logits import LogitObserver
+from nanotrain.parallel.cp.scores import ScoreOptions, attend_by_chunk
 
 
 def causal_mask(segment_ids: Tensor | None, *, queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
@@ -69,6 +70,21 @@ def attend(
     return (out[..., :value_head_dim] if is_padded else out).transpose(1, 2)
 
 
+def chunk_of(query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None) -> AttentionChunk:
+    """The arguments of `attend` as a chunk."""
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    return AttentionChunk(query, key, value, mask, mask is None, scale=query.shape[-1] ** -0.5)
+
+
+def attend_with(scores: ScoreOptions, chunk: AttentionChunk, *, first_query: int) -> Tensor:
+    """Attention of queries from a position on to the keys from position 0 on: [B, Q, N, Dv]."""
+    num_queries, num_keys = chunk.query.shape[2], chunk.key.shape[2]
+    positions = torch.arange(max(first_query + num_queries, num_keys), device=chunk.query.device)
+    queries = positions[first_query : first_query + num_queries]
+    chunk = scores.apply_to(chunk, queries=queries, keys=positions[:num_keys])
+    return attend_by_chunk(chunk, scores.sink).transpose(1, 2)
+
+
 class SDPAttention:
     """`attend` as a core attention."""
 
@@ -85,7 +101,19 @@ class SDPAttention:
         return full_mask(segment_ids, length=length, device=device, window=window)
 
     def __call__(
-        self, query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None, observe: LogitObserver | None = None
+        self,
+        query: Tensor,
+        *,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        observe: LogitObserver | None = None,
+        scores: ScoreOptions | None = None,
     ) -> Tensor:
-        """`attend`."""
-        return attend(query, key=key, value=value, mask=mask, observe=observe)
+        """`attend`, or with options of the scores `attend_with`."""
+        if scores is None:
+            return attend(query, key=key, value=value, mask=mask, observe=observe)
+        chunk = chunk_of(query, key=key, value=value, mask=mask)
+        if observe is not None:
+            observe(chunk)
+        return attend_with(scores, chunk, first_query=0)

@@ -24,6 +24,7 @@ from torch import Tensor
 from nanotrain.comm.all_to_all import all_to_all
 from nanotrain.comm.group import Group
 from nanotrain.parallel.cp.max_logits import LogitObserver
+from nanotrain.parallel.cp.scores import ScoreOptions
 from nanotrain.parallel.cp.sdpa import SDPAttention
 from nanotrain.parallel.cp.split import join_shards, stack_shards
 
@@ -41,7 +42,14 @@ class UlyssesAttention:
         return self.sdpa.plan_full_mask(segment_ids, length=length, device=tokens.device, window=window)
 
     def __call__(
-        self, query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None, observe: LogitObserver | None = None
+        self,
+        query: Tensor,
+        *,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        observe: LogitObserver | None = None,
+        scores: ScoreOptions | None = None,
     ) -> Tensor:
         """All-to-all, attend, all-to-all."""
         cp, groups = self.group.size, key.shape[2]
@@ -52,7 +60,10 @@ class UlyssesAttention:
         query, key, value = self._to_head_shards([query, key, value])
         if observe is not None:
             observe = partial(observe, first_head=self.group.index * query.shape[2])
-        return self._to_sequence_shards(self.sdpa(query, key=key, value=value, mask=mask, observe=observe))
+        if scores is not None:
+            scores = scores.of_heads(self.group.index * query.shape[2], query.shape[2])
+        out = self.sdpa(query, key=key, value=value, mask=mask, observe=observe, scores=scores)
+        return self._to_sequence_shards(out)
 
     def _to_head_shards(self, tensors: list[Tensor]) -> list[Tensor]:
         """Each [B, L, n, d] -> [B, S, n / cp, d], in one all-to-all."""

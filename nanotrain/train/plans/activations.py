@@ -8,7 +8,7 @@ Recomputation (docs/recompute.md) keeps less, and needs what is recomputed at on
 from dataclasses import dataclass
 
 from nanotrain.config.config import RecomputeGranularity
-from nanotrain.config.derive import recomputed_modules
+from nanotrain.config.derive import has_score_options, recomputed_modules
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.parallel.tp.loss import CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
 from nanotrain.precision.policy import Precision
@@ -123,7 +123,8 @@ class Activations:
 
     def _core_attention(self, heads: int, groups: int, *, modules: Modules) -> int:
         """Query, key, value, output, and its log-sum-exp."""
-        shape, is_ring, is_cpu = self.shape, self.cp_comm_type == "p2p", self.device == "cpu"
+        shape, is_ring = self.shape, self.cp_comm_type == "p2p"
+        is_cpu = self.device == "cpu" and not has_score_options(self.config.model)  # which keep heads as they are
         value_dim, keeps_inputs = shape.value_head_dim, "mla_up_proj" not in modules
         if "core_attn" in modules:  # its inputs, and its output for the layer that follows
             value_input = value_dim + (shape.mla.nope_dim if shape.mla else 0)

@@ -1,0 +1,73 @@
+"""Dropout whose mask is a function of numbers, not of a random state: the same in every layout and when recomputed.
+
+    32-bit words   seed -- sample -- layer and place -- position -- channel, or head, query and key
+                          mixed one after the other; the last word is compared with the rate
+
+    sample_words    a word per sample of a microbatch, from the seed of the run and the indices of the samples
+    mix_in          words that also depend on further numbers
+    keep_factors    0 where dropped, else 1 / (1 - rate)
+    dropout         of hidden states; keeps no mask for the backward, which computes it again
+
+An index counts samples over all epochs, so no two steps share a mask. Words are int64 tensors below 2^32, which every
+device computes alike. The mixing function is the 32-bit finalizer with two multiplications of C. Wellons ("Prospecting
+for hash functions", 2018), which has the least bias known of its form.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MASK = 0xFFFFFFFF
+GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: consecutive numbers become words far apart
+
+
+def sample_words(seed: int, sample_ids: Tensor) -> Tensor:
+    """[B] int64 indices of samples -> [B] words."""
+    high = mix_in(torch.full_like(sample_ids, seed & MASK), seed >> 32)
+    return mix_in(mix_in(high, sample_ids), sample_ids >> 32)
+
+
+def mix_in(words: Tensor, numbers: Tensor | int) -> Tensor:
+    """Words that depend on `words` and on further numbers, which broadcast."""
+    x = (words + (numbers & MASK) * GOLDEN + 1) & MASK
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
+    return x ^ (x >> 16)
+
+
+def keep_factors(words: Tensor, rate: float, *, dtype: torch.dtype) -> Tensor:
+    """The factor of each element, from its word."""
+    return (words >= round(rate * 2**32)).to(dtype).mul_(1 / (1 - rate))
+
+
+def dropout(x: Tensor, words: Tensor, *, rate: float) -> Tensor:
+    """Drop elements of hidden states.
+
+    Args:
+        x: [B, S, H].
+        words: [B, S], one per token.
+        rate: share of the elements that become 0; the others are scaled by 1 / (1 - rate).
+    """
+    if torch.compiler.is_compiling():
+        return x * _channel_factors(x, words, rate=rate)
+    out: Tensor = _Dropout.apply(x, words, rate)
+    return out
+
+
+def _channel_factors(x: Tensor, words: Tensor, *, rate: float) -> Tensor:
+    channels = torch.arange(x.shape[-1], device=x.device)
+    return keep_factors(mix_in(words[..., None], channels), rate, dtype=x.dtype)
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, words: Tensor, rate: float) -> Tensor:
+        ctx.save_for_backward(words)
+        ctx.rate = rate
+        return x * _channel_factors(x, words, rate=rate)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (words,) = ctx.saved_tensors
+        return grads[0] * _channel_factors(grads[0], words, rate=ctx.rate), None, None

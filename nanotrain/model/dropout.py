@@ -1,0 +1,63 @@
+"""Dropout in the layers: which words belong to a microbatch, a layer and a place in it.
+
+    embedding      after the word embeddings                        rate hidden_dropout
+    weights        of the attention                                 attention_dropout
+    attention      output of the attention, before the residual sum hidden_dropout
+    mlp            output of the MLP or the experts                 hidden_dropout
+
+A word depends on the seed, the sample, the layer, the place and the position in the sequence; see kernels/dropout.py.
+
+    B batch   S sequence   H hidden
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from torch import Tensor
+
+from nanotrain.kernels.dropout import dropout, mix_in, sample_words
+from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+
+
+class DropoutPlace(IntEnum):
+    """Where in a layer elements are dropped."""
+
+    embedding = 0
+    weights = 1
+    attention = 2
+    mlp = 3
+
+
+@dataclass(frozen=True)
+class DropoutContext:
+    """What dropout reads of a microbatch."""
+
+    words: Tensor  # [B] int64, one per sample
+    positions: Tensor  # [S] int64, of this rank's tokens in their sequence
+
+    @classmethod
+    def of(cls, seed: int, sample_ids: Tensor, *, positions: Tensor) -> "DropoutContext":
+        """The words of these samples [B] int64 in a run with this seed."""
+        return cls(sample_words(seed, sample_ids), positions)
+
+    def words_of(self, layer: int, place: DropoutPlace) -> Tensor:
+        """[B], of a place in a layer."""
+        return mix_in(self.words, layer * len(DropoutPlace) + place)
+
+
+@dataclass(frozen=True)
+class HiddenDropout:
+    """Dropout of the hidden states at one place."""
+
+    rate: float
+    layer: int
+    place: DropoutPlace
+    tensor_parallel: TensorParallel
+
+    def __call__(self, x: Tensor, context: DropoutContext | None) -> Tensor:
+        """[B, S or S/tp, H] -> the same; without a context, as in evaluation, nothing is dropped."""
+        if context is None or self.rate == 0:
+            return x
+        positions = self.tensor_parallel.local_slice(context.positions[None])
+        words = mix_in(context.words_of(self.layer, self.place)[:, None], positions)
+        return dropout(x, words, rate=self.rate)

@@ -1,0 +1,53 @@
+"""`LayerScores`: what an attention layer does to its scores and weights, per microbatch."""
+
+import torch
+from torch import Tensor, nn
+
+from nanotrain.config.config import ModelConfig, SoftmaxType
+from nanotrain.model.context import LayerContext
+from nanotrain.model.dropout import DropoutPlace
+from nanotrain.parallel.cp.scores import ScoreOptions, WeightDropout
+from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+from nanotrain.topology.shape import ModelShape
+
+
+class LayerScores(nn.Module):
+    """The options of the scores of one layer.
+
+    Args:
+        model_config: type of the softmax, bound of the scores, rate of dropout.
+        layer: index in the model.
+        heads: query heads of this rank, among those of the model.
+    """
+
+    def __init__(self, model_config: ModelConfig, *, layer: int, heads: range) -> None:
+        super().__init__()
+        self.softcap, self.rate = model_config.attn_logit_softcapping, model_config.attention_dropout
+        self.has_zero_sink = model_config.softmax_type is SoftmaxType.off_by_one
+        self.layer, self.heads = layer, heads
+
+    def forward(
+        self, context: LayerContext, *, sink: Tensor | None = None, device: torch.device
+    ) -> ScoreOptions | None:
+        """The options for a microbatch; None for a plain softmax.
+
+        Args:
+            context: of the microbatch.
+            sink: [heads of this rank], where it is learned.
+            device: of the scores.
+        """
+        if self.has_zero_sink:
+            sink = torch.zeros(len(self.heads), device=device)
+        dropout = None
+        if context.dropout is not None and self.rate > 0:
+            words = context.dropout.words_of(self.layer, DropoutPlace.weights)
+            dropout = WeightDropout(words, self.rate, self.heads.start)
+        if sink is None and self.softcap is None and dropout is None:
+            return None
+        return ScoreOptions(sink, self.softcap, dropout)
+
+
+def local_heads(shape: ModelShape, tensor_parallel: TensorParallel) -> range:
+    """The query heads of this tp rank."""
+    number, group = shape.num_heads // tensor_parallel.group.size, tensor_parallel.group
+    return range(group.index * number, (group.index + 1) * number)

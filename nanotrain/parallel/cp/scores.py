@@ -1,0 +1,138 @@
+"""What a layer does to attention scores and weights beside the softmax, and attention to one chunk with it.
+
+    bound     scores become c * tanh(score / c) (Gemma 2)
+    sink      one more score per head, whose weight multiplies no value (gpt-oss; Xiao et al. 2023)
+    dropout   of the weights, by the sample, head, query and key (kernels/dropout.py)
+
+ScoreOptions       these options of a layer
+WeightDropout      the words of a microbatch; ChunkDropout: those of one chunk of queries and keys
+add_sink           the result of attention with a sink, from that without; sink_grad its gradient
+attend_by_chunk    attention to one chunk of keys, with options
+
+A sink s changes the result (out, lse) of all keys to (out * exp(lse - l), l) with l = log(exp(lse) + exp(s)), and the
+backward of every chunk follows from that as without a sink.
+
+    B batch   S sequence   N query heads   G key/value heads   Q queries   K keys   D, Dv head dims
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanotrain.comm.eager import eager
+from nanotrain.kernels.dropout import keep_factors, mix_in
+from nanotrain.parallel.cp.chunk_attention import (
+    AttentionChunk,
+    AttentionResult,
+    accumulate_dtype,
+    chunk_backward,
+    chunk_forward,
+)
+
+
+@dataclass(frozen=True)
+class ChunkDropout:
+    """Dropout of the weights of one chunk."""
+
+    words: Tensor  # [B], one per sample
+    rate: float
+    first_head: int  # of the chunk, among all heads of the model
+    queries: Tensor  # [Q] int64, their positions in the sequence
+    keys: Tensor  # [K] int64
+
+    def rows(self, rows: slice) -> "ChunkDropout":
+        """That of some queries."""
+        return replace(self, queries=self.queries[rows])
+
+    def factors(self, num_heads: int, dtype: torch.dtype) -> Tensor:
+        """[B, N, Q, K]: 0 where dropped, else 1 / (1 - rate)."""
+        heads = torch.arange(self.first_head, self.first_head + num_heads, device=self.words.device)
+        words = mix_in(self.words[:, None], heads)
+        words = mix_in(words[..., None], self.queries)
+        return keep_factors(mix_in(words[..., None], self.keys), self.rate, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class WeightDropout:
+    """Dropout of the attention weights of one layer and microbatch."""
+
+    words: Tensor  # [B], one per sample
+    rate: float
+    first_head: int = 0  # of the queries, among all heads of the model
+
+    def at(self, queries: Tensor, keys: Tensor) -> ChunkDropout:
+        """That of queries and keys at these positions."""
+        return ChunkDropout(self.words, self.rate, self.first_head, queries, keys)
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """Options of one layer and microbatch, beside mask and scale."""
+
+    sink: Tensor | None = None  # [N] of these heads
+    softcap: float | None = None
+    dropout: WeightDropout | None = None
+
+    def of_heads(self, first: int, number: int) -> "ScoreOptions":
+        """Those of some of the heads."""
+        dropout = self.dropout
+        if dropout is not None:
+            dropout = replace(dropout, first_head=dropout.first_head + first)
+        sink = None if self.sink is None else self.sink[first : first + number]
+        return ScoreOptions(sink, self.softcap, dropout)
+
+    def apply_to(self, chunk: AttentionChunk, *, queries: Tensor, keys: Tensor) -> AttentionChunk:
+        """A chunk with the bound and the dropout, its queries and keys at these positions."""
+        dropped = None if self.dropout is None else self.dropout.at(queries, keys)
+        return replace(chunk, softcap=self.softcap, dropped=dropped)
+
+
+def add_sink(total: AttentionResult, sink: Tensor | None) -> AttentionResult:
+    """Add the sink of each head to the result over all keys."""
+    if sink is None:
+        return total
+    lse = torch.logaddexp(total.lse, sink.to(total.lse.dtype)[:, None])
+    out = total.out * (total.lse - lse).exp_()[..., None].to(total.out.dtype)
+    return AttentionResult(out, lse)
+
+
+def sink_grad(sink: Tensor | None, merged: AttentionResult, *, grad: Tensor) -> Tensor | None:
+    """The gradient of the sinks, from the result with them and its gradient [B, N, Q, Dv]."""
+    if sink is None:
+        return None
+    weight = (sink.to(merged.lse.dtype)[:, None] - merged.lse).exp_()
+    along = (merged.out.to(weight.dtype) * grad.to(weight.dtype)).sum(-1)
+    return -(weight * along).sum((0, 2)).to(sink.dtype)
+
+
+@eager  # an operator of its own, whose backward torch's compiler cannot trace
+def attend_by_chunk(chunk: AttentionChunk, sink: Tensor | None) -> Tensor:
+    """Attention to one chunk that has all keys of its queries, and a sink: [B, N, Q, Dv]."""
+    out: Tensor = _Attend.apply(chunk.query, chunk.key, chunk.value, sink, chunk)
+    return out
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, chunk: AttentionChunk
+    ) -> Tensor:
+        chunk = replace(chunk, query=query, key=key, value=value)
+        total = chunk_forward(chunk)
+        if sink is not None:
+            total = add_sink(replace(total, out=total.out.to(accumulate_dtype(query))), sink)
+        out = total.out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, sink, out, total.lse)
+        empty = query.new_empty(0)
+        ctx.chunk = replace(chunk, query=empty, key=empty, value=empty)  # these are saved above
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sink, out, lse = ctx.saved_tensors
+        merged, chunk = AttentionResult(out, lse), replace(ctx.chunk, query=query, key=key, value=value)
+        found = chunk_backward(chunk, merged, grad=grads[0])
+        inputs = (found.query.to(query.dtype), found.key.to(key.dtype), found.value.to(value.dtype))
+        return *inputs, sink_grad(sink, merged, grad=grads[0]), None
