@@ -290,6 +290,7 @@ class TrainConfig:
     exit_duration_in_mins: float | None = option(None, "save and exit after this many minutes", check=above(0))
     hang_timeout_s: float | None = option(None, "seconds without progress after which the run ends with hang-report.txt; 0: never; unset: 0.9 of the timeout of collectives", check=at_least(0))
     max_consecutive_skips: int = option(50, "steps skipped in a row, as not finite, after which the run saves and ends; 0: never", check=at_least(0))
+    rollback_on_spike: float | None = option(None, "after a loss above this multiple of the median of the last steps go back to the newest checkpoint and skip the data since then; unset: never", check=above(1))
     debug_nan: bool = option(False, "search the first tensor that is not finite, by module, rank and microbatch; slow")
     check_weight_hash_across_dp_replicas_interval: int = option(0, "steps between comparisons of the replicas of every parameter, bit for bit; 0: never", check=at_least(0))
     manual_gc_interval: int = option(100, "steps between manual garbage collections; 0: automatic collection", check=at_least(0))

@@ -37,8 +37,8 @@ _MIN_PREFETCH, _MAX_PREFETCH = 2, 16
 
 
 class _BatchReader(Dataset[Any]):
-    def __init__(self, dataset: SampleDataset) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: SampleDataset, skipped_samples: int) -> None:
+        self.dataset, self.skipped_samples = dataset, skipped_samples
 
     def __getitems__(self, indices: Sequence[int]) -> Batch | NanotrainError:
         try:
@@ -61,8 +61,8 @@ class _BatchReader(Dataset[Any]):
     def _sample(self, index: int) -> Sample:
         """A sample; of a negative index the one at `~index` without target tokens, as padding."""
         if index >= 0:
-            return self.dataset[index]
-        sample = self.dataset[~index]
+            return self.dataset[index + self.skipped_samples]
+        sample = self.dataset[~index + self.skipped_samples]
         return replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
 
 
@@ -73,6 +73,7 @@ class GlobalBatchLoader:
         dataset: the samples.
         sampler: this rank's data-parallel index and the batch sizes.
         consumed_samples: samples all ranks together have read before; where to resume.
+        skipped_samples: samples left out before; added to every index.
         num_workers: processes that load ahead; 0 loads in this process.
         pin_memory: put batches into page-locked memory, for asynchronous copies to a GPU.
     """
@@ -83,23 +84,30 @@ class GlobalBatchLoader:
         *,
         sampler: SamplerConfig,
         consumed_samples: int = 0,
+        skipped_samples: int = 0,
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        self.sampler = sampler
+        self.dataset, self.sampler = dataset, sampler
+        self.num_workers, self.pin_memory = num_workers, pin_memory
+        self._microbatches: Iterator[Batch | NanotrainError] | None = None
+        self.restart(consumed_samples=consumed_samples, skipped_samples=skipped_samples)
+
+    def restart(self, *, consumed_samples: int, skipped_samples: int) -> None:
+        """Go on from another place; arguments as for the class."""
+        self.close()
         self.consumed_samples = consumed_samples
-        self.num_workers = num_workers
-        self._microbatches: Iterator[Batch | NanotrainError] | None
-        prefetch = -(-2 * sampler.num_microbatches // max(1, num_workers))
+        num_workers = self.num_workers
+        prefetch = -(-2 * self.sampler.num_microbatches // max(1, num_workers))
         loader = DataLoader(
-            _BatchReader(dataset),
-            batch_sampler=MicrobatchSampler(sampler, consumed_samples),
+            _BatchReader(self.dataset, skipped_samples),
+            batch_sampler=MicrobatchSampler(self.sampler, consumed_samples),
             collate_fn=_identity,
             worker_init_fn=_start_worker if num_workers else None,
             num_workers=num_workers,
             multiprocessing_context=_fork_server() if num_workers else None,
             prefetch_factor=min(max(prefetch, _MIN_PREFETCH), _MAX_PREFETCH) if num_workers else None,
-            pin_memory=pin_memory,
+            pin_memory=self.pin_memory,
         )
         with _interrupts_blocked():
             self._microbatches = iter(loader)

@@ -31,10 +31,9 @@ from nanotrain.precision.policy import Precision
 from nanotrain.topology.boxes import TensorBox
 from nanotrain.topology.params import LocalParam
 from nanotrain.train.batches import BatchIterator
-from nanotrain.train.fp8 import amax_histories_to_load, finish_fp8_restore
 from nanotrain.train.inputs import RunInputs
 from nanotrain.train.plans.plan import Plan
-from nanotrain.train.resume import RunTensors, restore
+from nanotrain.train.resume import RunParts, restore_parts
 from nanotrain.train.routers import router_biases
 from nanotrain.train.run import Run, StepSchedules, TrainState
 from nanotrain.train.stages import BuiltStage, all_data_parallel, build_stages
@@ -74,15 +73,12 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     checkpointer = _build_checkpointer(config, inputs.folder.checkpoints, context=context)
     state = TrainState()
     if inputs.checkpoint is not None:
-        tensors = optimizer.state_tensors() | router_biases(stages)
-        tensors |= amax_histories_to_load(stages, inputs.checkpoint)
-        into = RunTensors(tensors, optimizer)
-        state = restore(inputs.checkpoint, checkpointer, into=into, config=config, may_fall_back=inputs.is_resumed)
-        finish_fp8_restore(stages)
-        for dp in data_parallel:
-            dp.start_param_gather()
+        parts = RunParts(stages, data_parallel, optimizer)
+        state = restore_parts(
+            inputs.checkpoint, checkpointer, parts=parts, config=config, may_fall_back=inputs.is_resumed
+        )
     state.curve_batch_size = state.curve_batch_size or plan.sampler.global_batch_size
-    batches = _open_batches(plan, inputs, consumed_samples=state.consumed_samples, context=context)
+    batches = _open_batches(plan, inputs, state=state, context=context)
     return Run(
         plan=plan,
         inputs=inputs,
@@ -140,15 +136,14 @@ def _build_checkpointer(config: Config, folder: Path, *, context: ParallelContex
     )
 
 
-def _open_batches(
-    plan: Plan, inputs: RunInputs, *, consumed_samples: int, context: ParallelContext
-) -> GlobalBatchLoader:
+def _open_batches(plan: Plan, inputs: RunInputs, *, state: TrainState, context: ParallelContext) -> GlobalBatchLoader:
     samples = inputs.datasets.train
     assert samples is not None, "open_inputs requires a training split"
     return GlobalBatchLoader(
         samples,
         sampler=plan.sampler,
-        consumed_samples=consumed_samples,
+        consumed_samples=state.consumed_samples,
+        skipped_samples=state.skipped_samples,
         num_workers=plan.config.data.num_workers,
         pin_memory=context.device.type == "cuda",
     )

@@ -1,12 +1,13 @@
 """Load a checkpoint into a built run, and fall back to an older one of the run where it is damaged.
 
+    restore_parts       `restore` into the parts of a run
     restore             tensors, optimizer state and counters; the newest sound checkpoint of the run
     changed_settings    what differs from the configuration of the checkpoint and changes the loss
 
 A checkpoint named with --load is never replaced by another.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,16 @@ from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
 from nanotrain.config.config import Config
 from nanotrain.config.schema import to_dict
 from nanotrain.log import get_logger
+from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import DistributedOptimizer
+from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.topology.boxes import TensorBox
 from nanotrain.topology.parameters import declare_model
 from nanotrain.topology.shape import ModelShape
+from nanotrain.train.fp8 import amax_histories_to_load, finish_fp8_restore
+from nanotrain.train.routers import router_biases
 from nanotrain.train.run import TrainState
-from nanotrain.untrusted import LARGEST, finite_number, object_of, whole_number
+from nanotrain.untrusted import LARGEST, finite_number, list_of, object_of, whole_number
 
 log = get_logger(__name__)
 
@@ -36,6 +41,29 @@ class RunTensors:
 
     targets: dict[TensorBox, Tensor]  # main params, optimizer state, expert biases of this rank
     optimizer: DistributedOptimizer  # takes the state that is not a tensor
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """The parts of a run that a checkpoint is loaded into."""
+
+    stages: Mapping[int, Stage]  # of this rank, by global index
+    data_parallel: Sequence[DataParallel]
+    optimizer: DistributedOptimizer
+
+
+def restore_parts(
+    start: Path, checkpointer: Checkpointer, *, parts: RunParts, config: Config, may_fall_back: bool
+) -> TrainState:
+    """`restore` into the parts of a run, and start the all-gather of the parameters."""
+    tensors = parts.optimizer.state_tensors() | router_biases(parts.stages)
+    tensors |= amax_histories_to_load(parts.stages, start)
+    into = RunTensors(tensors, parts.optimizer)
+    state = restore(start, checkpointer, into=into, config=config, may_fall_back=may_fall_back)
+    finish_fp8_restore(parts.stages)
+    for dp in parts.data_parallel:
+        dp.start_param_gather()
+    return state
 
 
 def restore(
@@ -171,7 +199,12 @@ def _train_state(manifest: Manifest) -> TrainState:
     unknown = sorted(saved.keys() - known)
     if unknown:
         raise ValueError(f"objects.train has an unknown field {unknown[0]!r}")
-    state = TrainState(**{name: whole_number(value, f"objects.train.{name}") for name, value in saved.items()})
+    losses = list_of(saved.get("recent_losses", []), "objects.train.recent_losses")
+    counters = {name: value for name, value in saved.items() if name != "recent_losses"}
+    state = TrainState(
+        **{name: whole_number(value, f"objects.train.{name}") for name, value in counters.items()},
+        recent_losses=[finite_number(loss, "objects.train.recent_losses") for loss in losses],
+    )
     if state.step != manifest.step:
         raise ValueError(f"objects.train.step is {state.step}, the step of the checkpoint is {manifest.step}")
     return state

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.parallel_context import ParallelContext
@@ -29,6 +30,10 @@ class TrainState:
     # the global batch size at step 0. It converts the steps of the learning-rate curve to samples, so that the curve
     # stays the same when a resumed run has another batch size.
     curve_batch_size: int = 0
+    # of runs with rollback_on_spike:
+    skipped_samples: int = 0  # left out after spikes; the sample read is consumed_samples + skipped_samples
+    spike_step: int = 0  # the last step that was rolled back
+    recent_losses: list[float] = field(default_factory=list)  # of the last steps, oldest first
 
     def advance(self, *, samples: int, tokens: int) -> None:
         """Count one step."""
@@ -36,9 +41,10 @@ class TrainState:
         self.consumed_samples += samples
         self.consumed_tokens += tokens
 
-    def to_dict(self) -> dict[str, int]:
-        """The counters as JSON."""
-        return asdict(self)
+    def to_dict(self) -> dict[str, Any]:
+        """The counters as JSON; those of rollbacks only where there are any."""
+        rollbacks = ("skipped_samples", "spike_step", "recent_losses")
+        return {name: value for name, value in asdict(self).items() if value or name not in rollbacks}
 
 
 class StepSchedules:

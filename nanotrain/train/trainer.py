@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from statistics import median
 from types import FrameType
 
 from nanotrain.comm.work import CommunicationFault
@@ -22,6 +23,7 @@ from nanotrain.runs.files import FolderVanished
 from nanotrain.train.batches import GlobalBatch, raise_on_all
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics import StepClock, StepReport, Throughput, report_step
+from nanotrain.train.rollback import checkpoint_before_spike, count_loss, roll_back
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
 
@@ -133,10 +135,28 @@ class Trainer:
         self._report_slowest(report, batch.busy_s, step_time_s=clock.step_time_s)
         report.save_stall_s = run.checkpointer.take_stall_s() or None
         report.failed_saves = run.checkpointer.num_failed or None
-        self._call_hooks(lambda hook: hook.after_step(run, report))
+        if not self._rolled_back(report):
+            self._call_hooks(lambda hook: hook.after_step(run, report))
         interval = run.config.train.manual_gc_interval
         if interval and run.state.step % interval == 0:
             gc.collect()
+
+    def _rolled_back(self, report: StepReport) -> bool:
+        """Go back to a checkpoint if the loss of the step is a spike; returns whether it did."""
+        run, factor = self.run, self.run.config.train.rollback_on_spike
+        if factor is None or not count_loss(run.state, report.loss, factor=factor):
+            return False
+        self._call_hooks(lambda hook: hook.before_rollback(run))
+        checkpoint = checkpoint_before_spike(run)
+        usual = median(run.state.recent_losses)
+        spike = f"step {report.step}: the loss {report.loss:.4f} is {report.loss / usual:.2f} times its median"
+        if checkpoint is None:
+            log.warning("%s; there is no checkpoint to go back to", spike)
+            return False
+        roll_back(run, checkpoint)
+        log.warning("%s; back to step %d, %d samples skipped so far", spike, run.state.step, run.state.skipped_samples)
+        self._call_hooks(lambda hook: hook.after_rollback(run, report))
+        return True
 
     def _report_slowest(self, report: StepReport, busy_s: Sequence[float], *, step_time_s: float) -> None:
         """The slowest rank of the step before, and the time of this step for the next report."""

@@ -42,11 +42,7 @@ class CheckpointHook(Hook):
         self._loss: float | None = None  # of the last step
 
     def before_training(self, run: Run) -> None:
-        if run.context.control.is_first:
-            renamed = set_aside_after(run.checkpointer.folder, run.state.step)
-            if renamed:
-                names = ", ".join(path.name for path in renamed)
-                log.info("starting at step %d: renamed later checkpoints: %s", run.state.step, names)
+        _rename_later(run)
         self._saved_step = run.state.step  # a resumed step is already on disk
 
     def after_step(self, run: Run, report: StepReport) -> None:
@@ -61,6 +57,14 @@ class CheckpointHook(Hook):
         """Save as at an interval; a step that is saved, or being saved, is not saved again."""
         if self._saved_step != run.state.step:
             self._save_and_go_on(run)
+
+    def before_rollback(self, run: Run) -> None:
+        self._finish(run)
+
+    def after_rollback(self, run: Run, report: StepReport) -> None:
+        """Save the step again with the samples to skip, so that a resume skips them too."""
+        _rename_later(run)
+        self._save_and_go_on(run)
 
     def after_training(self, run: Run) -> None:
         self._finish(run)
@@ -163,3 +167,13 @@ class CheckpointHook(Hook):
             raise error
         if run.context.control.is_first:
             log.warning("%s; training goes on and saves again at the next interval", error)
+
+
+def _rename_later(run: Run) -> None:
+    """Set aside the checkpoints of steps after this one, which the run repeats."""
+    if not run.context.control.is_first:
+        return
+    renamed = set_aside_after(run.checkpointer.folder, run.state.step)
+    if renamed:
+        names = ", ".join(path.name for path in renamed)
+        log.info("starting at step %d: renamed later checkpoints: %s", run.state.step, names)

@@ -16,6 +16,12 @@ class Hook:
     def save_now(self, run: Run) -> None:
         """Called between two steps after a rank received SIGUSR1."""
 
+    def before_rollback(self, run: Run) -> None:
+        """Called after a step whose loss is a spike, in place of `after_step`; `run` still has its state."""
+
+    def after_rollback(self, run: Run, report: StepReport) -> None:
+        """Called once `run` has the state of an earlier checkpoint; `report` is of the step with the spike."""
+
     def after_training(self, run: Run) -> None:
         """Called once after the loop, unless an error ended it."""
 

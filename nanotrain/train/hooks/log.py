@@ -57,6 +57,14 @@ class LogHook(Hook):
         if report.step % run.config.train.log_interval == 0 or report.valid_loss is not None:
             self._print_line(run)
 
+    def after_rollback(self, run: Run, report: StepReport) -> None:
+        if self._metrics is None:
+            return
+        self._metrics.append(report.to_json())
+        self._metrics.close()
+        self._metrics = MetricsFile(run.folder.metrics, step=run.state.step)  # sets the later rows aside
+        self._since_line.clear()
+
     def after_training(self, run: Run) -> None:
         if self._since_line:
             self._print_line(run)

@@ -1,0 +1,84 @@
+"""Go back to a checkpoint after a spike of the loss, and skip the data since then.
+
+    checkpoint              spike
+    step 8 ................ step 11      samples 64 .. 87 are skipped: the run goes on with step 9 on samples 88 ..
+    8 x 8 samples consumed
+
+The learning rate follows the consumed samples, which exclude the skipped ones. A run that spikes again before it has
+passed the step of the last spike goes back to an older checkpoint.
+"""
+
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+from statistics import median
+
+from nanotrain.checkpoint.store import step_folder
+from nanotrain.errors import TrainingFault
+from nanotrain.log import get_logger
+from nanotrain.train.resume import RunParts, restore_parts
+from nanotrain.train.run import Run, TrainState
+
+log = get_logger(__name__)
+
+WINDOW, MIN_LOSSES = 32, 8  # losses of the median: at most, and those needed for a decision
+
+
+def count_loss(state: TrainState, loss: float, *, factor: float) -> bool:
+    """Whether a loss is a spike; any other finite loss is added to the recent ones.
+
+    Args:
+        state: holds the recent losses.
+        loss: of a step; the same on all ranks.
+        factor: of the median of the recent losses, above which a loss is a spike.
+
+    >>> state = TrainState(recent_losses=[2.0] * 8)
+    >>> count_loss(state, 3.1, factor=1.5), count_loss(state, 2.9, factor=1.5)
+    (True, False)
+    """
+    if not math.isfinite(loss):  # skipped and counted elsewhere
+        return False
+    recent = state.recent_losses
+    if len(recent) >= MIN_LOSSES and loss > factor * median(recent):
+        return True
+    state.recent_losses = [*recent, loss][-WINDOW:]
+    return False
+
+
+def checkpoint_before_spike(run: Run) -> Path | None:
+    """The checkpoint to go back to, the same on every rank; None if none was written before the first spike.
+
+    Raises:
+        TrainingFault: the run spikes again and again, and no older checkpoint is left.
+    """
+    state = run.state
+    newest = run.checkpointer.older_than(step_folder(run.checkpointer.folder, state.step))
+    if newest is None or state.step > state.spike_step:
+        return newest
+    older = run.checkpointer.older_than(newest)
+    if older is None:
+        raise TrainingFault(
+            f"the loss of step {state.step} is a spike again, after going back from step {state.spike_step}",
+            why="no older checkpoint is left to go back to",
+            fix="lower --lr, raise --rollback-on-spike, or keep more checkpoints with --keep-last",
+        )
+    return older
+
+
+def roll_back(run: Run, checkpoint: Path) -> None:
+    """Load a checkpoint into a running run, and skip the samples read since. Every rank calls this.
+
+    Raises:
+        DamagedCheckpoint: it is damaged, and no older one can be used.
+    """
+    for dp in run.data_parallel:
+        dp.wait_for_params()
+    spike, place = run.state.step, run.state.consumed_samples + run.state.skipped_samples
+    parts = RunParts(run.stages, run.data_parallel, run.optimizer)
+    # --finetune and --no-load-optim are meant for the first start, not for the run's own checkpoint.
+    own = replace(run.config, checkpoint=replace(run.config.checkpoint, finetune=False, load_optim=True))
+    loaded = restore_parts(checkpoint, run.checkpointer, parts=parts, config=own, may_fall_back=True)
+    loaded.skipped_samples, loaded.spike_step = place - loaded.consumed_samples, spike
+    for field in fields(TrainState):
+        setattr(run.state, field.name, getattr(loaded, field.name))
+    run.batches.restart(consumed_samples=loaded.consumed_samples, skipped_samples=loaded.skipped_samples)

@@ -1,0 +1,84 @@
+"""A spike of the loss: back to the newest checkpoint, its data skipped, and the same after a resume."""
+
+import pytest
+import torch
+
+from nanotrain.errors import TrainingFault
+from nanotrain.train.hooks.checkpoint import CheckpointHook
+from nanotrain.train.hooks.log import LogHook
+from tests.train.small_run import Spy, metrics_of, small_run, train
+
+FLAGS = ("--train-iters", "14", "--save-interval", "4", "--rollback-on-spike", "1.2", "--global-batch-size", "2")
+BF16 = ("--bf16", "--data-parallel-sharding-strategy", "optim_grads_params")
+BAD = range(20, 22)  # the samples of step 11
+
+
+class Poisoned:
+    """A dataset in which each token is one label, but whose samples in `BAD` have other labels: their loss is high."""
+
+    def __init__(self, dataset, bad) -> None:
+        self.dataset, self.bad, self.read = dataset, bad, []
+        self.samples_per_epoch = dataset.samples_per_epoch
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        sample = self.dataset[index]
+        sample.labels[:] = 9 if index in self.bad else 7
+        return sample
+
+
+def losses_and_reads(folder, *flags, bad=BAD, hooks=()):
+    """Train; the losses by step in the order in which they were taken, the samples read, and the weights."""
+    spy = Spy()
+    with small_run(folder, *FLAGS, "--lr", "1e-2", *flags) as run:
+        data = Poisoned(run.inputs.datasets.train, bad)
+        run.batches.dataset = data
+        run.batches.restart(consumed_samples=run.state.consumed_samples, skipped_samples=run.state.skipped_samples)
+        train(run, spy, CheckpointHook(), *hooks)
+        main = {box.name: tensor.clone() for box, tensor in run.optimizer.state_tensors().items()}
+        return [(report.step, report.loss, report.lr) for report in spy.reports], data.read, (run.state, main)
+
+
+@pytest.mark.parametrize("flags", [(), BF16], ids=["fp32", "bf16, ZeRO-3"])
+def test_a_spike_goes_back_and_skips_its_data_and_a_resume_does_the_same(tmp_path, logged, flags):
+    reports, read, (state, main) = losses_and_reads(tmp_path / "run", *flags, hooks=[LogHook()])
+
+    assert [step for step, _, _ in reports] == [*range(1, 11), *range(9, 15)]  # step 11 is rolled back to step 8
+    first_read = list(dict.fromkeys(read))
+    assert first_read[:34] == list(range(34)), "no sample is read twice, the data of steps 9 to 11 is skipped"
+    assert (state.consumed_samples, state.skipped_samples, state.spike_step) == (28, 6, 11)
+    assert any("back to step 8, 6 samples skipped" in line for line in logged)
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == list(range(1, 15))
+    superseded = (tmp_path / "run" / "metrics-superseded.jsonl").read_text().splitlines()
+    assert len(superseded) == 3  # of steps 9 to 11
+
+    # A run that skipped the same samples without a spike has the same losses, learning rates and bits.
+    losses_and_reads(tmp_path / "other", *flags, "--exit-interval", "8", bad=())
+    stopped = tmp_path / "run" / "checkpoints"
+    resumed, _, (again, same) = losses_and_reads(
+        tmp_path / "other", *flags, "--load", str(stopped / "step-00000012"), bad=BAD
+    )
+    assert resumed == reports[-2:] and again.recent_losses == state.recent_losses
+    assert all(torch.equal(same[name], tensor) for name, tensor in main.items())
+
+
+def test_the_resume_right_after_a_rollback_skips_the_data_too(tmp_path):
+    whole, _, _ = losses_and_reads(tmp_path / "whole")
+    losses_and_reads(tmp_path / "cut", "--exit-duration-in-mins", "1000")  # the same, and then cut back to step 8
+    for step in (12, 14):
+        path = tmp_path / "cut" / "checkpoints" / f"step-{step:08d}"
+        path.rename(path.with_suffix(".superseded-1"))
+    resumed, read, (state, _) = losses_and_reads(tmp_path / "cut")
+    assert resumed == whole[-6:] and read[0] == 22 and state.skipped_samples == 6
+
+
+def test_spikes_without_end_end_the_run(tmp_path, logged):
+    with pytest.raises(TrainingFault, match="no older checkpoint is left"):
+        losses_and_reads(tmp_path, "--save-interval", "9", bad=range(20, 200))
+    assert len([line for line in logged if "back to step 9" in line]) == 1
+
+
+def test_without_a_checkpoint_a_spike_is_a_warning(tmp_path, logged):
+    reports, _, (state, _) = losses_and_reads(tmp_path, "--save-interval", "1000")
+    assert [step for step, _, _ in reports] == list(range(1, 15)) and state.skipped_samples == 0
+    assert any("there is no checkpoint to go back to" in line for line in logged)
