@@ -17,7 +17,18 @@ from pathlib import Path
 from nanotrain.cli_checkpoint import CHECKPOINT_COMMANDS
 from nanotrain.cli_evaluate import evaluate as evaluate_command
 from nanotrain.cli_launch import launch, split_arguments
-from nanotrain.cli_parser import Command, CommandParser, count, not_negative, positive, run_command, world_size
+from nanotrain.cli_parser import (
+    Command,
+    CommandParser,
+    count,
+    not_negative,
+    port,
+    positive,
+    processes,
+    run_command,
+    seed,
+    world_size,
+)
 from nanotrain.config.flags import parse
 from nanotrain.config.load import load_line, reply, to_yaml
 from nanotrain.config.schema import check_choice
@@ -50,7 +61,7 @@ def parity(argv: Sequence[str]) -> int:
     """Compare the training of a parallel layout with one rank: a shrunk model, on CPU processes of this machine."""
     parser = CommandParser("parity", parity, epilog=CONFIG_FLAGS)
     ranks_help = "number of ranks, one process per rank"
-    parser.add_argument("--world-size", type=count, metavar="N", required=True, help=ranks_help)
+    parser.add_argument("--world-size", type=processes, metavar="N", required=True, help=ranks_help)
     parser.add_argument("--steps", type=count, default=3, metavar="K", help="optimizer steps (default: 3)")
     tolerance_help = "largest relative difference; ten times that for gradients (default: 1e-5)"
     parser.add_argument("--tolerance", type=positive, default=1e-5, metavar="T", help=tolerance_help)
@@ -126,7 +137,7 @@ def generate(argv: Sequence[str]) -> int:
     parser.add_argument("--temperature", type=not_negative, default=0.8, metavar="T", help=temperature_help)
     top_k_help = "sample from the K most likely tokens; unset: from all"
     parser.add_argument("--top-k", type=count, metavar="K", help=top_k_help)
-    parser.add_argument("--seed", type=int, default=0, help="random seed of the sampling (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="random seed of the sampling (default: 0)")
     parser.add_argument("--tokenizer", help="Hugging Face name or folder, tokenizer.json; unset: the run's")
     args = parser.parse_args(argv)
     from nanotrain.inference.checkpoint import load_checkpoint
@@ -160,7 +171,7 @@ def watch(argv: Sequence[str]) -> int:
     """Serve the report of runs on this machine; reload the page for the newest steps."""
     parser = CommandParser("watch", watch)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder; several are compared")
-    parser.add_argument("--port", type=int, default=6007, metavar="P", help="port; 0 chooses one (default: 6007)")
+    parser.add_argument("--port", type=port, default=6007, metavar="P", help="port; 0 chooses one (default: 6007)")
     args = parser.parse_args(argv)
     from nanotrain.report.serve import LOCALHOST, open_server
 

@@ -8,7 +8,8 @@ from typing import NoReturn
 from nanotrain.config.suggest import did_you_mean
 from nanotrain.errors import ConfigError
 
-MAX_WORLD_SIZE = 1_000_000
+MAX_WORLD_SIZE = 200_000  # ranks whose groups are listed within two seconds
+MAX_PROCESSES = 256
 Command = Callable[[Sequence[str]], int]
 
 
@@ -26,27 +27,58 @@ class CommandParser(argparse.ArgumentParser):
 def count(text: str) -> int:
     """A whole number of at least 1."""
     if not re.fullmatch("[0-9]{1,12}", text) or int(text) < 1:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
     return int(text)
 
 
 def world_size(text: str) -> int:
-    """A number of ranks, up to a million."""
+    """A number of ranks whose groups are listed."""
     if count(text) > MAX_WORLD_SIZE:
         raise argparse.ArgumentTypeError(f"{text} ranks: at most {MAX_WORLD_SIZE:,} can be planned")
     return int(text)
 
 
+def processes(text: str) -> int:
+    """A number of processes on this machine."""
+    if count(text) > MAX_PROCESSES:
+        raise argparse.ArgumentTypeError(f"{text} processes: at most {MAX_PROCESSES} are started on one machine")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    """A random seed, as torch takes it."""
+    if not re.fullmatch("[0-9]{1,18}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 0 and below 10^18")
+    return int(text)
+
+
+def port(text: str) -> int:
+    """A TCP port; 0 lets the system choose one."""
+    if not re.fullmatch("[0-9]{1,5}", text) or int(text) > 65_535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port from 0 to 65535")
+    return int(text)
+
+
 def positive(text: str) -> float:
     """A finite number above zero."""
-    if not 0 < float(text) < float("inf"):
-        raise ValueError(text)
-    return float(text)
+    if not 0 < number(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return number(text)
 
 
 def not_negative(text: str) -> float:
     """A finite number of at least zero."""
-    return 0.0 if float(text) == 0 else positive(text)
+    if not 0 <= number(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 0")
+    return number(text)
+
+
+def number(text: str) -> float:
+    """A number; not-a-number for other text."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
 
 
 def run_command(program: str, argv: Sequence[str], *, commands: dict[str, Command]) -> int:

@@ -1,19 +1,39 @@
 """Numbers and commands of a command line, and how a mistake in them is answered."""
 
+from argparse import ArgumentTypeError
+
 import pytest
 
-from nanotrain.cli_parser import CommandParser, count, not_negative, positive, run_command
+from nanotrain.cli_parser import (
+    CommandParser,
+    count,
+    not_negative,
+    port,
+    positive,
+    processes,
+    run_command,
+    seed,
+    world_size,
+)
 from nanotrain.errors import ConfigError
 
 
 @pytest.mark.parametrize(
     ("convert", "good", "bad"),
-    [(count, "3", ["0", "-1", "1.5", "x"]), (positive, "0.5", ["0", "inf", "nan"]), (not_negative, "0", ["-1", "inf"])],
+    [
+        (count, "3", ["0", "-1", "1.5", "x"]),
+        (positive, "0.5", ["0", "inf", "nan"]),
+        (not_negative, "0", ["-1", "inf"]),
+        (processes, "2", ["0", "257"]),
+        (world_size, "9", ["0", "200001"]),
+        (seed, "0", ["-1", "1" * 20]),
+        (port, "0", ["-1", "65536"]),
+    ],
 )
 def test_numbers_out_of_bounds_are_no_values(convert, good, bad):
     assert convert(good) == float(good)
     for text in bad:
-        with pytest.raises(ValueError):
+        with pytest.raises(ArgumentTypeError, match=text):
             convert(text)
 
 

@@ -86,7 +86,7 @@ ODD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "empty run folder in Hydra's form": (training("train.run_dir=''"), "run_dir is empty"),
     "world size": (
         lambda folder: ["topology", "--world-size", "1000000000"],
-        "--world-size: invalid count value|at most",
+        "--world-size: .* is no whole number|at most",
     ),
     "weight of a corpus": (training("data.mock_data=false", "--data-path", "1e99999999", "x"), "1e99999999"),
     "empty output": (lambda folder: ["prepare", "--input", "x", "--output", "", "--tokenizer", "bytes"], "--output"),

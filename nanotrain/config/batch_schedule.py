@@ -8,6 +8,7 @@ Nothing else is stored: a run that resumes has consumed some number of samples, 
 Source: Megatron-LM, `num_microbatches_calculator.py`.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -39,6 +40,17 @@ class RampUp:
         samples_per_increment = self.samples / ((self.final - self.start) // self.increment)
         return min(self.final, self.start + int(consumed_samples / samples_per_increment) * self.increment)
 
+    def batches_from(self, consumed: int) -> int:
+        """Batches from `consumed` samples on that have the same size; the size never falls."""
+        size = self.size_at(consumed)
+        starts = range(consumed, self.last_change + 1, size)
+        return bisect_right(starts, size, key=self.size_at)
+
+    @property
+    def last_change(self) -> int:
+        """Consumed samples after which every batch has the final size."""
+        return self.samples
+
     @property
     def sizes(self) -> range:
         """Every size, ascending."""
@@ -58,6 +70,16 @@ class Steps:
     def size_at(self, consumed_samples: int) -> int:
         """Size of the batch that starts at `consumed_samples`."""
         return next(size for threshold, size in reversed(self.thresholds) if consumed_samples >= threshold)
+
+    def batches_from(self, consumed: int) -> int:
+        """Batches from `consumed` samples on, up to the next threshold."""
+        change = next(threshold for threshold, _ in self.thresholds if threshold > consumed)
+        return -(-(change - consumed) // self.size_at(consumed))
+
+    @property
+    def last_change(self) -> int:
+        """Consumed samples after which every batch has the final size."""
+        return self.thresholds[-1][0] - 1
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -181,12 +203,9 @@ def samples_of_steps(schedule: BatchSchedule, steps: int) -> int:
     22
     """
     consumed = 0
-    last = schedule.samples if isinstance(schedule, RampUp) else schedule.thresholds[-1][0] - 1
-    for step in range(steps):
-        if consumed > last:  # from here on the size is constant
-            return consumed + (steps - step) * schedule.final
-        consumed += schedule.size_at(consumed)
-    return consumed
+    for size, count in batches_by_size(schedule):
+        consumed, steps = consumed + min(steps, count) * size, max(0, steps - count)
+    return consumed + steps * schedule.final
 
 
 def steps_of_samples(schedule: BatchSchedule, samples: int) -> int:
@@ -197,11 +216,26 @@ def steps_of_samples(schedule: BatchSchedule, samples: int) -> int:
     >>> steps_of_samples(RampUp(start=2, increment=2, samples=12, final=8), 36)
     6
     """
+    is_ramp = isinstance(schedule, RampUp)
+    last_start = min(schedule.last_change, samples if is_ramp else samples - 1)
     consumed = steps = 0
-    if isinstance(schedule, RampUp):
-        while consumed <= min(schedule.samples, samples):
-            consumed, steps = consumed + schedule.size_at(consumed), steps + 1
-        return steps + max(0, samples - consumed) // schedule.final
-    while consumed < min(samples, schedule.thresholds[-1][0]):
-        consumed, steps = consumed + schedule.size_at(consumed), steps + 1
-    return steps + -(-max(0, samples - consumed) // schedule.final)
+    for size, count in batches_by_size(schedule):
+        taken = max(0, min(count, (last_start - consumed) // size + 1))
+        consumed, steps = consumed + taken * size, steps + taken
+        if taken < count:
+            break
+    rest = max(0, samples - consumed)
+    return steps + (rest // schedule.final if is_ramp else -(-rest // schedule.final))
+
+
+def batches_by_size(schedule: BatchSchedule) -> Iterator[tuple[int, int]]:
+    """The size and the number of consecutive batches of one size, up to the last change.
+
+    >>> list(batches_by_size(Steps(((0, 4), (10, 8)))))
+    [(4, 3)]
+    """
+    consumed = 0
+    while consumed <= schedule.last_change:
+        size, count = schedule.size_at(consumed), schedule.batches_from(consumed)
+        yield size, count
+        consumed += count * size

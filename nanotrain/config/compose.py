@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nanotrain.config.config import Config
-from nanotrain.config.flags import FLAGS, CommandLine, Setting, is_file
+from nanotrain.config.flags import FLAGS, CommandLine, Setting, choice_of, is_file
 from nanotrain.config.references import mark_references
 from nanotrain.config.schema import KEYS, SECTIONS, flatten, nest, to_dict
 from nanotrain.config.suggest import by_meaning, did_you_mean, nearest_choice
@@ -57,9 +57,12 @@ def search_path(line: CommandLine) -> list[Path]:
     """The built-in folder, then the user's (`--config-dir`, `hydra.searchpath`)."""
     folders = [config_dir()]
     for text in line.search_path:
+        if not text:
+            raise ConfigError("--config-dir is empty", why="it takes a folder", fix="name one or leave it out")
         folder = Path(unquote(urlparse(text).path) if text.startswith("file:") else text).expanduser().absolute()
         if not folder.is_dir():
-            raise ConfigError(f"config folder {folder} does not exist", fix="name a folder with --config-dir")
+            why = "it is a file" if folder.exists() else "there is no such folder"
+            raise ConfigError(f"config folder {folder} cannot be read", why=why, fix="name a folder with --config-dir")
         folders.append(folder)
     return folders
 
@@ -82,6 +85,10 @@ def compose_files(line: CommandLine) -> Composed:
         values = to_plain(compose(line.config_name, overrides))
         files = trace(line.config_name, overrides, folders=folders)
     if recipe_path is not None:
+        if not recipe_path.is_file():
+            near = nearest_choice(recipe_path.stem, names_in("config", folders))
+            fix = f"did you mean +config={near}, the recipe?" if near else "check the path"
+            raise ConfigError(f"there is no file {recipe_path}", why=f"+config={recipe_path} names one", fix=fix)
         values_of_file = read_yaml(recipe_path)
         files |= dict.fromkeys(keys_of(values_of_file, str(recipe_path)), str(recipe_path))
         values = to_plain(OmegaConf.merge(values, values_of_file))
@@ -130,15 +137,25 @@ def check_choices(choices: Mapping[str, str], folders: list[Path]) -> None:
             cures += [f"{meant} {name}" if meant in FLAGS else meant] if meant else []
             fix = f"write {' or '.join(cures)}" if cures else did_you_mean(group, [*KEYS, *groups, *SECTIONS])
             raise ConfigError(f"unknown key {group}", why=why, fix=fix)
-        parents = [folder / group for folder in folders]
-        names = sorted({str(path.relative_to(parent))[:-5] for parent in parents for path in parent.rglob("*.yaml")})
+        names = names_in(group, folders)
         if name not in names:
             near = nearest_choice(name, names)
-            fix = f"did you mean {group}={near}?" if near else f"write {group}=NAME with one of these names"
-            raise ConfigError(f"there is no {group} {name!r}", why=f"there are {', '.join(names)}", fix=fix)
-        for parent in parents:
-            if (path := parent / f"{name}.yaml").is_file():
+            choice = choice_of(group)
+            fix = f"did you mean {choice}={near}?" if near else f"write {choice}=NAME with one of these names"
+            raise ConfigError(
+                f"there is no {'recipe' if group == 'config' else group} {name!r}",
+                why=f"there are {', '.join(names)}",
+                fix=fix,
+            )
+        for folder in folders:
+            if (path := folder / group / f"{name}.yaml").is_file():
                 check_yaml(path)
+
+
+def names_in(group: str, folders: list[Path]) -> list[str]:
+    """The names of a group's YAML files."""
+    parents = [folder / group for folder in folders]
+    return sorted({str(path.relative_to(parent))[:-5] for parent in parents for path in parent.rglob("*.yaml")})
 
 
 def trace(config_name: str, overrides: list[str], *, folders: list[Path]) -> dict[str, str]:

@@ -13,14 +13,18 @@ from nanotrain.errors import ConfigError
 
 
 def whole_number(flag: str, text: str) -> int:
-    """A value of at least 1.
+    """A value of at least 1, also written 1e9.
 
     Raises:
         ConfigError: anything else.
     """
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{flag} is {text!r}", why="it takes a whole number of at least 1")
-    return int(text)
+    try:
+        number = int(text) if text.isdecimal() else float(text)
+        if number >= 1 and number == int(number):
+            return int(number)
+    except (ValueError, OverflowError):
+        pass
+    raise ConfigError(f"{flag} is {text!r}", why="it takes a whole number of at least 1")
 
 
 def train_samples(config: Config, text: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from nanotrain.config.megatron import MANY, MEGATRON
-from nanotrain.config.schema import BOOLEANS, ENTRIES, KEYS, Entry, unknown_flag, unknown_key
+from nanotrain.config.schema import BOOLEANS, ENTRIES, KEYS, SECTIONS, Entry, unknown_flag, unknown_key
 from nanotrain.config.suggest import advise, by_meaning
 from nanotrain.errors import ConfigError, ErrorCollector
 
@@ -125,7 +125,7 @@ def read_flag(line: CommandLine, argument: str, *, rest: list[str]) -> None:
     """Read a flag; its values are taken from `rest`."""
     flag, has_value, value = argument.partition("=")
     if flag in HELP:
-        line.help_topic = value
+        line.help_topic = value if has_value or not rest or rest[0] not in TOPICS else rest.pop(0)
     elif flag in OWN_FLAGS:
         OWN_FLAGS[flag](line, value if has_value else take_value(flag, rest))
     elif argument in SWITCHES:
@@ -234,7 +234,7 @@ def read_override(line: CommandLine, argument: str) -> None:
         raise ConfigError(f"{argument} has no effect", why="of Hydra's own settings only hydra.searchpath is used here")
     elif "." not in key and key not in ENTRIES:
         if prefix not in ("", "+"):
-            why, fix = "a YAML file is chosen, not removed", f"write {key}=NAME"
+            why, fix = "a YAML file is chosen, not removed or added", f"write {choice_of(key)}=NAME"
             raise ConfigError(f"{argument} begins with {prefix}", why=why, fix=fix)
         line.choices[key] = value
     elif key not in KEYS:
@@ -266,6 +266,11 @@ def agreed(setting: Setting) -> str:
     return str(BOOLEANS.get(text.lower(), text)).lower() if KEYS[setting.key].kind is bool else text
 
 
+def choice_of(group: str) -> str:
+    """How a YAML file of a group is chosen: `+config=NAME`, `model=NAME`."""
+    return "+config" if group == "config" else group
+
+
 def is_file(name: str) -> bool:
     """Whether the NAME of `+config=NAME` is a file and not one of the recipes."""
     return name.endswith((".yaml", ".yml"))
@@ -273,7 +278,7 @@ def is_file(name: str) -> bool:
 
 def set_data_parallel_size(line: CommandLine, value: str) -> None:
     """`--data-parallel-size N`, which sets nothing and is checked against the world."""
-    if not value.isdigit() or int(value) < 1:
+    if not value.isdecimal() or int(value) < 1:
         raise ConfigError(f"--data-parallel-size is {value!r}", why="it takes a whole number of at least 1")
     line.data_parallel_size = int(value)
 
@@ -292,7 +297,7 @@ OWN_FLAGS: dict[str, Callable[[CommandLine, str], None]] = {
     "--data-parallel-size": set_data_parallel_size,
     "--cfg": set_cfg,
 }
-HELP = ("--help", "-h")
+HELP, TOPICS = ("--help", "-h"), ("all", "megatron", *SECTIONS)
 SWITCHES = {"--explain": "wants_explanation", "--megatron-defaults": "wants_megatron_defaults"}
 
 

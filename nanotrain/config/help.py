@@ -64,8 +64,8 @@ COMMON = (
 )
 KINDS: dict[Kind, str] = {
     "always": "accepted: they name what is always so",
-    "no effect": "accepted: they tune parts of Megatron-LM that do not exist here",
-    "rename": "converted",
+    "no effect": "accepted without effect: they tune parts of Megatron-LM that are not here",
+    "rename": "converted to options of another name",
     "not yet": "refused, with the nearest cure",
 }
 COLUMN, INDENT = 40, 2  # characters: where meanings begin, and how far flags are indented
@@ -87,6 +87,7 @@ def help_text(topic: str = "", *, width: int | None = None) -> str:
     width = min(max(width, MIN_WIDTH), MAX_WIDTH)
     if topic == "megatron":
         return "\n".join(megatron_lines(width))
+    topic = next((name for name in SECTIONS if name.rpartition(".")[2] == topic), topic)
     if topic in SECTIONS:
         return "\n".join(section_lines(topic, width))
     if topic == "all":
@@ -124,7 +125,7 @@ def megatron_lines(width: int) -> Iterator[str]:
     text = "Flags of Megatron-LM that are no option of the same name here. Most of its other flags are: --help=all."
     yield from textwrap.wrap(text, width)
     for kind, title in KINDS.items():
-        yield from ["", f"{title}:"]
+        yield from ["", title]
         yield from rows(((flag, row.meaning) for flag, row in MEGATRON.items() if row.kind == kind), width)
 
 

@@ -18,6 +18,7 @@ import yaml
 from nanotrain.config.config import Config
 from nanotrain.config.flags import FLAGS, CommandLine, Setting, parse
 from nanotrain.config.help import help_text
+from nanotrain.config.megatron import MEGATRON
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import (
     ENTRIES,
@@ -200,14 +201,24 @@ def reply(line: CommandLine) -> str | None:
     errors = ErrorCollector()
     loaded = compose_line(line, errors=errors)
     errors.raise_errors()
-    return explain(loaded) if line.wants_explanation else to_yaml(loaded.config).rstrip()
+    return explain(loaded, line) if line.wants_explanation else to_yaml(loaded.config).rstrip()
 
 
-def explain(loaded: Loaded) -> str:
-    """The configuration with the origin of every value, one line per field."""
+def explain(loaded: Loaded, line: CommandLine) -> str:
+    """The configuration with the origin of every value, one line per field; then what Megatron-LM's flags became."""
     rows = [(key, yaml_value(value_of(loaded.config, key)), loaded.origins[key].replace("\n", "\\n")) for key in KEYS]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return "\n".join(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}" for key, value, origin in rows)
+    lines = [f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}" for key, value, origin in rows]
+    if line.megatron:
+        lines += ["", "flags of Megatron-LM that are no field:", *flag_lines(line)]
+    return "\n".join(lines)
+
+
+def flag_lines(line: CommandLine) -> list[str]:
+    """What became of every flag of Megatron-LM that is no field: the kind of its row, and its meaning here."""
+    rows = [(argument.text, MEGATRON[argument.flag]) for argument in dict.fromkeys(line.megatron)]
+    width = max((len(text) for text, _ in rows), default=0)
+    return [f"{text:<{width}}  {row.kind:<9}  {row.meaning}" for text, row in rows]
 
 
 def yaml_value(value: object) -> str:

@@ -259,6 +259,8 @@ def convert(entry: Entry, value: Any) -> Any:
 def convert_item(entry: Entry, value: Any) -> Any:
     """One value of a field, or one item of its list."""
     result = CONVERSIONS[Enum if entry.choices else entry.item](entry, value)
+    if result == "" and entry.default != "":
+        raise ConfigError(f"{entry.key} is empty", why="it takes text", fix=entry.meaning)
     check = entry.field.metadata["check"]
     if check is not None and not check(result):
         raise ConfigError(f"{entry.key} is {result}", why=f"it {check.__doc__}", fix=entry.meaning)
@@ -344,7 +346,7 @@ def typed(value: Any) -> str:
         return "unset"
     if isinstance(value, bool):
         return str(value).lower()
-    return " ".join(map(str, value)) or "empty" if isinstance(value, list) else str(value)
+    return (" ".join(map(str, value)) if isinstance(value, list) else str(value)) or "empty"
 
 
 def argument_of(name: str, value: Any) -> str:
@@ -376,7 +378,7 @@ def unknown_flag(flag: str, *, known: Collection[str]) -> ConfigError:
     'did you mean --lr?'
     """
     cure, field = by_meaning(flag), flag_of(flag.rpartition(".")[2].strip("-"))
-    if "." in flag and field in known:  # a key, or a flag with a section
+    if field in known:  # a key, a flag with a section, or another number of dashes
         cure = field
     fix = advise(cure) if cure else did_you_mean(flag, known)
     return ConfigError(f"unknown flag {flag}", why="there is no such flag", fix=fix)

@@ -7,6 +7,7 @@ used where a key was meant: `optim.learning_rate` -> `optim.lr`.
 BATCH = "--micro-batch-size (samples per rank and microbatch) or --global-batch-size (samples per step)"
 ACCUMULATION = "--global-batch-size: micro_batch_size x data-parallel ranks x microbatches per step"
 RANKS = "nanotrain train --nproc-per-node N ..., which sets the number of ranks"
+LAUNCH = "it before -m nanotrain.train, where it is an option of torchrun"
 RECIPE = "+config=NAME for a recipe, model=NAME for a model, --pretrained-checkpoint DIR for Hugging Face weights"
 DATA = "--data-path PREFIX, which `nanotrain prepare` writes"
 RESUME = "--load DIR for another run's checkpoint; the same --run-dir resumes by itself"
@@ -88,6 +89,7 @@ NAMES = {
     "--generate-tokens": "max_new_tokens",
     "--distributed-timeout-minutes": "timeout ddp_timeout init_timeout_seconds train_timeout_seconds",
     "--profile": "profiler enable_profiling",
+    LAUNCH: "master_addr master_port node_rank rdzv_backend rdzv_endpoint rdzv_id max_restarts standalone",
     RANKS: "gpus num_gpus nproc nproc_per_node world_size ngpu ngpus n_gpus devices num_devices nnodes num_nodes ranks num_processes",
     RECIPE: "model model_name model_name_or_path recipe config config_file job_config flavor model_type",
     "--fp8-format hybrid": "use_fp8 float8",
@@ -121,5 +123,5 @@ VALUES: dict[str, dict[str, str]] = {
     "normalization": {"rms": "RMSNorm", "rms_norm": "RMSNorm", "rmsnorm": "RMSNorm", "layer_norm": "LayerNorm"},
     "position_embedding_type": {"rotary": "rope", "learned": "learned_absolute", "absolute": "learned_absolute"},
     "lr_decay_style": {"wsd": "WSD", "inverse_sqrt": "inverse-square-root"},
-    "cp_comm_type": {"ring": "p2p", "ulysses": "a2a", "allgather": "all_gather"},
+    "cp_comm_type": {"ring": "p2p", "ulysses": "a2a", "all_gather": "allgather"},
 }

@@ -12,7 +12,7 @@ from os.path import normpath
 from typing import Any
 
 from nanotrain.config.config import Activation, Config, PositionEmbedding
-from nanotrain.config.flags import CommandLine, MegatronArgument, is_file
+from nanotrain.config.flags import CommandLine, MegatronArgument, choice_of, is_file
 from nanotrain.config.megatron import MEGATRON, MEGATRON_DEFAULTS, MEGATRON_REQUIRED, SHAPING
 from nanotrain.config.option import flag_of
 from nanotrain.config.pipeline_layout import read_pipeline_layout
@@ -129,7 +129,7 @@ def check_defaults(line: CommandLine, *, errors: ErrorCollector) -> None:
     """Errors for recipes, which are differences from other defaults, and for fields that have no default there."""
     for group, name in line.choices.items():
         if group in ("config", "model", "optim") and not is_file(name):
-            what = f"--megatron-defaults with {'+' if group == 'config' else ''}{group}={name}"
+            what = f"--megatron-defaults with {choice_of(group)}={name}"
             why = f"{group}/{name}.yaml is written for nanotrain's defaults: with Megatron-LM's it means something else"
             errors.errors.append(ConfigError(what, why=why, fix="leave one of them out"))
     unset = [name for name in MEGATRON_REQUIRED if ENTRIES[name].key not in line.explicit]

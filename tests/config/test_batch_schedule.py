@@ -1,5 +1,7 @@
 """Batch sizes by consumed samples, against numbers that Megatron-LM's own calculators give for the same arguments."""
 
+from itertools import accumulate, islice
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,3 +73,14 @@ def test_train_samples_give_the_steps_of_the_schedule_and_the_length_of_the_deca
 def test_a_schedule_that_cannot_be_is_an_error_with_the_cure(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config([*RUN, *flags.split()])
+
+
+def test_steps_may_fall_and_are_counted_alike() -> None:
+    steps = read_steps(["0:7", "116:7", "121:4", "195:16"], seq_length=1)
+    samples = [0, *accumulate(islice(batch_sizes(steps), 60))]
+    assert [samples_of_steps(steps, number) for number in range(61)] == samples
+    assert [steps_of_samples(steps, number) for number in samples] == [*range(61)]
+
+
+def test_an_enormous_ramp_up_is_counted_without_stepping_through_it() -> None:
+    assert steps_of_samples(read_ramp_up([8, 8, 10**15], final=80), 10**18) == 12_526_791_225_749_559

@@ -59,6 +59,25 @@ def test_a_bad_recipe_is_named(text, message, tmp_path):
     assert message.format(path=path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["+config=tiny.yaml"], "there is no file tiny.yaml: +config=tiny.yaml names one; did you mean +config=tiny,"),
+        (["+config=no/where.yaml"], "there is no file no/where.yaml: +config=no/where.yaml names one; check the path"),
+        (["+config=tini"], "did you mean +config=tiny?"),
+        (["--config-dir", ""], "--config-dir is empty: it takes a folder"),
+        (["--config-dir", __file__], "cannot be read: it is a file"),
+        (["--config-dir", "/nowhere"], "cannot be read: there is no such folder"),
+        (["--load", ""], "checkpoint.load is empty: it takes text"),
+        (["--data-path", ""], "data.data_path is empty"),
+    ],
+)
+def test_what_names_no_file_is_one_error(arguments, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(arguments)
+    assert message in str(caught.value)
+
+
 def test_a_key_that_is_set_twice_is_named_with_its_line(tmp_path):
     path = write(tmp_path / "my.yaml", "optim:\n  lr: 1\n  clip_grad: 1\n  lr: 2\n")
     with pytest.raises(ConfigError, match="lr is set twice in one section, the second time in line 4"):

@@ -21,6 +21,7 @@ def test_samples_become_steps_rounded_down_and_the_length_of_the_schedule():
     config = config_of(global_batch_size=128)
     assert train_samples(config, "1953125000") == {"train_iters": 15258789, "lr_decay_samples": 1953125000}
     assert train_samples(config_of(global_batch_size=128, lr_decay_samples=5), "256") == {"train_iters": 2}
+    assert train_samples(config_of(global_batch_size=10, lr_decay_samples=5), "1e9") == {"train_iters": 10**8}
 
 
 def test_a_constant_learning_rate_has_a_schedule_only_for_a_warmup_that_is_a_fraction_of_it():
@@ -72,7 +73,7 @@ def test_recomputing_moe_layers_adds_to_what_is_recomputed():
     [
         (train_samples, {}, "512", "set --global-batch-size"),
         (train_samples, {"global_batch_size": 8}, "7", "--train-samples 7 is no whole step"),
-        (train_samples, {"global_batch_size": 8}, "1e9", "it takes a whole number of at least 1"),
+        (train_samples, {"global_batch_size": 8}, "1.5e0", "it takes a whole number of at least 1"),
         (layers_per_virtual_stage, {"num_layers": 10, "pipeline_model_parallel_size": 4}, "1", "10 layers on pp=4"),
         (
             layers_per_virtual_stage,

@@ -113,6 +113,11 @@ def test_use_distributed_optimizer_means_at_least_optim(words, strategy):
         ("tiny", "unexpected argument 'tiny': it is neither a flag nor key=value"),
         ("-x", "unknown flag -x"),
         ("--data-parallel-size two", "--data-parallel-size is 'two'"),
+        ("--data-parallel-size ²", "--data-parallel-size is '²'"),
+        ("++config=tiny", "write +config=NAME"),
+        ("-lr 3", "did you mean --lr?"),
+        ("---lr 3", "did you mean --lr?"),
+        ("--master-port 1", "write it before -m nanotrain.train, where it is an option of torchrun"),
         ("--cfg hydra", "write --cfg job"),
         ("--bf16 --params-dtype fp32", "--bf16 contradicts --params-dtype fp32"),
         ("--bf16 --fp16", "--fp16 contradicts --bf16: --fp16 means precision.params_dtype=fp16; leave one of them out"),
@@ -147,6 +152,12 @@ def test_an_alias_agrees_with_every_spelling_of_its_value(words):
 
 def test_a_contradiction_of_two_aliases_is_one_mistake():
     assert len(parse(["--bf16", "--fp16"]).errors.errors) == 1
+
+
+@pytest.mark.parametrize("words", ["--help=optim", "--help optim", "-h optim --lr 1"])
+def test_a_topic_of_help_may_be_a_word_of_its_own(words):
+    assert parse(words.split()).help_topic == "optim"
+    assert parse(["--help", "tiny"]).help_topic == ""
 
 
 def test_torchrun_hands_every_flag_through():

@@ -60,6 +60,10 @@ def test_a_topic_is_named_behind_an_equals_sign():
         help_text("megatrn")
 
 
+def test_a_section_is_found_by_its_last_word():
+    assert help_text("moe") == help_text("model.moe")
+
+
 def test_a_default_is_written_as_it_is_typed():
     texts = {name: typed(ENTRIES[name].default) for name in ("shuffle", "num_experts", "data_path", "lr", "device")}
     assert texts == {"shuffle": "true", "num_experts": "unset", "data_path": "empty", "lr": "0.0003", "device": "auto"}

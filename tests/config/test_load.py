@@ -211,13 +211,13 @@ def test_planning_takes_layouts_that_training_refuses():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("+config=tinny", "there is no config 'tinny': there are deepseek_v3, gpt2_124m"),
-        ("+config=tinny", "did you mean config=tiny?"),
+        ("+config=tinny", "there is no recipe 'tinny': there are deepseek_v3, gpt2_124m"),
+        ("+config=tinny", "did you mean +config=tiny?"),
         ("modle=tiny", "did you mean model?"),
         ("+optm=x", "unknown key optm"),
-        ("--config-dir /nowhere", "config folder /nowhere does not exist"),
+        ("--config-dir /nowhere", "config folder /nowhere cannot be read: there is no such folder"),
         ("--config-name trian", "no trian.yaml in"),
-        ("+config=/nowhere/config.yaml", "/nowhere/config.yaml cannot be read"),
+        ("+config=/nowhere/config.yaml", "there is no file /nowhere/config.yaml"),
         ("data.data_path=[a,", "data.data_path=[a, cannot be read"),
         ("optim.lr=", "optim.lr= has no value"),
         ("optim.min_lr=${optim.lrr}", "a value refers to another that cannot be found"),

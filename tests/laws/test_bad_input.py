@@ -44,7 +44,7 @@ MISTAKEN_WORDS = {
     "optim.lrr=3": "unknown key optim.lrr: there is no such key; did you mean optim.lr?",
     "optm.lr=3": "did you mean optim.lr?",
     "lr=3": "unknown key lr: a key names its section; did you mean optim.lr?",
-    "+config=tyni": "there is no config 'tyni'.*did you mean config=tiny?",
+    "+config=tyni": "there is no recipe 'tyni'.*did you mean \\+config=tiny?",
     "--bf16=yes": "--bf16=yes gives --bf16 a value: it takes none; write --bf16 alone",
     "--lr": "--lr has no value: it takes one; --lr is peak learning rate",
     "tiny": "unexpected argument 'tiny': it is neither a flag nor key=value",

@@ -104,7 +104,6 @@ RUN_RULES = (
         "steps {profile_step_start} to {profile_step_end} of {train_iters} cannot be profiled",
         "profile_step_start <= profile_step_end <= train_iters must hold",
         "set --profile-step-start and --profile-step-end"),
-    Rule("run_dir", lambda v: v.run_dir == "", "run_dir is empty", "a run needs a folder", "set --run-dir FOLDER"),
     Rule("rollback_on_spike save save_interval",
         lambda v: v.rollback_on_spike is not None and not (v.save and v.save_interval),
         "rollback_on_spike {rollback_on_spike:g} has no checkpoint to go back to",

@@ -20,7 +20,7 @@ from nanotrain.config.config import (
     ShardingStrategy,
 )
 from nanotrain.config.rules.rule import Values
-from nanotrain.config.schema import ENTRIES, Entry, entries_of, typed, value_of, with_values
+from nanotrain.config.schema import ENTRIES, Entry, argument_of, entries_of, typed, value_of, with_values
 from nanotrain.errors import ConfigError, ErrorCollector
 
 
@@ -204,6 +204,7 @@ UNUSED = (
     Unused("generate_prompt", "generate_tokens", lambda v: v.generate_tokens == 0, "no sample is generated"),
     Unused("profile_step_start profile_step_end", "profile", lambda v: not v.profile, "profile is off"),
     Unused("prometheus_address", "prometheus_port", lambda v: v.prometheus_port is None, "prometheus_port is unset"),
+    Unused("tensorboard_dir", "tensorboard", lambda v: not v.tensorboard, "tensorboard is off"),
     Unused("wandb_project wandb_exp_name wandb_entity", "wandb", lambda v: not v.wandb, "wandb is off"),
 )
 # fmt: on
@@ -243,7 +244,7 @@ def reset_unused(
                 continue
             is_reset = rule.is_harmless or entry.key in defaults or (is_overruled and entry.key not in explicit)
             if not is_reset:
-                errors.errors.append(without_effect(entry, rule, value=value))
+                errors.errors.append(without_effect(config, entry, rule=rule))
                 continue
             config = with_values(config, {entry.key: entry.default})
             source = "the command line" if entry.key in explicit else "the YAML"
@@ -252,11 +253,12 @@ def reset_unused(
     return config, origins
 
 
-def without_effect(entry: Entry, rule: Unused, *, value: object) -> ConfigError:
+def without_effect(config: Config, entry: Entry, *, rule: Unused) -> ConfigError:
     """The error for a setting without effect."""
-    causes = " or ".join(ENTRIES[cause].flag for cause in rule.causes.split())
-    return ConfigError(
-        f"{entry.key} = {typed(value)} has no effect",
-        why=rule.why,
-        fix=f"leave {entry.flag} out or {rule.fix or f'change {causes}'}",
-    )
+    value = value_of(config, entry.key)
+    causes = [ENTRIES[cause] for cause in rule.causes.split()]
+    change = f"change {' or '.join(cause.flag for cause in causes)}"
+    if len(causes) == 1 and causes[0].kind is bool:
+        change = f"set {argument_of(causes[0].name, not value_of(config, causes[0].key))}"
+    fix = f"leave {entry.flag} out or {rule.fix or change}"
+    return ConfigError(f"{entry.key} = {typed(value)} has no effect", why=rule.why, fix=fix)

@@ -35,6 +35,11 @@ def test_a_setting_without_effect_on_the_command_line_is_an_error():
     assert "leave --overlap-param-gather out or change --data-parallel-sharding-strategy" in str(caught.value)
 
 
+def test_the_cure_of_a_switch_is_the_switch():
+    with pytest.raises(ConfigError, match="leave --tensorboard-dir out or set --tensorboard$"):
+        reset(config_of(tensorboard_dir="tb"), frozenset({"train.tensorboard_dir"}))
+
+
 def test_a_setting_without_effect_in_yaml_alone_is_an_error():
     with pytest.raises(ConfigError, match="has no effect"):
         reset(overlapping(), frozenset())
