@@ -1,0 +1,71 @@
+"""The budget of a step counts the FLOPs of the plan, and the bytes of its gradients, optimizer and communication."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from nanotrain.config.load import load
+from nanotrain.topology.counts import num_parameters
+from nanotrain.train.plans.plan import Plan, plan_run
+from nanotrain.train.plans.traffic import sent_bytes
+
+LENGTH, MICRO = 32, 2
+SIZES = ["--num-layers=2", "--hidden-size=32", "--num-attention-heads=4", "--num-query-groups=2", "--vocab-size=384"]
+FLAGS = [*SIZES, f"--seq-length={LENGTH}", f"--micro-batch-size={MICRO}", "--mock-data", "--bf16"]
+
+
+@pytest.fixture(scope="module")
+def roofline() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "roofline.py"
+    spec = importlib.util.spec_from_file_location("roofline", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def plan_of(world_size: int, *flags: str) -> Plan:
+    return plan_run(load([*FLAGS, *flags]).config, world_size, rank=0)
+
+
+def test_flops_are_those_of_the_plan(roofline: ModuleType) -> None:
+    plan = plan_of(1, "--global-batch-size=6")
+    budget = roofline.budget_of(plan, roofline.CARDS["H100"])
+    tokens = 3 * MICRO * LENGTH
+    attention = tokens * plan.shape.num_layers * plan.shape.num_heads * LENGTH * 2 * plan.shape.head_dim
+    # the plan counts no recomputed scores, the fused operator does: 7 products instead of 6
+    assert budget.costs["attention"].flops == pytest.approx(3.5 * attention)
+    assert budget.costs["GEMM"].flops == tokens * plan.flops_per_token - 3 * attention
+    assert budget.costs["attention"].launches == 3 * 2 * plan.shape.num_layers
+    assert budget.costs["loss"].num_bytes > 0 < budget.costs["elementwise"].num_bytes
+
+
+def test_bytes_of_gradients_optimizer_and_communication(roofline: ModuleType) -> None:
+    plan = plan_of(4, "--global-batch-size=16", "--use-distributed-optimizer")
+    budget = roofline.budget_of(plan, roofline.CARDS["A100"])
+    numel, shard = num_parameters(plan.shape), sum(b.layout.numel for b in plan.stages[0].buffers) // 4
+    assert plan.num_microbatches == 2
+    assert budget.costs["gradients"].num_bytes == numel * ((2 + 4) + (2 + 4 + 4))
+    assert budget.costs["optimizer"].num_bytes == shard * 46
+    assert budget.costs["communication"].num_bytes == sum(sent_bytes(plan).values()) > 0
+    assert budget.costs["communication"].seconds == pytest.approx(sum(sent_bytes(plan).values()) / (300e9 * 0.75))
+
+
+def test_a_faster_memory_shortens_what_memory_bounds(roofline: ModuleType) -> None:
+    slow, fast = (roofline.budget_of(plan_of(1), roofline.CARDS[card]) for card in ("H100", "H200"))
+    assert fast.costs["elementwise"].seconds == pytest.approx(slow.costs["elementwise"].seconds * 3.35 / 4.8)
+    assert fast.costs["elementwise"].num_bytes == slow.costs["elementwise"].num_bytes
+
+
+def test_the_program_prints_a_table_and_refuses_other_axes(
+    roofline: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    roofline.main(["--card", "H200", "+config=tiny", *FLAGS])
+    out = capsys.readouterr().out
+    assert all(f"| {name} |" in out for name in roofline.CLASSES) and "MFU" in out
+    with pytest.raises(SystemExit, match="only data parallelism"):
+        roofline.budget_of(plan_of(2, "--tensor-model-parallel-size=2"), roofline.CARDS["H100"])
