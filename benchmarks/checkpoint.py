@@ -1,15 +1,16 @@
-"""Time to save and load a sharded state: nanotrain, torch.save and torch.distributed.checkpoint, in turn.
+"""Time to save and load a sharded state: nanotrain, torch.save, torch.distributed.checkpoint and plain bytes, in turn.
 
     python benchmarks/checkpoint.py                                  # 2 and 4 ranks x 64 and 256 MiB per rank
     python benchmarks/checkpoint.py --ranks 2 --mib 64 --rounds 7 --folder /mnt/disk
     python benchmarks/checkpoint.py --write benchmarks/results/checkpoint.md
 
-All three save the same tensors, sharded along their first dim over the ranks, fsync them, and load them into existing
+All save the same tensors, sharded along their first dim over the ranks, fsync them, and load them into existing
 tensors. The time is that of the slowest rank. Loads are measured warm (files in the page cache) and cold (dropped from
 it before). Contenders run in turn for several rounds; a ratio is the median over rounds of runs close in time, so a
 slow minute of the machine affects both sides.
 
 torch.save writes one file per rank and nothing else: no manifest, no communication, and no other layout can read it.
+"plain bytes" writes and reads one file per rank with `write` and `readinto`, tensor after tensor: what the disk gives.
 nanotrain verifies a checksum of every byte it loads; torch.load accepts damage silently (tried with a flipped bit).
 """
 
@@ -73,7 +74,7 @@ class Contender:
 
 
 def contenders(state: State) -> dict[str, Contender]:
-    """The three contenders, on the same state."""
+    """The contenders, on the same state."""
     mesh = DeviceMesh("cpu", list(range(state.size)))
     group = Group(GroupSpec("world", tuple(range(state.size)), state.rank), dist.group.WORLD)
 
@@ -100,8 +101,21 @@ def contenders(state: State) -> dict[str, Contender]:
     def load_dcp(folder: Path) -> None:
         dcp.load(state.dtensors(mesh), checkpoint_id=folder)
 
+    def save_plain(folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        with open(folder / f"{state.rank}.bin", "wb", buffering=0) as file:
+            for tensor in state.tensors.values():
+                file.write(tensor.numpy().data)
+            os.fsync(file.fileno())
+
+    def load_plain(folder: Path) -> None:
+        with open(folder / f"{state.rank}.bin", "rb", buffering=0) as file:
+            for tensor in state.tensors.values():
+                file.readinto(tensor.numpy().data)
+
     return {
         "nanotrain": Contender(save_nanotrain, load_nanotrain),
+        "plain bytes": Contender(save_plain, load_plain),
         "torch.save": Contender(save_torch, load_torch),
         "torch DCP": Contender(save_dcp, load_dcp),
     }

@@ -1,9 +1,13 @@
-"""Compare the parameters of data-parallel replicas bit for bit every few steps.
+"""Compare the replicas of every parameter bit for bit every few steps.
+
+    dp_cp, expert_dp    every parameter
+    tp, etp             parameters that tensor parallelism does not shard: norms, routers, biases of row-parallel layers
+    embed               the tied embedding of the first and the last stage
 
 Replicas are equal after every step. A difference means a bit flip in a memory, or a fault in communication.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -35,9 +39,9 @@ class ReplicasHook(Hook):
         faults = []
         with gathered(run.data_parallel):
             params = {name: param for stage in run.stages.values() for name, param in stage.named_parameters()}
-            for dp in run.data_parallel:
-                named = {name: params[name] for name in dp.params}
-                faults.append(find_difference(named, run.context.group(_replicas_of(dp)), step=report.step))
+            for axis, names in replicated(run.data_parallel, run.context.groups):
+                named = {name: params[name] for name in names}
+                faults.append(find_difference(named, run.context.group(axis), step=report.step))
         # On all ranks, so that none saves: the replicas of another stage or expert may be sound.
         raise_on_all(next(filter(None, faults), None), run.context.control)
 
@@ -93,6 +97,22 @@ def checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-def _replicas_of(dp: DataParallel) -> GroupName:
-    """The group of ranks that hold replicas of the parameters of a wrapper."""
-    return "expert_dp" if dp.groups.shard.name.startswith("expert") else "dp_cp"
+def replicated(
+    data_parallel: Sequence[DataParallel], groups: Collection[GroupName]
+) -> Iterator[tuple[GroupName, list[str]]]:
+    """Groups that hold replicas of parameters, with the names of these; the same on every rank of a group.
+
+    Args:
+        data_parallel: of this rank.
+        groups: of which this rank is a member.
+    """
+    for dp in data_parallel:
+        is_expert = dp.groups.shard.name.startswith("expert")
+        yield "expert_dp" if is_expert else "dp_cp", list(dp.params)
+        axis: GroupName = "etp" if is_expert else "tp"
+        whole = [name for name, param in dp.params.items() if all(each.axis != axis for each in param.spec.shards)]
+        if whole and axis in groups:
+            yield axis, whole
+    tied = [name for dp in data_parallel for name, param in dp.params.items() if param.spec.is_tied]
+    if tied and "embed" in groups:
+        yield "embed", tied[:1]

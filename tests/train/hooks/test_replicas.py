@@ -9,7 +9,7 @@ from nanotrain.comm.collectives import all_gather_object
 from nanotrain.errors import CorruptState
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.hooks.replicas import ReplicasHook, checksum
+from nanotrain.train.hooks.replicas import ReplicasHook, checksum, replicated
 from tests.harness import ranks
 from tests.train.small_run import small_run, train
 
@@ -54,6 +54,18 @@ def test_a_planted_bit_flip_is_named_with_parameter_and_rank(ctx, tmp_path):
         r"replicas of parameter final_norm.weight .*after step 4: rank 1 and ranks 0, 2 hold", str(error.value)
     )
     assert len(set(all_gather_object(str(error.value), ctx.control))) == 1
+
+
+@ranks(2, tp=2, strategy="optim_grads")
+def test_a_bit_flip_in_a_parameter_that_tp_replicates_is_named(ctx, tmp_path):
+    hooks = [FlipBit(3)] if ctx.rank == 1 else []
+    arguments = ("--tensor-model-parallel-size", "2", "--data-parallel-sharding-strategy", "optim_grads")
+    with small_run(tmp_path, "--train-iters", "9", *EVERY_TWO, *arguments, context=ctx) as run:
+        with pytest.raises(CorruptState, match=r"parameter final_norm.weight .*step 4: rank 0 and rank 1 hold"):
+            train(run, *hooks, ReplicasHook())
+        compared = list(replicated(run.data_parallel, run.context.groups))
+    assert [axis for axis, _ in compared if ctx.group(axis).size > 1] == ["tp"]
+    assert "final_norm.weight" in compared[1][1] and not [name for name in compared[1][1] if "mlp.up" in name]
 
 
 @ranks(2, strategy="optim_grads_params")
