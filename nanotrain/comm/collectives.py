@@ -4,6 +4,7 @@
     start_reduce_scatter_into, start_all_gather_into    flat memory into a given output; gloo.py on gloo
     start_reduce_scatter, start_all_gather              along any dim, into a new tensor
     local_slice                                         the slice along a dim that reduce-scatter would return
+    start_all_reduce_scalars                            host numbers
     all_reduce, all_gather_into, all_reduce_scalars     complete on return
     all_gather_object, gather_object,                   control traffic
     broadcast_object, barrier
@@ -15,12 +16,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nanotrain.comm import gloo
-from nanotrain.comm.device import process_group_device
+from nanotrain.comm.device import HostCopy, process_group_device, to_device
 from nanotrain.comm.group import Group
 from nanotrain.comm.traffic import reduced_bytes
 from nanotrain.comm.work import Work, translate_errors
@@ -60,7 +60,9 @@ def start_reduce_scatter_into(output: Tensor, tensor: Tensor, *, group: Group, o
     with translate_errors("reduce_scatter", group):
         if group.is_gloo:
             return gloo.start_reduce_scatter_into(output, tensor, group=group, averages=op == "avg")
-        handle = _reduce_scatter_flat(output, tensor, op=_OPS[op], group=group.process_group, async_op=True)
+        handle = _reduce_scatter_flat(
+            output.view(-1), tensor.view(-1), op=_OPS[op], group=group.process_group, async_op=True
+        )
     return Work(lambda: output, op="reduce_scatter", group=group, handles=[handle], keep=[output, tensor])
 
 
@@ -77,7 +79,7 @@ def start_all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> Wo
     with translate_errors("all_gather", group):
         if group.is_gloo:
             return gloo.start_all_gather_into(output, tensor, group=group)
-        handle = _all_gather_flat(output, tensor, group=group.process_group, async_op=True)
+        handle = _all_gather_flat(output.view(-1), tensor.view(-1), group=group.process_group, async_op=True)
     return Work(lambda: output, op="all_gather", group=group, handles=[handle], keep=[output, tensor])
 
 
@@ -127,17 +129,27 @@ def all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> None:
 
 
 def all_reduce_scalars(values: Sequence[float], group: Group, *, op: str = "sum") -> list[float]:
-    """Reduce host numbers over the group in one float64 collective (traffic "all_reduce_scalars").
+    """`start_all_reduce_scalars`, complete on return."""
+    return start_all_reduce_scalars(values, group, op=op).wait()
 
-    One element costs as much as a thousand (0.3 to 1.5 ms on gloo), so pass all numbers in one call.
+
+def start_all_reduce_scalars(values: Sequence[float], group: Group, *, op: str = "sum") -> Work[list[float]]:
+    """Start to reduce host numbers over the group in one float64 collective (traffic "all_reduce_scalars").
+
+    One element costs as much as a thousand (0.3 to 1.5 ms on gloo), so pass all numbers in one call. On NCCL the result
+    is copied to the host beside the current stream, and `wait` blocks the host until it is there: started a step before
+    it is read, it costs no time.
     """
     if group.size == 1:
-        return [float(value) for value in values]
-    packed = torch.tensor(values, dtype=torch.float64, device=process_group_device(group.process_group))
+        return Work.completed([float(value) for value in values])
+    packed = to_device(values, process_group_device(group.process_group))
     group.record("all_reduce_scalars", num_bytes=2 * reduced_bytes(packed.nbytes, group.size))
     with translate_errors("all_reduce_scalars", group):
         handle = dist.all_reduce(packed, op=_OPS[op], group=group.process_group, async_op=True)
-    return Work(packed.tolist, op="all_reduce_scalars", group=group, handles=[handle], keep=[packed]).wait()
+        if packed.device.type == "cuda":
+            copy = HostCopy.after(handle, packed)
+            return Work(copy.read, op="all_reduce_scalars", group=group, keep=[packed, handle])
+    return Work(packed.tolist, op="all_reduce_scalars", group=group, handles=[handle], keep=[packed])
 
 
 def all_gather_object(obj: Any, group: Group) -> list[Any]:

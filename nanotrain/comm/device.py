@@ -3,14 +3,19 @@
     pick_device, backend_of, process_group_device, device_name, compute_capability
     synchronize, manual_seed
     HostTransfer    activations to pinned host memory and back
+    HostCopy        a few numbers for the log, read on the host later
+    Stopwatch       time of a step
     BufferCopies    between lasting buffers on the device and `host_zeros` (pinned host memory), beside computation
     reset_peak_memory, peak_memory, memory_per_rank
 
 Most of `torch.cuda` raises on a CPU-only torch, so all callers go through these functions.
 """
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -121,6 +126,75 @@ def memory_per_rank(device: torch.device, local_world_size: int) -> int | None:
     return next((num_bytes // local_world_size for num_bytes in available), None)
 
 
+class HostCopy:
+    """A copy of a small tensor to the host; the host waits for the device when it reads it, not before.
+
+    Args:
+        tensor: written by the current stream; must not change on a CPU, where it is not copied.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host, self._event = tensor, None
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.current_stream(tensor.device).record_event()
+
+    @classmethod
+    def after(cls, work: dist.Work, tensor: Tensor) -> "HostCopy":
+        """Of a tensor that a collective on a GPU writes; the current stream does not wait for the collective."""
+        stream = torch.cuda.Stream(tensor.device)
+        with torch.cuda.stream(stream):
+            work.wait()
+            copy = cls(tensor)
+        tensor.record_stream(stream)
+        return copy
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `read` returns without waiting."""
+        return self._event is None or self._event.query()
+
+    def read(self) -> list[float]:
+        """The numbers of a tensor [n]."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[float] = self._host.tolist()
+        return numbers
+
+
+class Stopwatch:
+    """The time from its creation to `stop`: of the host on a CPU, of the current stream on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start: Any = self._now()
+        self._stop: Any = None  # a number on a CPU, an event on a GPU
+
+    def stop(self) -> None:
+        """End the measured time; on a GPU when the stream comes here."""
+        self._stop = self._now()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `seconds` returns without waiting."""
+        return isinstance(self._stop, float) or (self._stop is not None and bool(self._stop.query()))
+
+    def seconds(self) -> float:
+        """The time in seconds."""
+        if self._device.type != "cuda":
+            return float(self._stop - self._start)
+        self._stop.synchronize()
+        return float(self._start.elapsed_time(self._stop)) / 1e3
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
 class HostTransfer:
     """Copies of flat byte tensors to pinned host memory and back, on a side stream of a GPU; at once on a CPU."""
 
@@ -206,6 +280,12 @@ class BufferCopy:
         """Block the host until the copy is complete, so that it may read the target and write the source."""
         if self.event is not None:
             self.event.synchronize()
+
+
+def to_device(values: Sequence[float], device: torch.device) -> Tensor:
+    """[n] fp64 of host numbers; a GPU copies them from pinned memory, for which the host does not wait."""
+    host = torch.tensor(values, dtype=torch.float64, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
 
 
 def host_zeros(numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -22,12 +22,14 @@ class BatchContext:
     # position ids they do not restart with a document.
     sequence_positions: Tensor | None = None
     # factor of one sequence's auxiliary losses in the differentiated loss; loss scale / sequences of the global batch
-    # gives their mean over sequences
-    aux_loss_scale: float = 0.0
+    # gives their mean over sequences. A tensor where the loss scale is dynamic
+    aux_loss_scale: float | Tensor = 0.0
     dropout_seed: int | None = None  # of the words of dropout; None drops nothing, as in evaluation
 
     @classmethod
-    def of(cls, batch: Batch, *, cp: Group, aux_loss_scale: float = 0.0, dropout_seed: int | None = None) -> Self:
+    def of(
+        cls, batch: Batch, *, cp: Group, aux_loss_scale: float | Tensor = 0.0, dropout_seed: int | None = None
+    ) -> Self:
         """The context of a batch whose sequences are sharded over a cp group."""
         if cp.size == 1:
             return cls(batch, aux_loss_scale=aux_loss_scale, dropout_seed=dropout_seed)
@@ -56,7 +58,7 @@ class LayerContext:
     window_mask: Any = None  # the same for layers with a window
     sequence_positions: Tensor | None = None  # see `BatchContext`
     dropout: DropoutContext | None = None  # None where nothing is dropped
-    aux_loss_scale: float = 0.0  # see `BatchContext`
+    aux_loss_scale: float | Tensor = 0.0  # see `BatchContext`
     # tokens_per_expert that a router compares this microbatch with, by router; a recomputed forward reads its own
     balance_counts: dict[Any, Tensor] = field(default_factory=dict)
 

@@ -1,13 +1,14 @@
 """Statistics of routers: counted on the device during forward passes, collected once per step.
 
-    RouterStats             one router's sums since the last collection, as named buffers
-    collect_router_metrics  the sums of all routers over all ranks, one collective per group; starts anew
-    update_expert_bias      moves every expert bias against the imbalance
+    RouterStats          one router's sums since the last collection, as named buffers
+    collect_router_sums  the sums of all routers over all ranks, one collective per group; starts anew
+    update_expert_bias   moves every expert bias against the imbalance
+    RouterMetrics        what the sums say, on the host
 
-A forward pass that is recomputed in the backward counts once (`Router`).
+A forward pass that is recomputed in the backward counts once (`Router`). All but the metrics stays on the device.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.group import Group
 
+NUM_SCALARS = 5
 _SCALARS = ("num_tokens", "num_dropped", "entropy", "aux_loss", "z_loss")
 
 
@@ -110,6 +112,20 @@ class RouterMetrics:
     aux_loss: float  # mean of the first load-balancing loss, without its coefficient; 1 is perfect balance
     z_loss: float  # mean over tokens, without its coefficient
 
+    @classmethod
+    def of(cls, sums: Sequence[float]) -> Self:
+        """The metrics of one router from its [E + 5] sums."""
+        tokens_per_expert = tuple(sums[: -len(_SCALARS)])
+        scalars = dict(zip(_SCALARS, sums[-len(_SCALARS) :], strict=True))
+        num_tokens = max(1.0, scalars["num_tokens"])
+        return cls(
+            tokens_per_expert=tokens_per_expert,
+            dropped_fraction=scalars["num_dropped"] / max(1.0, sum(tokens_per_expert)),
+            entropy=scalars["entropy"] / num_tokens,
+            aux_loss=scalars["aux_loss"] / num_tokens,
+            z_loss=scalars["z_loss"] / num_tokens,
+        )
+
     @property
     def max_over_mean(self) -> float:
         """Tokens of the busiest expert relative to an even share.
@@ -139,17 +155,17 @@ def expert_biases(stage: nn.Module) -> dict[str, Tensor]:
     return {f"router/{name}.expert_bias": r.expert_bias for name, r in routers if r.expert_bias is not None}
 
 
-def collect_router_metrics(stage: nn.Module, groups: Sequence[Group]) -> dict[str, RouterMetrics]:
-    """Sum the statistics of a stage's routers over all ranks, and start anew.
+def collect_router_sums(stages: Iterable[nn.Module], groups: Sequence[Group]) -> dict[str, Tensor]:
+    """Sum the statistics of the routers of stages over all ranks, and start anew.
 
     Args:
-        stage: the same on every rank of the groups.
+        stages: the same on every rank of the groups.
         groups: reduced over one after the other; together they span all ranks that route tokens: tp and dp_cp.
 
     Returns:
-        the metrics of each router by name, the same on every rank.
+        [E + 5] fp64 of each router by name (`RouterMetrics.of`), the same on every rank.
     """
-    routers = routers_of(stage)
+    routers = {name: router for stage in stages for name, router in routers_of(stage).items()}
     if not routers:
         return {}
     sums = [router.stats.sums() for router in routers.values()]
@@ -158,35 +174,20 @@ def collect_router_metrics(stage: nn.Module, groups: Sequence[Group]) -> dict[st
         all_reduce(total, group)
     for router in routers.values():
         router.stats.reset()
-    values = [part.tolist() for part in total.cpu().split([len(part) for part in sums])]
-    return {name: _metrics(numbers) for name, numbers in zip(routers, values, strict=True)}
+    return dict(zip(routers, total.split([len(part) for part in sums]), strict=True))
 
 
-def update_expert_bias(stage: nn.Module, metrics: Mapping[str, RouterMetrics], *, rate: float) -> None:
+def update_expert_bias(stage: nn.Module, sums: Mapping[str, Tensor], *, rate: float) -> None:
     """Lower the bias of experts with more than the mean number of tokens, and raise that of the others.
 
     Every bias moves by `rate`, whatever the distance (DeepSeek-V3, section 2.1.2: balance without auxiliary loss).
 
     Args:
         stage: the routers.
-        metrics: of these routers in this step, over all ranks.
+        sums: of these routers in this step, from `collect_router_sums`.
         rate: step size.
     """
     for name, router in routers_of(stage).items():
         if router.expert_bias is not None:
-            tokens = torch.tensor(metrics[name].tokens_per_expert, dtype=torch.float64)
-            step = (tokens.mean() - tokens).sign() * rate
-            router.expert_bias += step.to(router.expert_bias)
-
-
-def _metrics(numbers: list[float]) -> RouterMetrics:
-    tokens_per_expert = numbers[: -len(_SCALARS)]
-    sums = dict(zip(_SCALARS, numbers[-len(_SCALARS) :], strict=True))
-    num_tokens = max(1.0, sums["num_tokens"])
-    return RouterMetrics(
-        tokens_per_expert=tuple(tokens_per_expert),
-        dropped_fraction=sums["num_dropped"] / max(1.0, sum(tokens_per_expert)),
-        entropy=sums["entropy"] / num_tokens,
-        aux_loss=sums["aux_loss"] / num_tokens,
-        z_loss=sums["z_loss"] / num_tokens,
-    )
+            tokens = sums[name][: -len(_SCALARS)]
+            router.expert_bias += ((tokens.mean() - tokens).sign() * rate).to(router.expert_bias.dtype)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch.optim.adamw import adamw
 
 from nanotrain.optim.rule import ParamRange, UpdateRule, UpdateStep, param_groups
@@ -13,7 +12,7 @@ def update_adam(ranges: Sequence[ParamRange], step: UpdateStep) -> None:
     config = step.config
     for group in param_groups(ranges, step):
         # torch increments one counter per tensor before it uses it.
-        num_before = torch.full((len(group.ranges),), step.number - 1.0, device=group.main_params[0].device)
+        num_before = (step.number - 1.0).repeat(len(group.ranges))
         adamw(
             group.main_params,
             group.grads,
@@ -29,7 +28,9 @@ def update_adam(ranges: Sequence[ParamRange], step: UpdateStep) -> None:
             weight_decay=group.weight_decay,
             eps=config.adam_eps,
             maximize=False,
+            grad_scale=step.grad_scale,
+            found_inf=step.found_inf,
         )
 
 
-ADAM = UpdateRule(state_names=lambda config: ("exp_avg", "exp_avg_sq"), update=update_adam)
+ADAM = UpdateRule(state_names=lambda config: ("exp_avg", "exp_avg_sq"), update=update_adam, divides_by_grad_scale=True)

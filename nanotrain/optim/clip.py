@@ -1,13 +1,9 @@
-"""Global gradient norm, equal on every rank, and the clip factor computed from it."""
+"""Global gradient norm, equal on every rank, and the clip factor computed from it: scalars on the device."""
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-from nanotrain.comm.collectives import all_reduce_scalars
-from nanotrain.comm.group import Group
 
 # Keeps the clip factor finite for a vanishing norm; Megatron-LM's value.
 EPSILON = 1e-6
@@ -16,13 +12,16 @@ EPSILON = 1e-6
 ROW_NUMEL = 4096
 
 
-def global_norm(grad_shards: Sequence[Tensor], group: Group) -> float:
-    """2-norm over the elements of all ranks' shards; not finite if any element of any rank is not.
+def squared_norm(grad_shards: Sequence[Tensor], *, device: torch.device) -> Tensor:
+    """Sum of the squares of this rank's shards, an fp64 scalar; not finite if any element is not.
 
-    `grad_shards` are flat gradients of this rank: padding is zero and each element is passed by one rank only.
+    The norm is the root of the sum over all ranks.
+
+    Args:
+        grad_shards: flat gradients of this rank: padding is zero and each element is passed by one rank only.
+        device: of the result.
     """
-    squared = sum((_squared_norm(shard) for shard in grad_shards), start=torch.zeros(())).item()
-    return math.sqrt(all_reduce_scalars([squared], group)[0])
+    return sum((_squared_norm(shard) for shard in grad_shards), start=torch.zeros((), device=device)).double()
 
 
 def _squared_norm(shard: Tensor) -> Tensor:
@@ -33,12 +32,13 @@ def _squared_norm(shard: Tensor) -> Tensor:
     return rows.double().square().sum() + rest.double().square()
 
 
-def clip_factor(norm: float, max_norm: float) -> float:
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """Factor that reduces gradients of norm `norm` to norm `max_norm`; 0 means no limit.
 
-    >>> round(clip_factor(4.0, 1.0), 6)
-    0.25
-    >>> clip_factor(4.0, 0.0)
-    1.0
+    >>> norm = torch.tensor(4.0, dtype=torch.float64)
+    >>> round(float(clip_factor(norm, 1.0)), 6), float(clip_factor(norm, 0.0))
+    (0.25, 1.0)
     """
-    return min(1.0, max_norm / (norm + EPSILON)) if max_norm > 0 else 1.0
+    if max_norm <= 0:
+        return torch.ones_like(norm)
+    return (torch.full_like(norm, max_norm) / (norm + EPSILON)).clamp(max=1.0)

@@ -9,24 +9,26 @@
 the norm is equal on all ranks -> unscale and clip in one multiplication -> update the main params -> copy them to the
 model param shards. The caller then all-gathers. Gaps and padding have zero gradients and stay zero.
 
+Norm, clip factor and whether to skip stay on the device: the host never waits, but for state in host memory.
+
 Checkpoints see no offsets: state is `dict[TensorBox, Tensor]`, each tensor a view of flat state.
 
 Source: Rajbhandari et al. 2020 (ZeRO), section 5.1; Megatron-LM, `distrib_optimizer.py`.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.device import host_zeros
 from nanotrain.comm.group import Group
 from nanotrain.config.config import OptimConfig
-from nanotrain.optim.clip import clip_factor, global_norm
+from nanotrain.optim.clip import clip_factor, squared_norm
 from nanotrain.optim.matrices import Balance
 from nanotrain.optim.matrix_update import MatrixUpdate, grid_groups
 from nanotrain.optim.offload import HostUpdate
@@ -46,10 +48,11 @@ from nanotrain.topology.groups import GroupName
 
 @dataclass(frozen=True)
 class Update:
-    """Result of one optimizer step, equal on every rank."""
+    """Result of one optimizer step, equal on every rank: tensors on the device, so that the host need not wait."""
 
-    grad_norm: float  # global 2-norm before clipping; not finite if the step was skipped
-    skipped: bool  # whether no parameter changed
+    grad_norm: Tensor  # fp64 scalar, global 2-norm before clipping; not finite if the step was skipped
+    skipped: Tensor  # bool scalar, whether no parameter changed
+    sums: Tensor  # [n] fp64, the sums over all ranks of what was passed
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,6 @@ class DistributedOptimizer:
         groups: Mapping[GroupName, Group],
     ) -> None:
         self.loss_scale = loss_scale
-        self.num_updates = 0
         self._config, self._world = config, groups["world"]
         self._rule = OPTIMIZERS[config.optimizer]
         self._states = [
@@ -131,35 +133,57 @@ class DistributedOptimizer:
         ]
         self._parts = [part for state in self._states for part in state.parts]
         on_host = [part for part in self._parts if part.host is not None]
-        self._host = HostUpdate(on_host, device=self._states[0].grads.device)
+        self._device = self._states[0].grads.device
+        self._num_updates = torch.zeros((), device=self._device)
+        self._host = HostUpdate(on_host, device=self._device)
         parts = [part for part in self._parts if not part.part.is_matrix and part.host is None]
         self._converted = [part for part in parts if not part.is_fp32]
         self._ranges = [part for state in parts if state.is_fp32 for part in state.ranges()]
         self._matrix_updates = self._build_matrix_updates(wrappers, groups)
+        # On a CPU the gradients are multiplied by the clip factor; a division by its inverse would round otherwise.
+        self._divides = self._rule.divides_by_grad_scale and self._device.type == "cuda"
+        self._multiplied = self._grads_to_multiply()
         self._loading: list[tuple[StoredTensor, Tensor]] = []
 
-    def step(self, lr: float, *, decoupled_lr: float | None = None) -> Update:
+    def step(self, lr: float, *, decoupled_lr: float | None = None, sums: Tensor | None = None) -> Update:
         """Update the main params from the reduced gradients, and the model param shards from the main params.
 
         Args:
             lr: learning rate.
             decoupled_lr: learning rate of the embedding and the output layer; None for `lr`.
+            sums: [n] fp64 on the device, summed over all ranks in the all-reduce of the norm.
         """
         scale = self.loss_scale.scale
-        norm = global_norm([grad for state in self._states for grad in _grads_for_norm(state)], self._world) / scale
-        skipped = not math.isfinite(norm)
-        self.loss_scale.update(overflowed=skipped)
-        if not skipped:
-            factor = clip_factor(norm, self._config.clip_grad) / scale
-            grads = [state.grads for state in self._states]
-            if grads[0].dtype is not torch.float32:
-                for part in self._parts:  # scaled once they are converted
-                    part.grad_factor = factor
-            elif factor != 1.0:
-                torch._foreach_mul_(grads, factor)
-            self.num_updates += 1
-            self._update(UpdateStep(self._config, self.num_updates, lr, lr if decoupled_lr is None else decoupled_lr))
-        return Update(grad_norm=norm, skipped=skipped)
+        shards = [grad for state in self._states for grad in _grads_for_norm(state)]
+        local = squared_norm(shards, device=self._device)[None]
+        total = local if sums is None else torch.cat([local, sums])
+        all_reduce(total, self._world)
+        norm = total[0].sqrt() / scale
+        is_finite = norm.isfinite()
+        # 1 in a skipped step: gaps and padding stay zero.
+        factor = torch.where(is_finite, clip_factor(norm, self._config.clip_grad) / scale, 1.0).float()
+        found_inf = 1.0 - is_finite.float()
+        self.loss_scale.update(found_inf)
+        self._num_updates = self._num_updates + is_finite
+        if self._multiplied:
+            torch._foreach_mul_(self._multiplied, factor)
+        self._update(
+            UpdateStep(
+                self._config,
+                self._num_updates,
+                lr,
+                lr if decoupled_lr is None else decoupled_lr,
+                found_inf,
+                grad_scale=factor.reciprocal() if self._divides else None,
+            ),
+            factor,
+        )
+        return Update(norm, ~is_finite, total[1:])
+
+    @property
+    def num_updates(self) -> int:
+        """Steps that were not skipped; waits for the device."""
+        return int(self._num_updates)
 
     def copy_main_to_model_params(self) -> None:
         """Copy the main params to this rank's shards of the model params, where they are stored apart."""
@@ -217,7 +241,7 @@ class DistributedOptimizer:
         """Continue from a checkpoint whose tensors were read into `state_tensors` before."""
         num_updates, loss_scale = state["num_updates"], state["loss_scale"]
         assert isinstance(num_updates, int) and isinstance(loss_scale, dict), "not written by state_dict"
-        self.num_updates = num_updates
+        self._num_updates = torch.full((), float(num_updates), device=self._device)
         self.loss_scale.load_state_dict(loss_scale)
         for stored, values in self._loading:
             stored.write(values)
@@ -257,8 +281,24 @@ class DistributedOptimizer:
             )
         return updates
 
-    def _update(self, step: UpdateStep) -> None:
+    def _grads_to_multiply(self) -> list[Tensor]:
+        """The fp32 gradients that no update rule divides, in few tensors; others are scaled once they are converted."""
+        if self._states[0].grads.dtype is not torch.float32:
+            return []
+        if not self._divides:
+            return [state.grads for state in self._states]
+        return [
+            state.grads[part.part.start : part.part.stop]
+            for state in self._states
+            for part in state.parts
+            if part.host is not None or not part.is_fp32
+        ]
+
+    def _update(self, step: UpdateStep, factor: Tensor) -> None:
         with record_function(f"Optimizer.step#{self._config.optimizer}"):  # named in traces as torch names its own
+            if self._states[0].grads.dtype is not torch.float32:
+                for part in self._parts:
+                    part.grad_factor = factor.to(part.grad.device)
             self._run_rules(step)
 
     def _run_rules(self, step: UpdateStep) -> None:
@@ -266,17 +306,18 @@ class DistributedOptimizer:
         if self._matrix_updates:
             self._host.wait_for_grads()
         for update in self._matrix_updates:
-            update.run(step, device=self._states[0].grads.device)
+            update.run(step, device=self._device)
         if self._ranges:
             self._rule.update(self._ranges, step)
         for part in self._converted:
             for start, stop in part.chunks():
                 with part.loaded(start, stop) as ranges:
-                    self._rule.update(ranges, step)
+                    self._rule.update(ranges, replace(step, grad_scale=None))
         for part in self._parts:
             if part.host is None:
                 part.copy_main_to_model_params()
-        self._host.run(partial(_update_on_host, rule=self._rule, step=step))
+        if self._host.has_parts:
+            self._host.run(partial(_update_on_host, rule=self._rule, step=step.on_host()))
 
 
 def _update_on_host(part: PartState, *, rule: UpdateRule, step: UpdateStep) -> None:

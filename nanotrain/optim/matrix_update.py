@@ -16,7 +16,7 @@ from nanotrain.comm.group import Group
 from nanotrain.config.config import MuonTPMode, OptimConfig
 from nanotrain.optim.matrices import Balance, Piece, Placed, assign, balance, list_matrices, place
 from nanotrain.optim.part_state import PartState
-from nanotrain.optim.rule import MatrixRule, UpdateStep
+from nanotrain.optim.rule import MatrixRule, ParamRange, UpdateStep
 from nanotrain.optim.whole_matrices import GridGroups, WholeMatrices
 from nanotrain.parallel.dp.layout import BufferLayout
 from nanotrain.topology.groups import GroupName, GroupSpec
@@ -68,7 +68,7 @@ class MatrixUpdate:
     def run(self, step: UpdateStep, *, device: torch.device) -> None:
         """Update the state and the main params of all parts."""
         like = torch.empty(0, dtype=self._rule.dtype(self._config), device=device)
-        directions = [self._direct(parts, like=like) for parts in self._buckets]
+        directions = [self._direct(parts, like=like, step=step) for parts in self._buckets]
 
         def piece(number: int) -> Tensor:
             return directions[self._placed[number].bucket].of(self._piece_of[number])
@@ -80,7 +80,7 @@ class MatrixUpdate:
             for part in parts:
                 self._apply(part, directions[bucket], pieces=self._pieces[bucket], step=step)
 
-    def _direct(self, parts: Sequence[PartState], *, like: Tensor) -> _Directions:
+    def _direct(self, parts: Sequence[PartState], *, like: Tensor, step: UpdateStep) -> _Directions:
         """Update the state of the matrix parts of a bucket and return their directions."""
         if not parts:
             return _Directions(like, 0)
@@ -91,24 +91,33 @@ class MatrixUpdate:
                 begin = part.part.start - first + start
                 with part.loaded(start, stop) as ranges:
                     for each in ranges:
+                        self._neutralize(each, step)
                         end = begin + each.grad.numel()
                         directions.values[begin:end].copy_(self._rule.direction(each, self._config))
                         begin = end
         return directions
 
+    def _neutralize(self, part: ParamRange, step: UpdateStep) -> None:
+        """In a skipped step, replace the gradients by those that change no state."""
+        name, skipped = self._rule.momentum, step.is_skipped.to(part.grad.device)
+        neutral = torch.zeros((), device=part.grad.device) if name is None else part.state[name]
+        torch.where(skipped, neutral, part.grad, out=part.grad)
+
     def _apply(
         self, part: PartState, directions: _Directions, *, pieces: Sequence[tuple[Piece, Placed]], step: UpdateStep
     ) -> None:
         """Update the main params of a part from transformed directions."""
+        applied = 1.0 - step.found_inf.double()
         for start, stop in part.chunks():
             main = part.main.read(start, stop)
             for piece, placed in _inside(pieces, start=part.part.start + start, stop=part.part.start + stop):
                 begin = piece.start - part.part.start - start
                 elements = main[begin : begin + piece.numel]
                 if placed.matrix.param.spec.weight_decay:
-                    elements.mul_(1 - step.lr * self._config.weight_decay)
+                    elements.mul_((1 - step.lr * self._config.weight_decay * applied).to(main.device))
                 scale = self._rule.scale(placed.matrix.shape, self._config)
-                elements.add_(directions.of(piece).to(main.device), alpha=-step.lr * scale)
+                # A skipped step adds zeros.
+                elements.add_((directions.of(piece) * applied).to(main.device), alpha=-step.lr * scale)
             part.main.write(main, start)
 
 

@@ -90,9 +90,11 @@ def update_scalars(ranges: Sequence[ParamRange], step: UpdateStep) -> None:
 MUON = UpdateRule(
     state_names=scalar_state_names,
     update=update_scalars,
+    divides_by_grad_scale=False,  # as both rules would have to
     matrix=MatrixRule(
         state_names=("momentum_buffer",),
         direction=update_momentum,
+        momentum="momentum_buffer",
         transform=newton_schulz,
         scale=scale_of,
         flops=newton_schulz_flops,

@@ -31,6 +31,11 @@ class HostUpdate:
         self._copies = BufferCopies(device) if parts else None
         self._arrivals: list[BufferCopy] = []
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether there is anything to update."""
+        return self._copies is not None
+
     def start_grads(self) -> None:
         """Start to copy the gradients of all parts to the host."""
         if self._copies is not None:

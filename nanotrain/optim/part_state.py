@@ -55,7 +55,7 @@ class PartState:
     ) -> None:
         self.host = host
         self.part, self.main, self.state, self.grad, self.model_params = part, main, state, grad, model_params
-        self.grad_factor = 1.0  # of gradients that are not fp32, from unscaling and clipping
+        self.grad_factor: Tensor | None = None  # of gradients that are not fp32, from unscaling and clipping
         self.is_fp32 = grad.dtype is torch.float32 and all(stored.is_fp32 for stored in (main, *state.values()))
 
     @property
@@ -105,7 +105,8 @@ class PartState:
         state = {name: stored.read(start, stop) for name, stored in self.state.items()}
         grad = self.grad[start:stop]
         if grad.dtype is not torch.float32:
-            grad = grad.float() * self.grad_factor
+            grad = grad.float()
+            grad = grad if self.grad_factor is None else grad.mul_(self.grad_factor)
         ranges = []
         for example, first, last in self._segments(start, stop):
             elements = slice(first - start, last - start)

@@ -8,7 +8,7 @@ param_groups   the ranges with equal learning rate and weight decay
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -35,9 +35,20 @@ class UpdateStep:
     """Hyperparameters of one step."""
 
     config: OptimConfig
-    number: int  # of the update, from 1; used by bias correction
+    number: Tensor  # fp32 scalar, of the update, from 1; used by bias correction
     lr: float  # learning rate
     decoupled_lr: float  # learning rate of the embedding and the output layer
+    found_inf: Tensor  # fp32 scalar, 1 if the step is skipped, else 0
+    grad_scale: Tensor | None = None  # fp32 scalar that `update` divides gradients by; None: they are scaled already
+
+    @property
+    def is_skipped(self) -> Tensor:
+        """`found_inf` as a boolean scalar."""
+        return self.found_inf > 0
+
+    def on_host(self) -> "UpdateStep":
+        """This step for state in host memory; waits for the device."""
+        return replace(self, number=self.number.cpu(), found_inf=self.found_inf.cpu(), grad_scale=None)
 
     def lr_of(self, part: ParamRange) -> float:
         """The learning rate of a range."""
@@ -53,12 +64,14 @@ class MatrixRule:
     """The update of a hidden matrix: main -= lr * (weight_decay * main + scale * transform(direction))."""
 
     state_names: tuple[str, ...]  # state tensors per element of a matrix
-    # updates the state of a range in place; returns [n], elementwise, of which `transform` needs the whole matrix
+    # updates the state of a range in place; returns [n], elementwise, of which `transform` needs the whole matrix.
+    # In a skipped step the gradient is replaced by one that changes no state
     direction: Callable[[ParamRange, OptimConfig], Tensor]
     transform: Callable[[Tensor, OptimConfig], Tensor]  # [rows, columns] -> [rows, columns]
     scale: Callable[[Shape, OptimConfig], float]  # factor of the update of a matrix of this shape
     flops: Callable[[Shape, OptimConfig], int]  # of `transform`
     dtype: Callable[[OptimConfig], torch.dtype]  # in which directions and transformed matrices are sent
+    momentum: str | None = None  # the state tensor that is such a gradient; None: zeros are
 
 
 @dataclass(frozen=True)
@@ -67,8 +80,10 @@ class UpdateRule:
 
     # state tensors per element of the main params; they are part of checkpoints
     state_names: Callable[[OptimConfig], tuple[str, ...]]
-    update: Callable[[Sequence[ParamRange], UpdateStep], None]  # elementwise, in place
+    # elementwise, in place; nothing changes in a step with `found_inf`
+    update: Callable[[Sequence[ParamRange], UpdateStep], None]
     matrix: MatrixRule | None = None  # replaces `update` for parameters with `needs_whole_matrix`
+    divides_by_grad_scale: bool = False  # whether `update` takes `grad_scale`, as torch's fused kernels on GPUs do
 
 
 @dataclass(frozen=True)

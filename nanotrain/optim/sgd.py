@@ -30,7 +30,9 @@ def update_sgd(ranges: Sequence[ParamRange], step: UpdateStep) -> None:
             dampening=0.0,
             nesterov=False,
             maximize=False,
+            grad_scale=step.grad_scale,
+            found_inf=step.found_inf,
         )
 
 
-SGD = UpdateRule(state_names=state_names, update=update_sgd)
+SGD = UpdateRule(state_names=state_names, update=update_sgd, divides_by_grad_scale=True)

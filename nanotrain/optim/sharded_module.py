@@ -99,7 +99,7 @@ class ShardedModule:
             [self.data_parallel],
             optim,
             precision=Precision.of(precision),
-            loss_scale=LossScale.of(precision),
+            loss_scale=LossScale.of(precision, context.device),
             groups=context.groups,
         )
         # the loss is divided by the ranks here, unless the collectives divide the gradients
@@ -132,7 +132,8 @@ class ShardedModule:
             lr: learning rate; None for that of the optimizer configuration.
 
         Returns:
-            the gradient norm over all ranks before clipping, and whether the step was skipped.
+            the gradient norm over all ranks before clipping, and whether the step was skipped, as tensors on the
+            device: reading them waits for it.
 
         Raises:
             RuntimeError: no microbatch of this step was the last one.

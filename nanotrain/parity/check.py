@@ -175,7 +175,7 @@ def _record_step(run: Run, record: Record, *, samples: RandomDataset) -> None:
     samples.reads.clear()
     batch = run.batch_iterator.next()
     assert batch is not None, "no rank stops early here"
-    result = train_step(run, batch)
+    result = train_step(run, batch).read()
     if not record.losses:
         record.grads = {box: grad.clone() for box, grad in run.optimizer.grad_tensors().items()}
     record.losses.append(result.loss)

@@ -3,61 +3,90 @@
 The loss is multiplied by `scale` before the backward pass; gradients are divided by it before the update. A step
 whose gradients overflow is skipped on every rank. `hysteresis` overflows halve the scale; `loss_scale_window`
 consecutive steps without overflow double it. fp32 and bf16 runs use the same class with a constant scale of 1.
+
+A dynamic scale and its counters are on the device, so that no step waits for the host.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from nanotrain.config.config import DType, PrecisionConfig
 
 
-@dataclass
 class LossScale:
-    """A loss scale and the counters that change it."""
+    """A loss scale and the counters that change it.
 
-    scale: float  # factor of the loss
-    is_dynamic: bool  # whether overflows and steps without overflow change the scale
-    minimum: float  # smallest scale
-    window: int  # steps without overflow after which the scale doubles
-    hysteresis: int  # overflows after which the scale halves
-    clean_steps: int = 0  # steps without overflow since the last overflow or change
-    overflows_left: int = 0  # overflows until the scale halves
+    Args:
+        scale: initial factor of the loss.
+        is_dynamic: whether overflows and steps without overflow change the scale.
+        minimum: smallest scale.
+        window: steps without overflow after which the scale doubles.
+        hysteresis: overflows after which the scale halves.
+        device: of a dynamic scale.
+    """
+
+    def __init__(
+        self,
+        scale: float,
+        *,
+        is_dynamic: bool,
+        minimum: float,
+        window: int,
+        hysteresis: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.is_dynamic, self.minimum = is_dynamic, minimum
+        self._window, self._hysteresis, self._device = window, hysteresis, torch.device(device)
+        self._constant = scale
+        self._scale: Tensor
+        self._clean_steps: Tensor
+        self._overflows_left: Tensor
+        self._set(scale, clean_steps=0, overflows_left=hysteresis)
 
     @classmethod
-    def of(cls, config: PrecisionConfig) -> "LossScale":
+    def of(cls, config: PrecisionConfig, device: torch.device | str = "cpu") -> "LossScale":
         """The initial loss scale of a `precision` config section."""
         is_dynamic = config.params_dtype is DType.fp16
         return cls(
-            scale=config.initial_loss_scale if is_dynamic else 1.0,
+            config.initial_loss_scale if is_dynamic else 1.0,
             is_dynamic=is_dynamic,
             minimum=config.min_loss_scale,
             window=config.loss_scale_window,
             hysteresis=config.hysteresis,
-            overflows_left=config.hysteresis,
+            device=device,
         )
 
-    def update(self, *, overflowed: bool) -> None:
-        """Count one step."""
+    @property
+    def scale(self) -> float | Tensor:
+        """Factor of the loss: a number if it is constant, else an fp64 scalar on the device; updates replace it."""
+        return self._scale if self.is_dynamic else self._constant
+
+    def update(self, found_inf: Tensor) -> None:
+        """Count one step.
+
+        Args:
+            found_inf: a scalar, 1 if a gradient overflowed, else 0.
+        """
         if not self.is_dynamic:
             return
-        if overflowed:
-            self.clean_steps = 0
-            self.overflows_left -= 1
-            if self.overflows_left <= 0:
-                self.scale = max(self.scale / 2, self.minimum)
-            return
-        self.clean_steps += 1
-        if self.clean_steps == self.window:
-            self.clean_steps, self.overflows_left = 0, self.hysteresis
-            self.scale *= 2
+        overflowed = found_inf > 0
+        left = torch.where(overflowed, self._overflows_left - 1, self._overflows_left)
+        clean = torch.where(overflowed, 0, self._clean_steps + 1)
+        halves, doubles = overflowed & (left <= 0), clean == self._window
+        halved = (self._scale / 2).clamp(min=self.minimum)
+        self._scale = torch.where(halves, halved, torch.where(doubles, self._scale * 2, self._scale))
+        self._clean_steps = torch.where(doubles, 0, clean)
+        self._overflows_left = torch.where(doubles, self._hysteresis, left)
 
     def state_dict(self) -> dict[str, float]:
-        """The state that a resumed run needs, as JSON."""
+        """The state that a resumed run needs, as JSON; waits for the device."""
         return {
-            "scale": self.scale,
+            "scale": float(self.scale),
             "is_dynamic": self.is_dynamic,
-            "clean_steps": self.clean_steps,
-            "overflows_left": self.overflows_left,
+            "clean_steps": int(self._clean_steps),
+            "overflows_left": int(self._overflows_left),
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -65,5 +94,10 @@ class LossScale:
         # Checkpoints of format 1 lack the flag; a constant scale is 1 and never counts a step.
         was_dynamic = state.get("is_dynamic", state["scale"] != 1.0 or state["clean_steps"] > 0)
         if self.is_dynamic and was_dynamic:
-            self.scale = state["scale"]
-            self.clean_steps, self.overflows_left = int(state["clean_steps"]), int(state["overflows_left"])
+            clean_steps, overflows_left = int(state["clean_steps"]), int(state["overflows_left"])
+            self._set(state["scale"], clean_steps=clean_steps, overflows_left=overflows_left)
+
+    def _set(self, scale: float, *, clean_steps: int, overflows_left: int) -> None:
+        self._scale = torch.full((), scale, dtype=torch.float64, device=self._device)
+        self._clean_steps = torch.full((), clean_steps, dtype=torch.int64, device=self._device)
+        self._overflows_left = torch.full((), overflows_left, dtype=torch.int64, device=self._device)

@@ -8,11 +8,13 @@ step or none does, and an error on one rank is raised on all of them.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from nanotrain.comm.collectives import all_gather_object, all_reduce_scalars
+from nanotrain.comm.collectives import all_gather_object, start_all_reduce_scalars
 from nanotrain.comm.group import Group
+from nanotrain.comm.work import Work
 from nanotrain.data.batch import Batch
 from nanotrain.errors import NanotrainError
 
@@ -28,15 +30,38 @@ class GlobalBatch:
     busy_s: tuple[float, ...] = ()  # by rank: seconds of the step before in which it did not wait for other ranks
 
 
+@dataclass(frozen=True)
+class _Vote:
+    """A batch that this rank has read, and the all-reduce of what the ranks say about it."""
+
+    microbatches: list[Batch]
+    sums: Work[list[float]]
+    failure: NanotrainError | None  # of this rank
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """How a rank reads global batches."""
+
+    readers_per_sample: int = 1  # ranks that read the same sample (tp x pp x cp), so that it is counted once
+    split: Callable[[Batch], Batch] = lambda batch: batch  # the sequence shard of this rank under context parallelism
+    is_ahead: bool = False  # whether to vote one step ahead
+
+
 class BatchIterator:
     """Iterator over the global batches of this rank.
 
+    With `is_ahead` the batch after the returned one is read, and its vote started, before the batch is returned: on a
+    GPU its result is on the host before the device has finished the step, so the host never waits for other ranks.
+    A stop, a request to save or a failure then takes effect one step later.
+
     Args:
         batches: this rank's microbatches per global batch.
-        group: all ranks; its tensors are on the host.
+        group: all ranks, for the numbers; on the backend of the device.
+        control: all ranks, for errors.
         device: of the microbatches.
-        readers_per_sample: ranks that read the same sample (tp x pp x cp), so that it is counted once.
-        split: selects the sequence shard of this rank under context parallelism.
+        options: how batches are read.
     """
 
     def __init__(
@@ -44,12 +69,14 @@ class BatchIterator:
         batches: Iterator[list[Batch]],
         group: Group,
         *,
+        control: Group,
         device: torch.device,
-        readers_per_sample: int = 1,
-        split: Callable[[Batch], Batch] = lambda batch: batch,
+        options: BatchOptions | None = None,
     ) -> None:
-        self._batches, self._group, self._device, self._split = batches, group, device, split
-        self._readers_per_sample = readers_per_sample
+        options = options or BatchOptions()
+        self._batches, self._group, self._control, self._device = batches, group, control, device
+        self._options = options
+        self._started: _Vote | None = None
 
     def next(
         self,
@@ -70,6 +97,32 @@ class BatchIterator:
         Raises:
             NanotrainError: some rank or its data failed; the same error on every rank.
         """
+        start = partial(self._start, [float(wants_stop), float(wants_save)], failure=failure, busy_s=busy_s)
+        vote = self._started or start()
+        all_tokens, failures, stops, saves, *all_busy = vote.sums.wait()
+        if failures:
+            raise_on_all(vote.failure, self._control)
+        if stops:
+            return None
+        local = tuple(self._options.split(batch.to(self._device)) for batch in vote.microbatches)
+        if self._options.is_ahead:
+            self._started = start()
+        return GlobalBatch(
+            local,
+            round(all_tokens),
+            vote.wait_s,
+            wants_save=saves > 0,
+            busy_s=tuple(all_busy),
+        )
+
+    def discard(self) -> None:
+        """Forget the batch that was read ahead, on all ranks: the next one is read where the source then is."""
+        if self._started is not None:
+            self._started.sums.wait()
+        self._started = None
+
+    def _start(self, flags: list[float], *, failure: NanotrainError | None, busy_s: float | None) -> _Vote:
+        """Read a batch and start the vote on it."""
         microbatches: list[Batch] = []
         start = time.perf_counter()
         try:
@@ -77,19 +130,13 @@ class BatchIterator:
         except NanotrainError as error:
             failure = failure or error
         wait_s = time.perf_counter() - start
-        tokens = sum(float(batch.num_target_tokens) for batch in microbatches) / self._readers_per_sample
-        counts = [tokens, float(wants_stop), float(wants_save), float(failure is not None)]
+        readers = self._options.readers_per_sample
+        tokens = sum(float(batch.num_target_tokens) for batch in microbatches) / readers
         all_busy = [0.0] * self._group.size if busy_s is not None else []
         if busy_s is not None:
             all_busy[self._group.index] = busy_s
-        sums = all_reduce_scalars([*counts, *all_busy], self._group)
-        all_tokens, stops, saves, failures, *all_busy = sums
-        if failures:
-            raise_on_all(failure, self._group)
-        if stops:
-            return None
-        local = (self._split(batch.to(self._device)) for batch in microbatches)
-        return GlobalBatch(tuple(local), round(all_tokens), wait_s, wants_save=saves > 0, busy_s=tuple(all_busy))
+        counts = [tokens, float(failure is not None), *flags, *all_busy]
+        return _Vote(microbatches, start_all_reduce_scalars(counts, self._group), failure, wait_s)
 
 
 def raise_on_all(failure: NanotrainError | None, group: Group) -> None:

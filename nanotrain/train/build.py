@@ -30,11 +30,11 @@ from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.boxes import TensorBox
 from nanotrain.topology.params import LocalParam
-from nanotrain.train.batches import BatchIterator
+from nanotrain.train.batches import BatchIterator, BatchOptions
 from nanotrain.train.inputs import RunInputs
 from nanotrain.train.plans.plan import Plan
 from nanotrain.train.resume import RunParts, restore_parts
-from nanotrain.train.routers import router_biases
+from nanotrain.train.routers import ModelRouters, router_biases
 from nanotrain.train.run import Run, StepSchedules, TrainState
 from nanotrain.train.stages import BuiltStage, all_data_parallel, build_stages
 
@@ -65,7 +65,7 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
         data_parallel,
         config.optim,
         precision=Precision.of(config.precision),
-        loss_scale=LossScale.of(config.precision),
+        loss_scale=LossScale.of(config.precision, context.device),
         groups=context.groups,
     )
     for balance in optimizer.matrix_balances:
@@ -86,11 +86,13 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
         stages=stages,
         runnable={index: stage.runnable for index, stage in built.items()},
         data_parallel=data_parallel,
+        routers=ModelRouters(stages, config.model, context=context),
         optimizer=optimizer,
         pipeline=build_pipeline(plan, context),
         lr_schedule=LRSchedule(config.optim, state.curve_batch_size, _train_samples(plan, state.curve_batch_size)),
         batches=batches,
-        batch_iterator=build_batch_iterator(batches, context),
+        # On a CPU the host computes: it would wait for other ranks later, but as long.
+        batch_iterator=build_batch_iterator(batches, context, is_ahead=context.device.type == "cuda"),
         checkpointer=checkpointer,
         state=state,
         schedules=StepSchedules(plan),
@@ -115,14 +117,20 @@ def build_pipeline(plan: Plan, context: ParallelContext) -> Pipeline:
     return pipeline
 
 
-def build_batch_iterator(batches: Iterator[list[Batch]], context: ParallelContext) -> BatchIterator:
+def build_batch_iterator(
+    batches: Iterator[list[Batch]], context: ParallelContext, *, is_ahead: bool = False
+) -> BatchIterator:
     """Global batches for this rank: tp, cp and pp ranks read the same samples, cp ranks keep a sequence shard each."""
     return BatchIterator(
         batches,
-        context.control,
+        context.group("world"),
+        control=context.control,
         device=context.device,
-        readers_per_sample=context.topology.world_size // context.group("dp").size,
-        split=partial(split_batch, group=context.group("cp")),
+        options=BatchOptions(
+            readers_per_sample=context.topology.world_size // context.group("dp").size,
+            split=partial(split_batch, group=context.group("cp")),
+            is_ahead=is_ahead,
+        ),
     )
 
 

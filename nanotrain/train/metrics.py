@@ -1,19 +1,27 @@
-"""`StepReport`: what hooks, console and metrics.jsonl report of a step. `Throughput`: tokens per second and MFU."""
+"""`StepReport`: what hooks, console and metrics.jsonl report of a step. `Throughput`: tokens per second and MFU.
+
+On a GPU the numbers of a step are read at logged steps only, or when they happen to be on the host (`UnreadReports`):
+reading them earlier would leave the device without work.
+"""
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
-from nanotrain.comm.device import device_name, peak_memory
+from nanotrain.comm.device import Stopwatch, device_name
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.model.router_stats import RouterMetrics
 from nanotrain.topology.hardware import peak_flops
 from nanotrain.train.plans.plan import Plan
-from nanotrain.train.run import TrainState
 from nanotrain.train.step import StepResult
 
+FIELDS = (
+    *("step", "loss", "grad_norm", "lr", "step_time_s", "tokens_per_second", "mfu", "peak_memory_bytes"),
+    *("global_batch_size", "consumed_samples", "consumed_tokens", "skipped", "data_wait_s", "loss_scale"),
+)
 OPTIONAL = (
     "valid_loss",
     "valid_bits_per_byte",
@@ -24,45 +32,6 @@ OPTIONAL = (
     "slowest_rank",
     "slowest_share",
 )
-
-
-@dataclass
-class StepReport:
-    """One line of metrics.jsonl; the evaluation hook sets `valid_loss`."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    step_time_s: float
-    tokens_per_second: float
-    mfu: float | None  # model FLOPs utilization, 0 to 1; None if the peak of the device is unknown
-    peak_memory_bytes: int  # peak of this rank so far (allocated tensors on a GPU, the process on a CPU)
-    global_batch_size: int  # samples of this step
-    consumed_samples: int
-    consumed_tokens: int
-    skipped: bool
-    data_wait_s: float  # part of `step_time_s` spent waiting for data
-    loss_scale: float
-    # routing statistics over all ranks: `load` (tokens per expert by router), and means over routers of `max_load`
-    # (busiest expert relative to the mean), `dropped`, `entropy`, `balance_loss` and `z_loss`; None for a dense model
-    moe: dict[str, Any] | None = None
-    decoupled_lr: float | None = None  # learning rate of the embedding and the output layer; None where it is `lr`
-    valid_loss: float | None = None  # set on steps that end with a validation
-    valid_bits_per_byte: float | None = None  # of the same samples; None where the bytes of tokens are unknown
-    # of the step before: the rank that waited least for others, and the share of the step time in which it did not.
-    # None on one rank and on GPUs, where the host does not wait
-    slowest_rank: int | None = None
-    slowest_share: float | None = None
-    save_stall_s: float | None = None  # time for which saving blocked this rank since the last row; None without
-    failed_saves: int | None = None  # checkpoints of the run that could not be written so far; None without
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields as JSON; numbers that are not finite become null, unset ones of `OPTIONAL` are left out."""
-        values = asdict(self)
-        for absent in [name for name in OPTIONAL if values[name] is None]:
-            del values[absent]
-        return {key: _finite(value) for key, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -95,43 +64,140 @@ class Throughput:
         return tokens_per_second * self.flops_per_token / self.peak_flops if self.peak_flops else None
 
 
+class Readable(Protocol):
+    """The outcome of a step on the device (`StepOutput`)."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `read` returns without waiting."""
+
+    def read(self) -> StepResult:
+        """The outcome on the host."""
+
+
 @dataclass(frozen=True)
 class StepClock:
-    """Times of one step in seconds."""
+    """Times of one step."""
 
-    step_time_s: float
-    data_wait_s: float
+    stopwatch: Stopwatch  # from the request of the batch to the end of the step
+    data_wait_s: float  # part of it spent waiting for data
 
 
-def report_step(
-    result: StepResult,
-    state: TrainState,
-    *,
-    clock: StepClock,
-    throughput: Throughput,
-    context: ParallelContext,
-    loss_scale: float,
-) -> StepReport:
-    """The report of a finished step."""
-    rate = throughput.tokens_per_second(result.num_samples, clock.step_time_s)
-    return StepReport(
-        step=state.step,
-        loss=result.loss,
-        grad_norm=result.grad_norm,
-        lr=result.lr,
-        step_time_s=clock.step_time_s,
-        tokens_per_second=rate,
-        mfu=throughput.mfu(rate),
-        peak_memory_bytes=peak_memory(context.device),
-        global_batch_size=result.num_samples,
-        consumed_samples=state.consumed_samples,
-        consumed_tokens=state.consumed_tokens,
-        skipped=result.skipped,
-        data_wait_s=clock.data_wait_s,
-        loss_scale=loss_scale,
-        moe=_describe_routers(result.router_metrics),
-        decoupled_lr=result.decoupled_lr,
-    )
+@dataclass
+class StepReport:
+    """One line of metrics.jsonl; the evaluation hook sets `valid_loss`.
+
+    `loss`, `grad_norm`, `skipped`, `loss_scale`, `moe` and the times are read from the device when they are first used,
+    which waits for the end of the step unless `is_ready`.
+    """
+
+    step: int
+    output: Readable
+    clock: StepClock
+    throughput: Throughput
+    lr: float
+    peak_memory_bytes: int  # peak of this rank so far (allocated tensors on a GPU, the process on a CPU)
+    global_batch_size: int  # samples of this step
+    consumed_samples: int
+    consumed_tokens: int
+    is_logged: bool = True  # whether the host may wait for this step
+    decoupled_lr: float | None = None  # learning rate of the embedding and the output layer; None where it is `lr`
+    valid_loss: float | None = None  # set on steps that end with a validation
+    valid_bits_per_byte: float | None = None  # of the same samples; None where the bytes of tokens are unknown
+    # of the step before: the rank that waited least for others, and the share of the step time in which it did not.
+    # None on one rank and on GPUs, where the host does not wait
+    slowest_rank: int | None = None
+    slowest_share: float | None = None
+    save_stall_s: float | None = None  # time for which saving blocked this rank since the last row; None without
+    failed_saves: int | None = None  # checkpoints of the run that could not be written so far; None without
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all numbers are on the host."""
+        return self.output.is_ready and self.clock.stopwatch.is_ready
+
+    @cached_property
+    def result(self) -> StepResult:
+        """The outcome of the step."""
+        return self.output.read()
+
+    @property
+    def loss(self) -> float:
+        """Mean cross-entropy over the target tokens of the global batch."""
+        return self.result.loss
+
+    @property
+    def grad_norm(self) -> float:
+        """Global 2-norm before clipping."""
+        return self.result.grad_norm
+
+    @property
+    def skipped(self) -> bool:
+        """Whether no weight changed."""
+        return self.result.skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the loss in this step."""
+        return self.result.loss_scale
+
+    @cached_property
+    def moe(self) -> dict[str, Any] | None:
+        """Routing statistics over all ranks; None for a dense model.
+
+        `load` (tokens per expert by router), and means over routers of `max_load` (busiest expert relative to the
+        mean), `dropped`, `entropy`, `balance_loss` and `z_loss`.
+        """
+        return _describe_routers(self.result.router_metrics)
+
+    @property
+    def data_wait_s(self) -> float:
+        """Part of `step_time_s` spent waiting for data."""
+        return self.clock.data_wait_s
+
+    @cached_property
+    def step_time_s(self) -> float:
+        """From the request of the batch to the end of the step."""
+        return self.clock.stopwatch.seconds()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.throughput.tokens_per_second(self.global_batch_size, self.step_time_s)
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization, 0 to 1; None if the peak of the device is unknown."""
+        return self.throughput.mfu(self.tokens_per_second)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON; numbers that are not finite become null, unset ones of `OPTIONAL` are left out."""
+        values = {name: _finite(getattr(self, name)) for name in FIELDS}
+        return values | {name: _finite(value) for name in OPTIONAL if (value := getattr(self, name)) is not None}
+
+
+class UnreadReports:
+    """Reports whose numbers may not be on the host yet, in order."""
+
+    def __init__(self) -> None:
+        self._reports: list[StepReport] = []
+
+    def take(self, report: StepReport) -> list[StepReport]:
+        """Add a report; returns, and forgets, those that can be read: all at a logged step, else the ready ones."""
+        self._reports.append(report)
+        return self.take_all() if report.is_logged else self.take_ready()
+
+    def take_all(self) -> list[StepReport]:
+        """All reports; reading them waits for the device."""
+        taken, self._reports = self._reports, []
+        return taken
+
+    def take_ready(self) -> list[StepReport]:
+        """The first reports, as far as they can be read without waiting."""
+        taken = []
+        while self._reports and self._reports[0].is_ready:
+            taken.append(self._reports.pop(0))
+        return taken
 
 
 def _describe_routers(routers: Mapping[str, RouterMetrics]) -> dict[str, Any] | None:

@@ -81,4 +81,5 @@ def roll_back(run: Run, checkpoint: Path) -> None:
     loaded.skipped_samples, loaded.spike_step = place - loaded.consumed_samples, spike
     for field in fields(TrainState):
         setattr(run.state, field.name, getattr(loaded, field.name))
+    run.batch_iterator.discard()
     run.batches.restart(consumed_samples=loaded.consumed_samples, skipped_samples=loaded.skipped_samples)

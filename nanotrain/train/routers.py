@@ -1,39 +1,68 @@
-"""Routers in a run: statistics collected once per step, expert biases updated and kept in checkpoints."""
+"""Routers in a run: statistics collected once per step on the device, expert biases updated and kept in checkpoints."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
-from nanotrain.comm.collectives import all_gather_object
+from nanotrain.comm.collectives import all_gather_object, all_reduce
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import ModelConfig
-from nanotrain.model.router_stats import RouterMetrics, collect_router_metrics, expert_biases, update_expert_bias
+from nanotrain.model.router_stats import (
+    NUM_SCALARS,
+    RouterMetrics,
+    collect_router_sums,
+    expert_biases,
+    routers_of,
+    update_expert_bias,
+)
 from nanotrain.model.transformer import Stage
 from nanotrain.topology.boxes import TensorBox
 
 
-def balance_routers(
-    stages: Mapping[int, Stage], model_config: ModelConfig, *, context: ParallelContext
-) -> dict[str, RouterMetrics]:
-    """Collect the statistics of all routers in this step, and update the expert biases.
+class ModelRouters:
+    """The routers of all stages of the model, their statistics as one vector.
 
     Args:
         stages: of this rank.
         model_config: of the model.
-        context: the groups; tp and dp_cp together span the ranks that route tokens.
-
-    Returns:
-        the metrics of every router of the model by name, the same on every rank; empty for a dense model.
+        context: the groups; tp and dp_cp together span the ranks that route tokens of a stage.
     """
-    if model_config.moe.num_experts is None:
-        return {}
-    metrics: dict[str, RouterMetrics] = {}
-    for stage in stages.values():
-        collected = collect_router_metrics(stage, (context.group("tp"), context.group("dp_cp")))
-        update_expert_bias(stage, collected, rate=model_config.moe.router_bias_update_rate)
-        metrics |= collected
-    gathered = all_gather_object(metrics, context.group("pp"))
-    return {name: router for stage_metrics in gathered for name, router in stage_metrics.items()}
+
+    def __init__(self, stages: Mapping[int, Stage], model_config: ModelConfig, *, context: ParallelContext) -> None:
+        self._stages, self._rate = stages, model_config.moe.router_bias_update_rate
+        self._groups, self._pp = (context.group("tp"), context.group("dp_cp")), context.group("pp")
+        self._device, self._length = context.device, (model_config.moe.num_experts or 0) + NUM_SCALARS
+        self._names: tuple[str, ...] = ()  # of the whole model
+        if model_config.moe.num_experts is not None:
+            local = [name for stage in stages.values() for name in routers_of(stage)]
+            self._names = tuple(name for names in all_gather_object(local, self._pp) for name in names)
+
+    def balance(self) -> Tensor | None:
+        """Collect the statistics of this step and update the expert biases, without waiting for the device.
+
+        Returns:
+            the sums of every router of the model over all ranks, flat fp64; None for a dense model.
+        """
+        if not self._names:
+            return None
+        sums = collect_router_sums(self._stages.values(), self._groups)
+        for stage in self._stages.values():
+            update_expert_bias(stage, sums, rate=self._rate)
+        none = torch.zeros(self._length, dtype=torch.float64, device=self._device)
+        total = torch.cat([sums.get(name, none) for name in self._names])
+        all_reduce(total, self._pp)  # every router is on one stage
+        return total
+
+    def metrics(self, sums: Sequence[float]) -> dict[str, RouterMetrics]:
+        """The metrics of every router of the model by name, from what `balance` returned."""
+        if not self._names:
+            return {}
+        starts = range(0, len(sums), self._length)
+        return {
+            name: RouterMetrics.of(sums[start : start + self._length])
+            for name, start in zip(self._names, starts, strict=True)
+        }
 
 
 def router_biases(stages: Mapping[int, Stage]) -> dict[TensorBox, torch.Tensor]:

@@ -18,6 +18,7 @@ from nanotrain.runs.folder import RunFolder
 from nanotrain.train.batches import BatchIterator
 from nanotrain.train.inputs import RunInputs
 from nanotrain.train.plans.plan import Plan, plan_train_schedule
+from nanotrain.train.routers import ModelRouters
 
 
 @dataclass
@@ -82,6 +83,7 @@ class Run:
     runnable: Mapping[int, RunnableStage]  # the same stages as the pipeline executor takes them
     # flat parameter and gradient storage, and gradient reduction; dense and expert, per stage
     data_parallel: tuple[DataParallel, ...]
+    routers: ModelRouters  # of MoE layers; none in a dense model
     optimizer: DistributedOptimizer  # main params and moments of this rank's shard
     pipeline: Pipeline  # the pp group, and the shape of the hidden states sent over it
     lr_schedule: LRSchedule  # learning rate by consumed samples

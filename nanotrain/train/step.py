@@ -1,4 +1,8 @@
-"""The train step, and what belongs to it: the remaining gradient sums after backward, and the global loss."""
+"""The train step, and what belongs to it: the remaining gradient sums after backward, and the global loss.
+
+The host queues the work of a step and waits for nothing (law L10): loss, gradient norm and whether the step was skipped
+stay on the device until `StepOutput.read`, which is called for the log.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nanotrain.comm.collectives import all_reduce, all_reduce_scalars
+from nanotrain.comm.collectives import all_reduce
+from nanotrain.comm.device import HostCopy
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.derive import has_dropout
@@ -18,7 +23,7 @@ from nanotrain.topology.groups import GroupName
 from nanotrain.train.batches import GlobalBatch
 from nanotrain.train.fp8 import finish_fp8_step
 from nanotrain.train.qk_clip import clip_query_key
-from nanotrain.train.routers import balance_routers
+from nanotrain.train.routers import ModelRouters
 from nanotrain.train.run import Run
 
 GRAD_SUM_AXES: tuple[GroupName, ...] = ("tp", "embed")
@@ -26,7 +31,7 @@ GRAD_SUM_AXES: tuple[GroupName, ...] = ("tp", "embed")
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of one step, equal on every rank."""
+    """The outcome of one step on the host, equal on every rank."""
 
     loss: float  # mean cross-entropy over the target tokens of the global batch, before the update
     grad_norm: float  # global 2-norm before clipping
@@ -36,14 +41,46 @@ class StepResult:
     # routing statistics by router name; empty for a dense model
     router_metrics: Mapping[str, RouterMetrics] = field(default_factory=dict)
     decoupled_lr: float | None = None  # learning rate of the embedding and the output layer; None where it is `lr`
+    loss_scale: float = 1.0  # of this step
 
 
-def train_step(run: Run, batch: GlobalBatch) -> StepResult:
+@dataclass(frozen=True)
+class StepOutput:
+    """The outcome of one step on the device."""
+
+    numbers: HostCopy  # loss summed over tokens, gradient norm, whether skipped, loss scale, sums of the routers
+    num_tokens: int  # target tokens of the global batch
+    lr: float
+    decoupled_lr: float | None
+    num_samples: int  # of the global batch
+    routers: ModelRouters
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `read` returns without waiting."""
+        return self.numbers.is_ready
+
+    def read(self) -> StepResult:
+        """The numbers on the host, which waits for the end of the step."""
+        loss_sum, grad_norm, skipped, loss_scale, *router_sums = self.numbers.read()
+        return StepResult(
+            loss_sum / self.num_tokens,
+            grad_norm,
+            lr=self.lr,
+            num_samples=self.num_samples,
+            skipped=bool(skipped),
+            router_metrics=self.routers.metrics(router_sums),
+            decoupled_lr=self.decoupled_lr,
+            loss_scale=loss_scale,
+        )
+
+
+def train_step(run: Run, batch: GlobalBatch) -> StepOutput:
     """One optimizer step: forward and backward of every microbatch, gradient reduction, parameter update."""
     lr = run.lr_schedule.lr_at(run.state.consumed_samples)
     decoupled_lr = run.lr_schedule.decoupled_lr_at(run.state.consumed_samples)
-    num_tokens, loss_scale = max(batch.num_target_tokens, 1), run.optimizer.loss_scale.scale
-    loss_scale *= run.plan.num_averaged_ranks
+    num_tokens, scale = max(batch.num_target_tokens, 1), run.optimizer.loss_scale.scale
+    loss_scale = scale * run.plan.num_averaged_ranks
     num_samples = run.plan.sampler.size_at(run.state.consumed_samples)
     cp, aux_loss_scale = run.context.group("cp"), loss_scale / num_samples
     seed = run.config.train.seed if has_dropout(run.config.model) else None
@@ -63,7 +100,8 @@ def train_step(run: Run, batch: GlobalBatch) -> StepResult:
     for dp in run.data_parallel:
         dp.finish_grad_reduce()
     finalize_grads(run.data_parallel, run.context)
-    update = run.optimizer.step(lr, decoupled_lr=decoupled_lr)
+    # One all-reduce sums loss and norm, before the all-gathers of parameters are queued behind it.
+    update = run.optimizer.step(lr, decoupled_lr=decoupled_lr, sums=_local_loss(loss_sum, run.context))
     if run.config.optim.qk_clip:
         clip_query_key(run, skipped=update.skipped)
     for dp in run.data_parallel:
@@ -71,17 +109,16 @@ def train_step(run: Run, batch: GlobalBatch) -> StepResult:
 
     if run.config.precision.fp8_format is not None:
         finish_fp8_step(run.stages, run.context)
-    loss = global_loss(loss_sum, run.context)
-    routers = balance_routers(run.stages, run.config.model, context=run.context)
+    router_sums = run.routers.balance()
+    numbers = [update.sums, update.grad_norm[None], update.skipped[None], torch.full_like(update.sums, 1.0) * scale]
     run.state.advance(samples=num_samples, tokens=batch.num_target_tokens)
-    return StepResult(
-        loss / num_tokens,
-        update.grad_norm,
+    return StepOutput(
+        HostCopy(torch.cat(numbers if router_sums is None else [*numbers, router_sums])),
+        num_tokens,
         lr=lr,
         decoupled_lr=decoupled_lr,
         num_samples=num_samples,
-        skipped=update.skipped,
-        router_metrics=routers,
+        routers=run.routers,
     )
 
 
@@ -109,15 +146,21 @@ def finalize_grads(data_parallel: Sequence[DataParallel], context: ParallelConte
 
 
 def global_loss(loss_sum: Tensor, context: ParallelContext) -> float:
-    """The loss summed over all ranks.
+    """The loss summed over all ranks, on the host, which waits for it; used by validation.
 
     Args:
         loss_sum: scalar; zero on ranks without the output layer, equal on all ranks of a tp group.
         context: the groups.
     """
-    local = loss_sum.item() if context.group("tp").is_first else 0.0
-    (total,) = all_reduce_scalars([local], context.group("world"))
-    return total
+    total = _local_loss(loss_sum, context)
+    all_reduce(total, context.group("world"))
+    return HostCopy(total).read()[0]
+
+
+def _local_loss(loss_sum: Tensor, context: ParallelContext) -> Tensor:
+    """[1] fp64, this rank's part of the loss: one rank per tp group has it."""
+    local = loss_sum.double()[None]
+    return local if context.group("tp").is_first else torch.zeros_like(local)
 
 
 def _all_reduce_coalesced(tensors: Sequence[Tensor], group: Group) -> None:

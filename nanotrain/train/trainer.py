@@ -16,16 +16,17 @@ from contextlib import contextmanager
 from statistics import median
 from types import FrameType
 
+from nanotrain.comm.device import Stopwatch, peak_memory
 from nanotrain.comm.work import CommunicationFault
 from nanotrain.errors import CorruptState, NanotrainError, TrainingFault
 from nanotrain.log import get_logger
 from nanotrain.runs.files import FolderVanished
 from nanotrain.train.batches import GlobalBatch, raise_on_all
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.metrics import StepClock, StepReport, Throughput, report_step
+from nanotrain.train.metrics import StepClock, StepReport, Throughput, UnreadReports
 from nanotrain.train.rollback import checkpoint_before_spike, count_loss, roll_back
 from nanotrain.train.run import Run
-from nanotrain.train.step import train_step
+from nanotrain.train.step import StepOutput, train_step
 
 log = get_logger(__name__)
 
@@ -43,6 +44,7 @@ class Trainer:
         self._throughput = Throughput.of(run.plan, run.context)
         self._failure: NanotrainError | None = None  # of this rank since the last step
         self._waited_before_s = self._busy_s = self._step_time_s = 0.0  # of the last step
+        self._unread = UnreadReports()
         self._skips = 0  # steps skipped in a row
         self._started = time.monotonic()
         self._first_step = run.state.step
@@ -88,9 +90,9 @@ class Trainer:
                     hook.after_failure(self.run)
             raise
 
-    def _next_batch(self) -> tuple[GlobalBatch, float] | None:
-        """The next batch and the time at which it was requested; None if the ranks stop instead."""
-        run, start = self.run, time.perf_counter()
+    def _next_batch(self) -> tuple[GlobalBatch, Stopwatch] | None:
+        """The next batch and a watch started when it was requested; None if the ranks stop instead."""
+        run, watch = self.run, Stopwatch(self.run.context.device)
         self._waited_before_s = run.context.heartbeat.waited_s
         run.context.heartbeat.begin("data", step=run.state.step + 1)
         busy_s = self._busy_s if run.context.device.type == "cpu" else None  # where waiting blocks the host
@@ -102,7 +104,7 @@ class Trainer:
         if batch is None:
             log.info("stopping after step %d: %s", run.state.step, self._reason())
             return None
-        return batch, start
+        return batch, watch
 
     def _save_now(self) -> None:
         """Let the hooks save the last step; an error is raised after the next step."""
@@ -121,18 +123,17 @@ class Trainer:
                 if isinstance(error, CorruptState):  # raised by all ranks: the later hooks must not save this state
                     break
 
-    def _run_step(self, batch: GlobalBatch, start: float) -> None:
+    def _run_step(self, batch: GlobalBatch, watch: Stopwatch) -> None:
         run = self.run
-        loss_scale = run.optimizer.loss_scale.scale
         run.context.heartbeat.begin("step")
-        result = train_step(run, batch)
+        output = train_step(run, batch)
+        watch.stop()
         run.context.heartbeat.begin("hooks")
-        self._count_skips(result.skipped, loss_scale)
-        clock = StepClock(step_time_s=time.perf_counter() - start, data_wait_s=batch.wait_s)
-        report = report_step(
-            result, run.state, clock=clock, throughput=self._throughput, context=run.context, loss_scale=loss_scale
-        )
-        self._report_slowest(report, batch.busy_s, step_time_s=clock.step_time_s)
+        report = self._report(output, StepClock(watch, batch.wait_s))
+        for readable in self._unread.take(report):
+            self._count_skips(readable)
+        if batch.busy_s:
+            self._report_slowest(report, batch.busy_s)
         report.save_stall_s = run.checkpointer.take_stall_s() or None
         report.failed_saves = run.checkpointer.num_failed or None
         if not self._rolled_back(report):
@@ -158,28 +159,54 @@ class Trainer:
         self._call_hooks(lambda hook: hook.after_rollback(run, report))
         return True
 
-    def _report_slowest(self, report: StepReport, busy_s: Sequence[float], *, step_time_s: float) -> None:
+    def _report(self, output: StepOutput, clock: StepClock) -> StepReport:
+        state = self.run.state
+        return StepReport(
+            step=state.step,
+            output=output,
+            clock=clock,
+            throughput=self._throughput,
+            lr=output.lr,
+            peak_memory_bytes=peak_memory(self.run.context.device),
+            global_batch_size=output.num_samples,
+            consumed_samples=state.consumed_samples,
+            consumed_tokens=state.consumed_tokens,
+            is_logged=self._is_logged(state.step),
+            decoupled_lr=output.decoupled_lr,
+        )
+
+    def _is_logged(self, step: int) -> bool:
+        """Whether the host waits for the step: for a line of the log, or because a hook waits anyway."""
+        train, checkpoint = self.run.config.train, self.run.config.checkpoint
+        intervals = (train.log_interval, train.eval_interval, train.report_interval, checkpoint.save_interval)
+        if train.rollback_on_spike is not None:  # decided on every loss
+            return True
+        return step == train.train_iters or any(each and step % each == 0 for each in intervals)
+
+    def _report_slowest(self, report: StepReport, busy_s: Sequence[float]) -> None:
         """The slowest rank of the step before, and the time of this step for the next report."""
+        step_time_s = report.step_time_s
         if len(busy_s) > 1 and self._step_time_s:
             report.slowest_rank = max(range(len(busy_s)), key=busy_s.__getitem__)
             report.slowest_share = min(1.0, max(busy_s) / self._step_time_s)
         waited_s = self.run.context.heartbeat.waited_s - self._waited_before_s
         self._busy_s, self._step_time_s = max(0.0, step_time_s - waited_s), step_time_s
 
-    def _count_skips(self, is_skipped: bool, loss_scale: float) -> None:
+    def _count_skips(self, report: StepReport) -> None:
         """Count steps that are skipped in a row; too many are a failure, the same on all ranks."""
         train, scaling = self.run.config.train, self.run.optimizer.loss_scale
+        is_skipped, loss_scale = report.skipped, report.loss_scale
         self._skips = self._skips + 1 if is_skipped else 0
         at_minimum = scaling.is_dynamic and loss_scale <= scaling.minimum
         if is_skipped and at_minimum and self._skips == 1:
             log.warning(
                 "step %d overflows at the minimal loss scale %g: no scale makes it finite",
-                self.run.state.step,
+                report.step,
                 loss_scale,
             )
         if self._skips and self._skips == train.max_consecutive_skips:
             self._failure = TrainingFault(
-                f"{self._skips} steps in a row were skipped, the last is step {self.run.state.step}",
+                f"{self._skips} steps in a row were skipped, the last is step {report.step}",
                 why="their gradients are not finite" + (f", at the minimal loss scale {loss_scale:g}" * at_minimum),
                 fix="find the first tensor with --debug-nan, lower --lr, or raise --max-consecutive-skips",
             )

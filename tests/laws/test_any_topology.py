@@ -75,7 +75,7 @@ def train(run: Run, steps: int) -> list[float]:
     for _ in range(steps):
         batch = run.batch_iterator.next()
         assert batch is not None
-        losses.append(train_step(run, batch).loss)
+        losses.append(train_step(run, batch).read().loss)
     return losses
 
 

@@ -92,7 +92,7 @@ def train_fp8(ctx: ParallelContext, case: Case) -> Trained:
     for _ in range(case.steps):
         batch = run.batch_iterator.next()
         assert batch is not None
-        result = train_step(run, batch)
+        result = train_step(run, batch).read()
         trained.losses.append(result.loss)
         trained.grad_norms.append(result.grad_norm)
         layers = [layer for stage in run.stages.values() for layer in fp8_layers(stage).items()]

@@ -131,7 +131,7 @@ def train_here(ctx: ParallelContext, case: Case) -> Outcome:
     for _ in range(case.steps):
         batch = run.batch_iterator.next()
         assert batch is not None
-        results.append(train_step(run, batch))
+        results.append(train_step(run, batch).read())
     source = run.inputs.datasets.train
     assert isinstance(source, UnevenDataset)
     return Outcome(

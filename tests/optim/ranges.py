@@ -25,7 +25,7 @@ def param_range(
 
 
 def step_of(config: OptimConfig, number: int) -> UpdateStep:
-    return UpdateStep(config, number, LR, DECOUPLED_LR)
+    return UpdateStep(config, torch.tensor(float(number)), LR, DECOUPLED_LR, found_inf=torch.tensor(0.0))
 
 
 def follow_torch(rule: UpdateRule, config: OptimConfig, build: Callable[..., torch.optim.Optimizer]) -> None:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,8 +20,8 @@ def after(loss_scale: LossScale, steps: str) -> list[float]:
     """The scale after each step: "o" overflows, "c" is clean."""
     scales = []
     for step in steps:
-        loss_scale.update(overflowed=step == "o")
-        scales.append(loss_scale.scale)
+        loss_scale.update(torch.tensor(float(step == "o")))
+        scales.append(float(loss_scale.scale))
     return scales
 
 
@@ -66,7 +67,7 @@ def test_fp16_resumed_from_another_dtype_starts_at_the_initial_loss_scale(kind, 
         del state["is_dynamic"]
     resumed = scale()
     resumed.load_state_dict(state)
-    assert resumed == scale() and resumed.scale == 1024.0
+    assert resumed.state_dict() == scale().state_dict() and resumed.scale == 1024.0
 
 
 def test_a_format_1_checkpoint_of_fp16_keeps_its_scale():
@@ -75,7 +76,7 @@ def test_a_format_1_checkpoint_of_fp16_keeps_its_scale():
     state = saved.state_dict()
     del state["is_dynamic"]
     resumed.load_state_dict(state)
-    assert resumed == saved and resumed.scale == 256.0
+    assert resumed.state_dict() == saved.state_dict() and resumed.scale == 256.0
 
 
 @given(st.text("oc", max_size=30), st.text("oc", max_size=30))

@@ -8,7 +8,7 @@ import torch
 from nanotrain.comm.group import Group
 from nanotrain.data.batch import Batch
 from nanotrain.errors import DataError, EnvironmentFault
-from nanotrain.train.batches import BatchIterator
+from nanotrain.train.batches import BatchIterator, BatchOptions
 from tests.harness import ranks
 
 CPU = torch.device("cpu")
@@ -20,6 +20,15 @@ def microbatch(num_targets: int) -> Batch:
     return Batch(tokens, tokens, mask)
 
 
+def together(ctx, batches, options: BatchOptions | None = None) -> BatchIterator:
+    return BatchIterator(batches, ctx.group("world"), control=ctx.control, device=CPU, options=options)
+
+
+def on_one_rank(batches, options: BatchOptions | None = None) -> BatchIterator:
+    group = Group.single_rank("world")
+    return BatchIterator(batches, group, control=group, device=CPU, options=options)
+
+
 def failing(error: Exception):
     raise error
     yield
@@ -28,7 +37,7 @@ def failing(error: Exception):
 @ranks(3)
 def test_target_tokens_are_counted_over_microbatches_and_ranks(ctx):
     # Given ranks with 1 + 4, 2 + 4 and 3 + 4 targets,
-    batch_iterator = BatchIterator(iter([[microbatch(ctx.rank + 1), microbatch(4)]]), ctx.control, device=CPU)
+    batch_iterator = together(ctx, iter([[microbatch(ctx.rank + 1), microbatch(4)]]))
     batch = batch_iterator.next()
     # then every rank divides by the same 18 and keeps its own microbatches.
     assert batch.num_target_tokens == 18
@@ -36,22 +45,20 @@ def test_target_tokens_are_counted_over_microbatches_and_ranks(ctx):
 
 
 def test_ranks_that_read_the_same_sample_count_it_once():
-    batch_iterator = BatchIterator(
-        iter([[microbatch(6)]]), Group.single_rank("world"), device=CPU, readers_per_sample=2
-    )
+    batch_iterator = on_one_rank(iter([[microbatch(6)]]), BatchOptions(readers_per_sample=2))
     assert batch_iterator.next().num_target_tokens == 3
 
 
 @ranks(3)
 def test_one_rank_that_wants_to_stop_stops_all(ctx):
-    batch_iterator = BatchIterator(iter([[microbatch(1)], [microbatch(1)]]), ctx.control, device=CPU)
+    batch_iterator = together(ctx, iter([[microbatch(1)], [microbatch(1)]]))
     assert batch_iterator.next() is not None
     assert batch_iterator.next(wants_stop=ctx.rank == 2) is None
 
 
 @ranks(3)
 def test_one_rank_that_is_asked_to_save_saves_on_all(ctx):
-    batch_iterator = BatchIterator(iter([[microbatch(1)], [microbatch(1)]]), ctx.control, device=CPU)
+    batch_iterator = together(ctx, iter([[microbatch(1)], [microbatch(1)]]))
     assert [batch_iterator.next(wants_save=ctx.rank == rank).wants_save for rank in (1, None)] == [True, False]
 
 
@@ -59,7 +66,10 @@ def test_one_rank_that_is_asked_to_save_saves_on_all(ctx):
 def test_data_that_fails_on_one_rank_is_the_same_error_on_all(ctx):
     for error in (DataError("sample 7", why="is broken", fix="mend it"), EnvironmentFault("a worker", why="died")):
         batch_iterator = BatchIterator(
-            failing(error) if ctx.rank == 1 else iter([[microbatch(1)]]), ctx.control, device=CPU
+            failing(error) if ctx.rank == 1 else iter([[microbatch(1)]]),
+            ctx.group("world"),
+            control=ctx.control,
+            device=CPU,
         )
         with pytest.raises(type(error)) as caught:
             batch_iterator.next(wants_stop=ctx.rank == 0)
@@ -68,7 +78,7 @@ def test_data_that_fails_on_one_rank_is_the_same_error_on_all(ctx):
 
 @ranks(2)
 def test_of_two_failures_all_ranks_raise_the_first(ctx):
-    batch_iterator = BatchIterator(failing(DataError(f"from rank {ctx.rank}")), ctx.control, device=CPU)
+    batch_iterator = together(ctx, failing(DataError(f"from rank {ctx.rank}")))
     with pytest.raises(DataError, match="from rank 0"):
         batch_iterator.next()
 
@@ -78,4 +88,52 @@ def test_the_wait_for_data_is_measured():
         time.sleep(0.05)
         yield [microbatch(1)]
 
-    assert 0.05 <= BatchIterator(slow(), Group.single_rank("world"), device=CPU).next().wait_s < 5
+    assert 0.05 <= on_one_rank(slow()).next().wait_s < 5
+
+
+class Source:
+    """Microbatches of n, n + 1, ... targets; counts those that were read."""
+
+    def __init__(self, first: int, *, fails_at: int | None = None) -> None:
+        self.first, self.num_read, self.fails_at = first, 0, fails_at
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> list[Batch]:
+        if self.num_read == self.fails_at:
+            raise DataError("sample 7")
+        self.num_read += 1
+        return [microbatch(self.first + self.num_read - 1)]
+
+
+AHEAD = BatchOptions(is_ahead=True)
+
+
+@ranks(2, timeout_s=20)
+def test_a_vote_ahead_counts_the_same_and_takes_effect_one_step_later(ctx):
+    source = Source(1 + ctx.rank)
+    ahead = together(ctx, source, AHEAD)
+    batches = [ahead.next(wants_save=number == 1 and ctx.rank == 1) for number in range(3)]
+    assert [batch.num_target_tokens for batch in batches] == [3, 5, 7]
+    assert [int(part.loss_mask.sum()) for batch in batches for part in batch.microbatches] == [
+        1 + ctx.rank + n for n in range(3)
+    ]
+    assert source.num_read == 4, "the batch after the returned one is read and voted on"
+    assert [batch.wants_save for batch in batches] == [False, False, True], "asked for in the second call"
+    assert ahead.next(wants_stop=ctx.rank == 0) is not None and ahead.next() is None
+
+    # Data that fails is an error before its own step; another failure one step later. Both on all ranks.
+    ahead = together(ctx, Source(1, fails_at=2 if ctx.rank == 1 else None), AHEAD)
+    assert ahead.next() is not None and ahead.next() is not None
+    with pytest.raises(DataError, match="sample 7"):
+        ahead.next()
+    ahead = together(ctx, Source(1), AHEAD)
+    first = ahead.next()
+    ahead.discard()
+    assert (first.num_target_tokens, ahead.next().num_target_tokens) == (2, 6), "the second batch is not used"
+    ahead = together(ctx, Source(1), AHEAD)
+    own = DataError("a hook broke") if ctx.rank == 0 else None
+    assert ahead.next() is not None and ahead.next(failure=own) is not None
+    with pytest.raises(DataError, match="a hook broke"):
+        ahead.next(failure=own)

@@ -102,10 +102,10 @@ def test_a_step_that_overflows_is_skipped_and_leaves_the_history(tmp_path: Path)
         weight = run.stages[0].get_parameter("layers.0.mlp.up.weight")
         kept = weight.data.clone()
         weight.data[0, 0] = float("inf")
-        assert train_step(run, batch).skipped
+        assert train_step(run, batch).read().skipped
         weight.data.copy_(kept)
         assert all(history.isfinite().all() for history in histories(run).values())
-        assert not train_step(run, batch).skipped
+        assert not train_step(run, batch).read().skipped
 
 
 def falling_losses(folder: Path, *arguments: str) -> list[float]:
@@ -115,7 +115,7 @@ def falling_losses(folder: Path, *arguments: str) -> list[float]:
     ) as run:
         batch = run.batch_iterator.next()
         assert batch is not None
-        return [train_step(run, batch).loss for _ in range(20)]
+        return [train_step(run, batch).read().loss for _ in range(20)]
 
 
 def test_training_follows_that_of_bf16(tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ import pytest
 from nanotrain.config.config import Config, DataConfig, ModelConfig
 from nanotrain.topology.counts import flops_per_token
 from nanotrain.topology.shape import ModelShape
-from nanotrain.train.metrics import StepClock, Throughput, report_step
-from nanotrain.train.run import TrainState
+from nanotrain.train.metrics import Throughput, UnreadReports
 from nanotrain.train.step import StepResult
-from tests.train.small_run import report_of, small_run
+from tests.train.small_run import KnownOutput, report_of, small_run
 
 FIELDS = [
     *("step", "loss", "grad_norm", "lr", "step_time_s", "tokens_per_second", "mfu", "peak_memory_bytes"),
@@ -56,27 +55,27 @@ def test_mfu_of_a_known_case():
     assert throughput.mfu(20_000.0) == pytest.approx(20_000 * 42_863_689_728 / (2 * 989.4e12))
 
 
-def test_a_report_joins_result_state_and_clock(tmp_path):
-    with small_run(tmp_path) as run:
-        report = report_step(
-            StepResult(loss=1.5, grad_norm=0.5, lr=1e-3, num_samples=4, skipped=False),
-            TrainState(step=7, consumed_samples=70, consumed_tokens=900),
-            clock=StepClock(step_time_s=0.25, data_wait_s=0.05),
-            throughput=Throughput(tokens_per_sample=25, flops_per_token=10, peak_flops=1e4),
-            context=run.context,
-            loss_scale=8.0,
-        )
-    assert report.peak_memory_bytes > 1_000_000
-    assert replace(report, peak_memory_bytes=0) == report_of(
-        7,
-        loss=1.5,
-        grad_norm=0.5,
-        step_time_s=0.25,
-        tokens_per_second=400.0,
-        mfu=0.4,
-        peak_memory_bytes=0,
-        consumed_samples=70,
-        consumed_tokens=900,
-        data_wait_s=0.05,
-        loss_scale=8.0,
-    )
+def test_a_report_reads_its_step_once_and_when_it_is_used():
+    output = KnownOutput(StepResult(loss=1.5, grad_norm=0.5, lr=1e-3, num_samples=4, skipped=True, loss_scale=8.0))
+    report = report_of(7, output=output, step_time_s=0.25, tokens_per_second=400.0, mfu=0.5)
+    assert output.num_reads == 0
+    row = report.to_json()
+    assert output.num_reads == 1
+    expected = {"step": 7, "loss": 1.5, "grad_norm": 0.5, "skipped": True, "loss_scale": 8.0, "mfu": 0.5}
+    assert {name: row[name] for name in expected} == expected
+    assert row["tokens_per_second"] == 400.0
+
+
+def test_reports_that_are_not_ready_are_read_at_a_logged_step_only_and_in_order():
+    unread = UnreadReports()
+    outputs = [
+        KnownOutput(StepResult(1.0, 1.0, 1e-3, num_samples=4, skipped=False), is_ready=ready)
+        for ready in (False, True, False)
+    ]
+    reports = [report_of(step, output=output, is_logged=False) for step, output in enumerate(outputs)]
+    assert [unread.take(report) for report in reports] == [[], [], []], "the second waits for the first"
+    outputs[0].is_ready = True
+    assert unread.take_ready() == reports[:2]
+    last = report_of(4)
+    assert unread.take(last) == [reports[2], last] and unread.take_all() == []
+    assert not any(output.num_reads for output in outputs)

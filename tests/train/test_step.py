@@ -15,7 +15,7 @@ def step_here(ctx: ParallelContext, case: Case):
     run = build_here(ctx, case)
     before = {name: p.detach().clone() for stage in run.stages.values() for name, p in stage.named_parameters()}
     batch = run.batch_iterator.next()
-    result = train_step(run, batch)
+    result = train_step(run, batch).read()
     for dp in run.data_parallel:
         with dp.gathered():
             named = {name: p for stage in run.stages.values() for name, p in stage.named_parameters()}
@@ -40,7 +40,7 @@ def test_a_gradient_that_is_not_finite_skips_the_update(tmp_path):
         batch = run.batch_iterator.next()
         run.stages[0].get_parameter("final_norm.weight").data[0] = float("nan")
         main = [tensor.clone() for tensor in run.optimizer.state_tensors().values()]
-        result = train_step(run, batch)
+        result = train_step(run, batch).read()
         held = run.optimizer.state_tensors().values()
         assert result.skipped and run.state.step == 1
         assert all(torch.equal(a, b, ) or a.isnan().any() for a, b in zip(main, held, strict=True))  # fmt: skip

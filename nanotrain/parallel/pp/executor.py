@@ -82,7 +82,7 @@ def run_schedule(
     stages: Mapping[int, RunnableStage],
     *,
     microbatches: Sequence[Any],
-    grad_scale: float,
+    grad_scale: float | Tensor,
     pipeline: Pipeline,
 ) -> Tensor:
     """Run the forwards and backwards of one step.
@@ -91,7 +91,7 @@ def run_schedule(
         plan: of this rank.
         stages: of this rank, by global index.
         microbatches: on the device; passed to the stages as they are.
-        grad_scale: factor of the summed loss in what is differentiated.
+        grad_scale: factor of the summed loss in what is differentiated; a scalar on the device if it is a tensor.
         pipeline: the group.
 
     Returns:
@@ -136,7 +136,7 @@ class _Step:
     stages: Mapping[int, RunnableStage]
     microbatches: Sequence[Any]
     pipeline: Pipeline
-    grad_scale: float = 1.0
+    grad_scale: float | Tensor = 1.0
     # inputs of actions: received, being received, or results of this rank
     inbox: dict[Action, Work[Tensor]] = field(default_factory=dict)
     outbox: dict[Action, Tensor] = field(default_factory=dict)  # results to be sent, by the action that takes them
@@ -235,7 +235,8 @@ class _Step:
     def grad_of_output(self, action: Action) -> Tensor:
         """The gradient that a backward starts from."""
         if action.stage == self.plan.num_stages - 1:
-            return torch.full((), self.grad_scale, device=self.pipeline.device)
+            scale = self.grad_scale
+            return scale.float() if isinstance(scale, Tensor) else torch.full((), scale, device=self.pipeline.device)
         return self.inbox.pop(action).wait()
 
     def pass_on(self, action: Action, result: Tensor | None) -> None:

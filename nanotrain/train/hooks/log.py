@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from nanotrain.runs.metrics_file import MetricsFile
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.metrics import StepReport
+from nanotrain.train.metrics import StepReport, UnreadReports
 from nanotrain.train.run import Run
 
 # A line has at most this many columns; on a narrow terminal fewer, but never less than the lower number.
@@ -35,6 +35,7 @@ class LogHook(Hook):
             redirect_stderr=sys.stderr.isatty(),
         )
         self._metrics: MetricsFile | None = None  # open on the first rank, while training
+        self._unread = UnreadReports()
         self._since_line: list[StepReport] = []
         self._first_end: tuple[int, float] | None = None  # the first step and when it ended, for the remaining time
 
@@ -49,11 +50,10 @@ class LogHook(Hook):
     def after_step(self, run: Run, report: StepReport) -> None:
         if self._metrics is None:
             return
-        self._metrics.append(report.to_json())
         if self._console.is_terminal:
             self._progress.update(self._task, completed=report.step)
-        self._since_line.append(report)
         self._first_end = self._first_end or (report.step, time.monotonic())
+        self._write(self._unread.take(report))
         if report.step % run.config.train.log_interval == 0 or report.valid_loss is not None:
             self._print_line(run)
 
@@ -66,13 +66,25 @@ class LogHook(Hook):
         self._since_line.clear()
 
     def after_training(self, run: Run) -> None:
+        self._write(self._unread.take_all())
         if self._since_line:
             self._print_line(run)
+
+    def after_failure(self, run: Run) -> None:
+        self._write(self._unread.take_all())
 
     def close(self, *, failed: bool) -> None:
         self._progress.stop()
         if self._metrics is not None:
+            self._write(self._unread.take_ready())  # after a lost rank the others may never be
             self._metrics.close()
+
+    def _write(self, reports: list[StepReport]) -> None:
+        """Write rows, on the first rank."""
+        if self._metrics is not None:
+            for report in reports:
+                self._metrics.append(report.to_json())
+                self._since_line.append(report)
 
     def _print_line(self, run: Run) -> None:
         assert self._first_end is not None, "a line follows a step"

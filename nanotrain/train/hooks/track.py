@@ -8,7 +8,7 @@ from urllib.parse import urlparse
 from nanotrain.config.schema import to_dict
 from nanotrain.log import get_logger
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.metrics import StepReport
+from nanotrain.train.metrics import StepReport, UnreadReports
 from nanotrain.train.run import Run
 
 log = get_logger(__name__)
@@ -75,6 +75,7 @@ class TrackHook(Hook):
 
     def __init__(self) -> None:
         self._trackers: list[Tracker] = []
+        self._unread = UnreadReports()
 
     def before_training(self, run: Run) -> None:
         if run.context.control.is_first:
@@ -83,15 +84,30 @@ class TrackHook(Hook):
                     self._trackers.append(make(run))
 
     def after_step(self, run: Run, report: StepReport) -> None:
+        if self._trackers:
+            self._write(self._unread.take(report))
+
+    def after_training(self, run: Run) -> None:
+        self._write(self._unread.take_all())
+
+    def after_failure(self, run: Run) -> None:
+        self._write(self._unread.take_all())
+
+    def close(self, *, failed: bool) -> None:
+        self._write(self._unread.take_ready())
+        for tracker in self._trackers:
+            tracker.close(failed=failed)
+
+    def _write(self, reports: list[StepReport]) -> None:
+        for report in reports:
+            self._write_one(report)
+
+    def _write_one(self, report: StepReport) -> None:
         fields = report.to_json()
         fields |= {f"moe_{name}": value for name, value in fields.pop("moe", {}).items()}
         values = {name: value for name, value in fields.items() if name != "step" and isinstance(value, int | float)}
         for tracker in self._trackers:
             tracker.write(report.step, values)
-
-    def close(self, *, failed: bool) -> None:
-        for tracker in self._trackers:
-            tracker.close(failed=failed)
 
 
 def _netrc_has(host: str | None) -> bool:

@@ -1,0 +1,49 @@
+"""Law L10: in a step that is not logged the host waits for nothing, whatever the layout.
+
+Every layout is one rank of a fake world in this process: collectives send nothing, and the operators are the same.
+"""
+
+import pytest
+
+from nanotrain.topology.topology import Topology
+from nanotrain.train.step import train_step
+from tests.fake_world import fake_context
+from tests.harness import SHORT_NAMES, parallel_config
+from tests.host_syncs import HostSyncs
+from tests.laws.worlds import Case, build_here
+
+MOE = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_router_bias_update_rate": 1e-3}
+LAYOUTS = {
+    "one rank": (1, {}, {}),
+    "dp, optim": (4, {"strategy": "optim"}, {}),
+    "dp, optim_grads": (4, {"strategy": "optim_grads", "instances": 2}, {}),
+    "dp, optim_grads_params": (4, {"strategy": "optim_grads_params", "overlap_param_gather": True}, {}),
+    "tp and sp": (4, {"tp": 2, "sequence_parallel": True, "strategy": "optim"}, {}),
+    "pp": (4, {"pp": 2, "strategy": "optim", "overlap_grad_reduce": True}, {}),
+    "cp": (4, {"cp": 2, "strategy": "optim"}, {}),
+    "fp16": (2, {"strategy": "optim"}, {"precision": {"params_dtype": "fp16"}}),
+    "bf16": (2, {"strategy": "optim"}, {"precision": {"params_dtype": "bf16"}}),
+    "lion": (2, {"strategy": "optim"}, {"optim": {"optimizer": "lion"}}),
+    "muon": (2, {"strategy": "optim"}, {"optim": {"optimizer": "muon"}}),
+    "qk clip": (2, {"tp": 2}, {"optim": {"qk_clip": True}}),
+    "moe": (2, {"strategy": "optim"}, {"model": MOE}),
+}
+
+
+def syncs_of_a_step(name: str, *, rank: int = 0) -> list[str]:
+    """The places of the second step of a layout."""
+    num_ranks, sizes, sections = LAYOUTS[name]
+    parallel = {SHORT_NAMES.get(key, key): value for key, value in sizes.items()}
+    case = Case(steps=2).but(parallel=parallel, **sections)
+    with fake_context(Topology.of(parallel_config(**sizes), num_ranks), rank) as ctx:
+        run = build_here(ctx, case)
+        batches = [run.batch_iterator.next() for _ in range(2)]
+        train_step(run, batches[0])
+        with HostSyncs() as syncs:
+            train_step(run, batches[1])
+        return syncs.places
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_step_that_is_not_logged_waits_for_nothing(name):
+    assert syncs_of_a_step(name) == []
