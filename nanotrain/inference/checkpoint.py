@@ -3,7 +3,7 @@
 The manifest of a checkpoint contains the configuration, so its path is enough.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,8 @@ from nanotrain.errors import DataError
 from nanotrain.hf.export import export_weights
 from nanotrain.hf.families import model_from_hf
 from nanotrain.hf.import_weights import import_weights
-from nanotrain.inference.generate import Sampling, generate
+from nanotrain.inference.generate import Generation, Sampling
+from nanotrain.inference.text import encode_prompts, stream_texts
 from nanotrain.model.router_stats import expert_biases
 from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.prepare.quickstart import find_quickstart
@@ -120,19 +121,54 @@ class LoadedModel:
     model: Stage  # all layers, fp32
     tokenizer: Tokenizer
 
-    def generate(self, prompt: str = "", *, num_tokens: int = 120, sampling: Sampling | None = None) -> str:
+    def generate(
+        self,
+        prompt: str = "",
+        *,
+        num_tokens: int = 120,
+        sampling: Sampling | None = None,
+        stops: Sequence[str] = (),
+    ) -> str:
         """Continue a text; returns the prompt and what follows it.
 
         Args:
             prompt: the text to continue; empty for a new document.
             num_tokens: maximum number of new tokens; an end-of-document token stops earlier.
             sampling: how tokens are sampled.
+            stops: strings that end the text, not part of it.
+
+        Raises:
+            DataError: a prompt longer than the positions of the model.
         """
-        eod = self.tokenizer.eod
-        ids = self.tokenizer.encode(prompt) or ([eod] if eod is not None else self.tokenizer.encode("\n"))
-        sampling = replace(sampling or Sampling(), stop=eod)
-        generated = generate(self.model, ids, num_tokens=num_tokens, sampling=sampling)
-        return prompt + self.tokenizer.decode([token for token in generated if token != eod])
+        pieces = self.stream([prompt], num_tokens=num_tokens, sampling=sampling, stops=stops)
+        return prompt + "".join(piece for _, piece in pieces)
+
+    def stream(
+        self,
+        prompts: Sequence[str],
+        *,
+        num_tokens: int = 120,
+        sampling: Sampling | None = None,
+        stops: Sequence[str] = (),
+        use_cache: bool = True,
+    ) -> Iterator[tuple[int, str]]:
+        """Continue several texts at once; yields the index of a prompt and the next piece of its text.
+
+        Args:
+            prompts: the texts to continue; an empty one is a new document.
+            num_tokens: maximum number of new tokens of each; an end-of-document token stops earlier.
+            sampling: how tokens are sampled.
+            stops: strings that end a text, not part of it.
+            use_cache: keep keys and values of the tokens so far.
+
+        Raises:
+            DataError: a prompt longer than the positions of the model.
+        """
+        limit = self.config.model.max_position_embeddings
+        encoded = encode_prompts(prompts, self.tokenizer, max_tokens=limit)
+        sampling = replace(sampling or Sampling(), stop=self.tokenizer.eod)
+        generation = Generation(self.model, encoded, num_tokens=num_tokens, sampling=sampling, use_cache=use_cache)
+        return stream_texts(generation, self.tokenizer, num_tokens=num_tokens, stops=stops)
 
 
 def load_checkpoint(path: Path | str, *, tokenizer: str | None = None) -> LoadedModel:

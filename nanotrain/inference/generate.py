@@ -1,4 +1,9 @@
-"""Autoregressive sampling."""
+"""Autoregressive sampling, of one prompt or of several at once.
+
+Sampling     how a token is chosen
+Generation   the state of a batch of prompts; one token of each per step
+generate     one prompt to its end
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanotrain.inference.cache import KVCache
 from nanotrain.model.transformer import Stage
 
 
@@ -15,30 +21,91 @@ class Sampling:
 
     temperature: float = 1.0  # divides the logits; 0 is greedy
     top_k: int | None = None  # sample among the k most likely tokens; None for all
-    seed: int = 0  # seed of the random generator
+    # nucleus sampling (Holtzman et al. 2020): among the fewest most likely tokens of this probability; None for all
+    top_p: float | None = None
+    seed: int = 0  # seed of the random generator of the first prompt; each further prompt has the next one
     stop: int | None = None  # token that ends the text (and is included); None for none
 
 
-@torch.no_grad()
-def generate(stage: Stage, prompt: Sequence[int], *, num_tokens: int, sampling: Sampling | None = None) -> list[int]:
-    """Generate up to `num_tokens` tokens that continue a prompt of at least one token; returns the new ones.
+class Generation:
+    """Prompts and the tokens sampled so far.
 
-    Each is sampled given the last `max_position_embeddings` tokens before it. `stage` is a model in one stage.
+    A token is sampled given the last `max_position_embeddings` tokens before it. With the cache each step reads one
+    token per prompt, until a text is as long as that; without it, or where experts have a capacity, which depends on
+    how many tokens are read together, the whole window.
+
+    Args:
+        stage: a model in one stage.
+        prompts: each of at least one token.
+        num_tokens: steps that will be made at most; it bounds the memory of the cache.
+        sampling: how tokens are sampled.
+        use_cache: keep keys and values.
     """
-    sampling = sampling or Sampling()
-    generator = torch.Generator().manual_seed(sampling.seed)
-    device = next(stage.parameters()).device
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        window = torch.tensor([tokens[-stage.model_config.max_position_embeddings :]], device=device)
-        logits = stage.logits(window, last_only=True)[0, 0].float().cpu()
-        tokens.append(_sample(logits, sampling, generator=generator))
-        if tokens[-1] == sampling.stop:
-            break
-    return tokens[len(prompt) :]
+
+    def __init__(
+        self,
+        stage: Stage,
+        prompts: Sequence[Sequence[int]],
+        *,
+        num_tokens: int,
+        sampling: Sampling | None = None,
+        use_cache: bool = True,
+    ) -> None:
+        self.stage, self.sampling = stage, sampling or Sampling()
+        self.texts = [list(prompt) for prompt in prompts]
+        self.running = set(range(len(prompts)))  # prompts that are not at their end
+        self._generators = [torch.Generator().manual_seed(self.sampling.seed + row) for row in range(len(prompts))]
+        self._positions = stage.model_config.max_position_embeddings
+        longest = max(map(len, prompts))
+        self._cache: KVCache | None = None
+        if use_cache and stage.model_config.moe.expert_capacity_factor is None and longest <= self._positions:
+            capacity = min(longest + num_tokens, self._positions)
+            self._cache = KVCache(stage, [len(prompt) for prompt in prompts], capacity=capacity)
+        self._num_unread = longest  # tokens that the cache has not read
+
+    def step(self) -> dict[int, int]:
+        """Sample one token of every running prompt; by the prompt's index."""
+        logits, sampled = self._logits(), {}
+        for row in sorted(self.running):
+            token = sample_token(logits[row], self.sampling, generator=self._generators[row])
+            sampled[row] = token
+            self.texts[row].append(token)
+            if token == self.sampling.stop:
+                self.running.discard(row)
+        return sampled
+
+    def _logits(self) -> dict[int, Tensor]:
+        """[V] fp32 on the CPU for each running prompt."""
+        device = next(self.stage.parameters()).device
+        if self._cache is not None and max(map(len, self.texts)) <= self._positions:
+            columns = self._num_unread
+            rows = [[0] * (columns - len(text)) + text[-columns:] for text in self.texts]
+            with self._cache:
+                logits = self._cache.logits(torch.tensor(rows, device=device)).float().cpu()
+            self._num_unread = 1
+            for row in set(range(len(rows))) - self.running:
+                self.texts[row].append(0)  # rows of a batch grow together; what follows the end is not returned
+            return dict(enumerate(logits))
+        self._cache, found = None, {}
+        for row in self.running:
+            window = torch.tensor([self.texts[row][-self._positions :]], device=device)
+            with torch.no_grad():
+                found[row] = self.stage.logits(window, last_only=True)[0, 0].float().cpu()
+        return found
 
 
-def _sample(logits: Tensor, sampling: Sampling, *, generator: torch.Generator) -> int:
+def generate(
+    stage: Stage, prompt: Sequence[int], *, num_tokens: int, sampling: Sampling | None = None, use_cache: bool = True
+) -> list[int]:
+    """Generate up to `num_tokens` tokens that continue a prompt of at least one token; returns the new ones."""
+    generation = Generation(stage, [prompt], num_tokens=num_tokens, sampling=sampling, use_cache=use_cache)
+    new: list[int] = []
+    while generation.running and len(new) < num_tokens:
+        new.append(generation.step()[0])
+    return new
+
+
+def sample_token(logits: Tensor, sampling: Sampling, *, generator: torch.Generator) -> int:
     """Sample a token from [V] fp32 logits on the CPU."""
     if sampling.temperature == 0:
         return int(logits.argmax())
@@ -46,4 +113,8 @@ def _sample(logits: Tensor, sampling: Sampling, *, generator: torch.Generator) -
         top = logits.topk(sampling.top_k)
         logits = torch.full_like(logits, float("-inf")).scatter(0, top.indices, top.values)
     probabilities = (logits / sampling.temperature).softmax(dim=0)
+    if sampling.top_p is not None:
+        ordered, tokens = probabilities.sort(descending=True)
+        is_kept = ordered.cumsum(0) - ordered < sampling.top_p  # the token that passes the bound is kept
+        probabilities = torch.zeros_like(probabilities).scatter(0, tokens[is_kept], ordered[is_kept])
     return int(torch.multinomial(probabilities, 1, generator=generator))

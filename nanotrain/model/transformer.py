@@ -17,6 +17,7 @@ every stage.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -293,18 +294,19 @@ class Stage(nn.Module):
         loss: Tensor = self.head(hidden, context.batch, tied=self._tied_weight())
         return loss
 
-    def logits(self, tokens: Tensor, *, last_only: bool = False) -> Tensor:
+    def logits(self, tokens: Tensor, *, last_only: bool = False, position_ids: Tensor | None = None) -> Tensor:
         """The logits of a stage that is a full model.
 
         Args:
             tokens: [B, S] int64.
             last_only: only those of the last position, for sampling.
+            position_ids: [B, S] int64; None for 0..S-1.
 
         Returns:
             [B, S, V] or [B, 1, V], without padding, in the dtype of the activations.
         """
         assert self.head is not None, "only a stage with the head has logits"
-        hidden = self._transform(None, BatchContext(Batch.of_tokens(tokens)))
+        hidden = self._transform(None, BatchContext(replace(Batch.of_tokens(tokens), position_ids=position_ids)))
         return self.head.logits(hidden[:, -1:] if last_only else hidden, tied=self._tied_weight())
 
     def _transform(self, hidden: Tensor | None, context: BatchContext) -> Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanotrain.inference.generate import Sampling, generate
+from nanotrain.inference.generate import Generation, Sampling, generate, sample_token
 from tests.model.building import GPT2, LLAMA, VOCAB, build, randomize
 
 
@@ -51,3 +51,27 @@ def test_text_longer_than_the_positions_goes_on_in_a_window(config: object) -> N
     text = generate(model, prompt, num_tokens=10, sampling=Sampling(temperature=0))
     window = (prompt + text)[-65:-1]
     assert text[-1] == model.logits(torch.tensor([window]))[0, -1].argmax()
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    draw = torch.Generator().manual_seed(1)
+    for top_p, allowed in ((0.4, {0}), (0.5, {0}), (0.6, {0, 1}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
+        found = {sample_token(logits, Sampling(top_p=top_p), generator=draw) for _ in range(200)}
+        assert found == allowed, top_p
+
+
+def test_prompts_that_end_leave_the_others_as_they_are(model: torch.nn.Module) -> None:
+    prompts, greedy = [[1, 2, 3], [4]], Sampling(temperature=0)
+    single = [generate(model, prompt, num_tokens=12, sampling=greedy, use_cache=False) for prompt in prompts]
+    stop = next(token for token in single[0] if token not in single[1])
+    generation = Generation(model, prompts, num_tokens=12, sampling=Sampling(temperature=0, stop=stop))
+    steps = [generation.step() for _ in range(12)]
+    assert [step[0] for step in steps if 0 in step] == single[0][: single[0].index(stop) + 1]
+    assert [step[1] for step in steps] == single[1]
+
+
+def test_the_cache_changes_no_text_also_where_it_ends(model: torch.nn.Module) -> None:
+    for prompt in ([1, 2, 3], list(range(60))):
+        texts = [generate(model, prompt, num_tokens=10, use_cache=use_cache) for use_cache in (True, False)]
+        assert texts[0] == texts[1]

@@ -1,0 +1,101 @@
+"""Keys and values of the tokens that a model has already read, so that each new token is one forward pass of length 1.
+
+    prompts       . . a b c      rows of a batch end together: shorter prompts are padded on the left, padding masked
+                  d e f g h
+    position ids  0 0 0 1 2      those of each prompt alone
+                  0 1 2 3 4
+
+While a cache is open, each attention layer's core attention stores its keys and values and attends to all of them. It
+is the same core attention with a longer mask, so grouped queries, multi-head latent attention (whose keys and values
+are stored after the up-projection) and windows need nothing of their own, and logits are those without a cache but for
+rounding.
+
+    B prompts   S new tokens   T tokens so far   G key/value heads   D width of a head
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from nanotrain.model.transformer import Block, Stage
+from nanotrain.parallel.cp.sdpa import causal_mask
+
+
+class KVCache:
+    """The cache of a batch of prompts, as a context manager; inside of it the model serves this cache alone.
+
+    Args:
+        stage: a model in one stage, on one rank.
+        lengths: tokens of each prompt.
+        capacity: tokens that each row may have in the end.
+    """
+
+    def __init__(self, stage: Stage, lengths: Sequence[int], *, capacity: int) -> None:
+        self._stage, self._capacity = stage, capacity
+        device = next(stage.parameters()).device
+        self._padding = torch.tensor([max(lengths) - length for length in lengths], device=device)[:, None]
+        self._num_read = 0  # T before the forward pass
+        self._num_new = 0  # S of the forward pass
+        self._masks: dict[int | None, Tensor] = {}  # of this forward pass, by window
+        self._layers: list[tuple[Any, _CachedLayer]] = []  # attention modules and what takes their core's place
+        window = stage.model_config.window_size
+        for block in stage.layers.values():
+            assert isinstance(block, Block)
+            attention: Any = block.attention
+            layer = _CachedLayer(self, attention.core_attention, window=window if attention.has_window else None)
+            self._layers.append((attention, layer))
+
+    def __enter__(self) -> Self:
+        for attention, layer in self._layers:
+            attention.core_attention = layer
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for attention, layer in self._layers:
+            attention.core_attention = layer.core
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Read new tokens [B, S] int64, prompts padded on the left; the logits after the last of them, [B, V]."""
+        self._num_new, device = tokens.shape[1], tokens.device
+        assert self._num_read + self._num_new <= self._capacity, "more tokens than the cache was made for"
+        positions = torch.arange(self._num_read, self._num_read + self._num_new, device=device)
+        self._masks.clear()
+        last = self._stage.logits(tokens, last_only=True, position_ids=(positions - self._padding).clamp(min=0))[:, 0]
+        self._num_read += self._num_new
+        return last
+
+    def mask(self, window: int | None, device: torch.device) -> Tensor:
+        """[B, 1, S, T + S] bool: causal, within a window, without padding; a padding token attends to itself."""
+        if window not in self._masks:
+            keys = torch.arange(self._num_read + self._num_new, device=device)
+            queries = keys[self._num_read :]
+            allowed = causal_mask(None, queries=queries, keys=keys, window=window)
+            is_text = (keys >= self._padding)[:, None, None]
+            self._masks[window] = (allowed & is_text) | (queries[:, None] == keys)
+        return self._masks[window]
+
+    def store(self, buffer: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
+        """Append [B, S, G, D] to a buffer [B, capacity, G, D], made at first; it and its filled part."""
+        if buffer is None:
+            buffer = new.new_empty(new.shape[0], self._capacity, *new.shape[2:])
+        stop = self._num_read + self._num_new
+        buffer[:, self._num_read : stop] = new
+        return buffer, buffer[:, :stop]
+
+
+class _CachedLayer:
+    """The core attention of one layer, with the keys and values of all tokens so far."""
+
+    def __init__(self, cache: KVCache, core: Callable[..., Tensor], *, window: int | None) -> None:
+        self._cache, self.core, self._window = cache, core, window
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: object, **options: Any) -> Tensor:
+        self._keys, keys = self._cache.store(self._keys, key)
+        self._values, values = self._cache.store(self._values, value)
+        longer = self._cache.mask(self._window, query.device)
+        return self.core(query, key=keys, value=values, mask=longer, **options)

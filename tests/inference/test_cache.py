@@ -1,0 +1,40 @@
+"""With a cache the logits are those without one, for every kind of attention and for prompts of different lengths."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanotrain.config.config import MLAConfig, MoEConfig
+from nanotrain.inference.cache import KVCache
+from tests.model.building import GPT2, LLAMA, QWEN3, VOCAB, build, randomize
+
+MLA_SIZES = MLAConfig(q_lora_rank=24, kv_lora_rank=16, qk_head_dim=12, qk_pos_emb_head_dim=8, v_head_dim=10)
+MODELS = {
+    "learned positions": GPT2,
+    "grouped queries, windows": replace(LLAMA, window_size=3, window_attn_skip_freq="2"),
+    "experts": replace(QWEN3, moe=MoEConfig(num_experts=4, ffn_hidden_size=16)),
+    "mla": replace(LLAMA, num_query_groups=None, multi_latent_attention=True, mla=MLA_SIZES),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_without_a_cache(name: str) -> None:
+    model = randomize(build(MODELS[name]))
+    draw = torch.Generator().manual_seed(3)
+    texts = [torch.randint(0, VOCAB, (length,), generator=draw).tolist() for length in (9, 13, 12)]
+    lengths = [len(text) - 6 for text in texts]  # prompts of 3, 7 and 6 tokens
+    cores = [block.attention.core_attention for block in model.layers.values()]
+    longest = max(lengths)
+    cache = KVCache(model, lengths, capacity=13)
+    prompts = [text[:-6] for text in texts]
+    parts = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+    for num_new in (1, 3, 1, 0):
+        with cache:
+            logits = cache.logits(torch.tensor(parts))
+        for row, prompt in enumerate(prompts):
+            expected = model.logits(torch.tensor([prompt]))[0, -1].detach()
+            torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=1e-5)
+        parts = [text[len(prompt) :][:num_new] for text, prompt in zip(texts, prompts, strict=True)]
+        prompts = [prompt + part for prompt, part in zip(prompts, parts, strict=True)]
+    assert [block.attention.core_attention for block in model.layers.values()] == cores
