@@ -30,6 +30,7 @@ class MegatronFlag:
     accepts: tuple[str, ...] = ()  # the values that are accepted; empty: all, of `not yet` none
     convert: Conversion | None = None  # of a rename: from the configuration and the value to values by unique name
     fields: tuple[str, ...] = ()  # of a rename: unique names of the fields it always sets
+    saves: bool = False  # of `no effect`: in Megatron-LM it saves time or memory, so the log names it
 
 
 def always(meaning: str, *accepts: str, arity: int = 0) -> MegatronFlag:
@@ -37,9 +38,9 @@ def always(meaning: str, *accepts: str, arity: int = 0) -> MegatronFlag:
     return MegatronFlag("always", meaning, 1 if accepts else arity, accepts)
 
 
-def no_effect(meaning: str, *, arity: int = 0) -> MegatronFlag:
+def no_effect(meaning: str, *, arity: int = 0, saves: bool = False) -> MegatronFlag:
     """A flag that tunes an implementation that does not exist here."""
-    return MegatronFlag("no effect", meaning, arity)
+    return MegatronFlag("no effect", meaning, arity, saves=saves)
 
 
 def sets(meaning: str, **values: Any) -> MegatronFlag:
@@ -109,7 +110,7 @@ MOE = {
     "--moe-pad-expert-input-to-capacity": no_effect("tokens are dropped at the capacity; padding to it would only cost time"),
     "--moe-shared-expert-overlap": no_effect("the shared expert is computed before the tokens are sent"),
     "--moe-shared-expert-gate": not_yet("the shared expert has no gate: leave it out"),
-    "--overlap-moe-expert-parallel-comm": no_effect("the all-to-all of tokens is not overlapped"),
+    "--overlap-moe-expert-parallel-comm": no_effect("the all-to-all of tokens is not overlapped", saves=True),
     "--delay-wgrad-compute": no_effect("--pipeline-schedule zb-h1 defers weight gradients"),
 }
 PARALLEL = {
@@ -128,7 +129,7 @@ PARALLEL = {
     "--account-for-embedding-in-pipeline-split": not_yet("set --decoder-first-pipeline-num-layers or --pipeline-model-parallel-layout"),
     "--account-for-loss-in-pipeline-split": not_yet("set --decoder-last-pipeline-num-layers"),
     "--hierarchical-context-parallel-sizes": not_yet("set --cp-comm-type a2a or p2p", arity=MANY),
-    "--tp-comm-overlap": no_effect("communication of tensor parallelism is not overlapped with its products"),
+    "--tp-comm-overlap": no_effect("communication of tensor parallelism is not overlapped with its products", saves=True),
     "--tp-comm-overlap-cfg": no_effect("communication of tensor parallelism is not overlapped with its products", arity=1),
     "--tp-comm-bootstrap-backend": no_effect("communication of tensor parallelism is not overlapped with its products", arity=1),
     "--defer-embedding-wgrad-compute": no_effect("--pipeline-schedule zb-h1 defers weight gradients"),
@@ -144,7 +145,7 @@ PARALLEL = {
 PRECISION = {
     "--no-gradient-accumulation-fusion": no_effect("gradients are accumulated in fp32 by torch"),
     "--disable-bf16-reduced-precision-matmul": always("products of bf16 accumulate in fp32"),
-    "--fp8-param-gather": not_yet("parameters are gathered in params_dtype, and every rank quantizes them to the same fp8 values: leave it out"),
+    "--fp8-param-gather": no_effect("parameters are gathered in params_dtype, and every rank quantizes them to the same fp8 values", saves=True),
     "--fp8-dot-product-attention": not_yet("the core attention is in params_dtype: leave it out"),
     "--fp8-multi-head-attention": not_yet("the core attention is in params_dtype: leave it out"),
     "--fp8-interval": no_effect("the scales of fp8 change after every step", arity=1),
@@ -157,9 +158,9 @@ PRECISION = {
     "--cuda-graph-scope": no_effect("there are no CUDA graphs; --torch-compile fuses kernels", arity=MANY),
     "--cuda-graph-modules": no_effect("there are no CUDA graphs; --torch-compile fuses kernels", arity=MANY),
     "--cuda-graph-warmup-steps": no_effect("there are no CUDA graphs; --torch-compile fuses kernels", arity=1),
-    "--enable-cuda-graph": no_effect("there are no CUDA graphs; --torch-compile fuses kernels"),
-    "--te-rng-tracker": always("training draws no random numbers"),
-    "--use-te-rng-tracker": always("training draws no random numbers"),
+    "--enable-cuda-graph": no_effect("there are no CUDA graphs; --torch-compile fuses kernels", saves=True),
+    "--te-rng-tracker": always("there is no random state: all random numbers are functions of the seed and their place"),
+    "--use-te-rng-tracker": always("there is no random state: all random numbers are functions of the seed and their place"),
     "--empty-unused-memory-level": no_effect("cached memory stays with the process", arity=1),
 }
 KEPT = "activations stay on the device: set --recompute-granularity"
@@ -219,8 +220,8 @@ CHECKPOINT = {
     "--async-strategy": no_effect("no worker process is used", arity=1),
     "--async-ckpt-use-cpu-shm": no_effect("no worker process is used"),
     "--verify-integrity": always("every shard has checksums"),
-    "--no-load-rng": always("training draws no random numbers"),
-    "--no-save-rng": always("training draws no random numbers"),
+    "--no-load-rng": always("there is no random state: all random numbers are functions of the seed and their place"),
+    "--no-save-rng": always("there is no random state: all random numbers are functions of the seed and their place"),
     "--no-save-optim": no_effect("the optimizer state is always saved; --no-load-optim does not load it"),
     "--non-persistent-save-interval": not_yet("set --save-interval", arity=1),
     "--exit-on-missing-checkpoint": always("a --load without a checkpoint is an error"),
@@ -286,6 +287,8 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
     "eval_interval": 1000,
     "eval_iters": 100,
     "keep_last": 0,
+    "moe_router_load_balancing_type": ["aux_loss"],
+    "kv_lora_rank": 32,
 }
 # fields without a default in Megatron-LM
 MEGATRON_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "seq_length")

@@ -181,13 +181,14 @@ def layout_stages(text: str) -> int:
 
 def notes(line: CommandLine) -> Iterator[str]:
     """How many flags change nothing, and which model-shaping defaults a pasted command line leaves out."""
-    counts = {
-        kind: len({a.flag for a in line.megatron if MEGATRON[a.flag].kind == kind}) for kind in ("always", "no effect")
-    }
-    if counts["always"]:
-        yield f"{number(counts['always'])} what nanotrain always does (--help=megatron lists them)"
-    if counts["no effect"]:
-        yield f"{number(counts['no effect'], verb='tune')} parts of Megatron-LM that do not exist here"
+    kinds = [MEGATRON[flag].kind for flag in flags_of(line)]
+    if count := kinds.count("always"):
+        yield f"{number(count)} what nanotrain always does (--help=megatron lists them)"
+    if count := kinds.count("no effect"):
+        yield f"{number(count, verb='tune')} parts of Megatron-LM that do not exist here"
+    saving = [f"{flag} ({MEGATRON[flag].meaning})" for flag in flags_of(line) if MEGATRON[flag].saves]
+    if saving:
+        yield f"Megatron-LM saves time or memory by what is not here: {'; '.join(saving)}"
     left_out = [name for name in SHAPING if ENTRIES[name].key not in line.explicit and not is_set_by_flag(name, line)]
     if line.megatron and left_out and not line.choices and not line.wants_megatron_defaults:
         values = ", ".join(
@@ -195,6 +196,11 @@ def notes(line: CommandLine) -> Iterator[str]:
             for name in left_out
         )
         yield f"settings left out whose defaults differ from Megatron-LM's: {values}; --megatron-defaults takes those"
+
+
+def flags_of(line: CommandLine) -> list[str]:
+    """The flags of Megatron-LM that are no field, each once, in order."""
+    return [*dict.fromkeys(argument.flag for argument in line.megatron)]
 
 
 def is_set_by_flag(name: str, line: CommandLine) -> bool:

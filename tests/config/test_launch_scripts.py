@@ -5,8 +5,8 @@ import shlex
 
 import pytest
 
-from nanotrain.config.flags import ALIASES, FLAGS, NEGATIONS, OWN_FLAGS
-from nanotrain.config.load import Loaded, load
+from nanotrain.config.flags import ALIASES, FLAGS, NEGATIONS, OWN_FLAGS, parse
+from nanotrain.config.load import Loaded, flag_lines, load
 from nanotrain.config.megatron import MEGATRON
 from nanotrain.config.schema import value_of
 from nanotrain.config.validate import validate_for_world
@@ -15,8 +15,8 @@ from tests.config.launch_scripts import SCRIPTS
 
 # scripts that load; the others use a flag of `not yet`
 LOADED = (
-    "deepseek_r1 gpt3_full_recompute gpt3_zero3 llama2_7b llama2_70b llama31_8b "
-    "mixtral_8x7b mixtral_8x7b_interleaved qwen3_8b qwen3_30b_a3b qwen3_235b_a22b"
+    "deepseek_r1 gpt3_175b gpt3_full_recompute gpt3_zero3 llama2_7b llama2_70b llama31_8b llama3_8b_fp8 "
+    "llama3_8b_fsdp_fp8 mixtral_8x7b mixtral_8x7b_interleaved nemotron_15b qwen3_8b qwen3_30b_a3b qwen3_235b_a22b"
 )
 GOAL = 145  # accepted of the 150 flags used most
 # By how many of 231 GPT and MoE command lines of Megatron-LM's examples and functional tests use them (August 2026),
@@ -53,10 +53,9 @@ save-retain-interval num-distributed-optimizer-instances fp8-recipe pipeline-mod
 """
 
 
-def run(name: str, *, without: str = "") -> Loaded:
+def run(name: str) -> Loaded:
     ranks, arguments = SCRIPTS[name]
-    given = [argument for argument in shlex.split(arguments) if argument not in without.split()]
-    loaded = load([*given, "--megatron-defaults"])
+    loaded = load([*shlex.split(arguments), "--megatron-defaults"])
     validate_for_world(loaded.config, ranks)
     return loaded
 
@@ -70,6 +69,19 @@ def test_a_script_loads_or_ends_in_one_error_that_names_what_is_missing(name):
         (sentence,) = (line for line in str(error).splitlines() if "what does not exist here" in line)
         missing = re.findall(r"(--[\w-]+)[^;(]* \(", sentence)
         assert missing and all(MEGATRON[flag].kind == "not yet" for flag in missing), sentence
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_flag_of_a_script_becomes_something(name):
+    """A field is set, or --explain says what became of the flag."""
+    arguments = shlex.split(SCRIPTS[name][1])
+    line = parse(arguments)
+    settings = {word for setting in line.settings for word in setting.text.split()[:1]}
+    named = {text.split()[0] for text in flag_lines(line)}
+    assert {
+        word.partition("=")[0] for word in arguments if word.startswith("--")
+    } == settings | named and not line.errors.errors
+    assert not settings & named
 
 
 def test_the_goal_of_accepted_flags_is_met():
@@ -126,5 +138,5 @@ def test_the_goal_of_accepted_flags_is_met():
     ],
 )
 def test_a_script_means_what_it_means_to_megatron(name, values):
-    config = run(name, without="--fp8-param-gather").config
+    config = run(name).config
     assert {key: value_of(config, key) for key in values} == values

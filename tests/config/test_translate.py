@@ -70,7 +70,10 @@ def test_a_flag_becomes_values_of_fields(arguments, values):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--moe-token-drop-policy position", "an expert keeps the tokens that weigh it highest"),
+        (
+            "--moe-token-drop-policy position",
+            "an expert at its capacity keeps the tokens with the highest router weights",
+        ),
         ("--rope-type llama3", "it takes rope or yarn"),
         ("--moe-router-dtype fp64", "router logits and scores are fp32"),
         ("--distributed-backend mpi", "NCCL on GPUs, gloo on CPUs"),
@@ -127,6 +130,15 @@ def test_flags_without_effect_are_counted_once():
     assert "1 flag tunes parts of Megatron-LM that do not exist here" in notes
 
 
+def test_what_megatron_saves_is_named_where_it_is_not_saved():
+    notes = loaded(
+        f"--tp-comm-overlap --manual-gc --fp8-param-gather --tp-comm-overlap --megatron-defaults {GPT3}"
+    ).notes
+    (note,) = [note for note in notes if note.startswith("Megatron-LM saves")]
+    assert note.count("--tp-comm-overlap (") == 1 and "--fp8-param-gather (parameters are gathered in" in note
+    assert "2 flags tune parts of Megatron-LM that do not exist here" in notes
+
+
 def test_a_layout_with_more_stages_than_ranks_has_virtual_stages():
     result = loaded("--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|tt|tt|L")
     assert result.config.parallel.num_virtual_stages_per_pipeline_rank == 2
@@ -158,6 +170,12 @@ def test_megatron_s_defaults_are_below_files_and_arguments():
     optim = result.config.optim
     assert (optim.adam_beta2, optim.weight_decay, optim.lr_decay_style.value) == (0.9, 0.01, "linear")
     assert result.origins["optim.weight_decay"] == "--megatron-defaults"
+    experts = loaded(
+        f"--megatron-defaults {GPT3} --num-experts 4 --moe-aux-loss-coeff 0.01 --no-add-bias-linear"
+    ).config
+    assert [kind.value for kind in experts.model.moe.router_load_balancing_type] == ["aux_loss"]
+    mla = loaded(f"--megatron-defaults {GPT3} --multi-latent-attention --position-embedding-type rope").config
+    assert mla.model.mla.kv_lora_rank == 32
     assert result.origins["optim.adam_beta2"] == "command line: --adam-beta2 0.9"
 
 
