@@ -10,8 +10,8 @@ not pinned. Backward passes run in the same thread on a CPU, so they are counted
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from nanotrain.comm.device import HostCopy, Stopwatch
 
 ROOT = Path(__file__).parents[1] / "nanotrain"
 SYNCING = {
@@ -83,12 +81,3 @@ class _Functions(TorchFunctionMode):
             if func in READING:
                 self._add()
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def never_ready(monkeypatch: Any) -> Iterator[None]:
-    """Let every copy to the host and every measured time look unfinished until it is waited for, as on a busy GPU."""
-    with monkeypatch.context() as patch:
-        patch.setattr(HostCopy, "is_ready", False)
-        patch.setattr(Stopwatch, "is_ready", False)
-        yield

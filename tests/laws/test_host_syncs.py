@@ -5,12 +5,20 @@ Every layout is one rank of a fake world in this process: collectives send nothi
 
 import pytest
 
+from nanotrain.comm.device import HostCopy, Stopwatch
 from nanotrain.topology.topology import Topology
+from nanotrain.train.hooks.checkpoint import CheckpointHook
+from nanotrain.train.hooks.log import LogHook
+from nanotrain.train.hooks.notify import NotifyHook
+from nanotrain.train.hooks.prometheus import PrometheusHook
+from nanotrain.train.hooks.track import TrackHook
 from nanotrain.train.step import train_step
+from nanotrain.train.trainer import Trainer
 from tests.fake_world import fake_context
 from tests.harness import SHORT_NAMES, parallel_config
 from tests.host_syncs import HostSyncs
 from tests.laws.worlds import Case, build_here
+from tests.train.small_run import metrics_of, small_run
 
 MOE = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_router_bias_update_rate": 1e-3}
 LAYOUTS = {
@@ -47,3 +55,22 @@ def syncs_of_a_step(name: str, *, rank: int = 0) -> list[str]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_that_is_not_logged_waits_for_nothing(name):
     assert syncs_of_a_step(name) == []
+
+
+def test_between_two_logged_steps_no_hook_reads_what_is_on_the_device(tmp_path, monkeypatch):
+    reads: list[int] = []  # the steps at which the numbers of a step were read
+
+    def counted(copy: HostCopy) -> list[float]:
+        reads.append(run.state.step)
+        return original(copy)
+
+    original = HostCopy.read
+    flags = ("--train-iters", "8", "--log-interval", "3", "--save-interval", "6", "--report-interval", "0")
+    with small_run(tmp_path, *flags) as run, monkeypatch.context() as patch:
+        # Nothing is ready before it is waited for, as on a busy GPU.
+        patch.setattr(HostCopy, "is_ready", False)
+        patch.setattr(Stopwatch, "is_ready", False)
+        patch.setattr(HostCopy, "read", counted)
+        Trainer(run, [LogHook(), TrackHook(), CheckpointHook(), NotifyHook(), PrometheusHook()]).fit()
+    assert reads == [3, 3, 3, 6, 6, 6, 8, 8], "every step once, and only at logged ones"
+    assert [row["step"] for row in metrics_of(tmp_path)] == list(range(1, 9))

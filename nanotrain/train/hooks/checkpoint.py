@@ -39,14 +39,14 @@ class CheckpointHook(Hook):
         self._saved_step: int | None = None  # the last step saved, or being saved in the background
         self._in_flight: Checkpointer | None = None
         self._is_reported = False  # whether the first rank has logged how the save in flight ended
-        self._loss: float | None = None  # of the last step
+        self._report: StepReport | None = None  # of the last step
 
     def before_training(self, run: Run) -> None:
         _rename_later(run)
         self._saved_step = run.state.step  # a resumed step is already on disk
 
     def after_step(self, run: Run, report: StepReport) -> None:
-        self._loss = report.loss if math.isfinite(report.loss) else None
+        self._report = report
         interval = run.config.checkpoint.save_interval
         if not interval or report.step % interval:
             self._poll(run)
@@ -84,6 +84,11 @@ class CheckpointHook(Hook):
         if self._in_flight is not None and not self._in_flight.give_up(GIVE_UP_S):
             log.warning("the checkpoint of step %s was not finished", self._saved_step)
 
+    def _last_loss(self) -> float | None:
+        """The loss of the last step, which is read here and not before; None if it is not finite."""
+        loss = math.nan if self._report is None else self._report.loss
+        return loss if math.isfinite(loss) else None
+
     def _save_and_go_on(self, run: Run) -> None:
         self._finish(run)
         try:
@@ -103,7 +108,7 @@ class CheckpointHook(Hook):
             "objects": {
                 "train": run.state.to_dict(),
                 "optimizer": run.optimizer.state_dict(),
-                "last_step": {"loss": self._loss},
+                "last_step": {"loss": self._last_loss()},
             },
             "config": to_dict(run.config),
             "topology": {"world_size": run.context.topology.world_size, **asdict(run.context.topology.dense)},

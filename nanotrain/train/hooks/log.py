@@ -57,6 +57,9 @@ class LogHook(Hook):
         if report.step % run.config.train.log_interval == 0 or report.valid_loss is not None:
             self._print_line(run)
 
+    def save_now(self, run: Run) -> None:
+        self._write(self._unread.take_all())  # a run resumed from this checkpoint needs the rows before it
+
     def after_rollback(self, run: Run, report: StepReport) -> None:
         if self._metrics is None:
             return

@@ -18,7 +18,7 @@ from urllib.request import Request, urlopen
 
 from nanotrain.log import get_logger
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.metrics import StepReport
+from nanotrain.train.metrics import StepReport, UnreadReports
 from nanotrain.train.run import Run
 
 log = get_logger(__name__)
@@ -107,6 +107,7 @@ class NotifyHook(Hook):
     """Sends the messages of a run, on the first rank."""
 
     def __init__(self) -> None:
+        self._unread = UnreadReports()
         self._sender: Sender | None = None
         self._spikes = SpikeDetector()
         self._facts: dict[str, Any] = {}
@@ -127,10 +128,11 @@ class NotifyHook(Hook):
     def after_step(self, run: Run, report: StepReport) -> None:
         if self._sender is None:
             return
-        loss = report.loss
-        self._facts |= {"step": report.step, "loss": loss if math.isfinite(loss) else None}
-        if self._spikes.is_spike(loss):
-            self._send("spike", f"the loss is {loss:.4g}")
+        for readable in self._unread.take(report):
+            loss = readable.loss
+            self._facts |= {"step": readable.step, "loss": loss if math.isfinite(loss) else None}
+            if self._spikes.is_spike(loss):
+                self._send("spike", f"the loss is {loss:.4g}")
 
     def after_training(self, run: Run) -> None:
         stopped = run.state.step < run.config.train.train_iters

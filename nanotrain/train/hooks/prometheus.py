@@ -10,7 +10,7 @@ from nanotrain.config.config import TrainConfig
 from nanotrain.errors import ConfigError
 from nanotrain.log import get_logger
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.metrics import StepReport
+from nanotrain.train.metrics import StepReport, UnreadReports
 from nanotrain.train.run import Run
 
 log = get_logger(__name__)
@@ -37,6 +37,7 @@ class PrometheusHook(Hook):
     def __init__(self) -> None:
         self._gauges: dict[str, Any] = {}
         self._server: Any = None
+        self._unread = UnreadReports()
 
     def before_training(self, run: Run) -> None:
         if not run.context.control.is_first:
@@ -58,6 +59,10 @@ class PrometheusHook(Hook):
     def after_step(self, run: Run, report: StepReport) -> None:
         if self._server is None:
             return
+        for readable in self._unread.take(report)[-1:]:
+            self._show(readable)
+
+    def _show(self, report: StepReport) -> None:
         from prometheus_client import Gauge
 
         fields = report.to_json()
