@@ -2,7 +2,7 @@
 
 disk_fault        an OSError as an error that names the path, the free space and the needed space
 write_text        replace a file; a symbolic link is replaced, not followed
-open_append       open a file to append lines
+open_append       open a file to append lines, unbuffered; `write_all` writes them
 disk_errors       a block whose OSErrors become such errors
 make_folder       a folder with a marker, which nanotrain may remove later; a folder of others is refused
 remove_folder     and its removal
@@ -117,6 +117,13 @@ def open_append(path: Path) -> BinaryIO:
         return os.fdopen(os.open(path, _APPEND, 0o666), "ab", buffering=0)
     except OSError as error:
         raise disk_fault(error, path) from None
+
+
+def write_all(file: BinaryIO, data: bytes) -> None:
+    """Write all bytes to an unbuffered file; on a disk that becomes full one `write` takes a part without an error."""
+    written = 0
+    while written < len(data):
+        written += file.write(data[written:]) or 0
 
 
 def make_folder(path: Path, *, fix: str) -> None:

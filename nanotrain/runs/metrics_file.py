@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nanotrain.errors import EnvironmentFault
-from nanotrain.runs.files import FolderVanished, disk_fault, open_append, write_bytes
+from nanotrain.runs.files import FolderVanished, disk_fault, open_append, write_all, write_bytes
 
 
 class MetricsFile:
@@ -43,9 +43,7 @@ class MetricsFile:
             self._require_same_file()
             start = os.fstat(self._file.fileno()).st_size
             try:
-                written = 0
-                while written < len(line):  # a disk that becomes full inside the row takes a part of it
-                    written += self._file.write(line[written:]) or 0
+                write_all(self._file, line)
             except OSError:
                 os.ftruncate(self._file.fileno(), start)
                 raise
@@ -99,12 +97,13 @@ def set_aside_after(path: Path, step: int) -> None:
         (kept if is_kept else superseded).append(line.rstrip(b"\n") + b"\n")
     if not superseded:
         return
-    with open_append(path.with_name("metrics-superseded.jsonl")) as file:
+    aside = path.with_name("metrics-superseded.jsonl")
+    with open_append(aside) as file:
         try:
-            file.write(b"".join(superseded))
+            write_all(file, b"".join(superseded))
             os.fsync(file.fileno())
         except OSError as error:
-            raise disk_fault(error, Path(file.name), needed=len(content)) from None
+            raise disk_fault(error, aside, needed=len(content)) from None
     write_bytes(path, b"".join(kept))
 
 

@@ -91,3 +91,11 @@ def test_metrics_are_not_written_through_a_link(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "target")
     with pytest.raises(EnvironmentFault, match="symbolic link"):
         MetricsFile(tmp_path / "metrics.jsonl", step=0)
+
+
+def test_rows_that_cannot_be_set_aside_stay_where_they_are(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines(*range(1, 21)))
+    with file_size_limit(100), pytest.raises(EnvironmentFault, match="metrics-superseded"):
+        set_aside_after(path, 2)  # the first 100 of 216 bytes can be written
+    assert path.read_text() == lines(*range(1, 21))
