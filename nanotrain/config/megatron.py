@@ -58,7 +58,6 @@ def not_yet(cure: str, *accepts: str, arity: int = 0) -> MegatronFlag:
     return MegatronFlag("not yet", cure, 1 if accepts else arity, accepts)
 
 
-ZERO = ("0", "0.0")
 FUSED = "fused kernels are chosen by torch"
 
 # fmt: off
@@ -86,8 +85,6 @@ MODEL = {
     "--cross-entropy-fusion-impl": no_effect("the head and the loss are always computed together, in chunks", arity=1),
     "--padded-vocab-size": rename("--make-vocab-size-divisible-by with the same number", conversions.padded_vocab_size),
     "--add-qkv-bias-linear": sets("--add-qkv-bias", add_qkv_bias=True),
-    "--glu-linear-offset": not_yet("the gate is multiplied as it is: leave it out", *ZERO),
-    "--activation-func-clamp-value": not_yet("activations are not clamped: leave it out", arity=1),
     "--enable-gpt-oss": not_yet("the family is not supported: leave it out"),
     "--export-force-local-attention": no_effect("torch chooses the attention kernel"),
     "--mtp-num-layers": not_yet("there is no multi-token prediction: leave it out together with --mtp-loss-scaling-factor", "0"),

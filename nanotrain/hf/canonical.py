@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanotrain.config.config import MLAConfig, ModelConfig, MoEConfig, PositionEmbedding, RouterScore
-from nanotrain.config.derive import has_rope, is_rope_scaled, window_layers
+from nanotrain.config.derive import GATED, has_rope, is_rope_scaled, window_layers
 from nanotrain.config.pattern import write_pattern
 from nanotrain.topology.shape import ModelShape, MoEShape
 
@@ -47,6 +47,8 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
         model_config = replace(model_config, **_DEFAULT_YARN)
     if model_config.position_embedding_type is not PositionEmbedding.rope:
         model_config = replace(model_config, rotary_seq_len_interpolation_factor=1.0)
+    if model_config.activation not in GATED:
+        model_config = replace(model_config, glu_linear_offset=0.0, activation_func_clamp_value=None)
     if not model_config.qk_layernorm:
         model_config = replace(model_config, qk_layernorm_across_heads=False)
     if model_config.window_size is None:
@@ -77,6 +79,7 @@ _DEFAULT_YARN: dict[str, Any] = {
         "original_max_position_embeddings",
         "beta_fast",
         "beta_slow",
+        "yarn_correction_range_round_to_int",
         "mscale",
         "mscale_all_dim",
     )

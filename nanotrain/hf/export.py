@@ -126,7 +126,8 @@ def _assemble(
         for part in mapping.slices(Box.full(mapping.shape)):
             if part.tensor not in incomplete:
                 incomplete[part.tensor] = torch.empty(shapes[part.tensor], dtype=kept)
-            incomplete[part.tensor][part.stored.slices()].copy_(part.as_stored(tensor.detach()[part.box.slices()]))
+            target = part.picked(incomplete[part.tensor][part.stored.slices()])
+            target.copy_(part.as_stored(tensor.detach()[part.box.slices()]))
         for stored in shapes:
             missing[stored].remove(name)
             if not missing[stored]:

@@ -30,6 +30,7 @@ from nanotrain.hf.deepseek import (
 )
 from nanotrain.hf.gemma import GEMMA3_NAMES, read_gemma3, write_gemma3
 from nanotrain.hf.gpt2 import GPT2, read_gpt2, write_gpt2
+from nanotrain.hf.gpt_oss import GPT_OSS_NAMES, read_gpt_oss, write_gpt_oss
 from nanotrain.hf.llama import LLAMA, read_llama, read_qwen2, read_qwen3, write_llama, write_qwen2, write_qwen3
 from nanotrain.hf.mistral import PHI3_NAMES, read_mistral, read_phi3, write_mistral, write_phi3
 from nanotrain.hf.mixture import (
@@ -90,6 +91,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo2": Family("Olmo2ForCausalLM", read_olmo2, write_olmo2, OLMO_NAMES),
     "olmo3": Family("Olmo3ForCausalLM", read_olmo3, write_olmo3, OLMO_NAMES),
+    "gpt_oss": Family("GptOssForCausalLM", read_gpt_oss, write_gpt_oss, GPT_OSS_NAMES),
     "gemma3_text": Family("Gemma3ForCausalLM", read_gemma3, write_gemma3, GEMMA3_NAMES),
 }
 

@@ -49,6 +49,8 @@ def write_rope(model_config: ModelConfig) -> dict[str, Any]:
             "beta_slow": model_config.beta_slow,
             "original_max_position_embeddings": model_config.original_max_position_embeddings,
         }
+        if not model_config.yarn_correction_range_round_to_int:
+            scaling["truncate"] = False
         if model_config.mscale_all_dim > 0:
             scaling |= {"mscale": model_config.mscale, "mscale_all_dim": model_config.mscale_all_dim}
     elif model_config.use_rope_scaling:
@@ -115,14 +117,13 @@ def _read_llama3(rope: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, A
 
 
 def _read_yarn(rope: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
-    if not rope.get("truncate", True):
-        reject("truncate of its yarn rotary scaling", False, instead="true")
     fields: dict[str, Any] = {
         "position_embedding_type": PositionEmbedding.yarn,
         "rotary_scaling_factor": _number(rope, "factor", kind="yarn"),
         "beta_fast": float(rope.get("beta_fast") or 32),
         "beta_slow": float(rope.get("beta_slow") or 1),
         "original_max_position_embeddings": _original(rope, raw),
+        "yarn_correction_range_round_to_int": bool(rope.get("truncate", True)),
     }
     if rope.get("mscale") and rope.get("mscale_all_dim"):  # transformers ignores one without the other
         fields |= {"mscale": float(rope["mscale"]), "mscale_all_dim": float(rope["mscale_all_dim"])}

@@ -23,14 +23,23 @@ class TensorSlice:
     stored: Box  # box of the part in the tensor
     box: Box  # its box in the parameter
     transposed: bool  # the tensor has the last two dims of the parameter swapped
+    every: tuple[int, int] = (0, 1)  # of the last stored dim only every second, third, ... : the first, and the step
 
     def as_parameter(self, stored: Tensor) -> Tensor:
         """Stored values in the parameter's shape."""
-        return (stored.t() if self.transposed else stored).reshape(self.box.shape)
+        stored = self.picked(stored)
+        return (stored.mT if self.transposed else stored).reshape(self.box.shape)
 
     def as_stored(self, part: Tensor) -> Tensor:
-        """Values of the parameter in the tensor's shape."""
-        return part.t() if self.transposed else part.reshape(self.stored.shape)
+        """Values of the parameter in the shape of `picked`."""
+        if self.transposed:
+            return part.mT
+        return part.reshape(self.stored.shape) if self.every == (0, 1) else part
+
+    def picked(self, stored: Tensor) -> Tensor:
+        """Of the tensor's box what belongs to the parameter, as a view."""
+        first, step = self.every
+        return stored[..., first::step]
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,8 @@ class TensorMapping:
     transposed: bool = False  # the tensor is [inputs, outputs] where the parameter is [outputs, inputs]
     offset: int = 0  # the first output of the parameter in the tensor
     num_outputs: int | None = None  # outputs of the tensor; None for those of the parameter
+    every: tuple[int, int] = (0, 1)  # outputs of several parameters alternate: the first of this one, and the step
+    is_bias: bool = False  # outputs are the last dim
     rows: tuple[int, ...] | None = None  # the row of the tensor for each row of the parameter; None for the same
 
     @property
@@ -57,9 +68,9 @@ class TensorMapping:
         if EXPERT in self.tensor:
             return {self._of_expert(expert): self.shape[1:] for expert in range(self.shape[0])}
         dim = self._output_dim
-        num_outputs = self.shape[dim] if self.num_outputs is None else self.num_outputs
+        num_outputs = self.shape[dim] * self.every[1] if self.num_outputs is None else self.num_outputs
         shape = (*self.shape[:dim], num_outputs, *self.shape[dim + 1 :])
-        return {self.tensor: shape[::-1] if self.transposed else shape}
+        return {self.tensor: _swapped(shape) if self.transposed else shape}
 
     def slices(self, box: Box) -> Iterator[TensorSlice]:
         """A box of the parameter as slices of the tensors.
@@ -81,15 +92,25 @@ class TensorMapping:
         else:
             dim = self._output_dim
             shifted = box.shifted([self.offset if other == dim else 0 for other in range(len(self.shape))])
-            stored = Box(shifted.start[::-1], shifted.stop[::-1]) if self.transposed else shifted
-            yield TensorSlice(self.tensor, stored, box, self.transposed)
+            factors = [self.every[1] if other == dim else 1 for other in range(len(self.shape))]
+            ends = [
+                tuple(at * factor for at, factor in zip(ends, factors, strict=True))
+                for ends in (shifted.start, shifted.stop)
+            ]
+            stored = Box(*(map(_swapped, ends) if self.transposed else ends))
+            yield TensorSlice(self.tensor, stored, box, self.transposed, self.every)
 
     @property
     def _output_dim(self) -> int:
-        return max(0, len(self.shape) - 2)
+        return len(self.shape) - 1 if self.is_bias else max(0, len(self.shape) - 2)
 
     def _of_expert(self, expert: int) -> str:
         return self.tensor.replace(EXPERT, str(expert))
+
+
+def _swapped(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """With the last two swapped."""
+    return (*sizes[:-2], *reversed(sizes[-2:]))
 
 
 def _runs(rows: tuple[int, ...], *, start: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -3,6 +3,7 @@
 `WeightFiles` is one view of one or many safetensors files (read slice by slice) or pytorch_model.bin files
 (memory-mapped). Names have the family's prefix, whether the file has it or not.
 
+MXFP4 weights of gpt-oss are dequantized by mxfp4.py.
 fp8 weights of DeepSeek-V3 have one factor per block of 128 x 128 in a second tensor, NAME_scale_inv. It is no weight of
 its own: `read` multiplies by it.
 """
@@ -16,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nanotrain.errors import HuggingFaceError
+from nanotrain.hf.mxfp4 import dequantized
 from nanotrain.topology.boxes import Box
 from nanotrain.untrusted import object_of, parse_json, plain_file_name, shown
 
@@ -51,7 +53,7 @@ def fp8_block_size(raw: Mapping[str, Any]) -> tuple[int, int] | None:
         HuggingFaceError: another quantization.
     """
     quantization = raw.get("quantization_config")
-    if not quantization:
+    if not quantization or quantization.get("quant_method") == "mxfp4":  # whose tensors show it
         return None
     method, size = quantization.get("quant_method"), quantization.get("weight_block_size")
     if method != "fp8" or not isinstance(size, list) or len(size) != 2:
@@ -80,8 +82,10 @@ class WeightFiles:
         for path, opener in _weight_files(folder):
             for stored, tensor in _open(path, opener).items():
                 name = stored if stored.startswith((prefix, "lm_head.")) else prefix + stored
-                self.shapes[name] = tuple(tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape())
                 self._tensors[name] = tensor
+        self._tensors = dequantized(self._tensors)
+        for name, tensor in self._tensors.items():
+            self.shapes[name] = tuple(tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape())
         if block_size is not None:
             self.shapes = {name: shape for name, shape in self.shapes.items() if not name.endswith(SCALE)}
 

@@ -1,12 +1,13 @@
-"""Activation functions of the MLP and the experts, elementwise: `ACTIVATIONS`."""
+"""Activation functions of the MLP and the experts, elementwise: `ACTIVATIONS`, and of gate and linear part `Glu`."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanotrain.config.config import Activation
+from nanotrain.config.config import Activation, ModelConfig
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -27,3 +28,24 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.quick_geglu: quick_gelu,
     Activation.geglu_tanh: partial(F.gelu, approximate="tanh"),
 }
+
+
+@dataclass(frozen=True)
+class Glu:
+    """activation(gate) * (up + offset), both bounded before it where a bound is set (gpt-oss)."""
+
+    activation: Callable[[Tensor], Tensor]
+    offset: float = 0.0
+    clamp: float | None = None  # the gate is at most this, the linear part at most this in size
+
+    @classmethod
+    def of(cls, model_config: ModelConfig) -> "Glu":
+        """That of a model with gated MLPs."""
+        activation = ACTIVATIONS[model_config.activation]
+        return cls(activation, model_config.glu_linear_offset, model_config.activation_func_clamp_value)
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Elementwise."""
+        if self.clamp is not None:
+            gate, up = gate.clamp(max=self.clamp), up.clamp(-self.clamp, self.clamp)
+        return self.activation(gate) * (up + self.offset if self.offset else up)

@@ -9,8 +9,6 @@ the same tokens, so each routes its slice of the sequence and the outputs are ga
     B batch   S tokens of a sequence at the input of the layer   H hidden
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -19,12 +17,13 @@ from nanotrain.comm.eager import eager
 from nanotrain.comm.group import Group
 from nanotrain.config.config import ModelConfig
 from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Options
+from nanotrain.model.activations import ACTIVATIONS, Glu
 from nanotrain.model.context import LayerContext
 from nanotrain.model.fp8 import expert_fp8_options
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.router import Router
-from nanotrain.parallel.ep.experts import ExpertOptions, Experts
+from nanotrain.parallel.ep.experts import EXPERT_LINEARS, ExpertOptions, Experts
 from nanotrain.parallel.ep.token_dispatcher import build_token_dispatcher
 
 _SEQUENCE = 1  # the dim of [B, S, H] that is split over tp
@@ -35,9 +34,8 @@ class MoELayer(nn.Module):
 
     Args:
         model_config: of the model.
-        params: router, experts.up, experts.down; experts.gate where declared.
+        params: router, experts.up, experts.down; experts.gate and biases where declared.
         parallel: ep shards the experts, etp their matrices; tp and cp the sequence.
-        activation: of the experts.
         shared: the shared expert; None without one.
     """
 
@@ -47,7 +45,6 @@ class MoELayer(nn.Module):
         params: Parameters,
         *,
         parallel: ModelParallel,
-        activation: Callable[[Tensor], Tensor],
         shared: nn.Module | None,
     ) -> None:
         super().__init__()
@@ -57,6 +54,7 @@ class MoELayer(nn.Module):
         self.router = Router(
             model_config.moe,
             params["router.weight"],
+            bias=params.get("router.bias"),
             sequence=parallel.sequence,
             dp=parallel.dp,
             recompute=parallel.recompute,
@@ -67,13 +65,16 @@ class MoELayer(nn.Module):
             gate=params.get("experts.gate.weight"),
             up=params["experts.up.weight"],
             down=params["experts.down.weight"],
-            activation=activation,
+            activation=ACTIVATIONS[model_config.activation],
+            biases={name: bias for name in EXPERT_LINEARS if (bias := params.get(f"experts.{name}.bias")) is not None},
             options=ExpertOptions(
                 may_drop=self._dispatcher.keeps_dropped and model_config.moe.expert_capacity_factor is not None,
                 wgrad_queue=parallel.tp.wgrad_queue,
                 recompute=parallel.recompute,
                 experts=experts,
                 fp8=_expert_fp8(experts, parallel),
+                glu=Glu.of(model_config),
+                adds_down_bias=parallel.etp.is_first,
             ),
         )
         self.shared = shared

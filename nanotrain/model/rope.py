@@ -49,8 +49,10 @@ def _scale_yarn(unscaled: Tensor, model_config: ModelConfig) -> Tensor:
         turns = math.log(original / (rotations * 2 * math.pi))
         return size * turns / (2 * math.log(model_config.rotary_base))
 
-    first = max(math.floor(pair_with(model_config.beta_fast)), 0)
-    last = min(math.ceil(pair_with(model_config.beta_slow)), size - 1)
+    first, last = pair_with(model_config.beta_fast), pair_with(model_config.beta_slow)
+    if model_config.yarn_correction_range_round_to_int:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
     is_slow = ((torch.arange(len(unscaled), device="cpu") - first) / max(last - first, 1e-3)).clamp(0, 1)
     return unscaled / model_config.rotary_scaling_factor * is_slow + unscaled * (1 - is_slow)
 

@@ -39,6 +39,7 @@ class Router(StatefulModule):
     Args:
         moe: number of experts, scores, losses and capacity.
         weight: [E, H].
+        bias: [E], of the logits; None without one.
         sequence: the ranks that hold the tokens of one sequence.
         dp: the ranks that read different samples; read by global_aux_loss.
         recompute: of the stage; a recomputed forward counts nothing.
@@ -52,12 +53,19 @@ class Router(StatefulModule):
     expert_bias: Tensor | None
 
     def __init__(
-        self, moe: MoEConfig, weight: nn.Parameter, *, sequence: Group, dp: Group, recompute: Recompute | None = None
+        self,
+        moe: MoEConfig,
+        weight: nn.Parameter,
+        *,
+        sequence: Group,
+        dp: Group,
+        recompute: Recompute | None = None,
+        bias: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         self._recompute = recompute or Recompute()
         self.moe, self.sequence, self.dp, self.num_experts = moe, sequence, dp, weight.shape[0]
-        self.weight = weight
+        self.weight, self.bias = weight, bias
         self.register_buffer("expert_bias", torch.zeros(self.num_experts) if moe.router_enable_expert_bias else None)
         self.stats = RouterStats(self.num_experts)
         losses = zip(moe.router_load_balancing_type, moe.aux_loss_coeff, strict=True)
@@ -74,7 +82,7 @@ class Router(StatefulModule):
         Returns:
             the routing of the B * S tokens.
         """
-        logits = F.linear(hidden.float(), self.weight.float())
+        logits = F.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
         scores = SCORES[self.moe.router_score_function](logits)
         if self.moe.router_force_load_balancing:
             topk_ids = self._in_turn(logits, positions)

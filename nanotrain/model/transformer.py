@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from nanotrain.config.config import Activation, ModelConfig
+from nanotrain.config.config import ModelConfig
 from nanotrain.config.derive import has_rope
 from nanotrain.data.batch import Batch
 from nanotrain.kernels.linear import fprop
-from nanotrain.model.activations import ACTIVATIONS
+from nanotrain.model.activations import ACTIVATIONS, Glu
 from nanotrain.model.attention import Attention
 from nanotrain.model.context import BatchContext, LayerContext
 from nanotrain.model.dropout import DropoutPlace, HiddenDropout
@@ -57,15 +57,15 @@ class MLP(nn.Module):
     """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x)) (Shazeer 2020, "GLU variants").
 
     Args:
-        activation: between the projections.
+        model_config: the activation between the projections.
         params: up, down; gate where declared.
         tensor_parallel: shards the inner width F.
     """
 
-    def __init__(self, activation: Activation, params: Parameters, *, tensor_parallel: TensorParallel) -> None:
+    def __init__(self, model_config: ModelConfig, params: Parameters, *, tensor_parallel: TensorParallel) -> None:
         super().__init__()
         column = partial(ColumnParallelLinear, tensor_parallel=tensor_parallel)
-        self.activation = ACTIVATIONS[activation]
+        self.activation, self.glu = ACTIVATIONS[model_config.activation], Glu.of(model_config)
         self.gate = column(*params.linear("gate")) if params.get("gate.weight") is not None else None
         self.up = column(*params.linear("up"))
         self.down = RowParallelLinear(*params.linear("down"), tensor_parallel=tensor_parallel)
@@ -77,7 +77,7 @@ class MLP(nn.Module):
             inner = self.activation(up)
         else:
             gate, up = column_parallel(hidden, (self.gate, self.up))
-            inner = self.activation(gate) * up
+            inner = self.glu(gate, up)
         out: Tensor = self.down(inner)
         return out
 
@@ -355,14 +355,12 @@ def build_stage(model_config: ModelConfig, spec: StageSpec | None = None, *, dty
 
 def build_mlp(model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel) -> nn.Module:
     """A mixture of experts where a router is declared, else a dense MLP."""
-    activation = model_config.activation
     if params.get("router.weight") is None:
-        return MLP(activation, params, tensor_parallel=parallel.tp)
+        return MLP(model_config, params, tensor_parallel=parallel.tp)
     shared = params.submodule("shared")
     return MoELayer(
         model_config,
         params,
         parallel=parallel,
-        activation=ACTIVATIONS[activation],
-        shared=MLP(activation, shared, tensor_parallel=parallel.tp) if shared else None,
+        shared=MLP(model_config, shared, tensor_parallel=parallel.tp) if shared else None,
     )

@@ -64,4 +64,5 @@ def _active(spec: ParamSpec, shape: ModelShape) -> int:
 def _is_multiplied(spec: ParamSpec) -> bool:
     """Whether a parameter is the weight of a counted matrix product; a tied word embedding is the head's."""
     is_lookup = spec.unit == "embedding" and not spec.is_tied
-    return len(spec.shape) >= 2 and not is_lookup and ".router." not in spec.name
+    is_bias = spec.name.endswith(".bias")
+    return len(spec.shape) >= 2 and not is_lookup and not is_bias and ".router." not in spec.name

@@ -207,8 +207,14 @@ def moe(declare: Declaration) -> Specs:
     down_shape = (moe_shape.num_experts, shape.hidden_size, moe_shape.ffn_size)
     down = declare.weight(*down_shape, std=declare.output_std)
     down = replace(down, shards=(Shard(0, "ep"), Shard(2, "etp")), is_expert=True)
-    gate = _nest("experts.gate", [up]) if shape.is_gated else ()
-    specs = (*_nest("router", [router]), *gate, *_nest("experts.up", [up]), *_nest("experts.down", [down]))
+    routers, ups, downs = [router], [up], [down]
+    if shape.has_linear_bias:
+        routers.append(replace(declare.vector("bias", moe_shape.num_experts), grad_sum_axes=("tp",)))
+        of_experts = replace(declare.vector("bias", 0), shards=(Shard(0, "ep"),), is_expert=True)
+        ups.append(replace(of_experts, shape=up.shape[:2], shards=(Shard(0, "ep"), Shard(1, "etp"))))
+        downs.append(replace(of_experts, shape=down.shape[:2]))  # every rank of etp has it, and its full gradient
+    gate = _nest("experts.gate", ups) if shape.is_gated else ()
+    specs = (*_nest("router", routers), *gate, *_nest("experts.up", ups), *_nest("experts.down", downs))
     if moe_shape.shared_ffn_size is None:
         return specs
     return specs + _nest("shared", mlp(declare, moe_shape.shared_ffn_size))

@@ -68,6 +68,8 @@ GLM4_MOE = {
 LAYERED = ["sliding_attention", "full_attention"]
 GEMMA3 = {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16}
 
+GPT_OSS = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7, "swiglu_limit": 0.4}
+
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", LLAMA_SHAPE | {"num_local_experts": 4, "rope_parameters": {"rope_theta": 5e5}}),
     "mixtral-window": ("Mixtral", LLAMA_SHAPE | {"num_local_experts": 4, "sliding_window": 9}),
@@ -112,6 +114,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         LLAMA_SHAPE
         | SMALL_TOKENS
         | {"sliding_window": 6, "layer_types": LAYERED, "rope_parameters": {"full_attention": YARN}},
+    ),
+    "gpt_oss": ("GptOss", LLAMA_SHAPE | SMALL_TOKENS | GPT_OSS),
+    "gpt_oss-unscaled": (
+        "GptOss",
+        LLAMA_SHAPE | SMALL_TOKENS | GPT_OSS | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}},
     ),
     "gemma3": ("Gemma3", LLAMA_SHAPE | GEMMA3 | {"layer_types": LAYERED}),
     "gemma3-linear": (

@@ -58,6 +58,19 @@ MODELS |= {
     "dropout, MLA": MLA | {"attention_dropout": 0.2, "hidden_dropout": 0.1},
     "bounded scores": {"attn_logit_softcapping": 0.5, "window_size": 5},
 }
+GPT_OSS = {
+    "softmax_type": "learnable",
+    "window_size": 5,
+    "window_attn_skip_freq": "2",
+    "activation": "quick_geglu",
+    "glu_linear_offset": 1.0,
+    "activation_func_clamp_value": 0.3,
+    "add_bias_linear": True,
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 24,
+    "moe_aux_loss_coeff": [0.01],
+}
+MODELS |= {"gpt-oss": GPT_OSS}
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
 SP = {"sequence_parallel": True}
 LAYOUTS: list[Row] = [
@@ -75,6 +88,8 @@ LAYOUTS: list[Row] = [
     ("dropout, sinks", 2, {"strategy": "optim", "cp": 2}, {"cp_comm_type": "a2a"}),
     ("dropout, MLA", 4, {"strategy": "optim", "tp": 2, "cp": 2, "etp": 1, "ep": 2}, {"cp_comm_type": "allgather"}),
     ("bounded scores", 2, {"strategy": "optim", "cp": 2}, {}),
+    ("gpt-oss", 4, {"strategy": "optim", "tp": 2, "cp": 2, "etp": 2, "ep": 2}, SP),
+    ("gpt-oss", 4, {"strategy": "optim_grads_params", "tp": 2, "pp": 2, "etp": 1, "ep": 2}, {}),
     ("yarn with MLA, experts in turn", 4, {"strategy": "optim", "tp": 2, "cp": 2, "etp": 1, "ep": 2}, {}),
 ]
 

@@ -105,8 +105,6 @@ MOE_RULES = (
         f"{numbered(v.moe_router_load_balancing_type, 'load-balancing loss', plural='es')}",
         "each loss has its own coefficient", lambda v: "set --moe-aux-loss-coeff to "
         f"{numbered(v.moe_router_load_balancing_type, 'number')}, in the order of --moe-router-load-balancing-type"),
-    Rule("add_bias_linear num_experts", lambda v: v.add_bias_linear, "add_bias_linear with {num_experts} experts",
-        "experts have no biases", "leave out --add-bias-linear or --num-experts"),
     Rule("moe_router_group_topk moe_router_num_groups",
         lambda v: v.moe_router_num_groups is None and v.moe_router_group_topk is not None,
         "moe_router_group_topk is {moe_router_group_topk} and moe_router_num_groups is unset",

@@ -19,6 +19,7 @@ from nanotrain.config.config import (
     RouterScore,
     ShardingStrategy,
 )
+from nanotrain.config.derive import GATED
 from nanotrain.config.rules.rule import Values
 from nanotrain.config.schema import ENTRIES, Entry, argument_of, entries_of, typed, value_of, with_values
 from nanotrain.errors import ConfigError, ErrorCollector
@@ -58,6 +59,10 @@ UNUSED = (
     Unused("rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow", "position_embedding_type",
         lambda v: v.position_embedding_type is not PositionEmbedding.yarn,
         "it belongs to YaRN", "set --position-embedding-type yarn"),
+    Unused("yarn_correction_range_round_to_int", "position_embedding_type",
+        lambda v: v.position_embedding_type is not PositionEmbedding.yarn, "it belongs to YaRN", is_harmless=True),
+    Unused("glu_linear_offset activation_func_clamp_value", "activation", lambda v: v.activation not in GATED,
+        "the activation has no gate", "set --activation swiglu, quick_geglu or geglu_tanh"),
     Unused("mscale mscale_all_dim", "position_embedding_type",
         lambda v: v.position_embedding_type is not PositionEmbedding.yarn, "it belongs to YaRN", is_harmless=True),
     Unused("rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_positions",

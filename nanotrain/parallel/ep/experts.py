@@ -5,15 +5,18 @@
     up      [E, F, H]                            ep (dim 0), etp (dim 1)
     down    [E, H, F]                            ep (dim 0), etp (dim 2)
 
+Biases are [E, F] and, of `down`, [E, H], which every rank of etp has.
 With etp > 1 the outputs of `down` are partial sums, which the token dispatcher reduces.
 
     P permuted tokens   E local experts   H hidden   F local width of an expert
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from nanotrain.kernels.deferred_wgrad import WgradQueue
@@ -21,6 +24,8 @@ from nanotrain.kernels.fp8.grouped import select_fp8_gemm
 from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Layer, Fp8Options
 from nanotrain.kernels.grouped import GroupedOptions, grouped_linear, select_gemm
 from nanotrain.memory.recompute import Recompute
+
+EXPERT_LINEARS = ("gate", "up", "down")
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,8 @@ class ExpertOptions:
     recompute: Recompute = field(default_factory=Recompute)  # may recompute the activation
     fp8: Fp8Options | None = None  # how the products use fp8; None: they do not
     experts: ExpertRange | None = None  # those of this rank, for the amax history of fp8
+    glu: Callable[[Tensor, Tensor], Tensor] | None = None  # of gate and up; None: activation(gate) * up
+    adds_down_bias: bool = True  # of the ranks of etp, whose outputs are summed, one adds the bias
 
 
 class Experts(nn.Module):
@@ -44,14 +51,17 @@ class Experts(nn.Module):
         up: nn.Parameter,
         down: nn.Parameter,
         activation: Callable[[Tensor], Tensor],
+        biases: Mapping[str, nn.Parameter] | None = None,
         options: ExpertOptions | None = None,
     ) -> None:
         super().__init__()
-        options = options or ExpertOptions()
+        options, biases = options or ExpertOptions(), biases or {}
         linear = partial(GroupedLinear, options=options)
-        self.gate = None if gate is None else linear(gate)
-        self.up, self.down = linear(up), linear(down)
-        activate = activation if gate is None else lambda gate, up: activation(gate) * up
+        self.gate = None if gate is None else linear(gate, biases.get("gate"))
+        self.up = linear(up, biases.get("up"))
+        self.down = linear(down, biases.get("down"), adds_bias=options.adds_down_bias)
+        glu = options.glu or (lambda gate, up: activation(gate) * up)
+        activate = activation if gate is None else glu
         self._activate_and_down = options.recompute.chain("moe_act", activate, second=self.down)
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
@@ -62,15 +72,55 @@ class Experts(nn.Module):
 
 
 class GroupedLinear(nn.Module):
-    """One linear layer per expert, with stacked weights [E, O, I]."""
+    """One linear layer per expert, with stacked weights [E, O, I] and biases [E, O] or None."""
 
-    def __init__(self, weight: nn.Parameter, *, options: ExpertOptions) -> None:
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None = None,
+        *,
+        options: ExpertOptions,
+        adds_bias: bool = True,
+    ) -> None:
         super().__init__()
-        self.weight = weight
+        self.weight, self.bias, self.adds_bias = weight, bias, adds_bias
         self.fp8 = None if options.fp8 is None else Fp8Layer(options.fp8, options.experts)
         gemm = select_gemm(weight) if self.fp8 is None else select_fp8_gemm(self.fp8)
         self.options = GroupedOptions(gemm, options.may_drop, options.wgrad_queue)
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         """[P, I], [E] int32 -> [P, O]."""
-        return grouped_linear(x, self.weight, offs=offs, options=self.options)
+        out = grouped_linear(x, self.weight, offs=offs, options=self.options)
+        return out if self.bias is None else add_expert_bias(out, self.bias, offs=offs, adds=self.adds_bias)
+
+
+def add_expert_bias(x: Tensor, bias: Tensor, *, offs: Tensor, adds: bool = True) -> Tensor:
+    """Add to every token the bias of its expert, none to dropped tokens.
+
+    Args:
+        x: [P, O], sorted by expert.
+        bias: [E, O].
+        offs: [E] int32, the end of each expert's tokens.
+        adds: off: x as it is, with the gradient of the bias all the same, since another rank adds it.
+    """
+    out: Tensor = _AddExpertBias.apply(x, bias, offs, adds)
+    return out
+
+
+class _AddExpertBias(torch.autograd.Function):
+    """The gradient of the bias is a product with one row per expert: its order of summation does not vary."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, offs: Tensor, adds: bool) -> Tensor:
+        experts = torch.searchsorted(offs, torch.arange(len(x), device=x.device, dtype=offs.dtype), right=True)
+        ctx.save_for_backward(experts)
+        ctx.num_experts, ctx.dtype = len(bias), bias.dtype
+        if not adds:
+            return x.view_as(x)
+        return x + torch.cat((bias, bias.new_zeros(1, bias.shape[1])))[experts]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (experts,) = ctx.saved_tensors
+        rows = torch.arange(ctx.num_experts, device=experts.device)[:, None] == experts
+        return grads[0], (rows.to(torch.float32) @ grads[0].float()).to(ctx.dtype), None, None

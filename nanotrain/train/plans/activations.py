@@ -156,7 +156,12 @@ class Activations:
 
     def _mlp(self, inner: int) -> int:
         """Up and its activation; with a gate also the gate and the product."""
-        return self.tokens * inner // self.tp * (4 if self.shape.is_gated else 2) * self.itemsize
+        return self.tokens * inner // self.tp * self._num_inner() * self.itemsize
+
+    def _num_inner(self) -> int:
+        """Tensors of the inner width that an MLP keeps; bounds keep their inputs."""
+        is_bounded = self.config.model.activation_func_clamp_value is not None
+        return (4 + 2 * is_bounded) if self.shape.is_gated else 2
 
     def _experts(self, modules: Modules) -> int:
         """Router, permuted tokens before, inside and after the experts (evenly routed), shared expert."""
@@ -169,7 +174,7 @@ class Activations:
         router_input = (keeps_normed or is_copied) * self.shape.hidden_size
         router = routed * (ROUTER_TENSORS * moe.num_experts + router_input) * FP32
         router += is_low * moe.num_experts * self.shape.hidden_size * FP32
-        num_inner = (4 if self.shape.is_gated else 2) // (2 if "moe_act" in modules else 1)
+        num_inner = (1 + self.shape.is_gated) if "moe_act" in modules else self._num_inner()
         inner = moe.ffn_size // self.etp * num_inner * self.itemsize
         pairs = routed * moe.topk
         experts = pairs * self.etp * (self.width + inner + 2 * INT64) + pairs * (self.width + 2 * INT64 + FP32)
