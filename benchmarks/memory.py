@@ -1,6 +1,7 @@
 """Resident bytes per parameter and bytes sent per rank and step, compared with the table of docs/zero.md.
 
     python benchmarks/memory.py                  # 1, 2, 4 and 8 ranks
+    python benchmarks/memory.py --resident       # peak resident set of two processes, 110 M parameters
 
 Each rank builds nanotrain's DataParallel and DistributedOptimizer around a small GPT and runs optimizer steps of three
 microbatches, with overlap. Then it finds every live tensor of the process through the garbage collector and sums the
@@ -13,6 +14,9 @@ optim_grads_params one unit.
 Measured bytes are divided by P, the number of parameters. The table is in terms of P; memory holds P plus alignment and
 padding and, where gradients are sharded, two buckets. With all included, params + grads + optimizer must equal the
 table to the byte (`exact`), and so must the bytes sent.
+
+`--resident` trains a model of 110 M parameters in fp32 with each strategy on two processes, as users run it (rank.py),
+and prints the peak resident set of rank 0. It exits with 1 unless each strategy needs less than the one before.
 """
 
 import argparse
@@ -29,6 +33,7 @@ from itertools import product
 
 import torch
 import torch.distributed as dist
+from throughput import Contender, Job, launch, sharding
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import (
@@ -307,6 +312,26 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def peak_resident_bytes(strategy: str) -> int:
+    """The peak resident set of rank 0 of two: two steps of two microbatches of few tokens, so that state dominates.
+
+    Buckets have the size of a block: two of them are transient where gradients are sharded.
+    """
+    job = Job("110m", "fp32", warmup=1, steps=1)
+    # later flags win
+    sizes = ("--seq-length=64", "--micro-batch-size=1", "--global-batch-size=4", "--ddp-bucket-size=7000000")
+    return launch([Contender(strategy, 2, sharding(strategy, *sizes, "--num-workers=0"))], job)[0].peak_memory_bytes
+
+
+def compare_resident() -> int:
+    """Print the peak of every strategy; 1 unless each is below the one before."""
+    peaks = {strategy: peak_resident_bytes(strategy) for strategy in STRATEGIES}
+    print("| strategy | peak resident set of a process |\n|---|---:|")
+    for strategy, peak in peaks.items():
+        print(f"| `{strategy}` | {peak / 1e9:.2f} GB |")
+    return int(list(peaks.values()) != sorted(set(peaks.values()), reverse=True))
+
+
 def read_row(line: str) -> Row:
     """A row from the line that a rank printed."""
     values = json.loads(line)
@@ -317,7 +342,10 @@ def main() -> None:
     """Launch the world sizes one after the other and print the table; exit 1 if a byte differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--resident", action="store_true", help="peak resident sets of a larger model")
     args = parser.parse_args()
+    if args.resident:
+        sys.exit(compare_resident())
     if "RANK" in os.environ:
         run_rank()
         return

@@ -140,7 +140,13 @@ CONTENDERS = (
         "nanotrain optim_grads_params, overlap",
         2,
         sharding("optim_grads_params", "--overlap-param-gather"),
-        ("torch FSDP2", "nanotrain optim_grads_params"),
+        ("torch FSDP2",),
+    ),
+    Contender(
+        "nanotrain optim_grads_params, overlap, double buffer",
+        2,
+        sharding("optim_grads_params", "--overlap-param-gather", "--fsdp-double-buffer"),
+        ("torch FSDP2",),
     ),
 )
 
@@ -202,7 +208,7 @@ def run(job: Job, launches: list[list[Contender]], rounds: int) -> dict[str, lis
             for contender, outcome in zip(contenders, launch(contenders, job), strict=True):
                 measured[contender.name].append(outcome)
                 speed = f"{outcome.tokens_per_second:10,.0f} tokens/s"
-                print(f"round {number}  {contender.name:40} {speed}", file=sys.stderr, flush=True)
+                print(f"round {number}  {contender.name:52} {speed}", file=sys.stderr, flush=True)
     return measured
 
 

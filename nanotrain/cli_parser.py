@@ -2,7 +2,9 @@
 
 import argparse
 import re
+import shutil
 from collections.abc import Callable, Sequence
+from textwrap import TextWrapper
 from typing import NoReturn
 
 from nanotrain.config.suggest import did_you_mean
@@ -90,11 +92,19 @@ def run_command(program: str, argv: Sequence[str], *, commands: dict[str, Comman
     if argv and argv[0] in commands:
         return commands[argv[0]](argv[1:])
     if not argv or argv[0] in ("-h", "--help"):
-        print(f"usage: {program} COMMAND ...\n")
-        for name, command in commands.items():
-            print(f"  {name:<10}  {(command.__doc__ or '').splitlines()[0]}")
-        print(f"\n{program} COMMAND --help lists its arguments, nanotrain --version prints the version")
+        print(usage(program, commands, width=shutil.get_terminal_size().columns))
         return 0
     fix = did_you_mean(argv[0], commands, prefix=f"{program} ")
     fix = f"{program} --help describes them" if fix.startswith("see") else fix
     raise ConfigError(f"unknown command {argv[0]!r}", why=f"{program} takes {', '.join(commands)}", fix=fix)
+
+
+def usage(program: str, commands: dict[str, Command], *, width: int) -> str:
+    """The commands and what they do, in lines of `width` columns that break between words."""
+    wrapped = TextWrapper(min(max(width, 60), 120), subsequent_indent=" " * 14)
+    rows = [
+        wrapped.fill(f"  {name:<10}  {(command.__doc__ or '').splitlines()[0]}") for name, command in commands.items()
+    ]
+    wrapped.subsequent_indent = ""
+    rest = wrapped.fill(f"{program} COMMAND --help lists its arguments, nanotrain --version prints the version")
+    return "\n".join([f"usage: {program} COMMAND ...", "", *rows, "", rest])

@@ -4,6 +4,7 @@ from argparse import ArgumentTypeError
 
 import pytest
 
+from nanotrain.cli import COMMANDS
 from nanotrain.cli_parser import (
     CommandParser,
     count,
@@ -13,6 +14,7 @@ from nanotrain.cli_parser import (
     processes,
     run_command,
     seed,
+    usage,
     world_size,
 )
 from nanotrain.errors import ConfigError
@@ -57,3 +59,46 @@ def test_a_command_is_found_by_its_name(capsys):
     assert "sing        Sing." in capsys.readouterr().out
     with pytest.raises(ConfigError, match="unknown command 'sign'"):
         run_command("nanotrain", ["sign"], commands={"sing": sing})
+
+
+SCREENS = {
+    80: """\
+usage: prog COMMAND ...
+
+  sing        Sing a song of sixpence, a pocket full of rye, four and twenty
+              blackbirds, baked in a pie.
+  hum         Hum.
+
+prog COMMAND --help lists its arguments, nanotrain --version prints the version""",
+    100: """\
+usage: prog COMMAND ...
+
+  sing        Sing a song of sixpence, a pocket full of rye, four and twenty blackbirds, baked in a
+              pie.
+  hum         Hum.
+
+prog COMMAND --help lists its arguments, nanotrain --version prints the version""",
+    120: """\
+usage: prog COMMAND ...
+
+  sing        Sing a song of sixpence, a pocket full of rye, four and twenty blackbirds, baked in a pie.
+  hum         Hum.
+
+prog COMMAND --help lists its arguments, nanotrain --version prints the version""",
+}
+
+
+@pytest.mark.parametrize("width", SCREENS)
+def test_the_list_of_commands_at_the_width_of_the_terminal(width):
+    def sing(argv):
+        """Sing a song of sixpence, a pocket full of rye, four and twenty blackbirds, baked in a pie."""
+
+    def hum(argv):
+        """Hum."""
+
+    assert usage("prog", {"sing": sing, "hum": hum}, width=width) == SCREENS[width]
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_the_commands_of_nanotrain_fit(width):
+    assert max(map(len, usage("nanotrain", COMMANDS, width=width).splitlines())) <= width

@@ -1,5 +1,7 @@
 """The header printed before the first step: model, data, batch, layout, precision, run folder."""
 
+from textwrap import TextWrapper
+
 from nanotrain.config.batch_schedule import samples_of_steps
 from nanotrain.config.derive import data_parallel_size
 from nanotrain.memory.block_transforms import describe_activations
@@ -8,13 +10,14 @@ from nanotrain.train.inputs import RunInputs
 from nanotrain.train.plans.plan import Plan
 
 
-def header(plan: Plan, inputs: RunInputs, *, device: str) -> str:
+def header(plan: Plan, inputs: RunInputs, *, device: str, width: int = 1000) -> str:
     """The lines of the header, a label and a sentence each.
 
     Args:
         plan: of any rank.
         inputs: of the run.
         device: name of the device of this rank.
+        width: columns; longer lines go on below their text, but no word is cut.
     """
     lines = {
         "model": _model(plan),
@@ -25,7 +28,8 @@ def header(plan: Plan, inputs: RunInputs, *, device: str) -> str:
         "memory": describe_activations(plan.config),
         "run folder": _folder(plan, inputs),
     }
-    return "\n".join(f"{label:<10}  {text}" for label, text in lines.items() if text)
+    wrapped = TextWrapper(width, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(wrapped.fill(f"{label:<10}  {text}") for label, text in lines.items() if text)
 
 
 def count(number: float) -> str:

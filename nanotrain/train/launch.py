@@ -1,5 +1,7 @@
 """Train a planned run on this rank: build it, choose the hooks, run the steps, close the data loader."""
 
+import shutil
+import sys
 import zlib
 from dataclasses import asdict, replace
 
@@ -16,7 +18,7 @@ from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.debug_nan import DebugNanHook
 from nanotrain.train.hooks.evaluate import EvaluateHook
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.hooks.log import LogHook
+from nanotrain.train.hooks.log import MAX_WIDTH, MIN_WIDTH, LogHook
 from nanotrain.train.hooks.notify import NotifyHook
 from nanotrain.train.hooks.profile import ProfileHook
 from nanotrain.train.hooks.prometheus import PrometheusHook
@@ -66,7 +68,8 @@ def _run(plan: Plan, inputs: RunInputs, *, context: ParallelContext, planned: Me
             }
             secrets = [config.train.notify] if config.train.notify else []
             inputs.folder.write_description(to_yaml(config), facts, secrets=secrets)
-            log.info("%s", header(plan, inputs, device=device_name(context.device)))
+            width = shutil.get_terminal_size().columns if sys.stderr.isatty() else MAX_WIDTH
+            log.info("%s", header(plan, inputs, device=device_name(context.device), width=max(width, MIN_WIDTH)))
             if inputs.is_resumed:
                 log.info("resuming; --no-auto-resume starts a new run")
         if run.state.step >= config.train.train_iters:

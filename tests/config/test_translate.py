@@ -174,7 +174,9 @@ def test_megatron_s_defaults_are_below_files_and_arguments():
         f"--megatron-defaults {GPT3} --num-experts 4 --moe-aux-loss-coeff 0.01 --no-add-bias-linear"
     ).config
     assert [kind.value for kind in experts.model.moe.router_load_balancing_type] == ["aux_loss"]
-    mla = loaded(f"--megatron-defaults {GPT3} --multi-latent-attention --position-embedding-type rope").config
+    mla = loaded(
+        f"--megatron-defaults {GPT3} --multi-latent-attention --no-add-bias-linear --position-embedding-type rope"
+    ).config
     assert mla.model.mla.kv_lora_rank == 32
     assert result.origins["optim.adam_beta2"] == "command line: --adam-beta2 0.9"
 

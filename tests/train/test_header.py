@@ -1,5 +1,9 @@
 """The header of a run names its sizes as a person would check them."""
 
+from pathlib import Path
+
+import pytest
+
 from nanotrain.config.load import load
 from nanotrain.train.header import header
 from nanotrain.train.inputs import open_inputs
@@ -43,3 +47,41 @@ def test_epochs_of_a_corpus(tmp_path):
     samples = inputs.datasets.train.samples_per_epoch
     text = header(plan_run(config, 1, rank=0), inputs, device="cpu")
     assert f"{config.train.train_iters / samples:.2f} epochs" in text
+
+
+SCREENS = {
+    80: """\
+model       115 k parameters (66.1 k active per token), 2 layers, hidden size
+            32, vocabulary 260
+data        synthetic, 1.02 k tokens in 16 steps
+batch       4 samples of 16 tokens = 2 data-parallel x 2 microbatches x 1; 64
+            tokens per step
+layout      8 ranks on NVIDIA H100 80GB HBM3, tp 2, pp 2, etp 2, dp 2, schedule
+            1f1b, no_shard
+precision   bf16, main params and optimizer in fp32
+run folder  run; nanotrain watch run""",
+    100: """\
+model       115 k parameters (66.1 k active per token), 2 layers, hidden size 32, vocabulary 260
+data        synthetic, 1.02 k tokens in 16 steps
+batch       4 samples of 16 tokens = 2 data-parallel x 2 microbatches x 1; 64 tokens per step
+layout      8 ranks on NVIDIA H100 80GB HBM3, tp 2, pp 2, etp 2, dp 2, schedule 1f1b, no_shard
+precision   bf16, main params and optimizer in fp32
+run folder  run; nanotrain watch run""",
+    120: """\
+model       115 k parameters (66.1 k active per token), 2 layers, hidden size 32, vocabulary 260
+data        synthetic, 1.02 k tokens in 16 steps
+batch       4 samples of 16 tokens = 2 data-parallel x 2 microbatches x 1; 64 tokens per step
+layout      8 ranks on NVIDIA H100 80GB HBM3, tp 2, pp 2, etp 2, dp 2, schedule 1f1b, no_shard
+precision   bf16, main params and optimizer in fp32
+run folder  run; nanotrain watch run""",
+}
+
+
+@pytest.mark.parametrize("width", SCREENS)
+def test_the_header_at_the_width_of_the_terminal(tmp_path, monkeypatch, width):
+    monkeypatch.chdir(tmp_path)
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 2 --num-experts 4 --bf16"
+    more = [*layout.split(), "--global-batch-size", "4", "--train-iters", "16"]
+    config, inputs = open_inputs(load(arguments(Path("run"), *more)))
+    text = header(plan_run(config, 8, rank=0), inputs, device="NVIDIA H100 80GB HBM3", width=width)
+    assert text == SCREENS[width] and max(map(len, text.splitlines())) <= width

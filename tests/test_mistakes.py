@@ -1,0 +1,77 @@
+"""Mistakes of a first hour, as typed: each is one message with the cure, exit code 2, and leaves nothing behind.
+
+Flags that are misspelt or named as elsewhere are in tests/config/test_suggest.py, damaged files in
+tests/laws/test_bad_input.py.
+"""
+
+import shlex
+
+import pytest
+
+from nanotrain.cli import main
+from tests.train.conftest import logging_as_before  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("logging_as_before")
+
+# a command of nanotrain | what the message must contain | what it must not contain
+MISTAKES = [
+    ("trian +config=tiny", "did you mean nanotrain train?", "Traceback"),
+    ("train tiny", "write +config=tiny for the recipe of that name", "did you mean"),
+    ("train --config tiny", "write +config=NAME for a recipe", "did you mean"),
+    ("train +config=tyni", "config=tiny?", "tiny_moe?"),
+    ("train +config=tiny --learning-rate 1", "did you mean --lr?", "--outer"),
+    ("train +config=tiny --tp 2", "did you mean --tensor-model-parallel-size?", "--help"),
+    (
+        "train +config=tiny --tensor-model-parallel-size 2",
+        "run on 2 ranks (nanotrain train --nproc-per-node 2",
+        "3 ranks",
+    ),
+    ("train --nproc-per-node 3 +config=tiny --tensor-model-parallel-size 2", "3 ranks cannot form tp=2", "torchrun"),
+    ("train --nproc-per-node two +config=tiny", "give the number of ranks of this machine", "Traceback"),
+    ("train +config=tiny --nproc-per-node", "--nproc-per-node has no value", "unknown"),
+    ("train --nproc-per-node 2 --max-restarts x +config=tiny", "invalid int value: 'x'", "usage"),
+    ("train +config=tiny --device gpu", "write --device cuda", "cpu?"),
+    ("train +config=tiny --bf16 true", "--bf16 takes no more values", "--lr"),
+    ("train +config=tiny --batch-size 8", "--micro-batch-size (samples per rank", "did you mean"),
+    ("train +config=tiny --epochs 3", "steps = epochs x samples / global_batch_size", "did you mean"),
+    ("train +config=tiny --data-path nowhere", "nowhere.bin is missing too", "vocabulary size"),
+    ("train +config=tiny --seq-length 4096", "set --seq-length 1024 or raise --max-position", "Traceback"),
+    ("train +config=tiny --hidden-size 100", "set --kv-channels to an even number", "mistakes"),
+    ("train +config=tiny --global-batch-size 7", "set --global-batch-size 8", "Traceback"),
+    ("train +config=tiny --run-dir /proc/none", "choose another folder with --run-dir", "train.run_dir"),
+    ("train +config=tiny --mock-data --vocab-size 64 --load nowhere", "nowhere is not a checkpoint", "Traceback"),
+    ("train +config=tiny --pretrained-checkpoint nowhere", "give a folder as `save_pretrained` writes it", "Traceback"),
+    ("train +config=tiny --gpus 8", "nanotrain train --nproc-per-node N", "did you mean"),
+    ("train +config=tiny --resume", "the same --run-dir resumes by itself", "did you mean"),
+    ("train +config=tiny --zero 3", "optim_grads_params (ZeRO-3)", "did you mean"),
+    ("train +config=tiny --lr", "--lr has no value", "unknown"),
+    ("train +config=tiny --prometheus-port 99999", "at least 1 and at most 65535", "Traceback"),
+    ("train +config=tiny --notify hooks.example/x", "must begin with http:// or https://", "Traceback"),
+    ("generate nowhere", "name a run folder", "Traceback"),
+    ("generate", "the following arguments are required: path", "usage"),
+    ("report nowhere", "nowhere is not a run folder", "Traceback"),
+    ("prepare --input x.txt --output x --tokenizer bpe:many", "write for example bpe:8192", "Traceback"),
+    ("topology", "give --world-size N, --schedule NAME or both", "usage"),
+    ("topology --world-size 6 --tensor-model-parallel-size 4", "run on 8 ranks", "mistakes"),
+    ("topology --schedule 1f1", "did you mean --pipeline-schedule 1f1b?", "gpipe?"),
+    ("checkpoint inpsect x", "did you mean nanotrain checkpoint inspect?", "nanotrain train"),
+    ("checkpoint export-hf nowhere out", "nowhere is not a checkpoint", "Traceback"),
+    ("compare one", "name at least two run folders", "usage"),
+    ("parity +config=tiny", "required: --world-size", "usage"),
+    ("config --explian", "did you mean --explain?", "--help"),
+]
+
+
+@pytest.mark.parametrize(("command", "has", "has_not"), MISTAKES)
+def test_a_mistake_is_one_message_with_the_cure(command, has, has_not, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(shlex.split(command)) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith("error: ") and has in err and has_not not in err, err
+    assert not [path for path in tmp_path.rglob("*.*") if path.suffix in (".jsonl", ".bin")]
+
+
+def test_there_are_at_least_thirty():
+    assert len({command for command, _, _ in MISTAKES}) >= 30
