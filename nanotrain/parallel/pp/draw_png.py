@@ -37,14 +37,17 @@ def save_png(timeline: Timeline, path: Path | BinaryIO, *, title: str) -> None:
             color = tuple(channel * shade for channel in to_rgb(STYLES[span.action.kind][0]))
             axes.barh(rank, span.end - span.start, left=span.start, height=0.9, color=color, edgecolor="white")
             middle = (span.start + span.end) / 2
-            axes.text(middle, rank, str(span.action.microbatch), ha="center", va="center", fontsize=7)
+            ink = "black" if shade > 0.75 else "white"
+            axes.text(middle, rank, str(span.action.microbatch), ha="center", va="center", fontsize=7, color=ink)
     kinds = [kind for kind in ActionKind if any(s.action.kind is kind for spans in timeline.spans for s in spans)]
     for kind in kinds:
         axes.barh(0, 0, color=STYLES[kind][0], label=STYLES[kind][1])
-    axes.legend(ncols=len(kinds), loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False, fontsize=8)
+    axes.legend(ncols=len(kinds), loc="upper center", bbox_to_anchor=(0.5, -0.3), frameon=False, fontsize=8)
     axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
     axes.invert_yaxis()
     axes.set_xlim(0, timeline.duration)
+    shades = "; the darker, the later the virtual stage" if num_stages > 1 else ""
+    axes.set_xlabel(f"time, one forward of a stage = 1; digits: microbatches{shades}", fontsize=8)
     axes.set_title(f"{title}; bubble {timeline.bubble_fraction:.1%}", fontsize=9)
     axes.spines[["top", "right", "left"]].set_visible(False)
     try:
