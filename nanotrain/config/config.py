@@ -284,6 +284,8 @@ class TrainConfig:
     device: DeviceKind = option(DeviceKind.auto, "auto (cuda where available), cpu or cuda")
     torch_compile: bool = option(False, "compile every transformer block with torch.compile")
     log_interval: int = option(1, "steps between log lines", check=at_least(1))
+    log_params_norm: bool = option(False, "log the 2-norm of all parameters")
+    log_num_zeros_in_grad: bool = option(False, "log the number of zeros in the gradients")
     eval_interval: int = option(500, "steps between validations; 0: never", check=at_least(0))
     eval_iters: int = option(10, "global batches per validation; 0: no validation", check=at_least(0))
     exit_interval: int | None = option(None, "save and exit at steps that are a multiple of this", check=at_least(1))

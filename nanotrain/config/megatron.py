@@ -232,8 +232,6 @@ RUN = {
     "--log-learning-rate-to-tensorboard": always("TensorBoard has the learning rate"),
     "--log-world-size-to-tensorboard": no_effect("the world size is logged at the start"),
     "--log-batch-size-to-tensorboard": always("TensorBoard has the global batch size"),
-    "--log-params-norm": no_effect("the norm of the parameters is not logged"),
-    "--log-num-zeros-in-grad": no_effect("zeros in gradients are not counted"),
     "--log-progress": always("metrics.jsonl has one line per step"),
     "--log-straggler": no_effect("stragglers are not searched for"),
     "--timing-log-level": no_effect("the time of a step and of waiting for data are logged", arity=1),

@@ -180,6 +180,15 @@ class DistributedOptimizer:
         )
         return Update(norm, ~is_finite, total[1:])
 
+    def num_zero_grads(self) -> Tensor:
+        """Zeros in the gradients of the last step on this rank, replica 0 of every element: fp64 scalar."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for state in self._states:
+            for part in state.ranges if state.replica[0] == 0 else ():
+                if part.param.is_first_replica:
+                    total += (state.grads[part.elements] == 0).sum()
+        return total
+
     @property
     def num_updates(self) -> int:
         """Steps that were not skipped; waits for the device."""

@@ -19,6 +19,7 @@ from nanotrain.train.hooks.debug_nan import DebugNanHook
 from nanotrain.train.hooks.evaluate import EvaluateHook
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.hooks.log import MAX_WIDTH, MIN_WIDTH, LogHook
+from nanotrain.train.hooks.norms import NormsHook
 from nanotrain.train.hooks.notify import NotifyHook
 from nanotrain.train.hooks.profile import ProfileHook
 from nanotrain.train.hooks.prometheus import PrometheusHook
@@ -121,6 +122,7 @@ def choose_hooks(config: Config, tokenizer: str | None, *, planned: PlannedPeak 
     train = config.train
     hooks: list[tuple[bool, Hook]] = [
         (train.eval_interval > 0 and train.eval_iters > 0, EvaluateHook(tokenizer)),
+        (train.log_params_norm or train.log_num_zeros_in_grad, NormsHook()),
         (True, LogHook()),
         (train.debug_nan, DebugNanHook()),
         (train.check_weight_hash_across_dp_replicas_interval > 0, ReplicasHook()),

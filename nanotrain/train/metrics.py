@@ -25,6 +25,8 @@ FIELDS = (
 OPTIONAL = (
     "valid_loss",
     "valid_bits_per_byte",
+    "params_norm",
+    "num_zeros_in_grad",
     "moe",
     "decoupled_lr",
     "save_stall_s",
@@ -104,6 +106,8 @@ class StepReport:
     decoupled_lr: float | None = None  # learning rate of the embedding and the output layer; None where it is `lr`
     valid_loss: float | None = None  # set on steps that end with a validation
     valid_bits_per_byte: float | None = None  # of the same samples; None where the bytes of tokens are unknown
+    params_norm: float | None = None  # 2-norm of all parameters after the step; None where it is not logged
+    num_zeros_in_grad: int | None = None  # zeros in the gradients of the step; None where they are not counted
     # of the step before: the rank that waited least for others, and the share of the step time in which it did not.
     # None on one rank and on GPUs, where the host does not wait
     slowest_rank: int | None = None

@@ -140,6 +140,8 @@ def describe(
         (f"{last.valid_bits_per_byte:.3f} bits per byte" if last.valid_bits_per_byte is not None else "", 6),
         (f"SKIPPED {skipped} (gradients not finite)" if skipped else "", 0),
         (f"grad {last.grad_norm:.3f}", 3),
+        (f"params norm {last.params_norm:.3f}" if last.params_norm is not None else "", 5),
+        (f"zeros {last.num_zeros_in_grad:,}" if last.num_zeros_in_grad is not None else "", 5),
         (f"lr {last.lr:.2e}", 5),
         (f"decoupled lr {last.decoupled_lr:.2e}" if last.decoupled_lr is not None else "", 5),
         (_describe_experts(last.moe), 6),

@@ -1,0 +1,32 @@
+"""The norm of all parameters and the zeros in gradients, at logged steps; equal in every layout."""
+
+import torch
+from torch import Tensor
+
+from nanotrain.comm.collectives import all_reduce
+from nanotrain.optim.clip import squared_norm
+from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.metrics import StepReport
+from nanotrain.train.run import Run
+
+
+class NormsHook(Hook):
+    """Sets `params_norm` and `num_zeros_in_grad` of the report, where they are asked for; called before the log."""
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        if not report.is_logged:
+            return
+        train = run.config.train
+        sums = torch.stack([squared_params_norm(run), run.optimizer.num_zero_grads()])
+        all_reduce(sums, run.context.group("world"))
+        if train.log_params_norm:
+            report.params_norm = float(sums[0].sqrt())
+        if train.log_num_zeros_in_grad:
+            report.num_zeros_in_grad = round(float(sums[1]))
+
+
+def squared_params_norm(run: Run) -> Tensor:
+    """The sum of the squares of the main parameters that this rank saves, every element on one rank: fp64 scalar."""
+    mains = [tensor for box, tensor in run.optimizer.tensors_to_save().items() if box.name.startswith("model/")]
+    device = run.context.device
+    return squared_norm([tensor.detach().to(device).flatten() for tensor in mains], device=device)
