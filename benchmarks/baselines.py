@@ -46,6 +46,9 @@ SHAPES = {
     "10m": Shape(hidden=256, layers=8, heads=8, kv_heads=4, ffn=768, vocab=4096, seq=256, micro_batch=4),
     "25m": Shape(hidden=384, layers=8, heads=6, kv_heads=6, ffn=1024, vocab=8192, seq=512, micro_batch=4),
     "110m": Shape(hidden=768, layers=12, heads=12, kv_heads=12, ffn=2048, vocab=16384, seq=256, micro_batch=1),
+    "124m": Shape(
+        hidden=768, layers=12, heads=12, kv_heads=12, ffn=2048, vocab=50304, seq=1024, micro_batch=16, tied=True
+    ),
     "llama1b": Shape(
         hidden=2048, layers=16, heads=32, kv_heads=8, ffn=8192, vocab=128256, seq=2048, micro_batch=4, tied=True
     ),

@@ -1,14 +1,24 @@
-"""Compare nanotrain with a plain PyTorch loop on one GPU: a llama1b-shaped model, bf16, with and without torch.compile.
+"""Compare nanotrain with plain PyTorch on one GPU: llama1b, GPT-2 124M and a mixture of four experts, bf16.
 
-    python benchmarks/gpu.py [--rounds 3]
+    python benchmarks/gpu.py [--model llama1b 124m moe4] [--rounds 3]
+    python benchmarks/gpu.py --device cpu            # the same programs on a tiny model, to see that they run
 
-Tokens per second, model FLOPs utilization (MFU) and peak memory. Both sides run in turn, each launch in a new process,
-as in throughput.py. Without a GPU it prints a message and exits.
+Eager and with torch.compile, beside a plain loop with torch's attention and FSDP2 on one rank: tokens per second, model
+FLOPs utilization (MFU) and peak memory. Contenders run in turn, each launch in a new process, as in throughput.py. Then
+one step of nanotrain is profiled, and its kernel times are summed by the classes of roofline.py. Without a GPU it says
+so and exits with code 2.
 """
 
 import argparse
+import json
+import re
 import statistics
 import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from baselines import Shape
@@ -19,12 +29,34 @@ from nanotrain.topology.counts import flops_per_token
 from nanotrain.topology.hardware import peak_flops
 from nanotrain.topology.shape import ModelShape
 
-CONTENDERS = (
+DENSE = (
     Contender("torch", 1, torch_command("single")),
+    Contender("torch FSDP2, one rank", 1, torch_command("fsdp2")),
     Contender("nanotrain", 1, nanotrain_command(), ("torch",)),
     Contender("torch, compiled", 1, torch_command("single", "--compile")),
     Contender("nanotrain, compiled", 1, nanotrain_command("--torch-compile"), ("torch, compiled",)),
 )
+EXPERTS = ("--num-experts=4", "--moe-router-topk=2")
+MIXTURE = (
+    Contender("nanotrain", 1, nanotrain_command(*EXPERTS)),
+    Contender("nanotrain, compiled", 1, nanotrain_command(*EXPERTS, "--torch-compile")),
+)
+# name -> its shape in baselines.py, the contenders, and the flags of nanotrain beside the shape
+MODELS: dict[str, tuple[str, tuple[Contender, ...], tuple[str, ...]]] = {
+    "llama1b": ("llama1b", DENSE, ()),
+    "124m": ("124m", DENSE, ()),
+    "moe4": ("124m", MIXTURE, EXPERTS),
+    "smoke": ("smoke", DENSE, ()),
+}
+# class -> pattern of the names of its CUDA kernels, and of torch's operators in a CPU profile; the first match counts
+KERNELS = {
+    "communication": r"nccl|c10d",
+    "attention": r"flash|fmha|cudnn.*(sdpa|attn)|attention",
+    "GEMM": r"gemm|cutlass|wgmma|nvjet|aten::(mm|addmm|bmm|_grouped_mm)$",
+    "optimizer": r"adam|multi_tensor|_foreach",
+    "loss": r"softmax|nll_loss",
+    "elementwise": "",
+}
 
 
 def model_flops(shape: Shape) -> int:
@@ -32,42 +64,88 @@ def model_flops(shape: Shape) -> int:
     return flops_per_token(ModelShape.of(model_config(shape)), shape.seq)
 
 
-def table(outcomes: dict[str, list[Outcome]], job: Job, peak: float | None) -> str:
-    """The Markdown table of medians over rounds."""
+def table(
+    contenders: Sequence[Contender], outcomes: dict[str, list[Outcome]], *, flops: int | None, peak: float | None
+) -> str:
+    """The Markdown table of medians over rounds; without the FLOPs per token, or the peak, there is no MFU."""
     lines = ["| contender | tokens/s | ratio | MFU | peak memory |", "|---|---:|---:|---:|---:|"]
-    for contender in CONTENDERS:
+    for contender in contenders:
         mine = outcomes[contender.name]
         speed = statistics.median(outcome.tokens_per_second for outcome in mine)
         rival = outcomes[contender.rivals[0]] if contender.rivals else []
         ratios = [a.tokens_per_second / b.tokens_per_second for a, b in zip(mine, rival, strict=False)]
         ratio = f"{statistics.median(ratios):.2f}x" if ratios else ""
-        mfu = f"{speed * model_flops(job.shape) / peak:.1%}" if peak else "unknown"
+        mfu = f"{speed * flops / peak:.1%}" if flops and peak else "unknown"
         memory = max(outcome.peak_memory_bytes for outcome in mine) / 2**30
         lines.append(f"| {contender.name} | {speed:,.0f} | {ratio} | {mfu} | {memory:.1f} GiB |")
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Run the contenders in turn and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=20)
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("no GPU here: nothing to measure")
-        return
-    device = torch.cuda.get_device_name()
-    job = Job("llama1b", "bf16", args.warmup, args.steps, device="cuda")
-    outcomes: dict[str, list[Outcome]] = {contender.name: [] for contender in CONTENDERS}
+def class_of(kernel: str) -> str:
+    """The class of a kernel or operator by its name.
+
+    >>> class_of("sm90_xmma_gemm_bf16bf16_bf16f32"), class_of("pytorch_flash::flash_fwd_kernel"), class_of("aten::mul")
+    ('GEMM', 'attention', 'elementwise')
+    """
+    return next(name for name, pattern in KERNELS.items() if re.search(pattern, kernel, re.IGNORECASE))
+
+
+def kernel_times(events: Iterable[dict[str, Any]], *, category: str) -> Counter[str]:
+    """Milliseconds by class of the events of one category in a chrome trace: "kernel" or "cpu_op" (nested too)."""
+    times: Counter[str] = Counter()
+    for event in events:
+        if event.get("cat") == category:
+            times[class_of(event["name"])] += event["dur"] / 1e3
+    return times
+
+
+def profiled(job: Job, flags: Sequence[str]) -> Counter[str]:
+    """Kernel times of the last step of a run of nanotrain."""
+    last = job.warmup + job.steps
+    with TemporaryDirectory() as folder:
+        profile = ("--profile", f"--profile-step-start={last}", f"--profile-step-end={last}", f"--run-dir={folder}")
+        launch([Contender("profile", 1, nanotrain_command(*flags, *profile))], job)
+        (trace,) = Path(folder).rglob("profile/*.json")
+        events = json.loads(trace.read_text())["traceEvents"]
+    return kernel_times(events, category="kernel" if job.device == "cuda" else "cpu_op")
+
+
+def compare(name: str, args: argparse.Namespace, *, peak: float | None) -> None:
+    """Run the contenders of one model in turn and print both tables."""
+    shape, contenders, flags = MODELS[name]
+    job = Job(shape, "bf16" if args.device == "cuda" else "fp32", args.warmup, args.steps, device=args.device)
+    outcomes: dict[str, list[Outcome]] = {contender.name: [] for contender in contenders}
     for number in range(1, args.rounds + 1):
-        for contender in CONTENDERS:
+        for contender in contenders:
             outcomes[contender.name].extend(launch([contender], job))
             speed = outcomes[contender.name][-1].tokens_per_second
             print(f"round {number}  {contender.name:20} {speed:10,.0f} tokens/s", file=sys.stderr, flush=True)
-    print(f"\nllama1b shape, bf16, {device}, torch {torch.__version__}, median of {args.rounds} rounds\n")
-    print(table(outcomes, job, peak_flops(device, "bf16")))
+    print(f"\n{name}, {job.dtype}, median of {args.rounds} rounds\n")
+    print(table(contenders, outcomes, flops=None if flags else model_flops(job.shape), peak=peak))
+    times = profiled(job, flags)
+    print("\n| class | ms per step | share |\n|---|---:|---:|")
+    for one in KERNELS:
+        print(f"| {one} | {times[one]:,.1f} | {times[one] / max(times.total(), 1e-9):.0%} |")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare every model; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--model", nargs="+", choices=MODELS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20)
+    args = parser.parse_args(arguments)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("no GPU here: nothing to measure; --device cpu runs the programs on a tiny model")
+        return 2
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, a check that the programs run"
+    print(f"{name}, torch {torch.__version__}")
+    for model in args.model or (["llama1b", "124m", "moe4"] if args.device == "cuda" else ["smoke"]):
+        compare(model, args, peak=peak_flops(name, "bf16"))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

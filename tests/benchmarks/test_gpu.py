@@ -1,0 +1,64 @@
+"""The GPU benchmark: its exit code without a GPU, its classes of kernels, and the command lines that it launches."""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from nanotrain.config.load import load
+from nanotrain.train.plans.plan import plan_run
+
+
+@pytest.fixture(scope="module")
+def gpu() -> ModuleType:
+    folder = str(Path(__file__).parents[2] / "benchmarks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        known = set(sys.modules)
+        import gpu as module  # type: ignore[import-not-found]
+
+        yield module
+        for name in ("gpu", "baselines", "model", "throughput"):
+            if name not in known:
+                sys.modules.pop(name, None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_and_exits_with_2(gpu: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main([]) == 2
+    assert "no GPU here" in capsys.readouterr().out
+
+
+def test_kernels_are_summed_by_class(gpu: ModuleType) -> None:
+    names = {
+        "ncclDevKernel_ReduceScatter_Sum_f32": "communication",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel": "attention",
+        "nvjet_tst_128x256_64x4": "GEMM",
+        "void at::native::multi_tensor_apply_kernel": "optimizer",
+        "void cunn_SoftMaxForward": "loss",
+        "triton_poi_fused_mul_silu_0": "elementwise",
+    }
+    events = [{"cat": "kernel", "name": name, "dur": 2000.0} for name in names]
+    events += [{"cat": "cpu_op", "name": "aten::mm", "dur": 9e9}, {"name": "no category"}]
+    assert gpu.kernel_times(events, category="kernel") == dict.fromkeys(names.values(), 2.0)
+
+
+def test_the_table_has_the_ratio_to_the_rival_and_the_utilization(gpu: ModuleType) -> None:
+    speeds = {contender.name: 50.0 for contender in gpu.DENSE} | {"nanotrain": 100.0}
+    outcomes = {name: [gpu.Outcome(speed, 1.0, 2**30, {})] for name, speed in speeds.items()}
+    lines = gpu.table(gpu.DENSE, outcomes, flops=3, peak=1000.0).splitlines()
+    assert "| nanotrain | 100 | 2.00x | 30.0% | 1.0 GiB |" in lines
+    assert "| torch | 50 |  | 15.0% | 1.0 GiB |" in lines
+
+
+@pytest.mark.parametrize("name", ["llama1b", "moe4"])
+def test_the_command_lines_of_nanotrain_load(gpu: ModuleType, name: str, tmp_path: Path) -> None:
+    shape, contenders, _ = gpu.MODELS[name]
+    job = gpu.Job(shape, "bf16", 1, 1, device="cpu")
+    commands = [one.command(job, tmp_path) for one in contenders if one.name.startswith("nanotrain")]
+    for command in commands:
+        config = load(command[1:]).config
+        assert plan_run(config, 1, rank=0).num_microbatches == 1
+        assert config.model.moe.num_experts == (4 if name == "moe4" else None)
