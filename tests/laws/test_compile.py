@@ -1,0 +1,78 @@
+"""Law L7 for `--torch-compile`: compiled blocks train as eager ones do, and a dense block is one graph.
+
+The backends trace graphs and run them as they are: no code is generated, which takes minutes on a CPU.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.memory import block_transforms
+from nanotrain.model.context import BatchContext
+from nanotrain.topology.topology import Topology
+from tests.harness import SHORT_NAMES, parallel_config, run_ranks
+from tests.laws.worlds import Case, Outcome, train_here
+from tests.model.building import MODELS, build, random_batch
+
+EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
+# Every graph of a block with many breaks is traced: there the backend only runs what was traced, which takes half as
+# long as differentiating it too.
+ROWS = [
+    ("aot_eager", {"strategy": "no_shard"}, {}),
+    ("aot_eager", {"strategy": "optim"}, EXPERTS),
+    ("eager", {"strategy": "optim", "tp": 2}, {}),
+]
+
+
+def train_compiled(ctx: ParallelContext, case: Case, backend_name: str) -> tuple[Outcome, Outcome, int]:
+    """The eager and the compiled outcome, and the number of compiled graphs."""
+    from torch._dynamo import lookup_backend
+
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return lookup_backend(backend_name)(graph, inputs)
+
+    eager = train_here(ctx, case)
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_transforms.torch, "compile", partial(torch.compile, backend=backend))
+        compiled = train_here(ctx, case.but(train={"torch_compile": True}))
+    return eager, compiled, len(graphs)
+
+
+@pytest.mark.parametrize(("backend", "sizes", "model"), ROWS, ids=["one rank", "dp moe", "tp"])
+def test_compiled_blocks_train_as_eager_ones_do(backend, sizes, model) -> None:
+    case = Case(2).but(
+        parallel={SHORT_NAMES[name]: value for name, value in sizes.items()},
+        model={"num_layers": 1} | model,
+        train={"global_batch_size": 4, "micro_batch_size": 2},
+    )
+    if sizes["strategy"] == "no_shard":
+        context = ParallelContext.attach(Topology.of(parallel_config(**sizes), 1))
+        outcomes = [train_compiled(context, case, backend)]
+    else:
+        outcomes = run_ranks(2, train_compiled, case, backend, timeout_s=150, **sizes)
+    for eager, compiled, num_graphs in outcomes:
+        assert num_graphs > 0
+        assert compiled.losses == pytest.approx(eager.losses, rel=1e-5)
+        assert compiled.grad_norms == pytest.approx(eager.grad_norms, rel=1e-4)
+        for box, weight in eager.weights.items():
+            # Adam's first steps are as large as lr where a gradient is only rounding
+            assert torch.allclose(compiled.weights[box], weight, atol=1e-3, rtol=1e-3), box.name
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "gpt2"])
+def test_a_dense_block_is_one_graph(name: str) -> None:
+    stage, batch = build(MODELS[name]), BatchContext(random_batch(length=16))
+    arguments = []
+    block = next(iter(stage.layers.values()))
+    block.register_forward_pre_hook(lambda _, args: arguments.append(args))
+    stage(None, batch)
+    torch._dynamo.reset()
+    explained = torch._dynamo.explain(block.forward)(*arguments[0])
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained.break_reasons
