@@ -9,11 +9,15 @@ chunks of a rank together have the same number of keys on every rank:
     first     x   \                    x all, \ causal
     second    x   x   \
 
+Plain causal attention of a chunk is aligned to the last key (lower right). On CUDA it needs no mask: torch's bias type
+for it reaches the flash kernels, which take no dense mask. The CPU has a mask.
+
     B batch   S sequence   C chunk = S / (2 cp)   N query heads   G key/value heads   D, Dv head dims
 """
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from nanotrain.comm.autograd import gather_along
 from nanotrain.comm.group import Group
@@ -22,8 +26,8 @@ from nanotrain.parallel.cp.scores import ScoreOptions
 from nanotrain.parallel.cp.sdpa import attend, attend_with, causal_mask, chunk_of
 from nanotrain.parallel.cp.split import join_shards, zigzag_chunks
 
-# [B or 1, 1, C, keys up to the end of the chunk] bool, per local chunk
-ChunkMasks = tuple[Tensor, ...]
+# [B or 1, 1, C, keys up to the end of the chunk] bool, per local chunk; None for causal where flash kernels take that
+ChunkMasks = tuple[Tensor | None, ...]
 
 
 class AllGatherAttention:
@@ -36,6 +40,8 @@ class AllGatherAttention:
     def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None) -> ChunkMasks:
         """The rows of the full mask that belong to the local queries."""
         size = tokens.shape[1] // 2
+        if segment_ids is None and window is None and tokens.is_cuda:
+            return (None, None)
         positions = torch.arange(2 * self.group.size * size, device=tokens.device)
         rows = [positions[chunk * size : (chunk + 1) * size] for chunk in self.chunks]
         return tuple(
@@ -60,6 +66,12 @@ class AllGatherAttention:
         outputs = []
         for queries, chunk, chunk_mask in zip(query.chunk(2, dim=1), self.chunks, mask, strict=True):
             keys, values = gathered[:, : (chunk + 1) * size].split((key.shape[-1], value.shape[-1]), dim=-1)
+            if scores is None and observe is None and chunk_mask is None:
+                outputs.append(attend(queries, key=keys, value=values, mask=causal_lower_right(size, keys.shape[1])))
+                continue
+            if chunk_mask is None:
+                positions = torch.arange(keys.shape[1], device=keys.device)
+                chunk_mask = causal_mask(None, queries=positions[-size:], keys=positions, window=None)
             if scores is None:
                 outputs.append(attend(queries, key=keys, value=values, mask=chunk_mask, observe=observe))
                 continue
