@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 from urllib.parse import urlparse
 
+import numpy as np
+
 from nanotrain.config.schema import to_dict
 from nanotrain.log import get_logger
 from nanotrain.train.hooks.hook import Hook
@@ -18,7 +20,7 @@ class Tracker(Protocol):
     """An experiment tracker."""
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """Record the metrics of one step."""
+        """Record the metrics of one step: numbers, and lists of numbers, such as the tokens of every expert."""
 
     def close(self, *, failed: bool) -> None:
         """Flush and close. `failed` if an error ended the run."""
@@ -35,7 +37,10 @@ class TensorBoardTracker:
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            if isinstance(value, list):
+                self._writer.add_histogram(name, np.array(value, dtype=float), step)
+            else:
+                self._writer.add_scalar(name, value, step)
 
     def close(self, *, failed: bool) -> None:
         self._writer.close()
@@ -47,6 +52,7 @@ class WandbTracker:
     def __init__(self, run: Run) -> None:
         import wandb
 
+        self._histogram = wandb.Histogram
         settings = wandb.setup().settings
         has_key = bool(settings.api_key) or _netrc_has(urlparse(settings.base_url).hostname)
         self._run = wandb.init(
@@ -61,7 +67,8 @@ class WandbTracker:
         log.info("wandb: %s", f"offline, in {run.folder.path / 'wandb'}" if self._run.offline else self._run.url)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        self._run.log(values, step=step)
+        lists = {name: self._histogram(value) for name, value in values.items() if isinstance(value, list)}
+        self._run.log(values | lists, step=step)
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
@@ -104,8 +111,10 @@ class TrackHook(Hook):
 
     def _write_one(self, report: StepReport) -> None:
         fields = report.to_json()
-        fields |= {f"moe_{name}": value for name, value in fields.pop("moe", {}).items()}
+        moe = fields.pop("moe", {})
+        fields |= {f"moe_{name}": value for name, value in moe.items()}
         values = {name: value for name, value in fields.items() if name != "step" and isinstance(value, int | float)}
+        values |= {f"moe_load/{router}": counts for router, counts in moe.get("load", {}).items() if counts}
         for tracker in self._trackers:
             tracker.write(report.step, values)
 

@@ -1,5 +1,7 @@
 """Experiment trackers: TensorBoard's event files are read back, wandb works offline without a key."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from nanotrain.train.hooks import track as hook_track
@@ -85,3 +87,32 @@ def test_only_the_first_rank_tracks(ctx, tmp_path):
     with small_run(tmp_path, "--train-iters", "1", "--tensorboard", context=ctx) as run:
         train(run, TrackHook())
     assert len(notebooks) == (ctx.rank == 0)
+
+
+def test_tokens_per_expert_are_histograms(tmp_path):
+    """In both trackers; the numbers beside them stay numbers."""
+    from nanotrain.train.hooks.track import TensorBoardTracker, WandbTracker
+    from tests.train.small_run import report_of
+
+    written = []
+    hook, run = (
+        TrackHook(),
+        SimpleNamespace(
+            folder=SimpleNamespace(path=tmp_path),
+            state=SimpleNamespace(step=0),
+            config=SimpleNamespace(train=SimpleNamespace(tensorboard_dir=None)),
+        ),
+    )
+    board, wandb = TensorBoardTracker(run), object.__new__(WandbTracker)
+    wandb._histogram = list
+    wandb._run = SimpleNamespace(log=lambda values, step: written.append(values), finish=lambda exit_code: None)
+    hook._trackers = [board, wandb]
+    hook.after_step(run, report_of(1, moe={"max_load": 1.5, "load": {"layers.1": [10, 30, 20, 4]}}))
+    hook.close(failed=False)
+    assert written[0]["moe_load/layers.1"] == [10, 30, 20, 4] and written[0]["moe_max_load"] == 1.5
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (histogram,) = events.Histograms("moe_load/layers.1")
+    assert (histogram.histogram_value.min, histogram.histogram_value.max, histogram.histogram_value.num) == (4, 30, 4)
