@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from nanotrain.config.config import Config
 from nanotrain.errors import ConfigError
 
+MAX_SAMPLES, MAX_INCREMENTS = 10**15, 10_000  # of a ramp-up; far beyond any run
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -139,6 +140,9 @@ def read_ramp_up(values: list[int], final: int | None) -> RampUp:
             if final > increment
             else "lower the first size and the increment",
         )
+    if samples > MAX_SAMPLES or (final - start) // increment > MAX_INCREMENTS:
+        why = f"it has at most {MAX_INCREMENTS:,} increments over {MAX_SAMPLES:,} samples"
+        raise ConfigError(what, why=why, fix="lower SAMPLES or raise INCREMENT")
     return RampUp(start, increment, samples, final)
 
 

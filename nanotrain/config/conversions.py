@@ -11,6 +11,8 @@ from nanotrain.config.config import Config, LRDecayStyle, RecomputeGranularity
 from nanotrain.config.derive import has_rope
 from nanotrain.errors import ConfigError
 
+LARGEST = 10**18  # of whole numbers, as of samples
+
 
 def whole_number(flag: str, text: str) -> int:
     """A value of at least 1, also written 1e9.
@@ -20,11 +22,11 @@ def whole_number(flag: str, text: str) -> int:
     """
     try:
         number = int(text) if text.isdecimal() else float(text)
-        if number >= 1 and number == int(number):
+        if 1 <= number <= LARGEST and number == int(number):
             return int(number)
     except (ValueError, OverflowError):
         pass
-    raise ConfigError(f"{flag} is {text!r}", why="it takes a whole number of at least 1")
+    raise ConfigError(f"{flag} is {text!r}", why="it takes a whole number from 1 to 10^18")
 
 
 def train_samples(config: Config, text: str) -> dict[str, Any]:

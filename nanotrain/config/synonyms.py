@@ -8,6 +8,7 @@ BATCH = "--micro-batch-size (samples per rank and microbatch) or --global-batch-
 ACCUMULATION = "--global-batch-size: micro_batch_size x data-parallel ranks x microbatches per step"
 RANKS = "nanotrain train --nproc-per-node N ..., which sets the number of ranks"
 LAUNCH = "it before -m nanotrain.train, where it is an option of torchrun"
+SWEEP = "one command for each value, for example in a loop of the shell: nothing is swept here"
 RECIPE = "+config=NAME for a recipe, model=NAME for a model, --pretrained-checkpoint DIR for Hugging Face weights"
 DATA = "--data-path PREFIX, which `nanotrain prepare` writes"
 RESUME = "--load DIR for another run's checkpoint; the same --run-dir resumes by itself"
@@ -67,6 +68,10 @@ NAMES = {
     "--ddp-bucket-size, in elements": "bucket_size bucket_cap_mb ddp_bucket_cap_mb",
     DTYPE: "dtype precision mixed_precision torch_dtype param_dtype model_dtype autocast fp32 float32 amp",
     "--bf16": "bfloat16",
+    "--params-dtype fp32": "no_bf16 no_fp16",
+    "--data-parallel-sharding-strategy no_shard": "no_use_distributed_optimizer",
+    "--config-dir": "config_path",
+    SWEEP: "multirun m sweep",
     "--fp16": "float16 half",
     "--run-dir": "output_dir out_dir output ckpt_dir checkpoint_dir save_dir dump_folder logdir log_dir logging_dir outdir work_dir",
     RESUME: "resume resume_from_checkpoint resume_from resume_from_path checkpoint_path",
