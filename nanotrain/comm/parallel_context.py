@@ -153,12 +153,12 @@ class ParallelContext:
             backend = "gloo" if dist.get_backend() == "nccl" else None
             control = _new_group("control", world.ranks, timeout=timeout, backend=backend)
             self.control = self._group(GroupSpec("control", world.ranks, world.index), control)
-        # Every rank creates every group, also those it is not in, in the same order: torch numbers groups by counting,
-        # although only the members synchronize, so a rank that skipped one (embed, on a middle stage) would miscount.
-        for name, groups in self.topology.groups().items():
-            for ranks in groups:
-                if len(ranks) > 1 and ranks not in process_groups:
-                    process_groups[ranks] = _new_group(name, ranks, timeout=timeout)
+        # A rank creates its own groups only, of which the members alone synchronize: the work of a start does not grow
+        # with the world. All ranks go through the names in one order, and the groups of a name are disjoint, so no two
+        # ranks wait for each other.
+        for name, spec in specs.items():
+            if spec.size > 1 and spec.ranks not in process_groups:
+                process_groups[spec.ranks] = _new_group(name, spec.ranks, timeout=timeout)
         self.groups = {name: self._group(spec, process_groups.get(spec.ranks)) for name, spec in specs.items()}
         return self
 
@@ -185,7 +185,15 @@ def _new_group(
 ) -> dist.ProcessGroup | None:
     assert list(ranks) == sorted(ranks), "torch sorts the ranks; slices would then reach the wrong rank"
     options = _options(backend or dist.get_backend(), timeout=timeout)
-    return dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=name)
+    # Named after its ranks, not by a counter, which would differ between ranks with other groups.
+    return dist.new_group(
+        list(ranks),
+        timeout=timeout,
+        backend=backend,
+        pg_options=options,
+        use_local_synchronization=True,
+        group_desc=name,
+    )
 
 
 def _options(backend: str, *, timeout: timedelta) -> Any:
