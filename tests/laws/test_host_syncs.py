@@ -36,11 +36,12 @@ LAYOUTS = {
     "qk clip": (2, {"tp": 2}, {"optim": {"qk_clip": True}}),
     "moe": (2, {"strategy": "optim"}, {"model": MOE}),
 }
+WAITING = {"experts on two ranks": (2, {"ep": 2, "strategy": "optim"}, {"model": MOE})}
 
 
 def syncs_of_a_step(name: str, *, rank: int = 0) -> list[str]:
     """The places of the second step of a layout."""
-    num_ranks, sizes, sections = LAYOUTS[name]
+    num_ranks, sizes, sections = (LAYOUTS | WAITING)[name]
     parallel = {SHORT_NAMES.get(key, key): value for key, value in sizes.items()}
     case = Case(steps=2).but(parallel=parallel, **sections)
     with fake_context(Topology.of(parallel_config(**sizes), num_ranks), rank) as ctx:
@@ -55,6 +56,14 @@ def syncs_of_a_step(name: str, *, rank: int = 0) -> list[str]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_that_is_not_logged_waits_for_nothing(name):
     assert syncs_of_a_step(name) == []
+
+
+def test_experts_on_several_ranks_take_one_wait_per_layer_and_microbatch():
+    # All-to-alls of uneven sizes need the sizes on the host: the token counts of all ranks, once per forward.
+    places = syncs_of_a_step("experts on two ranks")
+    num_layers, num_microbatches = 2, 6
+    assert len(places) == num_layers * num_microbatches
+    assert all(place.endswith("_exchange_counts") for place in places)
 
 
 def test_between_two_logged_steps_no_hook_reads_what_is_on_the_device(tmp_path, monkeypatch):
