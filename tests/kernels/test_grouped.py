@@ -100,3 +100,20 @@ def test_weights_with_unaligned_rows_are_looped(outputs, inputs, dtype, expected
 def test_without_a_grouped_product_in_torch_everything_is_looped(monkeypatch):
     monkeypatch.setattr(grouped, "_grouped_mm", None)
     assert type(select_gemm(torch.empty(2, 64, 64))) is LoopedMM
+
+
+@pytest.mark.parametrize("gemm", [GroupedMM(), LoopedMM()])
+def test_16_bit_products_on_a_cpu_are_over_multiples_of_64_tokens(gemm, monkeypatch):
+    shapes = []
+    real = torch.Tensor.__matmul__
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: shapes.append((a.shape, b.shape)) or real(a, b))
+    counts = [70, 0, 3, 64]
+    rows, weight, grad, offs = parts(counts, 2, dtype=torch.bfloat16)
+    out = grouped_linear(rows, weight, offs=offs, options=GroupedOptions(gemm, may_drop=True))
+    found = torch.autograd.grad(out, (rows, weight), grad)
+    assert {a[0] for a, b in shapes[:8]} == {128, 0, 64} and {b[0] for a, b in shapes[8:]} == {128, 0, 64}
+    monkeypatch.undo()
+    expected = by_hand(rows.float(), weight.float(), counts)
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+    for one, other in zip(found, torch.autograd.grad(expected, (rows, weight), grad.float()), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-1)
