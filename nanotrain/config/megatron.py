@@ -85,7 +85,7 @@ MODEL = {
     "--cross-entropy-fusion-impl": no_effect("the head and the loss are always computed together, in chunks", arity=1),
     "--padded-vocab-size": rename("--make-vocab-size-divisible-by with the same number", conversions.padded_vocab_size),
     "--add-qkv-bias-linear": sets("--add-qkv-bias", add_qkv_bias=True),
-    "--enable-gpt-oss": not_yet("the family is not supported: leave it out"),
+    "--enable-gpt-oss": not_yet("it sets positions: write --position-embedding-type yarn --rotary-scaling-factor 32 --no-yarn-correction-range-round-to-int instead"),
     "--export-force-local-attention": no_effect("torch chooses the attention kernel"),
     "--mtp-num-layers": not_yet("there is no multi-token prediction: leave it out together with --mtp-loss-scaling-factor", "0"),
     "--mtp-loss-scaling-factor": no_effect("it belongs to --mtp-num-layers", arity=1),
