@@ -104,10 +104,16 @@ class RotaryTables:
             self._cache[key] = cached
         return Rotary(cached.cos[:positions], cached.sin[:positions])
 
+    def _frequencies_on(self, device: torch.device) -> Tensor:
+        # Copied once: the host would wait for a copy of every microbatch, as its memory is not pinned.
+        if self._inverse_frequencies.device != device:
+            self._inverse_frequencies = self._inverse_frequencies.to(device)
+        return self._inverse_frequencies
+
     def _compute(self, positions: Tensor, like: Tensor) -> Rotary:
         # Angles need fp32: bf16 rounds position 257 to 256.
         with torch.no_grad():
-            angles = positions.float()[..., None, None] * self._inverse_frequencies.to(like.device)
+            angles = positions.float()[..., None, None] * self._frequencies_on(like.device)
             return Rotary(*((x * self._length).to(like.dtype) for x in (angles.cos(), angles.sin())))
 
 
