@@ -9,7 +9,8 @@
     _run_rank             the rank's side
 
 Processes are forked from a server that has imported torch but not used it, so four ranks cost 0.2 s. Their rendezvous
-is a file, so no port is needed. Each has one OpenMP thread (forked children with more hang).
+is a file, so no port is needed. Each has one OpenMP thread (forked children with more hang). With `threads=True` all
+ranks are threads of one such process (thread_world.py).
 """
 
 import faulthandler
@@ -57,12 +58,15 @@ _DEFAULT_TIMEOUT_S = 60.0
 _SECOND_FAILURE_S = 0.5  # how long to wait for further failures after the first
 
 
-def ranks(num_ranks: int, *, timeout_s: float = _DEFAULT_TIMEOUT_S, **parallel_options: Any) -> Callable[..., Any]:
-    """Run the decorated test on `num_ranks` processes; its first argument is that rank's `ParallelContext`.
+def ranks(
+    num_ranks: int, *, timeout_s: float = _DEFAULT_TIMEOUT_S, threads: bool = False, **parallel_options: Any
+) -> Callable[..., Any]:
+    """Run the decorated test on `num_ranks` ranks; its first argument is that rank's `ParallelContext`.
 
     Args:
         num_ranks: size of the world.
         timeout_s: ranks that have not finished by then are killed and reported.
+        threads: as for `run_ranks`.
         parallel_options: fields of ParallelConfig, or their short names (tp, pp, cp, ep, etp, instances, strategy).
     """
 
@@ -72,7 +76,7 @@ def ranks(num_ranks: int, *, timeout_s: float = _DEFAULT_TIMEOUT_S, **parallel_o
 
         @functools.wraps(test)
         def on_every_rank(**fixture_values: Any) -> None:
-            run = functools.partial(run_ranks, timeout_s=timeout_s, **parallel_options)
+            run = functools.partial(run_ranks, timeout_s=timeout_s, threads=threads, **parallel_options)
             run(num_ranks, test, *(fixture_values[fixture.name] for fixture in fixtures))
 
         on_every_rank.__signature__ = inspect.Signature(fixtures)  # type: ignore[attr-defined]
@@ -86,6 +90,7 @@ def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     timeout_s: float = _DEFAULT_TIMEOUT_S,
+    threads: bool = False,
     **parallel_options: Any,
 ) -> list[Any]:
     """Call `function(ctx, *args)` on every rank of a new world.
@@ -95,6 +100,8 @@ def run_ranks(
         function: a module-level function; results and arguments must be picklable.
         args: the same for every rank.
         timeout_s: ranks that have not finished by then are killed and reported.
+        threads: ranks are threads of one process (tests/thread_world.py) instead of processes over gloo: several
+            times cheaper, and the same arithmetic; for laws of values, not of processes, signals or gloo itself.
         parallel_options: as for `ranks`.
 
     Returns:
@@ -105,7 +112,10 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="nanotrain-ranks-") as folder:
         world = _World(num_ranks, timeout_s, folder, file, function.__module__, function.__qualname__)
         payload = pickle.dumps((parallel, args))
-        children = [_start_rank(world, rank, payload) for rank in range(num_ranks)]
+        if threads and num_ranks > 1:
+            children = [_start(_run_ranks_in_threads, world, payload)]
+        else:
+            children = [_start(_run_rank, world, rank, payload) for rank in range(num_ranks)]
         try:
             replies = _gather_replies(children, world)
         finally:
@@ -180,20 +190,20 @@ def _server() -> Any:
     return context
 
 
-def _start_rank(world: _World, rank: int, payload: bytes) -> _Child:
+def _start(target: Callable[..., None], *args: Any) -> _Child:
     receiver, sender = _server().Pipe(duplex=False)
-    process = _server().Process(target=_run_rank, args=(world, rank, payload, sender), daemon=True)
+    process = _server().Process(target=target, args=(*args, sender), daemon=True)
     process.start()
     sender.close()
     return _Child(process, receiver)
 
 
 def _gather_replies(children: list[_Child], world: _World) -> list[Reply]:
-    """Every rank's reply; fails the test at the first failure, exit or timeout."""
+    """Every rank's reply; fails the test at the first failure, exit or timeout. A child replies for one rank or all."""
     replies: dict[int, Reply] = {}
     deadline = time.monotonic() + world.timeout_s
     failed: list[int] = []  # ranks in the order in which they failed
-    while len(replies) < len(children):
+    while len(replies) < world.size:
         running = {child.pipe: rank for rank, child in enumerate(children) if rank not in replies}
         ready = multiprocessing.connection.wait(running, timeout=max(0.0, deadline - time.monotonic()))
         if not ready and not failed:
@@ -201,10 +211,10 @@ def _gather_replies(children: list[_Child], world: _World) -> list[Reply]:
         if not ready:
             break
         for pipe in ready:
-            rank = running[pipe]  # type: ignore[index]
-            replies[rank] = _receive(children[rank])
-            if replies[rank].kind != "result":
-                failed.append(rank)
+            first = running[pipe]  # type: ignore[index]
+            received = dict(enumerate(_receive(children[first]), first))
+            replies |= received
+            failed += [rank for rank, reply in received.items() if reply.kind != "result"]
         if failed:
             deadline = min(deadline, time.monotonic() + _SECOND_FAILURE_S)
     if failed:
@@ -212,12 +222,12 @@ def _gather_replies(children: list[_Child], world: _World) -> list[Reply]:
     return [replies[rank] for rank in range(world.size)]
 
 
-def _receive(child: _Child) -> Reply:
+def _receive(child: _Child) -> list[Reply]:
     try:
         return pickle.loads(child.pipe.recv_bytes())
     except EOFError:
         child.process.join(timeout=5)
-        return Reply("failure", text=f"exited with code {child.process.exitcode} and sent no reply")
+        return [Reply("failure", text=f"exited with code {child.process.exitcode} and sent no reply")]
 
 
 def _fail_with(failed: list[int], replies: dict[int, Reply], world: _World) -> NoReturn:
@@ -243,14 +253,32 @@ def _fail_hung(hung: list[int], world: _World) -> NoReturn:
 
 def _run_rank(world: _World, rank: int, payload: bytes, pipe: Connection) -> None:
     """Run one rank in this process, send its reply and exit."""
+    _send_and_exit(world, rank, lambda: [_reply(world, rank, payload)], pipe)
+
+
+def _run_ranks_in_threads(world: _World, payload: bytes, pipe: Connection) -> None:
+    """Run all ranks in this process, send their replies and exit."""
+    from tests.thread_world import run_in_threads
+
+    _load(world.module, world.file)  # once, before the threads ask for it
+
+    def run(rank: int) -> tuple[Reply, bool]:
+        reply = _reply(world, rank, payload, joins=False)
+        return reply, reply.kind == "result"
+
+    _send_and_exit(world, 0, lambda: run_in_threads(world.size, run), pipe)
+
+
+def _send_and_exit(world: _World, rank: int, run: Callable[[], list[Reply]], pipe: Connection) -> None:
     with world.stack_file(rank).open("w") as stack_file:
         faulthandler.dump_traceback_later(max(0.1, world.timeout_s - 0.3), file=stack_file)
-        pipe.send_bytes(pickle.dumps(_reply(world, rank, payload)))
+        pipe.send_bytes(pickle.dumps(run()))
         pipe.close()
         os._exit(0)  # skip the teardown of the interpreter and of gloo, which takes longer than most tests
 
 
-def _reply(world: _World, rank: int, payload: bytes) -> Reply:
+def _reply(world: _World, rank: int, payload: bytes, *, joins: bool = True) -> Reply:
+    """Call the function on this rank; `joins`: after joining the world over gloo."""
     coords = ""
     try:
         import torch
@@ -263,7 +291,7 @@ def _reply(world: _World, rank: int, payload: bytes) -> Reply:
         torch.set_num_threads(1)
         function = getattr(_load(world.module, world.file), world.name)
         parallel, args = pickle.loads(payload)
-        if world.size > 1:
+        if joins and world.size > 1:
             timeout = timedelta(seconds=world.timeout_s)
             url = f"file://{world.folder}/rendezvous"
             dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world.size, timeout=timeout)
@@ -275,8 +303,8 @@ def _reply(world: _World, rank: int, payload: bytes) -> Reply:
     except pytest.skip.Exception as skip:
         return Reply("skip", coords, str(skip))
     except BaseException as error:
-        kind = "peer_failure" if isinstance(error, EnvironmentFault) else "failure"
-        return Reply(kind, coords, _traceback(error))
+        is_caused = isinstance(error, EnvironmentFault) or type(error).__name__ == "Abandoned"
+        return Reply("peer_failure" if is_caused else "failure", coords, _traceback(error))
 
 
 def _traceback(error: BaseException) -> str:

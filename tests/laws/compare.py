@@ -29,7 +29,7 @@ def assert_row_trains_as_one_rank(row: Row, models: dict[str, dict[str, Any]]) -
     model, num_ranks, sizes, options = row
     parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | options
     case = Case(STEPS).but(train={"micro_batch_size": 2}, optim=OPTIM, parallel=parallel, model=models[model])
-    outcomes = run_ranks(num_ranks, train_here, case, **sizes)
+    outcomes = run_ranks(num_ranks, train_here, case, threads=True, **sizes)
     assert_alike(outcomes, _single_rank(json.dumps(models[model])), row=f"{model} {sizes} {options}", lr=OPTIM["lr"])
 
 
