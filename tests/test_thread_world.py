@@ -18,12 +18,12 @@ from nanotrain.comm.send_recv import start_ring_send_recv
 from tests.harness import run_ranks
 
 
-def exchange(ctx: ParallelContext) -> list[object]:
+def collect(ctx: ParallelContext) -> list[object]:
     """The result of every kind of collective, over all ranks and over half of them."""
-    return [result for name in ("world", "tp") for result in exchange_over(ctx, name)]
+    return [result for name in ("world", "tp") for result in collect_over(ctx, name)]
 
 
-def exchange_over(ctx: ParallelContext, name: str) -> list[object]:
+def collect_over(ctx: ParallelContext, name: str) -> list[object]:
     group = ctx.group(name)
     mine = torch.arange(8.0) * (ctx.rank + 1)
     first, second = (start_all_reduce(mine.clone(), group, op=op) for op in ("sum", "max"))  # both in flight
@@ -45,7 +45,7 @@ def exchange_over(ctx: ParallelContext, name: str) -> list[object]:
 
 
 def test_every_collective_gives_what_it_gives_over_gloo() -> None:
-    threads, processes = (run_ranks(4, exchange, threads=threads, tp=2) for threads in (True, False))
+    threads, processes = (run_ranks(4, collect, threads=threads, tp=2) for threads in (True, False))
     assert threads == processes
 
 

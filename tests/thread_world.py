@@ -1,6 +1,6 @@
-"""Ranks as threads of one process: the process group `threads`, whose collectives exchange tensors in shared memory.
+"""Ranks as threads of one process: the process group `threads`, whose collectives copy between tensors.
 
-    rank 0 --post--> exchange of the group: one slot per collective --> the last rank computes all outputs --> Work done
+    rank 0 --post--> one slot per collective of the group --> the last rank computes all outputs --> Work done
     rank 1 --post-->
 
 Collectives start without waiting and complete when all ranks have started them, as on NCCL and gloo; sums are in rank
