@@ -17,7 +17,7 @@ def header(plan: Plan, inputs: RunInputs, *, device: str, width: int = 1000) -> 
         plan: of any rank.
         inputs: of the run.
         device: name of the device of this rank.
-        width: columns; longer lines go on below their text, but no word is cut.
+        width: columns; longer lines go on below their text, but no word and no command is cut.
     """
     lines = {
         "model": _model(plan),
@@ -26,10 +26,11 @@ def header(plan: Plan, inputs: RunInputs, *, device: str, width: int = 1000) -> 
         "layout": _layout(plan, device),
         "precision": _precision(plan),
         "memory": describe_activations(plan.config),
-        "run folder": _folder(plan, inputs),
+        "run folder": str(inputs.folder.path),
     }
     wrapped = TextWrapper(width, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(wrapped.fill(f"{label:<10}  {text}") for label, text in lines.items() if text)
+    text = [wrapped.fill(f"{label:<10}  {text}") for label, text in lines.items() if text]
+    return "\n".join([*text, *(f"{label:<10}  {command}" for label, command in _commands(plan, inputs).items())])
 
 
 def count(number: float) -> str:
@@ -92,7 +93,10 @@ def _precision(plan: Plan) -> str:
     return f"{text}, linear layers in fp8 ({precision.fp8_format.value}, {precision.fp8_recipe})"
 
 
-def _folder(plan: Plan, inputs: RunInputs) -> str:
+def _commands(plan: Plan, inputs: RunInputs) -> dict[str, str]:
+    """What shows the run while it goes on; each in a line of its own, to be copied."""
     train, path = plan.config.train, inputs.folder.path
-    watch = f"; tensorboard --logdir {train.tensorboard_dir or path / 'tensorboard'}" if train.tensorboard else ""
-    return f"{path}; nanotrain watch {path}{watch}"
+    commands = {"watch": f"nanotrain watch {path}"}
+    if train.tensorboard:
+        commands["curves"] = f"tensorboard --logdir {train.tensorboard_dir or path / 'tensorboard'}"
+    return commands

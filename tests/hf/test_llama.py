@@ -67,7 +67,6 @@ def test_a_window_no_layer_uses_is_no_window() -> None:
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type: 'longrope'"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor of its yarn rotary scaling: None"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 2.0}}, "attention_factor"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias"),
         ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window"),

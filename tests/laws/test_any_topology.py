@@ -62,7 +62,7 @@ class Saved:
 def case_of(name: str) -> Case:
     _, sizes, options = TOPOLOGIES[name]
     parallel = {SHORT_NAMES[key]: value for key, value in sizes.items()} | options
-    return Case().but(train={"micro_batch_size": 1}, parallel=parallel, model=MODEL)
+    return Case().but(train={"micro_batch_size": 1, "global_batch_size": 4}, parallel=parallel, model=MODEL)
 
 
 def state_of(run: Run) -> State:
@@ -144,7 +144,7 @@ def test_any_topology_loads_what_any_other_saved(saved: dict[str, Saved], topolo
 
 
 def test_another_batch_size_continues_the_same_learning_rate_schedule(tmp_path: Path) -> None:
-    case = case_of("one").but(optim={"lr_warmup_iters": 2, "lr_decay_iters": 4})
+    case = case_of("one").but(train={"global_batch_size": 12}, optim={"lr_warmup_iters": 2, "lr_decay_iters": 4})
     run_ranks(1, save, case, tmp_path)
     smaller = case.but(train={"global_batch_size": 6})
     before, after = (run_ranks(1, learning_rates, one, tmp_path)[0] for one in (case, smaller))

@@ -281,10 +281,10 @@ def test_a_large_token_id_that_one_rank_meets_late_ends_all_with_one_message(tmp
 
 
 def test_words_that_are_wrong_only_for_the_world_are_one_message_of_all_ranks(tmp_path: Path) -> None:
-    output = refused_by_all(arguments(tmp_path / "run", "--micro-batch-size 8"))
+    output = refused_by_all(arguments(tmp_path / "run", "--micro-batch-size 12"))
     assert MESSAGE.findall(output) == [
-        "a global batch of 12 samples has less than one microbatch per rank: micro_batch_size 8 x data-parallel size 2 "
-        "= 16; set --global-batch-size 16 or another --micro-batch-size"
+        "a global batch of 12 samples has less than one microbatch per rank: micro_batch_size 12 x data-parallel size "
+        "2 = 24; set --global-batch-size 24 or another --micro-batch-size"
     ]
 
 

@@ -20,12 +20,12 @@ def lines_of(folder, *more: str, world_size: int = 1) -> dict[str, str]:
 
 def test_a_run_on_one_rank(tmp_path):
     lines = lines_of(tmp_path, "--train-iters", "500", "--global-batch-size", "6", "--micro-batch-size", "2")
-    assert list(lines) == ["model", "data", "batch", "layout", "precision", "run folder"]
+    assert list(lines) == ["model", "data", "batch", "layout", "precision", "run folder", "watch"]
     assert lines["model"].endswith("1 layers, hidden size 32, vocabulary 260")
     assert lines["data"] == f"synthetic, {500 * 6 * SEQ_LENGTH / 1000:.3g} k tokens in 500 steps"
     assert lines["batch"].startswith(f"6 samples of {SEQ_LENGTH} tokens = 1 data-parallel x 3 microbatches x 2; ")
     assert (lines["layout"], lines["precision"]) == ("1 rank on cpu, no_shard", "fp32")
-    assert lines["run folder"] == f"{tmp_path}; nanotrain watch {tmp_path}"
+    assert lines["run folder"] == str(tmp_path) and lines["watch"] == f"nanotrain watch {tmp_path}"
 
 
 def test_layout_experts_and_mixed_precision(tmp_path):
@@ -59,21 +59,24 @@ batch       4 samples of 16 tokens = 2 data-parallel x 2 microbatches x 1; 64
 layout      8 ranks on NVIDIA H100 80GB HBM3, tp 2, pp 2, etp 2, dp 2, schedule
             1f1b, no_shard
 precision   bf16, main params and optimizer in fp32
-run folder  run; nanotrain watch run""",
+run folder  run
+watch       nanotrain watch run""",
     100: """\
 model       115 k parameters (66.1 k active per token), 2 layers, hidden size 32, vocabulary 260
 data        synthetic, 1.02 k tokens in 16 steps
 batch       4 samples of 16 tokens = 2 data-parallel x 2 microbatches x 1; 64 tokens per step
 layout      8 ranks on NVIDIA H100 80GB HBM3, tp 2, pp 2, etp 2, dp 2, schedule 1f1b, no_shard
 precision   bf16, main params and optimizer in fp32
-run folder  run; nanotrain watch run""",
+run folder  run
+watch       nanotrain watch run""",
     120: """\
 model       115 k parameters (66.1 k active per token), 2 layers, hidden size 32, vocabulary 260
 data        synthetic, 1.02 k tokens in 16 steps
 batch       4 samples of 16 tokens = 2 data-parallel x 2 microbatches x 1; 64 tokens per step
 layout      8 ranks on NVIDIA H100 80GB HBM3, tp 2, pp 2, etp 2, dp 2, schedule 1f1b, no_shard
 precision   bf16, main params and optimizer in fp32
-run folder  run; nanotrain watch run""",
+run folder  run
+watch       nanotrain watch run""",
 }
 
 

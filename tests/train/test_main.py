@@ -45,7 +45,8 @@ def test_the_configuration_it_writes_is_a_valid_input_for_the_same_run(tmp_path)
     assert main(arguments(tmp_path / "one", "--train-iters", "2")) == 0
     written = tmp_path / "one" / "config.yaml"
     again = load([f"+config={written}"])
-    assert again.config == load(arguments(tmp_path / "one", "--train-iters", "2")).config
+    given = load(arguments(tmp_path / "one", "--train-iters", "2", "--global-batch-size", "1")).config
+    assert again.config == given, "the batch that the number of ranks gave is written, so that a resume keeps it"
     assert main([f"+config={written}", "--run-dir", str(tmp_path / "two")]) == 0
     losses = [[line["loss"] for line in metrics_of(tmp_path / name)] for name in ("one", "two")]
     assert losses[0] == losses[1]

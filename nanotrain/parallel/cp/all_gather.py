@@ -17,7 +17,6 @@ for it reaches the flash kernels, which take no dense mask. The CPU has a mask.
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from nanotrain.comm.autograd import gather_along
 from nanotrain.comm.group import Group
@@ -67,6 +66,8 @@ class AllGatherAttention:
         for queries, chunk, chunk_mask in zip(query.chunk(2, dim=1), self.chunks, mask, strict=True):
             keys, values = gathered[:, : (chunk + 1) * size].split((key.shape[-1], value.shape[-1]), dim=-1)
             if scores is None and observe is None and chunk_mask is None:
+                from torch.nn.attention.bias import causal_lower_right  # imports the compiler, which takes seconds
+
                 outputs.append(attend(queries, key=keys, value=values, mask=causal_lower_right(size, keys.shape[1])))
                 continue
             if chunk_mask is None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from nanotrain.config.flags import parse
 from nanotrain.config.load import configure, explain, load, load_config, load_object, to_yaml
 from nanotrain.config.schema import config_from_dict, to_dict
 from nanotrain.errors import ConfigError
@@ -122,9 +123,12 @@ def test_no_file_of_a_run_holds_the_url(tmp_path, capfd, monkeypatch, logging_as
 
 def test_the_url_is_used_but_not_printed(tmp_path, monkeypatch):
     monkeypatch.delenv("NANOTRAIN_NOTIFY", raising=False)
-    loaded = load(["+config=tiny", f"--notify={SECRET}", "--vocab-size", "64"])
+    line = ["+config=tiny", f"--notify={SECRET}", "--vocab-size", "64"]
+    loaded = load(line)
     assert loaded.config.train.notify == SECRET == load_object(loaded.config).config.train.notify
-    assert SECRET not in to_yaml(loaded.config) + explain(loaded) + str(to_dict(loaded.config)) + str(loaded.origins)
+    assert SECRET not in to_yaml(loaded.config) + explain(loaded, parse(line)) + str(to_dict(loaded.config)) + str(
+        loaded.origins
+    )
     assert config_from_dict(to_dict(loaded.config)).train.notify is None  # as a checkpoint is read
     written = tmp_path / "config.yaml"
     written.write_text(to_yaml(loaded.config))
