@@ -23,7 +23,7 @@ train: .venv/.installed ## quick start: train a small GPT on the Python standard
 WORKERS = $$($(BIN)/python -c "import os; print(min(4, len(os.sched_getaffinity(0))))")
 
 test: .venv/.installed ## the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: .venv/.installed ## lint, format, types, floors and sizes
 	scripts/check

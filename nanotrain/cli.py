@@ -24,6 +24,7 @@ from nanotrain.cli_parser import (
     not_negative,
     port,
     positive,
+    probability,
     processes,
     run_command,
     seed,
@@ -139,7 +140,7 @@ def generate(argv: Sequence[str]) -> int:
     top_k_help = "sample from the K most likely tokens; unset: from all"
     parser.add_argument("--top-k", type=count, metavar="K", help=top_k_help)
     top_p_help = "sample from the fewest most likely tokens of probability P; unset: from all"
-    parser.add_argument("--top-p", type=positive, metavar="P", help=top_p_help)
+    parser.add_argument("--top-p", type=probability, metavar="P", help=top_p_help)
     stop_help = "end at this text, which is not printed; may be repeated"
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop_help)
     parser.add_argument("--seed", type=seed, default=0, help="random seed of the sampling (default: 0)")

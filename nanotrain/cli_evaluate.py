@@ -66,10 +66,13 @@ def evaluation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
         ConfigError: a setting that belongs to training.
         TopologyError: ranks that cannot form the layout.
     """
+    why = "the model's own configuration gives everything but the layout"
+    if loaded.recipe is not None:
+        fix = "leave it out and give the flags of the layout"
+        raise ConfigError(f"+config={loaded.recipe} has no effect on an evaluation", why=why, fix=fix)
     others = sorted(key for key in loaded.explicit if not key.startswith("parallel.") and key not in KEPT)
     if others:
         flags = ", ".join(KEYS[key].flag for key in others)
-        why = "the model's own configuration gives everything but the layout"
         raise ConfigError(f"{flags} has no effect on an evaluation", why=why, fix="leave it out")
     given, parallel = loaded.config, loaded.config.parallel
     set_length = "data.seq_length" in loaded.explicit

@@ -75,6 +75,13 @@ def not_negative(text: str) -> float:
     return number(text)
 
 
+def probability(text: str) -> float:
+    """A number above 0, at most 1."""
+    if not 0 < number(text) <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no probability: it is above 0 and at most 1")
+    return number(text)
+
+
 def number(text: str) -> float:
     """A number; not-a-number for other text."""
     try:

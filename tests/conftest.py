@@ -11,8 +11,14 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="nanotrain-cache-")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 from hypothesis import settings
 
 # Machines are shared, so no example has a time limit.
 settings.register_profile("nanotrain", deadline=None)
 settings.load_profile("nanotrain")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The laws first: they take longest, and at the end of a run no worker should wait for another one."""
+    items.sort(key=lambda item: "laws" not in item.path.parts)

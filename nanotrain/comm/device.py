@@ -14,6 +14,7 @@ Most of `torch.cuda` raises on a CPU-only torch, so all callers go through these
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,12 @@ def memory_per_rank(device: torch.device, local_world_size: int) -> int | None:
     return next((num_bytes // local_world_size for num_bytes in available), None)
 
 
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream on which copies wait for collectives; one, because torch deals out the same 32 again."""
+    return torch.cuda.Stream(device)
+
+
 class HostCopy:
     """A copy of a small tensor to the host; the host waits for the device when it reads it, not before.
 
@@ -143,7 +150,7 @@ class HostCopy:
     @classmethod
     def after(cls, work: dist.Work, tensor: Tensor) -> "HostCopy":
         """Of a tensor that a collective on a GPU writes; the current stream does not wait for the collective."""
-        stream = torch.cuda.Stream(tensor.device)
+        stream = _side_stream(tensor.device)
         with torch.cuda.stream(stream):
             work.wait()
             copy = cls(tensor)

@@ -107,10 +107,13 @@ def batch_schedule(config: Config) -> BatchSchedule | None:
         steps = read_steps(train.step_batch_size_schedule, config.data.seq_length)
         if train.rampup_batch_size or train.global_batch_size not in (None, steps.final):
             other = "rampup_batch_size" if train.rampup_batch_size else f"global_batch_size {train.global_batch_size}"
+            fix = (
+                "leave out --rampup-batch-size" if train.rampup_batch_size else f"set --global-batch-size {steps.final}"
+            )
             raise ConfigError(
                 f"step_batch_size_schedule ends at {steps.final} samples, and {other} is set",
                 why="the schedule gives the size of every batch",
-                fix=f"leave out --{other.split()[0].replace('_', '-')} or --step-batch-size-schedule",
+                fix=f"{fix}, or leave out --step-batch-size-schedule",
             )
         return steps
     return read_ramp_up(train.rampup_batch_size, train.global_batch_size) if train.rampup_batch_size else None
@@ -169,9 +172,9 @@ def read_steps(texts: list[str], seq_length: int) -> Steps:
         pairs.append((tokens // seq_length, samples))
     pairs.sort(key=lambda pair: pair[0])
     starts = [threshold for threshold, _ in pairs]
-    if starts[0] != 0 or len(set(starts)) < len(starts):
+    if not starts or starts[0] != 0 or len(set(starts)) < len(starts):
         raise ConfigError(
-            f"step_batch_size_schedule begins at {', '.join(map(str, starts))} samples",
+            f"step_batch_size_schedule begins at {', '.join(map(str, starts)) or 'no'} samples",
             why=f"its thresholds in tokens / seq_length {seq_length} must begin at 0 and differ",
             fix="begin it with 0:SIZE and name every threshold once",
         )

@@ -59,7 +59,7 @@ def load_config(argv: Sequence[str]) -> Config:
     return load(argv).config
 
 
-def configure(recipe: str | None = None, **values: Any) -> Config:
+def configure(recipe: str | Path | None = None, **values: Any) -> Config:
     """The configuration of a recipe with some fields changed, as its command line would give it.
 
     >>> configure("tiny", lr=1e-3, eval_interval=0).optim.lr
@@ -72,7 +72,7 @@ def configure(recipe: str | None = None, **values: Any) -> Config:
     Raises:
         ConfigError: all mistakes.
     """
-    line = CommandLine(choices={"config": recipe} if recipe else {})
+    line = CommandLine(choices={"config": str(recipe)} if recipe else {})
     for name, value in values.items():
         with line.errors:
             if name not in ENTRIES:

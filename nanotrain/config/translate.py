@@ -156,11 +156,17 @@ def implied(config: Config, explicit: frozenset[str], *, line: CommandLine) -> I
         yield "tensorboard", True, "tensorboard_dir is set"
     count, pp = parallel.num_virtual_stages_per_pipeline_rank, parallel.pipeline_model_parallel_size
     layout, name = parallel.pipeline_model_parallel_layout, "num_virtual_stages_per_pipeline_rank"
-    if layout is not None and f"parallel.{name}" not in explicit and (stages := layout_stages(layout)) > pp * count:
+    if (
+        layout is not None
+        and pp > 1  # without it a layout is an error of its own
+        and f"parallel.{name}" not in explicit
+        and (stages := layout_stages(layout)) > pp * count
+    ):
         count = -(-stages // pp)
         yield name, count, f"pipeline_model_parallel_layout has {stages} stages for {pp} pipeline ranks"
     if (
         count > 1
+        and pp > 1
         and parallel.pipeline_schedule == ENTRIES["pipeline_schedule"].default
         and "parallel.pipeline_schedule" not in explicit
     ):

@@ -1,5 +1,6 @@
 """Canonical form of a model section: equal for sections that describe the same model."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,9 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
         mla=model_config.mla if model_config.multi_latent_attention else MLAConfig(),
         moe=MoEConfig() if moe is None else _canonical_experts(model_config.moe, moe),
     )
+    scale = model_config.softmax_scale
+    if scale is not None and math.isclose(scale, shape.head_dim**-0.5) and not model_config.multi_latent_attention:
+        model_config = replace(model_config, softmax_scale=None)
     if not has_rope(model_config):
         model_config = replace(model_config, rotary_base=_DEFAULT.rotary_base, rotary_base_local=None)
     if not has_rope(model_config) or model_config.multi_latent_attention:

@@ -14,6 +14,8 @@ from torch import Tensor
 from nanotrain.inference.cache import KVCache
 from nanotrain.model.transformer import Stage
 
+SMALLEST_TEMPERATURE = 1e-30  # a smaller one is 0 in fp32
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -107,12 +109,12 @@ def generate(
 
 def sample_token(logits: Tensor, sampling: Sampling, *, generator: torch.Generator) -> int:
     """Sample a token from [V] fp32 logits on the CPU."""
-    if sampling.temperature == 0:
+    if sampling.temperature < SMALLEST_TEMPERATURE:
         return int(logits.argmax())
     if sampling.top_k is not None and sampling.top_k < logits.numel():
         top = logits.topk(sampling.top_k)
         logits = torch.full_like(logits, float("-inf")).scatter(0, top.indices, top.values)
-    probabilities = (logits / sampling.temperature).softmax(dim=0)
+    probabilities = ((logits - logits.max()) / sampling.temperature).softmax(dim=0)
     if sampling.top_p is not None:
         ordered, tokens = probabilities.sort(descending=True)
         is_kept = ordered.cumsum(0) - ordered < sampling.top_p  # the token that passes the bound is kept

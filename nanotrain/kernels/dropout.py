@@ -38,7 +38,12 @@ def mix_in(words: Tensor, numbers: Tensor | int) -> Tensor:
 
 def keep_factors(words: Tensor, rate: float, *, dtype: torch.dtype) -> Tensor:
     """The factor of each element, from its word."""
-    return (words >= round(rate * 2**32)).to(dtype).mul_(1 / (1 - rate))
+    return (words >= _threshold(rate)).to(dtype).mul_(1 / (1 - rate))
+
+
+def _threshold(rate: float) -> int:
+    """Words below it are dropped."""
+    return round(rate * 2**32)
 
 
 def dropout(x: Tensor, words: Tensor, *, rate: float) -> Tensor:
@@ -50,14 +55,16 @@ def dropout(x: Tensor, words: Tensor, *, rate: float) -> Tensor:
         rate: share of the elements that become 0; the others are scaled by 1 / (1 - rate).
     """
     if torch.compiler.is_compiling():
-        return x * _channel_factors(x, words, rate=rate)
+        return _drop(x, words, rate=rate)
     out: Tensor = _Dropout.apply(x, words, rate)
     return out
 
 
-def _channel_factors(x: Tensor, words: Tensor, *, rate: float) -> Tensor:
+def _drop(x: Tensor, words: Tensor, *, rate: float) -> Tensor:
+    """A 16-bit product with a number rounds once; the factor itself in 16 bits would be too small by up to 2^-9."""
     channels = torch.arange(x.shape[-1], device=x.device)
-    return keep_factors(mix_in(words[..., None], channels), rate, dtype=x.dtype)
+    is_dropped = mix_in(words[..., None], channels) < _threshold(rate)
+    return (x * (1 / (1 - rate))).masked_fill(is_dropped, 0)
 
 
 class _Dropout(torch.autograd.Function):
@@ -65,9 +72,9 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, words: Tensor, rate: float) -> Tensor:
         ctx.save_for_backward(words)
         ctx.rate = rate
-        return x * _channel_factors(x, words, rate=rate)
+        return _drop(x, words, rate=rate)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (words,) = ctx.saved_tensors
-        return grads[0] * _channel_factors(grads[0], words, rate=ctx.rate), None, None
+        return _drop(grads[0], words, rate=ctx.rate), None, None

@@ -117,8 +117,9 @@ class Block(nn.Module):
         self.mlp_post_norm = _declared_norm(model_config, params, name="mlp_post_norm")
         recompute = parallel.recompute
         mlp = recompute.wrap("moe" if isinstance(self.mlp, MoELayer) else "mlp", self.mlp)
+        # Functions, not modules: a module held under a second name would be saved twice.
         self._attend, self._apply_mlp = (
-            second if first is None else recompute.chain("layernorm", first, second=second)
+            partial(second) if first is None else recompute.chain("layernorm", first, second=second)
             for first, second in ((self.attention_norm, self.attention), (self.mlp_norm, mlp))
         )
 

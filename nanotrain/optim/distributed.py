@@ -88,13 +88,15 @@ class _BucketState:
         return self.bucket.grads.main
 
     def tensors(
-        self, ranges: Sequence[ShardRange], *, copies: list[tuple[StoredTensor, Tensor]]
+        self, ranges: Sequence[ShardRange], *, copies: list[tuple[StoredTensor, Tensor]], only: str | None = None
     ) -> Iterator[tuple[TensorBox, Tensor]]:
         """Main params and state by their names in checkpoints: views, or `copies` of what is stored with scales."""
         for state in self.parts:
             start, stop = state.part.start, state.part.stop
             inside = list(clip_ranges(ranges, start=start, stop=stop))
             for prefix, stored in state.stored.items():
+                if only not in (None, prefix):
+                    continue
                 flat = stored.values
                 if stored.scales is not None:
                     flat = stored.read()
@@ -235,12 +237,13 @@ class DistributedOptimizer:
             for box, view in _boxes(part.name, part, flat=state.grads, first=0)
         }
 
-    def tensors_to_save(self) -> dict[TensorBox, Tensor]:
+    def tensors_to_save(self, only: str | None = None) -> dict[TensorBox, Tensor]:
         """This rank's part of a checkpoint: every element of the state is saved by one rank.
 
-        Only replica 0 of a parameter is saved; the ranks with the same shard save equal parts of it.
+        Only replica 0 of a parameter is saved; ranks with the same shard save equal parts. `only`: a prefix of names.
         """
-        return {box: view for state in self._states for box, view in state.tensors(_ranges_to_save(state), copies=[])}
+        parts = (state.tensors(_ranges_to_save(state), copies=[], only=only) for state in self._states)
+        return {box: view for part in parts for box, view in part}
 
     def state_dict(self) -> dict[str, object]:
         """The state that is not a tensor, as JSON."""
@@ -312,6 +315,8 @@ class DistributedOptimizer:
 
     def _run_rules(self, step: UpdateStep) -> None:
         self._host.start_grads()
+        # Waits for the device, so it comes before the updates there, which then run beside the host's.
+        on_host = step.on_host() if self._host.has_parts else None
         if self._matrix_updates:
             self._host.wait_for_grads()
         for update in self._matrix_updates:
@@ -325,8 +330,8 @@ class DistributedOptimizer:
         for part in self._parts:
             if part.host is None:
                 part.copy_main_to_model_params()
-        if self._host.has_parts:
-            self._host.run(partial(_update_on_host, rule=self._rule, step=step.on_host()))
+        if on_host is not None:
+            self._host.run(partial(_update_on_host, rule=self._rule, step=on_host))
 
 
 def _update_on_host(part: PartState, *, rule: UpdateRule, step: UpdateStep) -> None:

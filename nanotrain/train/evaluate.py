@@ -85,6 +85,10 @@ def open_corpus(source: str, tokenizer: Tokenizer | None) -> Iterator[IndexedTok
     if prefix.with_name(prefix.name + ".idx").is_file():
         yield IndexedTokens(prefix)
         return
+    if not Path(source).exists():
+        raise DataError(
+            f"there is no corpus {source}", why="it is no prefix of .bin/.idx files and no text", fix="check --data"
+        )
     if tokenizer is None:
         why = "the model names no tokenizer"
         raise DataError(f"{source} is text, which cannot be tokenized", why=why, fix="set --tokenizer")

@@ -56,6 +56,8 @@ def start_ranks(
     args = read_options(options, arguments)
     num_local = local_world_size(args.nproc_per_node)
     min_nodes, max_nodes = parse_min_max_nnodes(args.nnodes)
+    if min_nodes < 1:
+        raise ConfigError(f"--nnodes is {args.nnodes}", why="a job has at least one machine", fix="--nnodes 1")
     if min_nodes == max_nodes:  # otherwise the ranks check the number that they find
         validate_for_world(loaded.config, num_local * max_nodes, expected_dp=loaded.data_parallel_size)
     environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank(num_local)))
@@ -151,13 +153,18 @@ def build_agent(config: LaunchConfig, entrypoint: str, *, arguments: Sequence[st
         **config.rdzv_configs,
     )
     is_static = config.rdzv_backend == "static"
-    address = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=-1) if is_static else (None, None)
+    try:
+        address = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=-1) if is_static else (None, None)
+        rendezvous = rendezvous_registry.get_rendezvous_handler(parameters)
+    except ValueError as error:
+        fix = "set --rdzv-backend and --rdzv-endpoint HOST:PORT as for torchrun"
+        raise ConfigError("the machines cannot meet", why=str(error), fix=fix) from None
     spec = WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
         entrypoint=entrypoint,
         args=tuple(arguments),
-        rdzv_handler=rendezvous_registry.get_rendezvous_handler(parameters),
+        rdzv_handler=rendezvous,
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
         master_addr=address[0],

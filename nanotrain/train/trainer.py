@@ -64,9 +64,11 @@ class Trainer:
         run = self.run
         for hook in self.hooks:
             hook.before_training(run)
+        had_request = False  # a signal sent to all ranks may reach some of them a step later
         while not self._is_finished() and (batch := self._next_batch()) is not None:
-            if batch[0].wants_save:
+            if batch[0].wants_save and not had_request:
                 self._save_now()
+            had_request = batch[0].wants_save
             self._run_step(*batch)
         with self._saving_on_the_way_out():
             raise_on_all(self._failure, run.context.control)
@@ -118,10 +120,10 @@ class Trainer:
                 call(hook)
             except CommunicationFault:
                 raise
+            except CorruptState:  # raised by all ranks at once: nothing may save this state
+                raise
             except NanotrainError as error:
                 self._failure = self._failure or error
-                if isinstance(error, CorruptState):  # raised by all ranks: the later hooks must not save this state
-                    break
 
     def _run_step(self, batch: GlobalBatch, watch: Stopwatch) -> None:
         run = self.run

@@ -91,11 +91,13 @@ def test_a_second_sigterm_does_not_keep_the_run_from_saving(tmp_path):
 
 
 def test_a_second_interrupt_ends_the_run_at_once(tmp_path):
+    ours = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs in the background without it
     spy, before = Spy(), handlers()
     with small_run(tmp_path, "--train-iters", "9") as run, pytest.raises(KeyboardInterrupt):
         train(run, Signalling(2, signal.SIGINT, signal.SIGINT), spy)
     assert spy.calls == ["before", "step 1", "closed after an error"]
     assert handlers() == before
+    signal.signal(signal.SIGINT, ours)
 
 
 def test_sigusr1_saves_and_training_goes_on(tmp_path, logged):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from nanotrain.comm.autograd import gather_along
+from nanotrain.comm.eager import eager
 from nanotrain.comm.group import Group
 from nanotrain.parallel.cp.max_logits import LogitObserver
 from nanotrain.parallel.cp.scores import ScoreOptions
@@ -66,9 +67,7 @@ class AllGatherAttention:
         for queries, chunk, chunk_mask in zip(query.chunk(2, dim=1), self.chunks, mask, strict=True):
             keys, values = gathered[:, : (chunk + 1) * size].split((key.shape[-1], value.shape[-1]), dim=-1)
             if scores is None and observe is None and chunk_mask is None:
-                from torch.nn.attention.bias import causal_lower_right  # imports the compiler, which takes seconds
-
-                outputs.append(attend(queries, key=keys, value=values, mask=causal_lower_right(size, keys.shape[1])))
+                outputs.append(_attend_causal(queries, key=keys, value=values))
                 continue
             if chunk_mask is None:
                 positions = torch.arange(keys.shape[1], device=keys.device)
@@ -81,3 +80,11 @@ class AllGatherAttention:
                 observe(part)
             outputs.append(attend_with(scores, part, first_query=chunk * size))
         return torch.cat(outputs, dim=1)
+
+
+@eager  # torch.compile cannot trace torch's bias type
+def _attend_causal(query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention aligned to the last key, without a dense mask."""
+    from torch.nn.attention.bias import causal_lower_right  # imports the compiler, which takes seconds
+
+    return attend(query, key=key, value=value, mask=causal_lower_right(query.shape[1], key.shape[1]))

@@ -2,6 +2,7 @@
 
 split.py             zigzag sharding of sequences and microbatches
 sdpa.py              SDPA, for a group of one rank
+scores.py            softcapping, sinks and dropout of attention scores
 max_logits.py        the largest attention logit of each head
 all_gather.py        all-gather of keys and values
 ring.py              ring attention; chunk_attention.py: attention to one chunk of keys, log-sum-exp merge

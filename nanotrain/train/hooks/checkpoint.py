@@ -43,6 +43,7 @@ class CheckpointHook(Hook):
 
     def before_training(self, run: Run) -> None:
         _rename_later(run)
+        self._report = None  # of a step that does not count
         self._saved_step = run.state.step  # a resumed step is already on disk
 
     def after_step(self, run: Run, report: StepReport) -> None:
@@ -64,6 +65,7 @@ class CheckpointHook(Hook):
     def after_rollback(self, run: Run, report: StepReport) -> None:
         """Save the step again with the samples to skip, so that a resume skips them too."""
         _rename_later(run)
+        self._report = None  # of a step that does not count
         self._save_and_go_on(run)
 
     def after_training(self, run: Run) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from nanotrain.comm.collectives import all_gather_object
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.data.token_bytes import bytes_per_token
 from nanotrain.data.tokenizer import is_local, load_tokenizer
@@ -32,7 +33,9 @@ class EvaluateHook(Hook):
         self._sizes: list[int] | None = None  # bytes per token; None where they are unknown
 
     def before_training(self, run: Run) -> None:
-        if self._tokenizer is not None and is_local(self._tokenizer):
+        is_found = self._tokenizer is not None and is_local(self._tokenizer)
+        if all(all_gather_object(is_found, run.context.control)):  # machines may see different files
+            assert self._tokenizer is not None
             assert run.config.model.vocab_size is not None, "set by open_inputs"
             self._sizes = bytes_per_token(load_tokenizer(self._tokenizer), run.config.model.vocab_size)
         if run.state.step == 0 and run.config.train.train_iters > 0:

@@ -67,6 +67,7 @@ class LogHook(Hook):
         self._metrics.close()
         self._metrics = MetricsFile(run.folder.metrics, step=run.state.step)  # sets the later rows aside
         self._since_line.clear()
+        self._first_end = None
 
     def after_training(self, run: Run) -> None:
         self._write(self._unread.take_all())

@@ -27,6 +27,6 @@ class NormsHook(Hook):
 
 def squared_params_norm(run: Run) -> Tensor:
     """The sum of the squares of the main parameters that this rank saves, every element on one rank: fp64 scalar."""
-    mains = [tensor for box, tensor in run.optimizer.tensors_to_save().items() if box.name.startswith("model/")]
+    mains = run.optimizer.tensors_to_save(only="model").values()
     device = run.context.device
     return squared_norm([tensor.detach().to(device).flatten() for tensor in mains], device=device)

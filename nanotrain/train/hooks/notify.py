@@ -134,6 +134,10 @@ class NotifyHook(Hook):
             if self._spikes.is_spike(loss):
                 self._send("spike", f"the loss is {loss:.4g}")
 
+    def after_rollback(self, run: Run, report: StepReport) -> None:
+        self._facts |= {"step": report.step, "loss": report.loss if math.isfinite(report.loss) else None}
+        self._send("spike", f"the loss is {report.loss:.4g}; back to step {run.state.step}")
+
     def after_training(self, run: Run) -> None:
         stopped = run.state.step < run.config.train.train_iters
         self._send("end", "stopped and saved" if stopped else "finished")
