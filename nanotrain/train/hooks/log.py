@@ -6,6 +6,7 @@ A terminal also shows a progress bar. Steps with a validation and the last step 
 import math
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -155,10 +156,21 @@ def describe(
         (f"save stall {stall:.2f} s" if stall else "", 2),
         (f"eta {remaining}", 1),
     ]
-    shown = [part for part in parts if part[0]]
-    while len(" | ".join(text for text, _ in shown)) > width and max(order for _, order in shown):
-        shown.remove(max(shown, key=lambda part: part[1]))
-    return " | ".join(text for text, _ in shown)
+    return fit([part for part in parts if part[0]], width)
+
+
+def fit(parts: Sequence[tuple[str, int]], width: int) -> str:
+    """The texts in one line of at most `width` columns, the most important ones first; those of order 0 always.
+
+    >>> fit([("step 5", 0), ("a long text", 1), ("lr 1e-3", 2)], 18)
+    'step 5 | lr 1e-3'
+    """
+    line, kept = "", set[int]()
+    for index in sorted(range(len(parts)), key=lambda index: (parts[index][1], -index)):
+        longer = " | ".join(text for place, (text, _) in enumerate(parts) if place in {*kept, index})
+        if len(longer) <= width or not parts[index][1]:
+            line, kept = longer, {*kept, index}
+    return line
 
 
 def _describe_experts(moe: dict[str, Any] | None) -> str:

@@ -35,6 +35,12 @@ def test_a_line_says_everything_once_and_the_important_parts_on_a_narrow_termina
     assert line == LINES[width]
 
 
+def test_a_part_that_does_not_fit_makes_room_for_shorter_ones():
+    report = report_of(5, slowest_rank=1023, slowest_share=0.97)
+    line = describe([report], train_iters=9, num_devices=1, width=100)
+    assert "slowest" not in line and "lr 1.00e-03" in line and len(line) <= 100
+
+
 def test_the_remaining_time_counts_what_lies_between_steps():
     line = describe([report_of(5)], train_iters=9, num_devices=1, seconds_per_step=10.0)
     assert line.endswith("eta 0:00:40") and "per device" not in line
