@@ -16,9 +16,10 @@ from typing import Any
 import yaml
 
 from nanotrain.config.config import Config
-from nanotrain.config.flags import FLAGS, CommandLine, Setting, parse
+from nanotrain.config.flags import ALIASES, FLAGS, CommandLine, Setting, apply_aliases, parse
 from nanotrain.config.help import help_text
 from nanotrain.config.megatron import MEGATRON
+from nanotrain.config.option import flag_of
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import (
     ENTRIES,
@@ -67,7 +68,8 @@ def configure(recipe: str | Path | None = None, **values: Any) -> Config:
 
     Args:
         recipe: a name of configs/config, or a YAML file; None for the defaults.
-        values: fields by their unique names, which are the flags with underscores.
+        values: fields by their unique names, which are the flags with underscores; flags for one value, such as
+            `bf16`, are True.
 
     Raises:
         ConfigError: all mistakes.
@@ -75,9 +77,14 @@ def configure(recipe: str | Path | None = None, **values: Any) -> Config:
     line = CommandLine(choices={"config": str(recipe)} if recipe else {})
     for name, value in values.items():
         with line.errors:
+            flag = flag_of(name)
+            if flag in ALIASES and value is True:
+                line.aliases.append(flag)
+                continue
             if name not in ENTRIES:
-                raise unknown_flag(f"--{name.replace('_', '-')}", known=FLAGS)
+                raise unknown_flag(flag, known=[*FLAGS, *ALIASES])
             line.settings.append(Setting(ENTRIES[name].key, text_of(value), f"{name}={plain(value)!r}"))
+    apply_aliases(line)
     return load_line(line).config
 
 

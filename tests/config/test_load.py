@@ -7,7 +7,7 @@ import pytest
 
 from nanotrain.config.config import Config, DType, LRDecayStyle, ShardingStrategy
 from nanotrain.config.flags import parse
-from nanotrain.config.load import load, load_config, reply, to_yaml
+from nanotrain.config.load import configure, load, load_config, reply, to_yaml
 from nanotrain.config.schema import KEYS
 from nanotrain.errors import ConfigError, ConfigErrors
 
@@ -229,3 +229,10 @@ def test_bad_input_is_one_error_with_its_cure(words, message):
     with pytest.raises(ConfigError) as caught:
         load_config(words.split())
     assert message in str(caught.value)
+
+
+def test_configure_takes_flags_for_one_value():
+    assert configure("tiny", bf16=True) == load(["+config=tiny", "--bf16"]).config
+    for wrong in ({"bf16": True, "params_dtype": "fp16"}, {"bf16": False}, {"bf61": True}):
+        with pytest.raises(ConfigError, match="bf16"):
+            configure("tiny", **wrong)
