@@ -237,6 +237,7 @@ class DataConfig:
     train_data_path: list[str] = option([], "instead of data_path: prefixes for training, with or without weights, not divided by split")
     valid_data_path: list[str] = option([], "with train_data_path: prefixes for validation")
     test_data_path: list[str] = option([], "with train_data_path: prefixes for testing")
+    stages: list[str] = option([], "instead of data_path: NAME@START: BLEND entries such as 'anneal@9000: 0.5 web 0.5 math', each the blend from a step on, or from a sample on (START with 'samples' after it)", name="data_stages")
     split: str = option("969,30,1", "proportions of training, validation and test documents")
     seq_length: int = option(256, "sequence length: tokens per sample", check=at_least(1))
     tokenizer_model: str | None = option(None, "Hugging Face name or folder, tokenizer.json, or 'bytes'; unset: the one next to the data")

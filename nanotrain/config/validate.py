@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from nanotrain.config.batch_schedule import batch_schedule
 from nanotrain.config.config import Config
+from nanotrain.config.data_stages import read_stages
 from nanotrain.config.derive import data_parallel_size, global_batch_size, num_microbatches
 from nanotrain.config.rules.data_parallel import DATA_PARALLEL_RULES
 from nanotrain.config.rules.fp8 import FP8_LAYOUT_RULES, FP8_RULES
@@ -37,6 +38,9 @@ def collect_errors(
     if unreadable.isdisjoint(BATCH_FIELDS):
         with errors:
             check_batches(config, 1)
+    if unreadable.isdisjoint(("data_stages", "train_iters")):
+        with errors:
+            read_stages(config.data.stages, config.train.train_iters)
     if config.precision.fp8_format is not None:
         check_rules(config, FP8_RULES, errors=errors, unreadable=unreadable)
     if to_train and is_model_known:

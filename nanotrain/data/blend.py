@@ -61,6 +61,18 @@ def locate(tree: "_Node | int", index: int) -> BlendIndex:
     return BlendIndex(tree, index)
 
 
+def count_visits(tree: "_Node | int", visits: int) -> dict[int, int]:
+    """How many of the first `visits` samples each dataset gives.
+
+    >>> count_visits(plan_blend([Fraction(2), Fraction(1)]), 4)
+    {0: 3, 1: 1}
+    """
+    if not isinstance(tree, _Node):
+        return {tree: visits}
+    num_left = tree.visits_left(visits)
+    return count_visits(tree.left, num_left) | count_visits(tree.right, visits - num_left)
+
+
 class BlendedDataset:
     """Samples of several datasets, in proportion to weights above 0; each dataset keeps its own epochs and order."""
 

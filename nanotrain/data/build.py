@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from nanotrain.config.config import DataConfig
+from nanotrain.config.data_stages import read_stages
 from nanotrain.data.batch import SampleDataset
 from nanotrain.data.blend import BlendedDataset
 from nanotrain.data.corpus_info import recorded_tokenizer
@@ -16,8 +17,9 @@ from nanotrain.data.data_path import WeightedPrefix, parse_data_path
 from nanotrain.data.gpt import GPTDataset, GPTDatasetConfig
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.split import split_documents
+from nanotrain.data.staged import StageBlend, StagedDataset
 from nanotrain.data.synthetic import SyntheticDataset
-from nanotrain.errors import DataError
+from nanotrain.errors import ConfigError, DataError, ErrorCollector
 
 SPLITS = ("train", "valid", "test")
 
@@ -33,14 +35,20 @@ class DatasetSplits:
 
 def uses_quickstart(data: DataConfig) -> bool:
     """Whether a run reads the quick-start corpus, which has to be prepared first."""
-    return not data.data_path and not data.train_data_path and not data.mock_data
+    return not first_blend(data) and not data.mock_data
+
+
+def first_blend(data: DataConfig) -> list[str]:
+    """The blend that training begins with, as `parse_data_path` takes it; empty where no corpus is set."""
+    stages = read_stages(data.stages)
+    return [stages[0].blend] if stages else data.data_path or data.train_data_path
 
 
 def tokenizer_of(data: DataConfig) -> str | None:
     """The tokenizer of a run, as `load_tokenizer` takes it: of the data section, or that of the first corpus."""
     if data.vocab_file and data.merge_file:
         return f"{data.vocab_file},{data.merge_file}"
-    paths = data.data_path or data.train_data_path
+    paths = first_blend(data)
     if data.tokenizer_model or data.mock_data or not paths:
         return data.tokenizer_model
     return recorded_tokenizer(parse_data_path(paths)[0].prefix)
@@ -52,13 +60,15 @@ def build_data(
     """Open the corpora and build the dataset of every split.
 
     Args:
-        data: the data section; `data_path` or `train_data_path` is set, also for the quick-start corpus.
+        data: the data section with corpora, also for the quick-start corpus. The training split of `data_stages` has
+            the starts as they are written, in steps or samples: see `StagedDataset.starting_at`.
         vocab_size: token ids must be in [0, vocab_size).
         seed: key of the shuffle.
         required: splits that must have samples; the others may be None.
 
     Raises:
         DataError: a corpus that cannot be read, has ids outside the vocabulary (first sample), or too few tokens.
+        ConfigError: blends that cannot be parsed, those of all stages in one error.
     """
     if data.mock_data:
         return DatasetSplits(*(SyntheticDataset(vocab_size, data.seq_length, seed + split) for split in range(3)))
@@ -73,28 +83,64 @@ def build_data(
     )
     built: dict[str, SampleDataset | None] = {}
     for split, name in enumerate(SPLITS):
-        prefixes = _prefixes(data, name)
+        prefixes = parse_data_path(_paths(data, name))
         datasets = [_dataset(IndexedTokens(entry.prefix), data, split=split, config=config) for entry in prefixes]
         if name in required:
             _check_samples(name, datasets, proportions=data.split)
             for dataset in datasets:
                 dataset[0]  # reads one window: most vocabulary mistakes show in it
-        built[name] = _blend(datasets, prefixes)
+        is_staged = data.stages and name == "train"
+        built[name] = _stage(datasets, data) if is_staged else _blend(datasets, prefixes)
     return DatasetSplits(**built)
 
 
-def _prefixes(data: DataConfig, name: str) -> tuple[WeightedPrefix, ...]:
-    """The corpora of a split: its own, or those that all splits share."""
-    own = {"train": data.train_data_path, "valid": data.valid_data_path, "test": data.test_data_path}
-    prefixes = parse_data_path(own[name] if data.train_data_path else data.data_path)
-    assert prefixes or data.train_data_path, "the quick-start corpus is prepared before build_data"
-    return prefixes
+def _paths(data: DataConfig, name: str) -> list[str]:
+    """The blend of a split: its own, or that of all splits. Of stages every corpus, by size."""
+    own = {"valid": data.valid_data_path, "test": data.test_data_path}
+    if name != "train" and _has_own_splits(data):
+        return own[name]
+    if data.stages:
+        return list(dict.fromkeys(str(entry.prefix) for blend in _stage_blends(data) for entry in blend))
+    assert first_blend(data), "the quick-start corpus is prepared before build_data"
+    return first_blend(data)
+
+
+def _has_own_splits(data: DataConfig) -> bool:
+    """Whether every split has corpora of its own, which are not divided."""
+    return bool(data.train_data_path or data.valid_data_path)
+
+
+def _stage_blends(data: DataConfig) -> list[tuple[WeightedPrefix, ...]]:
+    """The blend of every stage; the mistakes of all stages are one error."""
+    blends, errors = [], ErrorCollector()
+    for stage in read_stages(data.stages):
+        with errors:
+            try:
+                blends.append(parse_data_path([stage.blend]))
+            except ConfigError as error:
+                raise ConfigError(f"stage {stage.name}: {error.what}", why=error.why, fix=error.fix) from None
+    errors.raise_errors()
+    return blends
+
+
+def _stage(datasets: Sequence[GPTDataset], data: DataConfig) -> StagedDataset:
+    """The blends of all stages over the corpora of `_paths`, each corpus once."""
+    places = {dataset.corpus.prefix: place for place, dataset in enumerate(datasets)}
+    stages = []
+    for stage, blend in zip(read_stages(data.stages), _stage_blends(data), strict=True):
+        weights: dict[int, Fraction] = {}
+        for entry in blend:
+            place = places[entry.prefix]
+            weight = Fraction(datasets[place].samples_per_epoch) if entry.weight is None else entry.weight
+            weights[place] = weights.get(place, Fraction(0)) + weight
+        stages.append(StageBlend(stage.name, stage.start, tuple(weights), tuple(weights.values())))
+    return StagedDataset(datasets, stages)
 
 
 def _dataset(corpus: IndexedTokens, data: DataConfig, *, split: int, config: GPTDatasetConfig) -> GPTDataset:
     """The part of a corpus that belongs to a split: all of it where the split has its own corpora."""
     documents = split_documents(corpus.num_documents, data.split)[split]
-    if data.train_data_path:
+    if _has_own_splits(data):
         documents = range(corpus.num_documents)
     start, stop = corpus.document_start(documents.start), corpus.document_start(documents.stop)
     return GPTDataset(corpus, start, stop, config)

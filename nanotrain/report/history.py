@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ class RunHistory:
     environment: dict[str, Any]
     checkpoints: tuple[Checkpoint, ...]
     samples: tuple[dict[str, Any], ...]  # {"step", "text"}
+    stages: tuple[tuple[str, int, int], ...]  # data stages: name, first and last step
     modified_s: float  # last change of the metrics, seconds since the epoch; 0 without metrics
 
     @classmethod
@@ -69,6 +72,7 @@ class RunHistory:
             environment=_mapping(folder / "environment.json"),
             checkpoints=tuple(_checkpoints(run.checkpoints)),
             samples=tuple(row for row in _json_lines(folder / "samples.jsonl") if "text" in row),
+            stages=tuple(_stages(rows)),
             modified_s=run.metrics.stat().st_mtime if run.metrics.is_file() else 0.0,
         )
 
@@ -160,6 +164,13 @@ def _loads(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     if not loads or not all(loads) or any(load.keys() != loads[0].keys() for load in loads):
         return {}
     return {name: np.array([load[name] for load in loads], dtype=float) for name in loads[0]}
+
+
+def _stages(rows: list[dict[str, Any]]) -> Iterator[tuple[str, int, int]]:
+    named = (row for row in rows if isinstance(row.get("data_stage"), str))
+    for name, group in groupby(named, key=itemgetter("data_stage")):
+        steps = [row["step"] for row in group]
+        yield name, steps[0], steps[-1]
 
 
 def _checkpoints(folder: Path) -> Iterator[Checkpoint]:

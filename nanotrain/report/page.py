@@ -68,6 +68,7 @@ def _sections(runs: Sequence[RunHistory], charts: dict[str, figures.Figure]) -> 
     yield "Runs", tables.summary_table(runs)
     yield "Loss", place([figures.loss_figure(runs)])
     yield "Training", grid(figures.step_figures(runs))
+    yield "Data", "".join(_titled(run, tables.stage_table(run)) for run in runs)
     yield "Experts", grid(figure for run in runs for figure in figures.expert_figures(run))
     yield "Memory", place([figures.memory_figure(runs)])
     yield "Layout", "".join(_titled(run, layout_html(run)) for run in runs)

@@ -73,6 +73,12 @@ def checkpoint_table(run: RunHistory) -> str:
     return html_table(("checkpoint", "size", "written"), rows) if rows else "<p>none</p>"
 
 
+def stage_table(run: RunHistory) -> str:
+    """The data stages and their steps; empty without."""
+    rows = [(name, f"{first:,} to {last:,}") for name, first, last in run.stages]
+    return html_table(("data stage", "steps"), rows) if rows else ""
+
+
 def environment_table(runs: Sequence[RunHistory]) -> str:
     """Command line, versions, device and revision of each run."""
     hidden = ("origins", "memory")

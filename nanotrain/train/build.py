@@ -5,7 +5,7 @@
 Initial weights come from the seed, from a Hugging Face folder or from a checkpoint.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,10 @@ from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.batch_schedule import samples_of_steps
 from nanotrain.config.config import Config
+from nanotrain.config.data_stages import read_stages, stage_starts
 from nanotrain.data.batch import Batch
 from nanotrain.data.loader import GlobalBatchLoader
+from nanotrain.data.staged import StagedDataset
 from nanotrain.hf.import_weights import import_weights
 from nanotrain.log import get_logger
 from nanotrain.memory.block_transforms import transform_blocks
@@ -89,7 +91,9 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
         routers=ModelRouters(stages, config.model, context=context),
         optimizer=optimizer,
         pipeline=build_pipeline(plan, context),
-        lr_schedule=LRSchedule(config.optim, state.curve_batch_size, _train_samples(plan, state.curve_batch_size)),
+        lr_schedule=LRSchedule(
+            config.optim, state.curve_batch_size, _samples_of_steps(plan, state)(config.train.train_iters)
+        ),
         batches=batches,
         # On a CPU the host computes: it would wait for other ranks later, but as long.
         batch_iterator=build_batch_iterator(batches, context, is_ahead=context.device.type == "cuda"),
@@ -99,10 +103,10 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     )
 
 
-def _train_samples(plan: Plan, batch_size: int) -> int:
-    """Samples of the whole run, of which the learning-rate curve is a function."""
-    steps, schedule = plan.config.train.train_iters, plan.sampler.schedule
-    return samples_of_steps(schedule, steps) if schedule else steps * batch_size
+def _samples_of_steps(plan: Plan, state: TrainState) -> Callable[[int], int]:
+    """Samples of the first steps of the run, counted as at its first step: other batch sizes since change nothing."""
+    schedule = plan.sampler.schedule
+    return lambda steps: samples_of_steps(schedule, steps) if schedule else steps * state.curve_batch_size
 
 
 def build_pipeline(plan: Plan, context: ParallelContext) -> Pipeline:
@@ -147,6 +151,9 @@ def _build_checkpointer(config: Config, folder: Path, *, context: ParallelContex
 def _open_batches(plan: Plan, inputs: RunInputs, *, state: TrainState, context: ParallelContext) -> GlobalBatchLoader:
     samples = inputs.datasets.train
     assert samples is not None, "open_inputs requires a training split"
+    if isinstance(samples, StagedDataset):
+        stages = read_stages(plan.config.data.stages)
+        samples = samples.starting_at(stage_starts(stages, _samples_of_steps(plan, state)))
     return GlobalBatchLoader(
         samples,
         sampler=plan.sampler,

@@ -3,6 +3,7 @@
 from textwrap import TextWrapper
 
 from nanotrain.config.batch_schedule import samples_of_steps
+from nanotrain.config.data_stages import read_stages
 from nanotrain.config.derive import data_parallel_size
 from nanotrain.memory.block_transforms import describe_activations
 from nanotrain.topology.counts import num_active_parameters, num_parameters
@@ -61,7 +62,11 @@ def _data(plan: Plan, inputs: RunInputs) -> str:
     if samples is None or config.data.mock_data:
         return f"synthetic, {tokens}"
     epoch = samples.samples_per_epoch
-    return f"{count(epoch * config.data.seq_length)} tokens; this run reads {tokens}, {read / epoch:.2f} epochs"
+    texts = [f"{count(epoch * config.data.seq_length)} tokens; this run reads {tokens}, {read / epoch:.2f} epochs"]
+    for stage in read_stages(config.data.stages):
+        unit = "sample" if stage.in_samples else "step"
+        texts.append(f"{stage.name} from {unit} {stage.start:,}: {stage.blend}")
+    return "; ".join(texts)
 
 
 def _batch(plan: Plan) -> str:

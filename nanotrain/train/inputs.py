@@ -17,7 +17,7 @@ from nanotrain.checkpoint.store import checkpoint_to_resume, find_checkpoint
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.load import Loaded
 from nanotrain.config.validate import check_layout, check_model
-from nanotrain.data.build import DatasetSplits, build_data, tokenizer_of, uses_quickstart
+from nanotrain.data.build import DatasetSplits, build_data, first_blend, tokenizer_of, uses_quickstart
 from nanotrain.data.data_path import parse_data_path
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.tokenizer import load_tokenizer
@@ -122,7 +122,7 @@ def _with_vocabulary(config: Config, tokenizer: str | None) -> Config:
     if config.model.vocab_size is not None:
         return config
     if tokenizer is None:
-        for entry in parse_data_path(config.data.data_path or config.data.train_data_path):
+        for entry in parse_data_path(first_blend(config.data)):
             IndexedTokens(entry.prefix)  # a corpus that does not exist is the likelier mistake, and raises
         raise ConfigError(
             "the vocabulary size is not set",

@@ -29,6 +29,7 @@ OPTIONAL = (
     "num_zeros_in_grad",
     "moe",
     "decoupled_lr",
+    "data_stage",
     "save_stall_s",
     "failed_saves",
     "slowest_rank",
@@ -104,6 +105,7 @@ class StepReport:
     consumed_tokens: int
     is_logged: bool = True  # whether the host may wait for this step
     decoupled_lr: float | None = None  # learning rate of the embedding and the output layer; None where it is `lr`
+    data_stage: str | None = None  # name of the stage of its data; None without data stages
     valid_loss: float | None = None  # set on steps that end with a validation
     valid_bits_per_byte: float | None = None  # of the same samples; None where the bytes of tokens are unknown
     params_norm: float | None = None  # 2-norm of all parameters after the step; None where it is not logged

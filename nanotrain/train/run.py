@@ -8,6 +8,7 @@ from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.data.loader import GlobalBatchLoader
+from nanotrain.data.staged import StagedDataset
 from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.optim.lr import LRSchedule
@@ -98,6 +99,13 @@ class Run:
     def config(self) -> Config:
         """The complete configuration."""
         return self.plan.config
+
+    def data_stage_at(self, consumed_samples: int) -> str | None:
+        """The name of the data stage of the batch that starts there; None without data stages."""
+        dataset = self.batches.dataset
+        if not isinstance(dataset, StagedDataset):
+            return None
+        return dataset.stage_at(consumed_samples + self.state.skipped_samples).name
 
     @property
     def folder(self) -> RunFolder:

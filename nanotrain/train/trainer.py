@@ -46,6 +46,7 @@ class Trainer:
         self._waited_before_s = self._busy_s = self._step_time_s = 0.0  # of the last step
         self._unread = UnreadReports()
         self._skips = 0  # steps skipped in a row
+        self._stage: str | None = None  # the data stage of the last step
         self._started = time.monotonic()
         self._first_step = run.state.step
 
@@ -175,7 +176,16 @@ class Trainer:
             consumed_tokens=state.consumed_tokens,
             is_logged=self._is_logged(state.step),
             decoupled_lr=output.decoupled_lr,
+            data_stage=self._data_stage(state.consumed_samples - output.num_samples),
         )
+
+    def _data_stage(self, consumed_samples: int) -> str | None:
+        """The data stage of the batch that starts there; a change is logged."""
+        name = self.run.data_stage_at(consumed_samples)
+        if name != self._stage:
+            log.info("data stage %s from step %d on, sample %d", name, self.run.state.step, consumed_samples)
+        self._stage = name
+        return name
 
     def _is_logged(self, step: int) -> bool:
         """Whether the host waits for the step: for a line of the log, or because a hook waits anyway."""

@@ -194,12 +194,15 @@ UNUSED = (
     Unused("num_layers_at_start_in_bf16 num_layers_at_end_in_bf16", "first_last_layers_bf16",
         lambda v: not v.first_last_layers_bf16, "it belongs to first_last_layers_bf16"),
     Unused(
-        "data_path train_data_path quickstart quickstart_vocab_size generate_tokens generate_prompt "
+        "data_path train_data_path data_stages quickstart quickstart_vocab_size generate_tokens generate_prompt "
         "reset_position_ids reset_attention_mask eod_mask_loss",
         "mock_data", lambda v: v.mock_data, "mock_data has no text and no documents"),
-    Unused("valid_data_path test_data_path", "train_data_path", lambda v: not v.train_data_path,
+    Unused("valid_data_path test_data_path", "train_data_path data_stages",
+        lambda v: not v.train_data_path and not v.data_stages,
         "data_path is divided by split", "set --train-data-path"),
-    Unused("split", "train_data_path", lambda v: v.train_data_path, "each split has its own corpora", is_harmless=True),
+    Unused("split", "train_data_path data_stages valid_data_path",
+        lambda v: v.train_data_path or v.data_stages and v.valid_data_path,
+        "each split has its own corpora", is_harmless=True),
     Unused("tokenizer_model vocab_file merge_file", "mock_data vocab_size", lambda v: v.mock_data and v.vocab_size,
         "mock_data has no text, and vocab_size is set", is_harmless=True),
     Unused("save_interval save_retain_interval keep_last async_save exit_on_save_failure save_fallback_dir", "save",
