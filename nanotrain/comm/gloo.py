@@ -47,10 +47,10 @@ def start_reduce_scatter_into(output: Tensor, tensor: Tensor, *, group: Group, a
         total = output.view(-1)
         for chunk in _chunks(output.numel()):
             for source, _ in _peers(group):
-                receives[chunk.start, source].wait()
+                group.wait(receives[chunk.start, source])
             _sum_in_order(total[chunk], [version[chunk] for version in versions], local=group.index, divisor=divisor)
         for handle in sends:
-            handle.wait()
+            group.wait(handle)
         group.scratch.give(scratch)
         return output
 

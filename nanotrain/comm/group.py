@@ -4,6 +4,8 @@ A layer, buffer or optimizer holds the `Group` that it communicates over and not
 one rank has no process group: the output of its collectives is their input.
 """
 
+from datetime import timedelta
+
 import torch.distributed as dist
 
 from nanotrain.comm.heartbeat import Heartbeat
@@ -41,6 +43,7 @@ class Group:
         self.size, self.rank, self.is_first = spec.size, spec.rank, spec.is_first
         self.traffic, self.scratch = traffic or TrafficCounter(), scratch or Scratch()
         self.heartbeat = heartbeat or Heartbeat()
+        self._message_timeout: tuple[timedelta, ...] = ()
 
     @classmethod
     def single_rank(cls, name: GroupName, rank: int = 0) -> "Group":
@@ -60,6 +63,29 @@ class Group:
         self.traffic.record(self.name, op, num_bytes=num_bytes)
         self.heartbeat.started(self.name, op, num_bytes=num_bytes)
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long operations that start from now on wait for a slow or lost rank."""
+        if self.process_group is None:
+            return
+        _set_timeout(self.process_group, timeout)
+        if self.is_gloo:
+            self._message_timeout = (timeout,)
+
+    def wait(self, handle: dist.Work) -> None:
+        """Wait for one of torch's handles of this group.
+
+        gloo's messages keep the timeout that the process group was created with, so it is passed (measured, torch
+        2.13). NCCL's handles get none: they would block the host.
+        """
+        handle.wait(*self._message_timeout)
+
     def release(self) -> None:
         """Drop the reference to the process group, at the end of the job."""
         self.process_group = None
+
+
+def _set_timeout(process_group: dist.ProcessGroup, timeout: timedelta) -> None:
+    if hasattr(process_group, "set_timeout"):
+        process_group.set_timeout(timeout)
+    else:  # torch 2.10
+        dist.distributed_c10d._set_pg_timeout(timeout, process_group)

@@ -124,6 +124,11 @@ class Heartbeat:
         """Collectives started over a group so far."""
         return self._record[_GROUP_FIELDS + _PER_GROUP * _GROUP_INDEX.get(group, 0)]
 
+    def num_bytes(self, group: str, sequence: int) -> int | None:
+        """Bytes that this rank sends in a collective over a group; None unless it is the newest one."""
+        index = _GROUP_FIELDS + _PER_GROUP * _GROUP_INDEX.get(group, 0)
+        return self._record[index + 2] if sequence and self._record[index] == sequence else None
+
     def wait_begins(self, group: str, op: str, *, sequence: int, peer: int | None = None) -> None:
         """This rank waits for a collective from now on."""
         record = self._record

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nanotrain.comm import flight_recorder
 from nanotrain.comm.device import backend_of, pick_device, process_group_device
 from nanotrain.comm.group import Group
 from nanotrain.comm.heartbeat import Heartbeat
@@ -26,13 +27,6 @@ from nanotrain.comm.traffic import TrafficCounter
 from nanotrain.errors import EnvironmentFault
 from nanotrain.topology.groups import GroupName, GroupSpec, Ranks
 from nanotrain.topology.topology import Topology
-
-# On NCCL `wait` does not raise; torch ends the process at the timeout, and its flight recorder then writes the last
-# collectives of every rank, which `torchfrtrace` compares (docs/faults.md).
-NCCL_SETTINGS = {
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-    "TORCH_FR_BUFFER_SIZE": "2000",
-}
 
 
 @dataclass(frozen=True)
@@ -89,6 +83,7 @@ class ParallelContext:
         control: all ranks over gloo, for objects and barriers, whatever the device.
         traffic: bytes sent over all groups.
         heartbeat: what this rank does, for the watchdog.
+        timeout_s: how long a collective waits for a slow or lost rank.
     """
 
     def __init__(self, topology: Topology, rank: int, *, device: torch.device) -> None:
@@ -96,6 +91,7 @@ class ParallelContext:
         self.coords, self.coords_text = topology.coords(rank), topology.coords_text(rank)
         self.traffic, self._scratch, self.heartbeat = TrafficCounter(), Scratch(), Heartbeat()
         self.groups: dict[GroupName, Group] = {}
+        self.timeout_s = 0.0
         self.control = self._group(GroupSpec.single_rank("control", rank))
 
     def group(self, name: GroupName) -> Group:
@@ -128,8 +124,7 @@ class ParallelContext:
         if not launch.is_distributed:
             yield cls(topology, 0, device=chosen)._with_groups(timeout_s)
             return
-        for name, value in NCCL_SETTINGS.items():
-            os.environ.setdefault(name, value)
+        flight_recorder.switch_on()
         _join_world(launch, backend_of(chosen), timeout_s=timeout_s)
         context = cls(topology, launch.rank, device=chosen)
         yield context._with_groups(timeout_s)
@@ -144,7 +139,7 @@ class ParallelContext:
 
     def _with_groups(self, timeout_s: float) -> "ParallelContext":
         """Create one process group per distinct tuple of ranks, and the groups of this rank on them."""
-        timeout = timedelta(seconds=timeout_s)
+        timeout, self.timeout_s = timedelta(seconds=timeout_s), timeout_s
         specs = self.topology.group_specs(self.rank)
         world = specs["world"]
         process_groups: dict[Ranks, dist.ProcessGroup | None] = {}
@@ -161,6 +156,12 @@ class ParallelContext:
                 process_groups[spec.ranks] = _new_group(name, spec.ranks, timeout=timeout)
         self.groups = {name: self._group(spec, process_groups.get(spec.ranks)) for name, spec in specs.items()}
         return self
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set the timeout of all groups, for operations that start from now on; every rank calls it."""
+        self.timeout_s = timeout_s
+        for group in (*self.groups.values(), self.control):
+            group.set_timeout(timedelta(seconds=timeout_s))
 
     def _destroy(self) -> None:
         """Destroy all process groups, including those that a `Group` still refers to."""

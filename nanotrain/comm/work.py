@@ -81,9 +81,9 @@ class Work(Generic[T]):
         try:
             if group is not None:
                 group.heartbeat.wait_begins(group.name, self._op, sequence=self._sequence, peer=self._peer)
-            with translate_errors(self._op, group):
+            with translate_errors(self._op, group, sequence=self._sequence):
                 for handle in self._handles:
-                    handle.wait()
+                    handle.wait() if group is None else group.wait(handle)
                 self._result = self._finish()
             if group is not None:
                 group.heartbeat.wait_ended()
@@ -96,18 +96,27 @@ class Work(Generic[T]):
 
 
 @contextmanager
-def translate_errors(op: str, group: Group | None) -> Iterator[None]:
-    """Raise torch's errors inside the block as `CommunicationFault` naming the collective, group and rank."""
+def translate_errors(op: str, group: Group | None, *, sequence: int | None = None) -> Iterator[None]:
+    """Raise torch's errors inside the block as `CommunicationFault` naming the collective, group and rank.
+
+    Args:
+        op: name of the collective.
+        group: the group it runs over.
+        sequence: number of the collective in the group, counted by this rank; None for the newest one.
+    """
     try:
         yield
     except RuntimeError as error:
         if group is None:
             raise
+        number = group.heartbeat.sequence(group.name) if sequence is None else sequence
+        size = group.heartbeat.num_bytes(group.name, number)
+        sent = "" if size is None else f" of {size:,} bytes"
         coords = f" ({group.coords_text})" if group.coords_text else ""
         raise CommunicationFault(
-            f"{op} over group {group.name} (ranks {', '.join(map(str, group.ranks))}) "
+            f"{op} #{number}{sent} over group {group.name} (ranks {', '.join(map(str, group.ranks))}) "
             f"failed on rank {group.rank}{coords}",
             why=str(error).splitlines()[0],
             fix="look for the first error among these ranks; if one of them is only slow, "
-            "raise --distributed-timeout-minutes",
+            "raise --distributed-timeout-minutes or --distributed-timeout-seconds-after-init",
         ) from error

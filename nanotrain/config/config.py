@@ -146,6 +146,7 @@ class ParallelConfig:
     overlap_grad_reduce: bool = option(False, "overlap the gradient reduction with the backward pass")
     overlap_param_gather: bool = option(False, "overlap the parameter all-gather with the next forward pass; optim_grads_params: with the unit before")
     distributed_timeout_minutes: float = option(10.0, "timeout of collectives", check=above(0))
+    distributed_timeout_seconds_after_init: float | None = option(None, "timeout of collectives after the first step; unset: distributed_timeout_minutes", check=above(0))
 
 
 @dataclass(frozen=True)

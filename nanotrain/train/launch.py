@@ -26,12 +26,13 @@ from nanotrain.train.hooks.prometheus import PrometheusHook
 from nanotrain.train.hooks.replicas import ReplicasHook
 from nanotrain.train.hooks.report import ReportHook
 from nanotrain.train.hooks.sample import PlannedPeak, SampleHook, SummaryHook
+from nanotrain.train.hooks.timeout import TimeoutHook
 from nanotrain.train.hooks.track import TrackHook
 from nanotrain.train.inputs import RunInputs
 from nanotrain.train.plans.memory_plan import MemoryPlan
 from nanotrain.train.plans.plan import Plan
 from nanotrain.train.trainer import Trainer
-from nanotrain.train.watch.watchdog import timeout_of, watch_ranks
+from nanotrain.train.watch.watchdog import watch_ranks
 
 log = get_logger(__name__)
 
@@ -46,9 +47,7 @@ def run_training(plan: Plan, inputs: RunInputs, *, context: ParallelContext, pla
         planned: memory of the worst rank, for the summary.
     """
     inputs = require_same_start(plan, inputs, context=context)
-    parallel = plan.config.parallel
-    timeout_s = timeout_of(plan.config.train.hang_timeout_s, parallel.distributed_timeout_minutes * 60)
-    with watch_ranks(context, inputs.folder.path, timeout_s=timeout_s):
+    with watch_ranks(context, inputs.folder.path, timeout_s=plan.config.train.hang_timeout_s):
         _run(plan, inputs, context=context, planned=planned)
 
 
@@ -119,8 +118,9 @@ def require_same_start(plan: Plan, inputs: RunInputs, *, context: ParallelContex
 
 def choose_hooks(config: Config, tokenizer: str | None, *, planned: PlannedPeak | None = None) -> list[Hook]:
     """The hooks of a run in call order; validation comes before logging, which reports its loss."""
-    train = config.train
+    train, later_timeout_s = config.train, config.parallel.distributed_timeout_seconds_after_init
     hooks: list[tuple[bool, Hook]] = [
+        (later_timeout_s is not None, TimeoutHook(later_timeout_s or 0.0)),
         (train.eval_interval > 0 and train.eval_iters > 0, EvaluateHook(tokenizer)),
         (train.log_params_norm or train.log_num_zeros_in_grad, NormsHook()),
         (True, LogHook()),

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nanotrain.comm import group as group_module
 from nanotrain.comm import parallel_context
 from nanotrain.comm.collectives import (
     all_gather_into,
@@ -19,11 +21,12 @@ from nanotrain.comm.collectives import (
     start_reduce_scatter_into,
 )
 from nanotrain.comm.parallel_context import Launch, ParallelContext
+from nanotrain.comm.work import CommunicationFault
 from nanotrain.errors import EnvironmentFault
 from nanotrain.topology.groups import GROUP_NAMES
 from nanotrain.topology.topology import Topology
 from tests.fake_world import fake_context
-from tests.harness import parallel_config, ranks
+from tests.harness import parallel_config, ranks, run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -116,6 +119,41 @@ def test_a_fake_world_gives_any_rank_its_context_without_communication():
         meta = torch.empty(32 * 4, device="meta")
         start_reduce_scatter_into(meta[:4], meta, group=shard).wait()
     assert not dist.is_initialized()
+
+
+def wait_after_lowering(ctx, op):
+    """Seconds until a collective fails whose peer does not come, after the timeout was lowered from 60 s."""
+    group = ctx.group("world")
+    all_gather_into(torch.zeros(4), torch.ones(2), group=group)  # connects
+    ctx.set_timeout(0.2)
+    if ctx.rank == 1:
+        time.sleep(1.0)
+        ctx.set_timeout(60.0)
+        return 0.0
+    work = start_reduce_scatter_into(torch.zeros(2), torch.ones(4), group=group) if op == "messages" else None
+    started = time.monotonic()
+    with pytest.raises(CommunicationFault, match="#2 of [0-9]+ bytes over group world .* failed on rank 0"):
+        work.wait() if work else all_reduce(torch.ones(4), group)
+    seconds = time.monotonic() - started
+    ctx.set_timeout(60.0)  # the ranks meet at the end of the test
+    return seconds
+
+
+@pytest.mark.parametrize("op", ["messages", "collective"])
+def test_a_timeout_is_lowered_for_gloo_s_collectives_and_messages(op):
+    assert 0.1 < run_ranks(2, wait_after_lowering, op)[0] < 10
+
+
+def test_the_timeout_of_every_group_that_communicates_is_set(monkeypatch):
+    given = {}
+    monkeypatch.setattr(
+        group_module, "_set_timeout", lambda process_group, timeout: given.update({process_group: timeout})
+    )
+    with fake_context(topology(8, tp=2), 0) as ctx:
+        ctx.set_timeout(7.0)
+        groups = [group for group in (*ctx.groups.values(), ctx.control) if group.size > 1]
+        assert given == {group.process_group: timedelta(seconds=7) for group in groups} and len(given) == 4
+        assert ctx.timeout_s == 7.0
 
 
 def test_nccl_groups_have_streams_of_high_priority(monkeypatch):

@@ -118,6 +118,18 @@ RUN_RULES = (
         "hang_timeout_s {hang_timeout_s:g} is not below distributed_timeout_minutes {distributed_timeout_minutes:g}",
         "a collective then fails before the watchdog reports",
         "lower --hang-timeout-s or raise --distributed-timeout-minutes"),
+    Rule("distributed_timeout_seconds_after_init distributed_timeout_minutes",
+        lambda v: (v.distributed_timeout_seconds_after_init or 0) > 60 * v.distributed_timeout_minutes,
+        "distributed_timeout_seconds_after_init {distributed_timeout_seconds_after_init:g} is above "
+        "distributed_timeout_minutes {distributed_timeout_minutes:g}",
+        "a start takes longer than a step: the timeout is lowered after the first step",
+        "lower --distributed-timeout-seconds-after-init or raise --distributed-timeout-minutes"),
+    Rule("hang_timeout_s distributed_timeout_seconds_after_init",
+        lambda v: v.hang_timeout_s is not None and v.distributed_timeout_seconds_after_init is not None
+        and v.hang_timeout_s >= v.distributed_timeout_seconds_after_init,
+        "hang_timeout_s {hang_timeout_s:g} is not below distributed_timeout_seconds_after_init "
+        "{distributed_timeout_seconds_after_init:g}", "a collective then fails before the watchdog reports",
+        "lower --hang-timeout-s or raise --distributed-timeout-seconds-after-init"),
     Rule("params_dtype min_loss_scale initial_loss_scale",
         lambda v: v.params_dtype is DType.fp16 and v.min_loss_scale > v.initial_loss_scale,
         "min_loss_scale {min_loss_scale:g} is above initial_loss_scale {initial_loss_scale:g}",

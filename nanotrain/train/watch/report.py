@@ -75,7 +75,7 @@ def diagnose(views: Mapping[int, RankView], topology: Topology) -> Diagnosis:
         return Diagnosis(tuple(behind), "\n".join(texts), details)
     if any(waits.values()):
         blocked = sorted(rank for rank, peers in waits.items() if peers)
-        text = f"ranks {_list(blocked)} wait for each other: they started their collectives in different orders"
+        text = f"ranks {ranks_text(blocked)} wait for each other: they started their collectives in different orders"
         return Diagnosis(tuple(blocked), text, details)
     if details:
         return Diagnosis((), "the ranks of a group started different collectives", details)
@@ -85,7 +85,12 @@ def diagnose(views: Mapping[int, RankView], topology: Topology) -> Diagnosis:
 
 
 def report_text(
-    diagnosis: Diagnosis, views: Mapping[int, RankView], *, topology: Topology, title: Sequence[str]
+    diagnosis: Diagnosis,
+    views: Mapping[int, RankView],
+    *,
+    topology: Topology,
+    title: Sequence[str],
+    recorded: Sequence[str] = (),
 ) -> str:
     """The report.
 
@@ -94,6 +99,7 @@ def report_text(
         views: of all ranks.
         topology: of the run.
         title: first lines, with reason and time.
+        recorded: lines from the flight recorders of the ranks.
     """
     order = [*diagnosis.ranks, *(rank for rank in sorted(views) if rank not in diagnosis.ranks)]
     rows = [_row(views[rank], topology) for rank in order[:MAX_ROWS]]
@@ -105,6 +111,8 @@ def report_text(
     parts = [*title, "", diagnosis.headline]
     if diagnosis.details:
         parts += ["", "Where the ranks of a group differ:", *(f"  {line}" for line in diagnosis.details)]
+    if recorded:
+        parts += ["", "In torch's flight recorders, numbered per process group:", *(f"  {line}" for line in recorded)]
     return "\n".join([*parts, "", *(line.rstrip() for line in table), ""])
 
 
@@ -153,7 +161,7 @@ def _waited(ranks: Sequence[int], views: Mapping[int, RankView]) -> str:
     assert waiting is not None, "ranks that wait have one"
     verb = "waits" if len(ranks) == 1 else "wait"
     what = "a message" if waiting.op == "p2p" else f"{waiting.op} #{waiting.sequence}"
-    return f"rank{'s' * (len(ranks) > 1)} {_list(ranks)} {verb} for {what} of group {waiting.group}"
+    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)} {verb} for {what} of group {waiting.group}"
 
 
 def _place(view: RankView) -> str:
@@ -185,8 +193,10 @@ def _differences(views: Mapping[int, RankView], topology: Topology) -> list[str]
                     text = "nothing" if beat else "unknown"
                 last.setdefault(text, []).append(rank)
             if len(last) > 1:
-                parts = [f"rank{'s' * (len(ranks) > 1)} {_list(ranks)}: {text}" for text, ranks in last.items()]
-                lines[group, members] = f"group {group} (ranks {_list(members)}): last started by {'; '.join(parts)}"
+                parts = [f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}: {text}" for text, ranks in last.items()]
+                lines[group, members] = (
+                    f"group {group} (ranks {ranks_text(members)}): last started by {'; '.join(parts)}"
+                )
             else:
                 lines[group, members] = ""
     return [line for line in lines.values() if line]
@@ -205,8 +215,12 @@ def _row(view: RankView, topology: Topology) -> tuple[str, ...]:
     return (*who, str(beat.step), beat.phase, beat.action, waiting, last)
 
 
-def _list(ranks: Sequence[int]) -> str:
-    """Ranks with ranges: 0-3, 7."""
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks with ranges.
+
+    >>> ranks_text([0, 1, 2, 3, 7])
+    '0-3, 7'
+    """
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and rank == parts[-1][-1] + 1:

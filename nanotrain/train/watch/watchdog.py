@@ -26,16 +26,19 @@ from types import FrameType
 from typing import Any
 
 from nanotrain.comm.collectives import all_gather_object
+from nanotrain.comm.flight_recorder import RecordedCollective, recorded_collectives
 from nanotrain.comm.heartbeat import Beat, Collective, Waiting, read_record
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.comm.work import CommunicationFault
 from nanotrain.errors import EXIT_CODE, EnvironmentFault, ReportedFault
 from nanotrain.runs.files import write_text
 from nanotrain.train.watch.processes import RankProcess, share_heartbeats, state_of
+from nanotrain.train.watch.recorder import unmatched_collectives
 from nanotrain.train.watch.report import Diagnosis, RankView, diagnose, report_text
 
 REPORT = "hang-report.txt"
 MAX_POLL_S = 1.0
+MAX_LINES = 4  # process groups whose collectives the message lists; the report lists all
 GRACE_S = 3.0  # from the first alarm to the report: other ranks notice later and write their files
 LOST_S = 2.0  # from the end of a rank to the alarm: the failed collective of this rank usually ends it before
 UNTIMED_PHASES = ("start", "checkpoint")  # they take as long as the disk does
@@ -48,15 +51,16 @@ class Watchdog:
     Args:
         context: of this rank.
         folder: the run folder, for the report.
-        timeout_s: a rank that begins nothing for this long hangs; 0 watches only for lost ranks.
+        timeout_s: a rank that begins nothing for this long hangs; 0 watches only for lost ranks; None: a share of the
+            timeout of collectives, which may be lowered while the run goes on.
         end: ends this process; replaced in tests.
     """
 
     def __init__(
-        self, context: ParallelContext, folder: Path, *, timeout_s: float, end: Callable[[int], Any] = os._exit
+        self, context: ParallelContext, folder: Path, *, timeout_s: float | None, end: Callable[[int], Any] = os._exit
     ) -> None:
         self._topology, self._rank, self._heartbeat = context.topology, context.rank, context.heartbeat
-        self._folder, self._timeout_s, self._end = folder, timeout_s, end
+        self._context, self._folder, self._hang_timeout_s, self._end = context, folder, timeout_s, end
         self._processes, self._records = share_heartbeats(context.heartbeat, context.control)
         now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         self._hang_folder = folder / f"hang-{all_gather_object(now, context.control)[0]}"
@@ -99,10 +103,13 @@ class Watchdog:
         finally:
             signal.signal(signal.SIGTERM, before)
 
+    @property
+    def _timeout_s(self) -> float:
+        return timeout_of(self._hang_timeout_s, self._context.timeout_s)
+
     def _watch(self) -> None:
-        poll_s = min(MAX_POLL_S, self._timeout_s / 10) if self._timeout_s else MAX_POLL_S
         beats, moved, lost_since = -1, time.monotonic(), None
-        while not self._stopped.wait(poll_s):
+        while not self._stopped.wait(min(MAX_POLL_S, self._timeout_s / 10 or MAX_POLL_S)):
             now = time.monotonic()
             is_slow_by_nature = read_record(self._records[self._rank]).phase in UNTIMED_PHASES
             if self._heartbeat.beats != beats or is_slow_by_nature:
@@ -148,6 +155,7 @@ class Watchdog:
             with (self._hang_folder / f"rank-{self._rank:05d}.txt").open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
             self._write_records()
+            self._write_collectives()
             self._wait_for_others()
             self._write_records()  # the states of frozen and lost processes as they are now
             views = self._views()
@@ -170,6 +178,20 @@ class Watchdog:
         }
         write_text(self._hang_folder / f"host-of-rank-{min(records):05d}.json", json.dumps(records))
 
+    def _write_collectives(self) -> None:
+        """What torch's flight recorder has of this rank."""
+        collectives = [asdict(each) for each in recorded_collectives()]
+        write_text(self._hang_folder / f"collectives-{self._rank:05d}.json", json.dumps(collectives))
+
+    def _recorded(self) -> dict[int, list[RecordedCollective]]:
+        """What the flight recorders of all ranks have, of those that could write it."""
+        recorded = {}
+        for path in sorted(self._hang_folder.glob("collectives-*.json")):
+            with suppress(ValueError, KeyError, TypeError):
+                collectives = [_collective_of(each) for each in json.loads(path.read_text())]
+                recorded[int(path.stem.removeprefix("collectives-"))] = collectives
+        return recorded
+
     def _wait_for_others(self) -> None:
         """Give the living ranks time to write their stacks, and other machines to write their records."""
         deadline = time.monotonic() + GRACE_S
@@ -177,7 +199,8 @@ class Watchdog:
         while time.monotonic() < deadline:
             stacks = len(list(self._hang_folder.glob("rank-*.txt")))
             hosts = len(list(self._hang_folder.glob("host-of-rank-*.json")))
-            if stacks == len(self._processes) and hosts >= len(machines):
+            collectives = len(list(self._hang_folder.glob("collectives-*.json")))
+            if stacks == collectives == len(self._processes) and hosts >= len(machines):
                 return
             time.sleep(0.1)
 
@@ -207,8 +230,10 @@ class Watchdog:
             f"stacks: {self._hang_folder}/rank-*.txt; a rank without a file was frozen or lost",
         ]
         path = self._folder / REPORT
-        write_text(path, report_text(diagnosis, views, topology=self._topology, title=title))
-        print(f"error: {reason}\n{diagnosis.headline}\nsee {path}", file=sys.stderr, flush=True)
+        recorded = unmatched_collectives(self._recorded(), self._topology)
+        write_text(path, report_text(diagnosis, views, topology=self._topology, title=title, recorded=recorded))
+        lines = [f"error: {reason}", diagnosis.headline, *recorded[:MAX_LINES], f"see {path}"]
+        print("\n".join(lines), file=sys.stderr, flush=True)
         write_text(self._hang_folder / "written", "")
 
     def _wait_for_report(self) -> None:
@@ -231,8 +256,11 @@ def timeout_of(hang_timeout_s: float | None, distributed_timeout_s: float) -> fl
 
 
 @contextmanager
-def watch_ranks(context: ParallelContext, folder: Path, *, timeout_s: float) -> Iterator[None]:
-    """Watch the ranks while the block runs; a collective that fails in it is reported with the lost rank."""
+def watch_ranks(context: ParallelContext, folder: Path, *, timeout_s: float | None) -> Iterator[None]:
+    """Watch the ranks while the block runs; a collective that fails in it is reported with the lost rank.
+
+    `timeout_s` is as for `Watchdog`.
+    """
     watchdog = Watchdog(context, folder, timeout_s=timeout_s)
     watchdog.start()
     with watchdog.reporting_before_sigterm():
@@ -246,6 +274,11 @@ def watch_ranks(context: ParallelContext, folder: Path, *, timeout_s: float) -> 
             watchdog.stop(phase="failed")
             raise
     watchdog.stop(phase="finished")
+
+
+def _collective_of(values: dict[str, Any]) -> RecordedCollective:
+    ranks, sizes, dtypes = values.pop("ranks"), values.pop("input_sizes"), values.pop("dtypes")
+    return RecordedCollective(**values, ranks=tuple(ranks), input_sizes=tuple(map(tuple, sizes)), dtypes=tuple(dtypes))
 
 
 def _beat_of(values: dict[str, Any]) -> Beat:

@@ -1,5 +1,6 @@
 """Drills: a rank that is stopped and a rank that is killed, in runs under torchrun; and the rules of the watchdog."""
 
+import json
 import os
 import re
 import signal
@@ -39,6 +40,9 @@ def test_a_run_with_a_stopped_or_killed_rank_ends_and_names_it(
     assert re.search(r"^0 +dp0 .* sleeping|^0 +dp0 .* running", report, re.M), report
     (folder,) = (tmp_path / "run").glob("hang-2*")
     assert [path.name for path in folder.glob("rank-*.txt")] == ["rank-00000.txt"]
+    recorded = json.loads((folder / "collectives-00000.json").read_text())  # of gloo's collectives, by torch
+    assert {"world", "control"} <= {each["group"] for each in recorded}
+    assert all(each["input_sizes"] for each in recorded)
     assert number is signal.SIGKILL or "nanotrain/comm/work.py" in (folder / "rank-00000.txt").read_text()
     assert finished.output.count("error: ") == 1, finished.output
     assert not is_there(rank)

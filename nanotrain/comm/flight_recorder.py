@@ -1,0 +1,96 @@
+"""torch's flight recorder: the last collectives of this rank with sizes, sequence number and state on the device.
+
+The heartbeat records what the host queued; the recorder also has what the device began and completed. It is switched on
+by environment variables that torch reads when process groups are created, and holds gloo's collectives too (messages
+of gloo excepted, and gloo has no state on a device: a collective is complete when it is retired).
+"""
+
+import ast
+import os
+import pickle
+import threading
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# On NCCL `wait` does not raise; torch ends the process at the timeout, and then writes the recorder of every rank,
+# which `torchfrtrace` compares (docs/faults.md).
+SETTINGS = {
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+}
+DUMP_S = 2.0  # reading the states of collectives asks the driver, which may not reply while the device hangs
+_DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")  # of NCCL, which a CPU build lacks, and of all other backends
+
+
+@dataclass(frozen=True)
+class RecordedCollective:
+    """The newest collective of a rank over a process group, or the oldest one that is not complete."""
+
+    group: str  # name under which the process group was created; groups of the same ranks share it
+    ranks: tuple[int, ...]  # of the process group; empty where the recorder does not list them
+    sequence: int  # torch's number of the collective in its process group
+    op: str
+    input_sizes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    state: str  # "scheduled", "started" or "completed"
+
+
+def switch_on(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set the variables of the recorder that are not set; before the first process group is created."""
+    for name, value in SETTINGS.items():
+        environment.setdefault(name, value)
+
+
+def recorded_collectives() -> list[RecordedCollective]:
+    """The collectives that this rank is in, one per process group; empty where the recorder is off or does not reply.
+
+    Called while ranks hang, so it waits for the recorder for DUMP_S only.
+    """
+    dumps: list[bytes] = []
+    thread = threading.Thread(target=_dump, args=(dumps,), name="flight recorder", daemon=True)
+    thread.start()
+    thread.join(DUMP_S)
+    # written by torch inside this process, never read from a file
+    return [each for dump in list(dumps) for each in newest_collectives(pickle.loads(dump))]
+
+
+def newest_collectives(dump: Mapping[str, Any]) -> list[RecordedCollective]:
+    """Of a parsed dump, per process group: the oldest collective that is not complete, else the newest one.
+
+    Args:
+        dump: as torch writes it: `entries` in the order in which they were queued, `pg_config` by process group.
+    """
+    chosen: dict[str, Mapping[str, Any]] = {}
+    for entry in dump.get("entries", ()):
+        name = entry["process_group"][0]
+        if not entry.get("is_p2p") and (name not in chosen or _is_complete(chosen[name])):
+            chosen[name] = entry
+    return [_of_entry(entry, dump.get("pg_config", {})) for entry in chosen.values()]
+
+
+def _dump(dumps: list[bytes]) -> None:
+    for name in _DUMPS:
+        read = getattr(torch._C._distributed_c10d, name, None)
+        if read is not None:
+            dumps.append(read(includeStackTraces=False))
+
+
+def _is_complete(entry: Mapping[str, Any]) -> bool:
+    return entry["state"] == "completed" or bool(entry.get("retired"))
+
+
+def _of_entry(entry: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]) -> RecordedCollective:
+    name, description = entry["process_group"]
+    ranks: Sequence[int] = ast.literal_eval(groups.get(name, {}).get("ranks", "[]"))
+    return RecordedCollective(
+        group={"default_pg": "world"}.get(description, description),
+        ranks=tuple(ranks),
+        sequence=entry["collective_seq_id"],
+        op=entry["profiling_name"].split(":")[-1],
+        input_sizes=tuple(map(tuple, entry["input_sizes"])),
+        dtypes=tuple(entry.get("input_dtypes", ())),
+        state="completed" if _is_complete(entry) else entry["state"],
+    )
