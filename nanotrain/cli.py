@@ -1,6 +1,6 @@
 """`nanotrain COMMAND ...`: one function per command, which parses its arguments and calls another package.
 
-    train | prepare | parity | topology | evaluate | generate | report | watch | runs | compare | config
+    train | prepare | parity | topology | evaluate | generate | report | watch | runs | compare | timeline | config
     checkpoint COMMAND (cli_checkpoint.py)
 
 Packages are imported inside the commands, so that `--help` does not load torch.
@@ -28,6 +28,7 @@ from nanotrain.cli_parser import (
     processes,
     run_command,
     seed,
+    whole_numbers,
     world_size,
 )
 from nanotrain.config.flags import parse
@@ -222,6 +223,28 @@ def compare(argv: Sequence[str]) -> int:
     return 0
 
 
+def timeline(argv: Sequence[str]) -> int:
+    """Draw a profiled step: compute, communication and copies of every rank, and what overlaps."""
+    parser = CommandParser("timeline", timeline)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run that was trained with --profile")
+    parser.add_argument("--step", type=count, metavar="N", help="a profiled step (default: the last one)")
+    ranks_help = "ranks to draw, as 0,1,8 (default: the first 8)"
+    parser.add_argument("--ranks", type=whole_numbers, default=(), metavar="LIST", help=ranks_help)
+    png_help = "the picture (default: profile/timeline.png in the run folder)"
+    parser.add_argument("--png", type=Path, metavar="FILE", help=png_help)
+    args = parser.parse_args(argv)
+    from nanotrain.report.terminal import print_timeline, terminal
+    from nanotrain.report.timeline import read_timeline, save, save_png
+
+    picture = args.png or args.run / "profile" / "timeline.png"
+    read = read_timeline(args.run, step=args.step, ranks=args.ranks)
+    print_timeline(read, console=terminal())
+    save_png(read, picture)
+    save(read, args.run)
+    print(picture)
+    return 0
+
+
 def config(argv: Sequence[str]) -> int:
     """Print the resolved configuration; with --explain, the origin of each value."""
     line = parse(argv)
@@ -247,6 +270,7 @@ COMMANDS: dict[str, Command] = {
     "watch": watch,
     "runs": runs,
     "compare": compare,
+    "timeline": timeline,
     "config": config,
 }
 

@@ -54,6 +54,13 @@ def seed(text: str) -> int:
     return int(text)
 
 
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers of at least 0, separated by commas."""
+    if not re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 0,1,8")
+    return tuple(map(int, text.split(",")))
+
+
 def port(text: str) -> int:
     """A TCP port; 0 lets the system choose one."""
     if not re.fullmatch("[0-9]{1,5}", text) or int(text) > 65_535:

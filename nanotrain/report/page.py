@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
-from nanotrain.report import figures, tables
+from nanotrain.report import figures, tables, timeline
 from nanotrain.report.history import RunHistory
 from nanotrain.report.layout import layout_html
 from nanotrain.runs.files import write_text
@@ -71,11 +71,18 @@ def _sections(runs: Sequence[RunHistory], charts: dict[str, figures.Figure]) -> 
     yield "Data", "".join(_titled(run, tables.stage_table(run)) for run in runs)
     yield "Experts", grid(figure for run in runs for figure in figures.expert_figures(run))
     yield "Memory", place([figures.memory_figure(runs)])
+    yield "Timeline", place(_timeline(run) for run in runs)
     yield "Layout", "".join(_titled(run, layout_html(run)) for run in runs)
     yield "Samples", "".join(_titled(run, _samples(run)) for run in runs)
     yield "Configuration", tables.config_table(runs)
     yield "Checkpoints", "".join(_titled(run, tables.checkpoint_table(run)) for run in runs)
     yield "Environment", tables.environment_table(runs)
+
+
+def _timeline(run: RunHistory) -> figures.Figure | None:
+    """The step that `nanotrain timeline` drew last."""
+    read = timeline.load(run.folder)
+    return None if read is None else timeline.figure_of(read, name=run.name)
 
 
 def _samples(run: RunHistory) -> str:

@@ -1,4 +1,4 @@
-"""Runs in the terminal: a list of them, and a comparison of two or more."""
+"""Runs in the terminal: a list of them, a comparison of two or more, and the lanes of a profiled step."""
 
 from collections.abc import Sequence
 
@@ -9,6 +9,7 @@ from rich.table import Table
 
 from nanotrain.report.history import RunHistory
 from nanotrain.report.tables import config_differences, summary_of
+from nanotrain.report.timeline import Timeline, rows_of
 
 WIDE = 110  # columns of a terminal that shows everything
 FOR_WIDE_TERMINALS = ("hours", "tokens", "saved")
@@ -42,6 +43,15 @@ def compare_runs(runs: Sequence[RunHistory], *, console: Console) -> None:
     losses = common_losses(runs)
     if losses:
         console.print(_table(["loss at step", *header[1:]], losses))
+
+
+def print_timeline(timeline: Timeline, *, console: Console) -> None:
+    """Print the share of hidden communication, and the lanes of every rank in milliseconds."""
+    console.print(timeline.title)
+    header, *rows = rows_of(timeline)
+    console.print(_table(header, rows))
+    if len(rows) < timeline.num_ranks:
+        console.print(f"{len(rows)} of {timeline.num_ranks} profiled ranks; --ranks 0,1,8 chooses others")
 
 
 def common_losses(runs: Sequence[RunHistory]) -> list[list[str]]:

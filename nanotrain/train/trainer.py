@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from statistics import median
 from types import FrameType
 
+from torch.profiler import record_function
+
 from nanotrain.comm.device import Stopwatch, peak_memory
 from nanotrain.comm.work import CommunicationFault
 from nanotrain.errors import CorruptState, NanotrainError, TrainingFault
@@ -129,7 +131,8 @@ class Trainer:
     def _run_step(self, batch: GlobalBatch, watch: Stopwatch) -> None:
         run = self.run
         run.context.heartbeat.begin("step")
-        output = train_step(run, batch)
+        with record_function(f"ProfilerStep#{run.state.step + 1}"):  # torch's own name for a step, in traces
+            output = train_step(run, batch)
         watch.stop()
         run.context.heartbeat.begin("hooks")
         report = self._report(output, StepClock(watch, batch.wait_s))

@@ -54,4 +54,4 @@ class ProfileHook(Hook):
         path = folder / f"step-{run.state.step:08d}-rank-{run.context.rank:05d}.json"
         self._profiler.export_chrome_trace(str(path))
         self._profiler = None
-        log.info("wrote profile %s; open it in chrome://tracing or Perfetto", path)
+        log.info("wrote profile %s; `nanotrain timeline %s` draws its last step", path, run.folder.path)

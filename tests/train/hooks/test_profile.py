@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from nanotrain.report.timeline import read_timeline
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.profile import ProfileHook
 from tests.harness import run_ranks
@@ -63,3 +64,9 @@ def test_a_profile_that_ends_while_parameters_are_gathered_leaves_the_heap_whole
     overlapped = arguments(tmp_path / "run", "--train-iters 8 --overlap-param-gather --profile")
     run_ranks(2, run_command_lines, overlapped, arguments(tmp_path / "next", "--train-iters 8"), strategy="optim")
     assert len(list((tmp_path / "run" / "profile").iterdir())) == 2
+    # The traces of both ranks show the last step, with gloo's transfers beside operators.
+    read = read_timeline(tmp_path / "run")
+    assert [(lanes.rank, lanes.step) for lanes in read.ranks] == [(0, 5), (1, 5)] and not read.on_device
+    assert all(lanes.total_ms["compute"] > 0 and lanes.total_ms["hidden"] > 0 for lanes in read.ranks)
+    assert read.hidden_share is not None and 0 < read.hidden_share < 1
+    assert read_timeline(tmp_path / "run", step=3).ranks[0].step == 3

@@ -1,0 +1,250 @@
+"""The overlap timeline of a profiled step: what every rank does at each moment, as a table, a picture and a chart.
+
+find_traces       the traces of a run folder
+Timeline          a step of several ranks
+save / load       `profile/timeline.json`, which `nanotrain report` draws
+save_png          the picture
+
+rank 0  compute        ################  ##########
+        communication      ----------====               - hidden behind compute, = exposed
+        copies         #                          #
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanotrain.errors import EnvironmentFault
+from nanotrain.report.trace import RankStep, Spans, length, read_step
+from nanotrain.runs.files import disk_errors, write_text
+from nanotrain.untrusted import parse_json
+
+MAX_RANKS = 8  # drawn where --ranks does not choose
+RESOLUTION = 1500  # bars of a lane in a picture, at most; shorter gaps are closed in it, never in the numbers
+COLORS = {"compute": "#4f7cac", "hidden": "#95c9a8", "exposed": "#d1495b", "copies": "#e9b872"}
+LEGEND = {
+    "compute": "compute",
+    "hidden": "communication hidden behind compute",
+    "exposed": "communication exposed",
+    "copies": "copies",
+}
+LANES = {"compute": ("compute",), "communication": ("hidden", "exposed"), "copies": ("copies",)}
+_TRACE = re.compile(r"step-(\d{8})-rank-(\d{5,})\.json")
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """What is shown of one rank. Times are milliseconds from the start of the step."""
+
+    rank: int
+    step: int
+    duration_ms: float
+    total_ms: dict[str, float]  # compute, hidden, exposed, copies, idle
+    spans_ms: dict[str, list[list[float]]]  # compute, hidden, exposed, copies: (start, end) to draw
+
+    @property
+    def hidden_share(self) -> float | None:
+        """Share of the communication time that compute hides; None without communication."""
+        return _share([self])
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step of some ranks of a run, by rank."""
+
+    ranks: tuple[Lanes, ...]
+    num_ranks: int  # that have a trace
+    on_device: bool
+
+    @property
+    def hidden_share(self) -> float | None:
+        """Share of the communication time of all these ranks that compute hides."""
+        return _share(self.ranks)
+
+    @property
+    def title(self) -> str:
+        """The step, and the share of hidden communication."""
+        share = self.hidden_share
+        step = f"step {self.ranks[0].step}" if self.ranks[0].step else "trace"
+        hidden = "no communication" if share is None else f"{share:.0%} of communication hidden behind compute"
+        bound = "" if self.on_device or share is None else " (gloo: at most)"
+        return f"{step}: {hidden}{bound}"
+
+
+def find_traces(folder: Path, *, step: int | None = None) -> dict[int, Path]:
+    """The traces of a run folder by rank: of the first profile that ends at `step` or later; None: of the newest.
+
+    Raises:
+        EnvironmentFault: there are none.
+    """
+    profiles: dict[int, dict[int, Path]] = {}
+    for path in sorted((folder / "profile").glob("step-*.json")):
+        match = _TRACE.fullmatch(path.name)
+        if match:
+            profiles.setdefault(int(match[1]), {})[int(match[2])] = path
+    if not profiles:
+        raise EnvironmentFault(
+            f"there is no profile in {folder}",
+            why="profile/ has no step-NNNNNNNN-rank-NNNNN.json",
+            fix="train with --profile; --profile-step-start and --profile-step-end choose the steps",
+        )
+    later = [last for last in profiles if step is not None and last >= step]
+    return profiles[min(later, default=max(profiles))]
+
+
+def read_timeline(folder: Path, *, step: int | None = None, ranks: Sequence[int] = ()) -> Timeline:
+    """Read the traces of a run.
+
+    Args:
+        folder: of the run.
+        step: number of the step; None: the last one that was profiled.
+        ranks: which to read; empty: the first MAX_RANKS.
+
+    Raises:
+        EnvironmentFault: no traces, a trace that cannot be read, a step or rank that was not profiled.
+    """
+    traces = find_traces(folder, step=step)
+    absent = [rank for rank in ranks if rank not in traces]
+    if absent:
+        there = ", ".join(map(str, sorted(traces)[:16])) + (", ..." if len(traces) > 16 else "")
+        raise EnvironmentFault(f"rank {absent[0]} has no trace", why=f"ranks with one: {there}", fix="change --ranks")
+    chosen = sorted(set(ranks)) or sorted(traces)[:MAX_RANKS]
+    steps = [read_step(traces[rank], rank=rank, step=step) for rank in chosen]
+    return Timeline(tuple(map(_lanes, steps)), len(traces), on_device=any(one.on_device for one in steps))
+
+
+def save(timeline: Timeline, folder: Path) -> None:
+    """Write `profile/timeline.json` into a run folder.
+
+    Raises:
+        EnvironmentFault: it cannot be written.
+    """
+    rows = [vars(lanes) for lanes in timeline.ranks]
+    content = {"num_ranks": timeline.num_ranks, "on_device": timeline.on_device, "ranks": rows}
+    write_text(folder / "profile" / "timeline.json", json.dumps(content, separators=(",", ":")) + "\n")
+
+
+def load(folder: Path) -> Timeline | None:
+    """What `save` wrote; None where there is none, or a damaged one."""
+    try:
+        content = parse_json((folder / "profile" / "timeline.json").read_bytes())
+        ranks = tuple(Lanes(**row) for row in content["ranks"])
+        timeline = Timeline(ranks, int(content["num_ranks"]), bool(content["on_device"]))
+        figure_of(timeline, name="")  # every value that is drawn is there and is a number
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return None
+    return timeline
+
+
+def rows_of(timeline: Timeline) -> list[list[str]]:
+    """The table: a header, then one row per rank, in milliseconds."""
+    header = ["rank", "step ms", "compute", "communication", "hidden", "exposed", "copies", "idle"]
+    rows = []
+    for lanes in timeline.ranks:
+        total, share = lanes.total_ms, lanes.hidden_share
+        cells = [total["compute"], total["hidden"] + total["exposed"]]
+        rest = [total["exposed"], total["copies"], total["idle"]]
+        shown = "-" if share is None else f"{share:.0%}"
+        rows.append([str(lanes.rank), *map(_ms, [lanes.duration_ms, *cells]), shown, *map(_ms, rest)])
+    return [header, *rows]
+
+
+def save_png(timeline: Timeline, path: Path) -> None:
+    """Draw three lanes per rank.
+
+    Raises:
+        EnvironmentFault: the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second to import
+    from matplotlib.figure import Figure
+
+    height = 0.9 + 0.27 * sum(len(LANES) + 1 for _ in timeline.ranks)
+    figure = Figure(figsize=(10.5, height))
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    ticks: dict[float, str] = {}
+    for index, lanes in enumerate(timeline.ranks):
+        for row, (lane, kinds) in enumerate(LANES.items()):
+            y = index * (len(LANES) + 1) + row
+            ticks[y] = f"rank {lanes.rank}  {lane}" if row == 0 else lane
+            for kind in kinds:
+                bars = [(start, end - start) for start, end in lanes.spans_ms[kind]]
+                axes.broken_barh(bars, (y - 0.42, 0.84), facecolors=COLORS[kind], linewidth=0)
+    for kind, label in LEGEND.items():
+        axes.barh(0, 0, color=COLORS[kind], label=label)
+    axes.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(lanes.duration_ms for lanes in timeline.ranks))
+    axes.set_xlabel("milliseconds from the start of the step of each rank", fontsize=8)
+    axes.set_title(timeline.title, fontsize=10)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=4, loc="upper center", bbox_to_anchor=(0.5, 0.0), frameon=False, fontsize=8)
+    with disk_errors(path, fix="choose another file with --png"):
+        figure.savefig(path, format="png", dpi=130, bbox_inches="tight", metadata={"Software": None})
+
+
+def figure_of(timeline: Timeline, *, name: str) -> dict[str, Any]:
+    """The chart of a report, in plotly's JSON form."""
+    data = [_bars(timeline, kind) for kind in LEGEND]
+    rows = [f"rank {one.rank} {lane}" for one in timeline.ranks for lane in LANES]
+    layout = {
+        "title": {"text": f"{name}, {timeline.title}", "font": {"size": 14}},
+        "xaxis": {"title": {"text": "ms from the start of the step"}, "automargin": True},
+        "yaxis": {"categoryorder": "array", "categoryarray": rows[::-1], "automargin": True},
+        "barmode": "overlay",
+        "bargap": 0.15,
+        "height": 150 + 24 * len(rows),
+        "margin": {"l": 50, "r": 20, "t": 60, "b": 45},
+        "legend": {"orientation": "h", "y": -0.2},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+    }
+    return {"data": data, "layout": layout}
+
+
+def _bars(timeline: Timeline, kind: str) -> dict[str, Any]:
+    """The bars of one color."""
+    lane = next(lane for lane, kinds in LANES.items() if kind in kinds)
+    bars = [(f"rank {one.rank} {lane}", start, end) for one in timeline.ranks for start, end in one.spans_ms[kind]]
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": LEGEND[kind],
+        "marker": {"color": COLORS[kind], "line": {"width": 0}},
+        "y": [row for row, _, _ in bars],
+        "base": [round(start, 3) for _, start, _ in bars],
+        "x": [round(end - start, 3) for _, start, end in bars],
+    }
+
+
+def _lanes(step: RankStep) -> Lanes:
+    spans = {"compute": step.compute, "hidden": step.hidden, "exposed": step.exposed, "copies": step.copies}
+    total = {kind: length(times) / 1000 for kind, times in spans.items()} | {"idle": step.idle_us / 1000}
+    drawn = {kind: _drawable(times, step.duration_us / RESOLUTION) for kind, times in spans.items()}
+    return Lanes(step.rank, step.step, step.duration_us / 1000, total, drawn)
+
+
+def _drawable(spans: Spans, gap: float) -> list[list[float]]:
+    """At most RESOLUTION spans in ms: gaps below `gap` are closed."""
+    if not len(spans):
+        return []
+    opens = np.append(True, spans[1:, 0] - spans[:-1, 1] > gap)
+    merged = np.stack([spans[opens, 0], spans[np.append(opens[1:], True), 1]], axis=1)
+    rounded: list[list[float]] = np.round(merged / 1000, 4).tolist()
+    return rounded
+
+
+def _share(ranks: Sequence[Lanes]) -> float | None:
+    hidden, exposed = (sum(lanes.total_ms[kind] for lanes in ranks) for kind in ("hidden", "exposed"))
+    return hidden / (hidden + exposed) if hidden + exposed else None
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.1f}" if value < 10_000 else f"{value:,.0f}"

@@ -1,0 +1,213 @@
+"""Read one rank's step from a torch profiler trace: when it computed, communicated and copied.
+
+    union, overlap, without      sets of times, as sorted arrays of (start, end)
+    read_step                    a trace file -> RankStep
+    RankStep                     the three lanes of a step, and what follows from them
+
+A trace with GPU kernels is read from its device events: NCCL kernels are communication, other kernels compute, memcpy
+and memset copies. A trace of CPU ranks is read from operators (compute), `copy_` (copies) and gloo's work
+(communication). gloo records a send or receive until it is waited for, so its share of hidden communication is an upper
+bound.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanotrain.errors import EnvironmentFault
+from nanotrain.untrusted import parse_json
+
+STEP = "ProfilerStep#"  # torch's own name, which other tools know; followed by the number of the step
+_COLLECTIVE_KERNEL = re.compile(r"nccl|rccl|nvshmem|multimem_|(one|two)_shot_all_reduce", re.IGNORECASE)
+_CPU_COLLECTIVE = re.compile(r"gloo:|mpi:")
+_NOT_COMPUTE = ("c10d", "_c10d", "autograd", "torch", "profiler")  # namespaces of operators that wait or call others
+_COPIES = ("gpu_memcpy", "gpu_memset")
+
+Spans = np.ndarray  # [n, 2] fp64 (start, end) in microseconds, ascending and disjoint
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """One step of one rank. Times are microseconds from the start of the step."""
+
+    rank: int
+    step: int
+    duration_us: float
+    compute: Spans
+    communication: Spans
+    copies: Spans
+    on_device: bool  # read from GPU kernels
+
+    @property
+    def hidden(self) -> Spans:
+        """Communication while the rank computes."""
+        return overlap(self.communication, self.compute)
+
+    @property
+    def exposed(self) -> Spans:
+        """Communication while the rank does not compute."""
+        return without(self.communication, self.compute)
+
+    @property
+    def hidden_share(self) -> float | None:
+        """Share of the communication time that compute hides; None without communication."""
+        total = length(self.communication)
+        return length(self.hidden) / total if total else None
+
+    @property
+    def idle_us(self) -> float:
+        """Time in which no lane has anything."""
+        busy = union(np.concatenate([self.compute, self.communication, self.copies]))
+        return max(0.0, self.duration_us - length(busy))
+
+
+def union(spans: np.ndarray) -> Spans:
+    """Merge times that touch or overlap.
+
+    >>> union(np.array([[5.0, 9.0], [0.0, 2.0], [1.0, 3.0]])).tolist()
+    [[0.0, 3.0], [5.0, 9.0]]
+    """
+    if not len(spans):
+        return np.empty((0, 2))
+    spans = spans[np.argsort(spans[:, 0], kind="stable")]
+    ends = np.maximum.accumulate(spans[:, 1])
+    first = np.append(True, spans[1:, 0] > ends[:-1])
+    return np.stack([spans[first, 0], ends[np.append(first[1:], True)]], axis=1)
+
+
+def overlap(a: Spans, b: Spans) -> Spans:
+    """Times that are in both.
+
+    >>> overlap(np.array([[0.0, 4.0], [6.0, 8.0]]), np.array([[2.0, 7.0]])).tolist()
+    [[2.0, 4.0], [6.0, 7.0]]
+    """
+    return _parts(a, b, wanted=True)
+
+
+def without(a: Spans, b: Spans) -> Spans:
+    """Times of `a` that are not in `b`.
+
+    >>> without(np.array([[0.0, 4.0]]), np.array([[1.0, 2.0]])).tolist()
+    [[0.0, 1.0], [2.0, 4.0]]
+    """
+    return _parts(a, b, wanted=False)
+
+
+def length(spans: Spans) -> float:
+    """The total time."""
+    return float((spans[:, 1] - spans[:, 0]).sum())
+
+
+def clip(spans: Spans, *, start: float, end: float) -> Spans:
+    """The part within [start, end], counted from `start`."""
+    inside = np.clip(spans, start, end) - start
+    return inside[inside[:, 1] > inside[:, 0]]
+
+
+def read_step(path: Path, *, rank: int, step: int | None = None) -> RankStep:
+    """Read one step of a trace.
+
+    Args:
+        path: a trace that torch's profiler exported.
+        rank: whose trace it is.
+        step: number of the step; None: the last one that the trace marks, or the whole trace where none is marked.
+
+    Raises:
+        EnvironmentFault: the file cannot be read, is no trace, or does not have the step.
+    """
+    events = _events(path)
+    steps = {int(name.removeprefix(STEP)): spans for name, spans in _marked_steps(events).items()}
+    if step is not None and step not in steps:
+        known = ", ".join(map(str, sorted(steps))) or "none"
+        raise EnvironmentFault(
+            f"{path} has no step {step}", why=f"the steps in it: {known}", fix="name one with --step"
+        )
+    lanes = _lanes(events)
+    number = max(steps, default=0) if step is None else step
+    everything = np.concatenate([lanes.compute, lanes.communication, lanes.copies])
+    bounds = steps.get(number, everything)
+    if not len(bounds):
+        raise EnvironmentFault(
+            f"{path} shows no work", why="it has neither kernels nor operators", fix="profile a run with --profile"
+        )
+    start, end = float(bounds[:, 0].min()), float(bounds[:, 1].max())
+    parts = [clip(union(lane), start=start, end=end) for lane in (lanes.compute, lanes.communication, lanes.copies)]
+    compute = parts[0] if lanes.on_device else without(parts[0], parts[2])  # on a CPU copies are operators too
+    return RankStep(rank, number, end - start, compute, parts[1], parts[2], lanes.on_device)
+
+
+@dataclass(frozen=True)
+class _Lanes:
+    """Times of the whole trace by kind: [n, 2] each, in any order."""
+
+    compute: np.ndarray
+    communication: np.ndarray
+    copies: np.ndarray
+    on_device: bool
+
+
+def _lanes(events: list[dict[str, Any]]) -> _Lanes:
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    if kernels:
+        collective = [event for event in kernels if _COLLECTIVE_KERNEL.search(event["name"])]
+        compute = [event for event in kernels if not _COLLECTIVE_KERNEL.search(event["name"])]
+        copies = [event for event in events if event.get("cat") in _COPIES]
+        return _Lanes(_spans(compute), _spans(collective), _spans(copies), on_device=True)
+    operators = [event for event in events if event.get("cat") == "cpu_op"]
+    compute = [event for event in operators if _computes(event["name"])]
+    copies = [event for event in operators if event["name"] == "aten::copy_"]
+    collective = [event for event in events if _CPU_COLLECTIVE.match(event["name"])]
+    return _Lanes(_spans(compute), _spans(collective), _spans(copies), on_device=False)
+
+
+def _computes(name: str) -> bool:
+    """Whether an operator of a CPU computes; functions of autograd may wait for a collective."""
+    namespace, has_namespace, _ = name.partition("::")
+    return bool(has_namespace) and namespace not in _NOT_COMPUTE and not namespace.startswith("_c10d")
+
+
+def _parts(a: Spans, b: Spans, *, wanted: bool) -> Spans:
+    """The times of `a` in which `b` is (or is not) there too."""
+    bounds = np.unique(np.concatenate([a.ravel(), b.ravel()]))
+    middles = (bounds[1:] + bounds[:-1]) / 2
+    kept = _holds(a, middles) & (_holds(b, middles) == wanted)
+    return union(np.stack([bounds[:-1][kept], bounds[1:][kept]], axis=1))
+
+
+def _holds(spans: Spans, times: np.ndarray) -> np.ndarray:
+    """Which of the times lie in one of the spans."""
+    begun = np.searchsorted(spans[:, 0], times, side="right")
+    ended = np.searchsorted(spans[:, 1], times, side="right")
+    held: np.ndarray = begun > ended
+    return held
+
+
+def _marked_steps(events: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Times of each marked step: those of its kernels where the trace has them, otherwise those on the host."""
+    marks = [event for event in events if event["name"].startswith(STEP) and event["name"][len(STEP) :].isdecimal()]
+    on_device = [event for event in marks if event.get("cat") == "gpu_user_annotation"]
+    chosen = on_device or marks
+    return {name: _spans([one for one in chosen if one["name"] == name]) for name in {one["name"] for one in chosen}}
+
+
+def _spans(events: Iterable[dict[str, Any]]) -> np.ndarray:
+    times = [(event["ts"], event["ts"] + event["dur"]) for event in events]
+    return np.array(times, dtype=float).reshape(-1, 2)
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    """Complete events ("ph": "X") that have a name and times."""
+    try:
+        trace = parse_json(path.read_bytes(), allow_nan=True)  # inputs of operators may be NaN
+        events = trace["traceEvents"]
+        complete = [event for event in events if event.get("ph") == "X" and isinstance(event.get("name"), str)]
+        return [event for event in complete if all(isinstance(event.get(key), int | float) for key in ("ts", "dur"))]
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"it is no trace of torch's profiler ({error})"
+    raise EnvironmentFault(f"{path} cannot be read", why=reason, fix="profile the run again with --profile")
