@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -78,8 +79,10 @@ def start_all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> Wo
     group.record("all_gather", num_bytes=reduced_bytes(output.nbytes, group.size))
     with translate_errors("all_gather", group):
         if group.is_gloo:
-            return gloo.start_all_gather_into(output, tensor, group=group)
-        handle = _all_gather_flat(output.view(-1), tensor.view(-1), group=group.process_group, async_op=True)
+            work = gloo.start_all_gather_into(_as_bytes(output), _as_bytes(tensor), group=group)
+            return work.then(lambda _: output)
+        flat, part = _as_bytes(output).view(-1), _as_bytes(tensor).view(-1)
+        handle = _all_gather_flat(flat, part, group=group.process_group, async_op=True)
     return Work(lambda: output, op="all_gather", group=group, handles=[handle], keep=[output, tensor])
 
 
@@ -201,6 +204,11 @@ def barrier(group: Group) -> None:
 def _check_divisible(tensor: Tensor, group: Group, *, dim: int) -> None:
     size = tensor.shape[dim]
     assert size % group.size == 0, f"{size} elements of dim {dim} cannot be split into {group.size} equal slices"
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """fp8 values as uint8: process groups do not all know fp8, and a gather does not read values."""
+    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 
 def _is_local(output: Tensor, tensor: Tensor, *, full: Tensor, group: Group) -> bool:

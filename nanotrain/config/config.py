@@ -183,6 +183,7 @@ class PrecisionConfig:
     fp8_amax_history_len: int = option(1, "delayed: steps of the amax history", check=at_least(1))
     fp8_amax_compute_algo: AmaxAlgo = option(AmaxAlgo.most_recent, "delayed: amax of the history: most_recent or max")
     fp8_wgrad: bool = option(True, "weight gradients in fp8; off: in params_dtype")
+    fp8_param_gather: bool = option(False, "keep the weights of fp8 products in fp8 and all-gather them so; the same values")
     first_last_layers_bf16: bool = option(False, "no fp8 in the first and last layers")
     num_layers_at_start_in_bf16: int = option(1, "layers at the start without fp8", check=at_least(0))
     num_layers_at_end_in_bf16: int = option(1, "layers at the end without fp8", check=at_least(0))

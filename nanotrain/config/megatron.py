@@ -142,7 +142,6 @@ PARALLEL = {
 PRECISION = {
     "--no-gradient-accumulation-fusion": no_effect("gradients are accumulated in fp32 by torch"),
     "--disable-bf16-reduced-precision-matmul": always("products of bf16 accumulate in fp32"),
-    "--fp8-param-gather": no_effect("parameters are gathered in params_dtype, and every rank quantizes them to the same fp8 values", saves=True),
     "--fp8-dot-product-attention": not_yet("the core attention is in params_dtype: leave it out"),
     "--fp8-multi-head-attention": not_yet("the core attention is in params_dtype: leave it out"),
     "--fp8-interval": no_effect("the scales of fp8 change after every step", arity=1),

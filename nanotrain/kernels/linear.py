@@ -54,8 +54,13 @@ class Linear:
         return tuple(param for param in (self.weight, self.bias) if param is not None and param.requires_grad)
 
     @property
-    def used_weight(self) -> Tensor:
+    def used_rows(self) -> slice:
         """The rows of the weight that this rank multiplies with."""
+        return slice(None)
+
+    @property
+    def used_weight(self) -> Tensor:
+        """These rows."""
         return self.weight
 
     @property

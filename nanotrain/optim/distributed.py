@@ -381,7 +381,7 @@ def _boxes(name: str, part: ShardRange, *, flat: Tensor, first: int) -> Iterator
 
 def _build_part(part: ShardPart, bucket: Bucket, *, precision: Precision, names: Sequence[str]) -> PartState:
     """Allocate main params, unless the model param shard has their dtype, and state tensors."""
-    model_params = bucket.params.gather.update[part.start : part.stop]
+    model_params = bucket.params.update[part.start : part.stop]
     device, on_host = model_params.device, part.on_host
     main = StoredTensor(model_params)
     if precision.has_separate_main_params or on_host:

@@ -34,6 +34,9 @@ FP8_FORMATS: dict[str, Fp8Dtypes] = {
 }
 
 
+WEIGHT_DTYPE = torch.float8_e4m3fn  # of weights, in both formats
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How operands [R, K] of a matrix product are scaled."""
@@ -51,6 +54,11 @@ class Recipe:
     def is_per_tensor(self) -> bool:
         """Whether a tensor has one scale."""
         return self.block == (None, None)
+
+    @property
+    def is_transposable(self) -> bool:
+        """Whether a transposed weight has the same fp8 values, so that fprop and dgrad can read one copy."""
+        return self.weight_block[0] == self.weight_block[1]
 
 
 RECIPES: dict[str, Recipe] = {

@@ -48,23 +48,27 @@ class Declaration:
         init = Normal(self.shape.init_std if std is None else std)
         return ParamSpec("weight", shape, dtype=self.dtype, init=init, weight_decay=True, needs_whole_matrix=True)
 
+    def linear_weight(self, *shape: int, std: float | None = None) -> ParamSpec:
+        """A weight of linear layers or experts, whose products may be in fp8."""
+        return replace(self.weight(*shape, std=std), in_fp8=True)
+
     def vector(self, name: str, size: int, *, value: float = 0.0) -> ParamSpec:
         """A vector with a constant initial value, not decayed."""
         return ParamSpec(name, (size,), dtype=self.dtype, init=Constant(value), weight_decay=False)
 
     def column_linear(self, outputs: int, inputs: int, *, bias: bool = False) -> Specs:
         """A linear layer sharded along its outputs."""
-        specs = (self.weight(outputs, inputs), *([self.vector("bias", outputs)] if bias else []))
+        specs = (self.linear_weight(outputs, inputs), *([self.vector("bias", outputs)] if bias else []))
         return tuple(replace(spec, shards=(Shard(0, "tp"),)) for spec in specs)
 
     def row_linear(self, outputs: int, inputs: int, *, bias: bool = False) -> Specs:
         """A projection into the residual stream, sharded along its inputs; its bias is added after the reduction."""
-        weight = replace(self.weight(outputs, inputs, std=self.output_std), shards=(Shard(1, "tp"),))
+        weight = replace(self.linear_weight(outputs, inputs, std=self.output_std), shards=(Shard(1, "tp"),))
         return (weight, *_summed([self.vector("bias", outputs)] if bias else [], self.sequence_axes))
 
     def replicated_linear(self, outputs: int, inputs: int) -> Specs:
         """A linear layer that every tp rank holds and applies outside the tensor-parallel region."""
-        return _summed([self.weight(outputs, inputs)], self.sequence_axes)
+        return _summed([self.linear_weight(outputs, inputs)], self.sequence_axes)
 
     def vocab_parallel(self) -> ParamSpec:
         """A table with one row per token of the padded vocabulary: the word embedding or the head."""
@@ -202,10 +206,10 @@ def moe(declare: Declaration) -> Specs:
     assert moe_shape is not None, "a dense model has no experts"
     # Each tp rank routes a sequence shard, with or without sequence parallelism.
     router = replace(declare.weight(moe_shape.num_experts, shape.hidden_size), grad_sum_axes=("tp",))
-    up = declare.weight(moe_shape.num_experts, moe_shape.ffn_size, shape.hidden_size)
+    up = declare.linear_weight(moe_shape.num_experts, moe_shape.ffn_size, shape.hidden_size)
     up = replace(up, shards=(Shard(0, "ep"), Shard(1, "etp")), is_expert=True)
     down_shape = (moe_shape.num_experts, shape.hidden_size, moe_shape.ffn_size)
-    down = declare.weight(*down_shape, std=declare.output_std)
+    down = declare.linear_weight(*down_shape, std=declare.output_std)
     down = replace(down, shards=(Shard(0, "ep"), Shard(2, "etp")), is_expert=True)
     routers, ups, downs = [router], [up], [down]
     if shape.has_linear_bias:

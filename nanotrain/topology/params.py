@@ -61,6 +61,7 @@ class ParamSpec:
     is_expert: bool = False  # data-parallel over expert_dp instead of dp_cp
     is_tied: bool = False  # the word embedding that is also the head
     is_embedding_or_output: bool = False  # the word embedding or the output layer, which may have a learning rate apart
+    in_fp8: bool = False  # a weight whose products are in fp8, where those of the run and of the layer are
     # an update rule on matrices (Muon) applies and needs all of it; not embeddings or the head
     needs_whole_matrix: bool = False
 

@@ -1,9 +1,10 @@
 """This rank's stages with storage: modules on the meta device, then one `DataParallel` per planned buffer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanotrain.comm.device import compute_capability
+from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.derive import recomputed_modules
@@ -17,6 +18,7 @@ from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOption
 from nanotrain.parallel.dp.reduction import ReduceGroups
 from nanotrain.parallel.pp.executor import RunnableStage
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+from nanotrain.precision.fp8 import RECIPES
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.params import LocalParam
 from nanotrain.train.plans.plan import BufferPlan, Plan, StagePlan
@@ -70,7 +72,10 @@ def _build_stage(plan: Plan, stage: StagePlan, *, context: ParallelContext) -> B
                 context.group(buffer.replicate.name),
                 shards_across=buffer.layout.num_outer_shards > 1,
             ),
-            options=data_parallel_options(plan, buffer, recompute=parallel.recompute),
+            options=replace(
+                data_parallel_options(plan, buffer, recompute=parallel.recompute),
+                fp8_amax_groups=_amax_groups(config, buffer, context=context) if buffer.is_fp8 else None,
+            ),
             precision=precision,
             device=context.device,
         )
@@ -78,6 +83,13 @@ def _build_stage(plan: Plan, stage: StagePlan, *, context: ParallelContext) -> B
     )
     module.to(context.device)  # registered buffers, as router biases; parameters are there already
     return BuiltStage(module, stage.params, data_parallel, wgrad_queue)
+
+
+def _amax_groups(config: Config, buffer: BufferPlan, *, context: ParallelContext) -> tuple[Group, ...]:
+    """The ranks beside those of data parallelism that share the scale of an fp8 weight."""
+    if not RECIPES[config.precision.fp8_recipe].is_per_tensor:
+        return ()
+    return (context.group("etp" if buffer.layout.params[0].spec.is_expert else "tp"),)
 
 
 def data_parallel_options(plan: Plan, buffer: BufferPlan, *, recompute: Recompute) -> DataParallelOptions:

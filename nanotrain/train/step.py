@@ -104,11 +104,11 @@ def train_step(run: Run, batch: GlobalBatch) -> StepOutput:
     update = run.optimizer.step(lr, decoupled_lr=decoupled_lr, sums=_local_loss(loss_sum, run.context))
     if run.config.optim.qk_clip:
         clip_query_key(run, skipped=update.skipped)
+    if run.config.precision.fp8_format is not None:
+        finish_fp8_step(run.stages, run.context)  # the gathers quantize with the scales of the next step
     for dp in run.data_parallel:
         dp.start_param_gather()
 
-    if run.config.precision.fp8_format is not None:
-        finish_fp8_step(run.stages, run.context)
     router_sums = run.routers.balance()
     numbers = [update.sums, update.grad_norm[None], update.skipped[None], torch.full_like(update.sums, 1.0) * scale]
     run.state.advance(samples=num_samples, tokens=batch.num_target_tokens)

@@ -20,11 +20,14 @@ import torch
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.model.fp8 import fp8_layers
+from nanotrain.topology.boxes import TensorBox
 from nanotrain.train.hooks.checkpoint import CheckpointHook
+from nanotrain.train.plans.traffic import sent_bytes
+from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.compare import LOSS_TOLERANCE, NORM_TOLERANCE
-from tests.laws.worlds import Case, build_here
+from tests.laws.worlds import Case, build_here, held_weights
 
 STEPS = 2
 LATER_LOSS, LATER_NORM = 1e-3, 1e-2
@@ -155,3 +158,87 @@ def test_any_layout_loads_the_history_of_any_other(tmp_path: Path) -> None:
     assert merged.keys() == saved.keys()
     assert all(torch.equal(merged[name], history) for name, history in saved.items())
     assert saved["layers.1.mlp.experts.up.fp8"].shape == (3, 4, 2)
+
+
+@dataclass
+class Gathered:
+    """A run with or without `--fp8-param-gather`."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[TensorBox, torch.Tensor]
+    resident: int  # bytes of parameters, and of what the optimizer writes
+    planned_resident: int
+    sent: dict[tuple[str, str], int]  # in one step
+    planned_sent: dict[tuple[str, str], int]
+    fp8_share: float  # of the elements
+    resumed: float = 0.0  # first loss after loading what the other run saved
+
+
+def train_gathered(ctx: ParallelContext, cases: list[Case], folder: Path) -> list[Gathered]:
+    runs = [_train_gathered(ctx, case, folder / str(i)) for i, case in enumerate(cases)]
+    for i, case in enumerate(cases):
+        (checkpoint,) = (folder / str(1 - i) / "checkpoints").glob("step-*")
+        runs[i].resumed = _train_steps(build_here(ctx, case, checkpoint=checkpoint), 1)[0][0]
+    return runs
+
+
+def _train_steps(run: Run, steps: int) -> tuple[list[float], list[float]]:
+    results = []
+    for _ in range(steps):
+        run.context.traffic.reset()
+        batch = run.batch_iterator.next()
+        assert batch is not None
+        results.append(train_step(run, batch).read())
+    return [result.loss for result in results], [result.grad_norm for result in results]
+
+
+def _train_gathered(ctx: ParallelContext, case: Case, folder: Path) -> Gathered:
+    run = build_here(ctx, case, folder=folder)
+    losses, norms = _train_steps(run, case.steps)
+    keys = [(group, op) for group in ("dp_shard", "expert_dp_shard") for op in ("all_gather", "all_reduce")]
+    sent, planned = {key: ctx.traffic.bytes(*key) for key in keys}, sent_bytes(run.plan)
+    updates = [dp.update_buffer for dp in run.data_parallel if dp.update_buffer is not None]
+    CheckpointHook().after_training(run)
+    buffers = run.plan.buffers
+    in_fp8 = sum(buffer.layout.numel for buffer in buffers if buffer.is_fp8)
+    return Gathered(
+        losses,
+        norms,
+        held_weights(run),
+        resident=sum(tensor.nbytes for tensor in (*(dp.param_buffer for dp in run.data_parallel), *updates)),
+        planned_resident=run.plan.resident_bytes.params,
+        sent=sent,
+        planned_sent={key: planned.get(key, 0) for key in keys},
+        fp8_share=in_fp8 / sum(buffer.layout.numel for buffer in buffers),
+    )
+
+
+GATHER_ROWS = [
+    Row("tensorwise", "dense", 2, "optim", {"tp": 2}, {"overlap_param_gather": True}),
+    Row("delayed", "experts", 2, "optim_grads_params", {}, OVERLAP | {"fsdp_double_buffer": True}),
+]
+
+
+@pytest.mark.parametrize("row", GATHER_ROWS, ids=str)
+def test_a_gather_of_fp8_weights_changes_no_bit_and_sends_half(row: Row, tmp_path: Path) -> None:
+    """Losses, weights and checkpoints of runs with and without `--fp8-param-gather`, and bytes as planned (L5).
+
+    Without clipping: the norm is a sum over buckets, which the flag divides otherwise.
+    """
+    formats = {"params_dtype": "bf16", "fp8_format": "e4m3"}
+    untied = {"untie_embeddings_and_output_weights": True}  # all buckets are gathered equally often
+    plain = case_of(row).but(model=untied, optim={"clip_grad": 0.0}, precision=formats)
+    cases = [plain, plain.but(precision={"fp8_param_gather": True})]
+    options = {"strategy": row.strategy} | row.sizes | row.options
+    for without, fp8 in run_ranks(row.ranks, train_gathered, cases, tmp_path, threads=True, **options):
+        assert fp8.losses == without.losses and fp8.resumed == without.resumed
+        assert fp8.norms == pytest.approx(without.norms, rel=1e-6)
+        assert all(torch.equal(fp8.weights[box], weight) for box, weight in without.weights.items())
+        assert without.fp8_share == 0 and fp8.fp8_share > 0.2
+        for run in (without, fp8):
+            assert run.resident == run.planned_resident and run.sent == run.planned_sent
+        gathered, in_bf16 = (
+            sum(count for (_, op), count in run.sent.items() if op == "all_gather") for run in (fp8, without)
+        )
+        assert gathered == pytest.approx((1 - fp8.fp8_share / 2) * in_bf16, rel=0.03)  # padding

@@ -6,6 +6,7 @@ from nanotrain.config.option import flag_of
 from nanotrain.config.rules.rule import Rule, Values
 
 ALIGNMENT = 16  # torch's fp8 products take matrices whose sizes are multiples of this
+SCALED_ALONG_ROWS = ("rowwise", "mxfp8")  # as in precision/fp8.py: a transposed weight has other scales
 E4M3_ONLY = ("blockwise", "mxfp8")  # as in precision/fp8.py: torch has kernels with e4m3 operands only
 
 
@@ -58,6 +59,10 @@ FP8_RULES = (
     Rule("fp8_format fp8_recipe", lambda v: v.fp8_recipe in E4M3_ONLY and v.fp8_format is Fp8Format.hybrid,
         "fp8_recipe {fp8_recipe} with fp8_format hybrid", "torch multiplies such blocks in e4m3 only",
         "set --fp8-format e4m3 or another --fp8-recipe"),
+    Rule("fp8_param_gather fp8_recipe", lambda v: v.fp8_param_gather and v.fp8_recipe in SCALED_ALONG_ROWS,
+        "fp8_param_gather with fp8_recipe {fp8_recipe}",
+        "fprop and dgrad scale a weight along other dims, so that two fp8 copies, as many bytes as bf16, would be sent",
+        "set --fp8-recipe tensorwise, delayed or blockwise, or leave out --fp8-param-gather"),
 )
 
 FP8_LAYOUT_RULES = (

@@ -184,9 +184,12 @@ UNUSED = (
     Unused("initial_loss_scale min_loss_scale loss_scale_window hysteresis", "params_dtype",
         lambda v: v.params_dtype is not DType.fp16, "only params_dtype fp16 scales the loss"),
     Unused(
-        "fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad "
+        "fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather "
         "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
         "fp8_format", lambda v: v.fp8_format is None, "no matrix product is in fp8: fp8_format is unset"),
+    Unused("fp8_param_gather", "data_parallel_sharding_strategy",
+        lambda v: v.data_parallel_sharding_strategy is ShardingStrategy.no_shard, "no_shard gathers no parameters",
+        "set --data-parallel-sharding-strategy optim, optim_grads or optim_grads_params"),
     Unused("fp8_margin fp8_amax_history_len fp8_amax_compute_algo", "fp8_recipe", lambda v: v.fp8_recipe != "delayed",
         "only fp8_recipe delayed keeps an amax history"),
     Unused("fp8_amax_compute_algo", "fp8_amax_history_len", lambda v: v.fp8_amax_history_len == 1,

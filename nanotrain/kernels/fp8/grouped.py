@@ -47,15 +47,13 @@ class Fp8LoopedMM(GroupedMM):
         """[T, I], [E, O, I] -> [T, O]."""
         parts = self._split(x, offs)
         if not self._scales.has(Operand.INPUT):
-            amaxes = {Operand.INPUT: _part_amaxes(parts), Operand.WEIGHT: _part_amaxes(weight.detach().unbind())}
-            self._scales.set({(0, operand): amax for operand, amax in amaxes.items()})
-        return self._multiply(parts, weight.unbind(), operand=Operand.INPUT, length=len(x))
+            self._set_forward_scales(_part_amaxes(parts), weight)
+        return self._multiply(parts, weight, operand=Operand.INPUT, length=len(x))
 
     def dgrad(self, grad: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
         """[T, O], [E, O, I] -> [T, I]."""
         parts = self._scaled_grads(grad, offs)
-        transposed = weight.transpose(1, 2).unbind()
-        return self._multiply(parts, transposed, operand=Operand.GRAD, length=len(grad))
+        return self._multiply(parts, weight, operand=Operand.GRAD, length=len(grad))
 
     def wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor) -> Tensor:
         """[T, O], [T, I] -> [E, O, I]."""
@@ -82,13 +80,29 @@ class Fp8LoopedMM(GroupedMM):
             self._scales.set({(0, Operand.GRAD): _part_amaxes(parts)})
         return parts
 
-    def _multiply(self, parts: Sequence[Tensor], weights: Sequence[Tensor], *, operand: Operand, length: int) -> Tensor:
-        """[t, K] and [N, K] per expert -> [T, N]; rows of dropped tokens are undefined."""
+    def _set_forward_scales(self, inputs: Tensor, weight: Tensor) -> None:
+        """Compute scales from the amaxes [E] of inputs and those of the weight [E, O, I]."""
+        stored = self._layer.stored
+        amax = _matrix_amaxes(weight.detach()) if stored is None else stored.amax
+        self._scales.set({(0, Operand.INPUT): inputs, (0, Operand.WEIGHT): amax})
+
+    def _quantize_weight(self, weight: Tensor, *, expert: int, transposed: bool) -> Quantized:
+        """One of [E, O, I]: [O, I] or [I, O], as it is kept in fp8, or quantized."""
+        if self._layer.stored is not None:
+            return self._layer.stored.matrix(expert=expert, transposed=transposed)
+        matrix = weight[expert].t() if transposed else weight[expert]
+        return self._scales.quantize(matrix, Operand.WEIGHT, expert=expert)
+
+    def _multiply(self, parts: Sequence[Tensor], weight: Tensor, *, operand: Operand, length: int) -> Tensor:
+        """[t, K] per expert, [E, O, I] -> [T, N] with the weight, transposed for gradients.
+
+        Rows of dropped tokens are undefined.
+        """
         products = []
-        for expert, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+        for expert, part in enumerate(parts):
             quantized = self._scales.quantize(part, operand, expert=expert)
-            quantized_weight = self._scales.quantize(weight, Operand.WEIGHT, expert=expert)
-            products.append(scaled_mm(quantized, quantized_weight, dtype=part.dtype))
+            matrix = self._quantize_weight(weight, expert=expert, transposed=operand is Operand.GRAD)
+            products.append(scaled_mm(quantized, matrix, dtype=part.dtype))
         num_dropped = length - sum(map(len, parts))
         return torch.cat([*products, products[0].new_empty(num_dropped, products[0].shape[1])])
 
@@ -105,8 +119,7 @@ class Fp8GroupedMM(Fp8LoopedMM):
             return super().fprop(x, weight, offs=offs)
         groups = Groups.of(offs, num_tokens=len(x))
         if not self._scales.has(Operand.INPUT):
-            amaxes = {Operand.INPUT: _token_amaxes(x, groups), Operand.WEIGHT: _matrix_amaxes(weight.detach())}
-            self._scales.set({(0, operand): amax for operand, amax in amaxes.items()})
+            self._set_forward_scales(_token_amaxes(x, groups), weight)
         return self._multiply_tokens(x, weight, operand=Operand.INPUT, groups=groups)
 
     def dgrad(self, grad: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
@@ -114,7 +127,7 @@ class Fp8GroupedMM(Fp8LoopedMM):
         if not self._is_grouped(grad, Operand.GRAD):
             return super().dgrad(grad, weight, offs=offs)
         groups = self._scale_grads(grad, offs)
-        return self._multiply_tokens(grad, weight.transpose(1, 2), operand=Operand.GRAD, groups=groups)
+        return self._multiply_tokens(grad, weight, operand=Operand.GRAD, groups=groups)
 
     def wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor) -> Tensor:
         """[T, O], [T, I] -> [E, O, I]."""
@@ -136,20 +149,29 @@ class Fp8GroupedMM(Fp8LoopedMM):
         return groups
 
     def _multiply_tokens(self, x: Tensor, weight: Tensor, *, operand: Operand, groups: Groups) -> Tensor:
-        """[T, K], [E, N, K] -> [T, N]; rows of dropped tokens are undefined."""
-        rows = weight.flatten(0, 1)
+        """[T, K], [E, O, I] -> [T, N] with the weight, transposed for gradients; of dropped tokens undefined."""
         if self._layer.options.recipe.is_per_tensor:
             inverse = groups.per_token(self._scales.of_experts(operand)[:, None])
-            inverse_rows = self._scales.of_experts(Operand.WEIGHT).repeat_interleave(weight.shape[1])[:, None]
         else:
-            inverse, inverse_rows = (
-                self._inverse(block_amax(x, ROW), operand),
-                self._inverse(block_amax(rows, ROW), Operand.WEIGHT),
-            )
-        dtype, weight_dtype = self._layer.options.dtype(operand), self._layer.options.dtype(Operand.WEIGHT)
-        tokens = quantize(x, inverse, block=ROW, dtype=dtype)
-        matrices = quantize(rows, inverse_rows, block=ROW, dtype=weight_dtype)
+            inverse = self._inverse(block_amax(x, ROW), operand)
+        tokens = quantize(x, inverse, block=ROW, dtype=self._layer.options.dtype(operand))
+        matrices = self._quantize_matrices(weight, transposed=operand is Operand.GRAD)
         return multiply_tokens(tokens, matrices, groups=groups, dtype=x.dtype)
+
+    def _quantize_matrices(self, weight: Tensor, *, transposed: bool) -> Quantized:
+        """[E, O, I] -> the rows of all matrices, or of all transposed ones: [E * O, I] or [E * I, O]."""
+        stored = self._layer.stored
+        kept = weight if stored is None else stored.values
+        matrices = kept.transpose(1, 2) if transposed else kept
+        rows = matrices.flatten(0, 1)
+        if not self._layer.options.recipe.is_per_tensor:
+            inverse = self._inverse(block_amax(rows, ROW), Operand.WEIGHT)
+        else:
+            inverse = self._scales.of_experts(Operand.WEIGHT) if stored is None else stored.inverse_scales.flatten()
+            inverse = inverse.repeat_interleave(matrices.shape[1])[:, None]
+        if stored is not None:
+            return Quantized(rows, inverse, ROW)
+        return quantize(rows, inverse, block=ROW, dtype=self._layer.options.dtype(Operand.WEIGHT))
 
     def _quantize_columns(self, x: Tensor, operand: Operand, *, groups: Groups) -> Quantized:
         """[T, K], with inverse scales [E, K] per expert and column, or [E, 1]."""

@@ -1,4 +1,4 @@
-"""What fp8 keeps per layer: `Fp8Options`, and `Fp8Layer` with the amax history of delayed scaling.
+"""What fp8 keeps per layer: `Fp8Options`, `StoredWeight`, and `Fp8Layer` with the amax history of delayed scaling.
 
     history [3, E, L]     amaxes of the last L steps: operands x expert x step, newest first; E = 1 in a dense layer
     step_amax [3, E]      the largest amaxes of this step so far, on this rank
@@ -17,8 +17,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor, nn
 
-from nanotrain.kernels.fp8.quantize import inverse_scales
-from nanotrain.precision.fp8 import Fp8Dtypes, Recipe
+from nanotrain.kernels.fp8.quantize import Quantized, inverse_scales
+from nanotrain.precision.fp8 import Block, Fp8Dtypes, Recipe
 
 # The largest amaxes over the ranks that share a tensor: [number of tensors, E of this rank] -> the same shape.
 ReduceAmax = Callable[[Tensor], Tensor]
@@ -59,6 +59,23 @@ class Fp8Options:
         return self.dtypes.backward if operand is Operand.GRAD else self.dtypes.forward
 
 
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight that this rank has in fp8 instead of in the dtype of the parameters (`--fp8-param-gather`)."""
+
+    values: Tensor  # [E, O, I] fp8, contiguous; E = 1 in a dense layer
+    inverse_scales: Tensor  # [E, O / o, I / i] fp32, one per block (o, i); one per matrix with a scale per tensor
+    amax: Tensor  # [E] fp32, of the whole weight over all ranks that share it
+    block: Block
+
+    def matrix(self, *, expert: int = 0, rows: slice = slice(None), transposed: bool = False) -> Quantized:
+        """Rows of a weight [R, I], or [I, R]; all rows where scales are per block."""
+        values, scales = self.values[expert, rows], self.inverse_scales[expert]
+        if transposed:
+            values, scales = values.t().contiguous(), scales.t().contiguous()
+        return Quantized(values, scales, self.block)
+
+
 class Fp8Layer(nn.Module):
     """The options and amax history of one weight; for experts, of all stacked weights."""
 
@@ -68,6 +85,7 @@ class Fp8Layer(nn.Module):
     def __init__(self, options: Fp8Options, experts: ExpertRange | None = None) -> None:
         super().__init__()
         self.options, self.experts = options, experts or ExpertRange(0, 1, 1)
+        self.stored: StoredWeight | None = None  # the weight in fp8, if it is kept so
         self.has_history = False  # whether `history` has amaxes of an earlier step
         shape = (len(Operand), self.experts.num_global)
         keeps = options.recipe.has_history
@@ -95,6 +113,13 @@ class Fp8Layer(nn.Module):
             used = torch.where(earlier > 0, earlier, amax)
         inverse = inverse_scales(used, dtype, power_of_two=False) * 2.0**self.options.margin
         return torch.where(amax.isfinite(), inverse, torch.nan)  # what is clamped must not hide an overflow
+
+    def weight_scales(self, amax: Tensor) -> Tensor:
+        """The inverse scales of a weight, from the amaxes [E, O / o, I / i] of its blocks (o, i)."""
+        recipe = self.options.recipe
+        if recipe.is_per_tensor:
+            return self.inverse_scales(Operand.WEIGHT, amax.flatten()).view(amax.shape)
+        return inverse_scales(amax, self.options.dtype(Operand.WEIGHT), power_of_two=recipe.power_of_two)
 
     @torch.no_grad()
     def update(self, amax: Tensor) -> None:

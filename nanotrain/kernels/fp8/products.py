@@ -84,13 +84,12 @@ class Fp8Linears(Linears):
         flat, dtype = x.flatten(0, -2), x.dtype
         if not self._scales.has(Operand.INPUT):
             inputs = dict.fromkeys(((i, Operand.INPUT) for i in range(len(self.linears))), tensor_amax(flat))
-            weights = {(i, Operand.WEIGHT): tensor_amax(linear.used_weight) for i, linear in enumerate(self.linears)}
+            weights = {(i, Operand.WEIGHT): _weight_amax(linear) for i, linear in enumerate(self.linears)}
             self._scales.set(inputs | weights)
         quantized = self._scales.quantize(flat, Operand.INPUT)
         outputs = []
         for i, linear in enumerate(self.linears):
-            weight = self._scales.quantize(linear.used_weight, Operand.WEIGHT, layer=i)
-            out = scaled_mm(quantized, weight, dtype=dtype).view(*x.shape[:-1], -1)
+            out = scaled_mm(quantized, self._weight(i), dtype=dtype).view(*x.shape[:-1], -1)
             outputs.append(out if linear.used_bias is None else out + linear.used_bias)
         return tuple(outputs)
 
@@ -98,10 +97,9 @@ class Fp8Linears(Linears):
         """One [T, O] per layer -> [T, I], their sum."""
         self._scale_grads(grads)
         total: Tensor | None = None
-        for i, (grad, linear) in enumerate(zip(grads, self.linears, strict=True)):
+        for i, grad in enumerate(grads):
             quantized = self._scales.quantize(grad, Operand.GRAD, layer=i)
-            weight = self._scales.quantize(linear.used_weight.detach().t(), Operand.WEIGHT, layer=i)
-            partial = scaled_mm(quantized, weight, dtype=grad.dtype)
+            partial = scaled_mm(quantized, self._weight(i, transposed=True), dtype=grad.dtype)
             total = partial if total is None else total.add_(partial)
         assert total is not None, "there is at least one layer"
         return total
@@ -120,9 +118,23 @@ class Fp8Linears(Linears):
             found += linear.param_grads(grad, grad_weight)
         return found
 
+    def _weight(self, layer: int, *, transposed: bool = False) -> Quantized:
+        """[O, I] or [I, O]: as it is kept in fp8, or quantized."""
+        linear = self.linears[layer]
+        if linear.fp8 is not None and linear.fp8.stored is not None:
+            return linear.fp8.stored.matrix(rows=linear.used_rows, transposed=transposed)
+        weight = linear.used_weight.detach()
+        return self._scales.quantize(weight.t() if transposed else weight, Operand.WEIGHT, layer=layer)
+
     def _scale_grads(self, grads: Sequence[Tensor]) -> None:
         if not self._scales.has(Operand.GRAD):
             self._scales.set({(i, Operand.GRAD): tensor_amax(grad) for i, grad in enumerate(grads)})
+
+
+def _weight_amax(linear: Linear) -> Tensor:
+    """[1], of what this rank multiplies with, or of the whole weight where that is known."""
+    stored = None if linear.fp8 is None else linear.fp8.stored
+    return tensor_amax(linear.used_weight) if stored is None else stored.amax
 
 
 def tensor_amax(x: Tensor) -> Tensor:

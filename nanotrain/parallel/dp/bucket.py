@@ -31,7 +31,7 @@ class Bucket:
     def __init__(self, layout: BucketLayout, *, params: ParamStore, grads: GradStore, reduction: Reduction) -> None:
         self.layout, self.params, self.grads = layout, params, grads
         self._reduction, groups = reduction, reduction.groups
-        # the param ranges that this rank's optimizer updates, in `params.gather.update` and `grads.main`
+        # the param ranges that this rank's optimizer updates, in `params.update` and `grads.main`
         self.update_ranges = layout.update_ranges(groups.shard.index, outer_index=groups.outer.index)
         self._ranges = {
             entry.name: slice(entry.start - layout.start, entry.stop - layout.start) for entry in layout.params

@@ -4,7 +4,7 @@
 2. `begin_step`, then per microbatch `backward_begins` and `backward_ended`. A hook takes each gradient as soon as
    autograd has accumulated it. The pipeline schedule decides which backward is the last of the step.
 3. `finish_grad_reduce`: `buckets[i].grads.main` holds this rank's part of the summed gradients.
-4. The optimizer updates `buckets[i].params.gather.update`; `start_param_gather` all-gathers the result.
+4. The optimizer updates `buckets[i].params.update`; `start_param_gather` all-gathers the result.
 5. The next forward pass waits, unit by unit, for the parameters it uses.
 
     strategy             gradients                                  parameters
@@ -29,7 +29,7 @@ Source: Rajbhandari et al. 2020 (ZeRO), sections 5.1-5.2; Megatron-LM core, `dis
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,23 +37,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanotrain.comm.group import Group
 from nanotrain.parallel.dp.bucket import Bucket
+from nanotrain.parallel.dp.fp8_weights import Fp8Weights, placeholder
 from nanotrain.parallel.dp.layout import BufferLayout
-from nanotrain.parallel.dp.reduction import ReduceGroups, Reduction
+from nanotrain.parallel.dp.reduction import ReduceGroups, Reduction, shard_of
 from nanotrain.parallel.dp.stores import (
     GradPool,
     GradStore,
-    OwnMemory,
     ParamStore,
-    PooledMemory,
     ResidentGrads,
     ResidentParams,
     ShardedParams,
     TransientGrads,
+    gather_memory,
 )
 from nanotrain.parallel.dp.strategy import Strategy
 from nanotrain.parallel.dp.unit_gather import UnitGather
 from nanotrain.parallel.dp.units import child_units, given_units
+from nanotrain.precision.fp8 import WEIGHT_DTYPE
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.params import LocalParam
 
@@ -82,6 +84,8 @@ class DataParallelOptions:
     units: Sequence[tuple[nn.Module, Collection[str]]] | None = None
     # whether a forward pass runs again inside a backward
     is_recomputing: Callable[[], bool] = lambda: False
+    # weights are gathered in fp8, and these ranks beside those of the buckets share a scale; None: in params_dtype
+    fp8_amax_groups: Sequence[Group] | None = None
 
 
 class DataParallel:
@@ -113,7 +117,14 @@ class DataParallel:
         self.layout, self.groups, self.options = layout, groups, options
         self.params = {param.spec.name: param for param in layout.params}
         num_shards = groups.shard.size if options.strategy.shard_params else 1
-        self.param_buffer = torch.zeros(layout.numel // num_shards, dtype=precision.params, device=device)
+        is_fp8 = options.fp8_amax_groups is not None
+        dtype = WEIGHT_DTYPE if is_fp8 else precision.params
+        self.param_buffer = torch.zeros(layout.numel // num_shards, dtype=dtype, device=device)
+        self.update_buffer: Tensor | None = None  # in params_dtype what this rank updates of fp8 weights
+        if is_fp8:
+            num_updated = sum(bucket.update_numel for bucket in layout.buckets)
+            self.update_buffer = torch.zeros(num_updated, dtype=precision.params, device=device)
+        self.fp8_weights: Fp8Weights | None = None
         self.buckets = self._build_buckets(precision)
         self._bucket_of = {entry.name: bucket for bucket in self.buckets for entry in bucket.layout.params}
         self._num_started = 0
@@ -121,6 +132,7 @@ class DataParallel:
         self._is_last_microbatch, self._in_backward = True, False
         self._unit_gather: UnitGather | None = None
         self._views: dict[str, tuple[nn.Parameter, Tensor]] = {}  # parameters, and their views of a bucket
+        self._is_gathered = False  # inside of `gathered`
         self._replace_parameters(module)
         self._register_unit_hooks(module)
 
@@ -157,18 +169,33 @@ class DataParallel:
         self.wait_for_params()
 
     def fill_params(self, fill: Callable[[Sequence[LocalParam]], None]) -> None:
-        """Let `fill` write initial values; of sharded parameters one bucket at a time has full size."""
-        if not self.options.strategy.shard_params:
+        """Let `fill` write initial values; of sharded and of fp8 parameters one bucket at a time has full size."""
+        if self.fp8_weights is None and not self.options.strategy.shard_params:
             fill(self.layout.params)
             return
         for bucket in self.buckets:
+            params = [entry.param for entry in bucket.layout.params]
+            if self.fp8_weights is not None:
+                full = bucket.params.update.new_zeros(bucket.layout.numel)
+                self._point_params(bucket, full)
+                fill(params)
+                bucket.params.update.copy_(shard_of(shard_of(full, self.groups.shard), self.groups.outer))
+                self._point_params(bucket, None)
+                continue
             bucket.params.allocate()
             bucket.params.full.zero_()
-            fill([entry.param for entry in bucket.layout.params])
+            fill(params)
             bucket.params.keep_shard()
+        if self.fp8_weights is not None:
+            self.start_param_gather()
 
     def start_param_gather(self) -> None:
-        """All-gather the updated shards; the last bucket holds the first layers, so it is gathered first."""
+        """All-gather the updated shards; the last bucket holds the first layers, so it is gathered first.
+
+        fp8 weights are quantized before.
+        """
+        if self.fp8_weights is not None:
+            self.fp8_weights.quantize()
         for bucket in reversed(self.buckets):
             bucket.params.gather.start_across()
         if not self.options.strategy.shard_params:  # else each unit is gathered when it runs
@@ -186,21 +213,25 @@ class DataParallel:
     def gathered(self) -> Iterator[None]:
         """Complete parameters inside the block, for code that reads them without the module's forward."""
         self.wait_for_params()
-        if self._unit_gather is None or self._unit_gather.keeps_all:
+        if self._is_gathered or (self._unit_gather is None and self.fp8_weights is None):
             yield
             return
-        with self._unit_gather.all_gathered():
-            self._point_params()
+        self._is_gathered, fp8 = True, self.fp8_weights
+        with nullcontext() if self._unit_gather is None else self._unit_gather.all_gathered():
+            for bucket in self.buckets:
+                self._point_params(bucket, bucket.params.apart if fp8 is None else fp8.gather_updates(bucket))
             yield
-        self._point_params()
-
-    def _point_params(self) -> None:
-        """Let the parameters be views of where their buckets are gathered."""
         for bucket in self.buckets:
-            for entry in bucket.layout.params:
-                param, view = self._views[entry.name]
-                apart = bucket.params.apart
-                param.data = view if apart is None else bucket.view(entry.name, apart).view(view.shape)
+            self._point_params(bucket, None)
+            if fp8 is not None:
+                fp8.store(bucket)
+        self._is_gathered = False
+
+    def _point_params(self, bucket: Bucket, full: Tensor | None) -> None:
+        """Let the parameters of a bucket be views of `full` [numel], or of where the bucket always is."""
+        for entry in bucket.layout.params:
+            param, view = self._views[entry.name]
+            param.data = view if full is None else bucket.view(entry.name, full).view(view.shape)
 
     def grads_summed_over(self, axis: str) -> list[Tensor]:
         """Reduced gradients of the parameters with `axis` among their `grad_sum_axes`, as flat views.
@@ -277,12 +308,20 @@ class DataParallel:
             bucket.params.allocate()
             for name, local in ((entry.name, entry.param) for entry in bucket.layout.params):
                 # `.data`: a gather between forward and backward must not count as a change of what autograd saved.
-                param = nn.Parameter(bucket.view(name, bucket.params.full).view(local.box.shape).data)
+                param = nn.Parameter(self._param_data(bucket, local).data)
                 self._views[name] = (param, param.data)
                 owner, _, leaf = name.rpartition(".")
                 module.get_submodule(owner)._parameters[leaf] = param
                 param.register_post_accumulate_grad_hook(partial(self._take_grad, name))
             bucket.params.free()
+        if (amax_groups := self.options.fp8_amax_groups) is not None:
+            self.fp8_weights = Fp8Weights(module, self.buckets, groups=self.groups, amax_groups=amax_groups)
+
+    def _param_data(self, bucket: Bucket, local: LocalParam) -> Tensor:
+        """A view of the bucket; of fp8 weights no values."""
+        if self.update_buffer is None:
+            return bucket.view(local.spec.name, bucket.params.full).view(local.box.shape)
+        return placeholder(local.box.shape, dtype=self.update_buffer.dtype, device=self.update_buffer.device)
 
     def _register_unit_hooks(self, module: nn.Module) -> None:
         """Before its forward each module waits for the parameters of its units, or gathers them."""
@@ -317,12 +356,18 @@ class DataParallel:
 
     def _build_params(self) -> list[ParamStore]:
         layout, groups = self.layout, self.groups
+        numels, buffer = [bucket.update_numel for bucket in layout.buckets], self.update_buffer
+        updates = [None] * len(numels) if buffer is None else buffer.split(numels)
         if not self.options.strategy.shard_params:
             fulls = self.param_buffer.split([bucket.numel for bucket in layout.buckets])
-            return [ResidentParams(full, groups=groups) for full in fulls]
+            pairs = zip(fulls, updates, strict=True)
+            return [ResidentParams(full, groups=groups, update=update) for full, update in pairs]
         shards = self.param_buffer.split([bucket.shard_numel for bucket in layout.buckets])
         memory = gather_memory(layout, shards, num_blocks=self.options.num_gather_blocks)
-        return [ShardedParams(part, full, groups=groups) for part, full in zip(shards, memory, strict=True)]
+        return [
+            ShardedParams(part, full, groups=groups, update=update)
+            for part, full, update in zip(shards, memory, updates, strict=True)
+        ]
 
     def _build_grads(self, precision: Precision) -> list[GradStore]:
         layout, groups, device = self.layout, self.groups, self.param_buffer.device
@@ -345,19 +390,6 @@ def gathered(wrappers: Iterable[DataParallel]) -> Iterator[None]:
         for wrapper in wrappers:
             stack.enter_context(wrapper.gathered())
         yield
-
-
-def gather_memory(layout: BufferLayout, shards: Sequence[Tensor], *, num_blocks: int) -> list[OwnMemory | PooledMemory]:
-    """Memory of every bucket's gathered parameters, in blocks as `BufferLayout.gather_blocks` plans them."""
-    if not num_blocks:
-        return [OwnMemory(bucket.numel, shard) for bucket, shard in zip(layout.buckets, shards, strict=True)]
-    plan = layout.gather_blocks(num_blocks)
-    blocks = {key: shards[0].new_zeros(numel) for key, numel in plan.numel.items()}
-    users: dict[str, set[tuple[str, int]]] = {key: set() for key in plan.numel}
-    return [
-        PooledMemory(blocks[key][start : start + bucket.numel], min(bucket.units), users=users[key])
-        for bucket, (key, start) in zip(layout.buckets, plan.places, strict=True)
-    ]
 
 
 def _wait_before_forward(params: Iterable[ParamStore], *_hook_arguments: Any) -> None:

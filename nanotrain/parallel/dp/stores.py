@@ -8,11 +8,14 @@
 A full-size gradient of a transient store comes from a `GradPool`, so that freed storage is used again.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from nanotrain.comm.collectives import start_all_gather_into
 from nanotrain.comm.work import Work
+from nanotrain.parallel.dp.layout import BufferLayout
 from nanotrain.parallel.dp.reduction import ReduceGroups, shard_of
 
 
@@ -27,7 +30,7 @@ class ShardGather:
 
     def __init__(self, full: Tensor, shard: Tensor, *, groups: ReduceGroups) -> None:
         self.full, self.shard, self._groups = full, shard, groups
-        self.update = shard_of(shard, groups.outer)  # [update_numel] what this rank's optimizer writes
+        self.update = shard_of(shard, groups.outer)  # [update_numel] what this rank updates
         self._outer: Work[Tensor] | None = None
         self._inner: Work[Tensor] | None = None
 
@@ -65,14 +68,16 @@ class ResidentParams:
     Args:
         full: [numel] the bucket's slice of the parameter buffer.
         groups: of the bucket.
+        update: [update_numel] what this rank's optimizer writes, by default its part of `full`.
     """
 
     has_storage = True
 
-    def __init__(self, full: Tensor, *, groups: ReduceGroups) -> None:
+    def __init__(self, full: Tensor, *, groups: ReduceGroups, update: Tensor | None = None) -> None:
         self.full, self.shard = full, shard_of(full, groups.shard)
         self.apart: Tensor | None = None  # `full` is never gathered elsewhere
         self.gather = ShardGather(full, self.shard, groups=groups)
+        self.update = self.gather.update if update is None else update
 
     def allocate(self) -> None:
         """Do nothing, as `keep_shard`, `free` and `gather_apart`: `full` always has storage."""
@@ -162,19 +167,41 @@ class PooledMemory:
         self._users.discard(self._key)
 
 
+def gather_memory(layout: BufferLayout, shards: Sequence[Tensor], *, num_blocks: int) -> list[OwnMemory | PooledMemory]:
+    """Memory of every bucket's gathered parameters, in blocks as `BufferLayout.gather_blocks` plans them."""
+    if not num_blocks:
+        return [OwnMemory(bucket.numel, shard) for bucket, shard in zip(layout.buckets, shards, strict=True)]
+    plan = layout.gather_blocks(num_blocks)
+    blocks = {key: shards[0].new_zeros(numel) for key, numel in plan.numel.items()}
+    users: dict[str, set[tuple[str, int]]] = {key: set() for key in plan.numel}
+    return [
+        PooledMemory(blocks[key][start : start + bucket.numel], min(bucket.units), users=users[key])
+        for bucket, (key, start) in zip(layout.buckets, plan.places, strict=True)
+    ]
+
+
 class ShardedParams:
     """This rank's shard of the parameters (`optim_grads_params`); `full` has memory only while it is gathered.
 
     Args:
-        shard: [shard_numel] this rank's part, which the optimizer updates.
+        shard: [shard_numel] this rank's part.
         memory: of the whole bucket.
         groups: of the bucket.
+        update: [update_numel] what this rank's optimizer writes, by default its part of `shard`.
     """
 
-    def __init__(self, shard: Tensor, memory: OwnMemory | PooledMemory, *, groups: ReduceGroups) -> None:
+    def __init__(
+        self,
+        shard: Tensor,
+        memory: OwnMemory | PooledMemory,
+        *,
+        groups: ReduceGroups,
+        update: Tensor | None = None,
+    ) -> None:
         self.shard, self.full, self.memory = shard, memory.full, memory
         self.apart: Tensor | None = None  # [numel] parameters gathered outside `full`
         self.gather = ShardGather(self.full, shard, groups=groups)
+        self.update = self.gather.update if update is None else update
         self._groups = groups
         memory.free()
 

@@ -118,6 +118,10 @@ class _LinearRows(Linear):
     rows: slice
 
     @property
+    def used_rows(self) -> slice:
+        return self.rows
+
+    @property
     def used_weight(self) -> Tensor:
         return self.weight[self.rows]
 

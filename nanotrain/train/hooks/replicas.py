@@ -38,7 +38,11 @@ class ReplicasHook(Hook):
             return
         faults = []
         with gathered(run.data_parallel):
-            params = {name: param for stage in run.stages.values() for name, param in stage.named_parameters()}
+            params: dict[str, Tensor] = {}
+            for stage in run.stages.values():
+                params |= dict(stage.named_parameters())
+            for dp in run.data_parallel:
+                params |= {} if dp.fp8_weights is None else dp.fp8_weights.values
             for axis, names in replicated(run.data_parallel, run.context.groups):
                 named = {name: params[name] for name in names}
                 faults.append(find_difference(named, run.context.group(axis), step=report.step))

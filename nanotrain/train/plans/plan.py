@@ -8,6 +8,7 @@ plan by `traffic.sent_bytes`.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from nanotrain.config.batch_schedule import batch_schedule
 from nanotrain.config.config import Config, OuterShardingStrategy, ParallelConfig
@@ -15,6 +16,7 @@ from nanotrain.config.derive import global_batch_size
 from nanotrain.config.pipeline_layout import read_pipeline_layout
 from nanotrain.config.schema import check_choice
 from nanotrain.data.sampler import SamplerConfig
+from nanotrain.model.fp8 import layers_in_bf16
 from nanotrain.optim.muon import SCALAR_RULES
 from nanotrain.optim.optimizers import OPTIMIZERS
 from nanotrain.optim.parts import ShardPart, host_fraction, split_shard, state_bytes
@@ -26,7 +28,7 @@ from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.parallel.pp.gpipe import forward_only
 from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule
 from nanotrain.parallel.pp.transfers import RankPlan, plan_rank
-from nanotrain.precision.fp8 import RECIPES
+from nanotrain.precision.fp8 import RECIPES, WEIGHT_DTYPE
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.counts import flops_per_token
 from nanotrain.topology.groups import GroupName, GroupSpec
@@ -42,11 +44,16 @@ MAX_TRANSIENT_BUCKETS = 2  # full-size buckets that exist at once where gradient
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """One flat buffer of a stage: its dense parameters or its expert parameters."""
+    """One flat buffer of a stage: its dense parameters or its expert parameters, of one dtype."""
 
     shard: GroupSpec  # ranks that share the buckets
     replicate: GroupSpec  # ranks with the same shard
     layout: BufferLayout  # buckets and the range of every parameter
+    is_fp8: bool = False  # weights that are gathered in fp8
+
+    def param_size(self, precision: Precision) -> int:
+        """Bytes of an element as it is gathered."""
+        return WEIGHT_DTYPE.itemsize if self.is_fp8 else precision.params.itemsize
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class StagePlan:
 
     spec: StageSpec  # layers of the stage
     params: tuple[LocalParam, ...]  # local parameters in registration order
-    buffers: tuple[BufferPlan, ...]  # dense, then experts; a buffer without parameters is left out
+    buffers: tuple[BufferPlan, ...]  # dense, then experts, of each what is in fp8 last; none without parameters
 
 
 @dataclass(frozen=True)
@@ -162,15 +169,15 @@ class Plan:
     def resident_bytes(self) -> ResidentBytes:
         """Bytes of params, grads and optimizer state (the table in docs/zero.md)."""
         precision, strategy = Precision.of(self.config.precision), self.strategy
-        param_size, grad_size = precision.params.itemsize, precision.grads.itemsize
-        main_grad_size = precision.main_grads.itemsize
+        grad_size, main_grad_size = precision.grads.itemsize, precision.main_grads.itemsize
         params = units = grads = buckets = optimizer = 0
         for buffer in self.buffers:
-            layout, num_shards = buffer.layout, buffer.shard.size
+            layout, num_shards, param_size = buffer.layout, buffer.shard.size, buffer.param_size(precision)
             params += layout.numel // (num_shards if strategy.shard_params else 1) * param_size
             if strategy.shard_params:
                 units += self._gathered_numel(layout) * param_size
             num_updated = layout.numel // num_shards // layout.num_outer_shards
+            params += num_updated * precision.params.itemsize * buffer.is_fp8  # what the optimizer writes
             optimizer += state_bytes(self.parts_of(buffer), self.rule, config=self.config.optim, precision=precision)
             num_buckets = min(len(layout.buckets), MAX_TRANSIENT_BUCKETS)
             largest = max(bucket.numel for bucket in layout.buckets)
@@ -264,7 +271,7 @@ def _plan_stages(config: Config, topology: Topology, *, rank: int, shape: ModelS
             sequence_parallel=parallel.sequence_parallel,
         )
         params = tuple(localize(param, coords=coords, sizes=sizes) for param in declared)
-        yield StagePlan(spec, params, tuple(_plan_buffers(params, parallel, groups=topology.group_specs(rank))))
+        yield StagePlan(spec, params, tuple(_plan_buffers(params, config, groups=topology.group_specs(rank))))
 
 
 def _stage_specs(parallel: ParallelConfig, num_layers: int) -> tuple[StageSpec, ...]:
@@ -282,13 +289,17 @@ def _stage_specs(parallel: ParallelConfig, num_layers: int) -> tuple[StageSpec, 
 
 
 def _plan_buffers(
-    params: Sequence[LocalParam], parallel: ParallelConfig, *, groups: Mapping[GroupName, GroupSpec]
+    params: Sequence[LocalParam], config: Config, *, groups: Mapping[GroupName, GroupSpec]
 ) -> Iterator[BufferPlan]:
-    """Dense, then experts."""
+    """Dense, then experts, of each what is gathered in fp8 last."""
+    parallel, fp8_names = config.parallel, set(fp8_gathered(params, config))
     pairs = (groups["dp_shard"], groups["dp_replicate"]), (groups["expert_dp_shard"], groups["expert_dp_replicate"])
     is_outer_sharded = parallel.outer_dp_sharding_strategy is OuterShardingStrategy.optim
-    for is_expert, (shard, replicate) in enumerate(pairs):
-        chosen = [param for param in params if param.spec.is_expert == bool(is_expert)]
+    for is_expert, is_fp8 in product((False, True), (False, True)):
+        shard, replicate = pairs[is_expert]
+        chosen = [
+            param for param in params if param.spec.is_expert == is_expert and (param.spec.name in fp8_names) == is_fp8
+        ]
         rules = LayoutRules(
             num_shards=shard.size,
             num_outer_shards=replicate.size if is_outer_sharded else 1,
@@ -297,4 +308,21 @@ def _plan_buffers(
             gathers_by_unit=STRATEGIES[parallel.data_parallel_sharding_strategy.value].gathers_by_unit,
         )
         if chosen:
-            yield BufferPlan(shard, replicate, plan_layout(chosen, rules))
+            yield BufferPlan(shard, replicate, plan_layout(chosen, rules), is_fp8)
+
+
+def fp8_gathered(params: Sequence[LocalParam], config: Config) -> Iterator[str]:
+    """The names of the weights that are gathered in fp8.
+
+    Those with one scale per block are left out where a rank multiplies with some heads of a replicated projection: its
+    blocks begin with the first of these rows.
+    """
+    precision = config.precision
+    if not precision.fp8_param_gather:
+        return
+    in_bf16 = {f"layers.{layer}" for layer in layers_in_bf16(precision, config.model.num_layers)}
+    is_per_tensor = RECIPES[precision.fp8_recipe].is_per_tensor
+    for spec in (param.spec for param in params):
+        has_rows_of_ranks = "tp" in spec.grad_sum_axes and not is_per_tensor
+        if spec.in_fp8 and spec.unit.startswith("layers.") and spec.unit not in in_bf16 and not has_rows_of_ranks:
+            yield spec.name

@@ -8,8 +8,8 @@
     matrices        hidden matrices of Muon: shard and replicate groups, tp, etp
 
 Counted as `comm/traffic.py` counts what is executed; a forward that is recomputed counts twice. Not included: tensor
-parallelism, statistics of routers, attention logits of QK-clip, control traffic, and core attentions without an entry
-in `ATTENTION_BYTES`.
+parallelism, amaxes of fp8 over its groups, statistics of routers, attention logits of QK-clip, control traffic, and
+core attentions without an entry in `ATTENTION_BYTES`.
 """
 
 import math
@@ -23,7 +23,9 @@ from nanotrain.config.derive import recomputed_modules
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.optim.matrix_update import grid_groups, plan_matrices
 from nanotrain.optim.whole_matrices import WholeMatrices
+from nanotrain.parallel.dp.fp8_weights import scales_shape
 from nanotrain.parallel.pp.transfers import TransferBatch
+from nanotrain.precision.fp8 import RECIPES
 from nanotrain.precision.policy import Precision
 from nanotrain.train.plans.gathers import num_gathers
 from nanotrain.train.plans.plan import BufferPlan, Plan
@@ -93,7 +95,7 @@ def data_parallel(plan: Plan) -> Iterator[tuple[Key, int]]:
     for buffer, stage in buffers:
         shard, replicate = buffer.shard, buffer.replicate
         for bucket in buffer.layout.buckets:
-            grads, params = bucket.numel * precision.grads.itemsize, bucket.numel * precision.params.itemsize
+            grads, params = bucket.numel * precision.grads.itemsize, bucket.numel * buffer.param_size(precision)
             inside = reduced_bytes(grads, shard.size)
             across = reduced_bytes(grads if keeps_full else grads // shard.size, replicate.size)
             if keeps_full:
@@ -108,6 +110,17 @@ def data_parallel(plan: Plan) -> Iterator[tuple[Key, int]]:
                 yield (replicate.name, reduce_scatter), across
             else:
                 yield (replicate.name, "all_reduce"), 2 * across
+        if buffer.is_fp8:
+            yield from _amaxes(plan, buffer)
+
+
+def _amaxes(plan: Plan, buffer: BufferPlan) -> Iterator[tuple[Key, int]]:
+    """Amaxes of fp8 weights, all-reduced in fp32 before they are quantized."""
+    block = RECIPES[plan.config.precision.fp8_recipe].weight_block
+    num_bytes = sum(4 * math.prod(scales_shape(param.box.shape, block)) for param in buffer.layout.params)
+    yield (buffer.shard.name, "all_reduce"), 2 * reduced_bytes(num_bytes, buffer.shard.size)
+    if buffer.layout.num_outer_shards > 1:
+        yield (buffer.replicate.name, "all_reduce"), 2 * reduced_bytes(num_bytes, buffer.replicate.size)
 
 
 def embedding(plan: Plan) -> Iterator[tuple[Key, int]]:

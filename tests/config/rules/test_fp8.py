@@ -4,13 +4,14 @@ import pytest
 
 from nanotrain.config.config import Config
 from nanotrain.config.load import load_config
-from nanotrain.config.rules.fp8 import E4M3_ONLY, odd_sizes
+from nanotrain.config.rules.fp8 import E4M3_ONLY, SCALED_ALONG_ROWS, odd_sizes
 from nanotrain.config.rules.rule import Values
 from nanotrain.errors import ConfigError, ConfigErrors
 from nanotrain.precision.fp8 import RECIPES
 from tests.config.asking import config_of, validate
 
 FP8 = {"fp8_format": "hybrid"}
+SHARDED = {"fp8_param_gather": True, "data_parallel_sharding_strategy": "optim"}
 FITTING = {"hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128}
 
 
@@ -28,6 +29,9 @@ def error_of(config: Config) -> str:
         (FP8 | {"params_dtype": "fp16"}, "fp8_format with params_dtype fp16"),
         (FP8 | {"fp8_recipe": "blockwise"}, "fp8_recipe blockwise with fp8_format hybrid"),
         (FP8 | {"fp8_recipe": "mxfp8"}, "fp8_recipe mxfp8 with fp8_format hybrid"),
+        (FP8 | SHARDED | {"fp8_recipe": "rowwise"}, "fp8_param_gather with fp8_recipe rowwise"),
+        (SHARDED, "precision.fp8_param_gather = true has no effect"),
+        (FP8 | {"fp8_param_gather": True}, "no_shard gathers no parameters"),
         ({"fp8_recipe": "tensorwise"}, "precision.fp8_recipe = tensorwise has no effect"),
         ({"first_last_layers_bf16": True}, "precision.first_last_layers_bf16 = true has no effect"),
         (FP8 | {"fp8_recipe": "tensorwise", "fp8_margin": 1}, "only fp8_recipe delayed keeps an amax history"),
@@ -53,6 +57,10 @@ def test_what_fits_together_passes() -> None:
 
 def test_the_recipes_with_e4m3_only_are_those_of_the_table() -> None:
     assert [name for name, recipe in RECIPES.items() if recipe.e4m3_only] == list(E4M3_ONLY)
+
+
+def test_the_recipes_that_are_not_gathered_scale_a_transposed_weight_otherwise() -> None:
+    assert [name for name, recipe in RECIPES.items() if not recipe.is_transposable] == list(SCALED_ALONG_ROWS)
 
 
 def test_odd_sizes_are_one_error_with_their_numbers() -> None:

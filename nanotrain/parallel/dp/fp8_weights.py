@@ -1,0 +1,212 @@
+"""Weights that are gathered, and read by products, in fp8 (`--fp8-param-gather`).
+
+    update [update_numel]   params_dtype   what this rank's optimizer writes
+        amax of every weight or block: of this rank's elements, then the largest over the ranks that share it
+        fp8 values with the scales of the whole weight
+    gather.update           fp8            the same elements of the bucket; all-gathers send these
+    Fp8Layer.stored         fp8            the weight as the products read it
+
+Every element is rounded as products round a weight in params_dtype that is quantized whole, so no value differs from
+that of a run without the flag. The parameter of the module has no storage: it reads as NaN.
+
+    E experts, 1 in a dense layer   R rows   C columns   (r, c) elements of a block with one scale
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanotrain.comm.collectives import all_gather_into, all_reduce
+from nanotrain.comm.group import Group
+from nanotrain.kernels.fp8.layer import Fp8Layer, StoredWeight
+from nanotrain.kernels.fp8.quantize import block_amax, quantize
+from nanotrain.parallel.dp.bucket import Bucket
+from nanotrain.parallel.dp.reduction import ReduceGroups
+from nanotrain.precision.fp8 import Block
+
+
+def scales_shape(shape: Sequence[int], block: Block) -> tuple[int, int, int]:
+    """[E, R / r, C / c], the scales of a weight [R, C] or [E, R, C].
+
+    >>> scales_shape((300, 128), (128, 128)), scales_shape((4, 300, 128), (None, None))
+    ((1, 3, 1), (4, 1, 1))
+    """
+    *experts, rows, columns = shape
+    return prod(experts), -(-rows // (block[0] or rows)), -(-columns // (block[1] or columns))
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """One weight and its scales."""
+
+    layer: Fp8Layer
+    bucket: Bucket
+    name: str
+    shape: tuple[int, int, int]  # [E, R, C] on this rank
+    view: Tensor  # [E, R, C] of the bucket's own memory
+
+    @property
+    def block(self) -> Block:
+        return self.layer.options.recipe.weight_block
+
+    @property
+    def scales_shape(self) -> tuple[int, int, int]:
+        return scales_shape(self.shape, self.block)
+
+    @property
+    def stored(self) -> StoredWeight:
+        """What products read; scales are NaN before the first `quantize`."""
+        if self.layer.stored is None:
+            scales = torch.full(self.scales_shape, torch.nan, device=self.view.device)
+            self.layer.stored = StoredWeight(self.view, scales, scales[:, 0, 0], self.block)
+        return self.layer.stored
+
+    def store(self) -> None:
+        """Let products read the weight where its bucket is gathered."""
+        apart = self.bucket.params.apart
+        values = self.view if apart is None else self.bucket.view(self.name, apart).view(self.shape)
+        self.layer.stored = replace(self.stored, values=values)
+
+    def parts(self) -> Iterator["WeightPart"]:
+        """What this rank updates, expert by expert."""
+        _, rows, columns = self.shape
+        for found in self.bucket.update_ranges:
+            if found.name != self.name:
+                continue
+            start, stop = found.param_start, found.param_start + found.numel
+            for expert in range(start // (rows * columns), -(-stop // (rows * columns))):
+                first, last = max(start, expert * rows * columns), min(stop, (expert + 1) * rows * columns)
+                elements = slice(found.shard_start + first - start, found.shard_start + last - start)
+                yield WeightPart(expert, first - expert * rows * columns, columns, elements, self.block)
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """Consecutive elements of one matrix [R, C]."""
+
+    expert: int
+    first: int  # element of the matrix
+    columns: int  # C
+    elements: slice  # of what this rank updates of the bucket
+    block: Block
+
+    def amax(self, update: Tensor, largest: Tensor) -> None:
+        """Raise `largest` [E, R / r, C / c] to the amaxes of these elements."""
+        blocks = self._blocks(largest)
+        torch.maximum(blocks, block_amax(self._matrix(update), self.block), out=blocks)
+
+    def quantize(self, update: Tensor, target: Tensor, *, inverse: Tensor) -> None:
+        """Write these elements in fp8, with the inverse scales [E, R / r, C / c]."""
+        found = quantize(self._matrix(update), self._blocks(inverse), block=self.block, dtype=target.dtype)
+        target[self.elements].copy_(found.values.flatten()[self._before :][: self._numel])
+
+    @property
+    def _numel(self) -> int:
+        return self.elements.stop - self.elements.start
+
+    @property
+    def _before(self) -> int:
+        """Elements from the first row of a block of rows to the first element."""
+        return 0 if self.block[0] is None else self.first % (self.block[0] * self.columns)
+
+    def _matrix(self, update: Tensor) -> Tensor:
+        """The elements in rows of C from the start of a block on, padded with zeros; in one row without blocks."""
+        values = update[self.elements]
+        if self.block[0] is None:
+            return values[None]
+        return F.pad(values, (self._before, -(self._before + self._numel) % self.columns)).view(-1, self.columns)
+
+    def _blocks(self, per_block: Tensor) -> Tensor:
+        """[E, R / r, C / c] -> of the blocks of `_matrix`, a view."""
+        blocks, rows = per_block[self.expert], self.block[0]
+        if rows is None:
+            return blocks
+        unit = rows * self.columns
+        return blocks[self.first // unit : -(-(self.first + self._numel) // unit)]
+
+
+class Fp8Weights:
+    """The fp8 weights of one wrapper.
+
+    Args:
+        module: owns the layers.
+        buckets: of weights only, with fp8 parameter stores.
+        groups: inside the instance and across instances.
+        amax_groups: further ranks that share a scale: of tensor parallelism, where a tensor has one scale.
+    """
+
+    def __init__(
+        self, module: nn.Module, buckets: Sequence[Bucket], *, groups: ReduceGroups, amax_groups: Sequence[Group]
+    ) -> None:
+        self._buckets, self._groups = buckets, groups
+        self._amax_groups = (groups.shard, groups.outer, *amax_groups)
+        self._weights: list[_Weight] = []
+        for bucket in buckets:
+            bucket.params.allocate()
+            for entry in bucket.layout.params:
+                layer, shape = _layer_of(module, entry.name), _as_stacked(entry.param.box.shape)
+                view = bucket.view(entry.name, bucket.params.full).view(shape)
+                self._weights.append(_Weight(layer, bucket, entry.name, shape, view))
+            bucket.params.free()
+            self.store(bucket)
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        """The weights [E, R, C] in fp8 by parameter name; complete while they are gathered."""
+        return {weight.name: weight.stored.values for weight in self._weights}
+
+    def store(self, bucket: Bucket) -> None:
+        """Let products read a bucket where it is gathered."""
+        for weight in self._weights:
+            if weight.bucket is bucket:
+                weight.store()
+
+    @torch.no_grad()
+    def quantize(self) -> None:
+        """Quantize what this rank updates with scales of whole weights: one all-reduce of amaxes per group."""
+        numels = [prod(weight.scales_shape) for weight in self._weights]
+        total = torch.zeros(sum(numels), device=self._buckets[0].params.update.device)
+        amaxes = [part.view(w.scales_shape) for w, part in zip(self._weights, total.split(numels), strict=True)]
+        for weight, amax in zip(self._weights, amaxes, strict=True):
+            for part in weight.parts():
+                part.amax(weight.bucket.params.update, amax)
+        for group in self._amax_groups:
+            all_reduce(total, group, op="max")
+        for weight, amax in zip(self._weights, amaxes, strict=True):
+            inverse, params = weight.layer.weight_scales(amax), weight.bucket.params
+            for part in weight.parts():
+                part.quantize(params.update, params.gather.update, inverse=inverse)
+            weight.layer.stored = replace(weight.stored, inverse_scales=inverse, amax=amax.amax((1, 2)))
+
+    def gather_updates(self, bucket: Bucket) -> Tensor:
+        """[numel] the weights of a bucket in params_dtype, collected from all ranks in new memory.
+
+        Called inside of a gather of all units: products then read each bucket where it was gathered.
+        """
+        self.store(bucket)
+        update, layout = bucket.params.update, bucket.layout
+        shard, full = update.new_empty(layout.shard_numel), update.new_empty(layout.numel)
+        all_gather_into(shard, update, group=self._groups.outer)
+        all_gather_into(full, shard, group=self._groups.shard)
+        return full
+
+
+def placeholder(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of NaN in the memory of one element."""
+    return torch.full((), torch.nan, dtype=dtype, device=device).expand(*shape)
+
+
+def _layer_of(module: nn.Module, name: str) -> Fp8Layer:
+    owner, _, leaf = name.rpartition(".")
+    layer = getattr(module.get_submodule(owner), "fp8", None)
+    assert leaf == "weight" and isinstance(layer, Fp8Layer), f"{name} has no fp8 products, which alone can read it"
+    return layer
+
+
+def _as_stacked(shape: Sequence[int]) -> tuple[int, int, int]:
+    *experts, rows, columns = shape
+    return prod(experts), rows, columns
