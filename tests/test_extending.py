@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -15,6 +16,7 @@ from nanotrain.hf.families import FAMILIES, model_from_hf
 from nanotrain.optim.optimizers import OPTIMIZERS
 from nanotrain.optim.rule import ParamRange, UpdateRule, UpdateStep
 from nanotrain.parallel.cp.attention import CORE_ATTENTIONS, SDPAttention
+from nanotrain.parallel.cp.sdpa import LayerKernels
 from nanotrain.parallel.cp.split import join_shards, local_chunks
 from nanotrain.parallel.pp.actions import PipelineShape, Schedule, forward, full_backward
 from nanotrain.parallel.pp.schedules import SCHEDULES
@@ -39,14 +41,14 @@ def one_at_a_time(shape: PipelineShape) -> Schedule:
 class GatherEverything:
     """Core attention that gathers queries too, attends to full sequences, and keeps the local part."""
 
-    def __init__(self, group: Group) -> None:
-        self.group, self.sdpa = group, SDPAttention()
+    def __init__(self, group: Group, kernels: LayerKernels) -> None:
+        self.group, self.sdpa = group, SDPAttention(kernels)
 
-    def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None) -> Tensor | None:
+    def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None) -> Any:
         full = tokens.repeat(1, self.group.size)
         return self.sdpa.plan_mask(segment_ids, tokens=full, window=window)
 
-    def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: Any) -> Tensor:
         query, key, value = (join_shards(gather_along(x[None], self.group, dim=0)) for x in (query, key, value))
         full = self.sdpa(query, key=key, value=value, mask=mask)
         return local_chunks(full, index=self.group.index, size=self.group.size)

@@ -48,7 +48,7 @@ class Batch:
     labels: Tensor  # [B, S] int64
     loss_mask: Tensor  # [B, S] float32
     position_ids: Tensor | None = None  # [B, S] int64, or None for 0..S-1 in every row
-    segment_ids: Tensor | None = None  # [B, S] int32, or None where attention crosses documents
+    segment_ids: Tensor | None = None  # [B, S] int32 on the host, or None where attention crosses documents
     sample_ids: Tensor | None = None  # [B] int64, indices of the samples in the data; None where they have none
 
     @classmethod
@@ -62,8 +62,12 @@ class Batch:
         return self.loss_mask.sum()
 
     def to(self, device: torch.device | str) -> "Batch":
-        """Copy the batch to a device, asynchronously from pinned memory."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        """Copy the batch to a device, asynchronously from pinned memory; segment ids stay in host memory.
+
+        What attention needs of them is planned on the host, which would wait for a device otherwise.
+        """
+        moved = self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        return replace(moved, segment_ids=self.segment_ids)
 
     def pin_memory(self) -> "Batch":
         """Copy the batch into page-locked memory; called by torch's DataLoader."""

@@ -6,9 +6,9 @@
                   0 1 2 3 4
 
 While a cache is open, each attention layer's core attention stores its keys and values and attends to all of them. It
-is the same core attention with a longer mask, so grouped queries, multi-head latent attention (whose keys and values
-are stored after the up-projection) and windows need nothing of their own, and logits are those without a cache but for
-rounding.
+is the same core attention with more keys than queries, so grouped queries, multi-head latent attention (whose keys and
+values are stored after the up-projection) and windows need nothing of their own, and logits are those without a cache
+but for rounding.
 
     B prompts   S new tokens   T tokens so far   G key/value heads   D width of a head
 """
@@ -16,11 +16,14 @@ rounding.
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nanotrain.model.transformer import Block, Stage
-from nanotrain.parallel.cp.sdpa import causal_mask
+from nanotrain.parallel.cp.call import AttentionCall
+from nanotrain.parallel.cp.sdpa import DenseKernel
+from nanotrain.parallel.cp.tiles import Spans
 
 
 class KVCache:
@@ -34,11 +37,10 @@ class KVCache:
 
     def __init__(self, stage: Stage, lengths: Sequence[int], *, capacity: int) -> None:
         self._stage, self._capacity = stage, capacity
-        device = next(stage.parameters()).device
-        self._padding = torch.tensor([max(lengths) - length for length in lengths], device=device)[:, None]
+        self._padding = np.array([max(lengths) - length for length in lengths])[:, None]  # [B, 1]
         self._num_read = 0  # T before the forward pass
         self._num_new = 0  # S of the forward pass
-        self._masks: dict[int | None, Tensor] = {}  # of this forward pass, by window
+        self._calls: dict[int | None, AttentionCall] = {}  # of this forward pass, by window
         self._layers: list[tuple[Any, _CachedLayer]] = []  # attention modules and what takes their core's place
         window = stage.model_config.window_size
         for block in stage.layers.values():
@@ -59,23 +61,26 @@ class KVCache:
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         """Read new tokens [B, S] int64, prompts padded on the left; the logits after the last of them, [B, V]."""
-        self._num_new, device = tokens.shape[1], tokens.device
+        self._num_new = tokens.shape[1]
         assert self._num_read + self._num_new <= self._capacity, "more tokens than the cache was made for"
-        positions = torch.arange(self._num_read, self._num_read + self._num_new, device=device)
-        self._masks.clear()
-        last = self._stage.logits(tokens, last_only=True, position_ids=(positions - self._padding).clamp(min=0))[:, 0]
+        positions = np.arange(self._num_read, self._num_read + self._num_new)
+        position_ids = torch.from_numpy(np.maximum(positions - self._padding, 0)).to(tokens.device)
+        self._calls.clear()
+        last = self._stage.logits(tokens, last_only=True, position_ids=position_ids)[:, 0]
         self._num_read += self._num_new
         return last
 
-    def mask(self, window: int | None, device: torch.device) -> Tensor:
-        """[B, 1, S, T + S] bool: causal, within a window, without padding; a padding token attends to itself."""
-        if window not in self._masks:
-            keys = torch.arange(self._num_read + self._num_new, device=device)
-            queries = keys[self._num_read :]
-            allowed = causal_mask(None, queries=queries, keys=keys, window=window)
-            is_text = (keys >= self._padding)[:, None, None]
-            self._masks[window] = (allowed & is_text) | (queries[:, None] == keys)
-        return self._masks[window]
+    def call(self, window: int | None, device: torch.device) -> AttentionCall:
+        """New tokens attend to those before, within a window, without padding; a padding token attends to itself."""
+        if window not in self._calls:
+            queries = np.arange(self._num_read + self._num_new)
+            first_in_window = queries - (len(queries) if window is None else window)
+            first_keys = np.minimum(np.maximum(self._padding, first_in_window), queries)
+            new = range(self._num_read, len(queries))
+            self._calls[window] = AttentionCall(
+                DenseKernel(), Spans(first_keys), new, range(len(queries)), device=device
+            )
+        return self._calls[window]
 
     def store(self, buffer: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
         """Append [B, S, G, D] to a buffer [B, capacity, G, D], made at first; it and its filled part."""
@@ -97,5 +102,5 @@ class _CachedLayer:
     def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: object, **options: Any) -> Tensor:
         self._keys, keys = self._cache.store(self._keys, key)
         self._values, values = self._cache.store(self._values, value)
-        longer = self._cache.mask(self._window, query.device)
+        longer = self._cache.call(self._window, query.device)
         return self.core(query, key=keys, value=values, mask=longer, **options)

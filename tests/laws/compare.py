@@ -24,19 +24,35 @@ Row = tuple[str, int, dict[str, Any], dict[str, Any]]  # model, ranks, strategy 
 STEPS, OPTIM = 3, {"lr": 3e-3, "adam_eps": 1e-5}
 
 
-def assert_row_trains_as_one_rank(row: Row, models: dict[str, dict[str, Any]]) -> None:
-    """Train a row of a table of layouts and compare it with one rank; `models` has the fields of each model by name."""
+def assert_row_trains_as_one_rank(
+    row: Row, models: dict[str, dict[str, Any]], *, data: dict[str, Any] | None = None
+) -> None:
+    """Train a row of a table of layouts and compare it with one rank.
+
+    Args:
+        row: of the table.
+        models: the fields of each model by name.
+        data: fields of the data section.
+    """
     model, num_ranks, sizes, options = row
     parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | options
-    case = Case(STEPS).but(train={"micro_batch_size": 2}, optim=OPTIM, parallel=parallel, model=models[model])
+    case = Case(STEPS).but(
+        train={"micro_batch_size": 2}, optim=OPTIM, parallel=parallel, model=models[model], data=data or {}
+    )
     outcomes = run_ranks(num_ranks, train_here, case, threads=True, **sizes)
-    assert_alike(outcomes, _single_rank(json.dumps(models[model])), row=f"{model} {sizes} {options}", lr=OPTIM["lr"])
+    assert_alike(
+        outcomes,
+        _single_rank(json.dumps((models[model], data or {}))),
+        row=f"{model} {sizes} {options}",
+        lr=OPTIM["lr"],
+    )
 
 
 @cache
-def _single_rank(model: str) -> list[Outcome]:
-    """One rank's outcome; `model` is JSON, as the key of the cache."""
-    case = Case(STEPS).but(train={"micro_batch_size": GLOBAL_BATCH}, optim=OPTIM, model=json.loads(model))
+def _single_rank(fields: str) -> list[Outcome]:
+    """One rank's outcome; the fields of model and data are JSON, as the key of the cache."""
+    model, data = json.loads(fields)
+    case = Case(STEPS).but(train={"micro_batch_size": GLOBAL_BATCH}, optim=OPTIM, model=model, data=data)
     return run_ranks(1, train_here, case)
 
 

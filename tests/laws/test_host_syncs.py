@@ -33,6 +33,8 @@ LAYOUTS = {
     "bf16": (2, {"strategy": "optim"}, {"precision": {"params_dtype": "bf16"}}),
     "lion": (2, {"strategy": "optim"}, {"optim": {"optimizer": "lion"}}),
     "muon": (2, {"strategy": "optim"}, {"optim": {"optimizer": "muon"}}),
+    "documents": (2, {"strategy": "optim"}, {"data": {"reset_attention_mask": True}}),
+    "documents and cp": (4, {"cp": 2, "strategy": "optim"}, {"data": {"reset_attention_mask": True}}),
     "qk clip": (2, {"tp": 2}, {"optim": {"qk_clip": True}}),
     "moe": (2, {"strategy": "optim"}, {"model": MOE}),
 }

@@ -40,10 +40,11 @@ BUCKET_SIZE = 9000
 class UnevenDataset:
     """Random tokens of which each sample masks another share, so ranks and microbatches count differently many.
 
-    `reads` are the numbers of the samples that were read, in order.
+    `reads` are the numbers of the samples that were read, in order. With documents each sample has other borders.
     """
 
     samples_per_epoch: int = 1000
+    has_documents: bool = False
     reads: list[int] = field(default_factory=list)
 
     def __getitem__(self, sample_number: int) -> Sample:
@@ -51,7 +52,8 @@ class UnevenDataset:
         draw = np.random.default_rng(sample_number)
         stream = draw.integers(0, VOCAB_SIZE, SEQ_LENGTH + 1)
         mask = (draw.random(SEQ_LENGTH) < draw.random()).astype(np.float32)
-        return Sample(tokens=stream[:-1], labels=stream[1:], loss_mask=mask)
+        documents = np.cumsum(draw.random(SEQ_LENGTH) < 0.15, dtype=np.int32) if self.has_documents else None
+        return Sample(tokens=stream[:-1], labels=stream[1:], loss_mask=mask, segment_ids=documents)
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,9 @@ def config_of(case: Case) -> Config:
 
 def build_here(ctx: ParallelContext, case: Case, *, checkpoint: Path | None = None, folder: Path | None = None) -> Run:
     """Build the case's run on this rank."""
-    samples = UnevenDataset()
-    plan = plan_run(config_of(case), ctx.topology.world_size, rank=ctx.rank)
+    config = config_of(case)
+    samples = UnevenDataset(has_documents=config.data.reset_attention_mask)
+    plan = plan_run(config, ctx.topology.world_size, rank=ctx.rank)
     inputs = RunInputs(
         RunFolder(folder or Path(mkdtemp(prefix="nanotrain-law-"))),
         DatasetSplits(samples, None, None),

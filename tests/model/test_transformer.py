@@ -13,7 +13,7 @@ from nanotrain.model.context import BatchContext, LayerContext
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.transformer import Attention, Stage, build_stage
-from nanotrain.parallel.cp.sdpa import full_mask
+from nanotrain.parallel.cp.sdpa import SDPAttention
 from nanotrain.topology.stages import StageSpec, split_layers
 from tests.model.building import GPT2, LLAMA, MODELS, VOCAB, build, give_storage, random_batch, randomize
 
@@ -156,7 +156,8 @@ def test_parameters_other_than_declared_are_refused() -> None:
 def test_one_segment_is_causal_attention_without_segments() -> None:
     layer = build(LLAMA).layers["0"].attention
     hidden = torch.randn(2, 9, 32)
-    masked = LayerContext(mask=full_mask(None, length=9, device=torch.device("cpu"), window=None))
+    ids = torch.zeros(2, 9, dtype=torch.int32)
+    masked = LayerContext(mask=SDPAttention().plan_mask(ids, tokens=ids))
     torch.testing.assert_close(layer(hidden, masked), layer(hidden, LayerContext()))
 
 

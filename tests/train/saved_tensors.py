@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import Config
 from nanotrain.config.load import load
+from nanotrain.config.schema import with_values
 from nanotrain.data.batch import Batch
 from nanotrain.memory.block_transforms import transform_blocks
 from nanotrain.model.context import BatchContext, LayerContext
@@ -21,6 +23,8 @@ from nanotrain.precision.policy import Precision
 from nanotrain.train.plans.activations import Activations
 from nanotrain.train.plans.plan import Plan, plan_run
 from nanotrain.train.stages import build_stages
+
+DOCUMENTS = "--reset-attention-mask"
 
 
 class SavedTensors:
@@ -77,9 +81,20 @@ class Microbatch:
     context: LayerContext
 
 
+def _documents(config: Config, batch_size: int) -> Tensor | None:
+    """Segment ids of three documents per sequence, of other lengths in each."""
+    if not config.data.reset_attention_mask:
+        return None
+    length = config.data.seq_length
+    borders = torch.tensor([[length // 3 + row, length // 2 + row] for row in range(batch_size)])
+    return torch.searchsorted(borders, torch.arange(length).expand(batch_size, -1).contiguous(), right=True)
+
+
 def microbatch(ctx: ParallelContext, words: str) -> Microbatch:
     """The first stage of a run with random weights, and one microbatch."""
-    config = load(f"--mock-data --vocab-size 512 {words}".split()).config
+    config = load(f"--mock-data --vocab-size 512 {words.replace(DOCUMENTS, '')}".split()).config
+    if DOCUMENTS in words:  # mock data has none
+        config = with_values(config, {"data.reset_attention_mask": True})
     plan = plan_run(config, ctx.topology.world_size, rank=ctx.rank)
     stage = build_stages(plan, ctx)[0].module
     torch.manual_seed(0)
@@ -91,7 +106,7 @@ def microbatch(ctx: ParallelContext, words: str) -> Microbatch:
     context = BatchContext.of(Batch.of_tokens(tokens), cp=ctx.group("cp"), aux_loss_scale=1.0)
     layer_context = LayerContext(
         rotary=None if stage._rotary is None else stage._rotary.at(tokens.shape[1], like=hidden),
-        mask=stage.parallel.core_attention.plan_mask(None, tokens=tokens),
+        mask=stage.parallel.core_attention.plan_mask(_documents(config, len(tokens)), tokens=tokens),
         sequence_positions=context.sequence_positions,
         aux_loss_scale=1.0,
     )

@@ -2,6 +2,8 @@
 
 split.py             zigzag sharding of sequences and microbatches
 sdpa.py              SDPA, for a group of one rank
+tiles.py             documents and windows as tiles; tile_attention.py: attention in tiles
+call.py              attention of some queries, planned once per microbatch; its kernels
 scores.py            softcapping, sinks and dropout of attention scores
 max_logits.py        the largest attention logit of each head
 all_gather.py        all-gather of keys and values
@@ -24,7 +26,7 @@ from nanotrain.parallel.cp.all_gather import AllGatherAttention
 from nanotrain.parallel.cp.max_logits import LogitObserver
 from nanotrain.parallel.cp.ring import RingAttention
 from nanotrain.parallel.cp.scores import ScoreOptions
-from nanotrain.parallel.cp.sdpa import SDPAttention
+from nanotrain.parallel.cp.sdpa import LayerKernels, SDPAttention
 from nanotrain.parallel.cp.ulysses import UlyssesAttention
 
 __all__ = ["CORE_ATTENTIONS", "CoreAttention", "SDPAttention", "build_core_attention"]
@@ -37,8 +39,8 @@ class CoreAttention(Protocol):
         """Prepare the attention mask once per microbatch, for all layers.
 
         Args:
-            segment_ids: [B, S] integers of the full sequences, equal within a segment; None where attention crosses
-                segments.
+            segment_ids: [B, S] integers of the full sequences in host memory, equal within a segment; None where
+                attention crosses segments.
             tokens: [B, S / cp], the tokens of this rank.
             window: keys before its own that a query attends to; None for all of them.
 
@@ -73,18 +75,24 @@ class CoreAttention(Protocol):
         ...
 
 
-CORE_ATTENTIONS: dict[str, Callable[[Group], CoreAttention]] = {
+CORE_ATTENTIONS: dict[str, Callable[[Group, LayerKernels], CoreAttention]] = {
     "allgather": AllGatherAttention,
     "p2p": RingAttention,
     "a2a": UlyssesAttention,
 }
 
 
-def build_core_attention(comm_type: str, group: Group) -> CoreAttention:
-    """Build the core attention of a cp group; a group of one rank gets SDPA.
+def build_core_attention(comm_type: str, group: Group, *, kernels: LayerKernels | None = None) -> CoreAttention:
+    """Build the core attention of a cp group.
+
+    Args:
+        comm_type: key of CORE_ATTENTIONS; a group of one rank needs none of them.
+        group: the cp group.
+        kernels: of the layers; None for SDPA and tiles.
 
     Raises:
         ConfigError: `comm_type` is not a key of CORE_ATTENTIONS.
     """
     check_choice("cp_comm_type", comm_type, known=CORE_ATTENTIONS)
-    return SDPAttention() if group.size == 1 else CORE_ATTENTIONS[comm_type](group)
+    kernels = kernels or LayerKernels()
+    return SDPAttention(kernels) if group.size == 1 else CORE_ATTENTIONS[comm_type](group, kernels)

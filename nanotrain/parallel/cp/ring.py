@@ -30,18 +30,13 @@ from torch import Tensor
 from nanotrain.comm.group import Group
 from nanotrain.comm.send_recv import start_ring_send_recv
 from nanotrain.comm.work import Work
-from nanotrain.parallel.cp.chunk_attention import (
-    AttentionChunk,
-    AttentionResult,
-    accumulate_dtype,
-    chunk_backward,
-    chunk_forward,
-    merge_log_sum_exp,
-)
+from nanotrain.parallel.cp.chunk_attention import AttentionResult, accumulate_dtype
 from nanotrain.parallel.cp.max_logits import LogitObserver
 from nanotrain.parallel.cp.scores import ScoreOptions, add_sink, sink_grad
-from nanotrain.parallel.cp.sdpa import causal_mask
-from nanotrain.parallel.cp.split import local_positions, stack_shards
+from nanotrain.parallel.cp.sdpa import LayerKernels
+from nanotrain.parallel.cp.split import stack_shards, zigzag_chunks
+from nanotrain.parallel.cp.tile_attention import forward_tiles, tile_gradients
+from nanotrain.parallel.cp.tiles import LocalChunk, Spans, Tile, TilePlan, plan_chunks
 
 
 @dataclass(frozen=True)
@@ -52,16 +47,6 @@ class RingStep:
     queries: slice
     keys: slice
     is_causal: bool
-
-
-@dataclass(frozen=True)
-class RingMask:
-    """What the mask of a step is made from."""
-
-    # [B, S] of full sequences, equal within a segment; None where attention crosses segments
-    segment_ids: Tensor | None
-    positions: Tensor  # [cp, L], of the tokens of every rank in their sequence
-    window: int | None  # keys before its own that a query attends to; None for all of them
 
 
 def plan_ring(index: int, size: int, *, length: int) -> tuple[RingStep, ...]:
@@ -78,16 +63,30 @@ def plan_ring(index: int, size: int, *, length: int) -> tuple[RingStep, ...]:
 class RingAttention:
     """Causal attention with keys and values sent around the ring."""
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, kernels: LayerKernels | None = None) -> None:
+        self.group = group  # kernels do not return the log-sum-exp that results are merged by: the ring has tiles
 
-    def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None) -> RingMask | None:
-        """What every step makes its mask from; None for causal."""
-        if segment_ids is None and window is None:
-            return None
-        length = tokens.shape[1] * self.group.size
-        positions = stack_shards(torch.arange(length, device=tokens.device)[None], size=self.group.size)[:, 0]
-        return RingMask(segment_ids, positions, window)
+    def plan_mask(
+        self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None
+    ) -> tuple[TilePlan, ...]:
+        """The tiles of every step."""
+        local = tokens.shape[1]
+        length, index, size = local * self.group.size, self.group.index, self.group.size
+        positions = torch.arange(length, device=tokens.device)[None]
+        of_ranks = stack_shards(positions, size=size)[:, 0]  # [cp, L]
+        spans = None if segment_ids is None and window is None else Spans.of(segment_ids, length=length, window=window)
+        plans = []
+        for step in plan_ring(index, size, length=local):
+            queries, keys = of_ranks[index], of_ranks[step.source]
+            if spans is None:
+                tile = Tile(
+                    slice(None), step.queries, step.keys, is_causal=step.is_causal, is_first=step.source == index
+                )
+                plans.append(TilePlan((tile,), queries, keys))
+            else:
+                pairs = _chunk_pairs(index, step.source, size=size, chunk=local // 2)
+                plans.append(plan_chunks(spans, pairs, queries=queries, keys=keys))
+        return tuple(plans)
 
     def __call__(
         self,
@@ -95,7 +94,7 @@ class RingAttention:
         *,
         key: Tensor,
         value: Tensor,
-        mask: RingMask | None,
+        mask: tuple[TilePlan, ...],
         observe: LogitObserver | None = None,
         scores: ScoreOptions | None = None,
     ) -> Tensor:
@@ -103,6 +102,20 @@ class RingAttention:
         sink = None if scores is None else scores.sink
         out: Tensor = _Ring.apply(query, key, value, sink, mask, self.group, observe, scores)
         return out
+
+
+def _chunk_pairs(index: int, source: int, *, size: int, chunk: int) -> list[tuple[LocalChunk, LocalChunk, bool]]:
+    """The chunks of queries of rank `index` and of keys of rank `source` that attend to each other."""
+    ours, theirs = (
+        [LocalChunk(range(c * chunk, (c + 1) * chunk), i * chunk) for i, c in enumerate(zigzag_chunks(rank, size))]
+        for rank in (index, source)
+    )
+    pairs = [(q, k) for q in ours for k in theirs if k.positions.start <= q.positions.start]
+    if source != index:
+        return [(q, k, False) for q, k in pairs]
+    # tiles of keys of the same chunk come first: every query has one
+    pairs.sort(key=lambda pair: pair[0] != pair[1])
+    return [(q, k, q == k) for q, k in pairs]
 
 
 class _Ring(torch.autograd.Function):
@@ -115,91 +128,54 @@ class _Ring(torch.autograd.Function):
         sink: Tensor | None,
         *rest: Any,
     ) -> Tensor:
-        mask, group, observe, scores = rest
-        ring = _LocalQueries(query.transpose(1, 2), mask, group, scores)
+        plans, group, observe, scores = rest
+        turned = query.transpose(1, 2)
         total: AttentionResult | None = None
-        for step, keys, values in ring.receive(key, value):
-            chunk = ring.chunk(step, key=keys, value=values)
-            if observe is not None:
-                observe(chunk)
-            part = chunk_forward(chunk)
-            if total is None:
-                total = AttentionResult(part.out.to(accumulate_dtype(part.out)), part.lse.clone())
-            else:
-                merge_log_sum_exp(total.queries(step.queries), part)
+        for plan, keys, values in _receive(plans, (key, value), group=group):
+            inputs = (turned, keys, values)
+            total = forward_tiles(plan, inputs, scores=scores, observe=observe, total=total)
+            if total.out.dtype != accumulate_dtype(query):
+                total = AttentionResult(total.out.to(accumulate_dtype(query)), total.lse)
         assert total is not None, "a ring has at least the step with the local keys"
         total = add_sink(total, sink)
         out = total.out.to(query.dtype)
-        ctx.group, ctx.mask, ctx.scores = group, mask, None if scores is None else replace(scores, sink=None)
+        ctx.group, ctx.plans, ctx.scores = group, plans, None if scores is None else replace(scores, sink=None)
         ctx.save_for_backward(query, key, value, sink, out, total.lse)
         return out.transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sink, out, lse = ctx.saved_tensors
-        ring = _LocalQueries(query.transpose(1, 2), ctx.mask, ctx.group, ctx.scores)
-        merged, grad = AttentionResult(out, lse), grads[0].transpose(1, 2)
-        query_grad = torch.zeros_like(ring.query, dtype=accumulate_dtype(query))
+        merged, grad, turned = AttentionResult(out, lse), grads[0].transpose(1, 2), query.transpose(1, 2)
+        query_grad = torch.zeros_like(turned, dtype=accumulate_dtype(query))
         work: Work[tuple[Tensor, ...]] | None = None
-        for step, keys, values in ring.receive(key, value):
-            chunk = ring.chunk(step, key=keys, value=values)
-            gradients = chunk_backward(chunk, merged.queries(step.queries), grad=grad[:, :, step.queries])
-            query_grad[:, :, step.queries] += gradients.query
+        for plan, keys, values in _receive(ctx.plans, (key, value), group=ctx.group):
+            inputs = (turned, keys, values)
+            parts = list(tile_gradients(plan, inputs, merged=merged, scores=ctx.scores, grad=grad))
             # The sums of the previous ranks for these keys were in transit during the computation above.
             sums = _zeros(key, value) if work is None else work.wait()
-            for total, part in zip(sums, (gradients.key, gradients.value), strict=True):
-                total[:, step.keys] += part.transpose(1, 2)
+            for tile, part in parts:
+                query_grad[tile.samples, :, tile.queries] += part.query
+                for total, gradient in zip(sums, (part.key, part.value), strict=True):
+                    total[tile.samples, tile.keys] += gradient.transpose(1, 2)
             work = start_ring_send_recv(sums, ctx.group)
         assert work is not None, "a ring has at least the step with the local keys"
         key_grad, value_grad = work.wait()
         query_grad = query_grad.transpose(1, 2).to(query.dtype)
-        inputs = query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype)
-        return *inputs, sink_grad(sink, merged, grad=grad), None, None, None, None
+        gradients = query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype)
+        return *gradients, sink_grad(sink, merged, grad=grad), None, None, None, None
 
 
-@dataclass(frozen=True)
-class _LocalQueries:
-    """The queries [B, N, L, D] of this rank, and what masks are made from where attention is not just causal."""
-
-    query: Tensor
-    mask: RingMask | None
-    group: Group
-    scores: ScoreOptions | None
-
-    def receive(self, key: Tensor, value: Tensor) -> Iterator[tuple[RingStep, Tensor, Tensor]]:
-        """Every step with the keys and values [B, L, G, ...] of its source; the next transfer starts beforehand."""
-        current: tuple[Tensor, ...] = (key.contiguous(), value.contiguous())
-        steps = plan_ring(self.group.index, self.group.size, length=self.query.shape[2])
-        for step in steps:
-            work = start_ring_send_recv(current, self.group) if step is not steps[-1] else None
-            yield step, current[0], current[1]
-            if work is not None:
-                current = work.wait()
-
-    def chunk(self, step: RingStep, *, key: Tensor, value: Tensor) -> AttentionChunk:
-        """The attention of one step, from the keys and values of its source."""
-        query = self.query[:, :, step.queries]
-        key, value = (x[:, step.keys].transpose(1, 2) for x in (key, value))
-        mask = self._mask(step)
-        is_causal = step.is_causal and mask is None
-        chunk = AttentionChunk(query, key, value, mask, is_causal, scale=self.query.shape[-1] ** -0.5)
-        return chunk if self.scores is None else self._with_options(chunk, step, scores=self.scores)
-
-    def _with_options(self, chunk: AttentionChunk, step: RingStep, *, scores: ScoreOptions) -> AttentionChunk:
-        """A chunk with the options of the scores."""
-        length, device = self.query.shape[2] * self.group.size, self.query.device
-        queries, keys = (
-            local_positions(length, index=index, size=self.group.size, device=device)
-            for index in (self.group.index, step.source)
-        )
-        return scores.apply_to(chunk, queries=queries[step.queries], keys=keys[step.keys])
-
-    def _mask(self, step: RingStep) -> Tensor | None:
-        if self.mask is None:
-            return None
-        queries = self.mask.positions[self.group.index][step.queries]
-        keys = self.mask.positions[step.source][step.keys]
-        return causal_mask(self.mask.segment_ids, queries=queries, keys=keys, window=self.mask.window)
+def _receive(
+    plans: tuple[TilePlan, ...], local: tuple[Tensor, ...], *, group: Group
+) -> Iterator[tuple[TilePlan, Tensor, Tensor]]:
+    """Every step with the keys and values [B, G, L, ...] of its source; the next transfer starts beforehand."""
+    current = tuple(x.contiguous() for x in local)
+    for plan in plans:
+        work = start_ring_send_recv(current, group) if plan is not plans[-1] else None
+        yield plan, current[0].transpose(1, 2), current[1].transpose(1, 2)
+        if work is not None:
+            current = work.wait()
 
 
 def _zeros(*like: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""What a layer does to attention scores and weights beside the softmax, and attention to one chunk with it.
+"""What a layer does to attention scores and weights beside the softmax.
 
     bound     scores become c * tanh(score / c) (Gemma 2)
     sink      one more score per head, whose weight multiplies no value (gpt-oss; Xiao et al. 2023)
@@ -7,7 +7,6 @@
 ScoreOptions       these options of a layer
 WeightDropout      the words of a microbatch; ChunkDropout: those of one chunk of queries and keys
 add_sink           the result of attention with a sink, from that without; sink_grad its gradient
-attend_by_chunk    attention to one chunk of keys, with options
 
 A sink s changes the result (out, lse) of all keys to (out * exp(lse - l), l) with l = log(exp(lse) + exp(s)), and the
 backward of every chunk follows from that as without a sink.
@@ -16,20 +15,12 @@ backward of every chunk follows from that as without a sink.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanotrain.comm.eager import eager
 from nanotrain.kernels.dropout import keep_factors, mix_in
-from nanotrain.parallel.cp.chunk_attention import (
-    AttentionChunk,
-    AttentionResult,
-    accumulate_dtype,
-    chunk_backward,
-    chunk_forward,
-)
+from nanotrain.parallel.cp.chunk_attention import AttentionChunk, AttentionResult
 
 
 @dataclass(frozen=True)
@@ -83,6 +74,12 @@ class ScoreOptions:
         sink = None if self.sink is None else self.sink[first : first + number]
         return ScoreOptions(sink, self.softcap, dropout)
 
+    def of_samples(self, samples: slice) -> "ScoreOptions":
+        """Those of some samples of the batch."""
+        if self.dropout is None:
+            return self
+        return replace(self, dropout=replace(self.dropout, words=self.dropout.words[samples]))
+
     def apply_to(self, chunk: AttentionChunk, *, queries: Tensor, keys: Tensor) -> AttentionChunk:
         """A chunk with the bound and the dropout, its queries and keys at these positions."""
         dropped = None if self.dropout is None else self.dropout.at(queries, keys)
@@ -105,34 +102,3 @@ def sink_grad(sink: Tensor | None, merged: AttentionResult, *, grad: Tensor) -> 
     weight = (sink.to(merged.lse.dtype)[:, None] - merged.lse).exp_()
     along = (merged.out.to(weight.dtype) * grad.to(weight.dtype)).sum(-1)
     return -(weight * along).sum((0, 2)).to(sink.dtype)
-
-
-@eager  # an operator of its own, whose backward torch's compiler cannot trace
-def attend_by_chunk(chunk: AttentionChunk, sink: Tensor | None) -> Tensor:
-    """Attention to one chunk that has all keys of its queries, and a sink: [B, N, Q, Dv]."""
-    out: Tensor = _Attend.apply(chunk.query, chunk.key, chunk.value, sink, chunk)
-    return out
-
-
-class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, chunk: AttentionChunk
-    ) -> Tensor:
-        chunk = replace(chunk, query=query, key=key, value=value)
-        total = chunk_forward(chunk)
-        if sink is not None:
-            total = add_sink(replace(total, out=total.out.to(accumulate_dtype(query))), sink)
-        out = total.out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, sink, out, total.lse)
-        empty = query.new_empty(0)
-        ctx.chunk = replace(chunk, query=empty, key=empty, value=empty)  # these are saved above
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sink, out, lse = ctx.saved_tensors
-        merged, chunk = AttentionResult(out, lse), replace(ctx.chunk, query=query, key=key, value=value)
-        found = chunk_backward(chunk, merged, grad=grads[0])
-        inputs = (found.query.to(query.dtype), found.key.to(key.dtype), found.value.to(value.dtype))
-        return *inputs, sink_grad(sink, merged, grad=grads[0]), None

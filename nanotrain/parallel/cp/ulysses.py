@@ -23,21 +23,24 @@ from torch import Tensor
 
 from nanotrain.comm.all_to_all import all_to_all
 from nanotrain.comm.group import Group
+from nanotrain.parallel.cp.call import AttentionCall
 from nanotrain.parallel.cp.max_logits import LogitObserver
 from nanotrain.parallel.cp.scores import ScoreOptions
-from nanotrain.parallel.cp.sdpa import SDPAttention
+from nanotrain.parallel.cp.sdpa import LayerKernels, SDPAttention
 from nanotrain.parallel.cp.split import join_shards, stack_shards
 
 
 class UlyssesAttention:
-    """SDPA over full sequences, with 1 / cp of the heads per rank."""
+    """Attention to full sequences, with 1 / cp of the heads per rank."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, kernels: LayerKernels | None = None) -> None:
         self.group = group
-        self.sdpa = SDPAttention()
+        self.sdpa = SDPAttention(kernels)
 
-    def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None) -> Tensor | None:
-        """The mask of SDPA over full sequences."""
+    def plan_mask(
+        self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None
+    ) -> AttentionCall | None:
+        """The call over full sequences."""
         length = tokens.shape[1] * self.group.size
         return self.sdpa.plan_full_mask(segment_ids, length=length, device=tokens.device, window=window)
 
@@ -47,7 +50,7 @@ class UlyssesAttention:
         *,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | None,
+        mask: AttentionCall | None,
         observe: LogitObserver | None = None,
         scores: ScoreOptions | None = None,
     ) -> Tensor:

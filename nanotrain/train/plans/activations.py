@@ -78,8 +78,7 @@ class Activations:
         if self.shape.has_pre_norm and self.shape.has_post_norm:  # those of the outputs are never recomputed
             norms += self.outside * 2 * (self.width + FP32)
         attention = keeps_normed * self.outside * self.width
-        attention += self._mla(modules) if self.shape.mla else self._attention(modules)
-        attention += 0 if "core_attn" in modules else self._mask(layer)
+        attention += self._mla(layer, modules) if self.shape.mla else self._attention(layer, modules)
         if self.shape.has_experts(layer):
             return norms + attention + self._experts(modules)
         mlp = 0 if "mlp" in modules else self._mlp(self.shape.ffn_size)
@@ -107,52 +106,49 @@ class Activations:
         widths = [self.shape.ffn_size // self.tp, self.shape.moe.ffn_size // self.etp if self.shape.moe else 0]
         return max(self.tokens, self.shape.hidden_size) * max(self.shape.hidden_size, *widths) * (2 * FP32 + FP8)
 
-    def _attention(self, modules: Modules) -> int:
+    def _attention(self, layer: int, modules: Modules) -> int:
         shape, heads = self.shape, self.shape.num_heads // self.tp
         groups = max(1, shape.num_query_groups // self.tp)
         normed = (heads + groups) * (shape.head_dim * self.itemsize + FP32) if shape.has_qk_norm else 0
         normed += (heads + groups) * shape.head_dim * 2 * FP32 if shape.has_wide_qk_norm else 0
-        return self.tokens * normed + self._core_attention(heads, groups, modules=modules)
+        return self.tokens * normed + self._core_attention(layer, (heads, groups), modules=modules)
 
-    def _mla(self, modules: Modules) -> int:
+    def _mla(self, layer: int, modules: Modules) -> int:
         """The compressed vectors before and after their norms, and the core attention."""
         mla, heads = self.shape.mla, self.shape.num_heads // self.tp
         assert mla is not None, "callers check it"
         compressed = 2 * (mla.q_lora_rank or 0) + 2 * mla.kv_lora_rank + mla.rope_dim
-        return self.outside * compressed * self.itemsize + self._core_attention(heads, heads, modules=modules)
+        return self.outside * compressed * self.itemsize + self._core_attention(layer, (heads, heads), modules=modules)
 
-    def _core_attention(self, heads: int, groups: int, *, modules: Modules) -> int:
-        """Query, key, value, output, and its log-sum-exp."""
-        shape, is_ring = self.shape, self.cp_comm_type == "p2p"
-        is_cpu = self.device == "cpu" and not has_score_options(self.config.model)  # which keep heads as they are
+    def _core_attention(self, layer: int, heads: tuple[int, int], *, modules: Modules) -> int:
+        """Query, key, value, output, and its log-sum-exp; no mask is kept (parallel/cp/tiles.py)."""
+        (num_heads, groups), shape, is_ring = heads, self.shape, self.cp_comm_type == "p2p"
+        is_sdpa = self.device == "cpu" and self.cp_comm_type in (None, "a2a") and self._is_causal(layer)
         value_dim, keeps_inputs = shape.value_head_dim, "mla_up_proj" not in modules
         if "core_attn" in modules:  # its inputs, and its output for the layer that follows
             value_input = value_dim + (shape.mla.nope_dim if shape.mla else 0)
-            inputs = keeps_inputs * (heads * shape.head_dim + groups * (shape.head_dim + value_input))
-            return self.tokens * (inputs + heads * value_dim) * self.itemsize
-        is_padded = is_cpu and value_dim < shape.head_dim
+            inputs = keeps_inputs * (num_heads * shape.head_dim + groups * (shape.head_dim + value_input))
+            return self.tokens * (inputs + num_heads * value_dim) * self.itemsize
+        is_padded = is_sdpa and value_dim < shape.head_dim
         # The next layer keeps the output again where it was sliced, concatenated or sent.
         outputs = value_dim if is_padded or self.cp_comm_type in ("allgather", "a2a") else 0
         outputs += shape.head_dim if is_padded else value_dim
-        if is_cpu and not is_ring:  # SDPA gets repeated key/value heads and padded value heads
-            groups, value_dim = heads, max(value_dim, shape.head_dim) if is_padded else value_dim
-        elif shape.mla:
+        if is_sdpa:  # gets repeated key/value heads and padded value heads
+            groups, value_dim = num_heads, max(value_dim, shape.head_dim) if is_padded else value_dim
+        elif shape.mla and self.cp_comm_type in (None, "p2p"):
             value_dim += shape.mla.nope_dim  # values are views of what kv_up returns
         key_value = groups * (shape.head_dim + value_dim) * (self.cp if self.cp_comm_type == "allgather" else 1)
-        query = heads * shape.head_dim
+        query = num_heads * shape.head_dim
         if not keeps_inputs and self.cp_comm_type != "a2a":  # which keeps copies of all three
             query = 0
             if self.cp_comm_type is None or is_ring:
-                key_value = heads * shape.head_dim if is_padded and not is_ring else 0  # a padded value is a copy
-        return self.tokens * ((query + heads * outputs + key_value) * self.itemsize + heads * FP32)
+                key_value = num_heads * shape.head_dim if is_padded and not is_ring else 0  # a padded value is a copy
+        return self.tokens * ((query + num_heads * outputs + key_value) * self.itemsize + num_heads * FP32)
 
-    def _mask(self, layer: int) -> int:
-        """The mask, which SDPA keeps in the dtype of the queries."""
-        has_mask = self.has_segments or self.shape.window_layers[layer]
-        mask = (self.seq_length * self.cp) ** 2 if has_mask and self.cp_comm_type != "p2p" else 0
-        if self.cp_comm_type == "allgather":  # two chunks of queries; together they see 2 cp + 1 chunks of keys
-            mask = (self.seq_length // 2) ** 2 * (2 * self.cp + 1)
-        return mask * (self.batch_size if self.has_segments else 1) * self.itemsize
+    def _is_causal(self, layer: int) -> bool:
+        """Whether a layer computes plain causal softmax attention, and so SDPA."""
+        has_spans = self.has_segments or self.shape.window_layers[layer]
+        return not has_spans and not has_score_options(self.config.model)
 
     def _mlp(self, inner: int) -> int:
         """Up and its activation; with a gate also the gate and the product."""

@@ -6,9 +6,10 @@ import torch
 from nanotrain.parallel.cp.attention import CORE_ATTENTIONS, build_core_attention
 from nanotrain.parallel.cp.chunk_attention import AttentionChunk
 from nanotrain.parallel.cp.max_logits import largest_logits
-from nanotrain.parallel.cp.sdpa import SDPAttention, full_mask
+from nanotrain.parallel.cp.sdpa import SDPAttention
 from nanotrain.parallel.cp.split import local_chunks
 from tests.harness import ranks
+from tests.parallel.cp.sequences import full_mask
 
 BATCH, HEADS, GROUPS, LENGTH, HEAD_DIM = 2, 8, 4, 16, 6
 
@@ -31,7 +32,7 @@ def expected(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> torc
 @pytest.mark.parametrize("window", [None, 3])
 def test_masked_scores_do_not_count(window: int | None, block_numel: int) -> None:
     query, key, value = draw()
-    mask = full_mask(None, length=LENGTH, device=query.device, window=window)
+    mask = full_mask(None, length=LENGTH, window=window)
     turned = [x.transpose(1, 2) for x in (query, key, value)]
     chunk = AttentionChunk(*turned, mask if window else None, window is None, scale=HEAD_DIM**-0.5)
     found = largest_logits(chunk, block_numel=block_numel)

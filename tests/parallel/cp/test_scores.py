@@ -10,10 +10,10 @@ from nanotrain.kernels.dropout import sample_words
 from nanotrain.parallel.cp import chunk_attention
 from nanotrain.parallel.cp.attention import CORE_ATTENTIONS, build_core_attention
 from nanotrain.parallel.cp.scores import ScoreOptions, WeightDropout
-from nanotrain.parallel.cp.sdpa import SDPAttention, full_mask
+from nanotrain.parallel.cp.sdpa import SDPAttention
 from nanotrain.parallel.cp.split import local_chunks
 from tests.harness import ranks
-from tests.parallel.cp.sequences import Shape, random_inputs, segments
+from tests.parallel.cp.sequences import Shape, full_mask, random_inputs, segments
 
 SHAPE = Shape(heads=4, groups=2, length=16)
 WORDS = sample_words(3, torch.arange(SHAPE.batch))
@@ -48,7 +48,7 @@ def run_both(core, options: ScoreOptions, *, ids: Tensor | None, window: int | N
     full = [x.clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)]
     local = [shard(x).clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)]
     sinks = [None if options.sink is None else options.sink.clone().requires_grad_() for _ in range(2)]
-    mask = full_mask(ids, length=SHAPE.length, device=torch.device("cpu"), window=window)
+    mask = full_mask(ids, length=SHAPE.length, window=window)
     expected = formula(full, mask, options, sinks[0])
     expected.backward(inputs.out)
     planned = core.plan_mask(ids, tokens=local[0][..., 0, 0], window=window)
