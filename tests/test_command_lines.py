@@ -62,6 +62,7 @@ def plans(arguments: str, world_size: int) -> list[Plan]:
         ),
         (16, "+config=llama7b --dist-ckpt-format fully_reshardable --ckpt-format torch_dist"),
         (32, "+config=llama7b --save DIR --load DIR --save-interval 1000 --async-save"),
+        (16, "+config=llama70b --mtp-num-layers 1"),
         (8, "+config=tiny_moe --vocab-size 512 --global-batch-size 32 --expert-model-parallel-size 2"),
     ],
 )
@@ -88,7 +89,7 @@ def test_a_command_line_is_one_error_with_its_cure(world_size, arguments, messag
 @pytest.mark.parametrize(
     ("world_size", "arguments", "message"),
     [
-        (16, "--mtp-num-layers 1", "--mtp-num-layers 1 ("),
+        (16, "--fim-data", "--fim-data ("),
     ],
 )
 def test_a_missing_feature_is_named_with_a_cure(world_size, arguments, message):

@@ -87,8 +87,6 @@ MODEL = {
     "--add-qkv-bias-linear": sets("--add-qkv-bias", add_qkv_bias=True),
     "--enable-gpt-oss": not_yet("it sets positions: write --position-embedding-type yarn --rotary-scaling-factor 32 --no-yarn-correction-range-round-to-int instead"),
     "--export-force-local-attention": no_effect("torch chooses the attention kernel"),
-    "--mtp-num-layers": not_yet("there is no multi-token prediction: leave it out together with --mtp-loss-scaling-factor", "0"),
-    "--mtp-loss-scaling-factor": no_effect("it belongs to --mtp-num-layers", arity=1),
     "--init-model-with-meta-device": always("no rank allocates parameters that it does not keep"),
     "--use-cpu-initialization": always("initial weights are the same on every device"),
     "--perform-initialization": always("weights are always initialized"),

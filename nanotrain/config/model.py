@@ -89,6 +89,14 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class MTPConfig:
+    """Multi-token prediction (DeepSeek-V3, section 2.2); used when num_layers is set."""
+
+    num_layers: int | None = option(None, "multi-token prediction: layers after the model, each of which predicts one token further; unset or 0: none", check=at_least(0))
+    loss_scaling_factor: float = option(0.1, "multi-token prediction: factor on the mean of the layers' losses", check=at_least(0))
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The architecture of a GPT; names as in Megatron-LM."""
 
@@ -143,3 +151,4 @@ class ModelConfig:
     init_method_std: float = option(0.02, "standard deviation of the initial weights; output projections get std / sqrt(2 * num_layers)", check=above(0))
     mla: MLAConfig = section(MLAConfig)
     moe: MoEConfig = section(MoEConfig, prefix="moe_")
+    mtp: MTPConfig = section(MTPConfig, prefix="mtp_")

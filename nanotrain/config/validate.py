@@ -16,7 +16,7 @@ from nanotrain.config.rules.data_parallel import DATA_PARALLEL_RULES
 from nanotrain.config.rules.fp8 import FP8_LAYOUT_RULES, FP8_RULES
 from nanotrain.config.rules.layout import LAYOUT_RULES
 from nanotrain.config.rules.memory import MEMORY_RULES
-from nanotrain.config.rules.model import HEAD_RULES, MLA_RULES, MOE_RULES, POSITION_RULES, YARN_RULES
+from nanotrain.config.rules.model import HEAD_RULES, MLA_RULES, MOE_RULES, MTP_RULES, POSITION_RULES, YARN_RULES
 from nanotrain.config.rules.rule import Rule, check_rules
 from nanotrain.config.rules.run import RUN_RULES
 from nanotrain.errors import ConfigError, ErrorCollector
@@ -50,7 +50,13 @@ def collect_errors(
 def model_rules(config: Config) -> tuple[Rule, ...]:
     """The rules for this kind of attention and MLP."""
     attention = MLA_RULES if config.model.multi_latent_attention else HEAD_RULES
-    return (*attention, *POSITION_RULES, *YARN_RULES, *(MOE_RULES if config.model.moe.num_experts is not None else ()))
+    return (
+        *attention,
+        *POSITION_RULES,
+        *YARN_RULES,
+        *MTP_RULES,
+        *(MOE_RULES if config.model.moe.num_experts is not None else ()),
+    )
 
 
 def check_model(config: Config) -> None:

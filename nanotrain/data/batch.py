@@ -50,6 +50,7 @@ class Batch:
     position_ids: Tensor | None = None  # [B, S] int64, or None for 0..S-1 in every row
     segment_ids: Tensor | None = None  # [B, S] int32 on the host, or None where attention crosses documents
     sample_ids: Tensor | None = None  # [B] int64, indices of the samples in the data; None where they have none
+    mtp: tuple["Batch", ...] = ()  # the sequences 1, 2, ... tokens further on, for multi-token prediction
 
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> "Batch":
@@ -80,7 +81,26 @@ class Batch:
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors: dict[str, Any] = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
-        return replace(self, **tensors)
+        return replace(self, **tensors, mtp=tuple(shifted._map(change) for shifted in self.mtp))
+
+    def with_mtp(self, num_layers: int) -> "Batch":
+        """The batch with its sequences 1 to `num_layers` tokens further on (DeepSeek-V3, section 2.2).
+
+        Position i of the k-th has token, label and mask of position i + k. The mask is 0 where that is beyond the end
+        of the sequence, or in another document where attention does not cross documents.
+        """
+        return replace(self, mtp=tuple(self._shifted(distance) for distance in range(1, num_layers + 1)))
+
+    def _shifted(self, distance: int) -> "Batch":
+        def shift(tensor: Tensor) -> Tensor:
+            shifted = torch.zeros_like(tensor)
+            shifted[:, :-distance] = tensor[:, distance:]
+            return shifted
+
+        mask, segments = shift(self.loss_mask), self.segment_ids
+        if segments is not None:
+            mask = mask * (shift(segments) == segments)
+        return Batch(shift(self.tokens), shift(self.labels), mask)
 
 
 def collate(samples: Sequence[Sample]) -> Batch:

@@ -12,7 +12,7 @@ from torch import Tensor
 from nanotrain.checkpoint.plan import plan_reads
 from nanotrain.checkpoint.read import read_chunks, read_global_tensors
 from nanotrain.checkpoint.store import find_checkpoint, read_manifest
-from nanotrain.config.config import Config, DataConfig
+from nanotrain.config.config import Config, DataConfig, MTPConfig
 from nanotrain.config.schema import config_from_dict
 from nanotrain.data.build import tokenizer_of, uses_quickstart
 from nanotrain.data.corpus_info import recorded_tokenizer
@@ -68,18 +68,24 @@ def open_checkpoint(path: Path) -> OpenedCheckpoint:
 
 
 def open_model(path: Path) -> OpenedCheckpoint:
-    """Open a checkpoint, as `open_checkpoint`, or a Hugging Face folder.
+    """Open a checkpoint, as `open_checkpoint`, or a Hugging Face folder, without layers of multi-token prediction.
 
     Raises:
         NanotrainError: it is neither.
     """
     if not (path / "config.json").is_file():
-        return open_checkpoint(path)
+        opened = open_checkpoint(path)
+        return replace(opened, config=_without_mtp(opened.config))
     model_config = model_from_hf(path)
     tokenizer = str(path) if (path / "tokenizer.json").is_file() else None
     seq_length = min(model_config.max_position_embeddings, HUGGING_FACE_SEQ_LENGTH)
     data = DataConfig(tokenizer_model=tokenizer, seq_length=seq_length, data_path=["unknown"])
-    return OpenedCheckpoint(path, Config(model=model_config, data=data), is_hugging_face=True)
+    return OpenedCheckpoint(path, _without_mtp(Config(model=model_config, data=data)), is_hugging_face=True)
+
+
+def _without_mtp(config: Config) -> Config:
+    """The configuration without layers of multi-token prediction, which are for training."""
+    return replace(config, model=replace(config.model, mtp=MTPConfig()))
 
 
 def load_stage(checkpoint: OpenedCheckpoint) -> Stage:

@@ -101,6 +101,8 @@ BLOCK_TRANSFORMS: list[BlockTransform] = [
     ),
 ]
 
+WITHOUT_OFFLOAD = [transform for transform in BLOCK_TRANSFORMS if transform.apply is not offload_blocks]
+
 
 def transform_blocks(
     blocks: Iterable[nn.Module],

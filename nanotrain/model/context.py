@@ -25,17 +25,26 @@ class BatchContext:
     # gives their mean over sequences. A tensor where the loss scale is dynamic
     aux_loss_scale: float | Tensor = 0.0
     dropout_seed: int | None = None  # of the words of dropout; None drops nothing, as in evaluation
+    # factors of the layers of multi-token prediction: of their summed losses in what is differentiated, where that of
+    # the model has 1; none in evaluation, which leaves those layers out
+    mtp_scales: tuple[float, ...] = ()
 
     @classmethod
     def of(
-        cls, batch: Batch, *, cp: Group, aux_loss_scale: float | Tensor = 0.0, dropout_seed: int | None = None
+        cls,
+        batch: Batch,
+        *,
+        cp: Group,
+        aux_loss_scale: float | Tensor = 0.0,
+        dropout_seed: int | None = None,
+        mtp_scales: tuple[float, ...] = (),
     ) -> Self:
         """The context of a batch whose sequences are sharded over a cp group."""
-        if cp.size == 1:
-            return cls(batch, aux_loss_scale=aux_loss_scale, dropout_seed=dropout_seed)
-        length, device = batch.tokens.shape[1] * cp.size, batch.tokens.device
-        positions = local_positions(length, index=cp.index, size=cp.size, device=device)
-        return cls(batch, positions, aux_loss_scale, dropout_seed)
+        positions = None
+        if cp.size > 1:
+            length, device = batch.tokens.shape[1] * cp.size, batch.tokens.device
+            positions = local_positions(length, index=cp.index, size=cp.size, device=device)
+        return cls(batch, positions, aux_loss_scale, dropout_seed, mtp_scales)
 
     def dropout(self) -> DropoutContext | None:
         """The words of dropout; None where nothing is dropped."""

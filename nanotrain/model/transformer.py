@@ -8,7 +8,8 @@
     tokens -> [embedding] -> layers.{first}..{last-1} -> [final_norm -> head] -> loss
               first stage                                 last stage
 
-Beside it: attention.py, multi-head latent attention (mla.py), norm.py, rope.py, mixture of experts (moe.py). Parameters
+Beside it: attention.py, multi-head latent attention (mla.py), norm.py, rope.py, mixture of experts (moe.py), layers of
+multi-token prediction after the head (mtp.py). Parameters
 are declared in topology/parameters.py and made on the meta device; modules only use them. Their names are global on
 every stage.
 
@@ -35,10 +36,12 @@ from nanotrain.model.context import BatchContext, LayerContext
 from nanotrain.model.dropout import DropoutPlace, HiddenDropout
 from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.moe import MoELayer
+from nanotrain.model.mtp import MTPLayer
 from nanotrain.model.norm import build_norm
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import RotaryTables
+from nanotrain.model.router_loss import attach_loss
 from nanotrain.parallel.tp.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -174,7 +177,7 @@ class Embedding(nn.Module):
         position = params.get("position.weight")
         self.position = None if position is None else PositionTable(position, tensor_parallel=tensor_parallel)
 
-    def forward(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """[B, S] int64 -> [B, S or S/tp, H]; without position ids the positions are 0..S-1."""
         hidden: Tensor = self.word(tokens)
         if self.scale != 1.0:
@@ -225,8 +228,9 @@ class Head(nn.Module):
 class Stage(nn.Module):
     """Consecutive layers of a model, with the embedding on the first stage and the head on the last.
 
-    With tied embeddings the last stage has a replica of the word embedding and passes it to the head at each call:
-    parameters may be replaced by views of a flat buffer at any time, so no module keeps a second reference.
+    With tied embeddings or multi-token prediction the last stage has a replica of the word embedding. It is passed to
+    the head at each call: parameters may be replaced by views of a flat buffer at any time, so no module keeps a second
+    reference.
 
     Args:
         model_config: of the model.
@@ -250,20 +254,14 @@ class Stage(nn.Module):
         place = DropoutPlace.embedding
         self._drop_embedded = HiddenDropout(model_config.hidden_dropout, 0, place, parallel.tp)
         # whether some layer attends to all keys before its own, and whether some attends within a window
-        self._has_windows = {shape.window_layers[i] for i in spec.layers}
-        blocks = {str(i): declared.submodule(f"layers.{i}") for i in spec.layers}
-        self.layers = nn.ModuleDict(
-            {
-                i: Block(
-                    model_config,
-                    block,
-                    parallel=parallel.of_layer(int(i)),
-                    has_window=shape.window_layers[int(i)],
-                    layer=int(i),
-                )
-                for i, block in blocks.items()
-            }
-        )
+        mtp_layers = shape.mtp_layers if spec.has_head else range(0)
+        self._has_windows = {shape.has_window(i) for i in (*spec.layers, *mtp_layers)}
+
+        def build_block(params: Parameters, layer: int) -> Block:
+            at = parallel.of_layer(layer)
+            return Block(model_config, params, parallel=at, has_window=shape.has_window(layer), layer=layer)
+
+        self.layers = nn.ModuleDict({str(i): build_block(declared.submodule(f"layers.{i}"), i) for i in spec.layers})
         self.final_norm: nn.Module | None = None
         self.head: Head | None = None
         if spec.has_head:
@@ -271,6 +269,11 @@ class Stage(nn.Module):
             head = declared.get("head.weight")
             vocabulary = Vocabulary(shape.vocab_size, model_config.final_logit_softcapping)
             self.head = Head(head, vocabulary=vocabulary, tensor_parallel=parallel.tp)
+        self.mtp = nn.ModuleDict()
+        for depth, layer in enumerate(mtp_layers):
+            own = declared.submodule(f"mtp.{depth}")
+            block = build_block(own.submodule("block"), layer)
+            self.mtp[str(depth)] = MTPLayer(model_config, own, block=block, tensor_parallel=parallel.tp, layer=layer)
         # The layers in order; `transform_blocks` may replace them by functions of one or several layers.
         self.layer_functions: list[Callable[..., Tensor]] = list(self.layers.values())
         self._rotary = RotaryTables(model_config) if has_rope(model_config) else None
@@ -289,11 +292,11 @@ class Stage(nn.Module):
         Returns:
             With a head the sum over unmasked target tokens of the cross-entropy, an fp32 scalar; else hidden states.
         """
-        hidden = self._transform(hidden, context)
+        hidden, layer_context = self._transform(hidden, context)
         if self.head is None:
             return hidden
         loss: Tensor = self.head(hidden, context.batch, tied=self._tied_weight())
-        return loss
+        return self._predict_further(hidden, context, layer_context=layer_context, loss=loss)
 
     def logits(self, tokens: Tensor, *, last_only: bool = False, position_ids: Tensor | None = None) -> Tensor:
         """The logits of a stage that is a full model.
@@ -307,11 +310,29 @@ class Stage(nn.Module):
             [B, S, V] or [B, 1, V], without padding, in the dtype of the activations.
         """
         assert self.head is not None, "only a stage with the head has logits"
-        hidden = self._transform(None, BatchContext(replace(Batch.of_tokens(tokens), position_ids=position_ids)))
+        hidden, _ = self._transform(None, BatchContext(replace(Batch.of_tokens(tokens), position_ids=position_ids)))
         return self.head.logits(hidden[:, -1:] if last_only else hidden, tied=self._tied_weight())
 
-    def _transform(self, hidden: Tensor | None, context: BatchContext) -> Tensor:
-        """Everything but the head."""
+    @property
+    def mtp_layers(self) -> list[MTPLayer]:
+        """The layers of multi-token prediction in order; none but on the last stage."""
+        return [layer for layer in self.mtp.values() if isinstance(layer, MTPLayer)]
+
+    def _predict_further(
+        self, hidden: Tensor, context: BatchContext, *, layer_context: LayerContext, loss: Tensor
+    ) -> Tensor:
+        """The loss of the model; its backward also differentiates those of multi-token prediction."""
+        scales = context.mtp_scales
+        for layer, batch, scale in zip(self.mtp_layers, context.batch.mtp, scales, strict=False):
+            assert self.embedding is not None and self.head is not None, "multi-token prediction reads both"
+            # `forward` of both, not their hooks: the parameters are gathered as those of this layer
+            embed, sum_losses = self.embedding.forward, partial(self.head.forward, tied=self._tied_weight())
+            hidden, further = layer(hidden, batch, context=layer_context, embed=embed, sum_losses=sum_losses)
+            loss = attach_loss(loss, scale * further)
+        return loss
+
+    def _transform(self, hidden: Tensor | None, context: BatchContext) -> tuple[Tensor, LayerContext]:
+        """Everything but the head and multi-token prediction, and what the layers shared."""
         batch, dropout = context.batch, context.dropout()
         if self.spec.has_embedding:
             assert self.embedding is not None, "the first stage has the embedding"
@@ -333,7 +354,7 @@ class Stage(nn.Module):
         for function in self.layer_functions:
             hidden = function(hidden, layer_context)
         assert hidden is not None
-        return hidden if self.final_norm is None else self.final_norm(hidden)
+        return (hidden if self.final_norm is None else self.final_norm(hidden)), layer_context
 
     def _tied_weight(self) -> nn.Parameter | None:
         is_tied = not self.model_config.untie_embeddings_and_output_weights

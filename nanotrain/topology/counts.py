@@ -33,7 +33,8 @@ def flops_per_token(shape: ModelShape, seq_length: int) -> int:
     """Floating-point operations of forward and backward per trained token.
 
     6 per active weight of a matrix product (2 forward, 4 backward), plus causal attention: half of the S x S pairs in
-    the scores and in the weighted sum of values, or those within the window of a layer. As is customary, norms (those
+    the scores and in the weighted sum of values, or those within the window of a layer. Multi-token prediction counts
+    with its blocks, projections and uses of the head. As is customary, norms (those
     on the compressed queries, keys and values of MLA too), activations, softmaxes, routers and embedding look-ups are
     left out.
 
@@ -43,11 +44,13 @@ def flops_per_token(shape: ModelShape, seq_length: int) -> int:
     >>> flops_per_token(ModelShape.of(llama7b), 4096)
     42863689728
     """
-    weights = sum(_active(spec, shape) for spec in _unpadded(shape) if _is_multiplied(spec))
+    weights = shape.num_mtp_layers * shape.vocab_size * shape.hidden_size  # each of them uses the head again
+    weights += sum(_active(spec, shape) for spec in _unpadded(shape) if _is_multiplied(spec, shape))
     pairs_width = shape.num_heads * (shape.head_dim + shape.value_head_dim)
     window = seq_length if shape.window_size is None else min(shape.window_size, seq_length)
-    num_windows = sum(shape.window_layers)
-    pairs = (shape.num_layers - num_windows) * seq_length**2 + num_windows * window * (2 * seq_length - window)
+    num_layers = shape.num_layers + shape.num_mtp_layers
+    num_windows = sum(shape.has_window(layer) for layer in range(num_layers))
+    pairs = (num_layers - num_windows) * seq_length**2 + num_windows * window * (2 * seq_length - window)
     return 6 * weights + 3 * pairs_width * pairs // max(1, seq_length)
 
 
@@ -61,8 +64,8 @@ def _active(spec: ParamSpec, shape: ModelShape) -> int:
     return spec.numel // shape.moe.num_experts * shape.moe.topk
 
 
-def _is_multiplied(spec: ParamSpec) -> bool:
+def _is_multiplied(spec: ParamSpec, shape: ModelShape) -> bool:
     """Whether a parameter is the weight of a counted matrix product; a tied word embedding is the head's."""
-    is_lookup = spec.unit == "embedding" and not spec.is_tied
+    is_lookup = spec.unit == "embedding" and not (shape.is_tied and spec.is_embedding_or_output)
     is_bias = spec.name.endswith(".bias")
     return len(spec.shape) >= 2 and not is_lookup and not is_bias and ".router." not in spec.name

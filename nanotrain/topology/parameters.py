@@ -2,6 +2,7 @@
 
     declare_stage                               the parameters of a pipeline stage, in registration order
     block                                       norm, attention or mla, norm, mlp or moe
+    mtp_layer                                   one layer of multi-token prediction
     norm, attention, mla, mlp, moe, embedding   the parameters of one layer, named relative to it
     Declaration                                 what these share, and the kinds of linear layers
 
@@ -73,7 +74,8 @@ class Declaration:
     def vocab_parallel(self) -> ParamSpec:
         """A table with one row per token of the padded vocabulary: the word embedding or the head."""
         weight = self.weight(self.shape.padded_vocab_size, self.shape.hidden_size)
-        return replace(weight, shards=(Shard(0, "tp"),), needs_whole_matrix=False, is_embedding_or_output=True)
+        weight = replace(weight, shards=(Shard(0, "tp"),), needs_whole_matrix=False, is_embedding_or_output=True)
+        return replace(weight, is_shared=self.shape.num_mtp_layers > 0)
 
 
 def declare_stage(
@@ -86,17 +88,19 @@ def declare_stage(
 ) -> Specs:
     """Every parameter of a pipeline stage, in registration order; the other arguments are those of `Declaration`.
 
-    A tied word embedding is declared on the first and on the last stage.
+    A word embedding that is tied, or read by multi-token prediction, is declared on the first and on the last stage.
     """
     declare = Declaration(shape, dtype, tensor_parallel_size, sequence_parallel)
     units: dict[str, Specs] = {}
-    if stage.has_embedding or (stage.has_head and shape.is_tied):
+    if stage.has_embedding or (stage.has_head and shape.has_embedding_at_end):
         units["embedding"] = embedding(declare, has_positions=stage.has_embedding)
     units |= {f"layers.{layer}": block(declare, layer) for layer in stage.layers}
     if stage.has_head:
         units["final_norm"] = norm(declare, shape.hidden_size)
     if stage.has_head and not shape.is_tied:
         units["head"] = (declare.vocab_parallel(),)
+    if stage.has_head:
+        units |= {f"mtp.{depth}": mtp_layer(declare, layer) for depth, layer in enumerate(shape.mtp_layers)}
     return tuple(
         replace(spec, name=f"{unit}.{spec.name}", unit=unit, stage=stage.index)
         for unit, specs in units.items()
@@ -112,8 +116,9 @@ def declare_model(shape: ModelShape, *, dtype: str = "fp32") -> Specs:
 def embedding(declare: Declaration, *, has_positions: bool) -> Specs:
     """The word embedding, and learned positions where the model has them and tokens enter here."""
     shape = declare.shape
-    axes = ("embed",) if shape.is_tied else ()
-    specs = _nest("word", [replace(declare.vocab_parallel(), is_tied=shape.is_tied, grad_sum_axes=axes)])
+    is_at_end = shape.has_embedding_at_end
+    word = replace(declare.vocab_parallel(), is_shared=is_at_end)
+    specs = _nest("word", [replace(word, grad_sum_axes=("embed",) if is_at_end else ())])
     if has_positions and shape.num_positions is not None:
         table = declare.weight(shape.num_positions, shape.hidden_size)
         table = replace(table, grad_sum_axes=declare.sequence_axes, needs_whole_matrix=False)
@@ -134,6 +139,21 @@ def block(declare: Declaration, layer: int) -> Specs:
         *_nest("mlp_norm", before),
         *_nest("mlp", moe(declare) if shape.has_experts(layer) else mlp(declare, shape.ffn_size)),
         *_nest("mlp_post_norm", after),
+    )
+
+
+def mtp_layer(declare: Declaration, layer: int) -> Specs:
+    """One layer of multi-token prediction, by its index after those of the model; embedding and head are the model's.
+
+    Every tp rank has the projection, outside the tensor-parallel region, as MLA's down-projections.
+    """
+    size = declare.shape.hidden_size
+    return (
+        *_nest("enorm", norm(declare, size)),
+        *_nest("hnorm", norm(declare, size)),
+        *_nest("eh_proj", declare.replicated_linear(size, 2 * size)),
+        *_nest("block", block(declare, layer)),
+        *_nest("final_norm", norm(declare, size)),
     )
 
 

@@ -57,13 +57,19 @@ class ParamSpec:
     shards: tuple[Shard, ...] = ()
     grad_sum_axes: tuple[str, ...] = ()  # axes over which the gradient is summed besides data parallelism
     stage: int = 0  # pipeline stage
-    unit: str = ""  # FSDP unit: "embedding", "layers.3", "final_norm" or "head"
+    unit: str = ""  # FSDP unit: "embedding", "layers.3", "final_norm", "head" or "mtp.0"
     is_expert: bool = False  # data-parallel over expert_dp instead of dp_cp
-    is_tied: bool = False  # the word embedding that is also the head
+    # several units read it: a tied word embedding; with multi-token prediction word embedding and head
+    is_shared: bool = False
     is_embedding_or_output: bool = False  # the word embedding or the output layer, which may have a learning rate apart
     in_fp8: bool = False  # a weight whose products are in fp8, where those of the run and of the layer are
     # an update rule on matrices (Muon) applies and needs all of it; not embeddings or the head
     needs_whole_matrix: bool = False
+
+    @property
+    def is_last_stage_replica(self) -> bool:
+        """Whether it is the word embedding of the last stage, a replica of the first stage's."""
+        return self.unit == "embedding" and self.stage > 0
 
     @property
     def numel(self) -> int:
@@ -95,7 +101,7 @@ class LocalParam:
     """A parameter as one rank holds it.
 
     `replica_id` numbers the ranks of one data-parallel replica that hold the same box. Replicas come from an axis that
-    does not shard the parameter, and for a tied embedding from the last stage. Replica 0 counts in the gradient norm
+    does not shard the parameter, and for a word embedding from the last stage. Replica 0 counts in the gradient norm
     and is saved.
     """
 
@@ -123,5 +129,4 @@ def localize(spec: ParamSpec, *, coords: Mapping[str, int], sizes: Mapping[str, 
     axis = "etp" if spec.is_expert else "tp"  # inside one model replica, this one may leave a parameter unsharded
     is_sharded = any(shard.axis == axis for shard in spec.shards)
     index, num_replicas = (0, 1) if is_sharded else (coords[axis], sizes[axis])
-    is_tied_replica = spec.is_tied and spec.stage > 0
-    return LocalParam(spec, spec.box(coords, sizes), index + num_replicas * is_tied_replica)
+    return LocalParam(spec, spec.box(coords, sizes), index + num_replicas * spec.is_last_stage_replica)

@@ -74,6 +74,7 @@ class ModelShape:
     window_layers: tuple[bool, ...] = ()  # whether each layer has the window
     mla: MLAShape | None = None  # set with multi-head latent attention
     moe: MoEShape | None = None  # set where some layers have experts
+    num_mtp_layers: int = 0  # layers of multi-token prediction; in the methods below they follow the model's layers
 
     @classmethod
     def of(cls, model_config: ModelConfig) -> Self:
@@ -116,11 +117,30 @@ class ModelShape:
             window_layers=window_layers(model_config),
             mla=_mla_shape(model_config),
             moe=_moe_shape(model_config),
+            num_mtp_layers=model_config.mtp.num_layers or 0,
         )
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, by its index in the model, is a mixture of experts."""
-        return self.moe is not None and self.moe.layers[layer]
+        return self.moe is not None and self.moe.layers[self._kind_of(layer)]
+
+    def has_window(self, layer: int) -> bool:
+        """Whether a layer, by its index in the model, attends within the window."""
+        return self.window_layers[self._kind_of(layer)]
+
+    @property
+    def has_embedding_at_end(self) -> bool:
+        """Whether the last stage reads the word embedding: as the head, or for multi-token prediction."""
+        return self.is_tied or self.num_mtp_layers > 0
+
+    @property
+    def mtp_layers(self) -> range:
+        """Indices of the layers of multi-token prediction."""
+        return range(self.num_layers, self.num_layers + self.num_mtp_layers)
+
+    def _kind_of(self, layer: int) -> int:
+        """The layer of the model that a layer is like: itself, or the last one for multi-token prediction."""
+        return min(layer, self.num_layers - 1)
 
     def replicates_kv_heads(self, tensor_parallel_size: int) -> bool:
         """Whether key and value weights are replicated over tp, because there are fewer heads than tp ranks."""

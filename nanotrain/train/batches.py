@@ -27,6 +27,7 @@ class GlobalBatch:
     num_target_tokens: int  # unmasked target tokens of the global batch, over all ranks
     wait_s: float  # seconds that this rank waited for data
     wants_save: bool = False  # whether a rank asked to save before this batch
+    num_mtp_tokens: tuple[int, ...] = ()  # the same of each layer of multi-token prediction
     busy_s: tuple[float, ...] = ()  # by rank: seconds of the step before in which it did not wait for other ranks
 
 
@@ -47,6 +48,7 @@ class BatchOptions:
     readers_per_sample: int = 1  # ranks that read the same sample (tp x pp x cp), so that it is counted once
     split: Callable[[Batch], Batch] = lambda batch: batch  # the sequence shard of this rank under context parallelism
     is_ahead: bool = False  # whether to vote one step ahead
+    num_mtp_layers: int = 0  # layers of multi-token prediction, whose labels are added to the batches
 
 
 class BatchIterator:
@@ -99,7 +101,8 @@ class BatchIterator:
         """
         start = partial(self._start, [float(wants_stop), float(wants_save)], failure=failure, busy_s=busy_s)
         vote = self._started or start()
-        all_tokens, failures, stops, saves, *all_busy = vote.sums.wait()
+        all_tokens, failures, stops, saves, *others = vote.sums.wait()
+        mtp_tokens, all_busy = others[: self._options.num_mtp_layers], others[self._options.num_mtp_layers :]
         if failures:
             raise_on_all(vote.failure, self._control)
         if stops:
@@ -112,6 +115,7 @@ class BatchIterator:
             round(all_tokens),
             vote.wait_s,
             wants_save=saves > 0,
+            num_mtp_tokens=tuple(map(round, mtp_tokens)),
             busy_s=tuple(all_busy),
         )
 
@@ -124,18 +128,22 @@ class BatchIterator:
     def _start(self, flags: list[float], *, failure: NanotrainError | None, busy_s: float | None) -> _Vote:
         """Read a batch and start the vote on it."""
         microbatches: list[Batch] = []
+        num_mtp_layers, readers = self._options.num_mtp_layers, self._options.readers_per_sample
         start = time.perf_counter()
         try:
-            microbatches = next(self._batches)
+            microbatches = [batch.with_mtp(num_mtp_layers) for batch in next(self._batches)]
         except NanotrainError as error:
             failure = failure or error
         wait_s = time.perf_counter() - start
-        readers = self._options.readers_per_sample
         tokens = sum(float(batch.num_target_tokens) for batch in microbatches) / readers
+        mtp_tokens = [
+            sum(float(batch.mtp[depth].num_target_tokens) for batch in microbatches) / readers
+            for depth in range(num_mtp_layers)
+        ]
         all_busy = [0.0] * self._group.size if busy_s is not None else []
         if busy_s is not None:
             all_busy[self._group.index] = busy_s
-        counts = [tokens, float(failure is not None), *flags, *all_busy]
+        counts = [tokens, float(failure is not None), *flags, *mtp_tokens, *all_busy]
         return _Vote(microbatches, start_all_reduce_scalars(counts, self._group), failure, wait_s)
 
 

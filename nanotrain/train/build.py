@@ -22,8 +22,9 @@ from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.data.staged import StagedDataset
 from nanotrain.hf.import_weights import import_weights
 from nanotrain.log import get_logger
-from nanotrain.memory.block_transforms import transform_blocks
+from nanotrain.memory.block_transforms import WITHOUT_OFFLOAD, transform_blocks
 from nanotrain.model.init import initialize
+from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.optim.lr import LRSchedule
 from nanotrain.parallel.cp.split import split_batch
@@ -61,8 +62,7 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     if inputs.checkpoint is None:
         _init_weights(config, built)
     for stage in stages.values():
-        blocks = stage.layers.values()
-        stage.layer_functions = transform_blocks(blocks, config, recompute=stage.parallel.recompute)
+        _transform_blocks(stage, config)
     optimizer = DistributedOptimizer(
         data_parallel,
         config.optim,
@@ -80,7 +80,8 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
             inputs.checkpoint, checkpointer, parts=parts, config=config, may_fall_back=inputs.is_resumed
         )
     state.curve_batch_size = state.curve_batch_size or plan.sampler.global_batch_size
-    batches = _open_batches(plan, inputs, state=state, context=context)
+    # On a CPU the host computes: it would wait for other ranks later, but as long.
+    batches, is_ahead = _open_batches(plan, inputs, state=state, context=context), context.device.type == "cuda"
     return Run(
         plan=plan,
         inputs=inputs,
@@ -95,12 +96,21 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
             config.optim, state.curve_batch_size, _samples_of_steps(plan, state)(config.train.train_iters)
         ),
         batches=batches,
-        # On a CPU the host computes: it would wait for other ranks later, but as long.
-        batch_iterator=build_batch_iterator(batches, context, is_ahead=context.device.type == "cuda"),
+        batch_iterator=build_batch_iterator(
+            batches, context, is_ahead=is_ahead, num_mtp_layers=plan.shape.num_mtp_layers
+        ),
         checkpointer=checkpointer,
         state=state,
         schedules=StepSchedules(plan),
     )
+
+
+def _transform_blocks(stage: Stage, config: Config) -> None:
+    """Recomputation, offload and compilation; the saved tensors of multi-token prediction stay on the device."""
+    transform = partial(transform_blocks, config=config, recompute=stage.parallel.recompute)
+    stage.layer_functions = transform(stage.layers.values())
+    for layer in stage.mtp_layers:
+        layer.block_functions = transform([layer.block], transforms=WITHOUT_OFFLOAD)
 
 
 def _samples_of_steps(plan: Plan, state: TrainState) -> Callable[[int], int]:
@@ -122,7 +132,7 @@ def build_pipeline(plan: Plan, context: ParallelContext) -> Pipeline:
 
 
 def build_batch_iterator(
-    batches: Iterator[list[Batch]], context: ParallelContext, *, is_ahead: bool = False
+    batches: Iterator[list[Batch]], context: ParallelContext, *, is_ahead: bool = False, num_mtp_layers: int = 0
 ) -> BatchIterator:
     """Global batches for this rank: tp, cp and pp ranks read the same samples, cp ranks keep a sequence shard each."""
     return BatchIterator(
@@ -134,6 +144,7 @@ def build_batch_iterator(
             readers_per_sample=context.topology.world_size // context.group("dp").size,
             split=partial(split_batch, group=context.group("cp")),
             is_ahead=is_ahead,
+            num_mtp_layers=num_mtp_layers,
         ),
     )
 

@@ -28,6 +28,7 @@ OPTIONAL = (
     "params_norm",
     "num_zeros_in_grad",
     "moe",
+    "mtp_losses",
     "decoupled_lr",
     "data_stage",
     "save_stall_s",
@@ -155,6 +156,11 @@ class StepReport:
         mean), `dropped`, `entropy`, `balance_loss` and `z_loss`.
         """
         return _describe_routers(self.result.router_metrics)
+
+    @property
+    def mtp_losses(self) -> list[float | None] | None:
+        """Mean cross-entropy of each layer of multi-token prediction over its target tokens; None without."""
+        return [_finite(loss) for loss in self.result.mtp_losses] or None
 
     @property
     def data_wait_s(self) -> float:

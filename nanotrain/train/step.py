@@ -14,8 +14,10 @@ from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.device import HostCopy
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import ModelConfig
 from nanotrain.config.derive import has_dropout
 from nanotrain.model.context import BatchContext
+from nanotrain.model.mtp import take_loss_sums
 from nanotrain.model.router_stats import RouterMetrics
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.pp.executor import run_schedule
@@ -42,18 +44,22 @@ class StepResult:
     router_metrics: Mapping[str, RouterMetrics] = field(default_factory=dict)
     decoupled_lr: float | None = None  # learning rate of the embedding and the output layer; None where it is `lr`
     loss_scale: float = 1.0  # of this step
+    mtp_losses: tuple[float, ...] = ()  # mean cross-entropy of each layer of multi-token prediction over its targets
 
 
 @dataclass(frozen=True)
 class StepOutput:
     """The outcome of one step on the device."""
 
-    numbers: HostCopy  # loss summed over tokens, gradient norm, whether skipped, loss scale, sums of the routers
+    # loss summed over tokens, gradient norm, whether skipped, loss scale, summed losses of multi-token prediction,
+    # sums of the routers
+    numbers: HostCopy
     num_tokens: int  # target tokens of the global batch
     lr: float
     decoupled_lr: float | None
     num_samples: int  # of the global batch
     routers: ModelRouters
+    num_mtp_tokens: tuple[int, ...] = ()  # target tokens of each layer of multi-token prediction
 
     @property
     def is_ready(self) -> bool:
@@ -62,7 +68,8 @@ class StepOutput:
 
     def read(self) -> StepResult:
         """The numbers on the host, which waits for the end of the step."""
-        loss_sum, grad_norm, skipped, loss_scale, *router_sums = self.numbers.read()
+        loss_sum, grad_norm, skipped, loss_scale, *others = self.numbers.read()
+        mtp_sums, router_sums = others[: len(self.num_mtp_tokens)], others[len(self.num_mtp_tokens) :]
         return StepResult(
             loss_sum / self.num_tokens,
             grad_norm,
@@ -72,6 +79,7 @@ class StepOutput:
             router_metrics=self.routers.metrics(router_sums),
             decoupled_lr=self.decoupled_lr,
             loss_scale=loss_scale,
+            mtp_losses=tuple(total / max(n, 1) for total, n in zip(mtp_sums, self.num_mtp_tokens, strict=True)),
         )
 
 
@@ -84,8 +92,10 @@ def train_step(run: Run, batch: GlobalBatch) -> StepOutput:
     num_samples = run.plan.sampler.size_at(run.state.consumed_samples)
     cp, aux_loss_scale = run.context.group("cp"), loss_scale / num_samples
     seed = run.config.train.seed if has_dropout(run.config.model) else None
+    mtp_scales = mtp_loss_scales(run.config.model, batch)
     microbatches = [
-        BatchContext.of(part, cp=cp, aux_loss_scale=aux_loss_scale, dropout_seed=seed) for part in batch.microbatches
+        BatchContext.of(part, cp=cp, aux_loss_scale=aux_loss_scale, dropout_seed=seed, mtp_scales=mtp_scales)
+        for part in batch.microbatches
     ]
 
     for dp in run.data_parallel:
@@ -101,7 +111,8 @@ def train_step(run: Run, batch: GlobalBatch) -> StepOutput:
         dp.finish_grad_reduce()
     finalize_grads(run.data_parallel, run.context)
     # One all-reduce sums loss and norm, before the all-gathers of parameters are queued behind it.
-    update = run.optimizer.step(lr, decoupled_lr=decoupled_lr, sums=_local_loss(loss_sum, run.context))
+    sums = torch.cat([loss_sum.double()[None], _mtp_loss_sums(run)])
+    update = run.optimizer.step(lr, decoupled_lr=decoupled_lr, sums=_once_per_tp_group(sums, run.context))
     if run.config.optim.qk_clip:
         clip_query_key(run, skipped=update.skipped)
     if run.config.precision.fp8_format is not None:
@@ -110,7 +121,8 @@ def train_step(run: Run, batch: GlobalBatch) -> StepOutput:
         dp.start_param_gather()
 
     router_sums = run.routers.balance()
-    numbers = [update.sums, update.grad_norm[None], update.skipped[None], torch.full_like(update.sums, 1.0) * scale]
+    loss, mtp_losses = update.sums[:1], update.sums[1:]
+    numbers = [loss, update.grad_norm[None], update.skipped[None], torch.full_like(loss, 1.0) * scale, mtp_losses]
     run.state.advance(samples=num_samples, tokens=batch.num_target_tokens)
     return StepOutput(
         HostCopy(torch.cat(numbers if router_sums is None else [*numbers, router_sums])),
@@ -119,7 +131,23 @@ def train_step(run: Run, batch: GlobalBatch) -> StepOutput:
         decoupled_lr=decoupled_lr,
         num_samples=num_samples,
         routers=run.routers,
+        num_mtp_tokens=batch.num_mtp_tokens,
     )
+
+
+def mtp_loss_scales(model_config: ModelConfig, batch: GlobalBatch) -> tuple[float, ...]:
+    """The factors of the summed losses of multi-token prediction, in the units of the model's summed loss.
+
+    Each layer's loss is a mean over its own target tokens, and the mean over layers is scaled.
+    """
+    factor = model_config.mtp.loss_scaling_factor / max(1, len(batch.num_mtp_tokens))
+    return tuple(factor * max(batch.num_target_tokens, 1) / max(num_tokens, 1) for num_tokens in batch.num_mtp_tokens)
+
+
+def _mtp_loss_sums(run: Run) -> Tensor:
+    """[layers] fp64, this rank's part of the summed losses of multi-token prediction in this step."""
+    layers = [layer for stage in run.stages.values() for layer in stage.mtp_layers]
+    return take_loss_sums(layers, num_layers=run.plan.shape.num_mtp_layers, device=run.context.device)
 
 
 def finalize_grads(data_parallel: Sequence[DataParallel], context: ParallelContext) -> None:
@@ -152,15 +180,14 @@ def global_loss(loss_sum: Tensor, context: ParallelContext) -> float:
         loss_sum: scalar; zero on ranks without the output layer, equal on all ranks of a tp group.
         context: the groups.
     """
-    total = _local_loss(loss_sum, context)
+    total = _once_per_tp_group(loss_sum.double()[None], context)
     all_reduce(total, context.group("world"))
     return HostCopy(total).read()[0]
 
 
-def _local_loss(loss_sum: Tensor, context: ParallelContext) -> Tensor:
-    """[1] fp64, this rank's part of the loss: one rank per tp group has it."""
-    local = loss_sum.double()[None]
-    return local if context.group("tp").is_first else torch.zeros_like(local)
+def _once_per_tp_group(sums: Tensor, context: ParallelContext) -> Tensor:
+    """This rank's part of sums that all ranks of a tp group have: one of them has it."""
+    return sums if context.group("tp").is_first else torch.zeros_like(sums)
 
 
 def _all_reduce_coalesced(tensors: Sequence[Tensor], group: Group) -> None:

@@ -15,7 +15,7 @@ def test_a_configuration_cannot_be_changed():
 
 def test_experts_and_latent_attention_are_sections_of_the_model():
     assert ModelConfig().moe == MoEConfig() and ModelConfig().mla == MLAConfig()
-    assert [field.name for field in fields(ModelConfig)][-2:] == ["mla", "moe"]
+    assert [field.name for field in fields(ModelConfig)][-3:] == ["mla", "moe", "mtp"]
 
 
 @pytest.mark.parametrize("value", ["1f1b", "p2p", "adam"])

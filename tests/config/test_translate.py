@@ -109,19 +109,20 @@ def test_what_is_never_so_is_an_error(arguments, message):
 
 def test_missing_features_are_one_error_that_names_all_of_them():
     with pytest.raises(ConfigError) as caught:
-        loaded("--weight-decay-incr-style cosine --mtp-num-layers 1 --fim-data --mtp-loss-scaling-factor 0.1 --lr fast")
+        loaded("--weight-decay-incr-style cosine --fim-data --enable-gpt-oss --lr fast")
     text = str(caught.value)
     assert "3 flags ask for what does not exist here" in text and text.startswith("2 mistakes")
     for flag in (
         "--weight-decay-incr-style cosine (",
-        "--mtp-num-layers 1 (there is no multi-token prediction",
         "--fim-data (",
+        "--enable-gpt-oss (",
     ):
         assert flag in text
 
 
 def test_values_that_ask_for_nothing_are_accepted():
-    loaded("--mtp-num-layers 0 --rotary-scaling-factor 1.0 --softmax-type vanilla --vocab-extra-ids 0")
+    loaded("--mtp-num-layers 0 --mtp-loss-scaling-factor 0.3 --rotary-scaling-factor 1.0")
+    loaded("--softmax-type vanilla --vocab-extra-ids 0")
 
 
 def test_flags_without_effect_are_counted_once():

@@ -1,9 +1,11 @@
 """Samples stack into batches of the promised types."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
-from nanotrain.data.batch import Sample, collate
+from nanotrain.data.batch import Batch, Sample, collate
 
 
 def _sample(value: int, *, documents: bool) -> Sample:
@@ -30,3 +32,14 @@ def test_masked_tokens_are_no_targets_on_any_device() -> None:
     moved = batch.to("meta")
     assert moved.tokens.device.type == "meta"
     assert moved.segment_ids is None
+
+
+def test_sequences_further_on_end_with_the_sequence_or_the_document() -> None:
+    tokens = torch.arange(6)[None]
+    batch = Batch(tokens, tokens + 1, torch.tensor([[1.0, 1, 0, 1, 1, 1]]))
+    one, two = batch.with_mtp(2).mtp
+    assert one.tokens.tolist() == [[1, 2, 3, 4, 5, 0]] and two.labels.tolist() == [[3, 4, 5, 6, 0, 0]]
+    assert one.loss_mask.tolist() == [[1, 0, 1, 1, 1, 0]]
+    documents = replace(batch, segment_ids=torch.tensor([[0, 0, 0, 0, 1, 1]], dtype=torch.int32)).with_mtp(2)
+    assert [each.loss_mask.tolist() for each in documents.mtp] == [[[1, 0, 1, 0, 1, 0]], [[0, 1, 0, 0, 0, 0]]]
+    assert documents.to("meta").mtp[1].labels.device.type == "meta"

@@ -64,6 +64,8 @@ def assert_alike(outcomes: list[Outcome], reference: list[Outcome], *, row: str,
         assert outcome.grad_norms == outcomes[0].grad_norms, f"{row}: rank {rank} reports another norm than rank 0"
     assert outcomes[0].losses == pytest.approx(single.losses, rel=LOSS_TOLERANCE), row
     assert outcomes[0].grad_norms == pytest.approx(single.grad_norms, rel=NORM_TOLERANCE), row
+    for losses, of_one_rank in zip(outcomes[0].mtp_losses, single.mtp_losses, strict=True):
+        assert losses == pytest.approx(of_one_rank, rel=LOSS_TOLERANCE), row
     expected, weights = assemble(reference), assemble(outcomes)
     assert weights.keys() == expected.keys(), row
     off = {name: (weights[name] - weight).abs().max().item() for name, weight in expected.items()}

@@ -80,6 +80,7 @@ class Outcome:
         reads: the numbers of the samples it read, in order.
         bytes_sent: by group.
         router_metrics: of every step, by router.
+        mtp_losses: of every step, by layer of multi-token prediction.
     """
 
     losses: list[float]
@@ -89,6 +90,7 @@ class Outcome:
     reads: list[int]
     bytes_sent: dict[str, int]
     router_metrics: list[Mapping[str, RouterMetrics]]
+    mtp_losses: list[tuple[float, ...]]
 
 
 def config_of(case: Case) -> Config:
@@ -145,6 +147,7 @@ def train_here(ctx: ParallelContext, case: Case) -> Outcome:
         reads=source.reads,
         bytes_sent={name: ctx.traffic.bytes(name) for name in ctx.groups},
         router_metrics=[result.router_metrics for result in results],
+        mtp_losses=[result.mtp_losses for result in results],
     )
 
 

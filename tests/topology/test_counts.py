@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from nanotrain.config.config import MLAConfig, ModelConfig
+from nanotrain.config.config import MLAConfig, ModelConfig, MTPConfig
 from nanotrain.topology.counts import flops_per_token, num_active_parameters, num_parameters
 from nanotrain.topology.shape import ModelShape
 from tests.model.building import GPT2, LLAMA
@@ -66,6 +66,14 @@ def test_it_is_six_times_the_matrix_weights_plus_causal_attention() -> None:
     matrices = 2 * (32 * (32 + 2 * 16) + 32 * 32 + 3 * 32 * 48) + 32 * 131
     assert flops(LLAMA, 0) == 6 * matrices
     assert flops(LLAMA, 10) - flops(LLAMA, 0) == 6 * 2 * 32 * 10
+
+
+def test_multi_token_prediction_costs_a_block_a_projection_and_the_head_again() -> None:
+    more = replace(LLAMA, mtp=MTPConfig(num_layers=2))
+    block = 32 * (32 + 2 * 16) + 32 * 32 + 3 * 32 * 48
+    assert flops(more, 0) - flops(LLAMA, 0) == 6 * 2 * (block + 2 * 32 * 32 + 32 * 131)
+    assert flops(more, 10) - flops(more, 0) == 2 * (flops(LLAMA, 10) - flops(LLAMA, 0))
+    assert count(more) - count(LLAMA) == 2 * (block + 2 * 32 + 2 * 32 * 32 + 3 * 32)
 
 
 def test_an_mlp_without_gate_has_two_matrices_and_tying_saves_nothing() -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nanotrain.config.config import ModelConfig
+from nanotrain.config.config import ModelConfig, MoEConfig, MTPConfig
 from nanotrain.topology.counts import num_parameters
 from nanotrain.topology.parameters import declare_model, declare_stage
 from nanotrain.topology.params import Constant, Normal, ParamSpec, Shard
@@ -146,10 +146,29 @@ def test_update_rules_on_matrices_apply_inside_the_blocks_only() -> None:
     assert all(len(spec.shape) == 2 for spec in specs.values() if spec.needs_whole_matrix)
 
 
-def test_only_a_tied_word_embedding_is_marked_tied() -> None:
-    tied = [spec for spec in declared(LLAMA, stages=2) if spec.is_tied]
-    assert [(spec.name, spec.grad_sum_axes) for spec in tied] == [("embedding.word.weight", ("embed",))] * 2
-    assert not [spec for spec in declared(MODELS["llama-untied"], stages=2) if spec.is_tied]
+def test_a_word_embedding_is_shared_where_the_last_stage_reads_it() -> None:
+    word = ("embedding.word.weight", ("embed",))
+    assert shared(LLAMA) == [word] * 2 and not shared(MODELS["llama-untied"])
+    with_mtp = replace(MODELS["llama-untied"], mtp=MTPConfig(num_layers=1))
+    assert shared(with_mtp) == [word, word, ("head.weight", ())]
+
+
+def shared(model: ModelConfig) -> list[tuple[str, tuple[str, ...]]]:
+    """Parameters that several units read, over two stages, and the axes that sum their gradients."""
+    return [(spec.name, spec.grad_sum_axes) for spec in declared(model, stages=2) if spec.is_shared]
+
+
+def test_layers_of_multi_token_prediction_are_on_the_last_stage_and_like_the_last_layer() -> None:
+    moe = MoEConfig(num_experts=4, layer_freq="[0]+[1]")
+    specs = declared(replace(LLAMA, moe=moe, mtp=MTPConfig(num_layers=2)), stages=2)
+    units = {spec.unit for spec in specs if spec.stage == 1}
+    assert units == {"embedding", "layers.1", "final_norm", "mtp.0", "mtp.1"}
+    assert not [spec for spec in specs if spec.stage == 0 and spec.unit.startswith("mtp")]
+    like = {spec.name.removeprefix("layers.1."): spec.shape for spec in specs if spec.unit == "layers.1"}
+    of_block = [spec for spec in specs if spec.name.startswith("mtp.1.block.")]
+    assert {spec.name.removeprefix("mtp.1.block."): spec.shape for spec in of_block} == like
+    (projection,) = (spec for spec in specs if spec.name == "mtp.1.eh_proj.weight")
+    assert projection.shape == (32, 64) and not projection.shards
 
 
 def test_a_middle_stage_has_neither_end() -> None:

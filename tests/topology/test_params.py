@@ -66,7 +66,7 @@ def test_replicas_are_numbered_over_an_axis_that_does_not_shard() -> None:
 
 
 def test_a_tied_embedding_on_the_last_stage_is_a_further_replica() -> None:
-    tied = replace(spec_of((4, 6), Shard(0, "tp")), is_tied=True, stage=1)
+    tied = replace(spec_of((4, 6), Shard(0, "tp")), unit="embedding", stage=1)
     assert not localize(tied, coords={"tp": 0}, sizes={"tp": 2}).is_first_replica
     assert localize(replace(tied, stage=0), coords={"tp": 0}, sizes={"tp": 2}).is_first_replica
 

@@ -26,6 +26,14 @@ POSITION_RULES = (
         "set --seq-length {max_position_embeddings} or raise --max-position-embeddings"),
 )
 
+MTP_RULES = (
+    Rule("mtp_num_layers position_embedding_type",
+        lambda v: v.mtp_num_layers and v.position_embedding_type is PositionEmbedding.learned_absolute,
+        "mtp_num_layers {mtp_num_layers} with position_embedding_type learned_absolute",
+        "multi-token prediction reads tokens after the last position of the table, as in Megatron-LM",
+        "set --position-embedding-type rope, or leave --mtp-num-layers out"),
+)
+
 HEAD_RULES = (
     Rule("hidden_size num_attention_heads kv_channels",
         lambda v: v.kv_channels is None and v.hidden_size % v.num_attention_heads,

@@ -63,6 +63,8 @@ UNUSED = (
         lambda v: v.position_embedding_type is not PositionEmbedding.yarn, "it belongs to YaRN", is_harmless=True),
     Unused("glu_linear_offset activation_func_clamp_value", "activation", lambda v: v.activation not in GATED,
         "the activation has no gate", "set --activation swiglu, quick_geglu or geglu_tanh"),
+    Unused("mtp_loss_scaling_factor", "mtp_num_layers", lambda v: not v.mtp_num_layers,
+        "there is no multi-token prediction: mtp_num_layers is unset", is_harmless=True),
     Unused("mscale mscale_all_dim", "position_embedding_type",
         lambda v: v.position_embedding_type is not PositionEmbedding.yarn, "it belongs to YaRN", is_harmless=True),
     Unused("rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_positions",

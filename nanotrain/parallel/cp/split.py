@@ -63,8 +63,8 @@ def split_batch(batch: Batch, group: Group) -> Batch:
     """Shard a microbatch of full sequences over the cp group; a group of one rank gets it back unchanged.
 
     Returns:
-        tokens, labels, loss_mask [B, S / cp]; position_ids [B, S / cp], or [1, S / cp] where the batch has none;
-        segment_ids stay [B, S], since the mask needs the segments of keys on other ranks.
+        tokens, labels, loss_mask [B, S / cp], those of `mtp` too; position_ids [B, S / cp], or [1, S / cp] where the
+        batch has none; segment_ids stay [B, S], since the mask needs the segments of keys on other ranks.
     """
     if group.size == 1:
         return batch
@@ -72,11 +72,13 @@ def split_batch(batch: Batch, group: Group) -> Batch:
     def local(tensor: Tensor) -> Tensor:
         return local_chunks(tensor, index=group.index, size=group.size)
 
+    def local_tokens(batch: Batch) -> Batch:
+        tokens, labels, mask = map(local, (batch.tokens, batch.labels, batch.loss_mask))
+        return replace(batch, tokens=tokens, labels=labels, loss_mask=mask)
+
     positions = local_positions(batch.tokens.shape[1], index=group.index, size=group.size, device=batch.tokens.device)
     return replace(
-        batch,
-        tokens=local(batch.tokens),
-        labels=local(batch.labels),
-        loss_mask=local(batch.loss_mask),
+        local_tokens(batch),
         position_ids=positions[None] if batch.position_ids is None else local(batch.position_ids),
+        mtp=tuple(map(local_tokens, batch.mtp)),
     )

@@ -114,9 +114,9 @@ class BucketLayout:
         return self.params[-1].stop - self.start
 
     @property
-    def is_tied(self) -> bool:
-        """Whether it holds a tied embedding."""
-        return self.params[0].param.spec.is_tied
+    def is_shared(self) -> bool:
+        """Whether it holds a parameter that several units read."""
+        return self.params[0].param.spec.is_shared
 
     @property
     def units(self) -> set[str]:
@@ -189,22 +189,22 @@ class BufferLayout:
     def gather_blocks(self, num_blocks: int) -> GatherBlocks:
         """Assign the units to blocks in turn, in the order of the forward, so that `num_blocks` successive ones differ.
 
-        A tied embedding, which two units read, has a block of its own.
+        A parameter that several units read has a block of its own.
         """
         turn: dict[str, str] = {}  # unit -> block
         filled: Counter[str] = Counter()  # elements by unit
         places = []
         for bucket in reversed(self.buckets):
             (unit,) = bucket.units
-            if bucket.is_tied:
-                places.append((f"tied {unit}", 0))
+            if bucket.is_shared:
+                places.append((f"shared {unit}", 0))
                 continue
             block = turn.setdefault(unit, str(len(turn) % num_blocks))
             places.append((block, filled[unit]))
             filled[unit] += bucket.numel
         numel = {block: max(filled[unit] for unit in turn if turn[unit] == block) for block in turn.values()}
-        tied = {f"tied {min(b.units)}": b.numel for b in self.buckets if b.is_tied}
-        return GatherBlocks(numel | tied, tuple(reversed(places)))
+        shared = {f"shared {min(b.units)}": b.numel for b in self.buckets if b.is_shared}
+        return GatherBlocks(numel | shared, tuple(reversed(places)))
 
     @property
     def params(self) -> tuple[LocalParam, ...]:
@@ -219,8 +219,8 @@ def plan_layout(params: Sequence[LocalParam], rules: LayoutRules) -> BufferLayou
         params: this rank's parameters of one buffer, in registration order.
         rules: number of shards, bucket size, paddings, unit borders.
 
-    A tied embedding is alone in its bucket: its gradient is summed over the embed group after the reduce-scatter, so
-    the first and the last stage must shard it alike.
+    A parameter that several units read is alone in its bucket: the gradient of a word embedding is summed over the
+    embed group after the reduce-scatter, so the first and the last stage must shard it alike.
     """
     buckets: list[BucketLayout] = []
     open_params: list[BucketParam] = []
@@ -233,11 +233,11 @@ def plan_layout(params: Sequence[LocalParam], rules: LayoutRules) -> BufferLayou
         return end
 
     for param in reversed(params):
-        if open_params and (param.spec.is_tied or _enters_unit(param, open_params[-1].param, rules=rules)):
+        if open_params and (param.spec.is_shared or _enters_unit(param, open_params[-1].param, rules=rules)):
             bucket_start = close_bucket()
         start = _round_up(open_params[-1].stop, PARAM_ALIGNMENT) if open_params else bucket_start
         open_params.append(BucketParam(param, start, start + param.box.numel))
-        if param.spec.is_tied or open_params[-1].stop - bucket_start >= rules.closing_size:
+        if param.spec.is_shared or open_params[-1].stop - bucket_start >= rules.closing_size:
             bucket_start = close_bucket()
     if open_params:
         close_bucket()

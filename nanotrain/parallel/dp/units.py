@@ -24,17 +24,20 @@ class UnitModule:
 
 def child_units(module: nn.Module, layout: BufferLayout) -> list[UnitModule]:
     """The children of a stage, which run in registration order."""
-    # A module without parameters of its own, the head of a tied model, reads the one that is tied.
-    tied = [i for i, bucket in enumerate(layout.buckets) if bucket.is_tied]
+    # A module without parameters of its own, the head of a tied model, reads those that units share.
+    shared = [i for i, bucket in enumerate(layout.buckets) if bucket.is_shared]
     units = []
     for name, child in unit_modules(module):
         own = [local.spec for local in layout.params if local.spec.name.startswith(f"{name}.")]
-        if own and all(spec.is_tied and spec.stage > 0 for spec in own):
-            continue  # the replica of the embedding on the last stage: only the head reads it
+        if own and all(spec.is_last_stage_replica for spec in own):
+            continue  # only the head and multi-token prediction read it
         names = {spec.unit for spec in own}
-        indices = [i for i, bucket in enumerate(layout.buckets) if bucket.units & names] or tied
+        indices = [i for i, bucket in enumerate(layout.buckets) if bucket.units & names]
+        first = indices[0] if own else 0
+        if not own or getattr(child, "reads_shared", False):
+            indices += shared
         if indices:
-            units.append(UnitModule(child, tuple(indices), indices[0] if own else 0))
+            units.append(UnitModule(child, tuple(indices), first))
     return units
 
 

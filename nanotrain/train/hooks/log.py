@@ -148,6 +148,7 @@ def describe(
         (f"lr {last.lr:.2e}", 5),
         (f"decoupled lr {last.decoupled_lr:.2e}" if last.decoupled_lr is not None else "", 5),
         (_describe_experts(last.moe), 6),
+        (f"mtp {' '.join(f'{loss:.4f}' for loss in last.result.mtp_losses)}" if last.result.mtp_losses else "", 4),
         (f"{tokens_per_second:,.0f} tok/s", 1),
         (per_device, 8),
         (f"mfu {last.mfu:.1%}" if last.mfu is not None else "", 2),

@@ -117,6 +117,6 @@ def replicated(
         whole = [name for name, param in dp.params.items() if all(each.axis != axis for each in param.spec.shards)]
         if whole and axis in groups:
             yield axis, whole
-    tied = [name for dp in data_parallel for name, param in dp.params.items() if param.spec.is_tied]
-    if tied and "embed" in groups:
-        yield "embed", tied[:1]
+    at_both_ends = [name for dp in data_parallel for name, p in dp.params.items() if "embed" in p.spec.grad_sum_axes]
+    if at_both_ends and "embed" in groups:
+        yield "embed", at_both_ends[:1]

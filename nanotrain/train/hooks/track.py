@@ -113,6 +113,7 @@ class TrackHook(Hook):
         fields = report.to_json()
         moe = fields.pop("moe", {})
         fields |= {f"moe_{name}": value for name, value in moe.items()}
+        fields |= {f"mtp_{number}_loss": loss for number, loss in enumerate(fields.pop("mtp_losses", []), start=1)}
         values = {name: value for name, value in fields.items() if name != "step" and isinstance(value, int | float)}
         values |= {f"moe_load/{router}": counts for router, counts in moe.get("load", {}).items() if counts}
         for tracker in self._trackers:

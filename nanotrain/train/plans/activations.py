@@ -51,8 +51,10 @@ class Activations:
         self.width = self.shape.hidden_size * self.itemsize
 
     def stage(self, spec: StageSpec) -> StageBytes:
-        """The blocks and the head of a stage, with the recomputation of the plan."""
+        """The blocks, the head and the multi-token prediction of a stage, with the recomputation of the plan."""
         head = self.head() if spec.has_head else 0
+        further = self._further(range(0) if not spec.has_head else self.shape.mtp_layers)
+        head, complete_head = head + further.kept, head + further.complete
         complete = [self.block(layer) for layer in spec.layers]
         if self.config.memory.recompute_granularity is RecomputeGranularity.full:
             block_input = self.outside * self.width
@@ -69,7 +71,19 @@ class Activations:
             selective = [self.block(layer, self.modules) for layer in spec.layers]
             kept = sum(selective)
             recomputed = max((a - b for a, b in zip(complete, selective, strict=True)), default=0)
-        return StageBytes(head + kept, recomputed, head + sum(complete))
+        return StageBytes(head + kept, max(recomputed, further.recomputed), complete_head + sum(complete))
+
+    def _further(self, layers: range) -> StageBytes:
+        """Layers of multi-token prediction: the inputs of two norms and of the projection, the block, and a head."""
+        # the embeddings, the statistics of both norms, and what they return, joined
+        around = self.outside * (3 * self.width + 2 * FP32) + self.head()
+        complete = [self.block(layer) for layer in layers]
+        if self.config.memory.recompute_granularity is RecomputeGranularity.full:
+            selective = [self.outside * self.width] * len(complete)
+        else:
+            selective = [self.block(layer, self.modules) for layer in layers]
+        recomputed = max((a - b for a, b in zip(complete, selective, strict=True)), default=0)
+        return StageBytes(len(layers) * around + sum(selective), recomputed, len(layers) * around + sum(complete))
 
     def block(self, layer: int, modules: Modules = frozenset()) -> int:
         """A transformer block: the inputs and statistics of both norms, attention, and MLP or experts."""
@@ -147,7 +161,7 @@ class Activations:
 
     def _is_causal(self, layer: int) -> bool:
         """Whether a layer computes plain causal softmax attention, and so SDPA."""
-        has_spans = self.has_segments or self.shape.window_layers[layer]
+        has_spans = self.has_segments or self.shape.has_window(layer)
         return not has_spans and not has_score_options(self.config.model)
 
     def _mlp(self, inner: int) -> int:

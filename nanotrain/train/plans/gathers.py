@@ -25,17 +25,16 @@ from nanotrain.train.plans.plan import Plan, StagePlan
 def num_gathers(plan: Plan, bucket: BucketLayout, *, stage: int) -> int:
     """All-gathers of one bucket per step.
 
-    I leaves the first unit of a stage gathered until W or another forward. A tied embedding is read by two units where
-    one stage has both ends of the model.
+    I leaves the first unit of a stage gathered until W or another forward.
     """
     if not plan.strategy.shard_params:
         return 1
     staged = next(each for each in plan.stages if each.spec.index == stage)
     layout = next(buffer.layout for buffer in staged.buffers if bucket in buffer.layout.buckets)
     index, units = layout.buckets.index(bucket), stage_units(staged, layout)
-    is_first, num_readers = index in next(filter(None, units)), sum(index in unit for unit in units)
+    is_first = index in next(filter(None, units))
     reshards = plan.config.parallel.reshard_after_forward
-    per_forward = num_readers if reshards else 1
+    per_forward = forward_gathers(units, num_prefetched=plan.num_prefetched_units)[index] if reshards else 1
     per_backward = backward_gathers(plan, staged, layout=layout)[index] if reshards else 0
     count, between, is_gathered = 0, 0, False  # microbatches between their forward and their backward
     for action in plan.train_schedule.steps:
@@ -54,12 +53,34 @@ def num_gathers(plan: Plan, bucket: BucketLayout, *, stage: int) -> int:
 def stage_units(stage: StagePlan, layout: BufferLayout) -> list[tuple[int, ...]]:
     """The buckets of one buffer that each module of a stage reads, by index, in forward order; see `child_units`."""
     spec = stage.spec
+    mtp = [f"mtp.{depth}" for depth in range(len(stage.mtp_layers))]
     names = [f"layers.{layer}" for layer in spec.layers]
-    names = ["embedding"] * spec.has_embedding + names + ["final_norm", "head"] * spec.has_head
+    names = ["embedding"] * spec.has_embedding + names + ["final_norm", "head"] * spec.has_head + mtp
     by_name = {name: tuple(i for i, bucket in enumerate(layout.buckets) if name in bucket.units) for name in names}
-    if spec.has_head and not by_name["head"]:
-        by_name["head"] = tuple(i for i, bucket in enumerate(layout.buckets) if bucket.is_tied)
+    shared = tuple(i for i, bucket in enumerate(layout.buckets) if bucket.is_shared)
+    if spec.has_head:
+        by_name["head"] = by_name["head"] or shared
+    by_name |= {name: by_name[name] + shared for name in mtp}
     return [by_name[name] for name in names]
+
+
+def forward_gathers(units: Sequence[tuple[int, ...]], *, num_prefetched: int) -> Counter[int]:
+    """The all-gathers of one forward whose units are freed after it, by bucket.
+
+    Successive units may read the same bucket, which then stays where it is gathered ahead.
+
+    >>> forward_gathers([(2,), (1, 0), (0,)], num_prefetched=0)[0]
+    2
+    """
+    units = [unit for unit in units if unit]
+    counts: Counter[int] = Counter()
+    there: set[int] = set()
+    for index in range(len(units)):
+        ahead = {bucket for unit in units[index + 1 : index + 1 + num_prefetched] for bucket in unit}
+        wanted = ahead.union(units[index])
+        counts.update(wanted - there)
+        there = ahead
+    return counts
 
 
 def backward_gathers(plan: Plan, stage: StagePlan, *, layout: BufferLayout) -> Counter[int]:

@@ -63,6 +63,7 @@ class StagePlan:
     spec: StageSpec  # layers of the stage
     params: tuple[LocalParam, ...]  # local parameters in registration order
     buffers: tuple[BufferPlan, ...]  # dense, then experts, of each what is in fp8 last; none without parameters
+    mtp_layers: range = range(0)  # indices of its layers of multi-token prediction, after those of the model
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,10 @@ class Plan:
             return layout.numel
         # where a group of layers is recomputed, one is gathered beside the layer whose backward waits for it
         recomputes_groups = (self.config.memory.recompute_num_layers or 1) > 1
-        return sum(sorted(layout.numel_of_units.values())[-1 - max(self.num_prefetched_units, recomputes_groups) :])
+        numel = layout.numel_of_units
+        # multi-token prediction reads embedding and head beside its own unit
+        shared = [numel.pop(min(b.units)) for b in layout.buckets if b.is_shared] if self.shape.num_mtp_layers else []
+        return sum(shared) + sum(sorted(numel.values())[-1 - max(self.num_prefetched_units, recomputes_groups) :])
 
     @property
     def rule(self) -> UpdateRule:
@@ -271,7 +275,8 @@ def _plan_stages(config: Config, topology: Topology, *, rank: int, shape: ModelS
             sequence_parallel=parallel.sequence_parallel,
         )
         params = tuple(localize(param, coords=coords, sizes=sizes) for param in declared)
-        yield StagePlan(spec, params, tuple(_plan_buffers(params, config, groups=topology.group_specs(rank))))
+        buffers = tuple(_plan_buffers(params, config, groups=topology.group_specs(rank)))
+        yield StagePlan(spec, params, buffers, shape.mtp_layers if spec.has_head else range(0))
 
 
 def _stage_specs(parallel: ParallelConfig, num_layers: int) -> tuple[StageSpec, ...]:

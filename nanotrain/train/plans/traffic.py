@@ -154,7 +154,7 @@ def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
         value_head_dim=plan.shape.value_head_dim,
         itemsize=Precision.of(config.precision).params.itemsize,
     )
-    num_layers = sum(len(stage.spec.layers) for stage in plan.stages)
+    num_layers = len(_layers(plan))
     for operation, num_bytes in count(layer, size).items():
         yield ("cp", operation), plan.num_microbatches * num_layers * num_bytes
     again = len(recomputed_layers(plan, "core_attn"))
@@ -177,7 +177,7 @@ def experts(plan: Plan) -> Iterator[tuple[Key, int]]:
         hidden_size=plan.shape.hidden_size,
         itemsize=Precision.of(plan.config.precision).params.itemsize,
     )
-    num_layers = sum(plan.shape.has_experts(layer) for stage in plan.stages for layer in stage.spec.layers)
+    num_layers = sum(map(plan.shape.has_experts, _layers(plan)))
     for group, count in ((ep, expert_parallel_bytes), (etp, expert_tensor_parallel_bytes)):
         for operation, num_bytes in count(layer, group.size).items():
             yield (group.name, operation), plan.num_microbatches * num_layers * num_bytes
@@ -192,14 +192,18 @@ def recomputed_layers(plan: Plan, module: str) -> list[int]:
     config = plan.config
     if config.memory.recompute_granularity is RecomputeGranularity.full:
         return [
-            stage.spec.layers[i]
+            layers[i]
             for stage in plan.stages
-            for group in recomputed_groups(config, len(stage.spec.layers))
+            for layers in (stage.spec.layers, *([layer] for layer in stage.mtp_layers))
+            for group in recomputed_groups(config, len(layers))
             for i in group
         ]
-    if module not in recomputed_modules(config.memory):
-        return []
-    return [layer for stage in plan.stages for layer in stage.spec.layers]
+    return _layers(plan) if module in recomputed_modules(config.memory) else []
+
+
+def _layers(plan: Plan) -> list[int]:
+    """The layers of this rank, those of multi-token prediction too."""
+    return [layer for stage in plan.stages for layer in (*stage.spec.layers, *stage.mtp_layers)]
 
 
 def matrices(plan: Plan) -> Iterator[tuple[Key, int]]:

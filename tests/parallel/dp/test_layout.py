@@ -24,7 +24,7 @@ def params(*shapes: tuple[int, ...], tied: tuple[int, ...] = ()) -> list[LocalPa
     """Parameters named by their place, in registration order."""
     return [
         LocalParam(
-            ParamSpec(f"p{index}", shape, dtype="bf16", init=Normal(0.02), weight_decay=True, is_tied=index in tied),
+            ParamSpec(f"p{index}", shape, dtype="bf16", init=Normal(0.02), weight_decay=True, is_shared=index in tied),
             Box.full(shape),
         )
         for index, shape in enumerate(shapes)

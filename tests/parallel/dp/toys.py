@@ -64,7 +64,7 @@ def local_params(stage: nn.Module, *, tied: Sequence[str] = ()) -> list[LocalPar
                 init=Normal(0.02),
                 weight_decay=p.ndim >= 2,
                 unit=name.removesuffix(".weight"),
-                is_tied=name in tied,
+                is_shared=name in tied,
                 needs_whole_matrix=p.ndim >= 2,
             ),
             Box.full(tuple(p.shape)),

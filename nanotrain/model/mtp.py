@@ -1,0 +1,112 @@
+"""Multi-token prediction: layers after the model, each of which predicts one token further (DeepSeek-V3, section 2.2).
+
+    hidden states of the model, after its final norm -- hnorm --+
+                                                                +-- eh_proj -- block -- final_norm --+-- head --> loss
+    embeddings of the next tokens --------------------- enorm --+                                    |
+                                                                                     hidden states of the next layer
+
+Layer k reads at position i the token i + k and predicts token i + k + 1. Word embedding and head are those of the
+model; the block is like the last layer of the model. The layers are for training: evaluation and generation leave them
+out.
+
+What is differentiated is the model's loss plus `mtp_loss_scaling_factor` times the mean over layers of their losses,
+each a mean over its own target tokens of the global batch, as Megatron-LM with `--calculate-per-token-loss`.
+
+    B batch   S sequence   H hidden
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from nanotrain.config.config import ModelConfig
+from nanotrain.data.batch import Batch
+from nanotrain.model.context import LayerContext
+from nanotrain.model.dropout import DropoutPlace, HiddenDropout
+from nanotrain.model.norm import build_norm
+from nanotrain.model.parameters import Parameters
+from nanotrain.parallel.tp.layers import ColumnParallelLinear, column_parallel
+from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+
+
+class MTPLayer(nn.Module):
+    """One layer of multi-token prediction.
+
+    Args:
+        model_config: of the model.
+        params: enorm, hnorm, eh_proj, final_norm.
+        block: a transformer block with the parameters `block`.
+        tensor_parallel: of the stage; the projection lies outside the tensor-parallel region.
+        layer: index after the layers of the model.
+    """
+
+    reads_shared = True  # as an FSDP unit it reads embedding and head too
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        params: Parameters,
+        *,
+        block: nn.Module,
+        tensor_parallel: TensorParallel,
+        layer: int,
+    ) -> None:
+        super().__init__()
+        self.enorm = build_norm(model_config, params.submodule("enorm"))
+        self.hnorm = build_norm(model_config, params.submodule("hnorm"))
+        self.eh_proj = ColumnParallelLinear(*params.linear("eh_proj"), tensor_parallel=tensor_parallel.unsharded)
+        self.block = block
+        self.final_norm = build_norm(model_config, params.submodule("final_norm"))
+        # `transform_blocks` may replace the block by a function
+        self.block_functions: list[Callable[..., Tensor]] = [block]
+        self._drop_embedded = HiddenDropout(model_config.hidden_dropout, layer, DropoutPlace.embedding, tensor_parallel)
+        self.loss_sum: Tensor
+        self.register_buffer("loss_sum", torch.zeros((), dtype=torch.float64), persistent=False)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        batch: Batch,
+        *,
+        context: LayerContext,
+        embed: Callable[[Tensor], Tensor],
+        sum_losses: Callable[[Tensor, Batch], Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Predict one token further.
+
+        Args:
+            hidden: [B, S or S/tp, H], normalized, of the model or of the layer before.
+            batch: the sequences as many tokens further on as this is the number of the layer.
+            context: of the layers of the model.
+            embed: [B, S] tokens -> [B, S or S/tp, H].
+            sum_losses: hidden states -> the summed cross-entropy.
+
+        Returns:
+            hidden states for the next layer; the sum over unmasked target tokens of the cross-entropy, an fp32 scalar.
+        """
+        embedded = self._drop_embedded(embed(batch.tokens), context.dropout)
+        joined = torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1)
+        (hidden,) = column_parallel(joined, (self.eh_proj,))
+        for function in self.block_functions:
+            hidden = function(hidden, context)
+        hidden = self.final_norm(hidden)
+        loss = sum_losses(hidden, batch)
+        self.loss_sum += loss.detach()
+        return hidden, loss
+
+
+def take_loss_sums(layers: list[MTPLayer], *, num_layers: int, device: torch.device) -> Tensor:
+    """The summed losses of every layer since the last call, [layers of the model] fp64.
+
+    Args:
+        layers: of this rank; none where it is not on the last stage.
+        num_layers: of the model.
+        device: of the result.
+    """
+    if not layers:
+        return torch.zeros(num_layers, dtype=torch.float64, device=device)
+    sums = torch.stack([layer.loss_sum for layer in layers])
+    for layer in layers:
+        layer.loss_sum.zero_()
+    return sums

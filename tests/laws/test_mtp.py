@@ -1,0 +1,62 @@
+"""Law L1 for multi-token prediction: every layout computes what one rank computes, in the model and in its layers."""
+
+import pytest
+
+from tests.harness import run_ranks
+from tests.laws.compare import Row, assert_row_trains_as_one_rank
+from tests.laws.test_bytes import measure_all
+from tests.laws.test_mla import DEEPSEEK
+from tests.laws.worlds import Case
+
+# of the gradient, much more than the default, so that a wrong one shows
+MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.8}
+MODELS = {
+    "tied": MTP,
+    "untied": MTP | {"untie_embeddings_and_output_weights": True},
+    "deepseek": DEEPSEEK | {"num_layers": 2, "moe_layer_freq": "[0]*1+[1]*1", "mtp_num_layers": 1},
+}
+SP, ZB = {"sequence_parallel": True}, {"pipeline_schedule": "zb-h1"}
+LAYOUTS: list[Row] = [
+    ("tied", 2, {"strategy": "optim_grads", "tp": 2}, SP),
+    ("untied", 2, {"strategy": "optim", "tp": 1}, {}),
+    ("untied", 4, {"strategy": "optim", "tp": 2, "cp": 2}, SP),
+    ("tied", 2, {"strategy": "optim_grads_params"}, {"overlap_param_gather": True}),
+    ("untied", 2, {"strategy": "optim_grads_params"}, {"reshard_after_forward": False}),
+    ("untied", 4, {"strategy": "optim", "pp": 2}, {}),
+    ("tied", 4, {"strategy": "optim_grads_params", "pp": 2, "tp": 2}, ZB | SP),
+    ("untied", 4, {"strategy": "optim_grads_params", "pp": 2}, ZB),
+    ("deepseek", 4, {"strategy": "optim", "tp": 2, "cp": 2, "etp": 1, "ep": 2}, {}),
+    ("deepseek", 4, {"strategy": "optim_grads_params", "tp": 2, "pp": 2, "etp": 1, "ep": 2}, {}),
+]
+
+
+@pytest.mark.parametrize("row", LAYOUTS, ids=str)
+def test_multi_token_prediction_trains_as_on_one_rank(row: Row) -> None:
+    assert_row_trains_as_one_rank(row, MODELS)
+
+
+AHEAD = {"overlap_param_gather": True}
+# of the model, of the parallel section, of recomputation
+GATHERED = [
+    ("tied", {}, {}),
+    ("untied", {}, {}),
+    ("untied", AHEAD | {"fsdp_double_buffer": True}, {}),
+    ("tied", AHEAD | {"fsdp_prefetch_depth": 2}, {"recompute_granularity": "full"}),
+    ("untied", {"reshard_after_forward": False}, {}),
+    ("experts", AHEAD, {}),
+]
+
+
+def test_gathers_of_multi_token_prediction_are_planned() -> None:
+    """Law L5: units that read embedding and head too, gathered one by one."""
+    models = MODELS | {"experts": MTP | {"num_experts": 2}}
+    strategy = {"data_parallel_sharding_strategy": "optim_grads_params"}
+    train = {"micro_batch_size": 1, "global_batch_size": 4}
+    cases = [
+        Case(steps=1).but(train=train, model=models[model], parallel=strategy | options, memory=memory)
+        for model, options, memory in GATHERED
+    ]
+    for by_case in run_ranks(2, measure_all, cases, threads=True, strategy="optim_grads_params"):
+        for measured, row in zip(by_case, GATHERED, strict=True):
+            assert "fsdp_double_buffer" in row[1] or measured["resident"] == measured["planned resident"], row
+            assert measured["sent"] == measured["planned sent"], row

@@ -1,0 +1,84 @@
+"""Multi-token prediction of one rank, against the equations of DeepSeek-V3 written out without shifted sequences."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanotrain.config.config import MTPConfig
+from nanotrain.data.batch import Batch
+from nanotrain.model.context import BatchContext, LayerContext
+from nanotrain.model.mtp import take_loss_sums
+from nanotrain.model.transformer import Stage
+from tests.model.building import LLAMA, QWEN3, VOCAB, build, random_batch, randomize
+
+MTP = replace(LLAMA, mtp=MTPConfig(num_layers=2), untie_embeddings_and_output_weights=True)
+SCALES = (0.3, 0.7)
+
+
+def written_out(stage: Stage, batch: Batch) -> list[Tensor]:
+    """The summed loss of every layer, over the positions that it has a token and a label for."""
+    assert stage.embedding is not None and stage.head is not None and stage.head.weight is not None
+    hidden, _ = stage._transform(None, BatchContext(batch))
+    losses = []
+    for depth, layer in enumerate(stage.mtp_layers, start=1):
+        length = batch.tokens.shape[1] - depth
+        hidden = hidden[:, :length]
+        embedded = F.embedding(batch.tokens[:, depth:], stage.embedding.word.weight)
+        joined = torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], dim=-1)
+        assert stage._rotary is not None
+        mask = stage.parallel.core_attention.plan_mask(None, tokens=batch.tokens[:, :length])
+        context = LayerContext(rotary=stage._rotary.at(length, like=hidden), mask=mask)
+        hidden = layer.final_norm(layer.block(joined @ layer.eh_proj.weight.T, context))
+        logits = hidden @ stage.head.weight[:VOCAB].T
+        each = F.cross_entropy(logits.flatten(0, 1), batch.labels[:, depth:].flatten(), reduction="none")
+        losses.append((each * batch.loss_mask[:, depth:].flatten()).sum())
+    return losses
+
+
+def test_loss_and_gradients_are_those_of_the_equations():
+    stage, batch = randomize(build(MTP)), random_batch()
+    loss = stage(None, BatchContext(batch.with_mtp(2), mtp_scales=SCALES))
+    loss.backward()
+    grads = {name: p.grad.clone() for name, p in stage.named_parameters() if p.grad is not None}
+    assert grads.keys() == dict(stage.named_parameters()).keys()
+    sums = take_loss_sums(stage.mtp_layers, num_layers=2, device=loss.device)
+    stage.zero_grad()
+    plain, further = stage(None, BatchContext(batch)), written_out(stage, batch)
+    assert torch.equal(loss, plain), "the value is the model's loss"
+    assert sums.tolist() == pytest.approx([each.item() for each in further], rel=1e-5)
+    (plain + sum(scale * each for scale, each in zip(SCALES, further, strict=True))).backward()
+    for name, parameter in stage.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-4, atol=1e-4)
+    assert take_loss_sums(stage.mtp_layers, num_layers=2, device=loss.device).tolist() == [0.0, 0.0]
+
+
+def test_evaluation_and_logits_leave_the_layers_out():
+    with_layers, without = build(MTP), build(replace(MTP, mtp=MTPConfig()))
+    batch = random_batch()
+    for layer in with_layers.mtp_layers:
+        layer.register_forward_pre_hook(lambda *_: pytest.fail("called"))
+    assert torch.equal(with_layers(None, BatchContext(batch)), without(None, BatchContext(batch)))
+    assert torch.equal(with_layers.logits(batch.tokens), without.logits(batch.tokens))
+
+
+def test_a_layer_reads_and_predicts_nothing_of_another_document():
+    """Other tokens in the second document change no loss of the first, whose last predictions are not counted."""
+    stage = randomize(build(replace(QWEN3, mtp=MTPConfig(num_layers=2))))
+    batch = random_batch(batch=1)
+    segments = torch.cat([torch.zeros(1, 10), torch.ones(1, 14)], dim=1).int()
+    mask = (segments == 0).float()
+    sums = []
+    for tokens in (batch.tokens, torch.where(segments == 0, batch.tokens, 7)):
+        labels = torch.cat([tokens[:, 1:10], torch.zeros(1, 1, dtype=tokens.dtype), tokens[:, 10:]], dim=1)
+        packed = replace(batch, tokens=tokens, labels=labels, loss_mask=mask, segment_ids=segments).with_mtp(2)
+        assert [each.num_target_tokens.item() for each in packed.mtp] == [9, 8]
+        stage(None, BatchContext(packed, mtp_scales=SCALES))
+        sums.append(take_loss_sums(stage.mtp_layers, num_layers=2, device=torch.device("cpu")))
+    assert torch.equal(*sums)
+
+
+def test_a_rank_without_the_last_stage_has_no_losses():
+    assert take_loss_sums([], num_layers=3, device=torch.device("cpu")).tolist() == [0.0, 0.0, 0.0]
