@@ -9,10 +9,11 @@
     all_gather_object, gather_object,                   control traffic
     broadcast_object, barrier
 
-In a group of one rank the output is the input and no process group is used. `group.traffic` counts the bytes sent.
+Objects travel along the tree of a group that has one. In a group of one rank the output is the input and no process
+group is used. `group.traffic` counts the bytes sent.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +30,7 @@ from nanotrain.comm.work import Work, translate_errors
 # torch 2.13 renamed both and warns on the old names; 2.10 has only the old ones.
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -141,10 +143,13 @@ def start_all_reduce_scalars(values: Sequence[float], group: Group, *, op: str =
 
     One element costs as much as a thousand (0.3 to 1.5 ms on gloo), so pass all numbers in one call. On NCCL the result
     is copied to the host beside the current stream, and `wait` blocks the host until it is there: started a step before
-    it is read, it costs no time.
+    it is read, it costs no time. Over a tree the numbers are objects: it is complete on return, and has no "avg".
     """
     if group.size == 1:
         return Work.completed([float(value) for value in values])
+    if group.levels:
+        with _waiting("all_reduce_scalars", group):
+            return Work.completed(_reduce_along(group.levels, [float(value) for value in values], op=op))
     packed = to_device(values, process_group_device(group.process_group))
     group.record("all_reduce_scalars", num_bytes=2 * reduced_bytes(packed.nbytes, group.size))
     with translate_errors("all_reduce_scalars", group):
@@ -159,8 +164,11 @@ def all_gather_object(obj: Any, group: Group) -> list[Any]:
     """Every rank's picklable object, in group order."""
     if group.size == 1:
         return [obj]
-    gathered: list[Any] = [None] * group.size
     with _waiting("all_gather_object", group):
+        if group.levels:
+            gathered: list[Any] = _broadcast_along(group.levels, _gather_along(group.levels, obj))
+            return gathered
+        gathered = [None] * group.size
         dist.all_gather_object(gathered, obj, group=group.process_group)
     return gathered
 
@@ -169,20 +177,47 @@ def gather_object(obj: Any, group: Group) -> list[Any] | None:
     """Every rank's picklable object, in group order, on the first rank; None on the others."""
     if group.size == 1:
         return [obj]
-    gathered: list[Any] | None = [None] * group.size if group.is_first else None
     with _waiting("gather_object", group):
-        dist.gather_object(obj, gathered, group=group.process_group, group_dst=0)
-    return gathered
+        return _gather_along(group.levels or (group,), obj)
 
 
 def broadcast_object(obj: Any, group: Group) -> Any:
     """The first rank's picklable object, on every rank."""
     if group.size == 1:
         return obj
-    objects = [obj]
     with _waiting("broadcast_object", group):
-        dist.broadcast_object_list(objects, group=group.process_group, group_src=0)
-    return objects[0]
+        return _broadcast_along(group.levels or (group,), obj)
+
+
+def _gather_along(levels: Sequence[Group], obj: Any) -> list[Any] | None:
+    """Gather from the leaves of a tree to its root: each rank hands on what it has gathered."""
+    objects = [obj]
+    for level in levels:
+        gathered: list[Any] | None = [None] * level.size if level.is_first else None
+        dist.gather_object(objects, gathered, group=level.process_group, group_dst=0)
+        if gathered is None:
+            return None
+        objects = [each for part in gathered for each in part]
+    return objects
+
+
+def _broadcast_along(levels: Sequence[Group], obj: Any) -> Any:
+    """Broadcast from the root of a tree to its leaves."""
+    for level in reversed(levels):
+        objects = [obj]
+        dist.broadcast_object_list(objects, group=level.process_group, group_src=0)
+        obj = objects[0]
+    return obj
+
+
+def _reduce_along(levels: Sequence[Group], numbers: list[float], *, op: str) -> list[float]:
+    """Reduce numbers from the leaves of a tree to its root, and broadcast the result."""
+    total: list[float] | None = numbers
+    for level in levels:
+        gathered = _gather_along([level], total)
+        total = gathered and [_REDUCE[op](column) for column in zip(*gathered, strict=True)]
+    reduced: list[float] = _broadcast_along(levels, total)
+    return reduced
 
 
 @contextmanager

@@ -4,6 +4,7 @@ A layer, buffer or optimizer holds the `Group` that it communicates over and not
 one rank has no process group: the output of its collectives is their input.
 """
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from nanotrain.comm.heartbeat import Heartbeat
 from nanotrain.comm.scratch import Scratch
 from nanotrain.comm.traffic import TrafficCounter
-from nanotrain.topology.groups import GroupName, GroupSpec
+from nanotrain.topology.groups import UNCONNECTED, GroupName, GroupSpec
 
 
 class Group:
@@ -25,6 +26,9 @@ class Group:
         scratch: receive buffers, shared by the groups of a rank.
         coords_text: this rank's coordinates for error messages ("pp1 dp3 tp0").
         heartbeat: records what this rank does, shared by the groups of a rank.
+
+    Attributes:
+        levels: of a tree, the groups that this rank is in; else empty.
     """
 
     def __init__(
@@ -37,13 +41,36 @@ class Group:
         coords_text: str = "",
         heartbeat: Heartbeat | None = None,
     ) -> None:
-        assert process_group is not None or spec.size == 1, "collectives of several ranks need a process group"
+        is_connected = process_group is not None or spec.size == 1
+        assert is_connected or spec.name in UNCONNECTED, "collectives of several ranks need a process group"
         self.spec, self.process_group, self.coords_text = spec, process_group, coords_text
         self.name, self.ranks, self.index = spec.name, spec.ranks, spec.index
         self.size, self.rank, self.is_first = spec.size, spec.rank, spec.is_first
         self.traffic, self.scratch = traffic or TrafficCounter(), scratch or Scratch()
         self.heartbeat = heartbeat or Heartbeat()
+        self.levels: tuple[Group, ...] = ()
         self._message_timeout: tuple[timedelta, ...] = ()
+
+    @classmethod
+    def tree(cls, spec: GroupSpec, levels: Sequence["Group"]) -> "Group":
+        """A group of many ranks without a process group of its own: only objects are sent, along a tree.
+
+        Args:
+            spec: all ranks.
+            levels: the groups of the tree that this rank is in, from the leaves up. The first rank of each is in the
+                next one, so that gathering along it keeps the order of the ranks.
+        """
+        leaf = levels[0]
+        group = cls(
+            spec,
+            leaf.process_group,
+            traffic=leaf.traffic,
+            scratch=leaf.scratch,
+            coords_text=leaf.coords_text,
+            heartbeat=leaf.heartbeat,
+        )
+        group.process_group, group.levels = None, tuple(levels)
+        return group
 
     @classmethod
     def single_rank(cls, name: GroupName, rank: int = 0) -> "Group":
@@ -65,6 +92,8 @@ class Group:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long operations that start from now on wait for a slow or lost rank."""
+        for level in self.levels:
+            level.set_timeout(timeout)
         if self.process_group is None:
             return
         _set_timeout(self.process_group, timeout)
@@ -81,7 +110,7 @@ class Group:
 
     def release(self) -> None:
         """Drop the reference to the process group, at the end of the job."""
-        self.process_group = None
+        self.process_group, self.levels = None, ()
 
 
 def _set_timeout(process_group: dist.ProcessGroup, timeout: timedelta) -> None:

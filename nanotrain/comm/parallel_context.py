@@ -1,4 +1,4 @@
-"""This rank's device and groups; the only file that creates process groups.
+"""This rank's device and groups.
 
     ParallelContext.start     from torchrun's environment; without it, one rank and no process group
     ParallelContext.attach    on a default process group that exists already (tests, notebooks)
@@ -13,19 +13,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from nanotrain.comm import flight_recorder
-from nanotrain.comm.device import backend_of, pick_device, process_group_device
+from nanotrain.comm.device import pick_device, process_group_device
 from nanotrain.comm.group import Group
 from nanotrain.comm.heartbeat import Heartbeat
+from nanotrain.comm.process_groups import create_control, create_groups, join_world
 from nanotrain.comm.scratch import Scratch
 from nanotrain.comm.traffic import TrafficCounter
 from nanotrain.errors import EnvironmentFault
-from nanotrain.topology.groups import GroupName, GroupSpec, Ranks
+from nanotrain.topology.groups import GroupName, GroupSpec
 from nanotrain.topology.topology import Topology
 
 
@@ -80,7 +80,8 @@ class ParallelContext:
         coords_text: the same for messages, dense axes longer than one only ("pp1 dp3 tp0").
         device: where this rank's tensors are.
         groups: this rank's groups by name; no `embed` on a stage that is neither first nor last.
-        control: all ranks over gloo, for objects and barriers, whatever the device.
+        control: all ranks over gloo, for objects and barriers, whatever the device; a tree of small groups in a large
+            world.
         traffic: bytes sent over all groups.
         heartbeat: what this rank does, for the watchdog.
         timeout_s: how long a collective waits for a slow or lost rank.
@@ -125,7 +126,7 @@ class ParallelContext:
             yield cls(topology, 0, device=chosen)._with_groups(timeout_s)
             return
         flight_recorder.switch_on()
-        _join_world(launch, backend_of(chosen), timeout_s=timeout_s)
+        join_world(launch.rank, launch.world_size, device=chosen, timeout=timedelta(seconds=timeout_s))
         context = cls(topology, launch.rank, device=chosen)
         yield context._with_groups(timeout_s)
         context._destroy()
@@ -138,22 +139,19 @@ class ParallelContext:
         return cls(topology, dist.get_rank(), device=process_group_device(dist.group.WORLD))._with_groups(timeout_s)
 
     def _with_groups(self, timeout_s: float) -> "ParallelContext":
-        """Create one process group per distinct tuple of ranks, and the groups of this rank on them."""
+        """Create the process groups, and the groups of this rank on them."""
         timeout, self.timeout_s = timedelta(seconds=timeout_s), timeout_s
         specs = self.topology.group_specs(self.rank)
         world = specs["world"]
-        process_groups: dict[Ranks, dist.ProcessGroup | None] = {}
         if world.size > 1:
-            process_groups[world.ranks] = dist.group.WORLD
-            backend = "gloo" if dist.get_backend() == "nccl" else None
-            control = _new_group("control", world.ranks, timeout=timeout, backend=backend)
-            self.control = self._group(GroupSpec("control", world.ranks, world.index), control)
-        # A rank creates its own groups only, of which the members alone synchronize: the work of a start does not grow
-        # with the world. All ranks go through the names in one order, and the groups of a name are disjoint, so no two
-        # ranks wait for each other.
-        for name, spec in specs.items():
-            if spec.size > 1 and spec.ranks not in process_groups:
-                process_groups[spec.ranks] = _new_group(name, spec.ranks, timeout=timeout)
+            levels = create_control(self.rank, world.size, timeout=timeout)
+            tree = [
+                self._group(GroupSpec("control", ranks, ranks.index(self.rank)), process_group)
+                for ranks, process_group in levels
+            ]
+            spec = GroupSpec("control", world.ranks, world.index)
+            self.control = tree[0] if tree[0].size == world.size else Group.tree(spec, tree)
+        process_groups = create_groups(self.topology, self.rank, timeout=timeout)
         self.groups = {name: self._group(spec, process_groups.get(spec.ranks)) for name, spec in specs.items()}
         return self
 
@@ -179,44 +177,3 @@ class ParallelContext:
             coords_text=self.coords_text,
             heartbeat=self.heartbeat,
         )
-
-
-def _new_group(
-    name: str, ranks: tuple[int, ...], *, timeout: timedelta, backend: str | None = None
-) -> dist.ProcessGroup | None:
-    assert list(ranks) == sorted(ranks), "torch sorts the ranks; slices would then reach the wrong rank"
-    options = _options(backend or dist.get_backend(), timeout=timeout)
-    # Named after its ranks, not by a counter, which would differ between ranks with other groups.
-    return dist.new_group(
-        list(ranks),
-        timeout=timeout,
-        backend=backend,
-        pg_options=options,
-        use_local_synchronization=True,
-        group_desc=name,
-    )
-
-
-def _options(backend: str, *, timeout: timedelta) -> Any:
-    """On NCCL streams of high priority: a collective beside a matrix product gets the next free multiprocessors.
-
-    Otherwise its few thread blocks queue behind all of the product's.
-    """
-    if backend != "nccl":
-        return None
-    options = dist.ProcessGroupNCCL.Options()
-    options.is_high_priority_stream, options._timeout = True, timeout  # torch warns where the timeouts differ
-    return options
-
-
-def _join_world(launch: Launch, backend: str, *, timeout_s: float) -> None:
-    """Create the default process group at torchrun's address."""
-    try:
-        timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, timeout=timeout, pg_options=_options(backend, timeout=timeout))
-    except (RuntimeError, ValueError) as error:
-        raise EnvironmentFault(
-            f"rank {launch.rank} of {launch.world_size} could not join the others over {backend}",
-            why=str(error).splitlines()[0],
-            fix="check that every rank started and can reach MASTER_ADDR:MASTER_PORT",
-        ) from error

@@ -63,6 +63,7 @@ EXPERT_GROUPS: dict[str, tuple[str, ...]] = {
     "expert_dp_shard": ("expert_dp",),
     "expert_dp_replicate": ("expert_dp",),
 }
+UNCONNECTED: frozenset[str] = frozenset({"model"})  # nothing is sent over them, so they have no process group
 # the planned groups, in the order in which they are listed and created
 GROUP_NAMES: tuple[GroupName, ...] = tuple(name for name in get_args(GroupName) if name != "control")
 

@@ -1,0 +1,137 @@
+"""Creates torch's process groups; the only file that does.
+
+join_world        the default process group, at torchrun's address
+create_groups     one per set of ranks of this rank: by splits of the world on NCCL, else one by one
+create_control    the gloo groups of the control tree
+"""
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nanotrain.comm.device import backend_of, process_group_device
+from nanotrain.errors import EnvironmentFault
+from nanotrain.topology.groups import UNCONNECTED, Ranks
+from nanotrain.topology.start import CONTROL_FAN_OUT, control_levels, partitions
+from nanotrain.topology.topology import Topology
+
+
+def join_world(rank: int, world_size: int, *, device: torch.device, timeout: timedelta) -> None:
+    """Create the default process group at torchrun's address.
+
+    On a GPU it is bound to the device, so its communicator exists on return and other groups can be split from it.
+
+    Raises:
+        EnvironmentFault: the ranks do not meet.
+    """
+    backend = backend_of(device)
+    bound = device if backend == "nccl" else None
+    try:
+        options = _options(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout, pg_options=options, device_id=bound)
+    except (RuntimeError, ValueError) as error:
+        raise EnvironmentFault(
+            f"rank {rank} of {world_size} could not join the others over {backend}",
+            why=str(error).splitlines()[0],
+            fix="check that every rank started and can reach MASTER_ADDR:MASTER_PORT",
+        ) from error
+
+
+def create_groups(topology: Topology, rank: int, *, timeout: timedelta) -> dict[Ranks, dist.ProcessGroup | None]:
+    """A process group for every distinct set of several ranks that a rank is in, the world included."""
+    if topology.world_size == 1:
+        return {}
+    groups: dict[Ranks, dist.ProcessGroup | None] = {tuple(range(topology.world_size)): dist.group.WORLD}
+    if _can_split():
+        # All ranks of the world take part in every split, in the same order; a rank in none of the groups gets None.
+        for name, parts in partitions(topology).items():
+            split = dist.split_group(split_ranks=[list(part) for part in parts], timeout=timeout, group_desc=name)
+            groups |= {part: split for part in parts if rank in part}
+        _check_sizes(groups)
+        return groups
+    # A rank creates its own groups only, of which the members alone synchronize: the work of a start does not grow with
+    # the world. All ranks go through the names in one order, and the groups of a name are disjoint, so no two ranks
+    # wait for each other.
+    for name, spec in topology.group_specs(rank).items():
+        if spec.size > 1 and spec.ranks not in groups and name not in UNCONNECTED:
+            groups[spec.ranks] = _new_group(name, spec.ranks, timeout=timeout)
+    return groups
+
+
+def create_control(
+    rank: int, world_size: int, *, timeout: timedelta, fan_out: int | None = None
+) -> list[tuple[Ranks, dist.ProcessGroup | None]]:
+    """The groups for objects that a rank is in, over gloo: of a tree where groups are split, else one of all ranks.
+
+    It comes before `create_groups`. torch names a group after its ranks and the number of groups that the rank already
+    has, and gloo's ranks meet under that name. That number is the same for all members of a group of the tree, but it
+    differs among ranks afterwards, which split groups do not mind.
+
+    Args:
+        rank: global rank.
+        world_size: number of ranks.
+        timeout: of their collectives.
+        fan_out: largest group of the tree; None: as said above.
+    """
+    backend = "gloo" if dist.get_backend() == "nccl" else None
+    fan_out = fan_out or (CONTROL_FAN_OUT if _can_split() else max(world_size, 3))
+    levels = control_levels(rank, world_size, fan_out=fan_out)
+    return [(ranks, _new_group("control", ranks, timeout=timeout, backend=backend)) for ranks in levels]
+
+
+def _can_split() -> bool:
+    """Whether groups can be split from the world's communicator, which then exists: the same on every rank."""
+    world = dist.group.WORLD
+    device = getattr(world, "bound_device_id", None)
+    if dist.get_backend() != "nccl" or world is None or device is None:
+        return False
+    return bool(world._get_backend(device).supports_splitting)
+
+
+def _check_sizes(groups: Mapping[Ranks, dist.ProcessGroup | None]) -> None:
+    """Sum ones over every split group.
+
+    NCCL identifies the parts of a split by a number, which torch computes as a hash of their ranks: two parts with the
+    same hash would become one communicator, in silence.
+    """
+    ones = torch.ones(len(groups), device=process_group_device(dist.group.WORLD))
+    for one, process_group in zip(ones, groups.values(), strict=True):
+        dist.all_reduce(one, group=process_group)
+    for ranks, size in zip(groups, ones.tolist(), strict=True):
+        if size != len(ranks):
+            raise EnvironmentFault(
+                f"a group of {len(ranks)} ranks (first {ranks[0]}, last {ranks[-1]}) has {size:g} members",
+                why="torch gave two groups of one split the same number",
+                fix="use another layout or number of ranks, or report it to PyTorch",
+            )
+
+
+def _new_group(
+    name: str, ranks: tuple[int, ...], *, timeout: timedelta, backend: str | None = None
+) -> dist.ProcessGroup | None:
+    assert list(ranks) == sorted(ranks), "torch sorts the ranks; slices would then reach the wrong rank"
+    options = _options(backend or dist.get_backend(), timeout=timeout)
+    # Named after its ranks, not by a counter, which would differ between ranks with other groups.
+    return dist.new_group(
+        list(ranks),
+        timeout=timeout,
+        backend=backend,
+        pg_options=options,
+        use_local_synchronization=True,
+        group_desc=name,
+    )
+
+
+def _options(backend: str, *, timeout: timedelta) -> Any:
+    """On NCCL streams of high priority: a collective beside a matrix product gets the next free multiprocessors.
+
+    Otherwise its few thread blocks queue behind all of the product's. Split groups have the options of the world.
+    """
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream, options._timeout = True, timeout  # torch warns where the timeouts differ
+    return options
