@@ -16,6 +16,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
 
 from nanotrain.comm import flight_recorder
 from nanotrain.comm.device import pick_device, process_group_device
@@ -85,12 +86,14 @@ class ParallelContext:
         traffic: bytes sent over all groups.
         heartbeat: what this rank does, for the watchdog.
         timeout_s: how long a collective waits for a slow or lost rank.
+        store: the key-value store at which the ranks met.
     """
 
     def __init__(self, topology: Topology, rank: int, *, device: torch.device) -> None:
         self.topology, self.rank, self.device = topology, rank, device
         self.coords, self.coords_text = topology.coords(rank), topology.coords_text(rank)
         self.traffic, self._scratch, self.heartbeat = TrafficCounter(), Scratch(), Heartbeat()
+        self.store: Store = HashStore()
         self.groups: dict[GroupName, Group] = {}
         self.timeout_s = 0.0
         self.control = self._group(GroupSpec.single_rank("control", rank))
@@ -144,6 +147,7 @@ class ParallelContext:
         specs = self.topology.group_specs(self.rank)
         world = specs["world"]
         if world.size > 1:
+            self.store = dist.distributed_c10d._get_default_store()
             levels = create_control(self.rank, world.size, timeout=timeout)
             tree = [
                 self._group(GroupSpec("control", ranks, ranks.index(self.rank)), process_group)

@@ -14,6 +14,7 @@ from torch import nn
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.comm.stop_point import StopPoint
 from nanotrain.config.batch_schedule import samples_of_steps
 from nanotrain.config.config import Config
 from nanotrain.config.data_stages import read_stages, stage_starts
@@ -121,11 +122,13 @@ def _samples_of_steps(plan: Plan, state: TrainState) -> Callable[[int], int]:
 
 def build_pipeline(plan: Plan, context: ParallelContext) -> Pipeline:
     """The pp group of this rank and the shape of the hidden states sent over it."""
+    timeout_s = plan.config.parallel.distributed_timeout_minutes * 60
     pipeline = Pipeline(
         group=context.group("pp"),
         hidden_shape=plan.hidden_shape,
         dtype=Precision.of(plan.config.precision).params,
         device=context.device,
+        stop_point=StopPoint(context.store, context.control, timeout_s=timeout_s),
     )
     pipeline.connect()
     return pipeline

@@ -66,7 +66,7 @@ class StepSchedules:
 class StopRequest:
     """Signals that this rank received; the run stops, or saves, on all ranks."""
 
-    signal: int | None = None  # ends the run at the next step or validation batch
+    signal: int | None = None  # ends the run at the next step, validation batch or microbatch
     wants_save: bool = False  # received SIGUSR1 since the last step
 
     def __bool__(self) -> bool:

@@ -14,6 +14,7 @@ from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.device import HostCopy
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.comm.stop_point import PassStopped
 from nanotrain.config.config import ModelConfig
 from nanotrain.config.derive import has_dropout
 from nanotrain.model.context import BatchContext
@@ -84,7 +85,12 @@ class StepOutput:
 
 
 def train_step(run: Run, batch: GlobalBatch) -> StepOutput:
-    """One optimizer step: forward and backward of every microbatch, gradient reduction, parameter update."""
+    """One optimizer step: forward and backward of every microbatch, gradient reduction, parameter update.
+
+    Raises:
+        PassStopped: a rank received a signal between microbatches. Weights and counters are those before the step, on
+            every rank; the statistics of the step are not reset, as the run ends.
+    """
     lr = run.lr_schedule.lr_at(run.state.consumed_samples)
     decoupled_lr = run.lr_schedule.decoupled_lr_at(run.state.consumed_samples)
     num_tokens, scale = max(batch.num_target_tokens, 1), run.optimizer.loss_scale.scale
@@ -100,13 +106,18 @@ def train_step(run: Run, batch: GlobalBatch) -> StepOutput:
 
     for dp in run.data_parallel:
         dp.begin_step()
-    loss_sum = run_schedule(
-        run.schedules.of(len(microbatches)),
-        run.runnable,
-        microbatches=microbatches,
-        grad_scale=loss_scale / num_tokens,
-        pipeline=run.pipeline,
-    )
+    try:
+        loss_sum = run_schedule(
+            run.schedules.of(len(microbatches)),
+            run.runnable,
+            microbatches=microbatches,
+            grad_scale=loss_scale / num_tokens,
+            pipeline=run.pipeline,
+        )
+    except PassStopped:
+        for dp in run.data_parallel:
+            dp.finish_grad_reduce(is_abandoned=True)
+        raise
     for dp in run.data_parallel:
         dp.finish_grad_reduce()
     finalize_grads(run.data_parallel, run.context)

@@ -2,7 +2,8 @@
 
 A run stops between two steps, on all ranks together: after the last step, at `exit_interval`, after
 `exit_duration_in_mins`, on SIGTERM or SIGINT. The clock or signal of one rank stops all ranks through the all-reduce
-before the next step. The hooks then save and the process exits with 0. SIGUSR1 to one rank saves and goes on.
+before the next step. A signal during a long step stops all ranks before the same microbatch (`comm/stop_point.py`), and
+the step is abandoned. The hooks then save and the process exits with 0. SIGUSR1 to one rank saves and goes on.
 
 An error of one rank's hook or data is raised on all ranks before the next step; the hooks save the last step on the way
 out. Hooks are closed after an error too.
@@ -10,6 +11,7 @@ out. Hooks are closed after an error too.
 
 import gc
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ from types import FrameType
 from torch.profiler import record_function
 
 from nanotrain.comm.device import Stopwatch, peak_memory
+from nanotrain.comm.stop_point import PassStopped
 from nanotrain.comm.work import CommunicationFault
 from nanotrain.errors import CorruptState, NanotrainError, TrainingFault
 from nanotrain.log import get_logger
@@ -72,13 +75,29 @@ class Trainer:
             if batch[0].wants_save and not had_request:
                 self._save_now()
             had_request = batch[0].wants_save
-            self._run_step(*batch)
+            try:
+                self._run_step(*batch)
+            except PassStopped as stopped:
+                self._abandon_step(batch[0], stopped)
+                break
         with self._saving_on_the_way_out():
             raise_on_all(self._failure, run.context.control)
         for dp in run.data_parallel:
             dp.wait_for_params()
         for hook in self.hooks:
             hook.after_training(run)
+
+    def _abandon_step(self, batch: GlobalBatch, stopped: PassStopped) -> None:
+        """The state is that of the last step, and so is the position in the data."""
+        self.run.batch_iterator.discard()
+        log.info(
+            "stopping after step %d: %s; step %d is abandoned after %d of %d microbatches",
+            self.run.state.step,
+            self._reason(),
+            self.run.state.step + 1,
+            stopped.num_microbatches,
+            len(batch.microbatches),
+        )
 
     @contextmanager
     def _saving_on_the_way_out(self) -> Iterator[None]:
@@ -246,11 +265,13 @@ class Trainer:
 
     @contextmanager
     def _stopping_on_signals(self) -> Iterator[None]:
-        """SIGTERM or SIGINT ends the run after the current step, a second SIGINT (Ctrl-C) at once; SIGUSR1 saves.
+        """SIGTERM or SIGINT ends the run, a second SIGINT (Ctrl-C) at once; SIGUSR1 saves.
 
         A second SIGTERM is ignored: schedulers send one to every process, and torchrun sends another to its ranks.
         """
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        # Only the main thread may set handlers; in another one, signals are those of the program around it.
+        in_main = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) if in_main else ()
         before = {number: signal.getsignal(number) or signal.SIG_DFL for number in numbers}
 
         def on_signal(number: int, frame: FrameType | None) -> None:
@@ -263,9 +284,14 @@ class Trainer:
 
         for number in before:
             signal.signal(number, on_signal)
+        stop_point = self.run.pipeline.stop_point
         try:
+            if stop_point is not None:
+                stop_point.start(lambda: bool(self.run.stop))
             yield
         finally:
+            if stop_point is not None:
+                stop_point.end()
             for number, handler in before.items():
                 signal.signal(number, handler)
 

@@ -158,9 +158,10 @@ class DataParallel:
         self._in_backward = False
         self._free_units()
 
-    def finish_grad_reduce(self) -> None:
-        """Wait until every `grads.shard` holds the sum over the ranks."""
-        self._start_reductions(until=len(self.buckets))
+    def finish_grad_reduce(self, *, is_abandoned: bool = False) -> None:
+        """Wait until every `grads.shard` holds the sum over the ranks; of an abandoned step, for what is in flight."""
+        if not is_abandoned:
+            self._start_reductions(until=len(self.buckets))
         for bucket in self._in_flight:
             bucket.start_across()
         while self._in_flight:

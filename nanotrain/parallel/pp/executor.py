@@ -24,10 +24,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from nanotrain.comm.collectives import barrier
 from nanotrain.comm.group import Group
 from nanotrain.comm.send_recv import Message, start_send_recv
+from nanotrain.comm.stop_point import StopPoint
 from nanotrain.comm.work import Work
 from nanotrain.kernels.deferred_wgrad import Wgrad, WgradQueue, accumulate_wgrads
 from nanotrain.parallel.pp.actions import Action, ActionKind
-from nanotrain.parallel.pp.transfers import RankPlan, TransferBatch
+from nanotrain.parallel.pp.transfers import RankPlan, Transfer, TransferBatch
 
 # Sends in flight. The memory of a completed send is released when a later one starts.
 MAX_SENDS = 2
@@ -65,6 +66,7 @@ class Pipeline:
     hidden_shape: tuple[int, ...]  # (B, S, H) of the hidden states between stages, as on this rank
     dtype: torch.dtype  # of the hidden states and their gradients
     device: torch.device  # of both
+    stop_point: StopPoint | None = None  # where a running step stops for a signal; None: nowhere
 
     @classmethod
     def single_rank(cls, device: torch.device | str = "cpu") -> "Pipeline":
@@ -97,6 +99,9 @@ def run_schedule(
     Returns:
         The summed loss of all microbatches, detached and not scaled: an fp32 scalar on the device. Zero on ranks
         without the last stage.
+
+    Raises:
+        PassStopped: a rank received a signal; all ranks stopped before the same microbatch.
     """
     return _Step(plan, stages, microbatches, pipeline, grad_scale).run()
 
@@ -155,31 +160,44 @@ class _Step:
             ActionKind.backward_input: self.backward_input,
             ActionKind.backward_weight: self.backward_weight,
         }
-        heartbeat = self.pipeline.group.heartbeat
+        heartbeat, stop_point = self.pipeline.group.heartbeat, self.pipeline.stop_point
+        if stop_point is not None:
+            stop_point.begin_pass()
         for step in self.plan.steps:
             if isinstance(step, TransferBatch):
-                self.start_transfers(step)
-            else:
+                self.start_transfers(self.begun(step.sends), self.begun(step.receives))
+            elif self.may_begin(step):
                 heartbeat.action(step.kind.value, stage=step.stage, microbatch=step.microbatch)
                 run_action[step.kind](step)
         for work in self.sending:
             work.wait()
+        if stop_point is not None:
+            stop_point.end_pass(num_planned)
         return self.total
 
-    def start_transfers(self, batch: TransferBatch) -> None:
+    def may_begin(self, action: Action) -> bool:
+        """Whether the ranks do not stop before the microbatch of an action."""
+        stop_point = self.pipeline.stop_point
+        return stop_point is None or stop_point.may_begin(action.microbatch)
+
+    def begun(self, transfers: Sequence[Transfer]) -> list[Transfer]:
+        """The transfers that remain: both sides leave out those of microbatches that no rank begins."""
+        return [transfer for transfer in transfers if self.may_begin(transfer.to)]
+
+    def start_transfers(self, to_send: Sequence[Transfer], to_receive: Sequence[Transfer]) -> None:
         """Start the sends and receives of a batch."""
+        if not to_send and not to_receive:
+            return
         pipeline = self.pipeline
-        sends = [Message(self.outbox.pop(send.to).contiguous(), send.peer) for send in batch.sends]
-        buffers = [
-            torch.empty(pipeline.hidden_shape, dtype=pipeline.dtype, device=pipeline.device) for _ in batch.receives
-        ]
-        receives = [Message(b, receive.peer) for b, receive in zip(buffers, batch.receives, strict=True)]
+        sends = [Message(self.outbox.pop(send.to).contiguous(), send.peer) for send in to_send]
+        buffers = [torch.empty(pipeline.hidden_shape, dtype=pipeline.dtype, device=pipeline.device) for _ in to_receive]
+        receives = [Message(b, receive.peer) for b, receive in zip(buffers, to_receive, strict=True)]
         while sends and len(self.sending) >= MAX_SENDS:
             self.sending.pop(0).wait()
         started = start_send_recv(sends, receives, group=pipeline.group)
         if sends:
             self.sending.append(started.sent)
-        for receive, work in zip(batch.receives, started.received, strict=True):
+        for receive, work in zip(to_receive, started.received, strict=True):
             self.inbox[receive.to] = work
 
     def forward(self, action: Action) -> None:

@@ -1,10 +1,12 @@
 """Validation: mean loss over the same samples each time, in every topology."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from nanotrain.comm.collectives import all_gather_object
+from nanotrain.comm.stop_point import PassStopped
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.data.token_bytes import bytes_per_token
 from nanotrain.data.tokenizer import is_local, load_tokenizer
@@ -77,5 +79,9 @@ def validate(run: Run, sizes: list[int] | None = None) -> Evaluation | None:
             num_tokens += batch.num_target_tokens
             counter.add(batch.microbatches)
             microbatches = [BatchContext.of(part, cp=run.context.group("cp")) for part in batch.microbatches]
-            loss += run_forward(run.plan.valid_schedule, run.runnable, microbatches=microbatches, pipeline=run.pipeline)
+            forward = partial(run_forward, run.plan.valid_schedule, run.runnable, pipeline=run.pipeline)
+            try:
+                loss += forward(microbatches=microbatches)
+            except PassStopped:
+                return None
     return Evaluation(global_loss(loss, run.context) / max(num_tokens, 1), num_tokens, counter.total())

@@ -1,0 +1,156 @@
+"""`StopPoint`: the microbatch before which all ranks stop, agreed only when one of them asks for it.
+
+A pass is one run of a pipeline schedule: a training step or a validation batch. All ranks begin the same passes, and
+their order follows from (pass, microbatch). A rank that wants to stop sets a key of the store that the ranks met at.
+
+    a thread per rank, once per poll_s, while no pass has begun for so long:
+    request    read the key; short steps never do, for the vote before the next step stops them as early
+    hold       this rank begins no further microbatch; publish how many it has begun
+    decide     the last rank to publish takes the largest of these numbers, and publishes it
+    go on      every rank completes the microbatches before that point and begins none after it
+
+So no collective of a microbatch is entered by some ranks only, and no rank waits inside one for a rank that holds:
+threads reply, whatever their ranks compute. Without a request nothing is sent and the device is not waited for.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+from torch._C._distributed_c10d import Store
+
+from nanotrain.comm.collectives import broadcast_object
+from nanotrain.comm.group import Group
+from nanotrain.comm.work import CommunicationFault
+
+Position = tuple[int, int]  # pass, and microbatches of it that have begun
+
+POLL_S = 1.0
+MIN_POLL_S = 0.05  # while the ranks agree
+RANKS_PER_POLL_S = 10_000  # polls of larger worlds are less frequent: one process serves the store
+
+
+class PassStopped(Exception):
+    """All ranks stopped before a microbatch of a pass; its gradients and its loss are incomplete."""
+
+    def __init__(self, num_microbatches: int) -> None:
+        super().__init__(f"stopped after {num_microbatches} microbatches")
+        self.num_microbatches = num_microbatches  # that are complete
+
+
+class StopPoint:
+    """This rank's side of the agreement.
+
+    Args:
+        store: of all ranks.
+        control: all ranks, for the names of the keys.
+        timeout_s: how long this rank waits for the others to reply.
+    """
+
+    def __init__(self, store: Store, control: Group, *, timeout_s: float) -> None:
+        self._store, self._control, self._timeout_s = store, control, timeout_s
+        self.poll_s = max(POLL_S, control.size / RANKS_PER_POLL_S)
+        self._changed = threading.Condition()
+        self._begun: Position = (0, 0)
+        self._pass_start = time.monotonic()
+        self._holds = False
+        self._decision: Position | None = None
+        self._wants_stop: Callable[[], bool] = lambda: False
+        self._prefix = ""
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, wants_stop: Callable[[], bool]) -> None:
+        """Start the thread, on all ranks; `wants_stop` is whether this rank asks for a stop."""
+        self._wants_stop = wants_stop
+        # A store may outlive a run: a second run of the same processes has keys of its own.
+        self._prefix = f"stop-{broadcast_object(time.time_ns(), self._control)}/"
+        self._thread = threading.Thread(target=self._watch, name="stop-point", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether this rank has learned that a rank asks for a stop."""
+        return self._holds
+
+    def begin_pass(self) -> None:
+        """A pass begins, on all ranks."""
+        with self._changed:
+            self._begun, self._pass_start = (self._begun[0] + 1, 0), time.monotonic()
+
+    def may_begin(self, microbatch: int) -> bool:
+        """Whether work on a microbatch of this pass may begin; False where all ranks stop before it.
+
+        Raises:
+            CommunicationFault: another rank did not reply in time.
+        """
+        wanted = (self._begun[0], microbatch + 1)
+        if wanted <= self._begun:
+            return True
+        with self._changed:
+            if self._holds and not self._changed.wait_for(self._is_decided, timeout=self._timeout_s):
+                raise CommunicationFault(
+                    "ranks that stop did not agree on a microbatch",
+                    why=f"some of them did not reply for {self._timeout_s:.0f} s",
+                    fix="look for the first error among the other ranks",
+                )
+            if self._decision is not None and wanted > self._decision:
+                return False
+            self._begun = wanted
+            return True
+
+    def end_pass(self, num_microbatches: int) -> None:
+        """A pass of that many microbatches ended, on this rank.
+
+        Raises:
+            PassStopped: some of them were not begun.
+        """
+        if self._decision is not None and (self._begun[0], num_microbatches) > self._decision:
+            raise PassStopped(self._begun[1])
+
+    def _is_decided(self) -> bool:
+        return self._decision is not None or not self._holds
+
+    def _watch(self) -> None:
+        try:
+            while not self._ended.wait(self.poll_s):
+                if time.monotonic() - self._pass_start >= self.poll_s and self._is_requested():
+                    self._agree()
+                    return
+        except RuntimeError:  # the process that serves the store is gone: the ranks see that by themselves
+            with self._changed:
+                self._holds = False
+                self._changed.notify_all()
+
+    def _is_requested(self) -> bool:
+        key = self._prefix + "request"
+        if self._wants_stop():
+            self._store.set(key, "")
+        return self._store.check([key])
+
+    def _agree(self) -> None:
+        """Publish where this rank holds, and learn where all stop."""
+        with self._changed:
+            self._holds, begun = True, self._begun
+        key, size = self._prefix + "decision", self._control.size
+        self._store.set(f"{self._prefix}{self._control.index}", f"{begun[0]} {begun[1]}")
+        if self._store.add(self._prefix + "count", 1) == size:
+            published = self._store.multi_get([f"{self._prefix}{index}" for index in range(size)])
+            self._store.set(key, max(published, key=_position).decode())
+        while not self._store.check([key]):
+            if self._ended.wait(min(self.poll_s, max(MIN_POLL_S, size / RANKS_PER_POLL_S))):
+                return
+        with self._changed:
+            self._decision = _position(self._store.get(key))
+            self._changed.notify_all()
+
+
+def _position(text: bytes) -> Position:
+    pass_number, num_begun = text.split()
+    return int(pass_number), int(num_begun)
