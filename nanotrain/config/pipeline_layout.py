@@ -1,7 +1,8 @@
 """The pipeline layout `Et*3|(tt|)*29,t|L` as text: `read_pipeline_layout`, `write_pipeline_layout`.
 
-E is the embedding, t a transformer layer, L the head with the loss, `|` begins the next stage. `x*3` repeats a letter
-and `(...)*3` a part; commas and spaces separate only. The syntax is that of Megatron-LM.
+E is the embedding, t a transformer layer, m a layer of multi-token prediction, L the head with the loss, `|` begins the
+next stage. `x*3` repeats a letter and `(...)*3` a part; commas and spaces separate only. The syntax is that of
+Megatron-LM. Layers of multi-token prediction are always on the last stage: m may be left out.
 """
 
 import re
@@ -24,12 +25,12 @@ def read_pipeline_layout(text: str) -> tuple[int, ...]:
     >>> read_pipeline_layout("Et*3|(tt|)*2,t|L")
     (3, 2, 2, 1, 0)
     """
-    stages = _expand(re.sub(r"[\s,]", "", text), text).split("|")
+    stages = _expand(text).split("|")
     joined = "".join(stages)
-    if "m" in joined:
-        why = "m is a layer of multi-token prediction, which does not exist here"
-        raise ConfigError(f"{FLAG} is {text!r}", why=why, fix="leave m out")
-    if not re.fullmatch(r"Et*L", joined) or stages[0][:1] != "E" or stages[-1][-1:] != "L":
+    if any("m" in stage for stage in stages[:-1]):
+        why = "layers of multi-token prediction, m, are on the last stage: they need the head"
+        raise ConfigError(f"{FLAG} is {text!r}", why=why, fix="write m right before L, as Ett|tt|ttmL")
+    if not re.fullmatch(r"Et*m*L", joined) or stages[0][:1] != "E" or stages[-1][-1:] != "L":
         why = "the embedding E is first, the loss L is last, and there are layers t between"
         raise ConfigError(f"{FLAG} is {text!r}", why=why, fix=FIX)
     lengths = tuple(stage.count("t") for stage in stages)
@@ -37,6 +38,15 @@ def read_pipeline_layout(text: str) -> tuple[int, ...]:
         why = "every stage between the first and the last has layers"
         raise ConfigError(f"{FLAG} is {text!r}", why=why, fix=FIX)
     return lengths
+
+
+def count_mtp_layers(text: str) -> int | None:
+    """The layers of multi-token prediction in a layout; None where it names none.
+
+    >>> count_mtp_layers("Et|tm*2L"), count_mtp_layers("Et|tL")
+    (2, None)
+    """
+    return _expand(text).count("m") or None
 
 
 def write_pipeline_layout(lengths: Sequence[int]) -> str:
@@ -50,8 +60,8 @@ def write_pipeline_layout(lengths: Sequence[int]) -> str:
     return "".join(letter if count == 1 else f"{letter}*{count}" for letter, count in runs)
 
 
-def _expand(pattern: str, text: str) -> str:
-    """The pattern with all repetitions written out."""
+def _expand(text: str) -> str:
+    """The layout with all repetitions written out."""
 
     def repeat(match: re.Match[str]) -> str:
         count = int(match[2] or 1)
@@ -59,7 +69,7 @@ def _expand(pattern: str, text: str) -> str:
             raise ConfigError(f"{FLAG} is {text!r}", why=f"it has more than {MAX_LENGTH} letters", fix=FIX)
         return match[1] * count
 
-    expanded = re.sub(r"([A-Za-z|])\*(\d{1,9})", repeat, pattern)
+    expanded = re.sub(r"([A-Za-z|])\*(\d{1,9})", repeat, re.sub(r"[\s,]", "", text))
     while (inner := re.sub(r"\(([A-Za-z|]*)\)(?:\*(\d{1,9}))?", repeat, expanded)) != expanded:
         expanded = inner
     if other := re.search(r"[^EtmL|]", expanded):

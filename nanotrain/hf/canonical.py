@@ -10,7 +10,13 @@ from nanotrain.config.pattern import write_pattern
 from nanotrain.topology.shape import ModelShape, MoEShape
 
 # Keys that may differ from the weights: they change training or memory layout, not what the model computes.
-FREE_KEYS = ("make_vocab_size_divisible_by", "init_method_std", "attention_dropout", "hidden_dropout")
+FREE_KEYS = (
+    "make_vocab_size_divisible_by",
+    "init_method_std",
+    "attention_dropout",
+    "hidden_dropout",
+    "mtp.loss_scaling_factor",
+)
 FREE_EXPERT_KEYS = (
     "moe.router_load_balancing_type",
     "moe.aux_loss_coeff",
@@ -36,6 +42,7 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
         add_qkv_bias=model_config.add_qkv_bias and not model_config.add_bias_linear,
         ffn_hidden_size=None if moe is not None and all(moe.layers) else shape.ffn_size,
         mla=model_config.mla if model_config.multi_latent_attention else MLAConfig(),
+        mtp=replace(model_config.mtp, num_layers=shape.num_mtp_layers or None),
         moe=MoEConfig() if moe is None else _canonical_experts(model_config.moe, moe),
     )
     scale = model_config.softmax_scale

@@ -2,14 +2,15 @@
 
 Both route by sigmoid scores with an expert bias, have dense first layers and a shared expert. DeepSeek-V3 has MLA, and
 its files pair neighbouring rotary channels; GLM-4-MoE rotates half of the channels of a head.
-Layers for multi-token prediction in the files are ignored, as transformers does.
+Layers of multi-token prediction follow the model's in the files, with copies of embedding and head: they are read where
+config.json and the files have them, and written. transformers ignores them.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanotrain.config.config import MLAConfig, ModelConfig, MoEConfig, RouterScore
+from nanotrain.config.config import MLAConfig, ModelConfig, MoEConfig, MTPConfig, RouterScore
 from nanotrain.config.pattern import write_pattern
 from nanotrain.hf.llama import LLAMA, read_shared, write_shared
 from nanotrain.hf.naming import HFName, Naming
@@ -112,7 +113,8 @@ def read_experts(raw: Mapping[str, Any], shared: dict[str, Any]) -> dict[str, An
         router_group_topk=group_topk if num_groups > 1 else None,
         router_enable_expert_bias=True,
     )
-    return {**shared, "moe": moe, "ffn_hidden_size": None if all(layers) else shared["ffn_hidden_size"]}
+    mtp = MTPConfig(num_layers=raw.get("num_nextn_predict_layers") or None)
+    return {**shared, "moe": moe, "mtp": mtp, "ffn_hidden_size": None if all(layers) else shared["ffn_hidden_size"]}
 
 
 def check_entries(raw: Mapping[str, Any], required: Mapping[str, Any]) -> None:
@@ -164,7 +166,7 @@ def write_experts(model_config: ModelConfig) -> dict[str, Any]:
         "n_shared_experts": (moe.shared_expert_intermediate_size or 0) // ffn_size,
         "norm_topk_prob": True,
         "num_experts_per_tok": moe.router_topk,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": model_config.mtp.num_layers or 0,
         "routed_scaling_factor": moe.router_topk_scaling_factor,
         "topk_group": moe.router_group_topk or 1,
     }
@@ -176,7 +178,12 @@ def _naming(attention: Mapping[str, str | HFName], experts: Mapping[str, str | H
     shared = {f"mlp.shared.{name}": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
     router = {"mlp.router": "mlp.gate"}
     bias = {"mlp.router.expert_bias": HFName("mlp.gate.e_score_correction_bias", is_full=True)}
-    return replace(LLAMA, layers={**LLAMA.layers, **attention, **router, **bias, **routed, **shared})
+    return replace(
+        LLAMA,
+        layers={**LLAMA.layers, **attention, **router, **bias, **routed, **shared},
+        mtp={"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_norm": "shared_head.norm"},
+        mtp_copies={"embedding.word": "embed_tokens", "head": "shared_head.head"},
+    )
 
 
 MLA_NAMES: dict[str, str | HFName] = {

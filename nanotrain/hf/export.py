@@ -20,7 +20,7 @@ from torch import Tensor
 from nanotrain.config.config import ModelConfig
 from nanotrain.errors import EnvironmentFault, HuggingFaceError
 from nanotrain.hf.families import FAMILIES, config_to_hf, family_of
-from nanotrain.hf.naming import map_parameters
+from nanotrain.hf.naming import map_parameters, mtp_copies
 from nanotrain.hf.tensor_mapping import TensorMapping
 from nanotrain.precision.dtypes import TORCH_DTYPES, torch_name
 from nanotrain.runs.files import disk_errors, free_space, write_text
@@ -72,8 +72,11 @@ def export_weights(
     mappings = map_parameters(model_config, FAMILIES[family].naming)
     with _emptied_after_an_error(folder):
         shards = _ShardWriter(folder)
+        copies = mtp_copies(model_config, FAMILIES[family].naming)
         for name, tensor in _assemble(tensors, mappings, dtype=TORCH_DTYPES[dtype]):
             shards.add(name, tensor)
+            for copy in copies.get(name, ()):
+                shards.add(copy, tensor.clone())  # a file refuses two names of one storage
         shards.finish()
         config = config_to_hf(model_config, family=family, dtype=torch_name(dtype))
         if tokenizer is not None:

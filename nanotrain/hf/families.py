@@ -10,11 +10,11 @@ feature is lost on the way. docs/new_family.md shows how to add a family: one fi
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nanotrain.config.config import ModelConfig
+from nanotrain.config.config import ModelConfig, MTPConfig
 from nanotrain.config.schema import KEYS, config_from_dict, flat_values, to_dict, value_of, with_values
 from nanotrain.errors import ConfigError, HuggingFaceError
 from nanotrain.hf.canonical import canonical, free_keys
@@ -44,6 +44,7 @@ from nanotrain.hf.mixture import (
 )
 from nanotrain.hf.naming import Naming
 from nanotrain.hf.olmo import OLMO_NAMES, read_olmo2, read_olmo3, write_olmo2, write_olmo3
+from nanotrain.hf.weights import has_mtp_weights
 from nanotrain.untrusted import parse_json
 
 
@@ -59,7 +60,8 @@ class Family:
     prefix: str = "model."  # of every tensor but the head; files of the base model without a head omit it
     # suffixes of tensors that are not weights (buffers in old files)
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
-    ignores_later_layers: bool = False  # files have layers beyond the model's, for multi-token prediction
+    # files may have layers beyond the model's, for multi-token prediction that is left out
+    ignores_later_layers: bool = False
 
 
 MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")
@@ -119,8 +121,15 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def model_from_hf(folder: Path) -> ModelConfig:
-    """Read the model configuration of a Hugging Face folder; see `config_from_hf`."""
-    return config_from_hf(read_config(folder))
+    """Read the model configuration of a Hugging Face folder; see `config_from_hf`.
+
+    Layers of multi-token prediction that config.json names and the files lack are left out: transformers writes such
+    folders.
+    """
+    model_config = config_from_hf(read_config(folder))
+    if model_config.mtp.num_layers and not has_mtp_weights(folder):
+        return replace(model_config, mtp=MTPConfig())
+    return model_config
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -186,6 +195,9 @@ def check_against(from_hf: ModelConfig, configured: ModelConfig, *, explicit: fr
     Raises:
         HuggingFaceError: an explicit field that contradicts config.json, with both values.
     """
+    if "mtp.num_layers" in explicit and not configured.mtp.num_layers:
+        # leaves the layers of the files out
+        from_hf, explicit = replace(from_hf, mtp=MTPConfig()), explicit - {"mtp.num_layers"}
     free = free_keys(from_hf)
     given = {key: value_of(configured, key) for key in sorted(explicit - set(free))}
     given = {key: value for key, value in given.items() if value is not None}

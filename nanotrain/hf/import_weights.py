@@ -5,7 +5,7 @@ fill        every wanted box from slices of the files, transposed, offset or per
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from nanotrain.config.config import ModelConfig
 from nanotrain.errors import HuggingFaceError
 from nanotrain.hf.families import FAMILIES, Family, read_config
-from nanotrain.hf.naming import map_parameters
+from nanotrain.hf.naming import map_parameters, mtp_copies
 from nanotrain.hf.tensor_mapping import TensorMapping
 from nanotrain.hf.weights import WeightFiles, fp8_block_size
 from nanotrain.topology.boxes import Box, TensorBox
@@ -46,7 +46,8 @@ class WeightReader:
         family = FAMILIES[raw["model_type"]]
         self._files = WeightFiles(folder, prefix=family.prefix, block_size=fp8_block_size(raw))
         self._mappings = _mappings_of(self._files, family, model_config=model_config)
-        _check(self._files, self._mappings, family=family, folder=folder)
+        copies = {copy for names in mtp_copies(model_config, family.naming).values() for copy in names}
+        _check(self._files, self._mappings, family=family, needless=copies)
 
     def fill(self, target: Tensor, wanted: TensorBox) -> None:
         """Read one box of a parameter into a tensor of its shape."""
@@ -75,10 +76,12 @@ def _tensors(mappings: Mapping[str, TensorMapping]) -> dict[str, tuple[int, ...]
     return {name: shape for mapping in mappings.values() for name, shape in mapping.tensor_shapes.items()}
 
 
-def _check(files: WeightFiles, mappings: Mapping[str, TensorMapping], *, family: Family, folder: Path) -> None:
+def _check(
+    files: WeightFiles, mappings: Mapping[str, TensorMapping], *, family: Family, needless: Collection[str]
+) -> None:
     expected = _tensors(mappings)
     # Files often contain a tied head as well.
-    needless = {"lm_head.weight"} if "head.weight" not in mappings else set()
+    needless = {*needless, *(["lm_head.weight"] if "head.weight" not in mappings else [])}
     found = {
         name: shape
         for name, shape in files.shapes.items()
@@ -96,7 +99,7 @@ def _check(files: WeightFiles, mappings: Mapping[str, TensorMapping], *, family:
         complaints.append(f"mis-shaped: {_listed(texts)}")
     if complaints:
         raise HuggingFaceError(
-            f"the weights in {folder} are not those its config.json describes",
+            f"the weights in {files.folder} are not those its config.json describes",
             why="; ".join(complaints),
             fix="use a folder whose config.json and weights were saved together",
         )

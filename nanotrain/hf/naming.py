@@ -2,13 +2,14 @@
 
     HFName, Naming   the names of a family: one table, written by hand beside its config.json (llama.py, gpt2.py, ...)
     map_parameters   every declared parameter of a model -> TensorMapping
+    mtp_copies       the copies of embedding and head that files have in their layers of multi-token prediction
 
 Shapes come from the declared parameters. Import and export both read these mappings and nothing else.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from nanotrain.config.config import ModelConfig
 from nanotrain.hf.tensor_mapping import TensorMapping
@@ -36,6 +37,10 @@ class Naming:
     layer: str  # prefix of the tensors of a layer, with {layer}
     # names relative to that prefix, by module name relative to a layer ("attention.query")
     layers: Mapping[str, str | HFName]
+    # of a layer of multi-token prediction, whose numbers follow those of the model: what it has beside a layer, and
+    # the ends of the model that it has a copy of, both relative to that prefix
+    mtp: Mapping[str, str] = field(default_factory=dict)
+    mtp_copies: Mapping[str, str] = field(default_factory=dict)
 
 
 def map_parameters(model_config: ModelConfig, naming: Naming) -> dict[str, TensorMapping]:
@@ -47,25 +52,54 @@ def map_parameters(model_config: ModelConfig, naming: Naming) -> dict[str, Tenso
     declared = declare_model(replace(shape, padded_vocab_size=shape.vocab_size))
     sizes = {spec.name: spec.shape for spec in declared}
     if model_config.moe.router_enable_expert_bias and shape.moe is not None:
-        layers = [layer for layer in range(shape.num_layers) if shape.has_experts(layer)]
-        sizes |= {f"layers.{layer}.mlp.router.expert_bias": (shape.moe.num_experts,) for layer in layers}
+        blocks = {layer: f"layers.{layer}" for layer in range(shape.num_layers)}
+        blocks |= {layer: f"mtp.{depth}.block" for depth, layer in enumerate(shape.mtp_layers)}
+        with_experts = [block for layer, block in blocks.items() if shape.has_experts(layer)]
+        sizes |= {f"{block}.mlp.router.expert_bias": (shape.moe.num_experts,) for block in with_experts}
     return {name: _map(name, sizes, naming=naming, shape=shape) for name in sizes}
+
+
+def mtp_copies(model_config: ModelConfig, naming: Naming) -> dict[str, list[str]]:
+    """The copies in layers of multi-token prediction, by the name of the tensor that they are copies of."""
+    return {
+        f"{naming.ends[end]}.weight": [
+            f"{naming.layer.format(layer=layer)}.{name}.weight" for layer in ModelShape.of(model_config).mtp_layers
+        ]
+        for end, name in naming.mtp_copies.items()
+    }
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a module is: its prefix in the model, its name behind that, the number of its layer, the family's names."""
+
+    prefix: str
+    module: str
+    layer: int | None  # None at the ends of the model
+    names: Mapping[str, str | HFName]
+
+    @classmethod
+    def of(cls, module: str, *, naming: Naming, shape: ModelShape) -> "_Place":
+        in_layer = re.fullmatch(r"(layers\.(\d+)\.|mtp\.(\d+)\.(block\.)?)(.+)", module)
+        if in_layer is None:
+            return cls("", module, None, naming.ends)
+        prefix, layer, depth, block, rest = in_layer.groups()
+        number = int(layer) if layer is not None else shape.mtp_layers[int(depth)]
+        return cls(prefix, rest, number, naming.layers if layer is not None or block is not None else naming.mtp)
 
 
 def _map(name: str, sizes: Mapping[str, tuple[int, ...]], *, naming: Naming, shape: ModelShape) -> TensorMapping:
     module, _, leaf = name.rpartition(".")
-    in_layer = re.fullmatch(r"(layers\.(\d+)\.)(.+)", module)
-    names = naming.ends if in_layer is None else naming.layers
-    module = module if in_layer is None else in_layer[3]
-    found = names.get(f"{module}.{leaf}", names.get(module))
+    place = _Place.of(module, naming=naming, shape=shape)
+    found = place.names.get(f"{place.module}.{leaf}", place.names.get(place.module))
     assert found is not None, f"{name} has no name in this family: the exported model would lack it"
     hf = found if isinstance(found, HFName) else HFName(found)
-    tensor = hf.name if in_layer is None else f"{naming.layer.format(layer=in_layer[2])}.{hf.name}"
+    tensor = hf.name if place.layer is None else f"{naming.layer.format(layer=place.layer)}.{hf.name}"
     own, offset, num_outputs = sizes[name], 0, None
-    if hf.fused and in_layer is not None:
+    if hf.fused and place.layer is not None:
         dim = max(0, len(own) - 2)
-        outputs = [sizes[f"{in_layer[1]}{part}.{leaf}"][dim] for part in hf.fused]
-        offset, num_outputs = sum(outputs[: hf.fused.index(module)]), sum(outputs)
+        outputs = [sizes[f"{place.prefix}{part}.{leaf}"][dim] for part in hf.fused]
+        offset, num_outputs = sum(outputs[: hf.fused.index(place.module)]), sum(outputs)
     return TensorMapping(
         tensor if hf.is_full else f"{tensor}.{leaf}",
         own,

@@ -63,6 +63,15 @@ def fp8_block_size(raw: Mapping[str, Any]) -> tuple[int, int] | None:
     return int(size[0]), int(size[1])
 
 
+def has_mtp_weights(folder: Path) -> bool:
+    """Whether the files of a folder have layers of multi-token prediction; False where it has no weights."""
+    try:
+        files = _weight_files(folder)
+    except HuggingFaceError:
+        return False
+    return any(name.endswith(".eh_proj.weight") for path, opener in files for name in _open(path, opener))
+
+
 class WeightFiles:
     """All weights of a Hugging Face folder; the prefix is added to names without it, but for the head.
 
@@ -76,7 +85,7 @@ class WeightFiles:
     """
 
     def __init__(self, folder: Path, *, prefix: str, block_size: tuple[int, int] | None = None) -> None:
-        self.block_size = block_size
+        self.folder, self.block_size = folder, block_size
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._tensors: dict[str, Any] = {}
         for path, opener in _weight_files(folder):

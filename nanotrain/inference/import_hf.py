@@ -9,10 +9,11 @@ from nanotrain.checkpoint.rewrite import write_checkpoint
 from nanotrain.checkpoint.write import ChunkWrite
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.schema import to_dict
-from nanotrain.errors import HuggingFaceError
 from nanotrain.hf.families import model_from_hf
 from nanotrain.hf.import_weights import WeightReader
 from nanotrain.inference.checkpoint import PREFIX
+from nanotrain.model.router_stats import expert_biases
+from nanotrain.model.transformer import build_stage
 from nanotrain.topology.boxes import TensorBox
 from nanotrain.topology.parameters import declare_model
 from nanotrain.topology.shape import ModelShape
@@ -30,19 +31,17 @@ def import_hf(folder: Path, output: Path) -> str:
         CheckpointError: `output` exists.
     """
     model_config = model_from_hf(folder)
-    if model_config.moe.router_enable_expert_bias:
-        why = "their biases are buffers, which Hugging Face files of these families do not hold"
-        raise HuggingFaceError("routers with expert biases cannot be imported", why=why, fix="import another model")
-    specs = {PREFIX + spec.name: spec for spec in declare_model(ModelShape.of(model_config))}
+    shapes = {PREFIX + spec.name: spec.shape for spec in declare_model(ModelShape.of(model_config))}
+    shapes |= {name: tuple(bias.shape) for name, bias in expert_biases(build_stage(model_config)).items()}
     reader = WeightReader(folder, model_config)
 
     def read(chunk: ChunkWrite) -> torch.Tensor:
-        spec, values = specs[chunk.source.name], torch.empty(chunk.box.shape)
-        reader.fill(values, TensorBox(spec.name, spec.shape, chunk.box))
+        name, values = chunk.source.name, torch.empty(chunk.box.shape)
+        reader.fill(values, TensorBox(name.partition("/")[2], shapes[name], chunk.box))
         return values
 
     tokenizer = str(folder) if (folder / "tokenizer.json").exists() else None
     config = Config(model=model_config, data=DataConfig(tokenizer_model=tokenizer))
     manifest = Manifest(0, {}, {}, objects={}, config=to_dict(config), topology={})
-    write_checkpoint(output, {name: (spec.shape, "fp32") for name, spec in specs.items()}, read=read, manifest=manifest)
-    return f"{output}: {len(specs)} tensors in fp32, from {folder}"
+    write_checkpoint(output, {name: (shape, "fp32") for name, shape in shapes.items()}, read=read, manifest=manifest)
+    return f"{output}: {len(shapes)} tensors in fp32, from {folder}"

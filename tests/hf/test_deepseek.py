@@ -8,12 +8,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Glm4MoeForCausalLM
 
+from nanotrain.config.config import ModelConfig, MTPConfig
 from nanotrain.config.load import load as load_config
 from nanotrain.errors import HuggingFaceError
 from nanotrain.hf.canonical import canonical
-from nanotrain.hf.families import config_from_hf, config_to_hf, family_of
-from tests.hf.reference import CONFIGS, LLAMA_SHAPE, load, reference, tensors_of
+from nanotrain.hf.export import export_weights
+from nanotrain.hf.families import check_against, config_from_hf, config_to_hf, family_of, model_from_hf
+from nanotrain.inference.checkpoint import export_checkpoint, load_stage, open_model
+from nanotrain.inference.import_hf import import_hf
+from nanotrain.model.transformer import Stage
+from tests.hf.reference import CONFIGS, LLAMA_SHAPE, biases_of, load, reference, tensors_of
 
 DEEPSEEK = LLAMA_SHAPE | CONFIGS["deepseek_v3"][1] | {"model_type": "deepseek_v3"}
 GLM = LLAMA_SHAPE | CONFIGS["glm4_moe"][1] | {"model_type": "glm4_moe"}
@@ -38,7 +44,12 @@ def test_the_published_config_of_deepseek_v3_is_the_recipe() -> None:
     recipe = load_config(["+config=deepseek_v3"], to_train=False).config.model
     assert (read.rotary_scaling_factor, read.mscale_all_dim, read.max_position_embeddings) == (40.0, 1.0, 163840)
     pretrained = config_from_hf(raw | {"rope_scaling": None, "max_position_embeddings": 4096})
-    free = {"init_method_std": recipe.init_method_std, "moe": replace(pretrained.moe, aux_loss_coeff=[0.0001])}
+    assert read.mtp.num_layers == 1
+    free = {
+        "init_method_std": recipe.init_method_std,
+        "mtp": recipe.mtp,
+        "moe": replace(pretrained.moe, aux_loss_coeff=[0.0001]),
+    }
     assert canonical(replace(pretrained, **free)) == canonical(recipe)
     assert family_of(recipe) == "deepseek_v3"
 
@@ -111,9 +122,81 @@ def test_another_quantization_is_refused(tmp_path: Path) -> None:
 def test_layers_beyond_the_model_are_ignored_and_a_missing_one_is_not(tmp_path: Path) -> None:
     reference("deepseek_v3").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file(tensors | {"model.layers.3.eh_proj.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    save_file(tensors | {"model.layers.3.mlp.up_proj.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
     load(tmp_path)
     bias = "model.layers.2.mlp.gate.e_score_correction_bias"
     save_file({name: tensor for name, tensor in tensors.items() if name != bias}, tmp_path / "model.safetensors")
     with pytest.raises(HuggingFaceError, match=f"missing: {bias}"):
         load(tmp_path)
+
+
+def with_mtp(name: str, folder: Path) -> dict[str, torch.Tensor]:
+    """A folder as published, with a layer of multi-token prediction that has copies of embedding and head."""
+    reference(name).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    last, further, size = "model.layers.2.", "model.layers.3.", LLAMA_SHAPE["hidden_size"]
+    layer = {
+        further + key.removeprefix(last): torch.randn_like(t) for key, t in tensors.items() if key.startswith(last)
+    }
+    layer |= {f"{further}{norm}.weight": torch.randn(size) for norm in ("enorm", "hnorm", "shared_head.norm")}
+    layer |= {f"{further}eh_proj.weight": torch.randn(size, 2 * size)}
+    layer |= {f"{further}embed_tokens.weight": tensors["model.embed_tokens.weight"].clone()}
+    layer |= {f"{further}shared_head.head.weight": tensors["lm_head.weight"].clone()}
+    save_file(tensors | layer, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    return tensors | layer
+
+
+def export(stage: Stage, folder: Path, family: str) -> None:
+    tensors = tensors_of(stage) | biases_of(stage)
+    export_weights(folder, stage.model_config, tensors=tensors.items(), family=family)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_multi_token_prediction_comes_back_byte_for_byte(family: str, tmp_path: Path) -> None:
+    published = with_mtp(family, tmp_path)
+    stage = load(tmp_path)
+    assert stage.model_config.mtp.num_layers == 1
+    assert torch.equal(stage.mtp_layers[0].eh_proj.weight, published["model.layers.3.eh_proj.weight"])
+    export(stage, tmp_path / "out", family)
+    written = load_file(tmp_path / "out/model.safetensors")
+    assert written.keys() == published.keys()
+    assert [name for name, tensor in published.items() if not torch.equal(tensor, written[name])] == []
+    export(load(tmp_path / "out"), tmp_path / "again", family)
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "again" / file).read_bytes()
+
+
+def test_transformers_reads_an_export_and_leaves_the_layer_out(tmp_path: Path) -> None:
+    with_mtp("glm4_moe", tmp_path)
+    stage = load(tmp_path)
+    export(stage, tmp_path / "out", "glm4_moe")
+    theirs = Glm4MoeForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(stage.logits(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_multi_token_prediction_may_be_left_out(tmp_path: Path) -> None:
+    """By the user, or by files whose config.json names it, as transformers writes them."""
+    with_mtp("deepseek_v3", tmp_path)
+    config = model_from_hf(tmp_path)
+    none = replace(config, mtp=MTPConfig(num_layers=0))
+    assert check_against(config, none, explicit=frozenset({"mtp.num_layers"})).mtp.num_layers is None
+    assert check_against(config, ModelConfig(), explicit=frozenset()).mtp.num_layers == 1
+    two = replace(config, mtp=MTPConfig(num_layers=2))
+    with pytest.raises(HuggingFaceError, match="--mtp-num-layers 2 contradicts"):
+        check_against(config, two, explicit=frozenset({"mtp.num_layers"}))
+    reference("deepseek_v3").save_pretrained(tmp_path)
+    assert model_from_hf(tmp_path).mtp.num_layers is None
+
+
+def test_a_checkpoint_of_a_folder_has_biases_and_multi_token_prediction(tmp_path: Path) -> None:
+    published = with_mtp("deepseek_v3", tmp_path / "in")
+    import_hf(tmp_path / "in", tmp_path / "step")
+    export_checkpoint(tmp_path / "step", tmp_path / "out", family="deepseek_v3")
+    written = load_file(tmp_path / "out/model.safetensors")
+    assert written.keys() == published.keys()
+    assert all(torch.equal(tensor, written[name]) for name, tensor in published.items())
+    assert not load_stage(open_model(tmp_path / "step")).mtp_layers, "for generation and evaluation"

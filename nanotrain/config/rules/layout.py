@@ -90,6 +90,11 @@ LAYOUT_RULES = (
         lambda v: f"pipeline_model_parallel_layout has {len(v.layout_lengths or ())} stages for {stages_text(v)}",
         "stages are separated by |", "change --pipeline-model-parallel-layout, --pipeline-model-parallel-size or "
         "--num-virtual-stages-per-pipeline-rank"),
+    Rule("pipeline_model_parallel_layout mtp_num_layers",
+        lambda v: (v.layout_mtp_layers or v.mtp_num_layers or 0) != (v.mtp_num_layers or 0),
+        "pipeline_model_parallel_layout has {layout_mtp_layers} layers of multi-token prediction",
+        lambda v: f"mtp_num_layers is {v.mtp_num_layers or 'unset'}",
+        "set --mtp-num-layers {layout_mtp_layers} or leave m out of --pipeline-model-parallel-layout"),
     Rule(f"{END_FIELDS} num_virtual_stages_per_pipeline_rank",
         lambda v: any(length % v.num_virtual_stages_per_pipeline_rank for length in v.end_lengths),
         f"{END_FLAGS} with {{num_virtual_stages_per_pipeline_rank}} virtual stages per pipeline rank",

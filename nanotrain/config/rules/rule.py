@@ -17,7 +17,7 @@ from nanotrain.config.derive import (
     rotary_dim,
     window_layers,
 )
-from nanotrain.config.pipeline_layout import read_pipeline_layout
+from nanotrain.config.pipeline_layout import count_mtp_layers, read_pipeline_layout
 from nanotrain.config.schema import ENTRIES, value_of
 from nanotrain.errors import ConfigError, ErrorCollector
 
@@ -78,6 +78,12 @@ class Values:
         """Layers of every stage, where a layout is set."""
         text = self.pipeline_model_parallel_layout
         return None if text is None else read_pipeline_layout(text)
+
+    @property
+    def layout_mtp_layers(self) -> int | None:
+        """Layers of multi-token prediction in the layout; None where it names none."""
+        text = self.pipeline_model_parallel_layout
+        return None if text is None else count_mtp_layers(text)
 
     @property
     def end_lengths(self) -> list[int]:

@@ -32,6 +32,7 @@ LAYOUT = "pipeline_model_parallel_layout"
         PP2 | {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2},
         PP2 | {"num_layers": 5},
         PP2 | {"num_layers": 5, FIRST: 2},
+        PP2 | {"pipeline_model_parallel_layout": "Ett|ttmL", "mtp_num_layers": 1},
         PP2 | {"num_layers": 5, "pipeline_model_parallel_layout": "Et*5|L"},
         {"num_layers": 1, "pipeline_model_parallel_layout": "E|t|L", "pipeline_model_parallel_size": 3},
         PP2 | {"num_layers": 5, FIRST: 2, LAST: 3},
@@ -47,6 +48,11 @@ def test_what_divides_breaks_no_rule(keys):
     ("keys", "message"),
     [
         (PP2 | {LAYOUT: "Ett|tttL"}, "pipeline_model_parallel_layout has 5 of 4 layers"),
+        (
+            PP2 | {LAYOUT: "Ett|ttm*2L", "mtp_num_layers": 1},
+            "has 2 layers of multi-token prediction: mtp_num",
+        ),
+        (PP2 | {LAYOUT: "Ett|ttmL"}, "mtp_num_layers is unset"),
         (PP2 | {LAYOUT: "Ett|tt|L"}, "pipeline_model_parallel_layout has 3 stages for pp=2"),
         (PP2 | {LAYOUT: "Ett|tt"}, "the embedding E is first, the loss L is last"),
         ({"tensor_model_parallel_size": 8}, "num_attention_heads 4 cannot be shared by tp=8 ranks"),
