@@ -1,0 +1,58 @@
+"""The report in a headless Chromium or Chrome: charts are drawn, nothing is complained about, nothing is requested.
+
+Skipped where there is none; `CHROMIUM=/path/to/chromium` names one that is not on the PATH.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from nanotrain.report.history import RunHistory
+from nanotrain.report.page import write_report
+from nanotrain.report.timeline import read_timeline, save
+from tests.report.runs import expert_load, write_run
+from tests.report.traces import gpu_events, write_trace
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
+BROWSER = next(filter(None, map(shutil.which, (os.environ.get("CHROMIUM") or "chromium", *NAMES))), None)
+BROWSERS_OWN = re.compile(r"https?://[\w.-]+\.(google|googleapis|gstatic|gvt1)\.com/")  # its updates
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome to open the report in; CHROMIUM=PATH names one")
+def test_a_report_of_two_runs_is_drawn(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / "a", moe=expert_load), write_run(tmp_path / "b", steps=3000)]
+    write_trace(folders[0], gpu_events())
+    save(read_timeline(folders[0]), folders[0])
+    page, requests = tmp_path / "report.html", tmp_path / "requests.json"
+    write_report([RunHistory.read(folder) for folder in folders], page)
+
+    done = subprocess.run(
+        [str(BROWSER), *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr",
+         f"--log-net-log={requests}", "--virtual-time-budget=60000", "--dump-dom", page.as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+
+    charts = re.findall(r'class="chart[^"]*" id="(chart-\d+)"', done.stdout)
+    assert re.search(rf'<body[^>]* data-drawn="{len(charts)}"', done.stdout) and len(charts) >= 8
+    assert done.stdout.count('class="main-svg"') >= len(charts)
+    assert "data-error" not in done.stdout.partition("<h1>")[0]
+    assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    urls = set(re.findall(r'"url":"(https?://[^"]*)"', requests.read_text()))
+    assert not [url for url in urls if not BROWSERS_OWN.match(url)]
+
+
+def test_the_page_counts_what_it_has_drawn(tmp_path: Path) -> None:
+    """What the test above reads is in the page, whether or not there is a browser."""
+    page = tmp_path / "report.html"
+    write_report([RunHistory.read(write_run(tmp_path / "a"))], page)
+    text = page.read_text()
+    assert "document.body.dataset.drawn = " in text and "document.body.dataset.error = " in text
+    figures = re.search(r'<script id="figures"[^>]*>(.*?)</script>', text)
+    assert figures is not None
+    assert set(json.loads(figures[1])) == set(re.findall(r'class="chart" id="([^"]*)"', text))
