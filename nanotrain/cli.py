@@ -1,7 +1,7 @@
 """`nanotrain COMMAND ...`: one function per command, which parses its arguments and calls another package.
 
     train | prepare | parity | topology | evaluate | generate | report | watch | runs | compare | timeline | config
-    checkpoint COMMAND (cli_checkpoint.py)
+    sweep (cli_sweep.py), checkpoint COMMAND (cli_checkpoint.py)
 
 Packages are imported inside the commands, so that `--help` does not load torch.
 """
@@ -31,6 +31,7 @@ from nanotrain.cli_parser import (
     whole_numbers,
     world_size,
 )
+from nanotrain.cli_sweep import sweep
 from nanotrain.config.flags import parse
 from nanotrain.config.load import load_line, reply, to_yaml
 from nanotrain.config.schema import check_choice
@@ -261,6 +262,7 @@ def config(argv: Sequence[str]) -> int:
 COMMANDS: dict[str, Command] = {
     "train": train,
     "prepare": prepare,
+    "sweep": sweep,
     "parity": parity,
     "topology": topology,
     "checkpoint": checkpoint,

@@ -24,8 +24,8 @@ from nanotrain.config.validate import validate_for_world
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
 FLAG = re.compile(r"(?<![\w-])--(?:\[no-\])?[a-z][a-z0-9-]*[a-z0-9](?![\w-])")
-# torchrun's and Slurm's own
-FOREIGN = {*OPTIONS, "--standalone", "--nodes", "--gpus-per-node", "--time", "--requeue", "--signal"}
+# of torchrun, Slurm and Hydra
+FOREIGN = {*OPTIONS, "--standalone", "--multirun", "--nodes", "--gpus-per-node", "--time", "--requeue", "--signal"}
 # where a page's short file names are to be looked for: `comm/gloo.py`, `memory.py` beside benchmarks/README.md
 HOMES = (ROOT, ROOT / "nanotrain", ROOT / "nanotrain" / "train")
 LAUNCHED = re.compile(r"(?:nanotrain train|torchrun) .*")
@@ -117,7 +117,7 @@ def stop_behind_flags(parser: CommandParser, words: list[str]) -> NoReturn:
     """In place of `parse_known_args`: what is left is for the configuration."""
     _, rest = argparse.ArgumentParser.parse_known_args(parser, words)
     if rest:
-        load(rest, to_train=False)
+        load(split_arguments(rest)[1], to_train=False)  # `sweep` takes torchrun's options too
     raise Parsed
 
 

@@ -8,7 +8,7 @@ BATCH = "--micro-batch-size (samples per rank and microbatch) or --global-batch-
 ACCUMULATION = "--global-batch-size: micro_batch_size x data-parallel ranks x microbatches per step"
 RANKS = "nanotrain train --nproc-per-node N ..., which sets the number of ranks"
 LAUNCH = "it before -m nanotrain.train, where it is an option of torchrun"
-SWEEP = "one command for each value, for example in a loop of the shell: nothing is swept here"
+SWEEP = "nanotrain sweep --over lr=1e-3,3e-4 and the arguments of the training"
 RECIPE = "+config=NAME for a recipe, model=NAME for a model, --pretrained-checkpoint DIR for Hugging Face weights"
 DATA = "--data-path PREFIX, which `nanotrain prepare` writes"
 RESUME = "--load DIR for another run's checkpoint; the same --run-dir resumes by itself"

@@ -53,6 +53,20 @@ def start_ranks(
     Raises:
         NanotrainError: a wrong option, ranks that cannot form the layout, or machines that do not meet.
     """
+    args = check_ranks(loaded, arguments, options=options)
+    environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank(local_world_size(args.nproc_per_node))))
+    environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] = TORCH_SIGNALS
+    with silent_logs(wanted="LOGLEVEL" in environment):
+        config, entrypoint, entry_arguments = launch_config(args)
+        return run_agent(build_agent(config, str(entrypoint), arguments=entry_arguments))
+
+
+def check_ranks(loaded: Loaded, arguments: Sequence[str], *, options: Sequence[str]) -> Namespace:
+    """Torchrun's options, after a check that the ranks they name can form the layout.
+
+    Raises:
+        NanotrainError: a wrong option, or ranks that cannot.
+    """
     args = read_options(options, arguments)
     num_local = local_world_size(args.nproc_per_node)
     min_nodes, max_nodes = parse_min_max_nnodes(args.nnodes)
@@ -60,11 +74,7 @@ def start_ranks(
         raise ConfigError(f"--nnodes is {args.nnodes}", why="a job has at least one machine", fix="--nnodes 1")
     if min_nodes == max_nodes:  # otherwise the ranks check the number that they find
         validate_for_world(loaded.config, num_local * max_nodes, expected_dp=loaded.data_parallel_size)
-    environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank(num_local)))
-    environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] = TORCH_SIGNALS
-    with silent_logs(wanted="LOGLEVEL" in environment):
-        config, entrypoint, entry_arguments = launch_config(args)
-        return run_agent(build_agent(config, str(entrypoint), arguments=entry_arguments))
+    return args
 
 
 @contextmanager

@@ -53,7 +53,7 @@ MESSAGES = [
     ("--optimizer_type adam", "did you mean --optimizer?", "--help"),
     ("--no-bf16", "write --params-dtype fp32", "--help"),
     ("--config-path x", "did you mean --config-dir?", "--help"),
-    ("--multirun", "write one command for each value", "--help"),
+    ("--multirun", "write nanotrain sweep --over lr=1e-3,3e-4", "--help"),
     ("--training.steps 5", "did you mean --train-iters?", "--help"),
     ("--optimizer.lr 1", "did you mean --lr?", "--help"),
     ("--checkpoint.interval 5", "did you mean --save-interval?", "--help"),

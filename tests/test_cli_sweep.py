@@ -1,0 +1,112 @@
+"""`nanotrain sweep`: which trainings it starts with which arguments, where, and how it ends."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanotrain.cli import main
+from nanotrain.cli_sweep import plan_trials
+from tests.report.runs import write_run
+
+# A training that writes down its arguments, and fails with code 3 for a learning rate of 2.
+RECORD = 'for last; do :; done\necho "$@" >> log\ncase "$*" in *--lr=2*) exit 3;; esac\n'
+
+
+@pytest.fixture
+def stub(tmp_path, monkeypatch):
+    """Write a program that stands for `nanotrain train`; returns the arguments that choose it."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str) -> list[str]:
+        path = tmp_path / "stub"
+        path.write_text(f"#!/bin/sh\n{text}")
+        path.chmod(0o755)
+        return ["--launch-with", f"{path} 'first word'"]
+
+    return write
+
+
+def test_every_combination_is_started_with_its_values_and_folder(stub, tmp_path, capfd):
+    words = ["--over", "lr=1e-3,2", "--over", "train.seed=5,6", "--run-dir", "runs/a", "+config=tiny", "--nnodes", "2"]
+    assert main(["sweep", *stub(RECORD), *words]) == 3
+    shared = "first word --nnodes=2 --run-dir runs/a +config=tiny"
+    assert (tmp_path / "log").read_text().splitlines() == [
+        f"{shared} --lr={lr} train.seed={seed} --run-dir=runs/a/lr={lr},seed={seed}"
+        for lr in ("1e-3", "2")
+        for seed in (5, 6)
+    ]
+    captured = capfd.readouterr()
+    assert "run 1 of 4: lr=1e-3,seed=5" in captured.out
+    assert captured.err.splitlines() == [f"error: run lr=2,seed={seed} ended with exit code 3" for seed in (5, 6)]
+
+
+def test_commands_are_printed_as_a_shell_reads_them(capsys):
+    words = ["--over", "split=969,30,1 9,1,0", "--print", "--nproc-per-node", "2", "+config=tiny", "--train-iters", "7"]
+    assert main(["sweep", *words]) == 0
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line[-2:] for line in lines] == [
+        [f"--split={split}", f"--run-dir=runs/tiny-sweep/split={split}"] for split in ("969,30,1", "9,1,0")
+    ]
+    assert lines[0][:5] == ["nanotrain", "train", "--nproc-per-node=2", "+config=tiny", "--train-iters"]
+
+
+def test_finished_runs_are_not_run_again_and_the_best_is_listed_first(stub, tmp_path, monkeypatch, capfd):
+    stub(RECORD)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "stub"))
+    write_run(tmp_path / "s" / "lr=1", loss=lambda step: 5.0)  # finished
+    write_run(tmp_path / "s" / "lr=4", steps=30, loss=lambda step: 4.0)  # stopped
+    assert main(["sweep", "--over", "lr=1,4", "--run-dir", "s", "+config=tiny"]) == 0
+    assert (tmp_path / "log").read_text() == "-m nanotrain train --run-dir s +config=tiny --lr=4 --run-dir=s/lr=4\n"
+    out = capfd.readouterr().out
+    assert "run 1 of 2: lr=1 has finished before" in out
+    assert out.index("lr=4 ", out.index("tokens/s")) < out.index("lr=1 ", out.index("tokens/s"))
+    assert "nanotrain compare s/lr=4 s/lr=1" in out
+
+
+def test_a_stop_lets_the_current_run_save_and_ends_the_sweep(stub, tmp_path):
+    text = "trap 'echo saved >> log; exit 0' TERM\necho started >> log\nkill -INT $PPID\nwhile :; do sleep 0.02; done\n"
+    words = ["sweep", *stub(text), "--over", "lr=1,2", "+config=tiny"]
+    program = f"from nanotrain.cli import main; raise SystemExit(main({words!r}))"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+    assert (tmp_path / "log").read_text() == "started\nsaved\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("+config=tiny", "the following arguments are required: --over"),
+        ("--over lr +config=tiny", "--over lr: it takes a setting and its values; --over lr=1e-3,3e-4"),
+        ("--over lr=1,,2 +config=tiny", "--over lr=1,,2 has an empty value"),
+        ("--over lr=1 --over lr=2 +config=tiny", "--over lr is given twice; --over lr=V1,V2,... with all its values"),
+        ("--over lr=1,1 +config=tiny", "two runs of the sweep would be in a folder lr=1; give each value once"),
+        ("--over run-dir=a,b +config=tiny", "a sweep names the run folders itself"),
+        ("--over lr=1e-3,x +config=tiny", "run lr=x: optim.lr is 'x': it takes a number"),
+        (
+            "--over learning_rate=1,2 +config=tiny",
+            "run learning_rate=1: unknown flag --learning-rate: there is no such",
+        ),
+        ("--over lr=1,2 +config=tyni", "run lr=1: there is no recipe 'tyni'"),
+        ("--over tp=1,3 --nproc-per-node 2 +config=tiny", "--tensor-model-parallel-size"),
+        ("--over tensor_model_parallel_size=1,3 --nproc-per-node 2 +config=tiny", "run tensor_model_parallel_size=3: "),
+        ("--over lr=1,2 --nnodes 2 +config=tiny", "a sweep on several machines"),
+        (
+            "--over lr=1,2 --launch-with /absent/x +config=tiny",
+            "/absent/x cannot be started: No such file or directory",
+        ),
+    ],
+)
+def test_a_mistake_is_one_message_before_anything_runs(tmp_path, monkeypatch, capfd, words, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(["sweep", *words.split()]) == 2
+    captured = capfd.readouterr()
+    assert message in captured.err and captured.err.startswith("error: ") and "Traceback" not in captured.err
+    assert not list(Path().iterdir())
+
+
+def test_too_many_combinations():
+    values = ",".join(map(str, range(101)))
+    with pytest.raises(Exception, match="a sweep of more than 1,000 runs"):
+        plan_trials([f"seed={values}", f"lr={values}", f"weight_decay={values}"])
