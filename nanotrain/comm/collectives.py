@@ -15,6 +15,7 @@ group is used. `group.traffic` counts the bytes sent.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -97,9 +98,9 @@ def start_all_gather(tensor: Tensor, group: Group, *, dim: int) -> Work[Tensor]:
     """
     if group.size == 1:
         return Work.completed(tensor)
-    parts = tensor.new_empty((group.size, *tensor.shape))
+    parts, give = _temporary((group.size, *tensor.shape), tensor, group=group, dim=dim)
     work = start_all_gather_into(parts, tensor.contiguous(), group=group)
-    return work.then(lambda parts: parts.movedim(0, dim).flatten(dim, dim + 1))
+    return work.then(lambda parts: give(parts.movedim(0, dim).flatten(dim, dim + 1)))
 
 
 def start_reduce_scatter(tensor: Tensor, group: Group, *, dim: int) -> Work[Tensor]:
@@ -112,8 +113,12 @@ def start_reduce_scatter(tensor: Tensor, group: Group, *, dim: int) -> Work[Tens
     if group.size == 1:
         return Work.completed(tensor)
     _check_divisible(tensor, group, dim=dim)
-    slices = tensor.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
-    return start_reduce_scatter_into(slices.new_empty(slices.shape[1:]), slices, group=group)
+    slices = tensor.unflatten(dim, (group.size, -1)).movedim(dim, 0)
+    if slices.is_contiguous():
+        return start_reduce_scatter_into(slices.new_empty(slices.shape[1:]), slices, group=group)
+    copy, give = _temporary(slices.shape, tensor, group=group, dim=dim)
+    copy.copy_(slices)
+    return start_reduce_scatter_into(slices.new_empty(slices.shape[1:]), copy, group=group).then(give)
 
 
 def local_slice(tensor: Tensor, group: Group, *, dim: int) -> Tensor:
@@ -234,6 +239,27 @@ def barrier(group: Group) -> None:
     """Return once every rank of the group has called it; blocks the host, on CUDA too."""
     # Not dist.barrier: on NCCL it guesses a device and does not block the host.
     all_reduce_scalars([0.0], group)
+
+
+def _temporary(
+    shape: Sequence[int], like: Tensor, *, group: Group, dim: int
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Memory that only a collective along `dim` uses, and what to call with its result.
+
+    On gloo it is scratch memory where the result is a copy: freed blocks of the size of a whole sequence between
+    saved ones of a shard would leave holes in the heap.
+    """
+    if not group.is_gloo or prod(like.shape[:dim]) == 1:
+        return like.new_empty(shape), lambda result: result
+    scratch = group.scratch.take(prod(shape), like.dtype)
+
+    def give(result: Tensor) -> Tensor:
+        if result.untyped_storage().data_ptr() == scratch.untyped_storage().data_ptr():
+            result = result.clone()  # a view: slices of one element
+        group.scratch.give(scratch)
+        return result
+
+    return scratch.view(shape), give
 
 
 def _check_divisible(tensor: Tensor, group: Group, *, dim: int) -> None:

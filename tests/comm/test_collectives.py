@@ -70,6 +70,12 @@ def test_collectives_along_a_dim_concatenate_and_split_it(ctx, dim):
     assert torch.equal(part, full.chunk(2, dim)[group.index])
     assert torch.equal(start_all_gather(part, group, dim=dim).wait(), full)
     assert torch.equal(start_reduce_scatter(full, group, dim=dim).wait(), 2 * part)
+    gathered = start_all_gather(part, group, dim=dim).wait()
+    start_all_gather(-part, group, dim=dim).wait()
+    start_reduce_scatter(-full, group, dim=dim).wait()
+    assert torch.equal(gathered, full), "a result lies in memory that the next collective uses"
+    kept = max((block.numel() for block in group.scratch._free), default=0)
+    assert not dim or kept == full.nbytes, "temporary copies are scratch memory, given back"
     assert torch.equal(start_all_reduce(full.contiguous(), group).wait(), 2 * full)
 
 
