@@ -1,6 +1,8 @@
 """Devices on a machine without a GPU; no other file uses torch.cuda."""
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,6 +89,18 @@ def test_no_other_file_uses_torch_cuda():
 
 def test_a_cpu_has_no_compute_capability():
     assert devices.compute_capability(CPU) is None
+
+
+def test_copies_after_collectives_share_one_stream(monkeypatch):
+    streams: list[object] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams.append(device) or len(streams))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    tensor = SimpleNamespace(device=CPU, tolist=lambda: [2.0], record_stream=lambda stream: None)
+    devices._side_stream.cache_clear()
+    waits: list[int] = []
+    copies = [devices.HostCopy.after(SimpleNamespace(wait=lambda: waits.append(1)), tensor) for _ in range(40)]
+    devices._side_stream.cache_clear()
+    assert len(streams) == 1 and len(waits) == 40 and copies[-1].read() == [2.0]
 
 
 def test_buffers_are_copied_at_once_on_a_cpu() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import OptimConfig
 from nanotrain.errors import ConfigError
 from nanotrain.optim import offload
+from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.optim.offload import require_gpu
 from nanotrain.precision.policy import Precision
 from tests.harness import ranks
@@ -90,6 +92,18 @@ def test_state_on_the_host_gives_the_same_bits_and_a_part_of_it_the_same_values(
                 # AdamW rounds the ends of a range in another order, which may round what is stored in bf16 otherwise
                 tolerance = {"rtol": 2**-6, "atol": 1e-3} if is_rounded else {"rtol": 1e-5, "atol": 1e-7}
                 torch.testing.assert_close(part[name], tensor, **tolerance)
+
+
+def test_the_host_waits_for_the_device_before_updates_are_queued_on_it():
+    calls: list[str] = []
+    host = SimpleNamespace(
+        start_grads=lambda: calls.append("copy"), has_parts=True, run=lambda update: calls.append("host")
+    )
+    rule = SimpleNamespace(update=lambda ranges, step: calls.append("device"))
+    optimizer = SimpleNamespace(_host=host, _rule=rule, _matrix_updates=[], _ranges=[1], _converted=[], _parts=[])
+    step = SimpleNamespace(on_host=lambda: calls.append("wait") or "numbers on the host")
+    DistributedOptimizer._run_rules(optimizer, step)  # type: ignore[arg-type]
+    assert calls == ["copy", "wait", "device", "host"]
 
 
 def test_a_cpu_has_no_use_for_it():

@@ -1,7 +1,11 @@
 """The console and metrics.jsonl."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 
+from nanotrain.config.load import configure
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.evaluate import EvaluateHook
 from nanotrain.train.hooks.hook import Hook
@@ -96,6 +100,31 @@ def test_metrics_of_steps_taken_again_are_replaced(tmp_path):
     # then every step is there once, with samples that follow each other.
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4]
     assert [line["consumed_samples"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_after_a_rollback_the_remaining_time_counts_from_the_step_taken_again(tmp_path, capsys):
+    log = LogHook()
+    run = SimpleNamespace(
+        config=configure("tiny", train_iters=30, log_interval=1),
+        context=SimpleNamespace(
+            control=SimpleNamespace(is_first=True),
+            topology=SimpleNamespace(world_size=1),
+            device=SimpleNamespace(type="cpu"),
+        ),
+        folder=SimpleNamespace(metrics=tmp_path / "metrics.jsonl"),
+        state=SimpleNamespace(step=0),
+    )
+    log.before_training(run)
+    for step in (1, 2, 3):
+        log.after_step(run, report_of(step))
+    run.state.step = 1
+    log.after_rollback(run, report_of(4))
+    log.after_step(run, report_of(2))
+    log.close(failed=False)
+    assert [line.split("/")[0] for line in lines_of(capsys)] == ["step 1", "step 2", "step 3", "step 2"]
+    assert log._first_end is not None and log._first_end[0] == 2
+    rows = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [1, 2]
 
 
 def test_a_run_begun_anew_forgets_the_metrics_of_the_old_one(tmp_path):

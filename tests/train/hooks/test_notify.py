@@ -77,6 +77,18 @@ def test_a_failure_is_sent_and_a_loss_that_is_not_finite_is_a_spike(server, tmp_
     ]
 
 
+def test_a_rollback_is_a_spike_of_the_step_that_does_not_count(server, tmp_path):
+    hook, run = NotifyHook(), run_with(server.url, tmp_path)
+    hook.before_training(run)
+    hook.after_step(run, report_of(7, loss=3.0))
+    run.state.step = 5  # after the rollback
+    hook.after_rollback(run, report_of(8, loss=math.nan))
+    hook.close(failed=False)
+    message = server.messages[1]
+    assert (message["event"], message["step"], message["loss"]) == ("spike", 8, None)
+    assert message["text"] == "llama: step 8 of 30: the loss is nan; back to step 5"
+
+
 def test_only_the_first_rank_sends(server, tmp_path):
     hook, run = NotifyHook(), run_with(server.url, tmp_path, is_first=False)
     hook.before_training(run)
