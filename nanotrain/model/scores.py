@@ -1,7 +1,7 @@
 """`LayerScores`: what an attention layer does to its scores and weights, per microbatch."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanotrain.config.config import ModelConfig, SoftmaxType
 from nanotrain.model.context import LayerContext
@@ -11,7 +11,7 @@ from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.topology.shape import ModelShape
 
 
-class LayerScores(nn.Module):
+class LayerScores:
     """The options of the scores of one layer.
 
     Args:
@@ -21,12 +21,11 @@ class LayerScores(nn.Module):
     """
 
     def __init__(self, model_config: ModelConfig, *, layer: int, heads: range) -> None:
-        super().__init__()
         self.softcap, self.rate = model_config.attn_logit_softcapping, model_config.attention_dropout
         self.has_zero_sink = model_config.softmax_type is SoftmaxType.off_by_one
         self.layer, self.heads = layer, heads
 
-    def forward(
+    def __call__(
         self, context: LayerContext, *, sink: Tensor | None = None, device: torch.device
     ) -> ScoreOptions | None:
         """The options for a microbatch; None for a plain softmax.
