@@ -235,7 +235,7 @@ class Checkpointer:
 
     def older_than(self, path: Path) -> Path | None:
         """The newest complete checkpoint of an earlier step than `path`, or None, the same on every rank."""
-        step = int(path.name.removeprefix("step-"))
+        step = int(path.stem.removeprefix("step-"))
         return run_on_first(self.group, lambda: store.newest_complete(self.folder, below=step))
 
     def find(self, path: Path) -> Path:

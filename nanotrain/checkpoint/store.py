@@ -6,6 +6,7 @@ checkpoints/
     shard-00000-of-00004.safetensors
   step-00000200.tmp/           being written, or left by a killed writer; removed at the next save
   step-00000050.deleted/       being deleted; removed at the next save
+  step-00000150.replaced/      the older of two saves; counts as step-00000150 while that is missing
   step-00000300.superseded-1/  set aside by a run that resumed from an earlier step: never chosen, never deleted
 
 read_manifest, require_complete          one checkpoint
@@ -26,12 +27,15 @@ from pathlib import Path
 from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, NewerFormat, damaged, from_json
 from nanotrain.errors import CheckpointError, EnvironmentFault
 from nanotrain.log import get_logger
+from nanotrain.runs.swap_names import swap_names
 
 MANIFEST = "manifest.json"
+REPLACED = ".replaced"
 _STEP = re.compile(r"step-(\d{8,})")
 _STEP_OF_ANY = re.compile(r"step-(\d{8,})(?:\..*)?")
 _UNFINISHED = re.compile(r"step-\d{8,}\.tmp")
 _LEFTOVER = re.compile(r"step-\d{8,}\.(tmp|deleted(-\d+)?)")
+_REPLACED = re.compile(r"step-\d{8,}\.replaced")
 log = get_logger(__name__)
 
 
@@ -186,13 +190,23 @@ def commit(folder: Path, step: int, *, text: str) -> Path:
     """
     temporary, final = _temporary(folder, step), step_folder(folder, step)
     write_manifest(temporary, text)
-    replaced = _deleted_name(final)
-    if os.path.lexists(final):  # the same step again, after a run resumed from an older checkpoint
-        os.rename(final, replaced)
-    os.rename(temporary, final)
-    sync_folder(folder)
-    if os.path.lexists(replaced):
+    if not os.path.lexists(final):
+        os.rename(temporary, final)
+        sync_folder(folder)
+        return final
+    # The same step again, after a rollback: the name must not be missing when this process is killed.
+    replaced = final.with_suffix(REPLACED)
+    if swap_names(temporary, final):
+        sync_folder(folder)
+        os.rename(temporary, _deleted_name(final))
+    else:
         _try_to_remove(replaced, warned=set())
+        os.rename(final, replaced)  # from here to the next line it counts under this name
+        os.rename(temporary, final)
+        sync_folder(folder)
+    for leftover in _leftovers(folder):
+        if _step_of(leftover) == step:
+            _try_to_remove(leftover, warned=set())
     return final
 
 
@@ -305,22 +319,30 @@ def _newest(folder: Path, *, below: int | None) -> tuple[Path | None, list[str]]
             break
         skipped.append(f"{path.name} ({fault.why or fault.what})")
     unfinished = [path for path in _leftovers(folder) if _UNFINISHED.fullmatch(path.name) and below is None]
-    newer = [path for path in unfinished if found is None or path.name > found.name]
+    newer = [path for path in unfinished if found is None or _step_of(path) > _step_of(found)]
     return found, skipped + [f"{path.name} (it was never finished)" for path in newer]
 
 
 def _step_entries(folder: Path) -> list[Path]:
     """Everything with the name of a step, oldest first; files and links too, which are then found damaged or not."""
-    found = [path for path in _entries(folder) if _STEP.fullmatch(path.name)]
-    return sorted(found, key=_step_of)
+    entries = _entries(folder)
+    replaced = [path for path in entries if _REPLACED.fullmatch(path.name) and not _is_replaced(path)]
+    return sorted(replaced + [path for path in entries if _STEP.fullmatch(path.name)], key=_step_of)
+
+
+def _is_replaced(path: Path) -> bool:
+    """Whether the folder exists for which this one was set aside; not after a kill between the renames of `commit`."""
+    return os.path.lexists(path.with_suffix(""))
 
 
 def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
+    return int(path.stem.removeprefix("step-"))
 
 
 def _leftovers(folder: Path) -> list[Path]:
-    return sorted(path for path in _entries(folder) if _LEFTOVER.fullmatch(path.name))
+    entries = _entries(folder)
+    replaced = [path for path in entries if _REPLACED.fullmatch(path.name) and _is_replaced(path)]
+    return sorted(replaced + [path for path in entries if _LEFTOVER.fullmatch(path.name)])
 
 
 def _entries(folder: Path) -> list[Path]:

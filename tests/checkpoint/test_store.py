@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -292,6 +293,50 @@ def test_a_kill_at_any_point_leaves_a_complete_checkpoint_and_the_next_save_clea
     save(tmp_path, 4, keep_last=2)
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert left == [f"step-{step:08d}" for step in ((3, 4) if survives else (2, 4))]
+
+
+class Killed(BaseException):
+    """In the place of SIGKILL: nothing after it runs."""
+
+
+@pytest.mark.parametrize("can_swap", [True, False])
+@pytest.mark.parametrize("num_calls", range(4))
+def test_a_step_that_is_saved_again_exists_at_every_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_swap: bool, num_calls: int
+) -> None:
+    """Killed before the n-th rename of a second save of step 2, the older or the newer save of it is found."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    left, calls = num_calls, []
+
+    def killed(name: str, real: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **options: object) -> object:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            calls.append(name)
+            return real(*args, **options)
+
+        return call
+
+    real = store.swap_names if can_swap else lambda first, second: False
+    monkeypatch.setattr(store, "swap_names", killed("swap", real))
+    for name in ("rename", "rmdir"):
+        monkeypatch.setattr(os, name, killed(name, getattr(os, name)))
+    again = checkpointer(tmp_path)
+    with suppress(Killed):
+        again.save(2, {BOX: torch.full((64,), 7.0)}, objects={}, config={}, topology={})
+    monkeypatch.undo()
+
+    found = store.checkpoint_to_resume(tmp_path / "checkpoints")
+    assert found is not None and found.name.startswith("step-00000002")
+    commits = ["swap"] if can_swap else ["swap", "rename", "rename"]
+    assert value(tmp_path, found) == (7.0 if calls[: len(commits)] == commits else 2.0)
+    save(tmp_path, 3, keep_last=2)
+    step_2 = store.step_folder(tmp_path / "checkpoints", 2).name
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == [step_2 if found.name == step_2 else found.name, "step-00000003"]
 
 
 def test_a_checkpoint_may_be_moved_and_renamed(tmp_path: Path) -> None:
