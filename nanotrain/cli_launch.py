@@ -9,8 +9,9 @@ Without one of torchrun's options, `nanotrain train` trains in this process.
 
 from collections.abc import MutableMapping, Sequence
 
-from nanotrain.config.flags import parse
+from nanotrain.config.flags import begins_argument, known_flags, parse
 from nanotrain.config.load import load_line, reply
+from nanotrain.config.suggest import by_spelling
 from nanotrain.errors import ConfigError
 
 # torchrun's options that are taken over, each with a value but for those in SWITCHES. `--log-dir` and `--tee` are how
@@ -44,7 +45,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     (['--nproc-per-node=2', '--nnodes=1'], ['+config=tiny', '--lr', '1e-3'])
 
     Raises:
-        ConfigError: an option without its value.
+        ConfigError: an option without its value, or a misspelled one.
     """
     options: list[str] = []
     rest: list[str] = []
@@ -55,13 +56,29 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if name in SWITCHES:
             options.append(name)
         elif name in OPTIONS:
-            following = value if has_value else next(arguments, None)
-            if following is None:
+            following = value if has_value else next(arguments, "")
+            if not following or (not has_value and begins_argument(following)):
                 raise ConfigError(f"{argument} has no value", why="torchrun's option takes one", fix=f"{name} VALUE")
             options.append(f"{name}={following}")
+        elif (meant := misspelled_option(argument)) is not None:
+            what, why = f"unknown flag {argument.partition('=')[0]}", "neither training nor torchrun has such a flag"
+            raise ConfigError(what, why=why, fix=f"did you mean {meant}?")
         else:
             rest.append(argument)
     return options, rest
+
+
+def misspelled_option(argument: str) -> str | None:
+    """The option of torchrun that an unknown flag probably is; None for a flag of the training, or one near to it.
+
+    >>> misspelled_option("--nproc-per-nod"), misspelled_option("--num-layer")
+    ('--nproc-per-node', None)
+    """
+    flag = argument.partition("=")[0]
+    known = known_flags()
+    if not flag.startswith("--") or flag in known or by_spelling(flag, known):
+        return None
+    return by_spelling(flag, (*OPTIONS, *SWITCHES))
 
 
 def launch(options: Sequence[str], arguments: Sequence[str], *, environment: MutableMapping[str, str]) -> int:

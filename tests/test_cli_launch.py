@@ -3,7 +3,7 @@
 import pytest
 
 from nanotrain.cli import main
-from nanotrain.cli_launch import OPTIONS, SWITCHES, launch, split_arguments
+from nanotrain.cli_launch import OPTIONS, SWITCHES, launch, misspelled_option, split_arguments
 from nanotrain.config.flags import ALIASES, FLAGS, NEGATIONS, OWN_FLAGS
 from nanotrain.config.flags import SWITCHES as CONFIG_SWITCHES
 from nanotrain.config.megatron import MEGATRON
@@ -19,6 +19,35 @@ def test_the_options_are_found_anywhere_and_in_both_spellings():
     assert rest == ["+config=tiny", "--lr=1e-3", "train.seed=1"]
     with pytest.raises(ConfigError, match="--nnodes has no value"):
         split_arguments(["--nnodes"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "meant"),
+    [
+        ("--nproc-per-nod", "--nproc-per-node"),
+        ("--nproc_per_nod=2", "--nproc-per-node"),
+        ("--nnode", "--nnodes"),
+        ("--rdzv-endpont=h:1", "--rdzv-endpoint"),
+        ("--master-adr", "--master-addr"),
+        ("--standalon", "--standalone"),
+        ("--num-layer", None),  # near to a flag of the configuration, which answers
+        ("--log-interva", None),
+        ("--local-batch-size", None),  # of another framework
+        ("+config=tiny", None),
+    ],
+)
+def test_a_misspelled_option_is_named(argument, meant):
+    assert misspelled_option(argument) == meant
+    if meant:
+        with pytest.raises(ConfigError, match=f"did you mean {meant}\\?$"):
+            split_arguments(["+config=tiny", argument, "2"])
+
+
+@pytest.mark.parametrize("following", [[], ["+config=tiny"], ["--lr", "1"], ["train.seed=1"]])
+def test_an_option_does_not_take_the_next_argument_as_its_value(following):
+    with pytest.raises(ConfigError, match="--rdzv-id has no value"):
+        split_arguments(["--rdzv-id", *following])
+    assert split_arguments(["--rdzv-conf", "timeout=9,is_host=1"])[0] == ["--rdzv-conf=timeout=9,is_host=1"]
 
 
 def test_no_option_is_a_flag_of_the_configuration():

@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "launch_slurm"
 STUBS = {
     "srun": 'exec "$@"\n',
     # like torchrun: SIGTERM ends it after a save, SIGUSR1 must not reach it
-    "torchrun": 'echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT $@" > started\n'
+    "torchrun": 'echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT $OMP_NUM_THREADS $GLOO_SOCKET_IFNAME $@" > started\n'
     "trap 'echo saved >> log; exit 1' TERM\nkill -USR1 $$\necho survived >> log\n"
     'test "$MODE" = done && exit 3\nwhile :; do sleep 0.02; done\n',
     "scontrol": 'test "$1" = show && echo node7 || echo "$@" >> log\n',
@@ -27,7 +27,9 @@ def job(tmp_path):
         path.write_text(f"#!/bin/bash\n{text}")
         path.chmod(0o755)
     slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2"}
-    environment = {**os.environ, **slurm, "SLURM_JOB_ID": "41", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    slurm |= {"SLURM_CPUS_ON_NODE": "96", "GLOO_SOCKET_IFNAME": "eth1", "NANOTRAIN_NUMA": "node"}
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment = {**inherited, **slurm, "SLURM_JOB_ID": "41", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
     def start(mode: str) -> subprocess.Popen:
         return subprocess.Popen(["bash", str(SCRIPT), "--lr", "1"], env={**environment, "MODE": mode})
@@ -45,8 +47,8 @@ def wait_for(path: Path, text: str) -> None:
 def test_it_starts_one_torchrun_per_node_and_returns_its_exit_code(job, tmp_path):
     assert job("done").wait(20) == 3
     assert (tmp_path / "started").read_text() == (
-        "150 --nnodes 2 --nproc-per-node 8 --rdzv-id 41 --rdzv-backend c10d --rdzv-endpoint node7:29500 "
-        "-m nanotrain.train --lr 1\n"
+        "150 12 eth1 --nnodes 2 --nproc-per-node 8 --rdzv-id 41 --rdzv-backend c10d --rdzv-endpoint node7:29500 "
+        "--numa-binding node -m nanotrain.train --lr 1\n"
     )
     assert (tmp_path / "log").read_text() == "survived\n"
 

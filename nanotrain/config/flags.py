@@ -146,7 +146,12 @@ def read_flag(line: CommandLine, argument: str, *, rest: list[str]) -> None:
         raise ConfigError(f"{argument} gives {flag} a value", why="it takes none", fix=fix)
     else:
         take_values(rest)  # they are no further mistakes
-        raise unknown_flag(flag, known=[*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *SWITCHES, *MEGATRON])
+        raise unknown_flag(flag, known=known_flags())
+
+
+def known_flags() -> list[str]:
+    """Every flag of a training but --help."""
+    return [*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *SWITCHES, *MEGATRON]
 
 
 def read_field(entry: Entry, flag: str, *, value: str | None, rest: list[str]) -> Setting:

@@ -1,0 +1,58 @@
+"""scripts/launch_k8s: the job that it prints."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "launch_k8s"
+NEEDED = {"IMAGE": "my/nanotrain:0.1", "VOLUME": "my-claim"}
+
+MACHINES = {"NAME": "llama", "NODES": "4", "GPUS": "2", "NANOTRAIN_NUMA": "node", "OTHER_NCCL_X": "1"}
+NETWORK = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "=it's", "NCCL_IB_HCA": "mlx5_0:1,mlx5_1:1"}
+
+
+def render(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": os.environ["PATH"], **variables}
+    return subprocess.run(["sh", str(SCRIPT), *words], env=environment, capture_output=True, text=True, timeout=20)
+
+
+def container_of(job: dict[str, Any]) -> dict[str, Any]:
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    return container
+
+
+def test_a_job_of_four_machines():
+    done = render(
+        *("+config=llama7b", "--data-path", "/data/it's here", "--lr=1e-3"),
+        **NEEDED,
+        **MACHINES,
+        **NETWORK,
+    )
+    service, job = yaml.safe_load_all(done.stdout)
+    assert service["spec"] == {"clusterIP": "None", "selector": {"job-name": "llama"}}
+    assert (job["spec"]["completions"], job["spec"]["parallelism"], job["spec"]["completionMode"]) == (4, 4, "Indexed")
+    container = container_of(job)
+    assert " ".join(container["command"]) == (
+        "torchrun --nnodes 4 --nproc-per-node 2 --rdzv-id llama --rdzv-backend c10d"
+    )
+    endpoint = ["--rdzv-endpoint", "llama-0.llama:29500", "-m", "nanotrain.train"]
+    training = ["+config=llama7b", "--data-path", "/data/it's here", "--lr=1e-3"]
+    assert container["args"] == ["--numa-binding=node", *endpoint, *training]
+    assert {row["name"]: row["value"] for row in container["env"]} == {"OMP_NUM_THREADS": "1", **NETWORK}
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": "2"}}
+
+
+def test_without_variables():
+    _, job = yaml.safe_load_all(render(**NEEDED, OMP_NUM_THREADS="6").stdout)
+    container = container_of(job)
+    assert container["env"] == [{"name": "OMP_NUM_THREADS", "value": "6"}]
+    assert container["args"] == ["--rdzv-endpoint", "nanotrain-0.nanotrain:29500", "-m", "nanotrain.train"]
+
+
+def test_an_image_and_a_volume_are_needed():
+    for name in NEEDED:
+        done = render(**{other: value for other, value in NEEDED.items() if other != name})
+        assert done.returncode != 0 and f"{name}: name " in done.stderr
