@@ -149,6 +149,7 @@ def generate(argv: Sequence[str]) -> int:
     parser.add_argument("--tokenizer", help="Hugging Face name or folder, tokenizer.json; unset: the run's")
     cache_help = "read the whole text again for every token, instead of keeping keys and values"
     parser.add_argument("--no-cache", action="store_true", help=cache_help)
+    parser.add_argument("--ema", action="store_true", help="use the moving average of the weights (--ema-decay)")
     args = parser.parse_args(argv)
     from nanotrain.inference.checkpoint import load_checkpoint
     from nanotrain.inference.generate import Sampling
@@ -157,7 +158,7 @@ def generate(argv: Sequence[str]) -> int:
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     # Bytes of an argument that are not of the locale's encoding are lone surrogates, which no tokenizer encodes.
     prompts = [text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for text in args.prompt or [""]]
-    loaded = load_checkpoint(args.path, tokenizer=args.tokenizer)
+    loaded = load_checkpoint(args.path, tokenizer=args.tokenizer, ema=args.ema)
     options = {"sampling": sampling, "stops": args.stop, "use_cache": not args.no_cache}
     print_texts(prompts, loaded.stream(prompts, num_tokens=args.num_tokens, **options))
     return 0

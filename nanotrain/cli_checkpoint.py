@@ -46,6 +46,7 @@ def export_hf(argv: Sequence[str]) -> int:
     family_help = "Hugging Face model_type, for example llama; unset: the first that fits the model"
     parser.add_argument("--family", help=family_help)
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json or folder to copy next to the weights")
+    parser.add_argument("--ema", action="store_true", help="write the moving average of the weights (--ema-decay)")
     args = parser.parse_args(argv)
     from nanotrain.inference.checkpoint import export_checkpoint
 

@@ -28,6 +28,7 @@ def evaluate(argv: Sequence[str], *, environment: Mapping[str, str]) -> int:
     parser.add_argument("--tokenizer", help="Hugging Face name or folder, tokenizer.json; unset: the model's")
     samples_help = "windows of seq_length tokens to read; unset: all"
     parser.add_argument("--max-samples", type=count, metavar="N", help=samples_help)
+    parser.add_argument("--ema", action="store_true", help="use the moving average of the weights (--ema-decay)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     args, rest = parser.parse_known_args(argv)
     loaded = load_line(parse(rest), to_train=False)
@@ -37,7 +38,7 @@ def evaluate(argv: Sequence[str], *, environment: Mapping[str, str]) -> int:
     from nanotrain.train.evaluate import evaluate_model
     from nanotrain.train.plans.plan import plan_run
 
-    launch, model = Launch.of(environment), open_model(args.path)
+    launch, model = Launch.of(environment), open_model(args.path, ema=args.ema)
     config = evaluation_config(model.config, loaded, world_size=launch.world_size)
     check_layout(config)
     validate_for_world(config, launch.world_size, expected_dp=loaded.data_parallel_size)

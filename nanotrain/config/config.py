@@ -230,6 +230,7 @@ class OptimConfig:
     decoupled_min_lr: float | None = option(None, "minimum learning rate of the embedding and the output layer; unset: min_lr", check=at_least(0))
     optimizer_cpu_offload: bool = option(False, "keep main parameters and optimizer state in host memory and update them there")
     optimizer_offload_fraction: float = option(1.0, "optimizer_cpu_offload: fraction of the optimizer state in host memory", check=above(0))
+    ema_decay: float | None = option(None, "decay rate of an exponential moving average of the weights, kept in fp32 and saved in checkpoints; unset: none", check=between(0, 1))
     clip_grad: float = option(1.0, "maximum global gradient norm; 0: no clipping", check=at_least(0))
 
 

@@ -17,7 +17,7 @@ from nanotrain.config.schema import config_from_dict
 from nanotrain.data.build import tokenizer_of, uses_quickstart
 from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.tokenizer import Tokenizer, load_tokenizer
-from nanotrain.errors import DataError
+from nanotrain.errors import CheckpointError, DataError
 from nanotrain.hf.export import export_weights
 from nanotrain.hf.families import model_from_hf
 from nanotrain.hf.import_weights import import_weights
@@ -31,7 +31,7 @@ from nanotrain.topology.boxes import TensorBox
 from nanotrain.topology.parameters import declare_model
 from nanotrain.topology.shape import ModelShape
 
-PREFIX = "model/"  # of the names of main params in a checkpoint
+PREFIX, AVERAGE = "model/", "ema/"  # of the names of main params and of their moving average in a checkpoint
 HUGGING_FACE_SEQ_LENGTH = 2048  # tokens per window of a model whose training is unknown
 
 
@@ -42,6 +42,7 @@ class OpenedCheckpoint:
     path: Path  # the step folder, or the Hugging Face folder
     config: Config  # the configuration of the run that wrote it
     is_hugging_face: bool = False  # whether the weights are a Hugging Face folder's
+    prefix: str = PREFIX  # of the names of the weights that are read
 
     def read_params(self, wanted: Mapping[TensorBox, Tensor]) -> None:
         """Read boxes of parameters and of expert biases ("router/NAME"), by their names in the model; fills in place.
@@ -53,29 +54,39 @@ class OpenedCheckpoint:
             named = {replace(box, name=box.name.removeprefix("router/")): target for box, target in wanted.items()}
             import_weights(self.path, self.config.model, wanted=named)
             return
-        targets = {replace(box, name=_name_in_checkpoint(box.name)): target for box, target in wanted.items()}
+        targets = {
+            box if box.name.startswith("router/") else replace(box, name=self.prefix + box.name): target
+            for box, target in wanted.items()
+        }
         read_chunks(self.path, plan_reads(read_manifest(self.path), targets), targets=targets)
 
 
-def open_checkpoint(path: Path) -> OpenedCheckpoint:
-    """Open a checkpoint: a step folder, or a run folder for its newest.
+def open_checkpoint(path: Path, *, ema: bool = False) -> OpenedCheckpoint:
+    """Open a checkpoint: a step folder, or a run folder for its newest; `ema` for the moving average of its weights.
 
     Raises:
-        CheckpointError: there is no complete checkpoint.
+        CheckpointError: there is no complete checkpoint, or no average in it.
     """
     step = find_checkpoint(path)
-    return OpenedCheckpoint(step, config_from_dict(read_manifest(step).config))
+    manifest = read_manifest(step)
+    if ema and not any(name.startswith(AVERAGE) for name in manifest.tensors):
+        why = "it was written by a run without --ema-decay"
+        raise CheckpointError(f"{step} has no moving average of the weights", why=why, fix="leave out --ema")
+    return OpenedCheckpoint(step, config_from_dict(manifest.config), prefix=AVERAGE if ema else PREFIX)
 
 
-def open_model(path: Path) -> OpenedCheckpoint:
+def open_model(path: Path, *, ema: bool = False) -> OpenedCheckpoint:
     """Open a checkpoint, as `open_checkpoint`, or a Hugging Face folder, without layers of multi-token prediction.
 
     Raises:
         NanotrainError: it is neither.
     """
     if not (path / "config.json").is_file():
-        opened = open_checkpoint(path)
+        opened = open_checkpoint(path, ema=ema)
         return replace(opened, config=_without_mtp(opened.config))
+    if ema:
+        why = "a Hugging Face folder holds one set of weights"
+        raise CheckpointError(f"{path} has no moving average of the weights", why=why, fix="leave out --ema")
     model_config = model_from_hf(path)
     tokenizer = str(path) if (path / "tokenizer.json").is_file() else None
     seq_length = min(model_config.max_position_embeddings, HUGGING_FACE_SEQ_LENGTH)
@@ -94,10 +105,6 @@ def load_stage(checkpoint: OpenedCheckpoint) -> Stage:
     tensors = {name: parameter.data for name, parameter in stage.named_parameters()} | expert_biases(stage)
     checkpoint.read_params({TensorBox.full(name, tensor.shape): tensor for name, tensor in tensors.items()})
     return stage
-
-
-def _name_in_checkpoint(name: str) -> str:
-    return name if name.startswith("router/") else PREFIX + name
 
 
 def tokenizer_name(checkpoint: OpenedCheckpoint) -> str | None:
@@ -177,18 +184,19 @@ class LoadedModel:
         return stream_texts(generation, self.tokenizer, num_tokens=num_tokens, stops=stops)
 
 
-def load_checkpoint(path: Path | str, *, tokenizer: str | None = None) -> LoadedModel:
+def load_checkpoint(path: Path | str, *, tokenizer: str | None = None, ema: bool = False) -> LoadedModel:
     """Load the model and the tokenizer of a checkpoint on the CPU; `loaded.model.to(device)` moves the model.
 
     Args:
         path: a step folder, or a run folder for its newest.
         tokenizer: what `load_tokenizer` takes; None for the run's.
+        ema: take the moving average of the weights (`--ema-decay`).
 
     Raises:
         CheckpointError: there is no complete checkpoint.
         DataError: the run had no tokenizer.
     """
-    checkpoint = open_model(Path(path))
+    checkpoint = open_model(Path(path), ema=ema)
     name = tokenizer or tokenizer_name(checkpoint)
     if name is None:
         raise DataError(
@@ -201,7 +209,13 @@ def load_checkpoint(path: Path | str, *, tokenizer: str | None = None) -> Loaded
 
 
 def export_checkpoint(
-    path: Path, folder: Path, *, dtype: str = "fp32", family: str | None = None, tokenizer: Path | None = None
+    path: Path,
+    folder: Path,
+    *,
+    dtype: str = "fp32",
+    family: str | None = None,
+    tokenizer: Path | None = None,
+    ema: bool = False,
 ) -> str:
     """Write the weights of a checkpoint as a Hugging Face folder, one tensor at a time; returns a summary line.
 
@@ -211,10 +225,11 @@ def export_checkpoint(
         dtype: dtype of the exported weights: fp32, bf16 or fp16.
         family: a `model_type` of Hugging Face; None for the first that can represent the model.
         tokenizer: a tokenizer.json or a folder to copy beside the weights; None for the run's, if it is local.
+        ema: write the moving average of the weights (`--ema-decay`).
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, ema=ema)
     model_config = checkpoint.config.model
-    names = [PREFIX + spec.name for spec in declare_model(ModelShape.of(model_config))]
+    names = [checkpoint.prefix + spec.name for spec in declare_model(ModelShape.of(model_config))]
     names += expert_biases(build_stage(model_config))
     tensors = ((name.partition("/")[2], tensor) for name, tensor in read_global_tensors(checkpoint.path, names))
     tokenizer = tokenizer or _local_tokenizer(checkpoint)

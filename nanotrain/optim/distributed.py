@@ -5,11 +5,9 @@
     state tensors       [--range--|gap|---range---|--range--]   exp_avg, exp_avg_sq, ... of the update rule
     parts               [======== part ===========|== part =]   what is stored together, `parts.py`
 
-`step`: global norm of all shards -> skip on every rank if it is not finite, which needs no further communication since
-the norm is equal on all ranks -> unscale and clip in one multiplication -> update the main params -> copy them to the
-model param shards. The caller then all-gathers. Gaps and padding have zero gradients and stay zero.
-
-Norm, clip factor and whether to skip stay on the device: the host never waits, but for state in host memory.
+`step`: global norm of all shards -> skip if it is not finite, on every rank alike -> unscale and clip in one
+multiplication -> update the main params -> copy them to the model param shards. The caller then updates `average` and
+all-gathers. Gaps and padding stay zero. The host never waits for the device, but for state in host memory.
 
 Checkpoints see no offsets: state is `dict[TensorBox, Tensor]`, each tensor a view of flat state.
 
@@ -29,6 +27,7 @@ from nanotrain.comm.device import host_zeros
 from nanotrain.comm.group import Group
 from nanotrain.config.config import OptimConfig
 from nanotrain.optim.clip import clip_factor, squared_norm
+from nanotrain.optim.ema import WeightAverage
 from nanotrain.optim.matrices import Balance
 from nanotrain.optim.matrix_update import MatrixUpdate, grid_groups
 from nanotrain.optim.offload import HostUpdate
@@ -136,6 +135,7 @@ class DistributedOptimizer:
         self._parts = [part for state in self._states for part in state.parts]
         on_host = [part for part in self._parts if part.host is not None]
         self._device = self._states[0].grads.device
+        self.average = WeightAverage(self._parts, config.ema_decay)
         self._num_updates = torch.zeros((), device=self._device)
         self._host = HostUpdate(on_host, device=self._device)
         parts = [part for part in self._parts if not part.part.is_matrix and part.host is None]

@@ -55,13 +55,15 @@ class PartState:
     ) -> None:
         self.host = host
         self.part, self.main, self.state, self.grad, self.model_params = part, main, state, grad, model_params
+        self.ema: StoredTensor | None = None  # [numel] fp32 moving average of `main`, of runs with `--ema-decay`
         self.grad_factor: Tensor | None = None  # of gradients that are not fp32, from unscaling and clipping
         self.is_fp32 = grad.dtype is torch.float32 and all(stored.is_fp32 for stored in (main, *state.values()))
 
     @property
     def stored(self) -> dict[str, StoredTensor]:
-        """Main params and state tensors by their prefix in checkpoints."""
-        return {"model": self.main} | {f"optimizer/{name}": tensor for name, tensor in self.state.items()}
+        """Main params, state tensors and average by their prefix in checkpoints."""
+        average = {} if self.ema is None else {"ema": self.ema}
+        return {"model": self.main} | {f"optimizer/{name}": tensor for name, tensor in self.state.items()} | average
 
     def ranges(self) -> list[ParamRange]:
         """The ranges of a part that is stored in fp32, as views."""

@@ -2,7 +2,7 @@
 
     split_shard   the parts of what one rank updates of a bucket: its shard, or the part of it of its instance
     clip_range    the elements of a param range inside an interval
-    state_bytes   bytes of main params and state of parts
+    state_bytes   bytes of main params, state and average of parts
 
 Parts cover the shard, gaps and padding included. Without a rule for matrices and without offload a shard is one part.
 
@@ -13,6 +13,8 @@ Parts cover the shard, gaps and padding included. Without a rule for matrices an
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
+
+import torch
 
 from nanotrain.config.config import OptimConfig
 from nanotrain.optim.rule import UpdateRule
@@ -87,7 +89,7 @@ def clip_ranges(parts: Iterable[ShardRange], *, start: int, stop: int) -> Iterat
 
 
 def state_bytes(parts: Iterable[ShardPart], rule: UpdateRule, *, config: OptimConfig, precision: Precision) -> int:
-    """Bytes of the main params, where they are stored apart from the model params, and of the state of parts.
+    """Bytes of the main params, where they are stored apart from the model params, of the state and of the average.
 
     Parts on the host are left out.
     """
@@ -97,6 +99,8 @@ def state_bytes(parts: Iterable[ShardPart], rule: UpdateRule, *, config: OptimCo
             continue
         names = part.state_names(rule, config)
         total += sum(stored_bytes(part.numel, precision.state_dtype(name)) for name in names)
+        if config.ema_decay is not None:
+            total += stored_bytes(part.numel, torch.float32)
         if precision.has_separate_main_params:
             total += stored_bytes(part.numel, precision.main)
     return total

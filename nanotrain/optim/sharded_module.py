@@ -142,6 +142,7 @@ class ShardedModule:
             raise RuntimeError("step before the last microbatch: call backward(loss, is_last=True) for it")
         self.data_parallel.finish_grad_reduce()
         update = self.optimizer.step(self._optim.lr if lr is None else lr)
+        self.optimizer.average.update(update.skipped)
         self.data_parallel.start_param_gather()
         self.data_parallel.begin_step()  # now: without resharding, units count the backwards that follow a forward
         self._had_last = False

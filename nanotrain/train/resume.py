@@ -15,9 +15,12 @@ from typing import Any
 from torch import Tensor
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
+from nanotrain.checkpoint.compatibility import kind_of
 from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
+from nanotrain.checkpoint.store import require_complete
 from nanotrain.config.config import Config
 from nanotrain.config.schema import to_dict
+from nanotrain.errors import CheckpointError
 from nanotrain.log import get_logger
 from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import DistributedOptimizer
@@ -81,11 +84,9 @@ def restore(
     Raises:
         DamagedCheckpoint: `start` is damaged, and no other may or can be used.
     """
-    targets = into.targets
-    if config.checkpoint.finetune or not config.checkpoint.load_optim:
-        targets = {box: tensor for box, tensor in targets.items() if not box.name.startswith("optimizer/")}
     while True:
         try:
+            targets = targets_in(start, into.targets, config=config)
             manifest = checkpointer.restore(start, targets, config=to_dict(config), padded_rows=vocabulary_rows(config))
             state = _load_state(manifest, into.optimizer, path=start, config=config)
             break
@@ -93,6 +94,8 @@ def restore(
             if not may_fall_back:
                 raise
             start = _fall_back(start, checkpointer, error=error)
+    if not any(box.name.startswith("ema/") for box in targets):
+        into.optimizer.average.restart()
     changed = changed_settings(manifest.config, to_dict(config))
     if changed:
         log.info("settings changed since the checkpoint was written: %s", "; ".join(changed))
@@ -101,6 +104,25 @@ def restore(
         log.info("%s", converted)
     log.info("loaded %s: step %d, %d samples consumed", start, state.step, state.consumed_samples)
     return state
+
+
+def targets_in(start: Path, targets: dict[TensorBox, Tensor], *, config: Config) -> dict[TensorBox, Tensor]:
+    """The tensors to read: no optimizer state where weights alone are loaded, no average where none was saved."""
+    left_out = []
+    if config.checkpoint.finetune or not config.checkpoint.load_optim:
+        left_out = ["optimizer/", "ema/"]
+    elif config.optim.ema_decay is not None and not has_average(start):
+        log.info("%s has no moving average of the weights: it begins at the weights", start)
+        left_out = ["ema/"]
+    return {box: tensor for box, tensor in targets.items() if not box.name.startswith(tuple(left_out))}
+
+
+def has_average(checkpoint: Path) -> bool:
+    """Whether a moving average of the weights was saved; true for a checkpoint whose manifest cannot be read."""
+    try:
+        return any(kind_of(name) == "ema" for name in require_complete(checkpoint).tensors)
+    except CheckpointError:  # reading it reports the damage, or takes an older one
+        return True
 
 
 def vocabulary_rows(config: Config) -> dict[str, int]:

@@ -126,6 +126,7 @@ def train_step(run: Run, batch: GlobalBatch) -> StepOutput:
     update = run.optimizer.step(lr, decoupled_lr=decoupled_lr, sums=_once_per_tp_group(sums, run.context))
     if run.config.optim.qk_clip:
         clip_query_key(run, skipped=update.skipped)
+    run.optimizer.average.update(update.skipped)
     if run.config.precision.fp8_format is not None:
         finish_fp8_step(run.stages, run.context)  # the gathers quantize with the scales of the next step
     for dp in run.data_parallel:

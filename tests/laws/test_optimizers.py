@@ -59,6 +59,7 @@ BYTES: dict[str, dict[str, Any]] = {
     "sgd": {"optim": {"optimizer": "sgd", "sgd_momentum": 0.0}},
     "adam, low": {"precision": {"params_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp16"}},
     "adam, main fp16": {"precision": {"params_dtype": "bf16", "main_params_dtype": "fp16"}},
+    "adam, average": {"optim": {"ema_decay": 0.9}, "precision": {"params_dtype": "bf16"}},
     "adam, main bf16": {"precision": {"params_dtype": "bf16", "main_params_dtype": "bf16"}},
 }
 
