@@ -225,15 +225,15 @@ class DistributedOptimizer:
         self._loading.clear()
         return {box: view for state in self._states for box, view in state.tensors(state.ranges, copies=self._loading)}
 
-    def grad_tensors(self) -> dict[TensorBox, Tensor]:
-        """Reduced gradients of the last step on this rank, as views.
+    def grad_tensors(self, *, once: bool = False) -> dict[TensorBox, Tensor]:
+        """Reduced gradients of the last step on this rank, as views; `once`: every element on one rank only.
 
         After `step` fp32 gradients are unscaled and clipped; those in lower precision are scaled as they are read.
         """
         return {
             box: view
             for state in self._states
-            for part in state.ranges
+            for part in (_ranges_to_save(state) if once else state.ranges)
             for box, view in _boxes(part.name, part, flat=state.grads, first=0)
         }
 

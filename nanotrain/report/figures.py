@@ -39,6 +39,7 @@ def _is_constant(values: np.ndarray) -> bool:
 
 
 CHARTS = (
+    Chart("loss_deviation", "loss against the last 1000", "standard deviations"),
     Chart("lr", "learning rate", is_log=False),
     Chart("grad_norm", "gradient norm", is_log=True),
     Chart("tokens_per_second", "throughput", "tokens/s"),

@@ -98,7 +98,7 @@ def declare_stage(
     if stage.has_head:
         units["final_norm"] = norm(declare, shape.hidden_size)
     if stage.has_head and not shape.is_tied:
-        units["head"] = (declare.vocab_parallel(),)
+        units["head"] = _grouped("head", [declare.vocab_parallel()])
     if stage.has_head:
         units |= {f"mtp.{depth}": mtp_layer(declare, layer) for depth, layer in enumerate(shape.mtp_layers)}
     return tuple(
@@ -123,7 +123,7 @@ def embedding(declare: Declaration, *, has_positions: bool) -> Specs:
         table = declare.weight(shape.num_positions, shape.hidden_size)
         table = replace(table, grad_sum_axes=declare.sequence_axes, needs_whole_matrix=False)
         specs += _nest("position", [table])
-    return specs
+    return _grouped("embedding", specs)
 
 
 def block(declare: Declaration, layer: int) -> Specs:
@@ -134,10 +134,10 @@ def block(declare: Declaration, layer: int) -> Specs:
     )
     return (
         *_nest("attention_norm", before),
-        *_nest("attention", attention(declare) if shape.mla is None else mla(declare)),
+        *_nest("attention", _grouped("attention", attention(declare) if shape.mla is None else mla(declare))),
         *_nest("attention_post_norm", after),
         *_nest("mlp_norm", before),
-        *_nest("mlp", moe(declare) if shape.has_experts(layer) else mlp(declare, shape.ffn_size)),
+        *_nest("mlp", _grouped("mlp", moe(declare) if shape.has_experts(layer) else mlp(declare, shape.ffn_size))),
         *_nest("mlp_post_norm", after),
     )
 
@@ -151,7 +151,7 @@ def mtp_layer(declare: Declaration, layer: int) -> Specs:
     return (
         *_nest("enorm", norm(declare, size)),
         *_nest("hnorm", norm(declare, size)),
-        *_nest("eh_proj", declare.replicated_linear(size, 2 * size)),
+        *_nest("eh_proj", _grouped("mtp", declare.replicated_linear(size, 2 * size))),
         *_nest("block", block(declare, layer)),
         *_nest("final_norm", norm(declare, size)),
     )
@@ -162,7 +162,7 @@ def norm(declare: Declaration, size: int) -> Specs:
     specs = [declare.vector("weight", size, value=declare.shape.norm_init)]
     if declare.shape.has_norm_bias:
         specs.append(declare.vector("bias", size))
-    return _summed(specs, declare.sequence_axes)
+    return _grouped("norms", _summed(specs, declare.sequence_axes))
 
 
 def attention(declare: Declaration) -> Specs:
@@ -183,10 +183,11 @@ def attention(declare: Declaration) -> Specs:
     if shape.has_qk_norm:
         # An RMSNorm without bias, whatever the other norms are (Qwen3); applied to the heads of each tp rank.
         per_head = _summed([declare.vector("weight", shape.head_dim, value=shape.norm_init)], ("tp",))
-        specs += _nest("query_norm", per_head) + _nest("key_norm", per_head)
+        specs += _grouped("norms", _nest("query_norm", per_head) + _nest("key_norm", per_head))
     if shape.has_wide_qk_norm:  # OLMo 2; each tp rank has all weights and uses those of its heads
         for name, size in (("query_norm", query_size), ("key_norm", key_size)):
-            specs += _nest(name, _summed([declare.vector("weight", size, value=shape.norm_init)], ("tp",)))
+            wide = _summed([declare.vector("weight", size, value=shape.norm_init)], ("tp",))
+            specs += _grouped("norms", _nest(name, wide))
     return specs + _nest("output", declare.row_linear(shape.hidden_size, query_size, bias=shape.has_linear_bias))
 
 
@@ -237,8 +238,9 @@ def moe(declare: Declaration) -> Specs:
         of_experts = replace(declare.vector("bias", 0), shards=(Shard(0, "ep"),), is_expert=True)
         ups.append(replace(of_experts, shape=up.shape[:2], shards=(Shard(0, "ep"), Shard(1, "etp"))))
         downs.append(replace(of_experts, shape=down.shape[:2]))  # every rank of etp has it, and its full gradient
-    gate = _nest("experts.gate", ups) if shape.is_gated else ()
-    specs = (*_nest("router", routers), *gate, *_nest("experts.up", ups), *_nest("experts.down", downs))
+    experts = (*_nest("experts.up", ups), *_nest("experts.down", downs))
+    experts = (*_nest("experts.gate", ups), *experts) if shape.is_gated else experts
+    specs = (*_nest("router", routers), *_grouped("experts", experts))
     if moe_shape.shared_ffn_size is None:
         return specs
     return specs + _nest("shared", mlp(declare, moe_shape.shared_ffn_size))
@@ -247,6 +249,11 @@ def moe(declare: Declaration) -> Specs:
 def _nest(layer: str, specs: Iterable[ParamSpec]) -> Specs:
     """Prefix the names of a layer's parameters."""
     return tuple(replace(spec, name=f"{layer}.{spec.name}") for spec in specs)
+
+
+def _grouped(group: str, specs: Iterable[ParamSpec]) -> Specs:
+    """The group of those parameters that have none yet."""
+    return tuple(replace(spec, group=spec.group or group) for spec in specs)
 
 
 def _summed(specs: Iterable[ParamSpec], axes: tuple[str, ...]) -> Specs:

@@ -27,12 +27,14 @@ from nanotrain.memory.block_transforms import WITHOUT_OFFLOAD, transform_blocks
 from nanotrain.model.init import initialize
 from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import DistributedOptimizer
+from nanotrain.optim.group_norms import GroupNorms
 from nanotrain.optim.lr import LRSchedule
 from nanotrain.parallel.cp.split import split_batch
 from nanotrain.parallel.pp.executor import Pipeline
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.boxes import TensorBox
+from nanotrain.topology.parameters import declare_model
 from nanotrain.topology.params import LocalParam
 from nanotrain.train.batches import BatchIterator, BatchOptions
 from nanotrain.train.inputs import RunInputs
@@ -103,6 +105,7 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
         checkpointer=checkpointer,
         state=state,
         schedules=StepSchedules(plan),
+        group_norms=_group_norms(plan, optimizer, context=context) if config.train.log_norms_by_group else None,
     )
 
 
@@ -118,6 +121,11 @@ def _samples_of_steps(plan: Plan, state: TrainState) -> Callable[[int], int]:
     """Samples of the first steps of the run, counted as at its first step: other batch sizes since change nothing."""
     schedule = plan.sampler.schedule
     return lambda steps: samples_of_steps(schedule, steps) if schedule else steps * state.curve_batch_size
+
+
+def _group_norms(plan: Plan, optimizer: DistributedOptimizer, *, context: ParallelContext) -> GroupNorms:
+    specs = declare_model(plan.shape)
+    return GroupNorms(optimizer, specs, world=context.group("world"), device=context.device)
 
 
 def build_pipeline(plan: Plan, context: ParallelContext) -> Pipeline:

@@ -16,6 +16,7 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.model.router_stats import RouterMetrics
 from nanotrain.topology.hardware import peak_flops
 from nanotrain.train.plans.plan import Plan
+from nanotrain.train.spikes import SpikeScore
 from nanotrain.train.step import StepResult
 
 FIELDS = (
@@ -31,6 +32,9 @@ OPTIONAL = (
     "mtp_losses",
     "decoupled_lr",
     "data_stage",
+    "loss_deviation",
+    "spike_score",
+    "norms",
     "save_stall_s",
     "failed_saves",
     "slowest_rank",
@@ -116,6 +120,7 @@ class StepReport:
     slowest_rank: int | None = None
     slowest_share: float | None = None
     save_stall_s: float | None = None  # time for which saving blocked this rank since the last row; None without
+    spikes: SpikeScore | None = None  # of the run; reports are read in order
     failed_saves: int | None = None  # checkpoints of the run that could not be written so far; None without
 
     @property
@@ -147,6 +152,25 @@ class StepReport:
     def loss_scale(self) -> float:
         """Factor of the loss in this step."""
         return self.result.loss_scale
+
+    @cached_property
+    def _spike(self) -> tuple[float, float] | None:
+        return None if self.spikes is None else self.spikes.add(self.loss)
+
+    @property
+    def loss_deviation(self) -> float | None:
+        """The loss relative to the losses before it, in their standard deviations; None for the first steps."""
+        return None if self._spike is None else self._spike[0]
+
+    @property
+    def spike_score(self) -> float | None:
+        """Share of the steps of this process whose loss was a spike; None for the first steps."""
+        return None if self._spike is None else self._spike[1]
+
+    @property
+    def norms(self) -> Mapping[str, Mapping[str, float]] | None:
+        """2-norms of gradients, updates and parameters by group; None where they are not measured."""
+        return self.result.norms
 
     @cached_property
     def moe(self) -> dict[str, Any] | None:
@@ -226,4 +250,6 @@ def _describe_routers(routers: Mapping[str, RouterMetrics]) -> dict[str, Any] | 
 
 
 def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -11,6 +11,7 @@ from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.data.staged import StagedDataset
 from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import DistributedOptimizer
+from nanotrain.optim.group_norms import GroupNorms
 from nanotrain.optim.lr import LRSchedule
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.pp.executor import Pipeline, RunnableStage
@@ -93,6 +94,7 @@ class Run:
     checkpointer: Checkpointer  # reads and writes the run's checkpoints
     state: TrainState  # counters
     schedules: StepSchedules  # pipeline schedules by number of microbatches
+    group_norms: GroupNorms | None = None  # norms by group of parameters, of logged steps; None where not logged
     stop: StopRequest = field(default_factory=StopRequest)  # set by the trainer's signal handler
 
     @property

@@ -20,6 +20,7 @@ from nanotrain.config.derive import has_dropout
 from nanotrain.model.context import BatchContext
 from nanotrain.model.mtp import take_loss_sums
 from nanotrain.model.router_stats import RouterMetrics
+from nanotrain.optim.group_norms import GroupNorms
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.pp.executor import run_schedule
 from nanotrain.topology.groups import GroupName
@@ -46,6 +47,7 @@ class StepResult:
     decoupled_lr: float | None = None  # learning rate of the embedding and the output layer; None where it is `lr`
     loss_scale: float = 1.0  # of this step
     mtp_losses: tuple[float, ...] = ()  # mean cross-entropy of each layer of multi-token prediction over its targets
+    norms: Mapping[str, Mapping[str, float]] | None = None  # by kind and group of parameters; None where not measured
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class StepOutput:
     """The outcome of one step on the device."""
 
     # loss summed over tokens, gradient norm, whether skipped, loss scale, summed losses of multi-token prediction,
-    # sums of the routers
+    # norms by group, sums of the routers
     numbers: HostCopy
     num_tokens: int  # target tokens of the global batch
     lr: float
@@ -61,6 +63,7 @@ class StepOutput:
     num_samples: int  # of the global batch
     routers: ModelRouters
     num_mtp_tokens: tuple[int, ...] = ()  # target tokens of each layer of multi-token prediction
+    norms: GroupNorms | None = None  # of the norms among the numbers; None where there are none
 
     @property
     def is_ready(self) -> bool:
@@ -70,22 +73,29 @@ class StepOutput:
     def read(self) -> StepResult:
         """The numbers on the host, which waits for the end of the step."""
         loss_sum, grad_norm, skipped, loss_scale, *others = self.numbers.read()
-        mtp_sums, router_sums = others[: len(self.num_mtp_tokens)], others[len(self.num_mtp_tokens) :]
+        num_mtp, num_norms = len(self.num_mtp_tokens), 0 if self.norms is None else self.norms.size
+        mtp_sums, norms = others[:num_mtp], others[num_mtp : num_mtp + num_norms]
         return StepResult(
             loss_sum / self.num_tokens,
             grad_norm,
             lr=self.lr,
             num_samples=self.num_samples,
             skipped=bool(skipped),
-            router_metrics=self.routers.metrics(router_sums),
+            router_metrics=self.routers.metrics(others[num_mtp + num_norms :]),
             decoupled_lr=self.decoupled_lr,
             loss_scale=loss_scale,
             mtp_losses=tuple(total / max(n, 1) for total, n in zip(mtp_sums, self.num_mtp_tokens, strict=True)),
+            norms=None if self.norms is None else self.norms.by_group(norms),
         )
 
 
-def train_step(run: Run, batch: GlobalBatch) -> StepOutput:
+def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepOutput:
     """One optimizer step: forward and backward of every microbatch, gradient reduction, parameter update.
+
+    Args:
+        run: its parameters and counters change.
+        batch: this rank's part of the global batch.
+        is_logged: whether to measure norms by group, where the run logs them.
 
     Raises:
         PassStopped: a rank received a signal between microbatches. Weights and counters are those before the step, on
@@ -96,13 +106,7 @@ def train_step(run: Run, batch: GlobalBatch) -> StepOutput:
     num_tokens, scale = max(batch.num_target_tokens, 1), run.optimizer.loss_scale.scale
     loss_scale = scale * run.plan.num_averaged_ranks
     num_samples = run.plan.sampler.size_at(run.state.consumed_samples)
-    cp, aux_loss_scale = run.context.group("cp"), loss_scale / num_samples
-    seed = run.config.train.seed if has_dropout(run.config.model) else None
-    mtp_scales = mtp_loss_scales(run.config.model, batch)
-    microbatches = [
-        BatchContext.of(part, cp=cp, aux_loss_scale=aux_loss_scale, dropout_seed=seed, mtp_scales=mtp_scales)
-        for part in batch.microbatches
-    ]
+    microbatches = _contexts(run, batch, aux_loss_scale=loss_scale / num_samples)
 
     for dp in run.data_parallel:
         dp.begin_step()
@@ -121,12 +125,15 @@ def train_step(run: Run, batch: GlobalBatch) -> StepOutput:
     for dp in run.data_parallel:
         dp.finish_grad_reduce()
     finalize_grads(run.data_parallel, run.context)
+    norms = run.group_norms if is_logged else None
+    before = None if norms is None else norms.start()
     # One all-reduce sums loss and norm, before the all-gathers of parameters are queued behind it.
     sums = torch.cat([loss_sum.double()[None], _mtp_loss_sums(run)])
     update = run.optimizer.step(lr, decoupled_lr=decoupled_lr, sums=_once_per_tp_group(sums, run.context))
     if run.config.optim.qk_clip:
         clip_query_key(run, skipped=update.skipped)
     run.optimizer.average.update(update.skipped)
+    measured = [] if norms is None or before is None else [norms.finish(before, loss_scale=scale)]
     if run.config.precision.fp8_format is not None:
         finish_fp8_step(run.stages, run.context)  # the gathers quantize with the scales of the next step
     for dp in run.data_parallel:
@@ -135,6 +142,7 @@ def train_step(run: Run, batch: GlobalBatch) -> StepOutput:
     router_sums = run.routers.balance()
     loss, mtp_losses = update.sums[:1], update.sums[1:]
     numbers = [loss, update.grad_norm[None], update.skipped[None], torch.full_like(loss, 1.0) * scale, mtp_losses]
+    numbers += measured
     run.state.advance(samples=num_samples, tokens=batch.num_target_tokens)
     return StepOutput(
         HostCopy(torch.cat(numbers if router_sums is None else [*numbers, router_sums])),
@@ -144,7 +152,18 @@ def train_step(run: Run, batch: GlobalBatch) -> StepOutput:
         num_samples=num_samples,
         routers=run.routers,
         num_mtp_tokens=batch.num_mtp_tokens,
+        norms=norms,
     )
+
+
+def _contexts(run: Run, batch: GlobalBatch, *, aux_loss_scale: float | Tensor) -> list[BatchContext]:
+    """The microbatches of a step, with what the step adds to them."""
+    seed = run.config.train.seed if has_dropout(run.config.model) else None
+    mtp_scales, cp = mtp_loss_scales(run.config.model, batch), run.context.group("cp")
+    return [
+        BatchContext.of(part, cp=cp, aux_loss_scale=aux_loss_scale, dropout_seed=seed, mtp_scales=mtp_scales)
+        for part in batch.microbatches
+    ]
 
 
 def mtp_loss_scales(model_config: ModelConfig, batch: GlobalBatch) -> tuple[float, ...]:

@@ -31,6 +31,7 @@ from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics import StepClock, StepReport, Throughput, UnreadReports
 from nanotrain.train.rollback import checkpoint_before_spike, count_loss, roll_back
 from nanotrain.train.run import Run
+from nanotrain.train.spikes import SpikeScore
 from nanotrain.train.step import StepOutput, train_step
 
 log = get_logger(__name__)
@@ -50,6 +51,7 @@ class Trainer:
         self._failure: NanotrainError | None = None  # of this rank since the last step
         self._waited_before_s = self._busy_s = self._step_time_s = 0.0  # of the last step
         self._unread = UnreadReports()
+        self._spikes = SpikeScore()
         self._skips = 0  # steps skipped in a row
         self._stage: str | None = None  # the data stage of the last step
         self._started = time.monotonic()
@@ -151,7 +153,7 @@ class Trainer:
         run = self.run
         run.context.heartbeat.begin("step")
         with record_function(f"ProfilerStep#{run.state.step + 1}"):  # torch's own name for a step, in traces
-            output = train_step(run, batch)
+            output = train_step(run, batch, is_logged=self._is_logged(run.state.step + 1))
         watch.stop()
         run.context.heartbeat.begin("hooks")
         report = self._report(output, StepClock(watch, batch.wait_s))
@@ -198,6 +200,7 @@ class Trainer:
             consumed_tokens=state.consumed_tokens,
             is_logged=self._is_logged(state.step),
             decoupled_lr=output.decoupled_lr,
+            spikes=self._spikes,
             data_stage=self._data_stage(state.consumed_samples - output.num_samples),
         )
 

@@ -37,6 +37,11 @@ LAYOUTS = {
     "documents and cp": (4, {"cp": 2, "strategy": "optim"}, {"data": {"reset_attention_mask": True}}),
     "qk clip": (2, {"tp": 2}, {"optim": {"qk_clip": True}}),
     "moe": (2, {"strategy": "optim"}, {"model": MOE}),
+    "average and norms": (
+        2,
+        {"strategy": "optim"},
+        {"optim": {"ema_decay": 0.9}, "train": {"log_norms_by_group": True}},
+    ),
 }
 WAITING = {"experts on two ranks": (2, {"ep": 2, "strategy": "optim"}, {"model": MOE})}
 

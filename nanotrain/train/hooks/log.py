@@ -17,6 +17,7 @@ from nanotrain.runs.metrics_file import MetricsFile
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics import StepReport, UnreadReports
 from nanotrain.train.run import Run
+from nanotrain.train.spikes import SPIKE
 
 # A line has at most this many columns; on a narrow terminal fewer, but never less than the lower number.
 MAX_WIDTH, MIN_WIDTH = 100, 60
@@ -145,6 +146,7 @@ def describe(
         (f"grad {last.grad_norm:.3f}", 3),
         (f"params norm {last.params_norm:.3f}" if last.params_norm is not None else "", 5),
         (f"zeros {last.num_zeros_in_grad:,}" if last.num_zeros_in_grad is not None else "", 5),
+        (_describe_spike(last), 4),
         (f"lr {last.lr:.2e}", 5),
         (f"decoupled lr {last.decoupled_lr:.2e}" if last.decoupled_lr is not None else "", 5),
         (_describe_experts(last.moe), 6),
@@ -180,6 +182,11 @@ def _describe_experts(moe: dict[str, Any] | None) -> str:
         return ""
     dropped = f", {moe['dropped']:.1%} dropped" if moe["dropped"] else ""
     return f"experts {moe['max_load']:.2f}x{dropped}"
+
+
+def _describe_spike(report: StepReport) -> str:
+    deviation = report.loss_deviation
+    return "" if deviation is None or abs(deviation) < SPIKE else f"loss off by {deviation:.1f} std"
 
 
 def _describe_validation(loss: float | None) -> str:

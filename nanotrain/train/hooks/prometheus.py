@@ -67,6 +67,8 @@ class PrometheusHook(Hook):
 
         fields = report.to_json()
         fields |= {f"moe_{name}": value for name, value in fields.pop("moe", {}).items()}
+        for kind, norms in fields.pop("norms", {}).items():
+            fields |= {f"norms_{kind}_{group}": norm for group, norm in norms.items()}
         for name, value in fields.items():
             if not isinstance(value, int | float):
                 continue

@@ -1,0 +1,108 @@
+"""Norms by group are those by hand, of every layout alike, and sum to the norms of the whole model."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.optim.group_norms import KINDS
+from nanotrain.train.hooks.log import LogHook
+from nanotrain.train.hooks.track import TrackHook
+from nanotrain.train.step import StepResult, train_step
+from tests.harness import SHORT_NAMES, run_ranks
+from tests.laws.worlds import GLOBAL_BATCH, Case, build_here
+from tests.train.small_run import metrics_of, small_run, train
+
+MOE = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "qk_layernorm": True}
+GROUPS = ["embedding", "norms", "attention", "mlp", "experts", "head"]
+UNTIED = MOE | {"untie_embeddings_and_output_weights": True, "moe_shared_expert_intermediate_size": 24}
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"tp": 2, "strategy": "optim", "sequence_parallel": True}),
+    (2, {"pp": 2, "strategy": "no_shard"}),
+    (4, {"ep": 2, "instances": 2, "strategy": "optim_grads"}),
+]
+
+
+def case_of(sizes: dict[str, Any], micro_batch_size: int, model: dict[str, Any]) -> Case:
+    return Case(1).but(
+        parallel={SHORT_NAMES.get(name, name): value for name, value in sizes.items()},
+        train={"micro_batch_size": micro_batch_size, "log_norms_by_group": True},
+        model=model,
+        optim={"adam_eps": 1e-4},
+    )
+
+
+def step_of(ctx: ParallelContext, case: Case) -> tuple[StepResult, dict[str, dict[str, float]]]:
+    """The result of one step, and the norms of this rank's full tensors by hand, from before and after it."""
+    run = build_here(ctx, case)
+
+    def params() -> dict[str, Tensor]:
+        return {name: p.detach().clone() for stage in run.stages.values() for name, p in stage.named_parameters()}
+
+    before, batch = params(), run.batch_iterator.next()
+    assert batch is not None
+    result = train_step(run, batch).read()
+    for dp in run.data_parallel:
+        dp.wait_for_params()
+    after = params()
+    tensors = {"param": after, "update": {name: after[name] - before[name] for name in after}}
+    by_hand = {
+        kind: {group: norm_of([each[name] for name in each if group_of(name) == group]) for group in GROUPS}
+        for kind, each in tensors.items()
+    }
+    return result, by_hand
+
+
+def norm_of(tensors: list[Tensor]) -> float:
+    return sum(float(tensor.double().square().sum()) for tensor in tensors) ** 0.5
+
+
+def group_of(name: str) -> str:
+    """The group of a parameter, from its name."""
+    if name.split(".")[0] in ("embedding", "head"):
+        return name.split(".")[0]
+    if "norm" in name:
+        return "norms"
+    return "experts" if ".experts." in name else "attention" if ".attention." in name else "mlp"
+
+
+@pytest.mark.parametrize("model", [UNTIED, {}], ids=["experts", "tied"])
+def test_every_layout_has_the_norms_of_one_rank_which_are_those_by_hand(model: dict[str, Any]) -> None:
+    ((single, by_hand),) = run_ranks(1, step_of, case_of({}, GLOBAL_BATCH, model), threads=True)
+    assert single.norms is not None and list(single.norms) == list(KINDS)
+    expected = {name: norm for name, norm in by_hand["param"].items() if norm}
+    assert single.norms["param"] == pytest.approx(expected, rel=1e-5) and len(expected) == (6 if model else 4)
+    assert single.norms["update"] == pytest.approx({name: by_hand["update"][name] for name in expected}, rel=1e-4)
+    whole = sum(norm**2 for norm in single.norms["grad"].values()) ** 0.5
+    assert whole == pytest.approx(single.grad_norm, rel=1e-6), "before clipping"
+    for num_ranks, sizes in LAYOUTS if model else LAYOUTS[:2]:
+        axes = {name: value for name, value in sizes.items() if name != "sequence_parallel"}
+        results = run_ranks(num_ranks, step_of, case_of(sizes, 3, model), threads=True, **axes)
+        for result, _ in results:
+            for kind in KINDS:
+                assert result.norms[kind] == pytest.approx(single.norms[kind], rel=1e-3), (sizes, kind)
+
+
+def test_only_logged_steps_measure_and_the_files_name_them(tmp_path, monkeypatch):
+    written: dict[int, dict[str, Any]] = {}
+
+    class Recorder:
+        def write(self, step: int, values: dict[str, Any]) -> None:
+            written[step] = values
+
+        def close(self, *, failed: bool) -> None:
+            pass
+
+    monkeypatch.setattr("nanotrain.train.hooks.track.TRACKERS", {"tensorboard": lambda run: Recorder()})
+    flags = ("--train-iters", "4", "--log-interval", "2", "--save-interval", "0", "--log-norms-by-group")
+    fp16 = ("--fp16", "--initial-loss-scale", "1024", "--tensorboard")
+    with small_run(tmp_path, *flags, *fp16) as run:
+        train(run, LogHook(), TrackHook())
+    rows = metrics_of(tmp_path)
+    assert ["norms" in row for row in rows] == [False, True, False, True]
+    grads = rows[1]["norms"]["grad"]
+    assert sum(norm**2 for norm in grads.values()) ** 0.5 == pytest.approx(rows[1]["grad_norm"], rel=1e-5)
+    assert written[2]["norms/update/attention"] == rows[1]["norms"]["update"]["attention"] > 0
+    assert torch.isfinite(torch.tensor(list(rows[3]["norms"]["param"].values()))).all()
