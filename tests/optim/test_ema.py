@@ -109,7 +109,7 @@ def test_a_skipped_step_changes_no_average_and_a_load_without_one_begins_at_the_
     export_checkpoint(folder, tmp_path / "hf", ema=True)
     exported = load_checkpoint(tmp_path / "hf", tokenizer="bytes").model.state_dict()
     for name, weight in loaded_weights(folder, ema=True).items():
-        rows = min(len(weight), len(exported[name]))
+        rows = 260 if name.startswith("embedding") else len(weight)  # without padding
         assert torch.equal(exported[name][:rows], weight[:rows]), name
     with pytest.raises(CheckpointError, match="one set of weights"):
         open_model(tmp_path / "hf", ema=True)
