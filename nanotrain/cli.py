@@ -125,7 +125,7 @@ def checkpoint(argv: Sequence[str]) -> int:
 
 
 def evaluate(argv: Sequence[str]) -> int:
-    """Compute loss, perplexity and bits per byte of a checkpoint or Hugging Face folder on a corpus."""
+    """Compute loss, perplexity and bits per byte of a model on a corpus, or run tasks of lm-eval."""
     return evaluate_command(argv, environment=os.environ)
 
 

@@ -1,37 +1,96 @@
 """`nanotrain evaluate`: arguments, the layout of the ranks it runs on, and the printed result."""
 
+import json
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from nanotrain.cli_parser import CommandParser, count
-from nanotrain.config.config import Config, DataConfig, TrainConfig
+from nanotrain.config.config import Config, DataConfig, DeviceKind, TrainConfig
 from nanotrain.config.derive import data_parallel_size
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
 from nanotrain.config.schema import KEYS
 from nanotrain.config.validate import check_layout, validate_for_world
-from nanotrain.errors import ConfigError
+from nanotrain.errors import ConfigError, EnvironmentFault
 
 # Settings that may differ from those of the training run; all others are the model's.
 KEPT = ("data.seq_length", "train.micro_batch_size", "train.device", "precision.params_dtype")
+# Settings of the layout that concern gradients and the optimizer, which an evaluation has not.
+OF_TRAINING = frozenset(
+    f"parallel.{name}"
+    for name in (
+        *("ddp_bucket_size", "ddp_pad_buckets_for_high_nccl_busbw", "ddp_average_in_collective", "force_all_reduce"),
+        *("reduce_scatter_with_fp32_accumulation", "overlap_grad_reduce", "outer_dp_sharding_strategy"),
+        *("num_distributed_optimizer_instances", "pipeline_schedule"),
+    )
+)
 MICROBATCHES_PER_STAGE = 2  # of a global batch and data-parallel rank, so that a pipeline is filled
 
 
 def evaluate(argv: Sequence[str], *, environment: Mapping[str, str]) -> int:
-    """Compute loss, perplexity and bits per byte of a checkpoint or Hugging Face folder on a corpus."""
+    """Compute loss, perplexity and bits per byte of a model on a corpus, or run tasks of lm-eval."""
+    args, rest = _parser().parse_known_args(argv)
+    if args.tasks is not None:
+        return _run_tasks(args, load_line(parse(rest), to_train=False))
+    return _run_corpus(args, load_line(parse(rest), to_train=False), environment=environment)
+
+
+def _parser() -> CommandParser:
     epilog = "the flags of the layout, --seq-length, --micro-batch-size, --bf16 and --device may follow"
     parser = CommandParser("evaluate", evaluate, epilog=epilog)
     parser.add_argument("path", type=Path, help="run folder, step folder, or Hugging Face folder")
     data_help = "prefix of token files (.bin/.idx), or text: a .txt or .jsonl file or a folder of them"
-    parser.add_argument("--data", required=True, metavar="NAME", help=data_help)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--data", metavar="NAME", help=data_help)
+    what.add_argument("--tasks", metavar="NAMES", help="tasks of lm-eval, separated by commas, on one process")
+    parser.add_argument("--include-path", metavar="FOLDER", help="tasks: a folder with further tasks (YAML)")
+    parser.add_argument("--num-fewshot", type=count, metavar="N", help="tasks: examples before a question")
     parser.add_argument("--tokenizer", help="Hugging Face name or folder, tokenizer.json; unset: the model's")
-    samples_help = "windows of seq_length tokens to read; unset: all"
+    samples_help = "windows of seq_length tokens, or documents of a task, to read; unset: all"
     parser.add_argument("--max-samples", type=count, metavar="N", help=samples_help)
     parser.add_argument("--ema", action="store_true", help="use the moving average of the weights (--ema-decay)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    args, rest = parser.parse_known_args(argv)
-    loaded = load_line(parse(rest), to_train=False)
+    return parser
+
+
+def _run_tasks(args: Namespace, loaded: Loaded) -> int:
+    """Run tasks of lm-eval on one process."""
+    known = {"train.device", "train.micro_batch_size"}
+    others = sorted(loaded.explicit - known)
+    if others or loaded.recipe is not None:
+        flags = ", ".join(KEYS[key].flag for key in others) or f"+config={loaded.recipe}"
+        why = "tasks run on one process, in fp32"
+        raise ConfigError(f"{flags} has no effect on --tasks", why=why, fix="leave it out, or evaluate with --data")
+    try:
+        from nanotrain.inference.lm_eval import NanotrainLM, evaluate_tasks
+    except ModuleNotFoundError as error:
+        fix = "pip install nanotrain[lm-eval]"
+        raise EnvironmentFault("--tasks needs lm-eval", why=f"{error.name} is not installed", fix=fix) from None
+    device = None if loaded.config.train.device is DeviceKind.auto else loaded.config.train.device.value
+    batch_size = loaded.config.train.micro_batch_size if "train.micro_batch_size" in loaded.explicit else 8
+    model = NanotrainLM(str(args.path), tokenizer=args.tokenizer, ema=args.ema, device=device, batch_size=batch_size)
+    found = evaluate_tasks(
+        model,
+        args.tasks.split(","),
+        include_path=args.include_path,
+        num_fewshot=args.num_fewshot,
+        limit=args.max_samples,
+    )
+    if args.json:
+        print(json.dumps(found, default=str))
+        return 0
+    for task, metrics in found.items():
+        numbers = [
+            f"{name.removesuffix(',none')} {value:.4f}" for name, value in metrics.items() if type(value) is float
+        ]
+        print(f"{task}: {', '.join(numbers)}")
+    return 0
+
+
+def _run_corpus(args: Namespace, loaded: Loaded, *, environment: Mapping[str, str]) -> int:
+    """Evaluate on a corpus, on all ranks."""
     from nanotrain.comm.parallel_context import Launch, ParallelContext
     from nanotrain.data.tokenizer import load_tokenizer
     from nanotrain.inference.checkpoint import open_model, tokenizer_name
@@ -71,7 +130,8 @@ def evaluation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
     if loaded.recipe is not None:
         fix = "leave it out and give the flags of the layout"
         raise ConfigError(f"+config={loaded.recipe} has no effect on an evaluation", why=why, fix=fix)
-    others = sorted(key for key in loaded.explicit if not key.startswith("parallel.") and key not in KEPT)
+    of_layout = {key for key in loaded.explicit if key.startswith("parallel.")} - OF_TRAINING
+    others = sorted(loaded.explicit - of_layout - set(KEPT))
     if others:
         flags = ", ".join(KEYS[key].flag for key in others)
         raise ConfigError(f"{flags} has no effect on an evaluation", why=why, fix="leave it out")

@@ -1,5 +1,7 @@
 """What `nanotrain evaluate` takes from the model's run and what from its command line."""
 
+import sys
+
 import pytest
 
 from nanotrain.cli import main
@@ -28,6 +30,21 @@ def test_a_batch_has_two_microbatches_per_stage_and_data_parallel_rank() -> None
 def test_settings_of_training_are_refused() -> None:
     with pytest.raises(ConfigError, match="^--lr has no effect on an evaluation"):
         config_of("--lr", "1", "--bf16")
+
+
+@pytest.mark.parametrize("flags", [["--overlap-grad-reduce"], ["--ddp-bucket-size", "100"], ["--force-all-reduce"]])
+def test_settings_of_gradients_are_refused(flags) -> None:
+    with pytest.raises(ConfigError, match=f"{flags[0]} has no effect|force_all_reduce"):
+        config_of(*flags)
+
+
+def test_tasks_run_on_one_process_and_need_their_package(tmp_path, capsys, monkeypatch) -> None:
+    line = ["evaluate", str(tmp_path), "--tasks", "arc_easy"]
+    assert main([*line, "--tensor-model-parallel-size", "2"]) == 2
+    assert "--tensor-model-parallel-size has no effect on --tasks" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "nanotrain.inference.lm_eval", None)
+    assert main(line) == 2
+    assert "pip install nanotrain[lm-eval]" in capsys.readouterr().err
 
 
 def test_a_missing_checkpoint_and_a_missing_corpus_are_user_errors(tmp_path, capsys) -> None:

@@ -1,0 +1,146 @@
+"""The model class of EleutherAI's lm-eval: `nanotrain`, for checkpoints and Hugging Face folders.
+
+    nanotrain evaluate runs/tiny --tasks arc_easy,lambada_openai
+    python -m nanotrain.inference.lm_eval run --model nanotrain --model_args path=runs/tiny --tasks arc_easy
+
+The second line is lm-eval's own command line with the model registered. Needs `pip install nanotrain[lm-eval]`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+
+from nanotrain.inference.checkpoint import LoadedModel, load_checkpoint
+from nanotrain.inference.generate import Generation, Sampling
+from nanotrain.inference.score import Request, log_likelihoods, rolling_windows
+from nanotrain.inference.text import stream_texts
+
+MAX_NEW_TOKENS = 256  # of a generated text where a task sets no number
+
+
+@register_model("nanotrain")
+class NanotrainLM(LM):
+    """A model on one device.
+
+    Args:
+        path: run folder, step folder or Hugging Face folder.
+        tokenizer: what `load_tokenizer` takes; None for the model's.
+        ema: take the moving average of the weights.
+        batch_size: rows per forward pass.
+        device: of the model.
+        max_length: input tokens at most; None for the positions of the model.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        tokenizer: str | None = None,
+        ema: bool = False,
+        batch_size: int | str = 8,
+        device: str | None = None,
+        max_length: int | None = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__()
+        if any(value is not None for name, value in unused.items() if name != "max_batch_size"):
+            raise ValueError(f"nanotrain's model takes no {', '.join(sorted(unused))}")
+        self.loaded: LoadedModel = load_checkpoint(path, tokenizer=tokenizer, ema=ema)
+        self.loaded.model.to(device or "cpu")
+        self.batch_size = int(batch_size)
+        self.max_length = max_length or self.loaded.config.model.max_position_embeddings
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """The log-likelihood of continuations, and whether each is the greedy one; requests are (context, text)."""
+        scored = log_likelihoods(
+            self.loaded.model,
+            [self._tokens(*request.args) for request in requests],
+            batch_size=self.batch_size,
+            max_length=self.max_length,
+        )
+        found = [(one.log_likelihood, one.is_greedy) for one in scored]
+        for request, result in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request.args, result)
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """The log-likelihood of whole texts, however long, each alone; requests are (text,)."""
+        found = []
+        for request in requests:
+            tokens = self.loaded.tokenizer.encode(request.args[0])
+            windows = list(rolling_windows(tokens, prefix=self._start, max_length=self.max_length))
+            scored = log_likelihoods(self.loaded.model, windows, batch_size=self.batch_size, max_length=self.max_length)
+            found.append(sum(one.log_likelihood for one in scored))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
+        return found
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """Texts that continue contexts up to one of the strings `until`; requests are (context, options)."""
+        found = []
+        for request in requests:
+            text = self._generate(*request.args)
+            self.cache_hook.add_partial("generate_until", request.args, text)
+            found.append(text)
+        return found
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Part of the keys of lm-eval's caches."""
+        return str(self.loaded.path)
+
+    @property
+    def _start(self) -> int:
+        """The token before a text: the end of a document, as in training."""
+        end = self.loaded.tokenizer.eod
+        return end if end is not None else self.loaded.tokenizer.encode("\n")[-1]
+
+    def _tokens(self, context: str, continuation: str) -> Request:
+        """Both encoded as one text, so that a token at the border is that of training; blanks begin a continuation."""
+        stripped = context.rstrip()
+        context, continuation = stripped, context[len(stripped) :] + continuation
+        encode = self.loaded.tokenizer.encode
+        before = encode(context)
+        after = encode(context + continuation)[len(before) :]
+        return (before, after) if before else ([self._start], after)
+
+    def _generate(self, context: str, options: Mapping[str, Any]) -> str:
+        until = options.get("until") or []
+        stops = [until] if isinstance(until, str) else list(until)
+        num_tokens = int(options.get("max_gen_toks") or options.get("max_new_tokens") or MAX_NEW_TOKENS)
+        temperature = float(options.get("temperature") or 0.0) if options.get("do_sample", True) else 0.0
+        tokenizer = self.loaded.tokenizer
+        prompt = (tokenizer.encode(context) or [self._start])[-max(1, self.max_length - num_tokens) :]
+        top_k, top_p = options.get("top_k"), options.get("top_p")
+        sampling = Sampling(temperature, top_k=top_k, top_p=top_p, stop=tokenizer.eod)
+        generation = Generation(self.loaded.model, [prompt], num_tokens=num_tokens, sampling=sampling)
+        return "".join(piece for _, piece in stream_texts(generation, tokenizer, num_tokens=num_tokens, stops=stops))
+
+
+def evaluate_tasks(
+    model: LM, tasks: Sequence[str], *, include_path: str | None, num_fewshot: int | None, limit: int | None
+) -> dict[str, dict[str, Any]]:
+    """Run tasks of lm-eval; the metrics of each by name.
+
+    Args:
+        model: of `NanotrainLM`.
+        tasks: names of lm-eval or of files in `include_path`.
+        include_path: folder with further tasks as YAML files.
+        num_fewshot: examples before each question; None for the task's.
+        limit: documents per task; None for all.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=include_path)
+    results = simple_evaluate(model, tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, task_manager=manager)
+    assert results is not None, "the first rank has the results"
+    metrics: dict[str, dict[str, Any]] = results["results"]
+    return metrics
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

@@ -1,0 +1,76 @@
+"""lm-eval on a local task: the numbers of the task are those of the model by hand. Needs lm-eval."""
+
+import json
+import math
+
+import pytest
+
+pytest.importorskip("lm_eval")
+
+from lm_eval.api.instance import Instance
+
+from nanotrain.cli import main
+from nanotrain.inference.checkpoint import load_checkpoint
+from nanotrain.inference.generate import Sampling, generate
+from nanotrain.inference.lm_eval import NanotrainLM
+from tests.inference.test_checkpoint import write_run
+
+ANSWERS = [" two", " many", " none"]
+QUESTIONS = [{"question": f"{n} and {n} make", "choices": ANSWERS, "answer": n % 3} for n in range(4)]
+TASK = """\
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {file}}}}}
+validation_split: validation
+output_type: {kind}
+{more}
+"""
+CHOICES = "doc_to_text: question\ndoc_to_choice: choices\ndoc_to_target: answer\nmetric_list: [{metric: acc}]"
+TEXTS = "doc_to_text: ''\ndoc_to_target: question\nmetric_list: [{metric: word_perplexity}]"
+
+
+def request(*arguments) -> Instance:
+    return Instance("loglikelihood", {}, arguments, 0)
+
+
+def test_the_class_scores_and_generates_as_the_model_does(tmp_path):
+    write_run(tmp_path)
+    model, loaded = NanotrainLM(str(tmp_path), max_length=16, batch_size="3"), load_checkpoint(tmp_path)
+    pairs = [("a cat ", "sat"), ("", "b"), ("a cat", " sat")]
+    found = model.loglikelihood([request(*pair) for pair in pairs])
+    assert found[0] == found[2], "blanks at the end of a context belong to the continuation"
+    assert all(score < 0 for score, _ in found)
+    text = "a text that is longer than sixteen tokens"
+    (whole,) = model.loglikelihood_rolling([request(text)])
+    assert whole == pytest.approx(-math.log(257) * len(text), rel=0.5), "a model that was not trained knows nothing"
+    (made,) = model.generate_until([request("ab", {"until": [], "max_gen_toks": 5})])
+    new = generate(loaded.model, loaded.tokenizer.encode("ab"), num_tokens=5, sampling=Sampling(temperature=0.0))
+    assert made == loaded.tokenizer.decode(new)
+    (cut,) = model.generate_until([request("ab", {"until": [made[1]], "max_gen_toks": 5, "do_sample": False})])
+    assert cut == made[: made.index(made[1])]
+
+
+def test_a_local_task_runs_from_the_command_line(tmp_path, capsys, monkeypatch):
+    for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    write_run(tmp_path / "run")
+    file = tmp_path / "questions.jsonl"
+    file.write_text("\n".join(map(json.dumps, QUESTIONS)))
+    for name, kind, more in (("pick", "multiple_choice", CHOICES), ("read", "loglikelihood_rolling", TEXTS)):
+        (tmp_path / f"{name}.yaml").write_text(TASK.format(name=name, file=file, kind=kind, more=more))
+    line = ["evaluate", str(tmp_path / "run"), "--tasks", "pick,read", "--include-path", str(tmp_path), "--json"]
+    assert main(line) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    model = NanotrainLM(str(tmp_path / "run"))
+    scores = [
+        [model.loglikelihood([request(each["question"], choice)])[0][0] for choice in each["choices"]]
+        for each in QUESTIONS
+    ]
+    right = [row.index(max(row)) == each["answer"] for row, each in zip(scores, QUESTIONS, strict=True)]
+    assert found["pick"]["acc,none"] == sum(right) / len(right)
+    texts = [each["question"] for each in QUESTIONS]
+    words = sum(len(text.split()) for text in texts)
+    total = sum(model.loglikelihood_rolling([request(text)])[0] for text in texts)
+    assert found["read"]["word_perplexity,none"] == pytest.approx(math.exp(-total / words), rel=1e-6)
