@@ -20,6 +20,7 @@ from nanotrain.config.derive import has_dropout
 from nanotrain.model.context import BatchContext
 from nanotrain.model.mtp import take_loss_sums
 from nanotrain.model.router_stats import RouterMetrics
+from nanotrain.optim.distributed import Update
 from nanotrain.optim.group_norms import GroupNorms
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.pp.executor import run_schedule
@@ -130,12 +131,8 @@ def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepO
     # One all-reduce sums loss and norm, before the all-gathers of parameters are queued behind it.
     sums = torch.cat([loss_sum.double()[None], _mtp_loss_sums(run)])
     update = run.optimizer.step(lr, decoupled_lr=decoupled_lr, sums=_once_per_tp_group(sums, run.context))
-    if run.config.optim.qk_clip:
-        clip_query_key(run, skipped=update.skipped)
-    run.optimizer.average.update(update.skipped)
+    _change_params(run, update)
     measured = [] if norms is None or before is None else [norms.finish(before, loss_scale=scale)]
-    if run.config.precision.fp8_format is not None:
-        finish_fp8_step(run.stages, run.context)  # the gathers quantize with the scales of the next step
     for dp in run.data_parallel:
         dp.start_param_gather()
 
@@ -154,6 +151,15 @@ def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepO
         num_mtp_tokens=batch.num_mtp_tokens,
         norms=norms,
     )
+
+
+def _change_params(run: Run, update: Update) -> None:
+    """What follows the update rule, before the parameters are gathered."""
+    if run.config.optim.qk_clip:
+        clip_query_key(run, skipped=update.skipped)
+    run.optimizer.average.update(update.skipped)
+    if run.config.precision.fp8_format is not None:
+        finish_fp8_step(run.stages, run.context)  # the gathers quantize with the scales of the next step
 
 
 def _contexts(run: Run, batch: GlobalBatch, *, aux_loss_scale: float | Tensor) -> list[BatchContext]:
