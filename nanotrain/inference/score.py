@@ -51,7 +51,7 @@ def log_likelihoods(
         rows = [[*requests[index][0], *requests[index][1]][-(limit + 1) :] for index in chosen]
         logits = _logits(stage, [row[:-1] for row in rows])
         for index, row, of_row in zip(chosen, rows, logits, strict=True):
-            found[index] = _score(of_row[: len(row) - 1], row, len(requests[index][1]))
+            found[index] = _score(of_row[: len(row) - 1], row, num_scored=len(requests[index][1]))
     return [found[index] for index in range(len(requests))]
 
 
@@ -74,7 +74,7 @@ def _logits(stage: Stage, rows: Sequence[Sequence[int]]) -> Tensor:
     return stage.logits(torch.tensor(padded, device=device)).float()
 
 
-def _score(logits: Tensor, row: Sequence[int], num_scored: int) -> Scored:
+def _score(logits: Tensor, row: Sequence[int], *, num_scored: int) -> Scored:
     """The last `num_scored` tokens of a row from the logits [len(row) - 1, V]; fewer where the row was cut."""
     num_scored = min(num_scored, len(row) - 1)
     if num_scored == 0:

@@ -102,11 +102,11 @@ def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepO
         PassStopped: a rank received a signal between microbatches. Weights and counters are those before the step, on
             every rank; the statistics of the step are not reset, as the run ends.
     """
-    lr = run.lr_schedule.lr_at(run.state.consumed_samples)
-    decoupled_lr = run.lr_schedule.decoupled_lr_at(run.state.consumed_samples)
+    consumed, norms = run.state.consumed_samples, run.group_norms if is_logged else None
+    lr, decoupled_lr = run.lr_schedule.lr_at(consumed), run.lr_schedule.decoupled_lr_at(consumed)
     num_tokens, scale = max(batch.num_target_tokens, 1), run.optimizer.loss_scale.scale
     loss_scale = scale * run.plan.num_averaged_ranks
-    num_samples = run.plan.sampler.size_at(run.state.consumed_samples)
+    num_samples = run.plan.sampler.size_at(consumed)
     microbatches = _contexts(run, batch, aux_loss_scale=loss_scale / num_samples)
 
     for dp in run.data_parallel:
@@ -126,7 +126,6 @@ def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepO
     for dp in run.data_parallel:
         dp.finish_grad_reduce()
     finalize_grads(run.data_parallel, run.context)
-    norms = run.group_norms if is_logged else None
     before = None if norms is None else norms.start()
     # One all-reduce sums loss and norm, before the all-gathers of parameters are queued behind it.
     sums = torch.cat([loss_sum.double()[None], _mtp_loss_sums(run)])
@@ -138,8 +137,8 @@ def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepO
 
     router_sums = run.routers.balance()
     loss, mtp_losses = update.sums[:1], update.sums[1:]
-    numbers = [loss, update.grad_norm[None], update.skipped[None], torch.full_like(loss, 1.0) * scale, mtp_losses]
-    numbers += measured
+    numbers = [loss, update.grad_norm[None], update.skipped[None], torch.full_like(loss, 1.0) * scale]
+    numbers += [mtp_losses, *measured]
     run.state.advance(samples=num_samples, tokens=batch.num_target_tokens)
     return StepOutput(
         HostCopy(torch.cat(numbers if router_sums is None else [*numbers, router_sums])),
