@@ -8,13 +8,14 @@
     _gather_replies       wait for all ranks, kill those that hang, report the first failure
     _run_rank             the rank's side
 
-Processes are forked from a server that has imported torch but not used it, so four ranks cost 0.2 s. Their rendezvous
-is a file, so no port is needed. Each has one OpenMP thread (forked children with more hang). With `threads=True` all
-ranks are threads of one such process (thread_world.py).
+All ranks are threads of one process (thread_world.py), or with `threads=False` processes over gloo. Processes are
+forked from a server that has imported torch but not used it, so four ranks cost 0.2 s. Their rendezvous is a file, so
+no port is needed. Each has one OpenMP thread (forked children with more hang).
 """
 
 import faulthandler
 import functools
+import gc
 import importlib.util
 import inspect
 import multiprocessing
@@ -49,7 +50,16 @@ SHORT_NAMES = {
     "strategy": "data_parallel_sharding_strategy",
 }
 PRELOADED = [
-    *("torch", "torch.distributed", "pytest", "hypothesis", "numpy", "nanotrain.train.launch", "tests.harness"),
+    *(
+        "torch",
+        "torch.distributed",
+        "pytest",
+        "hypothesis",
+        "numpy",
+        "nanotrain.train.launch",
+        "nanotrain.config.compose",
+        "tests.harness",
+    ),
     *("tests.laws.worlds", "tests.laws.command_line"),  # most worlds are theirs
     "torch._dynamo",  # torch's optimizers import it when the first one is created: 1 to 5 s on every rank
 ]
@@ -59,7 +69,7 @@ _SECOND_FAILURE_S = 0.5  # how long to wait for further failures after the first
 
 
 def ranks(
-    num_ranks: int, *, timeout_s: float = _DEFAULT_TIMEOUT_S, threads: bool = False, **parallel_options: Any
+    num_ranks: int, *, timeout_s: float = _DEFAULT_TIMEOUT_S, threads: bool = True, **parallel_options: Any
 ) -> Callable[..., Any]:
     """Run the decorated test on `num_ranks` ranks; its first argument is that rank's `ParallelContext`.
 
@@ -90,7 +100,7 @@ def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     timeout_s: float = _DEFAULT_TIMEOUT_S,
-    threads: bool = False,
+    threads: bool = True,
     **parallel_options: Any,
 ) -> list[Any]:
     """Call `function(ctx, *args)` on every rank of a new world.
@@ -100,8 +110,8 @@ def run_ranks(
         function: a module-level function; results and arguments must be picklable.
         args: the same for every rank.
         timeout_s: ranks that have not finished by then are killed and reported.
-        threads: ranks are threads of one process (tests/thread_world.py) instead of processes over gloo: several
-            times cheaper, and the same arithmetic; for laws of values, not of processes, signals or gloo itself.
+        threads: ranks are threads of one process (tests/thread_world.py): several times cheaper than processes over
+            gloo, and the same arithmetic. False for what concerns processes, signals or gloo itself.
         parallel_options: as for `ranks`.
 
     Returns:
@@ -238,6 +248,8 @@ def _fail_with(failed: list[int], replies: dict[int, Reply], world: _World) -> N
     coords = f" ({cause.coords})" if cause.coords else ""
     others = ", ".join(str(rank) for rank in sorted(failed) if rank != first)
     and_others = f"\nalso failed: rank {others}" if others else ""
+    if cause.kind == "peer_failure":  # none says why: the cause may be any of them
+        and_others = "".join(f"\nrank {rank}: {replies[rank].text}" for rank in failed if rank != first)
     pytest.fail(f"rank {first}{coords} of {world.size}: {cause.text}{and_others}", pytrace=False)
 
 
@@ -260,6 +272,9 @@ def _run_ranks_in_threads(world: _World, payload: bytes, pipe: Connection) -> No
     """Run all ranks in this process, send their replies and exit."""
     from tests.thread_world import run_in_threads
 
+    # Threads that hand the interpreter to one another from core to core spend half of their time in the kernel.
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[_worker_number() % len(cores)]})
     _load(world.module, world.file)  # once, before the threads ask for it
 
     def run(rank: int) -> tuple[Reply, bool]:
@@ -269,7 +284,13 @@ def _run_ranks_in_threads(world: _World, payload: bytes, pipe: Connection) -> No
     _send_and_exit(world, 0, lambda: run_in_threads(world.size, run), pipe)
 
 
+def _worker_number() -> int:
+    """This pytest worker's number, 0 without xdist."""
+    return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+
+
 def _send_and_exit(world: _World, rank: int, run: Callable[[], list[Reply]], pipe: Connection) -> None:
+    gc.freeze()  # the trainer collects garbage at its start; a walk over what the server imported takes 0.2 s
     with world.stack_file(rank).open("w") as stack_file:
         faulthandler.dump_traceback_later(max(0.1, world.timeout_s - 0.3), file=stack_file)
         pipe.send_bytes(pickle.dumps(run()))

@@ -5,6 +5,7 @@ Hydra composes the files. Settings of the command line are merged here, which ke
 """
 
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from nanotrain.config.schema import KEYS, SECTIONS, flatten, nest, to_dict
 from nanotrain.config.suggest import by_meaning, did_you_mean, nearest_choice
 from nanotrain.config.yaml_file import check_yaml
 from nanotrain.errors import ConfigError, ErrorCollector
+
+_HYDRA = threading.RLock()  # Hydra is one per process: threads compose one after the other
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ def to_plain(composed: Any, *, resolve: bool = False) -> dict[str, Any]:
 def hydra_at(folder: Path) -> Iterator[None]:
     """Hydra initialized with a folder; its errors become ConfigErrors with their innermost cause."""
     try:
-        with initialize_config_dir(str(folder), version_base="1.3"):
+        with _HYDRA, initialize_config_dir(str(folder), version_base="1.3"):
             yield
     except RecursionError:
         why = "a defaults list includes its own file, or files include each other"

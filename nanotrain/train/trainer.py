@@ -271,8 +271,8 @@ class Trainer:
         """SIGTERM or SIGINT ends the run, a second SIGINT (Ctrl-C) at once; SIGUSR1 saves.
 
         A second SIGTERM is ignored: schedulers send one to every process, and torchrun sends another to its ranks.
+        A thread other than the main one cannot handle signals, so there they do what they did before.
         """
-        # Only the main thread may set handlers; in another one, signals are those of the program around it.
         in_main = threading.current_thread() is threading.main_thread()
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) if in_main else ()
         before = {number: signal.getsignal(number) or signal.SIG_DFL for number in numbers}

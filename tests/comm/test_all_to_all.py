@@ -35,10 +35,10 @@ def send_both_ways(ctx, dtype):
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_every_row_reaches_its_rank(size, dtype):
-    run_ranks(size, send_both_ways, dtype)
+    run_ranks(size, send_both_ways, dtype, threads=False)
 
 
-@ranks(4)
+@ranks(4, threads=False)
 def test_the_gradient_of_a_row_returns_to_its_source(ctx):
     group, rank = ctx.group("world"), ctx.rank
     send, receive = COUNTS[rank], [row[rank] for row in COUNTS]
@@ -61,7 +61,7 @@ def test_in_a_group_of_one_the_output_is_the_input():
     assert single.traffic.calls() == 0
 
 
-@ranks(2)
+@ranks(2, threads=False)
 def test_wrong_split_sizes_raise_before_anything_is_sent(ctx):
     group, x = ctx.group("world"), torch.ones(3, 2)
     with pytest.raises(AssertionError, match="wrong rank"):

@@ -24,21 +24,21 @@ from tests.harness import ranks
 
 
 @pytest.mark.parametrize(("op", "expected"), [("sum", 10.0), ("max", 4.0), ("min", 1.0)])
-@ranks(4)
+@ranks(4, threads=False)
 def test_all_reduce_is_in_place(ctx, op, expected):
     tensor = torch.full((3, 2), float(ctx.rank + 1))
     all_reduce(tensor, ctx.group("world"), op=op)
     assert torch.equal(tensor, torch.full((3, 2), expected))
 
 
-@ranks(4, tp=2)
+@ranks(4, threads=False, tp=2)
 def test_a_collective_stays_inside_its_group(ctx):
     tensor = torch.tensor([float(10**ctx.rank)])
     all_reduce(tensor, ctx.group("dp"))
     assert tensor.item() == (101.0 if ctx.rank in (0, 2) else 1010.0)
 
 
-@ranks(3)
+@ranks(3, threads=False)
 def test_host_numbers_and_objects_are_communicated(ctx):
     world = ctx.group("world")
     assert all_reduce_scalars([1, 0.1 * ctx.rank], world) == pytest.approx([3.0, 0.3], rel=1e-15)
@@ -62,7 +62,7 @@ def test_in_a_group_of_one_the_output_is_the_input_and_nothing_is_counted():
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-@ranks(4, tp=2)
+@ranks(4, threads=False, tp=2)
 def test_collectives_along_a_dim_concatenate_and_split_it(ctx, dim):
     group = ctx.group("tp")
     full = torch.arange(4 * 6 * 2.0).view(4, 6, 2).transpose(0, 1)
@@ -86,7 +86,7 @@ def test_a_group_of_one_in_place_copies_nothing(start):
     assert torch.equal(tensor, torch.arange(4.0))
 
 
-@ranks(2)
+@ranks(2, threads=False)
 def test_wrong_slices_raise_before_anything_is_sent(ctx):
     with pytest.raises(AssertionError, match="would be read as"):
         start_reduce_scatter_into(torch.empty(2), torch.empty(4, dtype=torch.bfloat16), group=ctx.group("world"))
@@ -99,7 +99,7 @@ def test_wrong_slices_raise_before_anything_is_sent(ctx):
     assert ctx.traffic.calls() == 0
 
 
-@ranks(4)
+@ranks(4, threads=False)
 def test_traffic_counts_the_textbook_bytes(ctx):
     world, full, slice_ = ctx.group("world"), torch.zeros(400), torch.zeros(100)
     start_reduce_scatter_into(slice_, full, group=world).wait()
@@ -120,7 +120,7 @@ def written_bytes() -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("wchar:")), -1)
 
 
-@ranks(4)
+@ranks(4, threads=False)
 def test_traffic_agrees_with_the_bytes_written_to_sockets(ctx):
     if written_bytes() < 0:
         pytest.skip("this system does not count them")
@@ -139,7 +139,7 @@ def test_traffic_agrees_with_the_bytes_written_to_sockets(ctx):
         assert written == pytest.approx(counted, rel=0.005), f"{op}: {written} bytes written, {counted} counted"
 
 
-@ranks(2)
+@ranks(2, threads=False)
 def test_no_collective_warns_of_a_deprecated_name(ctx):
     world, full, slice_ = ctx.group("world"), torch.zeros(4), torch.zeros(2)
     with warnings.catch_warnings():

@@ -48,7 +48,7 @@ def scatter_into_the_local_slice(ctx, dtype):
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reduce_scatter_is_the_sum_in_rank_order_rounded_once(scatter, size, dtype):
-    run_ranks(size, scatter, dtype)
+    run_ranks(size, scatter, dtype, threads=False)
 
 
 def reduce_many_at_once(ctx):
@@ -72,7 +72,7 @@ def reduce_many_at_once(ctx):
 
 
 def test_reductions_in_flight_together_do_not_mix_and_may_be_waited_for_in_any_order():
-    run_ranks(4, reduce_many_at_once)
+    run_ranks(4, reduce_many_at_once, threads=False)
 
 
 def gather_both_ways(ctx, dtype):
@@ -92,4 +92,4 @@ def gather_both_ways(ctx, dtype):
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
 def test_all_gather_collects_in_group_order(size, dtype):
-    run_ranks(size, gather_both_ways, dtype)
+    run_ranks(size, gather_both_ways, dtype, threads=False)

@@ -56,7 +56,7 @@ def test_a_record_continues_in_other_memory():
     assert read_record(record).step == 9 and read_record(record).is_alarmed
 
 
-@ranks(2, tp=2)
+@ranks(2, threads=False, tp=2)
 def test_every_collective_of_a_rank_is_in_its_heartbeat(ctx):
     group, tensor = ctx.group("tp"), torch.ones(3)
     all_reduce(tensor, group)

@@ -40,7 +40,7 @@ def no_torchrun(monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
-@ranks(8, tp=2, pp=2, strategy="optim")
+@ranks(8, threads=False, tp=2, pp=2, strategy="optim")
 def test_groups_are_those_of_the_topology(ctx, strategy):
     for name in GROUP_NAMES:
         group = ctx.group(name)
@@ -53,14 +53,14 @@ def test_groups_are_those_of_the_topology(ctx, strategy):
     assert ctx.coords_text == f"pp{ctx.rank // 4} dp{ctx.rank // 2 % 2} tp{ctx.rank % 2}"
 
 
-@ranks(3, pp=3)
+@ranks(3, threads=False, pp=3)
 def test_a_middle_stage_is_in_no_embed_group(ctx):
     assert ("embed" in ctx.groups) == (ctx.rank != 1)
     if ctx.rank != 1:
         assert all_reduce_scalars([1.0], ctx.group("embed")) == [2.0]
 
 
-@ranks(4, tp=2)
+@ranks(4, threads=False, tp=2)
 def test_names_of_the_same_ranks_share_one_process_group(ctx):
     distinct = {group.ranks for group in ctx.groups.values() if group.size > 1}
     handles = {id(group.process_group) for group in ctx.groups.values() if group.size > 1}

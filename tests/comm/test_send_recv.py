@@ -10,7 +10,7 @@ from tests.harness import ranks
 LARGE = 1 << 20  # elements; more than any buffer of a backend takes without a receiver
 
 
-@ranks(2, pp=2)
+@ranks(2, threads=False, pp=2)
 def test_two_ranks_send_to_each_other_at_once(ctx):
     group, other = ctx.group("pp"), 1 - ctx.rank
     buffers = torch.empty(LARGE)
@@ -24,7 +24,7 @@ def test_two_ranks_send_to_each_other_at_once(ctx):
     assert torch.equal(buffers, torch.full((LARGE,), float(other)))
 
 
-@ranks(2, pp=2)
+@ranks(2, threads=False, pp=2)
 def test_messages_of_a_pair_arrive_in_the_order_in_which_they_were_sent(ctx):
     group, other = ctx.group("pp"), 1 - ctx.rank
     if ctx.rank == 0:
@@ -40,7 +40,7 @@ def test_messages_of_a_pair_arrive_in_the_order_in_which_they_were_sent(ctx):
     assert [tensor.item() for tensor in buffers] == list(range(20))
 
 
-@ranks(4, pp=4)
+@ranks(4, threads=False, pp=4)
 def test_a_batch_has_several_peers(ctx):
     # given: a ring in which each rank sends to both neighbours
     group, size = ctx.group("pp"), 4
@@ -62,7 +62,7 @@ def test_a_batch_has_several_peers(ctx):
     assert ctx.traffic.bytes("pp", "p2p") == 12 and ctx.traffic.calls("pp", "p2p") == 2
 
 
-@ranks(3, pp=3)
+@ranks(3, threads=False, pp=3)
 def test_a_receive_completes_before_the_sends_of_its_batch(ctx):
     # given: rank 2 receives from rank 0 only after rank 0 has replied to rank 1; gloo waits one by one
     group, large, small = ctx.group("pp"), torch.zeros(LARGE), torch.ones(1)
@@ -93,7 +93,7 @@ def test_a_message_to_the_same_rank_or_with_strides_raises():
         start_send_recv([Message(torch.ones(2, 2).T, 1)], [], group=Group.single_rank("pp"))
 
 
-@ranks(3)
+@ranks(3, threads=False)
 def test_a_ring_receives_from_the_previous_rank_and_counts_sent_bytes(ctx):
     world = ctx.group("world")
     tensors = (torch.full((2, 3), float(ctx.rank)), torch.full((4,), ctx.rank, dtype=torch.int64))
@@ -104,13 +104,13 @@ def test_a_ring_receives_from_the_previous_rank_and_counts_sent_bytes(ctx):
     assert ctx.traffic.bytes("world", "p2p") == 24 + 32
 
 
-@ranks(4, tp=2)
+@ranks(4, threads=False, tp=2)
 def test_a_ring_stays_inside_its_group_also_of_two(ctx):
     (received,) = start_ring_send_recv([torch.tensor([ctx.rank])], ctx.group("dp")).wait()
     assert received.item() == (ctx.rank + 2) % 4
 
 
-@ranks(2)
+@ranks(2, threads=False)
 def test_ring_messages_in_flight_together_arrive_in_order(ctx):
     first, second = (start_ring_send_recv([torch.tensor([10 * n + ctx.rank])], ctx.group("world")) for n in (1, 2))
     assert second.wait()[0].item() == 20 + 1 - ctx.rank

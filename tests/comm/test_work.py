@@ -19,7 +19,7 @@ from nanotrain.errors import EnvironmentFault
 from tests.harness import ranks, run_ranks
 
 
-@ranks(2)
+@ranks(2, threads=False)
 def test_a_second_wait_does_nothing(ctx):
     tensor = torch.ones(3)
     work = start_all_reduce(tensor, ctx.group("world"))
@@ -71,7 +71,7 @@ def lose_a_rank(ctx, op):
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
 def test_a_lost_rank_raises_at_once_with_group_and_rank(op):
     with pytest.raises(pytest.fail.Exception, match="rank [23] of 4: exited with code 3 and sent no reply"):
-        run_ranks(4, lose_a_rank, op, tp=2)
+        run_ranks(4, lose_a_rank, op, tp=2, threads=False)
 
 
 def start_late(ctx, op):
@@ -89,6 +89,6 @@ def start_late(ctx, op):
 
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
 def test_a_late_rank_raises_after_the_timeout(op):
-    message = run_ranks(2, start_late, op)[0]
+    message = run_ranks(2, start_late, op, threads=False)[0]
     assert re.search(rf"{op} #1 of [0-9]+ bytes over group control \(ranks 0, 1\) failed on rank 0 \(dp0\)", message)
     assert "--distributed-timeout-minutes" in message

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 from nanotrain.checkpoint.read import read_global_tensors
 from nanotrain.checkpoint.store import find_checkpoint, read_manifest
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.load import load
+from nanotrain.config.load import Loaded, load
 from nanotrain.config.validate import validate_for_world
 from nanotrain.train.inputs import open_inputs
 from nanotrain.train.launch import run_training
@@ -31,6 +32,8 @@ from nanotrain.train.plans.plan import plan_run
 from tests.harness import ROOT
 from tests.laws.megatron_file import write_tokens
 
+_LOADED: dict[tuple[int, tuple[str, ...]], Loaded] = {}
+_LOADING = threading.Lock()
 VOCAB_SIZE, SEQ_LENGTH, GLOBAL_BATCH = 100, 16, 12
 NUM_TOKENS = 1500  # 93 samples, so ten steps of twelve reach the second epoch
 SIZES = f"""--num-layers 2 --hidden-size 24 --num-attention-heads 2 --num-query-groups 1 --ddp-bucket-size 3000
@@ -94,12 +97,20 @@ def run_command_lines(ctx: ParallelContext, *lines: Sequence[str]) -> None:
     """Run command lines one after the other on this rank."""
     world_size = ctx.topology.world_size
     with contextlib.redirect_stdout(io.StringIO()):
-        for line in lines:
-            loaded = load([*line, "--num-workers", "0"])  # the harness's ranks may have no children
+        for number, line in enumerate(lines):
+            loaded = _load_once(number, (*line, "--num-workers", "0"))  # the harness's ranks may have no children
             validate_for_world(loaded.config, world_size)
             config, inputs = open_inputs(loaded)
             plan = plan_run(config, world_size, rank=ctx.rank)
             run_training(plan, inputs, context=ParallelContext.attach(plan.topology))
+
+
+def _load_once(number: int, line: tuple[str, ...]) -> Loaded:
+    """What the ranks of a process load for their `number`-th line: ranks that are threads load it together."""
+    with _LOADING:
+        if (number, line) not in _LOADED:
+            _LOADED[number, line] = load(line)
+        return _LOADED[number, line]
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:

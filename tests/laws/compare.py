@@ -39,7 +39,7 @@ def assert_row_trains_as_one_rank(
     case = Case(STEPS).but(
         train={"micro_batch_size": 2}, optim=OPTIM, parallel=parallel, model=models[model], data=data or {}
     )
-    outcomes = run_ranks(num_ranks, train_here, case, threads=True, **sizes)
+    outcomes = run_ranks(num_ranks, train_here, case, **sizes)
     assert_alike(
         outcomes,
         _single_rank(json.dumps((models[model], data or {}))),

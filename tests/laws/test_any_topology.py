@@ -122,7 +122,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
     checkpoints = {}
     for name, (ranks, sizes, _) in TOPOLOGIES.items():
         folder = tmp_path_factory.mktemp("saved")
-        results = run_ranks(ranks, save, case_of(name), folder, threads=True, **sizes)
+        results = run_ranks(ranks, save, case_of(name), folder, **sizes)
         checkpoints[name] = Saved(folder, global_tensors(state for state, _ in results), results[0][1])
         assert not any(tensor.isnan().any() for tensor in checkpoints[name].tensors.values())
     return checkpoints
@@ -132,7 +132,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
 def test_any_topology_loads_what_any_other_saved(saved: dict[str, Saved], topology: str) -> None:
     ranks, sizes, _ = TOPOLOGIES[topology]
     folders = [one.folder for one in saved.values()]
-    by_rank = run_ranks(ranks, load, case_of(topology), folders, threads=True, timeout_s=180, **sizes)
+    by_rank = run_ranks(ranks, load, case_of(topology), folders, timeout_s=180, **sizes)
     for (writer, checkpoint), results in zip(saved.items(), zip(*by_rank, strict=True), strict=True):
         tensors, losses = global_tensors(state for state, _ in results), results[0][1]
         assert tensors.keys() == checkpoint.tensors.keys()

@@ -296,7 +296,7 @@ def test_all_ranks_together_warn_once_of_a_checkpoint_they_pass_over(run_dir: Pa
     assert "step 5/5" in ended.output
 
 
-@ranks(2)
+@ranks(2, threads=False)
 def test_ranks_that_would_start_from_different_checkpoints_say_so(ctx: ParallelContext, run_dir: Path) -> None:
     if ctx.rank == 1:  # a machine that does not see the folder of the others
         run_dir = run_dir.with_name("elsewhere")
@@ -306,7 +306,7 @@ def test_ranks_that_would_start_from_different_checkpoints_say_so(ctx: ParallelC
         require_same_start(plan_run(config, 2, rank=ctx.rank), inputs, context=ctx)
 
 
-@ranks(2)
+@ranks(2, threads=False)
 def test_a_rank_that_reads_no_manifest_starts_from_the_checkpoint_of_the_first(
     ctx: ParallelContext, run_dir: Path
 ) -> None:

@@ -45,5 +45,5 @@ def test_load_balancing_losses_are_those_of_one_rank(
     single = run_ranks(1, train_here, case)
     parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | options
     case = case.but(train={"micro_batch_size": micro_batch}, parallel=parallel)
-    outcomes = run_ranks(num_ranks, train_here, case, threads=True, **sizes)
+    outcomes = run_ranks(num_ranks, train_here, case, **sizes)
     assert_alike(outcomes, single, row=f"{losses} {sizes}", lr=OPTIM["lr"])

@@ -204,7 +204,7 @@ def test_a_layout_trains_as_one_rank_does(layout: Layout) -> None:
         parallel=parallel,
         model=shape_of(layout.model, layout.num_layers),
     )
-    outcomes = run_ranks(layout.ranks, train_here, case, threads=True, **short)
+    outcomes = run_ranks(layout.ranks, train_here, case, **short)
     assert_alike(outcomes, single_rank(layout.model, layout.num_layers), row=str(layout), lr=OPTIM["lr"])
 
 
@@ -225,7 +225,7 @@ def test_overlap_changes_no_bit_in_a_product_of_axes(strategy: str, axis: str) -
     sizes = {"tp": 2, axis: 2, "etp": 1, "ep": 2, "strategy": strategy}
     parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | SP
     plain = Case(2).but(train={"micro_batch_size": 1}, parallel=parallel, model=shape_of("experts", 2))
-    outcomes = [run_ranks(8, train_here, case, threads=True, **sizes) for case in (plain, plain.but(parallel=OVERLAP))]
+    outcomes = [run_ranks(8, train_here, case, **sizes) for case in (plain, plain.but(parallel=OVERLAP))]
     assert outcomes[0][0].losses == outcomes[1][0].losses
     for one, other in zip(*outcomes, strict=True):
         assert all(torch.equal(one.weights[box], other.weights[box]) for box in one.weights)

@@ -112,9 +112,7 @@ def on_one_rank(recipe: str, model: str) -> Trained:
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_layout_has_the_scales_of_one_rank(row: Row) -> None:
     expected = on_one_rank(row.recipe, row.model)
-    replies = run_ranks(
-        row.ranks, train_fp8, case_of(row), threads=True, strategy=row.strategy, **row.sizes, **row.options
-    )
+    replies = run_ranks(row.ranks, train_fp8, case_of(row), strategy=row.strategy, **row.sizes, **row.options)
     for found in replies:
         assert found.losses == replies[0].losses and found.grad_norms == replies[0].grad_norms
     first = replies[0]

@@ -19,7 +19,7 @@ def test_initial_weights_do_not_depend_on_data_parallelism() -> None:
     single = run_ranks(1, initial_weights, Case())[0]
     for dp, strategy in ((2, "optim"), (3, "optim_grads"), (4, "no_shard"), (2, "optim_grads_params")):
         case = Case().but(parallel={"data_parallel_sharding_strategy": strategy, "ddp_bucket_size": 1000 * dp})
-        for values in run_ranks(dp, initial_weights, case, threads=True, strategy=strategy):
+        for values in run_ranks(dp, initial_weights, case, strategy=strategy):
             assert values.keys() == single.keys()
             assert all(torch.equal(values[name], single[name]) for name in single)
 
@@ -44,6 +44,6 @@ def test_initial_weights_of_every_axis_are_shards_of_the_same_tensors(
     parallel = {SHORT_NAMES[name]: size for name, size in sizes.items()} | options
     single = assemble(run_ranks(1, train_here, Case(steps=0).but(model=model)))
     spread = Case(steps=0).but(model=model, parallel=parallel, train={"micro_batch_size": 1})
-    values = assemble(run_ranks(ranks, train_here, spread, threads=True, **sizes))
+    values = assemble(run_ranks(ranks, train_here, spread, **sizes))
     assert values.keys() == single.keys()
     assert all(torch.equal(values[name], single[name]) for name in single)

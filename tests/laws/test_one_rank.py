@@ -23,7 +23,7 @@ def one_rank() -> list[Outcome]:
 @pytest.mark.parametrize("dp", LAYOUTS)
 def test_every_layout_trains_as_one_rank_does(one_rank: list[Outcome], dp: int, strategy: str) -> None:
     cases = [case_of(strategy, micro_batch, overlap=on) for micro_batch in LAYOUTS[dp] for on in (False, True)]
-    by_rank = run_ranks(dp, train_cases, cases, strategy=strategy)
+    by_rank = run_ranks(dp, train_cases, cases, threads=False, strategy=strategy)
     for number, case in enumerate(cases):
         outcomes = [results[number] for results in by_rank]
         assert_alike(outcomes, one_rank, row=f"dp {dp}, {strategy}, {case.overrides}", lr=LR)
@@ -39,7 +39,7 @@ def test_sizes_without_common_divisors_train_as_one_rank_does(strategy: str) -> 
     single = Case(steps=4).but(train={"micro_batch_size": 15, "global_batch_size": 15}, model=model)
     five = single.but(train={"micro_batch_size": 1}, parallel={"data_parallel_sharding_strategy": strategy})
     reference = run_ranks(1, train_here, single)[0]
-    outcome = run_ranks(5, train_here, five, strategy=strategy)[0]
+    outcome = run_ranks(5, train_here, five, threads=False, strategy=strategy)[0]
     assert outcome.losses == pytest.approx(reference.losses, rel=1e-5)
     assert outcome.grad_norms == pytest.approx(reference.grad_norms, rel=1e-5)
 
@@ -49,7 +49,7 @@ def test_bf16_parameters_train_alike_on_two_ranks_and_one(strategy: str) -> None
     single = Case().but(train={"micro_batch_size": 6}, precision={"params_dtype": "bf16"})
     two = single.but(parallel={"data_parallel_sharding_strategy": strategy})
     reference = run_ranks(1, train_here, single)[0]
-    outcome = run_ranks(2, train_here, two, strategy=strategy)[0]
+    outcome = run_ranks(2, train_here, two, threads=False, strategy=strategy)[0]
     # Microbatches are the same, so forward and backward round alike; only the order of fp32 sums differs.
     assert outcome.losses == pytest.approx(reference.losses, rel=1e-3)
     assert outcome.grad_norms == pytest.approx(reference.grad_norms, rel=1e-2)

@@ -62,5 +62,5 @@ def test_pretrained_experts_train_alike_in_every_layout(family: str, tmp_path: P
     for ranks, sizes, options in LAYOUTS:
         parallel = {SHORT_NAMES[name]: size for name, size in sizes.items()} | options
         spread = case.but(train={"micro_batch_size": 2}, parallel=parallel)
-        for outcome in run_ranks(ranks, train_here, spread, threads=True, **sizes):
+        for outcome in run_ranks(ranks, train_here, spread, **sizes):
             assert outcome.losses == pytest.approx(single.losses, rel=1e-5), f"{family} {sizes}"

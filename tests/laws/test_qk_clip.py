@@ -44,5 +44,5 @@ def single_rank(model: str) -> list[Outcome]:
 def test_heads_are_clipped_as_on_one_rank(model: str, num_ranks: int, sizes: Any, options: Any) -> None:
     parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | options
     case = case_of(model, CLIP).but(parallel=parallel, train={"micro_batch_size": 3})
-    outcomes = run_ranks(num_ranks, train_here, case, threads=True, **sizes)
+    outcomes = run_ranks(num_ranks, train_here, case, **sizes)
     assert_alike(outcomes, single_rank(model), row=f"{model} {num_ranks} ranks {sizes}", lr=LR)

@@ -93,7 +93,7 @@ def test_no_start_holds_the_full_model_on_a_rank(tmp_path: Path) -> None:
         parallel={"data_parallel_sharding_strategy": STRATEGY, "ddp_bucket_size": 5000},
         train={"micro_batch_size": 1},
     )
-    for found in run_ranks(4, measure_starts, case, tmp_path / "weights", tmp_path, strategy=STRATEGY):
+    for found in run_ranks(4, measure_starts, case, tmp_path / "weights", tmp_path, threads=False, strategy=STRATEGY):
         for name, sizes in found.items():
             print(name, sizes)
             assert sizes["resident"] == sizes["full"], "with d = 4 the four shards are the size of one model"

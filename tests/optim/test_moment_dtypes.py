@@ -118,8 +118,8 @@ def train_sharded(ctx: ParallelContext, precision: Precision) -> dict[str, dict[
     ids=str,
 )
 def test_every_strategy_trains_alike_and_allocates_what_is_planned(precision):
-    one = run_ranks(2, train_sharded, precision, threads=True, strategy="optim")[0]
-    exact = run_ranks(2, train_sharded, Precision(precision.params), threads=True, strategy="optim")[0]
+    one = run_ranks(2, train_sharded, precision, strategy="optim")[0]
+    exact = run_ranks(2, train_sharded, Precision(precision.params), strategy="optim")[0]
     for strategy, weights in one.items():
         for name, weight in weights.items():
             # scales are per block of a shard, so shards of another size round moments otherwise

@@ -72,16 +72,14 @@ def initial_weights() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("num_ranks", "sizes"), [(1, {}), (3, {}), (4, {"instances": 2})], ids=str)
 def test_sharded_matrices_follow_torch_to_the_bit(num_ranks, sizes):
-    run_ranks(
-        num_ranks, follow_torch, CONFIG, False, "original", torch.float32, threads=True, strategy="optim", **sizes
-    )
+    run_ranks(num_ranks, follow_torch, CONFIG, False, "original", torch.float32, strategy="optim", **sizes)
 
 
 def test_nesterov_and_the_scale_of_adam_follow_torch():
     config = replace(
         CONFIG, muon_use_nesterov=True, muon_scale_mode=MuonScaleMode.spectral, muon_extra_scale_factor=0.2
     )
-    run_ranks(2, follow_torch, config, True, "match_rms_adamw", torch.float32, threads=True, strategy="optim")
+    run_ranks(2, follow_torch, config, True, "match_rms_adamw", torch.float32, strategy="optim")
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (24, 8), (8, 24)])

@@ -145,7 +145,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, lis
     results = {}
     for layout, (ranks, _) in LAYOUTS.items():
         folder = tmp_path_factory.mktemp("sharded")
-        results[layout] = folder, run_ranks(ranks, train_and_save, layout, folder, **options_of(layout))
+        results[layout] = folder, run_ranks(ranks, train_and_save, layout, folder, threads=False, **options_of(layout))
     return results
 
 
@@ -163,7 +163,9 @@ def test_a_checkpoint_loads_in_another_strategy_and_number_of_ranks(saved: Any) 
     checkpoint = folder / f"step-{STEPS:08d}"
     results = []
     for layout in ("optim", "two instances"):
-        for loaded, updated in run_ranks(LAYOUTS[layout][0], load_and_train, layout, checkpoint, **options_of(layout)):
+        for loaded, updated in run_ranks(
+            LAYOUTS[layout][0], load_and_train, layout, checkpoint, threads=False, **options_of(layout)
+        ):
             assert all(torch.equal(loaded[name], value) for name, value in by_rank[0].items())
             results.append(updated)
     # The moments were loaded too: the next step is the same everywhere.

@@ -32,7 +32,7 @@ def report_of(
     config: Config, world: int, *, work: Callable[..., Record] = record_steps, **layout: object
 ) -> ParityReport:
     (reference,) = run_ranks(1, record_steps, on_one_rank(config))
-    records = run_ranks(world, work, config, strategy="optim", **layout)
+    records = run_ranks(world, work, config, threads=False, strategy="optim", **layout)
     return compare(reference, records, config=config, tolerance=1e-5)
 
 

@@ -114,7 +114,7 @@ def test_sigusr1_saves_and_training_goes_on(tmp_path, logged):
     assert handlers() == before
 
 
-@ranks(2)
+@ranks(2, threads=False)
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(ctx, tmp_path):
     spy = Spy()
     with small_run(tmp_path, "--train-iters", "9", context=ctx) as run:

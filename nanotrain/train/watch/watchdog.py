@@ -89,7 +89,13 @@ class Watchdog:
 
     @contextmanager
     def reporting_before_sigterm(self) -> Iterator[None]:
-        """Ignore SIGTERM once a rank was lost: torchrun sends it at once, and the report takes a moment."""
+        """Ignore SIGTERM once a rank was lost: torchrun sends it at once, and the report takes a moment.
+
+        Nothing in a thread other than the main one, which cannot handle signals.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
 
         def on_signal(number: int, _frame: FrameType | None) -> None:

@@ -34,7 +34,7 @@ def test_steps_cost_the_same_and_sources_come_in_ring_order(size):
         assert costs == {8}
 
 
-@ranks(4, cp=4)
+@ranks(4, cp=4, threads=False)
 def test_every_transfer_starts_before_the_computation_that_hides_it(ctx, monkeypatch):
     events: list[str] = []
 

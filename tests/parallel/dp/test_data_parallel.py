@@ -163,7 +163,7 @@ def reductions_in_flight(parallel, stage):
     return together
 
 
-@ranks(2, strategy="optim")
+@ranks(2, strategy="optim", threads=False)
 def test_no_more_than_two_reductions_are_in_flight_on_gloo(ctx):
     for strategy, overlap in SETTINGS:
         stage = Toy()
@@ -243,7 +243,7 @@ def peak_of(ctx, strategy: str, *, overlap: bool, shapes: list[tuple[int, ...]])
     return max(peaks)
 
 
-@ranks(2, strategy="optim")
+@ranks(2, strategy="optim", threads=False)
 def test_optim_grads_never_holds_a_full_size_gradient(ctx):
     numel, num_params = 150 * 140, 8
     shapes = [(150, 140)] * num_params

@@ -78,7 +78,7 @@ def test_every_form_of_reduction_sums_over_both_groups(ctx: ParallelContext) -> 
     shards_summed_everywhere(ctx)
 
 
-@ranks(3, strategy="optim")
+@ranks(3, strategy="optim", threads=False)
 def test_a_mean_in_fp32_and_in_bf16_is_rounded_once(ctx: ParallelContext) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for by_all_to_all in (False, True):

@@ -82,7 +82,7 @@ def test_no_more_than_two_units_are_gathered(schedule: str | None, overlap: bool
     pp = 1 if schedule is None else 2
     pipeline = {"pipeline_schedule": schedule} if schedule else {}
     case = case_of(overlap=overlap, num_layers=8).but(parallel={"pipeline_model_parallel_size": pp} | pipeline)
-    for measured in run_ranks(2 * pp, gathered_bytes, case, threads=True, strategy=STRATEGY, pp=pp):
+    for measured in run_ranks(2 * pp, gathered_bytes, case, strategy=STRATEGY, pp=pp):
         assert 0 < measured["peak"] <= measured["units"]
         assert measured["params"] == measured["full"] // 2
         assert measured["peak"] + measured["params"] < measured["full"]
@@ -91,10 +91,8 @@ def test_no_more_than_two_units_are_gathered(schedule: str | None, overlap: bool
 @pytest.mark.parametrize("model", [{}, EXPERTS, {"untie_embeddings_and_output_weights": True}], ids=str)
 def test_weights_are_those_of_optim_grads_to_the_bit(model: dict[str, Any]) -> None:
     cases = [case_of(overlap=overlap, **model).but(parallel=options) for overlap, options in OPTIONS]
-    reference = run_ranks(
-        2, train_here, case_of("optim_grads", overlap=False, **model), threads=True, strategy="optim_grads"
-    )
-    for one, outcomes in zip(reference, run_ranks(2, train_cases, cases, threads=True, strategy=STRATEGY), strict=True):
+    reference = run_ranks(2, train_here, case_of("optim_grads", overlap=False, **model), strategy="optim_grads")
+    for one, outcomes in zip(reference, run_ranks(2, train_cases, cases, strategy=STRATEGY), strict=True):
         for case, two in zip(cases, outcomes, strict=True):
             assert one.losses == two.losses, case
             assert all(torch.equal(one.weights[box], two.weights[box]) for box in one.weights), case
@@ -105,10 +103,8 @@ def test_units_are_gathered_again_where_a_backward_recomputes_several_layers() -
     model = {"num_layers": 6}
     chunks = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 3}
     cases = [case_of(overlap=on, **model).but(parallel=options, memory=chunks) for on, options in OPTIONS]
-    reference = run_ranks(
-        2, train_here, case_of("optim_grads", overlap=False, **model), threads=True, strategy="optim_grads"
-    )
-    for one, outcomes in zip(reference, run_ranks(2, train_cases, cases, threads=True, strategy=STRATEGY), strict=True):
+    reference = run_ranks(2, train_here, case_of("optim_grads", overlap=False, **model), strategy="optim_grads")
+    for one, outcomes in zip(reference, run_ranks(2, train_cases, cases, strategy=STRATEGY), strict=True):
         for case, two in zip(cases, outcomes, strict=True):
             assert all(torch.equal(one.weights[box], two.weights[box]) for box in one.weights), case
     for (row,) in run_ranks(2, measure_options, cases[:1], strategy=STRATEGY):

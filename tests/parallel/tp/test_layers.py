@@ -47,7 +47,7 @@ def pass_and_compare(ctx: ParallelContext, sequence_parallel: bool, num_groups: 
 @pytest.mark.parametrize("num_groups", [4, 2, 1])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_outputs_and_all_gradients_equal_the_reference(tp, num_groups, sequence_parallel):
-    run_ranks(tp, pass_and_compare, sequence_parallel, num_groups, threads=True, tp=tp)
+    run_ranks(tp, pass_and_compare, sequence_parallel, num_groups, tp=tp)
 
 
 @BOTH
@@ -123,7 +123,7 @@ def embed(ctx: ParallelContext, sequence_parallel: bool, is_queued: bool) -> Non
 @pytest.mark.parametrize("is_queued", [False, True])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_the_embedding_is_bit_equal_to_the_full_table(tp, is_queued, sequence_parallel):
-    run_ranks(tp, embed, sequence_parallel, is_queued, threads=True, tp=tp)
+    run_ranks(tp, embed, sequence_parallel, is_queued, tp=tp)
 
 
 def test_on_one_rank_every_layer_is_torchs_operator_with_one_graph_node():

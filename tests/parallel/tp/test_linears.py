@@ -60,7 +60,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-@ranks(2, tp=2)
+@ranks(2, tp=2, threads=False)
 def test_every_collective_starts_before_a_product_that_overlaps_it(ctx, sequence_parallel):
     tensor_parallel = TensorParallel(ctx.group("tp"), sequence_parallel)
     weights = [nn.Parameter(torch.zeros(O, I)) for _ in range(2)]

@@ -81,7 +81,7 @@ def test_a_tracker_hears_that_the_run_failed(tmp_path, notebook):
     assert notebook[0].closed == [True]
 
 
-@ranks(2)
+@ranks(2, threads=False)
 def test_only_the_first_rank_tracks(ctx, tmp_path):
     TRACKERS["tensorboard"] = Notebook  # in this rank's process
     with small_run(tmp_path, "--train-iters", "1", "--tensorboard", context=ctx) as run:

@@ -14,7 +14,7 @@ from nanotrain.train.watch.processes import RankProcess, share_heartbeats, start
 from tests.harness import ranks
 
 
-@ranks(3)
+@ranks(3, threads=False)
 def test_every_rank_of_a_machine_reads_the_others(ctx):
     before = set(Path("/dev/shm").glob("nanotrain-heartbeats-*"))
     found, records = share_heartbeats(ctx.heartbeat, ctx.control)
@@ -28,7 +28,7 @@ def test_every_rank_of_a_machine_reads_the_others(ctx):
     assert set(Path("/dev/shm").glob("nanotrain-heartbeats-*")) <= before, "the file is unlinked"
 
 
-@ranks(2)
+@ranks(2, threads=False)
 def test_without_shared_memory_a_rank_knows_itself_only(ctx):
     processes._create = lambda num_ranks: None
     found, records = share_heartbeats(ctx.heartbeat, ctx.control)
