@@ -141,7 +141,7 @@ def wait_after_lowering(ctx, op):
 
 @pytest.mark.parametrize("op", ["messages", "collective"])
 def test_a_timeout_is_lowered_for_gloo_s_collectives_and_messages(op):
-    assert 0.1 < run_ranks(2, wait_after_lowering, op)[0] < 10
+    assert 0.1 < run_ranks(2, wait_after_lowering, op, threads=False)[0] < 10
 
 
 def test_the_timeout_of_every_group_that_communicates_is_set(monkeypatch):

@@ -105,7 +105,7 @@ def test_nccl_groups_have_streams_of_high_priority(monkeypatch):
     assert given["device_id"] is None
 
 
-@ranks(7)
+@ranks(7, threads=False)
 def test_objects_travel_along_a_tree_in_the_order_of_ranks(ctx):
     parallel_context.create_control = partial(create_control, fan_out=3)
     control = ParallelContext.attach(ctx.topology, timeout_s=20.0).control
