@@ -65,6 +65,15 @@ class Fp8Format(str, Enum):
     hybrid = "hybrid"
 
 
+class AttentionBackendFlag(str, Enum):
+    auto = "auto"
+    flash = "flash"
+    fused = "fused"
+    unfused = "unfused"
+    local = "local"
+    flex = "flex"
+
+
 class AmaxAlgo(str, Enum):
     most_recent = "most_recent"
     max = "max"
@@ -289,6 +298,7 @@ class TrainConfig:
     run_dir: str | None = option(None, "folder of the run; unset: runs/<recipe>")
     device: DeviceKind = option(DeviceKind.auto, "auto (cuda where available), cpu or cuda")
     torch_compile: bool = option(False, "compile every transformer block with torch.compile")
+    attention_backend: AttentionBackendFlag = option(AttentionBackendFlag.auto, "kernels of the core attention: auto, flash, fused, unfused, local or flex")
     log_interval: int = option(1, "steps between log lines", check=at_least(1))
     log_params_norm: bool = option(False, "log the 2-norm of all parameters")
     log_norms_by_group: bool = option(False, "log the 2-norms of gradients, updates and parameters of embedding, attention, MLP, experts, norms and head; a logged step copies the main parameters")

@@ -112,6 +112,7 @@ def train(loaded: Loaded, world_size: int) -> None:
     from nanotrain.log import get_logger, start_logging
     from nanotrain.memory.offload import require_gpu
     from nanotrain.optim import offload
+    from nanotrain.parallel.cp.backends import AttentionChoice, AttentionDevice
     from nanotrain.train.fp8 import require_fp8
     from nanotrain.train.hooks.prometheus import require_client
     from nanotrain.train.inputs import require_corpus
@@ -129,6 +130,8 @@ def train(loaded: Loaded, world_size: int) -> None:
     errors = ErrorCollector()
     with errors:
         require_fp8(config.precision, compute_capability(device))
+    with errors:
+        AttentionChoice.of(config, AttentionDevice.of(device))
     with errors:
         require_corpus(config.data)
     with errors:

@@ -11,13 +11,14 @@ from nanotrain.train.inputs import RunInputs
 from nanotrain.train.plans.plan import Plan
 
 
-def header(plan: Plan, inputs: RunInputs, *, device: str, width: int = 1000) -> str:
+def header(plan: Plan, inputs: RunInputs, *, device: str, attention: str = "", width: int = 1000) -> str:
     """The lines of the header, a label and a sentence each.
 
     Args:
         plan: of any rank.
         inputs: of the run.
         device: name of the device of this rank.
+        attention: its backends.
         width: columns; longer lines go on below their text, but no word and no command is cut.
     """
     lines = {
@@ -26,6 +27,7 @@ def header(plan: Plan, inputs: RunInputs, *, device: str, width: int = 1000) -> 
         "batch": _batch(plan),
         "layout": _layout(plan, device),
         "precision": _precision(plan),
+        "attention": attention,
         "memory": describe_activations(plan.config),
         "run folder": str(inputs.folder.path),
     }

@@ -12,6 +12,7 @@ from nanotrain.config.config import Config
 from nanotrain.config.load import to_yaml
 from nanotrain.errors import EnvironmentFault
 from nanotrain.log import get_logger
+from nanotrain.parallel.cp.backends import AttentionChoice, AttentionDevice
 from nanotrain.train.build import build_run
 from nanotrain.train.header import header
 from nanotrain.train.hooks.checkpoint import CheckpointHook
@@ -69,7 +70,9 @@ def _run(plan: Plan, inputs: RunInputs, *, context: ParallelContext, planned: Me
             secrets = [config.train.notify] if config.train.notify else []
             inputs.folder.write_description(to_yaml(config), facts, secrets=secrets)
             width = shutil.get_terminal_size().columns if sys.stderr.isatty() else MAX_WIDTH
-            log.info("%s", header(plan, inputs, device=device_name(context.device), width=max(width, MIN_WIDTH)))
+            attention = str(AttentionChoice.of(config, AttentionDevice.of(context.device)))
+            name, width = device_name(context.device), max(width, MIN_WIDTH)
+            log.info("%s", header(plan, inputs, device=name, attention=attention, width=width))
             if inputs.is_resumed:
                 log.info("resuming; --no-auto-resume starts a new run")
         if run.state.step >= config.train.train_iters:

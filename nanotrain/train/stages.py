@@ -14,6 +14,7 @@ from nanotrain.model.fp8 import fp8_options, layers_in_bf16
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.transformer import Stage
 from nanotrain.parallel.cp.attention import build_core_attention
+from nanotrain.parallel.cp.backends import AttentionChoice, AttentionDevice
 from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions
 from nanotrain.parallel.dp.reduction import ReduceGroups
 from nanotrain.parallel.pp.executor import RunnableStage
@@ -115,10 +116,11 @@ def data_parallel_options(plan: Plan, buffer: BufferPlan, *, recompute: Recomput
 def _model_parallel(config: Config, context: ParallelContext, *, wgrad_queue: WgradQueue | None) -> ModelParallel:
     """The groups that the layers of a stage communicate over."""
     parallel, sequence = config.parallel, context.group("tp_cp")
+    attention = AttentionChoice.of(config, AttentionDevice.of(context.device))
     fp8 = fp8_options(config.precision, sequence=sequence, capability=compute_capability(context.device))
     return ModelParallel(
         tp=TensorParallel(context.group("tp"), parallel.sequence_parallel, wgrad_queue, fp8),
-        core_attention=build_core_attention(parallel.cp_comm_type, context.group("cp")),
+        core_attention=build_core_attention(parallel.cp_comm_type, context.group("cp"), kernels=attention.kernels()),
         ep=context.group("ep"),
         etp=context.group("etp"),
         sequence=sequence,

@@ -36,6 +36,12 @@ def test_layout_experts_and_mixed_precision(tmp_path):
     assert lines["precision"] == "bf16, main params and optimizer in fp32"
 
 
+def test_attention_has_a_line_of_its_own(tmp_path):
+    config, inputs = open_inputs(load(arguments(tmp_path)))
+    text = header(plan_run(config, 1, rank=0), inputs, device="cpu", attention="varlen flash (bf16, documents)")
+    assert "attention   varlen flash (bf16, documents)\n" in text
+
+
 def test_recomputation_has_a_line_of_its_own(tmp_path):
     lines = lines_of(tmp_path, "--recompute-granularity", "full")
     assert lines["memory"].startswith("recompute full: uniform, groups of 1 layer (--recompute-method")

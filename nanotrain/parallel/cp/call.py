@@ -7,7 +7,7 @@ Kernels that compute it are functions of query, key and value; what a kernel nee
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -59,6 +59,11 @@ class AttentionCall:
         queries, keys = self._positions()
         tile = Tile(slice(None), slice(0, len(queries)), slice(0, len(keys)), is_masked=True)
         return TilePlan((tile,), queries, keys, self.spans.on(self.device))
+
+    @cached_property
+    def kernel_plans(self) -> dict[str, Any]:
+        """What kernels keep of this call for further layers, by their own keys."""
+        return {}
 
     def _positions(self) -> tuple[Tensor, Tensor]:
         queries, keys = (torch.arange(x.start, x.stop, device=self.device) for x in (self.queries, self.keys))

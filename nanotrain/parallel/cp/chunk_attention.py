@@ -26,6 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanotrain.comm.device import compute_capability
+
+MAX_FLASH_HEAD_DIM, FLASH_CAPABILITY = 256, (8, 0)  # of the flash operator on GPUs
 EAGER_SCORES = 2**26  # scores that are computed at once without a fused operator: 256 MiB in fp32
 
 
@@ -140,8 +143,15 @@ def chunk_backward(chunk: AttentionChunk, merged: AttentionResult, *, grad: Tens
 def _ops(chunk: AttentionChunk) -> AttentionOps:
     if chunk.softcap is not None or chunk.dropped is not None:
         return EAGER
+    if chunk.query.is_cuda and not _has_flash(chunk.query.device, max(chunk.query.shape[-1], chunk.value.shape[-1])):
+        return EAGER
     is_half = chunk.query.dtype.itemsize == 2
     return FUSED.get((chunk.query.device.type, chunk.mask is not None, is_half), EAGER)
+
+
+def _has_flash(device: torch.device, head_dim: int) -> bool:
+    """Whether the flash operator runs on a GPU."""
+    return head_dim <= MAX_FLASH_HEAD_DIM and (compute_capability(device) or (0, 0)) >= FLASH_CAPABILITY
 
 
 def _repeat_and_pad(chunk: AttentionChunk) -> AttentionChunk:

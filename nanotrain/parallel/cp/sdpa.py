@@ -9,6 +9,7 @@ SDPAttention   the core attention of a group of one rank
 B batch   S sequence   N query heads   G key/value heads (N is a multiple of G)   D, Dv head dims
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,9 @@ from nanotrain.parallel.cp.tile_attention import attend_tiles
 from nanotrain.parallel.cp.tiles import Spans
 
 
-def attend(query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+def attend(
+    query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None = None, repeats_heads: bool = False
+) -> Tensor:
     """Softmax attention with grouped queries.
 
     Args:
@@ -32,13 +35,14 @@ def attend(query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None = N
         value: [B, K, G, Dv].
         mask: [B or 1, 1, Q, K] bool, True where a query (row) may attend to a key (column); None for causal, aligned to
             the last key. Then K > Q only on CUDA, and not inside compiled code.
+        repeats_heads: repeat key/value heads, as on the CPU, where enable_gqa is 1.4 to 1.5 times slower.
 
     Returns:
         [B, Q, N, Dv].
     """
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
-    if grouped and not query.is_cuda:  # on the CPU enable_gqa is 1.4 to 1.5 times slower than repeated heads
+    if grouped and (repeats_heads or not query.is_cuda):
         repeats = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
         grouped = False
@@ -56,34 +60,64 @@ def attend(query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None = N
     return (out[..., :value_head_dim] if is_padded else out).transpose(1, 2)
 
 
+def restricted(backend: str | None) -> AbstractContextManager[None]:
+    """Let torch select one kernel of SDPA, by its name in `torch.nn.attention.SDPBackend`; None: any."""
+    if backend is None:
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    context: AbstractContextManager[None] = sdpa_kernel(getattr(SDPBackend, backend))
+    return context
+
+
 class SdpaKernel:
     """`attend` where it can compute a call, else tiles.
 
     On the CPU torch takes a dense mask for queries that are fewer than the keys.
+
+    Args:
+        backend: the kernel of SDPA on a GPU, by its name in `SDPBackend`; None where torch selects it.
+        repeats_heads: of key and value, for kernels without grouped queries.
     """
 
     takes_scores = False
+
+    def __init__(self, backend: str | None = None, *, repeats_heads: bool = False) -> None:
+        self.backend, self.repeats_heads = backend, repeats_heads
+
+    def attend(self, query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention."""
+        with restricted(self.backend if query.is_cuda else None):
+            return attend(query, key=key, value=value, repeats_heads=self.repeats_heads)
 
     def __call__(
         self, query: Tensor, *, key: Tensor, value: Tensor, call: AttentionCall, scores: ScoreOptions | None
     ) -> Tensor:
         """Attend."""
         if call.is_causal and (call.queries == call.keys or query.is_cuda):
-            return attend(query, key=key, value=value)
+            return self.attend(query, key=key, value=value)
         return TileKernel()(query, key=key, value=value, call=call, scores=scores)
 
 
 class DenseKernel:
-    """`attend` with a mask of all queries and keys, for few queries or to compare with."""
+    """`attend` with a mask of all queries and keys, for few queries or to compare with.
+
+    Args:
+        backend: the kernel of SDPA, as of `SdpaKernel`.
+    """
 
     takes_scores = True
+
+    def __init__(self, backend: str | None = None) -> None:
+        self.backend = backend
 
     def __call__(
         self, query: Tensor, *, key: Tensor, value: Tensor, call: AttentionCall, scores: ScoreOptions | None
     ) -> Tensor:
         """Attend."""
         if scores is None:
-            return attend(query, key=key, value=value, mask=call.masked_tile.mask())
+            with restricted(self.backend):
+                return attend(query, key=key, value=value, mask=call.masked_tile.mask())
         return attend_tiles(query, key=key, value=value, plan=call.masked_tile, scores=scores)
 
 
@@ -133,10 +167,11 @@ class SDPAttention:
         scores: ScoreOptions | None = None,
     ) -> Tensor:
         """`attend`, or the call."""
-        if mask is None and scores is None and observe is None:
-            return attend(query, key=key, value=value)
+        kernel = self.kernels.full
+        if mask is None and scores is None and observe is None and isinstance(kernel, SdpaKernel):
+            return kernel.attend(query, key=key, value=value)
         call = mask or AttentionCall(
-            self.kernels.full,
+            kernel,
             Spans.of(None, length=query.shape[1]),
             range(query.shape[1]),
             range(key.shape[1]),

@@ -39,6 +39,8 @@ class Spans:
     """Queries of full sequences attend to the keys from their first key up to their own position."""
 
     first_keys: np.ndarray  # [B or 1, S] int64, ascending along S; one row where it is the same for all samples
+    starts: np.ndarray | None = None  # [B or 1, S] int64, of the segments; None for first_keys
+    window: int | None = None  # keys before its own that a query attends to inside its segment; None for all of them
 
     @classmethod
     def of(cls, segment_ids: Tensor | None, *, length: int, window: int | None = None) -> "Spans":
@@ -59,12 +61,18 @@ class Spans:
             starts = np.where(ids[:, 1:] != ids[:, :-1], positions[1:], 0)
             first_keys = np.zeros(ids.shape, dtype=np.int64)
             first_keys[:, 1:] = np.maximum.accumulate(starts, axis=1)
-        return cls(first_keys if window is None else np.maximum(first_keys, positions - window))
+        starts = first_keys
+        return cls(starts if window is None else np.maximum(starts, positions - window), starts, window)
 
     def on(self, device: torch.device) -> Tensor:
         """`first_keys` as a tensor on a device; the host waits for nothing."""
-        host = torch.from_numpy(self.first_keys)
-        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+        return on_device(self.first_keys, device)
+
+
+def on_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy of what was planned on the host, for which the host does not wait."""
+    host = torch.from_numpy(np.ascontiguousarray(array))
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from nanotrain.config.config import RecomputeGranularity
 from nanotrain.config.derive import has_score_options, recomputed_modules
 from nanotrain.memory.block_transforms import recomputed_groups
+from nanotrain.parallel.cp.backends import AttentionChoice, AttentionDevice, installed_torch
 from nanotrain.parallel.tp.loss import CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.stages import StageSpec
@@ -39,6 +40,8 @@ class Activations:
 
     def __init__(self, plan: Plan, device: str) -> None:
         config, self.shape, self.device = plan.config, plan.shape, device
+        attention = AttentionChoice.of(config, AttentionDevice(device, (9, 0), installed_torch()))
+        self.attention = {False: attention.full, True: attention.window}  # by whether a layer has a window
         self.config, self.modules = config, frozenset(recomputed_modules(config.memory))
         self.tp, self.cp, self.etp = (plan.groups[axis].size for axis in ("tp", "cp", "etp"))
         self.cp_comm_type = config.parallel.cp_comm_type if self.cp > 1 else None
@@ -135,19 +138,22 @@ class Activations:
         return self.outside * compressed * self.itemsize + self._core_attention(layer, (heads, heads), modules=modules)
 
     def _core_attention(self, layer: int, heads: tuple[int, int], *, modules: Modules) -> int:
-        """Query, key, value, output, and its log-sum-exp; no mask is kept (parallel/cp/tiles.py)."""
+        """Query, key, value, output, and its log-sum-exp; no mask is kept but of math (parallel/cp/tiles.py)."""
         (num_heads, groups), shape, is_ring = heads, self.shape, self.cp_comm_type == "p2p"
-        is_sdpa = self.device == "cpu" and self.cp_comm_type in (None, "a2a") and self._is_causal(layer)
+        backend = self._backend(layer)
+        is_sdpa = self.device == "cpu" and backend == "sdpa flash"
         value_dim, keeps_inputs = shape.value_head_dim, "mla_up_proj" not in modules
         if "core_attn" in modules:  # its inputs, and its output for the layer that follows
             value_input = value_dim + (shape.mla.nope_dim if shape.mla else 0)
             inputs = keeps_inputs * (num_heads * shape.head_dim + groups * (shape.head_dim + value_input))
             return self.tokens * (inputs + num_heads * value_dim) * self.itemsize
+        if backend == "math" and not has_score_options(self.config.model):
+            return self._written_out(num_heads)
         is_padded = is_sdpa and value_dim < shape.head_dim
         # The next layer keeps the output again where it was sliced, concatenated or sent.
         outputs = value_dim if is_padded or self.cp_comm_type in ("allgather", "a2a") else 0
         outputs += shape.head_dim if is_padded else value_dim
-        if is_sdpa:  # gets repeated key/value heads and padded value heads
+        if is_sdpa or backend == "sdpa efficient":  # gets repeated key/value heads and padded value heads
             groups, value_dim = num_heads, max(value_dim, shape.head_dim) if is_padded else value_dim
         elif shape.mla and self.cp_comm_type in (None, "p2p"):
             value_dim += shape.mla.nope_dim  # values are views of what kv_up returns
@@ -159,10 +165,21 @@ class Activations:
                 key_value = num_heads * shape.head_dim if is_padded and not is_ring else 0  # a padded value is a copy
         return self.tokens * ((query + num_heads * outputs + key_value) * self.itemsize + num_heads * FP32)
 
-    def _is_causal(self, layer: int) -> bool:
-        """Whether a layer computes plain causal softmax attention, and so SDPA."""
-        has_spans = self.has_segments or self.shape.has_window(layer)
-        return not has_spans and not has_score_options(self.config.model)
+    def _written_out(self, num_heads: int) -> int:
+        """Query, key, value and weights of all queries and keys in fp32, and the output."""
+        shape, num_keys = self.shape, self.seq_length * self.cp
+        if self.cp_comm_type == "allgather":  # two chunks of queries; together they see 2 cp + 1 chunks of keys
+            num_keys = num_keys * (2 * self.cp + 1) // (4 * self.cp)
+        inputs = shape.head_dim + (num_keys / self.seq_length if self.cp_comm_type == "allgather" else 1) * (
+            shape.head_dim + shape.value_head_dim
+        )
+        return self.tokens * num_heads * int((inputs + num_keys) * FP32 + shape.value_head_dim * self.itemsize)
+
+    def _backend(self, layer: int) -> str:
+        """The name of a layer's attention backend."""
+        backend = self.attention[self.shape.has_window(layer)]
+        assert backend is not None, "the choice has a backend for every kind of layer"
+        return backend.name
 
     def _mlp(self, inner: int) -> int:
         """Up and its activation; with a gate also the gate and the product."""

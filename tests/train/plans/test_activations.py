@@ -37,6 +37,7 @@ MODELS = {
     "olmo": OLMO,
     "sinks": SINKS,
     "packed documents": PACKED,
+    "math": f"{LLAMA} --attention-backend unfused",
 }
 LAYOUTS = {
     "1 rank": {},
@@ -78,7 +79,7 @@ def kept(ctx: ParallelContext, layout: str) -> dict[str, tuple[int, int]]:
         f"{name} {dtype}": kept_and_planned(ctx, f"{SIZES} {words} {words_of(layout)} {dtype}")
         for name, words in MODELS.items()
         for dtype in ("", "--bf16")
-        if layout != "ep2" or "experts" in words
+        if (layout != "ep2" or "experts" in words) and (layout != "cp2 p2p" or "unfused" not in words)
     }
 
 
