@@ -30,6 +30,7 @@ class MegatronFlag:
     accepts: tuple[str, ...] = ()  # the values that are accepted; empty: all, of `not yet` none
     convert: Conversion | None = None  # of a rename: from the configuration and the value to values by unique name
     fields: tuple[str, ...] = ()  # of a rename: unique names of the fields it always sets
+    overrules: bool = False  # of a rename: its values replace those of other flags, as in Megatron-LM
     saves: bool = False  # of `no effect`: in Megatron-LM it saves time or memory, so the log names it
 
 
@@ -59,6 +60,17 @@ def not_yet(cure: str, *accepts: str, arity: int = 0) -> MegatronFlag:
 
 
 FUSED = "fused kernels are chosen by torch"
+# Source: Megatron-LM, `post_training/model_builder.py`.
+GPT_OSS = {
+    "position_embedding_type": "yarn",
+    "rotary_scaling_factor": 32.0,
+    "original_max_position_embeddings": 131072,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+    "yarn_correction_range_round_to_int": False,
+}
 
 # fmt: off
 MODEL = {
@@ -72,7 +84,7 @@ MODEL = {
     "--no-position-embedding": MegatronFlag("rename", "it is accepted with --position-embedding-type rope only", convert=conversions.no_position_embedding),
     "--rope-type": rename("--position-embedding-type with the same value", conversions.rope_type),
     "--rotary-interleaved": not_yet("RoPE pairs the two halves of a head: leave it out"),
-    "--apply-query-key-layer-scaling": always("core attention computes its softmax in fp32, so no scaling is needed"),
+    "--apply-query-key-layer-scaling": always("scores are never stored in 16 bits; Megatron-LM divides them by the number of the layer while they are, and multiplies by it again inside the fp32 softmax, so the softmax is the same"),
     "--attention-softmax-in-fp32": always("core attention computes its softmax in fp32"),
     "--no-persist-layer-norm": no_effect(FUSED),
     "--no-rope-fusion": no_effect(FUSED),
@@ -84,7 +96,7 @@ MODEL = {
     "--cross-entropy-fusion-impl": no_effect("the head and the loss are always computed together, in chunks", arity=1),
     "--padded-vocab-size": rename("--make-vocab-size-divisible-by with the same number", conversions.padded_vocab_size),
     "--add-qkv-bias-linear": sets("--add-qkv-bias", add_qkv_bias=True),
-    "--enable-gpt-oss": not_yet("it sets positions: write --position-embedding-type yarn --rotary-scaling-factor 32 --no-yarn-correction-range-round-to-int instead"),
+    "--enable-gpt-oss": MegatronFlag("rename", "YaRN with factor 32 from 131072 positions, not rounded, whatever the line says of positions; OpenAI's files have 4096: set the YaRN flags instead to train from them", convert=lambda config, text: dict(GPT_OSS), fields=tuple(GPT_OSS), overrules=True),
     "--export-force-local-attention": no_effect("torch chooses the attention kernel"),
     "--init-model-with-meta-device": always("no rank allocates parameters that it does not keep"),
     "--use-cpu-initialization": always("initial weights are the same on every device"),

@@ -53,7 +53,7 @@ def translate(
         check_defaults(line, errors=errors)
         if "model.ffn_hidden_size" not in from_files:
             complete_width(result)
-    for argument in line.megatron:
+    for argument in sorted(line.megatron, key=lambda each: MEGATRON[each.flag].overrules):
         with errors:
             convert_flag(result, argument)
     for name, value, why in implied(result.config, result.explicit, line=line):
@@ -107,7 +107,7 @@ def convert_flag(result: Translation, argument: MegatronArgument) -> None:
         key = ENTRIES[name].key
         current, new = value_of(result.config, key), convert(ENTRIES[name], value)
         is_extended = isinstance(current, list) and set(current) <= set(new)
-        if key in result.explicit and plain(current) != plain(new) and not is_extended:
+        if not row.overrules and key in result.explicit and plain(current) != plain(new) and not is_extended:
             raise ConfigError(
                 f"{argument.text} contradicts {argument_of(name, current)}",
                 why=f"it means {argument_of(name, new)}",

@@ -109,13 +109,13 @@ def test_what_is_never_so_is_an_error(arguments, message):
 
 def test_missing_features_are_one_error_that_names_all_of_them():
     with pytest.raises(ConfigError) as caught:
-        loaded("--weight-decay-incr-style cosine --fim-data --enable-gpt-oss --lr fast")
+        loaded("--weight-decay-incr-style cosine --fim-data --moe-shared-expert-gate --lr fast")
     text = str(caught.value)
     assert "3 flags ask for what does not exist here" in text and text.startswith("2 mistakes")
     for flag in (
         "--weight-decay-incr-style cosine (",
         "--fim-data (",
-        "--enable-gpt-oss (",
+        "--moe-shared-expert-gate (",
     ):
         assert flag in text
 
@@ -216,3 +216,10 @@ def test_megatron_has_no_defaults_for_sizes():
 
 def test_numbers_are_compared_as_numbers():
     assert is_same("0", "0.000") and is_same("1.0", "1") and not is_same("0", "none")
+
+
+@pytest.mark.parametrize("others", ["--rope-type rope", "--position-embedding-type rope --rotary-scaling-factor 4"])
+def test_the_positions_of_gpt_oss_overrule_the_line_in_any_order(others):
+    for text in (f"--enable-gpt-oss {others}", f"{others} --enable-gpt-oss"):
+        model = loaded(text).config.model
+        assert (model.position_embedding_type, model.rotary_scaling_factor) == (PositionEmbedding.yarn, 32.0)

@@ -24,6 +24,7 @@ MODEL = {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
     "qk_layernorm": True,
+    "mtp_num_layers": 1,
 }
 SP = {"sequence_parallel": True}
 # name -> ranks, sizes, options

@@ -11,22 +11,22 @@ from tests.laws.worlds import Case
 # of the gradient, much more than the default, so that a wrong one shows
 MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.8}
 MODELS = {
-    "tied": MTP,
-    "untied": MTP | {"untie_embeddings_and_output_weights": True},
+    "tied": MTP | {"num_layers": 3},
+    "untied": MTP | {"untie_embeddings_and_output_weights": True, "hidden_dropout": 0.1},
     "deepseek": DEEPSEEK | {"num_layers": 2, "moe_layer_freq": "[0]*1+[1]*1", "mtp_num_layers": 1},
 }
-SP, ZB = {"sequence_parallel": True}, {"pipeline_schedule": "zb-h1"}
+SP, ZB, ZERO3 = {"sequence_parallel": True}, {"pipeline_schedule": "zb-h1"}, {"strategy": "optim_grads_params"}
+VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
 LAYOUTS: list[Row] = [
-    ("tied", 2, {"strategy": "optim_grads", "tp": 2}, SP),
-    ("untied", 2, {"strategy": "optim", "tp": 1}, {}),
-    ("untied", 4, {"strategy": "optim", "tp": 2, "cp": 2}, SP),
-    ("tied", 2, {"strategy": "optim_grads_params"}, {"overlap_param_gather": True}),
-    ("untied", 2, {"strategy": "optim_grads_params"}, {"reshard_after_forward": False}),
-    ("untied", 4, {"strategy": "optim", "pp": 2}, {}),
-    ("tied", 4, {"strategy": "optim_grads_params", "pp": 2, "tp": 2}, ZB | SP),
-    ("untied", 4, {"strategy": "optim_grads_params", "pp": 2}, ZB),
-    ("deepseek", 4, {"strategy": "optim", "tp": 2, "cp": 2, "etp": 1, "ep": 2}, {}),
-    ("deepseek", 4, {"strategy": "optim_grads_params", "tp": 2, "pp": 2, "etp": 1, "ep": 2}, {}),
+    ("untied", 2, {"strategy": "optim_grads", "tp": 2}, SP),
+    ("untied", 2, {"strategy": "optim", "cp": 2}, {}),
+    ("untied", 2, ZERO3, {"reshard_after_forward": False}),
+    ("untied", 4, ZERO3 | {"pp": 2}, ZB),
+    ("tied", 2, ZERO3, {"overlap_param_gather": True}),
+    ("tied", 2, {"strategy": "no_shard", "pp": 2}, VPP | {"pipeline_model_parallel_layout": "Et|t|t|m*2L"}),
+    ("tied", 4, {"strategy": "optim", "tp": 2, "pp": 2}, ZB | SP),
+    ("deepseek", 2, {"strategy": "optim_grads", "ep": 2}, {}),
+    ("deepseek", 4, ZERO3 | {"tp": 2, "pp": 2, "etp": 1, "ep": 2}, {}),
 ]
 
 
@@ -39,7 +39,6 @@ AHEAD = {"overlap_param_gather": True}
 # of the model, of the parallel section, of recomputation
 GATHERED = [
     ("tied", {}, {}),
-    ("untied", {}, {}),
     ("untied", AHEAD | {"fsdp_double_buffer": True}, {}),
     ("tied", AHEAD | {"fsdp_prefetch_depth": 2}, {"recompute_granularity": "full"}),
     ("untied", {"reshard_after_forward": False}, {}),

@@ -21,6 +21,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "offload": {"cpu_offloading": True, "cpu_offloading_num_layers": 3},  # forced: a user's run on a CPU is refused
     "outputs": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act", "mla_up_proj"]},
 }
+WITH_MTP = DEEPSEEK | {"mtp_num_layers": 1}
 DROPOUT = {"gpt2": {"attention_dropout": 0.1, "hidden_dropout": 0.1}}
 SP, ZB = {"sequence_parallel": True}, {"pipeline_schedule": "zb-h1"}
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
@@ -60,7 +61,9 @@ def test_recomputation_changes_no_bit(
     fp8 = {"fp8_format": "hybrid"} if dtype == "fp8" else {}
     plain = Case(2).but(
         train={"micro_batch_size": 2},
-        model={"num_layers": 4} | (MODELS | {"deepseek": DEEPSEEK})[model] | DROPOUT.get(model, {}),
+        model={"num_layers": 4}
+        | (MODELS | {"deepseek": DEEPSEEK | {"mtp_num_layers": 1}})[model]
+        | DROPOUT.get(model, {}),
         parallel={SHORT_NAMES[name]: value for name, value in sizes.items()} | options,
         precision={"params_dtype": "bf16" if fp8 else dtype} | fp8,
     )
@@ -68,6 +71,7 @@ def test_recomputation_changes_no_bit(
     for kept, *recomputed in run_ranks(num_ranks, train_cases, cases, **sizes):
         for name, outcome in zip(settings, recomputed, strict=True):
             assert outcome.losses == kept.losses and outcome.grad_norms == kept.grad_norms, name
+            assert outcome.mtp_losses == kept.mtp_losses, name
             assert outcome.router_metrics == kept.router_metrics, f"{name}: routers count a batch twice"
             different = [box.name for box in kept.weights if not torch.equal(kept.weights[box], outcome.weights[box])]
             assert not different, name

@@ -72,6 +72,12 @@ def test_every_rank_gets_its_tokens_with_their_labels_mask_and_positions(ctx):
     assert torch.equal(local.labels, local.tokens + 1)
     assert torch.equal(local.loss_mask, full.loss_mask[:, positions])
     assert torch.equal(local.segment_ids, full.segment_ids)
+    # Sequences further on are shifted before they are split: the next token may be on another rank.
+    (further,) = split_batch(full.with_mtp(1), group).mtp
+    shifted = full.with_mtp(1).mtp[0]
+    assert torch.equal(further.tokens, shifted.tokens[:, positions])
+    assert torch.equal(further.labels, shifted.labels[:, positions])
+    assert torch.equal(further.loss_mask, shifted.loss_mask[:, positions])
 
 
 @ranks(2, cp=2)
