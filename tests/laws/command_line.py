@@ -54,12 +54,18 @@ def random_tokens() -> np.ndarray:
     return np.random.default_rng(0).integers(0, VOCAB_SIZE, NUM_TOKENS).astype(np.uint16)
 
 
-def start_torchrun(line: Sequence[str], num_ranks: int = 2) -> subprocess.Popen[str]:
+def start_torchrun(
+    line: Sequence[str],
+    num_ranks: int = 2,
+    *,
+    program: Sequence[str] = ("-m", "nanotrain.train"),
+    options: Sequence[str] = (),
+) -> subprocess.Popen[str]:
     """Start the program on several ranks, with standard output and standard error in one pipe."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [*command, "-m", "nanotrain.train", *line],
+        [*command, *options, *program, *line],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,

@@ -1,0 +1,56 @@
+"""A part of the store for one attempt of a job.
+
+torchrun starts the ranks again after a failure, and torch lets them meet at the store of the attempt before, whose keys
+are still there: process groups would read the addresses of ranks that have ended (PyTorch issue 135712). Restart counts
+do not tell attempts apart, as every agent of torchrun has its own.
+
+    rank r    publishes a number that it has drawn, waits for the reply to it, and counts itself in
+    rank 0    draws the name of the attempt and sends it in reply to every number, until all ranks are counted
+"""
+
+import time
+import uuid
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+_POLL_S = 0.02
+
+
+def store_of_attempt(store: Store, rank: int, *, world_size: int, timeout: timedelta) -> Store:
+    """The store of this attempt, empty before its ranks meet; all ranks call this.
+
+    Args:
+        store: at which the ranks of all attempts meet.
+        rank: global rank.
+        world_size: ranks of this attempt.
+        timeout: how long to wait for the others.
+
+    Raises:
+        RuntimeError: not all ranks came in time.
+    """
+    meeting = PrefixStore("nanotrain-attempts/", store)
+    name = _join(meeting) if rank else _lead(meeting, world_size, deadline=time.monotonic() + timeout.total_seconds())
+    return PrefixStore(f"nanotrain-attempt-{name}/", store)
+
+
+def _join(store: Store) -> str:
+    drawn = uuid.uuid4().hex
+    store.set(f"drawn-{store.add('count', 1)}", drawn)
+    name = store.get(f"reply-{drawn}").decode()
+    store.add(f"joined-{name}", 1)
+    return name
+
+
+def _lead(store: Store, world_size: int, *, deadline: float) -> str:
+    name, replied = uuid.uuid4().hex, set()
+    while (joined := store.add(f"joined-{name}", 0)) < world_size - 1:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{joined + 1} of {world_size} ranks came")
+        for number in range(1, store.add("count", 0) + 1):
+            # A rank may have ended before it published; a reply to one of an earlier attempt is read by nobody.
+            if number not in replied and store.check([f"drawn-{number}"]):
+                store.set(f"reply-{store.get(f'drawn-{number}').decode()}", name)
+                replied.add(number)
+        time.sleep(_POLL_S)
+    return name
