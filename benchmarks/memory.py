@@ -2,6 +2,7 @@
 
     python benchmarks/memory.py                  # 1, 2, 4 and 8 ranks
     python benchmarks/memory.py --resident       # peak resident set of two processes, 110 M parameters
+    python benchmarks/memory.py --resident --ranks 4
 
 Each rank builds nanotrain's DataParallel and DistributedOptimizer around a small GPT and runs optimizer steps of three
 microbatches, with overlap. Then it finds every live tensor of the process through the garbage collector and sums the
@@ -15,7 +16,7 @@ Measured bytes are divided by P, the number of parameters. The table is in terms
 padding and, where gradients are sharded, two buckets. With all included, params + grads + optimizer must equal the
 table to the byte (`exact`), and so must the bytes sent.
 
-`--resident` trains a model of 110 M parameters in fp32 with each strategy on two processes, as users run it (rank.py),
+`--resident` trains a model of 110 M parameters in fp32 with each strategy on N processes, as users run it (rank.py),
 and prints the peak resident set of rank 0. It exits with 1 unless each strategy needs less than the one before.
 """
 
@@ -312,23 +313,27 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def peak_resident_bytes(strategy: str) -> int:
-    """The peak resident set of rank 0 of two: two steps of two microbatches of few tokens, so that state dominates.
+def peak_resident_bytes(strategy: str, num_ranks: int) -> int:
+    """The peak resident set of rank 0: two steps of two microbatches of few tokens, so that state dominates.
 
     Buckets have the size of a block: two of them are transient where gradients are sharded.
     """
     job = Job("110m", "fp32", warmup=1, steps=1)
     # later flags win
-    sizes = ("--seq-length=64", "--micro-batch-size=1", "--global-batch-size=4", "--ddp-bucket-size=7000000")
-    return launch([Contender(strategy, 2, sharding(strategy, *sizes, "--num-workers=0"))], job)[0].peak_memory_bytes
+    batch = f"--global-batch-size={2 * num_ranks}"
+    sizes = ("--seq-length=64", "--micro-batch-size=1", batch, "--ddp-bucket-size=7000000")
+    return launch([Contender(strategy, num_ranks, sharding(strategy, *sizes, "--num-workers=0"))], job)[
+        0
+    ].peak_memory_bytes
 
 
-def compare_resident() -> int:
+def compare_resident(num_ranks: int) -> int:
     """Print the peak of every strategy; 1 unless each is below the one before."""
-    peaks = {strategy: peak_resident_bytes(strategy) for strategy in STRATEGIES}
-    print("| strategy | peak resident set of a process |\n|---|---:|")
-    for strategy, peak in peaks.items():
-        print(f"| `{strategy}` | {peak / 1e9:.2f} GB |")
+    print(f"| strategy | peak resident set of one of {num_ranks} processes |\n|---|---:|")
+    peaks = {}
+    for strategy in STRATEGIES:
+        peaks[strategy] = peak_resident_bytes(strategy, num_ranks)
+        print(f"| `{strategy}` | {peaks[strategy] / 1e9:.2f} GB |", flush=True)
     return int(list(peaks.values()) != sorted(set(peaks.values()), reverse=True))
 
 
@@ -341,16 +346,16 @@ def read_row(line: str) -> Row:
 def main() -> None:
     """Launch the world sizes one after the other and print the table; exit 1 if a byte differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--ranks", type=int, nargs="+", help="by default 1, 2, 4 and 8; with --resident 2")
     parser.add_argument("--resident", action="store_true", help="peak resident sets of a larger model")
     args = parser.parse_args()
     if args.resident:
-        sys.exit(compare_resident())
+        sys.exit(max(compare_resident(num_ranks) for num_ranks in args.ranks or [2]))
     if "RANK" in os.environ:
         run_rank()
         return
     rows = []
-    for num_ranks in args.ranks:
+    for num_ranks in args.ranks or [1, 2, 4, 8]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
         done = subprocess.run([*launcher, __file__], stdout=subprocess.PIPE, text=True, check=True)
         rows += [read_row(line) for line in done.stdout.splitlines() if line.startswith("{")]
