@@ -300,6 +300,7 @@ class TrainConfig:
     torch_compile: bool = option(False, "compile every transformer block with torch.compile")
     attention_backend: AttentionBackendFlag = option(AttentionBackendFlag.auto, "kernels of the core attention: auto, flash, fused, unfused, local or flex")
     log_interval: int = option(1, "steps between log lines", check=at_least(1))
+    log_max_attention_logit: bool = option(False, "log the largest attention logit since the last logged step; computes the scores once more")
     log_params_norm: bool = option(False, "log the 2-norm of all parameters")
     log_norms_by_group: bool = option(False, "log the 2-norms of gradients, updates and parameters of embedding, attention, MLP, experts, norms and head; a logged step copies the main parameters")
     log_num_zeros_in_grad: bool = option(False, "log the number of zeros in the gradients")

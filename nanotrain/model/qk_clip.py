@@ -39,18 +39,23 @@ class MaxLogits(StatefulModule):
 
     Attributes:
         largest: [N / tp] fp32, minus infinity before the first microbatch.
+        peak: fp32 scalar, the largest of all heads since it was last logged.
     """
 
     largest: Tensor
+    peak: Tensor
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
         self.register_buffer("largest", torch.full((num_heads,), -torch.inf), persistent=False)
+        self.register_buffer("peak", torch.tensor(-torch.inf), persistent=False)
 
     def observe(self, chunk: AttentionChunk, *, first_head: int = 0) -> None:
         """Count the logits of a chunk; as `LogitObserver`."""
         heads = self.largest[first_head : first_head + chunk.query.shape[1]]
-        torch.maximum(heads, largest_logits(chunk), out=heads)
+        found = largest_logits(chunk)
+        torch.maximum(heads, found, out=heads)
+        torch.maximum(self.peak, found.amax(), out=self.peak)
 
 
 def build_core(parallel: ModelParallel, shape: ModelShape) -> tuple[MaxLogits | None, Callable[..., Tensor]]:

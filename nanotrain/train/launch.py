@@ -20,7 +20,7 @@ from nanotrain.train.hooks.debug_nan import DebugNanHook
 from nanotrain.train.hooks.evaluate import EvaluateHook
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.hooks.log import MAX_WIDTH, MIN_WIDTH, LogHook
-from nanotrain.train.hooks.norms import NormsHook
+from nanotrain.train.hooks.norms import MaxLogitHook, NormsHook
 from nanotrain.train.hooks.notify import NotifyHook
 from nanotrain.train.hooks.profile import ProfileHook
 from nanotrain.train.hooks.prometheus import PrometheusHook
@@ -126,6 +126,7 @@ def choose_hooks(config: Config, tokenizer: str | None, *, planned: PlannedPeak 
         (later_timeout_s is not None, TimeoutHook(later_timeout_s or 0.0)),
         (train.eval_interval > 0 and train.eval_iters > 0, EvaluateHook(tokenizer)),
         (train.log_params_norm or train.log_num_zeros_in_grad, NormsHook()),
+        (train.log_max_attention_logit, MaxLogitHook()),
         (True, LogHook()),
         (train.debug_nan, DebugNanHook()),
         (train.check_weight_hash_across_dp_replicas_interval > 0, ReplicasHook()),

@@ -27,6 +27,7 @@ OPTIONAL = (
     "valid_loss",
     "valid_bits_per_byte",
     "params_norm",
+    "max_attention_logit",
     "num_zeros_in_grad",
     "moe",
     "mtp_losses",
@@ -113,6 +114,7 @@ class StepReport:
     data_stage: str | None = None  # name of the stage of its data; None without data stages
     valid_loss: float | None = None  # set on steps that end with a validation
     valid_bits_per_byte: float | None = None  # of the same samples; None where the bytes of tokens are unknown
+    max_attention_logit: float | None = None  # since the last logged step; None where it is not logged
     params_norm: float | None = None  # 2-norm of all parameters after the step; None where it is not logged
     num_zeros_in_grad: int | None = None  # zeros in the gradients of the step; None where they are not counted
     # of the step before: the rank that waited least for others, and the share of the step time in which it did not.

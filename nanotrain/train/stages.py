@@ -125,7 +125,7 @@ def _model_parallel(config: Config, context: ParallelContext, *, wgrad_queue: Wg
         etp=context.group("etp"),
         sequence=sequence,
         recompute=Recompute(recomputed_modules(config.memory)),
-        tracks_logits=config.optim.qk_clip,
+        tracks_logits=config.optim.qk_clip or config.train.log_max_attention_logit,
         layers_in_bf16=layers_in_bf16(config.precision, config.model.num_layers),
         dp=context.group("dp"),
     )

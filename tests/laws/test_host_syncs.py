@@ -35,7 +35,7 @@ LAYOUTS = {
     "muon": (2, {"strategy": "optim"}, {"optim": {"optimizer": "muon"}}),
     "documents": (2, {"strategy": "optim"}, {"data": {"reset_attention_mask": True}}),
     "documents and cp": (4, {"cp": 2, "strategy": "optim"}, {"data": {"reset_attention_mask": True}}),
-    "qk clip": (2, {"tp": 2}, {"optim": {"qk_clip": True}}),
+    "qk clip": (2, {"tp": 2}, {"optim": {"qk_clip": True}, "train": {"log_max_attention_logit": True}}),
     "moe": (2, {"strategy": "optim"}, {"model": MOE}),
     "average and norms": (
         2,

@@ -144,6 +144,7 @@ def describe(
         (f"{last.valid_bits_per_byte:.3f} bits per byte" if last.valid_bits_per_byte is not None else "", 6),
         (f"SKIPPED {skipped} (gradients not finite)" if skipped else "", 0),
         (f"grad {last.grad_norm:.3f}", 3),
+        (f"max logit {last.max_attention_logit:.2f}" if last.max_attention_logit is not None else "", 5),
         (f"params norm {last.params_norm:.3f}" if last.params_norm is not None else "", 5),
         (f"zeros {last.num_zeros_in_grad:,}" if last.num_zeros_in_grad is not None else "", 5),
         (_describe_spike(last), 4),

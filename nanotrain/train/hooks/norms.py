@@ -1,9 +1,10 @@
-"""The norm of all parameters and the zeros in gradients, at logged steps; equal in every layout."""
+"""The norm of all parameters, the zeros in gradients and the largest logit, at logged steps; equal in every layout."""
 
 import torch
 from torch import Tensor
 
 from nanotrain.comm.collectives import all_reduce
+from nanotrain.model.qk_clip import logits_of
 from nanotrain.optim.clip import squared_norm
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics import StepReport
@@ -23,6 +24,21 @@ class NormsHook(Hook):
             report.params_norm = float(sums[0].sqrt())
         if train.log_num_zeros_in_grad:
             report.num_zeros_in_grad = round(float(sums[1]))
+
+
+class MaxLogitHook(Hook):
+    """Sets `max_attention_logit` of the report at logged steps, over all layers and ranks; called before the log."""
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        if not report.is_logged:
+            return
+        largest = torch.full((), -torch.inf, device=run.context.device)
+        for stage in run.stages.values():
+            for logits in logits_of(stage).values():
+                largest = torch.maximum(largest, logits.peak)
+                logits.peak.fill_(-torch.inf)
+        all_reduce(largest, run.context.group("world"), op="max")
+        report.max_attention_logit = float(largest)
 
 
 def squared_params_norm(run: Run) -> Tensor:

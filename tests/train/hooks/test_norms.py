@@ -11,7 +11,7 @@ from tests.harness import run_ranks
 from tests.laws.command_line import arguments, run_command_lines
 from tests.train.small_run import Spy, small_run, train
 
-LOGGED = "--log-params-norm --log-num-zeros-in-grad"
+LOGGED = "--log-params-norm --log-num-zeros-in-grad --log-max-attention-logit"
 
 
 def test_both_are_those_by_hand(tmp_path: Path) -> None:
@@ -42,3 +42,5 @@ def test_layouts_agree(tmp_path: Path) -> None:
     for row, expected in zip(four, one, strict=True):
         assert row["params_norm"] == pytest.approx(expected["params_norm"], rel=1e-6)
         assert row["num_zeros_in_grad"] == expected["num_zeros_in_grad"] > 0
+        assert row["max_attention_logit"] == pytest.approx(expected["max_attention_logit"], rel=1e-4)
+    assert one[0]["max_attention_logit"] != one[1]["max_attention_logit"], "each logged step starts anew"
