@@ -46,7 +46,9 @@ def _parser() -> CommandParser:
     what.add_argument("--data", metavar="NAME", help=data_help)
     what.add_argument("--tasks", metavar="NAMES", help="tasks of lm-eval, separated by commas, on one process")
     parser.add_argument("--include-path", metavar="FOLDER", help="tasks: a folder with further tasks (YAML)")
-    parser.add_argument("--num-fewshot", type=int, choices=range(65), metavar="N", help="tasks: examples before a question")
+    parser.add_argument(
+        "--num-fewshot", type=int, choices=range(65), metavar="N", help="tasks: examples before a question"
+    )
     parser.add_argument("--tokenizer", help="Hugging Face name or folder, tokenizer.json; unset: the model's")
     samples_help = "windows of seq_length tokens, or documents of a task, to read; unset: all"
     parser.add_argument("--max-samples", type=count, metavar="N", help=samples_help)

@@ -19,6 +19,10 @@ MISTAKES = [
     ("train tiny", "write +config=tiny for the recipe of that name", "did you mean"),
     ("train --config tiny", "write +config=NAME for a recipe", "did you mean"),
     ("train +config=tyni", "config=tiny?", "tiny_moe?"),
+    ("train +config tiny", "write +config=tiny", "mistakes"),
+    ("train +config=tiny,tiny_moe", "nanotrain sweep --over +config=tiny,tiny_moe", "did you mean"),
+    ("train +config=tiny optim.lr = 1e-3", "write optim.lr=1e-3", "mistakes"),
+    ("train +config=tiny --nproc-per-nod 2", "did you mean --nproc-per-node?", "--help"),
     ("train +config=tiny --learning-rate 1", "did you mean --lr?", "--outer"),
     ("train +config=tiny --tp 2", "did you mean --tensor-model-parallel-size?", "--help"),
     (

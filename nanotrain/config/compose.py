@@ -145,6 +145,8 @@ def check_choices(choices: Mapping[str, str], folders: list[Path]) -> None:
             near = nearest_choice(name, names)
             choice = choice_of(group)
             fix = f"did you mean {choice}={near}?" if near else f"write {choice}=NAME with one of these names"
+            if "," in name:
+                fix = f"nanotrain sweep --over {choice}={name} trains each of them"
             raise ConfigError(
                 f"there is no {'recipe' if group == 'config' else group} {name!r}",
                 why=f"there are {', '.join(names)}",

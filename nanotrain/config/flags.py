@@ -114,6 +114,8 @@ def parse(argv: Sequence[str]) -> CommandLine:
                 read_flag(line, argument, rest=rest)
             elif OVERRIDE.match(argument):
                 read_override(line, argument)
+            elif argument in KEYS or argument == "+config":
+                raise spaced(argument, rest=take_values(rest))
             else:
                 raise unexpected(argument, previous=flag)
         flag = argument
@@ -312,6 +314,13 @@ def no_value(flag: str) -> ConfigError:
     return ConfigError(f"{flag} has no value", why="it takes one", fix=fix)
 
 
+def spaced(key: str, *, rest: Sequence[str]) -> ConfigError:
+    """The error for `key = value` and `key value`, which a shell passes in parts."""
+    value = "".join(rest).removeprefix("=") or ("NAME" if key == "+config" else "VALUE")
+    why = "a key, = and its value are one argument"
+    return ConfigError(f"unexpected argument {' '.join([key, *rest])!r}", why=why, fix=f"write {key}={value}")
+
+
 def unexpected(argument: str, previous: str) -> ConfigError:
     """The error for an argument that is neither a flag, its value nor an override."""
     flag, what = f"--{argument}", f"unexpected argument {argument!r}"
@@ -319,6 +328,9 @@ def unexpected(argument: str, previous: str) -> ConfigError:
         return ConfigError(what, why=f"{previous} takes no value", fix=f"write {previous}={argument}")
     if previous in ALIASES or previous in NEGATIONS or previous in SWITCHES or previous in MEGATRON:
         return ConfigError(what, why=f"{previous} takes no more values", fix=f"leave {argument} out")
+    if previous in FLAGS and FLAGS[previous].kind is not list and re.fullmatch(r"[\d.eE+-]+", argument):
+        why, name = f"{previous} takes one value", previous.removeprefix("--")
+        return ConfigError(what, why=why, fix=f"leave it out; nanotrain sweep --over {name}=V1,V2 tries several")
     why = "it is neither a flag nor key=value"
     if flag in FLAGS or flag in ALIASES or flag in MEGATRON:
         return ConfigError(what, why=why, fix=f"write {flag}")

@@ -28,6 +28,7 @@ NAMES = {
     "--weight-decay": "wd",
     "--adam-beta1": "beta1 adam_b1",
     "--adam-beta2": "beta2 adam_b2",
+    "--adam-beta1 0.9 --adam-beta2 0.95": "betas adam_betas",
     "--adam-eps": "adam_epsilon eps epsilon",
     "--clip-grad": "grad_clip max_grad_norm max_norm gradient_clipping gradient_clip_val grad_norm_clip",
     "--optimizer": "optim optimizer_name optimizer_type",
