@@ -52,6 +52,7 @@ MISTAKES = [
     ("train +config=tiny --prometheus-port 99999", "at least 1 and at most 65535", "Traceback"),
     ("train +config=tiny --notify hooks.example/x", "must begin with http:// or https://", "Traceback"),
     ("generate nowhere", "name a run folder", "Traceback"),
+    ("generate /etc/passwd", "/etc/passwd is not a checkpoint: it is a file", "no such folder"),
     ("generate", "the following arguments are required: path", "usage"),
     ("report nowhere", "nowhere is not a run folder", "Traceback"),
     ("prepare --input x.txt --output x --tokenizer bpe:many", "write for example bpe:8192", "Traceback"),

@@ -143,7 +143,8 @@ def find_checkpoint(path: Path) -> Path:
         CheckpointError: no such folder, or no checkpoint in it.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path} is not a checkpoint", why="there is no such folder", fix=_NAMES)
+        why = "it is a file" if path.is_file() else "there is no such folder"
+        raise CheckpointError(f"{path} is not a checkpoint", why=why, fix=_NAMES)
     if path.name.startswith("step-") or (path / MANIFEST).exists():
         require_complete(path)
         return path

@@ -54,5 +54,5 @@ def save_png(timeline: Timeline, path: Path | BinaryIO, *, title: str) -> None:
         figure.savefig(path, format="png", dpi=120, bbox_inches="tight")
     except OSError as error:
         raise EnvironmentFault(
-            f"{path} cannot be written", why=str(error), fix="choose another file for --png"
+            f"{path} cannot be written", why=error.strerror or str(error), fix="choose another file for --png"
         ) from error
