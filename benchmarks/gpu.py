@@ -32,13 +32,13 @@ from nanotrain.topology.shape import ModelShape
 DENSE = (
     Contender("torch", 1, torch_command("single")),
     Contender("torch FSDP2, one rank", 1, torch_command("fsdp2")),
-    Contender("nanotrain", 1, nanotrain_command(), ("torch",)),
+    Contender("nanotrain", 1, nanotrain_command("--no-torch-compile"), ("torch",)),
     Contender("torch, compiled", 1, torch_command("single", "--compile")),
     Contender("nanotrain, compiled", 1, nanotrain_command("--torch-compile"), ("torch, compiled",)),
 )
 EXPERTS = ("--num-experts=4", "--moe-router-topk=2")
 MIXTURE = (
-    Contender("nanotrain", 1, nanotrain_command(*EXPERTS)),
+    Contender("nanotrain", 1, nanotrain_command(*EXPERTS, "--no-torch-compile")),
     Contender("nanotrain, compiled", 1, nanotrain_command(*EXPERTS, "--torch-compile")),
 )
 # name -> its shape in baselines.py, the contenders, and the flags of nanotrain beside the shape

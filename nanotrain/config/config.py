@@ -297,7 +297,7 @@ class TrainConfig:
     seed: int = option(1234, "random seed", check=at_least(0, at_most=2**62))
     run_dir: str | None = option(None, "folder of the run; unset: runs/<recipe>")
     device: DeviceKind = option(DeviceKind.auto, "auto (cuda where available), cpu or cuda")
-    torch_compile: bool = option(False, "compile every transformer block with torch.compile")
+    torch_compile: bool | None = option(None, "compile every transformer block with torch.compile; unset: on GPUs, where nothing that is set forbids it")
     attention_backend: AttentionBackendFlag = option(AttentionBackendFlag.auto, "kernels of the core attention: auto, flash, fused, unfused, local or flex")
     log_interval: int = option(1, "steps between log lines", check=at_least(1))
     log_max_attention_logit: bool = option(False, "log the largest attention logit since the last logged step; computes the scores once more")

@@ -93,7 +93,7 @@ def describe_activations(config: Config) -> str:
 
 
 BLOCK_TRANSFORMS: list[BlockTransform] = [
-    BlockTransform(is_enabled=lambda config: config.train.torch_compile, apply=compile_blocks),
+    BlockTransform(is_enabled=lambda config: bool(config.train.torch_compile), apply=compile_blocks),
     BlockTransform(is_enabled=lambda config: config.memory.cpu_offloading, apply=offload_blocks),
     BlockTransform(
         is_enabled=lambda config: config.memory.recompute_granularity is RecomputeGranularity.full,

@@ -37,6 +37,7 @@ from nanotrain.topology.boxes import TensorBox
 from nanotrain.topology.parameters import declare_model
 from nanotrain.topology.params import LocalParam
 from nanotrain.train.batches import BatchIterator, BatchOptions
+from nanotrain.train.compile import describe_compile, with_compile
 from nanotrain.train.inputs import RunInputs
 from nanotrain.train.plans.plan import Plan
 from nanotrain.train.resume import RunParts, restore_parts
@@ -64,8 +65,9 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     stages, data_parallel = {index: stage.module for index, stage in built.items()}, all_data_parallel(built)
     if inputs.checkpoint is None:
         _init_weights(config, built)
+    log.info("torch.compile: %s", describe_compile(config, context.device.type))
     for stage in stages.values():
-        _transform_blocks(stage, config)
+        _transform_blocks(stage, with_compile(config, context.device.type))
     optimizer = DistributedOptimizer(
         data_parallel,
         config.optim,

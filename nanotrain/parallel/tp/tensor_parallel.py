@@ -13,6 +13,7 @@ B batch   S sequence   H hidden
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -41,7 +42,7 @@ class TensorParallel:
         """Nothing is sharded."""
         return cls(Group.single_rank("tp"))
 
-    @property
+    @cached_property
     def unsharded(self) -> "TensorParallel":
         """For a layer whose weight is not sharded: no collectives, the same wgrad queue."""
         return replace(self, group=Group.single_rank("tp"), sequence_parallel=False)

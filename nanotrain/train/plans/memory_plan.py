@@ -19,6 +19,7 @@ from nanotrain.parallel.pp.actions import ActionKind, PipelineShape, Schedule
 from nanotrain.parallel.pp.executor import MAX_SENDS
 from nanotrain.parallel.pp.schedules import build_schedule
 from nanotrain.topology.topology import Topology
+from nanotrain.train.compile import with_compile
 from nanotrain.train.plans.activations import INT64, Activations
 from nanotrain.train.plans.plan import Plan, plan_run
 
@@ -134,7 +135,7 @@ def require_memory(config: Config, world_size: int, *, device: str, available: i
         ConfigError: it cannot fit.
     """
     worst = worst_memory(config, world_size, device=device)
-    share = CERTAIN_SHARE_COMPILED if config.train.torch_compile else CERTAIN_SHARE
+    share = CERTAIN_SHARE_COMPILED if with_compile(config, device).train.torch_compile else CERTAIN_SHARE
     if available is None or config.train.train_iters == 0 or worst.certain(share) <= available:
         return worst
     fitting = _find_fitting(config, world_size, pp_rank=worst.pp_rank, device=device, available=available)

@@ -1,0 +1,100 @@
+"""Which runs compile their blocks, and where graphs end, as counted on this machine."""
+
+import re
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import Config
+from nanotrain.config.load import load
+from nanotrain.data.batch import Batch
+from nanotrain.model.context import BatchContext
+from nanotrain.topology.topology import Topology
+from nanotrain.train.compile import describe_compile, graph_breaks, with_compile
+from tests.fake_world import fake_context
+from tests.harness import parallel_config
+from tests.laws.worlds import SEQ_LENGTH, VOCAB_SIZE, Case, build_here
+from tests.train.small_run import arguments
+
+GPU_PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
+TP = "--tensor-model-parallel-size 2"
+
+
+def config_of(flags: str = "") -> Config:
+    return load(arguments(Path("unused"), *flags.split())).config
+
+
+@pytest.mark.parametrize(
+    ("flags", "on_cpu", "on_gpu"),
+    [
+        ("", False, True),
+        ("--torch-compile", True, True),
+        ("--no-torch-compile", False, False),
+        (TP, False, True),
+        ("--cpu-offloading --cpu-offloading-num-layers 1 --num-layers 2", False, False),
+        ("--recompute-granularity selective --recompute-modules layernorm", False, False),
+        ("--recompute-granularity selective --recompute-modules core_attn", False, True),
+        ("--debug-nan", False, False),
+    ],
+)
+def test_unset_compiles_on_gpus_where_nothing_forbids_it_and_a_set_value_stays(flags, on_cpu, on_gpu) -> None:
+    config = config_of(flags)
+    assert with_compile(config, "cpu").train.torch_compile is on_cpu
+    assert with_compile(config, "cuda").train.torch_compile is on_gpu
+    for device, is_on in (("cpu", on_cpu), ("cuda", on_gpu)):
+        assert describe_compile(config, device).startswith("every block" if is_on else "off"), device
+    assert config.train.torch_compile is ("--torch-compile" in flags.split() or None if "no-" not in flags else False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ends_at"),
+    [
+        ("", []),
+        (TP, ["linear layers"]),
+        (f"{TP} --sequence-parallel", ["linear layers", "collectives"]),
+        ("--pipeline-model-parallel-size 2 --num-layers 2 --pipeline-schedule zb-h1", ["linear layers"]),
+        ("--context-parallel-size 2", ["attention"]),
+        ("--window-size 4", ["attention"]),
+        ("--num-experts 4 --moe-router-topk 2", ["the routed experts"]),
+        ("--recompute-granularity selective", ["recomputed modules"]),
+    ],
+)
+def test_what_ends_a_graph_is_listed_by_configuration(flags, ends_at) -> None:
+    listed = graph_breaks(config_of(flags))
+    assert len(listed) == len(ends_at) and all(a.startswith(b) for a, b in zip(listed, ends_at, strict=True)), listed
+    sentence = describe_compile(config_of(flags), "cuda")
+    assert all(where in sentence for where in listed) and ("one graph each" in sentence) is not ends_at
+
+
+def graphs(flags: dict[str, int], model: dict[str, int]) -> tuple[int, int]:
+    """Graphs of a block's forward and the breaks between them, by torch's tracer."""
+    case = Case(1).but(parallel=flags, model={"num_layers": 1} | model)
+    topology = Topology.of(parallel_config(**flags), world := flags.get("tensor_model_parallel_size", 1))
+    with fake_context(topology, 0) if world > 1 else nullcontext(ParallelContext.attach(topology)) as context:
+        (stage,) = build_here(context, case).stages.values()
+        torch.nn.utils.vector_to_parameters(
+            torch.randn(sum(param.numel() for param in stage.parameters())) / 50, stage.parameters()
+        )
+        tokens = torch.randint(0, VOCAB_SIZE, (2, SEQ_LENGTH))
+        inputs = []
+        block = next(iter(stage.layers.values()))
+        block.register_forward_pre_hook(lambda _, given: inputs.append(given))
+        stage(None, BatchContext(Batch(tokens, tokens, torch.ones(2, SEQ_LENGTH), None, None)))
+        torch._dynamo.reset()
+        explained = torch._dynamo.explain(block.forward)(*inputs[0])
+    return explained.graph_count, explained.graph_break_count
+
+
+@pytest.mark.parametrize(
+    ("row", "flags", "model"),
+    [
+        ("tp 2", {"tensor_model_parallel_size": 2}, {}),
+        ("MoE", {}, {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}),
+    ],
+)
+def test_the_page_counts_the_graphs_of_a_block(row, flags, model) -> None:  # dense: tests/laws/test_compile.py
+    counted = re.search(rf"^\| {row} \| (\d+) \| (\d+) \|", GPU_PAGE.read_text(), re.M)
+    assert counted and graphs(flags, model) == tuple(map(int, counted.groups()))
