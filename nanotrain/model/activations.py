@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanotrain.config.config import Activation, ModelConfig
+from nanotrain.kernels.swiglu import swiglu
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -48,4 +49,6 @@ class Glu:
         """Elementwise."""
         if self.clamp is not None:
             gate, up = gate.clamp(max=self.clamp), up.clamp(-self.clamp, self.clamp)
+        if self.activation is F.silu and not self.offset:
+            return swiglu(gate, up)
         return self.activation(gate) * (up + self.offset if self.offset else up)

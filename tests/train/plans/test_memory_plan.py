@@ -88,14 +88,14 @@ def test_recomputation_keeps_less_and_is_named_in_table_and_error():
     assert full.activations < kept.activations < zero_bubble.activations * 2.5
     assert full.activations < zero_bubble.activations, "what W needs is complete from I to W"
     assert "in flight, recompute full" in full.table(None) and "recompute" not in kept.table(None)
-    config = config_of("+config=gpt2_124m --micro-batch-size 64")
+    config = config_of("+config=gpt2_124m --micro-batch-size 64 --no-torch-compile")
     fix = advice(config, 8, 14 * GB)
     changed = with_values(config, {"memory.recompute_granularity": RecomputeGranularity.full})
     assert f"--recompute-granularity full ({worst_memory(changed, 8, device='cuda').total / 1e9:.2f} GB)" in fix
 
 
 def test_a_smaller_micro_batch_is_named():
-    words = "+config=gpt2_124m --micro-batch-size 64"
+    words = "+config=gpt2_124m --micro-batch-size 64 --no-torch-compile"
     assert "--micro-batch-size 32 (" in advice(config_of(words), 8, 14 * GB)
 
 

@@ -1,0 +1,40 @@
+"""Which implementation of a fused operation runs: a Triton kernel, or the same in torch's operators.
+
+    operation                       torch form                    Triton kernel
+    softmax gradient of the loss    vocabulary_softmax.py         triton_kernels.py
+    SwiGLU                          swiglu.py                     triton_kernels.py
+    RMSNorm                         F.rms_norm, fused on CUDA     none: torch has it
+    RoPE, residual additions        elementwise                   none: torch.compile fuses them into their neighbours
+
+Blocks are compiled on GPUs, so what is elementwise inside a graph needs no kernel. The loss is outside of all graphs,
+and in eager blocks autograd would keep three tensors of a SwiGLU, not two.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that the Triton kernels compute from, in fp32
+
+
+def kernel_for(device_type: str, dtype: torch.dtype, *, has_triton: bool) -> str:
+    """The implementation for tensors of a device and dtype: "triton" or "torch".
+
+    >>> kernel_for("cuda", torch.bfloat16, has_triton=True), kernel_for("cuda", torch.float64, has_triton=True)
+    ('triton', 'torch')
+    """
+    return "triton" if device_type == "cuda" and dtype in DTYPES and has_triton else "torch"
+
+
+def uses_triton(tensor: Tensor) -> bool:
+    """Whether Triton kernels run on this tensor; inside of a compiled graph the compiler fuses torch's operators."""
+    if torch.compiler.is_compiling():
+        return False
+    return kernel_for(tensor.device.type, tensor.dtype, has_triton=_has_triton()) == "triton"
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None  # CUDA builds of torch install it
