@@ -44,6 +44,8 @@ def parameter_complaint(function: Function, holder: ast.ClassDef | None) -> str:
         return ""
     if holder and any(ast.unparse(parent).endswith("autograd.Function") for parent in holder.bases):
         return ""
+    if any(ast.unparse(mark) == "triton.jit" for mark in function.decorator_list):  # which has positional ones only
+        return ""
     positional = [*function.args.posonlyargs, *function.args.args]
     is_method = holder and not any(ast.unparse(mark) == "staticmethod" for mark in function.decorator_list)
     count = len(positional) - bool(is_method)
