@@ -5,8 +5,8 @@
 
 Eager and with torch.compile, beside a plain loop with torch's attention and FSDP2 on one rank: tokens per second, model
 FLOPs utilization (MFU) and peak memory. Contenders run in turn, each launch in a new process, as in throughput.py. Then
-one step of nanotrain is profiled, and its kernel times are summed by the classes of roofline.py. Without a GPU it says
-so and exits with code 2.
+one step of nanotrain is profiled, and its kernel times are summed by class, beside the budget of roofline.py. Without a
+GPU it says so and exits with code 2.
 """
 
 import argparse
@@ -23,11 +23,14 @@ from typing import Any
 import torch
 from baselines import Shape
 from model import model_config
+from roofline import CARDS, budget_of
 from throughput import Contender, Job, Outcome, launch, nanotrain_command, torch_command
 
+from nanotrain.config.load import load
 from nanotrain.topology.counts import flops_per_token
 from nanotrain.topology.hardware import peak_flops
 from nanotrain.topology.shape import ModelShape
+from nanotrain.train.plans.plan import plan_run
 
 DENSE = (
     Contender("torch", 1, torch_command("single")),
@@ -54,7 +57,7 @@ KERNELS = {
     "attention": r"flash|fmha|cudnn.*(sdpa|attn)|attention",
     "GEMM": r"gemm|cutlass|wgmma|nvjet|aten::(mm|addmm|bmm|_grouped_mm)$",
     "optimizer": r"adam|multi_tensor|_foreach",
-    "loss": r"softmax|nll_loss",
+    "loss": r"softmax|logsumexp|nll_loss",
     "elementwise": "",
 }
 
@@ -110,6 +113,29 @@ def profiled(job: Job, flags: Sequence[str]) -> Counter[str]:
     return kernel_times(events, category="kernel" if job.device == "cuda" else "cpu_op")
 
 
+def card_here(device: str) -> str | None:
+    """The name of this machine's card in roofline.py, where it is there."""
+    if device != "cuda":
+        return None
+    name = torch.cuda.get_device_name()
+    return next((card for card, facts in CARDS.items() if facts.device_name == name or card in name), None)
+
+
+def budget_here(job: Job, flags: Sequence[str], *, card: str) -> dict[str, float]:
+    """Milliseconds per step by class of kernels that roofline.py plans; empty for experts, which it does not count.
+
+    It counts eager operators, neither fused nor overlapped.
+    """
+    arguments = nanotrain_command(*flags)(job, Path("unused"))[1:]
+    plan = plan_run(load(arguments).config, 1, rank=0)
+    if plan.shape.moe is not None:
+        return {}
+    costs = budget_of(plan, CARDS[card]).costs
+    times = {name: costs[name].seconds * 1e3 for name in KERNELS}
+    times["elementwise"] += costs["gradients"].seconds * 1e3  # copies and additions
+    return times
+
+
 def compare(name: str, args: argparse.Namespace, *, peak: float | None) -> None:
     """Run the contenders of one model in turn and print both tables."""
     shape, contenders, flags = MODELS[name]
@@ -123,9 +149,12 @@ def compare(name: str, args: argparse.Namespace, *, peak: float | None) -> None:
     print(f"\n{name}, {job.dtype}, median of {args.rounds} rounds\n")
     print(table(contenders, outcomes, flops=None if flags else model_flops(job.shape), peak=peak))
     times = profiled(job, flags)
-    print("\n| class | ms per step | share |\n|---|---:|---:|")
+    card = card_here(args.device)
+    planned = budget_here(job, flags, card=card) if card else {}
+    print(f"\n| class | ms per step | share | budget, {card or 'no known card'} |\n|---|---:|---:|---:|")
     for one in KERNELS:
-        print(f"| {one} | {times[one]:,.1f} | {times[one] / max(times.total(), 1e-9):.0%} |")
+        budget = f"{planned[one]:,.1f}" if one in planned else ""
+        print(f"| {one} | {times[one]:,.1f} | {times[one] / max(times.total(), 1e-9):.0%} | {budget} |")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,38 +6,59 @@
 One microbatch runs forward and backward on the meta device, which computes nothing. Every operator is counted with its
 FLOPs and the bytes that it reads and writes; its time is the longer of the two at the attainable share of the card's
 peak. Attention counts as one fused operator per direction. Gradients, optimizer and communication follow from the plan.
-Ranks differ by data parallelism only: tensor, context, expert and pipeline parallelism are refused.
+
+    tp       the sharded stage runs in a world that sends nothing; its collectives are counted
+    cp       every rank has an equal share of each sequence: the work of all of it, divided
+    pp       the stages of the rank; the bubble is the schedule's, with equal stages
+    ep       tokens are spread evenly, so a rank computes as much as without; only their traffic is added
+
+A group inside a node communicates over the card's links, any other over the network.
 
 The times are a model, not a measurement: operators are neither fused nor overlapped, and the shares below are assumed.
 """
 
 import argparse
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.comm.traffic import TrafficCounter
+from nanotrain.config.config import ParallelConfig
 from nanotrain.config.load import load
 from nanotrain.data.batch import Batch
 from nanotrain.model import transformer
 from nanotrain.model.context import BatchContext
+from nanotrain.model.parallel import ModelParallel
 from nanotrain.parallel.cp import sdpa
+from nanotrain.parallel.pp.actions import PipelineShape
+from nanotrain.parallel.pp.schedules import build_schedule
+from nanotrain.parallel.pp.simulate import simulate
 from nanotrain.parallel.tp import loss as vocabulary_loss
+from nanotrain.parallel.tp.tensor_parallel import TensorParallel
+from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.precision.policy import Precision
+from nanotrain.topology.groups import GroupSpec
 from nanotrain.topology.hardware import peak_flops
-from nanotrain.train.plans.plan import Plan, plan_run
+from nanotrain.topology.topology import Topology
+from nanotrain.train.plans.plan import Plan, StagePlan, plan_run
 from nanotrain.train.plans.traffic import sent_bytes
 
-CLASSES = ("GEMM", "attention", "elementwise", "loss", "gradients", "optimizer", "communication")
+CLASSES = ("GEMM", "attention", "elementwise", "loss", "gradients", "optimizer", "communication", "bubble")
+RANKS_PER_NODE = 8
+NETWORK_BYTES_PER_S = 50e9  # one 400 Gb/s adapter per card, one direction
 GIB = 2**30
 # Host time to launch one operator from eager Python (assumed).
 LAUNCH_S = 10e-6
@@ -90,6 +111,19 @@ class Budget:
     card: Card
     dtype: str
     costs: dict[str, Cost] = field(default_factory=lambda: defaultdict(Cost))
+    traffic: dict[str, Cost] = field(default_factory=lambda: defaultdict(Cost))  # the same communication, by group
+
+    def send(self, group: GroupSpec, num_bytes: float) -> None:
+        """Count bytes that the rank sends over a group."""
+        is_inside = len({rank // RANKS_PER_NODE for rank in group.ranks}) == 1
+        bandwidth = self.card.link_bytes_per_s if is_inside else NETWORK_BYTES_PER_S
+        for cost in (self.costs["communication"], self.traffic[group.name]):
+            cost.num_bytes += num_bytes
+            cost.seconds += num_bytes / (bandwidth * self.card.link_share)
+
+    def idle(self, seconds: float) -> None:
+        """Count time in which the rank waits for other pipeline stages."""
+        self.costs["bubble"].seconds += seconds
 
     def add(self, name: str, *, flops: float = 0.0, num_bytes: float = 0.0, launches: int = 1, times: int = 1) -> None:
         """Count an operator that runs `times` times."""
@@ -97,8 +131,6 @@ class Budget:
         peak = peak_flops(card.device_name, self.dtype) or 0.0
         share = {"GEMM": card.gemm_share, "attention": card.attention_share}.get(name, 1.0)
         bandwidth = card.memory_bytes_per_s * card.memory_share
-        if name == "communication":
-            bandwidth = card.link_bytes_per_s * card.link_share
         seconds = max(flops / (peak * share) if flops else 0.0, num_bytes / bandwidth)
         cost.flops += flops * times
         cost.num_bytes += num_bytes * times
@@ -114,9 +146,9 @@ class Budget:
 class OperatorCount(TorchDispatchMode):
     """Adds every operator to a budget, `times` times."""
 
-    def __init__(self, budget: Budget, *, times: int) -> None:
+    def __init__(self, budget: Budget, *, times: int, share: float = 1.0) -> None:
         super().__init__()
-        self._budget, self._times = budget, times
+        self._budget, self._times, self._share = budget, times, share
         self.in_loss = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,7 +156,7 @@ class OperatorCount(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func.is_view or name in FREE:
             return out
-        counted = flop_registry.get(func.overloadpacket)
+        counted = flop_registry.get(torch.ops.aten.addmm if name == "addmm_" else func.overloadpacket)
         if counted is not None:
             flops = counted(*args, **(kwargs or {}), out_val=out)
             self.add("GEMM", flops=flops, num_bytes=_bytes(name, args, out))
@@ -133,8 +165,9 @@ class OperatorCount(TorchDispatchMode):
         return out
 
     def add(self, name: str, **work: float) -> None:
-        """Count one operator of a microbatch."""
-        self._budget.add(name, times=self._times, **work)  # type: ignore[arg-type]
+        """Count one operator of a microbatch, of which this rank computes its share."""
+        mine = {key: amount * self._share for key, amount in work.items()}
+        self._budget.add(name, times=self._times, **mine)  # type: ignore[arg-type]
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -217,10 +250,19 @@ def _on_meta(count: OperatorCount) -> Iterator[None]:
         finally:
             count.in_loss = False
 
+    def softmax_gradient(logits: Tensor, **given: Tensor | Any) -> tuple[Tensor, Tensor]:
+        """The Triton kernels: one read for the log-sum-exp, then the gradient in place."""
+        count.add("loss", num_bytes=logits.nbytes)
+        logsumexp = given["combine"](logits.new_empty((logits.shape[0], 1), dtype=torch.float32))
+        picked = (logits.gather(1, given["column"]).float() - logsumexp) * given["is_local"]
+        count.add("loss", num_bytes=2 * logits.nbytes)
+        return picked[:, 0], logits
+
     chunk_elements = {"meta": vocabulary_loss.CHUNK_ELEMENTS["cuda"]}
     with (
         patch.object(sdpa, "attend", attend),
         patch.object(F, "rms_norm", rms_norm),
+        patch.object(vocabulary_loss, "softmax_gradient", softmax_gradient),
         patch.object(transformer, "vocab_parallel_cross_entropy", marked),
         patch.dict(vocabulary_loss.CHUNK_ELEMENTS, chunk_elements),
     ):
@@ -231,30 +273,69 @@ def budget_of(plan: Plan, card: Card) -> Budget:
     """The budget of one step of a rank.
 
     Args:
-        plan: of a rank without tensor, context, expert and pipeline parallelism.
+        plan: of the rank; its tensor-parallel group lies where that of rank 0 does.
         card: the device.
     """
-    sizes = {axis: plan.groups[axis].size for axis in ("tp", "cp", "pp", "ep")}  # type: ignore[index]
-    if max(sizes.values()) > 1:
-        raise SystemExit(f"only data parallelism is counted, not {sizes}: leave the other axes at 1")
+    if plan.shape.moe is not None and plan.groups["tp"].size > 1:
+        raise SystemExit("experts are not counted with tensor parallelism: leave --tensor-model-parallel-size at 1")
     budget = Budget(card, plan.config.precision.params_dtype.value)
-    _count_microbatch(plan, OperatorCount(budget, times=plan.num_microbatches))
+    for stage in plan.stages:
+        _count_microbatches(plan, stage, budget)
+    _add_bubble(plan, budget)
     _count_gradients(plan, budget)
     _count_optimizer(plan, budget)
-    for num_bytes in sent_bytes(plan).values():
-        budget.add("communication", num_bytes=num_bytes)
+    for (name, _), num_bytes in sent_bytes(plan).items():
+        if name != "tp":  # of tp only what optimizers send; the rest was counted where it ran
+            budget.send(plan.groups[name], num_bytes)  # type: ignore[index]
     return budget
 
 
-def _count_microbatch(plan: Plan, count: OperatorCount) -> None:
-    """Forward and backward of one microbatch."""
-    config = plan.config
-    stage = transformer.build_stage(config.model, dtype=config.precision.params_dtype.value)
-    shape = (config.train.micro_batch_size, config.data.seq_length)
-    tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-    batch = BatchContext(Batch(tokens, tokens, torch.empty(shape, device="meta"), None, None))
-    with _on_meta(count), count:
-        stage(None, batch).backward()
+def _count_microbatches(plan: Plan, stage: StagePlan, budget: Budget) -> None:
+    """Forward and backward of a stage, for all microbatches."""
+    config, size = plan.config, plan.groups["tp"].size
+    count = OperatorCount(budget, times=plan.num_microbatches, share=1 / plan.groups["cp"].size)
+    batch_size, length = config.train.micro_batch_size, config.data.seq_length
+    tokens = torch.empty((batch_size, length), dtype=torch.int64, device="meta")
+    batch = BatchContext(Batch(tokens, tokens, torch.empty(tokens.shape, device="meta"), None, None))
+    with _tensor_parallel(size, is_sequence_parallel=config.parallel.sequence_parallel) as (tensor_parallel, traffic):
+        parallel = replace(ModelParallel.single_rank(), tp=tensor_parallel, sequence=tensor_parallel.group)
+        module = transformer.Stage(config.model, stage.spec, params=stage.params, parallel=parallel)
+        hidden = None
+        if not stage.spec.has_embedding:
+            parts = size if config.parallel.sequence_parallel else 1
+            shape, dtype = (batch_size, length // parts, config.model.hidden_size), TORCH_DTYPES[budget.dtype]
+            hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        with _on_meta(count), count:
+            out = module(hidden, batch)
+            out.backward(None if out.dim() == 0 else torch.empty_like(out))
+        if size > 1:
+            budget.send(plan.groups["tp"], traffic.bytes("tp") * plan.num_microbatches / plan.groups["cp"].size)
+
+
+@contextmanager
+def _tensor_parallel(size: int, *, is_sequence_parallel: bool) -> Iterator[tuple[TensorParallel, TrafficCounter]]:
+    """Rank 0 of a tensor-parallel group whose collectives return at once, and what it sends."""
+    if size == 1:
+        yield TensorParallel.single_rank(), TrafficCounter()
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
+
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        group = ParallelContext.attach(Topology.of(ParallelConfig(tensor_model_parallel_size=size), size)).group("tp")
+        yield TensorParallel(group, is_sequence_parallel), group.traffic
+    finally:
+        dist.destroy_process_group()
+
+
+def _add_bubble(plan: Plan, budget: Budget) -> None:
+    """The time in which a rank waits for others, from the schedule on a clock, with equal stages."""
+    pp = plan.groups["pp"].size
+    if pp > 1:
+        parallel = plan.config.parallel
+        shape = PipelineShape(pp, parallel.num_virtual_stages_per_pipeline_rank, plan.num_microbatches)
+        idle = simulate(build_schedule(parallel.pipeline_schedule, shape)).bubble_fraction
+        budget.idle(idle / (1 - idle) * budget.seconds)
 
 
 def _count_gradients(plan: Plan, budget: Budget) -> None:
@@ -284,11 +365,14 @@ def table(budget: Budget, plan: Plan) -> str:
         lines.append(f"| {name} | {numbers} | {cost.seconds * 1e3:,.1f} | {cost.seconds / budget.seconds:.0%} |")
     total = sum(cost.launches for cost in budget.costs.values())
     lines.append(f"| sum | | | {total:,} | {budget.seconds * 1e3:,.1f} | |")
-    tokens = plan.num_microbatches * plan.config.train.micro_batch_size * plan.config.data.seq_length
+    cards = math.prod(plan.groups[axis].size for axis in ("tp", "cp", "pp"))  # type: ignore[index]  # per batch
+    tokens = plan.num_microbatches * plan.config.train.micro_batch_size * plan.config.data.seq_length / cards
     peak = peak_flops(budget.card.device_name, budget.dtype)
     mfu = f"{tokens * plan.flops_per_token / budget.seconds / peak:.1%}" if peak else "unknown"
     lines.append(f"\n{tokens / budget.seconds:,.0f} tokens/s per card, MFU {mfu}; host time to launch the operators")
     lines.append(f"{total * LAUNCH_S * 1e3:,.0f} ms at {LAUNCH_S * 1e6:.0f} us each.")
+    for name, sent in budget.traffic.items():
+        lines.append(f"{name}: {sent.num_bytes / GIB:,.2f} GiB sent, {sent.seconds * 1e3:,.1f} ms")
     return "\n".join(lines)
 
 
@@ -297,10 +381,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--card", choices=CARDS, default="H100")
     parser.add_argument("--world-size", type=int, default=1)
+    parser.add_argument("--rank", type=int, default=0, help="the rank that is counted; the last one has the loss")
     known, flags = parser.parse_known_args(arguments)
     if not any(flag.startswith("+config=") for flag in flags):
         flags = ["+config=llama1b", "--global-batch-size", str(2 * known.world_size), *flags]
-    plan = plan_run(load([*flags, "--mock-data"]).config, known.world_size, rank=0)
+    plan = plan_run(load([*flags, "--mock-data"]).config, known.world_size, rank=known.rank)
     budget = budget_of(plan, CARDS[known.card])
     train = plan.config.train
     print(f"{known.card}, {known.world_size} ranks, {plan.num_microbatches} microbatches per step and rank,", end=" ")

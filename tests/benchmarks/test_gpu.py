@@ -20,7 +20,7 @@ def gpu() -> ModuleType:
         import gpu as module  # type: ignore[import-not-found]
 
         yield module
-        for name in ("gpu", "baselines", "model", "throughput"):
+        for name in ("gpu", "baselines", "model", "roofline", "throughput"):
             if name not in known:
                 sys.modules.pop(name, None)
 
@@ -37,7 +37,7 @@ def test_kernels_are_summed_by_class(gpu: ModuleType) -> None:
         "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel": "attention",
         "nvjet_tst_128x256_64x4": "GEMM",
         "void at::native::multi_tensor_apply_kernel": "optimizer",
-        "void cunn_SoftMaxForward": "loss",
+        "_softmax_gradient": "loss",
         "triton_poi_fused_mul_silu_0": "elementwise",
     }
     events = [{"cat": "kernel", "name": name, "dur": 2000.0} for name in names]
@@ -62,3 +62,11 @@ def test_the_command_lines_of_nanotrain_load(gpu: ModuleType, name: str, tmp_pat
         config = load(command[1:]).config
         assert plan_run(config, 1, rank=0).num_microbatches == 1
         assert config.model.moe.num_experts == (4 if name == "moe4" else None)
+
+
+def test_the_budget_stands_beside_the_measurement(gpu: ModuleType) -> None:
+    job = gpu.Job("smoke", "bf16", 1, 1, device="cpu")
+    planned = gpu.budget_here(job, (), card="H100")
+    assert planned.keys() == gpu.KERNELS.keys() and planned["communication"] == 0
+    assert all(planned[name] > 0 for name in ("GEMM", "attention", "loss", "elementwise", "optimizer"))
+    assert gpu.card_here("cpu") is None

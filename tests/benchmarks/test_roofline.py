@@ -9,6 +9,7 @@ import pytest
 
 from nanotrain.config.load import load
 from nanotrain.topology.counts import num_parameters
+from nanotrain.topology.groups import GroupSpec
 from nanotrain.train.plans.plan import Plan, plan_run
 from nanotrain.train.plans.traffic import sent_bytes
 
@@ -61,11 +62,49 @@ def test_a_faster_memory_shortens_what_memory_bounds(roofline: ModuleType) -> No
     assert fast.costs["elementwise"].num_bytes == slow.costs["elementwise"].num_bytes
 
 
-def test_the_program_prints_a_table_and_refuses_other_axes(
-    roofline: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tensor_parallel_ranks_share_the_products_and_send_what_a_rank_of_a_run_sends(roofline: ModuleType) -> None:
+    single = roofline.budget_of(plan_of(1, "--global-batch-size=6"), roofline.CARDS["H100"])
+    tp = ["--global-batch-size=6", "--tensor-model-parallel-size=2"]
+    for more in ([], ["--sequence-parallel"]):
+        plan = plan_of(2, *tp, *more)
+        budget = roofline.budget_of(plan, roofline.CARDS["H100"])
+        assert budget.costs["GEMM"].flops == single.costs["GEMM"].flops / 2
+        assert budget.costs["attention"].flops == single.costs["attention"].flops / 2
+        # by the count of what ran: per layer 2 all-reduces (or gather and scatter) forward and 2 backward, and the ends
+        hidden = 2 * MICRO * LENGTH * 32  # bytes of [B, S, H], of which half is sent per gather or scatter
+        sent = budget.traffic["tp"].num_bytes / 3
+        # with sequence parallelism the input of two regions per layer is gathered again for its weight gradient
+        per_layer = 4 * hidden + (hidden if more else 0)
+        assert 2 * per_layer < sent < 2 * per_layer + 4 * hidden
+    assert set(budget.traffic) == {"tp"}
+
+
+def test_context_and_pipeline_ranks_share_the_layers_and_wait(roofline: ModuleType) -> None:
+    single = roofline.budget_of(plan_of(1, "--global-batch-size=8"), roofline.CARDS["H100"])
+    flags = ["--global-batch-size=8", "--context-parallel-size=2", "--pipeline-model-parallel-size=2"]
+    ranks = [plan_run(load([*FLAGS, *flags]).config, 4, rank=rank) for rank in (0, 3)]
+    first, last = (roofline.budget_of(plan, roofline.CARDS["H100"]) for plan in ranks)
+    for name in ("GEMM", "attention"):
+        together = first.costs[name].flops + last.costs[name].flops
+        assert together == pytest.approx(single.costs[name].flops / 2), name
+    assert first.costs["loss"].num_bytes == 0 < last.costs["loss"].num_bytes
+    sent = {name: 0 for name, _ in sent_bytes(ranks[0])}
+    for (name, _), num_bytes in sent_bytes(ranks[0]).items():
+        sent[name] += num_bytes
+    assert {name: cost.num_bytes for name, cost in first.traffic.items()} == sent and {"cp", "pp"} <= sent.keys()
+    computed = sum(first.costs[name].seconds for name in ("GEMM", "attention", "elementwise", "loss"))
+    assert first.costs["bubble"].seconds == pytest.approx(computed * 1 / 4)  # (p - 1) / m
+
+
+def test_a_group_of_several_nodes_sends_over_the_network(roofline: ModuleType) -> None:
+    budget = roofline.Budget(roofline.CARDS["H100"], "bf16")
+    budget.send(GroupSpec("tp", (6, 7), 0), 50e9)
+    budget.send(GroupSpec("dp", (7, 8), 0), 50e9)
+    assert budget.traffic["tp"].seconds == pytest.approx(1 / 9 / 0.75)
+    assert budget.traffic["dp"].seconds == pytest.approx(1 / 0.75)
+
+
+def test_the_program_prints_a_table(roofline: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     roofline.main(["--card", "H200", "+config=tiny", *FLAGS])
     out = capsys.readouterr().out
     assert all(f"| {name} |" in out for name in roofline.CLASSES) and "MFU" in out
-    with pytest.raises(SystemExit, match="only data parallelism"):
-        roofline.budget_of(plan_of(2, "--tensor-model-parallel-size=2"), roofline.CARDS["H100"])
