@@ -5,7 +5,7 @@
 Initial weights come from the seed, from a Hugging Face folder or from a checkpoint.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -65,9 +65,7 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     stages, data_parallel = {index: stage.module for index, stage in built.items()}, all_data_parallel(built)
     if inputs.checkpoint is None:
         _init_weights(config, built)
-    log.info("torch.compile: %s", describe_compile(config, context.device.type))
-    for stage in stages.values():
-        _transform_blocks(stage, with_compile(config, context.device.type))
+    _transform_blocks(stages.values(), config, device_type=context.device.type)
     optimizer = DistributedOptimizer(
         data_parallel,
         config.optim,
@@ -111,12 +109,15 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     )
 
 
-def _transform_blocks(stage: Stage, config: Config) -> None:
+def _transform_blocks(stages: Iterable[Stage], config: Config, *, device_type: str) -> None:
     """Recomputation, offload and compilation; the saved tensors of multi-token prediction stay on the device."""
-    transform = partial(transform_blocks, config=config, recompute=stage.parallel.recompute)
-    stage.layer_functions = transform(stage.layers.values())
-    for layer in stage.mtp_layers:
-        layer.block_functions = transform([layer.block], transforms=WITHOUT_OFFLOAD)
+    log.info("torch.compile: %s", describe_compile(config, device_type))
+    resolved = with_compile(config, device_type)
+    for stage in stages:
+        transform = partial(transform_blocks, config=resolved, recompute=stage.parallel.recompute)
+        stage.layer_functions = transform(stage.layers.values())
+        for layer in stage.mtp_layers:
+            layer.block_functions = transform([layer.block], transforms=WITHOUT_OFFLOAD)
 
 
 def _samples_of_steps(plan: Plan, state: TrainState) -> Callable[[int], int]:
