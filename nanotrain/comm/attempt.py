@@ -2,7 +2,7 @@
 
 torchrun starts the ranks again after a failure, and torch lets them meet at the store of the attempt before, whose keys
 are still there: process groups would read the addresses of ranks that have ended (PyTorch issue 135712). Restart counts
-do not tell attempts apart, as every agent of torchrun has its own.
+do not distinguish attempts, as every agent of torchrun has its own.
 
     rank r    publishes a number that it has drawn, waits for the reply to it, and counts itself in
     rank 0    draws the name of the attempt and sends it in reply to every number, until all ranks are counted

@@ -121,11 +121,11 @@ def check_batches(config: Config, dp: int) -> None:
             f"a global batch of {size} samples of {flag} cannot be split into microbatches",
             why=f"micro_batch_size {config.train.micro_batch_size} x data-parallel size {dp} = {unit} must divide it"
             + experts,
-            fix=f"set {flag} to multiples of {unit}, or another --micro-batch-size" + _fewer(size, config.train, dp),
+            fix=f"set {flag} to multiples of {unit}, or another --micro-batch-size" + _fewer(size, config.train, dp=dp),
         )
 
 
-def _fewer(size: int, train: TrainConfig, dp: int) -> str:
+def _fewer(size: int, train: TrainConfig, *, dp: int) -> str:
     """The largest data-parallel size below `dp` that divides a batch, as the end of a fix; empty if there is none."""
     fitting = [fewer for fewer in range(1, dp) if size % (train.micro_batch_size * fewer) == 0]
     return f", or start ranks for a data-parallel size of {fitting[-1]}, which divides it" if fitting else ""
