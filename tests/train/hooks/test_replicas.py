@@ -74,3 +74,24 @@ def test_replicas_of_a_sound_run_are_equal_also_where_parameters_are_gathered(ct
     with small_run(tmp_path, "--train-iters", "4", *EVERY_TWO, *arguments, context=ctx) as run:
         train(run, ReplicasHook())
         assert run.state.step == 4
+
+
+class FlipFp8(Hook):
+    """Flips the lowest bit of one fp8 value that another rank updates."""
+
+    def after_step(self, run, report) -> None:
+        if report.step == 4:  # the next all-gather would mend it
+            (dp,) = [dp for dp in run.data_parallel if dp.fp8_weights is not None]
+            dp.wait_for_params()
+            dp.param_buffer.view(torch.uint8)[5] ^= 1
+
+
+@ranks(2, strategy="optim")
+def test_a_bit_flip_in_a_gathered_fp8_weight_is_named(ctx, tmp_path):
+    sizes = ("--hidden-size", "32", "--ffn-hidden-size", "32", "--num-attention-heads", "2", "--kv-channels", "16")
+    fp8 = ("--fp8-format", "e4m3", "--fp8-recipe", "tensorwise", "--fp8-param-gather")
+    arguments = ("--data-parallel-sharding-strategy", "optim", *sizes, *fp8)
+    names = r"parameter layers.0.mlp.down.weight .*step 4: rank 0 and rank 1 hold"
+    run_of = small_run(tmp_path, "--train-iters", "6", *EVERY_TWO, *arguments, context=ctx)
+    with run_of as run, pytest.raises(CorruptState, match=names):
+        train(run, *([FlipFp8()] if ctx.rank == 1 else []), ReplicasHook())
