@@ -50,6 +50,7 @@ class Batch:
     position_ids: Tensor | None = None  # [B, S] int64, or None for 0..S-1 in every row
     segment_ids: Tensor | None = None  # [B, S] int32 on the host, or None where attention crosses documents
     sample_ids: Tensor | None = None  # [B] int64, indices of the samples in the data; None where they have none
+    source_ids: Tensor | None = None  # [B] int64, the corpus of each sample; None where there is one
     mtp: tuple["Batch", ...] = ()  # the sequences 1, 2, ... tokens further on, for multi-token prediction
 
     @classmethod

@@ -86,6 +86,10 @@ class BlendedDataset:
         """Sum over the datasets; how often each has been read by then depends on its weight."""
         return sum(dataset.samples_per_epoch for dataset in self.datasets)
 
+    def source_of(self, index: int) -> int:
+        """The dataset of sample `index` >= 0."""
+        return locate(self._tree, index).dataset
+
     def __getitem__(self, index: int) -> Sample:
         """Sample `index` >= 0; indices continue after an epoch."""
         found = locate(self._tree, index)

@@ -26,7 +26,9 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from nanotrain.data.batch import Batch, Sample, SampleDataset, collate
+from nanotrain.data.blend import BlendedDataset
 from nanotrain.data.sampler import MicrobatchSampler, SamplerConfig
+from nanotrain.data.staged import StagedDataset
 from nanotrain.data.worker import exit_with_parent
 from nanotrain.errors import EnvironmentFault, NanotrainError
 from nanotrain.runs.files import free_space
@@ -43,7 +45,7 @@ class _BatchReader(Dataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> Batch | NanotrainError:
         try:
             batch = collate([self._sample(index) for index in indices])
-            batch = replace(batch, sample_ids=torch.tensor(indices))
+            batch = replace(batch, sample_ids=torch.tensor(indices), source_ids=self._source_ids(indices))
         except NanotrainError as error:
             return error  # returned, not raised: torch would put the worker's traceback into the message
         if get_worker_info() is None:
@@ -57,6 +59,12 @@ class _BatchReader(Dataset[Any]):
                 why=f"{str(error).splitlines()[0]}; {free_space(Path('/dev/shm'))}",
                 fix="enlarge /dev/shm (docker run --shm-size), or set --num-workers 0",
             )
+
+    def _source_ids(self, indices: Sequence[int]) -> torch.Tensor | None:
+        if not isinstance(self.dataset, BlendedDataset | StagedDataset):
+            return None
+        places = [(index if index >= 0 else ~index) + self.skipped_samples for index in indices]
+        return torch.tensor([self.dataset.source_of(place) for place in places])
 
     def _sample(self, index: int) -> Sample:
         """A sample; of a negative index the one at `~index` without target tokens, as padding."""

@@ -70,6 +70,10 @@ class StagedDataset:
         source = stage.sources[found.dataset]
         return source, self._read_before[number][source] + found.sample
 
+    def source_of(self, index: int) -> int:
+        """The source of sample `index` >= 0."""
+        return self.locate(index)[0]
+
     def __getitem__(self, index: int) -> Sample:
         """Sample `index` >= 0; indices continue after an epoch."""
         source, sample = self.locate(index)

@@ -48,7 +48,7 @@ from nanotrain.parallel.tp.layers import (
     VocabParallelEmbedding,
     column_parallel,
 )
-from nanotrain.parallel.tp.loss import Vocabulary, vocab_parallel_cross_entropy
+from nanotrain.parallel.tp.loss import Targets, TokenGroups, Vocabulary, vocab_parallel_cross_entropy
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.topology.parameters import declare_stage
 from nanotrain.topology.params import LocalParam
@@ -202,14 +202,15 @@ class Head(nn.Module):
     def __init__(self, weight: nn.Parameter | None, *, vocabulary: Vocabulary, tensor_parallel: TensorParallel) -> None:
         super().__init__()
         self.weight, self.vocabulary, self.tensor_parallel = weight, vocabulary, tensor_parallel
+        # [2, sources] fp64, losses and target tokens by corpus since they were last read; None where not counted
+        self.source_sums: Tensor | None = None
 
     def forward(self, hidden: Tensor, batch: Batch, *, tied: nn.Parameter | None) -> Tensor:
         """The summed cross-entropy: [B, S or S/tp, H] -> fp32 scalar, the same on every tp rank."""
         return vocab_parallel_cross_entropy(
             rearrange(self.tensor_parallel.enter(hidden), "b s h -> (b s) h"),
             self._weight(tied),
-            labels=batch.labels.flatten(),
-            loss_mask=batch.loss_mask.flatten(),
+            targets=Targets(batch.labels.flatten(), batch.loss_mask.flatten(), self._groups(batch)),
             vocabulary=self.vocabulary,
             group=self.tensor_parallel.group,
         )
@@ -218,6 +219,12 @@ class Head(nn.Module):
         """[..., H] -> [..., V] without padding; only without tensor parallelism."""
         assert self.tensor_parallel.group.size == 1, "logits of a sharded vocabulary would have to be gathered"
         return self.vocabulary.cap(fprop(hidden, self._weight(tied)[: self.vocabulary.size]))
+
+    def _groups(self, batch: Batch) -> TokenGroups | None:
+        """The corpus of every token."""
+        if self.source_sums is None or batch.source_ids is None:
+            return None
+        return TokenGroups(batch.source_ids.repeat_interleave(batch.labels.shape[1]), self.source_sums)
 
     def _weight(self, tied: nn.Parameter | None) -> nn.Parameter:
         weight = self.weight if tied is None else tied

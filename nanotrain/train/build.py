@@ -20,6 +20,7 @@ from nanotrain.config.config import Config
 from nanotrain.config.data_stages import read_stages, stage_starts
 from nanotrain.data.batch import Batch
 from nanotrain.data.loader import GlobalBatchLoader
+from nanotrain.data.sources import source_names
 from nanotrain.data.staged import StagedDataset
 from nanotrain.hf.import_weights import import_weights
 from nanotrain.log import get_logger
@@ -43,6 +44,7 @@ from nanotrain.train.plans.plan import Plan
 from nanotrain.train.resume import RunParts, restore_parts
 from nanotrain.train.routers import ModelRouters, router_biases
 from nanotrain.train.run import Run, StepSchedules, TrainState
+from nanotrain.train.sources import SourceLosses
 from nanotrain.train.stages import BuiltStage, all_data_parallel, build_stages
 
 log = get_logger(__name__)
@@ -83,6 +85,7 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
             inputs.checkpoint, checkpointer, parts=parts, config=config, may_fall_back=inputs.is_resumed
         )
     state.curve_batch_size = state.curve_batch_size or plan.sampler.global_batch_size
+    train_samples = _samples_of_steps(plan, state)(config.train.train_iters)
     # On a CPU the host computes: it would wait for other ranks later, but as long.
     batches, is_ahead = _open_batches(plan, inputs, state=state, context=context), context.device.type == "cuda"
     return Run(
@@ -95,9 +98,7 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
         routers=ModelRouters(stages, config.model, context=context),
         optimizer=optimizer,
         pipeline=build_pipeline(plan, context),
-        lr_schedule=LRSchedule(
-            config.optim, state.curve_batch_size, _samples_of_steps(plan, state)(config.train.train_iters)
-        ),
+        lr_schedule=LRSchedule(config.optim, state.curve_batch_size, train_samples),
         batches=batches,
         batch_iterator=build_batch_iterator(
             batches, context, is_ahead=is_ahead, num_mtp_layers=plan.shape.num_mtp_layers
@@ -105,6 +106,7 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
         checkpointer=checkpointer,
         state=state,
         schedules=StepSchedules(plan),
+        source_losses=_source_losses(batches, stages, context=context),
         group_norms=_group_norms(plan, optimizer, context=context) if config.train.log_norms_by_group else None,
     )
 
@@ -124,6 +126,14 @@ def _samples_of_steps(plan: Plan, state: TrainState) -> Callable[[int], int]:
     """Samples of the first steps of the run, counted as at its first step: other batch sizes since change nothing."""
     schedule = plan.sampler.schedule
     return lambda steps: samples_of_steps(schedule, steps) if schedule else steps * state.curve_batch_size
+
+
+def _source_losses(
+    batches: GlobalBatchLoader, stages: Mapping[int, Stage], *, context: ParallelContext
+) -> SourceLosses | None:
+    names = source_names(batches.dataset)
+    heads = [stage.head for stage in stages.values() if stage.head is not None]
+    return SourceLosses(names, heads=heads, device=context.device) if names else None
 
 
 def _group_norms(plan: Plan, optimizer: DistributedOptimizer, *, context: ParallelContext) -> GroupNorms:

@@ -36,6 +36,7 @@ OPTIONAL = (
     "loss_deviation",
     "spike_score",
     "norms",
+    "source_losses",
     "save_stall_s",
     "failed_saves",
     "slowest_rank",
@@ -168,6 +169,11 @@ class StepReport:
     def spike_score(self) -> float | None:
         """Share of the steps of this process whose loss was a spike; None for the first steps."""
         return None if self._spike is None else self._spike[1]
+
+    @property
+    def source_losses(self) -> Mapping[str, float] | None:
+        """Mean loss by corpus since the last logged step; None of data that is no blend, and between logged steps."""
+        return self.result.source_losses
 
     @property
     def norms(self) -> Mapping[str, Mapping[str, float]] | None:

@@ -21,6 +21,7 @@ from nanotrain.train.batches import BatchIterator
 from nanotrain.train.inputs import RunInputs
 from nanotrain.train.plans.plan import Plan, plan_train_schedule
 from nanotrain.train.routers import ModelRouters
+from nanotrain.train.sources import SourceLosses
 
 
 @dataclass
@@ -94,6 +95,7 @@ class Run:
     checkpointer: Checkpointer  # reads and writes the run's checkpoints
     state: TrainState  # counters
     schedules: StepSchedules  # pipeline schedules by number of microbatches
+    source_losses: SourceLosses | None = None  # losses by corpus; None where the data is no blend
     group_norms: GroupNorms | None = None  # norms by group of parameters, of logged steps; None where not logged
     stop: StopRequest = field(default_factory=StopRequest)  # set by the trainer's signal handler
 

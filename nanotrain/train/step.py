@@ -6,6 +6,7 @@ stay on the device until `StepOutput.read`, which is called for the log.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from nanotrain.train.fp8 import finish_fp8_step
 from nanotrain.train.qk_clip import clip_query_key
 from nanotrain.train.routers import ModelRouters
 from nanotrain.train.run import Run
+from nanotrain.train.sources import SourceLosses
 
 GRAD_SUM_AXES: tuple[GroupName, ...] = ("tp", "embed")
 
@@ -48,6 +50,7 @@ class StepResult:
     decoupled_lr: float | None = None  # learning rate of the embedding and the output layer; None where it is `lr`
     loss_scale: float = 1.0  # of this step
     mtp_losses: tuple[float, ...] = ()  # mean cross-entropy of each layer of multi-token prediction over its targets
+    source_losses: Mapping[str, float] | None = None  # mean by corpus, since the last logged step; None without
     norms: Mapping[str, Mapping[str, float]] | None = None  # by kind and group of parameters; None where not measured
 
 
@@ -56,7 +59,7 @@ class StepOutput:
     """The outcome of one step on the device."""
 
     # loss summed over tokens, gradient norm, whether skipped, loss scale, summed losses of multi-token prediction,
-    # norms by group, sums of the routers
+    # sums by corpus, norms by group, sums of the routers
     numbers: HostCopy
     num_tokens: int  # target tokens of the global batch
     lr: float
@@ -65,6 +68,7 @@ class StepOutput:
     routers: ModelRouters
     num_mtp_tokens: tuple[int, ...] = ()  # target tokens of each layer of multi-token prediction
     norms: GroupNorms | None = None  # of the norms among the numbers; None where there are none
+    sources: SourceLosses | None = None  # of the sums by corpus among the numbers; None where there are none
 
     @property
     def is_ready(self) -> bool:
@@ -74,19 +78,22 @@ class StepOutput:
     def read(self) -> StepResult:
         """The numbers on the host, which waits for the end of the step."""
         loss_sum, grad_norm, skipped, loss_scale, *others = self.numbers.read()
-        num_mtp, num_norms = len(self.num_mtp_tokens), 0 if self.norms is None else self.norms.size
-        mtp_sums, norms = others[:num_mtp], others[num_mtp : num_mtp + num_norms]
+        values, num_mtp = iter(others), len(self.num_mtp_tokens)
+        mtp_sums = list(islice(values, num_mtp))
+        source_sums = [] if self.sources is None else list(islice(values, self.sources.size))
+        norms = [] if self.norms is None else list(islice(values, self.norms.size))
         return StepResult(
             loss_sum / self.num_tokens,
             grad_norm,
             lr=self.lr,
             num_samples=self.num_samples,
             skipped=bool(skipped),
-            router_metrics=self.routers.metrics(others[num_mtp + num_norms :]),
+            router_metrics=self.routers.metrics(list(values)),
             decoupled_lr=self.decoupled_lr,
             loss_scale=loss_scale,
             mtp_losses=tuple(total / max(n, 1) for total, n in zip(mtp_sums, self.num_mtp_tokens, strict=True)),
             norms=None if self.norms is None else self.norms.by_group(norms),
+            source_losses=None if self.sources is None else self.sources.by_name(source_sums),
         )
 
 
@@ -128,20 +135,19 @@ def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepO
     finalize_grads(run.data_parallel, run.context)
     before = None if norms is None else norms.start()
     # One all-reduce sums loss and norm, before the all-gathers of parameters are queued behind it.
-    sums = torch.cat([loss_sum.double()[None], _mtp_loss_sums(run)])
-    update = run.optimizer.step(lr, decoupled_lr=decoupled_lr, sums=_once_per_tp_group(sums, run.context))
+    sums = _sums(run, loss_sum, is_logged=is_logged)
+    update = run.optimizer.step(lr, decoupled_lr=decoupled_lr, sums=sums)
     _change_params(run, update)
     measured = [] if norms is None or before is None else [norms.finish(before, loss_scale=scale)]
     for dp in run.data_parallel:
         dp.start_param_gather()
 
-    router_sums = run.routers.balance()
-    loss, mtp_losses = update.sums[:1], update.sums[1:]
-    numbers = [loss, update.grad_norm[None], update.skipped[None], torch.full_like(loss, 1.0) * scale]
-    numbers += [mtp_losses, *measured]
+    router_sums = [sums for sums in (run.routers.balance(),) if sums is not None]
+    loss, others = update.sums[:1], update.sums[1:]
+    numbers = [loss, update.grad_norm[None], update.skipped[None], torch.full_like(loss, 1.0) * scale, others]
     run.state.advance(samples=num_samples, tokens=batch.num_target_tokens)
     return StepOutput(
-        HostCopy(torch.cat(numbers if router_sums is None else [*numbers, router_sums])),
+        HostCopy(torch.cat([*numbers, *measured, *router_sums])),
         num_tokens,
         lr=lr,
         decoupled_lr=decoupled_lr,
@@ -149,7 +155,14 @@ def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepO
         routers=run.routers,
         num_mtp_tokens=batch.num_mtp_tokens,
         norms=norms,
+        sources=run.source_losses if is_logged else None,
     )
+
+
+def _sums(run: Run, loss_sum: Tensor, *, is_logged: bool) -> Tensor:
+    """fp64, this rank's part of the sums over all ranks: the loss, those of multi-token prediction, and by corpus."""
+    losses = _once_per_tp_group(torch.cat([loss_sum.double()[None], _mtp_loss_sums(run)]), run.context)
+    return losses if run.source_losses is None or not is_logged else torch.cat([losses, run.source_losses.take()])
 
 
 def _change_params(run: Run, update: Update) -> None:

@@ -44,17 +44,42 @@ class Vocabulary:
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
+@dataclass(frozen=True)
+class TokenGroups:
+    """Groups of tokens, as of one corpus, whose losses are also summed apart in training."""
+
+    ids: Tensor  # [T] int64, the group of each token
+    # [2, groups] fp64: sums of losses, over the labels of this rank's shard, and of the mask, on the first tp rank
+    sums: Tensor
+
+    def add(self, losses: Tensor, mask: Tensor, *, chunk: slice, counts: bool) -> None:
+        """Add the losses [t] and the masks [t] of a chunk; a matrix product, whose order of summation is fixed."""
+        numbers = torch.arange(self.sums.shape[1], device=self.sums.device)
+        is_in = (self.ids[chunk, None] == numbers).double()  # [t, groups]
+        self.sums[0] += losses.double() @ is_in
+        if counts:
+            self.sums[1] += mask.double() @ is_in
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What is predicted."""
+
+    labels: Tensor  # [T] int64 below V
+    loss_mask: Tensor  # [T] fp32, the weight of each token's loss (0 excludes it)
+    groups: TokenGroups | None = None  # None where losses are not summed apart
+
+
 @eager  # collectives stay out of compiled graphs
 def vocab_parallel_cross_entropy(
-    hidden: Tensor, weight: Tensor, *, labels: Tensor, loss_mask: Tensor, vocabulary: Vocabulary, group: Group
+    hidden: Tensor, weight: Tensor, *, targets: Targets, vocabulary: Vocabulary, group: Group
 ) -> Tensor:
     """The sum over unmasked tokens of -log softmax(hidden @ weight.T)[label]; padding is not part of the softmax.
 
     Args:
         hidden: [T, H], replicated over the group; its gradient is this rank's partial sum.
         weight: [Vp/tp, H], the local shard; rows from V on are padding and get a zero gradient.
-        labels: [T] int64 below V.
-        loss_mask: [T] fp32, the weight of each token's loss (0 excludes it).
+        targets: labels and mask.
         vocabulary: V, and the bound of the logits.
         group: shards the vocabulary.
 
@@ -63,13 +88,13 @@ def vocab_parallel_cross_entropy(
     """
     shard = _VocabShard.of(weight, vocabulary, group=group)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        loss: Tensor = _VocabParallelCrossEntropy.apply(hidden, weight, labels, loss_mask, shard)
+        loss: Tensor = _VocabParallelCrossEntropy.apply(hidden, weight, targets, shard)
         return loss
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     for chunk in _chunks(hidden, shard):
-        target = shard.find(labels[chunk])
+        target = shard.find(targets.labels[chunk])
         log_probs = shard.log_probs(hidden[chunk], weight)
-        total -= target.pick(log_probs, loss_mask[chunk])
+        total -= target.pick(log_probs, targets.loss_mask[chunk]).sum()
     return start_all_reduce(total, group).wait()
 
 
@@ -81,8 +106,8 @@ class _Target:
     is_local: Tensor  # [t, 1] fp32, 1 where the label is in this shard, else 0
 
     def pick(self, log_probs: Tensor, mask: Tensor) -> Tensor:
-        """The sum of the log-probabilities of the local labels."""
-        return (log_probs.gather(1, self.column) * self.is_local)[:, 0].mul_(mask).sum()
+        """[t], the log-probabilities of the local labels, times the mask."""
+        return (log_probs.gather(1, self.column) * self.is_local)[:, 0].mul_(mask)
 
 
 @dataclass(frozen=True)
@@ -131,23 +156,24 @@ class _VocabShard:
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, loss_mask: Tensor, shard: _VocabShard
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Targets, shard: _VocabShard) -> Tensor:
         used = weight[: shard.num_tokens]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden)
         # fp32 also for bf16 weights, as it accumulates over chunks.
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for chunk in _chunks(hidden, shard):
-            target, mask = shard.find(labels[chunk]), loss_mask[chunk]
+            target, mask = shard.find(targets.labels[chunk]), targets.loss_mask[chunk]
             logits = shard.logits(hidden[chunk], weight)
             slope = shard.slope(logits)
             log_probs, grad_logits = softmax_gradient(
                 logits, column=target.column, is_local=target.is_local, combine=shard.combine
             )
             del logits  # as large as the gradient
-            total -= (log_probs * mask).sum()
+            log_probs = log_probs * mask
+            total -= log_probs.sum()
+            if targets.groups is not None:
+                targets.groups.add(-log_probs, mask, chunk=chunk, counts=shard.group.is_first)
             if slope is not None:
                 grad_logits *= slope
             # The mask multiplies rows of H elements, not of V.
@@ -159,11 +185,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return start_all_reduce(total, shard.group).wait()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         # In place, as these are the largest tensors of a step; autograd then refuses a second backward.
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grads[0]
-        return grad_hidden.mul_(scale), grad_weight.mul_(scale), None, None, None
+        return grad_hidden.mul_(scale), grad_weight.mul_(scale), None, None
 
 
 def _chunks(hidden: Tensor, shard: _VocabShard) -> list[slice]:

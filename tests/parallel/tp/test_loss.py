@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nanotrain.comm.group import Group
 from nanotrain.parallel.tp import loss as loss_module
-from nanotrain.parallel.tp.loss import Vocabulary, vocab_parallel_cross_entropy
+from nanotrain.parallel.tp.loss import Targets, Vocabulary, vocab_parallel_cross_entropy
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from tests.harness import ranks, run_ranks
 
@@ -46,7 +46,7 @@ def test_chunks_give_the_loss_and_gradients_of_a_single_chunk(
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", chunk)
         patch.setattr(loss_module, "MIN_CHUNK_TOKENS", 1)
-        options = {"labels": labels, "loss_mask": mask, "vocabulary": Vocabulary(vocab_size, cap), "group": SINGLE_RANK}
+        options = {"targets": Targets(labels, mask), "vocabulary": Vocabulary(vocab_size, cap), "group": SINGLE_RANK}
         found = vocab_parallel_cross_entropy(hidden, weight, **options)
         with torch.no_grad():
             evaluated = vocab_parallel_cross_entropy(hidden, weight, **options)
@@ -63,8 +63,7 @@ def test_a_second_backward_is_an_error_not_a_wrong_gradient() -> None:
     loss = vocab_parallel_cross_entropy(
         hidden,
         torch.ones(4, 2),
-        labels=torch.zeros(3, dtype=torch.int64),
-        loss_mask=torch.ones(3),
+        targets=Targets(torch.zeros(3, dtype=torch.int64), torch.ones(3)),
         vocabulary=Vocabulary(4),
         group=SINGLE_RANK,
     )
@@ -76,7 +75,7 @@ def test_a_second_backward_is_an_error_not_a_wrong_gradient() -> None:
 def test_a_hopeless_label_has_a_finite_loss() -> None:
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[500.0], [-500.0]])
     found = vocab_parallel_cross_entropy(
-        hidden, weight, labels=torch.tensor([1]), loss_mask=torch.ones(1), vocabulary=Vocabulary(2), group=SINGLE_RANK
+        hidden, weight, targets=Targets(torch.tensor([1]), torch.ones(1)), vocabulary=Vocabulary(2), group=SINGLE_RANK
     )
     assert found.item() == 1000.0
 
@@ -92,7 +91,7 @@ def test_chunks_of_the_weight_gradient_add_up_unrounded_in_an_fp32_buffer(monkey
     weight.grad = torch.zeros(50, 16)
     buffer = weight.grad
     vocab_parallel_cross_entropy(
-        hidden, weight, labels=labels, loss_mask=mask, vocabulary=Vocabulary(50), group=SINGLE_RANK
+        hidden, weight, targets=Targets(labels, mask), vocabulary=Vocabulary(50), group=SINGLE_RANK
     ).backward()
     exact = weight.detach().float().requires_grad_()
     in_one_piece(hidden.float(), exact, labels, mask).backward()
@@ -115,7 +114,7 @@ def cut_loss(ctx, vocab_size: int, padded: int, sequence_parallel: bool) -> None
 
     own = tensor_parallel.local_slice(hidden).clone().requires_grad_()
     rows = table.detach().chunk(group.size)[group.index].clone().requires_grad_()
-    options = {"labels": labels, "loss_mask": mask, "vocabulary": Vocabulary(vocab_size, 3.0), "group": group}
+    options = {"targets": Targets(labels, mask), "vocabulary": Vocabulary(vocab_size, 3.0), "group": group}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", 16 * min(len(rows), vocab_size))
         patch.setattr(loss_module, "MIN_CHUNK_TOKENS", 1)
@@ -149,7 +148,7 @@ def test_a_hopeless_label_on_another_rank_has_a_finite_loss(ctx):
     hidden = torch.tensor([[1.0]], requires_grad=True)
     labels, mask, group = torch.tensor([1]), torch.ones(1), ctx.group("tp")
     found = vocab_parallel_cross_entropy(
-        hidden, weight, labels=labels, loss_mask=mask, vocabulary=Vocabulary(3), group=group
+        hidden, weight, targets=Targets(labels, mask), vocabulary=Vocabulary(3), group=group
     )
     found.backward()
     assert found.item() == 1000.0
@@ -164,7 +163,7 @@ def test_one_number_per_token_is_gathered_and_no_logits(ctx):
     labels, mask = torch.zeros(num_tokens, dtype=torch.int64), torch.ones(num_tokens)
     ctx.traffic.reset()
     vocab_parallel_cross_entropy(
-        hidden, weight, labels=labels, loss_mask=mask, vocabulary=Vocabulary(100), group=group
+        hidden, weight, targets=Targets(labels, mask), vocabulary=Vocabulary(100), group=group
     ).backward()
     assert ctx.traffic.bytes("tp", "all_gather") == 4 * num_tokens * (group.size - 1)
     assert ctx.traffic.bytes("tp") == 4 * num_tokens * (group.size - 1) + 4
