@@ -189,7 +189,7 @@ class _Child:
 
 
 @functools.cache
-def _server() -> Any:
+def forkserver() -> Any:
     """The process that all ranks are forked from; started by the first test that needs it."""
     # Read when the server starts; its children inherit the settings.
     os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", GLOO_SOCKET_IFNAME="lo")
@@ -201,8 +201,8 @@ def _server() -> Any:
 
 
 def _start(target: Callable[..., None], *args: Any) -> _Child:
-    receiver, sender = _server().Pipe(duplex=False)
-    process = _server().Process(target=target, args=(*args, sender), daemon=True)
+    receiver, sender = forkserver().Pipe(duplex=False)
+    process = forkserver().Process(target=target, args=(*args, sender), daemon=True)
     process.start()
     sender.close()
     return _Child(process, receiver)

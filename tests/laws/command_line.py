@@ -1,18 +1,22 @@
 """Runs of the real command line, under torchrun or on the ranks of the test harness.
 
 arguments(folder, *more)            the command line of a tiny model on a small token file
-torchrun(line, n)                   the program as users start it, 4 to 6 s
+torchrun(line, n)                   the program as users start it: 14 s of CPU, nearly all of it imports
+ForkedRanks(line, n)                the same processes without torchrun, its imports done: 2 s
 run_command_lines(ctx, *lines)      for run_ranks: the same code with the same arguments, 0.1 s per line
 steps_of, saved_tensors             the results: lines of metrics.jsonl, tensors of the newest checkpoint
 """
 
 import contextlib
+import gc
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +30,11 @@ from nanotrain.checkpoint.store import find_checkpoint, read_manifest
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import Loaded, load
 from nanotrain.config.validate import validate_for_world
+from nanotrain.train.__main__ import main
 from nanotrain.train.inputs import open_inputs
 from nanotrain.train.launch import run_training
 from nanotrain.train.plans.plan import plan_run
-from tests.harness import ROOT
+from tests.harness import ROOT, forkserver
 from tests.laws.megatron_file import write_tokens
 
 _LOADED: dict[tuple[int, tuple[str, ...]], Loaded] = {}
@@ -97,6 +102,66 @@ def wait_for(process: subprocess.Popen[str], *, timeout_s: float = 180) -> Finis
 
 def torchrun(line: Sequence[str], num_ranks: int = 2) -> Finished:
     return wait_for(start_torchrun(line, num_ranks))
+
+
+class ForkedRanks:
+    """Ranks of the program as torchrun starts them, forked from the server of the harness.
+
+    Args:
+        line: arguments of the program.
+        num_ranks: how many.
+        folder: for the file of standard output and standard error.
+    """
+
+    def __init__(self, line: Sequence[str], *, folder: Path, num_ranks: int = 2) -> None:
+        self._output = folder / "output"
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+        world["LOCAL_WORLD_SIZE"] = str(num_ranks)
+        self.processes = [
+            forkserver().Process(target=_run_program, args=(line, world, rank, self._output))
+            for rank in range(num_ranks)
+        ]
+        for process in self.processes:
+            process.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether all of them are."""
+        return all(process.is_alive() for process in self.processes)
+
+    def wait(self, *, timeout_s: float = 180) -> Finished:
+        """Wait for the end of all; as under torchrun, a rank that fails ends the others.
+
+        The exit code is that of the first failed rank.
+        """
+        deadline, failed = time.monotonic() + timeout_s, 0
+        while any(process.is_alive() for process in self.processes):
+            failed = failed or next((process.exitcode for process in self.processes if process.exitcode), 0)
+            if failed or time.monotonic() > deadline:
+                self.end()
+            time.sleep(0.02)
+        assert time.monotonic() < deadline, f"did not end within {timeout_s} s:\n{self._output.read_text()}"
+        failed = failed or next((process.exitcode for process in self.processes if process.exitcode), 0)
+        return Finished(failed, self._output.read_text())
+
+    def end(self) -> None:
+        """Kill them."""
+        for process in self.processes:
+            process.kill()
+
+
+def _run_program(line: Sequence[str], world: dict[str, str], rank: int, output: Path) -> None:
+    os.environ |= {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    with output.open("a") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    gc.freeze()
+    exit_code = main(line)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def run_command_lines(ctx: ParallelContext, *lines: Sequence[str]) -> None:

@@ -26,6 +26,7 @@ from tests.laws.command_line import (
     GLOBAL_BATCH,
     SEQ_LENGTH,
     VOCAB_SIZE,
+    ForkedRanks,
     arguments,
     random_tokens,
     run_command_lines,
@@ -233,7 +234,7 @@ def test_a_flipped_bit_is_noticed_and_the_older_checkpoint_taken(
     message = refused(arguments(run_dir, "--num-workers 0 --train-iters 8 --load", str(checkpoint(run_dir, 6))), capfd)
     assert re.search("is damaged.*shard-00000-of-00002.safetensors have crc32 .*load an older checkpoint", message)
 
-    ended = torchrun(arguments(run_dir, "--train-iters 5 --micro-batch-size 2"))
+    ended = ForkedRanks(arguments(run_dir, "--train-iters 5 --micro-batch-size 2"), folder=run_dir.parent).wait()
     assert ended.exit_code == 0, ended.output
     line = "step-00000006 cannot be loaded and will be renamed .*crc32.*; resuming from step-00000004$"
     assert len(re.findall(line, ended.output, re.M)) == 1, ended.output
@@ -281,8 +282,9 @@ def test_a_large_token_id_that_one_rank_meets_late_ends_all_with_one_message(tmp
 
 
 def test_words_that_are_wrong_only_for_the_world_are_one_message_of_all_ranks(tmp_path: Path) -> None:
-    output = refused_by_all(arguments(tmp_path / "run", "--micro-batch-size 12"))
-    assert MESSAGE.findall(output) == [
+    ended = ForkedRanks(arguments(tmp_path / "run", "--micro-batch-size 12"), folder=tmp_path).wait()
+    assert ended.exit_code == 2 and "Traceback" not in ended.output
+    assert MESSAGE.findall(ended.output) == [
         "a global batch of 12 samples has less than one microbatch per rank: micro_batch_size 12 x data-parallel size "
         "2 = 24; set --global-batch-size 24 or another --micro-batch-size"
     ]
@@ -290,7 +292,7 @@ def test_words_that_are_wrong_only_for_the_world_are_one_message_of_all_ranks(tm
 
 def test_all_ranks_together_warn_once_of_a_checkpoint_they_pass_over(run_dir: Path) -> None:
     cut_shard(checkpoint(run_dir, 6))
-    ended = torchrun(arguments(run_dir, "--train-iters 5 --micro-batch-size 2"))
+    ended = ForkedRanks(arguments(run_dir, "--train-iters 5 --micro-batch-size 2"), folder=run_dir.parent).wait()
     assert ended.exit_code == 0, ended.output
     assert ended.output.count("skipped unusable checkpoints") == 1
     assert "step 5/5" in ended.output

@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import Popen
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from nanotrain.train.__main__ import main
 from tests.harness import run_ranks
 from tests.laws.command_line import (
     GLOBAL_BATCH,
+    ForkedRanks,
     arguments,
     assert_same_to_the_bit,
     run_command_lines,
@@ -140,41 +140,29 @@ def test_a_run_from_hugging_face_weights_resumes(tmp_path: Path) -> None:
     assert_same_to_the_bit(tmp_path / "out", tmp_path / "full")
 
 
-def children_of(process: Popen[str]) -> list[int]:
-    """The process ids of the ranks of a torchrun, in order."""
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-
-
-def to_torchrun(process: Popen[str]) -> None:
-    """As a scheduler ends a job: torchrun forwards the SIGTERM to its ranks and exits with 1."""
-    process.send_signal(signal.SIGTERM)
-
-
-def to_one_rank(process: Popen[str]) -> None:
-    """Ctrl-C on one rank; the others stop with it through the flag that every step reduces."""
-    os.kill(children_of(process)[1], signal.SIGINT)
-
-
-@pytest.mark.parametrize(("send", "exit_code"), [(to_torchrun, 1), (to_one_rank, 0)])
-def test_a_signal_ends_the_run_after_its_step(
-    tmp_path: Path, send: Callable[[Popen[str]], None], exit_code: int
-) -> None:
+@pytest.mark.parametrize("by_scheduler", [True, False])
+def test_a_signal_ends_the_run_after_its_step(tmp_path: Path, by_scheduler: bool) -> None:
     full, stopped = tmp_path / "full", tmp_path / "stopped"
     how = "--bf16 --data-parallel-sharding-strategy optim --overlap-grad-reduce --overlap-param-gather --num-workers 1"
     endless = f"--train-iters 100000 --micro-batch-size 2 --lr-decay-style constant --save-interval 100000 {how}"
-    process = start_torchrun(arguments(stopped, endless))
-    await_step(stopped, 4, process=process)
+    if by_scheduler:  # torchrun forwards the SIGTERM to its ranks and exits with 1
+        process = start_torchrun(arguments(stopped, endless))
+        await_step(stopped, 4, is_running=lambda: process.poll() is None)
+        process.send_signal(signal.SIGTERM)
+        ended = wait_for(process)
+    else:  # Ctrl-C on one rank; the others stop with it through the flag that every step reduces
+        ranks = ForkedRanks(arguments(stopped, endless), folder=tmp_path)
+        await_step(stopped, 4, is_running=lambda: ranks.is_running)
+        os.kill(ranks.processes[1].pid, signal.SIGINT)
+        ended = ranks.wait()
 
-    send(process)
-    ended = wait_for(process)
-
-    assert ended.exit_code == exit_code, ended.output
+    assert ended.exit_code == by_scheduler, ended.output
     last = steps_of(stopped)[-1]["step"]
     assert re.search(rf"stopping after step {last}: (received SIGTERM|another rank stops)", ended.output)
     assert (stopped / "checkpoints" / f"step-{last:08d}" / "manifest.json").exists()
     continued = endless.replace("100000", str(last + 3), 1)
     run_ranks(2, run_command_lines, arguments(full, continued), strategy="optim")  # without data workers
-    if send is to_torchrun:
+    if by_scheduler:
         resumed = torchrun(arguments(stopped, continued))
         assert resumed.exit_code == 0, resumed.output
         assert f"step {last}, {GLOBAL_BATCH * last} samples consumed" in resumed.output
@@ -202,11 +190,11 @@ def test_a_run_stops_at_its_time_limit_and_resumes(tmp_path: Path) -> None:
     assert_same_to_the_bit(timed, full)
 
 
-def await_step(run_dir: Path, step: int, *, process: Popen[str]) -> None:
+def await_step(run_dir: Path, step: int, *, is_running: Callable[[], bool]) -> None:
     """Wait until a run has logged a step."""
     deadline = time.monotonic() + 120
     metrics = run_dir / "metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count("\n") < step:
-        assert process.poll() is None, wait_for(process).output
+        assert is_running()
         assert time.monotonic() < deadline, "no step within 120 s"
         time.sleep(0.02)
