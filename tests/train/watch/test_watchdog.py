@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.topology.topology import Topology
 from nanotrain.train.watch.watchdog import REPORT, Watchdog, timeout_of
 from tests.harness import parallel_config
-from tests.laws.command_line import arguments, start_torchrun, wait_for
+from tests.laws.command_line import ForkedRanks, arguments, start_torchrun, wait_for
 
 SOON_S = 60.0  # a drill ends within seconds; a busy machine needs more
 
@@ -26,14 +27,21 @@ def test_a_run_with_a_stopped_or_killed_rank_ends_and_names_it(
     tmp_path: Path, number: signal.Signals, says: str
 ) -> None:
     line = arguments(tmp_path / "run", "--train-iters 100000 --micro-batch-size 2 --num-workers 0 --no-save")
-    started = start_torchrun([*line, "--hang-timeout-s", "4"])
-    try:
-        rank = running_rank(started, tmp_path / "run", rank=1)
+    line += ["--hang-timeout-s", "4"]
+    if number is signal.SIGKILL:  # torchrun sees it too, and ends the others
+        started = start_torchrun(line)
+        await_steps(tmp_path / "run", is_running=lambda: started.poll() is None)
+        rank = rank_of(started, 1)
         os.kill(rank, number)
         finished = wait_for(started, timeout_s=SOON_S)
-    finally:
-        started.kill()
-    assert finished.exit_code == 1, finished.output  # torchrun's own
+        assert finished.exit_code == 1, finished.output  # torchrun's own
+    else:
+        forked = ForkedRanks(line, folder=tmp_path)
+        await_steps(tmp_path / "run", is_running=lambda: forked.is_running)
+        rank = forked.processes[1].pid
+        os.kill(rank, number)
+        finished = forked.wait(timeout_s=SOON_S)
+        assert forked.processes[0].exitcode == 2, finished.output
     assert re.search(rf"error: .*rank 1 \(dp1, host \S+, pid {rank}\) {says}", finished.output, re.S), finished.output
     report = (tmp_path / "run" / REPORT).read_text()
     assert f"rank 1 (dp1, host {os.uname().nodename}, pid {rank}) {says}" in report
@@ -48,18 +56,18 @@ def test_a_run_with_a_stopped_or_killed_rank_ends_and_names_it(
     assert not is_there(rank)
 
 
-def running_rank(started: subprocess.Popen[str], run_dir: Path, *, rank: int) -> int:
-    """The process id of a rank of a run that has made two steps."""
-    end = time.monotonic() + SOON_S
-    while time.monotonic() < end and started.poll() is None:
-        metrics = run_dir / "metrics.jsonl"
-        if metrics.exists() and metrics.read_text().count("\n") >= 2:
-            children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
-            for pid in map(int, children):
-                if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text():
-                    return pid
+def await_steps(run_dir: Path, *, is_running: Callable[[], bool]) -> None:
+    """Wait until a run has made two steps."""
+    end, metrics = time.monotonic() + SOON_S, run_dir / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 2:
+        assert is_running() and time.monotonic() < end, "the run did not start"
         time.sleep(0.05)
-    raise AssertionError("the run did not start")
+
+
+def rank_of(torchrun: subprocess.Popen[str], rank: int) -> int:
+    """The process id of a rank."""
+    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+    return next(pid for pid in map(int, children) if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text())
 
 
 def is_there(pid: int) -> bool:
