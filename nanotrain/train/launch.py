@@ -4,8 +4,9 @@ import shutil
 import sys
 import zlib
 from dataclasses import asdict, replace
+from pathlib import Path
 
-from nanotrain.comm.collectives import all_gather_object
+from nanotrain.checkpoint.all_ranks import run_on_all
 from nanotrain.comm.device import device_name, manual_seed, peak_memory, reset_peak_memory
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
@@ -99,24 +100,28 @@ def require_same_start(plan: Plan, inputs: RunInputs, *, context: ParallelContex
     """
     checkpoint = inputs.checkpoint.name if inputs.checkpoint else "no checkpoint"
     start = checkpoint if inputs.reads_checkpoint else None, zlib.crc32(to_yaml(plan.config).encode())
-    gathered = all_gather_object((*start, inputs.checkpoint), context.control)
-    first = gathered[0][2]
-    names = [name or gathered[0][0] for name, _, _ in gathered]
-    starts = [(name, config) for name, (_, config, _) in zip(names, gathered, strict=True)]
-    other = next((rank for rank, start in enumerate(starts) if start != starts[0]), None)
-    if other is None:
-        return replace(inputs, checkpoint=first, is_resumed=first is not None and plan.config.checkpoint.load is None)
-    if names[other] != names[0]:
-        raise EnvironmentFault(
-            f"rank 0 starts from {names[0]}, rank {other} from {names[other]}",
-            why=f"their machines see different files in {inputs.folder.path} or behind --load",
-            fix="put them on a file system that all machines share",
-        )
-    raise EnvironmentFault(
-        f"rank {other} has a different configuration from rank 0",
-        why="all ranks must run the same command line on the same files",
-        fix="compare the output of `nanotrain config` on both machines",
-    )
+
+    def merge(gathered: list[tuple[str | None, int, Path | None]]) -> Path | None:
+        """On the first rank: its checkpoint, if all start alike."""
+        (first_name, first_config, first), *_ = gathered
+        for rank, (name, config, _) in enumerate(gathered):
+            if (name or first_name) != first_name:
+                raise EnvironmentFault(
+                    f"rank 0 starts from {first_name}, rank {rank} from {name}",
+                    why=f"their machines see different files in {inputs.folder.path} or behind --load",
+                    fix="put them on a file system that all machines share",
+                )
+            if config != first_config:
+                raise EnvironmentFault(
+                    f"rank {rank} has a different configuration from rank 0",
+                    why="all ranks must run the same command line on the same files",
+                    fix="compare the output of `nanotrain config` on both machines",
+                )
+        return first
+
+    # Only the first rank receives what all say, so this does not grow with the world on the others.
+    first = run_on_all(context.control, lambda: (*start, inputs.checkpoint), merge=merge)
+    return replace(inputs, checkpoint=first, is_resumed=first is not None and plan.config.checkpoint.load is None)
 
 
 def choose_hooks(config: Config, tokenizer: str | None, *, planned: PlannedPeak | None = None) -> list[Hook]:
