@@ -74,8 +74,8 @@ def has_score_options(model_config: ModelConfig) -> bool:
     >>> has_score_options(ModelConfig(attn_logit_softcapping=50.0))
     True
     """
-    is_bounded = model_config.attn_logit_softcapping is not None
-    return is_bounded or model_config.softmax_type is not SoftmaxType.vanilla or model_config.attention_dropout > 0
+    has_softcap = model_config.attn_logit_softcapping is not None
+    return has_softcap or model_config.softmax_type is not SoftmaxType.vanilla or model_config.attention_dropout > 0
 
 
 def rotary_dim(model_config: ModelConfig) -> int:

@@ -24,7 +24,7 @@ class HFName:
     name: str  # without ".weight" and ".bias" unless `is_full`; with {expert} there is one tensor per expert
     fused: tuple[str, ...] = ()  # the modules, itself among them, that the tensor concatenates along the outputs
     transposed: bool = False  # a matrix is stored as [inputs, outputs]
-    every: tuple[int, int] = (0, 1)  # outputs of several modules alternate in the tensor: the first, and the step
+    interleaved: tuple[int, int] = (0, 1)  # of modules whose outputs alternate in the tensor: which, of how many
     is_full: bool = False  # the name has no ".weight" appended
     has_neighbour_pairs: bool = False  # rotary channels are stored so that neighbours are a pair; with MLA
 
@@ -104,7 +104,7 @@ def _map(name: str, sizes: Mapping[str, tuple[int, ...]], *, naming: Naming, sha
         tensor if hf.is_full else f"{tensor}.{leaf}",
         own,
         transposed=hf.transposed and len(own) >= 2,
-        every=hf.every,
+        interleaved=hf.interleaved,
         is_bias=leaf == "bias" and len(own) >= 2,
         offset=offset,
         num_outputs=num_outputs,

@@ -23,7 +23,7 @@ class TensorSlice:
     stored: Box  # box of the part in the tensor
     box: Box  # its box in the parameter
     transposed: bool  # the tensor has the last two dims of the parameter swapped
-    every: tuple[int, int] = (0, 1)  # of the last stored dim only every second, third, ... : the first, and the step
+    interleaved: tuple[int, int] = (0, 1)  # as in `TensorMapping`, along the last stored dim
 
     def as_parameter(self, stored: Tensor) -> Tensor:
         """Stored values in the parameter's shape."""
@@ -34,11 +34,11 @@ class TensorSlice:
         """Values of the parameter in the shape of `picked`."""
         if self.transposed:
             return part.mT
-        return part.reshape(self.stored.shape) if self.every == (0, 1) else part
+        return part.reshape(self.stored.shape) if self.interleaved == (0, 1) else part
 
     def picked(self, stored: Tensor) -> Tensor:
         """Of the tensor's box what belongs to the parameter, as a view."""
-        first, step = self.every
+        first, step = self.interleaved
         return stored[..., first::step]
 
 
@@ -54,7 +54,7 @@ class TensorMapping:
     transposed: bool = False  # the tensor is [inputs, outputs] where the parameter is [outputs, inputs]
     offset: int = 0  # the first output of the parameter in the tensor
     num_outputs: int | None = None  # outputs of the tensor; None for those of the parameter
-    every: tuple[int, int] = (0, 1)  # outputs of several parameters alternate: the first of this one, and the step
+    interleaved: tuple[int, int] = (0, 1)  # of parameters whose outputs alternate: which, of how many
     is_bias: bool = False  # outputs are the last dim
     rows: tuple[int, ...] | None = None  # the row of the tensor for each row of the parameter; None for the same
 
@@ -68,7 +68,7 @@ class TensorMapping:
         if EXPERT in self.tensor:
             return {self._of_expert(expert): self.shape[1:] for expert in range(self.shape[0])}
         dim = self._output_dim
-        num_outputs = self.shape[dim] * self.every[1] if self.num_outputs is None else self.num_outputs
+        num_outputs = self.shape[dim] * self.interleaved[1] if self.num_outputs is None else self.num_outputs
         shape = (*self.shape[:dim], num_outputs, *self.shape[dim + 1 :])
         return {self.tensor: _swapped(shape) if self.transposed else shape}
 
@@ -92,13 +92,13 @@ class TensorMapping:
         else:
             dim = self._output_dim
             shifted = box.shifted([self.offset if other == dim else 0 for other in range(len(self.shape))])
-            factors = [self.every[1] if other == dim else 1 for other in range(len(self.shape))]
+            factors = [self.interleaved[1] if other == dim else 1 for other in range(len(self.shape))]
             ends = [
                 tuple(at * factor for at, factor in zip(ends, factors, strict=True))
                 for ends in (shifted.start, shifted.stop)
             ]
             stored = Box(*(map(_swapped, ends) if self.transposed else ends))
-            yield TensorSlice(self.tensor, stored, box, self.transposed, self.every)
+            yield TensorSlice(self.tensor, stored, box, self.transposed, self.interleaved)
 
     @property
     def _output_dim(self) -> int:

@@ -33,7 +33,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Glu:
-    """activation(gate) * (up + offset), both bounded before it where a bound is set (gpt-oss)."""
+    """activation(gate) * (up + offset), both clamped before it where a clamp is set (gpt-oss)."""
 
     activation: Callable[[Tensor], Tensor]
     offset: float = 0.0

@@ -61,11 +61,12 @@ class MoELayer(nn.Module):
         )
         experts = _local_experts(num_experts, parallel.ep)
         self._dispatcher = build_token_dispatcher(num_experts, ep=parallel.ep, etp=parallel.etp)
+        gate = params.get("experts.gate.weight")
         self.experts = Experts(
-            gate=params.get("experts.gate.weight"),
+            gate=gate,
             up=params["experts.up.weight"],
             down=params["experts.down.weight"],
-            activation=ACTIVATIONS[model_config.activation],
+            activation=ACTIVATIONS[model_config.activation] if gate is None else Glu.of(model_config),
             biases={name: bias for name in EXPERT_LINEARS if (bias := params.get(f"experts.{name}.bias")) is not None},
             options=ExpertOptions(
                 may_drop=self._dispatcher.keeps_dropped and model_config.moe.expert_capacity_factor is not None,
@@ -73,7 +74,6 @@ class MoELayer(nn.Module):
                 recompute=parallel.recompute,
                 experts=experts,
                 fp8=_expert_fp8(experts, parallel),
-                glu=Glu.of(model_config),
                 adds_down_bias=parallel.etp.is_first,
             ),
         )

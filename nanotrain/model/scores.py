@@ -15,7 +15,7 @@ class LayerScores:
     """The options of the scores of one layer.
 
     Args:
-        model_config: type of the softmax, bound of the scores, rate of dropout.
+        model_config: type of the softmax, softcap of the scores, rate of dropout.
         layer: index in the model.
         heads: query heads of this rank, among those of the model.
     """

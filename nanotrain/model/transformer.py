@@ -195,7 +195,7 @@ class Head(nn.Module):
 
     Args:
         weight: [Vp/tp, H]; None where it is tied to the word embedding, which is then passed to every call.
-        vocabulary: V, and the bound of the logits.
+        vocabulary: V, and the softcap of the logits.
         tensor_parallel: shards the vocabulary.
     """
 

@@ -50,13 +50,14 @@ GEMMA = {
     "final_logit_softcapping": 4.0,
     "rotary_seq_len_interpolation_factor": 2.0,
 }
-MODELS |= {"norms after, over all heads": OLMO, "norms on both sides, bounded logits": GEMMA}
+MODELS |= {"norms after, over all heads": OLMO, "norms on both sides, soft-capped logits": GEMMA}
 DROPOUT = {"attention_dropout": 0.2, "hidden_dropout": 0.1, "softmax_type": "learnable"}
 MLA = {name: value for name, value in MODELS["yarn with MLA, experts in turn"].items() if name not in YARN}
 MODELS |= {
     "dropout, sinks": DROPOUT,
     "dropout, MLA": MLA | {"attention_dropout": 0.2, "hidden_dropout": 0.1},
-    "bounded scores": {"attn_logit_softcapping": 0.5, "window_size": 5},
+    "off-by-one softmax": {"softmax_type": "off-by-one"},
+    "soft-capped scores": {"attn_logit_softcapping": 0.5, "window_size": 5},
 }
 GPT_OSS = {
     "softmax_type": "learnable",
@@ -82,12 +83,14 @@ LAYOUTS: list[Row] = [
     ("four layers", 4, {"strategy": "optim", "pp": 2}, VPP | {"pipeline_model_parallel_layout": "E|tt|tt|L"}),
     ("four layers", 2, {"strategy": "optim_grads_params", "pp": 2}, {"pipeline_model_parallel_layout": "Ettt|tL"}),
     ("norms after, over all heads", 4, {"strategy": "optim", "tp": 2, "cp": 2}, SP),
-    ("norms on both sides, bounded logits", 4, {"strategy": "optim_grads_params", "tp": 2, "pp": 2}, SP),
+    ("norms on both sides, soft-capped logits", 4, {"strategy": "optim_grads_params", "tp": 2, "pp": 2}, SP),
     ("dropout, sinks", 4, {"strategy": "optim", "tp": 2, "cp": 2}, SP),
     ("dropout, sinks", 4, {"strategy": "optim_grads_params", "pp": 2, "tp": 2}, {"pipeline_schedule": "zb-h1"}),
     ("dropout, sinks", 2, {"strategy": "optim", "cp": 2}, {"cp_comm_type": "a2a"}),
     ("dropout, MLA", 4, {"strategy": "optim", "tp": 2, "cp": 2, "etp": 1, "ep": 2}, {"cp_comm_type": "allgather"}),
-    ("bounded scores", 2, {"strategy": "optim", "cp": 2}, {}),
+    ("off-by-one softmax", 2, {"strategy": "optim", "tp": 2}, SP),
+    ("off-by-one softmax", 2, {"strategy": "optim_grads", "cp": 2}, {}),
+    ("soft-capped scores", 2, {"strategy": "optim", "cp": 2}, {}),
     ("gpt-oss", 4, {"strategy": "optim", "tp": 2, "cp": 2, "etp": 2, "ep": 2}, SP),
     ("gpt-oss", 4, {"strategy": "optim_grads_params", "tp": 2, "pp": 2, "etp": 1, "ep": 2}, {}),
     ("yarn with MLA, experts in turn", 4, {"strategy": "optim", "tp": 2, "cp": 2, "etp": 1, "ep": 2}, {}),

@@ -147,3 +147,16 @@ def live_and_planned(ctx: ParallelContext, words: str) -> tuple[int, int]:
     assert graph is not None  # keeps the graph until here
     kept, spec = Activations(case.plan, "cpu"), case.plan.stages[0].spec
     return num_bytes, kept.stage(spec).kept - kept.head()
+
+
+def stage_kept_and_planned(ctx: ParallelContext, words: str) -> tuple[int, int]:
+    """Bytes that a stage with both ends of the model keeps of a microbatch: counted, and by the formula."""
+    case = microbatch(ctx, words)
+    tokens = torch.zeros(case.hidden.shape[:2], dtype=torch.int64)
+    depth = len(case.stage.mtp_layers)
+    batch = Batch(tokens, tokens, torch.ones(tokens.shape)).with_mtp(depth)
+    saved = SavedTensors(case.stage.parameters())
+    with saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+        loss = case.stage(None, BatchContext(batch, mtp_scales=(0.1,) * depth))
+    assert loss.requires_grad  # keeps the graph until here
+    return saved.num_bytes, Activations(case.plan, "cpu").stage(case.plan.stages[0].spec).kept

@@ -67,7 +67,7 @@ class CoreAttention(Protocol):
             value: [B, S / cp, G, Dv].
             mask: the result of `plan_mask` for this microbatch.
             observe: called with all queries and keys that attend to each other, in parts; `--qk-clip` alone passes it.
-            scores: bound, sink and dropout; passed where a model has one of them.
+            scores: softcap, sink and dropout; passed where a model has one of them.
 
         Returns:
             [B, S / cp, N, Dv].

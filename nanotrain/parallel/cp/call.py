@@ -22,7 +22,7 @@ from nanotrain.parallel.cp.tiles import LocalChunk, Spans, Tile, TilePlan, plan_
 class AttentionKernel(Protocol):
     """How one call is computed."""
 
-    takes_scores: bool  # whether it computes bound, sink and dropout
+    takes_scores: bool  # whether it computes softcap, sink and dropout
 
     def __call__(
         self, query: Tensor, *, key: Tensor, value: Tensor, call: "AttentionCall", scores: ScoreOptions | None
@@ -84,7 +84,7 @@ class AttentionCall:
         Args:
             query, key, value: of the call.
             observe: called with every tile.
-            scores: bound, sink and dropout.
+            scores: softcap, sink and dropout.
         """
         if observe is not None:
             with torch.no_grad():

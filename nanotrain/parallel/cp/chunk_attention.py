@@ -216,7 +216,7 @@ def _backward_cuda(chunk: AttentionChunk, merged: AttentionResult, *, grad: Tens
 
 
 def _scores(chunk: AttentionChunk) -> tuple[Tensor, Tensor | None]:
-    """[B, N, Q, K], very low but finite where masked, and the derivative by unbounded scores; None for 1."""
+    """[B, N, Q, K], very low but finite where masked, and the derivative by scores without softcap; None for 1."""
     dtype = accumulate_dtype(chunk.query)
     scores, slope = (chunk.query.to(dtype) @ chunk.key.to(dtype).mT) * chunk.scale, None
     if chunk.softcap is not None:

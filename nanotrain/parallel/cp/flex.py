@@ -1,4 +1,4 @@
-"""Attention with `torch.nn.attention.flex_attention`: documents, windows, sinks and bounded scores in one kernel.
+"""Attention with `torch.nn.attention.flex_attention`: documents, windows, sinks and soft-capped scores in one kernel.
 
 The mask is a table of blocks of queries and keys: left out, full, or computed from positions inside the kernel. It is
 made on the host from the spans, without a tensor of queries by keys.

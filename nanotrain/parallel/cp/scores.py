@@ -1,6 +1,6 @@
 """What a layer does to attention scores and weights beside the softmax.
 
-    bound     scores become c * tanh(score / c) (Gemma 2)
+    softcap   scores become c * tanh(score / c) (Gemma 2)
     sink      one more score per head, whose weight multiplies no value (gpt-oss; Xiao et al. 2023)
     dropout   of the weights, by the sample, head, query and key (kernels/dropout.py)
 
@@ -81,7 +81,7 @@ class ScoreOptions:
         return replace(self, dropout=replace(self.dropout, words=self.dropout.words[samples]))
 
     def apply_to(self, chunk: AttentionChunk, *, queries: Tensor, keys: Tensor) -> AttentionChunk:
-        """A chunk with the bound and the dropout, its queries and keys at these positions."""
+        """A chunk with the softcap and the dropout, its queries and keys at these positions."""
         dropped = None if self.dropout is None else self.dropout.at(queries, keys)
         return replace(chunk, softcap=self.softcap, dropped=dropped)
 

@@ -37,12 +37,11 @@ class ExpertOptions:
     recompute: Recompute = field(default_factory=Recompute)  # may recompute the activation
     fp8: Fp8Options | None = None  # how the products use fp8; None: they do not
     experts: ExpertRange | None = None  # those of this rank, for the amax history of fp8
-    glu: Callable[[Tensor, Tensor], Tensor] | None = None  # of gate and up; None: activation(gate) * up
     adds_down_bias: bool = True  # of the ranks of etp, whose outputs are summed, one adds the bias
 
 
 class Experts(nn.Module):
-    """All experts of this rank: down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate."""
+    """All experts of this rank: down(activation(gate(x), up(x))), or down(activation(up(x))) without a gate."""
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class Experts(nn.Module):
         gate: nn.Parameter | None,
         up: nn.Parameter,
         down: nn.Parameter,
-        activation: Callable[[Tensor], Tensor],
+        activation: Callable[..., Tensor],
         biases: Mapping[str, nn.Parameter] | None = None,
         options: ExpertOptions | None = None,
     ) -> None:
@@ -60,9 +59,7 @@ class Experts(nn.Module):
         self.gate = None if gate is None else linear(gate, biases.get("gate"))
         self.up = linear(up, biases.get("up"))
         self.down = linear(down, biases.get("down"), adds_bias=options.adds_down_bias)
-        glu = options.glu or (lambda gate, up: activation(gate) * up)
-        activate = activation if gate is None else glu
-        self._activate_and_down = options.recompute.chain("moe_act", activate, second=self.down)
+        self._activate_and_down = options.recompute.chain("moe_act", activation, second=self.down)
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         """Tokens [P, H] sorted by expert -> [P, H] in the same order; offs [E] int32 is the end of each expert's."""

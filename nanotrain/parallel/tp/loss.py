@@ -40,7 +40,7 @@ class Vocabulary:
     softcap: float | None = None  # logits are c * tanh(logits / c) (Gemma 2); None: as they are
 
     def cap(self, logits: Tensor) -> Tensor:
-        """Bounded logits."""
+        """Soft-capped logits."""
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
@@ -80,7 +80,7 @@ def vocab_parallel_cross_entropy(
         hidden: [T, H], replicated over the group; its gradient is this rank's partial sum.
         weight: [Vp/tp, H], the local shard; rows from V on are padding and get a zero gradient.
         targets: labels and mask.
-        vocabulary: V, and the bound of the logits.
+        vocabulary: V, and the softcap of the logits.
         group: shards the vocabulary.
 
     Returns:
@@ -134,7 +134,7 @@ class _VocabShard:
         return _Target(column.clamp(0, self.num_tokens - 1), is_local.float())
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """[t, H] -> [t, num_tokens], bounded."""
+        """[t, H] -> [t, num_tokens], soft-capped."""
         logits = self.vocabulary.cap(fprop(hidden, weight[: self.num_tokens]))
         return logits.fill_(torch.finfo(logits.dtype).min / 2) if self.is_padding else logits
 
@@ -149,7 +149,7 @@ class _VocabShard:
         return start_all_gather(local, self.group, dim=1).wait().logsumexp(dim=1, keepdim=True)
 
     def slope(self, logits: Tensor) -> Tensor | None:
-        """The derivative of bounded logits by the unbounded ones; None for 1."""
+        """The derivative of soft-capped logits by those before; None for 1."""
         cap = self.vocabulary.softcap
         return None if cap is None or self.is_padding else 1 - (logits.float() / cap).square()
 

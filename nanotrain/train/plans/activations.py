@@ -78,8 +78,8 @@ class Activations:
 
     def _further(self, layers: range) -> StageBytes:
         """Layers of multi-token prediction: the inputs of two norms and of the projection, the block, and a head."""
-        # the embeddings, the statistics of both norms, and what they return, joined
-        around = self.outside * (3 * self.width + 2 * FP32) + self.head()
+        # the embeddings and the hidden states before, the statistics of both norms, and what they return, joined
+        around = self.outside * (4 * self.width + 2 * FP32) + self.head()
         complete = [self.block(layer) for layer in layers]
         if self.config.memory.recompute_granularity is RecomputeGranularity.full:
             selective = [self.outside * self.width] * len(complete)
@@ -184,9 +184,9 @@ class Activations:
         return self.tokens * inner // self.tp * self._num_inner() * self.itemsize
 
     def _num_inner(self) -> int:
-        """Tensors of the inner width that an MLP keeps; bounds keep their inputs."""
-        is_bounded = self.config.model.activation_func_clamp_value is not None
-        return (4 + 2 * is_bounded) if self.shape.is_gated else 2
+        """Tensors of the inner width that an MLP keeps; clamps keep their inputs."""
+        is_clamped = self.config.model.activation_func_clamp_value is not None
+        return (4 + 2 * is_clamped) if self.shape.is_gated else 2
 
     def _experts(self, modules: Modules) -> int:
         """Router, permuted tokens before, inside and after the experts (evenly routed), shared expert."""

@@ -16,10 +16,16 @@ def parameter(*shape: int, seed: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
 
 
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up
+
+
 def build(*, is_gated: bool, **options: object) -> Experts:
     gate = parameter(E, WIDTH, H, seed=1) if is_gated else None
     up, down = parameter(E, WIDTH, H, seed=2), parameter(E, H, WIDTH, seed=3)
-    return Experts(gate=gate, up=up, down=down, activation=F.silu, options=ExpertOptions(**options))
+    return Experts(
+        gate=gate, up=up, down=down, activation=F.silu if gate is None else swiglu, options=ExpertOptions(**options)
+    )
 
 
 def one_by_one(experts: Experts, rows: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from nanotrain.config.schema import with_values
 from nanotrain.train.plans.activations import Activations
 from nanotrain.train.plans.plan import plan_run
 from tests.harness import run_ranks
-from tests.train.saved_tensors import kept_and_planned, live_and_planned
+from tests.train.saved_tensors import kept_and_planned, live_and_planned, stage_kept_and_planned
 
 TOLERANCE, CP_TOLERANCE = 0.03, 0.1
 SIZES = "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2"
@@ -152,3 +152,13 @@ def test_a_stage_without_layers_keeps_no_blocks(words: str) -> None:
     assert vars(Activations(plan_run(config, 2, rank=0), "cpu").stage(stage.spec)) == dict.fromkeys(
         ("kept", "recomputed", "complete"), 0
     )
+
+
+def test_a_layer_of_multi_token_prediction_keeps_what_is_planned():
+    for dtype in ("", "--bf16"):
+        none, two = (
+            run_ranks(1, stage_kept_and_planned, f"{SIZES} {LLAMA} {dtype} --mtp-num-layers {number}")[0]
+            for number in (0, 2)
+        )
+        counted, planned = (after - before for before, after in zip(none, two, strict=True))
+        assert planned == pytest.approx(counted, rel=TOLERANCE), dtype
