@@ -13,8 +13,16 @@ import uuid
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 _POLL_S = 0.02
+
+
+def meet(rank: int, world_size: int, *, timeout: timedelta) -> Store:
+    """The store of this attempt at torchrun's address; arguments as for `store_of_attempt`."""
+    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    return store_of_attempt(store, rank, world_size=world_size, timeout=timeout)
 
 
 def store_of_attempt(store: Store, rank: int, *, world_size: int, timeout: timedelta) -> Store:

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
-from nanotrain.comm.attempt import store_of_attempt
+from nanotrain.comm.attempt import meet
 from nanotrain.comm.device import backend_of, process_group_device
 from nanotrain.errors import EnvironmentFault
 from nanotrain.topology.groups import UNCONNECTED, Ranks
@@ -33,12 +32,9 @@ def join_world(rank: int, world_size: int, *, device: torch.device, timeout: tim
     bound = device if backend == "nccl" else None
     try:
         options = _options(backend, timeout=timeout)
-        met, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-        met.set_timeout(timeout)
-        store = store_of_attempt(met, rank, world_size=world_size, timeout=timeout)
         dist.init_process_group(
             backend,
-            store=store,
+            store=meet(rank, world_size, timeout=timeout),
             rank=rank,
             world_size=world_size,
             timeout=timeout,

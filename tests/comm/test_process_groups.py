@@ -98,6 +98,7 @@ def test_nccl_groups_have_streams_of_high_priority(monkeypatch):
     process_groups._new_group("control", (0, 1), timeout=TIMEOUT, backend="gloo")
     assert given["pg_options"] is None
     # the world is bound to its device, so that groups can be split from it
+    monkeypatch.setattr(process_groups, "meet", lambda *_, **__: dist.HashStore())
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.update(options))
     process_groups.join_world(0, 2, device=torch.device("cuda", 1), timeout=TIMEOUT)
     assert given["device_id"] == torch.device("cuda", 1) and given["pg_options"].is_high_priority_stream

@@ -1,7 +1,9 @@
 """torchrun --max-restarts: a killed rank costs the steps since the last save and changes no value."""
 
+import re
 from pathlib import Path
 
+from nanotrain.train.watch.watchdog import REPORT
 from tests.harness import run_ranks
 from tests.laws.command_line import arguments, assert_same_to_the_bit, run_command_lines, start_torchrun, wait_for
 
@@ -10,10 +12,10 @@ MORTAL = """
 import os, signal
 from nanotrain.train import __main__ as entry, trainer
 train_step = trainer.train_step
-def die_in_step_6(run, batch):
+def die_in_step_6(run, batch, **options):
     if run.context.rank == 1 and run.state.step == 5 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
-    return train_step(run, batch)
+    return train_step(run, batch, **options)
 trainer.train_step = die_in_step_6
 entry._end(entry.main)
 """
@@ -31,5 +33,8 @@ def test_a_run_with_a_killed_rank_is_started_again_by_torchrun_and_ends_as_if_no
     finished = wait_for(started)
     assert finished.exit_code == 0, finished.output
     assert "(exitcode: -9) local_rank: 1" in finished.output, "a rank was killed"
+    says = r"rank 1 \(dp1, host \S+, pid \d+\) ended without an error"
+    assert re.search(f"error: .*{says}", finished.output, re.DOTALL), finished.output
+    assert re.search(says, (tmp_path / "run" / REPORT).read_text())
     assert "step-00000004: step 4, 48 samples consumed" in finished.output, "and the run resumed"
     assert_same_to_the_bit(tmp_path / "run", tmp_path / "reference")

@@ -1,10 +1,12 @@
-"""Drills: a rank that is stopped and a rank that is killed, in runs under torchrun; and the rules of the watchdog."""
+"""The drill of a rank that is stopped, and the rules of the watchdog.
+
+A rank that is killed: tests/train/test_restart.py.
+"""
 
 import json
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,33 +17,19 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.topology.topology import Topology
 from nanotrain.train.watch.watchdog import REPORT, Watchdog, timeout_of
 from tests.harness import parallel_config
-from tests.laws.command_line import ForkedRanks, arguments, start_torchrun, wait_for
+from tests.laws.command_line import ForkedRanks, arguments
 
 SOON_S = 60.0  # a drill ends within seconds; a busy machine needs more
 
 
-@pytest.mark.parametrize(
-    ("number", "says"), [(signal.SIGSTOP, "is stopped"), (signal.SIGKILL, "ended without an error")]
-)
-def test_a_run_with_a_stopped_or_killed_rank_ends_and_names_it(
-    tmp_path: Path, number: signal.Signals, says: str
-) -> None:
+def test_a_run_with_a_stopped_rank_ends_and_names_it(tmp_path: Path) -> None:
     line = arguments(tmp_path / "run", "--train-iters 100000 --micro-batch-size 2 --num-workers 0 --no-save")
-    line += ["--hang-timeout-s", "4"]
-    if number is signal.SIGKILL:  # torchrun sees it too, and ends the others
-        started = start_torchrun(line)
-        await_steps(tmp_path / "run", is_running=lambda: started.poll() is None)
-        rank = rank_of(started, 1)
-        os.kill(rank, number)
-        finished = wait_for(started, timeout_s=SOON_S)
-        assert finished.exit_code == 1, finished.output  # torchrun's own
-    else:
-        forked = ForkedRanks(line, folder=tmp_path)
-        await_steps(tmp_path / "run", is_running=lambda: forked.is_running)
-        rank = forked.processes[1].pid
-        os.kill(rank, number)
-        finished = forked.wait(timeout_s=SOON_S)
-        assert forked.processes[0].exitcode == 2, finished.output
+    forked, says = ForkedRanks([*line, "--hang-timeout-s", "4"], folder=tmp_path), "is stopped"
+    await_steps(tmp_path / "run", is_running=lambda: forked.is_running)
+    rank = forked.processes[1].pid
+    os.kill(rank, signal.SIGSTOP)
+    finished = forked.wait(timeout_s=SOON_S)
+    assert forked.processes[0].exitcode == 2, finished.output
     assert re.search(rf"error: .*rank 1 \(dp1, host \S+, pid {rank}\) {says}", finished.output, re.S), finished.output
     report = (tmp_path / "run" / REPORT).read_text()
     assert f"rank 1 (dp1, host {os.uname().nodename}, pid {rank}) {says}" in report
@@ -51,7 +39,7 @@ def test_a_run_with_a_stopped_or_killed_rank_ends_and_names_it(
     recorded = json.loads((folder / "collectives-00000.json").read_text())  # of gloo's collectives, by torch
     assert {"world", "control"} <= {each["group"] for each in recorded}
     assert all(each["input_sizes"] for each in recorded)
-    assert number is signal.SIGKILL or "nanotrain/comm/work.py" in (folder / "rank-00000.txt").read_text()
+    assert "nanotrain/comm/work.py" in (folder / "rank-00000.txt").read_text()
     assert finished.output.count("error: ") == 1, finished.output
     assert not is_there(rank)
 
@@ -62,12 +50,6 @@ def await_steps(run_dir: Path, *, is_running: Callable[[], bool]) -> None:
     while not metrics.exists() or metrics.read_text().count("\n") < 2:
         assert is_running() and time.monotonic() < end, "the run did not start"
         time.sleep(0.05)
-
-
-def rank_of(torchrun: subprocess.Popen[str], rank: int) -> int:
-    """The process id of a rank."""
-    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
-    return next(pid for pid in map(int, children) if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text())
 
 
 def is_there(pid: int) -> bool:
