@@ -130,8 +130,8 @@ def train(loaded: Loaded, world_size: int) -> None:
     errors = ErrorCollector()
     with errors:
         require_fp8(config.precision, compute_capability(device))
-    with errors:
-        AttentionChoice.of(config, AttentionDevice.of(device))
+    if warning := AttentionChoice.of(config, AttentionDevice.of(device)).warning:
+        get_logger("nanotrain.train").warning("%s", warning)
     with errors:
         require_corpus(config.data)
     with errors:

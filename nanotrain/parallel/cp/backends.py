@@ -245,31 +245,50 @@ def choose_backend(flag: str, need: AttentionNeed, *, device: AttentionDevice) -
     raise ConfigError(
         f"--attention-backend {flag} cannot compute the attention of this model",
         why="; ".join(reasons),
-        fix="leave --attention-backend out, or set it to local",
+        fix="the backends of --attention-backend auto are used",
     )
 
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The backends of layers that attend to all keys before their own, and of those with a window; None: no such."""
+    """The backends of a model's layers.
+
+    Attributes:
+        full: of layers that attend to all keys before their own; None: no such.
+        window: of layers with a window; None: no such.
+        is_forced: whether --attention-backend asked for them.
+        needs: of these layers.
+        warning: why they are not those that --attention-backend asked for; empty where they are.
+    """
 
     full: AttentionBackend | None
     window: AttentionBackend | None
     is_forced: bool
     needs: tuple[AttentionNeed, ...]
+    warning: str = ""
 
     @classmethod
     def of(cls, config: Config, device: AttentionDevice) -> "AttentionChoice":
         """The choice for a configuration.
 
-        Raises:
-            ConfigError: the backend that was asked for cannot compute some layer.
+        All backends compute the same attention. Where the one asked for cannot compute some layer on this device, those
+        of "auto" are taken, so that a script written for another device runs.
         """
-        flag, has_window = config.train.attention_backend, set(window_layers(config.model))
-        needs = {window: AttentionNeed.of(config, has_window=window) for window in sorted(has_window)}
-        chosen = {window: choose_backend(flag.value, need, device=device) for window, need in needs.items()}
+        flag, warning = config.train.attention_backend, ""
+        needs = {
+            window: AttentionNeed.of(config, has_window=window) for window in sorted(set(window_layers(config.model)))
+        }
+
+        def choose(value: AttentionBackendFlag) -> dict[bool, AttentionBackend]:
+            return {window: choose_backend(value.value, need, device=device) for window, need in needs.items()}
+
+        try:
+            chosen = choose(flag)
+        except ConfigError as error:
+            warning, flag = str(error), AttentionBackendFlag.auto
+            chosen = choose(flag)
         is_forced = flag is not AttentionBackendFlag.auto
-        return cls(chosen.get(False), chosen.get(True), is_forced, tuple(needs.values()))
+        return cls(chosen.get(False), chosen.get(True), is_forced, tuple(needs.values()), warning)
 
     def kernels(self) -> LayerKernels:
         """The kernels of the layers."""

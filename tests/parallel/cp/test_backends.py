@@ -85,13 +85,15 @@ def test_the_backend_that_is_asked_for(flag: str, wanted: AttentionNeed, name: s
 
 
 def test_a_backend_that_cannot_says_what_it_lacks() -> None:
-    with pytest.raises(ConfigError, match="sdpa flash has no documents, dropout; varlen flash has no dropout; leave"):
+    with pytest.raises(
+        ConfigError, match="sdpa flash has no documents, dropout; varlen flash has no dropout; the backends of"
+    ):
         choose_backend("flash", need("documents", "dropout"), device=H100)
     with pytest.raises(
         ConfigError, match="cudnn has no ring cp, takes bf16 and fp16, not fp32, takes heads of up to 128 channels"
     ):
         choose_backend("fused", need("ring cp", dtype="fp32", dims=(192, 192)), device=H100)
-    with pytest.raises(ConfigError, match="flex runs on cuda only; leave --attention-backend out"):
+    with pytest.raises(ConfigError, match="flex runs on cuda only; the backends of --attention-backend auto are used"):
         choose_backend("flex", need(), device=CPU)
     varlen = lacks(BACKENDS["varlen flash"], need(dims=(100, 60)), device=AttentionDevice("cuda", (7, 0), (2, 12)))
     assert varlen == [
@@ -113,6 +115,15 @@ def test_the_choice_of_a_configuration() -> None:
     assert choice("--context-parallel-size 2 --cp-comm-type a2a", CPU) == "sdpa flash (fp32)"
     assert choice("--context-parallel-size 2 --softmax-type learnable", CPU) == "tiles (fp32, sinks, ring cp)"
     assert choice("--attention-backend unfused --attention-dropout 0.1", CPU) == "math (fp32, dropout)"
+
+
+def test_a_script_for_another_device_runs_with_a_warning() -> None:
+    model = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --vocab-size 512 --mock-data"
+    config = load(f"{model} --attention-backend fused".split()).config
+    chosen = AttentionChoice.of(config, CPU)
+    assert str(chosen) == "sdpa flash (fp32)" and not chosen.is_forced
+    assert "--attention-backend fused cannot compute" in chosen.warning and "cudnn runs on cuda only" in chosen.warning
+    assert not AttentionChoice.of(config, H100).warning
 
 
 def test_the_docs_have_the_table() -> None:
