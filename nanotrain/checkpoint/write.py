@@ -9,7 +9,6 @@ at once. The format is an eight-byte length, a JSON header and the bytes, so it 
 
 import json
 import os
-import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from nanotrain.checkpoint.checksum import crc32
 from nanotrain.checkpoint.manifest import ChunkEntry, TensorEntry
 from nanotrain.checkpoint.plan import split_box
 from nanotrain.precision.dtypes import DTYPE_NAMES, SAFETENSORS_NAMES
@@ -103,8 +103,8 @@ def write_shard(
     finally:
         os.close(handle)
     chunks: dict[str, list[ChunkEntry]] = {}
-    for one, crc32 in zip(writes, crcs, strict=True):
-        chunks.setdefault(one.source.name, []).append(ChunkEntry(one.box, path.name, one.key, crc32, one.nbytes))
+    for one, checksum in zip(writes, crcs, strict=True):
+        chunks.setdefault(one.source.name, []).append(ChunkEntry(one.box, path.name, one.key, checksum, one.nbytes))
     written = {
         name: TensorEntry(entry.shape, entry.dtype, tuple(chunks.get(name, ()))) for name, entry in entries.items()
     }
@@ -137,7 +137,7 @@ def _write_chunk(handle: int, write: ChunkWrite, *, begin: int, chunk: torch.Ten
     _write_at(handle, data, offset=begin + write.offset)
     # Starts the write-back of this chunk now instead of all at the fsync: measured 0.10 s against 0.17 s for 256 MiB.
     os.posix_fadvise(handle, begin + write.offset, write.nbytes, os.POSIX_FADV_DONTNEED)
-    return f"{zlib.crc32(data):08x}"
+    return f"{crc32(data):08x}"
 
 
 def _write_at(handle: int, data: memoryview, *, offset: int) -> None:
