@@ -289,7 +289,7 @@ class CheckpointConfig:
 class TrainConfig:
     """The run: length, batch size, logging, validation and exit."""
 
-    train_iters: int = option(100, "optimizer steps", check=at_least(0))
+    train_iters: int = option(100, "optimizer steps; 0: build everything, train nothing", check=at_least(0))
     micro_batch_size: int = option(1, "samples per rank and microbatch", check=at_least(1))
     global_batch_size: int | None = option(None, "samples per optimizer step over all ranks; unset: micro_batch_size x data-parallel size", check=at_least(1))
     rampup_batch_size: list[int] = option([], "START INCREMENT SAMPLES: the global batch grows from START by INCREMENT over the first SAMPLES samples to global_batch_size", check=at_least(1))

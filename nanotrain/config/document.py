@@ -20,7 +20,8 @@ Every field belongs to a section; flags are unique over all sections. Three equi
     train: {train_iters: 50}    YAML
 
 The forms mix in any order. Later sources override earlier ones: the default below, `train.yaml`, the files of
-the groups (`model=llama7b`), the recipe (`+config=NAME`), the command line; on the command line the later argument.
+the groups (`model=llama7b`), the recipe (`+config=NAME`; `config=NAME` is the same), the command line; on the command
+line the later argument.
 
 - **Booleans**: `--overlap-grad-reduce`, `--no-overlap-grad-reduce`, or `parallel.overlap_grad_reduce=false`.
 - **Lists** take all arguments up to the next flag or override: `--data-path 0.7 a 0.3 b` or

@@ -258,7 +258,7 @@ RUN = {
     "--disable-straggler-on-startup": no_effect("stragglers are not searched for"),
     "--use-ring-exchange-p2p": not_yet("stages send by torch's point-to-point operations: leave it out"),
     "--deterministic-mode": no_effect("runs on CPUs are deterministic; on GPUs torch's own kernels decide"),
-    "--skip-train": not_yet("set --train-iters 0"),
+    "--skip-train": not_yet("nanotrain evaluate RUN computes the loss of a checkpoint"),
     "--test-mode": not_yet("there is no such mode: leave it out"),
     "--one-logger-project": no_effect("there is no OneLogger", arity=1),
     "--one-logger-run-name": no_effect("there is no OneLogger", arity=1),

@@ -76,7 +76,9 @@ def _run(plan: Plan, inputs: RunInputs, *, context: ParallelContext, planned: Me
             log.info("%s", header(plan, inputs, device=name, attention=attention, width=width))
             if inputs.is_resumed:
                 log.info("resuming; --no-auto-resume starts a new run")
-        if run.state.step >= config.train.train_iters:
+        if config.train.train_iters == 0:
+            log.info("--train-iters 0: everything is built, nothing is trained")
+        elif run.state.step >= config.train.train_iters:
             log.info(
                 "nothing to do: step %d of %d is done; a larger --train-iters goes on from there",
                 run.state.step,

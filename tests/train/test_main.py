@@ -62,6 +62,8 @@ def test_the_same_command_with_more_steps_resumes_and_with_the_same_has_nothing_
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4]
     assert main(arguments(tmp_path, "--train-iters", "4")) == 0
     assert "nothing to do: step 4 of 4 is done; a larger --train-iters goes on" in capfd.readouterr().err
+    assert main(arguments(tmp_path, "--train-iters", "0")) == 0
+    assert "--train-iters 0: everything is built, nothing is trained" in capfd.readouterr().err
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4]
 
 
