@@ -36,6 +36,7 @@ from nanotrain.precision.dtypes import DTYPE_NAMES
 from nanotrain.topology.boxes import TensorBox
 
 Tensors = Mapping[TensorBox, torch.Tensor]
+TargetFilter = Callable[[Manifest, Tensors], Tensors]
 Reads = Mapping[str, tuple[ChunkRead, ...]]
 
 
@@ -193,6 +194,7 @@ class Checkpointer:
         *,
         config: Mapping[str, Any] | None = None,
         padded_rows: Mapping[str, int] | None = None,
+        choose: TargetFilter | None = None,
     ) -> Manifest:
         """Read this rank's tensors from a checkpoint written with any layout. Every rank calls this.
 
@@ -203,6 +205,7 @@ class Checkpointer:
             config: the configuration of this run, for errors that list the model options that differ.
             padded_rows: parameters with one row per token of the padded vocabulary -> number of tokens; their padding
                 may differ (padding.py).
+            choose: which of the targets to read from the checkpoint of a manifest; None: all.
 
         Returns:
             The manifest: step, objects, config.
@@ -214,6 +217,7 @@ class Checkpointer:
         path = Path(path)
         # One reader: at 1,024 ranks the manifest of a 70B model has 36 MB, and every rank needs all of it.
         manifest = run_on_first(self.group, lambda: store.require_complete(path))
+        targets = choose(manifest, targets) if choose else targets
         fitted = fit_padding(manifest, targets, rows=padded_rows or {})
         local: list[Reads] = []
 

@@ -11,7 +11,7 @@ checkpoints/
 
 read_manifest, require_complete          one checkpoint
 complete_checkpoints, newest_complete,   a folder of checkpoints; "latest" is always derived, never stored
-checkpoint_to_resume, find_checkpoint
+checkpoint_to_resume, find_checkpoint, find_manifest
 require_space, start_writing, commit,    write and delete; a rename is the only operation that commits or deletes
 discard, keep_newest, set_aside_after
 """
@@ -136,7 +136,15 @@ def checkpoint_to_resume(folder: Path, *, below: int | None = None) -> Path | No
 
 
 def find_checkpoint(path: Path) -> Path:
+    """The step folder of `find_manifest`, with its errors."""
+    return find_manifest(path)[0]
+
+
+def find_manifest(path: Path) -> tuple[Path, Manifest]:
     """The checkpoint that a path names: a complete step folder; or a run or checkpoints folder, for its newest.
+
+    Returns:
+        the step folder, and its manifest, which is read once.
 
     Raises:
         DamagedCheckpoint: that checkpoint is not complete; an older one is never taken in its place.
@@ -146,12 +154,10 @@ def find_checkpoint(path: Path) -> Path:
         why = "it is a file" if path.is_file() else "there is no such folder"
         raise CheckpointError(f"{path} is not a checkpoint", why=why, fix=_NAMES)
     if path.name.startswith("step-") or (path / MANIFEST).exists():
-        require_complete(path)
-        return path
+        return path, require_complete(path)
     for folder in (path / "checkpoints", path):
         if entries := _step_entries(folder):
-            require_complete(entries[-1])
-            return entries[-1]
+            return entries[-1], require_complete(entries[-1])
     raise CheckpointError(f"{path} holds no complete checkpoint", why="no step-NNNNNNNN in it is complete", fix=_NAMES)
 
 

@@ -4,14 +4,15 @@ The manifest of a checkpoint contains the configuration, so its path is enough.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
 
+from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.checkpoint.plan import plan_reads
 from nanotrain.checkpoint.read import read_chunks, read_global_tensors
-from nanotrain.checkpoint.store import find_checkpoint, read_manifest
+from nanotrain.checkpoint.store import find_manifest
 from nanotrain.config.config import Config, DataConfig, MTPConfig
 from nanotrain.config.schema import config_from_dict
 from nanotrain.data.build import tokenizer_of, uses_quickstart
@@ -41,8 +42,13 @@ class OpenedCheckpoint:
 
     path: Path  # the step folder, or the Hugging Face folder
     config: Config  # the configuration of the run that wrote it
-    is_hugging_face: bool = False  # whether the weights are a Hugging Face folder's
+    manifest: Manifest | None = field(default=None, repr=False)  # None: the weights are a Hugging Face folder's
     prefix: str = PREFIX  # of the names of the weights that are read
+
+    @property
+    def is_hugging_face(self) -> bool:
+        """Whether the weights are a Hugging Face folder's."""
+        return self.manifest is None
 
     def read_params(self, wanted: Mapping[TensorBox, Tensor]) -> None:
         """Read boxes of parameters and of expert biases ("router/NAME"), by their names in the model; fills in place.
@@ -50,7 +56,7 @@ class OpenedCheckpoint:
         Raises:
             NanotrainError: a tensor that is missing or damaged.
         """
-        if self.is_hugging_face:
+        if self.manifest is None:
             named = {replace(box, name=box.name.removeprefix("router/")): target for box, target in wanted.items()}
             import_weights(self.path, self.config.model, wanted=named)
             return
@@ -58,7 +64,7 @@ class OpenedCheckpoint:
             box if box.name.startswith("router/") else replace(box, name=self.prefix + box.name): target
             for box, target in wanted.items()
         }
-        read_chunks(self.path, plan_reads(read_manifest(self.path), targets), targets=targets)
+        read_chunks(self.path, plan_reads(self.manifest, targets), targets=targets)
 
 
 def open_checkpoint(path: Path, *, ema: bool = False) -> OpenedCheckpoint:
@@ -67,12 +73,11 @@ def open_checkpoint(path: Path, *, ema: bool = False) -> OpenedCheckpoint:
     Raises:
         CheckpointError: there is no complete checkpoint, or no average in it.
     """
-    step = find_checkpoint(path)
-    manifest = read_manifest(step)
+    step, manifest = find_manifest(path)
     if ema and not any(name.startswith(AVERAGE) for name in manifest.tensors):
         why = "it was written by a run without --ema-decay"
         raise CheckpointError(f"{step} has no moving average of the weights", why=why, fix="leave out --ema")
-    return OpenedCheckpoint(step, config_from_dict(manifest.config), prefix=AVERAGE if ema else PREFIX)
+    return OpenedCheckpoint(step, config_from_dict(manifest.config), manifest, prefix=AVERAGE if ema else PREFIX)
 
 
 def open_model(path: Path, *, ema: bool = False) -> OpenedCheckpoint:
@@ -91,7 +96,7 @@ def open_model(path: Path, *, ema: bool = False) -> OpenedCheckpoint:
     tokenizer = str(path) if (path / "tokenizer.json").is_file() else None
     seq_length = min(model_config.max_position_embeddings, HUGGING_FACE_SEQ_LENGTH)
     data = DataConfig(tokenizer_model=tokenizer, seq_length=seq_length, data_path=["unknown"])
-    return OpenedCheckpoint(path, _without_mtp(Config(model=model_config, data=data)), is_hugging_face=True)
+    return OpenedCheckpoint(path, _without_mtp(Config(model=model_config, data=data)))
 
 
 def _without_mtp(config: Config) -> Config:

@@ -4,22 +4,20 @@ The histories are appended once per step and kept in checkpoints.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from nanotrain.checkpoint.store import require_complete
+from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Fp8Format, PrecisionConfig
-from nanotrain.errors import CheckpointError, EnvironmentFault
-from nanotrain.log import get_logger
+from nanotrain.errors import EnvironmentFault
 from nanotrain.model.fp8 import fp8_layers, update_amax_histories
 from nanotrain.model.transformer import Stage
 from nanotrain.precision.fp8 import RECIPES
 from nanotrain.topology.boxes import TensorBox
 
-log = get_logger(__name__)
+HISTORY = "fp8/"  # of the names of the histories in a checkpoint
 
 
 def require_fp8(precision: PrecisionConfig, capability: tuple[int, int] | None) -> None:
@@ -67,7 +65,7 @@ def finish_fp8_step(stages: Mapping[int, Stage], context: ParallelContext) -> No
 def amax_histories(stages: Mapping[int, Stage]) -> dict[TensorBox, torch.Tensor]:
     """The histories of this rank's stages by their names in a checkpoint; replicated over all ranks of a stage."""
     return {
-        TensorBox.full(f"fp8/{name}.amax_history", layer.history.shape): layer.history
+        TensorBox.full(f"{HISTORY}{name}.amax_history", layer.history.shape): layer.history
         for stage in stages.values()
         for name, layer in fp8_layers(stage).items()
         if layer.history is not None
@@ -80,19 +78,10 @@ def amax_histories_to_save(stages: Mapping[int, Stage], context: ParallelContext
     return amax_histories(stages) if is_first else {}
 
 
-def amax_histories_to_load(stages: Mapping[int, Stage], checkpoint: Path) -> dict[TensorBox, torch.Tensor]:
-    """The histories that a checkpoint has; others, as after a run in bf16 or with another length, start empty."""
-    wanted = amax_histories(stages)
-    try:
-        saved = require_complete(checkpoint).tensors if wanted else {}
-    except CheckpointError:  # reading it reports the damage, or takes an older one
-        return wanted
-    found = {
-        box: history for box, history in wanted.items() if box.name in saved and saved[box.name].shape == box.shape
-    }
-    if len(found) < len(wanted):
-        log.info("%d of %d fp8 layers start with an empty amax history", len(wanted) - len(found), len(wanted))
-    return found
+def is_new_history(box: TensorBox, manifest: Manifest) -> bool:
+    """Whether a tensor is a history that the checkpoint lacks, as after a run in bf16 or with another length."""
+    saved = manifest.tensors.get(box.name)
+    return box.name.startswith(HISTORY) and (saved is None or saved.shape != box.shape)
 
 
 def finish_fp8_restore(stages: Mapping[int, Stage]) -> None:

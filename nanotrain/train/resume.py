@@ -9,18 +9,16 @@ A checkpoint named with --load is never replaced by another.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
-from nanotrain.checkpoint.compatibility import kind_of
 from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
-from nanotrain.checkpoint.store import require_complete
 from nanotrain.config.config import Config
 from nanotrain.config.schema import to_dict
-from nanotrain.errors import CheckpointError
 from nanotrain.log import get_logger
 from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import DistributedOptimizer
@@ -28,13 +26,14 @@ from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.topology.boxes import TensorBox
 from nanotrain.topology.parameters import declare_model
 from nanotrain.topology.shape import ModelShape
-from nanotrain.train.fp8 import amax_histories_to_load, finish_fp8_restore
+from nanotrain.train.fp8 import HISTORY, amax_histories, finish_fp8_restore, is_new_history
 from nanotrain.train.routers import router_biases
 from nanotrain.train.run import TrainState
 from nanotrain.untrusted import LARGEST, finite_number, list_of, object_of, whole_number
 
 log = get_logger(__name__)
 
+AVERAGE = "ema/"  # of the names of the moving average in a checkpoint
 BATCH_SETTINGS = ("seed", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule")
 
 
@@ -60,7 +59,7 @@ def restore_parts(
 ) -> TrainState:
     """`restore` into the parts of a run, and start the all-gather of the parameters."""
     tensors = parts.optimizer.state_tensors() | router_biases(parts.stages)
-    tensors |= amax_histories_to_load(parts.stages, start)
+    tensors |= amax_histories(parts.stages)
     into = RunTensors(tensors, parts.optimizer)
     state = restore(start, checkpointer, into=into, config=config, may_fall_back=may_fall_back)
     finish_fp8_restore(parts.stages)
@@ -86,16 +85,20 @@ def restore(
     """
     while True:
         try:
-            targets = targets_in(start, into.targets, config=config)
-            manifest = checkpointer.restore(start, targets, config=to_dict(config), padded_rows=vocabulary_rows(config))
+            manifest = checkpointer.restore(
+                start,
+                into.targets,
+                config=to_dict(config),
+                padded_rows=vocabulary_rows(config),
+                choose=partial(targets_in, config=config),
+            )
             state = _load_state(manifest, into.optimizer, path=start, config=config)
             break
         except DamagedCheckpoint as error:  # the same on every rank
             if not may_fall_back:
                 raise
             start = _fall_back(start, checkpointer, error=error)
-    if not any(box.name.startswith("ema/") for box in targets):
-        into.optimizer.average.restart()
+    _start_what_is_new(manifest, into, path=start, config=config)
     changed = changed_settings(manifest.config, to_dict(config))
     if changed:
         log.info("settings changed since the checkpoint was written: %s", "; ".join(changed))
@@ -106,23 +109,37 @@ def restore(
     return state
 
 
-def targets_in(start: Path, targets: dict[TensorBox, Tensor], *, config: Config) -> dict[TensorBox, Tensor]:
-    """The tensors to read: no optimizer state where weights alone are loaded, no average where none was saved."""
-    left_out = []
-    if config.checkpoint.finetune or not config.checkpoint.load_optim:
-        left_out = ["optimizer/", "ema/"]
-    elif config.optim.ema_decay is not None and not has_average(start):
-        log.info("%s has no moving average of the weights: it begins at the weights", start)
-        left_out = ["ema/"]
-    return {box: tensor for box, tensor in targets.items() if not box.name.startswith(tuple(left_out))}
+def targets_in(manifest: Manifest, targets: Mapping[TensorBox, Tensor], *, config: Config) -> dict[TensorBox, Tensor]:
+    """The tensors to read: no optimizer state where weights alone are loaded; no average or history it does not have.
+
+    Every rank has the manifest from the first one, so no other reads the file.
+    """
+    left_out: tuple[str, ...] = ()
+    if _loads_weights_alone(config):
+        left_out = ("optimizer/", AVERAGE)
+    elif not any(name.startswith(AVERAGE) for name in manifest.tensors):
+        left_out = (AVERAGE,)
+    return {
+        box: tensor
+        for box, tensor in targets.items()
+        if not box.name.startswith(left_out) and not is_new_history(box, manifest)
+    }
 
 
-def has_average(checkpoint: Path) -> bool:
-    """Whether a moving average of the weights was saved; true for a checkpoint whose manifest cannot be read."""
-    try:
-        return any(kind_of(name) == "ema" for name in require_complete(checkpoint).tensors)
-    except CheckpointError:  # reading it reports the damage, or takes an older one
-        return True
+def _start_what_is_new(manifest: Manifest, into: RunTensors, *, path: Path, config: Config) -> None:
+    """Start the moving average, if none was read, and name what the checkpoint does not have."""
+    if not any(box.name.startswith(AVERAGE) for box in targets_in(manifest, into.targets, config=config)):
+        if config.optim.ema_decay is not None and not _loads_weights_alone(config):
+            log.info("%s has no moving average of the weights: it begins at the weights", path)
+        into.optimizer.average.restart()
+    histories = [box for box in into.targets if box.name.startswith(HISTORY)]
+    new = sum(is_new_history(box, manifest) for box in histories)
+    if new:
+        log.info("%d of %d fp8 layers start with an empty amax history", new, len(histories))
+
+
+def _loads_weights_alone(config: Config) -> bool:
+    return config.checkpoint.finetune or not config.checkpoint.load_optim
 
 
 def vocabulary_rows(config: Config) -> dict[str, int]:
@@ -209,7 +226,7 @@ def _load_state(manifest: Manifest, optimizer: DistributedOptimizer, *, path: Pa
         optimizer_state = _optimizer_state(manifest.objects)
     except ValueError as error:
         raise damaged(f"{path / 'manifest.json'} holds no state of a run", why=str(error), path=path) from None
-    if config.checkpoint.finetune or not config.checkpoint.load_optim:
+    if _loads_weights_alone(config):
         optimizer_state = optimizer.state_dict()
     optimizer.load_state_dict(optimizer_state)
     return TrainState() if config.checkpoint.finetune else state

@@ -87,6 +87,7 @@ def test_a_run_without_a_history_starts_one(tmp_path: Path, caplog: pytest.LogCa
     ):
         train(run, CheckpointHook())
         assert all((history > 0).sum() == 3 for history in histories(run).values())
+    assert "7 of 7 fp8 layers start with an empty amax history" in caplog.text
     tensors = read_manifest(tmp_path / "checkpoints" / "step-00000002").tensors
     assert tensors["fp8/layers.0.mlp.down.fp8.amax_history"].shape == (3, 1, 3)
     # and back without fp8

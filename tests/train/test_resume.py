@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from nanotrain.checkpoint.manifest import DamagedCheckpoint
+from nanotrain.checkpoint import store
+from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest
+from nanotrain.comm.collectives import barrier
+from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.errors import CheckpointError
 from nanotrain.train.hooks.checkpoint import CheckpointHook
-from nanotrain.train.resume import changed_settings
+from nanotrain.train.resume import RunParts, changed_settings, restore_parts
+from nanotrain.train.rollback import roll_back
+from tests.harness import run_ranks
 from tests.train.small_run import small_run, train
 
 
@@ -182,3 +188,33 @@ def test_another_vocabulary_is_another_model_even_with_as_many_rows(tmp_path: Pa
     other = ("--make-vocab-size-divisible-by", "290", "--vocab-size", "270")
     with pytest.raises(CheckpointError, match="vocab_size 260 there, 270 here"), small_run(tmp_path, *other):
         pass
+
+
+def load_twice(ctx: ParallelContext, folder: Path, saved: Path) -> list[str]:
+    """Resume and roll back a run with a moving average and fp8 histories, which the checkpoint lacks.
+
+    Returns:
+        The threads that read a manifest, on the first rank.
+    """
+    readers: list[str] = []
+    read = store.read_manifest
+
+    def count(path: Path) -> Manifest:
+        readers.append(threading.current_thread().name)
+        return read(path)
+
+    settings = ("--ema-decay", "0.9", "--fp8-format", "e4m3", "--fp8-recipe", "delayed", "--bf16")
+    with small_run(folder / str(ctx.rank), *settings, context=ctx) as run:
+        if ctx.rank == 0:  # all ranks are threads of this process
+            store.read_manifest = count
+        barrier(ctx.control)
+        parts = RunParts(run.stages, run.data_parallel, run.optimizer)
+        checkpoint = step(saved, 2)
+        restored = restore_parts(checkpoint, run.checkpointer, parts=parts, config=run.config, may_fall_back=False)
+        roll_back(run, checkpoint)
+        assert (restored.step, run.state.step) == (2, 2)
+    return readers
+
+
+def test_only_the_first_rank_reads_the_manifest(saved_run: Path, tmp_path: Path) -> None:
+    assert run_ranks(2, load_twice, tmp_path, saved_run)[0] == ["rank 0", "rank 0"]
