@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nanotrain.cli_parser import CommandParser, count
-from nanotrain.config.config import Config, DataConfig, DeviceKind, TrainConfig
+from nanotrain.config.config import Config, DataConfig, TrainConfig
 from nanotrain.config.derive import data_parallel_size
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
@@ -34,6 +34,9 @@ def evaluate(argv: Sequence[str], *, environment: Mapping[str, str]) -> int:
     args, rest = _parser().parse_known_args(argv)
     if args.tasks is not None:
         return _run_tasks(args, load_line(parse(rest), to_train=False))
+    if args.num_fewshot is not None or args.include_path is not None:
+        flag = "--include-path" if args.num_fewshot is None else "--num-fewshot"
+        raise ConfigError(f"{flag} has no effect on --data", why="it belongs to --tasks", fix="leave it out")
     return _run_corpus(args, load_line(parse(rest), to_train=False), environment=environment)
 
 
@@ -70,7 +73,9 @@ def _run_tasks(args: Namespace, loaded: Loaded) -> int:
     except ModuleNotFoundError as error:
         fix = "pip install nanotrain[lm-eval]"
         raise EnvironmentFault("--tasks needs lm-eval", why=f"{error.name} is not installed", fix=fix) from None
-    device = None if loaded.config.train.device is DeviceKind.auto else loaded.config.train.device.value
+    from nanotrain.comm.device import pick_device
+
+    device = str(pick_device(loaded.config.train.device.value, local_rank=0))
     batch_size = loaded.config.train.micro_batch_size if "train.micro_batch_size" in loaded.explicit else 8
     model = NanotrainLM(str(args.path), tokenizer=args.tokenizer, ema=args.ema, device=device, batch_size=batch_size)
     found = evaluate_tasks(
@@ -85,7 +90,7 @@ def _run_tasks(args: Namespace, loaded: Loaded) -> int:
         return 0
     for task, metrics in found.items():
         numbers = [
-            f"{name.removesuffix(',none')} {value:.4f}" for name, value in metrics.items() if type(value) is float
+            f"{name.removesuffix(',none')} {value:.4f}" for name, value in metrics.items() if isinstance(value, float)
         ]
         print(f"{task}: {', '.join(numbers)}")
     return 0

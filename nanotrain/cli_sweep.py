@@ -16,14 +16,16 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import FrameType
 
 from nanotrain.cli_launch import split_arguments
 from nanotrain.cli_parser import CommandParser
+from nanotrain.config.config import Config
 from nanotrain.config.flags import parse
-from nanotrain.config.load import load_line
+from nanotrain.config.load import Loaded, load_line
+from nanotrain.config.schema import nest, to_dict
 from nanotrain.errors import ConfigError, NanotrainError
 
 MAX_TRIALS = 1000
@@ -40,6 +42,7 @@ class Trial:
     name: str  # of the folder, as lr=1e-3,seed=2
     settings: tuple[str, ...]  # arguments of the training that choose its values
     folder: Path = Path()
+    train_iters: int = 0
 
     def arguments(self, shared: Sequence[str]) -> list[str]:
         """The arguments of the training: the last of two settings of a field counts."""
@@ -124,7 +127,8 @@ def setting(name: str, value: str) -> str:
     >>> setting("optim.lr", "1"), setting("weight_decay", "0"), setting("+config", "tiny")
     ('optim.lr=1', '--weight-decay=0', '+config=tiny')
     """
-    by_key = "." in name or name.startswith("+")
+    files = {"config", *(section.name for section in fields(Config))}  # model=NAME chooses a file of a section
+    by_key = "." in name or name.startswith("+") or name in files
     return f"{name}={value}" if by_key else f"--{name.replace('_', '-')}={value}"
 
 
@@ -150,11 +154,26 @@ def check_trials(trials: Sequence[Trial], *, shared: Sequence[str], options: Seq
                 check_ranks(loaded, arguments, options=options)
         except NanotrainError as error:
             raise ConfigError(f"run {trial.name}: {error}") from None
-        folder = str(loaded.config.train.run_dir)
-        named = folder if "train.run_dir" in loaded.explicit else f"{folder}-sweep"
+        run_dir = str(loaded.config.train.run_dir)
+        named = run_dir if "train.run_dir" in loaded.explicit else f"{run_dir}-sweep"
         base = placed[0].folder.parent if placed else Path(named)
-        placed.append(Trial(trial.name, trial.settings, base / trial.name))
+        folder = base / trial.name
+        if (folder / "config.yaml").is_file():
+            _check_same_run(folder, loaded)
+        placed.append(replace(trial, folder=folder, train_iters=loaded.config.train.train_iters))
     return placed
+
+
+def _check_same_run(folder: Path, loaded: Loaded) -> None:
+    """Refuse a run folder that was trained with other values of the settings that a command line gives."""
+    from nanotrain.report.history import RunHistory
+    from nanotrain.train.resume import changed_settings
+
+    saved, given = nest(RunHistory.read(folder).config), to_dict(loaded.config)
+    changed = [each for each in changed_settings(saved, given) if each.split()[0] in loaded.explicit]
+    if changed:
+        why, fix = f"it was trained with others: {', '.join(changed)}", "choose another --run-dir, or remove the folder"
+        raise ConfigError(f"run folder {folder} is not of these settings", why=why, fix=fix)
 
 
 @dataclass
@@ -184,7 +203,7 @@ def run_trials(trials: Sequence[Trial], command: Sequence[str], *, shared: Seque
             if current.stopped:
                 break
             progress = f"run {number} of {len(trials)}: {trial.name}"
-            if is_local and _is_finished(trial.folder):
+            if is_local and _is_finished(trial):
                 print(f"{progress} has finished before", flush=True)
                 continue
             print(progress, flush=True)
@@ -228,10 +247,11 @@ def _signals_passed_on(current: _Current) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _is_finished(folder: Path) -> bool:
+def _is_finished(trial: Trial) -> bool:
     from nanotrain.report.history import RunHistory
 
-    return (folder / "config.yaml").is_file() and RunHistory.read(folder).state() == "finished"
+    is_there = (trial.folder / "config.yaml").is_file()
+    return is_there and RunHistory.read(trial.folder).last_step >= trial.train_iters
 
 
 def _list(trials: Sequence[Trial]) -> None:

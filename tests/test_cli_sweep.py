@@ -56,14 +56,36 @@ def test_commands_are_printed_as_a_shell_reads_them(capsys):
 def test_finished_runs_are_not_run_again_and_the_best_is_listed_first(stub, tmp_path, monkeypatch, capfd):
     stub(RECORD)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "stub"))
-    write_run(tmp_path / "s" / "lr=1", loss=lambda step: 5.0)  # finished
-    write_run(tmp_path / "s" / "lr=4", steps=30, loss=lambda step: 4.0)  # stopped
-    assert main(["sweep", "--over", "lr=1,4", "--run-dir", "s", "+config=tiny"]) == 0
-    assert (tmp_path / "log").read_text() == "-m nanotrain train --run-dir s +config=tiny --lr=4 --run-dir=s/lr=4\n"
+    saved = {"train": {"train_iters": 40}}
+    write_run(tmp_path / "s" / "lr=1", config=saved | {"optim": {"lr": 1.0}}, loss=lambda step: 5.0)  # finished
+    write_run(tmp_path / "s" / "lr=4", config=saved | {"optim": {"lr": 4.0}}, steps=30, loss=lambda step: 4.0)  # stopped
+    assert main(["sweep", "--over", "lr=1,4", "--run-dir", "s", "+config=tiny", "--train-iters=40"]) == 0
+    words = "--run-dir s +config=tiny --train-iters=40 --lr=4 --run-dir=s/lr=4"
+    assert (tmp_path / "log").read_text() == f"-m nanotrain train {words}\n"
     out = capfd.readouterr().out
     assert "run 1 of 2: lr=1 has finished before" in out
     assert out.index("lr=4 ", out.index("tokens/s")) < out.index("lr=1 ", out.index("tokens/s"))
     assert "nanotrain compare s/lr=4 s/lr=1" in out
+
+
+def test_a_run_of_fewer_steps_goes_on_and_one_of_other_settings_is_an_error(stub, tmp_path, monkeypatch, capsys):
+    stub(RECORD)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "stub"))
+    saved = {"train": {"train_iters": 40, "global_batch_size": 16}, "optim": {"lr": 1.0, "weight_decay": 0.1}}
+    write_run(tmp_path / "s" / "lr=1", config=saved)
+    words = ["sweep", "--over", "lr=1", "--run-dir", "s", "+config=tiny"]
+    assert main([*words, "--train-iters", "40"]) == 0
+    assert not (tmp_path / "log").exists()
+    assert main([*words, "--train-iters", "60"]) == 0
+    assert (tmp_path / "log").exists()
+    assert main([*words, "--weight-decay", "0.3"]) == 2
+    assert "run folder s/lr=1 is not of these settings: it was trained with others" in capsys.readouterr().err
+
+
+def test_a_file_of_a_section_is_a_value(capsys):
+    assert main(["sweep", "--over", "model=llama1b,gpt2_124m", "--print", "--mock-data"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [shlex.split(line)[3] for line in lines] == ["model=llama1b", "model=gpt2_124m"]
 
 
 def test_a_stop_lets_the_current_run_save_and_ends_the_sweep(stub, tmp_path):

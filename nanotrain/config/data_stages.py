@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from nanotrain.config.batch_schedule import read_number
 from nanotrain.errors import ConfigError
 
-_ENTRY = re.compile(r"(?P<name>[\w.-]+)@(?P<start>[\d.]+[KMBTkmbt]?)(?P<unit>samples)?:\s+(?P<blend>\S.*)", re.DOTALL)
+_ENTRY = re.compile(r"(?P<name>[\w.-]+)@(?P<start>[\d.]+[KMBTkmbt]?)(?P<unit>samples)?:\s*(?P<blend>\S.*)", re.DOTALL)
 EXAMPLE = '"stable@0: 0.8 web 0.2 code" "anneal@9000: 0.5 web 0.5 math"'
 
 

@@ -35,7 +35,7 @@ from nanotrain.config.schema import (
 )
 from nanotrain.config.translate import megatron_values, translate
 from nanotrain.config.validate import collect_errors
-from nanotrain.errors import ErrorCollector
+from nanotrain.errors import ConfigError, ErrorCollector
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,9 @@ def configure(recipe: str | Path | None = None, **values: Any) -> Config:
             if flag in ALIASES and value is True:
                 line.aliases.append(flag)
                 continue
+            if flag in ALIASES:
+                why, fix = f"{flag} takes no value", f"write {name}=True, or leave it out"
+                raise ConfigError(f"{name}={value!r}", why=why, fix=fix)
             if name not in ENTRIES:
                 raise unknown_flag(flag, known=[*FLAGS, *ALIASES])
             line.settings.append(Setting(ENTRIES[name].key, text_of(value), f"{name}={plain(value)!r}"))

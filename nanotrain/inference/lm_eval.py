@@ -12,6 +12,7 @@ from typing import Any
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
+from nanotrain.errors import ConfigError
 from nanotrain.inference.checkpoint import LoadedModel, load_checkpoint
 from nanotrain.inference.generate import Generation, Sampling
 from nanotrain.inference.score import Request, log_likelihoods, rolling_windows
@@ -30,7 +31,8 @@ class NanotrainLM(LM):
         ema: take the moving average of the weights.
         batch_size: rows per forward pass.
         device: of the model.
-        max_length: input tokens at most; None for the positions of the model.
+        max_length: input tokens at most; None for the sequence length of the training run, or of a Hugging Face folder
+            its positions, at most 2048.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class NanotrainLM(LM):
         self.loaded: LoadedModel = load_checkpoint(path, tokenizer=tokenizer, ema=ema)
         self.loaded.model.to(device or "cpu")
         self.batch_size = int(batch_size)
-        self.max_length = max_length or self.loaded.config.model.max_position_embeddings
+        self.max_length = max_length or self.loaded.config.data.seq_length
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """The log-likelihood of continuations, and whether each is the greedy one; requests are (context, text)."""
@@ -109,9 +111,10 @@ class NanotrainLM(LM):
         until = options.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)
         num_tokens = int(options.get("max_gen_toks") or options.get("max_new_tokens") or MAX_NEW_TOKENS)
+        num_tokens = min(num_tokens, self.max_length // 2)  # at least half of the input is the context
         temperature = float(options.get("temperature") or 0.0) if options.get("do_sample", True) else 0.0
         tokenizer = self.loaded.tokenizer
-        prompt = (tokenizer.encode(context) or [self._start])[-max(1, self.max_length - num_tokens) :]
+        prompt = (tokenizer.encode(context) or [self._start])[num_tokens - self.max_length :]
         top_k, top_p = options.get("top_k"), options.get("top_p")
         sampling = Sampling(temperature, top_k=top_k, top_p=top_p, stop=tokenizer.eod)
         generation = Generation(self.loaded.model, [prompt], num_tokens=num_tokens, sampling=sampling)
@@ -129,11 +132,18 @@ def evaluate_tasks(
         include_path: folder with further tasks as YAML files.
         num_fewshot: examples before each question; None for the task's.
         limit: documents per task; None for all.
+
+    Raises:
+        ConfigError: an unknown task.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=include_path)
+    unknown = [task for task in tasks if not manager.match_tasks([task])]
+    if unknown:
+        fix = "`lm-eval ls tasks` lists them; --include-path adds a folder"
+        raise ConfigError(f"--tasks: there is no task {', '.join(unknown)}", why="lm-eval does not know it", fix=fix)
     results = simple_evaluate(model, tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, task_manager=manager)
     assert results is not None, "the first rank has the results"
     metrics: dict[str, dict[str, Any]] = results["results"]

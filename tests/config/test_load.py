@@ -236,3 +236,5 @@ def test_configure_takes_flags_for_one_value():
     for wrong in ({"bf16": True, "params_dtype": "fp16"}, {"bf16": False}, {"bf61": True}):
         with pytest.raises(ConfigError, match="bf16"):
             configure("tiny", **wrong)
+    with pytest.raises(ConfigError, match="--bf16 takes no value; write bf16=True"):
+        configure("tiny", bf16=False)

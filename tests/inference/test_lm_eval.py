@@ -46,6 +46,9 @@ def test_the_class_scores_and_generates_as_the_model_does(tmp_path):
     (made,) = model.generate_until([request("ab", {"until": [], "max_gen_toks": 5})])
     new = generate(loaded.model, loaded.tokenizer.encode("ab"), num_tokens=5, sampling=Sampling(temperature=0.0))
     assert made == loaded.tokenizer.decode(new)
+    assert model.max_length == 16 and NanotrainLM(str(tmp_path)).max_length == loaded.config.data.seq_length
+    (long,) = model.generate_until([request("many words " * 9, {"until": [], "max_gen_toks": 99})])
+    assert len(loaded.tokenizer.encode(long)) <= 8, "half of the input is the context"
     (cut,) = model.generate_until([request("ab", {"until": [made[1]], "max_gen_toks": 5, "do_sample": False})])
     assert cut == made[: made.index(made[1])]
 
@@ -62,6 +65,8 @@ def test_a_local_task_runs_from_the_command_line(tmp_path, capsys, monkeypatch):
     line = ["evaluate", str(tmp_path / "run"), "--tasks", "pick,read", "--include-path", str(tmp_path), "--json"]
     assert main(line) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert main([*line[:3], "pick,unknown_task", *line[4:]]) == 2
+    assert "there is no task unknown_task" in capsys.readouterr().err
 
     model = NanotrainLM(str(tmp_path / "run"))
     scores = [
