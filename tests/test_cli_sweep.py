@@ -58,7 +58,9 @@ def test_finished_runs_are_not_run_again_and_the_best_is_listed_first(stub, tmp_
     monkeypatch.setattr(sys, "executable", str(tmp_path / "stub"))
     saved = {"train": {"train_iters": 40}}
     write_run(tmp_path / "s" / "lr=1", config=saved | {"optim": {"lr": 1.0}}, loss=lambda step: 5.0)  # finished
-    write_run(tmp_path / "s" / "lr=4", config=saved | {"optim": {"lr": 4.0}}, steps=30, loss=lambda step: 4.0)  # stopped
+    write_run(
+        tmp_path / "s" / "lr=4", config=saved | {"optim": {"lr": 4.0}}, steps=30, loss=lambda step: 4.0
+    )  # stopped
     assert main(["sweep", "--over", "lr=1,4", "--run-dir", "s", "+config=tiny", "--train-iters=40"]) == 0
     words = "--run-dir s +config=tiny --train-iters=40 --lr=4 --run-dir=s/lr=4"
     assert (tmp_path / "log").read_text() == f"-m nanotrain train {words}\n"

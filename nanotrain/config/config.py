@@ -302,7 +302,7 @@ class TrainConfig:
     log_interval: int = option(1, "steps between log lines", check=at_least(1))
     log_max_attention_logit: bool = option(False, "log the largest attention logit since the last logged step; computes the scores once more")
     log_params_norm: bool = option(False, "log the 2-norm of all parameters")
-    log_norms_by_group: bool = option(False, "log the 2-norms of gradients, updates and parameters of embedding, attention, MLP, experts, norms and head; a logged step copies the main parameters")
+    log_norms_by_group: bool = option(False, "log the 2-norms of gradients, updates and parameters of embedding, attention, MLP, experts, norms, head and multi-token prediction; a logged step copies the main parameters")
     log_num_zeros_in_grad: bool = option(False, "log the number of zeros in the gradients")
     eval_interval: int = option(500, "steps between validations; 0: never", check=at_least(0))
     eval_iters: int = option(10, "global batches per validation; 0: no validation", check=at_least(0))

@@ -94,13 +94,13 @@ class Batch:
 
     def _shifted(self, distance: int) -> "Batch":
         def shift(tensor: Tensor) -> Tensor:
-            shifted = torch.zeros_like(tensor)
+            shifted = torch.zeros_like(tensor, pin_memory=tensor.is_pinned())
             shifted[:, :-distance] = tensor[:, distance:]
             return shifted
 
         mask, segments = shift(self.loss_mask), self.segment_ids
         if segments is not None:
-            mask = mask * (shift(segments) == segments)
+            mask *= shift(segments) == segments  # in place: it stays pinned
         return Batch(shift(self.tokens), shift(self.labels), mask)
 
 

@@ -41,7 +41,6 @@ from nanotrain.model.norm import build_norm
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import RotaryTables
-from nanotrain.model.router_loss import attach_loss
 from nanotrain.parallel.tp.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -335,7 +334,8 @@ class Stage(nn.Module):
             # `forward` of both, not their hooks: the parameters are gathered as those of this layer
             embed, sum_losses = self.embedding.forward, partial(self.head.forward, tied=self._tied_weight())
             hidden, further = layer(hidden, batch, context=layer_context, embed=embed, sum_losses=sum_losses)
-            loss = attach_loss(loss, scale * further)
+            scaled = scale * further
+            loss = loss + (scaled - scaled.detach())  # not `attach_loss`: the step scales both by one gradient
         return loss
 
     def _transform(self, hidden: Tensor | None, context: BatchContext) -> tuple[Tensor, LayerContext]:

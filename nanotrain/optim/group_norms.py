@@ -1,6 +1,6 @@
 """`--log-norms-by-group`: 2-norms of gradients, updates and parameters by group of parameters, in a logged step.
 
-    groups    embedding, attention, mlp (with routers), experts, norms, head
+    groups    embedding, attention, mlp (with routers), experts, norms, head, mtp (multi-token prediction)
     grad      the summed gradients before clipping
     update    the change of the main params, from a copy that exists during the step only
     param     the main params after the step

@@ -1,6 +1,7 @@
 """Multi-token prediction of one rank, against the equations of DeepSeek-V3 written out without shifted sequences."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from nanotrain.data.batch import Batch
 from nanotrain.model.context import BatchContext, LayerContext
 from nanotrain.model.mtp import take_loss_sums
 from nanotrain.model.transformer import Stage
+from nanotrain.train.step import mtp_loss_scales
 from tests.model.building import LLAMA, QWEN3, VOCAB, build, random_batch, randomize
 
 MTP = replace(LLAMA, mtp=MTPConfig(num_layers=2), untie_embeddings_and_output_weights=True)
@@ -53,6 +55,23 @@ def test_loss_and_gradients_are_those_of_the_equations():
     for name, parameter in stage.named_parameters():
         torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-4, atol=1e-4)
     assert take_loss_sums(stage.mtp_layers, num_layers=2, device=loss.device).tolist() == [0.0, 0.0]
+
+
+def test_the_gradient_of_the_loss_scales_both():
+    """A step differentiates the summed loss with loss scale / tokens as its gradient."""
+    stage, batch = randomize(build(MTP)), random_batch().with_mtp(2)
+    grads = []
+    for factor in (1.0, 0.125):
+        stage.zero_grad()
+        stage(None, BatchContext(batch, mtp_scales=SCALES)).backward(torch.tensor(factor))
+        grads.append({name: parameter.grad / factor for name, parameter in stage.named_parameters()})
+    assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items())
+
+
+def test_the_scales_make_means_of_sums():
+    batch = SimpleNamespace(num_target_tokens=200, num_mtp_tokens=(100, 50))
+    config = replace(MTP, mtp=MTPConfig(num_layers=2, loss_scaling_factor=0.3))
+    assert mtp_loss_scales(config, batch) == pytest.approx((0.15 * 200 / 100, 0.15 * 200 / 50))
 
 
 def test_evaluation_and_logits_leave_the_layers_out():

@@ -245,7 +245,7 @@ def choose_backend(flag: str, need: AttentionNeed, *, device: AttentionDevice) -
     raise ConfigError(
         f"--attention-backend {flag} cannot compute the attention of this model",
         why="; ".join(reasons),
-        fix="the backends of --attention-backend auto are used",
+        fix="leave --attention-backend out, or set it to local",
     )
 
 
@@ -285,7 +285,8 @@ class AttentionChoice:
         try:
             chosen = choose(flag)
         except ConfigError as error:
-            warning, flag = str(error), AttentionBackendFlag.auto
+            flag = AttentionBackendFlag.auto
+            warning = f"{error.what}: {error.why}; the backends of --attention-backend auto are used"
             chosen = choose(flag)
         is_forced = flag is not AttentionBackendFlag.auto
         return cls(chosen.get(False), chosen.get(True), is_forced, tuple(needs.values()), warning)

@@ -113,20 +113,19 @@ def attend_tiles(
     value: Tensor,
     plan: TilePlan,
     scores: ScoreOptions | None = None,
-    observe: LogitObserver | None = None,
 ) -> Tensor:
     """Softmax attention: query [B, Q, N, D], key [B, K, G, D], value [B, K, G, Dv] -> [B, Q, N, Dv]."""
     inputs = [x.transpose(1, 2) for x in (query, key, value)]
     sink = None if scores is None else scores.sink
-    out: Tensor = _AttendTiles.apply(*inputs, sink, plan, scores, observe)
+    out: Tensor = _AttendTiles.apply(*inputs, sink, plan, scores)
     return out.transpose(1, 2)
 
 
 class _AttendTiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, *rest: Any) -> Tensor:
-        plan, scores, observe = rest
-        total = forward_tiles(plan, (query, key, value), scores=scores, observe=observe)
+        plan, scores = rest
+        total = forward_tiles(plan, (query, key, value), scores=scores)
         if sink is not None:
             total = add_sink(replace(total, out=total.out.to(accumulate_dtype(query))), sink)
         out = total.out.to(query.dtype)
@@ -140,4 +139,4 @@ class _AttendTiles(torch.autograd.Function):
         inputs, merged = (query, key, value), AttentionResult(out, lse)
         found = backward_tiles(ctx.plan, inputs, merged=merged, scores=ctx.scores, grad=grads[0])
         gradients = (found.query.to(query.dtype), found.key.to(key.dtype), found.value.to(value.dtype))
-        return *gradients, sink_grad(sink, merged, grad=grads[0]), None, None, None
+        return *gradients, sink_grad(sink, merged, grad=grads[0]), None, None

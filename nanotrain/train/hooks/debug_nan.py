@@ -68,7 +68,10 @@ class DebugNanHook(Hook):
 
     def _after_forward(self, module: nn.Module, *inputs_and_output: Any, run: Run, name: str) -> None:
         for parameter_name, parameter in module.named_parameters(recurse=False):
-            self._check(parameter.detach(), f"parameter {name}.{parameter_name}", run=run)
+            fp8 = getattr(module, "fp8", None)  # gathered fp8 weights: an overflow makes their scales NaN
+            stored = fp8.stored if fp8 is not None and parameter_name == "weight" else None
+            values = parameter.detach() if stored is None else stored.inverse_scales
+            self._check(values, f"parameter {name}.{parameter_name}", run=run)
         for tensor in _tensors(inputs_and_output[-1]):
             self._check(tensor.detach(), f"the output of {name}", run=run)
             if tensor.requires_grad:

@@ -44,6 +44,29 @@ def test_the_module_and_microbatch_are_named(tmp_path, in_backward, what):
     assert spy.reports[-1].step == 3 and spy.reports[-1].skipped
 
 
+def test_weights_that_are_gathered_in_fp8_are_no_finding(tmp_path):
+    fp8 = (
+        "--bf16",
+        "--fp8-format",
+        "e4m3",
+        "--fp8-recipe",
+        "tensorwise",
+        "--fp8-param-gather",
+        "--data-parallel-sharding-strategy",
+        "optim",
+    )
+    hook, found = DebugNanHook(), []
+
+    class Look(Hook):
+        def after_step(self, run, report) -> None:
+            found.append(hook._finding)
+
+    with small_run(tmp_path, *FLAGS[2:], *fp8, "--train-iters", "2", "--global-batch-size", "2") as run:
+        assert any(layer.fp8_weights is not None for layer in run.data_parallel)
+        train(run, Look(), hook)
+    assert found == [None, None]
+
+
 @ranks(2)
 def test_one_ranks_finding_is_the_error_of_all(ctx, tmp_path):
     hooks = [Poison("layers.0.attention", step=2)] if ctx.rank == 1 else []
