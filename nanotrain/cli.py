@@ -1,7 +1,7 @@
 """`nanotrain COMMAND ...`: one function per command, which parses its arguments and calls another package.
 
     train | prepare | parity | topology | evaluate | generate | report | watch | runs | compare | timeline | config
-    sweep (cli_sweep.py), checkpoint COMMAND (cli_checkpoint.py)
+    sweep (cli_sweep.py), checkpoint COMMAND (cli_checkpoint.py), completion (cli_completion.py)
 
 Packages are imported inside the commands, so that `--help` does not load torch.
 """
@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from nanotrain.cli_checkpoint import CHECKPOINT_COMMANDS
+from nanotrain.cli_completion import completion_script
 from nanotrain.cli_evaluate import evaluate as evaluate_command
 from nanotrain.cli_launch import launch, split_arguments
 from nanotrain.cli_parser import (
@@ -260,6 +261,14 @@ def config(argv: Sequence[str]) -> int:
     return 0
 
 
+def completion(argv: Sequence[str]) -> int:
+    """Print the completion script of bash or zsh: source <(nanotrain completion bash)."""
+    parser = CommandParser("completion", completion)
+    parser.add_argument("shell", choices=("bash", "zsh"), help="the shell that reads the script")
+    print(completion_script(parser.parse_args(argv).shell, commands=COMMANDS))
+    return 0
+
+
 COMMANDS: dict[str, Command] = {
     "train": train,
     "prepare": prepare,
@@ -275,6 +284,7 @@ COMMANDS: dict[str, Command] = {
     "compare": compare,
     "timeline": timeline,
     "config": config,
+    "completion": completion,
 }
 
 
