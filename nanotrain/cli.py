@@ -17,18 +17,16 @@ from pathlib import Path
 from nanotrain.cli_checkpoint import CHECKPOINT_COMMANDS
 from nanotrain.cli_completion import completion_script
 from nanotrain.cli_evaluate import evaluate as evaluate_command
+from nanotrain.cli_generate import generate as generate_command
 from nanotrain.cli_launch import launch, split_arguments
 from nanotrain.cli_parser import (
     Command,
     CommandParser,
     count,
-    not_negative,
     port,
     positive,
-    probability,
     processes,
     run_command,
-    seed,
     whole_numbers,
     world_size,
 )
@@ -132,37 +130,7 @@ def evaluate(argv: Sequence[str]) -> int:
 
 def generate(argv: Sequence[str]) -> int:
     """Continue texts with the model of a checkpoint or Hugging Face folder."""
-    parser = CommandParser("generate", generate)
-    parser.add_argument("path", type=Path, help="run folder, step folder, or Hugging Face folder")
-    prompt_help = "the text to continue (default: none); several are sampled together and printed one after the other"
-    parser.add_argument("--prompt", action="append", help=prompt_help)
-    tokens_help = "largest number of tokens to generate (default: 120)"
-    parser.add_argument("--num-tokens", type=count, default=120, metavar="N", help=tokens_help)
-    temperature_help = "sampling temperature; 0 is greedy (default: 0.8)"
-    parser.add_argument("--temperature", type=not_negative, default=0.8, metavar="T", help=temperature_help)
-    top_k_help = "sample from the K most likely tokens; unset: from all"
-    parser.add_argument("--top-k", type=count, metavar="K", help=top_k_help)
-    top_p_help = "sample from the fewest most likely tokens of probability P; unset: from all"
-    parser.add_argument("--top-p", type=probability, metavar="P", help=top_p_help)
-    stop_help = "end at this text, which is not printed; may be repeated"
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop_help)
-    parser.add_argument("--seed", type=seed, default=0, help="random seed of the sampling (default: 0)")
-    parser.add_argument("--tokenizer", help="Hugging Face name or folder, tokenizer.json; unset: the run's")
-    cache_help = "read the whole text again for every token, instead of keeping keys and values"
-    parser.add_argument("--no-cache", action="store_true", help=cache_help)
-    parser.add_argument("--ema", action="store_true", help="use the moving average of the weights (--ema-decay)")
-    args = parser.parse_args(argv)
-    from nanotrain.inference.checkpoint import load_checkpoint
-    from nanotrain.inference.generate import Sampling
-    from nanotrain.inference.text import print_texts
-
-    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
-    # Bytes of an argument that are not of the locale's encoding are lone surrogates, which no tokenizer encodes.
-    prompts = [text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for text in args.prompt or [""]]
-    loaded = load_checkpoint(args.path, tokenizer=args.tokenizer, ema=args.ema)
-    options = {"sampling": sampling, "stops": args.stop, "use_cache": not args.no_cache}
-    print_texts(prompts, loaded.stream(prompts, num_tokens=args.num_tokens, **options))
-    return 0
+    return generate_command(argv, environment=os.environ)
 
 
 def write_report(argv: Sequence[str]) -> int:

@@ -13,7 +13,9 @@ from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.checkpoint.plan import plan_reads
 from nanotrain.checkpoint.read import read_chunks, read_global_tensors
 from nanotrain.checkpoint.store import find_manifest
-from nanotrain.config.config import Config, DataConfig, MTPConfig
+from nanotrain.comm.group import Group
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import Config, DataConfig, ModelConfig, MTPConfig
 from nanotrain.config.schema import config_from_dict
 from nanotrain.data.build import tokenizer_of, uses_quickstart
 from nanotrain.data.corpus_info import recorded_tokenizer
@@ -24,14 +26,20 @@ from nanotrain.hf.families import model_from_hf
 from nanotrain.hf.import_weights import import_weights
 from nanotrain.inference.generate import Generation, Sampling
 from nanotrain.inference.text import encode_prompts, stream_texts
+from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.router_stats import expert_biases
 from nanotrain.model.transformer import Stage, build_stage
+from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.prepare.quickstart import find_quickstart
 from nanotrain.runs.folder import RunFolder
 from nanotrain.topology.boxes import TensorBox
-from nanotrain.topology.parameters import declare_model
+from nanotrain.topology.groups import GroupName
+from nanotrain.topology.parameters import declare_model, declare_stage
+from nanotrain.topology.params import localize
 from nanotrain.topology.shape import ModelShape
+from nanotrain.topology.stages import StageSpec
 
+SHARDED_AXES: tuple[GroupName, ...] = ("tp", "ep", "etp")  # of a model that generates
 PREFIX, AVERAGE = "model/", "ema/"  # of the names of main params and of their moving average in a checkpoint
 HUGGING_FACE_SEQ_LENGTH = 2048  # tokens per window of a model whose training is unknown
 
@@ -104,12 +112,30 @@ def _without_mtp(config: Config) -> Config:
     return replace(config, model=replace(config.model, mtp=MTPConfig()))
 
 
-def load_stage(checkpoint: OpenedCheckpoint) -> Stage:
-    """Load all layers of a model, fp32 on the CPU."""
-    stage = build_stage(checkpoint.config.model).to_empty(device="cpu")
-    tensors = {name: parameter.data for name, parameter in stage.named_parameters()} | expert_biases(stage)
-    checkpoint.read_params({TensorBox.full(name, tensor.shape): tensor for name, tensor in tensors.items()})
+def load_stage(checkpoint: OpenedCheckpoint, context: ParallelContext | None = None, *, dtype: str = "fp32") -> Stage:
+    """Load all layers of a model on the CPU, or this rank's shards of them over tp and ep on its device."""
+    model_config, device = checkpoint.config.model, "cpu" if context is None else context.device
+    stage = (
+        build_stage(model_config, dtype=dtype) if context is None else _build_shards(model_config, context, dtype=dtype)
+    )
+    weights = dict(stage.to_empty(device=device).named_parameters())
+    wanted = {
+        TensorBox(each.spec.name, each.spec.shape, each.box): weights[each.spec.name].data for each in stage.params
+    }
+    biases = {TensorBox.full(name, bias.shape): bias for name, bias in expert_biases(stage).items()}
+    checkpoint.read_params(wanted | biases)
     return stage
+
+
+def _build_shards(model_config: ModelConfig, context: ParallelContext, *, dtype: str) -> Stage:
+    """All layers, this rank's shards of each, on the meta device; every rank has all tokens of a sequence."""
+    shape, spec = ModelShape.of(model_config), StageSpec.single(model_config.num_layers)
+    sizes: dict[str, int] = {axis: context.topology.size(axis) for axis in SHARDED_AXES}
+    declared = declare_stage(shape, spec, dtype=dtype, tensor_parallel_size=sizes["tp"])
+    params = [localize(param, coords=context.coords, sizes=sizes) for param in declared]
+    tp, ep, etp = (context.group(axis) for axis in SHARDED_AXES)
+    parallel = replace(ModelParallel.single_rank(), tp=TensorParallel(tp), ep=ep, etp=etp)
+    return Stage(model_config, spec, params=params, parallel=parallel)
 
 
 def tokenizer_name(checkpoint: OpenedCheckpoint) -> str | None:
@@ -136,8 +162,9 @@ class LoadedModel:
 
     path: Path  # the step folder
     config: Config  # the configuration of the run that wrote it
-    model: Stage  # all layers, fp32
+    model: Stage  # all layers, fp32; in `load_model` with a context this rank's shards
     tokenizer: Tokenizer
+    ranks: Group = field(default_factory=lambda: Group.single_rank("world"))  # those that hold the shards
 
     def generate(
         self,
@@ -185,7 +212,9 @@ class LoadedModel:
         limit = self.config.model.max_position_embeddings
         encoded = encode_prompts(prompts, self.tokenizer, max_tokens=limit)
         sampling = replace(sampling or Sampling(), stop=self.tokenizer.eod)
-        generation = Generation(self.model, encoded, num_tokens=num_tokens, sampling=sampling, use_cache=use_cache)
+        generation = Generation(
+            self.model, encoded, num_tokens=num_tokens, sampling=sampling, use_cache=use_cache, ranks=self.ranks
+        )
         return stream_texts(generation, self.tokenizer, num_tokens=num_tokens, stops=stops)
 
 
@@ -201,7 +230,27 @@ def load_checkpoint(path: Path | str, *, tokenizer: str | None = None, ema: bool
         CheckpointError: there is no complete checkpoint.
         DataError: the run had no tokenizer.
     """
-    checkpoint = open_model(Path(path), ema=ema)
+    return load_model(open_model(Path(path), ema=ema), tokenizer=tokenizer)
+
+
+def load_model(
+    checkpoint: OpenedCheckpoint,
+    *,
+    tokenizer: str | None = None,
+    context: ParallelContext | None = None,
+    dtype: str = "fp32",
+) -> LoadedModel:
+    """Load the model and the tokenizer of an open checkpoint.
+
+    Args:
+        checkpoint: of any layout.
+        tokenizer: what `load_tokenizer` takes; None for the run's.
+        context: device and groups, where every rank loads its shards over tp and ep; None for one rank on the CPU.
+        dtype: of weights and activations, "fp32", "bf16" or "fp16".
+
+    Raises:
+        DataError: the run had no tokenizer.
+    """
     name = tokenizer or tokenizer_name(checkpoint)
     if name is None:
         raise DataError(
@@ -210,7 +259,9 @@ def load_checkpoint(path: Path | str, *, tokenizer: str | None = None, ema: bool
             fix="set --tokenizer",
         )
     loaded = load_tokenizer(name)  # before the weights, which take longer
-    return LoadedModel(checkpoint.path, checkpoint.config, load_stage(checkpoint), loaded)
+    stage = load_stage(checkpoint, context, dtype=dtype)
+    ranks = Group.single_rank("world") if context is None else context.group("world")
+    return LoadedModel(checkpoint.path, checkpoint.config, stage, loaded, ranks)
 
 
 def export_checkpoint(

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanotrain.comm.collectives import all_reduce_scalars
+from nanotrain.comm.group import Group
 from nanotrain.inference.cache import KVCache
 from nanotrain.model.transformer import Stage
 
@@ -37,11 +39,12 @@ class Generation:
     how many tokens are read together, the whole window.
 
     Args:
-        stage: a model in one stage.
-        prompts: each of at least one token.
+        stage: a model in one stage, or this rank's shards of it.
+        prompts: each of at least one token; the same on every rank.
         num_tokens: steps that will be made at most; it bounds the memory of the cache.
         sampling: how tokens are sampled.
         use_cache: keep keys and values.
+        ranks: those that hold the shards; each of them makes every step.
     """
 
     def __init__(
@@ -52,8 +55,9 @@ class Generation:
         num_tokens: int,
         sampling: Sampling | None = None,
         use_cache: bool = True,
+        ranks: Group | None = None,
     ) -> None:
-        self.stage, self.sampling = stage, sampling or Sampling()
+        self.stage, self.sampling, self._ranks = stage, sampling or Sampling(), ranks or Group.single_rank("world")
         self.texts = [list(prompt) for prompt in prompts]
         self.running = set(range(len(prompts)))  # prompts that are not at their end
         self._generators = [torch.Generator().manual_seed(self.sampling.seed + row) for row in range(len(prompts))]
@@ -67,14 +71,19 @@ class Generation:
 
     def step(self) -> dict[int, int]:
         """Sample one token of every running prompt; by the prompt's index."""
-        logits, sampled = self._logits(), {}
-        for row in sorted(self.running):
-            token = sample_token(logits[row], self.sampling, generator=self._generators[row])
-            sampled[row] = token
+        logits, rows = self._logits(), sorted(self.running)
+        own = [sample_token(logits[row], self.sampling, generator=self._generators[row]) for row in rows]
+        sampled = dict(zip(rows, self._of_first_rank(own), strict=True))
+        for row, token in sampled.items():
             self.texts[row].append(token)
             if token == self.sampling.stop:
                 self.running.discard(row)
         return sampled
+
+    def _of_first_rank(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens of the first rank, on every rank: replicated layers may round differently on each."""
+        own = tokens if self._ranks.is_first else [0] * len(tokens)
+        return [int(token) for token in all_reduce_scalars(own, self._ranks)]
 
     def _logits(self) -> dict[int, Tensor]:
         """[V] fp32 on the CPU for each running prompt."""
@@ -89,7 +98,7 @@ class Generation:
                 self.texts[row].append(0)  # rows of a batch grow together; what follows the end is not returned
             return dict(enumerate(logits))
         self._cache, found = None, {}
-        for row in self.running:
+        for row in sorted(self.running):
             window = torch.tensor([self.texts[row][-self._positions :]], device=device)
             with torch.no_grad():
                 found[row] = self.stage.logits(window, last_only=True)[0, 0].float().cpu()

@@ -4,7 +4,8 @@
              +-- shared expert (a tensor-parallel MLP) -------------------------------+
 
 Each rank routes tokens of its own. With sequence parallelism its tokens are a slice already. Without, all tp ranks have
-the same tokens, so each routes its slice of the sequence and the outputs are gathered.
+the same tokens, so each routes its slice of the sequence and the outputs are gathered. In generation, where a step may
+have one token, each routes all of them.
 
     B batch   S tokens of a sequence at the input of the layer   H hidden
 """
@@ -48,9 +49,10 @@ class MoELayer(nn.Module):
         shared: nn.Module | None,
     ) -> None:
         super().__init__()
-        num_experts, self._tp = model_config.moe.num_experts, parallel.tp.group
+        num_experts, single = model_config.moe.num_experts, Group.single_rank("tp")
         assert num_experts is not None, "a dense layer has no experts"
-        self._split = Group.single_rank("tp") if parallel.tp.sequence_parallel else self._tp
+        self._tp = single if parallel.sequence.size == 1 else parallel.tp.group
+        self._split = single if parallel.tp.sequence_parallel else self._tp
         self.router = Router(
             model_config.moe,
             params["router.weight"],

@@ -18,7 +18,8 @@ class ModelParallel:
     core_attention: CoreAttention  # attention over sequences sharded over cp
     ep: Group  # ranks that share the experts
     etp: Group  # ranks that share the matrices of each expert
-    sequence: Group  # ranks that hold the tokens of one sequence (tp x cp)
+    # ranks that hold the tokens of one sequence (tp x cp); a single rank where each of them has all tokens (generation)
+    sequence: Group
     dp: Group  # ranks that read different samples
     recompute: Recompute = field(default_factory=Recompute)  # modules that are recomputed in the backward pass
     tracks_logits: bool = False  # attention layers keep their largest logits, for QK-clip

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from nanotrain.comm.autograd import concat_along
 from nanotrain.config.config import ModelConfig
 from nanotrain.config.derive import has_rope
 from nanotrain.data.batch import Batch
@@ -215,9 +216,11 @@ class Head(nn.Module):
         )
 
     def logits(self, hidden: Tensor, *, tied: nn.Parameter | None) -> Tensor:
-        """[..., H] -> [..., V] without padding; only without tensor parallelism."""
-        assert self.tensor_parallel.group.size == 1, "logits of a sharded vocabulary would have to be gathered"
-        return self.vocabulary.cap(fprop(hidden, self._weight(tied)[: self.vocabulary.size]))
+        """[..., H] -> [..., V] without padding, gathered over tp; without sequence parallelism."""
+        assert not self.tensor_parallel.sequence_parallel, "a rank has the logits of all tokens"
+        local = fprop(self.tensor_parallel.enter(hidden), self._weight(tied)[: self.vocabulary.size])
+        gathered = concat_along(self.vocabulary.cap(local), self.tensor_parallel.group, dim=local.ndim - 1)
+        return gathered[..., : self.vocabulary.size]
 
     def _groups(self, batch: Batch) -> TokenGroups | None:
         """The corpus of every token."""

@@ -21,9 +21,17 @@ from nanotrain.topology.boxes import Box, TensorBox
 EXPERTS = {"num_experts": 4, "ffn_hidden_size": 16, "router_score_function": "sigmoid"}
 
 
-def write_run(folder: Path, *, tokenizer: str | None = "bytes", moe: dict[str, object] | None = None) -> Stage:
-    """The folder of a run that has saved once, and the model it saved."""
-    model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 257, "moe": moe or {}}
+def write_run(
+    folder: Path, *, tokenizer: str | None = "bytes", moe: dict[str, object] | None = None, **options: object
+) -> Stage:
+    """The folder of a run that has saved once, and the model it saved; `options` of its configuration."""
+    model = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "vocab_size": 257,
+        "moe": moe or {},
+    } | options
     data = {"tokenizer_model": tokenizer, "data_path": ["text"]}
     config: Config = config_from_dict({"model": model, "data": data})
     stage = build_stage(config.model).to_empty(device="cpu")
