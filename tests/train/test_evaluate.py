@@ -24,7 +24,7 @@ from tests.harness import run_ranks
 from tests.inference.test_checkpoint import EXPERTS, write_run
 
 TEXT = "The loss per byte compares tokenizers. " * 3 + "é"
-FLAGS = "--seq-length 16 --micro-batch-size 2 --ddp-bucket-size 3000"
+FLAGS = "--seq-length 16 --micro-batch-size 2"
 
 
 @pytest.fixture(scope="module")
