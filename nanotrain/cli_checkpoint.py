@@ -1,6 +1,7 @@
 """`nanotrain checkpoint COMMAND ...`: one function per command.
 
-inspect | verify | diff | average | prune | import-hf | export-hf | export-dcp
+inspect | verify | diff | average | prune | import-hf | export-hf | export-dcp |
+export-megatron
 """
 
 from collections.abc import Sequence
@@ -120,6 +121,20 @@ def export_dcp(argv: Sequence[str]) -> int:
     return 0
 
 
+def export_megatron(argv: Sequence[str]) -> int:
+    """Write the weights of a checkpoint for Megatron-LM (torch_dist)."""
+    parser = CommandParser("checkpoint export-megatron", export_megatron)
+    parser.add_argument("path", type=Path, help=PATH_HELP)
+    parser.add_argument("output", type=Path, help="the folder to write, for --load of Megatron-LM")
+    dtypes, dtype_help = ("fp32", "bf16", "fp16"), "data type of the weights (default: fp32)"
+    parser.add_argument("--dtype", choices=dtypes, default="fp32", help=dtype_help)
+    args = parser.parse_args(argv)
+    from nanotrain.checkpoint.export_megatron import export_megatron as export
+
+    print(export(args.path, args.output, dtype=args.dtype))
+    return 0
+
+
 CHECKPOINT_COMMANDS: dict[str, Command] = {
     "inspect": inspect,
     "verify": verify,
@@ -129,4 +144,5 @@ CHECKPOINT_COMMANDS: dict[str, Command] = {
     "import-hf": import_hf,
     "export-hf": export_hf,
     "export-dcp": export_dcp,
+    "export-megatron": export_megatron,
 }

@@ -62,9 +62,11 @@ def _tensors(run_dir, capsys) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_export_dcp_and_prune(run_dir, tmp_path, capsys):
+def test_export_dcp_export_megatron_and_prune(run_dir, tmp_path, capsys):
     assert main(["checkpoint", "export-dcp", str(run_dir), str(tmp_path / "dcp")]) == 0
     assert (tmp_path / "dcp" / ".metadata").is_file()
+    assert main(["checkpoint", "export-megatron", str(run_dir), str(tmp_path / "megatron")]) == 0
+    assert (tmp_path / "megatron" / "iter_0000003" / ".metadata").is_file()
     copy = Path(shutil.copytree(run_dir, tmp_path / "run"))
     prune = ["checkpoint", "prune", str(copy), "--keep-last", "1"]
     assert main([*prune, "--dry-run"]) == 0

@@ -26,6 +26,9 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "be
 FLAG = re.compile(r"(?<![\w-])--(?:\[no-\])?[a-z][a-z0-9-]*[a-z0-9](?![\w-])")
 # of torchrun, Slurm and Hydra
 FOREIGN = {*OPTIONS, "--standalone", "--multirun", "--nodes", "--gpus-per-node", "--time", "--requeue", "--signal"}
+# of Megatron-LM, for what `export-megatron` writes
+FOREIGN |= {"--finetune", "--no-load-optim", "--no-load-rng", "--use-checkpoint-args", "--dist-ckpt-strictness"}
+FOREIGN |= {"--ckpt-format"}
 # where a page's short file names are to be looked for: `comm/gloo.py`, `memory.py` beside benchmarks/README.md
 HOMES = (ROOT, ROOT / "nanotrain", ROOT / "nanotrain" / "train")
 LAUNCHED = re.compile(r"(?:nanotrain train|torchrun) .*")
