@@ -54,7 +54,7 @@ def control_levels(rank: int, world_size: int, *, fan_out: int = CONTROL_FAN_OUT
     groups are the next level, until one group is left. So all members of a group were in a group of each level below.
 
     >>> control_levels(0, 7, fan_out=3), control_levels(4, 7, fan_out=3)
-    (((0, 1, 2), (0, 3, 5)), ((3, 4),))
+    (((0, 1), (0, 2, 4)), ((4, 5, 6), (0, 2, 4)))
     """
     assert fan_out > 2, "a group of one rank could be left over"
     level: list[int] = list(range(world_size))

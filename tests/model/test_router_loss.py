@@ -45,7 +45,7 @@ def test_perfect_balance_is_one_per_sequence() -> None:
     assert seq_aux_loss(probabilities, topk_ids, sequence=SEQUENCE).item() == pytest.approx(2.0)
 
 
-@ranks(2, cp=2)
+@ranks(2, threads=False, cp=2)
 def test_the_shares_of_a_sequence_sum_to_its_loss(ctx) -> None:
     probabilities, topk_ids = random_routing()
     group = ctx.group("tp_cp")

@@ -82,7 +82,7 @@ def test_no_more_than_two_units_are_gathered(schedule: str | None, overlap: bool
     pp = 1 if schedule is None else 2
     pipeline = {"pipeline_schedule": schedule} if schedule else {}
     case = case_of(overlap=overlap, num_layers=8).but(parallel={"pipeline_model_parallel_size": pp} | pipeline)
-    for measured in run_ranks(2 * pp, gathered_bytes, case, strategy=STRATEGY, pp=pp):
+    for measured in run_ranks(2 * pp, gathered_bytes, case, threads=False, strategy=STRATEGY, pp=pp):
         assert 0 < measured["peak"] <= measured["units"]
         assert measured["params"] == measured["full"] // 2
         assert measured["peak"] + measured["params"] < measured["full"]
@@ -107,7 +107,7 @@ def test_units_are_gathered_again_where_a_backward_recomputes_several_layers() -
     for one, outcomes in zip(reference, run_ranks(2, train_cases, cases, strategy=STRATEGY), strict=True):
         for case, two in zip(cases, outcomes, strict=True):
             assert all(torch.equal(one.weights[box], two.weights[box]) for box in one.weights), case
-    for (row,) in run_ranks(2, measure_options, cases[:1], strategy=STRATEGY):
+    for (row,) in run_ranks(2, measure_options, cases[:1], threads=False, strategy=STRATEGY):
         assert 0 < row["peak"] <= row["units"]
 
 
@@ -130,7 +130,9 @@ def test_options_of_gathers_change_planned_memory_and_traffic_and_no_bit(pp: int
             )
             for overlap, options in OPTIONS
         ]
-        for measured in run_ranks(2 * pp, measure_options, cases, strategy=STRATEGY, pp=pp, timeout_s=120):
+        for measured in run_ranks(
+            2 * pp, measure_options, cases, threads=False, strategy=STRATEGY, pp=pp, timeout_s=120
+        ):
             for case, row in zip(cases, measured, strict=True):
                 assert row["sent"] == row["planned sent"], case
                 assert row["weights"] == measured[0]["weights"] and row["loss"] == measured[0]["loss"], case
@@ -213,7 +215,7 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(4))
 
 
-@ranks(2, strategy=STRATEGY, timeout_s=30)
+@ranks(2, threads=False, strategy=STRATEGY, timeout_s=30)
 def test_collectives_start_in_one_order_where_gradients_are_missing_on_one_rank(ctx: ParallelContext) -> None:
     started: list[str] = []
 

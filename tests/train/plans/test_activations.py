@@ -136,12 +136,12 @@ def test_offloaded_blocks_are_on_the_device_two_at_a_time():
 
 
 def test_documents_add_no_mask_and_keep_grouped_heads_as_a_gpu_does():
-    config = load(f"--mock-data --vocab-size 512 {SIZES} {LLAMA}".split()).config
+    config = load(f"--mock-data --vocab-size 512 {SIZES} {LLAMA} --bf16".split()).config
     plan = plan_run(config, 1, rank=0)
     masked = replace(plan, config=with_values(config, {"data.reset_attention_mask": True}))
     assert Activations(masked, "cpu").block(0) == Activations(plan, "cuda").block(0)
     saved = Activations(plan, "cpu").block(0) - Activations(plan, "cuda").block(0)
-    assert saved == 2 * 128 * 2 * (4 - 2) * 16 * 4  # tokens, key and value, heads, width, fp32
+    assert saved == 2 * 128 * 2 * (4 - 2) * 16 * 2  # tokens, key and value, heads, width, bf16
 
 
 @pytest.mark.parametrize("words", ["", FULL, f"{SELECTIVE} mlp"])
