@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,7 +212,7 @@ def _chunk_from_dict(chunk: Any, field: str, *, shape: tuple[int, ...], itemsize
     crc32 = text_of(chunk["crc32"], f"{field}.crc32")
     if not _CRC32.fullmatch(crc32):
         raise ValueError(f"{field}.crc32 is {shown(crc32)}, it must be eight hexadecimal digits")
-    file = plain_file_name(chunk["file"], f"{field}.file")
+    file = sys.intern(plain_file_name(chunk["file"], f"{field}.file"))  # sent once per file, not once per chunk
     return ChunkEntry(box, file, text_of(chunk["key"], f"{field}.key"), crc32, nbytes)
 
 

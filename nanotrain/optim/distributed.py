@@ -33,7 +33,7 @@ from nanotrain.optim.matrix_update import MatrixUpdate, grid_groups
 from nanotrain.optim.offload import HostUpdate
 from nanotrain.optim.optimizers import OPTIMIZERS
 from nanotrain.optim.part_state import HostBuffers, PartState
-from nanotrain.optim.parts import ShardPart, clip_ranges, host_fraction, split_shard
+from nanotrain.optim.parts import ShardPart, clip_ranges, host_fraction, range_boxes, ranges_to_save, split_shard
 from nanotrain.optim.rule import UpdateRule, UpdateStep
 from nanotrain.optim.stored import StoredTensor
 from nanotrain.parallel.dp.bucket import Bucket
@@ -41,7 +41,7 @@ from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import ShardRange
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
-from nanotrain.topology.boxes import TensorBox, flat_range_to_boxes
+from nanotrain.topology.boxes import TensorBox
 from nanotrain.topology.groups import GroupName
 
 
@@ -233,7 +233,7 @@ class DistributedOptimizer:
         return {
             box: view
             for state in self._states
-            for part in (_ranges_to_save(state) if once else state.ranges)
+            for part in (ranges_to_save(state.ranges, state.replica) if once else state.ranges)
             for box, view in _boxes(part.name, part, flat=state.grads, first=0)
         }
 
@@ -242,7 +242,9 @@ class DistributedOptimizer:
 
         Only replica 0 of a parameter is saved; ranks with the same shard save equal parts. `only`: a prefix of names.
         """
-        parts = (state.tensors(_ranges_to_save(state), copies=[], only=only) for state in self._states)
+        parts = (
+            state.tensors(ranges_to_save(state.ranges, state.replica), copies=[], only=only) for state in self._states
+        )
         return {box: view for part in parts for box, view in part}
 
     def state_dict(self) -> dict[str, object]:
@@ -359,24 +361,12 @@ def _grads_for_norm(state: _BucketState) -> Iterator[Tensor]:
         yield state.grads[start:end]
 
 
-def _ranges_to_save(state: _BucketState) -> list[ShardRange]:
-    """The index-th of `replica[1]` nearly equal parts of every range of a first replica."""
-    parts = []
-    for full in state.ranges:
-        if full.param.is_first_replica:
-            index, size = state.replica
-            first, last = full.numel * index // size, full.numel * (index + 1) // size
-            parts.append(ShardRange(full.param, full.shard_start + first, full.param_start + first, last - first))
-    return parts
-
-
 def _boxes(name: str, part: ShardRange, *, flat: Tensor, first: int) -> Iterator[tuple[TensorBox, Tensor]]:
     """A range as boxes of the global tensor, with their views of a flat tensor that begins at element `first`."""
-    local, begin = part.param, part.shard_start - first
-    for box in flat_range_to_boxes(local.box.shape, start=part.param_start, stop=part.param_start + part.numel):
-        view = flat[begin : begin + box.numel].view(box.shape)
-        yield TensorBox(name, local.spec.shape, box.shifted(local.box.start)), view
-        begin += box.numel
+    begin = part.shard_start - first
+    for box in range_boxes(name, part):
+        yield box, flat[begin : begin + box.box.numel].view(box.box.shape)
+        begin += box.box.numel
 
 
 def _build_part(part: ShardPart, bucket: Bucket, *, precision: Precision, names: Sequence[str]) -> PartState:

@@ -2,6 +2,7 @@
 
     split_shard   the parts of what one rank updates of a bucket: its shard, or the part of it of its instance
     clip_range    the elements of a param range inside an interval
+    ranges_to_save, range_boxes   what one of the ranks with the same shard writes to a checkpoint
     state_bytes   bytes of main params, state and average of parts
 
 Parts cover the shard, gaps and padding included. Without a rule for matrices and without offload a shard is one part.
@@ -21,6 +22,7 @@ from nanotrain.optim.rule import UpdateRule
 from nanotrain.optim.stored import stored_bytes
 from nanotrain.parallel.dp.layout import ShardRange
 from nanotrain.precision.policy import Precision
+from nanotrain.topology.boxes import TensorBox, flat_range_to_boxes
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,24 @@ def clip_ranges(parts: Iterable[ShardRange], *, start: int, stop: int) -> Iterat
         clipped = clip_range(part, start=start, stop=stop)
         if clipped is not None:
             yield clipped
+
+
+def ranges_to_save(ranges: Iterable[ShardRange], replica: tuple[int, int]) -> list[ShardRange]:
+    """The index-th of nearly equal parts of every range of a first replica; `replica` is (index, number)."""
+    index, size = replica
+    parts = []
+    for full in ranges:
+        if full.param.is_first_replica:
+            first, last = full.numel * index // size, full.numel * (index + 1) // size
+            parts.append(ShardRange(full.param, full.shard_start + first, full.param_start + first, last - first))
+    return parts
+
+
+def range_boxes(name: str, part: ShardRange) -> Iterator[TensorBox]:
+    """A range as boxes of the global tensor `name`, in the order of its elements."""
+    local = part.param
+    for box in flat_range_to_boxes(local.box.shape, start=part.param_start, stop=part.param_start + part.numel):
+        yield TensorBox(name, local.spec.shape, box.shifted(local.box.start))
 
 
 def state_bytes(parts: Iterable[ShardPart], rule: UpdateRule, *, config: OptimConfig, precision: Precision) -> int:

@@ -106,6 +106,18 @@ def test_nccl_groups_have_streams_of_high_priority(monkeypatch):
     assert given["device_id"] is None
 
 
+class Counted:
+    """An object that counts how many of its kind this process receives."""
+
+    received: list[int] = []
+
+    def __init__(self, rank: int) -> None:
+        self.received.append(rank)
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return Counted, (7,)
+
+
 @ranks(7, threads=False)
 def test_objects_travel_along_a_tree_in_the_order_of_ranks(ctx):
     parallel_context.create_control = partial(create_control, fan_out=3)
@@ -116,6 +128,9 @@ def test_objects_travel_along_a_tree_in_the_order_of_ranks(ctx):
     assert control.process_group is None and control.size == 7
     assert all_gather_object(f"rank {ctx.rank}", control) == [f"rank {rank}" for rank in range(7)]
     assert gather_object(ctx.rank, control) == (list(range(7)) if ctx.rank == 0 else None)
+    gather_object(Counted(ctx.rank), control)
+    # what it made, and per level what its group has, where it is the first: ranks below no other receive nothing
+    assert len(Counted.received) - 1 == {0: 2 + 7, 2: 2, 4: 3}.get(ctx.rank, 0)
     assert broadcast_object(("verdict", ctx.rank), control) == ("verdict", 0)
     assert all_reduce_scalars([ctx.rank, 1.0], control) == [21.0, 7.0]
     assert all_reduce_scalars([ctx.rank, -ctx.rank], control, op="max") == [6.0, 0.0]

@@ -1,0 +1,147 @@
+"""Sizes of a checkpoint's metadata, from plans: the manifest, and what the ranks send to write and to read it.
+
+    save   each rank -> its report -> the tree of control -> rank 0 -> manifest.json; the verdict back along the tree
+    load   rank 0 <- manifest.json; the manifest along the tree -> each rank
+
+To plan all ranks of a large world would take minutes, so the chunks of a sample are counted and multiplied.
+"""
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from nanotrain.checkpoint.commit import ShardReport
+from nanotrain.checkpoint.manifest import (
+    ChunkEntry,
+    Manifest,
+    TensorEntry,
+    plain_json,
+    tensor_from_dict,
+    tensor_to_dict,
+    to_json,
+)
+from nanotrain.checkpoint.plan import split_box
+from nanotrain.checkpoint.write import WrittenShard, shard_name
+from nanotrain.config.config import Config
+from nanotrain.config.derive import data_parallel_size
+from nanotrain.optim.parts import clip_ranges, host_fraction, range_boxes, ranges_to_save, split_shard
+from nanotrain.optim.stored import num_scales
+from nanotrain.precision.dtypes import DTYPE_NAMES, TORCH_DTYPES
+from nanotrain.precision.policy import Precision
+from nanotrain.topology.boxes import TensorBox
+from nanotrain.topology.parameters import declare_model
+from nanotrain.topology.params import ParamSpec
+from nanotrain.topology.shape import ModelShape
+from nanotrain.topology.start import control_levels
+from nanotrain.train.plans.plan import BufferPlan, Plan, plan_run
+
+NO_CHECKSUM = "0" * 8
+
+
+@dataclass(frozen=True)
+class MetadataSize:
+    """Of one checkpoint; estimates where ranks were sampled."""
+
+    num_chunks: int
+    manifest_bytes: int  # of manifest.json, without objects and configuration (some kB)
+    report_bytes: int  # mean of what a rank sends at a save
+    received_at_save: tuple[int, int]  # bytes of reports that rank 0 receives, and at most any other rank
+    received_at_load: int  # bytes of the manifest that each rank but the first receives
+
+
+def metadata_size(config: Config, world_size: int, *, num_sampled: int = 8) -> MetadataSize:
+    """The metadata of a checkpoint of a run.
+
+    Args:
+        config: a validated configuration with the vocabulary size set.
+        world_size: ranks of the run.
+        num_sampled: ranks to plan, the first and the last among them; with all ranks the counts are exact.
+    """
+    parallel = config.parallel
+    dp_size, pp_size = data_parallel_size(parallel, world_size), parallel.pipeline_model_parallel_size
+    # Few microbatches: what a rank saves does not depend on them, and the transfers of many take seconds to plan.
+    batch = config.train.micro_batch_size * dp_size * pp_size
+    few = replace(config, train=replace(config.train, global_batch_size=batch))
+    num_sampled = min(num_sampled, world_size)
+    ranks = [index * (world_size - 1) // max(num_sampled - 1, 1) for index in range(num_sampled)]
+    shards = [planned_shard(plan_run(few, world_size, rank=rank)) for rank in ranks]
+    sample = _merge(shards)
+    declared = _without_chunks(sample, declare_model(ModelShape.of(config.model)))
+
+    def of_all(size: Callable[[Manifest], int]) -> int:
+        """Chunks and files grow with the ranks, names of tensors do not."""
+        names = replace(sample, files={}, tensors={n: replace(e, chunks=()) for n, e in sample.tensors.items()})
+        return (size(sample) - size(names)) * world_size // num_sampled + size(declared)
+
+    report = sum(len(pickle.dumps(ShardReport(shard, 0, 0))) for shard in shards) // num_sampled
+    # each rank of the last level hands on the reports of the ranks up to the next one of it
+    top = control_levels(0, world_size)[-1] if world_size > 1 else (0, 1)
+    return MetadataSize(
+        num_chunks=of_all(lambda manifest: sum(len(entry.chunks) for entry in manifest.tensors.values())),
+        manifest_bytes=of_all(lambda manifest: len(to_json(manifest))),
+        report_bytes=report,
+        received_at_save=(report * (world_size - 1), report * (top[1] - 1)),
+        received_at_load=of_all(_pickled_bytes) if world_size > 1 else 0,
+    )
+
+
+def _merge(shards: Sequence[WrittenShard]) -> Manifest:
+    """The manifest of some ranks, which do not cover the tensors."""
+    tensors: dict[str, TensorEntry] = {}
+    for shard in shards:
+        for name, entry in shard.tensors.items():
+            before = tensors[name].chunks if name in tensors else ()
+            tensors[name] = replace(entry, chunks=before + entry.chunks)
+    files = {shard.file: shard.nbytes for shard in shards if shard.nbytes}
+    return Manifest(0, files, tensors, objects={}, config={}, topology={})
+
+
+def _without_chunks(sample: Manifest, specs: Sequence[ParamSpec]) -> Manifest:
+    """The tensors of the whole model, of the kinds and dtypes of a sample."""
+    kinds = {name.rpartition("/")[0]: entry.dtype for name, entry in sample.tensors.items()}
+    entries = {
+        f"{kind}/{spec.name}": TensorEntry(spec.shape, dtype, ()) for kind, dtype in kinds.items() for spec in specs
+    }
+    return replace(sample, files={}, tensors=entries)
+
+
+def _pickled_bytes(manifest: Manifest) -> int:
+    """Bytes of a manifest as it is sent after it was read."""
+    rows = {name: tensor_from_dict(plain_json(tensor_to_dict(entry)), name) for name, entry in manifest.tensors.items()}
+    return len(pickle.dumps(replace(manifest, tensors=rows)))
+
+
+def planned_shard(plan: Plan) -> WrittenShard:
+    """What a rank writes of parameters and optimizer state, with checksums of 0 and without the header of its file."""
+    file = shard_name(plan.rank, plan.topology.world_size)
+    tensors: dict[str, TensorEntry] = {}
+    for buffer in plan.buffers:
+        for box, dtype in _saved_boxes(plan, buffer):
+            size = TORCH_DTYPES[dtype].itemsize
+            made = tuple(
+                ChunkEntry(chunk, file, f"{box.name}@{chunk.text}", NO_CHECKSUM, chunk.numel * size)
+                for chunk in split_box(box.box, size)
+            )
+            before = tensors[box.name].chunks if box.name in tensors else ()
+            tensors[box.name] = TensorEntry(box.shape, dtype, before + made)
+    return WrittenShard(file, sum(chunk.nbytes for entry in tensors.values() for chunk in entry.chunks), tensors)
+
+
+def _saved_boxes(plan: Plan, buffer: BufferPlan) -> Iterator[tuple[TensorBox, str]]:
+    """The boxes of a buffer that this rank saves and their dtypes, as `DistributedOptimizer.tensors_to_save`."""
+    precision, config = Precision.of(plan.config.precision), plan.config.optim
+    shards_across = buffer.layout.num_outer_shards > 1
+    replica = (0, 1) if shards_across else (buffer.replicate.index, buffer.replicate.size)
+    for bucket in buffer.layout.buckets:
+        ranges = bucket.update_ranges(buffer.shard.index, outer_index=buffer.replicate.index if shards_across else 0)
+        saved = ranges_to_save(ranges, replica)
+        for part in split_shard(ranges, bucket.update_numel, rule=plan.rule, host_fraction=host_fraction(config)):
+            dtypes = {"model": precision.main if precision.has_separate_main_params else precision.params}
+            dtypes |= {f"optimizer/{name}": precision.state_dtype(name) for name in part.state_names(plan.rule, config)}
+            dtypes |= {} if config.ema_decay is None else {"ema": torch.float32}
+            for prefix, dtype in dtypes.items():
+                name = DTYPE_NAMES[torch.float32 if num_scales(1, dtype) else dtype]  # scaled values are saved in fp32
+                for inside in clip_ranges(saved, start=part.start, stop=part.stop):
+                    yield from ((box, name) for box in range_boxes(f"{prefix}/{inside.name}", inside))
