@@ -32,11 +32,11 @@ from nanotrain.log import start_logging
 from nanotrain.topology.topology import Topology
 from nanotrain.train.build import build_run
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.inputs import RunInputs, open_inputs
-from nanotrain.train.launch import choose_hooks
-from nanotrain.train.metrics import StepReport
+from nanotrain.train.metrics.step_report import StepReport
 from nanotrain.train.plans.plan import Plan, plan_run
 from nanotrain.train.run import Run
+from nanotrain.train.start.inputs import RunInputs, open_inputs
+from nanotrain.train.start.launch import choose_hooks
 from nanotrain.train.trainer import Trainer
 
 

@@ -2,7 +2,7 @@
 
     argv -> torchrun's options, training arguments       split_arguments, without torch
          -> mistakes, --help, --cfg job                   answered once, before any rank starts
-         -> one process per rank                          train/start_ranks.py
+         -> one process per rank                          train/start/start_ranks.py
 
 Without one of torchrun's options, `nanotrain train` trains in this process.
 """
@@ -107,6 +107,6 @@ def launch(options: Sequence[str], arguments: Sequence[str], *, environment: Mut
         print(text)
         return 0
     loaded = load_line(line)
-    from nanotrain.train.start_ranks import start_ranks
+    from nanotrain.train.start.start_ranks import start_ranks
 
     return start_ranks(loaded, arguments, options=options, environment=environment)

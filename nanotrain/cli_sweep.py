@@ -149,7 +149,7 @@ def check_trials(trials: Sequence[Trial], *, shared: Sequence[str], options: Seq
             arguments = [*shared, *trial.settings]
             loaded = load_line(parse(arguments))
             if options:
-                from nanotrain.train.start_ranks import check_ranks
+                from nanotrain.train.start.start_ranks import check_ranks
 
                 check_ranks(loaded, arguments, options=options)
         except NanotrainError as error:
@@ -167,7 +167,7 @@ def check_trials(trials: Sequence[Trial], *, shared: Sequence[str], options: Seq
 def _check_same_run(folder: Path, loaded: Loaded) -> None:
     """Refuse a run folder that was trained with other values of the settings that a command line gives."""
     from nanotrain.report.history import RunHistory
-    from nanotrain.train.resume import changed_settings
+    from nanotrain.train.resume.restore import changed_settings
 
     saved, given = nest(RunHistory.read(folder).config), to_dict(loaded.config)
     changed = [each for each in changed_settings(saved, given) if each.split()[0] in loaded.explicit]

@@ -56,7 +56,7 @@ PRELOADED = [
         "pytest",
         "hypothesis",
         "numpy",
-        "nanotrain.train.launch",
+        "nanotrain.train.start.launch",
         "nanotrain.config.compose",
         "tests.harness",
     ),

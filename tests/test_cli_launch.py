@@ -9,7 +9,7 @@ from nanotrain.config.flags import SWITCHES as CONFIG_SWITCHES
 from nanotrain.config.megatron import MEGATRON
 from nanotrain.errors import ConfigError
 from nanotrain.train import __main__ as entry
-from nanotrain.train import start_ranks
+from nanotrain.train.start import start_ranks
 
 
 def test_the_options_are_found_anywhere_and_in_both_spellings():

@@ -40,9 +40,9 @@ from nanotrain.runs.folder import RunFolder
 from nanotrain.topology.boxes import TensorBox
 from nanotrain.topology.topology import Topology
 from nanotrain.train.build import build_run
-from nanotrain.train.inputs import RunInputs, with_pretrained_model
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.run import Run
+from nanotrain.train.start.inputs import RunInputs, with_pretrained_model
 from nanotrain.train.step import train_step
 
 NOISE_FLOOR = 0.01

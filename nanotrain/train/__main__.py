@@ -115,9 +115,9 @@ def train(loaded: Loaded, world_size: int) -> None:
     from nanotrain.parallel.cp.backends import AttentionChoice, AttentionDevice
     from nanotrain.train.fp8 import require_fp8
     from nanotrain.train.hooks.prometheus import require_client
-    from nanotrain.train.inputs import require_corpus
     from nanotrain.train.plans.memory_plan import require_memory
     from nanotrain.train.plans.plan import check_names
+    from nanotrain.train.start.inputs import require_corpus
 
     launch, config = Launch.of(os.environ), loaded.config
     is_first = launch.rank == 0
@@ -157,10 +157,10 @@ def _train_in_folder(loaded: Loaded, world_size: int, *, launch: Any, device_typ
     """Open the inputs, plan and train; the job holds the lock of its run folder. `launch` is a `comm` Launch."""
     from nanotrain.comm.parallel_context import ParallelContext
     from nanotrain.log import get_logger, start_logging
-    from nanotrain.train.inputs import open_inputs
-    from nanotrain.train.launch import run_training
     from nanotrain.train.plans.memory_plan import require_memory
     from nanotrain.train.plans.plan import plan_run
+    from nanotrain.train.start.inputs import open_inputs
+    from nanotrain.train.start.launch import run_training
 
     config, inputs = open_inputs(loaded, reads_checkpoint=launch.local_rank == 0)
     memory = require_memory(config, world_size, device=device_type, available=available)

@@ -39,13 +39,13 @@ from nanotrain.topology.parameters import declare_model
 from nanotrain.topology.params import LocalParam
 from nanotrain.train.batches import BatchIterator, BatchOptions
 from nanotrain.train.compile import describe_compile, with_compile
-from nanotrain.train.inputs import RunInputs
+from nanotrain.train.metrics.source_losses import SourceLosses
 from nanotrain.train.plans.plan import Plan
-from nanotrain.train.resume import RunParts, restore_parts
+from nanotrain.train.resume.restore import RunParts, restore_parts
 from nanotrain.train.routers import ModelRouters, router_biases
 from nanotrain.train.run import Run, StepSchedules, TrainState
-from nanotrain.train.sources import SourceLosses
 from nanotrain.train.stages import BuiltStage, all_data_parallel, build_stages
+from nanotrain.train.start.inputs import RunInputs
 
 log = get_logger(__name__)
 

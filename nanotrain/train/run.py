@@ -18,10 +18,10 @@ from nanotrain.parallel.pp.executor import Pipeline, RunnableStage
 from nanotrain.parallel.pp.transfers import RankPlan
 from nanotrain.runs.folder import RunFolder
 from nanotrain.train.batches import BatchIterator
-from nanotrain.train.inputs import RunInputs
+from nanotrain.train.metrics.source_losses import SourceLosses
 from nanotrain.train.plans.plan import Plan, plan_train_schedule
 from nanotrain.train.routers import ModelRouters
-from nanotrain.train.sources import SourceLosses
+from nanotrain.train.start.inputs import RunInputs
 
 
 @dataclass

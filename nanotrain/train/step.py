@@ -28,10 +28,10 @@ from nanotrain.parallel.pp.executor import run_schedule
 from nanotrain.topology.groups import GroupName
 from nanotrain.train.batches import GlobalBatch
 from nanotrain.train.fp8 import finish_fp8_step
+from nanotrain.train.metrics.source_losses import SourceLosses
 from nanotrain.train.qk_clip import clip_query_key
 from nanotrain.train.routers import ModelRouters
 from nanotrain.train.run import Run
-from nanotrain.train.sources import SourceLosses
 
 GRAD_SUM_AXES: tuple[GroupName, ...] = ("tp", "embed")
 

@@ -28,10 +28,10 @@ from nanotrain.log import get_logger
 from nanotrain.runs.files import FolderVanished
 from nanotrain.train.batches import GlobalBatch, raise_on_all
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.metrics import StepClock, StepReport, Throughput, UnreadReports
-from nanotrain.train.rollback import checkpoint_before_spike, count_loss, roll_back
+from nanotrain.train.metrics.spikes import SpikeScore
+from nanotrain.train.metrics.step_report import StepClock, StepReport, Throughput, UnreadReports
+from nanotrain.train.resume.rollback import checkpoint_before_spike, count_loss, roll_back
 from nanotrain.train.run import Run
-from nanotrain.train.spikes import SpikeScore
 from nanotrain.train.step import StepOutput, train_step
 
 log = get_logger(__name__)

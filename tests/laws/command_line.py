@@ -31,9 +31,9 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import Loaded, load
 from nanotrain.config.validate import validate_for_world
 from nanotrain.train.__main__ import main
-from nanotrain.train.inputs import open_inputs
-from nanotrain.train.launch import run_training
 from nanotrain.train.plans.plan import plan_run
+from nanotrain.train.start.inputs import open_inputs
+from nanotrain.train.start.launch import run_training
 from tests.harness import ROOT, forkserver
 from tests.laws.megatron_file import write_tokens
 

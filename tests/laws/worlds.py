@@ -21,9 +21,9 @@ from nanotrain.model.router_stats import RouterMetrics
 from nanotrain.runs.folder import RunFolder
 from nanotrain.topology.boxes import TensorBox
 from nanotrain.train.build import build_run
-from nanotrain.train.inputs import RunInputs
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.run import Run
+from nanotrain.train.start.inputs import RunInputs
 from nanotrain.train.step import train_step
 
 VOCAB_SIZE = 300  # no multiple of 128: padding takes part

@@ -11,10 +11,10 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
 from nanotrain.train.build import build_run
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.inputs import RunInputs, open_inputs
-from nanotrain.train.metrics import StepClock, StepReport, Throughput
+from nanotrain.train.metrics.step_report import StepClock, StepReport, Throughput
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.run import Run
+from nanotrain.train.start.inputs import RunInputs, open_inputs
 from nanotrain.train.step import StepResult
 from nanotrain.train.trainer import Trainer
 

@@ -6,8 +6,8 @@ import torch
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
 from nanotrain.train.build import build_run
-from nanotrain.train.inputs import open_inputs
 from nanotrain.train.plans.plan import plan_run
+from nanotrain.train.start.inputs import open_inputs
 from tests.train.small_run import arguments, small_run
 
 

@@ -6,9 +6,9 @@ from nanotrain.data.staged import StagedDataset
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.report.history import RunHistory
 from nanotrain.report.tables import stage_table
-from nanotrain.train.header import header
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.log import LogHook
+from nanotrain.train.start.header import header
 from tests.train.small_run import Spy, metrics_of, small_run, train
 
 

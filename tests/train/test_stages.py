@@ -1,9 +1,9 @@
 """Stages with storage: parameters are views of the planned buffers."""
 
 from nanotrain.config.load import load
-from nanotrain.train.inputs import open_inputs
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.stages import all_data_parallel, build_stages
+from nanotrain.train.start.inputs import open_inputs
 from tests.harness import ranks
 from tests.laws.worlds import Case, build_here
 from tests.train.small_run import arguments, small_run

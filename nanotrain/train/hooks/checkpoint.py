@@ -22,7 +22,7 @@ from nanotrain.errors import NanotrainError
 from nanotrain.log import get_logger
 from nanotrain.train.fp8 import amax_histories_to_save
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.metrics import StepReport
+from nanotrain.train.metrics.step_report import StepReport
 from nanotrain.train.routers import router_biases_to_save
 from nanotrain.train.run import Run
 

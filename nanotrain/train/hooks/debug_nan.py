@@ -15,7 +15,7 @@ from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.heartbeat import Heartbeat
 from nanotrain.errors import TrainingFault
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.metrics import StepReport
+from nanotrain.train.metrics.step_report import StepReport
 from nanotrain.train.run import Run
 
 

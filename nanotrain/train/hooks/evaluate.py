@@ -16,7 +16,7 @@ from nanotrain.parallel.pp.executor import run_forward
 from nanotrain.train.build import build_batch_iterator
 from nanotrain.train.evaluate import ByteCount, Evaluation
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.metrics import StepReport
+from nanotrain.train.metrics.step_report import StepReport
 from nanotrain.train.run import Run
 from nanotrain.train.step import global_loss
 

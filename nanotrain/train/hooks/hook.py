@@ -1,6 +1,6 @@
 """`Hook`: callbacks of the training loop."""
 
-from nanotrain.train.metrics import StepReport
+from nanotrain.train.metrics.step_report import StepReport
 from nanotrain.train.run import Run
 
 

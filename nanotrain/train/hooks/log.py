@@ -15,9 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from nanotrain.runs.metrics_file import MetricsFile
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.metrics import StepReport, UnreadReports
+from nanotrain.train.metrics.spikes import SPIKE
+from nanotrain.train.metrics.step_report import StepReport, UnreadReports
 from nanotrain.train.run import Run
-from nanotrain.train.spikes import SPIKE
 
 # A line has at most this many columns; on a narrow terminal fewer, but never less than the lower number.
 MAX_WIDTH, MIN_WIDTH = 100, 60

@@ -18,7 +18,7 @@ from urllib.request import Request, urlopen
 
 from nanotrain.log import get_logger
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.metrics import StepReport, UnreadReports
+from nanotrain.train.metrics.step_report import StepReport, UnreadReports
 from nanotrain.train.run import Run
 
 log = get_logger(__name__)

@@ -4,7 +4,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from nanotrain.log import get_logger
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.metrics import StepReport
+from nanotrain.train.metrics.step_report import StepReport
 from nanotrain.train.run import Run
 
 log = get_logger(__name__)

@@ -10,7 +10,7 @@ from nanotrain.config.config import TrainConfig
 from nanotrain.errors import ConfigError
 from nanotrain.log import get_logger
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.metrics import StepReport, UnreadReports
+from nanotrain.train.metrics.step_report import StepReport, UnreadReports
 from nanotrain.train.run import Run
 
 log = get_logger(__name__)

@@ -19,7 +19,7 @@ from nanotrain.parallel.dp.data_parallel import DataParallel, gathered
 from nanotrain.topology.groups import GroupName
 from nanotrain.train.batches import raise_on_all
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.metrics import StepReport
+from nanotrain.train.metrics.step_report import StepReport
 from nanotrain.train.run import Run
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -5,7 +5,7 @@ from nanotrain.log import get_logger
 from nanotrain.report.history import RunHistory
 from nanotrain.report.page import write_report
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.metrics import StepReport
+from nanotrain.train.metrics.step_report import StepReport
 from nanotrain.train.run import Run
 
 log = get_logger(__name__)

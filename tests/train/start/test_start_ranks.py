@@ -13,8 +13,8 @@ from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from nanotrain.config.load import load
 from nanotrain.errors import ConfigError, EnvironmentFault, TopologyError
-from nanotrain.train import start_ranks as launcher
-from nanotrain.train.start_ranks import exit_code, local_world_size, passing_signals_on, read_options, run_agent
+from nanotrain.train.start import start_ranks as launcher
+from nanotrain.train.start.start_ranks import exit_code, local_world_size, passing_signals_on, read_options, run_agent
 
 LOADED = load(["+config=tiny"])
 NAMES = ("OMP_NUM_THREADS", "LOGLEVEL", "TORCHELASTIC_SIGNALS_TO_HANDLE")
@@ -173,4 +173,4 @@ def test_machines_that_do_not_meet_are_a_fault():
 
 
 def test_the_program_of_a_rank_is_the_training_module():
-    assert launcher.MODULE == "nanotrain.train" and (Path(launcher.__file__).parent / "__main__.py").exists()
+    assert launcher.MODULE == "nanotrain.train" and (Path(launcher.__file__).parents[1] / "__main__.py").exists()

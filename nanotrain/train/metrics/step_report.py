@@ -15,8 +15,8 @@ from nanotrain.comm.device import Stopwatch, device_name
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.model.router_stats import RouterMetrics
 from nanotrain.topology.hardware import peak_flops
+from nanotrain.train.metrics.spikes import SpikeScore
 from nanotrain.train.plans.plan import Plan
-from nanotrain.train.spikes import SpikeScore
 from nanotrain.train.step import StepResult
 
 FIELDS = (

@@ -7,8 +7,8 @@ from nanotrain.config.data_stages import read_stages
 from nanotrain.config.derive import data_parallel_size
 from nanotrain.memory.block_transforms import describe_activations
 from nanotrain.topology.counts import num_active_parameters, num_parameters
-from nanotrain.train.inputs import RunInputs
 from nanotrain.train.plans.plan import Plan
+from nanotrain.train.start.inputs import RunInputs
 
 
 def header(plan: Plan, inputs: RunInputs, *, device: str, attention: str = "", width: int = 1000) -> str:

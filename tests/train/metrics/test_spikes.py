@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from nanotrain.train.spikes import MIN_STEPS, WINDOW, SpikeScore
+from nanotrain.train.metrics.spikes import MIN_STEPS, WINDOW, SpikeScore
 from tests.train.small_run import report_of
 
 

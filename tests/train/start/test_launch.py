@@ -6,9 +6,9 @@ import pytest
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
-from nanotrain.train.inputs import open_inputs
-from nanotrain.train.launch import choose_hooks, run_training
 from nanotrain.train.plans.plan import plan_run
+from nanotrain.train.start.inputs import open_inputs
+from nanotrain.train.start.launch import choose_hooks, run_training
 from tests.train.small_run import arguments, metrics_of
 
 

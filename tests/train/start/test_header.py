@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from nanotrain.config.load import load
-from nanotrain.train.header import header
-from nanotrain.train.inputs import open_inputs
 from nanotrain.train.plans.plan import plan_run
+from nanotrain.train.start.header import header
+from nanotrain.train.start.inputs import open_inputs
 from tests.train.small_run import SEQ_LENGTH, arguments
-from tests.train.test_inputs import write_corpus
+from tests.train.start.test_inputs import write_corpus
 
 
 def lines_of(folder, *more: str, world_size: int = 1) -> dict[str, str]:

@@ -9,7 +9,7 @@ import pytest
 from nanotrain.config.config import Config, DataConfig, ModelConfig
 from nanotrain.topology.counts import flops_per_token
 from nanotrain.topology.shape import ModelShape
-from nanotrain.train.metrics import Throughput, UnreadReports
+from nanotrain.train.metrics.step_report import Throughput, UnreadReports
 from nanotrain.train.step import StepResult
 from tests.train.small_run import KnownOutput, report_of, small_run
 

@@ -15,7 +15,6 @@ from nanotrain.errors import EnvironmentFault
 from nanotrain.log import get_logger
 from nanotrain.parallel.cp.backends import AttentionChoice, AttentionDevice
 from nanotrain.train.build import build_run
-from nanotrain.train.header import header
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.debug_nan import DebugNanHook
 from nanotrain.train.hooks.evaluate import EvaluateHook
@@ -30,9 +29,10 @@ from nanotrain.train.hooks.report import ReportHook
 from nanotrain.train.hooks.sample import PlannedPeak, SampleHook, SummaryHook
 from nanotrain.train.hooks.timeout import TimeoutHook
 from nanotrain.train.hooks.track import TrackHook
-from nanotrain.train.inputs import RunInputs
 from nanotrain.train.plans.memory_plan import MemoryPlan
 from nanotrain.train.plans.plan import Plan
+from nanotrain.train.start.header import header
+from nanotrain.train.start.inputs import RunInputs
 from nanotrain.train.trainer import Trainer
 from nanotrain.train.watch.watchdog import watch_ranks
 

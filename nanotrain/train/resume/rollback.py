@@ -16,7 +16,7 @@ from statistics import median
 from nanotrain.checkpoint.store import step_folder
 from nanotrain.errors import TrainingFault
 from nanotrain.log import get_logger
-from nanotrain.train.resume import RunParts, restore_parts
+from nanotrain.train.resume.restore import RunParts, restore_parts
 from nanotrain.train.run import Run, TrainState
 
 log = get_logger(__name__)

@@ -17,8 +17,8 @@ from nanotrain.comm.collectives import barrier
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.errors import CheckpointError
 from nanotrain.train.hooks.checkpoint import CheckpointHook
-from nanotrain.train.resume import RunParts, changed_settings, restore_parts
-from nanotrain.train.rollback import roll_back
+from nanotrain.train.resume.restore import RunParts, changed_settings, restore_parts
+from nanotrain.train.resume.rollback import roll_back
 from tests.harness import run_ranks
 from tests.train.small_run import small_run, train
 

@@ -16,7 +16,7 @@ from nanotrain.data.build import build_data
 from nanotrain.data.sources import source_names
 from nanotrain.model.context import BatchContext
 from nanotrain.prepare.token_writer import TokenWriter
-from nanotrain.train.sources import SourceLosses
+from nanotrain.train.metrics.source_losses import SourceLosses
 from nanotrain.train.step import train_step
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.worlds import GLOBAL_BATCH, Case, UnevenDataset, build_here

@@ -12,10 +12,10 @@ from nanotrain.config.load import load
 from nanotrain.errors import CheckpointError, ConfigError, DataError, EnvironmentFault
 from nanotrain.prepare.quickstart import QuickStart
 from nanotrain.prepare.token_writer import TokenWriter
-from nanotrain.train import inputs as inputs_module
 from nanotrain.train.hooks.checkpoint import CheckpointHook
-from nanotrain.train.inputs import RunInputs, _file_lock, open_inputs
 from nanotrain.train.plans.plan import plan_run
+from nanotrain.train.start import inputs as inputs_module
+from nanotrain.train.start.inputs import RunInputs, _file_lock, open_inputs
 from tests.train.small_run import SEQ_LENGTH, inputs_of, small_run, train
 
 
