@@ -11,7 +11,6 @@ from nanotrain.config.config import Config, DataConfig, TrainConfig
 from nanotrain.config.derive import data_parallel_size
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
-from nanotrain.config.schema import KEYS
 from nanotrain.config.validate import check_layout, validate_for_world
 from nanotrain.errors import ConfigError, EnvironmentFault
 
@@ -62,12 +61,8 @@ def _parser() -> CommandParser:
 
 def _run_tasks(args: Namespace, loaded: Loaded) -> int:
     """Run tasks of lm-eval on one process."""
-    known = {"train.device", "train.micro_batch_size"}
-    others = sorted(loaded.explicit - known)
-    if others or loaded.recipe is not None:
-        flags = ", ".join(KEYS[key].flag for key in others) or f"+config={loaded.recipe}"
-        why = "tasks run on one process, in fp32"
-        raise ConfigError(f"{flags} has no effect on --tasks", why=why, fix="leave it out, or evaluate with --data")
+    why, fix = "tasks run on one process, in fp32", "leave it out, or evaluate with --data"
+    loaded.require_only({"train.device", "train.micro_batch_size"}, what="--tasks", why=why, fix=fix)
     try:
         from nanotrain.inference.lm_eval import NanotrainLM, evaluate_tasks
     except ModuleNotFoundError as error:
@@ -134,14 +129,8 @@ def evaluation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
         TopologyError: ranks that cannot form the layout.
     """
     why = "the model's own configuration gives everything but the layout"
-    if loaded.recipe is not None:
-        fix = "leave it out and give the flags of the layout"
-        raise ConfigError(f"+config={loaded.recipe} has no effect on an evaluation", why=why, fix=fix)
     of_layout = {key for key in loaded.explicit if key.startswith("parallel.")} - OF_TRAINING
-    others = sorted(loaded.explicit - of_layout - set(KEPT))
-    if others:
-        flags = ", ".join(KEYS[key].flag for key in others)
-        raise ConfigError(f"{flags} has no effect on an evaluation", why=why, fix="leave it out")
+    loaded.require_only(of_layout.union(KEPT), what="an evaluation", why=why)
     given, parallel = loaded.config, loaded.config.parallel
     set_length = "data.seq_length" in loaded.explicit
     masks = {name: getattr(trained.data, name) for name in ("reset_position_ids", "reset_attention_mask")}

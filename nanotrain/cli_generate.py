@@ -11,7 +11,6 @@ from nanotrain.cli_parser import CommandParser, count, not_negative, probability
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
-from nanotrain.config.schema import KEYS
 from nanotrain.config.validate import check_layout, validate_for_world
 from nanotrain.errors import ConfigError, TopologyError
 
@@ -103,12 +102,8 @@ def generation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
         ConfigError: a setting that generation does not read.
         TopologyError: ranks that are not those of the shards.
     """
-    others = [KEYS[key].flag for key in sorted(loaded.explicit - KEPT)]
-    if loaded.recipe is not None:
-        others.append(f"+config={loaded.recipe}")
-    if others:
-        why = "the model's own configuration gives everything but the sizes of tensor and expert parallelism"
-        raise ConfigError(f"{', '.join(others)} has no effect on generation", why=why, fix="leave it out")
+    why = "the model's own configuration gives everything but the sizes of tensor and expert parallelism"
+    loaded.require_only(KEPT, what="generation", why=why)
     parallel = loaded.config.parallel
     pp, cp, tp = (
         parallel.pipeline_model_parallel_size,

@@ -8,7 +8,7 @@ those on fields that could not be read.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,24 @@ class Loaded:
     origins: dict[str, str]  # key -> source of its value: "default", a YAML file, or the arguments
     notes: tuple[str, ...] = ()  # lines for the log: what was accepted without effect, implied or left out
     unreadable: frozenset[str] = frozenset()  # unique names of the fields whose value could not be read
+
+    def require_only(self, keys: Collection[str], *, what: str, why: str, fix: str = "leave it out") -> None:
+        """Refuse a recipe and settings that a command does not read.
+
+        Args:
+            keys: of the settings that it reads.
+            what: the command, for the error.
+            why: why it reads no others.
+            fix: the cure.
+
+        Raises:
+            ConfigError: one for all of them.
+        """
+        others = [KEYS[key].flag for key in sorted(self.explicit.difference(keys))]
+        if self.recipe is not None:
+            others.append(f"+config={self.recipe}")
+        if others:
+            raise ConfigError(f"{', '.join(others)} has no effect on {what}", why=why, fix=fix)
 
 
 def load_config(argv: Sequence[str]) -> Config:

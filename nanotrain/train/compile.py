@@ -24,7 +24,7 @@ BREAKS: dict[str, Callable[[Config], object]] = {
     "collectives of sequence parallelism (comm/autograd.py)": lambda config: (
         config.parallel.tensor_model_parallel_size > 1 and config.parallel.sequence_parallel
     ),
-    "attention with context parallelism, segments, a window, sinks, bounded scores or dropout (parallel/cp)": (
+    "attention with context parallelism, segments, a window, sinks, soft-capped scores or dropout (parallel/cp)": (
         lambda config: _has_special_attention(config)
     ),
     "the routed experts (model/moe.py)": lambda config: config.model.moe.num_experts is not None,

@@ -218,15 +218,17 @@ class DataParallel:
             yield
             return
         self._is_gathered, fp8 = True, self.fp8_weights
-        with nullcontext() if self._unit_gather is None else self._unit_gather.all_gathered():
+        try:
+            with nullcontext() if self._unit_gather is None else self._unit_gather.all_gathered():
+                for bucket in self.buckets:
+                    self._point_params(bucket, bucket.params.apart if fp8 is None else fp8.gather_updates(bucket))
+                yield
+        finally:
             for bucket in self.buckets:
-                self._point_params(bucket, bucket.params.apart if fp8 is None else fp8.gather_updates(bucket))
-            yield
-        for bucket in self.buckets:
-            self._point_params(bucket, None)
-            if fp8 is not None:
-                fp8.store(bucket)
-        self._is_gathered = False
+                self._point_params(bucket, None)
+                if fp8 is not None:
+                    fp8.store(bucket)
+            self._is_gathered = False
 
     def _point_params(self, bucket: Bucket, full: Tensor | None) -> None:
         """Let the parameters of a bucket be views of `full` [numel], or of where the bucket always is."""

@@ -76,9 +76,11 @@ class UnitGather:
         self.keeps_all = True
         for store in self._of(range(len(self._stores))):
             store.gather_apart()
-        yield
-        self.keeps_all = False
-        self.free()
+        try:
+            yield
+        finally:
+            self.keeps_all = False
+            self.free()
 
     def _before_forward(self, index: int, *_: Any) -> None:
         if self._is_recomputing():

@@ -1,5 +1,6 @@
 """Parameters gathered per unit (`optim_grads_params`): memory, order of collectives, and the bits of `optim_grads`."""
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -194,6 +195,11 @@ def test_evaluation_leaves_nothing_gathered_and_a_gathered_model_communicates_no
         assert ctx.traffic.bytes("dp_shard") == 0
         assert all(store.has_storage for store in stores_of(run))
     assert bytes_with_storage(run) == 0
+    with suppress(KeyError), gathered(run.data_parallel):
+        raise KeyError
+    assert bytes_with_storage(run) == 0
+    with gathered(run.data_parallel):
+        assert torch.equal(evaluate(), loss), "gathered again after an error inside"
 
 
 class Layer(nn.Module):
