@@ -14,20 +14,19 @@ runs/<name>/
 
 import importlib.metadata
 import json
-import os
 import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from nanotrain.errors import EnvironmentFault
 from nanotrain.runs.files import reason, write_text
 
-_PROBE = "this process can write here"
+_PROBE = b"this process can write here"
 REPORTED_PACKAGES = ("nanotrain", "torch", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
 
 
@@ -63,14 +62,12 @@ class RunFolder:
         Raises:
             EnvironmentFault: it cannot be created or written.
         """
-        probe = self.path / f".writable-{platform.node()}-{os.getpid()}"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            probe.write_text(_PROBE)  # on a full disk an empty file can still be created
-            probe.unlink()
+            with NamedTemporaryFile(dir=self.path, prefix=".writable-") as probe:  # a name that no other rank has
+                probe.write(_PROBE)  # on a full disk an empty file can still be created
+                probe.flush()
         except OSError as error:
-            with suppress(OSError):
-                probe.unlink()
             raise EnvironmentFault(
                 f"the run folder {self.path} cannot be written",
                 why=reason(error, self.path, needed=len(_PROBE)),

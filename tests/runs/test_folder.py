@@ -2,6 +2,7 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,6 +14,12 @@ def test_a_folder_is_made_and_left_empty(tmp_path):
     folder = RunFolder(tmp_path / "runs" / "new")
     folder.require_writable()
     assert folder.path.is_dir() and not list(folder.path.iterdir())
+
+
+def test_ranks_check_a_folder_at_the_same_time(tmp_path):
+    with ThreadPoolExecutor(8) as ranks:
+        list(ranks.map(lambda _: RunFolder(tmp_path / "run").require_writable(), range(800)))
+    assert not list((tmp_path / "run").iterdir())
 
 
 def test_a_folder_below_a_file_is_an_error_with_its_name(tmp_path):
