@@ -9,9 +9,9 @@ validate_for_world    the rules that need the world size
 from collections.abc import Iterable
 
 from nanotrain.config.batch_schedule import batch_schedule
-from nanotrain.config.config import Config, TrainConfig
+from nanotrain.config.config import Config
 from nanotrain.config.data_stages import read_stages
-from nanotrain.config.derive import data_parallel_size, global_batch_size, num_microbatches
+from nanotrain.config.derive import data_parallel_size, num_microbatches
 from nanotrain.config.rules.data_parallel import DATA_PARALLEL_RULES
 from nanotrain.config.rules.fp8 import FP8_LAYOUT_RULES, FP8_RULES
 from nanotrain.config.rules.layout import LAYOUT_RULES
@@ -109,26 +109,17 @@ def check_batches(config: Config, dp: int) -> None:
         ConfigError: a schedule of batch sizes that cannot be read, or a size that does not divide.
     """
     num_microbatches(config.train, dp)
-    schedule, has_experts = batch_schedule(config), config.model.moe.num_experts is not None
-    unit = config.train.micro_batch_size * dp
-    sizes = {size: _schedule_flag(config) for size in (schedule.sizes if schedule else ())}
-    sizes.setdefault(global_batch_size(config.train, dp), "--global-batch-size")
-    for size, flag in sizes.items():
-        if size % unit == 0 or not has_experts and size > unit and size % config.train.micro_batch_size == 0:
-            continue
-        experts = " in a model with experts, whose routers would count the tokens of padding" if has_experts else ""
-        raise ConfigError(
-            f"a global batch of {size} samples of {flag} cannot be split into microbatches",
-            why=f"micro_batch_size {config.train.micro_batch_size} x data-parallel size {dp} = {unit} must divide it"
-            + experts,
-            fix=f"set {flag} to multiples of {unit}, or another --micro-batch-size" + _fewer(size, config.train, dp=dp),
-        )
-
-
-def _fewer(size: int, train: TrainConfig, *, dp: int) -> str:
-    """The largest data-parallel size below `dp` that divides a batch, as the end of a fix; empty if there is none."""
-    fitting = [fewer for fewer in range(1, dp) if size % (train.micro_batch_size * fewer) == 0]
-    return f", or start ranks for a data-parallel size of {fitting[-1]}, which divides it" if fitting else ""
+    schedule = batch_schedule(config)
+    micro_batch_size = config.train.micro_batch_size
+    for size in schedule.sizes if schedule else ():
+        if size % micro_batch_size or size < micro_batch_size * dp:
+            flag = _schedule_flag(config)
+            raise ConfigError(
+                f"a global batch of {size} samples of {flag} cannot be split into microbatches",
+                why=f"micro_batch_size {micro_batch_size} must divide it, and each of {dp} data-parallel ranks needs a "
+                "microbatch",
+                fix=f"set {flag} to multiples of {micro_batch_size} from {micro_batch_size * dp} on",
+            )
 
 
 def _schedule_flag(config: Config) -> str:

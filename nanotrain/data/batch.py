@@ -52,6 +52,7 @@ class Batch:
     sample_ids: Tensor | None = None  # [B] int64, indices of the samples in the data; None where they have none
     source_ids: Tensor | None = None  # [B] int64, the corpus of each sample; None where there is one
     mtp: tuple["Batch", ...] = ()  # the sequences 1, 2, ... tokens further on, for multi-token prediction
+    is_padding: bool = False  # no sample of the global batch: no target tokens, and routers do not count it
 
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> "Batch":

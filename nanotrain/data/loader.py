@@ -45,7 +45,12 @@ class _BatchReader(Dataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> Batch | NanotrainError:
         try:
             batch = collate([self._sample(index) for index in indices])
-            batch = replace(batch, sample_ids=torch.tensor(indices), source_ids=self._source_ids(indices))
+            batch = replace(
+                batch,
+                sample_ids=torch.tensor(indices),
+                source_ids=self._source_ids(indices),
+                is_padding=max(indices) < 0,
+            )
         except NanotrainError as error:
             return error  # returned, not raised: torch would put the worker's traceback into the message
         if get_worker_info() is None:

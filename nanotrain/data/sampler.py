@@ -9,8 +9,9 @@ A global batch is samples [consumed, consumed + global_batch_size) in every topo
 With a schedule of batch sizes the next size follows from the consumed samples too, so a run resumes in the middle of a
 ramp-up, on any number of ranks.
 
-Where micro_batch_size * dp_size does not divide the global batch, its last microbatches are padded: padding repeats the
-first sample without target tokens. The loss is a mean over target tokens, so padding changes time, never values.
+Where micro_batch_size * dp_size does not divide the global batch, the last microbatch of some ranks is padding: it
+repeats the first sample without target tokens. The loss is a mean over target tokens, and routers do not count padding
+(`Batch.is_padding`), so it changes time, never values.
 """
 
 from collections.abc import Iterator

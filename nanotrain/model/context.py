@@ -68,6 +68,7 @@ class LayerContext:
     sequence_positions: Tensor | None = None  # see `BatchContext`
     dropout: DropoutContext | None = None  # None where nothing is dropped
     aux_loss_scale: float | Tensor = 0.0  # see `BatchContext`
+    is_padding: bool = False  # see `Batch`
     # tokens_per_expert that a router compares this microbatch with, by router; a recomputed forward reads its own
     balance_counts: dict[Any, Tensor] = field(default_factory=dict)
 

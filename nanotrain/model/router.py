@@ -102,7 +102,7 @@ class Router(StatefulModule):
                 positions=positions,
                 sequence=self.sequence,
             )
-        if self._counts:
+        if self._counts and not context.is_padding:
             self.stats.count(topk_ids, kept_ids=kept_ids, probabilities=_probabilities(scores.detach()))
         return Routing(kept_ids.flatten(0, 1), topk_weights.flatten(0, 1))
 
@@ -148,30 +148,38 @@ class Router(StatefulModule):
         return weights * self.moe.router_topk_scaling_factor
 
     def _attach_losses(self, routing: Routing, logits: Tensor, *, scores: Tensor, context: LayerContext) -> Tensor:
-        """The weights, with the auxiliary losses attached."""
+        """The weights, with the auxiliary losses attached; padding has none, but takes part in their collectives."""
         weights = routing.topk_weights
         length, scale = logits.shape[1] * self.sequence.size, context.aux_loss_scale
         if self._balance:
             is_best = self._ranks_logits and not self.moe.router_force_load_balancing
             best = routing.topk_ids if is_best else logits.detach().topk(self.moe.router_topk, dim=-1).indices
             tokens = count_tokens(best, num_experts=self.num_experts, sequence=self.sequence)
+            tokens = torch.zeros_like(tokens) if context.is_padding else tokens
             probabilities = _probabilities(scores)
         for index, (kind, coeff) in enumerate(self._balance):
-            tokens_per_expert, num_sequences = self._scope(kind, tokens, context=context)
+            tokens_per_expert, num_sequences = self._scope(kind, tokens, length=length, context=context)
+            if context.is_padding:
+                continue
             num_tokens = num_sequences * length
             loss = balance_loss(probabilities, tokens_per_expert, topk=self.moe.router_topk, num_tokens=num_tokens)
             if index == 0 and self._counts:  # the metric is that of the first loss
                 self.stats.aux_loss += loss.detach() * num_tokens
             weights = attach_loss(weights, loss * (coeff * scale * num_sequences))
-        if self.moe.z_loss_coeff > 0:
+        if self.moe.z_loss_coeff > 0 and not context.is_padding:
             loss = z_loss(logits)
             if self._counts:
                 self.stats.z_loss += loss.detach()
             weights = attach_loss(weights, loss * (self.moe.z_loss_coeff * scale / length))
         return weights
 
-    def _scope(self, kind: LoadBalancing, tokens: Tensor, *, context: LayerContext) -> tuple[Tensor, int]:
-        """tokens_per_expert that a loss compares with, from those of every sequence [B, E], and the sequences in it."""
+    def _scope(
+        self, kind: LoadBalancing, tokens: Tensor, *, length: int, context: LayerContext
+    ) -> tuple[Tensor, int | Tensor]:
+        """tokens_per_expert that a loss compares with, from those of every sequence [B, E], and the sequences in it.
+
+        Of all ranks that is a tensor: only the counts say how many of them have padding.
+        """
         if kind is LoadBalancing.seq_aux_loss:
             return tokens, 1
         of_microbatch = tokens.sum(dim=0, keepdim=True)
@@ -180,7 +188,8 @@ class Router(StatefulModule):
         if self not in context.balance_counts:
             all_reduce(of_microbatch, self.dp)
             context.balance_counts[self] = self.stats.average_tokens(of_microbatch)
-        return context.balance_counts[self], len(tokens) * self.dp.size
+        counts = context.balance_counts[self]
+        return counts, counts.sum() / (self.moe.router_topk * length)
 
 
 def _probabilities(scores: Tensor) -> Tensor:

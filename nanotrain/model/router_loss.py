@@ -45,7 +45,7 @@ def count_tokens(topk_ids: Tensor, *, num_experts: int, sequence: Group) -> Tens
     return counts
 
 
-def balance_loss(probabilities: Tensor, tokens_per_expert: Tensor, *, topk: int, num_tokens: int) -> Tensor:
+def balance_loss(probabilities: Tensor, tokens_per_expert: Tensor, *, topk: int, num_tokens: int | Tensor) -> Tensor:
     """The share of these tokens in a load-balancing loss, summed over sequences that have one each.
 
     Args:

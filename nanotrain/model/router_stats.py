@@ -47,7 +47,6 @@ class RouterStats(StatefulModule):
         aux_loss: the first load-balancing loss, times the tokens that it is over.
         z_loss: of each token.
         microbatch_tokens: [E], tokens per expert of all ranks, for global_aux_loss.
-        num_microbatches: in microbatch_tokens.
     """
 
     tokens_per_expert: Tensor
@@ -57,7 +56,6 @@ class RouterStats(StatefulModule):
     aux_loss: Tensor
     z_loss: Tensor
     microbatch_tokens: Tensor
-    num_microbatches: Tensor
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -65,7 +63,6 @@ class RouterStats(StatefulModule):
         for name in _SCALARS:
             self.register_buffer(name, torch.zeros((), dtype=torch.float64), persistent=False)
         self.register_buffer("microbatch_tokens", torch.zeros(num_experts), persistent=False)
-        self.register_buffer("num_microbatches", torch.zeros(()), persistent=False)
 
     @torch.no_grad()
     def count(self, topk_ids: Tensor, *, kept_ids: Tensor, probabilities: Tensor) -> None:
@@ -83,14 +80,16 @@ class RouterStats(StatefulModule):
         self.entropy += torch.special.entr(probabilities).sum()
 
     def average_tokens(self, tokens_per_expert: Tensor) -> Tensor:
-        """The mean tokens per expert of a microbatch, over this one and the earlier ones of the step.
+        """Tokens per expert at the mean shares of this microbatch and the earlier ones of the step.
 
         Args:
-            tokens_per_expert: [1, E], of a microbatch of all ranks.
+            tokens_per_expert: [1, E], of a microbatch of all ranks; with padding on some it has fewer tokens.
+
+        Returns:
+            [1, E], with the sum of `tokens_per_expert`.
         """
         self.microbatch_tokens += tokens_per_expert[0]
-        self.num_microbatches += 1
-        return (self.microbatch_tokens / self.num_microbatches)[None]
+        return (self.microbatch_tokens * (tokens_per_expert.sum() / self.microbatch_tokens.sum()))[None]
 
     def sums(self) -> Tensor:
         """What the metrics are made of, in one tensor, [E + 5] fp64."""

@@ -360,6 +360,7 @@ class Stage(nn.Module):
             sequence_positions=context.sequence_positions,
             dropout=dropout,
             aux_loss_scale=context.aux_loss_scale,
+            is_padding=batch.is_padding,
         )
         for function in self.layer_functions:
             hidden = function(hidden, layer_context)

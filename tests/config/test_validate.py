@@ -61,8 +61,11 @@ def test_the_world_must_share_the_global_batch():
     validate_for_world(config, 5)  # padded
     with pytest.raises(ConfigError, match="12 samples has less than one microbatch per rank: .* size 7 = 14"):
         validate_for_world(config, 7)
-    with pytest.raises(ConfigError, match="size 4 = 8 must divide it in a model with experts.*multiples of 8"):
-        validate_for_world(config_of(micro_batch_size=2, global_batch_size=12, num_experts=4), 4)
+    ramp = {"rampup_batch_size": [4, 4, 40], "num_experts": 4}
+    validate_for_world(config_of(micro_batch_size=2, global_batch_size=12, num_experts=4), 4)
+    validate_for_world(config_of(micro_batch_size=2, global_batch_size=12, **ramp), 2)
+    with pytest.raises(ConfigError, match="batch of 4 samples of --rampup-batch-size .* multiples of 2 from 6 on"):
+        validate_for_world(config_of(micro_batch_size=2, global_batch_size=12, **ramp), 3)
 
 
 def test_the_world_must_hold_every_axis():

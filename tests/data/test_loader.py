@@ -61,6 +61,15 @@ def test_a_global_batch_is_this_ranks_microbatches_in_order() -> None:
         assert torch.equal(batch.tokens[1], torch.from_numpy(SAMPLES[first + 1].tokens))
 
 
+def test_padding_has_no_target_tokens_and_says_that_it_is_padding() -> None:
+    sampler = SamplerConfig(dp_rank=1, dp_size=2, micro_batch_size=2, global_batch_size=6)
+    with GlobalBatchLoader(SAMPLES, sampler=sampler, consumed_samples=6) as batches:
+        microbatches = next(batches)
+    assert [batch.is_padding for batch in microbatches] == [False, True]
+    assert [batch.to("cpu").is_padding for batch in microbatches] == [False, True]
+    assert [bool(batch.num_target_tokens) for batch in microbatches] == [True, False]
+
+
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_workers_give_the_same_batches_and_end_when_closed(num_workers: int) -> None:
     with (

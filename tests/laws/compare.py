@@ -56,8 +56,18 @@ def _single_rank(fields: str) -> list[Outcome]:
     return run_ranks(1, train_here, case)
 
 
-def assert_alike(outcomes: list[Outcome], reference: list[Outcome], *, row: str, lr: float) -> None:
-    """Assert the losses, gradient norms and weights of one rank, with bit-equal replicas."""
+def assert_alike(
+    outcomes: list[Outcome], reference: list[Outcome], *, row: str, lr: float, num_padded: int = 0
+) -> None:
+    """Assert the losses, gradient norms and weights of one rank, with bit-equal replicas.
+
+    Args:
+        outcomes: of every rank.
+        reference: of one rank.
+        row: what is compared, for messages.
+        lr: learning rate.
+        num_padded: samples of a global batch, over all ranks, that are padding.
+    """
     (single,) = reference
     for rank, outcome in enumerate(outcomes):
         assert outcome.losses == outcomes[0].losses, f"{row}: rank {rank} reports another loss than rank 0"
@@ -71,12 +81,17 @@ def assert_alike(outcomes: list[Outcome], reference: list[Outcome], *, row: str,
     off = {name: (weights[name] - weight).abs().max().item() for name, weight in expected.items()}
     worst = max(off, key=lambda name: off[name] if off[name] == off[name] else float("inf"))
     assert off[worst] <= WEIGHT_TOLERANCE_OF_LR * lr, f"{row}: {worst} is off by {off[worst]:.1e}"
-    assert_read_once(outcomes, row=row)
+    assert_read_once(outcomes, row=row, num_padded=num_padded)
 
 
-def assert_read_once(outcomes: list[Outcome], *, row: str) -> None:
-    """Assert that the data-parallel ranks together read every sample of every global batch exactly once."""
+def assert_read_once(outcomes: list[Outcome], *, row: str, num_padded: int = 0) -> None:
+    """Assert that the data-parallel ranks together read every sample of every global batch exactly once.
+
+    Padding reads the first sample of its global batch again.
+    """
     by_dp = {outcome.dp: outcome.reads for outcome in outcomes}
     assert all(outcome.reads == by_dp[outcome.dp] for outcome in outcomes), f"{row}: replicas read different samples"
     read = sorted(number for reads in by_dp.values() for number in reads)
-    assert read == list(range(GLOBAL_BATCH * len(outcomes[0].losses))), f"{row}: samples were read twice or skipped"
+    num_samples = GLOBAL_BATCH * len(outcomes[0].losses)
+    padding = [first for first in range(0, num_samples, GLOBAL_BATCH) for _ in range(num_padded)]
+    assert read == sorted([*range(num_samples), *padding]), f"{row}: samples were read twice or skipped"

@@ -9,6 +9,7 @@ from nanotrain.comm.group import Group
 from nanotrain.config.config import LoadBalancing, ModelConfig, MoEConfig, RouterScore
 from nanotrain.model.context import LayerContext
 from nanotrain.model.router import Router
+from tests.harness import run_ranks
 
 E, K, S = 8, 2, 6
 SOFTMAX = ModelConfig(hidden_size=E, moe=MoEConfig(num_experts=E, router_topk=K))
@@ -154,6 +155,40 @@ def test_several_losses_are_each_that_of_its_scope_written_out(model):
     assert router.stats.microbatch_tokens.sum() == 0
 
 
+GLOBAL = replace(
+    SOFTMAX,
+    moe=replace(
+        SOFTMAX.moe,
+        router_load_balancing_type=[LoadBalancing.global_aux_loss],
+        aux_loss_coeff=[0.3],
+        z_loss_coeff=0.1,
+    ),
+)
+
+
+def gradients_with_padding(ctx):
+    """Two microbatches of a sequence per rank, of which the second is padding on rank 1."""
+    router = Router(
+        GLOBAL.moe, torch.nn.Parameter(torch.eye(E)), sequence=Group.single_rank("tp_cp"), dp=ctx.group("dp")
+    )
+    gradients = []
+    for sequence, is_padding in ((ctx.rank, False), (2 - 2 * ctx.rank, ctx.rank == 1)):
+        context = LayerContext(aux_loss_scale=1.0, is_padding=is_padding)
+        logits = batch_of_logits()[sequence : sequence + 1]
+        gradients.append(gradient_of(GLOBAL, logits, 1.0, router=router, context=context))
+    return gradients, router.stats.sums()
+
+
+def test_padding_takes_part_in_the_loss_over_all_ranks_and_counts_nothing():
+    router = build_router(GLOBAL)
+    expected = [gradient_of(GLOBAL, logits, 1.0, router=router) for logits in batch_of_logits().split([2, 1])]
+    (first, first_sums), (second, second_sums) = run_ranks(2, gradients_with_padding)
+    torch.testing.assert_close(torch.cat([first[0], second[0]]), expected[0])
+    torch.testing.assert_close(first[1], expected[1])
+    assert second[1].count_nonzero() == 0
+    torch.testing.assert_close(first_sums + second_sums, router.stats.sums())
+
+
 def test_a_recomputed_forward_compares_with_the_tokens_of_its_first_run():
     kinds = [LoadBalancing.global_aux_loss]
     model = replace(SOFTMAX, moe=replace(SOFTMAX.moe, router_load_balancing_type=kinds, aux_loss_coeff=[0.3]))
@@ -161,7 +196,8 @@ def test_a_recomputed_forward_compares_with_the_tokens_of_its_first_run():
     expected = gradient_of(model, batch_of_logits(1), 1.0, router=router, context=context)
     gradient_of(model, batch_of_logits(2), 1.0, router=router)
     again = gradient_of(model, batch_of_logits(1), 1.0, router=router, context=context)
-    assert torch.equal(again, expected) and router.stats.num_microbatches == 2
+    assert torch.equal(again, expected)
+    assert router.stats.microbatch_tokens.sum() == 2 * batch_of_logits(1).shape[:2].numel() * K
 
 
 def test_the_aux_loss_counts_the_best_scores_whatever_bias_and_groups_choose():
