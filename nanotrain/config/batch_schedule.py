@@ -4,6 +4,8 @@
     ramp-up                     --rampup-batch-size START INCREMENT SAMPLES: equal increments over the first samples
     steps                       --step-batch-size-schedule THRESHOLD:SIZE ...: a size from each threshold of tokens on
 
+`Steps` is also the form of the sequence length (config/length_schedule.py).
+
 Nothing else is stored: a run that resumes has consumed some number of samples, which gives the size of its next batch.
 Source: Megatron-LM, `num_microbatches_calculator.py`.
 """
@@ -149,8 +151,13 @@ def read_ramp_up(values: list[int], final: int | None) -> RampUp:
     return RampUp(start, increment, samples, final)
 
 
-def read_steps(texts: list[str], seq_length: int) -> Steps:
+def read_steps(texts: list[str], seq_length: int, *, option: str = "step_batch_size_schedule") -> Steps:
     """The steps of THRESHOLD:SIZE pairs, thresholds in tokens.
+
+    Args:
+        texts: the pairs, separated by spaces or commas.
+        seq_length: tokens of a sample.
+        option: the setting, for messages.
 
     Raises:
         ConfigError: another form, or thresholds that do not begin at 0 and ascend.
@@ -158,23 +165,22 @@ def read_steps(texts: list[str], seq_length: int) -> Steps:
     >>> read_steps(["0:8", "2K:16"], seq_length=100).thresholds
     ((0, 8), (20, 16))
     """
-    pairs = []
+    flag, pairs = f"--{option.replace('_', '-')}", []
     for text in " ".join(texts).replace(",", " ").split():
         threshold, colon, size = text.partition(":")
         tokens, samples = read_number(threshold), read_number(size)
         if not colon or tokens is None or not samples:
-            fix = "write --step-batch-size-schedule 0:768 250B:1536 with suffixes K, M, B or T"
             raise ConfigError(
-                f"step_batch_size_schedule has {text!r}",
-                why="each entry is TOKENS:BATCH_SIZE, the size above 0",
-                fix=fix,
+                f"{option} has {text!r}",
+                why="each entry is TOKENS:SIZE, the size above 0",
+                fix=f"write {flag} 0:768 250B:1536 with suffixes K, M, B or T",
             )
         pairs.append((tokens // seq_length, samples))
     pairs.sort(key=lambda pair: pair[0])
     starts = [threshold for threshold, _ in pairs]
     if not starts or starts[0] != 0 or len(set(starts)) < len(starts):
         raise ConfigError(
-            f"step_batch_size_schedule begins at {', '.join(map(str, starts)) or 'no'} samples",
+            f"{option} begins at {', '.join(map(str, starts)) or 'no'} samples",
             why=f"its thresholds in tokens / seq_length {seq_length} must begin at 0 and differ",
             fix="begin it with 0:SIZE and name every threshold once",
         )

@@ -294,6 +294,7 @@ class TrainConfig:
     global_batch_size: int | None = option(None, "samples per optimizer step over all ranks; unset: micro_batch_size x data-parallel size", check=at_least(1))
     rampup_batch_size: list[int] = option([], "START INCREMENT SAMPLES: the global batch grows from START by INCREMENT over the first SAMPLES samples to global_batch_size", check=at_least(1))
     step_batch_size_schedule: list[str] = option([], "TOKENS:SIZE pairs such as 0:768 250B:1536: the global batch size from each number of tokens on, instead of global_batch_size")
+    step_seq_length_schedule: list[str] = option([], "TOKENS:LENGTH pairs such as 0:1024 10B:4096: the sequence length from each number of tokens on, ascending to seq_length; a sample stays seq_length tokens, split into consecutive sequences of that length")
     seed: int = option(1234, "random seed", check=at_least(0, at_most=2**62))
     run_dir: str | None = option(None, "folder of the run; unset: runs/<recipe>")
     device: DeviceKind = option(DeviceKind.auto, "auto (cuda where available), cpu or cuda")

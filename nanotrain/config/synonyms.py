@@ -40,6 +40,7 @@ NAMES = {
     "--global-batch-size": "total_batch_size gbs",
     ACCUMULATION: "gradient_accumulation_steps grad_accum_steps accumulation_steps gradient_accumulation num_microbatches microbatches",
     "--seq-length": "block_size seq_len sequence_length context_length context_len max_seq_len max_seq_length n_ctx ctx_len max_length seqlen",
+    "--step-seq-length-schedule": "sequence_length_warmup seq_length_warmup seqlen_warmup curriculum_learning curriculum_seqlen seq_length_schedule sequence_length_schedule",
     "--max-position-embeddings": "n_positions max_positions",
     "--num-layers": "n_layer n_layers layers num_hidden_layers depth num_blocks",
     "--hidden-size": "n_embd dim d_model embed_dim model_dim hidden_dim hidden n_embed embedding_size",

@@ -12,6 +12,7 @@ from nanotrain.config.batch_schedule import batch_schedule
 from nanotrain.config.config import Config
 from nanotrain.config.data_stages import read_stages
 from nanotrain.config.derive import data_parallel_size, num_microbatches
+from nanotrain.config.length_schedule import length_schedule
 from nanotrain.config.rules.data_parallel import DATA_PARALLEL_RULES
 from nanotrain.config.rules.fp8 import FP8_LAYOUT_RULES, FP8_RULES
 from nanotrain.config.rules.layout import LAYOUT_RULES
@@ -38,6 +39,9 @@ def collect_errors(
     if unreadable.isdisjoint(BATCH_FIELDS):
         with errors:
             check_batches(config, 1)
+    if unreadable.isdisjoint(("step_seq_length_schedule", "seq_length")):
+        with errors:
+            length_schedule(config)
     if unreadable.isdisjoint(("data_stages", "train_iters")):
         with errors:
             read_stages(config.data.stages, config.train.train_iters)

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from nanotrain.data.batch import Batch, Sample, SampleDataset, collate
 from nanotrain.data.blend import BlendedDataset
 from nanotrain.data.sampler import MicrobatchSampler, SamplerConfig
+from nanotrain.data.sequences import split_sequences
 from nanotrain.data.staged import StagedDataset
 from nanotrain.data.worker import exit_with_parent
 from nanotrain.errors import EnvironmentFault, NanotrainError
@@ -129,15 +130,16 @@ class GlobalBatchLoader:
         return self
 
     def __next__(self) -> list[Batch]:
-        """The microbatches of the next global batch, in order.
+        """The microbatches of the next global batch, in order, their samples split where sequences are shorter.
 
         Raises:
             DataError: a sample that cannot be used.
             EnvironmentFault: a worker process died.
         """
-        count, size = (read(self.consumed_samples) for read in (self.sampler.num_microbatches_at, self.sampler.size_at))
-        microbatches = [self._next_microbatch() for _ in range(count)]
-        self.consumed_samples += size
+        sampler, consumed = self.sampler, self.consumed_samples
+        count, length = sampler.num_microbatches_at(consumed), sampler.length_at(consumed)
+        microbatches = [split_sequences(self._next_microbatch(), length) for _ in range(count)]
+        self.consumed_samples += sampler.size_at(consumed)
         return microbatches
 
     def close(self) -> None:

@@ -6,6 +6,8 @@ A global batch is samples [consumed, consumed + global_batch_size) in every topo
                                       dp rank 0       0  1   |       4  5   |       8  9
                                       dp rank 1       2  3   |       6  7   |      10 11
 
+With a schedule of sequence lengths the samples are the same, and the loader splits each (data/sequences.py).
+
 With a schedule of batch sizes the next size follows from the consumed samples too, so a run resumes in the middle of a
 ramp-up, on any number of ranks.
 
@@ -17,7 +19,7 @@ repeats the first sample without target tokens. The loss is a mean over target t
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nanotrain.config.batch_schedule import BatchSchedule
+from nanotrain.config.batch_schedule import BatchSchedule, Steps
 from nanotrain.errors import ConfigError
 
 
@@ -34,6 +36,7 @@ class SamplerConfig:
     micro_batch_size: int  # samples per microbatch of one rank
     global_batch_size: int  # samples per optimizer step over all ranks; of a schedule the last size
     schedule: BatchSchedule | None = None  # the size of each batch; None where it is constant
+    lengths: Steps | None = None  # the sequence length of each batch; None where it is that of a sample
 
     def __post_init__(self) -> None:
         assert 0 <= self.dp_rank < self.dp_size, f"dp rank {self.dp_rank} is outside a group of {self.dp_size}"
@@ -58,6 +61,10 @@ class SamplerConfig:
     def size_at(self, consumed_samples: int) -> int:
         """Samples of the global batch that starts at `consumed_samples`."""
         return self.schedule.size_at(consumed_samples) if self.schedule else self.global_batch_size
+
+    def length_at(self, consumed_samples: int) -> int | None:
+        """Sequence length of the global batch that starts at `consumed_samples`; None for that of a sample."""
+        return self.lengths.size_at(consumed_samples) if self.lengths else None
 
     def num_microbatches_at(self, consumed_samples: int) -> int:
         """Microbatches per rank of the global batch that starts at `consumed_samples`."""

@@ -1,7 +1,7 @@
 """`Run`: the live parts of one rank's run, built once by build.py. `TrainState`: its counters."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
@@ -103,6 +103,13 @@ class Run:
     def config(self) -> Config:
         """The complete configuration."""
         return self.plan.config
+
+    def pipeline_of(self, seq_length: int) -> Pipeline:
+        """The pipeline of a step with sequences of that length, which divides that of a sample."""
+        parts = self.config.data.seq_length // seq_length
+        batch_size, length, hidden_size = self.plan.hidden_shape
+        shape = (batch_size * parts, length // parts, hidden_size)
+        return self.pipeline if parts == 1 else replace(self.pipeline, hidden_shape=shape)
 
     def data_stage_at(self, consumed_samples: int) -> str | None:
         """The name of the data stage of the batch that starts there; None without data stages."""

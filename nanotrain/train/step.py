@@ -114,7 +114,7 @@ def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepO
     num_tokens, scale = max(batch.num_target_tokens, 1), run.optimizer.loss_scale.scale
     loss_scale = scale * run.plan.num_averaged_ranks
     num_samples = run.plan.sampler.size_at(consumed)
-    microbatches = _contexts(run, batch, aux_loss_scale=loss_scale / num_samples)
+    microbatches = _contexts(run, batch, aux_loss_scale=loss_scale / run.plan.num_sequences_at(consumed))
 
     for dp in run.data_parallel:
         dp.begin_step()
@@ -124,7 +124,7 @@ def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepO
             run.runnable,
             microbatches=microbatches,
             grad_scale=loss_scale / num_tokens,
-            pipeline=run.pipeline,
+            pipeline=run.pipeline_of(run.plan.seq_length_at(consumed)),
         )
     except PassStopped:
         for dp in run.data_parallel:

@@ -54,6 +54,7 @@ class Trainer:
         self._spikes = SpikeScore()
         self._skips = 0  # steps skipped in a row
         self._stage: str | None = None  # the data stage of the last step
+        self._seq_length = run.config.data.seq_length  # of the last step
         self._started = time.monotonic()
         self._first_step = run.state.step
 
@@ -188,6 +189,8 @@ class Trainer:
 
     def _report(self, output: StepOutput, clock: StepClock) -> StepReport:
         state = self.run.state
+        first_sample = state.consumed_samples - output.num_samples
+        seq_length = self._scheduled_length(first_sample)
         return StepReport(
             step=state.step,
             output=output,
@@ -201,8 +204,17 @@ class Trainer:
             is_logged=self._is_logged(state.step),
             decoupled_lr=output.decoupled_lr,
             spikes=self._spikes,
-            data_stage=self._data_stage(state.consumed_samples - output.num_samples),
+            data_stage=self._data_stage(first_sample),
+            seq_length=seq_length,
         )
+
+    def _scheduled_length(self, consumed_samples: int) -> int | None:
+        """The sequence length of the batch that starts there; a change is logged. None without a schedule."""
+        plan, length = self.run.plan, self.run.plan.seq_length_at(consumed_samples)
+        if length != self._seq_length:
+            log.info("sequences of %d tokens from step %d on, sample %d", length, self.run.state.step, consumed_samples)
+            self._seq_length, self._throughput = length, self._throughput.of_length(plan, length)
+        return None if plan.sampler.lengths is None else length
 
     def _data_stage(self, consumed_samples: int) -> str | None:
         """The data stage of the batch that starts there; a change is logged."""

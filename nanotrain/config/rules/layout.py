@@ -71,6 +71,11 @@ LAYOUT_RULES = (
         lambda v: v.seq_length % v.sequence_parts,
         "seq_length {seq_length} cannot be split into {sequence_parts} parts", why_sequence_parts,
         lambda v: f"set --seq-length {round_up(v.seq_length, v.sequence_parts)}"),
+    Rule("step_seq_length_schedule seq_length context_parallel_size tensor_model_parallel_size sequence_parallel "
+        "num_experts", lambda v: v.uneven_lengths,
+        lambda v: f"the length {v.uneven_lengths[0]} of step_seq_length_schedule cannot be split into "
+        f"{v.sequence_parts} parts", why_sequence_parts,
+        "use lengths that are multiples of {sequence_parts} in --step-seq-length-schedule"),
     Rule("cp_comm_type num_attention_heads context_parallel_size tensor_model_parallel_size",
         lambda v: v.cp_comm_type == "a2a" and v.num_attention_heads % (v.tp * v.cp),
         "{num_attention_heads} attention heads cannot be shared by cp={cp} ranks",

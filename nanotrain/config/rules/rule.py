@@ -17,6 +17,7 @@ from nanotrain.config.derive import (
     rotary_dim,
     window_layers,
 )
+from nanotrain.config.length_schedule import length_schedule
 from nanotrain.config.pipeline_layout import count_mtp_layers, read_pipeline_layout
 from nanotrain.config.schema import ENTRIES, value_of
 from nanotrain.errors import ConfigError, ErrorCollector
@@ -68,6 +69,20 @@ class Values:
         """What seq_length must be a multiple of."""
         chunks = 2 * self.cp if self.cp > 1 else 1
         return lcm(chunks, self.tp * self.cp) if self.splits_sequence_by_tp else chunks
+
+    @property
+    def scheduled_lengths(self) -> tuple[int, ...]:
+        """Sequence lengths of the schedule; none where it cannot be read, which is an error of its own."""
+        try:
+            schedule = length_schedule(self.config)
+        except ConfigError:
+            return ()
+        return tuple(schedule.sizes) if schedule else ()
+
+    @property
+    def uneven_lengths(self) -> list[int]:
+        """Those below seq_length that cannot be split into `sequence_parts`."""
+        return [length for length in self.scheduled_lengths[:-1] if length % self.sequence_parts]
 
     @property
     def window_layers(self) -> tuple[bool, ...]:

@@ -140,6 +140,7 @@ def describe(
         (f"step {last.step}/{train_iters}", 0),
         (f"loss {last.loss:.4f}", 0),
         (f"data {last.data_stage}" if last.data_stage is not None else "", 3),
+        (f"sequences of {last.seq_length:,}" if last.seq_length is not None else "", 5),
         (_describe_validation(last.valid_loss), 0),
         (f"{last.valid_bits_per_byte:.3f} bits per byte" if last.valid_bits_per_byte is not None else "", 6),
         (f"SKIPPED {skipped} (gradients not finite)" if skipped else "", 0),

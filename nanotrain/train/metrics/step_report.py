@@ -6,7 +6,7 @@ reading them earlier would leave the device without work.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from nanotrain.comm.device import Stopwatch, device_name
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.model.router_stats import RouterMetrics
+from nanotrain.topology.counts import flops_per_token
 from nanotrain.topology.hardware import peak_flops
 from nanotrain.train.metrics.spikes import SpikeScore
 from nanotrain.train.plans.plan import Plan
@@ -33,6 +34,7 @@ OPTIONAL = (
     "mtp_losses",
     "decoupled_lr",
     "data_stage",
+    "seq_length",
     "loss_deviation",
     "spike_score",
     "norms",
@@ -64,6 +66,10 @@ class Throughput:
             flops_per_token=plan.flops_per_token,
             peak_flops=peak * plan.topology.world_size if peak else None,
         )
+
+    def of_length(self, plan: Plan, seq_length: int) -> "Throughput":
+        """The rates where samples are split into sequences of that length, whose attention needs fewer FLOPs."""
+        return replace(self, flops_per_token=flops_per_token(plan.shape, seq_length))
 
     def tokens_per_second(self, num_samples: int, step_time_s: float) -> float:
         """Tokens of all ranks per second, in a step of that many samples."""
@@ -112,6 +118,7 @@ class StepReport:
     consumed_tokens: int
     is_logged: bool = True  # whether the host may wait for this step
     decoupled_lr: float | None = None  # learning rate of the embedding and the output layer; None where it is `lr`
+    seq_length: int | None = None  # tokens per sequence; None without a schedule of lengths
     data_stage: str | None = None  # name of the stage of its data; None without data stages
     valid_loss: float | None = None  # set on steps that end with a validation
     valid_bits_per_byte: float | None = None  # of the same samples; None where the bytes of tokens are unknown

@@ -13,6 +13,7 @@ from itertools import product
 from nanotrain.config.batch_schedule import batch_schedule
 from nanotrain.config.config import Config, OuterShardingStrategy, ParallelConfig
 from nanotrain.config.derive import global_batch_size
+from nanotrain.config.length_schedule import length_schedule
 from nanotrain.config.pipeline_layout import read_pipeline_layout
 from nanotrain.config.schema import check_choice
 from nanotrain.data.sampler import SamplerConfig
@@ -161,9 +162,18 @@ class Plan:
         """The buffers of all stages of this rank."""
         return tuple(buffer for stage in self.stages for buffer in stage.buffers)
 
+    def seq_length_at(self, consumed_samples: int) -> int:
+        """Tokens per sequence of the global batch that starts at `consumed_samples`."""
+        return self.sampler.length_at(consumed_samples) or self.config.data.seq_length
+
+    def num_sequences_at(self, consumed_samples: int) -> int:
+        """Sequences of the global batch that starts at `consumed_samples`; samples where none is split."""
+        parts = self.config.data.seq_length // self.seq_length_at(consumed_samples)
+        return self.sampler.size_at(consumed_samples) * parts
+
     @property
     def hidden_shape(self) -> tuple[int, int, int]:
-        """[B, S, H] of the hidden states between two stages, as this rank holds them."""
+        """[B, S, H] of the hidden states between two stages, as this rank holds them; samples are not split."""
         shards = self.groups["cp"].size
         if self.config.parallel.sequence_parallel:
             shards *= self.groups["tp"].size
@@ -222,6 +232,7 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
         micro_batch_size=config.train.micro_batch_size,
         global_batch_size=batch_size,
         schedule=batch_schedule(config),
+        lengths=length_schedule(config),
     )
     pipeline = pipeline_shape(config, groups, num_microbatches=sampler.num_microbatches)
     return Plan(

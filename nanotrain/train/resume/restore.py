@@ -34,7 +34,10 @@ from nanotrain.untrusted import LARGEST, finite_number, list_of, object_of, whol
 log = get_logger(__name__)
 
 AVERAGE = "ema/"  # of the names of the moving average in a checkpoint
-BATCH_SETTINGS = ("seed", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule")
+BATCH_SETTINGS = (
+    *("seed", "global_batch_size", "rampup_batch_size"),
+    *("step_batch_size_schedule", "step_seq_length_schedule"),
+)
 
 
 @dataclass(frozen=True)

@@ -73,11 +73,15 @@ def _data(plan: Plan, inputs: RunInputs) -> str:
 
 def _batch(plan: Plan) -> str:
     train, sampler, length = plan.config.train, plan.sampler, plan.config.data.seq_length
+    lengths = sampler.lengths.sizes[:-1] if sampler.lengths else ()
+    split = f", split at first into sequences of {', then '.join(f'{size:,}' for size in lengths)}" if lengths else ""
     parts = f"{sampler.dp_size} data-parallel x {sampler.num_microbatches} microbatches x {train.micro_batch_size}"
     size, padded = sampler.global_batch_size, sampler.num_padded
     grows = f"from {sampler.size_at(0):,} to " if sampler.schedule else ""
     waste = f" ({padded / (size + padded):.1%} of them padding)" if padded else ""
-    return f"{grows}{size:,} samples of {length:,} tokens = {parts}{waste}; {count(size * length)} tokens per step"
+    return (
+        f"{grows}{size:,} samples of {length:,} tokens{split} = {parts}{waste}; {count(size * length)} tokens per step"
+    )
 
 
 def _layout(plan: Plan, device: str) -> str:
