@@ -37,11 +37,12 @@ _SECOND_FAILURE_S = 1.0
 
 @dataclass(frozen=True)
 class _Reply:
-    """The result of a rank, its `NanotrainError`, or the traceback of any other error."""
+    """The result of a rank, its `NanotrainError`, or the traceback of any other error; or that it ended without one."""
 
     result: Any = None
     error: NanotrainError | None = None
     traceback: str = ""
+    has_died: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,9 @@ def _gather(pipes: Sequence[Connection]) -> list[Any]:
                 deadline = deadline or time.monotonic() + _SECOND_FAILURE_S
     if not failures:
         return [replies[rank].result for rank in range(len(pipes))]
-    # A rank whose peer failed raises an EnvironmentFault.
-    cause = next((reply for reply in failures if not isinstance(reply.error, EnvironmentFault)), failures[0])
+    # A rank whose peer failed raises an EnvironmentFault, and may be read before the peer that died.
+    causes = [reply for reply in failures if reply.has_died or not isinstance(reply.error, EnvironmentFault)]
+    cause = (causes or failures)[0]
     raise cause.error or RuntimeError(cause.traceback)
 
 
@@ -132,7 +134,8 @@ def _receive(pipe: Connection, rank: int) -> _Reply:
         reply = pickle.loads(pipe.recv_bytes())
     except EOFError:
         fix = "run on fewer ranks or free memory"
-        return _Reply(error=EnvironmentFault(f"rank {rank} died", why="most often memory ran out", fix=fix))
+        fault = EnvironmentFault(f"rank {rank} died", why="most often memory ran out", fix=fix)
+        return _Reply(error=fault, has_died=True)
     assert isinstance(reply, _Reply), "ranks send replies only"
     return reply
 

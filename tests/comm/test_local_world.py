@@ -1,17 +1,20 @@
 """Worlds of local processes: every rank runs, the first failure is raised and ends the others."""
 
 import os
+import pickle
 import time
+from multiprocessing import Pipe
 
 import pytest
 import torch
 
 from nanotrain.comm.collectives import all_reduce, barrier
-from nanotrain.comm.local_world import run_ranks
+from nanotrain.comm.local_world import _gather, _Reply, run_ranks
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import ParallelConfig
 from nanotrain.errors import ConfigError, EnvironmentFault
 from nanotrain.topology.topology import Topology
+from tests.harness import HANG_S
 
 FOUR = Topology.of(ParallelConfig(tensor_model_parallel_size=2), 4)
 TWO = Topology.of(ParallelConfig(), 2)
@@ -38,7 +41,7 @@ def fail_on_rank_1(context: ParallelContext) -> None:
 def die_on_rank_1(context: ParallelContext) -> None:
     if context.rank == 1:
         os._exit(3)
-    time.sleep(30)
+    time.sleep(2 * HANG_S)
 
 
 def test_every_rank_runs_in_its_own_process_and_results_are_by_rank() -> None:
@@ -66,4 +69,12 @@ def test_a_rank_that_dies_ends_the_others() -> None:
     began = time.monotonic()
     with pytest.raises(EnvironmentFault, match="rank 1 died"):
         run_ranks(TWO, die_on_rank_1)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < HANG_S, "before the other rank would have ended by itself"
+
+
+def test_a_rank_that_died_is_the_cause_though_its_peer_is_read_first() -> None:
+    (survivor, sends), (dead, ends) = Pipe(duplex=False), Pipe(duplex=False)
+    sends.send_bytes(pickle.dumps(_Reply(error=EnvironmentFault("an all_reduce failed", why="connection closed"))))
+    ends.close()
+    with pytest.raises(EnvironmentFault, match="rank 1 died"):
+        _gather([survivor, dead])
