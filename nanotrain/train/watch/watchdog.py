@@ -65,6 +65,8 @@ class Watchdog:
         now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         self._hang_folder = folder / f"hang-{all_gather_object(now, context.control)[0]}"
         self._stopped, self._reporting = threading.Event(), threading.Lock()
+        self._beats, self._moved = -1, time.monotonic()
+        self._lost_since: float | None = None
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
@@ -114,31 +116,32 @@ class Watchdog:
         return timeout_of(self._hang_timeout_s, self._context.timeout_s)
 
     def _watch(self) -> None:
-        beats, moved, lost_since = -1, time.monotonic(), None
         while not self._stopped.wait(min(MAX_POLL_S, self._timeout_s / 10 or MAX_POLL_S)):
-            now = time.monotonic()
-            is_slow_by_nature = read_record(self._records[self._rank]).phase in UNTIMED_PHASES
-            if self._heartbeat.beats != beats or is_slow_by_nature:
-                beats, moved = self._heartbeat.beats, now
-            lost_since = (lost_since or now) if self._lost() else None
-            reason = ""
-            if self._timeout_s and now - moved >= self._timeout_s:
-                reason = (
-                    f"rank {self._rank} began nothing for {now - moved:.0f} s (--hang-timeout-s {self._timeout_s:g})"
-                )
-            elif lost_since is not None and now - lost_since >= LOST_S:
-                reason = f"rank {self._lost()[0].rank} ended"
-            elif self._is_alarmed():
-                reason = "another rank of this machine gave an alarm"
+            reason = self.reason_to_end(time.monotonic())
             if reason:
+                # Held to the end: killing a frozen rank fails the collective that the main thread waits for, which
+                # would begin another report and overwrite the stacks of this one.
                 with self._reporting:
                     if self._stopped.is_set():  # the main thread reported meanwhile
                         return
                     self._report(reason)
-                self._end_frozen()
-                sys.stdout.flush()
-                self._end(EXIT_CODE)
+                    sys.stdout.flush()
+                    self._end_frozen()
+                    self._end(EXIT_CODE)
                 return
+
+    def reason_to_end(self, now: float) -> str:
+        """Why the run has to end, at a time in seconds that grows with every call; empty if it need not."""
+        is_slow_by_nature = read_record(self._records[self._rank]).phase in UNTIMED_PHASES
+        if self._heartbeat.beats != self._beats or is_slow_by_nature:
+            self._beats, self._moved = self._heartbeat.beats, now
+        lost, still_s = self._lost(), now - self._moved
+        self._lost_since = (now if self._lost_since is None else self._lost_since) if lost else None
+        if self._timeout_s and still_s >= self._timeout_s:
+            return f"rank {self._rank} began nothing for {still_s:.0f} s (--hang-timeout-s {self._timeout_s:g})"
+        if self._lost_since is not None and now - self._lost_since >= LOST_S:
+            return f"rank {lost[0].rank} ended"
+        return "another rank of this machine gave an alarm" if self._is_alarmed() else ""
 
     def _lost(self) -> list[RankProcess]:
         """The ranks of this machine whose process ended before the run did."""

@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from tests.harness import HANG_S
+
 RANK = """
 import os, sys, time
 from nanotrain.train.watch import launcher
@@ -37,7 +39,7 @@ def test_a_killed_launcher_leaves_no_rank(by, survives):
     try:
         launcher.send_signal(signal.SIGKILL)
         launcher.wait()
-        end = time.monotonic() + (0.5 if survives else 20.0)
+        end = time.monotonic() + (0.5 if survives else HANG_S)
         while is_running(rank) and time.monotonic() < end:
             time.sleep(0.05)
         assert is_running(rank) is survives

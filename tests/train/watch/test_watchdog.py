@@ -16,10 +16,8 @@ import pytest
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.topology.topology import Topology
 from nanotrain.train.watch.watchdog import REPORT, Watchdog, timeout_of
-from tests.harness import parallel_config
+from tests.harness import HANG_S, parallel_config
 from tests.laws.command_line import ForkedRanks, arguments
-
-SOON_S = 60.0  # a drill ends within seconds; a busy machine needs more
 
 
 def test_a_run_with_a_stopped_rank_ends_and_names_it(tmp_path: Path) -> None:
@@ -28,7 +26,8 @@ def test_a_run_with_a_stopped_rank_ends_and_names_it(tmp_path: Path) -> None:
     await_steps(tmp_path / "run", is_running=lambda: forked.is_running)
     rank = forked.processes[1].pid
     os.kill(rank, signal.SIGSTOP)
-    finished = forked.wait(timeout_s=SOON_S)
+    forked.processes[0].join(HANG_S)  # it kills rank 1 and ends; `wait` could kill it in between
+    finished = forked.wait()
     assert forked.processes[0].exitcode == 2, finished.output
     assert re.search(rf"error: .*rank 1 \(dp1, host \S+, pid {rank}\) {says}", finished.output, re.S), finished.output
     report = (tmp_path / "run" / REPORT).read_text()
@@ -46,7 +45,7 @@ def test_a_run_with_a_stopped_rank_ends_and_names_it(tmp_path: Path) -> None:
 
 def await_steps(run_dir: Path, *, is_running: Callable[[], bool]) -> None:
     """Wait until a run has made two steps."""
-    end, metrics = time.monotonic() + SOON_S, run_dir / "metrics.jsonl"
+    end, metrics = time.monotonic() + HANG_S, run_dir / "metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count("\n") < 2:
         assert is_running() and time.monotonic() < end, "the run did not start"
         time.sleep(0.05)
@@ -64,12 +63,9 @@ def test_one_rank_that_begins_nothing_ends_with_its_stacks(tmp_path: Path, capfd
     context, ended = ParallelContext.attach(Topology.of(parallel_config(), 1)), []
     watchdog = Watchdog(context, tmp_path, timeout_s=0.3, end=ended.append)
     context.heartbeat.begin("data", step=5)
+    context.heartbeat.begin("step")
     watchdog.start()
-    for _ in range(20):  # it moves, slowly
-        time.sleep(0.05)
-        context.heartbeat.begin("step")
-        assert not ended
-    end = time.monotonic() + 20
+    end = time.monotonic() + HANG_S
     while not ended and time.monotonic() < end:
         time.sleep(0.05)
     watchdog.stop(phase="failed")
@@ -79,6 +75,18 @@ def test_one_rank_that_begins_nothing_ends_with_its_stacks(tmp_path: Path, capfd
     assert "in step 5, phase step" in capfd.readouterr().err
     (folder,) = tmp_path.glob("hang-2*")
     assert "test_one_rank_that_begins_nothing" in (folder / "rank-00000.txt").read_text()
+
+
+def test_a_rank_that_moves_slowly_and_a_checkpoint_that_takes_long_are_no_reason(tmp_path: Path) -> None:
+    context = ParallelContext.attach(Topology.of(parallel_config(), 1))
+    watchdog = Watchdog(context, tmp_path, timeout_s=10.0)
+    for now in (0.0, 9.0, 18.0, 27.0):
+        context.heartbeat.begin("step")
+        assert not watchdog.reason_to_end(now)
+    assert not watchdog.reason_to_end(36.9)
+    assert watchdog.reason_to_end(37.0) == "rank 0 began nothing for 10 s (--hang-timeout-s 10)"
+    context.heartbeat.begin("checkpoint")
+    assert not any(watchdog.reason_to_end(now) for now in (40.0, 400.0))
 
 
 def test_the_timeout_lies_below_that_of_collectives_unless_it_is_set() -> None:
