@@ -24,12 +24,14 @@ import os
 import pickle
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -64,18 +66,21 @@ PRELOADED = [
     "torch._dynamo",  # torch's optimizers import it when the first one is created: 1 to 5 s on every rank
 ]
 ROOT = Path(__file__).parents[1]
-_DEFAULT_TIMEOUT_S = 60.0
-_SECOND_FAILURE_S = 0.5  # how long to wait for further failures after the first
+# Bounds a hang. A busy machine is many times slower than an idle one, so no limit of a test is near what it needs.
+HANG_S = 300.0
+_SECOND_FAILURE_S = 10.0  # how long to wait for the other ranks after the first failure
+_COLLECTIVES_S = 2 * HANG_S  # a rank that hangs in a collective is killed before, and its stack reported
+_BEGINS = b""  # the message of a rank that has joined its world
 
 
 def ranks(
-    num_ranks: int, *, timeout_s: float = _DEFAULT_TIMEOUT_S, threads: bool = True, **parallel_options: Any
+    num_ranks: int, *, timeout_s: float = HANG_S, threads: bool = True, **parallel_options: Any
 ) -> Callable[..., Any]:
     """Run the decorated test on `num_ranks` ranks; its first argument is that rank's `ParallelContext`.
 
     Args:
         num_ranks: size of the world.
-        timeout_s: ranks that have not finished by then are killed and reported.
+        timeout_s: as for `run_ranks`.
         threads: as for `run_ranks`.
         parallel_options: fields of ParallelConfig, or their short names (tp, pp, cp, ep, etp, instances, strategy).
     """
@@ -99,7 +104,7 @@ def run_ranks(
     num_ranks: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout_s: float = _DEFAULT_TIMEOUT_S,
+    timeout_s: float = HANG_S,
     threads: bool = True,
     **parallel_options: Any,
 ) -> list[Any]:
@@ -109,7 +114,7 @@ def run_ranks(
         num_ranks: size of the world.
         function: a module-level function; results and arguments must be picklable.
         args: the same for every rank.
-        timeout_s: ranks that have not finished by then are killed and reported.
+        timeout_s: ranks that have not finished so long after the last of them began are killed and reported.
         threads: ranks are threads of one process (tests/thread_world.py): several times cheaper than processes over
             gloo, and the same arithmetic. False for what concerns processes, signals or gloo itself.
         parallel_options: as for `ranks`.
@@ -211,7 +216,7 @@ def _start(target: Callable[..., None], *args: Any) -> _Child:
 def _gather_replies(children: list[_Child], world: _World) -> list[Reply]:
     """Every rank's reply; fails the test at the first failure, exit or timeout. A child replies for one rank or all."""
     replies: dict[int, Reply] = {}
-    deadline = time.monotonic() + world.timeout_s
+    deadline = time.monotonic() + HANG_S  # to start and to join; `timeout_s` counts from then on
     failed: list[int] = []  # ranks in the order in which they failed
     while len(replies) < world.size:
         running = {child.pipe: rank for rank, child in enumerate(children) if rank not in replies}
@@ -222,7 +227,11 @@ def _gather_replies(children: list[_Child], world: _World) -> list[Reply]:
             break
         for pipe in ready:
             first = running[pipe]  # type: ignore[index]
-            received = dict(enumerate(_receive(children[first]), first))
+            reply = _receive(children[first])
+            if reply is None:
+                deadline = deadline if failed else time.monotonic() + world.timeout_s
+                continue
+            received = dict(enumerate(reply, first))
             replies |= received
             failed += [rank for rank, reply in received.items() if reply.kind != "result"]
         if failed:
@@ -232,11 +241,13 @@ def _gather_replies(children: list[_Child], world: _World) -> list[Reply]:
     return [replies[rank] for rank in range(world.size)]
 
 
-def _receive(child: _Child) -> list[Reply]:
+def _receive(child: _Child) -> list[Reply] | None:
+    """The replies of a child; None if one of its ranks begins."""
     try:
-        return pickle.loads(child.pipe.recv_bytes())
+        message = child.pipe.recv_bytes()
+        return None if message == _BEGINS else pickle.loads(message)
     except EOFError:
-        child.process.join(timeout=5)
+        child.process.join(timeout=HANG_S)
         return [Reply("failure", text=f"exited with code {child.process.exitcode} and sent no reply")]
 
 
@@ -265,7 +276,7 @@ def _fail_hung(hung: list[int], world: _World) -> NoReturn:
 
 def _run_rank(world: _World, rank: int, payload: bytes, pipe: Connection) -> None:
     """Run one rank in this process, send its reply and exit."""
-    _send_and_exit(world, rank, lambda: [_reply(world, rank, payload)], pipe)
+    _send_and_exit(world, rank, lambda begin: [_reply(world, rank, payload, begin=begin)], pipe)
 
 
 def _run_ranks_in_threads(world: _World, payload: bytes, pipe: Connection) -> None:
@@ -277,11 +288,11 @@ def _run_ranks_in_threads(world: _World, payload: bytes, pipe: Connection) -> No
     os.sched_setaffinity(0, {cores[_worker_number() % len(cores)]})
     _load(world.module, world.file)  # once, before the threads ask for it
 
-    def run(rank: int) -> tuple[Reply, bool]:
-        reply = _reply(world, rank, payload, joins=False)
+    def run(rank: int, begin: Callable[[], None]) -> tuple[Reply, bool]:
+        reply = _reply(world, rank, payload, begin=begin, joins=False)
         return reply, reply.kind == "result"
 
-    _send_and_exit(world, 0, lambda: run_in_threads(world.size, run), pipe)
+    _send_and_exit(world, 0, lambda begin: run_in_threads(world.size, partial(run, begin=begin)), pipe)
 
 
 def _worker_number() -> int:
@@ -289,17 +300,27 @@ def _worker_number() -> int:
     return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
 
-def _send_and_exit(world: _World, rank: int, run: Callable[[], list[Reply]], pipe: Connection) -> None:
+def _send_and_exit(
+    world: _World, rank: int, run: Callable[[Callable[[], None]], list[Reply]], pipe: Connection
+) -> None:
+    """Send what `run` returns; it is given what each rank calls when it begins."""
     gc.freeze()  # the trainer collects garbage at its start; a walk over what the server imported takes 0.2 s
+    sending = threading.Lock()
     with world.stack_file(rank).open("w") as stack_file:
-        faulthandler.dump_traceback_later(max(0.1, world.timeout_s - 0.3), file=stack_file)
-        pipe.send_bytes(pickle.dumps(run()))
+
+        def begin() -> None:
+            with sending:
+                faulthandler.dump_traceback_later(max(0.1, world.timeout_s - 0.3), file=stack_file)
+                pipe.send_bytes(_BEGINS)
+
+        faulthandler.dump_traceback_later(HANG_S - 1.0, file=stack_file)
+        pipe.send_bytes(pickle.dumps(run(begin)))
         pipe.close()
         os._exit(0)  # skip the teardown of the interpreter and of gloo, which takes longer than most tests
 
 
-def _reply(world: _World, rank: int, payload: bytes, *, joins: bool = True) -> Reply:
-    """Call the function on this rank; `joins`: after joining the world over gloo."""
+def _reply(world: _World, rank: int, payload: bytes, *, begin: Callable[[], None], joins: bool = True) -> Reply:
+    """Call `begin` and the function on this rank; `joins`: after joining the world over gloo."""
     coords = ""
     try:
         import torch
@@ -313,11 +334,12 @@ def _reply(world: _World, rank: int, payload: bytes, *, joins: bool = True) -> R
         function = getattr(_load(world.module, world.file), world.name)
         parallel, args = pickle.loads(payload)
         if joins and world.size > 1:
-            timeout = timedelta(seconds=world.timeout_s)
+            timeout = timedelta(seconds=_COLLECTIVES_S)
             url = f"file://{world.folder}/rendezvous"
             dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world.size, timeout=timeout)
-        ctx = ParallelContext.attach(Topology.of(parallel, world.size), timeout_s=world.timeout_s)
+        ctx = ParallelContext.attach(Topology.of(parallel, world.size), timeout_s=_COLLECTIVES_S)
         coords = ctx.coords_text
+        begin()
         result = pickle.dumps(inspect.unwrap(function)(ctx, *args))
         barrier(ctx.control)  # no rank exits while another one still reads from it
         return Reply("result", coords, result=result)

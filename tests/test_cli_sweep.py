@@ -9,6 +9,7 @@ import pytest
 
 from nanotrain.cli import main
 from nanotrain.cli_sweep import plan_trials
+from tests.harness import HANG_S
 from tests.report.runs import write_run
 
 # A training that writes down its arguments, and fails with code 3 for a learning rate of 2.
@@ -94,7 +95,7 @@ def test_a_stop_lets_the_current_run_save_and_ends_the_sweep(stub, tmp_path):
     text = "trap 'echo saved >> log; exit 0' TERM\necho started >> log\nkill -INT $PPID\nwhile :; do sleep 0.02; done\n"
     words = ["sweep", *stub(text), "--over", "lr=1,2", "+config=tiny"]
     program = f"from nanotrain.cli import main; raise SystemExit(main({words!r}))"
-    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], timeout=HANG_S).returncode == 0
     assert (tmp_path / "log").read_text() == "started\nsaved\n"
 
 

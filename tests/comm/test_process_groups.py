@@ -121,7 +121,7 @@ class Counted:
 @ranks(7, threads=False)
 def test_objects_travel_along_a_tree_in_the_order_of_ranks(ctx):
     parallel_context.create_control = partial(create_control, fan_out=3)
-    control = ParallelContext.attach(ctx.topology, timeout_s=20.0).control
+    control = ParallelContext.attach(ctx.topology).control
     assert [level.size for level in control.levels] == {0: [2, 3], 2: [2, 3], 4: [3, 3]}.get(
         ctx.rank, [2 + (ctx.rank > 3)]
     )

@@ -17,6 +17,7 @@ from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.data.sampler import SamplerConfig
 from nanotrain.data.synthetic import SyntheticDataset
 from nanotrain.errors import DataError, EnvironmentFault
+from tests.harness import HANG_S
 
 SAMPLES = SyntheticDataset(vocab_size=1000, seq_length=8, seed=1)
 SAMPLER = SamplerConfig(dp_rank=1, dp_size=2, micro_batch_size=2, global_batch_size=12)
@@ -46,7 +47,7 @@ def _alive(pid: int) -> bool:
 
 
 def _wait_for_end(workers: list[int]) -> bool:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while any(map(_alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.01)
     return not any(map(_alive, workers))
@@ -122,7 +123,7 @@ if __name__ == "__main__":
 
 def test_workers_do_not_outlive_a_killed_trainer(tmp_path: Path) -> None:
     (tmp_path / "killed.py").write_text(KILLED)
-    done = subprocess.run([sys.executable, tmp_path / "killed.py"], stdout=subprocess.PIPE, timeout=60, check=False)
+    done = subprocess.run([sys.executable, tmp_path / "killed.py"], stdout=subprocess.PIPE, timeout=HANG_S, check=False)
     workers = [int(word) for word in done.stdout.split()]
     assert len(workers) == 2
     assert _wait_for_end(workers)

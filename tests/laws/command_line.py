@@ -12,7 +12,6 @@ import gc
 import io
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from nanotrain.checkpoint.read import read_global_tensors
 from nanotrain.checkpoint.store import find_checkpoint, read_manifest
@@ -34,7 +34,7 @@ from nanotrain.train.__main__ import main
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.start.inputs import open_inputs
 from nanotrain.train.start.launch import run_training
-from tests.harness import ROOT, forkserver
+from tests.harness import HANG_S, ROOT, forkserver
 from tests.laws.megatron_file import write_tokens
 
 _LOADED: dict[tuple[int, tuple[str, ...]], Loaded] = {}
@@ -87,7 +87,7 @@ class Finished:
     output: str
 
 
-def wait_for(process: subprocess.Popen[str], *, timeout_s: float = 180) -> Finished:
+def wait_for(process: subprocess.Popen[str], *, timeout_s: float = HANG_S) -> Finished:
     """Wait for the end of a program; after `timeout_s` end it and fail with its output."""
     try:
         output, _ = process.communicate(timeout=timeout_s)
@@ -115,10 +115,11 @@ class ForkedRanks:
 
     def __init__(self, line: Sequence[str], *, folder: Path, num_ranks: int = 2) -> None:
         self._output = folder / "output"
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
-        world["LOCAL_WORLD_SIZE"] = str(num_ranks)
+        # As torchrun's agent, this process serves the store: a port that was only looked up may be taken meanwhile.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "WORLD_SIZE": str(num_ranks)}
+        world |= {"LOCAL_WORLD_SIZE": str(num_ranks)}
+        world |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         self.processes = [
             forkserver().Process(target=_run_program, args=(line, world, rank, self._output))
             for rank in range(num_ranks)
@@ -131,7 +132,7 @@ class ForkedRanks:
         """Whether all of them are."""
         return all(process.is_alive() for process in self.processes)
 
-    def wait(self, *, timeout_s: float = 180) -> Finished:
+    def wait(self, *, timeout_s: float = HANG_S) -> Finished:
         """Wait for the end of all; as under torchrun, a rank that fails ends the others.
 
         The exit code is that of the first failed rank.

@@ -133,7 +133,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
 def test_any_topology_loads_what_any_other_saved(saved: dict[str, Saved], topology: str) -> None:
     ranks, sizes, _ = TOPOLOGIES[topology]
     folders = [one.folder for one in saved.values()]
-    by_rank = run_ranks(ranks, load, case_of(topology), folders, timeout_s=180, **sizes)
+    by_rank = run_ranks(ranks, load, case_of(topology), folders, **sizes)
     for (writer, checkpoint), results in zip(saved.items(), zip(*by_rank, strict=True), strict=True):
         tensors, losses = global_tensors(state for state, _ in results), results[0][1]
         assert tensors.keys() == checkpoint.tensors.keys()

@@ -56,7 +56,7 @@ def test_compiled_blocks_train_as_eager_ones_do(backend, sizes, model) -> None:
         context = ParallelContext.attach(Topology.of(parallel_config(**sizes), 1))
         outcomes = [train_compiled(context, case, backend)]
     else:
-        outcomes = run_ranks(2, train_compiled, case, backend, threads=False, timeout_s=150, **sizes)
+        outcomes = run_ranks(2, train_compiled, case, backend, threads=False, **sizes)
     for eager, compiled, num_graphs in outcomes:
         assert num_graphs > 0
         assert compiled.losses == pytest.approx(eager.losses, rel=1e-5)

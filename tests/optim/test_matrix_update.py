@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 
+from nanotrain.comm.collectives import barrier
 from nanotrain.config.config import MuonTPMode, OptimConfig
 from nanotrain.optim import part_state
 from nanotrain.optim.matrix_update import grid_groups
@@ -28,10 +28,10 @@ def weights_after(ctx, precision: Precision | None) -> dict[str, torch.Tensor]:
 @ranks(2, strategy="optim")
 def test_a_momentum_in_bf16_and_chunks_change_values_by_rounding(ctx):
     exact = weights_after(ctx, None)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(part_state, "CHUNK_NUMEL", SCALE_BLOCK)
-        chunked = weights_after(ctx, None)
-        rounded = weights_after(ctx, Precision(params=torch.float32, exp_avg=torch.bfloat16))
+    barrier(ctx.control)
+    part_state.CHUNK_NUMEL = SCALE_BLOCK  # of all ranks, which are threads of one process
+    chunked = weights_after(ctx, None)
+    rounded = weights_after(ctx, Precision(params=torch.float32, exp_avg=torch.bfloat16))
     for name, weight in exact.items():
         assert torch.equal(chunked[name], weight)
         distance = (rounded[name] - weight).norm() / (weight.norm() + 1e-12)

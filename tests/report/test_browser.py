@@ -15,6 +15,7 @@ import pytest
 from nanotrain.report.history import RunHistory
 from nanotrain.report.page import write_report
 from nanotrain.report.timeline import read_timeline, save
+from tests.harness import HANG_S
 from tests.report.runs import expert_load, write_run
 from tests.report.traces import gpu_events, write_trace
 
@@ -35,7 +36,7 @@ def test_a_report_of_two_runs_is_drawn(tmp_path: Path) -> None:
     done = subprocess.run(
         [str(BROWSER), *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr",
          f"--log-net-log={requests}", "--virtual-time-budget=60000", "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=HANG_S, check=True,
     )  # fmt: skip
 
     charts = re.findall(r'class="chart[^"]*" id="(chart-\d+)"', done.stdout)

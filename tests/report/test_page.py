@@ -10,6 +10,7 @@ import pytest
 from nanotrain.errors import EnvironmentFault
 from nanotrain.report.history import RunHistory
 from nanotrain.report.page import render, write_report
+from tests.harness import HANG_S
 from tests.report.runs import expert_load, write_run
 
 PIPELINE = {"pipeline_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim"}
@@ -87,7 +88,7 @@ def test_the_page_unpacks_plotly(page: str, tmp_path: Path) -> None:
     const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
     new Response(stream).text().then(text => {{ new Function(text); console.log(text.slice(0, 200)); }});
     """
-    done = subprocess.run([node, "-e", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([node, "-e", program], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert "plotly.js" in done.stdout
 
 

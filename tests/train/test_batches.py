@@ -9,7 +9,7 @@ from nanotrain.comm.group import Group
 from nanotrain.data.batch import Batch
 from nanotrain.errors import DataError, EnvironmentFault
 from nanotrain.train.batches import BatchIterator, BatchOptions
-from tests.harness import ranks
+from tests.harness import HANG_S, ranks
 
 CPU = torch.device("cpu")
 
@@ -62,7 +62,7 @@ def test_one_rank_that_is_asked_to_save_saves_on_all(ctx):
     assert [batch_iterator.next(wants_save=ctx.rank == rank).wants_save for rank in (1, None)] == [True, False]
 
 
-@ranks(3, timeout_s=20)
+@ranks(3)
 def test_data_that_fails_on_one_rank_is_the_same_error_on_all(ctx):
     for error in (DataError("sample 7", why="is broken", fix="mend it"), EnvironmentFault("a worker", why="died")):
         batch_iterator = BatchIterator(
@@ -88,7 +88,7 @@ def test_the_wait_for_data_is_measured():
         time.sleep(0.05)
         yield [microbatch(1)]
 
-    assert 0.05 <= on_one_rank(slow()).next().wait_s < 5
+    assert 0.05 <= on_one_rank(slow()).next().wait_s < HANG_S
 
 
 class Source:
@@ -110,7 +110,7 @@ class Source:
 AHEAD = BatchOptions(is_ahead=True)
 
 
-@ranks(2, timeout_s=20)
+@ranks(2)
 def test_a_vote_ahead_counts_the_same_and_takes_effect_one_step_later(ctx):
     source = Source(1 + ctx.rank)
     ahead = together(ctx, source, AHEAD)

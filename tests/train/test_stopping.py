@@ -1,7 +1,6 @@
 """A signal between the microbatches of a step or of a validation batch: all ranks stop at once, nothing is lost."""
 
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,10 +18,9 @@ from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.run import Run
 from nanotrain.train.start.inputs import open_inputs
-from tests.harness import run_ranks
+from tests.harness import HANG_S, run_ranks
 from tests.train.small_run import Spy, arguments, small_run, train
 
-ONE_PROCESS = threading.Lock()  # processes that open inputs at once are told apart by their ids, threads are not
 BATCH = 12
 FLAGS = ("--global-batch-size", str(BATCH), "--train-iters", "3", "--seed", "3", "--num-layers", "2")
 MOE = (
@@ -54,15 +52,14 @@ class SignalInStep(Hook):
         is_last = run.context.rank == run.context.group("world").size // run.context.group("pp").size - 1
         if self.count == self.forward and is_last:
             run.stop.signal = signal.SIGTERM
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + HANG_S
         while self.count == self.forward and not run.pipeline.stop_point.is_asked and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
 @contextmanager
 def run_of(loaded: Loaded, context: ParallelContext) -> Iterator[Run]:
-    with ONE_PROCESS:
-        config, inputs = open_inputs(loaded)
+    config, inputs = open_inputs(loaded)
     plan = plan_run(config, context.topology.world_size, rank=context.rank)
     run = build_run(plan, inputs, context=context)
     try:

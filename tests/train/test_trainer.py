@@ -4,13 +4,18 @@ import gc
 import shutil
 import signal
 import time
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
 from nanotrain.checkpoint.store import complete_checkpoints
-from nanotrain.comm.collectives import all_gather_object
+from nanotrain.comm.collectives import all_gather_object, barrier
+from nanotrain.comm.heartbeat import Heartbeat
 from nanotrain.errors import EnvironmentFault, TrainingFault
 from nanotrain.runs.files import FolderVanished
+from nanotrain.train import trainer
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.hooks.log import LogHook
@@ -64,11 +69,13 @@ def test_exit_interval_ends_the_run_at_its_multiples_one_after_the_other(tmp_pat
     assert "stopping after step 3: --exit-interval 3" in logged
 
 
-def test_the_time_limit_ends_the_run_with_a_checkpoint(tmp_path, logged):
-    with small_run(tmp_path, "--train-iters", "1000", "--exit-duration-in-mins", "0.02") as run:
+def test_the_time_limit_ends_the_run_with_a_checkpoint(tmp_path, logged, monkeypatch):
+    # A clock that goes on by a second with every look: at the start, and once before each step.
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=partial(next, count())))
+    with small_run(tmp_path, "--train-iters", "1000", "--exit-duration-in-mins", "0.05") as run:
         train(run, CheckpointHook())
-        assert 0 < run.state.step < 1000
-        assert run.checkpointer.latest().name == f"step-{run.state.step:08d}"
+        assert run.state.step == 2
+        assert run.checkpointer.latest().name == "step-00000002"
     assert any("--exit-duration-in-mins reached" in line for line in logged)
 
 
@@ -235,18 +242,36 @@ def test_fp16_at_its_minimal_scale_says_so(tmp_path, logged):
 
 
 class Slow(Hook):
-    """Makes the forward of this rank take longer."""
+    """Makes the forward of this rank take 0.2 s longer than the other rank, a thread of this process, takes."""
+
+    other: Heartbeat
 
     def before_training(self, run) -> None:
         (stage,) = run.stages.values()
-        stage.register_forward_hook(lambda *_: time.sleep(0.2))
+        stage.register_forward_hook(lambda *_: self.wait())
+
+    def wait(self) -> None:
+        while (beat := self.other.read()).phase != "step" or beat.waiting is None:
+            time.sleep(0.005)
+        time.sleep(0.2)
 
 
 @ranks(2)
 def test_the_slowest_rank_is_reported(ctx, tmp_path):
-    spy = Spy()
+    if ctx.rank == 0:
+        Slow.other = ctx.heartbeat
+    barrier(ctx.control)
+    spy, batches = Spy(), []
     with small_run(tmp_path, "--train-iters", "4", context=ctx) as run:
+        read = run.batch_iterator.next
+        run.batch_iterator.next = lambda **given: batches.append(read(**given)) or batches[-1]
         train(run, *([Slow()] if ctx.rank == 1 else []), spy)
-    slowest = [report.slowest_rank for report in spy.reports]
-    assert slowest[0] is None and slowest.count(1) >= 2, "a busy machine may delay the other one once"
-    assert all(0.1 < report.slowest_share <= 1.0 for report in spy.reports[2:])
+    busy_s = [batch.busy_s for batch in batches[1:]]  # of the steps before
+    assert all(each[1] >= 0.2 for each in busy_s)
+    if ctx.rank == 0:
+        steps_s = [report.step_time_s for report in spy.reports]
+        assert all(each[0] <= step_s - 0.2 for each, step_s in zip(busy_s, steps_s, strict=False)), (
+            "waiting is not busy"
+        )
+    assert [report.slowest_rank for report in spy.reports] == [None, *(each.index(max(each)) for each in busy_s)]
+    assert all(0 < report.slowest_share <= 1.0 for report in spy.reports[1:])

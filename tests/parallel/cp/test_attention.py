@@ -55,11 +55,12 @@ def test_an_unknown_name_is_refused_with_the_closest_one():
         build_core_attention("all_gather", Group.single_rank("cp"))
 
 
-@ranks(2, cp=2)
-def test_a_new_core_attention_is_one_class_and_one_row(ctx, monkeypatch):
-    class Outside(AllGatherAttention):
-        pass
+class Outside(AllGatherAttention):
+    pass
 
-    monkeypatch.setitem(CORE_ATTENTIONS, "outside", Outside)
+
+@ranks(2, cp=2)
+def test_a_new_core_attention_is_one_class_and_one_row(ctx):
+    CORE_ATTENTIONS["outside"] = Outside
     assert isinstance(build_core_attention("outside", ctx.group("cp")), Outside)
     assert largest_error("outside", ctx.group("cp"), Shape(), dtype=torch.float64, with_segments=True) <= 1e-14

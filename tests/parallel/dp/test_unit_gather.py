@@ -131,9 +131,7 @@ def test_options_of_gathers_change_planned_memory_and_traffic_and_no_bit(pp: int
             )
             for overlap, options in OPTIONS
         ]
-        for measured in run_ranks(
-            2 * pp, measure_options, cases, threads=False, strategy=STRATEGY, pp=pp, timeout_s=120
-        ):
+        for measured in run_ranks(2 * pp, measure_options, cases, threads=False, strategy=STRATEGY, pp=pp):
             for case, row in zip(cases, measured, strict=True):
                 assert row["sent"] == row["planned sent"], case
                 assert row["weights"] == measured[0]["weights"] and row["loss"] == measured[0]["loss"], case
@@ -221,7 +219,7 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(4))
 
 
-@ranks(2, threads=False, strategy=STRATEGY, timeout_s=30)
+@ranks(2, threads=False, strategy=STRATEGY)
 def test_collectives_start_in_one_order_where_gradients_are_missing_on_one_rank(ctx: ParallelContext) -> None:
     started: list[str] = []
 

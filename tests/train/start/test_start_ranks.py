@@ -15,6 +15,7 @@ from nanotrain.config.load import load
 from nanotrain.errors import ConfigError, EnvironmentFault, TopologyError
 from nanotrain.train.start import start_ranks as launcher
 from nanotrain.train.start.start_ranks import exit_code, local_world_size, passing_signals_on, read_options, run_agent
+from tests.harness import HANG_S
 
 LOADED = load(["+config=tiny"])
 NAMES = ("OMP_NUM_THREADS", "LOGLEVEL", "TORCHELASTIC_SIGNALS_TO_HANDLE")
@@ -47,7 +48,7 @@ signal.signal(signal.SIGTERM, stop)
 signal.signal(signal.SIGINT, stop)
 signal.signal(signal.SIGUSR1, lambda *_: Path(sys.argv[1], f"kept {rank}").touch())
 Path(sys.argv[1], f"ready {rank}").touch()
-time.sleep(60)
+time.sleep(300)
 """
 
 
@@ -65,8 +66,10 @@ def test_ranks_find_each_other_and_their_threads_and_nothing_is_printed(start, t
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_is_passed_on_and_ends_with_zero(start, tmp_path, capfd, number):
     def stop_when_ready() -> None:
-        deadline = time.monotonic() + 30
-        while len(list(tmp_path.glob("ready *"))) < 2 and time.monotonic() < deadline:
+        deadline = time.monotonic() + HANG_S / 2
+        while len(list(tmp_path.glob("ready *"))) < 2:
+            if time.monotonic() > deadline:
+                return  # the ranks end by themselves; the signals could end this process
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGUSR1)
         while len(list(tmp_path.glob("kept *"))) < 2 and time.monotonic() < deadline:
@@ -84,13 +87,13 @@ def test_a_stop_is_passed_on_and_ends_with_zero(start, tmp_path, capfd, number):
 
 
 def test_the_code_is_that_of_the_rank_that_failed_and_its_message_the_only_one(start, capfd):
-    program = "if rank == 1:\n    print('error: no disk', file=sys.stderr)\n    sys.exit(2)\ntime.sleep(60)"
+    program = "if rank == 1:\n    print('error: no disk', file=sys.stderr)\n    sys.exit(2)\ntime.sleep(300)"
     assert start(program) == 2
     assert capfd.readouterr() == ("", "error: no disk\n")
 
 
 def test_a_rank_that_was_killed_is_named(start, capfd):
-    assert start("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(60)") == 128 + signal.SIGKILL
+    assert start("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(300)") == 128 + signal.SIGKILL
     assert capfd.readouterr().err.startswith("error: rank 1 was ended by SIGKILL")
 
 
