@@ -3,11 +3,13 @@
     operation                       torch form                    Triton kernel
     softmax gradient of the loss    vocabulary_softmax.py         triton_kernels.py
     SwiGLU                          swiglu.py                     triton_kernels.py
-    RMSNorm                         F.rms_norm, fused on CUDA     none: torch has it
-    RoPE, residual additions        elementwise                   none: torch.compile fuses them into their neighbours
+    RMSNorm, of a residual sum too  rms_norm.py                   triton_rms_norm.py
+    RoPE                            rotary.py                     triton_rotary.py
+    other residual additions        one addition                  none
 
-Blocks are compiled on GPUs, so what is elementwise inside a graph needs no kernel. The loss is outside of all graphs,
-and in eager blocks autograd would keep three tensors of a SwiGLU, not two.
+Blocks are compiled on GPUs, so inside a graph torch's operators run: the compiler fuses what is elementwise into its
+neighbours. The kernels are for what is outside of graphs: the loss always, blocks that are not compiled. The second
+sum of a block belongs to the norm of the next block, which may be another FSDP unit, graph or pipeline stage.
 """
 
 from functools import cache

@@ -3,11 +3,10 @@
     row_logsumexp, softmax_gradient_    the vocabulary loss: one read of the logits, then one read and write in place
     swiglu_forward, swiglu_backward     silu(gate) * up; the backward overwrites nothing and keeps gate and up only
 
+Parameters of kernels are annotated as `tl.tensor`: Triton's compiler refuses annotations that are not its own.
 Without the package `triton` the module has no kernels. With TRITON_INTERPRET=1, set before it is imported, they run on
 CPU tensors, slowly.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ BLOCK = 4096  # elements that a program handles at once
 if triton is not None:
 
     @triton.jit
-    def _logsumexp(logits: Any, out: Any, num_columns: Any, block: tl.constexpr) -> None:
+    def _logsumexp(logits: tl.tensor, out: tl.tensor, num_columns: tl.tensor, block: tl.constexpr) -> None:
         row = tl.program_id(0).to(tl.int64)
         largest, total = -float("inf"), 0.0
         for start in range(0, num_columns, block):
@@ -38,7 +37,12 @@ if triton is not None:
 
     @triton.jit
     def _softmax_gradient(
-        logits: Any, logsumexp: Any, column: Any, is_local: Any, num_columns: Any, block: tl.constexpr
+        logits: tl.tensor,
+        logsumexp: tl.tensor,
+        column: tl.tensor,
+        is_local: tl.tensor,
+        num_columns: tl.tensor,
+        block: tl.constexpr,
     ) -> None:
         row = tl.program_id(0).to(tl.int64)
         columns = tl.program_id(1) * block + tl.arange(0, block)
@@ -49,7 +53,9 @@ if triton is not None:
         tl.store(place, gradient.to(logits.dtype.element_ty), mask=inside)
 
     @triton.jit
-    def _swiglu_forward(gate: Any, up: Any, out: Any, num_elements: Any, block: tl.constexpr) -> None:
+    def _swiglu_forward(
+        gate: tl.tensor, up: tl.tensor, out: tl.tensor, num_elements: tl.tensor, block: tl.constexpr
+    ) -> None:
         index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         inside = index < num_elements
         g = tl.load(gate + index, mask=inside, other=0.0).to(tl.float32)
@@ -57,7 +63,9 @@ if triton is not None:
         tl.store(out + index, (g * tl.sigmoid(g) * u).to(out.dtype.element_ty), mask=inside)
 
     @triton.jit
-    def _swiglu_backward(grad: Any, gate: Any, up: Any, out: Any, num_elements: Any, block: tl.constexpr) -> None:
+    def _swiglu_backward(
+        grad: tl.tensor, gate: tl.tensor, up: tl.tensor, out: tl.tensor, num_elements: tl.tensor, block: tl.constexpr
+    ) -> None:
         index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         inside = index < num_elements
         dy = tl.load(grad + index, mask=inside, other=0.0).to(tl.float32)

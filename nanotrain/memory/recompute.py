@@ -45,6 +45,10 @@ class Recompute:
         self._modules = frozenset(modules)
         self.is_recomputing = False
 
+    def includes(self, name: str) -> bool:
+        """Whether the named module is recomputed."""
+        return name in self._modules
+
     def checkpointed(self, function: TensorFunction) -> TensorFunction:
         """A function with the same result that keeps its arguments and is run again when its backward begins."""
 

@@ -11,13 +11,13 @@ Su et al. 2021 (RoFormer), section 3.4. For long contexts the scaling of Llama 3
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanotrain.config.config import ModelConfig, PositionEmbedding
 from nanotrain.config.derive import rotary_dim, rotary_mscale
+from nanotrain.kernels.rotary import rotate
 
 
 @dataclass(frozen=True)
@@ -127,38 +127,4 @@ def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
     Returns:
         [B, S, N, D], same dtype.
     """
-    if torch.compiler.is_compiling():  # the compiler fuses the formula itself
-        pairs = rotary.cos.shape[-1]
-        low, high, rest = x.split((pairs, pairs, x.shape[-1] - 2 * pairs), dim=-1)
-        cos, sin = rotary.cos, rotary.sin
-        return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
-    rotated: Tensor = _Rotate.apply(x, rotary.cos, rotary.sin)
-    return rotated
-
-
-class _Rotate(torch.autograd.Function):
-    """Rotation in four passes over half of the channels; saves no activation, as the backward is its transpose."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos=cos, sin=sin, sign=1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grads[0], cos=cos, sin=sin, sign=-1), None, None
-
-
-def _rotate(x: Tensor, *, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    pairs = cos.shape[-1]
-    sizes = (pairs, pairs, x.shape[-1] - 2 * pairs)
-    low, high, rest = x.split(sizes, dim=-1)
-    out_low, out_high, out_rest = out.split(sizes, dim=-1)
-    torch.mul(low, cos, out=out_low)
-    out_low.addcmul_(high, sin, value=-sign)
-    torch.mul(high, cos, out=out_high)
-    out_high.addcmul_(low, sin, value=sign)
-    out_rest.copy_(rest)
-    return out
+    return rotate(x, cos=rotary.cos, sin=rotary.sin)

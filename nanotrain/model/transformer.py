@@ -38,7 +38,7 @@ from nanotrain.model.dropout import DropoutPlace, HiddenDropout
 from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.mtp import MTPLayer
-from nanotrain.model.norm import build_norm
+from nanotrain.model.norm import after_norm, after_sum, build_norm
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import RotaryTables
@@ -121,18 +121,16 @@ class Block(nn.Module):
         recompute = parallel.recompute
         mlp = recompute.wrap("moe" if isinstance(self.mlp, MoELayer) else "mlp", self.mlp)
         # Functions, not modules: a module held under a second name would be saved twice.
-        self._attend, self._apply_mlp = (
-            partial(second) if first is None else recompute.chain("layernorm", first, second=second)
-            for first, second in ((self.attention_norm, self.attention), (self.mlp_norm, mlp))
-        )
+        self._attend = after_norm(self.attention_norm, self.attention, recompute=recompute)
+        self._add_and_apply_mlp = after_sum(self.mlp_norm, mlp, recompute=recompute)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
         attended = self._attend(hidden, context=context)
         if self.attention_post_norm is not None:
             attended = self.attention_post_norm(attended)
-        hidden = hidden + self._drop_attended(attended, context.dropout)
-        mixed = self._apply_mlp(hidden, context=context)
+        attended = self._drop_attended(attended, context.dropout)
+        hidden, mixed = self._add_and_apply_mlp(hidden, attended, context=context)
         if self.mlp_post_norm is not None:
             mixed = self.mlp_post_norm(mixed)
         return hidden + self._drop_mixed(mixed, context.dropout)

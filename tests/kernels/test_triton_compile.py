@@ -1,0 +1,80 @@
+"""Every Triton kernel compiles to machine code of Ampere and Hopper, with the arguments that its function passes.
+
+Needs no GPU: Triton brings the assembler. Run with `pip install nanotrain[triton]` and without `TRITON_INTERPRET`.
+"""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanotrain.kernels import triton_kernels, triton_rms_norm, triton_rotary
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("compiles nothing with TRITON_INTERPRET=1", allow_module_level=True)
+triton = pytest.importorskip("triton")
+
+
+class Card:
+    """What a launch asks a driver before it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self):
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path, request) -> set[str]:
+    """The names of the kernels that a card was given; none of them runs."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    run, names = JITFunction.run, set()
+
+    def compile_only(kernel, *args, grid, **options):
+        options["warmup"] = True
+        binary = run(kernel, *args, grid=grid, **options)
+        assert len(binary.asm["cubin"]) > 0
+        names.add(kernel.fn.__name__)
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(driver, "_active", Card(request.param))
+    return names
+
+
+def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+@pytest.mark.filterwarnings("ignore")  # of Triton, about its own defaults
+@pytest.mark.parametrize("compiled", [80, 90], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_kernel_compiles(compiled: set[str], dtype: torch.dtype) -> None:
+    x, weight = drawn(3, 4, 2048, dtype=dtype), drawn(2048, dtype=dtype)
+    for residual in (None, x):
+        _, total, scale = triton_rms_norm.forward(x, residual, weight=weight, eps=1e-5, is_offset=True)
+        rows = triton_rms_norm.Rows(total, weight, scale, is_offset=True)
+        triton_rms_norm.backward(rows, x, grad_total=residual)
+    angles = drawn(3, 1, 32, dtype=dtype)
+    triton_rotary.rotate(drawn(2, 3, 4, 80, dtype=dtype), cos=angles, sin=angles, sign=-1)
+    triton_kernels.swiglu_forward(x, x)
+    triton_kernels.swiglu_backward(x, gate=x, up=x)
+    logits, column = drawn(5, 1000, dtype=dtype), torch.zeros(5, 1, dtype=torch.int64)
+    lse = triton_kernels.row_logsumexp(logits)
+    triton_kernels.softmax_gradient_(logits, logsumexp=lse, column=column, is_local=torch.ones(5, 1))
+    assert compiled == {
+        kernel
+        for module in (triton_kernels, triton_rms_norm, triton_rotary)
+        for kernel, value in vars(module).items()
+        if isinstance(value, triton.JITFunction)
+    }
