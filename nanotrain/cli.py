@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 
 from nanotrain.cli_checkpoint import CHECKPOINT_COMMANDS
@@ -35,6 +34,7 @@ from nanotrain.config.flags import parse
 from nanotrain.config.load import load_line, reply, to_yaml
 from nanotrain.config.schema import check_choice
 from nanotrain.errors import EXIT_CODE, ConfigError, NanotrainError, report
+from nanotrain.start_up import end_without_collection
 
 CONFIG_FLAGS = "any configuration flag may follow, for example --tensor-model-parallel-size 2"
 
@@ -264,6 +264,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         if list(arguments) == ["--version"]:
+            from importlib.metadata import version
+
             print(f"nanotrain {version('nanotrain')}")
             return 0
         return run_command("nanotrain", arguments, commands=COMMANDS)
@@ -272,6 +274,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except NanotrainError as error:
         return report(error, quiet=os.environ.get("RANK", "0") != "0")
+    finally:
+        if argv is None:  # this process is the command's
+            end_without_collection()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
 from nanotrain.config.validate import check_layout, validate_for_world
 from nanotrain.errors import ConfigError, TopologyError
+from nanotrain.start_up import importing_torch
 
 # Settings that a command line may have; all others are the model's.
 KEPT = frozenset(
@@ -54,10 +55,11 @@ def _parser() -> CommandParser:
 
 def _run(args: Namespace, loaded: Loaded, *, environment: Mapping[str, str]) -> int:
     """Generate on all ranks; the first prints."""
-    from nanotrain.comm.parallel_context import Launch, ParallelContext
-    from nanotrain.inference.checkpoint import load_model, open_model
-    from nanotrain.inference.generate import Sampling
-    from nanotrain.topology.topology import Topology
+    with importing_torch():
+        from nanotrain.comm.parallel_context import Launch, ParallelContext
+        from nanotrain.inference.checkpoint import load_model, open_model
+        from nanotrain.inference.generate import Sampling
+        from nanotrain.topology.topology import Topology
 
     launch, checkpoint = Launch.of(environment), open_model(args.path, ema=args.ema)
     config = generation_config(checkpoint.config, loaded, world_size=launch.world_size)

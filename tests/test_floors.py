@@ -27,7 +27,7 @@ FLOORS = {
     **dict.fromkeys(["comm", "data"], 4),
     **dict.fromkeys(["topology", "runs"], 3),
     "config": 2,
-    **dict.fromkeys(["errors", "log", "untrusted"], 1),
+    **dict.fromkeys(["errors", "log", "start_up", "untrusted"], 1),
 }
 # names that only some files may use
 RESERVED = {
@@ -46,6 +46,7 @@ NO_TORCH = (
     "nanotrain/cli_parser.py",
     "nanotrain/cli_sweep.py",
     "nanotrain/errors.py",
+    "nanotrain/start_up.py",
     "nanotrain/log.py",
     "nanotrain/config/",
 )

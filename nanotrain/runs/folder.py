@@ -113,7 +113,10 @@ def _version(package: str) -> str | None:
 
 def _git_revision() -> str | None:
     """The git revision of the source tree; None for an installed package."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    tree = Path(__file__).parents[2]
+    if not (tree / ".git").exists():  # another project's tree may hold the installed package
+        return None
+    command = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -30,6 +30,7 @@ from nanotrain.config.validate import validate_for_world
 from nanotrain.errors import EnvironmentFault, ErrorCollector, NanotrainError, ReportedFault, report
 from nanotrain.runs.folder import RunFolder
 from nanotrain.runs.lock import lock_run
+from nanotrain.start_up import end_without_collection, importing_torch
 from nanotrain.train.watch.launcher import end_with_launcher
 
 if TYPE_CHECKING:
@@ -107,17 +108,19 @@ def train(loaded: Loaded, world_size: int) -> None:
         loaded: configuration and its origins.
         world_size: ranks of the run.
     """
-    from nanotrain.comm.device import compute_capability, memory_per_rank, pick_device
-    from nanotrain.comm.parallel_context import Launch
-    from nanotrain.log import get_logger, start_logging
-    from nanotrain.memory.offload import require_gpu
-    from nanotrain.optim import offload
-    from nanotrain.parallel.cp.backends import AttentionChoice, AttentionDevice
-    from nanotrain.train.fp8 import require_fp8
-    from nanotrain.train.hooks.prometheus import require_client
-    from nanotrain.train.plans.memory_plan import require_memory
-    from nanotrain.train.plans.plan import check_names
-    from nanotrain.train.start.inputs import require_corpus
+    with importing_torch():
+        import nanotrain.train.start.launch  # noqa: F401  for `_train_in_folder`
+        from nanotrain.comm.device import compute_capability, memory_per_rank, pick_device
+        from nanotrain.comm.parallel_context import Launch
+        from nanotrain.log import get_logger, start_logging
+        from nanotrain.memory.offload import require_gpu
+        from nanotrain.optim import offload
+        from nanotrain.parallel.cp.backends import AttentionChoice, AttentionDevice
+        from nanotrain.train.fp8 import require_fp8
+        from nanotrain.train.hooks.prometheus import require_client
+        from nanotrain.train.plans.memory_plan import require_memory
+        from nanotrain.train.plans.plan import check_names
+        from nanotrain.train.start.inputs import require_corpus
 
     launch, config = Launch.of(os.environ), loaded.config
     is_first = launch.rank == 0
@@ -195,6 +198,7 @@ def _end(run: Callable[[], int]) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    end_without_collection()
     sys.exit(code)
 
 

@@ -113,7 +113,8 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
 
 def _transform_blocks(stages: Iterable[Stage], config: Config, *, device_type: str) -> None:
     """Recomputation, offload and compilation; the saved tensors of multi-token prediction stay on the device."""
-    log.info("torch.compile: %s", describe_compile(config, device_type))
+    if device_type == "cuda" or config.train.torch_compile is not None:
+        log.info("torch.compile: %s", describe_compile(config, device_type))
     resolved = with_compile(config, device_type)
     for stage in stages:
         transform = partial(transform_blocks, config=resolved, recompute=stage.parallel.recompute)

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from nanotrain.config.compose import compose_files, config_dir, merge_settings
 from nanotrain.config.flags import parse
@@ -103,3 +105,12 @@ def test_the_folder_of_recipes_can_be_moved(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOTRAIN_CONFIG_DIR", str(tmp_path / "empty"))
     with pytest.raises(ConfigError, match="unset NANOTRAIN_CONFIG_DIR"):
         load_config([])
+
+
+@pytest.mark.parametrize("words", [["+config=tiny_moe"], ["+config=llama7b", "parallel=zero2"], []], ids=" ".join)
+def test_files_are_merged_as_hydra_merges_them(words):
+    line = parse(words)
+    overrides = [f"{group}={name}" for group, name in line.choices.items()]
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        composed = OmegaConf.to_container(compose("train", overrides))
+    assert compose_files(line).values == composed

@@ -101,7 +101,7 @@ def require_same_start(plan: Plan, inputs: RunInputs, *, context: ParallelContex
         EnvironmentFault: ranks differ; on every rank.
     """
     checkpoint = inputs.checkpoint.name if inputs.checkpoint else "no checkpoint"
-    start = checkpoint if inputs.reads_checkpoint else None, zlib.crc32(to_yaml(plan.config).encode())
+    start = checkpoint if inputs.reads_checkpoint else None, zlib.crc32(repr(plan.config).encode())
 
     def merge(gathered: list[tuple[str | None, int, Path | None]]) -> Path | None:
         """On the first rank: its checkpoint, if all start alike."""

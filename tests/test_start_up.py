@@ -1,0 +1,53 @@
+"""What a process imports: nothing that its command does not need, and without garbage collection."""
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from nanotrain.start_up import importing_torch
+
+# of torch, of Hugging Face, of pictures and reports, and of what hooks need only where they are asked for
+NEVER = ("torch._dynamo", "torch._inductor", "transformers", "datasets", "matplotlib", "pandas", "scipy", "pyarrow")
+NEVER += ("wandb", "tensorboard", "torch.utils.tensorboard", "prometheus_client", "submitit", "lm_eval", "IPython")
+# before the first step; torch imports sympy for the first backward pass, and plotly draws the report at the end
+BUILT = (*NEVER, "sympy", "torch.fx.experimental.symbolic_shapes", "plotly")
+CODE = """
+import gc, sys
+from types import SimpleNamespace
+from nanotrain.config.load import load, load_config
+from nanotrain.train.__main__ import main
+line, never, built = {line!r}, {never!r}, {built!r}
+
+def imported(names):
+    return [name for name in names if name in sys.modules]
+
+load(["--vocab-size=256"], to_train=False)
+assert not imported(["hydra"]), "no file is chosen, so there is nothing to compose"
+assert main([*line, "--train-iters=0"]) == 0 and not imported(built), f"to build a run: {{imported(built)}}"
+assert gc.isenabled() and gc.get_freeze_count() > 100_000
+from nanotrain.inference.checkpoint import load_stage
+load_stage(SimpleNamespace(config=load_config(line), read_params=lambda wanted: None))
+from nanotrain.inference.generate import generate
+assert not imported(built), f"to load a model: {{imported(built)}}"
+assert main([*line, "--train-iters=1"]) == 0 and not imported(never), f"to train: {{imported(never)}}"
+"""
+
+
+def test_a_run_and_a_generation_import_only_what_they_need(tmp_path: Path) -> None:
+    line = ["+config=tiny", "--mock-data", "--vocab-size=256", "--num-layers=1", "--global-batch-size=2"]
+    line += ["--eval-interval=0", "--generate-tokens=0", "--no-report", f"--run-dir={tmp_path}"]
+    code = CODE.format(line=line, never=NEVER, built=BUILT)
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_collection_is_as_before_where_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch", ModuleType("torch")))
+    frozen = gc.get_freeze_count()
+    with importing_torch():
+        assert gc.isenabled()
+    assert gc.isenabled() and gc.get_freeze_count() == frozen
