@@ -7,6 +7,7 @@ At most a few chunks of `plan.CHUNK_BYTES` are in memory, whatever the size of t
 """
 
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -79,7 +80,7 @@ def write_checkpoint(
     """
     if os.path.lexists(output):
         raise CheckpointError(f"{output} exists", why="nothing is overwritten", fix="name another folder")
-    temporary = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    temporary = output.with_name(f".{output.name}.partial-{secrets.token_hex(4)}")  # machines have equal process ids
     tensors = {
         TensorBox.full(name, shape): torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta")
         for name, (shape, dtype) in shapes.items()
