@@ -28,14 +28,14 @@ class RankProcess:
     host: str
     pid: int
     started: int  # start time in ticks since boot; 0 if unknown
-    machine: str  # equal for processes that can share memory
+    machine: str  # equal for processes that can share memory and see each other by their process ids
 
     @classmethod
     def current(cls, rank: int) -> "RankProcess":
         """This process."""
         boot = _read(Path("/proc/sys/kernel/random/boot_id"))
         pid = os.getpid()
-        return cls(rank, platform.node(), pid, start_time(pid), f"{platform.node()} {boot}")
+        return cls(rank, platform.node(), pid, start_time(pid), f"{platform.node()} {boot} {_pid_namespace()}")
 
 
 def share_heartbeats(heartbeat: Heartbeat, control: Group) -> tuple[list[RankProcess], dict[int, memoryview]]:
@@ -107,6 +107,14 @@ def _map(path: str | None, ranks: Sequence[int]) -> dict[int, memoryview]:
     except (OSError, ValueError):
         return {}
     return {rank: memory[index * NUM_FIELDS : (index + 1) * NUM_FIELDS] for index, rank in enumerate(ranks)}
+
+
+def _pid_namespace() -> str:
+    """What differs between containers of one machine, where a process id of one is free or another's in the next."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def _stat(pid: int) -> list[str]:

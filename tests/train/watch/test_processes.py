@@ -36,6 +36,13 @@ def test_without_shared_memory_a_rank_knows_itself_only(ctx):
     assert len(found) == 2 and set(records) == {ctx.rank}
 
 
+def test_containers_of_one_machine_do_not_look_for_each_other_s_process_ids(monkeypatch):
+    here = RankProcess.current(0)
+    assert RankProcess.current(0).machine == here.machine
+    monkeypatch.setattr(processes, "_pid_namespace", lambda: "pid:[4026532000]")
+    assert RankProcess.current(0).machine != here.machine
+
+
 def test_states_of_a_process_until_its_end():
     child = subprocess.Popen(["sleep", "60"])
     process = RankProcess(0, "host", child.pid, start_time(child.pid), "machine")
