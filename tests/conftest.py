@@ -12,10 +12,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# Machines are shared, so no example has a time limit.
-settings.register_profile("nanotrain", deadline=None)
+# Machines are shared, so neither an example nor their generation has a time limit. The examples are the same in every
+# run: one that fails is found when the code changes, not some days later. `--hypothesis-profile search` draws others.
+PROFILE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("nanotrain", PROFILE, derandomize=True)
+settings.register_profile("search", PROFILE, max_examples=1000)
 settings.load_profile("nanotrain")
 
 

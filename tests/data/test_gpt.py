@@ -16,7 +16,9 @@ def _samples(prefix: object, *, start: int = 0, stop: int | None = None, **optio
     return GPTDataset(corpus, start, corpus.num_tokens if stop is None else stop, GPTDatasetConfig(**options))  # type: ignore[arg-type]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=60, deadline=None
+)
 @given(lengths=st.lists(st.integers(0, 12), min_size=2, max_size=12).filter(lambda x: sum(x) > 8), data=st.data())
 def test_windows_are_slices_of_the_stream(write_corpus: WriteCorpus, lengths: list[int], data: st.DataObject) -> None:
     seq_length = data.draw(st.integers(1, 7))
