@@ -22,6 +22,7 @@ from nanotrain.comm import flight_recorder
 from nanotrain.comm.device import pick_device, process_group_device
 from nanotrain.comm.group import Group
 from nanotrain.comm.heartbeat import Heartbeat
+from nanotrain.comm.host_memory import keep_freed_memory
 from nanotrain.comm.process_groups import create_control, create_groups, join_world
 from nanotrain.comm.scratch import Scratch
 from nanotrain.comm.traffic import TrafficCounter
@@ -125,6 +126,8 @@ class ParallelContext:
                 fix=f"launch {topology.world_size} ranks, or plan the topology for {launch.world_size}",
             )
         chosen = pick_device(device, launch.local_rank)
+        if chosen.type == "cpu":
+            keep_freed_memory()
         if not launch.is_distributed:
             yield cls(topology, 0, device=chosen)._with_groups(timeout_s)
             return
