@@ -41,6 +41,7 @@ def test_a_report_of_two_runs_is_drawn(tmp_path: Path) -> None:
 
     charts = re.findall(r'class="chart[^"]*" id="(chart-\d+)"', done.stdout)
     assert re.search(rf'<body[^>]* data-drawn="{len(charts)}"', done.stdout) and len(charts) >= 8
+    assert re.search(r'<body[^>]* data-opened="\d+"', done.stdout), "the time until the first chart"
     assert done.stdout.count('class="main-svg"') >= len(charts)
     assert "data-error" not in done.stdout.partition("<h1>")[0]
     assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
@@ -53,6 +54,7 @@ def test_the_page_counts_what_it_has_drawn(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     write_report([RunHistory.read(write_run(tmp_path / "a"))], page)
     text = page.read_text()
+    assert 'addEventListener("beforeprint"' in text, "a page is printed with all its charts"
     assert "document.body.dataset.drawn = " in text and "document.body.dataset.error = " in text
     figures = re.search(r'<script id="figures"[^>]*>(.*?)</script>', text)
     assert figures is not None
