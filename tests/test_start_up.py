@@ -15,6 +15,7 @@ NEVER = ("torch._dynamo", "torch._inductor", "transformers", "datasets", "matplo
 NEVER += ("wandb", "tensorboard", "torch.utils.tensorboard", "prometheus_client", "submitit", "lm_eval", "IPython")
 # before the first step; torch imports sympy for the first backward pass, and plotly draws the report at the end
 BUILT = (*NEVER, "sympy", "torch.fx.experimental.symbolic_shapes", "plotly")
+BUILT += ("nanotrain.hf.families", "nanotrain.hf.import_weights", "nanotrain.report.page", "nanotrain.report.history")
 CODE = """
 import gc, sys
 from types import SimpleNamespace

@@ -22,9 +22,6 @@ from nanotrain.data.build import tokenizer_of, uses_quickstart
 from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.tokenizer import Tokenizer, load_tokenizer
 from nanotrain.errors import CheckpointError, DataError
-from nanotrain.hf.export import export_weights
-from nanotrain.hf.families import model_from_hf
-from nanotrain.hf.import_weights import import_weights
 from nanotrain.inference.generate import Generation, Sampling
 from nanotrain.inference.text import encode_prompts, stream_texts
 from nanotrain.model.parallel import ModelParallel
@@ -66,6 +63,8 @@ class OpenedCheckpoint:
             NanotrainError: a tensor that is missing or damaged.
         """
         if self.manifest is None:
+            from nanotrain.hf.import_weights import import_weights
+
             named = {replace(box, name=box.name.removeprefix("router/")): target for box, target in wanted.items()}
             import_weights(self.path, self.config.model, wanted=named)
             return
@@ -101,6 +100,8 @@ def open_model(path: Path, *, ema: bool = False) -> OpenedCheckpoint:
     if ema:
         why = "a Hugging Face folder holds one set of weights"
         raise CheckpointError(f"{path} has no moving average of the weights", why=why, fix="leave out --ema")
+    from nanotrain.hf.families import model_from_hf  # a checkpoint needs no families of Hugging Face
+
     model_config = model_from_hf(path)
     tokenizer = str(path) if (path / "tokenizer.json").is_file() else None
     seq_length = min(model_config.max_position_embeddings, HUGGING_FACE_SEQ_LENGTH)
@@ -286,6 +287,8 @@ def export_checkpoint(
         tokenizer: a tokenizer.json or a folder to copy beside the weights; None for the run's, if it is local.
         ema: write the moving average of the weights (`--ema-decay`).
     """
+    from nanotrain.hf.export import export_weights
+
     checkpoint = open_checkpoint(path, ema=ema)
     model_config = checkpoint.config.model
     names = [checkpoint.prefix + spec.name for spec in declare_model(ModelShape.of(model_config))]

@@ -22,7 +22,6 @@ from nanotrain.data.batch import Batch
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.data.sources import source_names
 from nanotrain.data.staged import StagedDataset
-from nanotrain.hf.import_weights import import_weights
 from nanotrain.log import get_logger
 from nanotrain.memory.block_transforms import WITHOUT_OFFLOAD, transform_blocks
 from nanotrain.model.init import initialize
@@ -208,6 +207,8 @@ def _init_weights(config: Config, stages: Mapping[int, BuiltStage]) -> None:
         if folder is None:
             initialize(module, params, seed=config.train.seed)
             return
+        from nanotrain.hf.import_weights import import_weights
+
         named = dict(module.named_parameters())
         wanted = {
             TensorBox(local.spec.name, local.spec.shape, local.box): named[local.spec.name].data for local in params
@@ -218,6 +219,8 @@ def _init_weights(config: Config, stages: Mapping[int, BuiltStage]) -> None:
         for dp in stage.data_parallel:
             dp.fill_params(partial(fill, stage.module))
     if folder is not None:
+        from nanotrain.hf.import_weights import import_weights
+
         biases = router_biases({index: stage.module for index, stage in stages.items()})
         wanted = {replace(box, name=box.name.removeprefix("router/")): bias for box, bias in biases.items()}
         import_weights(Path(folder), config.model, wanted=wanted)

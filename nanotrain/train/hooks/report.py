@@ -2,8 +2,6 @@
 
 from nanotrain.errors import NanotrainError
 from nanotrain.log import get_logger
-from nanotrain.report.history import RunHistory
-from nanotrain.report.page import write_report
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics.step_report import StepReport
 from nanotrain.train.run import Run
@@ -26,6 +24,9 @@ class ReportHook(Hook):
 def _write(run: Run) -> None:
     if not run.context.control.is_first:
         return
+    from nanotrain.report.history import RunHistory  # the start of a run does without what is needed at its end
+    from nanotrain.report.page import write_report
+
     try:
         write_report([RunHistory.read(run.folder.path)], run.folder.report)
     except (NanotrainError, OSError) as error:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.device import peak_memory
 from nanotrain.data.tokenizer import load_tokenizer
-from nanotrain.inference.generate import Sampling, generate
 from nanotrain.log import get_logger
 from nanotrain.runs.files import open_append
 from nanotrain.train.hooks.hook import Hook
@@ -93,6 +92,8 @@ def sample(run: Run, tokenizer_name: str) -> str:
     tokenizer, train = load_tokenizer(tokenizer_name), run.config.train
     new_document = [tokenizer.eod] if tokenizer.eod is not None else tokenizer.encode("\n")
     prompt = tokenizer.encode(train.generate_prompt) or new_document
+    from nanotrain.inference.generate import Sampling, generate  # the start of a run does without it
+
     sampling = Sampling(temperature=TEMPERATURE, top_k=TOP_K, seed=train.seed, stop=tokenizer.eod)
     tokens = generate(run.stages[0], prompt, num_tokens=train.generate_tokens, sampling=sampling)
     return train.generate_prompt + tokenizer.decode([token for token in tokens if token != tokenizer.eod])

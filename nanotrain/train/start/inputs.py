@@ -22,7 +22,6 @@ from nanotrain.data.data_path import parse_data_path
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.errors import ConfigError
-from nanotrain.hf.families import check_against, model_from_hf
 from nanotrain.prepare.cache import user_cache
 from nanotrain.prepare.quickstart import prepare_quickstart
 from nanotrain.runs.folder import RunFolder
@@ -96,6 +95,8 @@ def with_pretrained_model(config: Config, explicit: frozenset[str]) -> Config:
         config: `checkpoint.pretrained_checkpoint` is set.
         explicit: keys set on the command line, which must agree with config.json.
     """
+    from nanotrain.hf.families import check_against, model_from_hf
+
     assert config.checkpoint.pretrained_checkpoint, "callers check it"
     described = model_from_hf(Path(config.checkpoint.pretrained_checkpoint))
     fields = frozenset(key.removeprefix("model.") for key in explicit if key.startswith("model."))
