@@ -2,10 +2,11 @@
 
 import json
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from nanotrain.cli_launch import launch_command, take_options
 from nanotrain.cli_parser import CommandParser, count
 from nanotrain.config.config import Config, DataConfig, TrainConfig
 from nanotrain.config.derive import data_parallel_size
@@ -28,19 +29,33 @@ OF_TRAINING = frozenset(
 MICROBATCHES_PER_STAGE = 2  # of a global batch and data-parallel rank, so that a pipeline is filled
 
 
-def evaluate(argv: Sequence[str], *, environment: Mapping[str, str]) -> int:
+def evaluate(argv: Sequence[str], *, environment: MutableMapping[str, str]) -> int:
     """Compute loss, perplexity and bits per byte of a model on a corpus, or run tasks of lm-eval."""
+    options, argv = take_options(argv)
     args, rest = _parser().parse_known_args(argv)
     if args.tasks is not None:
+        if options:
+            raise ConfigError(f"{options[0]} with --tasks", why="tasks run on one process", fix="leave it out")
         return _run_tasks(args, load_line(parse(rest), to_train=False))
     if args.num_fewshot is not None or args.include_path is not None:
         flag = "--include-path" if args.num_fewshot is None else "--num-fewshot"
         raise ConfigError(f"{flag} has no effect on --data", why="it belongs to --tasks", fix="leave it out")
-    return _run_corpus(args, load_line(parse(rest), to_train=False), environment=environment)
+    loaded = load_line(parse(rest), to_train=False)
+    if not options:
+        return _run_corpus(args, loaded, environment=environment)
+    from nanotrain.inference.checkpoint import open_model
+
+    trained = open_model(args.path, ema=args.ema).config
+    return launch_command(
+        ["evaluate", *argv],
+        options=options,
+        environment=environment,
+        check=lambda n: _check_world(trained, loaded, world_size=n),
+    )
 
 
 def _parser() -> CommandParser:
-    epilog = "the flags of the layout, --seq-length, --micro-batch-size, --bf16 and --device may follow"
+    epilog = "the flags of the layout, --seq-length, --micro-batch-size, --bf16, --device, --nproc-per-node may follow"
     parser = CommandParser("evaluate", evaluate, epilog=epilog)
     parser.add_argument("path", type=Path, help="run folder, step folder, or Hugging Face folder")
     data_help = "prefix of token files (.bin/.idx), or text: a .txt or .jsonl file or a folder of them"
@@ -91,7 +106,7 @@ def _run_tasks(args: Namespace, loaded: Loaded) -> int:
     return 0
 
 
-def _run_corpus(args: Namespace, loaded: Loaded, *, environment: Mapping[str, str]) -> int:
+def _run_corpus(args: Namespace, loaded: Loaded, *, environment: MutableMapping[str, str]) -> int:
     """Evaluate on a corpus, on all ranks."""
     from nanotrain.comm.parallel_context import Launch, ParallelContext
     from nanotrain.data.tokenizer import load_tokenizer
@@ -100,9 +115,7 @@ def _run_corpus(args: Namespace, loaded: Loaded, *, environment: Mapping[str, st
     from nanotrain.train.plans.plan import plan_run
 
     launch, model = Launch.of(environment), open_model(args.path, ema=args.ema)
-    config = evaluation_config(model.config, loaded, world_size=launch.world_size)
-    check_layout(config)
-    validate_for_world(config, launch.world_size, expected_dp=loaded.data_parallel_size)
+    config = _check_world(model.config, loaded, world_size=launch.world_size)
     name = args.tokenizer or tokenizer_name(model)
     tokenizer = None if name is None else load_tokenizer(name)
     plan = plan_run(config, launch.world_size, rank=launch.rank)
@@ -114,6 +127,14 @@ def _run_corpus(args: Namespace, loaded: Loaded, *, environment: Mapping[str, st
     if launch.rank == 0:
         print(result.to_json() if args.json else result.text())
     return 0
+
+
+def _check_world(trained: Config, loaded: Loaded, *, world_size: int) -> Config:
+    """The configuration of an evaluation on a number of ranks, after a check that they can form its layout."""
+    config = evaluation_config(trained, loaded, world_size=world_size)
+    check_layout(config)
+    validate_for_world(config, world_size, expected_dp=loaded.data_parallel_size)
+    return config
 
 
 def evaluation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Config:

@@ -2,11 +2,12 @@
 
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
 
+from nanotrain.cli_launch import launch_command, take_options
 from nanotrain.cli_parser import CommandParser, count, not_negative, probability, seed
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.flags import parse
@@ -23,14 +24,26 @@ KEPT = frozenset(
 )
 
 
-def generate(argv: Sequence[str], *, environment: Mapping[str, str]) -> int:
+def generate(argv: Sequence[str], *, environment: MutableMapping[str, str]) -> int:
     """Continue texts with the model of a checkpoint or Hugging Face folder."""
+    options, argv = take_options(argv)
     args, rest = _parser().parse_known_args(argv)
-    return _run(args, load_line(parse(rest), to_train=False), environment=environment)
+    loaded = load_line(parse(rest), to_train=False)
+    if not options:
+        return _run(args, loaded, environment=environment)
+    from nanotrain.inference.checkpoint import open_model
+
+    trained = open_model(args.path, ema=args.ema).config
+    return launch_command(
+        ["generate", *argv],
+        options=options,
+        environment=environment,
+        check=lambda world_size: generation_config(trained, loaded, world_size=world_size),
+    )
 
 
 def _parser() -> CommandParser:
-    epilog = "the sizes of tensor and expert parallelism, --bf16 and --device may follow"
+    epilog = "the sizes of tensor and expert parallelism, --bf16, --device and, for shards, --nproc-per-node may follow"
     parser = CommandParser("generate", generate, epilog=epilog)
     parser.add_argument("path", type=Path, help="run folder, step folder, or Hugging Face folder")
     prompt_help = "the text to continue (default: none); several are sampled together and printed one after the other"
@@ -53,7 +66,7 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _run(args: Namespace, loaded: Loaded, *, environment: Mapping[str, str]) -> int:
+def _run(args: Namespace, loaded: Loaded, *, environment: MutableMapping[str, str]) -> int:
     """Generate on all ranks; the first prints."""
     with importing_torch():
         from nanotrain.comm.parallel_context import Launch, ParallelContext
@@ -128,7 +141,7 @@ def generation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
         raise TopologyError(
             f"generation on {what} with tp={tp} and ep={parallel.expert_model_parallel_size}",
             why=f"the shards of one model are on {ranks} rank{'s' * (ranks > 1)}, and there is one replica",
-            fix=f"start {ranks} (torchrun --nproc-per-node {ranks} -m nanotrain generate ...)"
+            fix=f"start {ranks} (nanotrain generate --nproc-per-node {ranks} ...)"
             + (f" or set --tensor-model-parallel-size {world_size}" if world_size > 1 else " or leave the sizes out"),
         )
     validate_for_world(config, world_size, expected_dp=loaded.data_parallel_size)

@@ -1,4 +1,4 @@
-"""`nanotrain train --nproc-per-node N ...`: torchrun's options among the training arguments.
+"""`nanotrain train --nproc-per-node N ...`: torchrun's options among the arguments; also of evaluate and generate.
 
     argv -> torchrun's options, training arguments       split_arguments, without torch
          -> mistakes, --help, --cfg job                   answered once, before any rank starts
@@ -7,11 +7,13 @@
 Without one of torchrun's options, `nanotrain train` trains in this process.
 """
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
+from functools import partial
 
 from nanotrain.config.flags import begins_argument, known_flags, parse
 from nanotrain.config.load import load_line, reply
 from nanotrain.config.suggest import by_spelling
+from nanotrain.config.validate import validate_for_world
 from nanotrain.errors import ConfigError
 
 # torchrun's options that are taken over, each with a value but for those in SWITCHES. `--log-dir` and `--tee` are how
@@ -47,6 +49,20 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
         ConfigError: an option without its value, or a misspelled one.
     """
+    options, rest = take_options(argv)
+    for argument in rest:
+        if (meant := misspelled_option(argument)) is not None:
+            what, why = f"unknown flag {argument.partition('=')[0]}", "neither training nor torchrun has such a flag"
+            raise ConfigError(what, why=why, fix=f"did you mean {meant}?")
+    return options, rest
+
+
+def take_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Torchrun's options, in its spelling with hyphens, and all other arguments as they are.
+
+    Raises:
+        ConfigError: an option without its value.
+    """
     options: list[str] = []
     rest: list[str] = []
     arguments = iter(argv)
@@ -60,9 +76,6 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             if not following or (not has_value and begins_argument(following)):
                 raise ConfigError(f"{argument} has no value", why="torchrun's option takes one", fix=f"{name} VALUE")
             options.append(f"{name}={following}")
-        elif (meant := misspelled_option(argument)) is not None:
-            what, why = f"unknown flag {argument.partition('=')[0]}", "neither training nor torchrun has such a flag"
-            raise ConfigError(what, why=why, fix=f"did you mean {meant}?")
         else:
             rest.append(argument)
     return options, rest
@@ -95,12 +108,7 @@ def launch(options: Sequence[str], arguments: Sequence[str], *, environment: Mut
     Raises:
         NanotrainError: a mistake in the options or the arguments, or machines that do not meet.
     """
-    if "TORCHELASTIC_RUN_ID" in environment:
-        raise ConfigError(
-            f"{options[0]} inside torchrun",
-            why="this process is a rank that torchrun started, and every rank would start ranks of its own",
-            fix="leave it out, or start `nanotrain train` without torchrun",
-        )
+    _refuse_inside_torchrun("train", options=options, environment=environment)
     line = parse(arguments)
     text = reply(line)
     if text is not None:
@@ -109,4 +117,38 @@ def launch(options: Sequence[str], arguments: Sequence[str], *, environment: Mut
     loaded = load_line(line)
     from nanotrain.train.start.start_ranks import start_ranks
 
-    return start_ranks(loaded, arguments, options=options, environment=environment)
+    check = partial(validate_for_world, loaded.config, expected_dp=loaded.data_parallel_size)
+    return start_ranks(["nanotrain.train", *arguments], options=options, environment=environment, check=check)
+
+
+def launch_command(
+    command: Sequence[str],
+    *,
+    options: Sequence[str],
+    environment: MutableMapping[str, str],
+    check: Callable[[int], object],
+) -> int:
+    """Run another command of nanotrain on one process per rank.
+
+    Args:
+        command: its name and its arguments.
+        options: torchrun's, from `take_options`.
+        environment: of this process, as for `launch`.
+        check: raises for a number of ranks that the command cannot run on.
+
+    Returns:
+        The exit code, as of `launch`.
+    """
+    _refuse_inside_torchrun(command[0], options=options, environment=environment)
+    from nanotrain.train.start.start_ranks import start_ranks
+
+    return start_ranks(["nanotrain", *command], options=options, environment=environment, check=check)
+
+
+def _refuse_inside_torchrun(name: str, *, options: Sequence[str], environment: MutableMapping[str, str]) -> None:
+    if "TORCHELASTIC_RUN_ID" in environment:
+        raise ConfigError(
+            f"{options[0]} inside torchrun",
+            why="this process is a rank that torchrun started, and every rank would start ranks of its own",
+            fix=f"leave it out, or start `nanotrain {name}` without torchrun",
+        )

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -26,6 +27,7 @@ from nanotrain.config.config import Config
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
 from nanotrain.config.schema import nest, to_dict
+from nanotrain.config.validate import validate_for_world
 from nanotrain.errors import ConfigError, NanotrainError
 
 MAX_TRIALS = 1000
@@ -151,7 +153,8 @@ def check_trials(trials: Sequence[Trial], *, shared: Sequence[str], options: Seq
             if options:
                 from nanotrain.train.start.start_ranks import check_ranks
 
-                check_ranks(loaded, arguments, options=options)
+                check = partial(validate_for_world, loaded.config, expected_dp=loaded.data_parallel_size)
+                check_ranks(["nanotrain.train", *arguments], options=options, check=check)
         except NanotrainError as error:
             raise ConfigError(f"run {trial.name}: {error}") from None
         run_dir = str(loaded.config.train.run_dir)

@@ -1,8 +1,9 @@
 """What `nanotrain generate` takes from its command line, and the texts of its ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from nanotrain.errors import ConfigError, DataError, TopologyError
 from nanotrain.inference.checkpoint import load_checkpoint, load_model, open_model
 from nanotrain.inference.generate import Sampling
 from nanotrain.topology.topology import Topology
+from nanotrain.train.start import start_ranks
 from tests.harness import run_ranks
 from tests.inference.test_checkpoint import EXPERTS, write_run
 
@@ -48,7 +50,7 @@ def test_pipeline_and_context_parallelism_are_refused_with_the_size_to_set() -> 
 def test_ranks_beyond_the_shards_or_too_few_are_refused() -> None:
     with pytest.raises(TopologyError, match=r"on 2 ranks with tp=1(.|\n)*set --tensor-model-parallel-size 2"):
         config_of(world_size=2)
-    with pytest.raises(TopologyError, match=r"on 1 rank with tp=1 and ep=2(.|\n)*torchrun --nproc-per-node 2"):
+    with pytest.raises(TopologyError, match=r"on 1 rank with tp=1 and ep=2(.|\n)*generate --nproc-per-node 2"):
         config_of("--expert-model-parallel-size", "2", model=MOE)
 
 
@@ -105,6 +107,30 @@ def test_the_command_writes_the_text_of_the_checkpoint(folder: Path, capsys: pyt
     assert main([*line, "--temperature", "0"]) == 0
     expected = load_checkpoint(folder / "dense").generate("abc", num_tokens=5, sampling=SAMPLINGS[0])
     assert capsys.readouterr().out == expected + "\n"
+
+
+def test_with_ranks_the_command_is_checked_once_and_started_on_all(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[Any] = []
+
+    def start(program: list[str], *, options: list[str], environment: Any, check: Callable[[int], object]) -> int:
+        check(int(options[0].partition("=")[2]))
+        started.append(program)
+        return 0
+
+    monkeypatch.setattr(start_ranks, "start_ranks", start)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    line = ["generate", "--nproc_per_node", "2", str(folder / "dense"), "--prompt", "a b"]
+    assert main([*line, "--tensor-model-parallel-size", "2"]) == 0
+    assert started == [["nanotrain", "generate", *line[3:], "--tensor-model-parallel-size", "2"]]
+    assert main(line) == 2 and "generation on 2 ranks with tp=1" in capsys.readouterr().err
+    evaluation = ["evaluate", "--nproc-per-node", "2", str(folder / "dense"), "--data", "corpus"]
+    assert main([*evaluation, "--pipeline-model-parallel-size", "2"]) == 0
+    assert started[1] == ["nanotrain", "evaluate", *evaluation[3:], "--pipeline-model-parallel-size", "2"]
+    assert main([*evaluation, "--tensor-model-parallel-size", "3"]) == 2
+    assert "tp=3" in capsys.readouterr().err and len(started) == 2
+    assert main([*evaluation[:4], "--tasks", "x"]) == 2 and "with --tasks" in capsys.readouterr().err
 
 
 def test_only_the_first_rank_prints_and_a_closed_pipe_holds_up_no_rank(

@@ -71,11 +71,11 @@ def test_with_one_the_ranks_get_the_other_arguments(monkeypatch):
     monkeypatch.setattr(
         start_ranks,
         "start_ranks",
-        lambda loaded, arguments, *, options, environment: seen.extend([options, arguments]) or 7,
+        lambda program, *, options, environment, check: seen.extend([options, program]) or check(2) or 7,
     )
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert main(["train", "--nproc-per-node", "2", "+config=tiny", "--lr", "1e-3"]) == 7
-    assert seen == [["--nproc-per-node=2"], ["+config=tiny", "--lr", "1e-3"]]
+    assert seen == [["--nproc-per-node=2"], ["nanotrain.train", "+config=tiny", "--lr", "1e-3"]]
 
 
 def test_mistakes_help_and_text_need_no_rank(monkeypatch, capsys):

@@ -13,9 +13,8 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     "__main__": 14,
     "cli": 13,
-    "cli_sweep": 12,
-    "cli_completion": 12,
-    **dict.fromkeys(["cli_checkpoint", "cli_evaluate", "cli_generate", "cli_launch"], 11),
+    **dict.fromkeys(["cli_sweep", "cli_completion", "cli_evaluate", "cli_generate"], 12),
+    **dict.fromkeys(["cli_checkpoint", "cli_launch"], 11),
     "cli_parser": 3,
     **dict.fromkeys(["planner", "parity"], 11),
     "train": 10,

@@ -2,7 +2,8 @@
 
 E is the embedding, t a transformer layer, m a layer of multi-token prediction, L the head with the loss, `|` begins the
 next stage. `x*3` repeats a letter and `(...)*3` a part; commas and spaces separate only. The syntax is that of
-Megatron-LM. Layers of multi-token prediction are always on the last stage: m may be left out.
+Megatron-LM. Layers of multi-token prediction always run on the last stage, with the head: m may be left out. A stage
+before it that has only m, as Megatron-LM allows, has no layers and passes hidden states on.
 """
 
 import re
@@ -27,14 +28,14 @@ def read_pipeline_layout(text: str) -> tuple[int, ...]:
     """
     stages = _expand(text).split("|")
     joined = "".join(stages)
-    if any("m" in stage for stage in stages[:-1]):
-        why = "layers of multi-token prediction, m, are on the last stage: they need the head"
-        raise ConfigError(f"{FLAG} is {text!r}", why=why, fix="write m right before L, as Ett|tt|ttmL")
+    if sum("m" in stage for stage in stages) > 1:
+        why = "the layers of multi-token prediction, m, are on one stage"
+        raise ConfigError(f"{FLAG} is {text!r}", why=why, fix="write all m right before L, as Ett|tt|ttm*2L")
     if not re.fullmatch(r"Et*m*L", joined) or stages[0][:1] != "E" or stages[-1][-1:] != "L":
         why = "the embedding E is first, the loss L is last, and there are layers t between"
         raise ConfigError(f"{FLAG} is {text!r}", why=why, fix=FIX)
     lengths = tuple(stage.count("t") for stage in stages)
-    if not all(lengths[1:-1]) or sum(lengths) == 0:
+    if not all(stages[1:-1]) or sum(lengths) == 0:
         why = "every stage between the first and the last has layers"
         raise ConfigError(f"{FLAG} is {text!r}", why=why, fix=FIX)
     return lengths
@@ -47,6 +48,15 @@ def count_mtp_layers(text: str) -> int | None:
     (2, None)
     """
     return _expand(text).count("m") or None
+
+
+def moves_mtp_layers(text: str) -> bool:
+    """Whether a layout has layers of multi-token prediction before the last stage, which runs them here.
+
+    >>> moves_mtp_layers("Et|t|m|L"), moves_mtp_layers("Et|t|mL")
+    (True, False)
+    """
+    return "m" in _expand(text).rpartition("|")[0]
 
 
 def write_pipeline_layout(lengths: Sequence[int]) -> str:

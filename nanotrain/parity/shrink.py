@@ -163,7 +163,9 @@ def shrink_layers(num_layers: int, parallel: ParallelConfig) -> Lengths:
     Lengths(num_layers=9, first=3, last=None, layout=None)
     """
     if parallel.pipeline_model_parallel_layout is not None:
-        small = [min(length, 3) for length in read_pipeline_layout(parallel.pipeline_model_parallel_layout)]
+        lengths = read_pipeline_layout(parallel.pipeline_model_parallel_layout)
+        outer = (0, len(lengths) - 1)  # others have none where Megatron-LM would run multi-token prediction
+        small = [min(length, 3) or int(index not in outer) for index, length in enumerate(lengths)]
         return Lengths(sum(small), layout=write_pipeline_layout(small))
     ends = (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers)
     virtual = parallel.num_virtual_stages_per_pipeline_rank  # they share the layers of their rank evenly

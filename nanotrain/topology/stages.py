@@ -74,7 +74,7 @@ def split_layers(
 
 
 def stages_of_lengths(lengths: Sequence[int]) -> tuple[StageSpec, ...]:
-    """Stages with these numbers of layers, in order; a stage without layers has an end of the model.
+    """Stages with these numbers of layers, in order; one without layers has an end of the model or passes on.
 
     >>> [stage.layers for stage in stages_of_lengths((0, 2, 1))]
     [range(0, 0), range(0, 2), range(2, 3)]

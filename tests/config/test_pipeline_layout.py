@@ -21,6 +21,8 @@ def test_what_is_written_reads_back(first: int, between: list[int], last: int) -
         ("Et|t,m*2 L", (1, 1)),
         ("E|t|tL", (0, 1, 1)),
         ("Et*3|(tt|)*29,t|L", (3, *[2] * 29, 1, 0)),
+        ("Et*3|(tt|)*29,m|L", (3, *[2] * 29, 0, 0)),  # the layout of Megatron-LM's example for DeepSeek-V3
+        ("Et|tm|L", (1, 1, 0)),
         ("E t | ((t|)*2 tt|)*2 t L", (1, 1, 1, 2, 1, 1, 2, 1)),
     ],
 )
@@ -36,7 +38,8 @@ def test_the_syntax_of_megatron_is_read(text: str, lengths: tuple[int, ...]) -> 
         ("Ett|ttLt", "the loss L is last"),
         ("EL", "between the first and the last has layers"),
         ("Et||tL", "between the first and the last has layers"),
-        ("Et|tm|L", "multi-token prediction, m, are on the last stage"),
+        ("Et|tm|mL", "multi-token prediction, m, are on one stage"),
+        ("Et|t|m||L", "between the first and the last has layers"),
         ("Et|mtL", "the loss L is last"),
         ("Et|x|L", "'x' is not one of"),
         ("E(t|tL", r"'\(' is not one of"),

@@ -95,6 +95,11 @@ LAYOUT_RULES = (
         lambda v: f"pipeline_model_parallel_layout has {len(v.layout_lengths or ())} stages for {stages_text(v)}",
         "stages are separated by |", "change --pipeline-model-parallel-layout, --pipeline-model-parallel-size or "
         "--num-virtual-stages-per-pipeline-rank"),
+    Rule("pipeline_model_parallel_layout pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank",
+        lambda v: v.ranks_without_layers,
+        lambda v: f"pipeline_model_parallel_layout leaves pipeline rank {v.ranks_without_layers[0]} without layers",
+        "m, the layers of multi-token prediction, run on the stage of L",
+        "write m right before L and give that stage a t, as |t|t|mL instead of |tt|m|L"),
     Rule("pipeline_model_parallel_layout mtp_num_layers",
         lambda v: (v.layout_mtp_layers or v.mtp_num_layers or 0) != (v.mtp_num_layers or 0),
         "pipeline_model_parallel_layout has {layout_mtp_layers} layers of multi-token prediction",

@@ -101,6 +101,14 @@ class Values:
         return None if text is None else count_mtp_layers(text)
 
     @property
+    def ranks_without_layers(self) -> list[int]:
+        """Pipeline ranks between the first and the last to which a layout gives no layers."""
+        lengths = self.layout_lengths
+        if lengths is None or len(lengths) != self.num_stages:
+            return []
+        return [rank for rank in range(1, self.pp - 1) if not any(lengths[rank :: self.pp])]
+
+    @property
     def end_lengths(self) -> list[int]:
         """Layers of the first and of the last pipeline rank, where they are set."""
         ends = (self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers)

@@ -5,6 +5,7 @@ from textwrap import TextWrapper
 from nanotrain.config.batch_schedule import samples_of_steps
 from nanotrain.config.data_stages import read_stages
 from nanotrain.config.derive import data_parallel_size
+from nanotrain.config.pipeline_layout import moves_mtp_layers
 from nanotrain.memory.block_transforms import describe_activations
 from nanotrain.topology.counts import num_active_parameters, num_parameters
 from nanotrain.train.plans.plan import Plan
@@ -92,6 +93,8 @@ def _layout(plan: Plan, device: str) -> str:
     ranks = "1 rank" if topology.world_size == 1 else f"{topology.world_size:,} ranks"
     if topology.size("pp") > 1:
         shown.append(f"schedule {parallel.pipeline_schedule}")
+    if parallel.pipeline_model_parallel_layout and moves_mtp_layers(parallel.pipeline_model_parallel_layout):
+        shown.append("multi-token prediction on the last stage, with the head (m of the layout is before it)")
     return ", ".join([f"{ranks} on {device}", *shown, parallel.data_parallel_sharding_strategy.value])
 
 

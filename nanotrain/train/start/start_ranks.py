@@ -12,7 +12,7 @@ import signal
 import sys
 import uuid
 from argparse import Namespace
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from types import FrameType
 
@@ -25,11 +25,8 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser, parse_min_max_nnodes
 
-from nanotrain.config.load import Loaded
-from nanotrain.config.validate import validate_for_world
 from nanotrain.errors import ConfigError, EnvironmentFault
 
-MODULE = "nanotrain.train"
 STOPS = (signal.SIGTERM, signal.SIGINT)  # passed on to the ranks, which save and end
 SAVE = signal.SIGUSR1  # passed on to the ranks, which save and go on
 TORCH_SIGNALS = "SIGHUP,SIGQUIT"  # torch ends the ranks
@@ -37,15 +34,19 @@ DEFAULT_PORT = 29500  # of --master-port, torchrun's
 
 
 def start_ranks(
-    loaded: Loaded, arguments: Sequence[str], *, options: Sequence[str], environment: MutableMapping[str, str]
+    program: Sequence[str],
+    *,
+    options: Sequence[str],
+    environment: MutableMapping[str, str],
+    check: Callable[[int], object],
 ) -> int:
-    """Train with one process per rank of this machine.
+    """Run a program with one process per rank of this machine.
 
     Args:
-        loaded: the configuration of `arguments`.
-        arguments: the training arguments that every rank gets.
+        program: the module that every rank runs, and its arguments.
         options: torchrun's options.
         environment: of this process; OMP_NUM_THREADS is set in it unless it is there.
+        check: raises for a number of ranks that the program cannot run on.
 
     Returns:
         The exit code.
@@ -53,7 +54,7 @@ def start_ranks(
     Raises:
         NanotrainError: a wrong option, ranks that cannot form the layout, or machines that do not meet.
     """
-    args = check_ranks(loaded, arguments, options=options)
+    args = check_ranks(program, options=options, check=check)
     environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank(local_world_size(args.nproc_per_node))))
     environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] = TORCH_SIGNALS
     with silent_logs(wanted="LOGLEVEL" in environment):
@@ -61,19 +62,19 @@ def start_ranks(
         return run_agent(build_agent(config, str(entrypoint), arguments=entry_arguments))
 
 
-def check_ranks(loaded: Loaded, arguments: Sequence[str], *, options: Sequence[str]) -> Namespace:
-    """Torchrun's options, after a check that the ranks they name can form the layout.
+def check_ranks(program: Sequence[str], *, options: Sequence[str], check: Callable[[int], object]) -> Namespace:
+    """Torchrun's options, after a check that the ranks they name can form the layout; arguments as above.
 
     Raises:
         NanotrainError: a wrong option, or ranks that cannot.
     """
-    args = read_options(options, arguments)
+    args = read_options(options, program)
     num_local = local_world_size(args.nproc_per_node)
     min_nodes, max_nodes = parse_min_max_nnodes(args.nnodes)
     if min_nodes < 1:
         raise ConfigError(f"--nnodes is {args.nnodes}", why="a job has at least one machine", fix="--nnodes 1")
     if min_nodes == max_nodes:  # otherwise the ranks check the number that they find
-        validate_for_world(loaded.config, num_local * max_nodes, expected_dp=loaded.data_parallel_size)
+        check(num_local * max_nodes)
     return args
 
 
@@ -89,7 +90,7 @@ def silent_logs(*, wanted: bool) -> Iterator[None]:
         logging.disable(before)
 
 
-def read_options(options: Sequence[str], arguments: Sequence[str]) -> Namespace:
+def read_options(options: Sequence[str], program: Sequence[str]) -> Namespace:
     """Parse torchrun's options with its own parser.
 
     Raises:
@@ -100,7 +101,7 @@ def read_options(options: Sequence[str], arguments: Sequence[str]) -> Namespace:
     try:
         with redirect_stderr(refused):
             args = get_args_parser().parse_args(
-                [*options, *(f"--log-dir={path}" for path in logs), "--module", MODULE, *arguments]
+                [*options, *(f"--log-dir={path}" for path in logs), "--module", *program]
             )
             parse_min_max_nnodes(args.nnodes)
     except (SystemExit, RuntimeError, ValueError) as error:

@@ -47,6 +47,10 @@ def test_what_divides_breaks_no_rule(keys):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
+        (
+            {"pipeline_model_parallel_size": 3, LAYOUT: "Et*4|m|L", "mtp_num_layers": 1},
+            "leaves pipeline rank 1 without layers",
+        ),
         (PP2 | {LAYOUT: "Ett|tttL"}, "pipeline_model_parallel_layout has 5 of 4 layers"),
         (
             PP2 | {LAYOUT: "Ett|ttm*2L", "mtp_num_layers": 1},

@@ -9,9 +9,10 @@ import pytest
 from nanotrain.config.config import Config, DataConfig, ModelConfig
 from nanotrain.topology.counts import flops_per_token
 from nanotrain.topology.shape import ModelShape
+from nanotrain.train.hooks.log import LogHook
 from nanotrain.train.metrics.step_report import Throughput, UnreadReports
 from nanotrain.train.step import StepResult
-from tests.train.small_run import KnownOutput, report_of, small_run
+from tests.train.small_run import KnownOutput, metrics_of, report_of, small_run, train
 
 FIELDS = [
     *("step", "loss", "grad_norm", "lr", "step_time_s", "tokens_per_second", "mfu", "peak_memory_bytes"),
@@ -22,6 +23,15 @@ FIELDS = [
 def test_a_line_of_metrics_has_these_fields():
     assert list(report_of().to_json()) == FIELDS
     assert list(report_of(valid_loss=3.0).to_json()) == [*FIELDS, "valid_loss"]
+
+
+def test_losses_of_multi_token_prediction_are_in_metrics_jsonl(tmp_path):
+    flags = ("--mtp-num-layers", "2", "--train-iters", "2", "--no-save")
+    with small_run(tmp_path, *flags) as run:
+        train(run, LogHook())
+    rows = metrics_of(tmp_path)
+    assert [len(row["mtp_losses"]) for row in rows] == [2, 2]
+    assert all(4 < loss < 8 for row in rows for loss in row["mtp_losses"]), "near ln 260 at the start"
 
 
 def test_numbers_that_are_not_finite_are_null():

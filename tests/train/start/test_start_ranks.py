@@ -4,20 +4,18 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
-from nanotrain.config.load import load
+from nanotrain.cli_launch import launch
 from nanotrain.errors import ConfigError, EnvironmentFault, TopologyError
 from nanotrain.train.start import start_ranks as launcher
 from nanotrain.train.start.start_ranks import exit_code, local_world_size, passing_signals_on, read_options, run_agent
 from tests.harness import HANG_S
 
-LOADED = load(["+config=tiny"])
 NAMES = ("OMP_NUM_THREADS", "LOGLEVEL", "TORCHELASTIC_SIGNALS_TO_HANDLE")
 
 
@@ -25,7 +23,6 @@ NAMES = ("OMP_NUM_THREADS", "LOGLEVEL", "TORCHELASTIC_SIGNALS_TO_HANDLE")
 def start(tmp_path, monkeypatch):
     """Start two ranks that run a text as Python, with the folder of the test as first argument."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(launcher, "MODULE", "rank_program")
     for name in NAMES:
         monkeypatch.setenv(name, "")  # so that what is set in the test is taken back
         monkeypatch.delenv(name)
@@ -34,7 +31,10 @@ def start(tmp_path, monkeypatch):
         header = "import os, signal, sys, time\nfrom pathlib import Path\nrank = int(os.environ['RANK'])\n"
         (tmp_path / "rank_program.py").write_text(header + program)
         return launcher.start_ranks(
-            LOADED, [str(tmp_path)], options=["--nproc-per-node=2", *options], environment=os.environ
+            ["rank_program", str(tmp_path)],
+            options=["--nproc-per-node=2", *options],
+            environment=os.environ,
+            check=lambda world_size: None,
         )
 
     return start
@@ -104,9 +104,9 @@ def test_ranks_are_started_again(start, tmp_path):
 
 
 def test_ranks_that_cannot_form_the_layout_are_not_started():
-    loaded = load(["+config=tiny", "--tensor-model-parallel-size", "2"])
+    line = ["+config=tiny", "--tensor-model-parallel-size", "2"]
     with pytest.raises(TopologyError, match="3 ranks cannot form tp=2"):
-        launcher.start_ranks(loaded, [], options=["--nproc-per-node=3"], environment={})
+        launch(["--nproc-per-node=3"], line, environment={})
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_ranks_that_cannot_form_the_layout_are_not_started():
 )
 def test_a_wrong_option_is_a_config_error(option, message):
     with pytest.raises(ConfigError, match=message):
-        read_options([option], [])
+        read_options([option], ["nanotrain.train"])
 
 
 @pytest.mark.parametrize("number", ["two", "0", "-1", ""])
@@ -129,10 +129,10 @@ def test_a_wrong_number_of_ranks_is_a_config_error(number):
 
 
 def test_one_machine_takes_a_free_port_and_several_meet_where_they_are_told():
-    one_machine = read_options(["--nproc-per-node=2"], ["--save", "x"])
+    one_machine = read_options(["--nproc-per-node=2"], ["nanotrain.train", "--save", "x"])
     assert (one_machine.rdzv_backend, one_machine.rdzv_endpoint) == ("c10d", "localhost:0")
     assert one_machine.log_dir == os.devnull and one_machine.training_script_args == ["--save", "x"]
-    many = read_options(["--nnodes=2", "--node-rank=1", "--master-addr=host", "--tee=3"], [])
+    many = read_options(["--nnodes=2", "--node-rank=1", "--master-addr=host", "--tee=3"], ["nanotrain"])
     assert (many.rdzv_backend, many.rdzv_endpoint, many.master_addr, many.log_dir) == ("static", "", "host", None)
 
 
@@ -173,7 +173,3 @@ def test_machines_that_do_not_meet_are_a_fault():
 
     with pytest.raises(EnvironmentFault, match="did not meet: RendezvousTimeoutError; give all machines the same"):
         run_agent(stub(run=run))
-
-
-def test_the_program_of_a_rank_is_the_training_module():
-    assert launcher.MODULE == "nanotrain.train" and (Path(launcher.__file__).parents[1] / "__main__.py").exists()
