@@ -3,7 +3,9 @@
 Ranks share the cores of one machine, and spinning OpenMP threads make an oversubscribed test 20 times slower.
 """
 
+import atexit
 import os
+import shutil
 import tempfile
 
 # No test reads or leaves anything in the user's cache; runs of one session share this one.
@@ -14,12 +16,29 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+
 # Machines are shared, so neither an example nor their generation has a time limit. The examples are the same in every
 # run: one that fails is found when the code changes, not some days later. `--hypothesis-profile search` draws others.
 PROFILE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("nanotrain", PROFILE, derandomize=True)
 settings.register_profile("search", PROFILE, max_examples=1000)
 settings.load_profile("nanotrain")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the fork server of the harness in each worker of a whole run, before a test starts one with less in it.
+
+    A process has one: data loaders and local worlds would start it with torch only, and each rank of a later test would
+    import everything else by itself.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ and any("laws" in item.path.parts for item in session.items):
+        from multiprocessing.forkserver import ensure_running
+
+        from tests.harness import forkserver
+
+        forkserver()
+        ensure_running()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -305,6 +305,7 @@ def _send_and_exit(
 ) -> None:
     """Send what `run` returns; it is given what each rank calls when it begins."""
     gc.freeze()  # the trainer collects garbage at its start; a walk over what the server imported takes 0.2 s
+    tempfile.tempdir = world.folder  # what the ranks make is removed with it
     sending = threading.Lock()
     with world.stack_file(rank).open("w") as stack_file:
 
