@@ -114,9 +114,9 @@ def test_an_element_in_no_chunk_is_an_error_with_the_numbers() -> None:
 
 
 @pytest.mark.parametrize("layout", ["flat ranges", "grid", "columns"])
-def test_a_hundred_thousand_chunks_are_checked_and_planned_in_seconds(layout: str) -> None:
-    """Comparing every pair would take an hour; the bound is loose, the machine may be busy."""
-    num, side = 20_000, 4_000
+def test_thousands_of_chunks_are_checked_and_planned_in_seconds(layout: str) -> None:
+    """Comparing every pair would take minutes; the bound is loose, the machine may be busy."""
+    num, side = 5_000, 2_000
     shape = (side, side)
     step = side * side // num
     boxes = {
@@ -133,7 +133,7 @@ def test_a_hundred_thousand_chunks_are_checked_and_planned_in_seconds(layout: st
     assert coverage_fault(shape, boxes) is None
     reads = plan_reads(manifest, targets)
 
-    assert time.process_time() - start < 60
+    assert time.process_time() - start < 20, "the square of the number would take minutes"
     assert reads
 
 

@@ -2,7 +2,7 @@
 
 arguments(folder, *more)            the command line of a tiny model on a small token file
 torchrun(line, n)                   the program as users start it: 14 s of CPU, nearly all of it imports
-ForkedRanks(line, n)                the same processes without torchrun, its imports done: 2 s
+ForkedRanks(line, n)                the same processes without torchrun, its imports done: 2 s; also of another program
 run_command_lines(ctx, *lines)      for run_ranks: the same code with the same arguments, 0.1 s per line
 steps_of, saved_tensors             the results: lines of metrics.jsonl, tensors of the newest checkpoint
 """
@@ -12,10 +12,12 @@ import gc
 import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,28 +102,26 @@ def wait_for(process: subprocess.Popen[str], *, timeout_s: float = HANG_S) -> Fi
     return Finished(process.returncode, output)
 
 
-def torchrun(line: Sequence[str], num_ranks: int = 2) -> Finished:
-    return wait_for(start_torchrun(line, num_ranks))
-
-
 class ForkedRanks:
     """Ranks of the program as torchrun starts them, forked from the server of the harness.
 
     Args:
         line: arguments of the program.
         num_ranks: how many.
-        folder: for the file of standard output and standard error.
+        folder: for the file of standard output and standard error; the working directory of `program`.
+        program: a file that is run instead, as its main module; one rank of it has no torchrun.
     """
 
-    def __init__(self, line: Sequence[str], *, folder: Path, num_ranks: int = 2) -> None:
+    def __init__(self, line: Sequence[str], *, folder: Path, num_ranks: int = 2, program: Path | None = None) -> None:
         self._output = folder / "output"
         # As torchrun's agent, this process serves the store: a port that was only looked up may be taken meanwhile.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "WORLD_SIZE": str(num_ranks)}
         world |= {"LOCAL_WORLD_SIZE": str(num_ranks)}
         world |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        world = {} if program and num_ranks == 1 else world
         self.processes = [
-            forkserver().Process(target=_run_program, args=(line, world, rank, self._output))
+            forkserver().Process(target=_run_program, args=(line, world, rank, self._output, program))
             for rank in range(num_ranks)
         ]
         for process in self.processes:
@@ -153,16 +153,30 @@ class ForkedRanks:
             process.kill()
 
 
-def _run_program(line: Sequence[str], world: dict[str, str], rank: int, output: Path) -> None:
-    os.environ |= {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+def _run_program(line: Sequence[str], world: dict[str, str], rank: int, output: Path, program: Path | None) -> None:
+    os.environ |= {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world else {}
     with output.open("a") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     gc.freeze()
-    exit_code = main(line)
+    os.chdir(output.parent if program else ".")
+    exit_code = main(line) if program is None else _run_file(program, line)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
+
+
+def _run_file(program: Path, line: Sequence[str]) -> int:
+    """Run a file as the interpreter does; its exit code."""
+    sys.argv = [str(program), *line]
+    try:
+        runpy.run_path(str(program), run_name="__main__")
+    except SystemExit as end:
+        return int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def run_command_lines(ctx: ParallelContext, *lines: Sequence[str]) -> None:

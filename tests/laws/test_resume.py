@@ -30,7 +30,6 @@ from tests.laws.command_line import (
     run_command_lines,
     start_torchrun,
     steps_of,
-    torchrun,
     wait_for,
 )
 from tests.laws.megatron_file import write_tokens
@@ -167,7 +166,7 @@ def test_a_signal_ends_the_run_after_its_step(tmp_path: Path, by_scheduler: bool
     continued = endless.replace("100000", str(last + 3), 1)
     run_ranks(2, run_command_lines, arguments(full, continued), strategy="optim")  # without data workers
     if by_scheduler:
-        resumed = torchrun(arguments(stopped, continued))
+        resumed = ForkedRanks(arguments(stopped, continued), folder=tmp_path).wait()
         assert resumed.exit_code == 0, resumed.output
         assert f"step {last}, {GLOBAL_BATCH * last} samples consumed" in resumed.output
     else:
