@@ -10,7 +10,7 @@ peak. Attention counts as one fused operator per direction. Gradients, optimizer
     tp       the sharded stage runs in a world that sends nothing; its collectives are counted
     cp       every rank has an equal share of each sequence: the work of all of it, divided
     pp       the stages of the rank; the bubble is the schedule's, with equal stages
-    ep       tokens are spread evenly, so a rank computes as much as without; only their traffic is added
+    ep, etp  every rank of ep receives equally many tokens
 
 A group inside a node communicates over the card's links, any other over the network.
 
@@ -24,29 +24,30 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+
+sys.path.insert(0, str(Path(__file__).parent))  # where a test loads this file by its path
+from operator_count import OperatorCount, on_meta
 
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.comm.traffic import TrafficCounter
 from nanotrain.config.config import ParallelConfig
+from nanotrain.config.derive import recomputed_modules
 from nanotrain.config.load import load
 from nanotrain.data.batch import Batch
+from nanotrain.errors import NanotrainError, report
+from nanotrain.memory.block_transforms import transform_blocks
+from nanotrain.memory.recompute import Recompute
 from nanotrain.model import transformer
 from nanotrain.model.context import BatchContext
 from nanotrain.model.parallel import ModelParallel
-from nanotrain.parallel.cp import sdpa
+from nanotrain.parallel.ep import token_dispatcher
 from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.parallel.pp.schedules import build_schedule
 from nanotrain.parallel.pp.simulate import simulate
-from nanotrain.parallel.tp import loss as vocabulary_loss
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.precision.policy import Precision
@@ -65,11 +66,6 @@ LAUNCH_S = 10e-6
 # AdamW per element of the shard: norm 4, clipping 8, main params and moments read with gradients 16 and written 12,
 # copy to the model params 4 + their size. All in fp32.
 OPTIMIZER_BYTES = 44
-# Operators that allocate or look at a tensor and touch none of its memory.
-FREE = {"empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view", "lift_fresh", "new_empty_strided"}
-WRITES_ONLY = {"fill_", "zero_", "zeros", "ones", "full", "arange", "zeros_like", "ones_like", "full_like", "new_zeros"}
-LOOK_UPS = {"embedding", "gather", "index", "index_select"}
-SCATTERS = {"scatter_add_", "index_add_", "index_put_"}  # touch of their target what is scattered
 
 
 @dataclass(frozen=True)
@@ -143,144 +139,18 @@ class Budget:
         return sum(cost.seconds for cost in self.costs.values())
 
 
-class OperatorCount(TorchDispatchMode):
-    """Adds every operator to a budget, `times` times."""
-
-    def __init__(self, budget: Budget, *, times: int, share: float = 1.0) -> None:
-        super().__init__()
-        self._budget, self._times, self._share = budget, times, share
-        self.in_loss = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if func.is_view or name in FREE:
-            return out
-        counted = flop_registry.get(torch.ops.aten.addmm if name == "addmm_" else func.overloadpacket)
-        if counted is not None:
-            flops = counted(*args, **(kwargs or {}), out_val=out)
-            self.add("GEMM", flops=flops, num_bytes=_bytes(name, args, out))
-        else:
-            self.add("loss" if self.in_loss else "elementwise", num_bytes=_bytes(name, args, out))
-        return out
-
-    def add(self, name: str, **work: float) -> None:
-        """Count one operator of a microbatch, of which this rank computes its share."""
-        mine = {key: amount * self._share for key, amount in work.items()}
-        self._budget.add(name, times=self._times, **mine)  # type: ignore[arg-type]
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _tensors(value)
-
-
-def _bytes(name: str, args: Sequence[Any], out: Any) -> int:
-    """Bytes that an operator reads and writes; each tensor once per direction."""
-    written = sum(tensor.nbytes for tensor in _tensors(out))
-    if name in WRITES_ONLY:
-        return written
-    if name in LOOK_UPS:
-        return 2 * written
-    if name in SCATTERS:
-        return 2 * sum(tensor.nbytes for tensor in _tensors(list(args[1:])))
-    sources = args[1:] if name == "copy_" else args
-    return written + sum(tensor.nbytes for tensor in _tensors(list(sources)))
-
-
-class _Attention(torch.autograd.Function):
-    """Causal attention as one operator forward and one backward, without scores in memory."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, count: OperatorCount) -> Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.count, batch, length, heads = count, query.shape[0], query.shape[1], query.shape[2]
-        # Half of the pairs, a product for the scores and one for the values: 2 FLOPs per multiplication and addition.
-        ctx.flops = batch * heads * length**2 * (query.shape[3] + value.shape[3])
-        out = query.new_empty((*query.shape[:3], value.shape[3]))
-        ctx.num_bytes = query.nbytes + key.nbytes + value.nbytes + out.nbytes
-        count.add("attention", flops=ctx.flops, num_bytes=ctx.num_bytes)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Five products instead of two: the scores are computed again.
-        ctx.count.add("attention", flops=2.5 * ctx.flops, num_bytes=2 * ctx.num_bytes)
-        return *(torch.empty_like(saved) for saved in ctx.saved_tensors), None
-
-
-class _RMSNorm(torch.autograd.Function):
-    """torch's fused RMSNorm of CUDA: one operator forward, two backward (the gradients of input and weight)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, count: OperatorCount) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.count = count
-        count.add("elementwise", num_bytes=2 * x.nbytes)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        ctx.count.add("elementwise", num_bytes=3 * x.nbytes)
-        ctx.count.add("elementwise", num_bytes=2 * x.nbytes)
-        return torch.empty_like(x), torch.empty_like(weight), None
-
-
-@contextmanager
-def _on_meta(count: OperatorCount) -> Iterator[None]:
-    """Let fused operators and the loss of the model run on the meta device, marked for the count."""
-    cross_entropy = transformer.vocab_parallel_cross_entropy
-
-    def attend(query: Tensor, *, key: Tensor, value: Tensor, **_: Any) -> Tensor:
-        out: Tensor = _Attention.apply(query, key, value, count)
-        return out
-
-    def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
-        out: Tensor = _RMSNorm.apply(x, weight, count)
-        return out
-
-    def marked(*args: Any, **kwargs: Any) -> Tensor:
-        count.in_loss = True
-        try:
-            return cross_entropy(*args, **kwargs)
-        finally:
-            count.in_loss = False
-
-    def softmax_gradient(logits: Tensor, **given: Tensor | Any) -> tuple[Tensor, Tensor]:
-        """The Triton kernels: one read for the log-sum-exp, then the gradient in place."""
-        count.add("loss", num_bytes=logits.nbytes)
-        logsumexp = given["combine"](logits.new_empty((logits.shape[0], 1), dtype=torch.float32))
-        picked = (logits.gather(1, given["column"]).float() - logsumexp) * given["is_local"]
-        count.add("loss", num_bytes=2 * logits.nbytes)
-        return picked[:, 0], logits
-
-    chunk_elements = {"meta": vocabulary_loss.CHUNK_ELEMENTS["cuda"]}
-    with (
-        patch.object(sdpa, "attend", attend),
-        patch.object(F, "rms_norm", rms_norm),
-        patch.object(vocabulary_loss, "softmax_gradient", softmax_gradient),
-        patch.object(transformer, "vocab_parallel_cross_entropy", marked),
-        patch.dict(vocabulary_loss.CHUNK_ELEMENTS, chunk_elements),
-    ):
-        yield
-
-
-def budget_of(plan: Plan, card: Card) -> Budget:
+def budget_of(plan: Plan, card: Card, *, has_triton: bool = True) -> Budget:
     """The budget of one step of a rank.
 
     Args:
-        plan: of the rank; its tensor-parallel group lies where that of rank 0 does.
+        plan: of the rank; its groups inside of layers lie where those of rank 0 do.
         card: the device.
+        has_triton: count the Triton kernels of nanotrain/kernels, not their torch forms.
     """
-    if plan.shape.moe is not None and plan.groups["tp"].size > 1:
-        raise SystemExit("experts are not counted with tensor parallelism: leave --tensor-model-parallel-size at 1")
     budget = Budget(card, plan.config.precision.params_dtype.value)
-    for stage in plan.stages:
-        _count_microbatches(plan, stage, budget)
+    with _model_parallel(plan) as parallel:
+        for stage in plan.stages:
+            _count_microbatches(plan, stage, budget, parallel=parallel, has_triton=has_triton)
     _add_bubble(plan, budget)
     _count_gradients(plan, budget)
     _count_optimizer(plan, budget)
@@ -290,42 +160,81 @@ def budget_of(plan: Plan, card: Card) -> Budget:
     return budget
 
 
-def _count_microbatches(plan: Plan, stage: StagePlan, budget: Budget) -> None:
+def _count_microbatches(
+    plan: Plan, stage: StagePlan, budget: Budget, *, parallel: ModelParallel, has_triton: bool
+) -> None:
     """Forward and backward of a stage, for all microbatches."""
-    config, size = plan.config, plan.groups["tp"].size
-    count = OperatorCount(budget, times=plan.num_microbatches, share=1 / plan.groups["cp"].size)
+    config, group, num_cp = plan.config, parallel.tp.group, plan.groups["cp"].size
+    count = OperatorCount(budget, times=plan.num_microbatches, share=1 / num_cp)
     batch_size, length = config.train.micro_batch_size, config.data.seq_length
     tokens = torch.empty((batch_size, length), dtype=torch.int64, device="meta")
     batch = BatchContext(Batch(tokens, tokens, torch.empty(tokens.shape, device="meta"), None, None))
-    with _tensor_parallel(size, is_sequence_parallel=config.parallel.sequence_parallel) as (tensor_parallel, traffic):
-        parallel = replace(ModelParallel.single_rank(), tp=tensor_parallel, sequence=tensor_parallel.group)
-        module = transformer.Stage(config.model, stage.spec, params=stage.params, parallel=parallel)
-        hidden = None
-        if not stage.spec.has_embedding:
-            parts = size if config.parallel.sequence_parallel else 1
-            shape, dtype = (batch_size, length // parts, config.model.hidden_size), TORCH_DTYPES[budget.dtype]
-            hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-        with _on_meta(count), count:
-            out = module(hidden, batch)
-            out.backward(None if out.dim() == 0 else torch.empty_like(out))
-        if size > 1:
-            budget.send(plan.groups["tp"], traffic.bytes("tp") * plan.num_microbatches / plan.groups["cp"].size)
+    module = transformer.Stage(config.model, stage.spec, params=stage.params, parallel=parallel)
+    module.layer_functions = transform_blocks(module.layers.values(), config, recompute=parallel.recompute)
+    hidden = None
+    if not stage.spec.has_embedding:
+        parts = group.size if parallel.tp.sequence_parallel else 1
+        shape, dtype = (batch_size, length // parts, config.model.hidden_size), TORCH_DTYPES[budget.dtype]
+        hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+    before = group.traffic.bytes("tp")
+    with on_meta(count, has_triton=has_triton), _even_routing(plan), count:
+        out = module(hidden, batch)
+        out.backward(None if out.dim() == 0 else torch.empty_like(out))
+    if group.size > 1:
+        sent = group.traffic.bytes("tp") - before
+        budget.send(plan.groups["tp"], sent * plan.num_microbatches / num_cp)
 
 
 @contextmanager
-def _tensor_parallel(size: int, *, is_sequence_parallel: bool) -> Iterator[tuple[TensorParallel, TrafficCounter]]:
-    """Rank 0 of a tensor-parallel group whose collectives return at once, and what it sends."""
-    if size == 1:
-        yield TensorParallel.single_rank(), TrafficCounter()
+def _model_parallel(plan: Plan) -> Iterator[ModelParallel]:
+    """The groups of rank 0 of a world of tp, ep and etp whose collectives return at once."""
+    recompute = Recompute(recomputed_modules(plan.config.memory))
+    sizes = {axis: plan.groups[axis].size for axis in ("tp", "ep", "etp")}  # type: ignore[index]
+    world_size = math.lcm(sizes["tp"], sizes["ep"] * sizes["etp"])
+    if world_size == 1:
+        yield replace(ModelParallel.single_rank(), recompute=recompute)
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
 
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
-        group = ParallelContext.attach(Topology.of(ParallelConfig(tensor_model_parallel_size=size), size)).group("tp")
-        yield TensorParallel(group, is_sequence_parallel), group.traffic
+        parallel = ParallelConfig(
+            tensor_model_parallel_size=sizes["tp"],
+            expert_model_parallel_size=sizes["ep"],
+            expert_tensor_parallel_size=sizes["etp"],
+        )
+        has_experts = plan.shape.moe is not None
+        group = ParallelContext.attach(Topology.of(parallel, world_size, has_experts=has_experts)).group
+        yield replace(
+            ModelParallel.single_rank(),
+            tp=TensorParallel(group("tp"), plan.config.parallel.sequence_parallel),
+            ep=group("ep"),
+            etp=group("etp"),
+            sequence=group("tp_cp"),
+            recompute=recompute,
+        )
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _even_routing(plan: Plan) -> Iterator[None]:
+    """Let every rank send equally many tokens to every other, as the meta device has no counts."""
+    moe, train = plan.shape.moe, plan.config.train
+    if moe is None:
+        yield
+        return
+    ep, etp = plan.groups["ep"].size, plan.groups["etp"].size
+    num_tokens = train.micro_batch_size * plan.config.data.seq_length // plan.groups["tp"].size
+    ends = [num_tokens * moe.topk * index // ep for index in range(ep + 1)]
+    sizes = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+
+    def split(_: object, tokens_per_expert: torch.Tensor) -> token_dispatcher._Splits:
+        counts = tokens_per_expert.new_empty((etp * ep, moe.num_experts // ep))
+        return token_dispatcher._Splits(sizes, sizes, [num_tokens * moe.topk] * etp, counts)
+
+    with patch.object(token_dispatcher.AllToAllTokenDispatcher, "_exchange_counts", split):
+        yield
 
 
 def _add_bubble(plan: Plan, budget: Budget) -> None:
@@ -380,13 +289,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the budget."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--card", choices=CARDS, default="H100")
+    parser.add_argument("--torch-forms", action="store_true", help="count torch's operators, no Triton kernels")
     parser.add_argument("--world-size", type=int, default=1)
     parser.add_argument("--rank", type=int, default=0, help="the rank that is counted; the last one has the loss")
     known, flags = parser.parse_known_args(arguments)
     if not any(flag.startswith("+config=") for flag in flags):
         flags = ["+config=llama1b", "--global-batch-size", str(2 * known.world_size), *flags]
-    plan = plan_run(load([*flags, "--mock-data"]).config, known.world_size, rank=known.rank)
-    budget = budget_of(plan, CARDS[known.card])
+    try:
+        plan = plan_run(load([*flags, "--mock-data"]).config, known.world_size, rank=known.rank)
+    except NanotrainError as error:
+        sys.exit(report(error))
+    budget = budget_of(plan, CARDS[known.card], has_triton=not known.torch_forms)
     train = plan.config.train
     print(f"{known.card}, {known.world_size} ranks, {plan.num_microbatches} microbatches per step and rank,", end=" ")
     print(f"{train.micro_batch_size} x {plan.config.data.seq_length} tokens each, {budget.dtype}\n")

@@ -14,6 +14,7 @@ All dense linear layers, the output layer included, multiply here; `Linears` has
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -31,13 +32,20 @@ def dgrad(grad: Tensor, weight: Tensor, *, add_to: Tensor | None = None) -> Tens
 
 
 def wgrad(grad: Tensor, x: Tensor, *, add_to: Tensor | None = None) -> Tensor:
-    """[T, O], [T, I] -> [O, I], added to `add_to` in place where it is given, perhaps in a wider dtype."""
+    """[T, O], [T, I] -> [O, I], added to `add_to` in place where it is given, perhaps in fp32 from 16 bit."""
     if add_to is None:
         return grad.t() @ x
     if add_to.dtype is grad.dtype:
         return add_to.addmm_(grad.t(), x)
+    if adds_wider(grad.device.type):
+        return torch.addmm(add_to, grad.t(), x, out_dtype=add_to.dtype, out=add_to)
     add_to += grad.t() @ x
     return add_to
+
+
+def adds_wider(device_type: str) -> bool:
+    """Whether a product of 16-bit matrices can be added to an fp32 matrix where it is computed: by cuBLAS only."""
+    return device_type == "cuda"
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,62 @@ def test_tensor_parallel_ranks_share_the_products_and_send_what_a_rank_of_a_run_
     assert set(budget.traffic) == {"tp"}
 
 
+EXPERTS = ["--num-experts=4", "--moe-router-topk=2", "--moe-ffn-hidden-size=48", "--global-batch-size=4"]
+
+
+def test_products_of_experts_are_those_of_the_plan_and_of_the_router(roofline: ModuleType) -> None:
+    plan = plan_of(1, *EXPERTS)
+    budget, tokens = roofline.budget_of(plan, roofline.CARDS["H100"]), 2 * MICRO * LENGTH
+    attention = tokens * plan.shape.num_layers * plan.shape.num_heads * LENGTH * 2 * plan.shape.head_dim
+    routers = 6 * tokens * plan.shape.num_layers * plan.shape.hidden_size * 4  # which the plan leaves out
+    assert budget.costs["GEMM"].flops == tokens * plan.flops_per_token - 3 * attention + routers
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        [],  # the matrices of every expert in halves
+        ["--expert-tensor-parallel-size=1", "--expert-model-parallel-size=2", "--sequence-parallel"],
+    ],
+)
+def test_ranks_share_the_products_of_experts(roofline: ModuleType, layout: list[str]) -> None:
+    single = roofline.budget_of(plan_of(1, *EXPERTS), roofline.CARDS["H100"])
+    plan = plan_of(2, *EXPERTS, "--tensor-model-parallel-size=2", *layout)
+    budget = roofline.budget_of(plan, roofline.CARDS["H100"])
+    assert budget.costs["GEMM"].flops == single.costs["GEMM"].flops / 2
+    planned = {
+        name: sum(sent for (group, _), sent in sent_bytes(plan).items() if group == name) for name in ("ep", "etp")
+    }
+    assert {name: budget.traffic[name].num_bytes for name in planned} == planned and sum(planned.values()) > 0
+    assert budget.traffic["tp"].num_bytes > 0
+
+
+def test_recomputed_layers_run_again(roofline: ModuleType) -> None:
+    flags = ["--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1"]
+    plain, again = (roofline.budget_of(plan_of(1, *more), roofline.CARDS["H100"]) for more in ([], flags))
+    # all products of the layers but the last of each, whose output nothing in the backward reads
+    names = ("query.weight", "key.weight", "value.weight", "output.weight", "gate.weight", "up.weight")
+    params = [param for param in plan_of(1).stages[0].params if param.spec.name.endswith(names)]
+    repeated = 2 * MICRO * LENGTH * sum(param.box.numel for param in params)
+    assert again.costs["GEMM"].flops == plain.costs["GEMM"].flops + repeated
+    assert again.costs["attention"].flops == pytest.approx(plain.costs["attention"].flops * 4.5 / 3.5)
+
+
+def test_kernels_move_fewer_bytes_than_the_operators_that_they_stand_for(roofline: ModuleType) -> None:
+    plan = plan_of(1, "--vocab-size=4096")
+    fused, plain = (roofline.budget_of(plan, roofline.CARDS["H100"], has_triton=has) for has in (True, False))
+    assert fused.costs["elementwise"].num_bytes < plain.costs["elementwise"].num_bytes
+    assert fused.costs["elementwise"].launches < 0.6 * plain.costs["elementwise"].launches
+    assert fused.costs["loss"].num_bytes < plain.costs["loss"].num_bytes / 3
+    assert fused.costs["GEMM"].flops == plain.costs["GEMM"].flops
+
+
+def test_a_layout_that_does_not_fit_is_one_message(roofline: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        roofline.main(["--world-size", "3", "+config=tiny", *FLAGS, "--tensor-model-parallel-size=2"])
+    assert "error: 3 ranks" in capsys.readouterr().err
+
+
 def test_context_and_pipeline_ranks_share_the_layers_and_wait(roofline: ModuleType) -> None:
     single = roofline.budget_of(plan_of(1, "--global-batch-size=8"), roofline.CARDS["H100"])
     flags = ["--global-batch-size=8", "--context-parallel-size=2", "--pipeline-model-parallel-size=2"]

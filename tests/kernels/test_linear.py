@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanotrain.kernels.linear import Linear, wgrad
+from nanotrain.kernels import linear as linear_module
+from nanotrain.kernels.linear import Linear, adds_wider, wgrad
 
 T, I, O = 6, 5, 3  # noqa: E741
 
@@ -43,3 +45,21 @@ def test_a_weight_gradient_accumulates_into_fp32(dtype: torch.dtype) -> None:
     total = torch.ones(O, I)
     assert wgrad(grad, x, add_to=total) is total
     torch.testing.assert_close(total, 1 + wgrad(grad, x).float(), rtol=1e-2, atol=1e-2)
+
+
+def test_where_cublas_adds_in_fp32_the_product_is_added_where_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_module, "adds_wider", lambda device_type: True)
+    grad, x = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((T, O), (T, I)))
+    total = torch.empty(O, I, device="meta")
+    called = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if not func.is_view:
+                called.append((str(func), args[0] is total and kwargs["out"] is total))
+            return func(*args, **(kwargs or {}))
+
+    with Record():
+        assert wgrad(grad, x, add_to=total) is total
+    assert called == [("aten.addmm.dtype_out", True)]
+    assert not adds_wider("cpu")

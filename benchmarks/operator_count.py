@@ -1,0 +1,217 @@
+"""The operators of one microbatch on the meta device, which computes nothing: their FLOPs and bytes, by class.
+
+OperatorCount   counts every operator that runs inside of it
+on_meta         lets fused operators run there, each counted as one
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from nanotrain.kernels import linear
+from nanotrain.model import activations, norm, rope, transformer
+from nanotrain.parallel.cp import sdpa
+from nanotrain.parallel.tp import loss as vocabulary_loss
+
+# Operators that allocate or look at a tensor and touch none of its memory.
+FREE = {"empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view", "lift_fresh", "new_empty_strided"}
+WRITES_ONLY = {"fill_", "zero_", "zeros", "ones", "full", "arange", "zeros_like", "ones_like", "full_like", "new_zeros"}
+LOOK_UPS = {"embedding", "gather", "index", "index_select"}
+SCATTERS = {"scatter_add_", "index_add_", "index_put_"}  # touch of their target what is scattered
+# The seams of nanotrain/kernels, where the model calls them.
+KERNELS = (
+    (norm, "rms_norm"),
+    (norm, "add_rms_norm"),
+    (rope, "rotate"),
+    (activations, "swiglu"),
+    (vocabulary_loss, "softmax_gradient"),
+)
+
+
+class Budget(Protocol):
+    """Where operators are counted."""
+
+    def add(self, name: str, *, flops: float = 0.0, num_bytes: float = 0.0, launches: int = 1, times: int = 1) -> None:
+        """Count an operator that runs `times` times."""
+
+
+class OperatorCount(TorchDispatchMode):
+    """Adds every operator to a budget, `times` times."""
+
+    def __init__(self, budget: Budget, *, times: int, share: float = 1.0) -> None:
+        super().__init__()
+        self._budget, self._times, self._share = budget, times, share
+        self.in_loss = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if func.is_view or name in FREE:
+            return out
+        flops = _product_flops(func, args, out)
+        if flops is not None:
+            self.add("GEMM", flops=flops, num_bytes=_bytes(name, args, out))
+        else:
+            self.add("loss" if self.in_loss else "elementwise", num_bytes=_bytes(name, args, out))
+        return out
+
+    def add(self, name: str, *, flops: float = 0.0, num_bytes: float = 0.0, launches: int = 1) -> None:
+        """Count one operator of a microbatch, of which this rank computes its share."""
+        share = self._share
+        self._budget.add(name, flops=flops * share, num_bytes=num_bytes * share, launches=launches, times=self._times)
+
+
+def _product_flops(func: Any, args: Sequence[Any], out: Any) -> int | None:
+    """FLOPs of a matrix product; None for any other operator."""
+    name = func.overloadpacket.__name__
+    if name == "_grouped_mm":  # [T, K], [E, K, N] -> [T, N], or [M, T], [T, N] -> [E, M, N]: every token once
+        return 2 * args[0].numel() * args[1].shape[-1]
+    counted = flop_registry.get(torch.ops.aten.addmm if name == "addmm_" else func.overloadpacket)
+    if counted is None:
+        return None
+    flops: int = counted(*(args[:3] if name.startswith("addmm") else args), out_val=out)  # not the dtype of the output
+    return flops
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)
+
+
+def _bytes(name: str, args: Sequence[Any], out: Any) -> int:
+    """Bytes that an operator reads and writes; each tensor once per direction."""
+    written = sum(tensor.nbytes for tensor in _tensors(out))
+    if name in WRITES_ONLY:
+        return written
+    if name in LOOK_UPS:
+        return 2 * written
+    if name in SCATTERS:
+        return 2 * sum(tensor.nbytes for tensor in _tensors(list(args[1:])))
+    sources = args[1:] if name == "copy_" else args
+    return written + sum(tensor.nbytes for tensor in _tensors(list(sources)))
+
+
+class _Kernel(torch.autograd.Function):
+    """One operator forward and one backward; the outputs have the shapes of the work."""
+
+    @staticmethod
+    def forward(ctx: Any, count: "OperatorCount", work: "_Work", *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*inputs)
+        ctx.count, ctx.work = count, work
+        count.add(work.name, flops=work.flops, num_bytes=work.forward_bytes)
+        return tuple(inputs[0].new_empty(shape) for shape in work.shapes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        work = ctx.work
+        # Attention: five products instead of two, as the scores are computed again.
+        ctx.count.add(work.name, flops=2.5 * work.flops, num_bytes=work.backward_bytes, launches=work.backward_launches)
+        return None, None, *(torch.empty_like(saved) for saved in ctx.saved_tensors)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What one fused operator does, in one microbatch."""
+
+    name: str
+    shapes: Sequence[Sequence[int]]  # of its outputs
+    forward_bytes: float
+    backward_bytes: float
+    flops: float = 0.0  # forward
+    backward_launches: int = 1
+
+
+class FusedOperators:
+    """Stand-ins for fused operators of the model on a GPU, which run on the meta device.
+
+    Args:
+        count: of the operators.
+    """
+
+    def __init__(self, count: OperatorCount) -> None:
+        self._count = count
+
+    def _run(self, work: _Work, *inputs: Tensor) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = _Kernel.apply(self._count, work, *inputs)
+        return outputs
+
+    def attend(self, query: Tensor, *, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+        """Causal attention without scores in memory."""
+        batch, length, heads, width = query.shape
+        # Half of the pairs, a product for the scores and one for the values: 2 FLOPs per multiplication and addition.
+        flops = batch * heads * length**2 * (width + value.shape[3])
+        shape = (batch, length, heads, value.shape[3])
+        num_bytes = query.nbytes + key.nbytes + value.nbytes + math.prod(shape) * query.itemsize
+        return self._run(_Work("attention", [shape], num_bytes, 2 * num_bytes, flops), query, key, value)[0]
+
+    def torch_rms_norm(self, x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+        """torch's RMSNorm of CUDA: one operator forward, two backward (the gradients of input and weight)."""
+        work = _Work("elementwise", [x.shape], 2 * x.nbytes, 5 * x.nbytes, backward_launches=2)
+        return self._run(work, x, weight)[0]
+
+    def rms_norm(self, x: Tensor, weight: Tensor, **_: Any) -> Tensor:
+        """Gradient and input read, and written; the parts of the weight's gradient summed."""
+        work = _Work("elementwise", [x.shape], 2 * x.nbytes, 3 * x.nbytes, backward_launches=2)
+        return self._run(work, x, weight)[0]
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, *, weight: Tensor, **_: Any) -> tuple[Tensor, ...]:
+        """Both read, norm and sum written; backward reads both gradients and the sum, and writes one."""
+        work = _Work("elementwise", [x.shape] * 2, 4 * x.nbytes, 4 * x.nbytes, backward_launches=2)
+        return self._run(work, x, residual, weight)
+
+    def rotate(self, x: Tensor, **_: Tensor) -> Tensor:
+        """Read and written; the tables are read from the cache."""
+        return self._run(_Work("elementwise", [x.shape], 2 * x.nbytes, 2 * x.nbytes), x)[0]
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Both read, one written; backward reads a gradient more and writes two."""
+        return self._run(_Work("elementwise", [gate.shape], 3 * gate.nbytes, 5 * gate.nbytes), gate, up)[0]
+
+    def softmax_gradient(self, logits: Tensor, **given: Tensor | Any) -> tuple[Tensor, Tensor]:
+        """One read for the log-sum-exp, then the gradient in place."""
+        self._count.add("loss", num_bytes=logits.nbytes)
+        logsumexp = given["combine"](logits.new_empty((logits.shape[0], 1), dtype=torch.float32))
+        picked = (logits.gather(1, given["column"]).float() - logsumexp) * given["is_local"]
+        self._count.add("loss", num_bytes=2 * logits.nbytes)
+        return picked[:, 0], logits
+
+
+@contextmanager
+def on_meta(count: OperatorCount, *, has_triton: bool = True) -> Iterator[None]:
+    """Let the model run on the meta device, its operators marked for the count.
+
+    Args:
+        count: of the operators.
+        has_triton: count the Triton kernels of nanotrain/kernels and products added in fp32, not their plain forms.
+    """
+    cross_entropy, fused = transformer.vocab_parallel_cross_entropy, FusedOperators(count)
+
+    def marked(*args: Any, **kwargs: Any) -> Tensor:
+        count.in_loss = True
+        try:
+            return cross_entropy(*args, **kwargs)
+        finally:
+            count.in_loss = False
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(sdpa, "attend", fused.attend))
+        stack.enter_context(patch.object(F, "rms_norm", fused.torch_rms_norm))
+        stack.enter_context(patch.object(linear, "adds_wider", lambda device_type: has_triton))
+        stack.enter_context(patch.object(transformer, "vocab_parallel_cross_entropy", marked))
+        chunk_elements = {"meta": vocabulary_loss.CHUNK_ELEMENTS["cuda"]}
+        stack.enter_context(patch.dict(vocabulary_loss.CHUNK_ELEMENTS, chunk_elements))
+        for module, name in KERNELS if has_triton else ():
+            stack.enter_context(patch.object(module, name, getattr(fused, name)))
+        yield
