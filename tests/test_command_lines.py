@@ -42,6 +42,11 @@ def plans(arguments: str, world_size: int) -> list[Plan]:
             f"{ZERO1} --ddp-bucket-size 80000000 --bf16 --recompute-granularity full",
         ),
         (1024, f"{DEEPSEEK} --recompute-granularity selective --expert-tensor-parallel-size 1"),
+        (
+            1024,
+            f"{DEEPSEEK} --expert-tensor-parallel-size 1 --mtp-num-layers 1 "
+            "--pipeline-model-parallel-layout Et*3|(tt|)*29,m|L",
+        ),
         (16, "+config=llama7b --data-parallel-size 16"),
         *((8, f"{STRATEGY} {name}") for name in ("no_shard", "optim", "optim_grads", "optim_grads_params", *"0123")),
         (

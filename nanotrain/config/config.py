@@ -141,6 +141,8 @@ class ParallelConfig:
     pipeline_schedule: str = option("1f1b", "name of the pipeline schedule, such as gpipe, 1f1b, interleaved or zb-h1")
     decoder_first_pipeline_num_layers: int | None = option(None, "layers of the first pipeline rank, over all its virtual stages; unset: an even split", check=at_least(1))
     decoder_last_pipeline_num_layers: int | None = option(None, "layers of the last pipeline rank, over all its virtual stages; unset: an even split", check=at_least(1))
+    account_for_embedding_in_pipeline_split: bool = option(False, "count the embedding as a layer where layers are split evenly over stages: the first one has a layer less")
+    account_for_loss_in_pipeline_split: bool = option(False, "count the head and the loss as a layer where layers are split evenly over stages: the last one has a layer less")
     pipeline_model_parallel_layout: str | None = option(None, "layers of every pipeline stage, as Et*3|(tt|)*2L: E embedding, t layer, L loss, | next stage; unset: an even split")
     cp_comm_type: str = option("p2p", "attention over a split sequence, such as p2p (ring attention), a2a (Ulysses) or allgather")
     use_tp_pp_dp_mapping: bool = option(False, "rank order tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp")

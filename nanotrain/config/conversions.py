@@ -8,7 +8,7 @@ from typing import Any
 
 from nanotrain.config.batch_schedule import batch_schedule, steps_of_samples
 from nanotrain.config.config import Config, LRDecayStyle, RecomputeGranularity
-from nanotrain.config.derive import has_rope
+from nanotrain.config.derive import counted_ends, has_rope
 from nanotrain.errors import ConfigError
 
 LARGEST = 10**18  # of whole numbers, as of samples
@@ -52,7 +52,8 @@ def layers_per_virtual_stage(config: Config, text: str) -> dict[str, Any]:
     """Virtual stages per pipeline rank from the layers of one of them."""
     flag = "--num-layers-per-virtual-pipeline-stage"
     layers, parallel = whole_number(flag, text), config.parallel
-    num_layers, pp = config.model.num_layers, parallel.pipeline_model_parallel_size
+    num_layers = config.model.num_layers + sum(counted_ends(parallel))
+    pp = parallel.pipeline_model_parallel_size
     ends = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     if ends != (None, None):
         why = "with a first or last length the stages have different numbers of layers"

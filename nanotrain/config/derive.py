@@ -240,6 +240,11 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
     return world_size // unit
 
 
+def counted_ends(parallel: ParallelConfig) -> tuple[int, int]:
+    """Layers that the embedding and the head count as where layers are split evenly over stages."""
+    return int(parallel.account_for_embedding_in_pipeline_split), int(parallel.account_for_loss_in_pipeline_split)
+
+
 def global_batch_size(train: TrainConfig, dp: int) -> int:
     """Samples per optimizer step over all ranks, of a schedule its last size; unset means one microbatch per rank.
 

@@ -149,6 +149,10 @@ def implied(config: Config, explicit: frozenset[str], *, line: CommandLine) -> I
     is_rope = model.position_embedding_type is PositionEmbedding.rope and not has_rope_type
     if model.multi_latent_attention and is_rope and model.rotary_scaling_factor > 1:
         yield "position_embedding_type", "yarn", f"MLA with rotary_scaling_factor {model.rotary_scaling_factor:g}"
+    if config.precision.fp8_param_gather and any(
+        argument.flag == "--reuse-grad-buf-for-mxfp8-param-ag" for argument in line.megatron
+    ):
+        yield "fp8_param_gather", False, "--reuse-grad-buf-for-mxfp8-param-ag gathers parameters in bf16"
     train, parallel, load = config.train, config.parallel, config.checkpoint.load
     if "train.wandb_project" in explicit and "train.wandb" not in explicit and not train.wandb:
         yield "wandb", True, "wandb_project is set"

@@ -31,7 +31,7 @@ from nanotrain.config.config import (
     PrecisionConfig,
     TrainConfig,
 )
-from nanotrain.config.derive import data_parallel_size, moe_layers, query_groups, round_up, window_layers
+from nanotrain.config.derive import counted_ends, data_parallel_size, moe_layers, query_groups, round_up, window_layers
 from nanotrain.config.pattern import read_pattern, write_pattern
 from nanotrain.config.pipeline_layout import read_pipeline_layout, write_pipeline_layout
 
@@ -173,6 +173,8 @@ def shrink_layers(num_layers: int, parallel: ParallelConfig) -> Lengths:
     ranks = parallel.pipeline_model_parallel_size - sum(size is not None for size in ends)
     between, left = ranks * virtual, num_layers - sum(size or 0 for size in ends)
     middle = min(left, 2 * between + (left % between > 0)) if between else 0
+    if counted := sum(counted_ends(parallel)):
+        middle = 2 * between - counted  # even again with what the ends count as
     return Lengths(middle + (first or 0) + (last or 0), first, last)
 
 

@@ -29,7 +29,13 @@ class StageSpec:
 
 
 def split_layers(
-    num_layers: int, num_stages: int, *, first: int | None = None, last: int | None = None, stages_per_rank: int = 1
+    num_layers: int,
+    num_stages: int,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    stages_per_rank: int = 1,
+    counted_ends: tuple[int, int] = (0, 0),
 ) -> tuple[StageSpec, ...]:
     """Split a model into stages of equal length; where that is uneven, the first stages get one layer more.
 
@@ -37,6 +43,8 @@ def split_layers(
 
     `first` and `last` set the layers of the first and the last pipeline rank, which its virtual stages share evenly;
     the stages of the other ranks share the rest. Virtual stage s lies on rank s % (num_stages / stages_per_rank).
+
+    `counted_ends` are the layers that the embedding and the head count as; without `first` and `last`.
 
     Raises:
         TopologyError: fewer layers than stages, or `first` and `last` that leave too few or too many for the others.
@@ -47,7 +55,13 @@ def split_layers(
     [4, 4, 3, 2]
     >>> [len(stage.layers) for stage in split_layers(34, 4, last=4, stages_per_rank=2)]
     [15, 2, 15, 2]
+    >>> [len(stage.layers) for stage in split_layers(94, 4, counted_ends=(1, 1))]
+    [23, 24, 24, 23]
     """
+    if any(counted_ends):
+        shares = even_shares(num_layers + sum(counted_ends), num_stages)
+        shares[0], shares[-1] = shares[0] - counted_ends[0], shares[-1] - counted_ends[1]
+        return stages_of_lengths(shares)
     if num_layers < num_stages:
         raise TopologyError(
             f"{num_layers} layers cannot fill {num_stages} pipeline stages",

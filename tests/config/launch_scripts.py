@@ -355,4 +355,36 @@ SCRIPTS: dict[str, tuple[int, str]] = {
         "--weight-decay 1.0e-1 --clip-grad 1.0 --ckpt-format torch_dist --optimizer adam --adam-beta1 0.9 "
         "--adam-beta2 0.95",
     ),
+    # Megatron-MoE-ModelZoo, Qwen3-235B-A22B in mxfp8 with 131,072 tokens
+    "qwen3_235b_mxfp8": (
+        128,
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --use-mcore-models "
+        "--sequence-parallel --use-flash-attn --disable-bias-linear --transformer-impl transformer_engine "
+        "--data-cache-path c --tokenizer-type HuggingFaceTokenizer --data-path data --split 99,1,0 "
+        "--no-mmap-bin-files --num-workers 6 --attention-dropout 0.0 --hidden-dropout 0.0 --clip-grad 1.0 "
+        "--weight-decay 0.1 --lr 3.9e-6 --min-lr 3.9e-7 --lr-decay-style cosine --adam-beta1 0.9 --adam-beta2 "
+        "0.95 --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --moe-router-dtype fp32 --eval-iters 32 "
+        "--eval-interval 200 --auto-detect-ckpt-format --no-load-rng --load out/checkpoints --save "
+        "out/checkpoints --save-interval 500 --dist-ckpt-strictness log_all --init-method-std 0.02 --bf16 "
+        "--expert-tensor-parallel-size 1 --swiglu --normalization RMSNorm --untie-embeddings-and-output-weights "
+        "--position-embedding-type rope --manual-gc --manual-gc-interval 5 --cross-entropy-loss-fusion "
+        "--enable-experimental --no-create-attention-mask-in-dataloader --distributed-timeout-minutes 60 "
+        "--log-timers-to-tensorboard --log-memory-to-tensorboard --log-num-zeros-in-grad --log-params-norm "
+        "--log-validation-ppl-to-tensorboard --log-throughput --log-interval 1 --logging-level 40 "
+        "--tensorboard-dir out/tb --wandb-project p --wandb-exp-name n --fp8-recipe mxfp8 --fp8-format e4m3 "
+        "--fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag --use-precision-aware-optimizer "
+        "--main-grads-dtype fp32 --main-params-dtype fp32 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
+        "--moe-router-padding-for-quantization --tokenizer-model Qwen/Qwen3-235B-A22B "
+        "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage "
+        "2 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+        "--expert-model-parallel-size 32 --context-parallel-size 4 --micro-batch-size 1 --global-batch-size 1024 "
+        "--train-samples 268554688 --rotary-percent 1.0 --rotary-base 1000000 --norm-epsilon 1e-06 --num-layers "
+        "94 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 64 --kv-channels 128 "
+        "--group-query-attention --num-query-groups 4 --qk-layernorm --seq-length 131072 "
+        "--max-position-embeddings 131072 --make-vocab-size-divisible-by 1187 --lr-decay-samples 584765624 "
+        "--lr-warmup-samples 1536000 --lr-warmup-init 3.9e-7 --num-experts 128 --moe-ffn-hidden-size 1536 "
+        "--moe-router-load-balancing-type aux_loss --moe-router-topk 8 --moe-aux-loss-coeff 1e-3 --finetune "
+        "--recompute-granularity selective --recompute-modules moe_act layernorm "
+        "--moe-router-force-load-balancing",
+    ),
 }

@@ -124,6 +124,15 @@ def test_the_goal_of_accepted_flags_is_met():
         ),
         ("qwen3_30b_a3b", {"model.moe.ffn_hidden_size": 768, "model.qk_layernorm": True, "model.moe.num_experts": 128}),
         (
+            "qwen3_235b_mxfp8",
+            {
+                "parallel.num_virtual_stages_per_pipeline_rank": 12,
+                "parallel.account_for_loss_in_pipeline_split": True,
+                "precision.fp8_param_gather": False,
+                "precision.exp_avg_dtype": "bf16",
+            },
+        ),
+        (
             "mixtral_8x7b_interleaved",
             {
                 "parallel.num_virtual_stages_per_pipeline_rank": 8,

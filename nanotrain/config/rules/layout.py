@@ -12,6 +12,7 @@ from nanotrain.config.option import flag_of
 from nanotrain.config.rules.rule import Rule, Values
 
 END_FLAGS = "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+COUNTED = "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
 END_FIELDS = "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers"
 
 
@@ -82,7 +83,7 @@ LAYOUT_RULES = (
         lambda v: f"cp_comm_type a2a needs tp*cp = {v.tp * v.cp} to divide num_attention_heads",
         lambda v: "set --cp-comm-type p2p or --num-attention-heads " f"{round_up(v.num_attention_heads, v.tp * v.cp)}"),
     Rule("num_layers pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank",
-        lambda v: v.pipeline_model_parallel_layout is None and v.num_layers < v.num_stages,
+        lambda v: v.pipeline_model_parallel_layout is None and v.counted_layers < v.num_stages,
         lambda v: f"{v.num_layers} layers cannot fill {stages_text(v)} pipeline stages",
         "every stage has at least one layer",
         "set --num-layers {num_stages} or a smaller --pipeline-model-parallel-size"),
@@ -105,6 +106,16 @@ LAYOUT_RULES = (
         "pipeline_model_parallel_layout has {layout_mtp_layers} layers of multi-token prediction",
         lambda v: f"mtp_num_layers is {v.mtp_num_layers or 'unset'}",
         "set --mtp-num-layers {layout_mtp_layers} or leave m out of --pipeline-model-parallel-layout"),
+    Rule(f"{COUNTED} num_layers pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank",
+        lambda v: v.counted_layers > v.num_layers and v.counted_layers % v.num_stages,
+        lambda v: f"{v.counted_layers} layers cannot be split evenly over {stages_text(v)} pipeline stages",
+        lambda v: f"num_layers is {v.num_layers}, and embedding or loss count as a layer",
+        "change --num-layers or the stages, or set --pipeline-model-parallel-layout instead"),
+    Rule(f"{COUNTED} {END_FIELDS} pipeline_model_parallel_layout",
+        lambda v: v.counted_layers > v.num_layers and (v.end_lengths or v.layout_lengths is not None),
+        "account_for_embedding_in_pipeline_split or account_for_loss_in_pipeline_split beside lengths of stages",
+        "they change the even split, which is not used where lengths are set",
+        "leave one of them out"),
     Rule(f"{END_FIELDS} num_virtual_stages_per_pipeline_rank",
         lambda v: any(length % v.num_virtual_stages_per_pipeline_rank for length in v.end_lengths),
         f"{END_FLAGS} with {{num_virtual_stages_per_pipeline_rank}} virtual stages per pipeline rank",

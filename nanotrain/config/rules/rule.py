@@ -1,12 +1,13 @@
 """A rule as data, the values that its predicate and texts read, and the check of a table of rules."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
 from nanotrain.config.config import Config
 from nanotrain.config.derive import (
+    counted_ends,
     ffn_size,
     has_rope,
     head_dim,
@@ -43,8 +44,8 @@ class Values:
         self.head_dim, self.query_groups = head_dim(model), query_groups(model)
         self.has_rope, self.rotary_dim = has_rope(model), rotary_dim(model)
         self.ffn_size, self.moe_ffn_size = ffn_size(model), moe_ffn_size(model)
-        # without a tokenizer yet: one unit of the padding
-        self.vocab_rows = padded_vocab_size(replace(model, vocab_size=model.vocab_size or 1))
+        # 0 without a tokenizer yet: checked again once its size is known (`open_inputs`)
+        self.vocab_rows = 0 if model.vocab_size is None else padded_vocab_size(model)
 
     def __getattr__(self, name: str) -> Any:
         if name not in ENTRIES:
@@ -107,6 +108,11 @@ class Values:
         if lengths is None or len(lengths) != self.num_stages:
             return []
         return [rank for rank in range(1, self.pp - 1) if not any(lengths[rank :: self.pp])]
+
+    @property
+    def counted_layers(self) -> int:
+        """Layers that are split evenly over stages, with those that embedding and head count as."""
+        return int(self.num_layers) + sum(counted_ends(self.config.parallel))
 
     @property
     def end_lengths(self) -> list[int]:

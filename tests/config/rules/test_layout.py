@@ -17,6 +17,7 @@ EXPERTS = {"num_experts": 8}
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 
 
+EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
 LAYOUT = "pipeline_model_parallel_layout"
 
 
@@ -30,7 +31,10 @@ LAYOUT = "pipeline_model_parallel_layout"
         TP2 | {"multi_latent_attention": True},
         CP2 | {"cp_comm_type": "a2a", "tensor_model_parallel_size": 2},
         PP2 | {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2},
+        TP2 | {"make_vocab_size_divisible_by": 3},  # of a vocabulary that is not known yet
         PP2 | {"num_layers": 5},
+        PP2 | {"num_layers": 5, LOSS: True},
+        PP2 | {"num_layers": 2, LOSS: True, EMBEDDING: True},
         PP2 | {"num_layers": 5, FIRST: 2},
         PP2 | {"pipeline_model_parallel_layout": "Ett|ttmL", "mtp_num_layers": 1},
         PP2 | {"num_layers": 5, "pipeline_model_parallel_layout": "Et*5|L"},
@@ -51,6 +55,8 @@ def test_what_divides_breaks_no_rule(keys):
             {"pipeline_model_parallel_size": 3, LAYOUT: "Et*4|m|L", "mtp_num_layers": 1},
             "leaves pipeline rank 1 without layers",
         ),
+        (PP2 | {"num_layers": 5, LOSS: True, EMBEDDING: True}, "7 layers cannot be split evenly over pp=2"),
+        (PP2 | {"num_layers": 5, LOSS: True, FIRST: 2}, "beside lengths of stages"),
         (PP2 | {LAYOUT: "Ett|tttL"}, "pipeline_model_parallel_layout has 5 of 4 layers"),
         (
             PP2 | {LAYOUT: "Ett|ttm*2L", "mtp_num_layers": 1},
@@ -70,7 +76,10 @@ def test_what_divides_breaks_no_rule(keys):
             "3 key/value heads (num_query_groups) cannot be shared by tp=2 ranks",
         ),
         (TP2 | EXPERTS | {"moe_shared_expert_intermediate_size": 33}, "set --moe-shared-expert-intermediate-size 34"),
-        (TP2 | {"make_vocab_size_divisible_by": 3}, "they would share 3 rows; set --make-vocab-size-divisible-by 6"),
+        (
+            TP2 | {"make_vocab_size_divisible_by": 3, "vocab_size": 7},
+            "they would share 9 rows; set --make-vocab-size-divisible-by 6",
+        ),
         (TP2 | {"make_vocab_size_divisible_by": 1, "vocab_size": 131}, "they would share 131 rows"),
         (CP2 | {"seq_length": 250}, "seq_length 250 cannot be split into 4 parts: cp=2 ranks have two chunks each"),
         (CP2 | {"seq_length": 250}, "set --seq-length 252"),
