@@ -3,7 +3,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# A terminal sees what is downloaded; a log gets no progress bars.
+QUIET := $(shell test -t 2 || echo --quiet)
+INSTALL := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check --constraint constraints.txt
 
 # Sleeping, not spinning, OpenMP threads: with more threads than free cores a spinning step takes 2 to 20 times as long.
 export OMP_WAIT_POLICY := PASSIVE

@@ -31,6 +31,7 @@ from nanotrain.cli_parser import (
 )
 from nanotrain.cli_sweep import sweep
 from nanotrain.config.flags import parse
+from nanotrain.config.help import CONFIG_USAGE
 from nanotrain.config.load import load_line, reply, to_yaml
 from nanotrain.config.schema import check_choice
 from nanotrain.errors import EXIT_CODE, ConfigError, NanotrainError, report
@@ -219,7 +220,7 @@ def timeline(argv: Sequence[str]) -> int:
 def config(argv: Sequence[str]) -> int:
     """Print the resolved configuration; with --explain, the origin of each value."""
     line = parse(argv)
-    text = reply(line)
+    text = reply(line, usage=CONFIG_USAGE)
     if text is None:
         loaded = load_line(line, to_train=False)
         text = to_yaml(loaded.config).rstrip()

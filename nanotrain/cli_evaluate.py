@@ -14,6 +14,7 @@ from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
 from nanotrain.config.validate import check_layout, validate_for_world
 from nanotrain.errors import ConfigError, EnvironmentFault
+from nanotrain.start_up import importing_torch
 
 # Settings that may differ from those of the training run; all others are the model's.
 KEPT = ("data.seq_length", "train.micro_batch_size", "train.device", "precision.params_dtype")
@@ -108,11 +109,12 @@ def _run_tasks(args: Namespace, loaded: Loaded) -> int:
 
 def _run_corpus(args: Namespace, loaded: Loaded, *, environment: MutableMapping[str, str]) -> int:
     """Evaluate on a corpus, on all ranks."""
-    from nanotrain.comm.parallel_context import Launch, ParallelContext
-    from nanotrain.data.tokenizer import load_tokenizer
-    from nanotrain.inference.checkpoint import open_model, tokenizer_name
-    from nanotrain.train.evaluate import evaluate_model
-    from nanotrain.train.plans.plan import plan_run
+    with importing_torch():
+        from nanotrain.comm.parallel_context import Launch, ParallelContext
+        from nanotrain.data.tokenizer import load_tokenizer
+        from nanotrain.inference.checkpoint import open_model, tokenizer_name
+        from nanotrain.train.evaluate import evaluate_model
+        from nanotrain.train.plans.plan import plan_run
 
     launch, model = Launch.of(environment), open_model(args.path, ema=args.ema)
     config = _check_world(model.config, loaded, world_size=launch.world_size)

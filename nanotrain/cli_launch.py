@@ -15,6 +15,7 @@ from nanotrain.config.load import load_line, reply
 from nanotrain.config.suggest import by_spelling
 from nanotrain.config.validate import validate_for_world
 from nanotrain.errors import ConfigError
+from nanotrain.start_up import importing_torch
 
 # torchrun's options that are taken over, each with a value but for those in SWITCHES. `--log-dir` and `--tee` are how
 # the output of each rank is kept in a file of its own.
@@ -115,7 +116,8 @@ def launch(options: Sequence[str], arguments: Sequence[str], *, environment: Mut
         print(text)
         return 0
     loaded = load_line(line)
-    from nanotrain.train.start.start_ranks import start_ranks
+    with importing_torch():
+        from nanotrain.train.start.start_ranks import start_ranks
 
     check = partial(validate_for_world, loaded.config, expected_dp=loaded.data_parallel_size)
     return start_ranks(["nanotrain.train", *arguments], options=options, environment=environment, check=check)
@@ -140,7 +142,8 @@ def launch_command(
         The exit code, as of `launch`.
     """
     _refuse_inside_torchrun(command[0], options=options, environment=environment)
-    from nanotrain.train.start.start_ranks import start_ranks
+    with importing_torch():
+        from nanotrain.train.start.start_ranks import start_ranks
 
     return start_ranks(["nanotrain", *command], options=options, environment=environment, check=check)
 

@@ -148,3 +148,8 @@ def test_groups_and_schedule_can_be_asked_for_together(capsys):
     assert main(["topology", "--world-size", "2", "--pipeline-model-parallel-size", "2", "--schedule", "gpipe"]) == 0
     printed = capsys.readouterr().out
     assert "2 ranks = tp 1 x cp 1 x dp 1 x pp 2" in printed and "gpipe: 2 ranks, 2 stages, 4 microbatches" in printed
+
+
+def test_the_help_of_config_names_its_own_usage(capsys):
+    assert main(["config", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: nanotrain config [--explain] ")

@@ -5,6 +5,7 @@ from math import log
 from nanotrain.config.batch_schedule import read_steps
 from nanotrain.config.config import (
     Activation,
+    Config,
     MainGradsDType,
     MemoryConfig,
     ModelConfig,
@@ -288,3 +289,12 @@ def round_up(number: int, unit: int) -> int:
     8
     """
     return -(-number // unit) * unit
+
+
+def synthetic_vocab_size(config: Config) -> int | None:
+    """The vocabulary of synthetic tokens in a recipe of the quick start, whose tokenizer is not trained for them."""
+    data = config.data
+    has_tokenizer = data.tokenizer_model is not None or data.vocab_file is not None
+    if config.model.vocab_size is not None or has_tokenizer or not (data.mock_data and data.quickstart):
+        return None
+    return data.quickstart_vocab_size

@@ -20,6 +20,7 @@ USAGE = (
     "usage: nanotrain train [--nproc-per-node N] [+config=RECIPE] [SECTION.FIELD=VALUE] [--flag VALUE] ...  "
     "(torchrun's options; also torchrun --nproc-per-node N -m nanotrain.train ...)"
 )
+CONFIG_USAGE = "usage: nanotrain config [--explain] [+config=RECIPE] [SECTION.FIELD=VALUE] [--flag VALUE] ..."
 ORDER = (
     "Arguments come in any order. The command line overrides the recipe, which overrides train.yaml and the defaults."
 )
@@ -72,12 +73,13 @@ COLUMN, INDENT = 40, 2  # characters: where meanings begin, and how far flags ar
 MIN_WIDTH, MAX_WIDTH = 60, 120  # characters of a line
 
 
-def help_text(topic: str = "", *, width: int | None = None) -> str:
+def help_text(topic: str = "", *, width: int | None = None, usage: str = USAGE) -> str:
     """The help on a topic: empty for the options used most, "all", "megatron" or a section.
 
     Args:
         topic: what `--help=` names.
         width: characters of a line; unset: of the terminal.
+        usage: of the command.
 
     Raises:
         ConfigError: an unknown topic.
@@ -91,7 +93,7 @@ def help_text(topic: str = "", *, width: int | None = None) -> str:
     if topic in SECTIONS:
         return "\n".join(section_lines(topic, width))
     if topic == "all":
-        lines = [*introduction(width), *alias_lines(width)]
+        lines = [*introduction(width, usage), *alias_lines(width)]
         return "\n".join(lines + [line for name in SECTIONS for line in section_lines(name, width)])
     if topic:
         topics = ["all", "megatron", *SECTIONS]
@@ -100,13 +102,15 @@ def help_text(topic: str = "", *, width: int | None = None) -> str:
     common = rows((describe(ENTRIES[name]) for name in COMMON), width)
     rest = f"--help=all lists all {len(ENTRIES)} options, --help=megatron those of Megatron-LM, --help=SECTION one of:"
     topic_lines = textwrap.wrap(f"{rest} {', '.join(SECTIONS)}", width)
-    return "\n".join([*introduction(width), *alias_lines(width), "", "options used most:", *common, "", *topic_lines])
+    return "\n".join(
+        [*introduction(width, usage), *alias_lines(width), "", "options used most:", *common, "", *topic_lines]
+    )
 
 
-def introduction(width: int) -> list[str]:
+def introduction(width: int, usage: str = USAGE) -> list[str]:
     """How arguments are written."""
-    usage = textwrap.wrap(USAGE, width, subsequent_indent=" " * 7, break_on_hyphens=False)
-    return [*usage, "", *textwrap.wrap(ORDER, width), "", *rows(ARGUMENTS.items(), width)]
+    first = textwrap.wrap(usage, width, subsequent_indent=" " * 7, break_on_hyphens=False)
+    return [*first, "", *textwrap.wrap(ORDER, width), "", *rows(ARGUMENTS.items(), width)]
 
 
 def alias_lines(width: int) -> list[str]:

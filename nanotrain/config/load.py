@@ -16,8 +16,9 @@ from typing import Any
 import yaml
 
 from nanotrain.config.config import Config
+from nanotrain.config.derive import synthetic_vocab_size
 from nanotrain.config.flags import ALIASES, FLAGS, CommandLine, Setting, apply_aliases, parse
-from nanotrain.config.help import help_text
+from nanotrain.config.help import USAGE, help_text
 from nanotrain.config.megatron import MEGATRON
 from nanotrain.config.option import flag_of
 from nanotrain.config.rules.unused import reset_unused
@@ -197,6 +198,9 @@ def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
     if config.train.run_dir is None:
         config = with_values(config, {"train.run_dir": f"runs/{Path(recipe).stem if recipe else 'train'}"})
     result = translate(config, line, errors=errors, from_files=frozenset(files))
+    if (size := synthetic_vocab_size(result.config)) is not None:
+        result.config = with_values(result.config, {"model.vocab_size": size})
+        result.origins["model.vocab_size"] = "--mock-data: data.quickstart_vocab_size"
     unset = frozenset(key for key, source in origins.items() if source == "--megatron-defaults") - result.explicit
     config, reset = reset_unused(
         result.config, explicit=result.explicit, errors=errors, defaults=unset, unreadable=unreadable
@@ -220,10 +224,10 @@ def fields_in_cures(errors: ErrorCollector) -> frozenset[str]:
     return frozenset(entry.name for entry in entries)
 
 
-def reply(line: CommandLine) -> str | None:
+def reply(line: CommandLine, *, usage: str = USAGE) -> str | None:
     """The text for `--help`, `--explain` or `--cfg job`; None for a command line without these flags."""
     if line.help_topic is not None:
-        return help_text(line.help_topic)
+        return help_text(line.help_topic, usage=usage)
     if not line.wants_explanation and not line.wants_job:
         return None
     errors = ErrorCollector()

@@ -238,3 +238,11 @@ def test_configure_takes_flags_for_one_value():
             configure("tiny", **wrong)
     with pytest.raises(ConfigError, match="--bf16 takes no value; write bf16=True"):
         configure("tiny", bf16=False)
+
+
+def test_synthetic_tokens_have_the_vocabulary_of_the_recipes_tokenizer():
+    loaded = load(["+config=tiny", "--mock-data"])
+    assert loaded.config.model.vocab_size == 2048 and "quickstart_vocab_size" in loaded.origins["model.vocab_size"]
+    assert load(["+config=tiny", "--mock-data", "--vocab-size=64"]).config.model.vocab_size == 64
+    assert load(["+config=tiny"]).config.model.vocab_size is None
+    assert load(["+config=tiny", "--mock-data", "--tokenizer-model=bytes"]).config.model.vocab_size is None
