@@ -2,12 +2,15 @@
 
     python benchmarks/checkpoint.py                                  # 2 and 4 ranks x 64 and 256 MiB per rank
     python benchmarks/checkpoint.py --ranks 2 --mib 64 --rounds 7 --folder /mnt/disk
+    python benchmarks/checkpoint.py --folder /dev/shm                # without a disk: the software alone
     python benchmarks/checkpoint.py --write benchmarks/results/checkpoint.md
 
 All save the same tensors, sharded along their first dim over the ranks, fsync them, and load them into existing
 tensors. The time is that of the slowest rank. Loads are measured warm (files in the page cache) and cold (dropped from
 it before). Contenders run in turn for several rounds; a ratio is the median over rounds of runs close in time, so a
-slow minute of the machine affects both sides.
+slow minute of the machine affects both sides. Peak memory is the largest growth of a rank's resident memory during a
+save or a load, beside the state itself, in a first round that is not timed. Last comes the time for which a save stops
+training (save_stall.py).
 
 torch.save writes one file per rank and nothing else: no manifest, no communication, and no other layout can read it.
 "plain bytes" writes and reads one file per rank with `write` and `readinto`, tensor after tensor: what the disk gives.
@@ -15,6 +18,7 @@ nanotrain verifies a checksum of every byte it loads; torch.load accepts damage 
 """
 
 import argparse
+import ctypes
 import datetime
 import os
 import platform
@@ -33,6 +37,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from save_stall import stall_table
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -43,6 +48,7 @@ from nanotrain.topology.groups import GroupSpec
 
 TENSOR_MIB, COLUMNS = 4, 1024
 PHASES = ("save", "load warm", "load cold")
+MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -126,26 +132,29 @@ def run_rank(rank: int, size: int, mib: int, rounds: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/rendezvous", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    rows = TENSOR_MIB * 2**20 // 4 // COLUMNS
+    rows = TENSOR_MIB * MIB // 4 // COLUMNS
     state = State({f"model/{i}": torch.randn(rows, COLUMNS) for i in range(mib // TENSOR_MIB)}, rank, size)
     expected = {name: tensor.double().sum() for name, tensor in state.tensors.items()}
-    times: dict[str, list[list[float]]] = {}
+    times: dict[str, list[list[float]]] = {}  # MiB of the first round, then seconds of every phase, by round
     for number in range(rounds + 1):
         for name, contender in contenders(state).items():
             target = Path(folder) / name
-            seconds = [_timed(contender.save, target), _timed(contender.load, target)]
+            measured = [
+                _timed(contender.save, target, trims=number == 0),
+                _timed(contender.load, target, trims=number == 0),
+            ]
             for tensor in state.tensors.values():
                 tensor.zero_()
             _drop_from_page_cache(target)
-            seconds.append(_timed(contender.load, target))
+            measured.append(_timed(contender.load, target, trims=number == 0))
             assert all(state.tensors[key].double().sum() == total for key, total in expected.items()), (
                 f"{name} lost data"
             )
             dist.barrier()
             if rank == 0:
                 shutil.rmtree(target)
-            if number > 0:  # the first round warms up
-                times.setdefault(name, []).append(seconds)
+            seconds, peaks = zip(*measured, strict=True)
+            times.setdefault(name, []).append(list(seconds if number else peaks))
     if rank == 0:
         torch.save(times, f"{folder}/times.pt")
     dist.destroy_process_group()
@@ -154,25 +163,40 @@ def run_rank(rank: int, size: int, mib: int, rounds: int, folder: str) -> None:
 def rows_of(times: dict[str, list[list[float]]], *, size: int, mib: int) -> list[str]:
     """The table rows of one setting."""
     rows = []
-    for name, rounds in times.items():
+    for name, (peaks, *rounds) in times.items():
         cells = []
         for phase in range(len(PHASES)):
             seconds = statistics.median(round_[phase] for round_ in rounds)
-            quotients = [other[phase] / ours[phase] for ours, other in zip(times["nanotrain"], rounds, strict=True)]
+            quotients = [other[phase] / ours[phase] for ours, other in zip(times["nanotrain"][1:], rounds, strict=True)]
             ratio = "" if name == "nanotrain" else f" ({statistics.median(quotients):.2f}x)"
             cells.append(f"{seconds:.3f} s, {size * mib / 1024 / seconds:.2f} GiB/s{ratio}")
+        cells += [f"{peak:.0f} MiB" for peak in peaks[:2]]
         rows.append(f"| {size} x {mib} MiB | {name} | " + " | ".join(cells) + " |")
     return rows
 
 
-def _timed(work: Callable[[Path], None], folder: Path) -> float:
-    """Run and return the seconds of the slowest rank."""
+def _timed(work: Callable[[Path], None], folder: Path, *, trims: bool) -> tuple[float, float]:
+    """Run and return the seconds of the slowest rank, and the MiB of the one whose memory grew most.
+
+    `trims` gives back what earlier phases have freed, which would be used again without a growth.
+    """
+    if trims:
+        ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    before = _memory("VmRSS")
     dist.barrier()
     start = time.perf_counter()
     work(folder)
-    seconds = torch.tensor(time.perf_counter() - start)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return float(seconds)
+    measured = torch.tensor([time.perf_counter() - start, (_memory("VmHWM") - before) / MIB])
+    dist.all_reduce(measured, op=dist.ReduceOp.MAX)
+    seconds, peak = measured.tolist()
+    return seconds, peak
+
+
+def _memory(field: str) -> int:
+    """Bytes of a line of the process status."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024
 
 
 def _drop_from_page_cache(folder: Path) -> None:
@@ -198,8 +222,8 @@ def main() -> None:
         f" Python {platform.python_version()}; median of {options.rounds} rounds.",
         "In brackets: time / nanotrain's time in the same round (above 1: nanotrain is faster).",
         "",
-        "| state | writer | " + " | ".join(PHASES) + " |",
-        "|---|---|" + "---|" * len(PHASES),
+        "| state | writer | " + " | ".join(PHASES) + " | peak memory, save | load |",
+        "|---|---|" + "---|" * (len(PHASES) + 2),
     ]
     print("\n".join(lines))
     for size in options.ranks:
@@ -209,6 +233,8 @@ def main() -> None:
                 rows = rows_of(torch.load(f"{folder}/times.pt"), size=size, mib=mib)
             print("\n".join(rows), flush=True)
             lines += rows
+    lines += ["", "## Time for which a save stops training", "", *stall_table(192, rounds=options.rounds)]
+    print("\n".join(lines[-10:]))
     if options.write:
         options.write.write_text("# Saving and loading checkpoints\n\n" + "\n".join(lines) + "\n")
 

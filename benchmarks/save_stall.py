@@ -127,14 +127,22 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None, help="where to write (default: a temporary folder)")
     parser.add_argument("--write", type=Path, default=None, help="also write the table to this file")
     options = parser.parse_args()
+    lines = stall_table(options.mib, rounds=options.rounds, folder=options.folder)
+    print("\n".join(lines))
+    if options.write:
+        options.write.write_text("# Time for which a save stops training\n\n" + "\n".join(lines) + "\n")
+
+
+def stall_table(mib: int, *, rounds: int, folder: Path | None = None) -> list[str]:
+    """Measure, and return the lines of the table; `mib` is the state in MiB, `folder` None for a temporary one."""
     torch.set_num_threads(1)
-    training = Training(options.mib)
+    training = Training(mib)
     nbytes = sum(tensor.nbytes for tensor in training.tensors().values())
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        times = measure(training, Path(folder), rounds=options.rounds)
+    with tempfile.TemporaryDirectory(dir=folder) as target:
+        times = measure(training, Path(target), rounds=rounds)
     lines = [
         f"{datetime.date.today()}, {os.cpu_count()}-core CPU shared with other work, torch {torch.__version__},"
-        f" Python {platform.python_version()}; {nbytes / 2**20:.0f} MiB of state, median of {options.rounds} rounds.",
+        f" Python {platform.python_version()}; {nbytes / 2**20:.0f} MiB of state, median of {rounds} rounds.",
         "",
         "| writer | stall | share of a step | next step, relative to a plain one |",
         "|---|---|---|---|",
@@ -143,9 +151,7 @@ def main() -> None:
         stall = statistics.median(row[0] for row in rows)
         share, after = (statistics.median(row[i] / row[2] for row in rows) for i in (0, 1))
         lines.append(f"| {name} | {stall:.3f} s | {share:.1%} | {after:.2f}x |")
-    print("\n".join(lines))
-    if options.write:
-        options.write.write_text("# Time for which a save stops training\n\n" + "\n".join(lines) + "\n")
+    return lines
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ class Checkpointer:
         self.keep_last, self.keep_every = keep_last, keep_every
         self.timeout_s = timeout_s
         self._warned: set[Path] = set()  # leftovers that cannot be deleted: one warning each
+        self._seen = store.SeenManifests()
         self._staging = StagingBuffers()
         self._in_flight: tuple[int, BackgroundSave] | None = None  # step and thread
         self.num_failed = 0  # saves that failed so far
@@ -265,7 +266,14 @@ class Checkpointer:
 
     def _commit(self, manifest: Manifest) -> Path:
         final = store.commit(self.folder, manifest.step, text=to_json(manifest))
-        store.keep_newest(self.folder, self.keep_last, written=final, warned=self._warned, keep_every=self.keep_every)
+        store.keep_newest(
+            self.folder,
+            self.keep_last,
+            written=final,
+            warned=self._warned,
+            keep_every=self.keep_every,
+            seen=self._seen,
+        )
         return final
 
     @contextmanager

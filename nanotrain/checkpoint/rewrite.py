@@ -8,7 +8,6 @@ At most a few chunks of `plan.CHUNK_BYTES` are in memory, whatever the size of t
 
 import os
 import secrets
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from nanotrain.checkpoint.commit import merge_reports, report_of
 from nanotrain.checkpoint.compatibility import kind_of
 from nanotrain.checkpoint.manifest import Manifest, TensorEntry, to_json
 from nanotrain.checkpoint.read import read_box
+from nanotrain.checkpoint.removal import remove_unfinished
 from nanotrain.checkpoint.write import ChunkWrite, shard_name, write_shard
 from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import TORCH_DTYPES
@@ -86,7 +86,8 @@ def write_checkpoint(
         for name, (shape, dtype) in shapes.items()
     }
     try:
-        temporary.mkdir(parents=True)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
         store.require_space(temporary, sum(tensor.nbytes for tensor in tensors.values()))
         shard = write_shard(temporary / shard_name(0, 1), tensors, read=read)
         complete = merge_reports(manifest, [report_of(shard, manifest)])
@@ -95,7 +96,7 @@ def write_checkpoint(
     except OSError as error:
         raise disk_fault(error, output, fix="name another folder") from None
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_unfinished(temporary)
     return output
 
 

@@ -21,10 +21,12 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 
 from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, NewerFormat, damaged, from_json
+from nanotrain.checkpoint.removal import deleted_name, remove_unfinished, try_to_remove, warn_once
 from nanotrain.errors import CheckpointError, EnvironmentFault
 from nanotrain.log import get_logger
 from nanotrain.runs.swap_names import swap_names
@@ -82,7 +84,12 @@ def require_complete(path: Path) -> Manifest:
     if _LEFTOVER.fullmatch(path.name):
         raise damaged(f"{path} is not a finished checkpoint", why="its writer or deleter was killed", path=path)
     manifest = read_manifest(path)
-    for name, size in manifest.files.items():
+    _check_files(path, manifest.files)
+    return manifest
+
+
+def _check_files(path: Path, files: Mapping[str, int]) -> None:
+    for name, size in files.items():
         try:
             status = os.lstat(path / name)
         except OSError as error:
@@ -93,7 +100,26 @@ def require_complete(path: Path) -> Manifest:
             raise damaged(f"{path} is incomplete", why=why, path=path)
         if status.st_size != size:
             raise damaged(f"{path} is incomplete", why=f"{name} has {status.st_size} of {size} bytes", path=path)
-    return manifest
+
+
+class SeenManifests:
+    """Files of the checkpoints that this process has found complete, so that each manifest is read once."""
+
+    def __init__(self) -> None:
+        self._files: dict[tuple[Path, int, int, int], Mapping[str, int]] = {}
+
+    def is_complete(self, path: Path) -> bool:
+        """Whether a checkpoint is complete; under an unchanged manifest only the sizes of its files are compared."""
+        try:
+            key = (path, (status := os.lstat(path / MANIFEST)).st_ino, status.st_mtime_ns, status.st_size)
+            if key not in self._files:
+                self._files[key] = require_complete(path).files
+            _check_files(path, self._files[key])
+        except NewerFormat:
+            raise
+        except (OSError, CheckpointError):
+            return False
+        return True
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -184,7 +210,7 @@ def start_writing(folder: Path, step: int, *, warned: set[Path]) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in _leftovers(folder):
-        _try_to_remove(leftover, warned=warned)
+        try_to_remove(leftover, warned=warned)
     temporary = _temporary(folder, step)
     temporary.mkdir()
     return temporary
@@ -205,15 +231,15 @@ def commit(folder: Path, step: int, *, text: str) -> Path:
     replaced = final.with_suffix(REPLACED)
     if swap_names(temporary, final):
         sync_folder(folder)
-        os.rename(temporary, _deleted_name(final))
+        os.rename(temporary, deleted_name(final))
     else:
-        _try_to_remove(replaced, warned=set())
+        remove_unfinished(replaced)
         os.rename(final, replaced)  # from here to the next line it counts under this name
         os.rename(temporary, final)
         sync_folder(folder)
     for leftover in _leftovers(folder):
         if _step_of(leftover) == step:
-            _try_to_remove(leftover, warned=set())
+            remove_unfinished(leftover)
     return final
 
 
@@ -228,32 +254,39 @@ def write_manifest(folder: Path, text: str) -> None:
 
 def discard(folder: Path, step: int) -> None:
     """Remove the temporary folder of a failed save; the next save removes what cannot be removed now."""
-    shutil.rmtree(_temporary(folder, step), ignore_errors=True)
+    remove_unfinished(_temporary(folder, step))
 
 
 def keep_newest(
-    folder: Path, keep_last: int, *, written: Path, warned: set[Path], keep_every: int | None = None
+    folder: Path,
+    keep_last: int,
+    *,
+    written: Path,
+    warned: set[Path],
+    keep_every: int | None = None,
+    seen: SeenManifests | None = None,
 ) -> None:
     """Delete the oldest complete checkpoints but `keep_last`, never the one just written; 0 keeps all.
 
     Checkpoints at steps that are a multiple of `keep_every` are kept too and not counted.
 
     A folder is renamed first, so that an interrupted deletion leaves nothing that looks complete. A failed deletion is
-    one warning per entry of `warned`, since the save itself succeeded.
+    one warning per entry of `warned`, since the save itself succeeded. `seen` spares reading manifests again.
     """
     if keep_last == 0:
         return
-    others = [path for path in complete_checkpoints(folder) if path != written]
+    seen = seen or SeenManifests()
+    others = [path for path in _step_entries(folder) if path != written and seen.is_complete(path)]
     if keep_every is not None:
         others = [path for path in others if _step_of(path) % keep_every]
     for path in others[: max(0, len(others) - (keep_last - 1))]:
-        deleted = _deleted_name(path)
+        deleted = deleted_name(path)
         try:
             os.rename(path, deleted)
         except OSError as error:
-            _warn(path, error, warned=warned)
+            warn_once(path, error, warned=warned)
         else:
-            _try_to_remove(deleted, warned=warned)
+            try_to_remove(deleted, warned=warned)
 
 
 def prune(path: Path, keep_last: int, *, is_dry: bool = False) -> list[Path]:
@@ -356,27 +389,5 @@ def _entries(folder: Path) -> list[Path]:
     return list(folder.iterdir()) if folder.is_dir() else []
 
 
-def _try_to_remove(path: Path, *, warned: set[Path]) -> None:
-    try:
-        if path.is_symlink() or not path.is_dir():  # of a link only the link is removed, never what it points to
-            path.unlink()
-        else:
-            shutil.rmtree(path)
-    except OSError as error:
-        _warn(path, error, warned=warned)
-
-
-def _warn(path: Path, error: OSError, *, warned: set[Path]) -> None:
-    if path not in warned:
-        log.warning("could not delete the old checkpoint %s: %s", path, error.strerror or error)
-    warned.add(path)
-
-
 def _temporary(folder: Path, step: int) -> Path:
     return step_folder(folder, step).with_suffix(".tmp")
-
-
-def _deleted_name(path: Path) -> Path:
-    """A free name for a folder that is being deleted."""
-    names = (path.with_suffix(f".deleted{f'-{number}' if number > 1 else ''}") for number in count(1))
-    return next(name for name in names if not os.path.lexists(name))

@@ -70,8 +70,8 @@ def export_weights(
     family = family_of(model_config, name=family)
     _prepare(folder)
     mappings = map_parameters(model_config, FAMILIES[family].naming)
-    with _emptied_after_an_error(folder):
-        shards = _ShardWriter(folder)
+    shards = _ShardWriter(folder)
+    with _emptied_after_an_error(folder, shards):
         copies = mtp_copies(model_config, FAMILIES[family].naming)
         for name, tensor in _assemble(tensors, mappings, dtype=TORCH_DTYPES[dtype]):
             shards.add(name, tensor)
@@ -86,14 +86,15 @@ def export_weights(
 
 
 @contextmanager
-def _emptied_after_an_error(folder: Path) -> Iterator[None]:
-    """Remove the files of a folder that was empty before the block if the block fails."""
+def _emptied_after_an_error(folder: Path, shards: "_ShardWriter") -> Iterator[None]:
+    """If the block fails, remove the files that an export writes; those of others stay."""
     try:
         with disk_errors(folder / "config.json", fix="choose another folder"):
             yield
     except BaseException as error:
-        for file in folder.iterdir():
-            file.unlink()
+        if shards.is_first:  # else another export writes into the folder
+            for name in (*shards.file_names, *TOKENIZER_FILES, "model.safetensors.index.json", "config.json"):
+                (folder / name).unlink(missing_ok=True)
         if isinstance(error, SafetensorError) and "os error" in str(error):
             what, why = f"the weights cannot be written to {folder}", f"{error}; {free_space(folder)}"
             raise EnvironmentFault(what, why=why, fix="free space, or choose another folder") from None
@@ -144,6 +145,8 @@ class _ShardWriter:
     """Writes tensors into numbered files, and the index of which file has which tensor."""
 
     def __init__(self, folder: Path) -> None:
+        self.is_first = False  # whether the first file is this writer's
+        self.file_names: list[str] = []
         self._folder = folder
         self._open: dict[str, Tensor] = {}
         self._written: list[list[str]] = []
@@ -163,24 +166,30 @@ class _ShardWriter:
         self._flush()
         count = len(self._written)
         if count == 1:
-            self._part(0).rename(self._folder / "model.safetensors")
+            self._rename(0, "model.safetensors")
             return
         weight_map: dict[str, str] = {}
         for index, names in enumerate(self._written):
             final = f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-            self._part(index).rename(self._folder / final)
+            self._rename(index, final)
             weight_map |= dict.fromkeys(names, final)
         table = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
         (self._folder / "model.safetensors.index.json").write_text(json.dumps(table, indent=2) + "\n")
 
     def _flush(self) -> None:
         part = self._part(len(self._written))
-        part.touch()
+        part.touch(exist_ok=False)
+        self.is_first = True
+        self.file_names.append(part.name)
         mode = part.stat().st_mode
         save_file(self._open, part, metadata={"format": "pt"})  # transformers refuses files without this mark
         part.chmod(mode)  # save_file ignores the umask and makes files private
         self._written.append(list(self._open))
         self._open, self._open_bytes = {}, 0
+
+    def _rename(self, index: int, name: str) -> None:
+        self._part(index).rename(self._folder / name)
+        self.file_names.append(name)
 
     def _part(self, index: int) -> Path:
         return self._folder / f"part-{index:05d}.safetensors"

@@ -199,8 +199,7 @@ def _write_missing(job: PartJob, chunks: Iterable[InputChunk], *, planned: tuple
 
 
 def _merge(prefix: Path, job: PartJob, *, num_parts: int, tokenizer: Tokenizer, plan: str) -> CorpusInfo:
-    idx_path(prefix).unlink(missing_ok=True)
-    with TokenWriter(prefix, np.dtype(job.dtype)) as writer:
+    with TokenWriter(prefix, np.dtype(job.dtype), scratch=job.folder) as writer:
         for number in range(num_parts):
             writer.append_pair(part_prefix(job.folder, number))
         if not writer.num_tokens:

@@ -1,9 +1,11 @@
 """Write Megatron-LM `.bin/.idx` token files, one sequence per document.
 
-Both files are written under temporary names and renamed when they are complete and synced to disk.
+Both files are written under temporary names that no other process has, and renamed when they are complete and synced to
+disk. An older pair stays until then.
 """
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
@@ -18,13 +20,22 @@ _COPY_BYTES = 1 << 22
 
 
 class TokenWriter:
-    """Writes the pair `prefix`.bin and .idx, as a context manager; after an exception inside, no pair is left."""
+    """Writes the pair `prefix`.bin and .idx, as a context manager; after an exception inside, the older pair is left.
 
-    def __init__(self, prefix: Path | str, dtype: np.dtype[Any]) -> None:
+    Args:
+        prefix: of the pair, which is replaced.
+        dtype: of the tokens.
+        scratch: folder of the temporary files, on the same file system, in which a killed writer may leave them; None
+            for that of the pair.
+    """
+
+    def __init__(self, prefix: Path | str, dtype: np.dtype[Any], *, scratch: Path | None = None) -> None:
         self.prefix = Path(prefix)
         self.dtype = np.dtype(dtype)
+        folder, token = scratch or self.prefix.parent, secrets.token_hex(4)
+        self._partials = [folder / f".{self.prefix.name}.{suffix}.{token}.partial" for suffix in ("bin", "idx")]
         self._lengths: list[np.ndarray] = []
-        self._file = _create(_partial(bin_path(self.prefix)))
+        self._file = self._partials[0].open("xb")
 
     def add_document(self, ids: Iterable[int] | np.ndarray) -> None:
         """Append one document, end-of-document token included."""
@@ -61,14 +72,15 @@ class TokenWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        tokens, index = _partial(bin_path(self.prefix)), _partial(idx_path(self.prefix))
+        tokens, index = self._partials
         try:
             if kind is not None:
                 return
             _sync(self._file)
-            with _create(index) as file:
+            with index.open("xb") as file:
                 self._write_index(file)
                 _sync(file)
+            idx_path(self.prefix).unlink(missing_ok=True)  # an index never stands beside the tokens of another
             os.replace(tokens, bin_path(self.prefix))
             os.replace(index, idx_path(self.prefix))
         finally:  # on a full disk even closing fails, as it writes what is buffered
@@ -84,16 +96,6 @@ class TokenWriter:
         ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
         file.write(np.concatenate([np.zeros(1, dtype="<i8"), ends[:-1]])[: len(lengths)].data)
         file.write(np.arange(len(lengths) + 1, dtype="<i8").data)
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
-
-
-def _create(path: Path) -> BinaryIO:
-    """A new file, in place of one left by a killed writer; a symbolic link is replaced, not followed."""
-    path.unlink(missing_ok=True)
-    return path.open("xb")
 
 
 def _sync(file: BinaryIO) -> None:

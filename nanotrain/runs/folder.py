@@ -14,6 +14,7 @@ runs/<name>/
 
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -25,8 +26,18 @@ from typing import Any
 
 from nanotrain.errors import EnvironmentFault
 from nanotrain.runs.files import reason, write_text
+from nanotrain.runs.lock import LOCK_NAME
 
 _PROBE = b"this process can write here"
+# Replaced or appended to by a run.
+_WRITTEN = (
+    "config.yaml",
+    "environment.json",
+    "metrics.jsonl",
+    "metrics-superseded.jsonl",
+    "samples.jsonl",
+    "report.html",
+)
 REPORTED_PACKAGES = ("nanotrain", "torch", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
 
 
@@ -73,6 +84,22 @@ class RunFolder:
                 why=reason(error, self.path, needed=len(_PROBE)),
                 fix="choose another folder with --run-dir, or free space",
             ) from None
+
+    def require_own(self) -> None:
+        """Check that the files to be written are not another's: a folder in which no job has trained has none of them.
+
+        Raises:
+            EnvironmentFault: it has one.
+        """
+        if (self.path / LOCK_NAME).is_file():
+            return
+        for name in _WRITTEN:
+            if os.path.lexists(self.path / name):
+                raise EnvironmentFault(
+                    f"{self.path / name} exists and was not written by nanotrain",
+                    why=f"there is no {LOCK_NAME} beside it, which every run makes, and the run would replace it",
+                    fix="choose another folder with --run-dir, or move the file",
+                )
 
     def write_description(self, config_yaml: str, facts: Mapping[str, Any], *, secrets: Sequence[str] = ()) -> None:
         """Write config.yaml, and environment.json with `facts` of the live run (device, world size).

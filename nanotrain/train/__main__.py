@@ -152,6 +152,8 @@ def train(loaded: Loaded, world_size: int) -> None:
     assert config.train.run_dir, "load sets a run folder for every run"
     folder = RunFolder(Path(config.train.run_dir))
     folder.require_writable()
+    if is_first:  # the others would race with it for the lock file
+        folder.require_own()
     with lock_run(folder.path) if is_first else nullcontext():
         _train_in_folder(loaded, world_size, launch=launch, device_type=device.type, available=available)
 

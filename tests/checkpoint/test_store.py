@@ -175,23 +175,61 @@ def test_odd_neighbours_never_stop_a_save_and_are_warned_of_once(
     (folder / "step-00000002").write_text("a file")
     (folder / "step-00000003.deleted").mkdir()
     (folder / "step-00000004").symlink_to(tmp_path / "nowhere")
-    real = shutil.rmtree
+    real = os.rmdir
 
-    def refuse(path: Path, **options: bool) -> None:
+    def refuse(path: Path, **options: int) -> None:
         if Path(path).name == "step-00000003.deleted":
             raise PermissionError(13, "Permission denied", str(path))
         real(path, **options)
 
-    monkeypatch.setattr(shutil, "rmtree", refuse)
+    monkeypatch.setattr(os, "rmdir", refuse)
     writer = checkpointer(tmp_path, keep_last=1)
     with caplog.at_level(logging.WARNING, logger="nanotrain"):
         for step in (2, 3, 4, 5):
             writer.save(step, {BOX: torch.full((64,), float(step))}, objects={}, config={}, topology={})
 
-    assert sorted(path.name for path in folder.iterdir()) == ["step-00000003.deleted", "step-00000005"]
+    kept = ["step-00000002.deleted", "step-00000003.deleted", "step-00000005"]
+    assert sorted(path.name for path in folder.iterdir()) == kept
+    assert (folder / kept[0]).read_text() == "a file"
     assert (elsewhere / "manifest.json").exists(), "of a link only the link is removed"
-    (warning,) = caplog.messages
-    assert "step-00000003.deleted: Permission denied" in warning
+    first, second = caplog.messages
+    assert "step-00000003.deleted: Permission denied" in first
+    assert "step-00000002.deleted: it is a file that nanotrain did not write" in second
+
+
+def test_a_file_that_a_user_put_into_a_checkpoint_is_never_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        (save(tmp_path, step) / "notes.txt").write_text("mine")
+    unfinished = tmp_path / "checkpoints" / "step-00000009.tmp" / "work"
+    unfinished.mkdir(parents=True)
+    writer = checkpointer(tmp_path, keep_last=1)
+    with caplog.at_level(logging.WARNING, logger="nanotrain"):
+        for step in (3, 4):
+            writer.save(step, {BOX: torch.full((64,), float(step))}, objects={}, config={}, topology={})
+
+    assert unfinished.is_dir()
+    notes = {path.parent.name: path.read_text() for path in tmp_path.glob("checkpoints/*/notes.txt")}
+    assert notes == {"step-00000001.deleted": "mine", "step-00000002.deleted": "mine"}
+    assert not list(tmp_path.glob("checkpoints/*.deleted/*.safetensors")), "what nanotrain wrote is gone"
+    assert sum("it holds notes.txt, which nanotrain did not write" in message for message in caplog.messages) == 2
+    assert len(caplog.messages) == 3, "one warning each"
+
+
+def test_retention_reads_each_manifest_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    real = store.read_manifest
+    monkeypatch.setattr(store, "read_manifest", lambda path: reads.append(path.name) or real(path))
+    writer = checkpointer(tmp_path, keep_last=3)
+    for step in range(1, 7):
+        writer.save(step, {BOX: torch.full((64,), float(step))}, objects={}, config={}, topology={})
+    assert reads == [f"step-{step:08d}" for step in range(1, 6)]
+
+    truncate(tmp_path / "checkpoints" / "step-00000005")  # damage after that is still seen
+    writer.save(7, {BOX: torch.full((64,), 7.0)}, objects={}, config={}, topology={})
+    names = [path.name for path in store.complete_checkpoints(tmp_path / "checkpoints")]
+    assert names == [f"step-{step:08d}" for step in (4, 6, 7)]
 
 
 def test_steps_are_ordered_as_numbers_and_foreign_folders_are_left_alone(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Writing a folder: shards, dtypes, tokenizers, and what is refused."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,26 @@ def test_a_folder_with_content_of_others_is_left_as_it_is(tmp_path: Path) -> Non
     with pytest.raises(HuggingFaceError, match="out is not empty: it contains config.json.*choose a new folder"):
         export_weights(tmp_path / "out", LLAMA, tensors=tensors_of(build(LLAMA)))
     assert (tmp_path / "out" / "config.json").read_text() == "mine"
+
+
+def test_a_failed_export_removes_its_own_files_only(tmp_path: Path) -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        (tmp_path / "notes.txt").write_text("mine")
+        yield from list(tensors_of(build(LLAMA)))[:-1]
+
+    with pytest.raises(AssertionError, match="not in the stream"):
+        export_weights(tmp_path, LLAMA, tensors=broken())
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_two_exports_into_one_folder_are_an_error_of_the_second(tmp_path: Path) -> None:
+    def interrupted() -> Iterator[tuple[str, torch.Tensor]]:
+        (tmp_path / "part-00000.safetensors").write_text("of the first")
+        yield from tensors_of(build(LLAMA))
+
+    with pytest.raises(EnvironmentFault, match="File exists"):
+        export_weights(tmp_path, LLAMA, tensors=interrupted())
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["of the first"]
 
 
 @pytest.mark.parametrize("limit", [1000, 500_000])

@@ -47,3 +47,28 @@ def test_an_exception_while_writing_leaves_no_pair(tmp_path: Path) -> None:
         writer.add_document([1, 2])
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_older_pair_stays_until_the_new_one_is_complete_and_files_of_others_always(tmp_path: Path) -> None:
+    prefix, scratch = _write(tmp_path / "corpus", [1, 2, 3]), tmp_path / "scratch"
+    scratch.mkdir()
+    before = {path: path.read_bytes() for path in (prefix.with_suffix(".bin"), prefix.with_suffix(".idx"))}
+    (foreign := tmp_path / "corpus.bin.partial").write_text("mine")
+    with pytest.raises(RuntimeError), TokenWriter(prefix, np.dtype("uint16"), scratch=scratch) as writer:
+        writer.add_document([4])
+        assert [path.parent for path in tmp_path.rglob("*.partial") if path != foreign] == [scratch]
+        raise RuntimeError
+    assert {path: path.read_bytes() for path in before} == before
+    with TokenWriter(prefix, np.dtype("uint16"), scratch=scratch) as writer:
+        writer.add_document([4])
+    assert IndexedTokens(prefix).num_tokens == 1
+    assert foreign.read_text() == "mine" and not list(scratch.iterdir())
+
+
+def test_two_writers_of_one_pair_do_not_mix(tmp_path: Path) -> None:
+    with TokenWriter(tmp_path / "corpus", np.dtype("uint16")) as first:
+        first.add_document([1, 2, 3])
+        with TokenWriter(tmp_path / "corpus", np.dtype("uint16")) as second:
+            second.add_document([4])
+        first.add_document([5])
+    assert IndexedTokens(tmp_path / "corpus").num_tokens == 4

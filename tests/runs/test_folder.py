@@ -8,6 +8,7 @@ import pytest
 
 from nanotrain.errors import EnvironmentFault
 from nanotrain.runs.folder import RunFolder
+from nanotrain.runs.lock import lock_run
 
 
 def test_a_folder_is_made_and_left_empty(tmp_path):
@@ -20,6 +21,18 @@ def test_ranks_check_a_folder_at_the_same_time(tmp_path):
     with ThreadPoolExecutor(8) as ranks:
         list(ranks.map(lambda _: RunFolder(tmp_path / "run").require_writable(), range(800)))
     assert not list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "report.html"])
+def test_files_of_others_are_refused_and_those_of_a_run_are_not(tmp_path, name):
+    RunFolder(tmp_path).require_own()
+    (tmp_path / "notes.txt").write_text("mine")
+    RunFolder(tmp_path).require_own()
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(EnvironmentFault, match=f"{name} exists and was not written by nanotrain.*--run-dir"):
+        RunFolder(tmp_path).require_own()
+    with lock_run(tmp_path):
+        RunFolder(tmp_path).require_own()
 
 
 def test_a_folder_below_a_file_is_an_error_with_its_name(tmp_path):

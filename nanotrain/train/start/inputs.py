@@ -24,6 +24,7 @@ from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.errors import ConfigError
 from nanotrain.prepare.cache import user_cache
 from nanotrain.prepare.quickstart import prepare_quickstart
+from nanotrain.runs.files import open_append
 from nanotrain.runs.folder import RunFolder
 
 
@@ -143,6 +144,6 @@ def _checkpoint_to_load(config: Config, folder: RunFolder) -> Path | None:
 @contextmanager
 def _file_lock(path: Path) -> Iterator[None]:
     """Hold an exclusive lock shared by the ranks of this machine."""
-    with open(path, "w", encoding="utf-8") as file:
+    with open_append(path) as file:  # neither truncated nor followed as a link
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
