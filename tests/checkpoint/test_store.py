@@ -197,26 +197,6 @@ def test_odd_neighbours_never_stop_a_save_and_are_warned_of_once(
     assert "step-00000002.deleted: it is a file that nanotrain did not write" in second
 
 
-def test_a_file_that_a_user_put_into_a_checkpoint_is_never_deleted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for step in (1, 2):
-        (save(tmp_path, step) / "notes.txt").write_text("mine")
-    unfinished = tmp_path / "checkpoints" / "step-00000009.tmp" / "work"
-    unfinished.mkdir(parents=True)
-    writer = checkpointer(tmp_path, keep_last=1)
-    with caplog.at_level(logging.WARNING, logger="nanotrain"):
-        for step in (3, 4):
-            writer.save(step, {BOX: torch.full((64,), float(step))}, objects={}, config={}, topology={})
-
-    assert unfinished.is_dir()
-    notes = {path.parent.name: path.read_text() for path in tmp_path.glob("checkpoints/*/notes.txt")}
-    assert notes == {"step-00000001.deleted": "mine", "step-00000002.deleted": "mine"}
-    assert not list(tmp_path.glob("checkpoints/*.deleted/*.safetensors")), "what nanotrain wrote is gone"
-    assert sum("it holds notes.txt, which nanotrain did not write" in message for message in caplog.messages) == 2
-    assert len(caplog.messages) == 3, "one warning each"
-
-
 def test_retention_reads_each_manifest_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[str] = []
     real = store.read_manifest
