@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# A terminal sees what is downloaded; a log gets no progress bars.
+# A terminal shows what is downloaded; a log gets no progress bars.
 QUIET := $(shell test -t 2 || echo --quiet)
 INSTALL := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check --constraint constraints.txt
 
@@ -36,7 +36,7 @@ format: .venv/.installed ## write the code as ruff would
 bench: .venv/.installed ## memory against the table, throughput beside plain torch (minutes)
 	$(BIN)/python benchmarks/memory.py && $(BIN)/python benchmarks/throughput.py $(ARGS)
 
-gpu-check: .venv/.installed ## the tests marked gpu and the GPU benchmark; says so where there is no GPU
+gpu-check: .venv/.installed ## the tests marked gpu and the GPU benchmark; exits with code 2 where there is no GPU
 	$(BIN)/python -m pytest -m gpu && $(BIN)/python benchmarks/gpu.py
 
 docs: .venv/.installed ## write docs/config.md from the configuration's fields, and the pages as a site in site/

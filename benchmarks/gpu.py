@@ -6,7 +6,7 @@
 Eager and with torch.compile, beside a plain loop with torch's attention and FSDP2 on one rank: tokens per second, model
 FLOPs utilization (MFU) and peak memory. Contenders run in turn, each launch in a new process, as in throughput.py. Then
 one step of nanotrain is profiled, and its kernel times are summed by class, beside the budget of roofline.py. Without a
-GPU it says so and exits with code 2.
+GPU it prints that and exits with code 2.
 """
 
 import argparse

@@ -104,7 +104,7 @@ def attached(topology: Topology) -> Iterator[ParallelContext]:
 
 
 def main() -> None:
-    """Train as the command line says, one run after the other."""
+    """Train with the arguments of the command line, one run after the other."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     start_logging(is_first=rank == 0)
     commands: list[list[str]] = [[]]

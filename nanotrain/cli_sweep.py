@@ -235,7 +235,7 @@ def _run(current: _Current, command: Sequence[str]) -> int:
 
 @contextmanager
 def _signals_passed_on(current: _Current) -> Iterator[None]:
-    """Pass stops on as SIGTERM, on which a training saves and ends, and SIGUSR1, on which it saves and goes on."""
+    """Forward signals to the training: stops as SIGTERM (save and end), and SIGUSR1 (save and continue)."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         current.stopped |= number in STOPS

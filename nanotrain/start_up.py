@@ -1,4 +1,4 @@
-"""What a process does around `import torch` and at its end, so that it starts and ends without needless work."""
+"""What a process does around `import torch` and at its end, which saves 0.4 s and more of garbage collection."""
 
 import gc
 import sys
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 def importing_torch() -> Iterator[None]:
     """Import in the block without garbage collection, unless torch is imported already.
 
-    Torch and what is built on it are half a million objects of which none is garbage. Collections look at all of them
-    again and again: a third of the CPU time of `import torch`. What was imported is then left out of later collections.
+    Torch and what is built on it are half a million objects of which none is garbage. Collections visit all of them
+    repeatedly: a third of the CPU time of `import torch`. What was imported is then left out of later collections.
     """
     if "torch" in sys.modules:
         yield
@@ -27,6 +27,6 @@ def importing_torch() -> Iterator[None]:
 
 
 def end_without_collection() -> None:
-    """Call it last: the interpreter would look for garbage among all objects before it ends (0.4 s of CPU)."""
+    """Skip the last collection of the interpreter, which visits all objects (0.4 s of CPU); call it last."""
     gc.disable()
     gc.freeze()

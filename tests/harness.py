@@ -259,7 +259,7 @@ def _fail_with(failed: list[int], replies: dict[int, Reply], world: _World) -> N
     coords = f" ({cause.coords})" if cause.coords else ""
     others = ", ".join(str(rank) for rank in sorted(failed) if rank != first)
     and_others = f"\nalso failed: rank {others}" if others else ""
-    if cause.kind == "peer_failure":  # none says why: the cause may be any of them
+    if cause.kind == "peer_failure":  # none of them has the cause, which may be any rank's
         and_others = "".join(f"\nrank {rank}: {replies[rank].text}" for rank in failed if rank != first)
     pytest.fail(f"rank {first}{coords} of {world.size}: {cause.text}{and_others}", pytrace=False)
 

@@ -4,6 +4,7 @@
 messages and pages. Each row names the term to use instead; docs/glossary.md explains these.
 """
 
+import ast
 import io
 import re
 import tokenize
@@ -56,7 +57,9 @@ RETIRED_PHRASES = {
     r"\btamer\b|so many (likeliest|tokens|ranks|groups|samples|steps|layers|pieces)": "the number, named",
     r"drawn by lot|by lot\b": "at random",
     r"infinitely wrong|little reason against|out of play|uncover it": "a plain statement",
-    r"on the wire|on loan|on (its|their) way": "in flight",
+    r"on the wire|on loan|on (its|their|the) way": "in flight",
+    r"\b(says|knows|knew|wants|sees|thinks|remembers|forgets)\b": "states, has, reads",
+    r"\b(do|does) not (say|know|see|want)\b|\banew\b": "states, has, reads; again",
     r"\bgroup of one\b(?! rank)|\bmember number\b": "group of size 1, group of one rank",
     r"(?<!^)\b(file|line|section|token|row|object|byte|bytes|record|document|one|thread|number|dim|box) a "
     r"(rank|step|token|group|dim|row|document|microbatch|second|stage|line|layer|machine|process)\b"
@@ -156,3 +159,12 @@ def test_a_retired_identifier_is_found() -> None:
     assert retired_names("work = start_scatter(grads, group)") == [
         (1, "start_scatter", RETIRED_NAMES["start_sum|start_scatter|start_gather"])
     ]
+
+
+PACKAGES = sorted(path for path in (ROOT / "nanotrain").rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("path", PACKAGES, ids=lambda path: path.parent.relative_to(ROOT).as_posix())
+def test_a_package_states_what_it_holds_and_what_it_does_not(path: Path) -> None:
+    first, *others = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n\n")
+    assert first.endswith((".", ":")) and any(text.endswith((".", ":")) for text in others), first

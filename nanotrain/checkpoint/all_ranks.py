@@ -85,7 +85,7 @@ def _try(function: Callable[[], Result]) -> tuple[_Outcome[Result], Exception | 
         return _Outcome(error=error), None
     except OSError as error:
         return _Outcome(error=storage_fault(error)), None
-    except Exception as error:  # the other ranks must learn of any error before it is raised here
+    except Exception as error:  # the other ranks must receive any error before it is raised here
         return _Outcome(unexpected=f"{type(error).__name__}: {error}"), error
 
 

@@ -3,8 +3,8 @@
     rank k   thread: write and fsync the shard -> written-0000k.json        (or the reason of a failure)
     rank 0   thread: the same -> wait for all reports -> manifest -> rename -> delete the oldest
 
-The threads do not communicate over process groups, whose collectives belong to the training loop; they meet in the
-folder of the save, which all ranks see.
+The threads do not communicate over process groups, whose collectives belong to the training loop; they exchange
+files in the folder of the save, which all ranks share.
 """
 
 import threading
@@ -44,7 +44,7 @@ class BackgroundSave:
         return self._result
 
     def give_up(self, timeout_s: float) -> bool:
-        """Wait for the thread for a time and then end its waiting for others; returns whether it has succeeded."""
+        """Wait at most `timeout_s` for the thread, then cancel it; returns whether it has succeeded."""
         self._thread.join(timeout_s)
         self._cancelled.set()
         return not self._thread.is_alive() and self._error is None

@@ -1,6 +1,6 @@
 """Merge what the ranks have written into one manifest, and commit it.
 
-ShardReport        what a rank has written, and the rest of the manifest as it sees it
+ShardReport        what a rank has written, and its version of the rest of the manifest
 merge_reports      the manifest of all ranks, which agree and cover every tensor exactly once
 write_report,      the same through files in the folder of a save, for writers that must not communicate
 wait_for_reports
@@ -20,7 +20,7 @@ from nanotrain.errors import CheckpointError
 from nanotrain.runs.files import write_bytes
 from nanotrain.untrusted import object_of, parse_json, text_of, whole_number
 
-POLL_S = 0.02, 1.0  # between two looks for reports: the first, and the longest after doubling
+POLL_S = 0.02, 1.0  # between two checks for reports: the first, and the longest after doubling
 
 
 @dataclass(frozen=True)

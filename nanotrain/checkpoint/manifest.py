@@ -111,11 +111,11 @@ def from_json(text: str, *, source: str = "the manifest") -> Manifest:
     except ValueError as error:
         raise _unreadable(source, f"it is no JSON ({error})") from None
     if body.get("format") != FORMAT or type(body.get("version")) is not int or body["version"] < 1:
-        raise _unreadable(source, f'it does not say "format": "{FORMAT}"')
+        raise _unreadable(source, f'it has no "format": "{FORMAT}"')
     # Before the version: every version has this checksum, so that a flipped bit is no later format.
     written, present = body.pop("sha256", None), _checksum(body)
     if written != present:
-        raise _unreadable(source, f"it says sha256 {shown(written)} and its content has {present}")
+        raise _unreadable(source, f"its field sha256 is {shown(written)} and its content has {present}")
     if body["version"] > VERSION:
         raise NewerFormat(
             f"{source} has format version {body['version']}",
@@ -130,7 +130,7 @@ def from_json(text: str, *, source: str = "the manifest") -> Manifest:
 
 
 def damaged(what: str, *, why: str, path: Path | None = None) -> DamagedCheckpoint:
-    """The error for damage; `path` is the step folder, where the caller knows it."""
+    """The error for damage; `path` is the step folder, where it is known."""
     fix = "load an older checkpoint of the run, with --load and its step folder"
     if path is not None:
         fix = f"load an older checkpoint of the run, with --load and a step folder of {path.parent}; "

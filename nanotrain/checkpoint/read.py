@@ -76,7 +76,7 @@ class ShardFile:
         if done < chunk.nbytes:
             raise self._damaged(damaged_chunk, f"{self.path} ends {chunk.nbytes - done} bytes too early")
         if (present := f"{crc32(data):08x}") != chunk.crc32:
-            why = f"its bytes in {self.path} have crc32 {present}, the manifest says {chunk.crc32}"
+            why = f"its bytes in {self.path} have crc32 {present}, the manifest has {chunk.crc32}"
             raise self._damaged(damaged_chunk, why)
 
     def _find(self, chunk: ChunkEntry, dtype: str) -> int:

@@ -146,7 +146,7 @@ def verify(path: Path) -> VerifyReport:
 
 def _faults_of_file(path: Path, chunks: tuple[ChunkRead, ...], *, size: int | None) -> Iterator[str]:
     if path.is_file() and (present := os.path.getsize(path)) != size:
-        yield f"{path.name} has {present} bytes, the manifest says {size}"
+        yield f"{path.name} has {present} bytes, the manifest has {size}"
     try:
         with ShardFile(path) as shard, ThreadPoolExecutor(THREADS) as pool:
             yield from filter(None, pool.map(lambda one: _fault_of_chunk(shard, one), chunks))

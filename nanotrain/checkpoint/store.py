@@ -148,7 +148,7 @@ def checkpoint_to_resume(folder: Path, *, below: int | None = None) -> Path | No
     """`newest_complete`; None only where no checkpoint was ever finished.
 
     Raises:
-        DamagedCheckpoint: there are checkpoints and none is complete: starting anew would hide that.
+        DamagedCheckpoint: there are checkpoints and none is complete: starting at step 0 would hide that.
     """
     found = newest_complete(folder, below=below)
     if found is None and any(_fault_of(path) for path in _step_entries(folder)):

@@ -1,4 +1,4 @@
-"""Write the shard file of one rank: safetensors, chunk by chunk, with checksums computed on the way.
+"""Write the shard file of one rank: safetensors, chunk by chunk, with the checksum of each chunk.
 
     plan_writes   the tensors of a rank -> key, offset and size of every chunk
     write_shard   carry it out: chunks in parallel, each copied to the host, summed and written; then fsync
@@ -127,7 +127,7 @@ def _header(writes: tuple[ChunkWrite, ...]) -> bytes:
     }
     assert len(entries) == len(writes), "a box was given twice on one rank: one of the two would be lost"
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the format wants the bytes to begin at a multiple of eight
+    text += b" " * (-len(text) % 8)  # in the format the bytes begin at a multiple of eight
     return len(text).to_bytes(8, "little") + text
 
 

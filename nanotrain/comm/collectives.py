@@ -268,7 +268,7 @@ def _check_divisible(tensor: Tensor, group: Group, *, dim: int) -> None:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """fp8 values as uint8: process groups do not all know fp8, and a gather does not read values."""
+    """fp8 values as uint8: not every process group supports fp8, and a gather does not read values."""
     return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 

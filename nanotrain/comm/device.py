@@ -129,7 +129,7 @@ def memory_per_rank(device: torch.device, local_world_size: int) -> int | None:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream on which copies wait for collectives; one, because torch deals out the same 32 again."""
+    """A stream on which copies wait for collectives; only one, because torch reuses a pool of 32 streams."""
     return torch.cuda.Stream(device)
 
 
@@ -149,7 +149,7 @@ class HostCopy:
 
     @classmethod
     def after(cls, work: dist.Work, tensor: Tensor) -> "HostCopy":
-        """Of a tensor that a collective on a GPU writes; the current stream does not wait for the collective."""
+        """The copy of what a collective on a GPU writes; the current stream does not wait for the collective."""
         stream = _side_stream(tensor.device)
         with torch.cuda.stream(stream):
             work.wait()
@@ -247,7 +247,7 @@ class Returning:
 
 
 class BufferCopies:
-    """Copies between buffers on a device and buffers in host memory that live as long, on a side stream of a GPU.
+    """Copies between buffers on a device and host buffers of the same lifetime, on a side stream of a GPU.
 
     On a CPU they are complete on return.
     """

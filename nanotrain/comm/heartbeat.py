@@ -100,7 +100,7 @@ class Heartbeat:
         self._record[_ALARM] = 1
 
     def begin(self, phase: str, *, step: int | None = None) -> None:
-        """A phase of the run begins."""
+        """Record that a phase of the run begins."""
         record = self._record
         record[_PHASE], record[_KIND] = _PHASE_INDEX[phase], 0
         if step is not None:
@@ -108,13 +108,13 @@ class Heartbeat:
         record[_BEATS] += 1
 
     def action(self, kind: str, *, stage: int, microbatch: int) -> None:
-        """An action of the pipeline schedule begins."""
+        """Record that an action of the pipeline schedule begins."""
         record = self._record
         record[_KIND], record[_STAGE], record[_MICROBATCH] = _KIND_INDEX[kind], stage, microbatch
         record[_BEATS] += 1
 
     def started(self, group: str, op: str, *, num_bytes: int) -> None:
-        """A collective was started over a group."""
+        """Record that a collective was started over a group."""
         record, index = self._record, _GROUP_FIELDS + _PER_GROUP * _GROUP_INDEX.get(group, 0)
         record[index] += 1
         record[index + 1], record[index + 2] = _OP_INDEX.get(op, 0), num_bytes
@@ -130,7 +130,7 @@ class Heartbeat:
         return self._record[index + 2] if sequence and self._record[index] == sequence else None
 
     def wait_begins(self, group: str, op: str, *, sequence: int, peer: int | None = None) -> None:
-        """This rank waits for a collective from now on."""
+        """Record that this rank waits for a collective from now on."""
         record = self._record
         record[_WAIT_OP], record[_WAIT_SEQUENCE] = _OP_INDEX.get(op, 0), sequence
         record[_WAIT_PEER] = -1 if peer is None else peer
@@ -138,7 +138,7 @@ class Heartbeat:
         self._wait_start = time.perf_counter_ns()
 
     def wait_ended(self) -> None:
-        """The collective is complete; not called for one that failed, which stays recorded."""
+        """Record that the collective is complete; not called for one that failed, which stays recorded."""
         record = self._record
         record[_WAITED_NS] += time.perf_counter_ns() - self._wait_start
         record[_WAIT_GROUP] = 0
@@ -146,7 +146,7 @@ class Heartbeat:
 
     @property
     def beats(self) -> int:
-        """Grows with all that this rank begins."""
+        """A counter that grows with every phase, action and collective of this rank."""
         return self._record[_BEATS]
 
     @property

@@ -1,7 +1,7 @@
 """`StopPoint`: the microbatch before which all ranks stop, agreed only when one of them asks for it.
 
 A pass is one run of a pipeline schedule: a training step or a validation batch. All ranks begin the same passes, and
-their order follows from (pass, microbatch). A rank that wants to stop sets a key of the store that the ranks met at.
+their order follows from (pass, microbatch). A rank that has to stop sets a key of the store that the ranks met at.
 
     a thread per rank, once per poll_s, while no pass has begun for so long:
     request    read the key; short steps never do, for the vote before the next step stops them as early
@@ -76,11 +76,11 @@ class StopPoint:
 
     @property
     def is_asked(self) -> bool:
-        """Whether this rank has learned that a rank asks for a stop."""
+        """Whether this rank has received the stop request of a rank."""
         return self._holds
 
     def begin_pass(self) -> None:
-        """A pass begins, on all ranks."""
+        """Record that a pass begins; called on all ranks."""
         with self._changed:
             self._begun, self._pass_start = (self._begun[0] + 1, 0), time.monotonic()
 
@@ -106,7 +106,7 @@ class StopPoint:
             return True
 
     def end_pass(self, num_microbatches: int) -> None:
-        """A pass of that many microbatches ended, on this rank.
+        """Record that a pass of that many microbatches ended on this rank.
 
         Raises:
             PassStopped: some of them were not begun.
@@ -123,7 +123,7 @@ class StopPoint:
                 if time.monotonic() - self._pass_start >= self.poll_s and self._is_requested():
                     self._agree()
                     return
-        except RuntimeError:  # the process that serves the store is gone: the ranks see that by themselves
+        except RuntimeError:  # the process that serves the store has ended, which the ranks detect on their own
             with self._changed:
                 self._holds = False
                 self._changed.notify_all()
@@ -135,7 +135,7 @@ class StopPoint:
         return self._store.check([key])
 
     def _agree(self) -> None:
-        """Publish where this rank holds, and learn where all stop."""
+        """Write how far this rank is to the store, and read where all ranks stop."""
         with self._changed:
             self._holds, begun = True, self._begun
         key, size = self._prefix + "decision", self._control.size

@@ -126,7 +126,7 @@ def section_lines(name: str, width: int) -> list[str]:
 
 def megatron_lines(width: int) -> Iterator[str]:
     """Megatron-LM's flags that are no field, by what becomes of them."""
-    text = "Flags of Megatron-LM that are no option of the same name here. Most of its other flags are: --help=all."
+    text = "Flags of Megatron-LM that are no option of the same name here. --help=all lists those that are."
     yield from textwrap.wrap(text, width)
     for kind, title in KINDS.items():
         yield from ["", title]

@@ -177,7 +177,7 @@ def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
     Raises:
         ConfigError: YAML files that cannot be composed, with all mistakes found by then.
     """
-    from nanotrain.config.compose import compose_files, merge_settings  # Hydra takes 0.2 s; --help does without
+    from nanotrain.config.compose import compose_files, merge_settings  # Hydra takes 0.2 s; not for --help
 
     errors.errors += line.errors.errors
     values, files = None, {}

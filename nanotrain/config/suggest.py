@@ -1,4 +1,4 @@
-"""What was probably meant by a name that does not exist: by meaning, then by spelling, never a far guess.
+"""What was probably meant by a name that does not exist: by meaning, then by spelling; nothing where no name is near.
 
 by_meaning      a name of another framework (synonyms.py)
 by_spelling     one or two slips of the keys, with the same numbers in it

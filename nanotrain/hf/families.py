@@ -1,7 +1,7 @@
 """Hugging Face families, and ModelConfig to and from their config.json.
 
 A family can represent a model exactly if writing its config.json and reading it back gives the same model, so no
-feature is lost on the way. docs/new_family.md shows how to add a family: one file and one row of FAMILIES.
+feature is lost. docs/new_family.md shows how to add a family: one file and one row of FAMILIES.
 
     FAMILIES                                the table
     config_from_hf, model_from_hf           config.json -> ModelConfig

@@ -20,7 +20,7 @@ def read_rope(raw: Mapping[str, Any], *, has_partial: bool = False) -> dict[str,
 
     Args:
         raw: the parsed config.json.
-        has_partial: the family rotates a share of the channels where `partial_rotary_factor` says so.
+        has_partial: whether the family reads `partial_rotary_factor`, the rotated share of the channels.
 
     Raises:
         HuggingFaceError: an unsupported kind of scaling, or entries that are no numbers.

@@ -27,7 +27,7 @@ from nanotrain.parallel.cp.tiles import Spans
 
 
 class KVCache:
-    """The cache of a batch of prompts, as a context manager; inside of it the model serves this cache alone.
+    """The cache of a batch of prompts, as a context manager; inside the block the model uses this cache only.
 
     Args:
         stage: a model in one stage, on one rank.
@@ -83,7 +83,7 @@ class KVCache:
         return self._calls[window]
 
     def store(self, buffer: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
-        """Append [B, S, G, D] to a buffer [B, capacity, G, D], made at first; it and its filled part."""
+        """Append [B, S, G, D] to a buffer [B, capacity, G, D], allocated first; returns it and its filled part."""
         if buffer is None:
             buffer = new.new_empty(new.shape[0], self._capacity, *new.shape[2:])
         stop = self._num_read + self._num_new

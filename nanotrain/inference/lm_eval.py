@@ -143,7 +143,7 @@ def evaluate_tasks(
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
         fix = "`lm-eval ls tasks` lists them; --include-path adds a folder"
-        raise ConfigError(f"--tasks: there is no task {', '.join(unknown)}", why="lm-eval does not know it", fix=fix)
+        raise ConfigError(f"--tasks: there is no task {', '.join(unknown)}", why="it is not in lm-eval's list", fix=fix)
     results = simple_evaluate(model, tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, task_manager=manager)
     assert results is not None, "the first rank has the results"
     metrics: dict[str, dict[str, Any]] = results["results"]

@@ -33,8 +33,8 @@ def log_likelihoods(
 ) -> list[Scored]:
     """Score continuations, in the order of the requests; rows of similar length are read together.
 
-    Rows are padded on the right, which no earlier token sees. Where experts have a capacity, which all tokens of a
-    batch share, a row is read alone.
+    Rows are padded on the right, to which no earlier token attends. Where experts have a capacity, which all tokens of
+    a batch share, a row is read alone.
 
     Args:
         stage: a model in one stage.

@@ -71,7 +71,7 @@ def accumulate_wgrads(wgrads: list[Wgrad], *, ready: Sequence[tuple[nn.Parameter
 
     Hooks fire once per parameter, with the complete gradient, also where several layers share a weight.
 
-    `wgrads` is in the order of computation and emptied, so that memory is freed on the way. `ready` are parameters with
+    `wgrads` is in the order of computation and emptied, so that memory is freed after each. `ready` are parameters with
     gradients that are already computed.
     """
     uses_left = Counter(id(param) for wgrad in wgrads for param in wgrad.params)

@@ -2,7 +2,7 @@
 
 MaxLogits         one attention layer's largest logit of each head since the last collection, a named buffer
 build_core        the core attention of a layer, reporting its logits where they are tracked
-collect_factors   factors of the rows of query and key weights, from the logits of all ranks; starts anew
+collect_factors   factors of the rows of query and key weights, from the logits of all ranks; resets them
 
     factor of a head    f = min(1, threshold / its largest logit)
     attention           query rows f^alpha           key rows f^(1 - alpha); heads that share a key: the smallest f
@@ -79,7 +79,7 @@ def build_core(parallel: ModelParallel, shape: ModelShape) -> tuple[MaxLogits | 
 def collect_factors(
     stage: nn.Module, config: OptimConfig, *, shape: ModelShape, tp: Group, dp_cp: Group
 ) -> dict[str, Tensor]:
-    """The factors of the rows of a stage's query and key parameters by name, the same on every rank; starts anew.
+    """The factors of the rows of a stage's query and key parameters by name, the same on every rank; resets the logits.
 
     Args:
         stage: the same layers on every rank of the groups.

@@ -113,7 +113,7 @@ class Router(StatefulModule):
 
     @property
     def _ranks_logits(self) -> bool:
-        """Whether the order of the logits decides: without a bias and groups, which see more of a score than its order.
+        """Whether experts are selected by the order of the logits: without a bias and groups, which need the scores.
 
         Scores of experts that are far behind underflow to ties, their logits do not.
         """
@@ -178,7 +178,7 @@ class Router(StatefulModule):
     ) -> tuple[Tensor, int | Tensor]:
         """tokens_per_expert that a loss compares with, from those of every sequence [B, E], and the sequences in it.
 
-        Of all ranks that is a tensor: only the counts say how many of them have padding.
+        For `global_aux_loss` the number is a tensor: it follows from the counts, as ranks may have padding.
         """
         if kind is LoadBalancing.seq_aux_loss:
             return tokens, 1

@@ -1,9 +1,9 @@
 """Statistics of routers: counted on the device during forward passes, collected once per step.
 
     RouterStats          one router's sums since the last collection, as named buffers
-    collect_router_sums  the sums of all routers over all ranks, one collective per group; starts anew
+    collect_router_sums  the sums of all routers over all ranks, one collective per group; resets them
     update_expert_bias   moves every expert bias against the imbalance
-    RouterMetrics        what the sums say, on the host
+    RouterMetrics        the metrics that follow from the sums, on the host
 
 A forward pass that is recomputed in the backward counts once (`Router`). All but the metrics stays on the device.
 """
@@ -96,7 +96,7 @@ class RouterStats(StatefulModule):
         return torch.cat([self.tokens_per_expert, torch.stack([self.get_buffer(name) for name in _SCALARS])])
 
     def reset(self) -> None:
-        """Start anew."""
+        """Set all sums to zero."""
         for buffer in self.buffers():
             buffer.zero_()
 
@@ -155,7 +155,7 @@ def expert_biases(stage: nn.Module) -> dict[str, Tensor]:
 
 
 def collect_router_sums(stages: Iterable[nn.Module], groups: Sequence[Group]) -> dict[str, Tensor]:
-    """Sum the statistics of the routers of stages over all ranks, and start anew.
+    """Sum the statistics of the routers of stages over all ranks, and reset them.
 
     Args:
         stages: the same on every rank of the groups.

@@ -1,4 +1,4 @@
-"""`--optimizer-cpu-offload`: parts of the main params and state live in host memory and are updated by the host.
+"""`--optimizer-cpu-offload`: parts of the main params and state are in host memory and are updated by the host.
 
     device         |scale grads|  update the other parts            |            wait for the copies
     side stream      grads of part 0, 1, 2 ->          params of part 0, 1 ->

@@ -36,7 +36,7 @@ Unit = tuple[str, nn.Module]
 
 
 class ShardedModule:
-    """A module whose gradients, optimizer state and parameters are sharded over ranks, as the strategy says.
+    """A module whose gradients, optimizer state and parameters are sharded over ranks, by one of the strategies.
 
     The module stays usable as it is: `module(...)` runs forward, and its parameters are views of flat buffers. Values,
     names and tied parameters are kept. It must be on the device of the context, with real values, equal on all ranks.
@@ -272,7 +272,7 @@ def _check_data_parallel_only(context: ParallelContext) -> None:
     wrong = {axis: size for axis in ("tp", "cp", "pp", "ep") if (size := context.topology.size(axis)) > 1}
     if wrong:
         shown = ", ".join(f"{axis} {size}" for axis, size in wrong.items())
-        why = "the layers of any module do not know their shards"
+        why = "the parameters of an arbitrary module do not declare how these axes shard them"
         raise ConfigError(f"a sharded module with {shown}", why=why, fix="use data parallelism only, or the trainer")
 
 
@@ -285,7 +285,7 @@ def _check_trained(module: nn.Module, optim: OptimConfig) -> None:
             fix="train all of them, or keep frozen ones as buffers of the module",
         )
     if optim.decoupled_lr is not None:
-        why = "a module does not say which parameters are its embedding and its output layer"
+        why = "a module does not declare which parameters are its embedding and its output layer"
         raise ConfigError("decoupled_lr has no effect", why=why, fix="leave it out")
 
 

@@ -1,4 +1,4 @@
-"""What a person looks at after training: an HTML report of runs, a list of runs, a comparison in the terminal.
+"""Reports of runs: an HTML page, a list, a comparison in the terminal, and the timeline of a profiled step.
 
-Reads run folders only; nothing here needs torch, a process group or a model.
+It reads run folders only and needs no torch, process group or model; what a run writes is in `train/hooks`.
 """

@@ -36,7 +36,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """Everything a run folder says."""
+    """The contents of a run folder."""
 
     folder: Path
     columns: dict[str, np.ndarray]  # name -> [steps] fp64, NaN where a step does not have it

@@ -20,7 +20,7 @@ MAX_SAMPLES = 20  # newest generated texts of each run
 
 
 def write_report(runs: Sequence[RunHistory], output: Path) -> None:
-    """Write the report of runs; a reader of the file never sees half of it.
+    """Write the report of runs; the file is replaced at once, so it is never incomplete.
 
     Args:
         runs: at least one; several are drawn over each other and their settings compared.

@@ -1,4 +1,4 @@
-"""`nanotrain watch`: the report of runs on a local port, written anew for every visit."""
+"""`nanotrain watch`: the report of runs on a local port, rendered again for every request."""
 
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -21,7 +21,7 @@ import numpy as np
 from nanotrain.errors import EnvironmentFault
 from nanotrain.untrusted import parse_json
 
-STEP = "ProfilerStep#"  # torch's own name, which other tools know; followed by the number of the step
+STEP = "ProfilerStep#"  # torch's own name, which other tools read too; followed by the number of the step
 _COLLECTIVE_KERNEL = re.compile(r"nccl|rccl|nvshmem|multimem_|(one|two)_shot_all_reduce", re.IGNORECASE)
 _CPU_COLLECTIVE = re.compile(r"gloo:|mpi:")
 _NOT_COMPUTE = ("c10d", "_c10d", "autograd", "torch", "profiler")  # namespaces of operators that wait or call others

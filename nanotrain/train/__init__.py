@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _CallablePackage(ModuleType):
-    """A package that is called like a function."""
+    """A module that can be called like a function."""
 
     def __call__(self, config: "Config") -> "RunHistory":
         """Train; see `nanotrain.train.__main__.train_config`."""

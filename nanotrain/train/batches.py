@@ -1,8 +1,8 @@
 """Global batches, with the counts that all ranks agree on before every step.
 
 Before each step one small all-reduce carries the target tokens of every rank's microbatches (the loss is
-divided by the global count), whether a rank wants to stop or to save, and whether its data failed. So all ranks enter a
-step or none does, and an error on one rank is raised on all of them.
+divided by the global count), whether a rank requests a stop or a save, and whether its data failed. So all ranks enter
+a step or none does, and an error on one rank is raised on all of them.
 """
 
 import time
@@ -33,7 +33,7 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class _Vote:
-    """A batch that this rank has read, and the all-reduce of what the ranks say about it."""
+    """A batch that this rank has read, and the all-reduce of its counts and of the stop requests."""
 
     microbatches: list[Batch]
     sums: Work[list[float]]
@@ -88,7 +88,7 @@ class BatchIterator:
         failure: NanotrainError | None = None,
         busy_s: float | None = None,
     ) -> GlobalBatch | None:
-        """The next global batch; None if any rank wants to stop.
+        """The next global batch; None if any rank requests a stop.
 
         Args:
             wants_stop: whether this rank received a signal or reached its time limit.

@@ -5,8 +5,8 @@ A run stops between two steps, on all ranks together: after the last step, at `e
 before the next step. A signal during a long step stops all ranks before the same microbatch (`comm/stop_point.py`), and
 the step is abandoned. The hooks then save and the process exits with 0. SIGUSR1 to one rank saves and goes on.
 
-An error of one rank's hook or data is raised on all ranks before the next step; the hooks save the last step on the way
-out. Hooks are closed after an error too.
+An error of one rank's hook or data is raised on all ranks before the next step; the hooks save the last step
+before that. Hooks are closed after an error too.
 """
 
 import gc
@@ -83,7 +83,7 @@ class Trainer:
             except PassStopped as stopped:
                 self._abandon_step(batch[0], stopped)
                 break
-        with self._saving_on_the_way_out():
+        with self._saving_after_error():
             raise_on_all(self._failure, run.context.control)
         for dp in run.data_parallel:
             dp.wait_for_params()
@@ -103,7 +103,7 @@ class Trainer:
         )
 
     @contextmanager
-    def _saving_on_the_way_out(self) -> Iterator[None]:
+    def _saving_after_error(self) -> Iterator[None]:
         """Call the hooks that save after an error that all ranks raise in the block."""
         try:
             yield
@@ -123,7 +123,7 @@ class Trainer:
         self._waited_before_s = run.context.heartbeat.waited_s
         run.context.heartbeat.begin("data", step=run.state.step + 1)
         busy_s = self._busy_s if run.context.device.type == "cpu" else None  # where waiting blocks the host
-        with self._saving_on_the_way_out():
+        with self._saving_after_error():
             wants_save, run.stop.wants_save = run.stop.wants_save, False
             batch = run.batch_iterator.next(
                 wants_stop=self._wants_stop(), wants_save=wants_save, failure=self._failure, busy_s=busy_s

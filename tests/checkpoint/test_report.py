@@ -52,7 +52,7 @@ def test_a_flipped_byte_is_reported_with_its_chunk_and_both_checksums(tmp_path: 
 
     (fault,) = report.faults
     assert "optimizer/exp_avg/a@0:64,0:8" in fault
-    assert fault.count("crc32") == 1 and "the manifest says" in fault
+    assert fault.count("crc32") == 1 and "the manifest has" in fault
     assert fault in report.text()
 
 

@@ -135,7 +135,7 @@ def name_floats(prefix: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("damage", "stated"),
     [
         (cut_bin, "tokens.bin has 2900 bytes where its index asks for 3000.*copy or prepare the corpus again"),
         (cut_idx, "tokens.idx has .* bytes where its header asks for .*copy or prepare the corpus again"),
@@ -150,12 +150,12 @@ def name_floats(prefix: Path) -> None:
     ],
 )
 def test_a_damaged_corpus_is_one_message(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: Callable[[Path], None], says: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: Callable[[Path], None], stated: str
 ) -> None:
     line = arguments(tmp_path / "run", "data.shuffle=false --num-workers 0")
     damage(tmp_path / "tokens")
     message = refused(line, capfd)
-    assert re.search(says, message), message
+    assert re.search(stated, message), message
 
 
 @pytest.mark.parametrize("place", ["file", "below a file"])
@@ -242,7 +242,7 @@ def test_a_flipped_bit_is_noticed_and_the_older_checkpoint_taken(
 
 
 @pytest.mark.parametrize(
-    ("model", "says"),
+    ("model", "stated"),
     [
         ("--hidden-size 32", "model options differ: model.hidden_size 24 there, 32 here"),
         ("--num-layers 3", "model/layers.2.*is missing there.*model.num_layers 2 there, 3 here"),
@@ -251,10 +251,10 @@ def test_a_flipped_bit_is_noticed_and_the_older_checkpoint_taken(
     ],
 )
 def test_a_checkpoint_of_another_model_is_one_message(
-    run_dir: Path, capfd: pytest.CaptureFixture[str], model: str, says: str
+    run_dir: Path, capfd: pytest.CaptureFixture[str], model: str, stated: str
 ) -> None:
     message = refused(arguments(run_dir, "--num-workers 0 --train-iters 8", model), capfd)
-    assert re.search(f"the checkpoint of step 6 is of another model, .*{says}.*or another --load", message), message
+    assert re.search(f"the checkpoint of step 6 is of another model, .*{stated}.*or another --load", message), message
 
 
 def late_large_id(prefix: Path, *, step: int) -> int:
@@ -299,7 +299,7 @@ def test_all_ranks_together_warn_once_of_a_checkpoint_they_pass_over(run_dir: Pa
 
 @ranks(2, threads=False)
 def test_ranks_that_would_start_from_different_checkpoints_say_so(ctx: ParallelContext, run_dir: Path) -> None:
-    if ctx.rank == 1:  # a machine that does not see the folder of the others
+    if ctx.rank == 1:  # a machine without the folder of the others
         run_dir = run_dir.with_name("elsewhere")
     line = [*arguments(run_dir), f"--data-path={run_dir.parent / 'tokens'}", "--num-workers", "0"]
     config, inputs = open_inputs(load(line))

@@ -1,7 +1,7 @@
 """Law L9: every use of a buffer is after the work that produces it and before the work that reuses it.
 
 Each row trains two steps of one rank of a world, in this process, with every operation in flight until it is waited
-for. The planted bugs show that the recorder sees a missing wait, an early reuse and a freed buffer.
+for. The planted bugs show that the recorder finds a missing wait, an early reuse and a freed buffer.
 """
 
 from collections.abc import Callable

@@ -92,7 +92,7 @@ MOE_RULES = (
         lambda v: v.moe_router_score_function is RouterScore.softmax and v.moe_router_topk == 1
         and not v.moe_router_pre_softmax,
         "moe_router_topk is 1 and moe_router_pre_softmax is off",
-        "a softmax over one expert is always 1, so the router would never learn",
+        "a softmax over one expert is always 1, so the router would get no gradient",
         "set --moe-router-pre-softmax or --moe-router-topk 2"),
     Rule("moe_router_enable_expert_bias moe_router_score_function",
         lambda v: v.moe_router_enable_expert_bias and v.moe_router_score_function is RouterScore.softmax,

@@ -123,7 +123,7 @@ class Fp8Layer(nn.Module):
 
     @torch.no_grad()
     def update(self, amax: Tensor) -> None:
-        """Append the amaxes [3, E] of a step, over all ranks, and start anew; those of an overflow are left out."""
+        """Append the amaxes [3, E] of a step, over all ranks, and reset them; those of an overflow are left out."""
         assert self.history is not None and self.step_amax is not None, "only delayed scaling keeps a history"
         amax = torch.where(amax.isfinite(), amax, self.history[..., 0])
         self.history.copy_(torch.cat([amax[..., None], self.history[..., :-1]], dim=-1))

@@ -30,7 +30,7 @@ class Quantized:
     """A matrix in fp8."""
 
     values: Tensor  # [R, K] fp8, contiguous
-    inverse_scales: Tensor  # [R / r, K / k] fp32: a value is worth value * inverse scale of its block
+    inverse_scales: Tensor  # [R / r, K / k] fp32: the represented value is value * inverse scale of its block
     block: Block  # (r, k)
 
     def dequantize(self) -> Tensor:

@@ -74,7 +74,7 @@ class CheckpointHook(Hook):
             self._save_last(run)
 
     def after_failure(self, run: Run) -> None:
-        """Save the last step on the way out; the disk may be the reason for the failure."""
+        """Save the last step before the run ends with the error; the disk may be the cause of it."""
         try:
             self._finish(run, is_strict=False)
             if self._saved_step != run.state.step:
@@ -140,7 +140,7 @@ class CheckpointHook(Hook):
             self._save(run, in_background=False, checkpointer=other)
 
     def _poll(self, run: Run) -> None:
-        """Report a save in flight as soon as it ends, on the first rank; the others learn of it at the next save."""
+        """Report a save in flight as soon as it ends, on the first rank; the others are notified at the next save."""
         if self._in_flight is None or self._is_reported or not run.context.control.is_first:
             return
         try:

@@ -36,7 +36,7 @@ class EvaluateHook(Hook):
 
     def before_training(self, run: Run) -> None:
         is_found = self._tokenizer is not None and is_local(self._tokenizer)
-        if all(all_gather_object(is_found, run.context.control)):  # machines may see different files
+        if all(all_gather_object(is_found, run.context.control)):  # machines may have different files
             assert self._tokenizer is not None
             assert run.config.model.vocab_size is not None, "set by open_inputs"
             self._sizes = bytes_per_token(load_tokenizer(self._tokenizer), run.config.model.vocab_size)

@@ -67,7 +67,7 @@ class Sender:
                     pass
             except HTTPError as error:
                 self._warn(f"the server replied {error.code}")
-            except Exception as error:  # any: a message is never worth a step
+            except Exception as error:  # any: a lost message must not end a run
                 self._warn(type(error).__name__)  # its text may contain the URL
 
     def _warn(self, why: str) -> None:
@@ -77,7 +77,7 @@ class Sender:
 
 
 class SpikeDetector:
-    """Says which losses are spikes; at most one in `WINDOW` steps.
+    """Detects spikes of the loss; at most one in `WINDOW` steps.
 
     >>> detector = SpikeDetector()
     >>> [detector.is_spike(loss) for loss in [3.0, 3.1, 2.9, 3.0] * 5 + [9.0, 9.0]][-3:]

@@ -10,7 +10,7 @@ log = get_logger(__name__)
 
 
 class ReportHook(Hook):
-    """Writes the report of the run, on the first rank; a failure is a warning, for training is worth more."""
+    """Writes the report of the run, on the first rank; a failure is a warning and does not end the run."""
 
     def after_step(self, run: Run, report: StepReport) -> None:
         interval = run.config.train.report_interval

@@ -29,7 +29,7 @@ class SourceLosses:
         return 2 * len(self.names)
 
     def take(self) -> Tensor:
-        """[2 * sources] fp64, this rank's part of the sums, to be summed over all ranks; starts anew."""
+        """[2 * sources] fp64, this rank's part of the sums, to be summed over all ranks; resets them."""
         taken = self._sums.flatten().clone()
         self._sums.zero_()
         return taken

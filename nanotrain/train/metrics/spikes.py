@@ -16,7 +16,7 @@ WINDOW, MIN_STEPS, SPIKE = 1000, 50, 7.0
 
 
 class SpikeScore:
-    """Counts the spikes among losses that are added in order; begins anew where a process starts."""
+    """Counts the spikes among losses that are added in order; the count starts at 0 in every process."""
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=WINDOW)

@@ -234,7 +234,7 @@ class UnreadReports:
         self._reports: list[StepReport] = []
 
     def take(self, report: StepReport) -> list[StepReport]:
-        """Add a report; returns, and forgets, those that can be read: all at a logged step, else the ready ones."""
+        """Add a report; remove and return those that can be read: all at a logged step, else the ready ones."""
         self._reports.append(report)
         return self.take_all() if report.is_logged else self.take_ready()
 

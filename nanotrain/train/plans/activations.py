@@ -168,7 +168,7 @@ class Activations:
     def _written_out(self, num_heads: int) -> int:
         """Query, key, value and weights of all queries and keys in fp32, and the output."""
         shape, num_keys, copies = self.shape, self.seq_length * self.cp, 1.0
-        if self.cp_comm_type == "allgather":  # two chunks of queries; together they see 2 cp + 1 chunks of keys
+        if self.cp_comm_type == "allgather":  # two chunks of queries; together they attend to 2 cp + 1 chunks of keys
             num_keys, copies = num_keys * (2 * self.cp + 1) // (4 * self.cp), self.cp + 0.5
         inputs = shape.head_dim + copies * (shape.head_dim + shape.value_head_dim)
         return self.tokens * num_heads * int((inputs + num_keys) * FP32 + shape.value_head_dim * self.itemsize)

@@ -224,7 +224,7 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
     topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe.num_experts is not None)
     groups, shape = topology.group_specs(rank), ModelShape.of(config.model)
     batch_size = global_batch_size(config.train, groups["dp"].size)
-    # Saved with the configuration, so that a resume on other ranks says that an unset size has changed.
+    # Saved with the configuration, so that a resume on other ranks reports that an unset size has changed.
     config = replace(config, train=replace(config.train, global_batch_size=batch_size))
     sampler = SamplerConfig(
         dp_rank=groups["dp"].index,

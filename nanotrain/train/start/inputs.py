@@ -42,7 +42,7 @@ class RunInputs:
 
 
 def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Config, RunInputs]:
-    """Open the inputs of a run and complete its configuration with what they say.
+    """Open the inputs of a run, and set the fields that follow from them (vocabulary size, pretrained model).
 
     Args:
         loaded: a validated configuration.

@@ -92,7 +92,7 @@ def _run(plan: Plan, inputs: RunInputs, *, context: ParallelContext, planned: Me
 def require_same_start(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> RunInputs:
     """Check that all ranks have the same configuration and start from the same checkpoint.
 
-    Each machine opens the inputs by itself; where they see different files, the collectives of one would never match.
+    Each machine opens the inputs by itself; where their files differ, the collectives of the ranks would never match.
 
     Returns:
         The inputs with the first rank's checkpoint, also on ranks that have not read one.
@@ -110,7 +110,7 @@ def require_same_start(plan: Plan, inputs: RunInputs, *, context: ParallelContex
             if (name or first_name) != first_name:
                 raise EnvironmentFault(
                     f"rank 0 starts from {first_name}, rank {rank} from {name}",
-                    why=f"their machines see different files in {inputs.folder.path} or behind --load",
+                    why=f"their machines have different files in {inputs.folder.path} or behind --load",
                     fix="put them on a file system that all machines share",
                 )
             if config != first_config:
@@ -121,7 +121,7 @@ def require_same_start(plan: Plan, inputs: RunInputs, *, context: ParallelContex
                 )
         return first
 
-    # Only the first rank receives what all say, so this does not grow with the world on the others.
+    # Only the first rank receives the values of all, so the cost of the others does not grow with the world.
     first = run_on_all(context.control, lambda: (*start, inputs.checkpoint), merge=merge)
     return replace(inputs, checkpoint=first, is_resumed=first is not None and plan.config.checkpoint.load is None)
 

@@ -28,7 +28,7 @@ class RankProcess:
     host: str
     pid: int
     started: int  # start time in ticks since boot; 0 if unknown
-    machine: str  # equal for processes that can share memory and see each other by their process ids
+    machine: str  # equal for processes that can share memory and signal each other by process id
 
     @classmethod
     def current(cls, rank: int) -> "RankProcess":
