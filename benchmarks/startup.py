@@ -4,9 +4,10 @@
     python benchmarks/startup.py --rounds 7 --write benchmarks/results/startup.md
 
 Every measurement is a process with its children. The model's own work (building it, reading its weights, validation
-before the first step, the prompt) is measured apart: in a process that has done all of it once, so nothing is imported.
-A command is compared with `import torch` plus that work. Times that end inside a process exclude its end; the end is
-the wall-clock time between the last line printed and the end of the process.
+before the first step) is measured apart, around the functions that do it; they import nothing
+(tests/test_start_up.py). A command is compared with `import torch` plus that work. Times that end inside a process
+exclude its end, also that of `import torch`; the end is the wall-clock time between the last line printed and the end
+of the process.
 """
 
 import argparse
@@ -61,8 +62,8 @@ def work_of(kind: str) -> tuple[list[tuple[Any, str]], tuple[Any, str]]:
     return [(launch, "build_run"), (EvaluateHook, "before_training")], (trainer, "train_step")
 
 
-def probe(kind: str, arguments: Sequence[str], *, is_warm: bool) -> None:
-    """Run a command up to its first step or token; print its CPU seconds, or those of the model's own work."""
+def probe(kind: str, arguments: Sequence[str]) -> None:
+    """Run a command up to its first step or token; print its CPU seconds, and those of the model's own work."""
     from nanotrain.cli import main
     from nanotrain.start_up import importing_torch
 
@@ -85,12 +86,10 @@ def probe(kind: str, arguments: Sequence[str], *, is_warm: bool) -> None:
     setattr(owner, name, stop)
     for place, each in own:
         setattr(place, each, timed(getattr(place, each)))
-    for _ in range(2 if is_warm else 1):
-        work_s.clear()
-        with open(os.devnull, "w") as silent, redirect_stdout(silent), redirect_stderr(silent), suppress(FirstWork):
-            main(list(arguments))
-            raise SystemExit("the command ended before its first step or token")
-    sys.__stdout__.write(f"{sum(work_s) if is_warm else session_cpu_s(os.getsid(0))}\n")
+    with open(os.devnull, "w") as silent, redirect_stdout(silent), redirect_stderr(silent), suppress(FirstWork):
+        main(list(arguments))
+        raise SystemExit("the command ended before its first step or token")
+    sys.__stdout__.write(f"{session_cpu_s(os.getsid(0))} {sum(work_s)}\n")
     sys.__stdout__.flush()
     os._exit(0)
 
@@ -132,8 +131,9 @@ def measure(folder: Path, *, rounds: int) -> dict[str, list[float]]:
         note("nanotrain --help", run([*nanotrain, "--help"])[1])
         for kind, line in lines.items():
             new = [f"--run-dir={folder}/{number}"] if kind == "train" else []
-            note(kind, float(run([*here, "--probe", kind, *line, *new])[0].split()[-1]))
-            note(f"{kind}, own work", float(run([*here, "--warm-probe", kind, *line, *new])[0].split()[-1]))
+            total, own = run([*here, "--probe", kind, *line, *new])[0].split()[-2:]
+            note(kind, float(total))
+            note(f"{kind}, own work", float(own))
             note(f"{kind}, end", run([*nanotrain, *line, *new])[2])
         command = [*nanotrain, "train", "--nproc-per-node=2", *MODEL, f"--run-dir={folder}/{number}-two"]
         note("two ranks", run(command)[1])
@@ -165,8 +165,8 @@ def table(rows: dict[str, list[float]]) -> list[str]:
 
 
 def main() -> None:
-    if sys.argv[1:2] in (["--probe"], ["--warm-probe"]):
-        probe(sys.argv[2], sys.argv[3:], is_warm=sys.argv[1] == "--warm-probe")
+    if sys.argv[1:2] == ["--probe"]:
+        probe(sys.argv[2], sys.argv[3:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--write", type=Path, default=None, help="also write the table to this file")

@@ -26,12 +26,13 @@ from nanotrain.train.plans.plan import plan_run
 from tests.test_docs import PAGES, ROOT, code_lines
 
 RAN = re.compile(
-    r"nanotrain (--version|config|completion|compare|runs|generate|checkpoint"
+    r"nanotrain (?!.*--nproc-per-node)(--version|config|completion|compare|runs|generate|checkpoint"
     r"|report|evaluate .*--data|prepare .*--tokenizer bytes|topology --world-size)\b.*"
 )
 PLANNED = re.compile(r"(\$ )?(nanotrain train|torchrun .*-m nanotrain\.train) .*")
 PARSED = {  # the beginning of a command: what runs it
     "nanotrain evaluate": "tests/inference/test_lm_eval.py",  # with --tasks: the package is an extra
+    "nanotrain generate --nproc-per-node": "tests/test_cli_launch.py",
     "nanotrain parity": "tests/parity",
     "nanotrain prepare": "tests/prepare",  # with a tokenizer that is trained
     "nanotrain sweep": "tests/test_cli_sweep.py",

@@ -1,6 +1,8 @@
 """Values that follow from the configuration: sizes of the model, of the groups and of the batch."""
 
+from collections.abc import Collection
 from math import log
+from typing import Any
 
 from nanotrain.config.batch_schedule import read_steps
 from nanotrain.config.config import (
@@ -291,10 +293,24 @@ def round_up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def synthetic_vocab_size(config: Config) -> int | None:
-    """The vocabulary of synthetic tokens in a recipe of the quick start, whose tokenizer is not trained for them."""
-    data = config.data
-    has_tokenizer = data.tokenizer_model is not None or data.vocab_file is not None
-    if config.model.vocab_size is not None or has_tokenizer or not (data.mock_data and data.quickstart):
-        return None
-    return data.quickstart_vocab_size
+def without_quickstart(config: Config, *, explicit: Collection[str]) -> dict[str, tuple[Any, str]]:
+    """Values of a quick-start recipe on other tokens, by key, each with its reason.
+
+    Synthetic tokens have the vocabulary of the tokenizer that is not trained for them. On an own corpus the recipe's
+    prompt, which is for Python, is left out.
+
+    Args:
+        config: of a command line.
+        explicit: keys that the command line sets; they stay.
+    """
+    data, values = config.data, dict[str, tuple[Any, str]]()
+    if not data.quickstart:
+        return {}
+    if data.mock_data:
+        has_tokenizer = data.tokenizer_model is not None or data.vocab_file is not None
+        if config.model.vocab_size is None and not has_tokenizer:
+            values["model.vocab_size"] = data.quickstart_vocab_size, "--mock-data: data.quickstart_vocab_size"
+    elif data.data_path or data.train_data_path or data.stages:
+        why = "the corpus is not that of the quick start"
+        values = {"data.quickstart": (False, why), "train.generate_prompt": ("", why)}
+    return {key: value for key, value in values.items() if key not in explicit}

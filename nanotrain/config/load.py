@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from nanotrain.config.config import Config
-from nanotrain.config.derive import synthetic_vocab_size
+from nanotrain.config.derive import without_quickstart
 from nanotrain.config.flags import ALIASES, FLAGS, CommandLine, Setting, apply_aliases, parse
 from nanotrain.config.help import USAGE, help_text
 from nanotrain.config.megatron import MEGATRON
@@ -198,9 +198,9 @@ def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
     if config.train.run_dir is None:
         config = with_values(config, {"train.run_dir": f"runs/{Path(recipe).stem if recipe else 'train'}"})
     result = translate(config, line, errors=errors, from_files=frozenset(files))
-    if (size := synthetic_vocab_size(result.config)) is not None:
-        result.config = with_values(result.config, {"model.vocab_size": size})
-        result.origins["model.vocab_size"] = "--mock-data: data.quickstart_vocab_size"
+    implied = without_quickstart(result.config, explicit=result.explicit)
+    result.config = with_values(result.config, {key: value for key, (value, _) in implied.items()})
+    result.origins.update({key: why for key, (_, why) in implied.items()})
     unset = frozenset(key for key, source in origins.items() if source == "--megatron-defaults") - result.explicit
     config, reset = reset_unused(
         result.config, explicit=result.explicit, errors=errors, defaults=unset, unreadable=unreadable
@@ -237,8 +237,9 @@ def reply(line: CommandLine, *, usage: str = USAGE) -> str | None:
 
 
 def explain(loaded: Loaded, line: CommandLine) -> str:
-    """The configuration with the origin of every value, one line per field; then what Megatron-LM's flags became."""
-    rows = [(key, yaml_value(value_of(loaded.config, key)), loaded.origins[key].replace("\n", "\\n")) for key in KEYS]
+    """The configuration with the origin of every value, defaults last; then what Megatron-LM's flags became."""
+    keys = sorted(KEYS, key=lambda key: loaded.origins[key] == "default")
+    rows = [(key, yaml_value(value_of(loaded.config, key)), loaded.origins[key].replace("\n", "\\n")) for key in keys]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}" for key, value, origin in rows]
     if line.megatron:

@@ -147,7 +147,9 @@ def test_the_yaml_of_a_run_is_a_valid_input_and_gives_the_same_run(words, tmp_pa
 def test_explain_names_the_origin_of_every_value():
     lines = explain("+config=tiny", "--no-shuffle", "--data-parallel-sharding-strategy", "no_shard").splitlines()
     reply = {line.split()[0]: line for line in lines}
-    assert list(reply) == list(KEYS)
+    assert set(reply) == set(KEYS) and len(lines) == len(KEYS)
+    is_default = [line.endswith(" default") for line in lines]
+    assert is_default == sorted(is_default) and not is_default[0], "what something sets comes first"
     assert reply["model.hidden_size"].endswith("model/tiny.yaml")
     assert reply["optim.lr"].endswith("config/tiny.yaml")
     assert reply["data.shuffle"].endswith("command line: --no-shuffle")
@@ -246,3 +248,12 @@ def test_synthetic_tokens_have_the_vocabulary_of_the_recipes_tokenizer():
     assert load(["+config=tiny", "--mock-data", "--vocab-size=64"]).config.model.vocab_size == 64
     assert load(["+config=tiny"]).config.model.vocab_size is None
     assert load(["+config=tiny", "--mock-data", "--tokenizer-model=bytes"]).config.model.vocab_size is None
+
+
+def test_a_quick_start_recipe_on_an_own_corpus_has_no_prompt_of_python():
+    on_own = load(["+config=tiny", "--data-path=corpus"])
+    assert on_own.config.train.generate_prompt == "" and not on_own.config.data.quickstart
+    assert "quick start" in on_own.origins["train.generate_prompt"]
+    asked = load(["+config=tiny", "--data-path=corpus", "--generate-prompt=A"])
+    assert asked.config.train.generate_prompt == "A"
+    assert load(["+config=tiny"]).config.train.generate_prompt == "class Reader"
