@@ -17,11 +17,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 # Shapes: B batch  S sequence  H hidden  N heads  D head width  V vocabulary
 
@@ -299,6 +301,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--micro-batch", type=int, help="samples per rank and step (default: the model's)")
     parser.add_argument("--compile", action="store_true", help="compile every block with torch.compile")
+    parser.add_argument("--checkpoint", action="store_true", help="recompute every block with torch.utils.checkpoint")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     args = parser.parse_args()
@@ -317,6 +320,9 @@ def main() -> None:
     if args.compile:
         for block in model.blocks:
             block.compile()
+    if args.checkpoint:
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     stack = STRATEGIES[args.strategy](model, device, args.dtype == "bf16")
     reader = rank * stack.num_readers // world_size
     times = measure(stack, batches(shape, reader, device), warmup=args.warmup, steps=args.steps)

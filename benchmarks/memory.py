@@ -3,6 +3,7 @@
     python benchmarks/memory.py                  # 1, 2, 4 and 8 ranks
     python benchmarks/memory.py --resident       # peak resident set of two processes, 110 M parameters
     python benchmarks/memory.py --resident --ranks 4
+    python benchmarks/memory.py --planned        # whole runs of nine layouts: planned beside measured
 
 Each rank builds nanotrain's DataParallel and DistributedOptimizer around a small GPT and runs optimizer steps of three
 microbatches, with overlap. Then it finds every live tensor of the process through the garbage collector and sums the
@@ -18,6 +19,7 @@ table to the byte (`exact`), and so must the bytes sent.
 
 `--resident` trains a model of 110 M parameters in fp32 with each strategy on N processes, as users run it (rank.py),
 and prints the peak resident set of rank 0. It exits with 1 unless each strategy needs less than the one before.
+`--planned` is planned_memory.py.
 """
 
 import argparse
@@ -32,6 +34,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 
+import planned_memory
 import torch
 import torch.distributed as dist
 from throughput import Contender, Job, launch, sharding
@@ -348,7 +351,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", help="by default 1, 2, 4 and 8; with --resident 2")
     parser.add_argument("--resident", action="store_true", help="peak resident sets of a larger model")
+    parser.add_argument("--planned", action="store_true", help="planned memory beside that of whole runs")
     args = parser.parse_args()
+    if args.planned:
+        sys.exit(planned_memory.compare())
     if args.resident:
         sys.exit(max(compare_resident(num_ranks) for num_ranks in args.ranks or [2]))
     if "RANK" in os.environ:

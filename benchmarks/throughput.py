@@ -129,6 +129,13 @@ ZERO_RIVALS = ("torch DDP + ZeroRedundancyOptimizer", "torch FSDP2")
 CONTENDERS = (
     Contender("torch, one process", 1, torch_command("single")),
     Contender("nanotrain, one process", 1, nanotrain_command(), ("torch, one process",)),
+    Contender("torch, one process, checkpoint of every block", 1, torch_command("single", "--checkpoint")),
+    Contender(
+        "nanotrain, one process, recompute full",
+        1,
+        nanotrain_command("--recompute-granularity=full"),
+        ("torch, one process, checkpoint of every block",),
+    ),
     Contender("torch DDP", 2, torch_command("ddp")),
     Contender("nanotrain no_shard", 2, sharding("no_shard"), ("torch DDP",)),
     Contender("torch DDP + ZeroRedundancyOptimizer", 2, torch_command("zero1")),

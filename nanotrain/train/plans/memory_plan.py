@@ -26,7 +26,7 @@ from nanotrain.train.plans.plan import Plan, plan_run
 # A run is refused only where the exact part and this share of the activations exceed the memory: the estimate is within
 # 10 %, and a compiled block may keep half.
 CERTAIN_SHARE, CERTAIN_SHARE_COMPILED = 0.8, 0.4
-PROCESS_BYTES = {"cpu": 100_000_000, "cuda": 0}  # measured: what libraries of a process take in the first step
+PROCESS_BYTES = {"cpu": 75_000_000, "cuda": 0}  # measured with a tiny model: libraries in its first steps
 ROWS = ("params", "grads", "optimizer", "activations", "working", "communication")
 SEARCH_S = 4.0  # the search for settings that fit ends after this time
 
