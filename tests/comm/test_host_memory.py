@@ -7,7 +7,8 @@ import pytest
 
 # Of the second of two equal rounds: page faults, which clear pages of 4 KiB.
 PROGRAM = """
-import resource
+import ctypes, resource
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a huge page would be one fault
 from nanotrain.comm.host_memory import keep_freed_memory
 print(keep_freed_memory())
 for _ in range(2):
