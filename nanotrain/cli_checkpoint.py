@@ -48,10 +48,18 @@ def export_hf(argv: Sequence[str]) -> int:
     parser.add_argument("--family", help=family_help)
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json or folder to copy next to the weights")
     parser.add_argument("--ema", action="store_true", help="write the moving average of the weights (--ema-decay)")
-    args = parser.parse_args(argv)
+    push_help = "then upload the folder to this repository of the hub; without a network print the command for later"
+    parser.add_argument("--push", metavar="OWNER/NAME", help=push_help)
+    args = vars(parser.parse_args(argv))
+    repository = args.pop("push")
+    from nanotrain.hf.push import check_repository, push_folder
     from nanotrain.inference.checkpoint import export_checkpoint
 
-    print(export_checkpoint(**vars(args)))
+    if repository is not None:
+        check_repository(repository)
+    print(export_checkpoint(**args))
+    if repository is not None:
+        print(push_folder(args["folder"], repository))
     return 0
 
 

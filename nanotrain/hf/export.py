@@ -2,7 +2,7 @@
 
 assemble    tensors are assembled from their parameters (GPT-2's c_attn has three)
 shard       and written in files of at most MAX_SHARD_BYTES, each as soon as it is full
-finish      index, tokenizer files, config.json; config.json last, so a folder without it is incomplete
+finish      index, tokenizer files, model card, config.json; config.json last: a folder without it is incomplete
 """
 
 import json
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nanotrain.config.config import ModelConfig
 from nanotrain.errors import EnvironmentFault, HuggingFaceError
+from nanotrain.hf.card import CARD_FILE, model_card, write_generation_config
 from nanotrain.hf.families import FAMILIES, config_to_hf, family_of
 from nanotrain.hf.naming import map_parameters, mtp_copies
 from nanotrain.hf.tensor_mapping import TensorMapping
@@ -79,8 +80,11 @@ def export_weights(
                 shards.add(copy, tensor.clone())  # a file refuses two names of one storage
         shards.finish()
         config = config_to_hf(model_config, family=family, dtype=torch_name(dtype))
-        if tokenizer is not None:
-            config |= _copy_tokenizer(tokenizer, folder)
+        special_tokens = {} if tokenizer is None else _copy_tokenizer(tokenizer, folder)
+        config |= special_tokens
+        write_generation_config(folder, special_tokens, source=tokenizer)
+        card = model_card(model_config, name=folder.resolve().name, family=family, dtype=dtype)
+        write_text(folder / CARD_FILE, card)
         write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
     return family
 

@@ -8,11 +8,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from transformers import GenerationConfig
 
 from nanotrain.errors import EnvironmentFault, HuggingFaceError
 from nanotrain.hf import export
 from nanotrain.hf.export import export_weights
 from nanotrain.model.transformer import Stage
+from nanotrain.topology.counts import num_parameters
+from nanotrain.topology.shape import ModelShape
 from tests.hf.reference import load
 from tests.model.building import LLAMA, MODELS, build, random_batch, randomize
 from tests.runs.test_metrics_file import file_size_limit
@@ -83,9 +86,26 @@ def test_tokenizer_files_are_copied_and_name_the_special_tokens(tmp_path: Path) 
     write_tokenizer(tmp_path / "tokenizer")
     export_weights(tmp_path / "out", LLAMA, tensors=tensors_of(build(LLAMA)), tokenizer=tmp_path / "tokenizer")
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    tokenizer = {"tokenizer.json", "tokenizer_config.json"}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", "README.md"} | tokenizer
+    config, generation = (
+        json.loads((tmp_path / "out" / name).read_text()) for name in ("config.json", "generation_config.json")
+    )
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, 0)
+    assert generation == {"bos_token_id": 1, "eos_token_id": 0}
+
+
+def test_generation_config_and_model_card_travel(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    inherited = '{"eos_token_id": [0, 1], "temperature": 0.6}'
+    (tmp_path / "tokenizer" / "generation_config.json").write_text(inherited)
+    export_weights(tmp_path / "my_model", LLAMA, tensors=tensors_of(build(LLAMA)), tokenizer=tmp_path / "tokenizer")
+    assert (tmp_path / "my_model" / "generation_config.json").read_text() == inherited
+    card = (tmp_path / "my_model" / "README.md").read_text()
+    _, header, text = card.split("---\n")
+    assert header.splitlines()[:2] == ["library_name: transformers", "pipeline_tag: text-generation"]
+    assert "# my_model" in text and f"{num_parameters(ModelShape.of(LLAMA)):,} parameters" in text
+    assert GenerationConfig.from_pretrained(tmp_path / "my_model").temperature == 0.6
 
 
 def test_a_single_tokenizer_file_is_copied_under_its_usual_name(tmp_path: Path) -> None:
@@ -98,7 +118,7 @@ def test_a_single_tokenizer_file_is_copied_under_its_usual_name(tmp_path: Path) 
 def test_bad_targets_are_refused(tmp_path: Path) -> None:
     tensors = tensors_of(build(LLAMA))
     export_weights(tmp_path / "out", LLAMA, tensors=tensors)
-    with pytest.raises(HuggingFaceError, match="out is not empty: it contains config.json"):
+    with pytest.raises(HuggingFaceError, match="out is not empty: it contains README.md"):
         export_weights(tmp_path / "out", LLAMA, tensors=tensors)
     (tmp_path / "file").touch()
     with pytest.raises(HuggingFaceError, match="cannot write"):
