@@ -254,6 +254,6 @@ def test_a_quick_start_recipe_on_an_own_corpus_has_no_prompt_of_python():
     on_own = load(["+config=tiny", "--data-path=corpus"])
     assert on_own.config.train.generate_prompt == "" and not on_own.config.data.quickstart
     assert "quick start" in on_own.origins["train.generate_prompt"]
-    asked = load(["+config=tiny", "--data-path=corpus", "--generate-prompt=A"])
-    assert asked.config.train.generate_prompt == "A"
+    with_prompt = load(["+config=tiny", "--data-path=corpus", "--generate-prompt=A"])
+    assert with_prompt.config.train.generate_prompt == "A"
     assert load(["+config=tiny"]).config.train.generate_prompt == "class Reader"
