@@ -7,7 +7,7 @@ Recomputation (docs/recompute.md) keeps less, and needs what is recomputed at on
 
 from dataclasses import dataclass
 
-from nanotrain.config.config import RecomputeGranularity
+from nanotrain.config.config import Activation, RecomputeGranularity
 from nanotrain.config.derive import has_score_options, recomputed_modules
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.parallel.cp.backends import AttentionChoice, AttentionDevice, installed_torch
@@ -180,13 +180,16 @@ class Activations:
         return backend.name
 
     def _mlp(self, inner: int) -> int:
-        """Up and its activation; with a gate also the gate and the product."""
+        """Up and its activation; with a gate also the gate and the product, but for SwiGLU no activation."""
         return self.tokens * inner // self.tp * self._num_inner() * self.itemsize
 
     def _num_inner(self) -> int:
         """Tensors of the inner width that an MLP keeps; clamps keep their inputs."""
-        is_clamped = self.config.model.activation_func_clamp_value is not None
-        return (4 + 2 * is_clamped) if self.shape.is_gated else 2
+        model = self.config.model
+        if not self.shape.is_gated:
+            return 2
+        is_swiglu = model.activation is Activation.swiglu and not model.glu_linear_offset
+        return 4 - is_swiglu + 2 * (model.activation_func_clamp_value is not None)
 
     def _experts(self, modules: Modules) -> int:
         """Router, permuted tokens before, inside and after the experts (evenly routed), shared expert."""

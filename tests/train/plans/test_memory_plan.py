@@ -118,11 +118,12 @@ def test_the_table_has_the_total_beside_what_is_available():
 
 def test_a_large_model_on_a_small_machine_is_one_error_before_anything_is_prepared(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(memory_plan, "SEARCH_S", 600.0)  # on a busy machine too
     monkeypatch.setattr("nanotrain.comm.device.memory_per_rank", lambda device, local_world_size: 22 * GB)
     assert main(["+config=llama7b"]) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.count("error:") == 1 and "Traceback" not in err
-    assert re.search(r"a rank needs 143\.\d+ GB of memory and has 22\.00 GB", err)
+    assert re.search(r"a rank needs 140\.\d+ GB of memory and has 22\.00 GB", err)
     for cure in ("--data-path", "--mock-data", "nanotrain prepare", "it fits with"):
         assert cure in err
     assert not list(Path(tmp_path).iterdir())
