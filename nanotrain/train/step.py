@@ -114,25 +114,7 @@ def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepO
     num_tokens, scale = max(batch.num_target_tokens, 1), run.optimizer.loss_scale.scale
     loss_scale = scale * run.plan.num_averaged_ranks
     num_samples = run.plan.sampler.size_at(consumed)
-    microbatches = _contexts(run, batch, aux_loss_scale=loss_scale / run.plan.num_sequences_at(consumed))
-
-    for dp in run.data_parallel:
-        dp.begin_step()
-    try:
-        loss_sum = run_schedule(
-            run.schedules.of(len(microbatches)),
-            run.runnable,
-            microbatches=microbatches,
-            grad_scale=loss_scale / num_tokens,
-            pipeline=run.pipeline_of(run.plan.seq_length_at(consumed)),
-        )
-    except PassStopped:
-        for dp in run.data_parallel:
-            dp.finish_grad_reduce(is_abandoned=True)
-        raise
-    for dp in run.data_parallel:
-        dp.finish_grad_reduce()
-    finalize_grads(run.data_parallel, run.context)
+    loss_sum = _compute_grads(run, batch, num_tokens=num_tokens, loss_scale=loss_scale)
     before = None if norms is None else norms.start()
     # One all-reduce sums loss and norm, before the all-gathers of parameters are queued behind it.
     sums = _sums(run, loss_sum, is_logged=is_logged)
@@ -157,6 +139,41 @@ def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepO
         norms=norms,
         sources=run.source_losses if is_logged else None,
     )
+
+
+def _compute_grads(run: Run, batch: GlobalBatch, *, num_tokens: int, loss_scale: float | Tensor) -> Tensor:
+    """Forward and backward of every microbatch, and the sums of their gradients over ranks.
+
+    Args:
+        num_tokens: target tokens of the global batch, by whose number the loss is divided.
+        loss_scale: factor of the loss, which the reduction and the optimizer divide by.
+
+    Returns:
+        Scalar: this rank's part of the loss summed over tokens. This rank's shard of the gradients is complete.
+
+    Raises:
+        PassStopped: as `train_step`; the reductions in flight are complete.
+    """
+    consumed = run.state.consumed_samples
+    microbatches = _contexts(run, batch, aux_loss_scale=loss_scale / run.plan.num_sequences_at(consumed))
+    for dp in run.data_parallel:
+        dp.begin_step()
+    try:
+        loss_sum = run_schedule(
+            run.schedules.of(len(microbatches)),
+            run.runnable,
+            microbatches=microbatches,
+            grad_scale=loss_scale / num_tokens,
+            pipeline=run.pipeline_of(run.plan.seq_length_at(consumed)),
+        )
+    except PassStopped:
+        for dp in run.data_parallel:
+            dp.finish_grad_reduce(is_abandoned=True)
+        raise
+    for dp in run.data_parallel:
+        dp.finish_grad_reduce()
+    finalize_grads(run.data_parallel, run.context)
+    return loss_sum
 
 
 def _sums(run: Run, loss_sum: Tensor, *, is_logged: bool) -> Tensor:
