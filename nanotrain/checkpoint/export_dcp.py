@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from nanotrain.checkpoint.export_folder import export_folder
 from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.checkpoint.read import read_box
 from nanotrain.checkpoint.store import find_checkpoint, require_complete
-from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.topology.boxes import TensorBox
 
@@ -49,18 +49,18 @@ def export_dcp(path: Path, output: Path) -> str:
 
     Raises:
         CheckpointError: no complete checkpoint, a damaged chunk, or `output` has files.
+        EnvironmentFault: `output` cannot be written; nothing is left there.
     """
     found = find_checkpoint(Path(path))
     manifest = require_complete(found)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise CheckpointError(f"{output} is not empty", why="nothing is overwritten", fix="name another folder")
     state: dict[str, Any] = {
         name: torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="meta")
         for name, entry in manifest.tensors.items()
     }
     state |= {"objects": dict(manifest.objects), "config": dict(manifest.config)}
-    writer = FileSystemWriter(output, thread_count=1)
-    with warnings.catch_warnings():  # that there are no process groups, which no_dist asks for
-        warnings.simplefilter("ignore", UserWarning)
+    nbytes = sum(entry.nbytes for entry in manifest.tensors.values())
+    with export_folder(output, nbytes=nbytes) as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there are no process groups, which no_dist asks for
+        writer = FileSystemWriter(folder, thread_count=1)
         save(state, storage_writer=writer, planner=_ReadingPlanner(found, manifest), no_dist=True)
     return f"{output}: {len(manifest.tensors)} tensors of step {manifest.step}, from {found}"

@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from nanotrain.checkpoint.export_folder import export_folder
 from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.checkpoint.megatron_layout import MegatronChunk, check_model, is_uniform, plan_chunks
 from nanotrain.checkpoint.read import read_box
 from nanotrain.checkpoint.store import find_checkpoint, require_complete
 from nanotrain.config.schema import config_from_dict
-from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.topology.boxes import TensorBox
 from nanotrain.topology.shape import ModelShape
@@ -102,27 +102,27 @@ def export_megatron(path: Path, output: Path, *, dtype: str = "fp32") -> str:
     Raises:
         CheckpointError: no complete checkpoint, a damaged chunk, a model that Megatron-LM has no names for, or `output`
             has files.
+        EnvironmentFault: `output` cannot be written; nothing is left there.
     """
     found = find_checkpoint(Path(path))
     manifest = require_complete(found)
     model_config = config_from_dict(manifest.config).model
     check_model(model_config)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise CheckpointError(f"{output} is not empty", why="nothing is overwritten", fix="name another folder")
     chunks = list(plan_chunks(model_config))
     name = f"iter_{manifest.step:07d}" if manifest.step else "release"
-    folder = output / name
     planner = _ChunkPlanner(found, manifest, chunks=chunks, dtype=dtype)
-    with warnings.catch_warnings():  # that there are no process groups, which no_dist asks for
-        warnings.simplefilter("ignore", UserWarning)
+    nbytes = sum(chunk.box.numel for chunk in chunks) * TORCH_DTYPES[dtype].itemsize
+    with export_folder(output, nbytes=nbytes) as parent, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there are no process groups, which no_dist asks for
+        folder = parent / name
         save({}, storage_writer=FileSystemWriter(folder, thread_count=1), planner=planner, no_dist=True)
-    is_stacked = is_uniform(ModelShape.of(model_config))
-    torch.save(_common(manifest.step, is_stacked=is_stacked), folder / "common.pt")
-    (folder / "metadata.json").write_text(json.dumps(METADATA))
-    tracker = str(manifest.step) if manifest.step else "release"
-    (output / "latest_checkpointed_iteration.txt").write_text(tracker)  # last: a part of a checkpoint has no tracker
+        is_stacked = is_uniform(ModelShape.of(model_config))
+        torch.save(_common(manifest.step, is_stacked=is_stacked), folder / "common.pt")
+        (folder / "metadata.json").write_text(json.dumps(METADATA))
+        tracker = str(manifest.step) if manifest.step else "release"
+        (parent / "latest_checkpointed_iteration.txt").write_text(tracker)
     num_tensors = len({chunk.key for chunk in chunks})
-    return f"{folder}: {num_tensors} tensors of step {manifest.step}, {dtype}, from {found}"
+    return f"{output / name}: {num_tensors} tensors of step {manifest.step}, {dtype}, from {found}"
 
 
 def _common(step: int, *, is_stacked: bool) -> dict[str, Any]:
