@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanotrain.config.config import ModelConfig
 from nanotrain.errors import EnvironmentFault, HuggingFaceError
-from nanotrain.hf.card import CARD_FILE, model_card, write_generation_config
+from nanotrain.hf.card import CARD_FILE, GENERATION_FILE, model_card, write_generation_config
 from nanotrain.hf.families import FAMILIES, config_to_hf, family_of
 from nanotrain.hf.naming import map_parameters, mtp_copies
 from nanotrain.hf.tensor_mapping import TensorMapping
@@ -39,6 +39,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
+_OTHER_FILES = ("model.safetensors.index.json", GENERATION_FILE, CARD_FILE, "config.json")
 
 
 def export_weights(
@@ -97,7 +98,7 @@ def _emptied_after_an_error(folder: Path, shards: "_ShardWriter") -> Iterator[No
             yield
     except BaseException as error:
         if shards.is_first:  # else another export writes into the folder
-            for name in (*shards.file_names, *TOKENIZER_FILES, "model.safetensors.index.json", "config.json"):
+            for name in (*shards.file_names, *TOKENIZER_FILES, *_OTHER_FILES):
                 (folder / name).unlink(missing_ok=True)
         if isinstance(error, SafetensorError) and "os error" in str(error):
             what, why = f"the weights cannot be written to {folder}", f"{error}; {free_space(folder)}"
