@@ -28,7 +28,7 @@ from nanotrain.train.plans.plan import Plan, plan_run
 CERTAIN_SHARE, CERTAIN_SHARE_COMPILED = 0.8, 0.4
 PROCESS_BYTES = {"cpu": 75_000_000, "cuda": 0}  # measured with a tiny model: libraries in its first steps
 ROWS = ("params", "grads", "optimizer", "activations", "working", "communication")
-SEARCH_S = 4.0  # the search for settings that fit ends after this time
+SEARCH_S = 4.0  # of CPU time, after which the search for settings that fit ends
 
 
 @dataclass(frozen=True)
@@ -222,10 +222,10 @@ def _recompute_change(granularity: RecomputeGranularity) -> _Change:
 
 def _find_fitting(config: Config, world_size: int, *, pp_rank: int, device: str, available: int) -> list[str]:
     """One change of each kind with which the run fits; where there is none, the fewest ranks with several changes."""
-    end, kinds = time.monotonic() + SEARCH_S, _changes(config, world_size)
+    end, kinds = time.thread_time() + SEARCH_S, _changes(config, world_size)
 
     def fits(*changes: _Change) -> str | None:
-        if time.monotonic() > end:
+        if time.thread_time() > end:
             return None
         changed = with_values(config, {key: value for each in changes for key, value in each.values.items()})
         num_ranks = world_size * prod(each.factor for each in changes)

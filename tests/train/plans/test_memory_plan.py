@@ -1,5 +1,6 @@
 """The memory of a run before it starts: exact where it is exact, and one error with settings that fit."""
 
+import math
 import re
 from pathlib import Path
 
@@ -17,6 +18,12 @@ from nanotrain.train.plans.plan import plan_run
 SMALL = "--mock-data --vocab-size 512 --num-layers 8 --hidden-size 64 --seq-length 64"
 GB = 10**9
 pytestmark = pytest.mark.usefixtures("logging_as_before")
+
+
+@pytest.fixture(autouse=True)
+def search_to_the_end(monkeypatch):
+    """What a search finds in a limited time depends on the machine."""
+    monkeypatch.setattr(memory_plan, "SEARCH_S", math.inf)
 
 
 def config_of(words: str):
@@ -99,13 +106,13 @@ def test_a_smaller_micro_batch_is_named():
     assert "--micro-batch-size 32 (" in advice(config_of(words), 8, 14 * GB)
 
 
-def test_where_no_single_change_fits_several_are_named_together(monkeypatch):
-    monkeypatch.setattr(memory_plan, "SEARCH_S", 60.0)  # of a busy machine
+def test_where_no_single_change_fits_several_are_named_together():
     fix = advice(config_of("+config=llama7b"), 1, 20 * GB)
     assert re.search(r"\d+ ranks, --tensor-model-parallel-size \d+ --sequence-parallel", fix)
 
 
 def test_a_model_that_fits_nowhere_is_advised_to_shrink(monkeypatch):
+    monkeypatch.setattr(memory_plan, "SEARCH_S", 0.5)
     assert "a smaller model" in advice(config_of("+config=llama7b"), 1, GB // 100)
     monkeypatch.setattr(memory_plan, "SEARCH_S", -1.0)  # no time left to search
     assert "a smaller model" in advice(config_of("+config=llama7b"), 1, 20 * GB)
