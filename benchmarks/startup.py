@@ -147,9 +147,9 @@ def table(rows: dict[str, list[float]]) -> list[str]:
 
     def against(kind: str) -> str:
         work = [rows["import torch"], rows[WHOLE], rows[f"{kind}, own work"], rows[kind]]
-        alone = statistics.median(total / (torch + own) for torch, _, own, total in zip(*work, strict=True))
+        ratio = statistics.median(total / (torch + own) for torch, _, own, total in zip(*work, strict=True))
         whole = statistics.median(total / (torch + own) for _, torch, own, total in zip(*work, strict=True))
-        return f"{alone:.2f}x; {whole:.2f}x of the whole process; limit {LIMIT}x"
+        return f"{ratio:.2f}x; {whole:.2f}x of the whole process; limit {LIMIT}x"
 
     lines = ["| what | seconds | beside `import torch` plus its own work |", "|---|---|---|"]
     lines += [f"| CPU, `{name}` | {middle[name]:.2f} | |" for name in (*IMPORTS, WHOLE, "nanotrain --help")]
