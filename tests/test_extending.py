@@ -1,4 +1,4 @@
-"""A schedule, a core attention, an optimizer and a Hugging Face family are one row each, added from outside."""
+"""A schedule, core attention, attention backend, optimizer and Hugging Face family are one row each, from outside."""
 
 import json
 from collections.abc import Sequence
@@ -15,8 +15,10 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.hf.families import FAMILIES, model_from_hf
 from nanotrain.optim.optimizers import OPTIMIZERS
 from nanotrain.optim.rule import ParamRange, UpdateRule, UpdateStep
+from nanotrain.parallel.cp import backends
 from nanotrain.parallel.cp.attention import CORE_ATTENTIONS, SDPAttention
-from nanotrain.parallel.cp.sdpa import LayerKernels
+from nanotrain.parallel.cp.backends import ALL, EVERYTHING, Ability, AttentionBackend
+from nanotrain.parallel.cp.sdpa import DenseKernel, LayerKernels
 from nanotrain.parallel.cp.split import join_shards, local_chunks
 from nanotrain.parallel.pp.actions import PipelineShape, Schedule, forward, full_backward
 from nanotrain.parallel.pp.schedules import SCHEDULES
@@ -82,6 +84,32 @@ def test_a_row_trains_as_one_rank_does(sizes: dict[str, int], fields: dict[str, 
     single = run_ranks(1, train_with_rows, CASE.but(**optim))
     outcomes = run_ranks(2, train_with_rows, CASE.but(**fields), strategy=strategy, **sizes)
     assert_alike(outcomes, single, row=str(fields), lr=LR)
+
+
+class CountingKernel(DenseKernel):
+    """Attention with a mask of all queries and keys, which counts its calls."""
+
+    num_calls = 0
+
+    def __call__(self, *args: Any, **options: Any) -> Tensor:
+        self.num_calls += 1
+        return super().__call__(*args, **options)
+
+
+def train_with_a_backend(ctx: ParallelContext, case: Case) -> tuple[Outcome, int]:
+    """Train on this rank with a backend of its own; also returns how often its kernel ran."""
+    kernel = CountingKernel()
+    row = AttentionBackend("mine", "local", lambda _: kernel, {"cpu": Ability(ALL, EVERYTHING)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "BACKENDS", {"mine": row} | backends.BACKENDS)
+        return train_here(ctx, case), kernel.num_calls
+
+
+def test_an_attention_backend_is_chosen_and_trains_as_the_others() -> None:
+    case = CASE.but(data={"reset_attention_mask": True})
+    [(outcome, num_calls)] = run_ranks(1, train_with_a_backend, case)
+    assert_alike([outcome], run_ranks(1, train_here, case), row="backend", lr=LR)
+    assert num_calls > 0
 
 
 def test_a_family_is_read_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
