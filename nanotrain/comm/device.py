@@ -2,7 +2,6 @@
 
     pick_device, backend_of, process_group_device, device_name, compute_capability
     synchronize, manual_seed
-    RandomState     of torch's default generators
     HostTransfer    activations to pinned host memory and back
     HostCopy        a few numbers for the log, read on the host later
     Stopwatch       time of a step
@@ -13,8 +12,7 @@ Most of `torch.cuda` raises on a CPU-only torch, so all callers go through these
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -92,37 +90,6 @@ def manual_seed(seed: int, device: torch.device) -> None:
     torch.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
-
-
-@dataclass(frozen=True)
-class RandomState:
-    """The state of torch's default generators of the CPU and of a device."""
-
-    device: torch.device
-    cpu: Tensor
-    cuda: Tensor | None  # None for a CPU
-
-    @classmethod
-    def now(cls, device: torch.device) -> "RandomState":
-        """The current state."""
-        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(device, torch.get_rng_state(), cuda)
-
-    def set(self) -> None:
-        """Go back to this state."""
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, self.device)
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Go back to this state inside the block."""
-        before = RandomState.now(self.device)
-        self.set()
-        try:
-            yield
-        finally:
-            before.set()
 
 
 def reset_peak_memory(device: torch.device) -> None:

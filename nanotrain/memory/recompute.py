@@ -1,6 +1,6 @@
 """`Recompute`: parts of a stage that are computed again in the backward pass, instead of keeping their activations.
 
-    checkpointed   a function of which only the inputs are kept (`run_again.py`)
+    checkpointed   a function of which only the inputs are kept (torch.utils.checkpoint, non-reentrant)
     wrap           the same for a named module, where that module is recomputed
     chain          two functions in a row; the output of the first is not kept either, where it is recomputed
 
@@ -19,12 +19,13 @@ Parameters are not copied: the second run reads them during the backward pass, b
 """
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+
+from torch.utils.checkpoint import checkpoint
 
 from nanotrain.comm.eager import eager
 from nanotrain.memory.discard import discard_output
-from nanotrain.memory.run_again import call_again
 
 TensorFunction = Callable[..., Any]
 
@@ -52,7 +53,14 @@ class Recompute:
         """A function with the same result that keeps its arguments and is run again when its backward begins."""
 
         def run(*args: Any, **options: Any) -> Any:
-            return call_again(function, args, options=options, around=self._recomputing)
+            names, num_args = tuple(options), len(args)  # `call` must not refer to the tensors: they may be discarded
+
+            def call(*values: Any) -> Any:
+                return function(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
+
+            # All arguments are positional: torch keeps those through saved-tensor hooks, which may discard them.
+            values = (*args, *options.values())
+            return checkpoint(call, *values, use_reentrant=False, context_fn=self._contexts)
 
         return eager(run)
 
@@ -73,6 +81,10 @@ class Recompute:
             return second(*(outputs if isinstance(outputs, tuple) else (outputs,)), **options)
 
         return run
+
+    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Entered around the first and around the second run of a function."""
+        return nullcontext(), self._recomputing()
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:

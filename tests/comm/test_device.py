@@ -113,14 +113,3 @@ def test_buffers_are_copied_at_once_on_a_cpu() -> None:
     assert target.tolist() == [1.0] * 4
     with pytest.raises(AssertionError, match="a conversion"):
         copies.start(target, torch.ones(4, dtype=torch.bfloat16))
-
-
-def test_random_numbers_go_back_inside_a_block_only():
-    torch.manual_seed(5)
-    state = devices.RandomState.now(CPU)
-    first, second = torch.rand(3), torch.rand(3)
-    state.set()
-    torch.rand(3)
-    with state.restored():
-        assert torch.equal(torch.rand(3), first)
-    assert torch.equal(torch.rand(3), second)
