@@ -1,12 +1,17 @@
 """Sizes of a checkpoint's metadata, from plans: the manifest, and what the ranks send to write and to read it.
 
+    python benchmarks/checkpoint_size.py                    # the table of docs/checkpoint.md
+    python benchmarks/checkpoint_size.py --world-size 4096 +config=mixtral8x7b --expert-model-parallel-size 8
+
     save   each rank -> its report -> the tree of control -> rank 0 -> manifest.json; the verdict back along the tree
     load   rank 0 <- manifest.json; the manifest along the tree -> each rank
 
 To plan all ranks of a large world would take minutes, so the chunks of a sample are counted and multiplied.
 """
 
+import argparse
 import pickle
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,6 +31,8 @@ from nanotrain.checkpoint.plan import split_box
 from nanotrain.checkpoint.write import WrittenShard, shard_name
 from nanotrain.config.config import Config
 from nanotrain.config.derive import data_parallel_size
+from nanotrain.config.load import load
+from nanotrain.errors import NanotrainError, report
 from nanotrain.optim.parts import clip_ranges, host_fraction, range_boxes, ranges_to_save, split_shard
 from nanotrain.optim.stored import num_scales
 from nanotrain.precision.dtypes import DTYPE_NAMES, TORCH_DTYPES
@@ -38,6 +45,14 @@ from nanotrain.topology.start import control_levels
 from nanotrain.train.plans.plan import BufferPlan, Plan, plan_run
 
 NO_CHECKSUM = "0" * 8
+HEADER = (
+    "ranks | chunks | manifest.json | sent per rank at a save | received by rank 0 | by any other, at most | "
+    "received per rank at a load"
+)
+RUNS = {
+    "llama70b": "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4",
+    "deepseek_v3": "",
+}
 
 
 @dataclass(frozen=True)
@@ -145,3 +160,31 @@ def _saved_boxes(plan: Plan, buffer: BufferPlan) -> Iterator[tuple[TensorBox, st
                 name = DTYPE_NAMES[torch.float32 if num_scales(1, dtype) else dtype]  # scaled values are saved in fp32
                 for inside in clip_ranges(saved, start=part.start, stop=part.stop):
                     yield from ((box, name) for box in range_boxes(f"{prefix}/{inside.name}", inside))
+
+
+def row(size: MetadataSize, world_size: int) -> str:
+    """A row of the table."""
+    first, other = size.received_at_save
+    sizes = f"{size.num_chunks:,} | {size.manifest_bytes / 1e6:,.0f} MB | {size.report_bytes / 1e3:,.1f} kB"
+    received = f"{first / 1e6:,.0f} MB | {other / 1e6:,.1f} MB | {size.received_at_load / 1e6:,.0f} MB"
+    return f"{world_size:,} | {sizes} | {received} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table of two recipes, or of the configuration on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world-size", type=int, nargs="+", default=(1024, 16384))
+    known, flags = parser.parse_known_args(arguments)
+    named = {"the command line": flags} if flags else {k: [f"+config={k}", *v.split()] for k, v in RUNS.items()}
+    print(f"| model | {HEADER} |\n|---|" + "---:|" * 7)
+    for name, words in named.items():
+        try:
+            config = load(words, to_train=False).config
+            for world_size in known.world_size:
+                print(f"| {name} | {row(metadata_size(config, world_size), world_size)}")
+        except NanotrainError as error:
+            sys.exit(report(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -4,26 +4,22 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import checkpoint_size as sizes
 from nanotrain.checkpoint.write import plan_writes
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
-from nanotrain.train.plans.checkpoint_size import metadata_size, planned_shard
 from nanotrain.train.plans.plan import plan_run
 from tests.harness import run_ranks
 from tests.train.small_run import small_run
 
-PAGE = Path(__file__).parents[3] / "docs" / "checkpoint.md"
-LAYOUTS = {
-    "llama70b": "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4",
-    "deepseek_v3": "",
-}
+PAGE = Path(__file__).parents[2] / "docs" / "checkpoint.md"
 
 
 def saved_and_planned(ctx: ParallelContext, folder: Path, flags: str) -> tuple[int, int]:
     """The chunks that this rank would write, equal to the planned ones, and those planned for all ranks."""
     with small_run(folder / str(ctx.rank), *flags.split(), context=ctx) as run:
         written = plan_writes(run.optimizer.tensors_to_save())
-        planned = planned_shard(plan_run(run.config, ctx.topology.world_size, rank=ctx.rank))
+        planned = sizes.planned_shard(plan_run(run.config, ctx.topology.world_size, rank=ctx.rank))
         entries = {
             (name, chunk.box, entry.dtype, chunk.key, chunk.nbytes)
             for name, entry in planned.tensors.items()
@@ -31,7 +27,7 @@ def saved_and_planned(ctx: ParallelContext, folder: Path, flags: str) -> tuple[i
         }
         assert entries == {(one.source.name, one.box, one.dtype, one.key, one.nbytes) for one in written}
         assert len({bucket.stop for buffer in run.plan.buffers for bucket in buffer.layout.buckets}) > 1
-        return len(entries), metadata_size(run.config, ctx.topology.world_size).num_chunks
+        return len(entries), sizes.metadata_size(run.config, ctx.topology.world_size).num_chunks
 
 
 @pytest.mark.parametrize("flags", ["no_shard --bf16 --ema-decay 0.9", "optim_grads --exp-avg-dtype fp16"])
@@ -44,19 +40,14 @@ def test_every_rank_saves_the_planned_chunks(tmp_path: Path, flags: str) -> None
 
 
 def test_one_rank_sends_nothing() -> None:
-    size = metadata_size(load(["+config=llama1b"], to_train=False).config, 1)
+    size = sizes.metadata_size(load(["+config=llama1b"], to_train=False).config, 1)
     assert (size.received_at_save, size.received_at_load) == ((0, 0), 0)
 
 
-@pytest.mark.parametrize("recipe", list(LAYOUTS))
+@pytest.mark.parametrize("recipe", list(sizes.RUNS))
 @pytest.mark.parametrize("num_ranks", [1024, 16384])
 def test_the_table_of_the_page_is_computed(recipe: str, num_ranks: int) -> None:
-    config = load([f"+config={recipe}", *LAYOUTS[recipe].split()], to_train=False).config
-    size = metadata_size(config, num_ranks)
-    first, other = size.received_at_save
-    row = (
-        f"| {recipe} | {num_ranks:,} | {size.num_chunks:,} | {size.manifest_bytes / 1e6:,.0f} MB | "
-        f"{size.report_bytes / 1e3:,.1f} kB | {first / 1e6:,.0f} MB | {other / 1e6:,.1f} MB | "
-        f"{size.received_at_load / 1e6:,.0f} MB |"
-    )
+    config = load([f"+config={recipe}", *sizes.RUNS[recipe].split()], to_train=False).config
+    row = f"| {recipe} | {sizes.row(sizes.metadata_size(config, num_ranks), num_ranks)}"
+    assert f"| model | {sizes.HEADER} |" in PAGE.read_text()
     assert row in PAGE.read_text(), row
