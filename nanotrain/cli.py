@@ -34,7 +34,7 @@ from nanotrain.config.flags import parse
 from nanotrain.config.help import CONFIG_USAGE
 from nanotrain.config.load import load_line, reply, to_yaml
 from nanotrain.config.schema import check_choice
-from nanotrain.errors import EXIT_CODE, ConfigError, NanotrainError, report
+from nanotrain.errors import EXIT_CODE, INTERRUPTED, ConfigError, NanotrainError, report
 from nanotrain.start_up import end_without_collection
 
 CONFIG_FLAGS = "any configuration flag may follow, for example --tensor-model-parallel-size 2"
@@ -273,6 +273,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the pipe has closed it, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     except NanotrainError as error:
         return report(error, quiet=os.environ.get("RANK", "0") != "0")
     finally:

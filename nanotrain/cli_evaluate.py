@@ -6,7 +6,7 @@ from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from nanotrain.cli_launch import launch_command, take_options
+from nanotrain.cli_launch import launch_command, require_no_misspelled, take_options
 from nanotrain.cli_parser import CommandParser, count
 from nanotrain.config.config import Config, DataConfig, TrainConfig
 from nanotrain.config.derive import data_parallel_size
@@ -34,6 +34,7 @@ def evaluate(argv: Sequence[str], *, environment: MutableMapping[str, str]) -> i
     """Compute loss, perplexity and bits per byte of a model on a corpus, or run tasks of lm-eval."""
     options, argv = take_options(argv)
     args, rest = _parser().parse_known_args(argv)
+    require_no_misspelled(rest)
     if args.tasks is not None:
         if options:
             raise ConfigError(f"{options[0]} with --tasks", why="tasks run on one process", fix="leave it out")
@@ -44,7 +45,8 @@ def evaluate(argv: Sequence[str], *, environment: MutableMapping[str, str]) -> i
     loaded = load_line(parse(rest), to_train=False)
     if not options:
         return _run_corpus(args, loaded, environment=environment)
-    from nanotrain.inference.checkpoint import open_model
+    with importing_torch():
+        from nanotrain.inference.checkpoint import open_model
 
     trained = open_model(args.path, ema=args.ema).config
     return launch_command(

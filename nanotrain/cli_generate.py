@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import lcm
 from pathlib import Path
 
-from nanotrain.cli_launch import launch_command, take_options
+from nanotrain.cli_launch import launch_command, require_no_misspelled, take_options
 from nanotrain.cli_parser import CommandParser, count, not_negative, probability, seed
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.flags import parse
@@ -28,10 +28,12 @@ def generate(argv: Sequence[str], *, environment: MutableMapping[str, str]) -> i
     """Continue texts with the model of a checkpoint or Hugging Face folder."""
     options, argv = take_options(argv)
     args, rest = _parser().parse_known_args(argv)
+    require_no_misspelled(rest)
     loaded = load_line(parse(rest), to_train=False)
     if not options:
         return _run(args, loaded, environment=environment)
-    from nanotrain.inference.checkpoint import open_model
+    with importing_torch():
+        from nanotrain.inference.checkpoint import open_model
 
     trained = open_model(args.path, ema=args.ema).config
     return launch_command(

@@ -51,11 +51,20 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         ConfigError: an option without its value, or a misspelled one.
     """
     options, rest = take_options(argv)
-    for argument in rest:
-        if (meant := misspelled_option(argument)) is not None:
-            what, why = f"unknown flag {argument.partition('=')[0]}", "neither training nor torchrun has such a flag"
-            raise ConfigError(what, why=why, fix=f"did you mean {meant}?")
+    require_no_misspelled(rest)
     return options, rest
+
+
+def require_no_misspelled(arguments: Sequence[str]) -> None:
+    """Check that no argument is a misspelled option of torchrun.
+
+    Raises:
+        ConfigError: one is.
+    """
+    for argument in arguments:
+        if (meant := misspelled_option(argument)) is not None:
+            what, why = f"unknown flag {argument.partition('=')[0]}", "neither nanotrain nor torchrun has such a flag"
+            raise ConfigError(what, why=why, fix=f"did you mean {meant}?")
 
 
 def take_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 EXIT_CODE = 2
+INTERRUPTED = 130  # 128 + SIGINT, what shells expect
 
 
 class NanotrainError(Exception):

@@ -32,6 +32,17 @@ def test_a_mistake_is_one_line_and_exit_code_2():
     assert done.stderr == ("error: unknown flag --train-iter: there is no such flag; did you mean --train-iters?\n")
 
 
+@pytest.mark.parametrize(("rank", "output"), [("0", "interrupted\n"), ("1", "")])
+def test_an_interrupt_is_one_line_of_the_first_rank(rank, output, monkeypatch, capsys):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr("nanotrain.cli.run_command", interrupted)
+    assert main(["evaluate", "run"]) == 130
+    assert capsys.readouterr().err == output
+
+
 def test_of_many_ranks_the_first_alone_speaks():
     done = run("config", "--train-iter", "5", RANK="1", WORLD_SIZE="2")
     assert done.returncode == 2 and done.stdout == done.stderr == ""

@@ -43,6 +43,12 @@ def test_a_misspelled_option_is_named(argument, meant):
             split_arguments(["+config=tiny", argument, "2"])
 
 
+@pytest.mark.parametrize("command", [["evaluate", "run", "--data", "x"], ["generate", "run", "--prompt", "x"]])
+def test_other_commands_name_a_misspelled_option_too(command, capsys):
+    assert main([*command, "--nproc-per-nod", "2"]) == 2
+    assert "did you mean --nproc-per-node?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("following", [[], ["+config=tiny"], ["--lr", "1"], ["train.seed=1"]])
 def test_an_option_does_not_take_the_next_argument_as_its_value(following):
     with pytest.raises(ConfigError, match="--rdzv-id has no value"):

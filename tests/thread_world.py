@@ -9,13 +9,14 @@ ranks), which shows nothing about the arithmetic of a layout. The flat collectiv
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
 BACKEND = "threads"
@@ -225,6 +226,18 @@ def _rows(tensor: Tensor, splits: Sequence[int], size: int) -> Sequence[Tensor]:
     return tensor.split(list(splits)) if splits else tensor.chunk(size)
 
 
+def _in_turn(choose: Callable[..., Any]) -> Callable[..., Any]:
+    """`sdpa_kernel` of one thread at a time: what it chooses holds for the whole process."""
+    lock = threading.Lock()
+
+    @contextmanager
+    def chosen(*args: Any, **options: Any) -> Iterator[None]:
+        with lock, choose(*args, **options):
+            yield
+
+    return chosen
+
+
 def run_in_threads(num_ranks: int, function: Callable[[int], Any]) -> list[Any]:
     """Call `function(rank)` on a thread per rank, each in a default process group of all; its results by rank.
 
@@ -241,6 +254,7 @@ def run_in_threads(num_ranks: int, function: Callable[[int], Any]) -> list[Any]:
     def create(options: Any, _: Any) -> ThreadGroup:
         return ThreadGroup(world, options.group_id, rank=options.group_rank, size=options.group_size)
 
+    nn.attention.sdpa_kernel = _in_turn(nn.attention.sdpa_kernel)
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
 
     def run(rank: int) -> None:

@@ -198,7 +198,10 @@ def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
     if config.train.run_dir is None:
         config = with_values(config, {"train.run_dir": f"runs/{Path(recipe).stem if recipe else 'train'}"})
     result = translate(config, line, errors=errors, from_files=frozenset(files))
-    implied = without_quickstart(result.config, explicit=result.explicit)
+    # a prompt that comes with the quick-start corpus goes with it
+    is_own = origins["train.generate_prompt"] != origins["data.quickstart"]
+    explicit = result.explicit | {"train.generate_prompt"} if is_own else result.explicit
+    implied = without_quickstart(result.config, explicit=explicit)
     result.config = with_values(result.config, {key: value for key, (value, _) in implied.items()})
     result.origins.update({key: why for key, (_, why) in implied.items()})
     unset = frozenset(key for key, source in origins.items() if source == "--megatron-defaults") - result.explicit

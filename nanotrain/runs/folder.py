@@ -29,6 +29,7 @@ from nanotrain.runs.files import reason, write_text
 from nanotrain.runs.lock import LOCK_NAME
 
 _PROBE = b"this process can write here"
+_MARKS = (LOCK_NAME, "checkpoints")  # a folder with one of them is a run's
 # Replaced or appended to by a run.
 _WRITTEN = (
     "config.yaml",
@@ -91,13 +92,13 @@ class RunFolder:
         Raises:
             EnvironmentFault: it has one.
         """
-        if (self.path / LOCK_NAME).is_file():
+        if any(os.path.lexists(self.path / name) for name in _MARKS):
             return
         for name in _WRITTEN:
             if os.path.lexists(self.path / name):
                 raise EnvironmentFault(
                     f"{self.path / name} exists and was not written by nanotrain",
-                    why=f"there is no {LOCK_NAME} beside it, which every run makes, and the run would replace it",
+                    why=f"the run would replace it; a run's folder has {' or '.join(_MARKS)}",
                     fix="choose another folder with --run-dir, or move the file",
                 )
 

@@ -57,10 +57,13 @@ def split_layers(
     [15, 2, 15, 2]
     >>> [len(stage.layers) for stage in split_layers(94, 4, counted_ends=(1, 1))]
     [23, 24, 24, 23]
+    >>> [len(stage.layers) for stage in split_layers(4, 1, counted_ends=(1, 1))]
+    [4]
     """
     if any(counted_ends):
         shares = even_shares(num_layers + sum(counted_ends), num_stages)
-        shares[0], shares[-1] = shares[0] - counted_ends[0], shares[-1] - counted_ends[1]
+        shares[0] -= counted_ends[0]
+        shares[-1] -= counted_ends[1]  # perhaps the same stage
         return stages_of_lengths(shares)
     if num_layers < num_stages:
         raise TopologyError(

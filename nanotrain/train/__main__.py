@@ -27,7 +27,7 @@ from nanotrain.config.config import Config
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line, load_object, reply
 from nanotrain.config.validate import validate_for_world
-from nanotrain.errors import EnvironmentFault, ErrorCollector, NanotrainError, ReportedFault, report
+from nanotrain.errors import INTERRUPTED, EnvironmentFault, ErrorCollector, NanotrainError, ReportedFault, report
 from nanotrain.runs.folder import RunFolder
 from nanotrain.runs.lock import lock_run
 from nanotrain.start_up import end_without_collection, importing_torch
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 # exited first, torchrun would end local rank 0 before it prints. When rank 0 has exited, torchrun ends those that wait.
 # 4 s were too short where two worlds shared two cores.
 WAIT_FOR_FIRST_RANK_S = 10.0
-INTERRUPTED = 130  # 128 + SIGINT, what shells expect
 
 # Spinning idle OpenMP threads take cores from the other ranks: measured 10x on a busy machine. libgomp reads this when
 # torch is imported, so it is set before any import of torch.

@@ -257,3 +257,11 @@ def test_a_quick_start_recipe_on_an_own_corpus_has_no_prompt_of_python():
     with_prompt = load(["+config=tiny", "--data-path=corpus", "--generate-prompt=A"])
     assert with_prompt.config.train.generate_prompt == "A"
     assert load(["+config=tiny"]).config.train.generate_prompt == "class Reader"
+
+
+def test_the_prompt_of_an_own_recipe_stays(tmp_path):
+    (tmp_path / "config").mkdir()
+    own = "# @package _global_\ndefaults: [tiny, _self_]\ndata: {data_path: [corpus]}\ntrain: {generate_prompt: Once}\n"
+    (tmp_path / "config" / "mine.yaml").write_text(own)
+    loaded = load([f"--config-dir={tmp_path}", "+config=mine"])
+    assert loaded.config.train.generate_prompt == "Once" and not loaded.config.data.quickstart

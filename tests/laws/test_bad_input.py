@@ -34,8 +34,7 @@ from tests.laws.command_line import (
 )
 from tests.laws.megatron_file import write_tokens
 
-# Of processor time, which a busy machine does not lengthen.
-SOON_S = 60.0  # CPU time, far below what a long search takes
+SOON_S = 60.0  # CPU time, which a busy machine hardly lengthens
 MESSAGE = re.compile(r"^error: (.+(?:\n  - .+)*)$", re.MULTILINE)
 
 MISTAKEN_WORDS = {

@@ -253,7 +253,7 @@ class Slow(Hook):
     def wait(self) -> None:
         while (beat := self.other.read()).phase != "step" or beat.waiting is None:
             time.sleep(0.005)
-        time.sleep(0.2)
+        time.sleep(0.25)
 
 
 @ranks(2)

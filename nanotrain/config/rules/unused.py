@@ -129,7 +129,8 @@ UNUSED = (
         "pipeline_model_parallel_layout gives the layers of every stage"),
     Unused(
         "pipeline_schedule num_virtual_stages_per_pipeline_rank use_tp_pp_dp_mapping "
-        "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers",
+        "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
         "pipeline_model_parallel_size", lambda v: v.pipeline_model_parallel_size == 1,
         "with pipeline_model_parallel_size 1 there is one stage", "set --pipeline-model-parallel-size above 1"),
     Unused("recompute_method recompute_num_layers", "recompute_granularity",

@@ -81,7 +81,7 @@ class SummaryHook(Hook):
         ]
         if peak:
             lines.append(
-                f"memory        planned {in_gb(peak.planned)} per rank; measured at most {in_gb(max(measured))}"
+                f"memory        planned {in_gb(peak.planned)} per rank; measured at most {in_gb(max(0, *measured))}"
                 + (f" above the {in_gb(peak.before)} of the process before the model" if on_cpu else "")
             )
         print("\n".join(lines), flush=True)

@@ -101,6 +101,7 @@ def test_a_setting_with_effect_stays():
         {"cp_comm_type": "a2a"},
         {"pipeline_schedule": "zb-h1"},
         {"decoder_first_pipeline_num_layers": 2},
+        {"account_for_embedding_in_pipeline_split": True},
         {"use_tp_pp_dp_mapping": True},
         {
             "pipeline_model_parallel_size": 2,
