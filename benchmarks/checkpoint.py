@@ -233,8 +233,10 @@ def main() -> None:
                 rows = rows_of(torch.load(f"{folder}/times.pt"), size=size, mib=mib)
             print("\n".join(rows), flush=True)
             lines += rows
-    lines += ["", "## Time for which a save stops training", "", *stall_table(192, rounds=options.rounds)]
-    print("\n".join(lines[-10:]))
+    stall = ["", "## Time for which a save stops training", ""]
+    stall += stall_table(192, rounds=options.rounds, folder=options.folder)
+    print("\n".join(stall))
+    lines += stall
     if options.write:
         options.write.write_text("# Saving and loading checkpoints\n\n" + "\n".join(lines) + "\n")
 

@@ -7,7 +7,7 @@ Every layout is a run of `python -m nanotrain.train`, two steps on synthetic dat
 beside the peak of its worst rank, less the process before the model. Each layout runs twice:
 
     measured    freed blocks of 128 KiB or more return to the system (MALLOC_MMAP_THRESHOLD_): the memory in use
-    by default  glibc raises that limit up to 32 MiB, and freed blocks between live ones stay as holes of the heap
+    by default  a run keeps what it frees (comm/host_memory.py), and freed blocks between live ones stay as holes
 
 Exits with 1 if planned / measured is more than 10 % from 1.
 """

@@ -52,6 +52,7 @@ def export_hf(argv: Sequence[str]) -> int:
     parser.add_argument("--push", metavar="OWNER/NAME", help=push_help)
     args = vars(parser.parse_args(argv))
     repository = args.pop("push")
+    from nanotrain.hf.card import name_card
     from nanotrain.hf.push import check_repository, push_folder
     from nanotrain.inference.checkpoint import export_checkpoint
 
@@ -59,6 +60,7 @@ def export_hf(argv: Sequence[str]) -> int:
         check_repository(repository)
     print(export_checkpoint(**args))
     if repository is not None:
+        name_card(args["folder"], repository)
         print(push_folder(args["folder"], repository))
     return 0
 

@@ -43,8 +43,11 @@ def test_diff_average_and_verify(run_dir, tmp_path, capsys):
     assert main(average) == 2 and "exists" in capsys.readouterr().err
 
 
-def test_hugging_face_out_and_in_is_the_same_model(run_dir, tmp_path, capsys):
-    assert main(["checkpoint", "export-hf", str(run_dir), str(tmp_path / "hf")]) == 0
+def test_hugging_face_out_and_in_is_the_same_model(run_dir, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["checkpoint", "export-hf", str(run_dir), str(tmp_path / "hf"), "--push", "me/model"]) == 0
+    assert "later: hf upload me/model" in capsys.readouterr().out
+    assert 'AutoModelForCausalLM.from_pretrained("me/model")' in (tmp_path / "hf" / "README.md").read_text()
     assert main(["checkpoint", "import-hf", str(tmp_path / "hf"), str(tmp_path / "back")]) == 0
     names = [line.split()[0] for line in _tensors(run_dir, capsys) if line.startswith("model/")]
     for name in names:

@@ -212,6 +212,8 @@ def start_writing(folder: Path, step: int, *, warned: set[Path]) -> Path:
     for leftover in _leftovers(folder):
         try_to_remove(leftover, warned=warned)
     temporary = _temporary(folder, step)
+    if os.path.lexists(temporary):
+        os.rename(temporary, deleted_name(temporary))  # it holds files of others, which stay
     temporary.mkdir()
     return temporary
 
@@ -234,6 +236,8 @@ def commit(folder: Path, step: int, *, text: str) -> Path:
         os.rename(temporary, deleted_name(final))
     else:
         remove_unfinished(replaced)
+        if os.path.lexists(replaced):
+            os.rename(replaced, deleted_name(replaced))  # it holds files of others too
         os.rename(final, replaced)  # from here to the next line it counts under this name
         os.rename(temporary, final)
         sync_folder(folder)

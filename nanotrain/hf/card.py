@@ -28,12 +28,14 @@ def write_generation_config(folder: Path, entries: Mapping[str, Any], *, source:
         write_text(folder / GENERATION_FILE, json.dumps(dict(entries), indent=2, sort_keys=True) + "\n")
 
 
-def model_card(model_config: ModelConfig, *, name: str, family: str, dtype: str) -> str:
+def model_card(model_config: ModelConfig, *, name: str, family: str, dtype: str, has_tokenizer: bool) -> str:
     """The text of a model card: what the hub reads of it, the sizes of the model, and how it is loaded."""
     shape = ModelShape.of(model_config)
     total, active = num_parameters(shape), num_active_parameters(shape)
     positions = model_config.max_position_embeddings
     experts = f" ({active:,} active per token)" if active < total else ""
+    classes = "AutoModelForCausalLM, AutoTokenizer" if has_tokenizer else "AutoModelForCausalLM"
+    tokenizer = f"\ntokenizer = AutoTokenizer.{_loaded(name)}" if has_tokenizer else ""
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -49,9 +51,19 @@ A language model trained with nanotrain: {total:,} parameters{experts}, {shape.n
 The weights are {dtype}, with the names of the family `{family}`.
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {classes}
 
-model = AutoModelForCausalLM.from_pretrained("{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForCausalLM.{_loaded(name)}{tokenizer}
 ```
 """
+
+
+def name_card(folder: Path, name: str) -> None:
+    """Give the model card of an exported folder the name of the repository that the folder is uploaded to."""
+    before, card = folder.resolve().name, folder / CARD_FILE
+    text = card.read_text().replace(f"\n# {before}\n", f"\n# {name}\n").replace(_loaded(before), _loaded(name))
+    write_text(card, text)
+
+
+def _loaded(name: str) -> str:
+    return f'from_pretrained("{name}")'

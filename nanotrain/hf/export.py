@@ -84,7 +84,8 @@ def export_weights(
         special_tokens = {} if tokenizer is None else _copy_tokenizer(tokenizer, folder)
         config |= special_tokens
         write_generation_config(folder, special_tokens, source=tokenizer)
-        card = model_card(model_config, name=folder.resolve().name, family=family, dtype=dtype)
+        name, has_tokenizer = folder.resolve().name, tokenizer is not None
+        card = model_card(model_config, name=name, family=family, dtype=dtype, has_tokenizer=has_tokenizer)
         write_text(folder / CARD_FILE, card)
         write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
     return family

@@ -204,6 +204,8 @@ def _merge(prefix: Path, job: PartJob, *, num_parts: int, tokenizer: Tokenizer, 
             writer.append_pair(part_prefix(job.folder, number))
         if not writer.num_tokens:
             raise DataError(f"nothing was written to {prefix}", why="the input holds no text", fix="check --input")
+        writer.complete()  # a full disk is found while the older pair is whole
+        idx_path(prefix).unlink(missing_ok=True)  # an older pair never stands beside another's tokenizer and plan
         if job.tokenizer != "bytes":
             make_folder(tokenizer_path(prefix), fix=CURE)
         saved = tokenizer.save(tokenizer_path(prefix))

@@ -36,6 +36,7 @@ class TokenWriter:
         self._partials = [folder / f".{self.prefix.name}.{suffix}.{token}.partial" for suffix in ("bin", "idx")]
         self._lengths: list[np.ndarray] = []
         self._file = self._partials[0].open("xb")
+        self._is_complete = False
 
     def add_document(self, ids: Iterable[int] | np.ndarray) -> None:
         """Append one document, end-of-document token included."""
@@ -68,6 +69,15 @@ class TokenWriter:
         """Tokens written so far."""
         return sum(int(lengths.sum(dtype=np.int64)) for lengths in self._lengths)
 
+    def complete(self) -> None:
+        """Write the index and sync both files to disk, still under their temporary names; nothing may be added then."""
+        if not self._is_complete:
+            _sync(self._file)
+            with self._partials[1].open("xb") as file:
+                self._write_index(file)
+                _sync(file)
+        self._is_complete = True
+
     def __enter__(self) -> "TokenWriter":
         return self
 
@@ -76,10 +86,7 @@ class TokenWriter:
         try:
             if kind is not None:
                 return
-            _sync(self._file)
-            with index.open("xb") as file:
-                self._write_index(file)
-                _sync(file)
+            self.complete()
             idx_path(self.prefix).unlink(missing_ok=True)  # an index never stands beside the tokens of another
             os.replace(tokens, bin_path(self.prefix))
             os.replace(index, idx_path(self.prefix))

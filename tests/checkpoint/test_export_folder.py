@@ -1,6 +1,7 @@
 """Exports are whole or absent: a full disk and a damaged chunk are one error, and nothing is left."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,3 +67,21 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
         with pytest.raises(NanotrainError, match="is not empty"), export_folder(output, nbytes=1):
             pass
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_files_appear_in_the_order_in_which_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = ["__2.distcp", "__0.distcp", "__1.distcp", ".metadata", "tracker.txt"]
+    times, renamed = [1, 2, 3, 3, 4], []
+    real = os.rename
+
+    def rename(source: Path, target: Path) -> None:
+        renamed.append(target.name)
+        real(source, target)
+
+    (tmp_path / "out").mkdir()
+    with export_folder(tmp_path / "out", nbytes=1) as folder:
+        for name, seconds in sorted(zip(order, times, strict=True)):
+            (folder / name).write_text("")
+            os.utime(folder / name, (seconds, seconds))
+        monkeypatch.setattr(os, "rename", rename)
+    assert renamed == order

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.test_store import BOX, checkpointer, save
+from nanotrain.checkpoint import store
+from tests.checkpoint.test_store import BOX, checkpointer, save, value
 
 
 def test_a_file_that_a_user_put_into_a_checkpoint_is_never_deleted(
@@ -27,3 +28,19 @@ def test_a_file_that_a_user_put_into_a_checkpoint_is_never_deleted(
     assert not list(tmp_path.glob("checkpoints/*.deleted/*.safetensors")), "what nanotrain wrote is gone"
     assert sum("it holds notes.txt, which nanotrain did not write" in message for message in caplog.messages) == 2
     assert len(caplog.messages) == 3, "one warning each"
+
+
+@pytest.mark.parametrize("leftover", ["step-00000002.tmp", "step-00000002.replaced"])
+def test_a_leftover_with_a_file_of_a_user_never_stops_a_save_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leftover: str
+) -> None:
+    monkeypatch.setattr(store, "swap_names", lambda first, second: False)
+    save(tmp_path, 2)
+    folder = tmp_path / "checkpoints"
+    (folder / leftover).mkdir()
+    (folder / leftover / "notes.txt").write_text("mine")
+    tensors = {BOX: torch.full((64,), 7.0)}
+    saved = checkpointer(tmp_path).save(2, tensors, objects={}, config={}, topology={})
+    assert value(tmp_path, saved) == 7.0
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000002.deleted"]
+    assert (folder / "step-00000002.deleted" / "notes.txt").read_text() == "mine"

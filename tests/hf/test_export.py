@@ -105,6 +105,7 @@ def test_generation_config_and_model_card_travel(tmp_path: Path) -> None:
     _, header, text = card.split("---\n")
     assert header.splitlines()[:2] == ["library_name: transformers", "pipeline_tag: text-generation"]
     assert "# my_model" in text and f"{num_parameters(ModelShape.of(LLAMA)):,} parameters" in text
+    assert text.count('.from_pretrained("my_model")') == 2 and "import AutoModelForCausalLM, AutoTokenizer\n" in text
     assert GenerationConfig.from_pretrained(tmp_path / "my_model").temperature == 0.6
 
 

@@ -1,6 +1,7 @@
 """Prepared files do not depend on workers or interruptions, and name their tokenizer."""
 
 import argparse
+import errno
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanotrain.data.corpus_info import read_info, recorded_tokenizer
+from nanotrain.data.corpus_info import CorpusInfo, read_info, recorded_tokenizer, write_info
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from nanotrain.errors import DataError, EnvironmentFault
@@ -187,6 +188,37 @@ def test_a_full_disk_while_merging_is_one_error_and_the_parts_stay(corpus: Path,
     assert {path.name for path in tmp_path.glob("out*")} == {"out.parts"}
     _prepare(corpus, tmp_path / "out", "--workers", "1")  # there is space again
     assert _bytes(tmp_path / "out") == _bytes(tmp_path / "fits")
+
+
+@pytest.mark.parametrize("point", ["index", "info"])
+def test_an_older_pair_never_stands_beside_the_plan_of_another(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    _prepare(corpus, tmp_path / "out", "--workers", "1")
+    older = _bytes(tmp_path / "out")
+    corpus.write_text('{"text": "other text"}\n')
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def write_and_fail(prefix: Path, info: CorpusInfo) -> None:
+        write_info(prefix, info)
+        fail()
+
+    with monkeypatch.context() as patch:
+        if point == "index":  # the tokens of the part are there, those of the merge too
+            patch.setattr(prepare, "TokenWriter", FullWriter := type("FullWriter", (prepare.TokenWriter,), {}))
+            patch.setattr(FullWriter, "_write_index", fail)
+        else:
+            patch.setattr(prepare, "write_info", write_and_fail)
+        with pytest.raises(EnvironmentFault, match="No space left"):
+            _prepare(corpus, tmp_path / "out", "--workers", "1", "--overwrite")
+    assert (tmp_path / "out.idx").exists() == (point == "index"), "the older corpus is whole until the info is new"
+    if point == "index":
+        assert _bytes(tmp_path / "out") == older
+    _prepare(corpus, tmp_path / "out", "--workers", "1", "--overwrite")
+    _prepare(corpus, tmp_path / "new", "--workers", "1")
+    assert _bytes(tmp_path / "out") == _bytes(tmp_path / "new") != older
 
 
 def test_an_output_without_a_name_is_an_error(corpus: Path) -> None:

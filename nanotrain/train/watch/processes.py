@@ -110,7 +110,7 @@ def _map(path: str | None, ranks: Sequence[int]) -> dict[int, memoryview]:
 
 
 def _pid_namespace() -> str:
-    """What differs between containers of one machine, where a process id of one is free or another's in the next."""
+    """The PID namespace: an equal process id in another container is another process."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
