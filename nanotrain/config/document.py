@@ -61,8 +61,8 @@ def document() -> str:
     parts.append(
         "\n## Flags of Megatron-LM\n\nThey are no field of the same name; see [from_megatron.md](from_megatron.md)."
     )
-    for kind, title in KINDS.items():
-        parts += [f"\n### {title[0].upper()}{title[1:]}\n", "| flag | here |", "|---|---|"]
+    for kind, (title, sentence) in KINDS.items():
+        parts += [f"\n### {title.capitalize()}\n\n{sentence}\n", "| flag | here |", "|---|---|"]
         parts += [table_row(f"`{flag}`", entry.meaning) for flag, entry in MEGATRON.items() if entry.kind == kind]
     return "\n".join(parts) + "\n"
 

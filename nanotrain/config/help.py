@@ -7,6 +7,7 @@
 """
 
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 
@@ -63,13 +64,13 @@ COMMON = (
     "eval_interval",
     "device",
 )
-KINDS: dict[Kind, str] = {
-    "always": "accepted: they name what is always so",
-    "no effect": "accepted without effect: they tune parts of Megatron-LM that are not here",
-    "rename": "converted to options of another name",
-    "not yet": "refused, with the nearest cure",
+KINDS: dict[Kind, tuple[str, str]] = {  # title, sentence
+    "always": ("accepted", "They name what is always so."),
+    "no effect": ("accepted without effect", "They tune parts of Megatron-LM that are not here."),
+    "rename": ("converted", "To options of another name."),
+    "not yet": ("refused", "With the nearest cure."),
 }
-COLUMN, INDENT = 40, 2  # characters: where meanings begin, and how far flags are indented
+COLUMN, FRAME = 36, 4  # characters: where meanings begin, and what the frame of a panel takes of a line
 MIN_WIDTH, MAX_WIDTH = 60, 120  # characters of a line
 
 
@@ -99,50 +100,69 @@ def help_text(topic: str = "", *, width: int | None = None, usage: str = USAGE) 
         topics = ["all", "megatron", *SECTIONS]
         why = f"there are {', '.join(topics)}"
         raise ConfigError(f"there is no help on {topic!r}", why=why, fix=did_you_mean(topic, topics, prefix="--help="))
-    common = rows((describe(ENTRIES[name]) for name in COMMON), width)
+    common = panel("options used most", rows((describe(ENTRIES[name]) for name in COMMON), width), width=width)
     rest = f"--help=all lists all {len(ENTRIES)} options, --help=megatron those of Megatron-LM, --help=SECTION one of:"
     topic_lines = textwrap.wrap(f"{rest} {', '.join(SECTIONS)}", width)
-    return "\n".join(
-        [*introduction(width, usage), *alias_lines(width), "", "options used most:", *common, "", *topic_lines]
-    )
+    return "\n".join([*introduction(width, usage), *alias_lines(width), *common, *topic_lines])
 
 
 def introduction(width: int, usage: str = USAGE) -> list[str]:
     """How arguments are written."""
     first = textwrap.wrap(usage, width, subsequent_indent=" " * 7, break_on_hyphens=False)
-    return [*first, "", *textwrap.wrap(ORDER, width), "", *rows(ARGUMENTS.items(), width)]
+    arguments = panel("arguments", rows(ARGUMENTS.items(), width), width=width)
+    return [*first, "", *textwrap.wrap(ORDER, width), "", *arguments]
 
 
 def alias_lines(width: int) -> list[str]:
     """The flags that stand for one value of a field."""
-    return ["", "aliases:", *rows(((flag, f"{alias.name}={alias.value}") for flag, alias in ALIASES.items()), width)]
+    pairs = ((flag, f"{alias.name}={alias.value}") for flag, alias in ALIASES.items())
+    return panel("aliases", rows(pairs, width), width=width)
 
 
 def section_lines(name: str, width: int) -> list[str]:
     """A section's sentence and its flags."""
-    title = textwrap.wrap(f"{name}: {(SECTIONS[name].__doc__ or '').splitlines()[0]}", width)
-    return ["", *title, *rows(map(describe, entries_of(name)), width)]
+    sentence = textwrap.wrap((SECTIONS[name].__doc__ or "").splitlines()[0], width - FRAME)
+    return panel(name, [*sentence, "", *rows(map(describe, entries_of(name)), width)], width=width)
 
 
 def megatron_lines(width: int) -> Iterator[str]:
     """Megatron-LM's flags that are no field, by what becomes of them."""
     text = "Flags of Megatron-LM that are no option of the same name here. --help=all lists those that are."
     yield from textwrap.wrap(text, width)
-    for kind, title in KINDS.items():
-        yield from ["", title]
-        yield from rows(((flag, row.meaning) for flag, row in MEGATRON.items() if row.kind == kind), width)
+    for kind, (title, sentence) in KINDS.items():
+        pairs = ((flag, row.meaning) for flag, row in MEGATRON.items() if row.kind == kind)
+        yield from panel(title, [sentence, "", *rows(pairs, width)], width=width)
+
+
+def panel(title: str, lines: list[str], *, width: int) -> list[str]:
+    """The lines in a frame with a title; the frame is of ASCII where the output has no other characters.
+
+    Args:
+        title: shorter than a line.
+        lines: of at most `width` - FRAME characters.
+        width: characters of a line, frame included.
+    """
+    from rich.box import ASCII, ROUNDED  # rich takes 0.1 s
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.text import Text
+
+    box = ROUNDED if (sys.stdout.encoding or "").lower().startswith("utf") else ASCII
+    console = Console(width=width, color_system=None)
+    with console.capture() as frame:
+        console.print(Panel(Text("\n".join(lines)), title=Text(title), title_align="left", box=box, width=width))
+    return frame.get().splitlines()
 
 
 def rows(pairs: Iterable[tuple[str, str]], width: int) -> list[str]:
-    """Two columns, the second wrapped at words; a long entry of the first has a line of its own."""
+    """Two columns of a panel, the second wrapped at words; a long entry of the first has a line of its own."""
     lines: list[str] = []
     for left, right in pairs:
-        wrapped = textwrap.wrap(right, width - COLUMN, break_on_hyphens=False, break_long_words=False)
-        head = " " * INDENT + left
-        if len(head) + 2 > COLUMN:
-            lines += textwrap.wrap(left, width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+        wrapped = textwrap.wrap(right, width - FRAME - COLUMN, break_on_hyphens=False, break_long_words=False)
+        if len(left) + 2 > COLUMN:
+            lines += textwrap.wrap(left, width - FRAME, subsequent_indent="  ", break_on_hyphens=False)
         else:
-            lines.append(f"{head:<{COLUMN}}{wrapped.pop(0)}")
+            lines.append(f"{left:<{COLUMN}}{wrapped.pop(0)}")
         lines += [" " * COLUMN + line for line in wrapped]
     return lines
 

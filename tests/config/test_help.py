@@ -1,6 +1,7 @@
 """The texts of --help: every flag once, with its default, wrapped at words."""
 
 import re
+from io import BytesIO, TextIOWrapper
 
 import pytest
 
@@ -18,13 +19,13 @@ def test_every_flag_is_listed_once():
     lines = help_text("all").splitlines()
     for entry in ENTRIES.values():
         flag = f"--[no-]{entry.flag[2:]}" if entry.kind is bool else entry.flag
-        assert len([line for line in lines if re.match(rf"  {re.escape(flag)}( |$)", line)]) == 1, entry.key
+        assert len([line for line in lines if re.match(rf"│ {re.escape(flag)}( |$)", line)]) == 1, entry.key
 
 
 def test_the_short_help_has_the_options_used_most_and_leads_to_the_others():
     text = help_text()
     assert len(COMMON) == 25 and len(text.splitlines()) < 120
-    listed = set(re.findall(r"^  (--[a-z][\w-]*)", text.replace("--[no-]", "--"), flags=re.MULTILINE))
+    listed = set(re.findall(r"^│ (--[a-z][\w-]*)", text.replace("--[no-]", "--"), flags=re.MULTILINE))
     assert {ENTRIES[name].flag for name in COMMON} <= listed
     assert "--help=all" in text and "--help=megatron" in text and "model.moe" in text
 
@@ -32,8 +33,8 @@ def test_the_short_help_has_the_options_used_most_and_leads_to_the_others():
 def test_flags_of_megatron_are_on_their_own_page_only():
     page, everything = help_text("megatron"), help_text("all")
     for flag, row in MEGATRON.items():
-        assert re.search(rf"^  {flag}( |$)", page, flags=re.MULTILINE), flag
-        assert not re.search(rf"^  {flag}( |$)", everything, flags=re.MULTILINE), flag
+        assert re.search(rf"^│ {flag}( |$)", page, flags=re.MULTILINE), flag
+        assert not re.search(rf"^│ {flag}( |$)", everything, flags=re.MULTILINE), flag
         assert row.meaning.split()[0] in page
 
 
@@ -42,7 +43,22 @@ def test_flags_of_megatron_are_on_their_own_page_only():
 def test_lines_fit_the_terminal_and_break_between_words(topic, width):
     text = help_text(topic, width=width)
     assert max(map(len, text.splitlines())) <= width
-    assert text.split() == help_text(topic, width=MAX).split(), "no word is cut"
+    assert words(text) == words(help_text(topic, width=MAX)), "no word is cut"
+
+
+def words(text: str) -> list[str]:
+    return re.sub("[─│╭╮╰╯]", "", text).split()
+
+
+def test_sections_are_panels():
+    lines = help_text("optim", width=80).splitlines()
+    assert re.fullmatch("╭─ optim ─+╮", lines[0]) and re.fullmatch("╰─+╯", lines[-1])
+    assert all(line[0] == "│" == line[79] for line in lines[1:-1])
+
+
+def test_the_frame_is_ascii_where_the_output_is(monkeypatch):
+    monkeypatch.setattr("sys.stdout", TextIOWrapper(BytesIO(), encoding="latin-1"))
+    assert help_text("optim", width=80).isascii()
 
 
 MAX = 120
