@@ -15,6 +15,7 @@ TITLE = """\
 What every flag of {scripts} published launch scripts of Megatron-LM became here. This page is made from their arguments
 (`tests/config/launch_scripts.py`) and the tables of flags by `python -m tests.config.launch_table`. The kinds are those
 of [From Megatron-LM](from_megatron.md#what-becomes-of-a-flag); every flag is in [the configuration](config.md).
+[Differences on purpose](from_megatron.md#differences-on-purpose) have a table with the reasons.
 
 {summary}
 
