@@ -45,16 +45,8 @@ def evaluate(argv: Sequence[str], *, environment: MutableMapping[str, str]) -> i
     loaded = load_line(parse(rest), to_train=False)
     if not options:
         return _run_corpus(args, loaded, environment=environment)
-    with importing_torch():
-        from nanotrain.inference.checkpoint import open_model
-
-    trained = open_model(args.path, ema=args.ema).config
-    return launch_command(
-        ["evaluate", *argv],
-        options=options,
-        environment=environment,
-        check=lambda n: _check_world(trained, loaded, world_size=n),
-    )
+    command = ["evaluate", *argv]
+    return launch_command(args, loaded, command=command, options=options, environment=environment, check=_check_world)
 
 
 def _parser() -> CommandParser:

@@ -32,15 +32,9 @@ def generate(argv: Sequence[str], *, environment: MutableMapping[str, str]) -> i
     loaded = load_line(parse(rest), to_train=False)
     if not options:
         return _run(args, loaded, environment=environment)
-    with importing_torch():
-        from nanotrain.inference.checkpoint import open_model
-
-    trained = open_model(args.path, ema=args.ema).config
+    command = ["generate", *argv]
     return launch_command(
-        ["generate", *argv],
-        options=options,
-        environment=environment,
-        check=lambda world_size: generation_config(trained, loaded, world_size=world_size),
+        args, loaded, command=command, options=options, environment=environment, check=generation_config
     )
 
 

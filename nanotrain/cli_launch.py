@@ -7,11 +7,12 @@
 Without one of torchrun's options, `nanotrain train` trains in this process.
 """
 
+from argparse import Namespace
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 
 from nanotrain.config.flags import begins_argument, known_flags, parse
-from nanotrain.config.load import load_line, reply
+from nanotrain.config.load import Loaded, load_line, reply
 from nanotrain.config.suggest import by_spelling
 from nanotrain.config.validate import validate_for_world
 from nanotrain.errors import ConfigError
@@ -133,28 +134,39 @@ def launch(options: Sequence[str], arguments: Sequence[str], *, environment: Mut
 
 
 def launch_command(
-    command: Sequence[str],
+    args: Namespace,
+    loaded: Loaded,
     *,
+    command: Sequence[str],
     options: Sequence[str],
     environment: MutableMapping[str, str],
-    check: Callable[[int], object],
+    check: Callable[..., object],
 ) -> int:
-    """Run another command of nanotrain on one process per rank.
+    """Run a command on a trained model on one process per rank.
 
     Args:
+        args: `path` of the model, and `ema`.
+        loaded: the settings of the command line.
         command: its name and its arguments.
         options: torchrun's, from `take_options`.
         environment: of this process, as for `launch`.
-        check: raises for a number of ranks that the command cannot run on.
+        check: called with the model's configuration, `loaded` and `world_size=`; raises for ranks that do not fit.
 
     Returns:
         The exit code, as of `launch`.
     """
     _refuse_inside_torchrun(command[0], options=options, environment=environment)
     with importing_torch():
+        from nanotrain.inference.checkpoint import open_model
         from nanotrain.train.start.start_ranks import start_ranks
 
-    return start_ranks(["nanotrain", *command], options=options, environment=environment, check=check)
+    trained = open_model(args.path, ema=args.ema).config
+    return start_ranks(
+        ["nanotrain", *command],
+        options=options,
+        environment=environment,
+        check=lambda world_size: check(trained, loaded, world_size=world_size),
+    )
 
 
 def _refuse_inside_torchrun(name: str, *, options: Sequence[str], environment: MutableMapping[str, str]) -> None:
