@@ -28,7 +28,7 @@ def step(run_dir: Path, number: int) -> str:
 def test_inspect_is_one_screen_and_lists_tensors_when_asked(run_dir, capsys):
     assert main(["checkpoint", "inspect", str(run_dir)]) == 0
     short = capsys.readouterr().out.splitlines()
-    assert len(short) < 20 and any("1 layers, hidden 32" in line for line in short)
+    assert len(short) < 20 and any("1 layer, hidden 32" in line for line in short)
     assert any("step 3, 48 tokens, 3 samples, loss" in line for line in short)
     assert main(["checkpoint", "inspect", str(run_dir), "--tensors"]) == 0
     assert "model/embedding.word.weight" in capsys.readouterr().out

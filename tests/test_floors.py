@@ -26,7 +26,7 @@ FLOORS = {
     **dict.fromkeys(["comm", "data"], 4),
     **dict.fromkeys(["topology", "runs"], 3),
     "config": 2,
-    **dict.fromkeys(["errors", "log", "start_up", "untrusted"], 1),
+    **dict.fromkeys(["errors", "log", "quantities", "start_up", "untrusted"], 1),
 }
 # names that only some files may use
 RESERVED = {

@@ -13,6 +13,7 @@ from io import StringIO
 from itertools import groupby
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -28,6 +29,7 @@ from nanotrain.checkpoint.write import THREADS
 from nanotrain.config.schema import config_from_dict
 from nanotrain.errors import CheckpointError, ConfigError
 from nanotrain.precision.dtypes import TORCH_DTYPES
+from nanotrain.quantities import count_of, describe_bytes
 
 PLAIN_WIDTH = 120
 COUNTERS = {"consumed_tokens": "tokens", "consumed_samples": "samples"}
@@ -50,7 +52,7 @@ class VerifyReport:
 
     def text(self) -> str:
         """The report for a terminal: one line, or one line per fault."""
-        size = f"{self.num_chunks} chunks, {_size(self.nbytes)}"
+        size = f"{self.num_chunks} chunks, {describe_bytes(self.nbytes)}"
         if self.is_sound:
             return f"{self.path}: sound ({size}, all checksums match)"
         return "\n".join(
@@ -97,16 +99,25 @@ def _summary(manifest: Manifest) -> Iterator[tuple[str, str]]:
     if isinstance(last, Mapping) and isinstance(last.get("loss"), float):
         trained.append(f"loss {last['loss']:.4f}")
     yield "trained", ", ".join(trained)
-    layout = [f"{key} {value}" for key, value in manifest.topology.items() if value != 1 or key == "world_size"]
-    yield "written by", ", ".join(layout) or "unknown layout"
-    yield "files", f"{len(manifest.files)} shards, {_size(nbytes)}"
+    yield "written by", _layout(manifest.topology)
+    yield "files", f"{count_of(len(manifest.files), 'shard')}, {describe_bytes(nbytes)}"
+
+
+def _layout(topology: Mapping[str, Any]) -> str:
+    """The ranks that wrote the checkpoint and the axes with more than one, as in the header of a run."""
+    match topology:
+        case {"world_size": int(world_size), "axes": [*axes], "sizes": [*sizes]} if len(axes) == len(sizes):
+            shown = [f"{axis} {size}" for axis, size in zip(axes, sizes, strict=True) if size != 1]
+            return ", ".join([count_of(world_size, "rank"), *shown])
+    return ", ".join(f"{key} {value}" for key, value in topology.items()) or "unknown layout"
 
 
 def _model_line(manifest: Manifest) -> str:
     try:
         model = config_from_dict({"model": manifest.config.get("model")}).model
         parts = [
-            f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads",
+            f"{count_of(model.num_layers, 'layer')}, hidden {model.hidden_size}",
+            count_of(model.num_attention_heads, "head"),
             f"vocabulary {model.vocab_size:,}" if model.vocab_size else "vocabulary unknown",
         ]
         if model.moe.num_experts:
@@ -171,13 +182,13 @@ def _kind_rows(manifest: Manifest) -> Iterator[list[str]]:
         elements = sum(prod(entry.shape) for entry in entries)
         dtypes = sorted({entry.dtype for entry in entries}, key=list(TORCH_DTYPES).index)
         nbytes = sum(entry.nbytes for entry in entries)
-        yield [kind, str(len(entries)), f"{elements:,}", " ".join(dtypes), _size(nbytes)]
+        yield [kind, str(len(entries)), f"{elements:,}", " ".join(dtypes), describe_bytes(nbytes)]
 
 
 def _tensor_rows(manifest: Manifest) -> Iterator[list[str]]:
     for name, entry in manifest.tensors.items():
         shape = " x ".join(map(str, entry.shape)) or "scalar"
-        yield [name, shape, entry.dtype, str(len(entry.chunks)), _size(entry.nbytes)]
+        yield [name, shape, entry.dtype, str(len(entry.chunks)), describe_bytes(entry.nbytes)]
 
 
 def _table(first: str, columns: Iterable[str], *, rows: Iterable[list[str]]) -> Table:
@@ -188,14 +199,3 @@ def _table(first: str, columns: Iterable[str], *, rows: Iterable[list[str]]) -> 
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def _size(nbytes: int) -> str:
-    """A number of bytes with its unit.
-
-    >>> _size(3 * 2**20 // 2)
-    '1.5 MiB'
-    """
-    units: Mapping[str, int] = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
-    unit = next((name for name, size in units.items() if nbytes >= size), None)
-    return f"{nbytes / units[unit]:.1f} {unit}" if unit else f"{nbytes} bytes"

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
+from nanotrain.quantities import describe_bytes
 from nanotrain.report.history import RunHistory
 
 Row = Sequence[str]
@@ -113,10 +114,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _bytes(count: int) -> str:
-    for size, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB")):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count / 1000:.1f} kB" if count else "-"
+    return describe_bytes(count) if count else "-"
 
 
 def _time(seconds: float) -> str:

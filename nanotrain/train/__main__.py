@@ -168,7 +168,9 @@ def _train_in_folder(loaded: Loaded, world_size: int, *, launch: Any, device_typ
 
     config, inputs = open_inputs(loaded, reads_checkpoint=launch.local_rank == 0)
     memory = require_memory(config, world_size, device=device_type, available=available)
-    get_logger("nanotrain.train").info("%s", memory.table(available))
+    get_logger("nanotrain.train").info(
+        "%s", memory.table(available, pp_size=config.parallel.pipeline_model_parallel_size)
+    )
     plan = plan_run(config, world_size, rank=launch.rank)
     timeout_s = config.parallel.distributed_timeout_minutes * 60
     with ParallelContext.start(plan.topology, device=config.train.device.value, timeout_s=timeout_s) as context:

@@ -236,8 +236,10 @@ class Trainer:
         """The slowest rank of the step before, and the time of this step for the next report."""
         step_time_s = report.step_time_s
         if len(busy_s) > 1 and self._step_time_s:
-            report.slowest_rank = max(range(len(busy_s)), key=busy_s.__getitem__)
-            report.slowest_share = min(1.0, max(busy_s) / self._step_time_s)
+            slowest = max(range(len(busy_s)), key=busy_s.__getitem__)
+            others_s = (sum(busy_s) - busy_s[slowest]) / (len(busy_s) - 1)
+            report.slowest_rank = slowest
+            report.wait_for_slowest = min(1.0, (busy_s[slowest] - others_s) / self._step_time_s)
         waited_s = self.run.context.heartbeat.waited_s - self._waited_before_s
         self._busy_s, self._step_time_s = max(0.0, step_time_s - waited_s), step_time_s
 

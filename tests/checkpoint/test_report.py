@@ -25,13 +25,13 @@ def test_describe_names_step_layout_kinds_and_tensors_of_the_newest_checkpoint_o
 
     rows = [line.split() for line in describe(tmp_path, tensors=True).splitlines()]
 
-    assert ["files", "1", "shards,", "5.2", "KiB"] in rows
-    assert ["written", "by", "dp", "4"] in rows
+    assert ["files", "1", "shard,", "5.4", "kB"] in rows
+    assert ["written", "by", "dp", "4,", "tp", "1"] in rows
     assert ["trained", "step", "12,", "9,000", "tokens,", "48", "samples,", "loss", "2.5000"] in rows
     assert ["parameters", *["1,024", "elements", "of", "the", "model,", "padding", "included"]] in rows
     assert ["model", "2", "layers,", "hidden", "8,", "4", "heads,", "vocabulary", "64"] in rows
-    assert ["model", "2", "1,024", "fp32", "4.0", "KiB"] in rows
-    assert ["optimizer/exp_avg/a", "64", "x", "8", "bf16", "1", "1.0", "KiB"] in rows
+    assert ["model", "2", "1,024", "fp32", "4.1", "kB"] in rows
+    assert ["optimizer/exp_avg/a", "64", "x", "8", "bf16", "1", "1.0", "kB"] in rows
 
 
 def test_a_sound_checkpoint_is_called_sound(tmp_path: Path) -> None:
@@ -67,3 +67,10 @@ def test_every_chunk_lost_to_a_truncated_or_missing_file_is_reported(tmp_path: P
 
     assert [fault.split()[1] for fault in truncated.faults[1:]] == ["model/b@0:64,0:8", "optimizer/exp_avg/a@0:64,0:8"]
     assert len(missing.faults) == 1 and "3 chunks are lost" in missing.faults[0]
+
+
+def test_the_layout_names_ranks_and_the_axes_with_more_than_one(tmp_path: Path) -> None:
+    topology = {"world_size": 4, "axes": ["tp", "cp", "dp", "pp"], "sizes": [2, 1, 2, 1]}
+    checkpointer = Checkpointer(tmp_path / "checkpoints", group=Group.single_rank("world"))
+    checkpointer.save(1, {TensorBox.full("model/a", (2,)): torch.ones(2)}, objects={}, config=CONFIG, topology=topology)
+    assert "written by  4 ranks, tp 2, dp 2" in describe(tmp_path).splitlines()

@@ -1,6 +1,7 @@
 """`python -m nanotrain.train`: exit codes, which rank prints, and the outputs of a run."""
 
 import json
+import re
 
 import pytest
 
@@ -36,8 +37,8 @@ def test_a_run_trains_and_leaves_everything_in_its_folder(tmp_path, capfd):
     out, err = capfd.readouterr()
     assert [line.split(" | ")[0] for line in out.splitlines() if " | " in line] == ["step 1/3", "step 2/3", "step 3/3"]
     assert "layout      1 rank on cpu, no_shard\nprecision   fp32\n" in err
-    assert "planned memory per rank, of pipeline rank 0:" in err
-    assert "memory        planned 0." in out and "GB per rank; measured at most 0." in out
+    assert "planned memory per rank:" in err
+    assert re.search(r"^memory        planned \d+\.\d MB per rank; measured at most \d", out, re.M)
     assert "of the process before the model" in out
 
 

@@ -274,4 +274,4 @@ def test_the_slowest_rank_is_reported(ctx, tmp_path):
             "waiting is not busy"
         )
     assert [report.slowest_rank for report in spy.reports] == [None, *(each.index(max(each)) for each in busy_s)]
-    assert all(0 < report.slowest_share <= 1.0 for report in spy.reports[1:])
+    assert all(0 < report.wait_for_slowest <= 1.0 for report in spy.reports[1:])

@@ -21,7 +21,7 @@ from nanotrain.train.run import Run
 
 # A line has at most this many columns; on a narrow terminal fewer, but never less than the lower number.
 MAX_WIDTH, MIN_WIDTH = 100, 60
-NOTABLE_WAIT = 0.05  # share of the step time from which on the wait for data is shown
+NOTABLE_WAIT = 0.05  # share of the step time from which on a wait for data or for the slowest rank is shown
 
 
 class LogHook(Hook):
@@ -196,10 +196,10 @@ def _describe_validation(loss: float | None) -> str:
 
 
 def _describe_slowest(reports: list[StepReport]) -> str:
-    """The rank that most often kept the others waiting, and its mean share of the step time; empty on one rank."""
+    """The rank that was most often the slowest and how long the others waited for it; empty for short waits."""
     ranks = [report.slowest_rank for report in reports if report.slowest_rank is not None]
     if not ranks:
         return ""
     slowest = max(set(ranks), key=ranks.count)
-    shares = [report.slowest_share or 0.0 for report in reports if report.slowest_rank == slowest]
-    return f"slowest rank {slowest} {sum(shares) / len(shares):.0%}"
+    wait = sum(report.wait_for_slowest or 0.0 for report in reports if report.slowest_rank == slowest) / len(ranks)
+    return f"wait for rank {slowest} {wait:.0%}" if wait >= NOTABLE_WAIT else ""

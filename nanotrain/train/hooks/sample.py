@@ -7,9 +7,9 @@ from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.device import peak_memory
 from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.log import get_logger
+from nanotrain.quantities import describe_bytes
 from nanotrain.runs.files import open_append
 from nanotrain.train.hooks.hook import Hook
-from nanotrain.train.plans.memory_plan import in_gb
 from nanotrain.train.run import Run
 
 log = get_logger(__name__)
@@ -81,8 +81,9 @@ class SummaryHook(Hook):
         ]
         if peak:
             lines.append(
-                f"memory        planned {in_gb(peak.planned)} per rank; measured at most {in_gb(max(0, *measured))}"
-                + (f" above the {in_gb(peak.before)} of the process before the model" if on_cpu else "")
+                f"memory        planned {describe_bytes(peak.planned)} per rank; "
+                f"measured at most {describe_bytes(max(0, *measured))}"
+                + (f" above the {describe_bytes(peak.before)} of the process before the model" if on_cpu else "")
             )
         print("\n".join(lines), flush=True)
 

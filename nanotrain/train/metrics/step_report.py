@@ -42,7 +42,7 @@ OPTIONAL = (
     "save_stall_s",
     "failed_saves",
     "slowest_rank",
-    "slowest_share",
+    "wait_for_slowest",
 )
 
 
@@ -125,10 +125,10 @@ class StepReport:
     max_attention_logit: float | None = None  # since the last logged step; None where it is not logged
     params_norm: float | None = None  # 2-norm of all parameters after the step; None where it is not logged
     num_zeros_in_grad: int | None = None  # zeros in the gradients of the step; None where they are not counted
-    # of the step before: the rank that waited least for others, and the share of the step time in which it did not.
-    # None on one rank and on GPUs, where the host does not wait
+    # of the step before: the rank that waited least for others, and the share of the step time for which the others
+    # waited longer, on average. None on one rank and on GPUs, where the host does not wait
     slowest_rank: int | None = None
-    slowest_share: float | None = None
+    wait_for_slowest: float | None = None
     save_stall_s: float | None = None  # time for which saving blocked this rank since the last row; None without
     spikes: SpikeScore | None = None  # of the run; reports are read in order
     failed_saves: int | None = None  # checkpoints of the run that could not be written so far; None without

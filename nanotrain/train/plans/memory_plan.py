@@ -18,6 +18,7 @@ from nanotrain.errors import ConfigError, NanotrainError
 from nanotrain.parallel.pp.actions import ActionKind, PipelineShape, Schedule
 from nanotrain.parallel.pp.executor import MAX_SENDS
 from nanotrain.parallel.pp.schedules import build_schedule
+from nanotrain.quantities import describe_bytes
 from nanotrain.topology.topology import Topology
 from nanotrain.train.compile import with_compile
 from nanotrain.train.plans.activations import INT64, Activations
@@ -54,12 +55,13 @@ class MemoryPlan:
         """The exact part and a share of the activations."""
         return self.params + self.grads + self.optimizer + int(share * self.activations)
 
-    def table(self, available: int | None) -> str:
-        """A small table."""
-        lines = [f"  {name:<14}{in_gb(getattr(self, name)):>12}" for name in (*ROWS, "total")]
+    def table(self, available: int | None, *, pp_size: int = 1) -> str:
+        """A small table; with more than one pipeline rank the title names the one that needs the most."""
+        lines = [f"  {name:<14}{describe_bytes(getattr(self, name)):>12}" for name in (*ROWS, "total")]
         lines[3] += f"  {self.in_flight} in flight" + (f", recompute {self.recompute}" if self.recompute else "")
-        lines[-1] += f" of {in_gb(available)}" if available else ""
-        return "\n".join([f"planned memory per rank, of pipeline rank {self.pp_rank}:", *lines])
+        lines[-1] += f" of {describe_bytes(available)}" if available else ""
+        worst = f" (pipeline rank {self.pp_rank} needs the most)" if pp_size > 1 else ""
+        return "\n".join([f"planned memory per rank{worst}:", *lines])
 
 
 def plan_memory(
@@ -139,18 +141,13 @@ def require_memory(config: Config, world_size: int, *, device: str, available: i
     if available is None or config.train.train_iters == 0 or worst.certain(share) <= available:
         return worst
     fitting = _find_fitting(config, world_size, pp_rank=worst.pp_rank, device=device, available=available)
-    rows = ", ".join(f"{name} {in_gb(getattr(worst, name))}" for name in ROWS)
+    rows = ", ".join(f"{name} {describe_bytes(getattr(worst, name))}" for name in ROWS)
     advice = "choose a smaller model or --seq-length"
     raise ConfigError(
-        f"a rank needs {in_gb(worst.total)} of memory and has {in_gb(available)}",
+        f"a rank needs {describe_bytes(worst.total)} of memory and has {describe_bytes(available)}",
         why=rows,
         fix=f"with the same memory per rank it fits with {', or '.join(fitting)}" if fitting else advice,
     )
-
-
-def in_gb(num_bytes: int) -> str:
-    """Bytes in GB (10^9)."""
-    return f"{num_bytes / 1e9:.2f} GB"
 
 
 def _peak(plan: Plan, kept: Activations, *, schedule: Schedule) -> tuple[int, int]:
@@ -234,7 +231,7 @@ def _find_fitting(config: Config, world_size: int, *, pp_rank: int, device: str,
             needed = plan_memory(changed, num_ranks, pp_rank=pp_rank, device=device).total
         except NanotrainError:
             return None
-        return f"{', '.join(each.text for each in changes)} ({in_gb(needed)})" if needed <= available else None
+        return f"{', '.join(each.text for each in changes)} ({describe_bytes(needed)})" if needed <= available else None
 
     fitting = [next((text for change in changes if (text := fits(change))), None) for changes in kinds]
     if not any(fitting):

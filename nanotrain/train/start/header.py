@@ -7,6 +7,7 @@ from nanotrain.config.data_stages import read_stages
 from nanotrain.config.derive import data_parallel_size
 from nanotrain.config.pipeline_layout import moves_mtp_layers
 from nanotrain.memory.block_transforms import describe_activations
+from nanotrain.quantities import count_of, describe_count
 from nanotrain.topology.counts import num_active_parameters, num_parameters
 from nanotrain.train.plans.plan import Plan
 from nanotrain.train.start.inputs import RunInputs
@@ -37,35 +38,25 @@ def header(plan: Plan, inputs: RunInputs, *, device: str, attention: str = "", w
     return "\n".join([*text, *(f"{label:<10}  {command}" for label, command in _commands(plan, inputs).items())])
 
 
-def count(number: float) -> str:
-    """A number with three digits and a unit.
-
-    >>> count(950), count(1_840_000), count(999_700_000)
-    ('950', '1.84 M', '1 B')
-    """
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= 0.9995 * size:  # three digits of it would be a thousand of the smaller unit
-            return f"{number / size:.3g} {unit}"
-    return f"{number:g}"
-
-
 def _model(plan: Plan) -> str:
     shape = plan.shape
     total, active = num_parameters(shape), num_active_parameters(shape)
-    experts = f" ({count(active)} active per token)" if active < total else ""
-    sizes = f"{shape.num_layers} layers, hidden size {shape.hidden_size:,}, vocabulary {shape.vocab_size:,}"
-    return f"{count(total)} parameters{experts}, {sizes}"
+    experts = f" ({describe_count(active)} active per token)" if active < total else ""
+    sizes = f"{count_of(shape.num_layers, 'layer')}, hidden size {shape.hidden_size:,}, vocabulary {shape.vocab_size:,}"
+    return f"{describe_count(total)} parameters{experts}, {sizes}"
 
 
 def _data(plan: Plan, inputs: RunInputs) -> str:
     config, samples = plan.config, inputs.datasets.train
     schedule, steps = plan.sampler.schedule, config.train.train_iters
     read = samples_of_steps(schedule, steps) if schedule else steps * plan.sampler.global_batch_size
-    tokens = f"{count(read * config.data.seq_length)} tokens in {config.train.train_iters:,} steps"
+    tokens = f"{describe_count(read * config.data.seq_length)} tokens in {count_of(steps, 'step')}"
     if samples is None or config.data.mock_data:
         return f"synthetic, {tokens}"
     epoch = samples.samples_per_epoch
-    texts = [f"{count(epoch * config.data.seq_length)} tokens; this run reads {tokens}, {read / epoch:.2f} epochs"]
+    texts = [
+        f"{describe_count(epoch * config.data.seq_length)} tokens; this run reads {tokens}, {read / epoch:.2f} epochs"
+    ]
     for stage in read_stages(config.data.stages):
         unit = "sample" if stage.in_samples else "step"
         texts.append(f"{stage.name} from {unit} {stage.start:,}: {stage.blend}")
@@ -76,13 +67,13 @@ def _batch(plan: Plan) -> str:
     train, sampler, length = plan.config.train, plan.sampler, plan.config.data.seq_length
     lengths = sampler.lengths.sizes[:-1] if sampler.lengths else ()
     split = f", split at first into sequences of {', then '.join(f'{size:,}' for size in lengths)}" if lengths else ""
-    parts = f"{sampler.dp_size} data-parallel x {sampler.num_microbatches} microbatches x {train.micro_batch_size}"
+    microbatches = count_of(sampler.num_microbatches, "microbatch")
+    parts = f"{sampler.dp_size} data-parallel x {microbatches} x {train.micro_batch_size}"
     size, padded = sampler.global_batch_size, sampler.num_padded
     grows = f"from {sampler.size_at(0):,} to " if sampler.schedule else ""
     waste = f" ({padded / (size + padded):.1%} of them padding)" if padded else ""
-    return (
-        f"{grows}{size:,} samples of {length:,} tokens{split} = {parts}{waste}; {count(size * length)} tokens per step"
-    )
+    samples = f"{grows}{count_of(size, 'sample')} of {count_of(length, 'token')}{split}"
+    return f"{samples} = {parts}{waste}; {describe_count(size * length)} tokens per step"
 
 
 def _layout(plan: Plan, device: str) -> str:
@@ -90,12 +81,13 @@ def _layout(plan: Plan, device: str) -> str:
     sizes = {axis: topology.size(axis) for axis in ("tp", "cp", "pp", "ep", "etp")}
     sizes["dp"] = data_parallel_size(parallel, topology.world_size)
     shown = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
-    ranks = "1 rank" if topology.world_size == 1 else f"{topology.world_size:,} ranks"
     if topology.size("pp") > 1:
         shown.append(f"schedule {parallel.pipeline_schedule}")
     if parallel.pipeline_model_parallel_layout and moves_mtp_layers(parallel.pipeline_model_parallel_layout):
         shown.append("multi-token prediction on the last stage, with the head (m of the layout is before it)")
-    return ", ".join([f"{ranks} on {device}", *shown, parallel.data_parallel_sharding_strategy.value])
+    return ", ".join(
+        [f"{count_of(topology.world_size, 'rank')} on {device}", *shown, parallel.data_parallel_sharding_strategy.value]
+    )
 
 
 def _precision(plan: Plan) -> str:

@@ -40,9 +40,20 @@ def test_a_line_says_everything_once_and_the_important_parts_on_a_narrow_termina
 
 
 def test_a_part_that_does_not_fit_makes_room_for_shorter_ones():
-    report = report_of(5, slowest_rank=1023, slowest_share=0.97)
+    report = report_of(5, slowest_rank=1023, wait_for_slowest=0.97)
     line = describe([report], train_iters=9, num_devices=1, width=100)
-    assert "slowest" not in line and "lr 1.00e-03" in line and len(line) <= 100
+    assert "wait for" not in line and "lr 1.00e-03" in line and len(line) <= 100
+
+
+def test_a_line_names_the_rank_that_the_others_wait_for_only_where_the_wait_is_notable():
+    slow = [report_of(step, slowest_rank=3, wait_for_slowest=0.12) for step in (4, 5)]
+    other = report_of(6, slowest_rank=1, wait_for_slowest=0.9)
+    assert "wait for rank 3 12%" in describe(slow, train_iters=9, num_devices=4)
+    assert "wait for rank 3 8%" in describe(
+        [*slow, other], train_iters=9, num_devices=4
+    )  # a third of the steps without
+    even = report_of(5, slowest_rank=3, wait_for_slowest=0.04)
+    assert "wait for" not in describe([even], train_iters=9, num_devices=4)
 
 
 def test_the_remaining_time_counts_what_lies_between_steps():

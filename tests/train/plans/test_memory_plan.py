@@ -120,7 +120,8 @@ def test_a_model_that_fits_nowhere_is_advised_to_shrink(monkeypatch):
 
 def test_the_table_has_the_total_beside_what_is_available():
     table = plan_memory(config_of(SMALL), 1, pp_rank=0, device="cpu").table(16 * GB)
-    assert "1 in flight" in table and table.endswith("GB of 16.00 GB")
+    assert "1 in flight" in table and table.endswith("MB of 16.00 GB")
+    assert table.startswith("planned memory per rank:\n") and " 0.00 " not in table  # small numbers in MB and kB
 
 
 def test_a_large_model_on_a_small_machine_is_one_error_before_anything_is_prepared(tmp_path, capfd, monkeypatch):

@@ -21,7 +21,7 @@ def lines_of(folder, *more: str, world_size: int = 1) -> dict[str, str]:
 def test_a_run_on_one_rank(tmp_path):
     lines = lines_of(tmp_path, "--train-iters", "500", "--global-batch-size", "6", "--micro-batch-size", "2")
     assert list(lines) == ["model", "data", "batch", "layout", "precision", "run folder", "watch"]
-    assert lines["model"].endswith("1 layers, hidden size 32, vocabulary 260")
+    assert lines["model"].endswith("1 layer, hidden size 32, vocabulary 260")
     assert lines["data"] == f"synthetic, {500 * 6 * SEQ_LENGTH / 1000:.3g} k tokens in 500 steps"
     assert lines["batch"].startswith(f"6 samples of {SEQ_LENGTH} tokens = 1 data-parallel x 3 microbatches x 2; ")
     assert (lines["layout"], lines["precision"]) == ("1 rank on cpu, no_shard", "fp32")

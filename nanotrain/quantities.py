@@ -1,0 +1,42 @@
+"""Numbers of bytes and of things as short texts, the same in every output.
+
+describe_bytes    4,200,000 -> "4.2 MB"
+describe_count    1,840,000 -> "1.84 M"
+count_of          2, "rank" -> "2 ranks"
+"""
+
+UNITS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
+
+
+def describe_bytes(num_bytes: int) -> str:
+    """Bytes in decimal units; GB and TB with two decimals.
+
+    >>> describe_bytes(140_900_000_000), describe_bytes(4_200_000), describe_bytes(5_200), describe_bytes(12)
+    ('140.90 GB', '4.2 MB', '5.2 kB', '12 bytes')
+    """
+    for size, prefix in UNITS:
+        if num_bytes >= size:
+            return f"{num_bytes / size:.{2 if size >= 10**9 else 1}f} {prefix}B"
+    return f"{num_bytes} bytes"
+
+
+def describe_count(number: float) -> str:
+    """A number with three digits and a unit; a billion is B.
+
+    >>> describe_count(950), describe_count(1_840_000), describe_count(999_700_000)
+    ('950', '1.84 M', '1 B')
+    """
+    for size, prefix in UNITS:
+        if number >= 0.9995 * size:  # three digits of it would be a thousand of the smaller unit
+            return f"{number / size:.3g} {prefix.replace('G', 'B')}"
+    return f"{number:g}"
+
+
+def count_of(number: int, noun: str) -> str:
+    """A whole number and a regular noun.
+
+    >>> count_of(1, "layer"), count_of(1_024, "rank"), count_of(0, "microbatch")
+    ('1 layer', '1,024 ranks', '0 microbatches')
+    """
+    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{plural}"
