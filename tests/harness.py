@@ -69,6 +69,7 @@ ROOT = Path(__file__).parents[1]
 # Bounds a hang. A busy machine is many times slower than an idle one, so no limit of a test is near what it needs.
 HANG_S = 300.0
 _SECOND_FAILURE_S = 10.0  # how long to wait for the other ranks after the first failure
+_ENDS_ITSELF_S = 60.0  # how long a child may take to write its stacks and end after its time is over
 _COLLECTIVES_S = 2 * HANG_S  # a rank that hangs in a collective is killed before, and its stack reported
 _BEGINS = b""  # the message of a rank that has joined its world
 
@@ -160,7 +161,7 @@ class Reply:
     """The message from a rank to the test.
 
     Args:
-        kind: "result", "skip", "failure", or "peer_failure" for an error that another rank's failure causes.
+        kind: "result", "skip", "failure", "hang", or "peer_failure" for an error that another rank's failure causes.
         coords: the rank's coordinates, "dp1 tp0".
         text: reason or traceback.
         result: pickled.
@@ -216,10 +217,12 @@ def _start(target: Callable[..., None], *args: Any) -> _Child:
 def _gather_replies(children: list[_Child], world: _World) -> list[Reply]:
     """Every rank's reply; fails the test at the first failure, exit or timeout. A child replies for one rank or all."""
     replies: dict[int, Reply] = {}
-    deadline = time.monotonic() + HANG_S  # to start and to join; `timeout_s` counts from then on
+    deadline = time.monotonic() + HANG_S + _ENDS_ITSELF_S  # to start and to join; `timeout_s` counts from then on
     failed: list[int] = []  # ranks in the order in which they failed
     while len(replies) < world.size:
         running = {child.pipe: rank for rank, child in enumerate(children) if rank not in replies}
+        if not running:  # ranks that are threads of a child that ended
+            break
         ready = multiprocessing.connection.wait(running, timeout=max(0.0, deadline - time.monotonic()))
         if not ready and not failed:
             _fail_hung(sorted(running.values()), world)
@@ -227,27 +230,33 @@ def _gather_replies(children: list[_Child], world: _World) -> list[Reply]:
             break
         for pipe in ready:
             first = running[pipe]  # type: ignore[index]
-            reply = _receive(children[first])
+            reply = _receive(children[first], world.stack_file(first))
             if reply is None:
-                deadline = deadline if failed else time.monotonic() + world.timeout_s
+                deadline = deadline if failed else time.monotonic() + world.timeout_s + _ENDS_ITSELF_S
                 continue
             received = dict(enumerate(reply, first))
             replies |= received
             failed += [rank for rank, reply in received.items() if reply.kind != "result"]
-        if failed:
+        if any(replies[rank].kind != "hang" for rank in failed):
             deadline = min(deadline, time.monotonic() + _SECOND_FAILURE_S)
+    kinds = {replies[rank].kind for rank in failed}
+    if "hang" in kinds <= {"hang", "peer_failure"}:
+        ended = {rank for rank in replies if replies[rank].kind != "hang"}
+        _fail_hung(sorted(set(range(len(children))) - ended), world)
     if failed:
         _fail_with(failed, replies, world)
     return [replies[rank] for rank in range(world.size)]
 
 
-def _receive(child: _Child) -> list[Reply] | None:
+def _receive(child: _Child, stack_file: Path) -> list[Reply] | None:
     """The replies of a child; None if one of its ranks begins."""
     try:
         message = child.pipe.recv_bytes()
         return None if message == _BEGINS else pickle.loads(message)
     except EOFError:
         child.process.join(timeout=HANG_S)
+        if stack_file.exists() and stack_file.stat().st_size:  # complete: it ends after it has written its stacks
+            return [Reply("hang")]
         return [Reply("failure", text=f"exited with code {child.process.exitcode} and sent no reply")]
 
 
@@ -311,10 +320,10 @@ def _send_and_exit(
 
         def begin() -> None:
             with sending:
-                faulthandler.dump_traceback_later(max(0.1, world.timeout_s - 0.3), file=stack_file)
+                faulthandler.dump_traceback_later(world.timeout_s, file=stack_file, exit=True)
                 pipe.send_bytes(_BEGINS)
 
-        faulthandler.dump_traceback_later(HANG_S - 1.0, file=stack_file)
+        faulthandler.dump_traceback_later(HANG_S, file=stack_file, exit=True)
         pipe.send_bytes(pickle.dumps(run(begin)))
         pipe.close()
         os._exit(0)  # skip the teardown of the interpreter and of gloo, which takes longer than most tests

@@ -39,11 +39,11 @@ def _worker_ids(batches: GlobalBatchLoader) -> list[int]:
 
 
 def _alive(pid: int) -> bool:
+    """Whether a process runs; one that ended may stay in the table if the first process of a container reaps none."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
         return False
-    return True
 
 
 def _wait_for_end(workers: list[int]) -> bool:

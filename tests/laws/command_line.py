@@ -32,7 +32,7 @@ from nanotrain.checkpoint.store import find_checkpoint, read_manifest
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import Loaded, load
 from nanotrain.config.validate import validate_for_world
-from nanotrain.train.__main__ import main
+from nanotrain.train import __main__ as entry
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.start.inputs import open_inputs
 from nanotrain.train.start.launch import run_training
@@ -160,7 +160,8 @@ def _run_program(line: Sequence[str], world: dict[str, str], rank: int, output: 
         os.dup2(file.fileno(), sys.stderr.fileno())
     gc.freeze()
     os.chdir(output.parent if program else ".")
-    exit_code = main(line) if program is None else _run_file(program, line)
+    entry.WAIT_FOR_FIRST_RANK_S = HANG_S  # `wait` ends this rank once the first one has ended, however late that is
+    exit_code = entry.main(line) if program is None else _run_file(program, line)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

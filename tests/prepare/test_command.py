@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +21,19 @@ from nanotrain.prepare import parts
 from tests.runs.test_metrics_file import file_size_limit
 
 TEXTS = [f"document {i} {'word ' * (i % 50)}" for i in range(400)]
+# `nanotrain prepare` that is killed once two parts are there and its worker is at the next one.
 DRIVER = """
-import argparse, sys
+import argparse, os, signal
 from nanotrain.prepare import command as prepare
 from nanotrain.prepare import chunks
 chunks._MIN_BYTES = 2000
+write_parts = prepare.write_parts
+def write_two_parts(*args, **options):
+    for number, part in enumerate(write_parts(*args, **options)):
+        if number == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield part
+prepare.write_parts = write_two_parts
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     prepare.add_arguments(parser)
@@ -102,13 +109,9 @@ def test_killed_and_started_again_gives_the_bytes_of_a_run_undisturbed(corpus: P
     (tmp_path / "driver.py").write_text(DRIVER)
     options = ["--input", str(corpus), "--output", str(tmp_path / "again"), "--tokenizer", "bpe:280", "--workers", "1"]
     command = [sys.executable, str(tmp_path / "driver.py"), *options]
-    killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    folder = tmp_path / "again.parts"
-    while len(list(folder.glob("*.idx"))) < 2 and killed.poll() is None:
-        time.sleep(0.002)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    kept = {file: file.stat().st_mtime_ns for file in folder.glob("*.idx")}
+    killed = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    kept = {file: file.stat().st_mtime_ns for file in (tmp_path / "again.parts").glob("*.idx")}
     # when
     written: list[Path] = []
     append = parts.TokenWriter.append_pair

@@ -12,7 +12,8 @@ from nanotrain.report.serve import LOCALHOST, open_server
 from tests.report.runs import write_run
 
 
-def test_every_visit_shows_the_run_as_it_is_then(tmp_path: Path) -> None:
+def test_every_visit_shows_the_run_as_it_is_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "*")
     folder = write_run(tmp_path / "a", steps=3)
     with open_server([folder], 0) as server:
         assert server.server_address[0] == LOCALHOST

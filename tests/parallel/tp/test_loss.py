@@ -115,12 +115,12 @@ def cut_loss(ctx, vocab_size: int, padded: int, sequence_parallel: bool) -> None
     own = tensor_parallel.local_slice(hidden).clone().requires_grad_()
     rows = table.detach().chunk(group.size)[group.index].clone().requires_grad_()
     options = {"targets": Targets(labels, mask), "vocabulary": Vocabulary(vocab_size, 3.0), "group": group}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", 16 * min(len(rows), vocab_size))
-        patch.setattr(loss_module, "MIN_CHUNK_TOKENS", 1)
-        found = vocab_parallel_cross_entropy(tensor_parallel.enter(own).flatten(0, 1), rows, **options)
-        with torch.no_grad():
-            evaluated = vocab_parallel_cross_entropy(tensor_parallel.enter(own).flatten(0, 1), rows, **options)
+    # All ranks, threads of a process of their own, set the same: one that restored it would do so for the others too.
+    loss_module.CHUNK_ELEMENTS["cpu"] = 16 * min(len(rows), vocab_size)
+    loss_module.MIN_CHUNK_TOKENS = 1
+    found = vocab_parallel_cross_entropy(tensor_parallel.enter(own).flatten(0, 1), rows, **options)
+    with torch.no_grad():
+        evaluated = vocab_parallel_cross_entropy(tensor_parallel.enter(own).flatten(0, 1), rows, **options)
     (found / 7).backward()
     every = [torch.empty_like(found) for _ in range(group.size)]
     torch.distributed.all_gather(every, found.detach(), group=group.process_group)

@@ -15,9 +15,17 @@ from nanotrain.config.schema import config_from_dict, to_dict
 from nanotrain.errors import ConfigError
 from nanotrain.train.__main__ import main
 from nanotrain.train.hooks.notify import NotifyHook, Sender, SpikeDetector
+from tests.harness import HANG_S
 from tests.train.small_run import arguments, report_of
 
 SECRET = "http://127.0.0.1:9/hook/T0KEN"
+
+
+@pytest.fixture(autouse=True)
+def waiting_and_direct(monkeypatch):
+    """The end waits for the last message however slow the machine, and no proxy is asked for its address."""
+    monkeypatch.setitem(Sender.close.__kwdefaults__, "wait_s", HANG_S)
+    monkeypatch.setenv("no_proxy", "*")
 
 
 @pytest.fixture
