@@ -6,7 +6,8 @@
     Linear   the same for the parameters of one layer, the gradient of the bias included
     Linears  the same for layers that share an input
 
-All dense linear layers, the output layer included, multiply here; `Linears` has another implementation for fp8.
+All dense linear layers, the output layer included, multiply here, large fp32 matrices on CPUs by oneDNN (`onednn.py`);
+`Linears` has another implementation for fp8.
 
     T tokens   I inputs   O outputs
 """
@@ -18,21 +19,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanotrain.kernels import onednn
 from nanotrain.kernels.fp8.layer import Fp8Layer
+from nanotrain.kernels.onednn import uses_onednn
 
 
 def fprop(x: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """[..., I], [O, I], [O] -> [..., O]."""
+    if uses_onednn(x, weight.shape[0]):
+        return onednn.linear(x, weight, bias=bias)
     return F.linear(x, weight, bias)
 
 
 def dgrad(grad: Tensor, weight: Tensor, *, add_to: Tensor | None = None) -> Tensor:
     """[T, O], [O, I] -> [T, I], added to `add_to` in place where it is given."""
+    if uses_onednn(grad, weight.shape[1]):
+        product = onednn.multiply(grad, weight.t())
+        return product if add_to is None else add_to.add_(product)
     return grad @ weight if add_to is None else add_to.addmm_(grad, weight)
 
 
 def wgrad(grad: Tensor, x: Tensor, *, add_to: Tensor | None = None) -> Tensor:
     """[T, O], [T, I] -> [O, I], added to `add_to` in place where it is given, perhaps in fp32 from 16 bit."""
+    if uses_onednn(grad, x.shape[1]):
+        product = onednn.multiply(grad.t(), x.t())
+        return product if add_to is None else add_to.add_(product)
     if add_to is None:
         return grad.t() @ x
     if add_to.dtype is grad.dtype:
