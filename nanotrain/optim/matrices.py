@@ -80,6 +80,15 @@ class Placed:
         """The piece in one shard."""
         return next((piece for piece in self.pieces if piece.shard == shard), None)
 
+    def elements_of(self, shard: int) -> slice:
+        """The elements of the local matrix in one shard."""
+        start = 0
+        for piece in self.pieces:
+            if piece.shard == shard:
+                return slice(start, start + piece.numel)
+            start += piece.numel
+        return slice(0)
+
 
 @dataclass(frozen=True)
 class Balance:

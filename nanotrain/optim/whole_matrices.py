@@ -159,7 +159,7 @@ class WholeMatrices:
             Number and transformed elements of this rank's pieces.
         """
         gathered = _by_number(self._gather.run(lambda number, _: piece(number), like=like))
-        local = {number: torch.cat(parts) for number, parts in gathered.items()}
+        local = {number: self._local(number, parts) for number, parts in gathered.items()}
         joined = _by_number(self._join.run(lambda number, _: local[number], like=like))
         results = {number: transform(self._full(number, blocks), number) for number, blocks in joined.items()}
         local = dict(self._split.run(lambda number, rank: self._block(results[number], number, rank=rank), like=like))
@@ -167,6 +167,15 @@ class WholeMatrices:
             self._scatter.run(lambda number, rank: self._piece(local[number], number, shard=rank), like=like)
         )
         return self._spread.run(lambda number, _: scattered[number], like=like)
+
+    def _local(self, number: int, parts: Sequence[Tensor]) -> Tensor:
+        """The local matrix from its pieces, in the order of the ranks that sent them.
+
+        Across instances neighbouring pieces are on ranks of different instances, so the order of ranks is another one.
+        """
+        pieces = self._placed[number].pieces
+        by_rank = dict(zip(sorted(piece.shard for piece in pieces), parts, strict=True))
+        return torch.cat([by_rank[piece.shard] for piece in pieces])
 
     def _full(self, number: int, blocks: Sequence[Tensor]) -> Tensor:
         """[rows, columns] from the blocks of the tensor-parallel ranks."""
@@ -181,9 +190,7 @@ class WholeMatrices:
 
     def _piece(self, local: Tensor, number: int, *, shard: int) -> Tensor:
         """The elements of one shard."""
-        pieces = self._placed[number].pieces
-        begin = sum(piece.numel for piece in pieces if piece.shard < shard)
-        return local[begin : begin + next(piece.numel for piece in pieces if piece.shard == shard)]
+        return local[self._placed[number].elements_of(shard)]
 
 
 def _pieces(placed: Iterable[tuple[int, Placed]], shard: int) -> tuple[MatrixSlice, ...]:

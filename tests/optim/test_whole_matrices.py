@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from nanotrain.comm.group import Group
 from nanotrain.optim.matrices import Coordinate, assign, list_matrices, place
 from nanotrain.optim.whole_matrices import GridGroups, WholeMatrices
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
@@ -30,9 +31,22 @@ def full_matrix(number: int) -> torch.Tensor:
 def test_every_matrix_is_transformed_once_in_full_and_all_pieces_return(ctx):
     groups = GridGroups(ctx.group("dp_replicate"), ctx.group("dp_shard"), ctx.group("tp"))
     assert groups.sizes == Coordinate(2, 2, 2)
+    placed = transform_all(ctx, groups, LayoutRules(num_shards=2, bucket_size=150))
+    assert all([piece.shard for piece in each.pieces] in ([0], [1], [0, 1]) for each in placed)
+
+
+@ranks(8, tp=2, instances=2, strategy="optim")
+def test_pieces_of_state_that_is_sharded_across_instances_are_not_in_the_order_of_their_ranks(ctx):
+    groups = GridGroups(Group.single_rank("dp_replicate", ctx.rank), ctx.group("dp_cp"), ctx.group("tp"))
+    assert groups.sizes == Coordinate(1, 4, 2)
+    placed = transform_all(ctx, groups, LayoutRules(num_shards=2, num_outer_shards=2, bucket_size=150))
+    assert [2, 1] in [[piece.shard for piece in each.pieces] for each in placed]
+
+
+def transform_all(ctx, groups, rules):
     coords, sizes = {"tp": groups.tensor.index, "ep": 0, "etp": 0}, {"tp": 2, "ep": 1, "etp": 1}
     params = [localize(spec, coords=coords, sizes=sizes) for spec in SPECS]
-    layout = plan_layout(params, LayoutRules(num_shards=2, bucket_size=150))
+    layout = plan_layout(params, rules)
     assert len(layout.buckets) == 2
     owners = assign([1] * len(list_matrices([layout], splits_tensors=True)), groups.sizes)
     placed = place([layout], owners=owners, splits_tensors=True)
@@ -42,10 +56,12 @@ def test_every_matrix_is_transformed_once_in_full_and_all_pieces_return(ctx):
         return full_matrix(number)[params[::-1][number].box.slices()].flatten()
 
     def elements(number):
-        pieces = placed[number].pieces
-        begin = sum(piece.numel for piece in pieces if piece.shard < groups.shard.index)
-        piece = placed[number].piece_of(groups.shard.index)
-        return slice(begin, begin + (piece.numel if piece else 0))
+        pieces = [piece.shard for piece in placed[number].pieces]
+        index = pieces.index(groups.shard.index) if groups.shard.index in pieces else None
+        if index is None:
+            return slice(0)
+        begin = sum(piece.numel for piece in placed[number].pieces[:index])
+        return slice(begin, begin + placed[number].pieces[index].numel)
 
     def transform(full, number):
         assert torch.equal(full, full_matrix(number))
@@ -58,6 +74,6 @@ def test_every_matrix_is_transformed_once_in_full_and_all_pieces_return(ctx):
     assert {number for number, _ in results} == {n for n in range(4) if placed[n].piece_of(groups.shard.index)}
     for number, values in results:
         assert torch.equal(values, -local(number)[elements(number)])
-    names = {"replicate": "dp_replicate", "shard": "dp_shard", "tensor": "tp"}
     for axis, numel in whole.sent_numel().items():
-        assert ctx.traffic.bytes(names[axis], "all_to_all") == 4 * numel
+        assert ctx.traffic.bytes(getattr(groups, axis).name, "all_to_all") == 4 * numel
+    return placed
