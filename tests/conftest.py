@@ -5,7 +5,9 @@ Ranks share the cores of one machine, and spinning OpenMP threads make an oversu
 
 import atexit
 import os
+import random
 import shutil
+import sys
 import tempfile
 
 # No test reads or leaves anything in the user's cache; runs of one session share this one.
@@ -15,6 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
@@ -24,6 +27,17 @@ PROFILE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("nanotrain", PROFILE, derandomize=True)
 settings.register_profile("search", PROFILE, max_examples=1000)
 settings.load_profile("nanotrain")
+# Hypothesis also tries the constants of all modules of this project that were imported so far, which are not the same
+# in every run: they depend on the tests that ran before in this process.
+providers._get_local_constants = lambda: providers._local_constants
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Random numbers without a seed of their own are the same in every run, whatever ran before in this process."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -97,12 +97,12 @@ def microbatch(ctx: ParallelContext, words: str) -> Microbatch:
         config = with_values(config, {"data.reset_attention_mask": True})
     plan = plan_run(config, ctx.topology.world_size, rank=ctx.rank)
     stage = build_stages(plan, ctx)[0].module
-    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)  # ranks may be threads, which share torch's own
     for param in stage.parameters():
-        nn.init.normal_(param, std=0.02)
+        nn.init.normal_(param, std=0.02, generator=generator)
     tokens = torch.zeros(plan.hidden_shape[0], config.data.seq_length // ctx.group("cp").size, dtype=torch.int64)
     dtype = Precision.of(config.precision).params
-    hidden = torch.randn(*plan.hidden_shape, dtype=dtype, requires_grad=True)
+    hidden = torch.randn(*plan.hidden_shape, dtype=dtype, generator=generator, requires_grad=True)
     context = BatchContext.of(Batch.of_tokens(tokens), cp=ctx.group("cp"), aux_loss_scale=1.0)
     layer_context = LayerContext(
         rotary=None if stage._rotary is None else stage._rotary.at(tokens.shape[1], like=hidden),

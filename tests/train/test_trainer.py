@@ -270,7 +270,7 @@ def test_the_slowest_rank_is_reported(ctx, tmp_path):
     assert all(each[1] >= 0.2 for each in busy_s)
     if ctx.rank == 0:
         steps_s = [report.step_time_s for report in spy.reports]
-        assert all(each[0] <= step_s - 0.2 for each, step_s in zip(busy_s, steps_s, strict=False)), (
+        assert all(each[0] <= step_s - 0.1 for each, step_s in zip(busy_s, steps_s, strict=False)), (
             "waiting is not busy"
         )
     assert [report.slowest_rank for report in spy.reports] == [None, *(each.index(max(each)) for each in busy_s)]

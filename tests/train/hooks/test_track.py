@@ -6,7 +6,7 @@ import pytest
 
 from nanotrain.train.hooks import track as hook_track
 from nanotrain.train.hooks.track import TRACKERS, TrackHook
-from tests.harness import ranks
+from tests.harness import HANG_S, ranks
 from tests.train.small_run import Failing, metrics_of, small_run, train
 
 
@@ -35,6 +35,8 @@ def test_wandb_works_offline_without_a_key(tmp_path, monkeypatch, logged):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # and no netrc
     monkeypatch.setattr(hook_track, "_netrc_has", lambda host: False)
+    for name in ("WANDB_X_SERVICE_WAIT", "WANDB_INIT_TIMEOUT"):  # for the start of its process on a busy machine
+        monkeypatch.setenv(name, str(HANG_S))
     with small_run(tmp_path / "run", "--train-iters", "2", "--wandb", "--wandb-project", "test") as run:
         train(run, TrackHook())
     (found,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
