@@ -42,6 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
+from nanotrain.checkpoint.checksum import crc32
 from nanotrain.comm.group import Group
 from nanotrain.topology.boxes import Box, TensorBox
 from nanotrain.topology.groups import GroupSpec
@@ -130,6 +131,7 @@ def contenders(state: State) -> dict[str, Contender]:
 def run_rank(rank: int, size: int, mib: int, rounds: int, folder: str) -> None:
     """Run all contenders in turn on one rank; rank 0 writes the times to `times.pt`."""
     torch.set_num_threads(1)
+    os.environ["LOCAL_WORLD_SIZE"] = str(size)  # as torchrun does
     store = dist.FileStore(f"{folder}/rendezvous", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     rows = TENSOR_MIB * MIB // 4 // COLUMNS
@@ -219,7 +221,8 @@ def main() -> None:
     options = parser.parse_args()
     lines = [
         f"{datetime.date.today()}, {os.cpu_count()}-core CPU shared with other work, torch {torch.__version__},"
-        f" Python {platform.python_version()}; median of {options.rounds} rounds.",
+        f" Python {platform.python_version()}; median of {options.rounds} rounds; nanotrain's checksums by"
+        f" {crc32.__module__}.",
         "In brackets: time / nanotrain's time in the same round (above 1: nanotrain is faster).",
         "",
         "| state | writer | " + " | ".join(PHASES) + " | peak memory, save | load |",

@@ -1,16 +1,20 @@
 """Run a function on all ranks: an error on any rank is raised on every rank.
 
-A rank that stopped alone would leave the others waiting in their next collective. Results are gathered on the first
-rank and its verdict is broadcast, which is also the barrier between the phases of saving and loading.
+    run_on_all      results of any kind, gathered on the first rank, whose verdict is broadcast
+    reduce_on_all   numbers: one reduction where no rank fails
+    run_on_first    the first rank alone
+
+A rank that stopped alone would leave the others waiting in their next collective. Each of these is also the barrier
+between two phases of saving or loading.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar, cast
 
-from nanotrain.comm.collectives import broadcast_object, gather_object
+from nanotrain.comm.collectives import all_reduce_scalars, broadcast_object, gather_object
 from nanotrain.comm.group import Group
 from nanotrain.errors import EnvironmentFault, NanotrainError
 from nanotrain.runs.files import disk_fault
@@ -49,7 +53,35 @@ def run_on_all(group: Group, function: Callable[[], Result], *, merge: Callable[
             permission) becomes a StorageFault.
         RuntimeError: on the other ranks, if a rank raised any other error; that rank raises its own.
     """
+    return _gather_and_merge(group, *_try(function), merge=merge)
+
+
+def reduce_on_all(
+    group: Group, function: Callable[[], Sequence[float]], *, length: int = 0, op: str = "max"
+) -> list[float]:
+    """Call a function on every rank and reduce its `length` numbers over the ranks; the same result on all.
+
+    `op` is "max" or "sum". One further number says whether a rank has failed: without, this is one collective.
+
+    Raises:
+        NanotrainError, RuntimeError: as `run_on_all`.
+    """
     outcome, unexpected = _try(function)
+    numbers = [0.0] * length if outcome.failed else [float(one) for one in cast(Sequence[float], outcome.result)]
+    assert len(numbers) == length, f"{len(numbers)} numbers on this rank, {length} are reduced"
+    failed, *reduced = all_reduce_scalars([float(outcome.failed), *numbers], group, op=op)
+    if failed:
+        _gather_and_merge(group, outcome, unexpected, merge=lambda _: None)  # raises
+    return reduced
+
+
+def _gather_and_merge(
+    group: Group,
+    outcome: _Outcome[Result],
+    unexpected: Exception | None,
+    *,
+    merge: Callable[[list[Result]], Final],
+) -> Final:
     gathered: list[_Outcome[Result]] | None = gather_object(outcome, group)
     verdict: _Outcome[Final] = _Outcome()
     if gathered is not None:

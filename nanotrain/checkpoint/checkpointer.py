@@ -13,7 +13,7 @@ Chunks are boxes of global tensors and the manifest has no topology, so a run wi
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from nanotrain.checkpoint import store
-from nanotrain.checkpoint.all_ranks import run_on_all, run_on_first
+from nanotrain.checkpoint.all_ranks import reduce_on_all, run_on_all, run_on_first
 from nanotrain.checkpoint.background import BackgroundSave
 from nanotrain.checkpoint.commit import merge_reports, report_of, wait_for_reports, write_failure, write_report
-from nanotrain.checkpoint.compatibility import check_all_loaded, check_compatible, loaded_bits
+from nanotrain.checkpoint.compatibility import check_all_loaded, check_compatible, loads
 from nanotrain.checkpoint.manifest import Manifest, plain_json, to_json
 from nanotrain.checkpoint.padding import fit_padding
 from nanotrain.checkpoint.plan import ChunkRead, plan_reads
@@ -222,12 +222,16 @@ class Checkpointer:
         fitted = fit_padding(manifest, targets, rows=padded_rows or {})
         local: list[Reads] = []
 
-        def plan() -> int:
+        def plan() -> list[float]:
             local.append(_plan(manifest, fitted, config=config))
-            return loaded_bits(manifest, targets)
+            return loads(manifest, targets)
 
-        run_on_all(self.group, plan, merge=lambda bits: check_all_loaded(manifest, bits, config=config))
-        run_on_all(self.group, lambda: read_chunks(path, local[0], targets=fitted), merge=lambda _: None)
+        def read() -> list[float]:
+            read_chunks(path, local[0], targets=fitted)
+            return []
+
+        check_all_loaded(manifest, reduce_on_all(self.group, plan, length=len(manifest.tensors)), config=config)
+        reduce_on_all(self.group, read)
         return manifest
 
     def latest(self) -> Path | None:
@@ -258,11 +262,18 @@ class Checkpointer:
     def _begin(self, step: int, tensors: Tensors) -> Path:
         """Check the free space and make the temporary folder of a save."""
 
-        def make(nbytes: Sequence[int]) -> Path:
-            store.require_space(self.folder, sum(nbytes))
-            return store.start_writing(self.folder, step, warned=self._warned)
+        # The step of the first rank: where another rank saves another one, the reports tell.
+        local = [sum(tensor.nbytes for tensor in tensors.values()), step if self.group.is_first else 0]
+        needed, first_step = map(int, reduce_on_all(self.group, lambda: local, length=2, op="sum"))
 
-        return run_on_all(self.group, lambda: sum(tensor.nbytes for tensor in tensors.values()), merge=make)
+        def make() -> list[float]:
+            if self.group.is_first:
+                store.require_space(self.folder, needed)
+                store.start_writing(self.folder, step, warned=self._warned)
+            return []
+
+        reduce_on_all(self.group, make)
+        return store.temporary_folder(self.folder, first_step)
 
     def _commit(self, manifest: Manifest) -> Path:
         final = store.commit(self.folder, manifest.step, text=to_json(manifest))

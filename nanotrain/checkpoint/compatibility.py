@@ -50,26 +50,26 @@ def check_compatible(
         )
 
 
-def loaded_bits(manifest: Manifest, targets: Iterable[TensorBox]) -> int:
-    """Which tensors a rank loads, as one bit per tensor in the order of the manifest: small to send to other ranks."""
+def loads(manifest: Manifest, targets: Iterable[TensorBox]) -> list[float]:
+    """Which tensors a rank loads: 1 or 0 per tensor in the order of the manifest, of which ranks take the largest."""
     names = {box.name for box in targets}
-    return sum(1 << index for index, name in enumerate(manifest.tensors) if name in names)
+    return [float(name in names) for name in manifest.tensors]
 
 
-def check_all_loaded(manifest: Manifest, bits: Iterable[int], *, config: Mapping[str, Any] | None = None) -> None:
+def check_all_loaded(manifest: Manifest, loaded: Sequence[float], *, config: Mapping[str, Any] | None = None) -> None:
     """Check that of every kind that some rank loads, every tensor is loaded by some rank.
 
-    `bits` are the `loaded_bits` of every rank, `config` is as in `check_compatible`.
+    `loaded` is the largest of the `loads` of all ranks, `config` is as in `check_compatible`.
 
     Raises:
         CheckpointError: the checkpoint is of a larger model; loading a part of it silently would hide that.
     """
-    loaded = 0
-    for one in bits:
-        loaded |= one
-    names = list(manifest.tensors)
-    kinds = {kind_of(name) for index, name in enumerate(names) if loaded >> index & 1}
-    unused = [name for index, name in enumerate(names) if not loaded >> index & 1 and kind_of(name) in kinds]
+    kinds = {kind_of(name) for name, is_loaded in zip(manifest.tensors, loaded, strict=True) if is_loaded}
+    unused = [
+        name
+        for name, is_loaded in zip(manifest.tensors, loaded, strict=True)
+        if not is_loaded and kind_of(name) in kinds
+    ]
     if unused:
         lines = [f"{name} is {list(manifest.tensors[name].shape)} there, missing here" for name in unused]
         raise _another_model(manifest, lines, config=config)

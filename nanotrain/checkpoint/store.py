@@ -50,6 +50,11 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
+def temporary_folder(folder: Path, step: int) -> Path:
+    """The folder of a save until it is committed."""
+    return step_folder(folder, step).with_suffix(".tmp")
+
+
 def read_manifest(path: Path) -> Manifest:
     """Read the manifest of one checkpoint.
 
@@ -211,7 +216,7 @@ def start_writing(folder: Path, step: int, *, warned: set[Path]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in _leftovers(folder):
         try_to_remove(leftover, warned=warned)
-    temporary = _temporary(folder, step)
+    temporary = temporary_folder(folder, step)
     if os.path.lexists(temporary):
         os.rename(temporary, deleted_name(temporary))  # it holds files of others, which stay
     temporary.mkdir()
@@ -223,7 +228,7 @@ def commit(folder: Path, step: int, *, text: str) -> Path:
 
     Every shard is on the disk already; each fsync precedes the rename that relies on it.
     """
-    temporary, final = _temporary(folder, step), step_folder(folder, step)
+    temporary, final = temporary_folder(folder, step), step_folder(folder, step)
     write_manifest(temporary, text)
     if not os.path.lexists(final):
         os.rename(temporary, final)
@@ -258,7 +263,7 @@ def write_manifest(folder: Path, text: str) -> None:
 
 def discard(folder: Path, step: int) -> None:
     """Remove the temporary folder of a failed save; the next save removes what cannot be removed now."""
-    remove_unfinished(_temporary(folder, step))
+    remove_unfinished(temporary_folder(folder, step))
 
 
 def keep_newest(
@@ -391,7 +396,3 @@ def _leftovers(folder: Path) -> list[Path]:
 
 def _entries(folder: Path) -> list[Path]:
     return list(folder.iterdir()) if folder.is_dir() else []
-
-
-def _temporary(folder: Path, step: int) -> Path:
-    return step_folder(folder, step).with_suffix(".tmp")

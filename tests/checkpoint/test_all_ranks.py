@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from nanotrain.checkpoint.all_ranks import run_on_all, run_on_first
+from nanotrain.checkpoint.all_ranks import reduce_on_all, run_on_all, run_on_first
 from nanotrain.checkpoint.manifest import NewerFormat
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
@@ -36,16 +36,34 @@ def test_an_error_of_the_merge_is_raised_on_every_rank(ctx: ParallelContext) -> 
         run_on_all(ctx.control, lambda: ctx.rank, merge=merge)
 
 
-def error_of(ctx: ParallelContext, errors: dict[int, Exception]) -> tuple[str, str]:
-    def fail() -> None:
+@ranks(3)
+def test_numbers_are_reduced_in_one_collective(ctx: ParallelContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanotrain.checkpoint.all_ranks.gather_object", None)  # of objects none is sent
+    monkeypatch.setattr("nanotrain.checkpoint.all_ranks.broadcast_object", None)
+
+    assert reduce_on_all(ctx.control, lambda: [ctx.rank, -ctx.rank], length=2) == [2, 0]
+    assert reduce_on_all(ctx.control, lambda: [ctx.rank + 1], length=1, op="sum") == [6]
+    assert reduce_on_all(ctx.control, list) == []
+
+
+def errors_of(ctx: ParallelContext, errors: dict[int, Exception]) -> list[tuple[str, str]]:
+    """Type and text of what `run_on_all` and `reduce_on_all` raise."""
+
+    def fail() -> list[float]:
         if ctx.rank in errors:
             raise errors[ctx.rank]
+        return [1.0]
 
-    try:
-        run_on_all(ctx.control, fail, merge=list)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    raised = []
+    for call in (
+        lambda: run_on_all(ctx.control, fail, merge=list),
+        lambda: reduce_on_all(ctx.control, fail, length=1, op="sum"),
+    ):
+        try:
+            call()
+        except Exception as error:
+            raised.append((type(error).__name__, str(error)))
+    return raised
 
 
 DISK = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/step")
@@ -63,17 +81,19 @@ DISK = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/step")
     ids=str,
 )
 def test_a_known_error_is_the_same_on_every_rank(errors: dict[int, Exception], kind: str, text: str) -> None:
-    raised = run_ranks(3, error_of, errors)
+    by_rank = run_ranks(3, errors_of, errors)
 
-    assert len(set(raised)) == 1
-    assert raised[0][0] == kind and raised[0][1].startswith(text)
+    for raised in zip(*by_rank, strict=True):
+        assert len(set(raised)) == 1
+        assert raised[0][0] == kind and raised[0][1].startswith(text)
+    assert len(by_rank[0]) == 2
 
 
 def test_an_unexpected_error_is_raised_where_it_happened_and_stops_the_others() -> None:
-    raised = run_ranks(3, error_of, {1: ZeroDivisionError("x")})
+    raised = run_ranks(3, errors_of, {1: ZeroDivisionError("x")})
 
-    assert raised[1] == ("ZeroDivisionError", "x")
-    assert raised[0] == raised[2] == ("RuntimeError", "ZeroDivisionError: x (on rank 1 of 3)")
+    assert raised[1] == [("ZeroDivisionError", "x")] * 2
+    assert raised[0] == raised[2] == [("RuntimeError", "ZeroDivisionError: x (on rank 1 of 3)")] * 2
 
 
 def test_one_rank_raises_without_a_note() -> None:

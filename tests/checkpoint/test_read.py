@@ -87,6 +87,37 @@ def _counting(opened: list[str]) -> Callable[[ShardFile, Path], None]:
     return count
 
 
+def test_every_byte_of_a_chunk_read_in_pieces_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanotrain.checkpoint.read.PIECE_BYTES", 16)
+    share = {TensorBox.full("model/a", (11,)): torch.randn(11)}  # 44 bytes: pieces of 16, 16 and 12
+    path = write(tmp_path, 1, shares=[share])
+    manifest = store.read_manifest(path)
+    file = path / "shard-00000-of-00001.safetensors"
+    sound = file.read_bytes()
+    loaded = {box: torch.zeros(11) for box in share}
+
+    read_chunks(path, plan_reads(manifest, loaded), targets=loaded)
+    assert all(torch.equal(loaded[box], tensor) for box, tensor in share.items())
+    for byte in range(-44, 0):
+        damaged = bytearray(sound)
+        damaged[byte] ^= 1
+        file.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="chunk model/a@0:11 is damaged: its bytes in .* have crc32"):
+            read_chunks(path, plan_reads(manifest, loaded), targets=loaded)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanotrain.checkpoint.read.PIECE_BYTES", 16)
+    share = {TensorBox.full("model/a", (11,)): torch.randn(11)}
+    path = write(tmp_path, 1, shares=[share])
+    ((chunk,),) = (entry.chunks for entry in store.read_manifest(path).tensors.values())
+    with ShardFile(path / chunk.file) as shard:
+        (path / chunk.file).write_bytes((path / chunk.file).read_bytes()[:-5])
+
+        with pytest.raises(CheckpointError, match="ends 5 bytes too early"):
+            shard.read(chunk, "fp32", into=torch.zeros(11))
+
+
 def test_an_unknown_name_is_an_error_with_the_command_that_lists_them(tmp_path: Path) -> None:
     path = write(tmp_path, 1, shares=[{TensorBox.full("model/a", (2,)): torch.ones(2)}])
 
