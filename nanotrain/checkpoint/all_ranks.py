@@ -53,7 +53,8 @@ def run_on_all(group: Group, function: Callable[[], Result], *, merge: Callable[
             permission) becomes a StorageFault.
         RuntimeError: on the other ranks, if a rank raised any other error; that rank raises its own.
     """
-    return _gather_and_merge(group, *_try(function), merge=merge)
+    outcome, unexpected = _try(function)
+    return _gather_and_merge(group, outcome, unexpected=unexpected, merge=merge)
 
 
 def reduce_on_all(
@@ -61,7 +62,7 @@ def reduce_on_all(
 ) -> list[float]:
     """Call a function on every rank and reduce its `length` numbers over the ranks; the same result on all.
 
-    `op` is "max" or "sum". One further number says whether a rank has failed: without, this is one collective.
+    `op` is "max" or "sum". One further number counts failed ranks; where none failed this is one collective.
 
     Raises:
         NanotrainError, RuntimeError: as `run_on_all`.
@@ -70,16 +71,16 @@ def reduce_on_all(
     numbers = [0.0] * length if outcome.failed else [float(one) for one in cast(Sequence[float], outcome.result)]
     assert len(numbers) == length, f"{len(numbers)} numbers on this rank, {length} are reduced"
     failed, *reduced = all_reduce_scalars([float(outcome.failed), *numbers], group, op=op)
-    if failed:
-        _gather_and_merge(group, outcome, unexpected, merge=lambda _: None)  # raises
+    if failed > 0:
+        _gather_and_merge(group, outcome, unexpected=unexpected, merge=lambda _: None)  # raises
     return reduced
 
 
 def _gather_and_merge(
     group: Group,
     outcome: _Outcome[Result],
-    unexpected: Exception | None,
     *,
+    unexpected: Exception | None,
     merge: Callable[[list[Result]], Final],
 ) -> Final:
     gathered: list[_Outcome[Result]] | None = gather_object(outcome, group)

@@ -262,7 +262,7 @@ class Checkpointer:
     def _begin(self, step: int, tensors: Tensors) -> Path:
         """Check the free space and make the temporary folder of a save."""
 
-        # The step of the first rank: where another rank saves another one, the reports tell.
+        # The step of the first rank: `merge_reports` finds the rank that saves another one.
         local = [sum(tensor.nbytes for tensor in tensors.values()), step if self.group.is_first else 0]
         needed, first_step = map(int, reduce_on_all(self.group, lambda: local, length=2, op="sum"))
 
