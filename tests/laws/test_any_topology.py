@@ -27,6 +27,7 @@ MODEL = {
     "mtp_num_layers": 1,
 }
 SP = {"sequence_parallel": True}
+SAVED = Path("checkpoints", "step-00000002")
 # name -> ranks, sizes, options
 TOPOLOGIES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one": (1, {"strategy": "no_shard"}, {}),
@@ -84,27 +85,32 @@ def save(ctx: ParallelContext, case: Case, folder: Path) -> tuple[State, list[fl
     """Two steps, a checkpoint, another step."""
     run = build_here(ctx, case, folder=folder)
     train(run, 2)
+    save_step(ctx, run)
+    return state_of(run), train(run, 1)
+
+
+def save_step(ctx: ParallelContext, run: Run) -> None:
+    """A checkpoint of the last step."""
     run.checkpointer.save(
-        2,
+        run.state.step,
         run.optimizer.tensors_to_save() | router_biases_to_save(run.stages, ctx),
         objects={"train": run.state.to_dict(), "optimizer": run.optimizer.state_dict()},
         config=to_dict(run.config),
         topology={},
     )
-    return state_of(run), train(run, 1)
 
 
 def load(ctx: ParallelContext, case: Case, folders: list[Path]) -> list[tuple[State, list[float]]]:
     """The state that each checkpoint gives, and the loss of a step from it."""
     results = []
     for folder in folders:
-        run = build_here(ctx, case, checkpoint=folder / "checkpoints" / "step-00000002", folder=folder)
+        run = build_here(ctx, case, checkpoint=folder / SAVED, folder=folder)
         results.append((state_of(run), train(run, 1)))
     return results
 
 
 def learning_rates(ctx: ParallelContext, case: Case, folder: Path) -> list[float]:
-    run = build_here(ctx, case, checkpoint=folder / "checkpoints" / "step-00000002", folder=folder)
+    run = build_here(ctx, case, checkpoint=folder / SAVED, folder=folder)
     return [run.lr_schedule.lr_at(consumed) for consumed in range(0, 60, 6)]
 
 

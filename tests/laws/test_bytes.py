@@ -7,6 +7,7 @@ import pytest
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.train.plans.traffic import sent_bytes
+from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.worlds import Case, build_here
@@ -20,10 +21,7 @@ def measure(ctx: ParallelContext, case: Case) -> dict[str, int]:
     """Elements with padding, resident bytes and bytes sent in one step, of this rank: measured and planned."""
     run = build_here(ctx, case)
     buckets = [bucket for dp in run.data_parallel for bucket in dp.buckets]
-    held = [tensor for bucket in buckets for tensor in (bucket.params.full, bucket.params.shard, bucket.grads.shard)]
-    held += [bucket.grads.main for bucket in buckets]
-    held += run.optimizer.allocated_tensors
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+    resident = resident_bytes(run)
     ctx.traffic.reset()
     batch = run.batch_iterator.next()
     assert batch is not None
@@ -31,15 +29,30 @@ def measure(ctx: ParallelContext, case: Case) -> dict[str, int]:
     for dp in run.data_parallel:
         dp.wait_for_params()
     sent = sum(ctx.traffic.bytes(group, op) for group in GROUPS for op in OPS)
-    planned = run.plan.resident_bytes
     return {
         "elements": sum(bucket.layout.numel for bucket in buckets if not is_expert(bucket)),
         "expert elements": sum(bucket.layout.numel for bucket in buckets if is_expert(bucket)),
-        "resident": sum(storages.values()),
+        "resident": resident,
         "sent": sent,
-        "planned resident": planned.total - planned.grad_buckets - planned.units,
+        "planned resident": planned_resident_bytes(run),
         "planned sent": sum(count for (group, _), count in sent_bytes(run.plan).items() if group in GROUPS),
     }
+
+
+def resident_bytes(run: Run) -> int:
+    """Bytes that are allocated for parameters, gradients and optimizer state between steps."""
+    buckets = [bucket for dp in run.data_parallel for bucket in dp.buckets]
+    held = [tensor for bucket in buckets for tensor in (bucket.params.full, bucket.params.shard, bucket.grads.shard)]
+    held += [bucket.grads.main for bucket in buckets]
+    held += run.optimizer.allocated_tensors
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+    return sum(storages.values())
+
+
+def planned_resident_bytes(run: Run) -> int:
+    """The same by the plan, without what exists only in a step."""
+    planned = run.plan.resident_bytes
+    return planned.total - planned.grad_buckets - planned.units
 
 
 def measure_all(ctx: ParallelContext, cases: list[Case]) -> list[dict[str, int]]:

@@ -1,11 +1,31 @@
-"""Law L1 for features of the model, and for stages of any lengths: every layout computes what one rank computes."""
+"""Laws L1 to L7 for features of the model: one world of each layout trains every model in every way.
 
+L1  two steps: losses, norms and weights of one rank         L5  resident and sent bytes are the planned ones
+L2  initial weights of one rank, to the bit                  L6  stages of every length, every schedule
+L3  stopped after a step and resumed: the same bits          L7  recomputed and overlapped: the same bits
+L4  loads to the bit what one rank saved and has its next loss; its own checkpoint holds the same global tensors
+"""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.laws.compare import Row, assert_row_trains_as_one_rank
+from nanotrain.checkpoint.read import read_global_tensors
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.train.plans.traffic import sent_bytes
+from nanotrain.train.run import Run
+from tests.harness import SHORT_NAMES, run_ranks
+from tests.laws.compare import LOSS_TOLERANCE, assert_alike
+from tests.laws.test_any_topology import State, global_tensors, save_step, state_of
+from tests.laws.test_bytes import planned_resident_bytes, resident_bytes
+from tests.laws.worlds import GLOBAL_BATCH, Case, Outcome, assemble, build_here, held_weights, outcome_of, train_steps
 
+SAVED = Path("checkpoints", "step-00000001")
+STEPS, OPTIM = 2, {"lr": 3e-3, "adam_eps": 1e-5}
 DROPOUT = {"attention_dropout": 0.2, "hidden_dropout": 0.1}
 WINDOWS = {"window_size": 5, "window_attn_skip_freq": "2"}
 YARN = {
@@ -52,6 +72,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
         "activation": "geglu_tanh",
         "scale_embeddings": True,
+        "mtp_num_layers": 1,
+        "mtp_loss_scaling_factor": 0.8,
     },
     "MLA with YaRN, experts in turn": DROPOUT
     | YARN
@@ -65,33 +87,183 @@ MODELS: dict[str, dict[str, Any]] = {
         "v_head_dim": 8,
         "activation": "squared_relu",
         "moe_router_force_load_balancing": True,
+        "mtp_num_layers": 1,
     },
+    # for stages of any lengths
+    "four layers": DROPOUT
+    | WINDOWS
+    | {"num_layers": 4, "mtp_num_layers": 2, "untie_embeddings_and_output_weights": True},
 }
+FEATURES = [name for name in MODELS if name != "four layers"]
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
-SP = {"sequence_parallel": True}
-EP = {"etp": 1, "ep": 2}  # of models with experts
-EVERY: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
-    (4, {"strategy": "optim", "tp": 2, "cp": 2}, SP),
-    (4, {"strategy": "optim_grads_params", "tp": 2, "pp": 2}, SP),
-    (2, {"strategy": "optim", "cp": 2}, {"cp_comm_type": "allgather"}),
-    (2, {"strategy": "optim", "cp": 2}, {"cp_comm_type": "a2a"}),
-    (2, {"strategy": "optim", "cp": 2}, {}),
-    (2, {"strategy": "optim_grads", "tp": 2}, SP),
-    (2, {"strategy": "no_shard", "pp": 2}, {"pipeline_schedule": "zb-h1"}),
-    (2, {"strategy": "optim_grads_params"}, {}),
-]
-LAYOUTS: list[Row] = [
-    (name, ranks, sizes | (EP if ranks == 4 and "num_experts" in model else {}), options)
-    for name, model in MODELS.items()
-    for ranks, sizes, options in EVERY
-]
-MODELS |= {"four layers": {"num_layers": 4}}
-LAYOUTS += [
-    ("four layers", 4, {"strategy": "optim", "pp": 2}, VPP | {"pipeline_model_parallel_layout": "E|tt|tt|L"}),
-    ("four layers", 2, {"strategy": "optim_grads_params", "pp": 2}, {"pipeline_model_parallel_layout": "Ettt|tL"}),
+SP, ZB, GPIPE = {"sequence_parallel": True}, {"pipeline_schedule": "zb-h1"}, {"pipeline_schedule": "gpipe"}
+ZERO3 = {"strategy": "optim_grads_params"}
+
+
+def stages(layout: str) -> dict[str, str]:
+    return {"pipeline_model_parallel_layout": layout}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks, sharding strategy and sizes of axes, options; `models` are trained in it."""
+
+    num_ranks: int
+    sizes: dict[str, Any]
+    options: dict[str, Any]
+    recompute: str = "full"
+    num_microbatches: int = 2
+    models: tuple[str, ...] = tuple(FEATURES)
+
+    def case(self, model: str) -> Case:
+        parallel = {SHORT_NAMES[name]: size for name, size in self.sizes.items()} | self.options
+        train = {"micro_batch_size": GLOBAL_BATCH // self.num_data_parallel // self.num_microbatches}
+        return Case(STEPS).but(train=train, optim=OPTIM, parallel=parallel, model=MODELS[model])
+
+    @property
+    def num_data_parallel(self) -> int:
+        """Ranks that read different samples."""
+        return self.num_ranks // math.prod(self.sizes.get(axis, 1) for axis in ("tp", "cp", "pp"))
+
+    def recomputed(self, model: str) -> Case:
+        """The same with recomputation and overlap."""
+        overlap = {"overlap_grad_reduce": True}
+        overlap |= {"overlap_param_gather": True} if self.sizes.get("strategy") != "no_shard" else {}
+        return self.case(model).but(parallel=overlap, memory=RECOMPUTED[self.recompute])
+
+
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "full": {"recompute_granularity": "full"},
+    "groups": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    "modules": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp", "moe"]},
+    "outputs": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act", "mla_up_proj"]},
+}
+MIXED = ("four layers",)
+LAYOUTS = [
+    Layout(4, {"strategy": "optim", "tp": 2, "cp": 2, "etp": 1, "ep": 2}, SP),
+    Layout(4, ZERO3 | {"tp": 2, "pp": 2, "etp": 1, "ep": 2}, SP, "modules", 3),
+    Layout(2, {"strategy": "optim", "cp": 2}, {"cp_comm_type": "allgather"}, "groups", 1),
+    Layout(2, {"strategy": "optim", "cp": 2}, {"cp_comm_type": "a2a"}, "outputs", 1),
+    Layout(2, {"strategy": "optim", "cp": 2}, {}, "modules", 1),
+    Layout(2, {"strategy": "optim_grads", "tp": 2}, SP, "outputs", 1),
+    Layout(2, {"strategy": "no_shard", "pp": 2}, ZB, num_microbatches=3),
+    Layout(2, ZERO3, {}),
+    Layout(2, {"strategy": "optim", "pp": 2}, VPP | stages("E|tt|tt|m*2L"), "full", 3, MIXED),
+    Layout(2, ZERO3 | {"pp": 2}, stages("Ettt|tm*2L"), "groups", 3, MIXED),
+    Layout(2, {"strategy": "optim_grads", "pp": 2}, ZB | stages("Et|tttL"), "full", 3, MIXED),
+    Layout(2, {"strategy": "no_shard", "pp": 2}, GPIPE | stages("E|ttttmmL"), "modules", 3, MIXED),
 ]
 
 
-@pytest.mark.parametrize("row", LAYOUTS, ids=str)
-def test_a_feature_trains_as_on_one_rank(row: Row) -> None:
-    assert_row_trains_as_one_rank(row, MODELS)
+@dataclass(frozen=True)
+class Trained:
+    """A model on one rank: initial weights, state after a step, both steps, and what another one saved."""
+
+    initial: dict[Any, torch.Tensor]
+    saved: State
+    outcome: Outcome
+    loaded: State
+    loss_after_load: float
+
+
+def train_in_every_way(ctx: ParallelContext, layout: Layout, own: Path, other: Path | None) -> dict[str, Trained]:
+    """Every model of the layout by name: saved in `own`, loaded from `other` and `own`."""
+    return {name: train_model(ctx, layout, name, own=own / name, other=(other or own) / name) for name in layout.models}
+
+
+def train_model(ctx: ParallelContext, layout: Layout, name: str, *, own: Path, other: Path) -> Trained:
+    """Train a model; asserts what this rank sees by itself."""
+    run = build_here(ctx, layout.case(name), folder=own)
+    initial = held_weights(run)
+    assert resident_bytes(run) == planned_resident_bytes(run), f"{name}: allocated bytes are not the planned ones"
+    ctx.traffic.reset()
+    first = train_steps(run, 1)
+    assert_sent_as_planned(run, name=name)
+    save_step(ctx, run)
+    saved = state_of(run)
+    results = first + train_steps(run, 1)
+    outcome = outcome_of(run, results)
+
+    resumed = build_here(ctx, layout.case(name), checkpoint=own / SAVED, folder=own)
+    assert_same_bits(state_of(resumed), saved, f"{name}: resumed")
+    assert train_steps(resumed, 1) == results[1:], f"{name}: the step after the resume"
+    assert_same_bits(state_of(resumed), state_of(run), f"{name}: after the step after the resume")
+
+    again = build_here(ctx, layout.recomputed(name))
+    assert train_steps(again, 2) == results, f"{name}: recomputed and overlapped"
+    assert_same_bits(state_of(again), state_of(run), f"{name}: recomputed and overlapped")
+
+    there = build_here(ctx, layout.case(name), checkpoint=other / SAVED, folder=own)
+    return Trained(initial, saved, outcome, state_of(there), train_steps(there, 1)[0].loss)
+
+
+def assert_same_bits(found: dict[Any, torch.Tensor], expected: dict[Any, torch.Tensor], what: str) -> None:
+    """Assert that two sets of tensors are equal to the bit."""
+    assert found.keys() == expected.keys(), what
+    different = [box.name for box in found if not torch.equal(found[box], expected[box])]
+    assert not different, f"{what}: {different}"
+
+
+def assert_sent_as_planned(run: Run, *, name: str) -> None:
+    """Assert the bytes of a step in every group that the plan counts; those of experts where routers are balanced."""
+    for dp in run.data_parallel:
+        dp.wait_for_params()
+    for (group, operation), planned in sent_bytes(run.plan).items():
+        if group in ("ep", "etp") and not run.config.model.moe.router_force_load_balancing:
+            continue
+        sent = run.context.traffic.bytes(group, operation)
+        assert sent == planned, f"{name}: {sent} bytes in {group} {operation}, {planned} are planned"
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Trained]]:
+    """Checkpoints of one rank and what it computes."""
+    folder = tmp_path_factory.mktemp("one-rank")
+    alone = Layout(1, {}, {}, models=tuple(MODELS))
+    return folder, run_ranks(1, train_in_every_way, alone, folder, None)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.num_ranks} {layout.sizes} {layout.options}")
+def test_a_layout_keeps_the_laws_with_every_feature(
+    layout: Layout, one_rank: tuple[Path, dict[str, Trained]], tmp_path: Path
+) -> None:
+    folder, alone = one_rank
+    by_rank = run_ranks(layout.num_ranks, train_in_every_way, layout, tmp_path, folder, **layout.sizes)
+    assert_equal_to_one_rank(by_rank, alone, layout)
+    for name in layout.models:
+        saved = global_tensors(ranks[name].saved for ranks in by_rank)
+        stored = dict(read_global_tensors(tmp_path / name / SAVED, saved))
+        assert_same_named(stored, saved, f"{name}: the checkpoint of {layout}")
+    if layout.num_ranks == 4:
+        (losses,) = run_ranks(1, losses_after_load, Layout(1, {}, {}, models=layout.models), tmp_path)
+        for name in layout.models:
+            assert losses[name] == pytest.approx(by_rank[0][name].outcome.losses[1], rel=LOSS_TOLERANCE), name
+
+
+def losses_after_load(ctx: ParallelContext, layout: Layout, folder: Path) -> dict[str, float]:
+    """The loss of a step from each model's checkpoint."""
+    runs = {
+        name: build_here(ctx, layout.case(name), checkpoint=folder / name / SAVED, folder=folder)
+        for name in layout.models
+    }
+    return {name: train_steps(run, 1)[0].loss for name, run in runs.items()}
+
+
+def assert_equal_to_one_rank(by_rank: list[dict[str, Trained]], alone: dict[str, Trained], layout: Layout) -> None:
+    """L1, L2 and the first half of L4."""
+    for name in layout.models:
+        row, ranks, expected = f"{name} {layout.sizes} {layout.options}", [each[name] for each in by_rank], alone[name]
+        assert_alike([rank.outcome for rank in ranks], [expected.outcome], row=row, lr=OPTIM["lr"])
+        initial = [replace(rank.outcome, weights=rank.initial) for rank in ranks]
+        assert_same_named(assemble(initial), assemble([replace(expected.outcome, weights=expected.initial)]), row)
+        loaded = global_tensors(rank.loaded for rank in ranks)
+        assert_same_named(loaded, global_tensors([expected.saved]), f"{row}: loads what one rank saved")
+        for rank in ranks:
+            assert rank.loss_after_load == pytest.approx(expected.outcome.losses[1], rel=LOSS_TOLERANCE), row
+
+
+def assert_same_named(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
+    """Assert that global tensors are equal to the bit."""
+    assert found.keys() == expected.keys(), what
+    different = [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+    assert not different, f"{what}: {different}"

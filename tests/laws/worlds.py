@@ -24,7 +24,7 @@ from nanotrain.train.build import build_run
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.run import Run
 from nanotrain.train.start.inputs import RunInputs
-from nanotrain.train.step import train_step
+from nanotrain.train.step import StepResult, train_step
 
 VOCAB_SIZE = 300  # no multiple of 128: padding takes part
 SEQ_LENGTH = 24
@@ -132,12 +132,22 @@ def train_here(ctx: ParallelContext, case: Case) -> Outcome:
     """Train a case on this rank."""
     run = build_here(ctx, case)
     ctx.traffic.reset()
+    return outcome_of(run, train_steps(run, case.steps))
+
+
+def train_steps(run: Run, steps: int) -> list[StepResult]:
+    """Steps of this rank."""
     results = []
-    for _ in range(case.steps):
+    for _ in range(steps):
         batch = run.batch_iterator.next()
         assert batch is not None
         results.append(train_step(run, batch).read())
-    source = run.inputs.datasets.train
+    return results
+
+
+def outcome_of(run: Run, results: list[StepResult]) -> Outcome:
+    """What this rank holds after these steps."""
+    source, ctx = run.inputs.datasets.train, run.context
     assert isinstance(source, UnevenDataset)
     return Outcome(
         losses=[result.loss for result in results],
