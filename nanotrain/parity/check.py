@@ -14,9 +14,9 @@ scores alike) consists of rounding errors only. Weight differences are relative 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain, islice, pairwise, repeat
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from nanotrain.comm.local_world import run_ranks
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.batch_schedule import batch_schedule, batch_sizes
 from nanotrain.config.config import Config
 from nanotrain.config.load import Loaded
 from nanotrain.config.validate import check_layout, check_model, validate_for_world
@@ -35,7 +36,7 @@ from nanotrain.data.batch import Sample
 from nanotrain.data.build import DatasetSplits
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parity.report import ParityReport, StepDifference, TensorDifference, relative
-from nanotrain.parity.shrink import on_one_rank, shrink
+from nanotrain.parity.shrink import left_out, on_one_rank, shrink
 from nanotrain.runs.folder import RunFolder
 from nanotrain.topology.boxes import TensorBox
 from nanotrain.topology.topology import Topology
@@ -58,7 +59,7 @@ class Record:
         losses, grad_norms: per step.
         grads: local shards of the gradients of the first step.
         weights: local boxes of the parameters after the last step.
-        buffers: registered buffers after the last step, as router biases.
+        buffers: buffers with state after the last step, as router biases.
         shards: description of the sharding by parameter.
         reads: numbers of the samples read, per step.
     """
@@ -126,7 +127,8 @@ def check_parity(loaded: Loaded, world_size: int, *, num_steps: int, tolerance: 
     single = on_one_rank(small)
     (reference,) = run_ranks(Topology.of(single.parallel, 1), record_steps, arguments=[single])
     records = run_ranks(topology, record_steps, arguments=[small])
-    return compare(reference, records, config=small, tolerance=tolerance)
+    report = compare(reference, records, config=small, tolerance=tolerance)
+    return replace(report, left_out=left_out(config))
 
 
 def record_steps(context: ParallelContext, config: Config) -> Record:
@@ -146,7 +148,9 @@ def record_steps(context: ParallelContext, config: Config) -> Record:
         with dp.gathered():
             record.weights |= _weights(run, dp)
     for stage in run.stages.values():
-        record.buffers |= {TensorBox.full(name, b.shape): b.clone() for name, b in stage.named_buffers()}
+        state = stage.state_dict().keys()  # other buffers are statistics of this rank
+        buffers = {name: buffer for name, buffer in stage.named_buffers() if name in state}
+        record.buffers |= {TensorBox.full(name, buffer.shape): buffer.clone() for name, buffer in buffers.items()}
     return record
 
 
@@ -156,7 +160,8 @@ def compare(reference: Record, records: Sequence[Record], *, config: Config, tol
     grads = _largest(reference.grads)
     floor = NOISE_FLOOR * median(grads.values())
     grad_scales = {name: max(largest, floor) for name, largest in grads.items()}
-    weight_scales = {box.name: config.optim.lr for box in reference.weights}
+    lr = max(config.optim.lr, config.optim.decoupled_lr or 0.0)
+    weight_scales = {box.name: lr for box in reference.weights}
     buffer_scales = _largest(reference.buffers)
     return ParityReport(
         config=config,
@@ -167,7 +172,7 @@ def compare(reference: Record, records: Sequence[Record], *, config: Config, tol
         weights=_differences(reference.weights, [r.weights for r in records], scales=weight_scales, shards=shards),
         buffers=_differences(reference.buffers, [r.buffers for r in records], scales=buffer_scales, shards=shards),
         unequal_replicas=_unequal_replicas(records),
-        samples_read_once=_are_read_once(records, config.train.global_batch_size or 0),
+        samples_read_once=_are_read_once(records, config),
     )
 
 
@@ -257,11 +262,13 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
-def _are_read_once(records: Sequence[Record], global_batch_size: int) -> bool:
+def _are_read_once(records: Sequence[Record], config: Config) -> bool:
     """Whether the data-parallel ranks together read every sample of every global batch exactly once."""
     by_dp = {record.dp: record.reads for record in records}
     if any(record.reads != by_dp[record.dp] for record in records):
         return False
     batches = [sorted(chain(*parts)) for parts in zip(*by_dp.values(), strict=True)]
-    firsts = range(0, len(batches) * global_batch_size, global_batch_size)
-    return batches == [list(range(first, first + global_batch_size)) for first in firsts]
+    schedule = batch_schedule(config)
+    sizes = repeat(config.train.global_batch_size or 0) if schedule is None else batch_sizes(schedule)
+    ends = list(accumulate(islice(sizes, len(batches)), initial=0))
+    return batches == [list(range(first, end)) for first, end in pairwise(ends)]

@@ -65,6 +65,7 @@ class ParityReport:
     buffers: tuple[TensorDifference, ...]
     unequal_replicas: tuple[str, ...]  # weights and buffers whose replicas differ between ranks after the last step
     samples_read_once: bool  # whether every sample of every global batch was read exactly once
+    left_out: tuple[str, ...] = ()  # settings that have no part in the comparison, with the reasons
 
     @property
     def wrong_gradients(self) -> tuple[TensorDifference, ...]:
@@ -124,7 +125,9 @@ class ParityReport:
             [
                 f"layout   world_size {self.world_size}, {_changed_fields(self.config.parallel, ParallelConfig())}",
                 f"model    {_changed_fields(self.config.model, ModelConfig())}",
-                f"batch    {train.global_batch_size} samples of {data.seq_length} tokens, by {train.micro_batch_size}",
+                f"batch    {train.global_batch_size} samples of {data.seq_length} tokens, by {train.micro_batch_size}"
+                + _schedules(self.config),
+                *(f"left out {line}" for line in self.left_out),
                 *("", *_table(steps, right=range(7)), ""),
                 *_tensor_table("gradient of the first step", self.parameters, wrong=self.wrong_gradients),
                 *("", *_tensor_table("weights and buffers after the last step", state, wrong=self.wrong_state), ""),
@@ -154,6 +157,14 @@ def relative(value: float, reference: float) -> float:
     if value == reference:
         return 0.0
     return abs(value - reference) / abs(reference) if reference else inf
+
+
+def _schedules(config: Config) -> str:
+    """What changes after the first step."""
+    train = config.train
+    sizes = ["batch size"] if train.rampup_batch_size or train.step_batch_size_schedule else []
+    sizes += ["sequence length"] if train.step_seq_length_schedule else []
+    return f"; {' and '.join(sizes)} smaller in the first step" if sizes else ""
 
 
 def _changed_fields(section: object, default: object) -> str:

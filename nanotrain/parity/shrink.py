@@ -1,12 +1,15 @@
 """Shrink a configuration: the same structure and layout in a model small enough for a few CPU processes.
 
     unchanged  layout, sharding strategy, overlap, schedule; norms, activation, biases, tied embeddings, positions, kind
-               of attention, query heads per key/value head, routing, kinds of layers; update rule and options; the seed
+               of attention, query heads per key/value head, routing, kinds of layers; update rule and options; seed;
+               recomputation, which one rank does without
     shrunk     layers (two per stage), heads, widths, experts, sequence, vocabulary: the smallest sizes that the layout
-               divides, with several heads and experts on every rank
+               divides, with several heads and experts on every rank; schedules of batch size and sequence length, which
+               change after the first step
     replaced   fp32 on the CPU; no clipping, warmup or decay, so that a wrong gradient affects only its own parameter
                and every step updates; Adam's epsilon above the rounding of a gradient; initial weights scaled to the
                small width; random tokens
+    left out   what `LEFT_OUT` lists, with the reasons; a report names those that are set
 
 Every rule is a pure function of the configuration, so a report can be reproduced.
 """
@@ -23,6 +26,7 @@ from nanotrain.config.config import (
     DeviceKind,
     LRDecayStyle,
     MatmulPrecision,
+    MemoryConfig,
     MLAConfig,
     ModelConfig,
     MoEConfig,
@@ -34,6 +38,7 @@ from nanotrain.config.config import (
 from nanotrain.config.derive import counted_ends, data_parallel_size, moe_layers, query_groups, round_up, window_layers
 from nanotrain.config.pattern import read_pattern, write_pattern
 from nanotrain.config.pipeline_layout import read_pipeline_layout, write_pipeline_layout
+from nanotrain.config.schema import KEYS, flat_values
 
 VOCAB_SIZE = 203  # not a multiple of 128, so the vocabulary is padded
 MIN_SEQ_LENGTH = 24
@@ -42,11 +47,27 @@ LEARNING_RATE = 1e-3
 # Adam divides by the size of the gradient: an element whose gradient is only rounding (4e-8 among 1e-1) moves by the
 # full learning rate in either direction, which changed the next loss by 1e-5 (observed). This epsilon reduces it to 1%.
 MIN_ADAM_EPS = 1e-5
+MAX_ATTENTION_LOGIT = 1.0  # of QK-clip, so that it acts: initial logits have a standard deviation of about 1
 SCHEDULE_FIELDS = (
     *("min_lr", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_init", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
-    "lr_wsd_decay_style",
-    *("decoupled_lr", "decoupled_min_lr"),
+    *("lr_wsd_decay_style", "lr_decay_samples", "lr_warmup_samples", "lr_warmup_fraction", "decoupled_min_lr"),
 )
+# Fields that a small run has no part of, by the reason. Other fields of checkpoint and train have no part in a step.
+LEFT_OUT: dict[str, tuple[str, ...]] = {
+    "constant learning rate without clipping, so that a wrong gradient affects only its own weight": (
+        *(f"optim.{name}" for name in ("lr_decay_style", *SCHEDULE_FIELDS, "clip_grad")),
+    ),
+    "all numbers are fp32, as roundings differ between layouts": (
+        *(key for key in KEYS if key.startswith("precision.")),
+        "optim.muon_fp32_matmul_prec",
+    ),
+    "ranks are processes on CPUs": (
+        *("optim.optimizer_cpu_offload", "optim.optimizer_offload_fraction"),
+        *("memory.cpu_offloading", "memory.cpu_offloading_num_layers"),
+        *("train.torch_compile", "train.attention_backend"),
+    ),
+    "samples are random tokens": ("data.stages", "data.shuffle", "data.train_data_path"),
+}
 
 
 def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
@@ -58,9 +79,9 @@ def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
     dp = data_parallel_size(config.parallel, world_size)
     # the shortest sequence that cp (two chunks per rank) and tp divide
     seq_unit = config.parallel.context_parallel_size * lcm(2, config.parallel.tensor_model_parallel_size)
+    if config.train.step_seq_length_schedule:
+        seq_unit *= 2  # half of it is a length too
     seq_length = round_up(MIN_SEQ_LENGTH, seq_unit)
-    micro_batch_size = min(config.train.micro_batch_size, 2)
-    num_microbatches = config.parallel.pipeline_model_parallel_size + 1  # at least 2; a steady state of the pipeline
     data, lengths = config.data, shrink_layers(config.model.num_layers, config.parallel)
     return Config(
         model=shrink_model(config, seq_length),
@@ -71,6 +92,7 @@ def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
             decoder_last_pipeline_num_layers=lengths.last,
             pipeline_model_parallel_layout=lengths.layout,
         ),
+        memory=shrink_memory(config.memory, config.parallel, num_layers=lengths.num_layers),
         precision=PrecisionConfig(),
         optim=shrink_optim(config.optim),
         data=DataConfig(
@@ -83,12 +105,44 @@ def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
         checkpoint=CheckpointConfig(save=False),
         train=TrainConfig(
             train_iters=num_steps,
-            micro_batch_size=micro_batch_size,
-            global_batch_size=micro_batch_size * dp * num_microbatches,
             seed=config.train.seed,
             device=DeviceKind.cpu,
             eval_interval=0,
+            **shrink_batches(config, dp=dp, seq_length=seq_length),
         ),
+    )
+
+
+def shrink_batches(config: Config, *, dp: int, seq_length: int) -> dict[str, Any]:
+    """Fields of the train section: sizes of batches, and schedules that change after the first step.
+
+    The first batch of a schedule has one microbatch, all others one more than pipeline ranks of them, at least 2: a
+    steady state of the pipeline. Of a schedule of lengths the first step has half of the sequence length.
+    """
+    train, micro_batch_size = config.train, min(config.train.micro_batch_size, 2)
+    first = micro_batch_size * dp
+    final = first * (config.parallel.pipeline_model_parallel_size + 1)
+    fields: dict[str, Any] = {"micro_batch_size": micro_batch_size, "global_batch_size": final}
+    if train.rampup_batch_size:
+        fields["rampup_batch_size"] = [first, final - first, first]
+    if train.step_batch_size_schedule:
+        fields["step_batch_size_schedule"] = [f"0:{first}", f"{first * seq_length}:{final}"]
+    if train.step_seq_length_schedule:
+        has_sizes = train.rampup_batch_size or train.step_batch_size_schedule
+        change = (first if has_sizes else final) * seq_length
+        fields["step_seq_length_schedule"] = [f"0:{seq_length // 2}", f"{change}:{seq_length}"]
+    return fields
+
+
+def shrink_memory(memory: MemoryConfig, parallel: ParallelConfig, *, num_layers: int) -> MemoryConfig:
+    """What is recomputed, in a small model of `num_layers`; nothing is offloaded."""
+    num_stages = parallel.pipeline_model_parallel_size * parallel.num_virtual_stages_per_pipeline_rank
+    group = memory.recompute_num_layers
+    return replace(
+        memory,
+        recompute_num_layers=None if group is None else min(group, max(1, num_layers // num_stages)),
+        cpu_offloading=False,
+        cpu_offloading_num_layers=0,
     )
 
 
@@ -105,7 +159,9 @@ def shrink_optim(optim: OptimConfig) -> OptimConfig:
         **schedule,
         lr=LEARNING_RATE,
         lr_decay_style=LRDecayStyle.constant,
+        decoupled_lr=None if optim.decoupled_lr is None else LEARNING_RATE * optim.decoupled_lr / optim.lr,
         clip_grad=0.0,
+        qk_clip_threshold=min(optim.qk_clip_threshold, MAX_ATTENTION_LOGIT) if optim.qk_clip else 100.0,
         adam_eps=max(optim.adam_eps, MIN_ADAM_EPS) if uses_adam(optim) else optim.adam_eps,
         optimizer_cpu_offload=False,
         optimizer_offload_fraction=1.0,
@@ -115,8 +171,23 @@ def shrink_optim(optim: OptimConfig) -> OptimConfig:
 
 
 def on_one_rank(config: Config) -> Config:
-    """A shrunk configuration without parallelism: one rank trains on the same samples."""
-    return replace(config, parallel=ParallelConfig(ddp_bucket_size=config.parallel.ddp_bucket_size))
+    """A shrunk configuration without parallelism and recomputation: one rank trains on the same samples."""
+    parallel = ParallelConfig(ddp_bucket_size=config.parallel.ddp_bucket_size)
+    return replace(config, parallel=parallel, memory=MemoryConfig())
+
+
+def left_out(config: Config) -> tuple[str, ...]:
+    """What is set and has no part in the small run: "clip_grad, lr_decay_style: reason".
+
+    >>> left_out(replace(Config(), optim=OptimConfig(clip_grad=0.0), data=DataConfig(shuffle=False)))
+    ('shuffle: samples are random tokens',)
+    """
+    values, defaults = flat_values(config), flat_values(replace(Config(), optim=OptimConfig(clip_grad=0.0)))
+    lines = []
+    for reason, keys in LEFT_OUT.items():
+        names = [key.rpartition(".")[2] for key in keys if values[key] != defaults[key]]
+        lines += [f"{', '.join(names)}: {reason}"] if names else []
+    return tuple(lines)
 
 
 def shrink_model(config: Config, seq_length: int) -> ModelConfig:

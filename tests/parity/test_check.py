@@ -32,7 +32,7 @@ def report_of(
     config: Config, world: int, *, work: Callable[..., Record] = record_steps, **layout: object
 ) -> ParityReport:
     (reference,) = run_ranks(1, record_steps, on_one_rank(config))
-    records = run_ranks(world, work, config, threads=False, strategy="optim", **layout)
+    records = run_ranks(world, work, config, **{"threads": False, "strategy": "optim"} | layout)
     return compare(reference, records, config=config, tolerance=1e-5)
 
 
@@ -164,6 +164,32 @@ def test_samples_read_twice_or_by_half_a_replica_are_found() -> None:
         assert check(records).samples_read_once is is_right
     other = Record(0, losses=[1.0], grad_norms=[1.0], grads=grads(), reads=right[1])
     assert not check([*records, other]).samples_read_once  # two ranks of one replica read different samples
+
+
+# of the model, the batches and recomputation; each is in the small run of two ranks
+FEATURES = (
+    *("+config=tiny", "--rampup-batch-size", "8", "8", "100", "--global-batch-size", "64"),
+    *("--step-seq-length-schedule", "0:32", "1M:128", "--attention-dropout", "0.1", "--hidden-dropout", "0.2"),
+    *("--window-size", "16", "--softmax-type", "learnable", "--position-embedding-type", "yarn"),
+    *("--rotary-scaling-factor", "4", "--original-max-position-embeddings", "16", "--rotary-percent", "0.5"),
+    *("--mtp-num-layers", "1", "--apply-layernorm-1p", "--squared-relu", "--final-logit-softcapping", "30"),
+    *("--recompute-granularity", "full", "--decoupled-lr", "2e-3", "--lr", "1e-3", "--qk-clip"),
+)
+
+
+def test_schedules_and_features_of_the_model_are_compared() -> None:
+    config = small_config(*FEATURES, "--tensor-model-parallel-size", "2", "--sequence-parallel", world=2)
+    model = config.model
+    assert model.hidden_dropout == 0.2 and model.window_size == 8 and model.mtp.num_layers == 1
+    report = report_of(config, 2, threads=True, tp=2)
+    assert report.holds, report.verdict
+    assert "batch size and sequence length smaller in the first step" in report.text()
+    assert [sorted(reads) for reads in reads_of_one_rank(config)] == [[0, 1], [2, 3, 4, 5]]
+
+
+def reads_of_one_rank(config: Config) -> list[list[int]]:
+    (record,) = run_ranks(1, record_steps, on_one_rank(config))
+    return record.reads
 
 
 def grads() -> dict[TensorBox, torch.Tensor]:

@@ -11,12 +11,12 @@ from nanotrain.config.compose import config_dir
 from nanotrain.config.config import Config, DType
 from nanotrain.config.derive import head_dim, moe_layers, num_microbatches, padded_vocab_size, query_groups
 from nanotrain.config.load import load
-from nanotrain.config.schema import value_of
+from nanotrain.config.schema import KEYS, flat_values, value_of, with_values
 from nanotrain.config.validate import check_layout, check_model, validate_for_world
 from nanotrain.errors import ConfigError, TopologyError
 from nanotrain.parallel.cp.attention import CORE_ATTENTIONS
 from nanotrain.parallel.pp.schedules import SCHEDULES
-from nanotrain.parity.shrink import on_one_rank, shrink
+from nanotrain.parity.shrink import LEFT_OUT, left_out, on_one_rank, shrink
 from nanotrain.topology.counts import num_parameters
 from nanotrain.topology.shape import ModelShape
 from nanotrain.topology.topology import Topology
@@ -120,6 +120,65 @@ def test_both_kinds_of_layers_remain() -> None:
 def test_ends_of_a_pipeline_stay_uneven() -> None:
     parallel = shrink(recipe("deepseek_v3"), 1024, num_steps=1).parallel
     assert (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers) == (3, 2)
+
+
+SCHEDULED = (
+    *("--micro-batch-size", "4", "--global-batch-size", "64", "--rampup-batch-size", "16", "16", "1000"),
+    *("--step-seq-length-schedule", "0:32", "1M:128", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    *("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "4"),
+    *("--lr", "1e-4", "--decoupled-lr", "3e-4"),
+)
+
+
+def test_schedules_change_after_the_first_step_and_recomputation_stays() -> None:
+    config = load(["+config=tiny", *SCHEDULED], to_train=False).config
+    small = shrink(config, 4, num_steps=3)
+    train, data = small.train, small.data
+    assert train.rampup_batch_size == [4, 4, 4] and (train.micro_batch_size, train.global_batch_size) == (2, 8)
+    assert train.step_seq_length_schedule == [f"0:{data.seq_length // 2}", f"{4 * data.seq_length}:{data.seq_length}"]
+    assert small.memory == replace(config.memory, recompute_num_layers=2)
+    assert small.optim.decoupled_lr == pytest.approx(3 * small.optim.lr)
+    assert on_one_rank(small).memory.recompute_granularity is None
+    assert_valid_and_alike(config, 4)
+    steps = ["--step-batch-size-schedule", "0:8 1M:24"]
+    small = shrink(load(["+config=tiny", "--micro-batch-size", "1", *steps], to_train=False).config, 2, num_steps=3)
+    assert small.train.step_batch_size_schedule == ["0:2", f"{2 * small.data.seq_length}:4"]
+
+
+# Fields of data and train that every small run has as they are, and those that have no part in a training step.
+CARRIED = {"data.reset_position_ids", "data.reset_attention_mask", "data.eod_mask_loss", "train.seed"}
+SHRUNK = {
+    *("data.seq_length", "train.train_iters", "train.micro_batch_size", "train.global_batch_size"),
+    *("train.rampup_batch_size", "train.step_batch_size_schedule", "train.step_seq_length_schedule"),
+}
+OF_FILES = ("data.data_path", "data.valid", "data.test", "data.split", "data.token", "data.vocab", "data.merge")
+OF_RUNS = (
+    *("data.mock_data", "data.num_workers", "data.quickstart", "train.run_dir", "train.device", "train.log_"),
+    *("train.eval_", "train.exit_", "train.hang_", "train.max_consecutive", "train.rollback", "train.debug_nan"),
+    *("train.check_weight_hash", "train.manual_gc", "train.profile", "train.tensorboard", "train.wandb"),
+    *("train.prometheus", "train.notify", "train.report", "train.generate"),
+)
+
+
+def test_every_field_is_carried_shrunk_or_left_out_for_a_reason() -> None:
+    """Sections of the model, the layout, recomputation and the update rule are carried as a whole."""
+    left = {key for keys in LEFT_OUT.values() for key in keys}
+    for key in KEYS:
+        if key.startswith(("data.", "train.")):
+            ways = [key in CARRIED, key in SHRUNK, key in left, key.startswith((*OF_FILES, *OF_RUNS))]
+            assert sum(ways) == 1, key
+        assert not key.startswith("precision.") or key in left
+    config = with_values(recipe("tiny"), {"data.reset_position_ids": True, "model.hidden_dropout": 0.1})
+    carried = {key: value for key, value in flat_values(shrink(config, 1, num_steps=3)).items() if key in CARRIED}
+    assert carried == {key: value for key, value in flat_values(config).items() if key in CARRIED}
+
+
+def test_what_is_left_out_is_named_with_its_reason() -> None:
+    arguments = ["+config=tiny", "--bf16", "--lr-decay-style", "constant", "--lr-warmup-iters", "0"]
+    lines = left_out(load([*arguments, "--clip-grad", "0.5", "--no-shuffle"], to_train=False).config)
+    names = {line.partition(":")[0] for line in lines}
+    assert "params_dtype" in names and "shuffle" in names
+    assert any(name.endswith("clip_grad") for name in names)
 
 
 def test_ranks_that_do_not_fit_the_layout_are_a_topology_error() -> None:
