@@ -172,7 +172,7 @@ def train_in_every_way(ctx: ParallelContext, layout: Layout, own: Path, other: P
 
 
 def train_model(ctx: ParallelContext, layout: Layout, name: str, *, own: Path, other: Path) -> Trained:
-    """Train a model; asserts what this rank sees by itself."""
+    """Train a model; asserts what needs no other rank."""
     run = build_here(ctx, layout.case(name), folder=own)
     initial = held_weights(run)
     assert resident_bytes(run) == planned_resident_bytes(run), f"{name}: allocated bytes are not the planned ones"
@@ -219,17 +219,17 @@ def assert_sent_as_planned(run: Run, *, name: str) -> None:
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Trained]]:
     """Checkpoints of one rank and what it computes."""
     folder = tmp_path_factory.mktemp("one-rank")
-    alone = Layout(1, {}, {}, models=tuple(MODELS))
-    return folder, run_ranks(1, train_in_every_way, alone, folder, None)[0]
+    single = Layout(1, {}, {}, models=tuple(MODELS))
+    return folder, run_ranks(1, train_in_every_way, single, folder, None)[0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.num_ranks} {layout.sizes} {layout.options}")
 def test_a_layout_keeps_the_laws_with_every_feature(
     layout: Layout, one_rank: tuple[Path, dict[str, Trained]], tmp_path: Path
 ) -> None:
-    folder, alone = one_rank
+    folder, single = one_rank
     by_rank = run_ranks(layout.num_ranks, train_in_every_way, layout, tmp_path, folder, **layout.sizes)
-    assert_equal_to_one_rank(by_rank, alone, layout)
+    assert_equal_to_one_rank(by_rank, single, layout)
     for name in layout.models:
         saved = global_tensors(ranks[name].saved for ranks in by_rank)
         stored = dict(read_global_tensors(tmp_path / name / SAVED, saved))
@@ -249,10 +249,10 @@ def losses_after_load(ctx: ParallelContext, layout: Layout, folder: Path) -> dic
     return {name: train_steps(run, 1)[0].loss for name, run in runs.items()}
 
 
-def assert_equal_to_one_rank(by_rank: list[dict[str, Trained]], alone: dict[str, Trained], layout: Layout) -> None:
+def assert_equal_to_one_rank(by_rank: list[dict[str, Trained]], single: dict[str, Trained], layout: Layout) -> None:
     """L1, L2 and the first half of L4."""
     for name in layout.models:
-        row, ranks, expected = f"{name} {layout.sizes} {layout.options}", [each[name] for each in by_rank], alone[name]
+        row, ranks, expected = f"{name} {layout.sizes} {layout.options}", [each[name] for each in by_rank], single[name]
         assert_alike([rank.outcome for rank in ranks], [expected.outcome], row=row, lr=OPTIM["lr"])
         initial = [replace(rank.outcome, weights=rank.initial) for rank in ranks]
         assert_same_named(assemble(initial), assemble([replace(expected.outcome, weights=expected.initial)]), row)
