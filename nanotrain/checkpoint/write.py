@@ -95,7 +95,7 @@ def write_shard(
     if not writes:
         return WrittenShard(path.name, 0, entries)
     header = _header(writes)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         _write_at(handle, memoryview(header), offset=0)
         with file_threads() as start:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from nanotrain.prepare.progress import PrepareProgress
 from nanotrain.prepare.readers import DocumentReader, pick_text
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.runs.files import disk_errors, is_own, make_folder, remove_folder
+from nanotrain.runs.lock import hold_lock
 
 __all__ = ["add_arguments", "prepare_corpus", "run"]
 
@@ -57,6 +59,37 @@ def prepare_corpus(options: PrepareOptions) -> None:
         chunks = plan_chunks(options.input, subset=options.subset, split=options.split_name)
     tokenizer = load_tokenizer(options.tokenizer) if options.bpe_vocab_size is None else None
     plan = _plan(options, chunks, tokenizer=tokenizer)
+    if _is_finished(options, plan):  # nothing is written: the folder may be read-only
+        print(f"{prefix} is already prepared: {_summary(read_info(prefix))}")
+        return
+    with _one_process(prefix):
+        _prepare(options, plan, chunks=chunks, tokenizer=tokenizer)
+
+
+@contextmanager
+def _one_process(prefix: Path) -> Iterator[None]:
+    """Keep other processes from preparing the same corpus at the same time.
+
+    Raises:
+        EnvironmentFault: one does; names it.
+    """
+    lock = prefix.with_name(f".{prefix.name}.prepare.lock")
+    with disk_errors(lock, fix=CURE):
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+    fix = "wait for it, end it, or choose another --output"
+    with hold_lock(lock, what=f"the corpus {prefix}", fix=fix, is_removed=True):
+        yield
+
+
+def _prepare(
+    options: PrepareOptions,
+    plan: dict[str, Any],
+    *,
+    chunks: tuple[InputChunk, ...] | None,
+    tokenizer: Tokenizer | None,
+) -> None:
+    """Prepare the corpus of a plan; this process alone does."""
+    prefix = options.output
     _require_own_files(prefix)
     if _is_prepared(options, plan):
         print(f"{prefix} is already prepared: {_summary(read_info(prefix))}")
@@ -110,6 +143,12 @@ def _require_own_files(prefix: Path) -> None:
             why=f"there is no {prefix.name}.nanotrain.json beside it",
             fix="choose another --output, or remove it",
         )
+
+
+def _is_finished(options: PrepareOptions, plan: dict[str, Any]) -> bool:
+    """Whether the corpus is that of the plan and no process has left parts."""
+    is_same = idx_path(options.output).exists() and read_info(options.output).plan == _hash(plan)
+    return is_same and not os.path.lexists(options.parts)
 
 
 def _is_prepared(options: PrepareOptions, plan: dict[str, Any]) -> bool:

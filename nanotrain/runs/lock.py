@@ -1,6 +1,7 @@
-"""One job per run folder: an advisory lock on an open file, which the system releases when the process ends.
+"""One job per run folder or corpus: an advisory lock on an open file, which the system releases when the process ends.
 
-The file names the owner for the error of a second job. It is never removed: another job may hold it open.
+lock_run     of a run folder; its file is never removed, as it marks the folder of a run
+hold_lock    of any file, which names the owner for the error of a second job
 """
 
 import errno
@@ -10,7 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,51 +28,71 @@ _OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 log = get_logger(__name__)
 
 
+def lock_run(folder: Path, *, wait_s: float = WAIT_S) -> AbstractContextManager[None]:
+    """Hold the lock of a run folder, as `hold_lock` does; the folder exists and is writable."""
+    fix = "wait for it, end it, or choose another folder with --run-dir"
+    return hold_lock(folder / LOCK_NAME, what=f"the run folder {folder}", fix=fix, wait_s=wait_s)
+
+
 @contextmanager
-def lock_run(folder: Path, *, wait_s: float = WAIT_S) -> Iterator[None]:
-    """Hold the lock of a run folder; on a file system without locks, warn and go on.
+def hold_lock(path: Path, *, what: str, fix: str, wait_s: float = WAIT_S, is_removed: bool = False) -> Iterator[None]:
+    """Hold a lock; on a file system without locks, warn and go on.
 
     Args:
-        folder: exists and is writable.
+        path: the file of the lock, made when missing.
+        what: what it stands for, in messages.
+        fix: what a second job can do.
         wait_s: how long to wait for an owner that is ending.
+        is_removed: whether the file is removed in the end.
 
     Raises:
         EnvironmentFault: another process holds it; names that process.
     """
-    path = folder / LOCK_NAME
+    file, is_locked = _take(path, what=what, fix=fix, end=time.monotonic() + wait_s)
     try:
-        file = os.open(path, _OPEN, 0o666)
-    except OSError as error:
-        raise disk_fault(error, path) from None
-    try:
-        if _take(file, folder, wait_s=wait_s):
+        if is_locked:
             _write_owner(file, path)
         yield
     finally:
+        if is_removed:  # before the release: a job that waits for this file finds that it has no name any more
+            with suppress(OSError):  # the folder may be gone
+                path.unlink()
         os.close(file)  # releases the lock
 
 
-def _take(file: int, folder: Path, *, wait_s: float) -> bool:
-    """Take the lock; False on a file system without locks."""
-    end = time.monotonic() + wait_s
+def _take(path: Path, *, what: str, fix: str, end: float) -> tuple[int, bool]:
+    """Open the file and take the lock; False on a file system without locks."""
     while True:
         try:
+            file = os.open(path, _OPEN, 0o666)
+        except OSError as error:
+            raise disk_fault(error, path) from None
+        try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
         except OSError as error:
             if error.errno not in _BUSY:
                 log.warning(
                     "%s cannot be locked (%s): a second job in it would overwrite this one's files",
-                    *(folder, error.strerror),
+                    *(what, error.strerror),
                 )
-                return False
+                return file, False
+            why = f"{_owner(file)} holds its lock"
+        else:
+            if _is_at(file, path):
+                return file, True
+            why = "other processes take its lock in turn"
+        os.close(file)
         if time.monotonic() >= end:
-            raise EnvironmentFault(
-                f"the run folder {folder} is in use",
-                why=f"{_owner(file)} holds its lock",
-                fix="wait for it, end it, or choose another folder with --run-dir",
-            )
+            raise EnvironmentFault(f"{what} is in use", why=why, fix=fix)
         time.sleep(_POLL_S)
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Whether a path still names an open file; not after an owner has removed it."""
+    try:
+        return os.path.samestat(os.fstat(file), os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _write_owner(file: int, path: Path) -> None:

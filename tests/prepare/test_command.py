@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -222,6 +224,41 @@ def test_an_older_pair_never_stands_beside_the_plan_of_another(
     _prepare(corpus, tmp_path / "out", "--workers", "1", "--overwrite")
     _prepare(corpus, tmp_path / "new", "--workers", "1")
     assert _bytes(tmp_path / "out") == _bytes(tmp_path / "new") != older
+
+
+def test_of_two_processes_that_prepare_one_corpus_the_second_is_refused(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_inside, may_go_on, real = threading.Event(), threading.Event(), prepare.open_parts
+
+    def wait_inside(*args: object) -> None:
+        is_inside.set()
+        may_go_on.wait()
+        real(*args)
+
+    monkeypatch.setattr(prepare, "open_parts", wait_inside)
+    monkeypatch.setattr(prepare, "hold_lock", partial(prepare.hold_lock, wait_s=0.0))
+    first = threading.Thread(target=_prepare, args=(corpus, tmp_path / "out", "--workers", "1"))
+    first.start()
+    try:
+        assert is_inside.wait(300)
+        with pytest.raises(EnvironmentFault) as error:
+            _prepare(corpus, tmp_path / "out", "--workers", "1")
+        assert f"out is in use: process {os.getpid()} on" in str(error.value) and "--output" in error.value.fix
+    finally:
+        may_go_on.set()
+        first.join()
+    assert read_info(tmp_path / "out").documents == len(TEXTS), "the first is not disturbed"
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_a_prepared_corpus_in_a_read_only_folder_is_prepared(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _prepare(corpus, tmp_path / "out", "--workers", "1")
+    monkeypatch.setattr(prepare, "hold_lock", None)  # root may write to read-only folders
+    _prepare(corpus, tmp_path / "out", "--workers", "1")
+    assert "out is already prepared" in capsys.readouterr().out
 
 
 def test_an_output_without_a_name_is_an_error(corpus: Path) -> None:

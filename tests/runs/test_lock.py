@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from nanotrain.errors import EnvironmentFault
-from nanotrain.runs.lock import LOCK_NAME, lock_run
+from nanotrain.runs.lock import LOCK_NAME, hold_lock, lock_run
 from tests.harness import HANG_S
 
 HOLDER = """
@@ -78,3 +78,34 @@ def test_a_lock_file_that_is_a_link_is_not_followed(tmp_path):
     with pytest.raises(EnvironmentFault, match="is a symbolic link"), lock_run(tmp_path):
         pass
     assert not (tmp_path / "target").read_text()
+
+
+def hold(path, wait_s=0.0):
+    return hold_lock(path, what="the corpus c", fix="wait", wait_s=wait_s, is_removed=True)
+
+
+def test_a_removed_lock_file_is_no_lock(tmp_path, monkeypatch):
+    """A job that opened the file of an owner which then ended would lock a file that no other job finds."""
+    path, real = tmp_path / "lock", fcntl.flock
+    stale = []
+
+    def end_the_owner_first(file, operation):
+        if not stale:
+            stale.append(os.fstat(file).st_ino)
+            path.rename(tmp_path / "removed")
+        real(file, operation)
+
+    path.touch()
+    monkeypatch.setattr(fcntl, "flock", end_the_owner_first)
+    with hold(path, wait_s=30.0):
+        assert json.loads(path.read_text())["pid"] == os.getpid() and path.stat().st_ino != stale[0]
+        with pytest.raises(EnvironmentFault, match=f"the corpus c is in use: process {os.getpid()} on"), hold(path):
+            pass
+    assert not path.exists()
+
+
+def test_a_lock_in_a_folder_that_vanished_ends_as_its_owner_does(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError), hold(tmp_path / "folder" / "lock"):
+        (tmp_path / "folder").rename(tmp_path / "other")
+        raise ValueError
