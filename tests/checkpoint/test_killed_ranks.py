@@ -1,0 +1,159 @@
+"""SIGKILL of one or of both ranks of a save leaves the older checkpoint or the new one, whole.
+
+A sample of instants; `scripts/kill_drill` kills whole runs, with their launcher, at more of them.
+"""
+
+import itertools
+import os
+import signal
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nanotrain.checkpoint import all_ranks, store
+from nanotrain.checkpoint.checkpointer import Checkpointer
+from nanotrain.checkpoint.read import read_global_tensors
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import ParallelConfig
+from nanotrain.topology.boxes import Box, TensorBox
+from nanotrain.topology.topology import Topology
+from tests.checkpoint.test_kill_points import CALLS
+from tests.checkpoint.test_store import save
+from tests.harness import HANG_S, forkserver
+
+SIZE = 2
+INSTANTS = 3  # of each rank
+TENSORS = {"model/first": 90, "model/second": 7}  # rows, of which the second rank has the larger part
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Which rank kills at which of its calls; None: it counts them."""
+
+    folder: Path
+    is_async: bool
+    rank: int = 0
+    instant: int | None = None
+    kills_both: bool = False
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["save", "start_save"])
+def test_a_kill_of_one_or_both_ranks_leaves_a_whole_checkpoint(tmp_path: Path, is_async: bool) -> None:
+    """The ranks are forked from a process without threads, which this one is not."""
+    process = forkserver().Process(target=kill_at_all_instants, args=(tmp_path, is_async))
+    process.start()
+    process.join(HANG_S)
+    process.kill()
+    assert process.exitcode == 0, (tmp_path / "error").read_text()
+
+
+def kill_at_all_instants(folder: Path, is_async: bool) -> None:
+    try:
+        torch.set_num_threads(1)
+        counted = Kill(folder / "counted", is_async)
+        assert save_on_two_ranks(counted) == [0, 0]
+        steps = []
+        for rank in range(SIZE):
+            calls = int((counted.folder / f"calls-{rank}").read_text())
+            assert calls > INSTANTS
+            for number in range(INSTANTS):
+                instant = number * (calls - 1) // (INSTANTS - 1)
+                kill = replace(counted, folder=folder / f"{rank}-{number}", rank=rank, instant=instant)
+                steps.append(check(replace(kill, kills_both=number % 2 == 0)))
+        assert set(steps) == {2, 3}, "the first instants are before the new checkpoint, the last behind it"
+    except BaseException:
+        (folder / "error").write_text(traceback.format_exc())
+        raise
+
+
+def check(kill: Kill) -> int:
+    """Kill; returns the step of the checkpoint that is left."""
+    codes = save_on_two_ranks(kill)
+    assert codes[kill.rank] == -signal.SIGKILL, (kill, codes)
+    found = store.checkpoint_to_resume(kill.folder / "checkpoints")
+    assert found is not None, f"{kill}: no checkpoint is left"
+    step = store.read_manifest(found).step
+    tensors = dict(read_global_tensors(found, list(TENSORS)))  # compares checksums
+    assert all((tensors[name] == step).all() and len(tensors[name]) == rows for name, rows in TENSORS.items()), kill
+    save(kill.folder, 4, keep_last=1)
+    assert [path.name for path in (kill.folder / "checkpoints").iterdir()] == ["step-00000004"], kill
+    return step
+
+
+def save_on_two_ranks(kill: Kill) -> list[int]:
+    """Save steps 1 to 3 on two forked ranks, the last of them with a kill; their exit codes, minus the signal."""
+    kill.folder.mkdir()
+    pids = []
+    for rank in range(SIZE):
+        pid = os.fork()
+        if pid == 0:
+            run_rank(kill, rank)
+        pids.append(pid)
+    codes: dict[int, int] = {}
+    while len(codes) < SIZE:
+        pid, status = os.wait()
+        codes[pid] = os.waitstatus_to_exitcode(status)
+        if codes[pid]:  # as a launcher does
+            for other in set(pids) - set(codes):
+                os.kill(other, signal.SIGKILL)
+    return [codes[pid] for pid in pids]
+
+
+def run_rank(kill: Kill, rank: int) -> None:
+    try:
+        url = f"file://{kill.folder}/rendezvous"
+        dist.init_process_group("gloo", init_method=url, rank=rank, world_size=SIZE)
+        group = ParallelContext.attach(Topology.of(ParallelConfig(), SIZE), timeout_s=HANG_S).control
+        writer = Checkpointer(kill.folder / "checkpoints", group=group, keep_last=1)
+        write(writer, 1)
+        write(writer, 2)
+        (kill.folder / f"pid-{rank}").write_text(str(os.getpid()))
+        dist.barrier()
+        calls = count_calls(kill, rank)
+        if kill.is_async:
+            write(writer, 3, is_async=True)
+            writer.wait()
+        else:
+            write(writer, 3)
+        (kill.folder / f"calls-{rank}").write_text(str(next(calls)))
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def write(writer: Checkpointer, step: int, *, is_async: bool = False) -> None:
+    """Save every tensor, each rank its rows."""
+    is_first = writer.group.is_first
+    tensors = {}
+    for name, rows in TENSORS.items():
+        begin, end = (0, rows // 3) if is_first else (rows // 3, rows)
+        tensors[TensorBox(name, (rows,), Box((begin,), (end,)))] = torch.full((end - begin,), float(step))
+    content: dict[str, Any] = {"objects": {}, "config": {}, "topology": {}}
+    writer.start_save(step, tensors, **content) if is_async else writer.save(step, tensors, **content)
+
+
+def count_calls(kill: Kill, rank: int) -> "itertools.count[int]":
+    """Count the calls that change the disk or send, and kill at one; the next number."""
+    numbers = itertools.count()  # threads take from it without a lock
+
+    def counted(real: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            if (rank, next(numbers)) == (kill.rank, kill.instant):
+                if kill.kills_both:
+                    os.kill(int((kill.folder / f"pid-{1 - rank}").read_text()), signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **options)
+
+        return call
+
+    for name in CALLS:
+        setattr(os, name, counted(getattr(os, name)))
+    for name in ("gather_object", "broadcast_object"):
+        setattr(all_ranks, name, counted(getattr(all_ranks, name)))
+    return numbers
