@@ -1,5 +1,6 @@
 """Parse JSON that may be damaged or hostile, and check its values one by one.
 
+    read_file, unreadable                 the bytes of a regular file of bounded size, or why there are none
     parse_json                            text -> value; ValueError for anything but plain JSON of bounded depth
     whole_number, finite_number,          a value of the expected type and range, else ValueError with the field's name
     text_of, object_of, list_of,
@@ -8,13 +9,43 @@
 The callers know the file and the cure; they turn the ValueError into their own error.
 """
 
+import errno
 import json
+import os
+import stat
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NoReturn
 
 MAX_DEPTH = 64  # of nested lists and objects; real files have 2 to 8
 LARGEST = 2**62  # of sizes, offsets and counters: sums of two still fit into 64 bits
+MAX_FILE_BYTES = 1 << 30  # of JSON; the manifest of 70B parameters on 1,024 ranks has 36 MB
 MAX_NAME = 255  # bytes of a file name on every common file system
+
+
+def read_file(path: Path, *, follows_links: bool = True, most: int = MAX_FILE_BYTES) -> bytes:
+    """The bytes of a file that is parsed: a pipe would block, and a huge file fill the memory.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no regular file, or larger than `most` bytes.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows_links else os.O_NOFOLLOW)
+    with open(os.open(path, flags), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is no regular file")
+        if status.st_size > most:
+            raise ValueError(f"it has {status.st_size:,} bytes, and at most {most:,} are read")
+        return file.read()
+
+
+def unreadable(error: OSError | ValueError) -> str:
+    """Why `read_file` or a decoder failed."""
+    if not isinstance(error, OSError):
+        return str(error)
+    known = {errno.ENOENT: "it does not exist", errno.ENOTDIR: "no folder", errno.ELOOP: "it is a symbolic link"}
+    return known.get(error.errno or 0) or error.strerror or str(error)
 
 
 def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:

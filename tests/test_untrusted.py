@@ -5,6 +5,7 @@ an `.idx` none of its document borders, so there only tracebacks are looked for 
 """
 
 import json
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +26,17 @@ from nanotrain.errors import NanotrainError
 from nanotrain.hf.families import config_to_hf, model_from_hf
 from nanotrain.hf.weights import WeightFiles
 from nanotrain.topology.boxes import Box, TensorBox
-from nanotrain.untrusted import depth_of, finite_number, parse_json, plain_file_name, shown, text_of, whole_number
+from nanotrain.untrusted import (
+    depth_of,
+    finite_number,
+    parse_json,
+    plain_file_name,
+    read_file,
+    shown,
+    text_of,
+    unreadable,
+    whole_number,
+)
 from tests.checkpoint.test_manifest import signed
 from tests.laws.megatron_file import write_tokens
 
@@ -41,6 +52,27 @@ def test_deep_nesting_is_an_error_of_one_line(bomb: str) -> None:
     with pytest.raises(ValueError, match="nested too deeply|Expecting"):
         parse_json(bomb)
     assert depth_of([[], {"a": [1]}]) == 3
+
+
+def test_pipes_folders_and_huge_files_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "huge").touch()
+    os.truncate(tmp_path / "huge", 2**40)
+    (tmp_path / "link").symlink_to("huge")
+    for name, why in (
+        ("folder", "Is a directory"),
+        ("pipe", "it is no regular file"),
+        ("huge", "it has 1,099,511,627,776 bytes, and at most 1,073,741,824 are read"),
+        ("link", "it is a symbolic link"),
+        ("none", "it does not exist"),
+        ("huge/none", "no folder"),
+    ):
+        with pytest.raises((OSError, ValueError)) as error:
+            read_file(tmp_path / name, follows_links=False)
+        assert unreadable(error.value) == why
+    (tmp_path / "huge").write_bytes(b"{}")
+    assert read_file(tmp_path / "link", most=2) == b"{}"
 
 
 @pytest.mark.parametrize(

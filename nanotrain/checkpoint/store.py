@@ -30,6 +30,7 @@ from nanotrain.checkpoint.removal import deleted_name, remove_unfinished, try_to
 from nanotrain.errors import CheckpointError, EnvironmentFault
 from nanotrain.log import get_logger
 from nanotrain.runs.swap_names import swap_names
+from nanotrain.untrusted import read_file, unreadable
 
 MANIFEST = "manifest.json"
 REPLACED = ".replaced"
@@ -64,14 +65,9 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(handle, encoding="utf-8") as stream:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise damaged(f"{file} cannot be read", why="it is no regular file", path=path)
-            text = stream.read()
-    except (OSError, UnicodeDecodeError) as error:
-        reasons: dict[type[Exception], str] = {FileNotFoundError: "it does not exist", NotADirectoryError: "no folder"}
-        raise damaged(f"{file} cannot be read", why=reasons.get(type(error), str(error)), path=path) from None
+        text = read_file(file, follows_links=False).decode()
+    except (OSError, ValueError) as error:
+        raise damaged(f"{file} cannot be read", why=unreadable(error), path=path) from None
     manifest = from_json(text, source=str(file))
     named = _STEP_OF_ANY.fullmatch(path.name)
     if named and int(named[1]) != manifest.step:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nanotrain.errors import DataError
 from nanotrain.runs.files import write_text
-from nanotrain.untrusted import object_of, parse_json, text_of, whole_number
+from nanotrain.untrusted import object_of, parse_json, read_file, text_of, whole_number
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def read_info(prefix: Path) -> CorpusInfo:
     if not path.is_file():
         return CorpusInfo()
     try:
-        return _checked(CorpusInfo(**object_of(parse_json(path.read_bytes()), "it")))
+        return _checked(CorpusInfo(**object_of(parse_json(read_file(path)), "it")))
     except (OSError, ValueError, TypeError) as error:
         raise DataError(
             f"{path} cannot be read",

@@ -19,7 +19,7 @@ import tokenizers
 from nanotrain.data import hf
 from nanotrain.errors import DataError
 from nanotrain.runs.files import write_text
-from nanotrain.untrusted import parse_json
+from nanotrain.untrusted import parse_json, read_file
 
 # Usual names of the end-of-document token, for a bare tokenizer.json, which does not name it.
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "[EOS]", "[SEP]")
@@ -185,7 +185,7 @@ def _load_fast(file: Path) -> FastTokenizer:
 def _eos_of(settings: Path) -> str | None:
     """The text of the end-of-document token that a tokenizer_config.json names."""
     try:
-        eos = parse_json(settings.read_bytes(), allow_nan=True)["eos_token"]
+        eos = parse_json(read_file(settings), allow_nan=True)["eos_token"]
         eos = eos["content"] if isinstance(eos, dict) else eos
     except KeyError:
         return None

@@ -45,7 +45,7 @@ from nanotrain.hf.mixture import (
 from nanotrain.hf.naming import Naming
 from nanotrain.hf.olmo import OLMO_NAMES, read_olmo2, read_olmo3, write_olmo2, write_olmo3
 from nanotrain.hf.weights import has_mtp_weights
-from nanotrain.untrusted import parse_json
+from nanotrain.untrusted import parse_json, read_file
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     try:
-        raw = parse_json(path.read_bytes(), allow_nan=True)
+        raw = parse_json(read_file(path), allow_nan=True)
     except OSError as error:
         why = error.strerror or type(error).__name__
         fix = "give a folder as `save_pretrained` writes it, with config.json and *.safetensors"

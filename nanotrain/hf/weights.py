@@ -19,7 +19,7 @@ from torch import Tensor
 from nanotrain.errors import HuggingFaceError
 from nanotrain.hf.mxfp4 import dequantized
 from nanotrain.topology.boxes import Box
-from nanotrain.untrusted import object_of, parse_json, plain_file_name, shown
+from nanotrain.untrusted import object_of, parse_json, plain_file_name, read_file, shown
 
 Opener = Callable[[Path], Mapping[str, Any]]  # name -> what a box can be read from by indexing
 
@@ -138,7 +138,7 @@ def _weight_files(folder: Path) -> list[tuple[Path, Opener]]:
 
 def _indexed(index: Path) -> list[str]:
     try:
-        table = object_of(parse_json(index.read_bytes(), allow_nan=True), "it")
+        table = object_of(parse_json(read_file(index), allow_nan=True), "it")
         weight_map = object_of(table.get("weight_map"), "weight_map")
         return sorted({plain_file_name(file, f"weight_map[{shown(name)}]") for name, file in weight_map.items()})
     except (OSError, ValueError) as error:

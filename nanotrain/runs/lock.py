@@ -66,7 +66,7 @@ def _take(path: Path, *, what: str, fix: str, end: float) -> tuple[int, bool]:
         try:
             file = os.open(path, _OPEN, 0o666)
         except OSError as error:
-            raise disk_fault(error, path) from None
+            raise disk_fault(error, path, fix="choose another folder for it") from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -13,6 +13,7 @@ from typing import Any
 
 from nanotrain.errors import EnvironmentFault
 from nanotrain.runs.files import FolderVanished, disk_fault, open_append, write_all, write_bytes
+from nanotrain.untrusted import LARGEST, read_file
 
 
 class MetricsFile:
@@ -85,11 +86,13 @@ def set_aside_after(path: Path, step: int) -> None:
         EnvironmentFault: a file cannot be written; metrics.jsonl is then unchanged.
     """
     try:
-        content = path.read_bytes()
+        content = read_file(path, follows_links=False, most=LARGEST)
     except FileNotFoundError:
         return
     except OSError as error:
         raise disk_fault(error, path) from None
+    except ValueError as error:
+        raise EnvironmentFault(f"{path} cannot be read", why=str(error), fix="remove it") from None
     kept: list[bytes] = []
     superseded: list[bytes] = []
     for line in content.splitlines(keepends=True):

@@ -50,12 +50,21 @@ def truncate(path: Path) -> None:
     os.truncate(shard(path), 300)
 
 
+def replace_manifest(path: Path, make: Callable[[Path], object]) -> None:
+    file = path / "manifest.json"
+    file.rename(path / "m")
+    make(file)
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated shard": (truncate, "300 of"),
     "missing shard": (lambda path: shard(path).unlink(), "is missing"),
     "missing manifest": (lambda path: (path / "manifest.json").unlink(), "does not exist"),
     "half a manifest": (lambda path: os.truncate(path / "manifest.json", 100), "no JSON"),
     "binary manifest": (lambda path: (path / "manifest.json").write_bytes(b"\xff\x00"), "cannot be read"),
+    "a pipe": (lambda path: replace_manifest(path, os.mkfifo), "it is no regular file"),
+    "a huge manifest": (lambda path: os.truncate(path / "manifest.json", 2**40), "are read"),
+    "a linked manifest": (lambda path: replace_manifest(path, lambda file: file.symlink_to("m")), "a symbolic link"),
     "unfinished": (lambda path: path.rename(path.with_suffix(".tmp")) and None, "never finished"),
 }
 

@@ -1,6 +1,7 @@
 """metrics.jsonl: rows survive every start, and a full disk, a removed folder or another writer is one error."""
 
 import json
+import os
 import resource
 import shutil
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from nanotrain.errors import EnvironmentFault
-from nanotrain.runs.files import FolderVanished
+from nanotrain.runs.files import FolderVanished, open_append
 from nanotrain.runs.metrics_file import MetricsFile, set_aside_after
 
 
@@ -99,3 +100,11 @@ def test_rows_that_cannot_be_set_aside_stay_where_they_are(tmp_path):
     with file_size_limit(100), pytest.raises(EnvironmentFault, match="metrics-superseded"):
         set_aside_after(path, 2)  # the first 100 of 216 bytes can be written
     assert path.read_text() == lines(*range(1, 21))
+
+
+def test_a_pipe_in_the_place_of_the_metrics_is_an_error_and_no_wait(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(EnvironmentFault, match="metrics.jsonl cannot be read: it is no regular file"):
+        MetricsFile(tmp_path / "metrics.jsonl", step=0)
+    with pytest.raises(EnvironmentFault, match="No such device"):
+        open_append(tmp_path / "metrics.jsonl")
