@@ -1,5 +1,7 @@
 """Every checkpoint command on a trained run, through the command line."""
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -65,7 +67,7 @@ def _tensors(run_dir, capsys) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_export_dcp_export_megatron_and_prune(run_dir, tmp_path, capsys):
+def test_export_dcp_export_megatron_and_prune(run_dir, tmp_path, capsys, monkeypatch):
     assert main(["checkpoint", "export-dcp", str(run_dir), str(tmp_path / "dcp")]) == 0
     assert (tmp_path / "dcp" / ".metadata").is_file()
     assert main(["checkpoint", "export-megatron", str(run_dir), str(tmp_path / "megatron")]) == 0
@@ -74,5 +76,10 @@ def test_export_dcp_export_megatron_and_prune(run_dir, tmp_path, capsys):
     prune = ["checkpoint", "prune", str(copy), "--keep-last", "1"]
     assert main([*prune, "--dry-run"]) == 0
     assert capsys.readouterr().out.count("would delete") == 2 and Path(step(copy, 1)).is_dir()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only file system")))
+        assert main(prune) == 2
+    printed = capsys.readouterr().err
+    assert "Read-only file system" in printed and "step-00000001, step-00000002 could not be deleted" in printed
     assert main(prune) == 0 and capsys.readouterr().out.count("deleted") == 2
     assert [path.name for path in (copy / "checkpoints").iterdir()] == ["step-00000003"]

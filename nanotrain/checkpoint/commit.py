@@ -12,11 +12,13 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from nanotrain.checkpoint.all_ranks import StorageFault
 from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, TensorEntry, tensor_from_dict, tensor_to_dict
 from nanotrain.checkpoint.plan import coverage_fault
 from nanotrain.checkpoint.write import WrittenShard
-from nanotrain.errors import CheckpointError
+from nanotrain.errors import CheckpointError, EnvironmentFault
 from nanotrain.runs.files import write_bytes
 from nanotrain.untrusted import object_of, parse_json, text_of, whole_number
 
@@ -89,12 +91,12 @@ def write_report(folder: Path, report: ShardReport, *, index: int) -> None:
         "nbytes": shard.nbytes,
         "tensors": {name: tensor_to_dict(entry) for name, entry in shard.tensors.items()},
     }
-    write_bytes(report_path(folder, index), json.dumps(body).encode())
+    _write(report_path(folder, index), body)
 
 
 def write_failure(folder: Path, error: Exception, *, index: int) -> None:
     """Write that a rank failed, so that the first rank does not wait for its report."""
-    write_bytes(report_path(folder, index), json.dumps({"error": str(error)[:2000]}).encode())
+    _write(report_path(folder, index), {"error": str(error)[:2000]})
 
 
 def wait_for_reports(
@@ -126,6 +128,14 @@ def wait_for_reports(
 def report_path(folder: Path, index: int) -> Path:
     """The report of a rank, in the folder of an unfinished save."""
     return folder / f"written-{index:05d}.json"
+
+
+def _write(path: Path, body: Mapping[str, Any]) -> None:
+    """Write a report; a failure is one of the save, after which training goes on."""
+    try:
+        write_bytes(path, json.dumps(body).encode())
+    except EnvironmentFault as error:
+        raise StorageFault(error.what, why=error.why, fix=error.fix) from None
 
 
 def _read_report(path: Path, index: int) -> ShardReport:

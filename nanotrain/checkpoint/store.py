@@ -97,8 +97,8 @@ def _check_files(path: Path, files: Mapping[str, int]) -> None:
             why = f"{name} is missing" if error.errno == errno.ENOENT else f"{name}: {error.strerror}"
             raise damaged(f"{path} is incomplete", why=why, path=path) from None
         if not stat.S_ISREG(status.st_mode):
-            why = f"{name} is a symbolic link" if stat.S_ISLNK(status.st_mode) else f"{name} is no regular file"
-            raise damaged(f"{path} is incomplete", why=why, path=path)
+            kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "no regular file"
+            raise damaged(f"{path} is incomplete", why=f"{name} is {kind}", path=path)
         if status.st_size != size:
             raise damaged(f"{path} is incomplete", why=f"{name} has {status.st_size} of {size} bytes", path=path)
 
@@ -250,10 +250,15 @@ def commit(folder: Path, step: int, *, text: str) -> Path:
 
 def write_manifest(folder: Path, text: str) -> None:
     """Write the manifest of a folder whose shards are on the disk, and fsync both."""
-    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    path = folder / MANIFEST
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:  # a failed write names no file
+        needed = f": {len(text):,} bytes needed" if error.errno == errno.ENOSPC else ""
+        raise OSError(error.errno, f"{error.strerror}{needed}", str(path)) from None
     sync_folder(folder)
 
 
@@ -282,8 +287,7 @@ def keep_newest(
         return
     seen = seen or SeenManifests()
     others = [path for path in _step_entries(folder) if path != written and seen.is_complete(path)]
-    if keep_every is not None:
-        others = [path for path in others if _step_of(path) % keep_every]
+    others = [path for path in others if keep_every is None or _step_of(path) % keep_every]
     for path in others[: max(0, len(others) - (keep_last - 1))]:
         deleted = deleted_name(path)
         try:
@@ -299,6 +303,7 @@ def prune(path: Path, keep_last: int, *, is_dry: bool = False) -> list[Path]:
 
     Raises:
         CheckpointError: there is no complete checkpoint.
+        EnvironmentFault: some cannot be deleted.
     """
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     complete = complete_checkpoints(folder)
@@ -307,7 +312,12 @@ def prune(path: Path, keep_last: int, *, is_dry: bool = False) -> list[Path]:
     oldest = complete[: max(0, len(complete) - keep_last)]
     if oldest and not is_dry:
         keep_newest(folder, keep_last, written=complete[-1], warned=set())
-    return [one for one in oldest if is_dry or not os.path.lexists(one)]
+    left = [one.name for one in oldest if os.path.lexists(one)]
+    if left and not is_dry:
+        raise EnvironmentFault(
+            f"{', '.join(left)} could not be deleted", why="see above", fix=f"make {folder} writable"
+        )
+    return oldest
 
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:
@@ -319,9 +329,7 @@ def set_aside_after(folder: Path, step: int) -> list[Path]:
         EnvironmentFault: the folder cannot be written.
     """
     aside = []
-    for path in _step_entries(folder):
-        if _step_of(path) <= step:
-            continue
+    for path in [path for path in _step_entries(folder) if _step_of(path) > step]:
         names = (path.with_suffix(f".superseded-{number}") for number in count(1))
         target = next(name for name in names if not os.path.lexists(name))
         try:
@@ -346,17 +354,16 @@ def sync_folder(folder: Path) -> None:
 def _fault_of(path: Path) -> CheckpointError | None:
     try:
         require_complete(path)
+        return None
     except NewerFormat:
         raise
     except CheckpointError as error:
         return error
-    return None
 
 
 def _newest(folder: Path, *, below: int | None) -> tuple[Path | None, list[str]]:
     """The newest complete checkpoint, and what is newer than it and not complete, with the reasons."""
-    found = None
-    skipped = []
+    found, skipped = None, []
     for path in reversed([path for path in _step_entries(folder) if below is None or _step_of(path) < below]):
         fault = _fault_of(path)
         if fault is None:

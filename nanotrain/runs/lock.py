@@ -18,7 +18,7 @@ from typing import Any
 
 from nanotrain.errors import EnvironmentFault
 from nanotrain.log import get_logger
-from nanotrain.runs.files import disk_fault
+from nanotrain.runs.files import disk_errors, disk_fault
 
 LOCK_NAME = "run.lock"
 # A restarted job may begin before the system has ended every process of the one before.
@@ -51,7 +51,8 @@ def hold_lock(path: Path, *, what: str, fix: str, wait_s: float = WAIT_S, is_rem
     file, is_locked = _take(path, what=what, fix=fix, end=time.monotonic() + wait_s)
     try:
         if is_locked:
-            _write_owner(file, path)
+            with disk_errors(path, fix="choose another folder for it"):
+                _write_owner(file)
         yield
     finally:
         if is_removed:  # before the release: a job that waits for this file finds that it has no name any more
@@ -95,17 +96,14 @@ def _is_at(file: int, path: Path) -> bool:
         return False
 
 
-def _write_owner(file: int, path: Path) -> None:
+def _write_owner(file: int) -> None:
     owner = {
         "host": platform.node(),
         "pid": os.getpid(),
         "started": datetime.now(UTC).isoformat(" ", timespec="seconds"),
     }
-    try:
-        os.ftruncate(file, 0)
-        os.pwrite(file, json.dumps(owner).encode() + b"\n", 0)
-    except OSError as error:
-        raise disk_fault(error, path) from None
+    os.ftruncate(file, 0)
+    os.pwrite(file, json.dumps(owner).encode() + b"\n", 0)
 
 
 def _owner(file: int) -> str:

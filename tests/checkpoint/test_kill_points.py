@@ -1,7 +1,9 @@
 """A writer that is killed at any system call of a save leaves the older checkpoint or the new one, whole."""
 
+import errno
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,12 @@ import pytest
 import torch
 
 from nanotrain.checkpoint import store
+from nanotrain.checkpoint.all_ranks import StorageFault
 from tests.checkpoint.test_store import BOX, checkpointer, save, value
 
 # What changes the disk. Reads are no instants: nothing differs between one and the next.
 CALLS = ("open", "pwrite", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
+NEED_SPACE = ("open", "pwrite", "fsync", "mkdir", "rename", "replace")
 MIN_INSTANTS = 20
 
 
@@ -23,10 +27,17 @@ class Killed(BaseException):
 class Disk:
     """The calls of `os`, of which those from number `limit` on do not happen."""
 
-    def __init__(self, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.limit, self.count, self.is_killed = limit, 0, False
+    def __init__(
+        self,
+        limit: int,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        calls: Sequence[str] = CALLS,
+        error: BaseException | type[BaseException] = Killed,
+    ) -> None:
+        self.limit, self.count, self.is_killed, self.error = limit, 0, False, error
         self._others = set(threading.enumerate()) - {threading.current_thread()}  # left by other tests
-        for name in CALLS:
+        for name in calls:
             monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
 
     def _counted(self, real: Any) -> Any:
@@ -36,7 +47,7 @@ class Disk:
             self.count += 1
             self.is_killed |= self.count > self.limit
             if self.is_killed:
-                raise Killed
+                raise self.error
             return real(*args, **options)
 
         return call
@@ -80,3 +91,35 @@ def test_a_kill_at_any_call_leaves_a_whole_checkpoint_and_the_next_save_cleans_u
         instants += 1
     assert instants >= MIN_INSTANTS
     assert values == sorted(values) and set(values) == {2.0, 3.0}, "from one call on it is the new checkpoint"
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["save", "start_save"])
+def test_a_disk_that_is_full_from_any_call_on_is_a_storage_fault_after_which_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    """A StorageFault is the error after which the trainer saves again at the next interval."""
+    instants, is_full = 0, True
+    no_space = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    while is_full:
+        folder = tmp_path / str(instants)
+        older = save(folder, 1)
+        writer, content = checkpointer(folder), {"objects": {}, "config": {}, "topology": {}}
+        writer.save(2, {BOX: torch.full((64,), 2.0)}, **content)
+        with monkeypatch.context() as patch:
+            disk = Disk(instants, patch, calls=NEED_SPACE, error=no_space)
+            try:
+                if is_async:
+                    writer.start_save(3, {BOX: torch.full((64,), 3.0)}, **content)
+                    writer.wait()
+                else:
+                    writer.save(3, {BOX: torch.full((64,), 3.0)}, **content)
+            except StorageFault as error:
+                assert "No space left on device" in str(error) and "bytes free in" in str(error)
+                assert disk.is_killed and writer.num_failed == 1
+            is_full = disk.is_killed
+        assert store.complete_checkpoints(folder / "checkpoints")[:2] == [older, older.with_name("step-00000002")]
+        writer.save(4, {BOX: torch.full((64,), 4.0)}, **content)
+        names = {path.name for path in (folder / "checkpoints").iterdir()}
+        assert names <= {f"step-{step:08d}" for step in (1, 2, 3, 4)} and "step-00000004" in names, names
+        instants += 1
+    assert instants > 5

@@ -85,3 +85,13 @@ def test_a_link_to_an_own_folder_is_not_own(tmp_path):
     assert not is_own(tmp_path / "link")
     with pytest.raises(EnvironmentFault, match="not a folder of nanotrain"):
         make_folder(tmp_path / "link", fix="")
+
+
+def test_a_read_only_disk_is_the_error_and_not_what_cleans_up_behind_it(tmp_path, monkeypatch):
+    def refuse(*_args, **_options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.raises(EnvironmentFault, match="a.json cannot be written: Read-only file system"):
+        write_text(tmp_path / "a.json", "{}")

@@ -145,9 +145,9 @@ class CheckpointHook(Hook):
             return
         try:
             path = self._in_flight.poll()
-        except OSError as error:
+        except (OSError, StorageFault) as error:
             self._is_reported = True
-            self._failed(run, storage_fault(error))
+            self._failed(run, storage_fault(error) if isinstance(error, OSError) else error)
             return
         if path is not None:
             self._is_reported = True
