@@ -29,6 +29,7 @@ from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, NewerForm
 from nanotrain.checkpoint.removal import deleted_name, remove_unfinished, try_to_remove, warn_once
 from nanotrain.errors import CheckpointError, EnvironmentFault
 from nanotrain.log import get_logger
+from nanotrain.runs.files import disk_errors
 from nanotrain.runs.swap_names import swap_names
 from nanotrain.untrusted import read_file, unreadable
 
@@ -315,7 +316,9 @@ def prune(path: Path, keep_last: int, *, is_dry: bool = False) -> list[Path]:
     left = [one.name for one in oldest if os.path.lexists(one)]
     if left and not is_dry:
         raise EnvironmentFault(
-            f"{', '.join(left)} could not be deleted", why="see above", fix=f"make {folder} writable"
+            f"{', '.join(left)} could not be deleted",
+            why="the warnings name the reasons",
+            fix=f"make {folder} writable",
         )
     return oldest
 
@@ -332,12 +335,8 @@ def set_aside_after(folder: Path, step: int) -> list[Path]:
     for path in [path for path in _step_entries(folder) if _step_of(path) > step]:
         names = (path.with_suffix(f".superseded-{number}") for number in count(1))
         target = next(name for name in names if not os.path.lexists(name))
-        try:
+        with disk_errors(path, fix="choose another folder with --run-dir"):
             os.rename(path, target)
-        except OSError as error:
-            raise EnvironmentFault(
-                f"{path} cannot be set aside", why=error.strerror or str(error), fix="choose another train.run_dir"
-            ) from error
         aside.append(target)
     return aside
 
