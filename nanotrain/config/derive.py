@@ -293,6 +293,21 @@ def round_up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
+def validates(config: Config) -> bool:
+    """Whether the run validates: it has steps with a validation, and `split` leaves documents for it.
+
+    >>> from nanotrain.config.config import DataConfig
+    >>> validates(Config()), validates(Config(data=DataConfig(split="100,0,0")))
+    (True, False)
+    """
+    train, data = config.train, config.data
+    if train.eval_interval == 0 or train.eval_iters == 0:
+        return False
+    shares = data.split.split(",")
+    is_divided = not (data.mock_data or data.train_data_path or data.valid_data_path)
+    return not is_divided or len(shares) > 1 and float(shares[1]) > 0
+
+
 def without_quickstart(config: Config, *, explicit: Collection[str]) -> dict[str, tuple[Any, str]]:
     """Values of a quick-start recipe on other tokens, by key, each with its reason.
 

@@ -101,6 +101,20 @@ MODEL = {
     "--init-model-with-meta-device": always("no rank allocates parameters that it does not keep"),
     "--use-cpu-initialization": always("initial weights are the same on every device"),
     "--perform-initialization": always("weights are always initialized"),
+    "--onnx-safe": no_effect("models are not exported to ONNX"),
+    "--openai-gelu": sets("--activation gelu_tanh", activation="gelu_tanh"),
+    "--fp16-lm-cross-entropy": no_effect("the loss is computed in fp32"),
+    "--mla-down-proj-fusion": no_effect(FUSED),
+    "--encoder-num-layers": rename("--num-layers with the same number", lambda config, text: {"num_layers": text}),
+    "--encoder-seq-length": rename("--seq-length with the same number", lambda config, text: {"seq_length": text}),
+    "--decoder-num-layers": not_yet("models have decoder layers only: set --num-layers", arity=1),
+    "--decoder-seq-length": not_yet("models have decoder layers only: set --seq-length", arity=1),
+    "--spec": not_yet("layers are chosen by their settings: leave it out", arity=MANY),
+    "--use-checkpoint-args": not_yet("set the model's flags, or take a run's settings by +config=RUN/config.yaml"),
+    "--no-rope-freq": not_yet("all layers have the same position embeddings: leave it out", arity=1),
+    "--init-method-xavier-uniform": not_yet("initial weights are normal: set --init-method-std"),
+    "--apply-residual-connection-post-layernorm": not_yet("the residual connection is before the norm: leave it out"),
+    "--fp32-residual-connection": not_yet("residuals have params_dtype: leave it out"),
 }
 MOE = {
     "--moe-grouped-gemm": always("the experts of a rank are one grouped product"),
@@ -147,6 +161,15 @@ PARALLEL = {
     "--use-contiguous-parameters-in-local-ddp": always("parameters and gradients lie in flat buffers"),
     "--local-rank": no_effect("torchrun sets LOCAL_RANK", arity=1),
     "--lazy-mpu-init": no_effect("the layout is planned before process groups exist", arity=1),
+    "--torch-fsdp2-no-reshard-after-forward": sets("--no-reshard-after-forward", reshard_after_forward=False),
+    "--ddp-reduce-scatter-with-fp32-accumulation": sets("--reduce-scatter-with-fp32-accumulation", reduce_scatter_with_fp32_accumulation=True),
+    "--no-align-param-gather": no_effect("parameters are gathered when the next forward needs them"),
+    "--no-gradient-reduce-div-fusion": no_effect("gradients are scaled once"),
+    "--suggested-communication-unit-size": no_effect("--ddp-bucket-size and units set what is communicated at once", arity=1),
+    "--create-all-gather-group": no_effect("process groups are made as they are used"),
+    "--high-priority-stream-groups": no_effect("streams are chosen by the kind of communication", arity=MANY),
+    "--disable-symmetric-registration": no_effect("buffers are not registered with NCCL"),
+    "--data-parallel-random-init": not_yet("initial weights are a function of the seed and the name: leave it out"),
 }
 PRECISION = {
     "--no-gradient-accumulation-fusion": no_effect("gradients are accumulated in fp32 by torch"),
@@ -168,6 +191,7 @@ PRECISION = {
     "--te-rng-tracker": always("there is no random state: all random numbers are functions of the seed and their place"),
     "--use-te-rng-tracker": always("there is no random state: all random numbers are functions of the seed and their place"),
     "--empty-unused-memory-level": no_effect("cached memory stays with the process", arity=1),
+    "--optimizer-cuda-graph": no_effect("there are no CUDA graphs; --torch-compile fuses kernels"),
 }
 KEPT = "activations stay on the device: set --recompute-granularity"
 MEMORY = {
@@ -177,6 +201,8 @@ MEMORY = {
     "--offload-modules": not_yet(KEPT, arity=MANY),
     "--overlap-cpu-optimizer-d2h-h2d": always("copies of --optimizer-cpu-offload run beside the updates"),
     "--use-torch-optimizer-for-cpu-offload": always("the host updates with the kernels of torch"),
+    "--no-pin-cpu-grads": no_effect("host memory is pinned where a GPU copies from it"),
+    "--no-pin-cpu-params": no_effect("host memory is pinned where a GPU copies from it"),
 }
 REDUCED_PRECISION = {
     "--fp4-format": not_yet("set --fp8-format e4m3 or leave it out", arity=1),
@@ -210,6 +236,11 @@ DATA = {
     "--data-args-path": not_yet("write the arguments of that file after --data-path", arity=1),
     "--num-dataset-builder-threads": no_effect("the order of samples is computed, not stored", arity=1),
     "--fim-data": not_yet("there is no fill-in-the-middle: leave it out"),
+    "--dataloader-fast-cache-load": no_effect("the order of samples is computed, not stored"),
+    "--dataloader-defer-npy-index-mmap": no_effect("the order of samples is computed, not stored"),
+    "--mid-level-dataset-surplus": no_effect("the order of samples is computed, not stored", arity=1),
+    "--per-split-data-args-path": not_yet("set --train-data-path, --valid-data-path and --test-data-path", arity=1),
+    "--trust-remote-code": no_effect("code of a tokenizer is never run; one that needs it is refused"),
 }
 CHECKPOINT = {
     "--use-dist-ckpt": always("every rank writes its shards"),
@@ -231,6 +262,10 @@ CHECKPOINT = {
     "--no-save-optim": no_effect("the optimizer state is always saved; --no-load-optim does not load it"),
     "--non-persistent-save-interval": not_yet("set --save-interval", arity=1),
     "--exit-on-missing-checkpoint": always("a --load without a checkpoint is an error"),
+    "--dist-ckpt-workers": no_effect("no worker process is used", arity=1),
+    "--dist-ckpt-save-pre-mcore-014": no_effect("there is one format: a manifest and one shard file per rank"),
+    "--ckpt-fully-parallel-load-exchange-algo": no_effect("every rank reads what it needs", arity=1),
+    "--no-use-tokenizer-model-from-checkpoint-args": always("the tokenizer follows from the command line and the data"),
 }
 RUN = {
     "--log-throughput": always("tokens per second and MFU are always logged"),
@@ -239,10 +274,16 @@ RUN = {
     "--log-validation-ppl-to-tensorboard": always("TensorBoard has the validation loss, whose exponential is the perplexity"),
     "--log-loss-scale-to-tensorboard": always("TensorBoard has the loss scale"),
     "--log-learning-rate-to-tensorboard": always("TensorBoard has the learning rate"),
+    "--no-log-loss-scale-to-tensorboard": no_effect("TensorBoard has the loss scale"),
+    "--no-log-learning-rate-to-tensorboard": no_effect("TensorBoard has the learning rate"),
+    "--no-log-learnig-rate-to-tensorboard": no_effect("TensorBoard has the learning rate"),
     "--log-world-size-to-tensorboard": no_effect("the world size is logged at the start"),
     "--log-batch-size-to-tensorboard": always("TensorBoard has the global batch size"),
     "--log-progress": always("metrics.jsonl has one line per step"),
     "--log-straggler": no_effect("stragglers are not searched for"),
+    "--straggler-minmax-count": no_effect("stragglers are not searched for", arity=1),
+    "--straggler-ctrlr-port": no_effect("stragglers are not searched for", arity=1),
+    "--log-energy": no_effect("energy is not measured"),
     "--timing-log-level": no_effect("the time of a step and of waiting for data are logged", arity=1),
     "--timing-log-option": no_effect("the time of a step and of waiting for data are logged", arity=1),
     "--tensorboard-log-interval": no_effect("every step is written", arity=1),
@@ -265,6 +306,15 @@ RUN = {
     "--one-logger-run-name": no_effect("there is no OneLogger", arity=1),
     "--enable-one-logger": no_effect("there is no OneLogger"),
     "--no-one-logger": no_effect("there is no OneLogger"),
+    "--one-logger-async": no_effect("there is no OneLogger"),
+    "--app-tag-run-name": no_effect("there is no OneLogger", arity=1),
+    "--app-tag-run-version": no_effect("there is no OneLogger", arity=1),
+    "--adlr-autoresume": no_effect("the same command resumes"),
+    "--adlr-autoresume-interval": no_effect("the same command resumes", arity=1),
+    "--enable-ft-package": no_effect("--hang-timeout-s ends a run that hangs"),
+    "--calc-ft-timeouts": no_effect("--hang-timeout-s ends a run that hangs"),
+    "--max-tokens-to-oom": no_effect("it belongs to a server of text generation", arity=1),
+    "--inference-max-seq-length": no_effect("it belongs to a server of text generation", arity=1),
 }
 # fmt: on
 MEGATRON: dict[str, MegatronFlag] = (

@@ -2,7 +2,7 @@
 
 Such a setting is an error, with two exceptions. Where the command line changes the cause, a setting of a YAML file
 returns to its default (`+config=tiny --data-parallel-sharding-strategy no_shard`, where tiny overlaps the parameter
-gather). What Megatron-LM ignores too and its scripts set (`is_harmless`) returns to its default in any case.
+gather). What published scripts of Megatron-LM set without effect (`is_harmless`) returns to its default in any case.
 `nanotrain config --explain` names the reason.
 """
 
@@ -34,7 +34,7 @@ class Unused:
     holds: Callable[[Values], object]  # the condition
     why: str  # the reason
     fix: str = ""  # how the fields get an effect; empty: change the causes
-    is_harmless: bool = False  # Megatron-LM ignores the fields too and its scripts set them: reset, not refused
+    is_harmless: bool = False  # published scripts of Megatron-LM set the fields all the same: reset, not refused
 
 
 def names_in(section: str, *, but: str = "") -> str:
@@ -200,9 +200,10 @@ UNUSED = (
     Unused("num_layers_at_start_in_bf16 num_layers_at_end_in_bf16", "first_last_layers_bf16",
         lambda v: not v.first_last_layers_bf16, "it belongs to first_last_layers_bf16"),
     Unused(
-        "data_path train_data_path data_stages quickstart quickstart_vocab_size generate_tokens generate_prompt "
-        "reset_position_ids reset_attention_mask eod_mask_loss",
+        "data_path train_data_path data_stages quickstart quickstart_vocab_size generate_tokens generate_prompt",
         "mock_data", lambda v: v.mock_data, "mock_data has no text and no documents"),
+    Unused("reset_position_ids reset_attention_mask eod_mask_loss", "mock_data", lambda v: v.mock_data,
+        "mock_data has no documents", is_harmless=True),
     Unused("valid_data_path test_data_path", "train_data_path data_stages",
         lambda v: not v.train_data_path and not v.data_stages,
         "data_path is divided by split", "set --train-data-path"),

@@ -4,7 +4,7 @@ from textwrap import TextWrapper
 
 from nanotrain.config.batch_schedule import samples_of_steps
 from nanotrain.config.data_stages import read_stages
-from nanotrain.config.derive import data_parallel_size
+from nanotrain.config.derive import data_parallel_size, validates
 from nanotrain.config.pipeline_layout import moves_mtp_layers
 from nanotrain.memory.block_transforms import describe_activations
 from nanotrain.quantities import count_of, describe_count
@@ -60,6 +60,8 @@ def _data(plan: Plan, inputs: RunInputs) -> str:
     for stage in read_stages(config.data.stages):
         unit = "sample" if stage.in_samples else "step"
         texts.append(f"{stage.name} from {unit} {stage.start:,}: {stage.blend}")
+    if config.train.eval_interval and config.train.eval_iters and not validates(config):
+        texts.append(f"no validation, --split {config.data.split} leaves no documents for it")
     return "; ".join(texts)
 
 

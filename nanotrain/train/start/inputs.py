@@ -15,6 +15,7 @@ from pathlib import Path
 
 from nanotrain.checkpoint.store import checkpoint_to_resume, find_checkpoint
 from nanotrain.config.config import Config, DataConfig
+from nanotrain.config.derive import validates
 from nanotrain.config.load import Loaded
 from nanotrain.config.validate import check_layout, check_model
 from nanotrain.data.build import DatasetSplits, build_data, first_blend, tokenizer_of, uses_quickstart
@@ -67,7 +68,7 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
     config = _with_vocabulary(config, tokenizer)
     check_model(config)
     check_layout(config)
-    required = {"train", "valid"} if config.train.eval_interval and config.train.eval_iters else {"train"}
+    required = {"train", "valid"} if validates(config) else {"train"}
     assert config.model.vocab_size, "set by _with_vocabulary"
     datasets = build_data(data, vocab_size=config.model.vocab_size, seed=config.train.seed, required=required)
     checkpoint = _checkpoint_to_load(config, folder) if reads_checkpoint else None

@@ -10,6 +10,7 @@ from nanotrain.checkpoint.all_ranks import run_on_all
 from nanotrain.comm.device import device_name, manual_seed, peak_memory, reset_peak_memory
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
+from nanotrain.config.derive import validates
 from nanotrain.config.load import to_yaml
 from nanotrain.errors import EnvironmentFault
 from nanotrain.log import get_logger
@@ -131,7 +132,7 @@ def choose_hooks(config: Config, tokenizer: str | None, *, planned: PlannedPeak 
     train, later_timeout_s = config.train, config.parallel.distributed_timeout_seconds_after_init
     hooks: list[tuple[bool, Hook]] = [
         (later_timeout_s is not None, TimeoutHook(later_timeout_s or 0.0)),
-        (train.eval_interval > 0 and train.eval_iters > 0, EvaluateHook(tokenizer)),
+        (validates(config), EvaluateHook(tokenizer)),
         (train.log_params_norm or train.log_num_zeros_in_grad, NormsHook()),
         (train.log_max_attention_logit, MaxLogitHook()),
         (True, LogHook()),

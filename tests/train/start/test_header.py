@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from nanotrain.config.load import load
+from nanotrain.train.hooks.evaluate import EvaluateHook
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.start.header import header
 from nanotrain.train.start.inputs import open_inputs
+from nanotrain.train.start.launch import choose_hooks
 from tests.train.small_run import SEQ_LENGTH, arguments
 from tests.train.start.test_inputs import write_corpus
 
@@ -94,3 +96,12 @@ def test_the_header_at_the_width_of_the_terminal(tmp_path, monkeypatch, width):
     config, inputs = open_inputs(load(arguments(Path("run"), *more)))
     text = header(plan_run(config, 8, rank=0), inputs, device="NVIDIA H100 80GB HBM3", width=width)
     assert text == SCREENS[width] and max(map(len, text.splitlines())) <= width
+
+
+def test_a_split_without_validation_documents_needs_no_other_flag(tmp_path):
+    # Launch scripts of Megatron-LM say --split 100,0,0 and leave the interval of validations at its default.
+    line = [*arguments(tmp_path / "run"), "--no-mock-data", "--data-path", str(write_corpus(tmp_path / "text"))]
+    config, inputs = open_inputs(load([*line, "--eval-interval", "5", "--split", "100,0,0"]))
+    text = header(plan_run(config, 1, rank=0), inputs, device="cpu", width=200)
+    assert "; no validation, --split 100,0,0 leaves no documents for it\n" in text
+    assert not any(isinstance(hook, EvaluateHook) for hook in choose_hooks(config, None))
