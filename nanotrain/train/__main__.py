@@ -44,6 +44,8 @@ WAIT_FOR_FIRST_RANK_S = 10.0
 # Spinning idle OpenMP threads take cores from the other ranks: measured 10x on a busy machine. libgomp reads this when
 # torch is imported, so it is set before any import of torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# torch's profiler prints a line for its own tracing tools whenever it starts and stops; its errors are exceptions.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,7 +21,8 @@ from nanotrain.train.run import Run
 
 # A line has at most this many columns; on a narrow terminal fewer, but never less than the lower number.
 MAX_WIDTH, MIN_WIDTH = 100, 60
-NOTABLE_WAIT = 0.05  # share of the step time from which on a wait for data or for the slowest rank is shown
+NOTABLE_WAIT = 0.05  # share of the step time from which on the wait for data is shown
+NOTABLE_LAG = 0.1  # the same of the wait for the slowest rank: on shared machines small ones come and go
 
 
 class LogHook(Hook):
@@ -157,7 +158,7 @@ def describe(
         (per_device, 8),
         (f"mfu {last.mfu:.1%}" if last.mfu is not None else "", 2),
         (f"{memory_label} {last.peak_memory_bytes / 1e9:.2f} GB", 7),
-        (f"data wait {wait:.1%}" if wait >= NOTABLE_WAIT else "", 2),
+        (f"data wait {wait:.1%}" if wait >= NOTABLE_LAG else "", 2),
         (_describe_slowest(reports), 4),
         (f"save stall {stall:.2f} s" if stall else "", 2),
         (f"eta {remaining}", 1),
@@ -202,4 +203,4 @@ def _describe_slowest(reports: list[StepReport]) -> str:
         return ""
     slowest = max(set(ranks), key=ranks.count)
     wait = sum(report.wait_for_slowest or 0.0 for report in reports if report.slowest_rank == slowest) / len(ranks)
-    return f"wait for rank {slowest} {wait:.0%}" if wait >= NOTABLE_WAIT else ""
+    return f"wait for rank {slowest} {wait:.0%}" if wait >= NOTABLE_LAG else ""

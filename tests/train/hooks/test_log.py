@@ -46,13 +46,13 @@ def test_a_part_that_does_not_fit_makes_room_for_shorter_ones():
 
 
 def test_a_line_names_the_rank_that_the_others_wait_for_only_where_the_wait_is_notable():
-    slow = [report_of(step, slowest_rank=3, wait_for_slowest=0.12) for step in (4, 5)]
+    slow = [report_of(step, slowest_rank=3, wait_for_slowest=0.18) for step in (4, 5)]
     other = report_of(6, slowest_rank=1, wait_for_slowest=0.9)
-    assert "wait for rank 3 12%" in describe(slow, train_iters=9, num_devices=4)
-    assert "wait for rank 3 8%" in describe(
+    assert "wait for rank 3 18%" in describe(slow, train_iters=9, num_devices=4)
+    assert "wait for rank 3 12%" in describe(
         [*slow, other], train_iters=9, num_devices=4
     )  # a third of the steps without
-    even = report_of(5, slowest_rank=3, wait_for_slowest=0.04)
+    even = report_of(5, slowest_rank=3, wait_for_slowest=0.09)
     assert "wait for" not in describe([even], train_iters=9, num_devices=4)
 
 

@@ -84,10 +84,12 @@ def test_each_split_may_have_its_own_corpora(tmp_path):
 
 def test_a_validation_split_is_required_only_where_there_is_validation(tmp_path):
     prefix = write_corpus(tmp_path / "text")
-    arguments = ("--vocab-size", "256", "--split", "1,0,0")
-    assert open_on(tmp_path / "run", prefix, *arguments, "--eval-interval", "0")[1].datasets.valid is None
+    few = ("--vocab-size", "256", "--split", "999,1")  # of so few documents none is left for validation
+    assert open_on(tmp_path / "run", prefix, *few, "--eval-interval", "0")[1].datasets.valid is None
     with pytest.raises(DataError, match="eval-interval 0"):
-        open_on(tmp_path / "run", prefix, *arguments, "--eval-interval", "5")
+        open_on(tmp_path / "run", prefix, *few, "--eval-interval", "5")
+    none = ("--vocab-size", "256", "--split", "1,0,0")
+    assert open_on(tmp_path / "run", prefix, *none, "--eval-interval", "5")[1].datasets.valid is None
 
 
 def test_a_run_folder_that_cannot_be_written_is_an_error(tmp_path):
