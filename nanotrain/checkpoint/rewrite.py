@@ -56,7 +56,7 @@ def average(paths: Sequence[Path], output: Path, *, decay: float | None = None) 
             return values[-1]
         total = torch.zeros(values[0].shape, dtype=torch.float64)
         for share, value in zip(shares, values, strict=True):
-            total += share * value
+            total.add_(value.double(), alpha=share)  # fp32 would round each product
         return total.to(dtype)
 
     shapes = {name: (entry.shape, entry.dtype) for name, entry in names.items()}

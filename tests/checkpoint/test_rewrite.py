@@ -35,7 +35,7 @@ def test_the_average_is_that_of_a_direct_computation_and_sound(tmp_path: Path, d
     output = average(paths, tmp_path / "averaged", decay=decay)
 
     result = dict(read_global_tensors(output, ["model/a", "model/steps"]))
-    torch.testing.assert_close(result["model/a"], expected.float(), rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(result["model/a"], expected.float(), rtol=2e-7, atol=1e-8)
     assert result["model/steps"].tolist() == [3, 1], "whole numbers are those of the last"
     assert verify(output).is_sound and verify(output).num_chunks >= 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["averaged", "checkpoints"]
