@@ -1,31 +1,13 @@
-"""What a Hugging Face folder has beside weights and tokenizer: generation_config.json and the model card, README.md."""
+"""The model card of an exported folder, README.md."""
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from nanotrain.config.config import ModelConfig
 from nanotrain.runs.files import write_text
 from nanotrain.topology.counts import num_active_parameters, num_parameters
 from nanotrain.topology.shape import ModelShape
 
-GENERATION_FILE, CARD_FILE = "generation_config.json", "README.md"
-
-
-def write_generation_config(folder: Path, entries: Mapping[str, Any], *, source: Path | None) -> None:
-    """That of the model that the tokenizer is from; otherwise the ids of the special tokens, where they are known.
-
-    Args:
-        folder: of the weights.
-        entries: of config.json that name special tokens.
-        source: the folder of the tokenizer, or its file.
-    """
-    inherited = None if source is None else source / GENERATION_FILE
-    if inherited is not None and inherited.is_file():
-        write_text(folder / GENERATION_FILE, inherited.read_text())
-    elif entries:
-        write_text(folder / GENERATION_FILE, json.dumps(dict(entries), indent=2, sort_keys=True) + "\n")
+CARD_FILE = "README.md"
 
 
 def model_card(model_config: ModelConfig, *, name: str, family: str, dtype: str, has_tokenizer: bool) -> str:

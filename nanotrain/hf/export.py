@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,27 +18,17 @@ from torch import Tensor
 
 from nanotrain.config.config import ModelConfig
 from nanotrain.errors import EnvironmentFault, HuggingFaceError
-from nanotrain.hf.card import CARD_FILE, GENERATION_FILE, model_card, write_generation_config
+from nanotrain.hf.card import CARD_FILE, model_card
+from nanotrain.hf.companions import CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILES, Companions
 from nanotrain.hf.families import FAMILIES, config_to_hf, family_of
 from nanotrain.hf.naming import map_parameters, mtp_copies
 from nanotrain.hf.tensor_mapping import TensorMapping
 from nanotrain.precision.dtypes import TORCH_DTYPES, torch_name
 from nanotrain.runs.files import disk_errors, free_space, write_text
 from nanotrain.topology.boxes import Box
-from nanotrain.untrusted import object_of, parse_json
 
 MAX_SHARD_BYTES = 5 * 10**9
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
-_OTHER_FILES = ("model.safetensors.index.json", GENERATION_FILE, CARD_FILE, "config.json")
+_OTHER_FILES = ("model.safetensors.index.json", GENERATION_FILE, CARD_FILE, CONFIG_FILE)
 
 
 def export_weights(
@@ -49,7 +38,7 @@ def export_weights(
     tensors: Iterable[tuple[str, Tensor]],
     dtype: str = "fp32",
     family: str | None = None,
-    tokenizer: Path | None = None,
+    companions: Companions | None = None,
 ) -> str:
     """Write a model as a Hugging Face folder.
 
@@ -59,8 +48,8 @@ def export_weights(
         tensors: (parameter name, full tensor with padding) in any order, each parameter once. A lazy stream is read
             one by one, so at most about one file is in memory.
         dtype: of the written weights, "fp32", "bf16" or "fp16".
-        family: a key of FAMILIES; None selects the first that can represent the model.
-        tokenizer: a tokenizer.json or a folder with tokenizer files, copied beside the weights.
+        family: a key of FAMILIES; None selects that of the model's origin, else the first that can represent the model.
+        companions: where tokenizer, generation_config.json and config.json come from.
 
     Returns:
         The family written.
@@ -69,7 +58,8 @@ def export_weights(
         HuggingFaceError: no family can represent the model; the folder is not empty.
         EnvironmentFault: the folder cannot be written; nothing is left in it.
     """
-    family = family_of(model_config, name=family)
+    companions = companions or Companions()
+    family = _choose_family(model_config, family, preferred=companions.family())
     _prepare(folder)
     mappings = map_parameters(model_config, FAMILIES[family].naming)
     shards = _ShardWriter(folder)
@@ -80,22 +70,35 @@ def export_weights(
             for copy in copies.get(name, ()):
                 shards.add(copy, tensor.clone())  # a file refuses two names of one storage
         shards.finish()
-        config = config_to_hf(model_config, family=family, dtype=torch_name(dtype))
-        special_tokens = {} if tokenizer is None else _copy_tokenizer(tokenizer, folder)
-        config |= special_tokens
-        write_generation_config(folder, special_tokens, source=tokenizer)
-        name, has_tokenizer = folder.resolve().name, tokenizer is not None
+        written = config_to_hf(model_config, family=family, dtype=torch_name(dtype))
+        tokens = companions.copy_tokenizer(folder)
+        config, same_file = companions.config(model_config, written)
+        companions.write_generation_config(folder, tokens)
+        name, has_tokenizer = folder.resolve().name, companions.tokenizer_source is not None
         card = model_card(model_config, name=name, family=family, dtype=dtype, has_tokenizer=has_tokenizer)
         write_text(folder / CARD_FILE, card)
-        write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+        if same_file is not None and not tokens:
+            shutil.copyfile(same_file, folder / CONFIG_FILE)
+        else:
+            write_text(folder / CONFIG_FILE, json.dumps(config | tokens, indent=2, sort_keys=True) + "\n")
     return family
+
+
+def _choose_family(model_config: ModelConfig, name: str | None, *, preferred: str | None) -> str:
+    """The family of that name, else the preferred one if it can represent the model, else the first that can."""
+    if name is None and preferred in FAMILIES:
+        try:
+            return family_of(model_config, name=preferred)
+        except HuggingFaceError:  # the model has changed since it was imported
+            return family_of(model_config)
+    return family_of(model_config, name=name)
 
 
 @contextmanager
 def _emptied_after_an_error(folder: Path, shards: "_ShardWriter") -> Iterator[None]:
     """If the block fails, remove the files that an export writes; those of others stay."""
     try:
-        with disk_errors(folder / "config.json", fix="choose another folder"):
+        with disk_errors(folder / CONFIG_FILE, fix="choose another folder"):
             yield
     except BaseException as error:
         if shards.is_first:  # else another export writes into the folder
@@ -199,30 +202,3 @@ class _ShardWriter:
 
     def _part(self, index: int) -> Path:
         return self._folder / f"part-{index:05d}.safetensors"
-
-
-def _copy_tokenizer(source: Path, folder: Path) -> dict[str, Any]:
-    """Copy tokenizer files; returns the entries of config.json with the ids of the special tokens."""
-    files = [source] if source.is_file() else [source / name for name in TOKENIZER_FILES if (source / name).exists()]
-    if not files:
-        why = f"none of {', '.join(TOKENIZER_FILES)} exists"
-        raise HuggingFaceError(f"{source} contains no tokenizer", why=why, fix="give a tokenizer.json or its folder")
-    for file in files:
-        shutil.copyfile(file, folder / ("tokenizer.json" if source.is_file() else file.name))
-    settings, vocabulary = folder / "tokenizer_config.json", folder / "tokenizer.json"
-    if not (settings.exists() and vocabulary.exists()):
-        return {}
-    try:
-        added = parse_json(vocabulary.read_bytes(), allow_nan=True).get("added_tokens", ())
-        ids = {token["content"]: token["id"] for token in added}
-        names = object_of(parse_json(settings.read_bytes(), allow_nan=True), settings.name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise HuggingFaceError(f"{source} contains no tokenizer", why=why, fix="give another --tokenizer") from None
-    entries: dict[str, Any] = {}
-    for role in ("bos", "eos"):
-        token = names.get(f"{role}_token")
-        content = token.get("content") if isinstance(token, dict) else token
-        if content in ids:
-            entries[f"{role}_token_id"] = ids[content]
-    return entries

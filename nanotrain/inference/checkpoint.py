@@ -283,10 +283,13 @@ def export_checkpoint(
         path: a step folder, or a run folder for its newest.
         folder: the Hugging Face folder; must be empty.
         dtype: dtype of the exported weights: fp32, bf16 or fp16.
-        family: a `model_type` of Hugging Face; None for the first that can represent the model.
-        tokenizer: a tokenizer.json or a folder to copy beside the weights; None for the run's, if it is local.
+        family: a `model_type` of Hugging Face; None for that of the pretrained checkpoint that the run started from,
+            else the first that can represent the model.
+        tokenizer: a tokenizer.json or a folder to copy beside the weights; None for the run's, if it is local, else
+            that of the pretrained checkpoint.
         ema: write the moving average of the weights (`--ema-decay`).
     """
+    from nanotrain.hf.companions import Companions
     from nanotrain.hf.export import export_weights
 
     checkpoint = open_checkpoint(path, ema=ema)
@@ -294,8 +297,9 @@ def export_checkpoint(
     names = [checkpoint.prefix + spec.name for spec in declare_model(ModelShape.of(model_config))]
     names += expert_biases(build_stage(model_config))
     tensors = ((name.partition("/")[2], tensor) for name, tensor in read_global_tensors(checkpoint.path, names))
-    tokenizer = tokenizer or _local_tokenizer(checkpoint)
-    written = export_weights(folder, model_config, tensors=tensors, dtype=dtype, family=family, tokenizer=tokenizer)
+    origin = checkpoint.config.checkpoint.pretrained_checkpoint
+    companions = Companions(tokenizer or _local_tokenizer(checkpoint), None if origin is None else Path(origin))
+    written = export_weights(folder, model_config, tensors=tensors, dtype=dtype, family=family, companions=companions)
     return f"{folder}: {written}, {dtype}, from {checkpoint.path}"
 
 

@@ -7,7 +7,7 @@ import torch
 from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.checkpoint.rewrite import write_checkpoint
 from nanotrain.checkpoint.write import ChunkWrite
-from nanotrain.config.config import Config, DataConfig
+from nanotrain.config.config import CheckpointConfig, Config, DataConfig
 from nanotrain.config.schema import to_dict
 from nanotrain.hf.families import model_from_hf
 from nanotrain.hf.import_weights import WeightReader
@@ -40,8 +40,9 @@ def import_hf(folder: Path, output: Path) -> str:
         reader.fill(values, TensorBox(name.partition("/")[2], shapes[name], chunk.box))
         return values
 
-    tokenizer = str(folder) if (folder / "tokenizer.json").exists() else None
-    config = Config(model=model_config, data=DataConfig(tokenizer_model=tokenizer))
+    tokenizer = str(folder.resolve()) if (folder / "tokenizer.json").exists() else None
+    origin = CheckpointConfig(pretrained_checkpoint=str(folder.resolve()))  # whose other files an export copies
+    config = Config(model=model_config, data=DataConfig(tokenizer_model=tokenizer), checkpoint=origin)
     manifest = Manifest(0, {}, {}, objects={}, config=to_dict(config), topology={})
     write_checkpoint(output, {name: (shape, "fp32") for name, shape in shapes.items()}, read=read, manifest=manifest)
     return f"{output}: {len(shapes)} tensors in fp32, from {folder}"

@@ -23,7 +23,7 @@ def test_logits_and_every_gradient_are_those_of_transformers(name: str, tmp_path
     ours = load(tmp_path)
 
     expected = theirs(batch.tokens).logits
-    torch.testing.assert_close(ours.logits(batch.tokens), expected, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(ours.logits(batch.tokens), expected, rtol=0, atol=1e-5)
 
     each = F.cross_entropy(expected.flatten(0, 1), batch.labels.flatten(), reduction="none")
     loss = (each * batch.loss_mask.flatten()).sum()

@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 from nanotrain.errors import EnvironmentFault, HuggingFaceError
 from nanotrain.hf import export
+from nanotrain.hf.companions import Companions
 from nanotrain.hf.export import export_weights
 from nanotrain.model.transformer import Stage
 from nanotrain.topology.counts import num_parameters
@@ -84,7 +85,9 @@ def write_tokenizer(folder: Path) -> None:
 
 def test_tokenizer_files_are_copied_and_name_the_special_tokens(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
-    export_weights(tmp_path / "out", LLAMA, tensors=tensors_of(build(LLAMA)), tokenizer=tmp_path / "tokenizer")
+    export_weights(
+        tmp_path / "out", LLAMA, tensors=tensors_of(build(LLAMA)), companions=Companions(tmp_path / "tokenizer")
+    )
     names = {path.name for path in (tmp_path / "out").iterdir()}
     tokenizer = {"tokenizer.json", "tokenizer_config.json"}
     assert names == {"config.json", "generation_config.json", "model.safetensors", "README.md"} | tokenizer
@@ -99,7 +102,9 @@ def test_generation_config_and_model_card_travel(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     inherited = '{"eos_token_id": [0, 1], "temperature": 0.6}'
     (tmp_path / "tokenizer" / "generation_config.json").write_text(inherited)
-    export_weights(tmp_path / "my_model", LLAMA, tensors=tensors_of(build(LLAMA)), tokenizer=tmp_path / "tokenizer")
+    export_weights(
+        tmp_path / "my_model", LLAMA, tensors=tensors_of(build(LLAMA)), companions=Companions(tmp_path / "tokenizer")
+    )
     assert (tmp_path / "my_model" / "generation_config.json").read_text() == inherited
     card = (tmp_path / "my_model" / "README.md").read_text()
     _, header, text = card.split("---\n")
@@ -112,7 +117,9 @@ def test_generation_config_and_model_card_travel(tmp_path: Path) -> None:
 def test_a_single_tokenizer_file_is_copied_under_its_usual_name(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "tokenizer" / "tokenizer.json").rename(tmp_path / "bpe.json")
-    export_weights(tmp_path / "out", LLAMA, tensors=tensors_of(build(LLAMA)), tokenizer=tmp_path / "bpe.json")
+    export_weights(
+        tmp_path / "out", LLAMA, tensors=tensors_of(build(LLAMA)), companions=Companions(tmp_path / "bpe.json")
+    )
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "bpe.json").read_bytes()
 
 
@@ -125,7 +132,7 @@ def test_bad_targets_are_refused(tmp_path: Path) -> None:
     with pytest.raises(HuggingFaceError, match="cannot write"):
         export_weights(tmp_path / "file", LLAMA, tensors=tensors)
     with pytest.raises(HuggingFaceError, match="contains no tokenizer"):
-        export_weights(tmp_path / "second", LLAMA, tensors=tensors, tokenizer=tmp_path / "nowhere")
+        export_weights(tmp_path / "second", LLAMA, tensors=tensors, companions=Companions(tmp_path / "no"))
     with pytest.raises(HuggingFaceError, match="bloom is not supported"):
         export_weights(tmp_path / "third", LLAMA, tensors=tensors, family="bloom")
 
@@ -168,7 +175,7 @@ def test_two_exports_into_one_folder_are_an_error_of_the_second(tmp_path: Path) 
 def test_a_full_disk_is_one_error_and_leaves_an_empty_folder(tmp_path: Path, limit: int) -> None:
     # The second limit holds the weights of the model but not the tokenizer.
     (tmp_path / "tokenizer.json").write_bytes(b"x" * 1_000_000)
-    options = {"tokenizer": tmp_path / "tokenizer.json"} if limit > 1000 else {}
+    options = {"companions": Companions(tmp_path / "tokenizer.json")} if limit > 1000 else {}
     with file_size_limit(limit), pytest.raises(EnvironmentFault, match="out.* bytes free"):
         export_weights(tmp_path / "out", LLAMA, tensors=tensors_of(build(LLAMA)), **options)
     assert not list((tmp_path / "out").iterdir())
