@@ -32,7 +32,8 @@ MODEL = (
     ),
 )
 RUN = ("--mock-data", "--train-iters=2", "--eval-interval=0", "--no-save", "--num-workers=0", "--device=cpu")
-SUMMARY = re.compile(r"planned ([\d.]+) GB per rank; measured at most ([\d.]+) GB")
+SUMMARY = re.compile(r"planned ([\d.]+) (\w+) per rank; measured at most ([\d.]+) (\w+)")
+GIGABYTES = {"bytes": 1e-9, "kB": 1e-6, "MB": 1e-3, "GB": 1.0}
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class Layout:
         match = SUMMARY.search(done.stdout)
         if match is None:
             raise SystemExit(f"{self.name} failed:\n{done.stdout}\n{done.stderr}")
-        planned, measured = map(float, match.groups())
-        return planned, measured
+        planned, planned_unit, measured, measured_unit = match.groups()
+        return float(planned) * GIGABYTES[planned_unit], float(measured) * GIGABYTES[measured_unit]
 
 
 GPT2 = (

@@ -60,7 +60,8 @@ class Recompute:
 
             # All arguments are positional: torch keeps those through saved-tensor hooks, which may discard them.
             values = (*args, *options.values())
-            return checkpoint(call, *values, use_reentrant=False, context_fn=self._contexts)
+            # No block draws from the random state of torch: dropout masks are a function of samples.
+            return checkpoint(call, *values, use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts)
 
         return eager(run)
 

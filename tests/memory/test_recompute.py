@@ -69,3 +69,12 @@ def test_a_chain_is_its_two_functions(modules):
     x, weight = inputs()
     chain = Recompute(modules).chain("layernorm", torch.sin, second=chained_products)
     assert torch.equal(chain(x, weight=weight), chained_products(x.sin(), weight=weight))
+
+
+def test_the_random_state_is_neither_saved_nor_set(monkeypatch: pytest.MonkeyPatch):
+    calls = []
+    for name in ("get_rng_state", "set_rng_state"):
+        monkeypatch.setattr(torch, name, lambda *_, name=name: calls.append(name))
+    x, weight = inputs()
+    Recompute().checkpointed(chained_products)(x, weight=weight).sum().backward()
+    assert calls == []
