@@ -19,6 +19,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
+for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"):  # of the terminal of who runs the tests
+    os.environ.pop(name, None)
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 # Machines are shared, so neither an example nor their generation has a time limit. The examples are the same in every

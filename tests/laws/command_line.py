@@ -53,8 +53,8 @@ def arguments(run_dir: Path, *more: str) -> list[str]:
     prefix = run_dir.parent / "tokens"
     if not prefix.with_suffix(".idx").exists():
         write_tokens(prefix, random_tokens())
-    line = f"+config=tiny {SIZES} {QUIET} --data-path {prefix} train.run_dir={run_dir}"
-    return [*line.split(), *(argument for text in more for argument in text.split())]
+    folders = ["--data-path", str(prefix), f"train.run_dir={run_dir}"]
+    return [*f"+config=tiny {SIZES} {QUIET}".split(), *folders, *(word for text in more for word in text.split())]
 
 
 def random_tokens() -> np.ndarray:
