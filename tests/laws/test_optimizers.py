@@ -39,6 +39,7 @@ ROWS = [
     ("muon", "llama", 4, {"pp": 2, "strategy": "optim_grads"}, ZB),
     ("muon", "experts", 4, {"ep": 2, "instances": 2, "strategy": "optim_grads"}, OVERLAP),
     ("muon", "experts", 4, {"ep": 2, "instances": 2, "strategy": "optim"}, {"outer_dp_sharding_strategy": "optim"}),
+    ("muon", "llama", 4, {"instances": 2, "strategy": "optim_grads"}, {"outer_dp_sharding_strategy": "optim"}),
     ("muon", "experts", 4, {"tp": 2, "etp": 2, "strategy": "optim_grads_params"}, {}),
     ("muon", "biased", 8, {"tp": 2, "etp": 1, "ep": 2, "instances": 2, "strategy": "optim_grads_params"}, SP),
 ]
