@@ -7,8 +7,8 @@
 
 All save the same tensors, sharded along their first dim over the ranks, fsync them, and load them into existing
 tensors. The time is that of the slowest rank. Loads are measured warm (files in the page cache) and cold (dropped from
-it before). Contenders run in turn for several rounds; a ratio is the median over rounds of runs close in time, so a
-slow minute of the machine affects both sides. Peak memory is the largest growth of a rank's resident memory during a
+it before). Contenders run in turn for several rounds, each round begins with another one; a ratio is the median over
+rounds of runs close in time, so a slow minute of the machine affects both sides. Peak memory is the largest growth of a rank's resident memory during a
 save or a load, beside the state itself, in a first round that is not timed. Last comes the time for which a save stops
 training (save_stall.py).
 
@@ -139,7 +139,9 @@ def run_rank(rank: int, size: int, mib: int, rounds: int, folder: str) -> None:
     expected = {name: tensor.double().sum() for name, tensor in state.tensors.items()}
     times: dict[str, list[list[float]]] = {}  # MiB of the first round, then seconds of every phase, by round
     for number in range(rounds + 1):
-        for name, contender in contenders(state).items():
+        in_turn = list(contenders(state).items())
+        first = number % len(in_turn)  # the disk and the memory are as the contender before has left them
+        for name, contender in in_turn[first:] + in_turn[:first]:
             target = Path(folder) / name
             measured = [
                 _timed(contender.save, target, trims=number == 0),
@@ -215,7 +217,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--mib", type=int, nargs="+", default=[64, 256], help="MiB per rank")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=8, help="a multiple of 4: each contender is first as often")
     parser.add_argument("--folder", type=Path, default=None, help="where to write (default: a temporary folder)")
     parser.add_argument("--write", type=Path, default=None, help="also write the table to this file")
     options = parser.parse_args()
