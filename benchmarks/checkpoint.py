@@ -7,10 +7,10 @@
 
 All save the same tensors, sharded along their first dim over the ranks, fsync them, and load them into existing
 tensors. The time is that of the slowest rank. Loads are measured warm (files in the page cache) and cold (dropped from
-it before). Contenders run in turn for several rounds, each round begins with another one; a ratio is the median over
-rounds of runs close in time, so a slow minute of the machine affects both sides. Peak memory is the largest growth of a rank's resident memory during a
-save or a load, beside the state itself, in a first round that is not timed. Last comes the time for which a save stops
-training (save_stall.py).
+it before). Contenders run in turn for several rounds, each of which begins with another one. A ratio is the median over
+rounds of runs close in time, so a slow minute of the machine affects both sides. Peak memory is the largest growth of a
+rank's resident memory during a save or a load, beside the state itself, in a first round that is not timed. Last comes
+the time for which a save stops training (save_stall.py).
 
 torch.save writes one file per rank and nothing else: no manifest, no communication, and no other layout can read it.
 "plain bytes" writes and reads one file per rank with `write` and `readinto`, tensor after tensor: what the disk gives.

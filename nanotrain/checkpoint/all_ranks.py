@@ -1,6 +1,7 @@
 """Run a function on all ranks: an error on any rank is raised on every rank.
 
     run_on_all      results of any kind, gathered on the first rank, whose verdict is broadcast
+    act_on_first    the same without a verdict to send
     reduce_on_all   numbers: one reduction where no rank fails
     run_on_first    the first rank alone
 
@@ -54,7 +55,17 @@ def run_on_all(group: Group, function: Callable[[], Result], *, merge: Callable[
         RuntimeError: on the other ranks, if a rank raised any other error; that rank raises its own.
     """
     outcome, unexpected = _try(function)
-    return _gather_and_merge(group, outcome, unexpected=unexpected, merge=merge)
+    verdict, unexpected = _gather_and_merge(group, outcome, unexpected=unexpected, merge=merge)
+    return _accept(broadcast_object(verdict, group), unexpected)
+
+
+def act_on_first(group: Group, function: Callable[[], Result], *, act: Callable[[list[Result]], object]) -> None:
+    """`run_on_all` without a result: where no rank fails, the first one is waited for with one reduction."""
+    outcome, unexpected = _try(function)
+    verdict, unexpected = _gather_and_merge(group, outcome, unexpected=unexpected, merge=act)
+    (failed,) = all_reduce_scalars([float(verdict.failed)], group, op="max")
+    if failed > 0:
+        _accept(broadcast_object(verdict, group), unexpected)
 
 
 def reduce_on_all(
@@ -72,7 +83,8 @@ def reduce_on_all(
     assert len(numbers) == length, f"{len(numbers)} numbers on this rank, {length} are reduced"
     failed, *reduced = all_reduce_scalars([float(outcome.failed), *numbers], group, op=op)
     if failed > 0:
-        _gather_and_merge(group, outcome, unexpected=unexpected, merge=lambda _: None)  # raises
+        verdict, unexpected = _gather_and_merge(group, outcome, unexpected=unexpected, merge=lambda _: None)
+        _accept(broadcast_object(verdict, group), unexpected)
     return reduced
 
 
@@ -82,7 +94,8 @@ def _gather_and_merge(
     *,
     unexpected: Exception | None,
     merge: Callable[[list[Result]], Final],
-) -> Final:
+) -> tuple[_Outcome[Final], Exception | None]:
+    """The verdict, on the first rank, and the unexpected error to raise on this one."""
     gathered: list[_Outcome[Result]] | None = gather_object(outcome, group)
     verdict: _Outcome[Final] = _Outcome()
     if gathered is not None:
@@ -91,7 +104,7 @@ def _gather_and_merge(
             verdict = _merge(failed, size=group.size)
         else:  # a result is None only if the function returned None
             verdict, unexpected = _try(lambda: merge([cast(Result, one.result) for one in gathered]))
-    return _accept(broadcast_object(verdict, group), unexpected)
+    return verdict, unexpected
 
 
 def run_on_first(group: Group, function: Callable[[], Result]) -> Result:

@@ -1,8 +1,8 @@
 """Save and restore over all ranks, in phases that every rank finishes or fails together.
 
     save                                             restore
-    1  first rank: check the free space, clear       1  first rank: read and check the manifest, for all
-       leftovers, make step-NNNNNNNN.tmp             2  every rank: compare it with the targets, plan its reads;
+    1  first rank: clear leftovers, make step-       1  first rank: read and check the manifest, for all
+       NNNNNNNN.tmp, check the free space            2  every rank: compare it with the targets, plan its reads;
     2  every rank: write and fsync its shard            together they load every tensor of a kind
     3  first rank: check that chunks cover every     3  every rank: read its chunks, check their checksums, copy them
        tensor exactly once; manifest; rename            into the targets
@@ -12,6 +12,7 @@
 Chunks are boxes of global tensors and the manifest has no topology, so a run with any layout reads any checkpoint.
 """
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from nanotrain.checkpoint import store
-from nanotrain.checkpoint.all_ranks import reduce_on_all, run_on_all, run_on_first
+from nanotrain.checkpoint.all_ranks import act_on_first, reduce_on_all, run_on_all, run_on_first
 from nanotrain.checkpoint.background import BackgroundSave
 from nanotrain.checkpoint.commit import merge_reports, report_of, wait_for_reports, write_failure, write_report
 from nanotrain.checkpoint.compatibility import check_all_loaded, check_compatible, loads
@@ -109,11 +110,12 @@ class Checkpointer:
         manifest = Manifest(step, {}, {}, objects=objects, config=config, topology=topology)
         with self._attempt(step):
             temporary = self._begin(step, tensors)
-            return run_on_all(
+            act_on_first(
                 self.group,
                 lambda: report_of(write_shard(temporary / self._shard_name, tensors), manifest),
-                merge=lambda reports: self._commit(merge_reports(manifest, reports)),
+                act=lambda reports: self._commit(merge_reports(manifest, reports)),
             )
+            return store.step_folder(self.folder, step)
 
     def start_save(
         self,
@@ -260,19 +262,19 @@ class Checkpointer:
         return shard_name(self.group.index, self.group.size)
 
     def _begin(self, step: int, tensors: Tensors) -> Path:
-        """Check the free space and make the temporary folder of a save."""
+        """Make the temporary folder of a save and check the free space."""
+
+        def start() -> list[float]:
+            nbytes = sum(tensor.nbytes for tensor in tensors.values())
+            if not self.group.is_first:
+                return [nbytes, 0, 0]
+            store.start_writing(self.folder, step, warned=self._warned)
+            return [nbytes, step, shutil.disk_usage(self.folder).free]
 
         # The step of the first rank: `merge_reports` finds the rank that saves another one.
-        local = [sum(tensor.nbytes for tensor in tensors.values()), step if self.group.is_first else 0]
-        needed, first_step = map(int, reduce_on_all(self.group, lambda: local, length=2, op="sum"))
-
-        def make() -> list[float]:
-            if self.group.is_first:
-                store.require_space(self.folder, needed)
-                store.start_writing(self.folder, step, warned=self._warned)
-            return []
-
-        reduce_on_all(self.group, make)
+        needed, first_step, free = map(int, reduce_on_all(self.group, start, length=3, op="sum"))
+        if needed > free:
+            run_on_first(self.group, lambda: store.require_space(self.folder, needed))
         return store.temporary_folder(self.folder, first_step)
 
     def _commit(self, manifest: Manifest) -> Path:
