@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.config.pipeline_layout import read_pipeline_layout, write_pipeline_layout
+from nanotrain.config.pipeline_layout import moves_mtp_layers, read_pipeline_layout, write_pipeline_layout
 from nanotrain.errors import ConfigError
 
 
@@ -50,3 +50,10 @@ def test_the_syntax_of_megatron_is_read(text: str, lengths: tuple[int, ...]) -> 
 def test_another_text_is_an_error(text: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         read_pipeline_layout(text)
+
+
+def test_layers_of_multi_token_prediction_before_the_last_stage_are_noted() -> None:
+    """They run on the stage of the head; the header of a run says so (docs/from_megatron.md)."""
+    moved = {layout: moves_mtp_layers(layout) for layout in ("Et|tt|m|L", "Et|t|tmL", "Et|tm*2|L", "Ett|t|tL")}
+    assert moved == {"Et|tt|m|L": True, "Et|t|tmL": False, "Et|tm*2|L": True, "Ett|t|tL": False}
+    assert read_pipeline_layout("Et|tt|m|L") == (1, 2, 0, 0)

@@ -43,6 +43,8 @@ def test_a_gradient_that_is_not_finite_skips_the_update(tmp_path):
         result = train_step(run, batch).read()
         held = run.optimizer.state_tensors().values()
         assert result.skipped and run.state.step == 1
+        # its samples count for the schedule: the next learning rate is that of a run without skipped steps
+        assert run.state.consumed_samples == result.num_samples > 0
         assert all(torch.equal(a, b, ) or a.isnan().any() for a, b in zip(main, held, strict=True))  # fmt: skip
 
 

@@ -60,6 +60,16 @@ def test_every_rank_waits_for_its_parameters_and_the_first_one_prints(ctx, tmp_p
         train(run, SampleHook(None), SummaryHook())
 
 
+@ranks(2, ep=2, strategy="optim")
+def test_where_experts_are_on_other_ranks_no_rank_waits_for_a_sample(ctx, tmp_path):
+    """The first rank alone cannot run the model: it would wait for the others until the timeout."""
+    experts = ("--num-experts", "4", "--expert-model-parallel-size", "2")
+    arguments = ("--train-iters", "1", "--data-parallel-sharding-strategy", "optim", "--vocab-size", "257", *experts)
+    with small_run(tmp_path, *arguments, context=ctx) as run:
+        train(with_length(run, 3), SampleHook("bytes"))
+        assert not run.folder.samples.exists()
+
+
 def test_the_sample_goes_on_from_the_prompt(tmp_path):
     with small_run(tmp_path, "--vocab-size", "257") as run:
         requested = replace(run.config.train, generate_tokens=4, generate_prompt="def f(")
