@@ -52,9 +52,10 @@ def train(argv: Sequence[str]) -> int:
 
 def prepare(argv: Sequence[str]) -> int:
     """Tokenize text into token files (.bin/.idx) for --data-path."""
-    from nanotrain.prepare.command import add_arguments, run
+    from nanotrain.prepare.command import run
+    from nanotrain.prepare.options import PREPROCESS_DATA, add_arguments
 
-    parser = CommandParser("prepare", prepare)
+    parser = CommandParser("prepare", prepare, elsewhere=PREPROCESS_DATA)
     add_arguments(parser)
     run(parser.parse_args(argv))
     return 0

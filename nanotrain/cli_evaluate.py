@@ -51,7 +51,7 @@ def evaluate(argv: Sequence[str], *, environment: MutableMapping[str, str]) -> i
 
 def _parser() -> CommandParser:
     epilog = "the flags of the layout, --seq-length, --micro-batch-size, --bf16, --device, --nproc-per-node may follow"
-    parser = CommandParser("evaluate", evaluate, epilog=epilog)
+    parser = CommandParser("evaluate", evaluate, epilog=epilog, elsewhere={"--data-path": "--data NAME"})
     parser.add_argument("path", type=Path, help="run folder, step folder, or Hugging Face folder")
     data_help = "prefix of token files (.bin/.idx), or text: a .txt or .jsonl file or a folder of them"
     what = parser.add_mutually_exclusive_group(required=True)

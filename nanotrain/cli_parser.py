@@ -3,9 +3,9 @@
 import argparse
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from textwrap import TextWrapper
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from nanotrain.config.suggest import did_you_mean
 from nanotrain.errors import ConfigError
@@ -16,10 +16,33 @@ Command = Callable[[Sequence[str]], int]
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser without abbreviations that raises ConfigError; the function's docstring is the description."""
+    """A parser without abbreviations that raises ConfigError; the function's docstring is the description.
 
-    def __init__(self, command: str, function: Callable[..., int], *, epilog: str | None = None) -> None:
+    Args:
+        command: the name of the command.
+        function: what it runs.
+        epilog: the last sentence of its help.
+        elsewhere: flags that the same thing has in other programs, with what to write here.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        function: Callable[..., int],
+        *,
+        epilog: str | None = None,
+        elsewhere: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(prog=f"nanotrain {command}", description=function.__doc__, epilog=epilog, allow_abbrev=False)
+        self._elsewhere = elsewhere or {}
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse; flags of other programs are one error with what to write instead, before any other."""
+        flags = [str(argument).partition("=")[0] for argument in args or ()]
+        meant = {flag: self._elsewhere[flag] for flag in flags if flag in self._elsewhere}
+        if meant:
+            self.error("unknown " + ", ".join(f"{flag} (write {cure})" for flag, cure in meant.items()))
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""

@@ -89,9 +89,13 @@ class ErrorCollector:
             self.errors.append(error)
         return isinstance(error, ConfigError)
 
-    def raise_errors(self) -> None:
-        """Raise what was collected: one error as it is, several as `ConfigErrors`."""
-        distinct = list({str(error): error for error in self.errors}.values())
+    def raise_errors(self, *, where: str = "") -> None:
+        """Raise what was collected: one error as it is, several as `ConfigErrors`.
+
+        `where` is added to the fact of each, as " in tiny.yaml".
+        """
+        errors = [ConfigError(error.what + where, why=error.why, fix=error.fix) for error in self.errors]
+        distinct = list({str(error): error for error in (errors if where else self.errors)}.values())
         if distinct:
             raise distinct[0] if len(distinct) == 1 else ConfigErrors(distinct)
 

@@ -102,3 +102,18 @@ def test_the_list_of_commands_at_the_width_of_the_terminal(width):
 @pytest.mark.parametrize("width", [80, 100, 120])
 def test_the_commands_of_nanotrain_fit(width):
     assert max(map(len, usage("nanotrain", COMMANDS, width=width).splitlines())) <= width
+
+
+@pytest.mark.parametrize(
+    "argv", [["--output-prefix", "a", "--json-keys=text"], ["--json-keys=text", "--output-prefix", "a"]]
+)
+def test_flags_of_other_programs_are_one_error_that_says_what_to_write(argv):
+    parser = CommandParser(
+        "prepare", len, elsewhere={"--output-prefix": "--output PREFIX", "--json-keys": "--text-column NAME"}
+    )
+    parser.add_argument("--output", required=True)
+    with pytest.raises(ConfigError) as caught:
+        parser.parse_args(argv)
+    assert "--output-prefix (write --output PREFIX)" in str(caught.value)
+    assert "--json-keys (write --text-column NAME)" in str(caught.value)
+    assert parser.parse_args(["--output", "a"]).output == "a"

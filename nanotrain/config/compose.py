@@ -173,11 +173,22 @@ def chosen_files(config_name: str, overrides: list[str], *, folders: list[Path])
     """
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import MissingConfigException
     from hydra.types import RunMode
 
     with _HYDRA, composition_errors(), initialize_config_dir(str(folders[0]), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
-        composed = loader.compute_defaults_list(config_name, overrides, run_mode=RunMode.RUN)
+        try:
+            composed = loader.compute_defaults_list(config_name, overrides, run_mode=RunMode.RUN)
+        except MissingConfigException as error:
+            group, _, name = (error.missing_cfg_file or "").rpartition("/")
+            names = names_in(group, folders)
+            near = nearest_choice(name, names)
+            raise ConfigError(
+                f"there is no {group}/{name}.yaml",
+                why=f"a defaults list names it; {group} has {', '.join(names) or 'no files'}",
+                fix=f"did you mean {near}?" if near else "correct that entry",
+            ) from None
     files: list[tuple[Path, str]] = []
     for default in composed.defaults:
         name = f"{default.config_path}.yaml"
@@ -225,10 +236,7 @@ def keys_of(values_of_file: dict[str, Any], file: str) -> list[str]:
         )
     errors = ErrorCollector()
     keys = [key for key, _ in flatten(values_of_file, errors=errors)]
-    try:
-        errors.raise_errors()
-    except ConfigError as error:
-        raise ConfigError(f"{error.what} in {file}", why=error.why, fix=error.fix) from None
+    errors.raise_errors(where=f" in {file}")
     return keys
 
 

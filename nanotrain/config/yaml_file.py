@@ -31,6 +31,10 @@ def check_yaml(path: Path) -> None:
     except UnicodeDecodeError as error:
         why = f"it is not UTF-8: byte {error.start} is {content[error.start]:#04x}"
         raise ConfigError(f"{path} cannot be read", why=why, fix="convert it to UTF-8") from None
+    except yaml.MarkedYAMLError as error:
+        place = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        why = place + ", ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{path} cannot be read", why=why, fix="correct the YAML") from None
     except (OSError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())
         raise ConfigError(f"{path} cannot be read", why=why, fix=fix) from None

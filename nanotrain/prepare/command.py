@@ -32,6 +32,7 @@ from nanotrain.prepare.parts import CURE, PartJob, is_complete, open_parts, part
 from nanotrain.prepare.progress import PrepareProgress
 from nanotrain.prepare.readers import DocumentReader, pick_text
 from nanotrain.prepare.token_writer import TokenWriter
+from nanotrain.quantities import count_of
 from nanotrain.runs.files import disk_errors, is_own, make_folder, remove_folder
 from nanotrain.runs.lock import hold_lock
 
@@ -255,7 +256,7 @@ def _merge(prefix: Path, job: PartJob, *, num_parts: int, tokenizer: Tokenizer, 
 
 
 def _summary(info: CorpusInfo) -> str:
-    return f"{info.documents:,} documents, {info.tokens:,} tokens, vocabulary {info.vocab_size:,}"
+    return f"{count_of(info.documents, 'document')}, {count_of(info.tokens, 'token')}, vocabulary {info.vocab_size:,}"
 
 
 def _hash(value: Any) -> str:

@@ -11,6 +11,7 @@ from nanotrain.prepare.hub import HubDataset, load_rows
 from nanotrain.untrusted import parse_json
 
 _ROWS_PER_READ = 256
+KINDS = {int: "a number", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
 
 
 class DocumentReader:
@@ -58,7 +59,7 @@ def pick_text(row: Mapping[str, Any], column: str, *, source: str, columns: Sequ
     if not isinstance(text, str):
         raise DataError(
             f"{source} holds no text in column {column}",
-            why=f"it holds a {type(text).__name__}; the columns are {names}",
+            why=f"it holds {KINDS.get(type(text), type(text).__name__)}; the columns are {names}",
             fix="name a column of strings with --text-column",
         )
     return text

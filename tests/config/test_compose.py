@@ -49,8 +49,13 @@ def test_the_recipes_are_found():
         ("# @package _global_\noptim:\n  lrr: 1\n", "unknown key optim.lrr in {path}"),
         ("# @package _global_\noptm:\n  lr: 1\n", "unknown section optm in {path}"),
         ("optim:\n  lr: 1\n", "begin it with the line: # @package _global_"),
-        ("# @package _global_\noptim: [\n", "cannot be read"),
-        ("# @package _global_\ndefaults: [nothing, _self_]\n", "config/nothing"),
+        ("# @package _global_\noptim: [\n", "cannot be read: line 3: while parsing a flow node, did not find expected"),
+        (
+            "# @package _global_\ndefaults: [tinyy, _self_]\n",
+            "there is no config/tinyy.yaml: a defaults list names it; ",
+        ),
+        ("# @package _global_\ndefaults: [tinyy, _self_]\n", "; did you mean tiny?"),
+        ("# @package _global_\noptim:\n  lrr: 1\n  mrr: 2\n", "2 mistakes:\n  - unknown key optim.lrr in {path}: "),
         ("# @package _global_\noptim:\n  lr: fast\n", "optim.lr is 'fast': it takes a number"),
     ],
 )
@@ -67,6 +72,10 @@ def test_a_bad_recipe_is_named(text, message, tmp_path):
         (["+config=tiny.yaml"], "there is no file tiny.yaml: +config=tiny.yaml names one; did you mean +config=tiny,"),
         (["+config=no/where.yaml"], "there is no file no/where.yaml: +config=no/where.yaml names one; check the path"),
         (["+config=tini"], "did you mean +config=tiny?"),
+        (
+            ["+config=tiny", "+config=tiny_moe"],
+            "+config=tiny_moe contradicts +config=tiny: one file of a group is read",
+        ),
         (["--config-dir", ""], "--config-dir is empty: it takes a folder"),
         (["--config-dir", __file__], "cannot be read: it is a file"),
         (["--config-dir", "/nowhere"], "cannot be read: there is no such folder"),

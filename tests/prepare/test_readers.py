@@ -30,7 +30,7 @@ def test_rows_without_text_are_left_out(tmp_path: Path) -> None:
         ('{"text": "a"', r"a\.jsonl line 3 is no JSON"),
         ("[1]", r"line 3 is no JSON object.*a list"),
         ('{"body": "a", "id": 1}', r"line 3 has no column text: its columns are body, id; name one with --text-column"),
-        ('{"text": 5}', r"line 3 holds no text in column text: it holds a int"),
+        ('{"text": 5}', r"line 3 holds no text in column text: it holds a number"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -44,7 +44,7 @@ def test_a_column_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None
     pq.write_table(pa.table({"body": ["a"], "n": [1]}), tmp_path / "b.parquet")
     with pytest.raises(DataError, match="no column text: its columns are body, n"):
         _read(tmp_path / "b.parquet")
-    with pytest.raises(DataError, match="no text in column n: it holds a int; the columns are body, n"):
+    with pytest.raises(DataError, match="no text in column n: it holds a number; the columns are body, n"):
         _read(tmp_path / "b.parquet", column="n")
 
 
