@@ -50,7 +50,8 @@ class LiveBytes(TorchDispatchMode):
     def _see(self, tensor: torch.Tensor) -> None:
         """Count a tensor, and all others again if it is new and large."""
         num_bytes = tensor.untyped_storage().nbytes()
-        if id(tensor) in self._seen or num_bytes < SMALL:
+        seen = self._seen.get(id(tensor))
+        if num_bytes < SMALL or (seen is not None and seen() is tensor):  # a later tensor may have the id of a dead one
             return
         self._seen[id(tensor)] = weakref.ref(tensor)
         alive = {key: tensor for key, reference in self._seen.items() if (tensor := reference()) is not None}
