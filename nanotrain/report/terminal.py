@@ -28,7 +28,8 @@ def list_runs(runs: Sequence[RunHistory], *, console: Console) -> None:
         return
     rows = [summary_of(run) for run in runs]
     columns = [name for name in rows[0] if console.width >= WIDE or name not in FOR_WIDE_TERMINALS]
-    console.print(_table(columns, [[row[name] for name in columns] for row in rows]))
+    header = [*columns[:-1], f"{columns[-1]} (UTC)"]  # in the header, so that a time is one line of 80 columns
+    console.print(_table(header, [[row[name].removesuffix(" UTC") for name in columns] for row in rows]))
 
 
 def compare_runs(runs: Sequence[RunHistory], *, console: Console) -> None:
