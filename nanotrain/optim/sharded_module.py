@@ -27,7 +27,7 @@ from nanotrain.optim.distributed import DistributedOptimizer, Update
 from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.parallel.dp.reduction import ReduceGroups
-from nanotrain.parallel.dp.strategy import STRATEGIES
+from nanotrain.parallel.dp.strategy import STRATEGIES, Strategy
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.params import Constant, LocalParam, ParamSpec
@@ -52,7 +52,8 @@ class ShardedModule:
         precision: dtypes; parameters are converted to `params_dtype`.
 
     Raises:
-        ConfigError: model parallelism, no module of a unit class, parameters that no unit can hold or that are frozen.
+        ConfigError: model parallelism, a context of another strategy, no module of a unit class, parameters that no
+            unit can hold or that are frozen.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class ShardedModule:
         _check_trained(module, optim)
         self.module, self._context, self._optim = module, context, optim
         strategy = STRATEGIES[parallel.data_parallel_sharding_strategy.value]
+        _check_groups(context, strategy)
         units = find_units(module, unit_classes, must_not_nest=strategy.shard_params)
         is_outer_sharded = parallel.outer_dp_sharding_strategy is OuterShardingStrategy.optim
         groups = ReduceGroups(context.group("dp_shard"), context.group("dp_replicate"), shards_across=is_outer_sharded)
@@ -274,6 +276,16 @@ def _check_data_parallel_only(context: ParallelContext) -> None:
         shown = ", ".join(f"{axis} {size}" for axis, size in wrong.items())
         why = "the parameters of an arbitrary module do not declare how these axes shard them"
         raise ConfigError(f"a sharded module with {shown}", why=why, fix="use data parallelism only, or the trainer")
+
+
+def _check_groups(context: ParallelContext, strategy: Strategy) -> None:
+    num_shards = context.group("dp_shard").size
+    if num_shards > 1 and not strategy.shard_optim:
+        raise ConfigError(
+            f"no_shard in a context whose ranks form shard groups of {num_shards}",
+            why="the context was made for another data_parallel_sharding_strategy",
+            fix="pass one ParallelConfig to Topology.of and to ShardedModule",
+        )
 
 
 def _check_trained(module: nn.Module, optim: OptimConfig) -> None:

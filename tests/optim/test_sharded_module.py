@@ -232,5 +232,14 @@ def refuse_tensor_parallelism(context: ParallelContext) -> None:
         ShardedModule(Model(), context, parallel=parallel, unit_classes=(Block,))
 
 
+def refuse_another_strategy(context: ParallelContext) -> None:
+    with pytest.raises(ConfigError, match="no_shard in a context whose ranks form shard groups of 2"):
+        ShardedModule(Model(), context, parallel=parallel_config(strategy="no_shard"), unit_classes=(Block,))
+
+
+def test_a_context_of_another_strategy_is_refused() -> None:
+    run_ranks(2, refuse_another_strategy, strategy="optim")
+
+
 def test_model_parallelism_is_refused() -> None:
     run_ranks(2, refuse_tensor_parallelism, tp=2)
