@@ -53,7 +53,10 @@ def translate(
         check_defaults(line, errors=errors)
         if "model.ffn_hidden_size" not in from_files:
             complete_width(result)
-    for argument in sorted(line.megatron, key=lambda each: MEGATRON[each.flag].overrules):
+    # --no-position-embedding is checked against what the other flags of the line set
+    for argument in sorted(
+        line.megatron, key=lambda each: (each.flag == "--no-position-embedding", MEGATRON[each.flag].overrules)
+    ):
         with errors:
             convert_flag(result, argument)
     for name, value, why in implied(result.config, result.explicit, line=line):
