@@ -154,6 +154,6 @@ def count_calls(kill: Kill, rank: int) -> "itertools.count[int]":
 
     for name in CALLS:
         setattr(os, name, counted(getattr(os, name)))
-    for name in ("gather_object", "broadcast_object"):
+    for name in ("gather_object", "broadcast_object", "all_reduce_scalars"):
         setattr(all_ranks, name, counted(getattr(all_ranks, name)))
     return numbers

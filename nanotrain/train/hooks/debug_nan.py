@@ -44,6 +44,7 @@ class DebugNanHook(Hook):
     def before_training(self, run: Run) -> None:
         for stage in run.stages.values():
             for name, module in stage.named_modules():
+                module.register_forward_pre_hook(partial(self._before_forward, run=run, name=name or "the stage"))
                 module.register_forward_hook(partial(self._after_forward, run=run, name=name or "the stage"))
 
     def after_step(self, run: Run, report: StepReport) -> None:
@@ -66,12 +67,16 @@ class DebugNanHook(Hook):
             fix="look at its inputs: the data of that microbatch, the learning rate, the parameters before it",
         )
 
-    def _after_forward(self, module: nn.Module, *inputs_and_output: Any, run: Run, name: str) -> None:
+    def _before_forward(self, module: nn.Module, *_inputs: Any, run: Run, name: str) -> None:
+        """Check the parameters of the module, which are gathered now; after the forward they may be released."""
         for parameter_name, parameter in module.named_parameters(recurse=False):
             fp8 = getattr(module, "fp8", None)  # gathered fp8 weights: an overflow makes their scales NaN
             stored = fp8.stored if fp8 is not None and parameter_name == "weight" else None
             values = parameter.detach() if stored is None else stored.inverse_scales
-            self._check(values, f"parameter {name}.{parameter_name}", run=run)
+            if values.untyped_storage().nbytes():
+                self._check(values, f"parameter {name}.{parameter_name}", run=run)
+
+    def _after_forward(self, module: nn.Module, *inputs_and_output: Any, run: Run, name: str) -> None:
         for tensor in _tensors(inputs_and_output[-1]):
             self._check(tensor.detach(), f"the output of {name}", run=run)
             if tensor.requires_grad:

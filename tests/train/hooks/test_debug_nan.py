@@ -44,6 +44,27 @@ def test_the_module_and_microbatch_are_named(tmp_path, in_backward, what):
     assert spy.reports[-1].step == 3 and spy.reports[-1].skipped
 
 
+def test_parameters_that_are_released_after_each_unit_are_checked_while_they_are_there(tmp_path):
+    sharded = ("--data-parallel-sharding-strategy", "optim_grads_params")
+    hook, poisoned = DebugNanHook(), []
+
+    class PoisonWeight(Hook):
+        def before_training(self, run) -> None:
+            (stage,) = run.stages.values()
+            stage.final_norm.register_forward_pre_hook(lambda module, _: self.poison(module, run))
+
+        def poison(self, module, run) -> None:
+            if run.state.step == 1:
+                poisoned.append(module.weight.detach().fill_(torch.nan))
+
+    with small_run(tmp_path, *FLAGS, *sharded) as run, pytest.raises(TrainingFault) as error:
+        train(run, PoisonWeight(), hook)
+    assert poisoned and "the first tensor of step 2 that is not finite is parameter final_norm.weight" in str(
+        error.value
+    )
+    assert not run.stages[0].final_norm.weight.untyped_storage().nbytes(), "else it is never released"
+
+
 def test_weights_that_are_gathered_in_fp8_are_no_finding(tmp_path):
     fp8 = (
         "--bf16",
