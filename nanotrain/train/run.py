@@ -36,7 +36,8 @@ class TrainState:
     curve_batch_size: int = 0
     # of runs with rollback_on_spike:
     skipped_samples: int = 0  # left out after spikes; the sample read is consumed_samples + skipped_samples
-    spike_step: int = 0  # the last step that was rolled back
+    spike_step: int = 0  # the highest step that was rolled back
+    rollback_step: int = 0  # where the last of them went back to
     recent_losses: list[float] = field(default_factory=list)  # of the last steps, oldest first
 
     def advance(self, *, samples: int, tokens: int) -> None:
@@ -47,7 +48,7 @@ class TrainState:
 
     def to_dict(self) -> dict[str, Any]:
         """The counters as JSON; those of rollbacks only where there are any."""
-        rollbacks = ("skipped_samples", "spike_step", "recent_losses")
+        rollbacks = ("skipped_samples", "spike_step", "rollback_step", "recent_losses")
         return {name: value for name, value in asdict(self).items() if value or name not in rollbacks}
 
 

@@ -5,7 +5,7 @@
     8 x 8 samples consumed
 
 The learning rate follows the consumed samples, which exclude the skipped ones. A run that spikes again before it has
-passed the step of the last spike goes back to an older checkpoint.
+passed the step of the last spike goes back to an older checkpoint than before, so that this ends.
 """
 
 import math
@@ -55,7 +55,9 @@ def checkpoint_before_spike(run: Run) -> Path | None:
     newest = run.checkpointer.older_than(step_folder(run.checkpointer.folder, state.step))
     if newest is None or state.step > state.spike_step:
         return newest
-    older = run.checkpointer.older_than(newest)
+    # Not older than the newest: that is written anew on the way to every spike.
+    last = step_folder(run.checkpointer.folder, state.rollback_step) if state.rollback_step else newest
+    older = run.checkpointer.older_than(last)
     if older is None:
         raise TrainingFault(
             f"the loss of step {state.step} is a spike again, after going back from step {state.spike_step}",
@@ -73,12 +75,13 @@ def roll_back(run: Run, checkpoint: Path) -> None:
     """
     for dp in run.data_parallel:
         dp.wait_for_params()
-    spike, place = run.state.step, run.state.consumed_samples + run.state.skipped_samples
+    spike, place = max(run.state.step, run.state.spike_step), run.state.consumed_samples + run.state.skipped_samples
     parts = RunParts(run.stages, run.data_parallel, run.optimizer)
     # --finetune and --no-load-optim are meant for the first start, not for the run's own checkpoint.
     own = replace(run.config, checkpoint=replace(run.config.checkpoint, finetune=False, load_optim=True))
     loaded = restore_parts(checkpoint, run.checkpointer, parts=parts, config=own, may_fall_back=True)
-    loaded.skipped_samples, loaded.spike_step = place - loaded.consumed_samples, spike
+    loaded.skipped_samples = place - loaded.consumed_samples
+    loaded.spike_step, loaded.rollback_step = spike, loaded.step
     for field in fields(TrainState):
         setattr(run.state, field.name, getattr(loaded, field.name))
     run.batch_iterator.discard()

@@ -5,6 +5,7 @@ import torch
 
 from nanotrain.errors import TrainingFault
 from nanotrain.train.hooks.checkpoint import CheckpointHook
+from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.hooks.log import LogHook
 from tests.train.small_run import Spy, metrics_of, small_run, train
 
@@ -76,6 +77,20 @@ def test_spikes_without_end_end_the_run(tmp_path, logged):
     with pytest.raises(TrainingFault, match="no older checkpoint is left"):
         losses_and_reads(tmp_path, "--save-interval", "9", bad=range(20, 200))
     assert len([line for line in logged if "back to step 9" in line]) == 1
+
+
+def test_a_spike_that_no_data_causes_goes_further_back_each_time_and_ends_the_run(tmp_path, logged):
+    class Spoil(Hook):
+        """Makes the loss of step 11 a spike, whatever the data."""
+
+        def after_step(self, run, report) -> None:
+            if report.step == 10:
+                run.stages[0].final_norm.weight.detach().mul_(-60.0)
+
+    with pytest.raises(TrainingFault, match="step 11 is a spike again, after going back from step 11"):
+        losses_and_reads(tmp_path, "--save-interval", "3", bad=(), hooks=[Spoil()])
+    back = [line.split("back to step ")[1].split(",")[0] for line in logged if "back to step" in line]
+    assert back == ["9", "6", "3"]
 
 
 def test_without_a_checkpoint_a_spike_is_a_warning(tmp_path, logged):
