@@ -55,7 +55,7 @@ def checkpoint_before_spike(run: Run) -> Path | None:
     newest = run.checkpointer.older_than(step_folder(run.checkpointer.folder, state.step))
     if newest is None or state.step > state.spike_step:
         return newest
-    # Not older than the newest: that is written anew on the way to every spike.
+    # The newest itself may have been saved again before this spike.
     last = step_folder(run.checkpointer.folder, state.rollback_step) if state.rollback_step else newest
     older = run.checkpointer.older_than(last)
     if older is None:
