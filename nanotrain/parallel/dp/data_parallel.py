@@ -42,16 +42,8 @@ from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.parallel.dp.fp8_weights import Fp8Weights, placeholder
 from nanotrain.parallel.dp.layout import BufferLayout
 from nanotrain.parallel.dp.reduction import ReduceGroups, Reduction, shard_of
-from nanotrain.parallel.dp.stores import (
-    GradPool,
-    GradStore,
-    ParamStore,
-    ResidentGrads,
-    ResidentParams,
-    ShardedParams,
-    TransientGrads,
-    gather_memory,
-)
+from nanotrain.parallel.dp.storage import build_grads, build_params
+from nanotrain.parallel.dp.stores import ParamStore
 from nanotrain.parallel.dp.strategy import Strategy
 from nanotrain.parallel.dp.unit_gather import UnitGather
 from nanotrain.parallel.dp.units import child_units, given_units
@@ -352,38 +344,20 @@ class DataParallel:
             by_all_to_all=options.by_all_to_all,
             keeps_full=options.keeps_full_grads,
         )
-        stores = zip(self.layout.buckets, self._build_params(), self._build_grads(precision), strict=True)
-        return tuple(
-            Bucket(bucket, params=params, grads=grads, reduction=reduction) for bucket, params, grads in stores
+        params = build_params(
+            self.layout,
+            self.param_buffer,
+            groups=self.groups,
+            is_sharded=options.strategy.shard_params,
+            update_buffer=self.update_buffer,
+            num_blocks=options.num_gather_blocks,
         )
-
-    def _build_params(self) -> list[ParamStore]:
-        layout, groups = self.layout, self.groups
-        numels, buffer = [bucket.update_numel for bucket in layout.buckets], self.update_buffer
-        updates = [None] * len(numels) if buffer is None else buffer.split(numels)
-        if not self.options.strategy.shard_params:
-            fulls = self.param_buffer.split([bucket.numel for bucket in layout.buckets])
-            pairs = zip(fulls, updates, strict=True)
-            return [ResidentParams(full, groups=groups, update=update) for full, update in pairs]
-        shards = self.param_buffer.split([bucket.shard_numel for bucket in layout.buckets])
-        memory = gather_memory(layout, shards, num_blocks=self.options.num_gather_blocks)
-        return [
-            ShardedParams(part, full, groups=groups, update=update)
-            for part, full, update in zip(shards, memory, updates, strict=True)
-        ]
-
-    def _build_grads(self, precision: Precision) -> list[GradStore]:
-        layout, groups, device = self.layout, self.groups, self.param_buffer.device
-        if not self.options.strategy.shard_grads:
-            buffer = torch.zeros(layout.numel, dtype=precision.grads, device=device)
-            fulls = buffer.split([bucket.numel for bucket in layout.buckets])
-            return [ResidentGrads(full, groups=groups, main_dtype=precision.main_grads) for full in fulls]
-        pool = GradPool(max(bucket.numel for bucket in layout.buckets), device=device, dtype=precision.grads)
-        shards = torch.zeros(layout.numel // groups.shard.size, dtype=precision.main_grads, device=device)
-        return [
-            TransientGrads(bucket.numel, part, pool=pool, groups=groups)
-            for bucket, part in zip(layout.buckets, shards.split([b.shard_numel for b in layout.buckets]), strict=True)
-        ]
+        device, shards = self.param_buffer.device, options.strategy.shard_grads
+        grads = build_grads(self.layout, groups=self.groups, precision=precision, device=device, is_transient=shards)
+        return tuple(
+            Bucket(bucket, params=one, grads=other, reduction=reduction)
+            for bucket, one, other in zip(self.layout.buckets, params, grads, strict=True)
+        )
 
 
 @contextmanager
