@@ -145,14 +145,15 @@ def budget_of(plan: Plan, card: Card, *, has_triton: bool = True) -> Budget:
     Args:
         plan: of the rank; its groups inside of layers lie where those of rank 0 do.
         card: the device.
-        has_triton: count the Triton kernels of nanotrain/kernels, not their torch forms.
+        has_triton: count the Triton kernels of nanotrain/kernels and products that write weight gradients, not their
+            torch forms.
     """
     budget = Budget(card, plan.config.precision.params_dtype.value)
     with _model_parallel(plan) as parallel:
         for stage in plan.stages:
             _count_microbatches(plan, stage, budget, parallel=parallel, has_triton=has_triton)
     _add_bubble(plan, budget)
-    _count_gradients(plan, budget)
+    _count_gradients(plan, budget, writes=has_triton and not plan.strategy.shard_grads)
     _count_optimizer(plan, budget)
     for (name, _), num_bytes in sent_bytes(plan).items():
         if name != "tp":  # of tp only what optimizers send; the rest was counted where it ran
@@ -247,14 +248,22 @@ def _add_bubble(plan: Plan, budget: Budget) -> None:
         budget.idle(idle / (1 - idle) * budget.seconds)
 
 
-def _count_gradients(plan: Plan, budget: Budget) -> None:
-    """Copies of the first microbatch's gradients to the buffer, and additions of the others'."""
+def _count_gradients(plan: Plan, budget: Budget, *, writes: bool) -> None:
+    """Copies of the first microbatch's gradients to the buffer, and additions of the others'.
+
+    `writes`: whether products write to the buffer, as outside of compiled graphs; these move more bytes themselves.
+    """
     precision = Precision.of(plan.config.precision)
     read, buffer = precision.params.itemsize, precision.grads.itemsize
     for param in (param for stage in plan.stages for param in stage.params):
-        numel = param.box.numel
+        numel, later = param.box.numel, plan.num_microbatches - 1
+        if writes and len(param.spec.shape) == 2 and not param.spec.name.startswith("embedding."):
+            # instead of a gradient in the parameters' dtype, which was counted; the launch is the product's
+            budget.add("GEMM", num_bytes=numel * (buffer - read), launches=0)
+            budget.add("GEMM", num_bytes=numel * (2 * buffer - read), launches=0, times=later)
+            continue
         budget.add("gradients", num_bytes=numel * (read + buffer))
-        budget.add("gradients", num_bytes=numel * (read + 2 * buffer), times=plan.num_microbatches - 1)
+        budget.add("gradients", num_bytes=numel * (read + 2 * buffer), times=later)
 
 
 def _count_optimizer(plan: Plan, budget: Budget) -> None:

@@ -173,7 +173,6 @@ PARALLEL = {
     "--data-parallel-random-init": not_yet("initial weights are a function of the seed and the name: leave it out"),
 }
 PRECISION = {
-    "--no-gradient-accumulation-fusion": no_effect("gradients are accumulated in fp32 by torch"),
     "--disable-bf16-reduced-precision-matmul": always("products of bf16 accumulate in fp32"),
     "--fp8-dot-product-attention": not_yet("the core attention is in params_dtype: leave it out"),
     "--fp8-multi-head-attention": not_yet("the core attention is in params_dtype: leave it out"),

@@ -19,6 +19,8 @@ from typing import Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from nanotrain.kernels.grad_view import grad_view_of
+
 
 class Wgrad(Protocol):
     """The weight gradients of one layer and microbatch, still to be computed."""
@@ -30,8 +32,8 @@ class Wgrad(Protocol):
     def start(self) -> None:
         """Start the communication that `compute` waits for."""
 
-    def compute(self) -> Sequence[Tensor]:
-        """The gradients, one per parameter of `params`."""
+    def compute(self) -> Sequence[Tensor | None]:
+        """The gradients, one per parameter of `params`; None for one that was written to its `grad_view`."""
 
 
 class WgradQueue:
@@ -78,14 +80,15 @@ def accumulate_wgrads(wgrads: list[Wgrad], *, ready: Sequence[tuple[nn.Parameter
     uses_left.update(id(param) for param, _ in ready)
     sums: dict[int, Tensor] = {}
 
-    def accumulate(param: nn.Parameter, grad: Tensor) -> None:
+    def accumulate(param: nn.Parameter, grad: Tensor | None) -> None:
         uses_left[id(param)] -= 1
-        total = sums.pop(id(param)) + grad if id(param) in sums else grad
-        if uses_left[id(param)]:
+        total = sums.pop(id(param), None)
+        if grad is not None:
+            total = grad if total is None else total + grad
+        if uses_left[id(param)] and total is not None:
             sums[id(param)] = total
-        else:
-            # Accumulates as autograd does: honours grad_dtype and fires the post-accumulate hooks.
-            torch.autograd.backward(param, total)
+        elif not uses_left[id(param)]:
+            _accumulate(param, total)
 
     for param, grad in ready:
         accumulate(param, grad)
@@ -96,5 +99,14 @@ def accumulate_wgrads(wgrads: list[Wgrad], *, ready: Sequence[tuple[nn.Parameter
         wgrad = wgrads.pop()
         if wgrads:
             wgrads[-1].start()
-        for param, grad in zip(wgrad.params, wgrad.compute(), strict=True):
-            accumulate(param, grad)
+        for param, computed in zip(wgrad.params, wgrad.compute(), strict=True):
+            accumulate(param, computed)
+
+
+def _accumulate(param: nn.Parameter, grad: Tensor | None) -> None:
+    """Accumulate as autograd does: honour grad_dtype and run the post-accumulate hooks; None: all of it was written."""
+    view = grad_view_of(param)
+    if grad is not None:
+        torch.autograd.backward(param, grad)
+    elif view is not None:
+        view.mark_ready()

@@ -2,7 +2,7 @@
 
     fprop    y  = x W^T + b                  [..., I], [O, I] -> [..., O]
     dgrad    dx = dy W                       [T, O], [O, I] -> [T, I]
-    wgrad    dW = dy^T x                     [T, O], [T, I] -> [O, I]
+    wgrad    dW = dy^T x                     [T, O], [T, I] -> [O, I], or written where gradients are accumulated
     Linear   the same for the parameters of one layer, the gradient of the bias included
     Linears  the same for layers that share an input
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from nanotrain.kernels import onednn
 from nanotrain.kernels.fp8.layer import Fp8Layer
+from nanotrain.kernels.grad_view import grad_view_of
 from nanotrain.kernels.onednn import uses_onednn
 
 
@@ -54,6 +55,16 @@ def wgrad(grad: Tensor, x: Tensor, *, add_to: Tensor | None = None) -> Tensor:
     return add_to
 
 
+def write_wgrad(grad: Tensor, x: Tensor, *, out: Tensor) -> None:
+    """[T, O], [T, I] -> `out` [O, I], perhaps in fp32 from 16 bit."""
+    if out.dtype is not grad.dtype and adds_wider(grad.device.type):
+        torch.mm(grad.t(), x, out_dtype=out.dtype, out=out)
+    elif out.dtype is not grad.dtype or uses_onednn(grad, x.shape[1]):
+        out.copy_(wgrad(grad, x))
+    else:
+        torch.mm(grad.t(), x, out=out)
+
+
 def adds_wider(device_type: str) -> bool:
     """Whether a product of 16-bit matrices can be added to an fp32 matrix where it is computed: by cuBLAS only."""
     return device_type == "cuda"
@@ -71,6 +82,11 @@ class Linear:
     def trained_params(self) -> tuple[nn.Parameter, ...]:
         """Weight and bias, where they exist and require a gradient."""
         return tuple(param for param in (self.weight, self.bias) if param is not None and param.requires_grad)
+
+    @property
+    def writes_wgrad(self) -> bool:
+        """Whether the product writes the weight's gradient where it is accumulated."""
+        return self.weight.requires_grad and grad_view_of(self.weight) is not None
 
     @property
     def used_rows(self) -> slice:
@@ -95,13 +111,28 @@ class Linear:
         """[T, O] -> [T, I], as `dgrad`."""
         return dgrad(grad, self.used_weight.detach(), add_to=add_to)
 
-    def wgrad(self, grad: Tensor, x: Tensor) -> list[Tensor]:
-        """[T, O], [T, I] -> the gradients of `trained_params`."""
-        return self.param_grads(grad, wgrad(grad, x) if self.weight.requires_grad else None)
+    def wgrad(self, grad: Tensor, x: Tensor) -> list[Tensor | None]:
+        """[T, O], [T, I] -> the gradients of `trained_params`, None for one that was written."""
+        if self._write_wgrad(grad, x) or not self.weight.requires_grad:
+            return self.param_grads(grad, None)
+        return self.param_grads(grad, wgrad(grad, x))
 
-    def param_grads(self, grad: Tensor, grad_weight: Tensor | None) -> list[Tensor]:
-        """[T, O], the gradient of the used rows of a trained weight -> the gradients of `trained_params`."""
-        grads = [] if grad_weight is None else [grad_weight]
+    def _write_wgrad(self, grad: Tensor, x: Tensor) -> bool:
+        """Write the weight's gradient where it is accumulated; whether that was possible."""
+        view = grad_view_of(self.weight)
+        target = view.start_write() if view is not None and self.writes_wgrad else None
+        if target is None:
+            return False
+        buffer, has_grads = target
+        if has_grads:
+            wgrad(grad, x, add_to=buffer)
+        else:
+            write_wgrad(grad, x, out=buffer)
+        return True
+
+    def param_grads(self, grad: Tensor, grad_weight: Tensor | None) -> list[Tensor | None]:
+        """[T, O], the gradient of the used rows of the weight -> the gradients of `trained_params`."""
+        grads = [grad_weight] if self.weight.requires_grad else []
         if self.bias is not None and self.bias.requires_grad:
             grads.append(grad.sum(0))
         return grads
@@ -124,7 +155,7 @@ class Linears:
             linear.dgrad(grad, add_to=total)
         return total
 
-    def wgrad(self, grads: Sequence[Tensor], x: Tensor) -> list[Tensor]:
-        """One [T, O] per layer, [T, I] -> the gradients of the trained parameters, layer by layer."""
+    def wgrad(self, grads: Sequence[Tensor], x: Tensor) -> list[Tensor | None]:
+        """One [T, O] per layer, [T, I] -> the gradients of the trained parameters, None for one that was written."""
         pairs = zip(grads, self.linears, strict=True)
         return [found for grad, linear in pairs for found in linear.wgrad(grad, x)]

@@ -109,6 +109,7 @@ def data_parallel_options(plan: Plan, buffer: BufferPlan, *, recompute: Recomput
         grad_scale=num_ranks / plan.num_averaged_ranks if parallel.ddp_average_in_collective else 1.0,
         by_all_to_all=plan.reduces_by_all_to_all,
         keeps_full_grads=parallel.force_all_reduce,
+        writes_wgrads=parallel.gradient_accumulation_fusion,
         is_recomputing=lambda: recompute.is_recomputing,
     )
 

@@ -47,13 +47,27 @@ def test_flops_are_those_of_the_plan(roofline: ModuleType) -> None:
 
 def test_bytes_of_gradients_optimizer_and_communication(roofline: ModuleType) -> None:
     plan = plan_of(4, "--global-batch-size=16", "--use-distributed-optimizer")
-    budget = roofline.budget_of(plan, roofline.CARDS["A100"])
+    budget = roofline.budget_of(plan, roofline.CARDS["A100"], has_triton=False)
     numel, shard = num_parameters(plan.shape), sum(b.layout.numel for b in plan.stages[0].buffers) // 4
     assert plan.num_microbatches == 2
     assert budget.costs["gradients"].num_bytes == numel * ((2 + 4) + (2 + 4 + 4))
     assert budget.costs["optimizer"].num_bytes == shard * 46
     assert budget.costs["communication"].num_bytes == sum(sent_bytes(plan).values()) > 0
     assert budget.costs["communication"].seconds == pytest.approx(sum(sent_bytes(plan).values()) / (300e9 * 0.75))
+
+
+def test_products_that_write_weight_gradients_leave_those_of_the_embedding_and_the_norms(roofline: ModuleType) -> None:
+    flags = ["--global-batch-size=16", "--data-parallel-sharding-strategy"]
+    plans = [plan_of(4, *flags, strategy) for strategy in ("optim_grads", "optim")]
+    returned, written = (roofline.budget_of(plan, roofline.CARDS["H100"]) for plan in plans)
+    params = plans[0].stages[0].params
+    products = sum(p.box.numel for p in params if len(p.box.shape) == 2 and not p.spec.name.startswith("embedding."))
+    saved = returned.costs["gradients"].num_bytes - written.costs["gradients"].num_bytes
+    assert saved == products * ((2 + 4) + (2 + 4 + 4)) > 0
+    # of a product: no gradient in bf16, one in fp32, and what it is added to
+    more = written.costs["GEMM"].num_bytes - returned.costs["GEMM"].num_bytes
+    assert more == products * ((4 - 2) + (4 + 4 - 2))
+    assert written.costs["GEMM"].launches == returned.costs["GEMM"].launches
 
 
 def test_a_faster_memory_shortens_what_memory_bounds(roofline: ModuleType) -> None:

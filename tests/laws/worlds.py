@@ -104,6 +104,8 @@ def config_of(case: Case) -> Config:
     )
     values = to_dict(base)
     values["parallel"]["ddp_bucket_size"] = BUCKET_SIZE
+    # As on GPUs; strategies without effect ignore it.
+    values["parallel"]["gradient_accumulation_fusion"] = True
     for section, fields in case.overrides.items():
         for name, value in fields.items():
             if name in values[section]:  # a nested section, or a field by its own name

@@ -104,12 +104,13 @@ class Fp8Linears(Linears):
         assert total is not None, "there is at least one layer"
         return total
 
-    def wgrad(self, grads: Sequence[Tensor], x: Tensor) -> list[Tensor]:
-        """One [T, O] per layer, [T, I] -> the gradients of the trained parameters, layer by layer."""
+    def wgrad(self, grads: Sequence[Tensor], x: Tensor) -> list[Tensor | None]:
+        """One [T, O] per layer, [T, I] -> the gradients of the trained parameters, None for one that was written."""
         if not self._fp8_wgrad:
             return super().wgrad(grads, x)
         self._scale_grads(grads)
-        x_t, found = self._scales.quantize(x.t(), Operand.INPUT), []
+        x_t = self._scales.quantize(x.t(), Operand.INPUT)
+        found: list[Tensor | None] = []
         for i, (grad, linear) in enumerate(zip(grads, self.linears, strict=True)):
             grad_weight = None
             if linear.weight.requires_grad:

@@ -2,7 +2,8 @@
 
 A bucket is composed of a parameter store and a gradient store (`stores.py`) and drives the reduction (`reduction.py`):
 
-    add_grad ...            one gradient per parameter and microbatch
+    add_grad ...            one gradient per parameter and microbatch, or
+    start_write ...         a product writes it, and mark_ready follows the last use of the parameter
     start_reduce            inside the shard group
     start_across            across optimizer instances, once per step
     finish_reduce           `grads.main` holds the sum
@@ -74,6 +75,16 @@ class Bucket:
         else:
             target.copy_(grad)
             self._written.add(name)
+        self.mark_ready(name)
+
+    def start_write(self, name: str) -> tuple[Tensor, bool]:
+        """The elements of one parameter, and whether they have gradients of the step to be added to."""
+        has_grads = name in self._written
+        self._written.add(name)
+        return self.view(name, self.grads.full()), has_grads
+
+    def mark_ready(self, name: str) -> None:
+        """Expect no more of one parameter's gradient in this backward."""
         self._missing.discard(name)
 
     def start_reduce(self, *, is_last: bool) -> None:

@@ -2,7 +2,8 @@
 
 1. Construction replaces every parameter of the module by a view of one flat buffer and allocates the gradients.
 2. `begin_step`, then per microbatch `backward_begins` and `backward_ended`. A hook takes each gradient as soon as
-   autograd has accumulated it. The pipeline schedule decides which backward is the last of the step.
+   autograd has accumulated it; products of gradients at full size write theirs into the buffer and the hook marks them
+   as ready. The pipeline schedule decides which backward is the last of the step.
 3. `finish_grad_reduce`: `buckets[i].grads.main` holds this rank's part of the summed gradients.
 4. The optimizer updates `buckets[i].params.update`; `start_param_gather` all-gathers the result.
 5. The next forward pass waits, unit by unit, for the parameters it uses.
@@ -38,6 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from nanotrain.comm.group import Group
+from nanotrain.kernels.grad_view import GradView
 from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.parallel.dp.fp8_weights import Fp8Weights, placeholder
 from nanotrain.parallel.dp.layout import BufferLayout
@@ -72,6 +74,8 @@ class DataParallelOptions:
     reshards_after_forward: bool = True  # free a unit after its forward and gather it again for its backward
     num_gather_blocks: int = 0  # blocks of memory that gathered units use in turn; 0: allocated with every gather
     keeps_full_grads: bool = False  # all-reduce whole buckets instead of reduce-scatter
+    # products write weight gradients into the buffer, where it has full size between microbatches; None: on GPUs
+    writes_wgrads: bool | None = None
     # modules in forward order, and the names of the parameters that each reads; None: the children of the module
     units: Sequence[tuple[nn.Module, Collection[str]]] | None = None
     # whether a forward pass runs again inside a backward
@@ -117,6 +121,7 @@ class DataParallel:
             num_updated = sum(bucket.update_numel for bucket in layout.buckets)
             self.update_buffer = torch.zeros(num_updated, dtype=precision.params, device=device)
         self.fp8_weights: Fp8Weights | None = None
+        self._grad_dtype = precision.grads
         self.buckets = self._build_buckets(precision)
         self._bucket_of = {entry.name: bucket for bucket in self.buckets for entry in bucket.layout.params}
         self._num_started = 0
@@ -248,14 +253,24 @@ class DataParallel:
 
     def _take_grad(self, name: str, param: Tensor) -> None:
         grad, param.grad = param.grad, None
-        if grad is None:
-            return
         bucket = self._bucket_of[name]
-        self._prepare_write(bucket)
-        bucket.add_grad(name, grad)
+        if grad is None:  # written into the bucket, or none
+            bucket.mark_ready(name)
+        else:
+            self._prepare_write(bucket)
+            bucket.add_grad(name, grad)
         if self._reduces_now:
             unready = (i for i, b in enumerate(self.buckets) if i >= self._num_started and not b.is_ready)
             self._start_reductions(until=next(unready, len(self.buckets)))
+
+    def _start_write(self, name: str) -> tuple[Tensor, bool] | None:
+        """`GradView.start_write` of a parameter."""
+        if not self._in_backward:
+            return None
+        bucket = self._bucket_of[name]
+        self._prepare_write(bucket)
+        view, has_grads = bucket.start_write(name)
+        return view.view(self.params[name].box.shape), has_grads
 
     def _start_reductions(self, *, until: int) -> None:
         for bucket in self.buckets[self._num_started : until]:
@@ -299,6 +314,8 @@ class DataParallel:
 
     def _replace_parameters(self, module: nn.Module) -> None:
         """Replace the module's parameters by views of the buffer that pass on their gradients."""
+        writes, is_gpu = self.options.writes_wgrads, self.param_buffer.is_cuda
+        writes_wgrads = not self.options.strategy.shard_grads and (is_gpu if writes is None else writes)
         for bucket in self.buckets:
             bucket.params.allocate()
             for name, local in ((entry.name, entry.param) for entry in bucket.layout.params):
@@ -307,7 +324,11 @@ class DataParallel:
                 self._views[name] = (param, param.data)
                 owner, _, leaf = name.rpartition(".")
                 module.get_submodule(owner)._parameters[leaf] = param
-                param.register_post_accumulate_grad_hook(partial(self._take_grad, name))
+                take = partial(self._take_grad, name)
+                param.register_post_accumulate_grad_hook(take)
+                if writes_wgrads:
+                    start, ready = partial(self._start_write, name), partial(take, param)
+                    param.grad_view = GradView(self._grad_dtype, start, ready)  # type: ignore[attr-defined]
             bucket.params.free()
         if (amax_groups := self.options.fp8_amax_groups) is not None:
             self.fp8_weights = Fp8Weights(module, self.buckets, groups=self.groups, amax_groups=amax_groups)

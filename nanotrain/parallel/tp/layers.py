@@ -129,9 +129,13 @@ class _LinearRows(Linear):
     def used_bias(self) -> Tensor | None:
         return None if self.bias is None else self.bias[self.rows]
 
-    def param_grads(self, grad: Tensor, grad_weight: Tensor | None) -> list[Tensor]:
+    @property
+    def writes_wgrad(self) -> bool:
+        return False  # the other rows have to be zero
+
+    def param_grads(self, grad: Tensor, grad_weight: Tensor | None) -> list[Tensor | None]:
         found = zip(super().param_grads(grad, grad_weight), self.trained_params, strict=True)
-        return [self._pad(part, param) for part, param in found]
+        return [None if part is None else self._pad(part, param) for part, param in found]
 
     def _pad(self, grad: Tensor, param: Tensor) -> Tensor:
         padded = grad.new_zeros(param.shape)

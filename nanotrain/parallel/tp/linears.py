@@ -3,7 +3,8 @@
     column_linears   layers with sharded outputs that read one input
     row_linear       a layer with sharded inputs
 
-One rank that defers nothing runs torch's operator, which torch.compile traces. Over a group, or with deferred wgrad:
+One rank that defers nothing runs torch's operator in a compiled graph, and where autograd returns the weight gradients.
+Over a group, with deferred wgrad, or where the products write weight gradients to the gradient buffer:
 
     forward     enter x                      y_i = x W_i^T + b_i
     backward    start all-gather of x        dx = sum_i dy_i W_i           (dgrad) while x is gathered
@@ -33,23 +34,27 @@ from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 
 def column_linears(x: Tensor, linears: Sequence[Linear], *, tensor_parallel: TensorParallel) -> tuple[Tensor, ...]:
     """[B, S or S/tp, I] -> one [B, S, O] per layer."""
-    if _is_plain(tensor_parallel):
+    if _is_plain(linears, tensor_parallel=tensor_parallel):
         return Linears(linears).fprop(x)
     return _linears(x, linears, tensor_parallel=tensor_parallel)
 
 
 def row_linear(x: Tensor, linear: Linear, *, tensor_parallel: TensorParallel) -> Tensor:
     """[B, S, I/tp] -> [B, S or S/tp, O]; the bias is added after the reduction."""
-    if _is_plain(tensor_parallel):
+    if _is_plain([linear], tensor_parallel=tensor_parallel):
         return linear.fprop(x)
     (partial,) = _linears(x, [replace(linear, bias=None)], tensor_parallel=tensor_parallel.unsharded)
     out = tensor_parallel.leave(partial)
     return out if linear.bias is None else out + linear.bias
 
 
-def _is_plain(tensor_parallel: TensorParallel) -> bool:
-    """Whether this is one rank that defers nothing and has no fp8 products."""
-    return tensor_parallel.group.size == 1 and tensor_parallel.wgrad_queue is None and tensor_parallel.fp8 is None
+def _is_plain(linears: Sequence[Linear], *, tensor_parallel: TensorParallel) -> bool:
+    """Whether torch's operator computes the layers."""
+    if tensor_parallel.group.size > 1 or tensor_parallel.wgrad_queue is not None or tensor_parallel.fp8 is not None:
+        return False
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return True
+    return not any(linear.writes_wgrad for linear in linears)
 
 
 def _build_products(linears: Sequence[Linear], *, records: bool) -> Linears:
@@ -120,8 +125,8 @@ class _LinearsWgrad:
         """Start to gather the input."""
         self._gathering = self._tensor_parallel.start_enter(self._x)
 
-    def compute(self) -> list[Tensor]:
-        """The gradients of `params`."""
+    def compute(self) -> list[Tensor | None]:
+        """The gradients of `params`, None for one that was written."""
         assert self._gathering is not None, "start comes first, in the same order on every rank"
         x = self._gathering.wait().flatten(0, -2)
         return self._products.wgrad(self._flat_grads, x)

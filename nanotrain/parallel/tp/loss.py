@@ -22,6 +22,7 @@ from torch import Tensor
 from nanotrain.comm.collectives import start_all_gather, start_all_reduce
 from nanotrain.comm.eager import eager
 from nanotrain.comm.group import Group
+from nanotrain.kernels.grad_view import grad_view_of
 from nanotrain.kernels.linear import dgrad, fprop, wgrad
 from nanotrain.kernels.vocabulary_softmax import normalize, softmax_gradient
 
@@ -182,14 +183,32 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             torch.mul(dgrad(low, used), scale, out=grad_hidden[chunk])
             wgrad(low, hidden[chunk] * scale, add_to=grad_weight[: shard.num_tokens])
         ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.param = weight
         return start_all_reduce(total, shard.group).wait()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         # In place, as these are the largest tensors of a step; autograd then refuses a second backward.
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grads[0]
-        return grad_hidden.mul_(scale), grad_weight.mul_(scale), None, None
+        grad_hidden.mul_(scale)
+        if _write(grad_weight, scale, param=ctx.param):
+            return grad_hidden, None, None, None
+        return grad_hidden, grad_weight.mul_(scale), None, None
+
+
+def _write(grad_weight: Tensor, scale: Tensor, *, param: Tensor) -> bool:
+    """Write a scaled gradient where those of the weight are accumulated; whether that was possible."""
+    view = grad_view_of(param)
+    target = view.start_write() if view is not None and view.dtype is grad_weight.dtype else None
+    if target is None:
+        return False
+    buffer, has_grads = target
+    if has_grads:
+        buffer.addcmul_(grad_weight, scale)
+    else:
+        torch.mul(grad_weight, scale, out=buffer)
+    return True
 
 
 def _chunks(hidden: Tensor, shard: _VocabShard) -> list[slice]:
