@@ -11,8 +11,9 @@
 Most of `torch.cuda` raises on a CPU-only torch, so all callers go through these functions.
 """
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,16 +25,22 @@ from torch import Tensor
 
 from nanotrain.errors import EnvironmentFault
 
+# torch's allocator reads it at the first CUDA tensor. Segments that grow leave fewer gaps between tensors of varying
+# sizes, as batches and experts have.
+_ALLOCATOR = "PYTORCH_ALLOC_CONF"
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _CLEAR_PEAK = "5"  # man 5 proc, clear_refs: sets VmHWM back to the current size
 
 
-def pick_device(kind: str, local_rank: int) -> torch.device:
+def pick_device(kind: str, local_rank: int, *, environment: MutableMapping[str, str] = os.environ) -> torch.device:
     """Choose this rank's device and make it the current one.
+
+    Where the launcher shows each rank one GPU of its own, as `srun --gpus-per-task=1`, it is that one.
 
     Args:
         kind: "auto" (cuda if available), "cpu" or "cuda".
         local_rank: index of this rank among the ranks of its machine.
+        environment: of this process; the settings of CUDA's allocator are set in it unless they are there.
 
     Raises:
         EnvironmentFault: no GPU is visible, or the machine has more ranks than GPUs.
@@ -46,7 +53,11 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
             why="torch.cuda.is_available() is false",
             fix="set --device cpu, or install a CUDA build of torch and check nvidia-smi and CUDA_VISIBLE_DEVICES",
         )
+    if not any(name in environment for name in (_ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF")):
+        environment[_ALLOCATOR] = "expandable_segments:True"
     num_devices = torch.cuda.device_count()
+    if num_devices == 1 and _has_own_gpu(environment, local_rank):
+        local_rank = 0
     if local_rank >= num_devices:
         raise EnvironmentFault(
             f"local rank {local_rank} has no GPU: {num_devices} visible on this machine",
@@ -57,6 +68,12 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
     # Before any other CUDA call and before the process group, or every rank opens a context on GPU 0.
     torch.cuda.set_device(device)
     return device
+
+
+def _has_own_gpu(environment: Mapping[str, str], local_rank: int) -> bool:
+    """Whether Slurm or MPI gave this rank a GPU; torchrun's ranks inherit one environment."""
+    numbers = {environment.get(name) for name in ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_LOCAL_RANK")}
+    return bool(environment.get("CUDA_VISIBLE_DEVICES")) and str(local_rank) in numbers
 
 
 def backend_of(device: torch.device) -> str:

@@ -41,14 +41,35 @@ def test_a_missing_gpu_is_an_error_with_a_fix(no_gpu):
 
 def test_each_local_rank_makes_its_own_gpu_current(monkeypatch):
     made_current = gpus(monkeypatch, 2)
-    assert devices.pick_device("auto", 1) == torch.device("cuda", 1)
+    assert devices.pick_device("auto", 1, environment={}) == torch.device("cuda", 1)
     assert made_current == [torch.device("cuda", 1)]
+
+
+def test_a_rank_that_slurm_shows_one_gpu_takes_it(monkeypatch):
+    made_current = gpus(monkeypatch, 1)
+    own = {"CUDA_VISIBLE_DEVICES": "3", "SLURM_LOCALID": "3"}
+    assert devices.pick_device("cuda", 3, environment=own) == torch.device("cuda", 0)
+    assert made_current == [torch.device("cuda", 0)]
+    # torchrun inside of one task of Slurm: its ranks would share the GPU
+    with pytest.raises(EnvironmentFault, match="local rank 3 has no GPU: 1 visible"):
+        devices.pick_device("cuda", 3, environment=own | {"SLURM_LOCALID": "0"})
+
+
+def test_segments_of_the_allocator_grow_unless_the_environment_has_other_settings(monkeypatch):
+    gpus(monkeypatch, 1)
+    environment: dict[str, str] = {}
+    devices.pick_device("cuda", 0, environment=environment)
+    assert environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        environment = {name: "max_split_size_mb:128"}
+        devices.pick_device("cuda", 0, environment=environment)
+        assert environment == {name: "max_split_size_mb:128"}
 
 
 def test_more_local_ranks_than_gpus_is_an_error_with_the_numbers(monkeypatch):
     gpus(monkeypatch, 2)
     with pytest.raises(EnvironmentFault, match=r"local rank 2 has no GPU: 2 visible.*--nproc-per-node 2"):
-        devices.pick_device("cuda", 2)
+        devices.pick_device("cuda", 2, environment={})
 
 
 def test_backends_follow_the_device():
