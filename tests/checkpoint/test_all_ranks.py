@@ -38,19 +38,20 @@ def test_an_error_of_the_merge_is_raised_on_every_rank(ctx: ParallelContext) -> 
         act_on_first(ctx.control, lambda: ctx.rank, act=merge)
 
 
-def reduce_and_act(ctx: ParallelContext) -> list[list[int]]:
-    assert reduce_on_all(ctx.control, lambda: [ctx.rank, -ctx.rank], length=2) == [2, 0]
-    assert reduce_on_all(ctx.control, lambda: [ctx.rank + 1], length=1, op="sum") == [6]
-    assert reduce_on_all(ctx.control, list) == []
+@ranks(3)
+def test_where_no_rank_fails_numbers_take_one_collective_and_no_verdict_is_sent(ctx: ParallelContext) -> None:
+    group = ctx.control
+    first = group.heartbeat.sequence(group.name)
+    assert reduce_on_all(group, lambda: [ctx.rank, -ctx.rank], length=2) == [2, 0]
+    assert reduce_on_all(group, lambda: [ctx.rank + 1], length=1, op="sum") == [6]
+    assert reduce_on_all(group, list) == []
+    assert group.heartbeat.sequence(group.name) == first + 3
+
     acted: list[list[int]] = []
-    act_on_first(ctx.control, lambda: ctx.rank, act=acted.append)
-    return acted
+    act_on_first(group, lambda: ctx.rank, act=acted.append)
 
-
-def test_where_no_rank_fails_numbers_are_reduced_and_no_verdict_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanotrain.checkpoint.all_ranks.broadcast_object", None)
-
-    assert run_ranks(3, reduce_and_act) == [[[0, 1, 2]], [], []]
+    assert acted == [[0, 1, 2]] * (ctx.rank == 0)
+    assert group.heartbeat.sequence(group.name) == first + 5  # results, and that the first rank is done
 
 
 def errors_of(ctx: ParallelContext, errors: dict[int, Exception]) -> list[tuple[str, str]]:
