@@ -19,6 +19,7 @@ processes send the error itself.
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Self
 
 EXIT_CODE = 2
 INTERRUPTED = 130  # 128 + SIGINT, what shells expect
@@ -40,6 +41,10 @@ class NanotrainError(Exception):
     def __reduce__(self) -> tuple[Callable[..., "NanotrainError"], tuple[object, ...]]:
         return partial(type(self), why=self.why, fix=self.fix), (self.what,)
 
+    def with_note(self, note: str) -> Self:
+        """The same error with a note after the fact, as " in tiny.yaml"."""
+        return type(self)(self.what + note, why=self.why, fix=self.fix)
+
     def __str__(self) -> str:
         reason = f": {self.why}" if self.why else ""
         cure = f"; {self.fix}" if self.fix else ""
@@ -59,6 +64,10 @@ class ConfigErrors(ConfigError):
 
     def __str__(self) -> str:
         return "\n  - ".join([f"{self.what}:", *map(str, self.errors)])
+
+    def with_note(self, note: str) -> Self:
+        """The same errors, each with the note."""
+        return type(self)([error.with_note(note) for error in self.errors])
 
     def __reduce__(self) -> tuple[Callable[..., "ConfigErrors"], tuple[object, ...]]:
         return ConfigErrors, (self.errors,)
@@ -94,8 +103,8 @@ class ErrorCollector:
 
         `where` is added to the fact of each, as " in tiny.yaml".
         """
-        errors = [ConfigError(error.what + where, why=error.why, fix=error.fix) for error in self.errors]
-        distinct = list({str(error): error for error in (errors if where else self.errors)}.values())
+        errors = [error.with_note(where) for error in self.errors]
+        distinct = list({str(error): error for error in errors}.values())
         if distinct:
             raise distinct[0] if len(distinct) == 1 else ConfigErrors(distinct)
 

@@ -56,3 +56,11 @@ def test_one_collected_error_is_raised_as_it_is():
 def test_report_prints_one_message(capsys):
     assert report(TWO) == report(TWO, quiet=True) == 2
     assert capsys.readouterr().err == "error: lr is fast; set --lr 1\n"
+
+
+def test_a_note_is_added_to_every_mistake():
+    errors = ConfigErrors([ConfigError("a is 1", why="it must be 2", fix="set a"), TopologyError("b is 3")])
+    noted = errors.with_note(" in x.yaml")
+    assert str(noted) == "2 mistakes:\n  - a is 1 in x.yaml: it must be 2; set a\n  - b is 3 in x.yaml"
+    assert [type(error) for error in noted.errors] == [ConfigError, TopologyError]
+    assert str(DataError("c", why="d").with_note(" (rank 1)")) == "c (rank 1): d"

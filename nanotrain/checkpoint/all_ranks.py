@@ -156,4 +156,4 @@ def _merge(failed: dict[int, _Outcome[Result]], *, size: int) -> _Outcome[Final]
     error = failed[first].error
     if error is None:
         return _Outcome(unexpected=texts[first] + note)
-    return _Outcome(error=type(error)(error.what + note, why=error.why, fix=error.fix))
+    return _Outcome(error=error.with_note(note))
