@@ -79,7 +79,15 @@ def plan_memory(
     parallel, dp_size = config.parallel, data_parallel_size(config.parallel, world_size)
     pp_size, count = parallel.pipeline_model_parallel_size, num_microbatches(config.train, dp_size)
     # The transfers of many microbatches take seconds to plan. Those of few have the same stages, buffers and groups.
-    few = with_values(config, {"train.global_batch_size": config.train.micro_batch_size * dp_size * pp_size})
+    # Schedules of the batch size end at the full size, whose microbatches are as large.
+    few = with_values(
+        config,
+        {
+            "train.global_batch_size": config.train.micro_batch_size * dp_size * pp_size,
+            "train.rampup_batch_size": [],
+            "train.step_batch_size_schedule": [],
+        },
+    )
     topology = Topology.of(parallel, world_size, has_experts=config.model.moe.num_experts is not None)
     rank = topology.group_specs(0)["pp"].ranks[pp_rank]
     plan = plan_run(few, world_size, rank=rank)

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,16 @@ def test_as_many_forwards_are_in_flight_as_the_schedule_says(schedule, in_flight
     plans = [plan_memory(config_of(words), 4, pp_rank=pp_rank, device="cpu") for pp_rank in range(4)]
     assert tuple(plan.in_flight for plan in plans) == in_flight
     assert worst_memory(config_of(words), 4, device="cpu") == max(plans, key=lambda plan: plan.total)
+
+
+@pytest.mark.parametrize("flags", ["--rampup-batch-size 8 8 100", "--step-batch-size-schedule '0:8 1M:32'"])
+def test_a_schedule_of_the_batch_size_needs_the_memory_of_its_last_size(flags):
+    words = f"{SMALL} --pipeline-model-parallel-size 2 --global-batch-size 32"
+    scheduled = load(shlex.split(f"{words} {flags}"), to_train=False).config
+    for world_size in (2, 4):
+        assert worst_memory(scheduled, world_size, device="cpu") == worst_memory(
+            config_of(words), world_size, device="cpu"
+        )
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
