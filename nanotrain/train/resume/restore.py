@@ -224,6 +224,8 @@ def _fall_back(start: Path, checkpointer: Checkpointer, *, error: DamagedCheckpo
 
 def _load_state(manifest: Manifest, optimizer: DistributedOptimizer, *, path: Path, config: Config) -> TrainState:
     """The counters of the run, and the optimizer's into it; both checked first. Weights alone have no counters."""
+    if config.checkpoint.finetune:  # what `average` and `import-hf` write has none to check
+        return TrainState()
     try:
         state = _train_state(manifest)
         optimizer_state = _optimizer_state(manifest.objects)
@@ -232,7 +234,7 @@ def _load_state(manifest: Manifest, optimizer: DistributedOptimizer, *, path: Pa
     if _loads_weights_alone(config):
         optimizer_state = optimizer.state_dict()
     optimizer.load_state_dict(optimizer_state)
-    return TrainState() if config.checkpoint.finetune else state
+    return state
 
 
 def _train_state(manifest: Manifest) -> TrainState:

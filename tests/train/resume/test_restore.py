@@ -13,6 +13,7 @@ import torch
 
 from nanotrain.checkpoint import store
 from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest
+from nanotrain.checkpoint.read import read_global_tensors
 from nanotrain.comm.collectives import barrier
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.errors import CheckpointError
@@ -149,6 +150,14 @@ def test_damage_found_while_loading_falls_back_to_the_newest_sound_one(
     (line,) = [line for line in logged if "cannot be loaded" in line]
     assert line.startswith("step-00000003 cannot be loaded") and line.endswith("resuming from step-00000002")
     assert reason in line
+
+
+def test_finetune_starts_from_weights_without_a_state(folder: Path) -> None:
+    forge(lambda objects: objects.clear())(step(folder, 3))
+    with small_run(folder.with_name("other"), "--load", str(step(folder, 3)), "--finetune") as run:
+        assert run.state.step == 0 and run.optimizer.state_dict()["num_updates"] == 0
+        (saved,) = [tensor for name, tensor in read_global_tensors(step(folder, 3), ["model/final_norm.weight"])]
+        assert torch.equal(run.stages[0].final_norm.weight, saved)
 
 
 def test_what_is_named_with_load_is_never_replaced(folder: Path) -> None:
