@@ -29,7 +29,11 @@ def list_runs(runs: Sequence[RunHistory], *, console: Console) -> None:
     rows = [summary_of(run) for run in runs]
     columns = [name for name in rows[0] if console.width >= WIDE or name not in FOR_WIDE_TERMINALS]
     header = [*columns[:-1], f"{columns[-1]} (UTC)"]  # in the header, so that a time is one line of 80 columns
-    console.print(_table(header, [[row[name].removesuffix(" UTC") for name in columns] for row in rows]))
+    table = _table(header, [[row[name].removesuffix(" UTC") for name in columns] for row in rows])
+    table.columns[0].overflow = "fold"  # a long name takes several lines, the rest of the row one
+    for column in table.columns[1:]:
+        column.no_wrap = True
+    console.print(table)
 
 
 def compare_runs(runs: Sequence[RunHistory], *, console: Console) -> None:

@@ -37,6 +37,14 @@ def test_a_list_of_runs_has_one_line_per_run(runs: list[RunHistory], width: int)
     assert ("hours" in "\n".join(lines)) is (width >= 110)
 
 
+def test_a_long_name_is_folded_and_not_cut(tmp_path: Path) -> None:
+    runs = [RunHistory.read(write_run(tmp_path / "config=tiny,lr=0.001,optimizer=muon"))]
+    lines = printed(list_runs, runs, 80)
+    rows = [line.split() for line in lines[3:] if line.strip()]
+    assert "".join(row[0] for row in rows) == "config=tiny,lr=0.001,optimizer=muon"
+    assert len(rows[0]) > 5 and all(len(row) == 1 for row in rows[1:])  # the time is not wrapped
+
+
 def test_an_empty_list() -> None:
     assert printed(list_runs, [], 80) == ["no runs here"]
 
