@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nanotrain.comm import flight_recorder
 from nanotrain.comm import group as group_module
+from nanotrain.comm import parallel_context as context_module
 from nanotrain.comm.collectives import (
     all_gather_into,
     all_reduce,
@@ -84,6 +86,23 @@ def test_a_topology_of_another_world_size_is_an_error(no_torchrun):
         ParallelContext.start(topology(4), device="cpu"),
     ):
         pass
+
+
+def test_process_groups_are_destroyed_after_success_and_left_after_an_error(monkeypatch):
+    destroyed: list[bool] = []
+    monkeypatch.setattr(context_module, "join_world", lambda *_arguments, **_options: None)
+    monkeypatch.setattr(ParallelContext, "_with_groups", lambda self, _timeout_s: self)
+    monkeypatch.setattr(ParallelContext, "_destroy", lambda self: destroyed.append(True))
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name in flight_recorder.SETTINGS:
+        monkeypatch.setenv(name, "0")  # kept, so the environment of other tests stays
+    with pytest.raises(ZeroDivisionError), ParallelContext.start(topology(2), device="cpu"):
+        _ = 1 / 0  # destroying would wait for a peer inside a collective
+    assert not destroyed
+    with ParallelContext.start(topology(2), device="cpu"):
+        pass
+    assert destroyed == [True]
 
 
 @pytest.mark.parametrize(

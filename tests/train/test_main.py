@@ -109,6 +109,24 @@ def test_an_error_of_our_own_keeps_its_traceback(tmp_path, monkeypatch):
         main(arguments(tmp_path))
 
 
+@pytest.mark.parametrize(("world_size", "ends_at_once"), [("1", False), ("2", True)])
+def test_one_of_several_ranks_ends_at_once_after_an_error(monkeypatch, capfd, world_size, ends_at_once):
+    codes: list[int] = []
+
+    def end_at_once(code: int) -> None:
+        codes.append(code)
+        raise SystemExit(code)
+
+    monkeypatch.setattr(entry.os, "_exit", end_at_once)
+    monkeypatch.setattr(entry, "end_without_collection", lambda: None)
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    for run, code in ((lambda: 2, 2), (lambda: 1 / 0, 1)):
+        with pytest.raises(SystemExit, match=str(code)):
+            entry._end(run)
+    assert codes == ([2, 1] if ends_at_once else [])
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("question", ["--help", "--cfg job"])
 def test_a_request_for_text_is_printed_by_one_rank_and_nothing_is_trained(tmp_path, capfd, monkeypatch, question):
     for local_rank, is_answered in (("0", True), ("1", False)):
