@@ -243,9 +243,7 @@ def read_override(line: CommandLine, argument: str) -> None:
         if prefix not in ("", "+"):
             why, fix = "a YAML file is chosen, not removed or added", f"write {choice_of(key)}=NAME"
             raise ConfigError(f"{argument} begins with {prefix}", why=why, fix=fix)
-        if line.choices.setdefault(key, value) != value:
-            what = f"{argument} contradicts {choice_of(key)}={line.choices[key]}"
-            raise ConfigError(what, why="one file of a group is read", fix="leave one of them out")
+        line.choices[key] = value  # as of a flag, the last one
     elif key not in KEYS:
         raise unknown_key(key)
     elif prefix:

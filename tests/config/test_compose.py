@@ -72,10 +72,6 @@ def test_a_bad_recipe_is_named(text, message, tmp_path):
         (["+config=tiny.yaml"], "there is no file tiny.yaml: +config=tiny.yaml names one; did you mean +config=tiny,"),
         (["+config=no/where.yaml"], "there is no file no/where.yaml: +config=no/where.yaml names one; check the path"),
         (["+config=tini"], "did you mean +config=tiny?"),
-        (
-            ["+config=tiny", "+config=tiny_moe"],
-            "+config=tiny_moe contradicts +config=tiny: one file of a group is read",
-        ),
         (["--config-dir", ""], "--config-dir is empty: it takes a folder"),
         (["--config-dir", __file__], "cannot be read: it is a file"),
         (["--config-dir", "/nowhere"], "cannot be read: there is no such folder"),
