@@ -162,7 +162,7 @@ def test_context_and_pipeline_ranks_share_the_layers_and_wait(roofline: ModuleTy
     for (name, _), num_bytes in sent_bytes(ranks[0]).items():
         sent[name] += num_bytes
     assert {name: cost.num_bytes for name, cost in first.traffic.items()} == sent and {"cp", "pp"} <= sent.keys()
-    computed = sum(first.costs[name].seconds for name in ("GEMM", "attention", "elementwise", "loss"))
+    computed = sum(first.costs[name].seconds for name in ("GEMM", "attention", "elementwise", "loss", "gradients"))
     assert first.costs["bubble"].seconds == pytest.approx(computed * 1 / 4)  # (p - 1) / m
 
 
