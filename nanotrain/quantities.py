@@ -13,9 +13,11 @@ def describe_bytes(num_bytes: int) -> str:
 
     >>> describe_bytes(140_900_000_000), describe_bytes(4_200_000), describe_bytes(5_200), describe_bytes(12)
     ('140.90 GB', '4.2 MB', '5.2 kB', '12 bytes')
+    >>> describe_bytes(999_999_999), describe_bytes(999)
+    ('1.00 GB', '999 bytes')
     """
     for size, prefix in UNITS:
-        if num_bytes >= size:
+        if num_bytes >= 0.99995 * size:  # one decimal of it would be a thousand of the smaller unit
             return f"{num_bytes / size:.{2 if size >= 10**9 else 1}f} {prefix}B"
     return f"{num_bytes} bytes"
 

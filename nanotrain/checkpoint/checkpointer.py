@@ -46,8 +46,8 @@ class Checkpointer:
 
     Args:
         folder: the run's checkpoints folder; made at the first save.
-        group: all ranks of the job; its first rank writes manifests and renames folders. Only Python objects are sent
-            over it, so a CPU group (gloo) suffices.
+        group: all ranks of the job; its first rank writes manifests and renames folders. Only Python objects and
+            numbers of the host are sent over it, so a CPU group (gloo) suffices.
         keep_last: number of complete checkpoints to keep, 0 for all.
         keep_every: checkpoints at multiples of this step are kept besides; None: none.
         timeout_s: how long the first rank waits for the shards of a save in the background.

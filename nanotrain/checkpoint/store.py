@@ -315,11 +315,9 @@ def prune(path: Path, keep_last: int, *, is_dry: bool = False) -> list[Path]:
         keep_newest(folder, keep_last, written=complete[-1], warned=set())
     left = [one.name for one in oldest if os.path.lexists(one)]
     if left and not is_dry:
-        raise EnvironmentFault(
-            f"{', '.join(left)} could not be deleted",
-            why="the warnings name the reasons",
-            fix=f"make {folder} writable",
-        )
+        gone = ", ".join(one.name for one in oldest if one.name not in left) or "none"
+        why = f"the warnings name the reasons; deleted: {gone}"
+        raise EnvironmentFault(f"{', '.join(left)} could not be deleted", why=why, fix=f"make {folder} writable")
     return oldest
 
 

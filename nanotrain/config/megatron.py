@@ -31,6 +31,7 @@ class MegatronFlag:
     convert: Conversion | None = None  # of a rename: from the configuration and the value to values by unique name
     fields: tuple[str, ...] = ()  # of a rename: unique names of the fields it always sets
     overrules: bool = False  # of a rename: its values replace those of other flags, as in Megatron-LM
+    is_check: bool = False  # of a rename: it only checks what the other flags set, so it is converted last
     saves: bool = False  # of `no effect`: in Megatron-LM it saves time or memory, so the log names it
 
 
@@ -81,7 +82,7 @@ MODEL = {
     "--disable-bias-linear": sets("--no-add-bias-linear", add_bias_linear=False),
     "--group-query-attention": MegatronFlag("rename", "--num-query-groups sets the number, 1 where it is left out", convert=conversions.group_query_attention),
     "--use-rotary-position-embeddings": sets("--position-embedding-type rope", position_embedding_type="rope"),
-    "--no-position-embedding": MegatronFlag("rename", "it is accepted with --position-embedding-type rope only", convert=conversions.no_position_embedding),
+    "--no-position-embedding": MegatronFlag("rename", "it is accepted with --position-embedding-type rope only", convert=conversions.no_position_embedding, is_check=True),
     "--rope-type": rename("--position-embedding-type with the same value", conversions.rope_type),
     "--rotary-interleaved": not_yet("RoPE pairs the two halves of a head: leave it out"),
     "--apply-query-key-layer-scaling": always("scores are never stored in 16 bits; Megatron-LM divides them by the number of the layer while they are, and multiplies by it again inside the fp32 softmax, so the softmax is the same"),

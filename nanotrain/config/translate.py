@@ -53,10 +53,8 @@ def translate(
         check_defaults(line, errors=errors)
         if "model.ffn_hidden_size" not in from_files:
             complete_width(result)
-    # --no-position-embedding is checked against what the other flags of the line set
-    for argument in sorted(
-        line.megatron, key=lambda each: (each.flag == "--no-position-embedding", MEGATRON[each.flag].overrules)
-    ):
+    rows = {argument.flag: MEGATRON[argument.flag] for argument in line.megatron}
+    for argument in sorted(line.megatron, key=lambda each: (rows[each.flag].is_check, rows[each.flag].overrules)):
         with errors:
             convert_flag(result, argument)
     for name, value, why in implied(result.config, result.explicit, line=line):

@@ -10,8 +10,11 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import tokenizers
 
 from nanotrain.config.config import ModelConfig
 from nanotrain.config.schema import value_of, with_values
@@ -44,23 +47,28 @@ class Companions:
     Attributes:
         tokenizer: a tokenizer.json or a folder with tokenizer files; None for those of the origin.
         origin: the Hugging Face folder that the model was imported from, if it is known and still there.
+        is_retokenized: the model was trained with a tokenizer that is not the origin's and not a local file, so that
+            none is copied.
     """
 
     tokenizer: Path | None = None
     origin: Path | None = None
+    is_retokenized: bool = False
 
     @property
     def tokenizer_source(self) -> Path | None:
         """What tokenizer files are copied from."""
-        if self.tokenizer is not None or self.origin is None:
+        if self.tokenizer is not None or self.origin is None or self.is_retokenized:
             return self.tokenizer
         return self.origin if _tokenizer_files(self.origin) else None
 
-    @property
+    @cached_property
     def has_own_tokenizer(self) -> bool:
         """Whether the special tokens of the origin are those of the tokenizer."""
         source = self.tokenizer_source
-        return self.origin is not None and (source is None or source.resolve() == self.origin.resolve())
+        if self.origin is None or self.is_retokenized:
+            return False
+        return source is None or source.resolve() == self.origin.resolve() or is_same_tokenizer(source, self.origin)
 
     def family(self) -> str | None:
         """The `model_type` of the origin."""
@@ -78,7 +86,8 @@ class Companions:
         if raw is None or self.origin is None:
             return dict(written), None
         if raw.get("model_type") == written["model_type"] and _describes(self.origin, model_config):
-            kept = {key: value for key, value in raw.items() if key not in _NOT_EXPORTED}
+            left_out = _NOT_EXPORTED if self.has_own_tokenizer else (*_NOT_EXPORTED, *SPECIAL_TOKENS)
+            kept = {key: value for key, value in raw.items() if key not in left_out}
             for name in ("dtype", "torch_dtype"):
                 if name in kept or (name == "torch_dtype" and "dtype" not in kept):
                     kept[name] = written["torch_dtype"]
@@ -105,13 +114,27 @@ class Companions:
         return {} if self.has_own_tokenizer else _special_tokens(folder, source)
 
     def write_generation_config(self, folder: Path, tokens: Mapping[str, Any]) -> None:
-        """That of the tokenizer's folder, else of the origin; else the ids of the special tokens, if they are known."""
-        for source in (self.tokenizer, self.origin):
+        """That of the tokenizer's folder, else of an origin with this tokenizer, else the special tokens' known ids."""
+        for source in (self.tokenizer, self.origin if self.has_own_tokenizer else None):
             if source is not None and (source / GENERATION_FILE).is_file():
                 shutil.copyfile(source / GENERATION_FILE, folder / GENERATION_FILE)
                 return
         if tokens:
             write_text(folder / GENERATION_FILE, json.dumps(dict(tokens), indent=2, sort_keys=True) + "\n")
+
+
+def is_same_tokenizer(one: Path, other: Path) -> bool:
+    """Whether both encode alike: tokenizer.json is the same but for what nanotrain does not use, and formatting."""
+    contents = []
+    for source in (one, other):
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(source if source.is_file() else source / "tokenizer.json"))
+        except Exception:  # tokenizers raises no narrower class
+            return False
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        contents.append(tokenizer.to_str())
+    return contents[0] == contents[1]
 
 
 def _tokenizer_files(source: Path) -> list[Path]:

@@ -6,6 +6,7 @@ The manifest of a checkpoint contains the configuration, so its path is enough.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -36,6 +37,9 @@ from nanotrain.topology.parameters import declare_model, declare_stage
 from nanotrain.topology.params import localize
 from nanotrain.topology.shape import ModelShape
 from nanotrain.topology.stages import StageSpec
+
+if TYPE_CHECKING:
+    from nanotrain.hf.companions import Companions
 
 SHARDED_AXES: tuple[GroupName, ...] = ("tp", "ep", "etp")  # of a model that generates
 PREFIX, AVERAGE = "model/", "ema/"  # of the names of main params and of their moving average in a checkpoint
@@ -285,11 +289,10 @@ def export_checkpoint(
         dtype: dtype of the exported weights: fp32, bf16 or fp16.
         family: a `model_type` of Hugging Face; None for that of the pretrained checkpoint that the run started from,
             else the first that can represent the model.
-        tokenizer: a tokenizer.json or a folder to copy beside the weights; None for the run's, if it is local, else
-            that of the pretrained checkpoint.
+        tokenizer: a tokenizer.json or a folder to copy beside the weights; None for the run's, if it is local, and
+            that of the pretrained checkpoint where the run's is the same or unknown.
         ema: write the moving average of the weights (`--ema-decay`).
     """
-    from nanotrain.hf.companions import Companions
     from nanotrain.hf.export import export_weights
 
     checkpoint = open_checkpoint(path, ema=ema)
@@ -297,13 +300,22 @@ def export_checkpoint(
     names = [checkpoint.prefix + spec.name for spec in declare_model(ModelShape.of(model_config))]
     names += expert_biases(build_stage(model_config))
     tensors = ((name.partition("/")[2], tensor) for name, tensor in read_global_tensors(checkpoint.path, names))
-    origin = checkpoint.config.checkpoint.pretrained_checkpoint
-    companions = Companions(tokenizer or _local_tokenizer(checkpoint), None if origin is None else Path(origin))
+    companions = _companions(checkpoint, tokenizer)
     written = export_weights(folder, model_config, tensors=tensors, dtype=dtype, family=family, companions=companions)
     return f"{folder}: {written}, {dtype}, from {checkpoint.path}"
 
 
-def _local_tokenizer(checkpoint: OpenedCheckpoint) -> Path | None:
+def _companions(checkpoint: OpenedCheckpoint, tokenizer: Path | None) -> "Companions":
     """The run's tokenizer if it is a local path; one from the hub needs no copy."""
-    name = tokenizer_name(checkpoint)
-    return Path(name) if name is not None and Path(name).exists() else None
+    from nanotrain.hf.companions import Companions, is_same_tokenizer
+
+    pretrained = checkpoint.config.checkpoint.pretrained_checkpoint
+    origin = None if pretrained is None else Path(pretrained)
+    name = None if tokenizer is not None else tokenizer_name(checkpoint)
+    if name is None:
+        return Companions(tokenizer, origin)
+    if not Path(name).exists():
+        return Companions(None, origin, is_retokenized=True)
+    # `prepare` writes a copy of its tokenizer beside the corpus, without a chat template and other settings
+    is_copy = origin is not None and is_same_tokenizer(Path(name), origin)
+    return Companions(None if is_copy else Path(name), origin)

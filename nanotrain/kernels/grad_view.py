@@ -22,8 +22,8 @@ class GradView:
     """The view of one parameter; the data-parallel wrapper sets it as the parameter's attribute `grad_view`."""
 
     dtype: torch.dtype
-    # the view, and whether it has gradients of this step to be added to; None: gradients are to be returned, as now
-    # no backward of the wrapper runs and `torch.autograd.grad` may collect them
+    # -> (view, whether it already holds gradients of this step); None outside of a backward of the wrapper: return the
+    # gradient to autograd
     start_write: Callable[[], tuple[Tensor, bool] | None]
     mark_ready: Callable[[], None]  # all gradients of a backward are written, and autograd runs no hook
 

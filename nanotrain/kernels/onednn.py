@@ -31,9 +31,9 @@ def uses_onednn(x: Tensor, size: int) -> bool:
     return (
         x.dtype is torch.float32
         and x.device.type == "cpu"
+        and _is_available()  # before the sizes, on which a compiled graph would depend
         and x.numel() * size >= MIN_PRODUCTS
         and x.numel() // x.shape[-1] % TOKENS == 0
-        and _is_available()
     )
 
 
@@ -63,13 +63,14 @@ class _Linear(torch.autograd.Function):
         grad = grads[0].reshape(-1, weight.shape[0])
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         return (
-            multiply(grad, weight.t()).view(x.shape) if needs_x else None,
-            multiply(grad.t(), x.flatten(0, -2).t()) if needs_weight else None,
+            # `linear`, as it is differentiated again with create_graph
+            linear(grad, weight.t(), bias=None).view(x.shape) if needs_x else None,
+            linear(grad.t(), x.flatten(0, -2).t(), bias=None) if needs_weight else None,
             grad.sum(0) if needs_bias else None,
         )
 
 
 def _is_available() -> bool:
-    if _OPERATOR is None or torch.compiler.is_compiling():
+    if _OPERATOR is None or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
         return False
     return torch.backends.cpu.get_cpu_capability() == "AVX512"

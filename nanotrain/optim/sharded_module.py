@@ -315,6 +315,7 @@ def _options(parallel: ParallelConfig, precision: PrecisionConfig) -> DataParall
         by_all_to_all=parallel.reduce_scatter_with_fp32_accumulation and is_low_precision,
         keeps_full_grads=parallel.force_all_reduce,
         is_recomputing=_is_in_backward,
+        writes_wgrads=parallel.gradient_accumulation_fusion,
     )
 
 

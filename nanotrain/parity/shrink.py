@@ -161,7 +161,9 @@ def shrink_optim(optim: OptimConfig) -> OptimConfig:
         lr_decay_style=LRDecayStyle.constant,
         decoupled_lr=None if optim.decoupled_lr is None else LEARNING_RATE * optim.decoupled_lr / optim.lr,
         clip_grad=0.0,
-        qk_clip_threshold=min(optim.qk_clip_threshold, MAX_ATTENTION_LOGIT) if optim.qk_clip else 100.0,
+        qk_clip_threshold=min(optim.qk_clip_threshold, MAX_ATTENTION_LOGIT)
+        if optim.qk_clip
+        else OptimConfig().qk_clip_threshold,
         adam_eps=max(optim.adam_eps, MIN_ADAM_EPS) if uses_adam(optim) else optim.adam_eps,
         optimizer_cpu_offload=False,
         optimizer_offload_fraction=1.0,

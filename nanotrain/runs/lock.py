@@ -71,7 +71,7 @@ def _take(path: Path, *, what: str, fix: str, end: float) -> tuple[int, bool]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in _BUSY:
+            if error.errno not in (*_BUSY, errno.ESTALE):  # ESTALE: an owner on another host has removed the file
                 log.warning(
                     "%s cannot be locked (%s): a second job in it would overwrite this one's files",
                     *(what, error.strerror),
@@ -92,7 +92,9 @@ def _is_at(file: int, path: Path) -> bool:
     """Whether a path still names an open file; not after an owner has removed it."""
     try:
         return os.path.samestat(os.fstat(file), os.lstat(path))
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
+            raise
         return False
 
 

@@ -4,6 +4,11 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+import tokenizers
+
+from nanotrain.hf.companions import SPECIAL_TOKENS, Companions, is_same_tokenizer
+from nanotrain.inference import checkpoint as checkpoint_module
 from nanotrain.inference.checkpoint import export_checkpoint
 from nanotrain.inference.import_hf import import_hf
 from tests.hf.test_round_trip import write_source
@@ -30,7 +35,8 @@ def test_another_model_or_tokenizer_keeps_what_still_holds(tmp_path: Path) -> No
     (tmp_path / "other" / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
     export_checkpoint(checkpoint, tmp_path / "retokenized", tokenizer=tmp_path / "other")
     found = json.loads((tmp_path / "retokenized" / "config.json").read_text())
-    assert (found["eos_token_id"], found["pad_token_id"]) == (9, 7)
+    assert found["eos_token_id"] == 9 and "pad_token_id" not in found
+    assert json.loads((tmp_path / "retokenized" / "generation_config.json").read_text()) == {"eos_token_id": 9}
 
     longer = raw | {"max_position_embeddings": 4096, "pad_token_id": 8}  # no longer the model of the checkpoint
     (source / "config.json").write_text(json.dumps(longer))
@@ -42,3 +48,31 @@ def test_another_model_or_tokenizer_keeps_what_still_holds(tmp_path: Path) -> No
     export_checkpoint(checkpoint, tmp_path / "lost", tokenizer=tmp_path / "other")
     found = json.loads((tmp_path / "lost" / "config.json").read_text())
     assert found["eos_token_id"] == 9 and "pad_token_id" not in found
+
+
+def test_a_copy_of_the_tokenizer_beside_a_corpus_is_the_one_of_the_origin(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 5}, unk_token="a"))
+    for name in ("origin", "copy"):
+        (tmp_path / name).mkdir()
+    backend.save(str(tmp_path / "copy" / "tokenizer.json"), pretty=False)
+    backend.enable_truncation(8)  # not used in training
+    backend.save(str(tmp_path / "origin" / "tokenizer.json"))
+    assert is_same_tokenizer(tmp_path / "copy" / "tokenizer.json", tmp_path / "origin")
+    assert Companions(tmp_path / "copy", tmp_path / "origin").has_own_tokenizer
+    backend.add_tokens(["b"])
+    backend.save(str(tmp_path / "copy" / "tokenizer.json"))
+    assert not Companions(tmp_path / "copy", tmp_path / "origin").has_own_tokenizer
+
+
+@pytest.mark.parametrize("name", ["bytes", "vocab.json,merges.txt", "gpt2"])
+def test_a_model_trained_with_another_tokenizer_gets_none_of_the_origin(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_source("llama", tmp_path / "in")
+    import_hf(source, tmp_path / "step-00000000")
+    monkeypatch.setattr(checkpoint_module, "tokenizer_name", lambda checkpoint: name)
+    export_checkpoint(tmp_path / "step-00000000", tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not found.keys() & set(SPECIAL_TOKENS)
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert "config.json" in written and not written & {"tokenizer.json", "generation_config.json"}

@@ -139,6 +139,13 @@ def test_gradients_are_returned_outside_of_a_backward_of_the_wrapper_and_where_t
     assert all(grad_view_of(param) is None for param in sharded.parameters())
 
 
+def test_second_derivatives_are_refused_where_products_write_gradients() -> None:
+    network = Network()
+    wrap(network, writes=True)
+    with pytest.raises(RuntimeError, match="--no-gradient-accumulation-fusion"):
+        torch.autograd.grad(network.last(draw("hidden", T, O)).sum(), [network.last.weight], create_graph=True)
+
+
 def test_fp32_products_write_without_a_gradient_beside_the_buffer() -> None:
     network = Network()
     parallel = wrap(network, writes=True)

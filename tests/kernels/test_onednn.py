@@ -57,6 +57,22 @@ def test_a_linear_layer_and_its_gradients_are_those_of_torch(
     assert len(for_every_size) == (2 if is_frozen else 3)
 
 
+def test_second_derivatives_are_those_of_torch(for_every_size: list[int]) -> None:
+    x, weight, found = draw(B, S, I).requires_grad_(), draw(O, I).requires_grad_(), []
+    for multiply in (fprop, F.linear):
+        first = torch.autograd.grad(multiply(x, weight).square().sum(), [x, weight], create_graph=True)
+        found.append(torch.autograd.grad(sum(grad.square().sum() for grad in first), [x, weight]))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-2 * float(other.abs().mean()))
+    assert len(for_every_size) > 3
+
+
+def test_autocast_keeps_torchs_products(on_avx512: None) -> None:
+    x, weight = draw(64, I), draw(2**22 // (64 * I) + 1, I)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fprop(x, weight).dtype is torch.bfloat16
+
+
 def test_products_are_added_in_place(for_every_size: list[int]) -> None:
     grad, x, weight = draw(S, O), draw(S, I), draw(O, I)
     for product, expected in (

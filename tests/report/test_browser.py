@@ -55,7 +55,9 @@ def opened(page: Path, folder: Path) -> tuple[subprocess.CompletedProcess[str], 
         done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
         if done.returncode == 0:
             return done, requests
-    pytest.skip(f"{BROWSER} ends with code {done.returncode}: {done.stderr[-300:]}")
+    empty = subprocess.run([*command[:-1], "about:blank"], capture_output=True, timeout=HANG_S, check=False)
+    assert empty.returncode, f"{BROWSER} ends with code {done.returncode} at the report only: {done.stderr[-300:]}"
+    pytest.skip(f"{BROWSER} ends with code {empty.returncode} without a page too: {done.stderr[-300:]}")
 
 
 def test_the_page_counts_what_it_has_drawn(tmp_path: Path) -> None:

@@ -104,6 +104,23 @@ def test_a_removed_lock_file_is_no_lock(tmp_path, monkeypatch):
     assert not path.exists()
 
 
+@pytest.mark.parametrize("function", ["flock", "fstat"])
+def test_a_file_that_an_owner_on_another_host_removed_is_opened_again(tmp_path, monkeypatch, function):
+    module, calls = fcntl if function == "flock" else os, []
+    real = getattr(module, function)
+
+    def fail_first(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, function, fail_first)
+        with hold(tmp_path / "lock", wait_s=30.0):
+            assert len(calls) == 2 and json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+
+
 def test_a_lock_in_a_folder_that_vanished_ends_as_its_owner_does(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(ValueError), hold(tmp_path / "folder" / "lock"):

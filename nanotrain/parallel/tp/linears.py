@@ -84,6 +84,10 @@ class _LinearsFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph; the detached tensors below would give wrong second derivatives
+            raise RuntimeError(
+                "second derivatives of linear layers need one tp rank and --no-gradient-accumulation-fusion"
+            )
         # Detached: when deferred, x would keep the graph that it comes from alive.
         x, *params = ctx.saved_tensors
         tensor_parallel, products = ctx.tensor_parallel, ctx.products

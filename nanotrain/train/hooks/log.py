@@ -158,7 +158,7 @@ def describe(
         (per_device, 8),
         (f"mfu {last.mfu:.1%}" if last.mfu is not None else "", 2),
         (f"{memory_label} {last.peak_memory_bytes / 1e9:.2f} GB", 7),
-        (f"data wait {wait:.1%}" if wait >= NOTABLE_LAG else "", 2),
+        (f"data wait {wait:.1%}" if wait >= NOTABLE_WAIT else "", 2),
         (_describe_slowest(reports), 4),
         (f"save stall {stall:.2f} s" if stall else "", 2),
         (f"eta {remaining}", 1),

@@ -56,6 +56,12 @@ def test_a_line_names_the_rank_that_the_others_wait_for_only_where_the_wait_is_n
     assert "wait for" not in describe([even], train_iters=9, num_devices=4)
 
 
+@pytest.mark.parametrize(("wait_s", "shown"), [(0.04, False), (0.06, True)])
+def test_a_wait_for_data_is_shown_from_a_twentieth_of_the_step(wait_s: float, shown: bool) -> None:
+    line = describe([report_of(5, step_time_s=1.0, data_wait_s=wait_s)], train_iters=9, num_devices=1)
+    assert ("data wait" in line) is shown
+
+
 def test_the_remaining_time_counts_what_lies_between_steps():
     line = describe([report_of(5)], train_iters=9, num_devices=1, seconds_per_step=10.0)
     assert line.endswith("eta 0:00:40") and "per device" not in line
