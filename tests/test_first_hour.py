@@ -1,26 +1,17 @@
 """scripts/first_hour: its table has twenty points, and a point that cannot be run does not hold."""
 
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from nanotrain.train.hooks.log import describe
+from tests.scripts import load_script
 from tests.train.small_run import report_of
-
-SCRIPT = Path(__file__).parents[1] / "scripts" / "first_hour"
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    loader = SourceFileLoader("first_hour", str(SCRIPT))
-    spec = spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    return load_script("first_hour")
 
 
 def test_there_are_twenty_points(script):

@@ -4,8 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
 
@@ -13,25 +11,21 @@ import pytest
 import torch
 
 from tests.checkpoint.test_store import save, shard
+from tests.scripts import SCRIPTS, load_script
 from tests.test_two_hosts import DRILLS
-
-SCRIPT = Path(__file__).parents[1] / "scripts" / "kill_drill"
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    loader = SourceFileLoader("kill_drill", str(SCRIPT))
-    spec = spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = sys.modules[loader.name] = module_from_spec(spec)  # where its dataclasses look for their module
-    loader.exec_module(module)
-    return module
+    return load_script("kill_drill")
 
 
 def test_the_drill_kills_and_resumes() -> None:
     if not os.environ.get(DRILLS):
         pytest.skip(f"set {DRILLS}=1 to run it")
-    finished = subprocess.run([sys.executable, SCRIPT, "--instants", "2"], capture_output=True, text=True, check=False)
+    finished = subprocess.run(
+        [sys.executable, SCRIPTS / "kill_drill", "--instants", "2"], capture_output=True, text=True, check=False
+    )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert finished.stdout.count("| 2 |\n") == 6
 

@@ -306,7 +306,7 @@ def export_checkpoint(
 
 
 def _companions(checkpoint: OpenedCheckpoint, tokenizer: Path | None) -> "Companions":
-    """The run's tokenizer if it is a local path; one from the hub needs no copy."""
+    """What is copied beside the weights: of tokenizers the given one, else the run's if it is a local path."""
     from nanotrain.hf.companions import Companions, is_same_tokenizer
 
     pretrained = checkpoint.config.checkpoint.pretrained_checkpoint
