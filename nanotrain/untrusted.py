@@ -1,6 +1,7 @@
 """Parse JSON that may be damaged or hostile, and check its values one by one.
 
     read_file, unreadable                 the bytes of a regular file of bounded size, or why there are none
+    require_file                          the same check of a file that a library reads
     parse_json                            text -> value; ValueError for anything but plain JSON of bounded depth
     whole_number, finite_number,          a value of the expected type and range, else ValueError with the field's name
     text_of, object_of, list_of,
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 MAX_DEPTH = 64  # of nested lists and objects; real files have 2 to 8
 LARGEST = 2**62  # of sizes, offsets and counters: sums of two still fit into 64 bits
 MAX_FILE_BYTES = 1 << 30  # of JSON; the manifest of 70B parameters on 1,024 ranks has 36 MB
+MAX_TOKENIZER_BYTES = 1 << 28  # of a tokenizer; that of Gemma 3, with 262,144 tokens, has 33 MB
 MAX_NAME = 255  # bytes of a file name on every common file system
 
 
@@ -32,12 +34,20 @@ def read_file(path: Path, *, follows_links: bool = True, most: int = MAX_FILE_BY
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows_links else os.O_NOFOLLOW)
     with open(os.open(path, flags), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is no regular file")
-        if status.st_size > most:
-            raise ValueError(f"it has {status.st_size:,} bytes, and at most {most:,} are read")
+        _require_size(os.fstat(file.fileno()), most)
         return file.read()
+
+
+def require_file(path: Path, *, most: int = MAX_FILE_BYTES) -> None:
+    """Check a file that a library reads by its name, as `read_file` does."""
+    _require_size(os.stat(path), most)
+
+
+def _require_size(status: os.stat_result, most: int) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is no regular file")
+    if status.st_size > most:
+        raise ValueError(f"it has {status.st_size:,} bytes, and at most {most:,} are read")
 
 
 def unreadable(error: OSError | ValueError) -> str:

@@ -43,6 +43,11 @@ class BackgroundSave:
             raise self._error
         return self._result
 
+    def cancel(self) -> None:
+        """Give the save up and wait for the thread, which may be writing."""
+        self._cancelled.set()
+        self._thread.join()
+
     def give_up(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s` for the thread, then cancel it; returns whether it has succeeded."""
         self._thread.join(timeout_s)

@@ -15,14 +15,14 @@ Chunks are boxes of global tensors and the manifest has no topology, so a run wi
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanotrain.checkpoint import store
-from nanotrain.checkpoint.all_ranks import act_on_first, reduce_on_all, run_on_all, run_on_first
+from nanotrain.checkpoint.all_ranks import StorageFault, act_on_first, reduce_on_all, run_on_first
 from nanotrain.checkpoint.background import BackgroundSave
 from nanotrain.checkpoint.commit import merge_reports, report_of, wait_for_reports, write_failure, write_report
 from nanotrain.checkpoint.compatibility import check_all_loaded, check_compatible, loads
@@ -33,6 +33,7 @@ from nanotrain.checkpoint.read import read_chunks
 from nanotrain.checkpoint.stage import StagingBuffers
 from nanotrain.checkpoint.write import shard_name, write_shard
 from nanotrain.comm.group import Group
+from nanotrain.comm.work import CommunicationFault
 from nanotrain.precision.dtypes import DTYPE_NAMES
 from nanotrain.topology.boxes import TensorBox
 
@@ -148,8 +149,9 @@ class Checkpointer:
                 report = report_of(write_shard(temporary / self._shard_name, staged), manifest)
                 write_report(temporary, report, index=self.group.index)
             except Exception as error:
-                (temporary / self._shard_name).unlink(missing_ok=True)  # on a full disk the next line needs its space
-                write_failure(temporary, error, index=self.group.index)
+                with suppress(OSError, StorageFault):  # `wait` reports it too
+                    (temporary / self._shard_name).unlink(missing_ok=True)  # on a full disk the next line needs it
+                    write_failure(temporary, error, index=self.group.index)
                 raise
             if not self.group.is_first:
                 return None
@@ -168,8 +170,21 @@ class Checkpointer:
             return None
         step, save = self._in_flight
         self._in_flight = None
+
+        def written() -> list[float]:
+            if not self.group.is_first:
+                save.result()
+            return []
+
         with self._attempt(step):
-            return run_on_all(self.group, save.result, merge=lambda paths: paths[0])
+            try:
+                reduce_on_all(self.group, written)
+            except CommunicationFault:
+                raise
+            except Exception:  # a rank that could write nothing, not even its report, for which the first rank waits
+                save.cancel()
+                raise
+            return run_on_first(self.group, save.result)
 
     def poll(self) -> Path | None:
         """The folder of the save in flight once it is committed, on the first rank; without communication.

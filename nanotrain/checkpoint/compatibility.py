@@ -75,6 +75,21 @@ def check_all_loaded(manifest: Manifest, loaded: Sequence[float], *, config: Map
         raise _another_model(manifest, lines, config=config)
 
 
+def has_weights_alone(manifest: Manifest) -> bool:
+    """Whether a checkpoint has no optimizer state: an average or an import."""
+    return "optimizer" not in map(kind_of, manifest.tensors)
+
+
+def weights_alone(manifest: Manifest) -> CheckpointError:
+    """The error of a resume from such a checkpoint."""
+    go_on = f", or --no-load-optim to go on at step {manifest.step}" if manifest.objects.get("train") else ""
+    return CheckpointError(
+        f"the checkpoint of step {manifest.step} has weights alone",
+        why="an average or an import has no optimizer state to resume from",
+        fix=f"add --finetune to start at step 0 from its weights{go_on}",
+    )
+
+
 def kind_of(name: str) -> str:
     """The kind of a tensor, the first part of its name.
 
@@ -85,6 +100,8 @@ def kind_of(name: str) -> str:
 
 
 def _another_model(manifest: Manifest, lines: Sequence[str], *, config: Mapping[str, Any] | None) -> CheckpointError:
+    if all(line.startswith("optimizer/") for line in lines) and has_weights_alone(manifest):
+        return weights_alone(manifest)
     rules = [(side.get("optim") or {}).get("optimizer") for side in (manifest.config, config or {})]
     if rules[0] != rules[1] and None not in rules and all(line.startswith("optimizer/") for line in lines):
         return CheckpointError(

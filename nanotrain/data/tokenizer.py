@@ -19,7 +19,7 @@ import tokenizers
 from nanotrain.data import hf
 from nanotrain.errors import DataError
 from nanotrain.runs.files import write_text
-from nanotrain.untrusted import parse_json, read_file
+from nanotrain.untrusted import MAX_TOKENIZER_BYTES, parse_json, read_file, require_file
 
 # Usual names of the end-of-document token, for a bare tokenizer.json, which does not name it.
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "[EOS]", "[SEP]")
@@ -156,6 +156,8 @@ class _SlowTokenizer:
 
 def _load_gpt2(vocab_file: str, merge_file: str) -> FastTokenizer:
     try:
+        for name in (vocab_file, merge_file):
+            require_file(Path(name), most=MAX_TOKENIZER_BYTES)
         backend = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(vocab_file, merge_file))
     except Exception as error:  # the library raises bare Exception
         fix = "name GPT-2's two files with --vocab-file and --merge-file"
@@ -171,7 +173,8 @@ def _load_fast(file: Path) -> FastTokenizer:
     settings = file.with_name("tokenizer_config.json")
     eod_text = _eos_of(settings) if settings.is_file() else None
     try:
-        tokenizer = FastTokenizer(tokenizers.Tokenizer.from_file(str(file)), eod_text=eod_text)
+        content = read_file(file, most=MAX_TOKENIZER_BYTES)
+        tokenizer = FastTokenizer(tokenizers.Tokenizer.from_buffer(content), eod_text=eod_text)
         tokenizer.decode(tokenizer.encode("a b"))  # a damaged file may load and fail at the first text
     except BaseException as error:  # the library raises bare Exception, and its panics are no Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):

@@ -22,7 +22,7 @@ from nanotrain.errors import HuggingFaceError
 from nanotrain.hf.canonical import canonical, free_keys
 from nanotrain.hf.families import model_from_hf, read_config
 from nanotrain.runs.files import write_text
-from nanotrain.untrusted import object_of, parse_json
+from nanotrain.untrusted import MAX_TOKENIZER_BYTES, object_of, parse_json, read_file
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 TOKENIZER_FILES = (
@@ -128,7 +128,8 @@ def is_same_tokenizer(one: Path, other: Path) -> bool:
     contents = []
     for source in (one, other):
         try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(source if source.is_file() else source / "tokenizer.json"))
+            file = source if source.is_file() else source / "tokenizer.json"
+            tokenizer = tokenizers.Tokenizer.from_buffer(read_file(file, most=MAX_TOKENIZER_BYTES))
         except Exception:  # tokenizers raises no narrower class
             return False
         tokenizer.no_truncation()

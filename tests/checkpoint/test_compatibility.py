@@ -58,6 +58,16 @@ def test_the_state_of_another_optimizer_is_named() -> None:
         check_compatible(manifest, wanted, config={"optim": {"optimizer": "adam"}})
 
 
+@pytest.mark.parametrize(("objects", "fix"), [({}, "weights$"), ({"train": {"step": 7}}, "or --no-load-optim")])
+def test_weights_alone_are_no_other_model(objects: dict[str, object], fix: str) -> None:
+    weights = {name: entry for name, entry in MANIFEST.tensors.items() if name.startswith("model/")}
+    manifest = replace(MANIFEST, tensors=weights, objects=objects)
+    with pytest.raises(CheckpointError, match=f"step 7 has weights alone: .* add --finetune to start at step 0.*{fix}"):
+        check_compatible(manifest, {full(name): "fp32" for name in SHAPES})
+    with pytest.raises(CheckpointError, match="is of another model"):
+        check_compatible(manifest, {full("model/c", 2): "fp32", full("optimizer/exp_avg/a"): "fp32"})
+
+
 def test_at_most_four_differences_are_listed() -> None:
     targets = {full(f"model/x{i}", 1): "fp32" for i in range(6)}
     with pytest.raises(CheckpointError, match=r"6 tensors differ: (.*; ){4}and 2 more: names and shapes"):

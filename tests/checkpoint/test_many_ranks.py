@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from nanotrain.checkpoint import checkpointer as checkpointer_module
+from nanotrain.checkpoint.all_ranks import StorageFault
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.read import read_global_tensors
 from nanotrain.checkpoint.store import complete_checkpoints, read_manifest
+from nanotrain.comm.collectives import barrier
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.errors import NanotrainError
 from nanotrain.topology.boxes import Box, TensorBox, flat_range_to_boxes
@@ -37,7 +40,7 @@ def shares(rank: int, size: int) -> dict[TensorBox, torch.Tensor]:
 
 
 def checkpointer(ctx: ParallelContext, folder: str) -> Checkpointer:
-    return Checkpointer(Path(folder), group=ctx.control)
+    return Checkpointer(Path(folder), group=ctx.control, timeout_s=60.0)
 
 
 def save(ctx: ParallelContext, folder: str, step: int) -> str:
@@ -81,6 +84,8 @@ def fail_on_one(ctx: ParallelContext, folder: str, what: str) -> str:
     path = Path(folder) / "step-00000001"
     if ctx.rank == 1 and what.startswith("full disk"):
         os.pwrite = _full  # type: ignore[assignment]  this process serves one test only
+    if what == "no report in the background":
+        _write_nothing_of_rank_1(ctx)
     if ctx.rank == 1 and what == "twice":
         mine[TensorBox("model/norm", (3,), Box((0,), (1,)))] = torch.zeros(1)
     if ctx.rank == 1 and what == "other objects":
@@ -90,7 +95,7 @@ def fail_on_one(ctx: ParallelContext, folder: str, what: str) -> str:
     if ctx.rank == 1 and what == "bug":
         mine[TensorBox.full("model/meta", (1,))] = torch.zeros(1, device="meta")
     try:
-        if what == "full disk in the background":
+        if what.endswith("in the background"):
             for step in (2, 3):
                 own.start_save(step, mine, objects={}, config={}, topology={})
         elif what in ("damaged", "other shape"):
@@ -102,6 +107,24 @@ def fail_on_one(ctx: ParallelContext, folder: str, what: str) -> str:
     return "no error"
 
 
+def _write_nothing_of_rank_1(ctx: ParallelContext) -> None:
+    """Rank 1 can write neither its shard nor, at its end, why; ranks are threads, so the first one patches for both."""
+    real = checkpointer_module.write_shard
+
+    def write_shard(path: Path, *args: Any) -> Any:
+        if path.name.startswith("shard-00001"):
+            _full()
+        return real(path, *args)
+
+    def write_failure(folder: Path, error: Exception, *, index: int) -> None:
+        raise StorageFault("the report cannot be written either")
+
+    if ctx.rank == 0:
+        checkpointer_module.write_shard = write_shard  # type: ignore[assignment]
+        checkpointer_module.write_failure = write_failure
+    barrier(ctx.control)
+
+
 def _full(*_: Any) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -111,6 +134,7 @@ def _full(*_: Any) -> int:
     [
         ("full disk", "StorageFault", "No space left on device"),
         ("full disk in the background", "StorageFault", "No space left on device"),
+        ("no report in the background", "StorageFault", "No space left on device"),
         ("twice", "CheckpointError", "written 2 times"),
         ("other objects", "CheckpointError", "rank 1 saves other objects than rank 0"),
         ("damaged", "DamagedCheckpoint", "model/deep@0:1,0:3,0:4 is damaged (on rank 0 of 2)"),

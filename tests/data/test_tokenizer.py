@@ -1,6 +1,7 @@
 """Tokenizers give back the text they were given and are found again where they were saved."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from nanotrain.data.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer, load_tokenizer
 from nanotrain.errors import DataError
 from nanotrain.prepare.bpe import EOD_TEXT, train_bpe
+from nanotrain.untrusted import MAX_TOKENIZER_BYTES
 
 TRAINED = train_bpe(["def f(x):\n    return x + 1\n", "größer als – 日本語\n"] * 20, 290)
 
@@ -104,6 +106,18 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"tokenizer\.json is no tokenizer"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
+def test_huge_files_and_devices_are_not_read(tmp_path: Path) -> None:
+    huge = tmp_path / "tokenizer.json"
+    huge.touch()
+    os.truncate(huge, MAX_TOKENIZER_BYTES + 1)  # takes no space
+    with pytest.raises(DataError, match="it has 268,435,457 bytes, and at most 268,435,456 are read"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(DataError, match="are no tokenizer: it has 268,435,457 bytes"):
+        load_tokenizer(f"{huge},/dev/zero")
+    with pytest.raises(DataError, match="are no tokenizer: it is no regular file"):
+        load_tokenizer(f"/dev/zero,{huge}")
 
 
 def test_an_unknown_name_without_a_network_is_refused_with_a_cure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
+from nanotrain.checkpoint.compatibility import has_weights_alone, weights_alone
 from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
 from nanotrain.config.config import Config
 from nanotrain.config.schema import to_dict
@@ -226,6 +227,8 @@ def _load_state(manifest: Manifest, optimizer: DistributedOptimizer, *, path: Pa
     """The counters of the run, and the optimizer's into it; both checked first. Weights alone have no counters."""
     if config.checkpoint.finetune:  # what `average` and `import-hf` write has none to check
         return TrainState()
+    if not manifest.objects and has_weights_alone(manifest):
+        raise weights_alone(manifest)
     try:
         state = _train_state(manifest)
         optimizer_state = _optimizer_state(manifest.objects)
