@@ -253,7 +253,10 @@ def merge_settings(
             OmegaConf.update(merged, setting.key, parse_value(setting), merge=False)
         return cast(dict[str, dict[str, Any]], mark_references(to_plain(merged, resolve=True), to_plain(merged)))
     except OmegaConfBaseException as error:
-        raise ConfigError("a value refers to another that cannot be found", why=str(error).splitlines()[0]) from None
+        texts = [setting.text for setting in settings if "${" in setting.text]
+        what = f"{', '.join(texts) or 'a value'} refers to a value that cannot be found"
+        fix = "replace the variable before the program starts, or write ${oc.env:NAME} for one of the environment"
+        raise ConfigError(what, why=str(error).splitlines()[0], fix=fix) from None
 
 
 def parse_value(setting: Setting) -> Any:

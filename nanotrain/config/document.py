@@ -3,6 +3,7 @@
 from nanotrain.config.flags import ALIASES
 from nanotrain.config.help import KINDS, meaning, metavar
 from nanotrain.config.megatron import MEGATRON
+from nanotrain.config.megatron_rare import PATTERNS
 from nanotrain.config.option import flag_of
 from nanotrain.config.schema import SECTIONS, Entry, entries_of, typed
 
@@ -61,9 +62,10 @@ def document() -> str:
     parts.append(
         "\n## Flags of Megatron-LM\n\nThey are no field of the same name; see [from_megatron.md](from_megatron.md)."
     )
+    table = MEGATRON | PATTERNS
     for kind, (title, sentence) in KINDS.items():
         parts += [f"\n### {title.capitalize()}\n\n{sentence}\n", "| flag | here |", "|---|---|"]
-        parts += [table_row(f"`{flag}`", entry.meaning) for flag, entry in MEGATRON.items() if entry.kind == kind]
+        parts += [table_row(f"`{flag}`", entry.meaning) for flag, entry in table.items() if entry.kind == kind]
     return "\n".join(parts) + "\n"
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-from nanotrain.config.megatron import MANY, MEGATRON
+from nanotrain.config.megatron import MEGATRON, row_of
+from nanotrain.config.megatron_kinds import MANY, MegatronFlag
 from nanotrain.config.schema import BOOLEANS, ENTRIES, KEYS, SECTIONS, Entry, unknown_flag, unknown_key
 from nanotrain.config.suggest import advise, by_meaning
 from nanotrain.errors import ConfigError, ErrorCollector
@@ -39,12 +40,14 @@ ALIASES: dict[str, Alias] = {
         "data_parallel_sharding_strategy", "optim", agrees=("optim", "optim_grads", "optim_grads_params")
     ),
 }
-# Other spellings of a value, by unique name: Megatron-FSDP counts the strategies, -1 validation batches are none.
+# Other spellings of a value, by unique name: Megatron-FSDP counts the strategies, -1 validation batches are none, and
+# Muon updates full matrices wherever they are computed.
 VALUES: dict[str, dict[str, str]] = {
     "data_parallel_sharding_strategy": dict(
         zip("0123", ENTRIES["data_parallel_sharding_strategy"].choices, strict=True)
     ),
     "eval_iters": {"-1": "0"},
+    "muon_tp_mode": {"duplicated": "distributed"},
 }
 FLAGS: dict[str, Entry] = {entry.flag: entry for entry in ENTRIES.values()}
 NEGATIONS: dict[str, Entry] = {f"--no-{flag[2:]}": entry for flag, entry in FLAGS.items() if entry.kind is bool}
@@ -139,10 +142,10 @@ def read_flag(line: CommandLine, argument: str, *, rest: list[str]) -> None:
     elif flag in FLAGS:
         entry = FLAGS[flag]
         line.settings.append(read_field(entry, flag, value=value if has_value else None, rest=rest))
-    elif flag in MEGATRON:
-        line.megatron.append(read_megatron(flag, value=value if has_value else None, rest=rest))
     elif argument in NEGATIONS:
         line.settings.append(Setting(NEGATIONS[argument].key, "false", argument))
+    elif flag not in NEGATIONS and (row := row_of(flag)) is not None:
+        line.megatron.append(read_megatron(flag, row, value=value if has_value else None, rest=rest))
     elif has_value and flag in {*ALIASES, *NEGATIONS, *SWITCHES}:
         fix = f"write {flag} alone or leave it out"
         raise ConfigError(f"{argument} gives {flag} a value", why="it takes none", fix=fix)
@@ -175,9 +178,9 @@ def read_field(entry: Entry, flag: str, *, value: str | None, rest: list[str]) -
     return Setting(entry.key, VALUES.get(entry.name, {}).get(value, value), text)
 
 
-def read_megatron(flag: str, *, value: str | None, rest: list[str]) -> MegatronArgument:
-    """A flag of Megatron-LM with as many values as it takes."""
-    arity = MEGATRON[flag].arity
+def read_megatron(flag: str, row: MegatronFlag, *, value: str | None, rest: list[str]) -> MegatronArgument:
+    """A flag of Megatron-LM with as many values as it takes; one of a pattern may take none."""
+    arity = row.arity
     if arity == 0 and value is not None:
         fix = f"write {flag} alone or leave it out"
         raise ConfigError(f"{flag}={value} gives {flag} a value", why="it takes none", fix=fix)
@@ -186,7 +189,7 @@ def read_megatron(flag: str, *, value: str | None, rest: list[str]) -> MegatronA
         values += take_values(rest)
     elif arity == 1 and not values:
         values = [take_value(flag, rest)]
-    if arity and not values:
+    if arity and not values and flag in MEGATRON:
         raise no_value(flag)
     return MegatronArgument(flag, " ".join(values))
 
@@ -326,14 +329,17 @@ def unexpected(argument: str, previous: str) -> ConfigError:
     flag, what = f"--{argument}", f"unexpected argument {argument!r}"
     if previous in FLAGS and FLAGS[previous].kind is bool:
         return ConfigError(what, why=f"{previous} takes no value", fix=f"write {previous}={argument}")
-    if previous in ALIASES or previous in NEGATIONS or previous in SWITCHES or previous in MEGATRON:
+    if previous in ALIASES or previous in NEGATIONS or previous in SWITCHES or row_of(previous):
         return ConfigError(what, why=f"{previous} takes no more values", fix=f"leave {argument} out")
     if previous in FLAGS and FLAGS[previous].kind is not list and re.fullmatch(r"[\d.eE+-]+", argument):
         why, name = f"{previous} takes one value", previous.removeprefix("--")
         return ConfigError(what, why=why, fix=f"leave it out; nanotrain sweep --over {name}=V1,V2 tries several")
     why = "it is neither a flag nor key=value"
-    if flag in FLAGS or flag in ALIASES or flag in MEGATRON:
+    if flag in FLAGS or flag in ALIASES or row_of(flag):
         return ConfigError(what, why=why, fix=f"write {flag}")
+    if argument.startswith("$"):
+        fix = "define the variable, and write it without single quotes"
+        return ConfigError(what, why="the shell has not replaced the variable", fix=fix)
     meant, suffix = by_meaning(argument), PurePath(argument).suffix
     if meant:
         return ConfigError(what, why=why, fix=advise(meant))

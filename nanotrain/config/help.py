@@ -12,7 +12,9 @@ import textwrap
 from collections.abc import Iterable, Iterator
 
 from nanotrain.config.flags import ALIASES
-from nanotrain.config.megatron import MEGATRON, Kind
+from nanotrain.config.megatron import MEGATRON
+from nanotrain.config.megatron_kinds import Kind
+from nanotrain.config.megatron_rare import PATTERNS
 from nanotrain.config.schema import ENTRIES, SECTIONS, Entry, entries_of, typed
 from nanotrain.config.suggest import did_you_mean
 from nanotrain.errors import ConfigError
@@ -130,7 +132,7 @@ def megatron_lines(width: int) -> Iterator[str]:
     text = "Flags of Megatron-LM that are no option of the same name here. --help=all lists those that are."
     yield from textwrap.wrap(text, width)
     for kind, (title, sentence) in KINDS.items():
-        pairs = ((flag, row.meaning) for flag, row in MEGATRON.items() if row.kind == kind)
+        pairs = ((flag, row.meaning) for flag, row in (MEGATRON | PATTERNS).items() if row.kind == kind)
         yield from panel(title, [sentence, "", *rows(pairs, width)], width=width)
 
 

@@ -19,7 +19,7 @@ from nanotrain.config.config import Config
 from nanotrain.config.derive import without_quickstart
 from nanotrain.config.flags import ALIASES, FLAGS, CommandLine, Setting, apply_aliases, parse
 from nanotrain.config.help import USAGE, help_text
-from nanotrain.config.megatron import MEGATRON
+from nanotrain.config.megatron import row_of
 from nanotrain.config.option import flag_of
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import (
@@ -252,7 +252,7 @@ def explain(loaded: Loaded, line: CommandLine) -> str:
 
 def flag_lines(line: CommandLine) -> list[str]:
     """What became of every flag of Megatron-LM that is no field: the kind of its row, and its meaning here."""
-    rows = [(argument.text, MEGATRON[argument.flag]) for argument in dict.fromkeys(line.megatron)]
+    rows = [(argument.text, row) for argument in dict.fromkeys(line.megatron) if (row := row_of(argument.flag))]
     width = max((len(text) for text, _ in rows), default=0)
     return [f"{text:<{width}}  {row.kind:<9}  {row.meaning}" for text, row in rows]
 

@@ -1,66 +1,25 @@
 """Megatron-LM's flags that are no field here, as a table: what each one is, how many values it takes, one sentence.
 
-    always     it names what is always so; another value than those listed is an error
-    no effect  it tunes an implementation that does not exist here; accepted, changes nothing that is computed
-    rename     it becomes values of fields, by a function of conversions.py
-    not yet    an error, with the nearest cure; values that ask for nothing are accepted
-
-`translate.py` applies the table to a command line. A flag that becomes a field leaves the table.
+The kinds of rows are those of `megatron_kinds.py`; flags that training scripts rarely have, and flags by pattern, are
+in `megatron_rare.py`. `translate.py` applies the table to a command line. A flag that becomes a field leaves the table.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from fnmatch import fnmatchcase
+from typing import Any
 
 from nanotrain.config import conversions
-from nanotrain.config.config import Config
+from nanotrain.config.megatron_kinds import (
+    FUSED,
+    MANY,
+    MegatronFlag,
+    always,
+    no_effect,
+    not_yet,
+    rename,
+    sets,
+)
+from nanotrain.config.megatron_rare import PATTERNS, RARE
 
-Kind = Literal["always", "no effect", "rename", "not yet"]
-Conversion = Callable[[Config, str], dict[str, Any]]
-MANY = -1  # arity of a flag that takes all arguments up to the next flag
-
-
-@dataclass(frozen=True)
-class MegatronFlag:
-    """One flag of Megatron-LM."""
-
-    kind: Kind
-    meaning: str  # what it is here; of `not yet`, the cure
-    arity: int = 0  # values it takes
-    accepts: tuple[str, ...] = ()  # the values that are accepted; empty: all, of `not yet` none
-    convert: Conversion | None = None  # of a rename: from the configuration and the value to values by unique name
-    fields: tuple[str, ...] = ()  # of a rename: unique names of the fields it always sets
-    overrules: bool = False  # of a rename: its values replace those of other flags, as in Megatron-LM
-    is_check: bool = False  # of a rename: it only checks what the other flags set, so it is converted last
-    saves: bool = False  # of `no effect`: in Megatron-LM it saves time or memory, so the log names it
-
-
-def always(meaning: str, *accepts: str, arity: int = 0) -> MegatronFlag:
-    """A flag that names what is always so."""
-    return MegatronFlag("always", meaning, 1 if accepts else arity, accepts)
-
-
-def no_effect(meaning: str, *, arity: int = 0, saves: bool = False) -> MegatronFlag:
-    """A flag that tunes an implementation that does not exist here."""
-    return MegatronFlag("no effect", meaning, arity, saves=saves)
-
-
-def sets(meaning: str, **values: Any) -> MegatronFlag:
-    """A flag without a value that stands for values of fields."""
-    return MegatronFlag("rename", meaning, convert=lambda config, text: dict(values), fields=tuple(values))
-
-
-def rename(meaning: str, convert: Conversion) -> MegatronFlag:
-    """A flag whose value becomes values of fields."""
-    return MegatronFlag("rename", meaning, 1, convert=convert)
-
-
-def not_yet(cure: str, *accepts: str, arity: int = 0) -> MegatronFlag:
-    """A flag of a feature that does not exist."""
-    return MegatronFlag("not yet", cure, 1 if accepts else arity, accepts)
-
-
-FUSED = "fused kernels are chosen by torch"
 # Source: Megatron-LM, `post_training/model_builder.py`.
 GPT_OSS = {
     "position_embedding_type": "yarn",
@@ -84,7 +43,7 @@ MODEL = {
     "--use-rotary-position-embeddings": sets("--position-embedding-type rope", position_embedding_type="rope"),
     "--no-position-embedding": MegatronFlag("rename", "it is accepted with --position-embedding-type rope only", convert=conversions.no_position_embedding, is_check=True),
     "--rope-type": rename("--position-embedding-type with the same value", conversions.rope_type),
-    "--rotary-interleaved": not_yet("RoPE pairs the two halves of a head: leave it out"),
+    "--rotary-interleaved": no_effect("RoPE pairs the two halves of a head: the same model, with the channels of queries and keys in another order"),
     "--apply-query-key-layer-scaling": always("scores are never stored in 16 bits; Megatron-LM divides them by the number of the layer while they are, and multiplies by it again inside the fp32 softmax, so the softmax is the same"),
     "--attention-softmax-in-fp32": always("core attention computes its softmax in fp32"),
     "--no-persist-layer-norm": no_effect(FUSED),
@@ -95,7 +54,7 @@ MODEL = {
     "--no-bias-dropout-fusion": no_effect(FUSED),
     "--cross-entropy-loss-fusion": no_effect("the head and the loss are always computed together, in chunks"),
     "--cross-entropy-fusion-impl": no_effect("the head and the loss are always computed together, in chunks", arity=1),
-    "--padded-vocab-size": rename("--make-vocab-size-divisible-by with the same number", conversions.padded_vocab_size),
+    "--padded-vocab-size": MegatronFlag("rename", "--make-vocab-size-divisible-by with the same number, whatever the line has for that flag", 1, convert=conversions.padded_vocab_size, overrules=True),
     "--add-qkv-bias-linear": sets("--add-qkv-bias", add_qkv_bias=True),
     "--enable-gpt-oss": MegatronFlag("rename", "YaRN with factor 32 from 131072 positions, not rounded, whatever position flags the line has; OpenAI's files have 4096: set the YaRN flags instead to train from them", convert=lambda config, text: dict(GPT_OSS), fields=tuple(GPT_OSS), overrules=True),
     "--export-force-local-attention": no_effect("torch chooses the attention kernel"),
@@ -110,7 +69,7 @@ MODEL = {
     "--encoder-seq-length": rename("--seq-length with the same number", lambda config, text: {"seq_length": text}),
     "--decoder-num-layers": not_yet("models have decoder layers only: set --num-layers", arity=1),
     "--decoder-seq-length": not_yet("models have decoder layers only: set --seq-length", arity=1),
-    "--spec": not_yet("layers are chosen by their settings: leave it out", arity=MANY),
+    "--spec": not_yet("no Python file of layers is imported; without it the other flags describe the layers", arity=MANY),
     "--use-checkpoint-args": not_yet("set the model's flags, or take a run's settings by +config=RUN/config.yaml"),
     "--no-rope-freq": not_yet("all layers have the same position embeddings: leave it out", arity=1),
     "--init-method-xavier-uniform": not_yet("initial weights are normal: set --init-method-std"),
@@ -198,8 +157,6 @@ KEPT = "activations stay on the device: set --recompute-granularity"
 MEMORY = {
     "--moe-layer-recompute": MegatronFlag("rename", "--recompute-granularity selective with moe in --recompute-modules", convert=conversions.moe_layer_recompute),
     "--distribute-saved-activations": not_yet(KEPT),
-    "--fine-grained-activation-offloading": not_yet(KEPT),
-    "--offload-modules": not_yet(KEPT, arity=MANY),
     "--overlap-cpu-optimizer-d2h-h2d": always("copies of --optimizer-cpu-offload run beside the updates"),
     "--use-torch-optimizer-for-cpu-offload": always("the host updates with the kernels of torch"),
     "--no-pin-cpu-grads": no_effect("host memory is pinned where a GPU copies from it"),
@@ -236,7 +193,6 @@ DATA = {
     "--dataloader-type": always("samples are shuffled once per epoch, unless --no-shuffle", "single", "cyclic"),
     "--data-args-path": not_yet("write the arguments of that file after --data-path", arity=1),
     "--num-dataset-builder-threads": no_effect("the order of samples is computed, not stored", arity=1),
-    "--fim-data": not_yet("there is no fill-in-the-middle: leave it out"),
     "--dataloader-fast-cache-load": no_effect("the order of samples is computed, not stored"),
     "--dataloader-defer-npy-index-mmap": no_effect("the order of samples is computed, not stored"),
     "--mid-level-dataset-surplus": no_effect("the order of samples is computed, not stored", arity=1),
@@ -303,7 +259,7 @@ RUN = {
     "--use-ring-exchange-p2p": not_yet("stages send by torch's point-to-point operations: leave it out"),
     "--deterministic-mode": no_effect("runs on CPUs are deterministic; on GPUs torch's own kernels decide"),
     "--skip-train": not_yet("nanotrain evaluate RUN computes the loss of a checkpoint"),
-    "--test-mode": not_yet("there is no such mode: leave it out"),
+    "--test-mode": no_effect("training is the same with it"),
     "--one-logger-project": no_effect("there is no OneLogger", arity=1),
     "--one-logger-run-name": no_effect("there is no OneLogger", arity=1),
     "--enable-one-logger": no_effect("there is no OneLogger"),
@@ -320,13 +276,24 @@ RUN = {
 }
 # fmt: on
 MEGATRON: dict[str, MegatronFlag] = (
-    MODEL | MOE | PARALLEL | PRECISION | MEMORY | REDUCED_PRECISION | OPTIM | DATA | CHECKPOINT | RUN
+    MODEL | MOE | PARALLEL | PRECISION | MEMORY | REDUCED_PRECISION | OPTIM | DATA | CHECKPOINT | RUN | RARE
 )
 # Megatron-LM spells two flags with an underscore.
 MEGATRON |= {
     flag.replace("opt-param", "opt_param"): MEGATRON[flag]
     for flag in ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler")
 }
+
+
+def row_of(flag: str) -> MegatronFlag | None:
+    """The row of a flag, by its name or by a pattern; None for no flag of Megatron-LM.
+
+    >>> row_of("--mamba-head-dim").kind, row_of("--lr")
+    ('not yet', None)
+    """
+    patterns = (row for pattern, row in PATTERNS.items() if fnmatchcase(flag, pattern))
+    return MEGATRON.get(flag) or next(patterns, None)
+
 
 # Megatron-LM's defaults of the fields where ours differ, by unique name; `--megatron-defaults` takes them.
 MEGATRON_DEFAULTS: dict[str, Any] = {
@@ -337,6 +304,7 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
     "attention_dropout": 0.1,
     "hidden_dropout": 0.1,
     "adam_beta2": 0.999,
+    "muon_momentum": 0.9,
     "weight_decay": 0.01,
     "lr_decay_style": "linear",
     "log_interval": 100,

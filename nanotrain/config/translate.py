@@ -13,7 +13,8 @@ from typing import Any
 
 from nanotrain.config.config import Activation, Config, PositionEmbedding
 from nanotrain.config.flags import CommandLine, MegatronArgument, choice_of, is_file
-from nanotrain.config.megatron import MEGATRON, MEGATRON_DEFAULTS, MEGATRON_REQUIRED, SHAPING
+from nanotrain.config.megatron import MEGATRON_DEFAULTS, MEGATRON_REQUIRED, SHAPING, row_of
+from nanotrain.config.megatron_kinds import MegatronFlag
 from nanotrain.config.option import flag_of
 from nanotrain.config.pipeline_layout import read_pipeline_layout
 from nanotrain.config.schema import ENTRIES, argument_of, convert, plain, typed, value_of, with_values
@@ -53,7 +54,7 @@ def translate(
         check_defaults(line, errors=errors)
         if "model.ffn_hidden_size" not in from_files:
             complete_width(result)
-    rows = {argument.flag: MEGATRON[argument.flag] for argument in line.megatron}
+    rows = {argument.flag: row_for(argument.flag) for argument in line.megatron}
     for argument in sorted(line.megatron, key=lambda each: (rows[each.flag].is_check, rows[each.flag].overrules)):
         with errors:
             convert_flag(result, argument)
@@ -66,9 +67,9 @@ def translate(
 
 def check_flags(arguments: list[MegatronArgument], *, errors: ErrorCollector) -> None:
     """Check the values of flags that name what is always so; flags of missing features become one error."""
-    missing: list[str] = []
+    missing: dict[str, list[str]] = {}  # cure -> flags
     for argument in arguments:
-        row = MEGATRON[argument.flag]
+        row = row_for(argument.flag)
         is_accepted = any(is_same(text, argument.value) for text in row.accepts)
         if row.kind == "always" and row.accepts and not is_accepted:
             fix = f"leave it out or write {argument.flag} {row.accepts[0]}"
@@ -76,11 +77,19 @@ def check_flags(arguments: list[MegatronArgument], *, errors: ErrorCollector) ->
                 ConfigError(f"{argument.text} contradicts what is always so", why=row.meaning, fix=fix)
             )
         elif row.kind == "not yet" and not is_accepted:
-            missing.append(f"{argument.text} ({row.meaning})")
+            missing.setdefault(row.meaning, []).append(argument.text)
     if missing:
-        what = "1 flag asks" if len(missing) == 1 else f"{len(missing)} flags ask"
-        what += " for what does not exist here"
-        errors.errors.append(ConfigError(what, why="; ".join(missing)))
+        count = sum(map(len, missing.values()))
+        what = f"{'1 flag asks' if count == 1 else f'{count} flags ask'} for what does not exist here"
+        why = "; ".join(f"{', '.join(texts)} ({cure})" for cure, texts in missing.items())
+        errors.errors.append(ConfigError(what, why=why))
+
+
+def row_for(flag: str) -> MegatronFlag:
+    """The row of a flag that was parsed as one of Megatron-LM."""
+    row = row_of(flag)
+    assert row is not None, flag
+    return row
 
 
 def is_same(expected: str, text: str) -> bool:
@@ -101,7 +110,7 @@ def convert_flag(result: Translation, argument: MegatronArgument) -> None:
     Raises:
         ConfigError: a field has another value on the command line.
     """
-    row = MEGATRON[argument.flag]
+    row = row_for(argument.flag)
     if row.convert is None:
         return
     for name, value in row.convert(result.config, argument.value).items():
@@ -192,12 +201,12 @@ def layout_stages(text: str) -> int:
 
 def notes(line: CommandLine) -> Iterator[str]:
     """How many flags change nothing, and which model-shaping defaults a pasted command line leaves out."""
-    kinds = [MEGATRON[flag].kind for flag in flags_of(line)]
+    kinds = [row_for(flag).kind for flag in flags_of(line)]
     if count := kinds.count("always"):
         yield f"{number(count)} what nanotrain always does (--help=megatron lists them)"
     if count := kinds.count("no effect"):
         yield f"{number(count, verb='tune')} parts of Megatron-LM that do not exist here"
-    saving = [f"{flag} ({MEGATRON[flag].meaning})" for flag in flags_of(line) if MEGATRON[flag].saves]
+    saving = [f"{flag} ({row_for(flag).meaning})" for flag in flags_of(line) if row_for(flag).saves]
     if saving:
         yield f"Megatron-LM saves time or memory by what is not here: {'; '.join(saving)}"
     left_out = [name for name in SHAPING if ENTRIES[name].key not in line.explicit and not is_set_by_flag(name, line)]
@@ -216,7 +225,7 @@ def flags_of(line: CommandLine) -> list[str]:
 
 def is_set_by_flag(name: str, line: CommandLine) -> bool:
     """Whether one of Megatron-LM's flags stands for a value of this field."""
-    rows = (MEGATRON[argument.flag] for argument in line.megatron)
+    rows = (row_for(argument.flag) for argument in line.megatron)
     return any(name in row.fields for row in rows)
 
 

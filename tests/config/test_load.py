@@ -222,7 +222,7 @@ def test_planning_takes_layouts_that_training_refuses():
         ("+config=/nowhere/config.yaml", "there is no file /nowhere/config.yaml"),
         ("data.data_path=[a,", "data.data_path=[a, cannot be read"),
         ("optim.lr=", "optim.lr= has no value"),
-        ("optim.min_lr=${optim.lrr}", "a value refers to another that cannot be found"),
+        ("optim.min_lr=${optim.lrr}", "optim.min_lr=${optim.lrr} refers to a value that cannot be found"),
         ("+config=tiny --overlap-param-gather --data-parallel-sharding-strategy no_shard", "has no effect"),
         ("--lr-wsd-decay-iters 5", "optim.lr_wsd_decay_iters = 5 has no effect"),
     ],

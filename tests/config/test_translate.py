@@ -94,10 +94,7 @@ def test_a_flag_becomes_values_of_fields(arguments, values):
             "--no-position-embedding --position-embedding-type learned_absolute",
             "--position-embedding-type none instead",
         ),
-        (
-            "--rotary-interleaved",
-            "1 flag asks for what does not exist here: --rotary-interleaved (RoPE pairs the two halves of a head",
-        ),
+        ("--moe-shared-expert-gate", "1 flag asks for what does not exist here: --moe-shared-expert-gate (the shared"),
         ("--position-embedding-type rope --rope-type yarn", "contradicts"),
     ],
 )

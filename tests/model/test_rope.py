@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanotrain.config.config import MLAConfig
+from nanotrain.config.config import MLAConfig, ModelConfig
 from nanotrain.config.derive import rotary_mscale, softmax_mscale
 from nanotrain.model.rope import Rotary, RotaryTables, apply_rotary, inverse_frequencies
 from tests.model.building import LLAMA, LLAMA3, YARN
@@ -132,3 +132,22 @@ def test_a_share_of_the_channels_is_rotated_and_the_rest_stays() -> None:
     torch.autograd.gradcheck(lambda x: apply_rotary(x, tables), x.requires_grad_())
     latent = replace(half, multi_latent_attention=True, mla=MLAConfig(qk_pos_emb_head_dim=6))
     assert len(inverse_frequencies(latent)) == 3
+
+
+def test_interleaved_pairs_are_the_same_scores_with_the_channels_in_another_order():
+    """Megatron-LM's --rotary-interleaved pairs channels 2i and 2i + 1; the first R channels of a head rotate."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 1, 5, 2, 12, generator=generator, dtype=torch.float64)
+    rotary = RotaryTables(ModelConfig(hidden_size=24, num_attention_heads=2, rotary_percent=2 / 3)).at(5, like=query)
+
+    def interleaved(x: torch.Tensor) -> torch.Tensor:
+        even, odd = x[..., 0:8:2], x[..., 1:8:2]
+        pairs = torch.stack((even * rotary.cos - odd * rotary.sin, odd * rotary.cos + even * rotary.sin), dim=-1)
+        return torch.cat((pairs.flatten(-2), x[..., 8:]), dim=-1)
+
+    def scores(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bqnd,bknd->bnqk", queries, keys)
+
+    order = [0, 2, 4, 6, 1, 3, 5, 7, 8, 9, 10, 11]
+    ours = scores(*(apply_rotary(x[..., order], rotary) for x in (query, key)))
+    assert torch.allclose(ours, scores(interleaved(query), interleaved(key)), atol=1e-12)
