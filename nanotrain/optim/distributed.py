@@ -374,8 +374,11 @@ def _build_part(part: ShardPart, bucket: Bucket, *, precision: Precision, names:
     model_params = bucket.params.update[part.start : part.stop]
     device, on_host = model_params.device, part.on_host
     main = StoredTensor(model_params)
-    if precision.has_separate_main_params or on_host:
+    if precision.has_separate_main_params:
         main = StoredTensor.zeros(part.numel, precision.main, device=device, on_host=on_host)
+    elif on_host:  # as on the device: fp16 model params have no scales
+        main = StoredTensor(host_zeros(part.numel, dtype=precision.main, device=device))
+    if main.values is not model_params:
         main.write(model_params.to(main.values.device, torch.float32))
     state = {
         name: StoredTensor.zeros(

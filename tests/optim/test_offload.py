@@ -28,6 +28,7 @@ VARIANTS = [
     (CONFIG, Precision(BF16)),
     (CONFIG, Precision(BF16, exp_avg=BF16, exp_avg_sq=BF16)),
     (CONFIG, Precision(BF16, grads=BF16, main_grads=BF16)),
+    (CONFIG, Precision(torch.float16, main=torch.float16, exp_avg=torch.float16)),  # model params have no scales
     (MUON, Precision(BF16)),
 ]
 
