@@ -197,7 +197,8 @@ def measure(context: ParallelContext, case: Case) -> Row:
         for _ in range(2):
             context.traffic.reset()
             take_step(stage, data_parallel, optimizer)
-    sent = sum(context.traffic.bytes(op=op) for op in ("all_reduce", "reduce_scatter", "all_gather"))
+    ops = ("all_reduce", "reduce_scatter", "all_gather")  # those in world are of the gradient norm
+    sent = sum(context.traffic.bytes(group.name, op) for group in (shard, replicate) for op in ops)
 
     alive = [tensor for tensor in live_tensors() if tensor.untyped_storage().data_ptr() not in before]
     params = storages([data_parallel.param_buffer, *stage.parameters()])
@@ -260,7 +261,7 @@ def closed_forms(case: Case, data_parallel: DataParallel) -> tuple[int, int, int
     if strategy.shard_params:  # the tied embedding is gathered for the embedding and for the head
         width = case.precision.params.itemsize
         bound += max(layout.numel_of_units.values()) * width
-        tied = sum(bucket.numel for bucket in layout.buckets if bucket.is_tied)
+        tied = sum(bucket.numel for bucket in layout.buckets if bucket.is_shared)
         expected_sent += 2 * MICROBATCHES * width * tied * (case.d - 1) / case.d
     return round(expected), round(expected_sent), bound
 
