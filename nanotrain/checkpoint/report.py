@@ -14,7 +14,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -166,7 +165,8 @@ def _faults_of_file(path: Path, chunks: tuple[ChunkRead, ...], *, size: int | No
 
 def _fault_of_chunk(shard: ShardFile, one: ChunkRead) -> str | None:
     try:
-        shard.read(one.chunk, one.dtype, into=torch.empty(one.chunk.box.shape, dtype=TORCH_DTYPES[one.dtype]))
+        offset = shard.offset(one.chunk, one.dtype)
+        shard.read(one.chunk, offset, into=memoryview(bytearray(one.chunk.nbytes)))
     except CheckpointError as error:
         return f"{error.what}: {error.why}"
     return None

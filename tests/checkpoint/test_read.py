@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from nanotrain.checkpoint import store
 from nanotrain.checkpoint.commit import merge_entries
-from nanotrain.checkpoint.manifest import Manifest, to_json
+from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, to_json
 from nanotrain.checkpoint.plan import plan_reads
 from nanotrain.checkpoint.read import ShardFile, read_chunks, read_global_tensors
 from nanotrain.checkpoint.write import shard_name, write_shard
@@ -77,6 +77,27 @@ def test_a_file_is_opened_once_for_all_its_chunks(tmp_path: Path, monkeypatch: p
     assert opened == ["shard-00000-of-00002.safetensors"]
 
 
+def test_chunks_are_read_in_the_order_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share = {TensorBox.full(f"model/{i}", (4,)): torch.full((4,), float(i)) for i in range(9)}
+    path = write(tmp_path, 1, shares=[share])
+    loaded = {box: torch.zeros(4) for box in reversed(share)}
+    offsets: list[int] = []
+    real = ShardFile.read
+
+    def noted(self: ShardFile, chunk: ChunkEntry, offset: int, *, into: memoryview) -> None:
+        offsets.append(offset)
+        real(self, chunk, offset, into=into)
+
+    monkeypatch.setattr(ShardFile, "read", noted)
+    monkeypatch.setattr("nanotrain.checkpoint.write.cores_per_rank", lambda: 1)  # no threads
+
+    read_chunks(path, plan_reads(store.read_manifest(path), loaded), targets=loaded)
+
+    assert offsets == sorted(offsets)
+    assert len(offsets) == 9
+    assert all(torch.equal(loaded[box], tensor) for box, tensor in share.items())
+
+
 def _counting(opened: list[str]) -> Callable[[ShardFile, Path], None]:
     real = ShardFile.__init__
 
@@ -112,10 +133,11 @@ def test_a_file_that_shrinks_while_it_is_read_is_damaged(tmp_path: Path, monkeyp
     path = write(tmp_path, 1, shares=[share])
     ((chunk,),) = (entry.chunks for entry in store.read_manifest(path).tensors.values())
     with ShardFile(path / chunk.file) as shard:
+        offset = shard.offset(chunk, "fp32")
         (path / chunk.file).write_bytes((path / chunk.file).read_bytes()[:-5])
 
         with pytest.raises(CheckpointError, match="ends 5 bytes too early"):
-            shard.read(chunk, "fp32", into=torch.zeros(11))
+            shard.read(chunk, offset, into=memoryview(bytearray(44)))
 
 
 def test_an_unknown_name_is_an_error_with_the_command_that_lists_them(tmp_path: Path) -> None:
