@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.harness import SHORT_NAMES, run_ranks
-from tests.laws.worlds import GLOBAL_BATCH, Case, Outcome, assemble, train_here
+from tests.laws.worlds import GLOBAL_BATCH, Case, Outcome, assemble, micro_batch_size, train_here
 
 LOSS_TOLERANCE, NORM_TOLERANCE = 1e-5, 1e-4
 WEIGHT_TOLERANCE_OF_LR = 1e-2
@@ -36,8 +36,9 @@ def assert_row_trains_as_one_rank(
     """
     model, num_ranks, sizes, options = row
     parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | options
+    train = {"micro_batch_size": micro_batch_size(num_ranks, sizes)}
     case = Case(STEPS).but(
-        train={"micro_batch_size": 2}, optim=OPTIM, parallel=parallel, model=models[model], data=data or {}
+        train=train, optim=OPTIM, parallel=parallel, model=models[model], data=data or {}
     )
     outcomes = run_ranks(num_ranks, train_here, case, **sizes)
     assert_alike(

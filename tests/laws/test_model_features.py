@@ -6,7 +6,6 @@ L3  stopped after a step and resumed: the same bits          L7  recomputed and 
 L4  loads to the bit what one rank saved and has its next loss; its own checkpoint holds the same global tensors
 """
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,16 @@ from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.compare import LOSS_TOLERANCE, assert_alike
 from tests.laws.test_any_topology import State, global_tensors, save_step, state_of
 from tests.laws.test_bytes import planned_resident_bytes, resident_bytes
-from tests.laws.worlds import GLOBAL_BATCH, Case, Outcome, assemble, build_here, held_weights, outcome_of, train_steps
+from tests.laws.worlds import (
+    Case,
+    Outcome,
+    assemble,
+    build_here,
+    held_weights,
+    micro_batch_size,
+    outcome_of,
+    train_steps,
+)
 
 SAVED = Path("checkpoints", "step-00000001")
 STEPS, OPTIM = 2, {"lr": 3e-3, "adam_eps": 1e-5}
@@ -117,13 +125,8 @@ class Layout:
 
     def case(self, model: str) -> Case:
         parallel = {SHORT_NAMES[name]: size for name, size in self.sizes.items()} | self.options
-        train = {"micro_batch_size": GLOBAL_BATCH // self.num_data_parallel // self.num_microbatches}
+        train = {"micro_batch_size": micro_batch_size(self.num_ranks, self.sizes, self.num_microbatches)}
         return Case(STEPS).but(train=train, optim=OPTIM, parallel=parallel, model=MODELS[model])
-
-    @property
-    def num_data_parallel(self) -> int:
-        """Ranks that read different samples."""
-        return self.num_ranks // math.prod(self.sizes.get(axis, 1) for axis in ("tp", "cp", "pp"))
 
     def recomputed(self, model: str) -> Case:
         """The same with recomputation and overlap."""

@@ -8,7 +8,7 @@ import torch
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.test_every_axis import MODELS
 from tests.laws.test_mla import DEEPSEEK
-from tests.laws.worlds import Case, train_cases
+from tests.laws.worlds import Case, micro_batch_size, train_cases
 
 FULL = {"recompute_granularity": "full"}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -60,7 +60,7 @@ def test_recomputation_changes_no_bit(
 ) -> None:
     fp8 = {"fp8_format": "hybrid"} if dtype == "fp8" else {}
     plain = Case(2).but(
-        train={"micro_batch_size": 2},
+        train={"micro_batch_size": micro_batch_size(num_ranks, sizes)},
         model={"num_layers": 4}
         | (MODELS | {"deepseek": DEEPSEEK | {"mtp_num_layers": 1}})[model]
         | DROPOUT.get(model, {}),

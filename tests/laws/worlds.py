@@ -3,8 +3,11 @@
 `train_here(ctx, case)` is what law tests run on every rank; `Outcome` is what they compare between worlds.
 """
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -21,7 +24,7 @@ from nanotrain.model.router_stats import RouterMetrics
 from nanotrain.runs.folder import RunFolder
 from nanotrain.topology.boxes import TensorBox
 from nanotrain.train.build import build_run
-from nanotrain.train.plans.plan import plan_run
+from nanotrain.train.plans.plan import Plan, plan_run
 from nanotrain.train.run import Run
 from nanotrain.train.start.inputs import RunInputs
 from nanotrain.train.step import StepResult, train_step
@@ -93,6 +96,13 @@ class Outcome:
     mtp_losses: list[tuple[float, ...]]
 
 
+def micro_batch_size(num_ranks: int, sizes: Mapping[str, Any], microbatches: int = 3) -> int:
+    """Of so many microbatches on each rank; `sizes` are those of the axes by short name."""
+    num_data_parallel = num_ranks // math.prod(sizes.get(axis, 1) for axis in ("tp", "pp", "cp"))
+    assert GLOBAL_BATCH % (num_data_parallel * microbatches) == 0, (num_ranks, sizes, microbatches)
+    return GLOBAL_BATCH // num_data_parallel // microbatches
+
+
 def config_of(case: Case) -> Config:
     """The configuration of a case; its parallel section must describe the topology that it runs on."""
     base = Config(
@@ -116,11 +126,16 @@ def config_of(case: Case) -> Config:
     return config_from_dict(values)
 
 
+@cache
+def _plan_of(overrides: str, steps: int, world_size: int, rank: int) -> Plan:
+    """The plan of a case, made once for all runs of it in this process; the overrides are JSON, as a key."""
+    return plan_run(config_of(Case(steps, json.loads(overrides))), world_size, rank=rank)
+
+
 def build_here(ctx: ParallelContext, case: Case, *, checkpoint: Path | None = None, folder: Path | None = None) -> Run:
     """Build the case's run on this rank."""
-    config = config_of(case)
-    samples = UnevenDataset(has_documents=config.data.reset_attention_mask)
-    plan = plan_run(config, ctx.topology.world_size, rank=ctx.rank)
+    plan = _plan_of(json.dumps(case.overrides, sort_keys=True), case.steps, ctx.topology.world_size, ctx.rank)
+    samples = UnevenDataset(has_documents=plan.config.data.reset_attention_mask)
     inputs = RunInputs(
         RunFolder(folder or Path(mkdtemp(prefix="nanotrain-law-"))),
         DatasetSplits(samples, None, None),
