@@ -5,11 +5,10 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from nanotrain.comm.group import Group
 from nanotrain.errors import CheckpointError
 from nanotrain.topology.boxes import TensorBox
 from tests.checkpoint.test_manifest import signed
+from tests.harness import HANG_S, forkserver
 
 BOX = TensorBox.full("model/weight", (64,))
 
@@ -267,27 +267,24 @@ def test_a_damaged_checkpoint_is_not_counted_among_those_to_keep(tmp_path: Path)
     assert (tmp_path / "checkpoints" / "step-00000003").is_dir()
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import torch
-from tests.checkpoint.test_store import BOX, checkpointer, save
-folder, call, times = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-real = getattr(os, call)
-def last(*args, **options):
-    global times
-    times -= 1
-    if times < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(*args, **options)
-setattr(os, call, last)
-if sys.argv[4] == "save":
-    save(folder, 3, keep_last=2)
-else:
-    writer = checkpointer(folder, keep_last=2)
-    writer.start_save(3, {BOX: torch.full((64,), 3.0)}, objects={}, config={}, topology={})
-    writer.wait()
-"""
+def save_and_be_killed(folder: Path, how: str, call: str, times: int) -> None:
+    """Save step 3 in a process that is killed at a call of `os`, after so many of them."""
+    real, left = getattr(os, call), times
+
+    def last(*args: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **options)
+
+    setattr(os, call, last)
+    if how == "save":
+        save(folder, 3, keep_last=2)
+    else:
+        writer = checkpointer(folder, keep_last=2)
+        writer.start_save(3, {BOX: torch.full((64,), 3.0)}, objects={}, config={}, topology={})
+        writer.wait()
 
 
 @pytest.mark.parametrize(
@@ -311,11 +308,11 @@ def test_a_kill_at_any_point_leaves_a_complete_checkpoint_and_the_next_save_clea
     save(tmp_path, 1)
     save(tmp_path, 2)
 
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), call, str(times), how], cwd=Path(__file__).parents[2], check=False
-    )
+    killed = forkserver().Process(target=save_and_be_killed, args=(tmp_path, how, call, times))
+    killed.start()
+    killed.join(HANG_S)
 
-    assert killed.returncode == -signal.SIGKILL
+    assert killed.exitcode == -signal.SIGKILL
     found = store.checkpoint_to_resume(tmp_path / "checkpoints")
     assert found is not None
     assert value(tmp_path, found) == (3.0 if survives else 2.0)

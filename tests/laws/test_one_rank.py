@@ -11,12 +11,13 @@ from tests.laws.worlds import GLOBAL_BATCH, LR, Case, Outcome, train_cases, trai
 
 # data-parallel ranks -> micro batch sizes for one and for three microbatches per step
 LAYOUTS = {1: (12, 4), 2: (6, 2), 3: (4, 2), 4: (3, 1)}
+STEPS = 3
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 @pytest.fixture(scope="module")
 def one_rank() -> list[Outcome]:
-    return run_ranks(1, train_here, Case().but(train={"micro_batch_size": GLOBAL_BATCH}))
+    return run_ranks(1, train_here, Case(STEPS).but(train={"micro_batch_size": GLOBAL_BATCH}))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -32,33 +33,40 @@ def test_every_layout_trains_as_one_rank_does(one_rank: list[Outcome], dp: int, 
         assert all(torch.equal(plain.weights[box], overlapped.weights[box]) for box in plain.weights)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_sizes_without_common_divisors_train_as_one_rank_does(strategy: str) -> None:
+def test_sizes_without_common_divisors_train_as_one_rank_does() -> None:
     sizes = {"hidden_size": 42, "ffn_hidden_size": 23, "num_attention_heads": 3, "num_query_groups": 1}
     model = sizes | {"untie_embeddings_and_output_weights": True, "add_qkv_bias": True}
-    single = Case(steps=4).but(train={"micro_batch_size": 15, "global_batch_size": 15}, model=model)
-    five = single.but(train={"micro_batch_size": 1}, parallel={"data_parallel_sharding_strategy": strategy})
+    single = Case(STEPS).but(train={"micro_batch_size": 15, "global_batch_size": 15}, model=model)
+    five = [
+        single.but(train={"micro_batch_size": 1}, parallel={"data_parallel_sharding_strategy": strategy})
+        for strategy in STRATEGIES
+    ]
     reference = run_ranks(1, train_here, single)[0]
-    outcome = run_ranks(5, train_here, five, threads=False, strategy=strategy)[0]
-    assert outcome.losses == pytest.approx(reference.losses, rel=1e-5)
-    assert outcome.grad_norms == pytest.approx(reference.grad_norms, rel=1e-5)
+    for strategy, outcome in zip(STRATEGIES, run_ranks(5, train_cases, five)[0], strict=True):
+        assert outcome.losses == pytest.approx(reference.losses, rel=1e-5), strategy
+        assert outcome.grad_norms == pytest.approx(reference.grad_norms, rel=1e-5), strategy
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_bf16_parameters_train_alike_on_two_ranks_and_one(strategy: str) -> None:
+def test_bf16_parameters_train_alike_on_two_ranks_and_one() -> None:
     # Gradients that products write are not rounded to bf16 before; those that are sharded at once are returned.
-    parallel = {"gradient_accumulation_fusion": strategy in ("no_shard", "optim")}
-    single = Case().but(train={"micro_batch_size": 6}, precision={"params_dtype": "bf16"}, parallel=parallel)
-    two = single.but(parallel={"data_parallel_sharding_strategy": strategy})
-    reference = run_ranks(1, train_here, single)[0]
-    outcome = run_ranks(2, train_here, two, threads=False, strategy=strategy)[0]
-    # Microbatches are the same, so forward and backward round alike; only the order of fp32 sums differs.
-    assert outcome.losses == pytest.approx(reference.losses, rel=1e-3)
-    assert outcome.grad_norms == pytest.approx(reference.grad_norms, rel=1e-2)
+    bf16 = Case(STEPS).but(train={"micro_batch_size": 6}, precision={"params_dtype": "bf16"})
+    fused, unfused = (bf16.but(parallel={"gradient_accumulation_fusion": on}) for on in (True, False))
+    singles = [fused, fused, unfused, unfused]
+    cases = [
+        case.but(parallel={"data_parallel_sharding_strategy": strategy})
+        for strategy, case in zip(STRATEGIES, singles, strict=True)
+    ]
+    written, returned = run_ranks(1, train_cases, [fused, unfused])[0]
+    references = [written, written, returned, returned]
+    outcomes = run_ranks(2, train_cases, cases)[0]
+    for strategy, outcome, reference in zip(STRATEGIES, outcomes, references, strict=True):
+        # Microbatches are the same, so forward and backward round alike; only the order of fp32 sums differs.
+        assert outcome.losses == pytest.approx(reference.losses, rel=1e-3), strategy
+        assert outcome.grad_norms == pytest.approx(reference.grad_norms, rel=1e-2), strategy
 
 
 def test_the_comparison_fails_for_a_learning_rate_one_percent_off(one_rank: list[Outcome]) -> None:
-    other = Case().but(train={"micro_batch_size": GLOBAL_BATCH}, optim={"lr": 1.01 * LR})
+    other = Case(STEPS).but(train={"micro_batch_size": GLOBAL_BATCH}, optim={"lr": 1.01 * LR})
     with pytest.raises(AssertionError):
         assert_alike(run_ranks(1, train_here, other), one_rank, row="lr", lr=LR)
 
@@ -69,4 +77,4 @@ def case_of(strategy: str, micro_batch: int, *, overlap: bool) -> Case:
         "overlap_grad_reduce": overlap,
         "overlap_param_gather": overlap and strategy != "no_shard",
     }
-    return Case().but(train={"micro_batch_size": micro_batch}, parallel=parallel)
+    return Case(STEPS).but(train={"micro_batch_size": micro_batch}, parallel=parallel)
