@@ -7,7 +7,7 @@ import torch
 
 from tests.harness import run_ranks
 from tests.laws.compare import assert_alike
-from tests.laws.worlds import GLOBAL_BATCH, LR, Case, Outcome, train_cases, train_here
+from tests.laws.worlds import GLOBAL_BATCH, LR, Case, Outcome, train_cases, train_here, train_layouts
 
 # data-parallel ranks -> micro batch sizes for one and for three microbatches per step
 LAYOUTS = {1: (12, 4), 2: (6, 2), 3: (4, 2), 4: (3, 1)}
@@ -42,7 +42,7 @@ def test_sizes_without_common_divisors_train_as_one_rank_does() -> None:
         for strategy in STRATEGIES
     ]
     reference = run_ranks(1, train_here, single)[0]
-    for strategy, outcome in zip(STRATEGIES, run_ranks(5, train_cases, five)[0], strict=True):
+    for strategy, outcome in zip(STRATEGIES, run_ranks(5, train_layouts, five)[0], strict=True):
         assert outcome.losses == pytest.approx(reference.losses, rel=1e-5), strategy
         assert outcome.grad_norms == pytest.approx(reference.grad_norms, rel=1e-5), strategy
 
@@ -58,7 +58,7 @@ def test_bf16_parameters_train_alike_on_two_ranks_and_one() -> None:
     ]
     written, returned = run_ranks(1, train_cases, [fused, unfused])[0]
     references = [written, written, returned, returned]
-    outcomes = run_ranks(2, train_cases, cases)[0]
+    outcomes = run_ranks(2, train_layouts, cases)[0]
     for strategy, outcome, reference in zip(STRATEGIES, outcomes, references, strict=True):
         # Microbatches are the same, so forward and backward round alike; only the order of fp32 sums differs.
         assert outcome.losses == pytest.approx(reference.losses, rel=1e-3), strategy

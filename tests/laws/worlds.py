@@ -23,6 +23,7 @@ from nanotrain.data.build import DatasetSplits
 from nanotrain.model.router_stats import RouterMetrics
 from nanotrain.runs.folder import RunFolder
 from nanotrain.topology.boxes import TensorBox
+from nanotrain.topology.topology import Topology
 from nanotrain.train.build import build_run
 from nanotrain.train.plans.plan import Plan, plan_run
 from nanotrain.train.run import Run
@@ -205,3 +206,11 @@ def assemble(outcomes: list[Outcome]) -> dict[str, torch.Tensor]:
 def train_cases(ctx: ParallelContext, cases: list[Case]) -> list[Outcome]:
     """Several cases one after the other on the same ranks."""
     return [train_here(ctx, case) for case in cases]
+
+
+def train_layouts(ctx: ParallelContext, cases: list[Case]) -> list[Outcome]:
+    """Cases of several layouts one after the other on the ranks of one world."""
+    topologies = [Topology.of(config_of(case).parallel, ctx.topology.world_size) for case in cases]
+    return [
+        train_here(ParallelContext.attach(topology), case) for topology, case in zip(topologies, cases, strict=True)
+    ]
