@@ -1,10 +1,7 @@
 """The context has the planned groups, one process group per set of ranks."""
 
-import subprocess
-import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,8 +25,6 @@ from nanotrain.topology.topology import Topology
 from tests.fake_world import fake_context
 from tests.harness import HANG_S, parallel_config, ranks, run_ranks
 
-ROOT = Path(__file__).parents[2]
-
 
 def topology(world_size: int, **options) -> Topology:
     return Topology.of(parallel_config(**options), world_size)
@@ -41,9 +36,8 @@ def no_torchrun(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
 @ranks(8, threads=False, tp=2, pp=2, strategy="optim")
-def test_groups_are_those_of_the_topology(ctx, strategy):
+def test_groups_are_those_of_the_topology(ctx):
     for name in GROUP_NAMES:
         group = ctx.group(name)
         assert group.ranks == ctx.topology.members(ctx.rank, name)
@@ -173,27 +167,3 @@ def test_the_timeout_of_every_group_that_communicates_is_set(monkeypatch):
         connected = [group for group in groups if group.process_group is not None]
         assert given == {group.process_group: timedelta(seconds=7) for group in connected} and len(given) == 4
         assert ctx.timeout_s == 7.0
-
-
-_JOB = """
-from nanotrain.comm.collectives import all_reduce_scalars
-from nanotrain.comm.parallel_context import ParallelContext
-from tests.fake_world import fake_context
-from tests.harness import parallel_config
-from nanotrain.topology.topology import Topology
-with ParallelContext.start(Topology.of(parallel_config(strategy="optim"), 2), device="cpu") as ctx:
-    total = all_reduce_scalars([ctx.rank + 1], ctx.group("dp_shard"))
-    print(f"sum {total}\\n", end="", flush=True)  # one write: the ranks share the pipe
-"""
-
-
-def test_torchrun_starts_it(tmp_path, monkeypatch):
-    job = tmp_path / "job.py"
-    job.write_text(_JOB)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    torchrun = [sys.executable, "-W", "error::FutureWarning", "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", str(job)], capture_output=True, text=True, timeout=HANG_S
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("sum [3.0]") == 2

@@ -69,7 +69,8 @@ def start_torchrun(
     options: Sequence[str] = (),
 ) -> subprocess.Popen[str]:
     """Start the program on several ranks, with standard output and standard error in one pipe."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    python = [sys.executable, "-W", "error::FutureWarning"]  # of an option that torchrun will not have
+    command = [*python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [*command, *options, *program, *line],

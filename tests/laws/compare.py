@@ -37,9 +37,7 @@ def assert_row_trains_as_one_rank(
     model, num_ranks, sizes, options = row
     parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | options
     train = {"micro_batch_size": micro_batch_size(num_ranks, sizes)}
-    case = Case(STEPS).but(
-        train=train, optim=OPTIM, parallel=parallel, model=models[model], data=data or {}
-    )
+    case = Case(STEPS).but(train=train, optim=OPTIM, parallel=parallel, model=models[model], data=data or {})
     outcomes = run_ranks(num_ranks, train_here, case, **sizes)
     assert_alike(
         outcomes,
