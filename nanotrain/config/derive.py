@@ -18,7 +18,7 @@ from nanotrain.config.config import (
     SoftmaxType,
     TrainConfig,
 )
-from nanotrain.config.pattern import read_pattern, read_window_pattern
+from nanotrain.config.pattern import read_no_rope_pattern, read_pattern, read_window_pattern
 from nanotrain.errors import ConfigError, TopologyError
 
 
@@ -183,6 +183,18 @@ def window_layers(model_config: ModelConfig) -> tuple[bool, ...]:
     if model_config.window_size is None:
         return (False,) * model_config.num_layers
     return read_window_pattern(model_config.window_attn_skip_freq, model_config.num_layers)
+
+
+def no_rope_layers(model_config: ModelConfig) -> tuple[bool, ...]:
+    """Whether each layer is without rotary positions, in a model that has them.
+
+    Raises:
+        ConfigError: an invalid pattern.
+
+    >>> no_rope_layers(ModelConfig(num_layers=4, no_rope_freq="2"))
+    (False, True, False, True)
+    """
+    return read_no_rope_pattern(model_config.no_rope_freq, model_config.num_layers)
 
 
 GATED = (Activation.swiglu, Activation.quick_geglu, Activation.geglu_tanh)

@@ -112,6 +112,7 @@ class ModelConfig:
     position_embedding_type: PositionEmbedding = option(PositionEmbedding.rope, "learned_absolute (GPT-2), rope (Llama, Qwen), yarn (RoPE for longer contexts) or none")
     rotary_base: float = option(10000.0, "base of the rotary frequencies", check=above(0))
     rotary_percent: float = option(1.0, "share of the channels of a head that RoPE rotates, the first ones", check=above(0))
+    no_rope_freq: str = option("0", "layers without rotary positions: N for every Nth layer, 0 for none, or a pattern such as [0]*3+[1] with 1 for each of them")
     rotary_scaling_factor: float = option(1.0, "YaRN: factor between the context length and the original one", check=at_least(1))
     original_max_position_embeddings: int = option(4096, "YaRN: context length before the extension", check=at_least(1))
     beta_fast: float = option(32.0, "YaRN: pairs with more rotations in the original context are not scaled", check=above(0))

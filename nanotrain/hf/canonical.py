@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanotrain.config.config import MLAConfig, ModelConfig, MoEConfig, PositionEmbedding, RouterScore
-from nanotrain.config.derive import GATED, has_rope, is_rope_scaled, window_layers
+from nanotrain.config.derive import GATED, has_rope, is_rope_scaled, no_rope_layers, window_layers
 from nanotrain.config.pattern import write_pattern
 from nanotrain.topology.shape import ModelShape, MoEShape
 
@@ -49,7 +49,9 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
     if scale is not None and math.isclose(scale, shape.head_dim**-0.5) and not model_config.multi_latent_attention:
         model_config = replace(model_config, softmax_scale=None)
     if not has_rope(model_config):
-        model_config = replace(model_config, rotary_base=_DEFAULT.rotary_base, rotary_base_local=None)
+        model_config = replace(model_config, rotary_base=_DEFAULT.rotary_base, rotary_base_local=None, no_rope_freq="0")
+    without = no_rope_layers(model_config)
+    model_config = replace(model_config, no_rope_freq=write_pattern(without) if any(without) else "0")
     if not has_rope(model_config) or model_config.multi_latent_attention:
         model_config = replace(model_config, rotary_percent=_DEFAULT.rotary_percent)
     if model_config.position_embedding_type is not PositionEmbedding.rope or not model_config.use_rope_scaling:

@@ -31,7 +31,17 @@ from nanotrain.hf.deepseek import (
 from nanotrain.hf.gemma import GEMMA3_NAMES, read_gemma3, write_gemma3
 from nanotrain.hf.gpt2 import GPT2, read_gpt2, write_gpt2
 from nanotrain.hf.gpt_oss import GPT_OSS_NAMES, read_gpt_oss, write_gpt_oss
-from nanotrain.hf.llama import LLAMA, read_llama, read_qwen2, read_qwen3, write_llama, write_qwen2, write_qwen3
+from nanotrain.hf.llama import (
+    LLAMA,
+    read_llama,
+    read_qwen2,
+    read_qwen3,
+    read_smollm3,
+    write_llama,
+    write_qwen2,
+    write_qwen3,
+    write_smollm3,
+)
 from nanotrain.hf.mistral import PHI3_NAMES, read_mistral, read_phi3, write_mistral, write_phi3
 from nanotrain.hf.mixture import (
     FUSED_NAMES,
@@ -71,6 +81,7 @@ FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", read_llama, write_llama, LLAMA),
     "qwen2": Family("Qwen2ForCausalLM", read_qwen2, write_qwen2, LLAMA),
     "qwen3": Family("Qwen3ForCausalLM", read_qwen3, write_qwen3, LLAMA),
+    "smollm3": Family("SmolLM3ForCausalLM", read_smollm3, write_smollm3, LLAMA),
     "mistral": Family("MistralForCausalLM", read_mistral, write_mistral, LLAMA),
     "phi3": Family("Phi3ForCausalLM", read_phi3, write_phi3, PHI3_NAMES),
     "mixtral": Family("MixtralForCausalLM", read_mixtral, write_mixtral, MIXTRAL_NAMES, (FUSED_NAMES,)),

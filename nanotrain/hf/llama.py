@@ -1,12 +1,15 @@
-"""Llama, Qwen2 and Qwen3: config.json read and written, and the names of their tensors.
+"""Llama, Qwen2, Qwen3 and SmolLM3: config.json read and written, and the names of their tensors.
 
-The three share one layout and differ in biases and norms; rope.py has the rotary positions.
+They share one layout and differ in biases, norms and layers without rotary positions; rope.py has these positions.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from nanotrain.config.config import Activation, ModelConfig
+from nanotrain.config.derive import no_rope_layers
+from nanotrain.config.pattern import write_pattern
 from nanotrain.hf.naming import Naming
 from nanotrain.hf.reject import reject
 from nanotrain.hf.rope import read_rope, write_rope
@@ -44,6 +47,18 @@ def read_qwen3(raw: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(qk_layernorm=True, **shared)
 
 
+# what transformers takes where config.json of a SmolLM3 leaves it out
+SMOLLM3: dict[str, Any] = {
+    "num_hidden_layers": 36,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 128256,
+    "max_position_embeddings": 32768,
+    "rope_theta": 2000000.0,
+}
+
+
 def write_llama(model_config: ModelConfig) -> dict[str, Any]:
     """Write the config.json of a Llama; what it cannot represent is detected by reading it back."""
     bias = model_config.add_bias_linear
@@ -58,6 +73,26 @@ def write_qwen2(model_config: ModelConfig) -> dict[str, Any]:
 def write_qwen3(model_config: ModelConfig) -> dict[str, Any]:
     """Write the config.json of a Qwen3; see `write_llama`."""
     return write_shared(model_config) | {"attention_bias": False, "use_sliding_window": False}
+
+
+def read_smollm3(raw: Mapping[str, Any]) -> ModelConfig:
+    """Read the config.json of a SmolLM3, whose entry no_rope_layers has a 0 for a layer without; see `read_llama`."""
+    raw = {**SMOLLM3, **raw}
+    if raw.get("use_sliding_window") and raw.get("sliding_window") is not None:
+        reject("use_sliding_window", True, instead="false")
+    described = read_llama({**raw, "tie_word_embeddings": raw.get("tie_word_embeddings", True)})
+    layers, interval = raw.get("no_rope_layers"), int(raw.get("no_rope_layer_interval", 4))
+    if layers is None:
+        layers = [int((layer + 1) % interval != 0) for layer in range(described.num_layers)]
+    without = tuple(not has_rope for has_rope in layers[: described.num_layers])
+    return replace(described, no_rope_freq=write_pattern(without) if any(without) else "0")
+
+
+def write_smollm3(model_config: ModelConfig) -> dict[str, Any]:
+    """Write the config.json of a SmolLM3; see `write_llama`."""
+    layers = [int(not without) for without in no_rope_layers(model_config)]
+    own = {"no_rope_layers": layers, "layer_types": ["full_attention"] * len(layers), "use_sliding_window": False}
+    return write_llama(model_config) | own | {"pad_token_id": None}  # the default is outside of a small vocabulary
 
 
 def read_shared(raw: Mapping[str, Any], *, default_positions: int, has_partial_rope: bool = False) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Attention(nn.Module):
         shape = ModelShape.of(model_config)
         self.softmax_offset = params.get("softmax_offset")
         self.scores = LayerScores(model_config, layer=layer, heads=local_heads(shape, parallel.tp))
-        self.head_dim, self.has_window = shape.head_dim, has_window
+        self.head_dim, self.has_window, self.has_rope = shape.head_dim, has_window, shape.has_rope(layer)
         self.max_logits, core_attention = build_core(parallel, shape)
         self.core_attention = parallel.recompute.wrap("core_attn", core_attention)
         self.query = ColumnParallelLinear(*params.linear("query"), tensor_parallel=parallel.tp)
@@ -88,7 +88,7 @@ class Attention(nn.Module):
         if self.query_factor != 1.0:
             query = query * self.query_factor
         rotary = context.rotary_of(has_window=self.has_window)
-        if rotary is not None:
+        if rotary is not None and self.has_rope:
             query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
         mask = context.mask_of(has_window=self.has_window)
         scores = self.scores(context, sink=self.softmax_offset, device=query.device)

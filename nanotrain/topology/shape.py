@@ -17,6 +17,7 @@ from nanotrain.config.derive import (
     head_dim,
     moe_ffn_size,
     moe_layers,
+    no_rope_layers,
     padded_vocab_size,
     query_groups,
     window_layers,
@@ -72,6 +73,7 @@ class ModelShape:
     init_std: float  # standard deviation of the initial weights
     window_size: int | None = None  # keys before its own that a query attends to, in some layers; None for all
     window_layers: tuple[bool, ...] = ()  # whether each layer has the window
+    no_rope_layers: tuple[bool, ...] = ()  # whether each layer is without rotary positions
     mla: MLAShape | None = None  # set with multi-head latent attention
     moe: MoEShape | None = None  # set where some layers have experts
     num_mtp_layers: int = 0  # layers of multi-token prediction; in the methods below they follow the model's layers
@@ -115,6 +117,7 @@ class ModelShape:
             init_std=model_config.init_method_std,
             window_size=model_config.window_size,
             window_layers=window_layers(model_config),
+            no_rope_layers=no_rope_layers(model_config),
             mla=_mla_shape(model_config),
             moe=_moe_shape(model_config),
             num_mtp_layers=model_config.mtp.num_layers or 0,
@@ -127,6 +130,10 @@ class ModelShape:
     def has_window(self, layer: int) -> bool:
         """Whether a layer, by its index in the model, attends within the window."""
         return self.window_layers[self._kind_of(layer)]
+
+    def has_rope(self, layer: int) -> bool:
+        """Whether a layer, by its index in the model, has the rotary positions of the model."""
+        return not self.no_rope_layers[self._kind_of(layer)]
 
     @property
     def has_embedding_at_end(self) -> bool:

@@ -99,6 +99,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("Qwen2", LLAMA_SHAPE | {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", LLAMA_SHAPE | {"head_dim": 16}),
     "qwen3-tied": ("Qwen3", LLAMA_SHAPE | {"head_dim": 16, "tie_word_embeddings": True}),
+    "smollm3": ("SmolLM3", LLAMA_SHAPE | SMALL_TOKENS | {"no_rope_layer_interval": 2}),
+    "smollm3-untied": (
+        "SmolLM3",
+        LLAMA_SHAPE | SMALL_TOKENS | {"no_rope_layers": [0, 1], "tie_word_embeddings": False},
+    ),
     "mistral": ("Mistral", LLAMA_SHAPE | {"head_dim": 16, "sliding_window": None}),
     "mistral-window": ("Mistral", LLAMA_SHAPE | {"sliding_window": 7}),
     "phi3": ("Phi3", LLAMA_SHAPE | SMALL_TOKENS | {"partial_rotary_factor": 0.5}),

@@ -93,7 +93,10 @@ def test_a_model_no_family_can_hold_is_refused_by_name(model: ModelConfig, lost:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model_type": "olmo"}, "olmo.*gpt2, llama, qwen2, qwen3, mistral, phi3, mixtral, qwen3_moe, deepseek_v3"),
+        (
+            {"model_type": "olmo"},
+            "olmo.*gpt2, llama, qwen2, qwen3, smollm3, mistral, phi3, mixtral, qwen3_moe, deepseek_v3",
+        ),
         ({"model_type": "qwen3_moe", "attention_bias": True}, "attention_bias"),
         ({"model_type": "qwen3_moe", "num_experts": 0}, "num_experts: 0"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 5}, "experts in some layer"),

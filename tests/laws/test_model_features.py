@@ -71,6 +71,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | {
         "kv_channels": 16,
         "rotary_percent": 0.5,
+        "no_rope_freq": "[1,0]",
         "rotary_seq_len_interpolation_factor": 2.0,
         "softmax_type": "off-by-one",
         "attn_logit_softcapping": 0.5,
@@ -100,7 +101,7 @@ MODELS: dict[str, dict[str, Any]] = {
     # for stages of any lengths
     "four layers": DROPOUT
     | WINDOWS
-    | {"num_layers": 4, "mtp_num_layers": 2, "untie_embeddings_and_output_weights": True},
+    | {"num_layers": 4, "no_rope_freq": "[0]*3+[1]", "mtp_num_layers": 2, "untie_embeddings_and_output_weights": True},
 }
 FEATURES = [name for name in MODELS if name != "four layers"]
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}

@@ -17,6 +17,9 @@ def numbered(items: Sequence[object], noun: str, *, plural: str = "s") -> str:
 
 # fmt: off
 POSITION_RULES = (
+    Rule("no_rope_freq num_layers", lambda v: v.has_rope and all(v.no_rope_layers),
+        "no layer has rotary positions", "no_rope_freq is {no_rope_freq}",
+        "set --no-rope-freq 0, or --position-embedding-type none"),
     Rule("window_size window_attn_skip_freq", lambda v: v.window_size is not None and not any(v.window_layers),
         "no layer has the window of {window_size} keys", "window_attn_skip_freq is {window_attn_skip_freq}",
         "set --window-attn-skip-freq 0 or leave --window-size out"),

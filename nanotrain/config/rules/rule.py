@@ -13,6 +13,7 @@ from nanotrain.config.derive import (
     head_dim,
     moe_ffn_size,
     moe_layers,
+    no_rope_layers,
     padded_vocab_size,
     query_groups,
     rotary_dim,
@@ -88,6 +89,10 @@ class Values:
     @property
     def window_layers(self) -> tuple[bool, ...]:
         return window_layers(self.config.model)
+
+    @property
+    def no_rope_layers(self) -> tuple[bool, ...]:
+        return no_rope_layers(self.config.model)
 
     @property
     def layout_lengths(self) -> tuple[int, ...] | None:

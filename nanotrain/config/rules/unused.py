@@ -52,6 +52,10 @@ def update_rules(v: Values) -> set[str]:
 UNUSED = (
     Unused("rotary_base rotary_percent", "position_embedding_type", lambda v: not v.has_rope,
         "it belongs to position_embedding_type rope or yarn"),
+    Unused("no_rope_freq", "position_embedding_type", lambda v: not v.has_rope,
+        "no layer has rotary positions", "set --position-embedding-type rope or yarn"),
+    Unused("no_rope_freq", "multi_latent_attention", lambda v: v.multi_latent_attention,
+        "every layer of multi_latent_attention rotates its qk_pos_emb_head_dim channels"),
     Unused("use_rope_scaling", "position_embedding_type",
         lambda v: v.position_embedding_type is not PositionEmbedding.rope,
         "it belongs to position_embedding_type rope"),

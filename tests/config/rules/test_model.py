@@ -38,6 +38,7 @@ def test_what_fits_together_breaks_no_rule(keys):
         (LATENT | {"position_embedding_type": "none"}, "position_embedding_type is none with multi_latent_attention"),
         ({"rotary_percent": 0.3}, "of which 19 are rotated (rotary_percent 0.3)"),
         ({"window_size": 4, "window_attn_skip_freq": "1"}, "no layer has the window of 4 keys"),
+        ({"no_rope_freq": "1"}, "no layer has rotary positions"),
         ({"window_size": 4, "window_attn_skip_freq": "[1]*3"}, "a 1 (window) or 0 (none) for each of 4 layers"),
         ({"rotary_percent": 1.5}, "rotary_percent is 1.5"),
         ({"position_embedding_type": "yarn"}, "position_embedding_type is yarn and rotary_scaling_factor is 1.0"),

@@ -83,6 +83,8 @@ def test_a_setting_with_effect_stays():
         {"mock_data": True, "generate_tokens": 5},
         {"position_embedding_type": "learned_absolute", "rotary_base": 5e5},
         {"position_embedding_type": "none", "use_rope_scaling": True},
+        {"position_embedding_type": "none", "no_rope_freq": "2"},
+        {"multi_latent_attention": True, "no_rope_freq": "2"},
         {"rope_scaling_factor": 2.0},
         {"window_attn_skip_freq": "2"},
         {"position_embedding_type": "none", "rotary_percent": 0.5},
