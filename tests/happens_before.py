@@ -28,12 +28,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._higher_order_ops.effects import with_effects
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nanotrain.comm import collectives
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.kernels.traced_wgrad import write_wgrad
 from nanotrain.topology.topology import Topology
 from tests.fake_world import fake_context
 
@@ -98,7 +100,19 @@ class Recorder(TorchDispatchMode):
         self._flying: list[InFlight] = []
         self.num_operators = self.num_started = 0
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compile blocks under the recorder; what their graphs run is checked."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.nanotrain.write_wgrad.default:  # what it reads and writes are operators inside of it
+            with self:
+                return write_wgrad._init_fn(*args)
+        if func is with_effects:  # the same in a graph: (token, operator, *arguments) -> (token, result)
+            return args[0], self.__torch_dispatch__(args[1], types, args[2:], kwargs)
         if self._flying and not func.is_view and func._schema.name not in _METADATA_ONLY:
             self.num_operators += 1
             read, written = _operands(func._schema, args, kwargs or {})

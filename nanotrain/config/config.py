@@ -156,7 +156,7 @@ class ParallelConfig:
     reshard_after_forward: bool = option(True, "optim_grads_params: free a unit after its forward; off: keep it gathered until its backward")
     fsdp_prefetch_depth: int = option(1, "optim_grads_params with overlap_param_gather: units gathered ahead", check=at_least(1))
     fsdp_double_buffer: bool = option(False, "optim_grads_params: gather units in turn into fixed memory, of 1 + fsdp_prefetch_depth units")
-    gradient_accumulation_fusion: bool | None = option(None, "matrix products outside of compiled graphs add weight gradients to the gradient buffer; unset: on GPUs with no_shard and optim")
+    gradient_accumulation_fusion: bool | None = option(None, "matrix products add weight gradients to the gradient buffer; unset: on GPUs")
     overlap_grad_reduce: bool = option(False, "overlap the gradient reduction with the backward pass")
     overlap_param_gather: bool = option(False, "overlap the parameter all-gather with the next forward pass; optim_grads_params: with the unit before")
     distributed_timeout_minutes: float = option(10.0, "timeout of collectives", check=above(0))

@@ -26,6 +26,9 @@ class GradView:
     # gradient to autograd
     start_write: Callable[[], tuple[Tensor, bool] | None]
     mark_ready: Callable[[], None]  # all gradients of a backward are written, and autograd runs no hook
+    # whether the buffer has full size all the time. Storage that a bucket borrows from the first write to the reduction
+    # is not written in graphs: hooks run after the backward of a graph, so all buckets of a block would borrow at once.
+    is_resident: bool = True
 
 
 def grad_view_of(param: Tensor) -> GradView | None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from nanotrain.kernels import onednn
 from nanotrain.kernels.fp8.layer import Fp8Layer
-from nanotrain.kernels.grad_view import grad_view_of
+from nanotrain.kernels.grad_view import GradView, grad_view_of
 from nanotrain.kernels.onednn import uses_onednn
 
 
@@ -63,6 +63,19 @@ def write_wgrad(grad: Tensor, x: Tensor, *, out: Tensor) -> None:
         out.copy_(wgrad(grad, x))
     else:
         torch.mm(grad.t(), x, out=out)
+
+
+def accumulate_wgrad(grad: Tensor, x: Tensor, *, view: GradView) -> bool:
+    """[T, O], [T, I]: write the product to the view [O, I], or add it there; whether the view can be written now."""
+    target = view.start_write()
+    if target is None:
+        return False
+    buffer, has_grads = target
+    if has_grads:
+        wgrad(grad, x, add_to=buffer)
+    else:
+        write_wgrad(grad, x, out=buffer)
+    return True
 
 
 def adds_wider(device_type: str) -> bool:
@@ -120,15 +133,7 @@ class Linear:
     def _write_wgrad(self, grad: Tensor, x: Tensor) -> bool:
         """Write the weight's gradient where it is accumulated; whether that was possible."""
         view = grad_view_of(self.weight)
-        target = view.start_write() if view is not None and self.writes_wgrad else None
-        if target is None:
-            return False
-        buffer, has_grads = target
-        if has_grads:
-            wgrad(grad, x, add_to=buffer)
-        else:
-            write_wgrad(grad, x, out=buffer)
-        return True
+        return view is not None and self.writes_wgrad and accumulate_wgrad(grad, x, view=view)
 
     def param_grads(self, grad: Tensor, grad_weight: Tensor | None) -> list[Tensor | None]:
         """[T, O], the gradient of the used rows of the weight -> the gradients of `trained_params`."""

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.kernels import traced_wgrad
+from nanotrain.kernels.linear import accumulate_wgrad
 from nanotrain.memory import block_transforms
 from nanotrain.model.context import BatchContext
 from nanotrain.topology.topology import Topology
@@ -27,11 +29,16 @@ ROWS = [
 ]
 
 
-def train_compiled(ctx: ParallelContext, case: Case, backend_name: str) -> tuple[Outcome, Outcome, int]:
-    """The eager and the compiled outcome, and the number of compiled graphs."""
+def train_compiled(ctx: ParallelContext, case: Case, backend_name: str) -> tuple[Outcome, Outcome, int, int]:
+    """The eager and the compiled outcome, the number of graphs, and of weight gradients that graphs wrote."""
     from torch._dynamo import lookup_backend
 
     graphs: list[Any] = []
+    writes: list[bool] = []
+
+    def write(*args: Any, **kwargs: Any) -> bool:
+        writes.append(accumulate_wgrad(*args, **kwargs))
+        return writes[-1]
 
     def backend(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
@@ -41,8 +48,10 @@ def train_compiled(ctx: ParallelContext, case: Case, backend_name: str) -> tuple
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_transforms.torch, "compile", partial(torch.compile, backend=backend))
+        patch.setattr(traced_wgrad, "accumulate_wgrad", write)
         compiled = train_here(ctx, case.but(train={"torch_compile": True}))
-    return eager, compiled, len(graphs)
+    assert all(writes)
+    return eager, compiled, len(graphs), len(writes)
 
 
 @pytest.mark.parametrize(("backend", "sizes", "model"), ROWS, ids=["one rank", "dp moe", "tp"])
@@ -57,8 +66,12 @@ def test_compiled_blocks_train_as_eager_ones_do(backend, sizes, model) -> None:
         outcomes = [train_compiled(context, case, backend)]
     else:
         outcomes = run_ranks(2, train_compiled, case, backend, threads=False, **sizes)
-    for eager, compiled, num_graphs in outcomes:
+    for eager, compiled, num_graphs, num_writes in outcomes:
         assert num_graphs > 0
+        # query, key, value, output, gate, up and down; experts and linear layers over tp are outside of graphs
+        num_linears = 0 if "tp" in sizes else 4 if model else 7
+        num_microbatches = 2 if sizes["strategy"] == "no_shard" else 1
+        assert num_writes == 2 * num_microbatches * num_linears
         assert compiled.losses == pytest.approx(eager.losses, rel=1e-5)
         assert compiled.grad_norms == pytest.approx(eager.grad_norms, rel=1e-4)
         for box, weight in eager.weights.items():

@@ -7,6 +7,7 @@ for. The planted bugs show that the recorder finds a missing wait, an early reus
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import torch
 from nanotrain.comm import collectives
 from nanotrain.comm.scratch import Scratch
 from nanotrain.comm.work import Work
+from nanotrain.memory import block_transforms
 from nanotrain.memory import offload as activation_offload
 from nanotrain.model.context import BatchContext
 from nanotrain.optim import offload as optimizer_offload
 from nanotrain.parallel.dp.bucket import Bucket
+from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.stores import GradPool, ShardGather
 from nanotrain.parallel.pp import executor
 from nanotrain.parallel.pp.executor import run_forward
@@ -148,6 +151,33 @@ ROWS = [
 def test_no_buffer_is_used_while_it_is_in_flight(row: Row, tmp_path: Path) -> None:
     recorder = trains(row, tmp_path)
     assert recorder.num_started > 10 and recorder.num_operators > 10, "hardly anything was in flight"
+
+
+def test_weight_gradients_that_graphs_write_are_written_before_their_reduction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(block_transforms.torch, "compile", partial(torch.compile, backend="aot_eager"))
+    row = Row(2, "optim", options=OVERLAP, sections={"train": {"torch_compile": True}, "model": {"num_layers": 1}})
+    start, writes = DataParallel._start_write, []
+
+    def written(self: DataParallel, name: str) -> Any:
+        writes.append(name)
+        return start(self, name)
+
+    monkeypatch.setattr(DataParallel, "_start_write", written)
+    trains(row, tmp_path)
+    assert sum("layers.0." in name for name in writes) == 2 * 2 * 7, "steps x microbatches x linear layers"
+
+    def reduced_before(self: DataParallel, name: str) -> Any:  # a planted bug
+        target = start(self, name)
+        if "layers.0." in name:
+            self._bucket_of[name].start_reduce(is_last=True)
+        return target
+
+    monkeypatch.setattr(DataParallel, "_start_write", reduced_before)
+    with pytest.raises(Race, match="kernels/linear.py.* an output in flight: reduce_scatter"):
+        trains(row, tmp_path / "planted")
 
 
 def test_the_rows_have_every_axis_strategy_and_backend() -> None:

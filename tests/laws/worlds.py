@@ -115,7 +115,7 @@ def config_of(case: Case) -> Config:
     )
     values = to_dict(base)
     values["parallel"]["ddp_bucket_size"] = BUCKET_SIZE
-    # As on GPUs; strategies without effect ignore it.
+    # As on GPUs.
     values["parallel"]["gradient_accumulation_fusion"] = True
     for section, fields in case.overrides.items():
         for name, value in fields.items():

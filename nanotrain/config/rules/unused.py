@@ -20,7 +20,6 @@ from nanotrain.config.config import (
     ShardingStrategy,
 )
 from nanotrain.config.derive import GATED
-from nanotrain.config.rules.data_parallel import SHARDED_GRADS
 from nanotrain.config.rules.rule import Values
 from nanotrain.config.schema import ENTRIES, Entry, argument_of, entries_of, typed, value_of, with_values
 from nanotrain.errors import ConfigError, ErrorCollector
@@ -125,9 +124,6 @@ UNUSED = (
     Unused("overlap_param_gather", "data_parallel_sharding_strategy",
         lambda v: v.data_parallel_sharding_strategy is ShardingStrategy.no_shard,
         "data_parallel_sharding_strategy no_shard gathers no parameters"),
-    Unused("gradient_accumulation_fusion", "data_parallel_sharding_strategy",
-        lambda v: v.data_parallel_sharding_strategy in SHARDED_GRADS,
-        "the gradient buffer has full size between microbatches with no_shard and optim only", is_harmless=True),
     Unused("reshard_after_forward fsdp_double_buffer", "data_parallel_sharding_strategy",
         lambda v: v.data_parallel_sharding_strategy is not ShardingStrategy.optim_grads_params,
         "only data_parallel_sharding_strategy optim_grads_params gathers units"),

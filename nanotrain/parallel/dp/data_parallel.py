@@ -2,8 +2,8 @@
 
 1. Construction replaces every parameter of the module by a view of one flat buffer and allocates the gradients.
 2. `begin_step`, then per microbatch `backward_begins` and `backward_ended`. A hook takes each gradient as soon as
-   autograd has accumulated it; products of gradients at full size write theirs into the buffer and the hook marks them
-   as ready. The pipeline schedule decides which backward is the last of the step.
+   autograd has accumulated it; products may write theirs into the bucket, and the hook marks them as ready. The
+   pipeline schedule decides which backward is the last of the step.
 3. `finish_grad_reduce`: `buckets[i].grads.main` holds this rank's part of the summed gradients.
 4. The optimizer updates `buckets[i].params.update`; `start_param_gather` all-gathers the result.
 5. The next forward pass waits, unit by unit, for the parameters it uses.
@@ -74,7 +74,7 @@ class DataParallelOptions:
     reshards_after_forward: bool = True  # free a unit after its forward and gather it again for its backward
     num_gather_blocks: int = 0  # blocks of memory that gathered units use in turn; 0: allocated with every gather
     keeps_full_grads: bool = False  # all-reduce whole buckets instead of reduce-scatter
-    # products write weight gradients into the buffer, where it has full size between microbatches; None: on GPUs
+    # products write weight gradients into the bucket; None: on GPUs
     writes_wgrads: bool | None = None
     # modules in forward order, and the names of the parameters that each reads; None: the children of the module
     units: Sequence[tuple[nn.Module, Collection[str]]] | None = None
@@ -265,9 +265,11 @@ class DataParallel:
 
     def _start_write(self, name: str) -> tuple[Tensor, bool] | None:
         """`GradView.start_write` of a parameter."""
-        if not self._in_backward:
-            return None
         bucket = self._bucket_of[name]
+        # A bucket that borrows storage before the hooks have completed the one before it would hold a third one's.
+        is_full = any(b.grads.holds_pooled and not b.is_in_flight for b in self.buckets)
+        if not self._in_backward or (is_full and not bucket.grads.holds_pooled):
+            return None
         self._prepare_write(bucket)
         view, has_grads = bucket.start_write(name)
         return view.view(self.params[name].box.shape), has_grads
@@ -314,8 +316,8 @@ class DataParallel:
 
     def _replace_parameters(self, module: nn.Module) -> None:
         """Replace the module's parameters by views of the buffer that pass on their gradients."""
-        writes, is_gpu = self.options.writes_wgrads, self.param_buffer.is_cuda
-        writes_wgrads = not self.options.strategy.shard_grads and (is_gpu if writes is None else writes)
+        writes, is_transient = self.options.writes_wgrads, self.options.strategy.shard_grads
+        writes_wgrads = self.param_buffer.is_cuda if writes is None else writes
         for bucket in self.buckets:
             bucket.params.allocate()
             for name, local in ((entry.name, entry.param) for entry in bucket.layout.params):
@@ -326,9 +328,11 @@ class DataParallel:
                 module.get_submodule(owner)._parameters[leaf] = param
                 take = partial(self._take_grad, name)
                 param.register_post_accumulate_grad_hook(take)
-                if writes_wgrads:
+                # Several units use a shared weight: it would hold pooled storage from its first use to its last.
+                if writes_wgrads and not (is_transient and local.spec.is_shared):
                     start, ready = partial(self._start_write, name), partial(take, param)
-                    param.grad_view = GradView(self._grad_dtype, start, ready)  # type: ignore[attr-defined]
+                    view = GradView(self._grad_dtype, start, ready, is_resident=not is_transient)
+                    param.grad_view = view  # type: ignore[attr-defined]
             bucket.params.free()
         if (amax_groups := self.options.fp8_amax_groups) is not None:
             self.fp8_weights = Fp8Weights(module, self.buckets, groups=self.groups, amax_groups=amax_groups)

@@ -3,8 +3,8 @@
     column_linears   layers with sharded outputs that read one input
     row_linear       a layer with sharded inputs
 
-One rank that defers nothing runs torch's operator in a compiled graph, and where autograd returns the weight gradients.
-Over a group, with deferred wgrad, or where the products write weight gradients to the gradient buffer:
+One rank that defers nothing runs torch's operator in a compiled graph (`kernels/traced_wgrad.py` where the products
+write weight gradients to the gradient buffer), and eagerly where autograd returns the weight gradients. Otherwise:
 
     forward     enter x                      y_i = x W_i^T + b_i
     backward    start all-gather of x        dx = sum_i dy_i W_i           (dgrad) while x is gathered
@@ -29,20 +29,21 @@ from nanotrain.comm.work import Work
 from nanotrain.kernels.deferred_wgrad import is_deferring
 from nanotrain.kernels.fp8.products import Fp8Linears
 from nanotrain.kernels.linear import Linear, Linears
+from nanotrain.kernels.traced_wgrad import traced_linear
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 
 
 def column_linears(x: Tensor, linears: Sequence[Linear], *, tensor_parallel: TensorParallel) -> tuple[Tensor, ...]:
     """[B, S or S/tp, I] -> one [B, S, O] per layer."""
     if _is_plain(linears, tensor_parallel=tensor_parallel):
-        return Linears(linears).fprop(x)
+        return tuple(_plain(x, linear) for linear in linears)
     return _linears(x, linears, tensor_parallel=tensor_parallel)
 
 
 def row_linear(x: Tensor, linear: Linear, *, tensor_parallel: TensorParallel) -> Tensor:
     """[B, S, I/tp] -> [B, S or S/tp, O]; the bias is added after the reduction."""
     if _is_plain([linear], tensor_parallel=tensor_parallel):
-        return linear.fprop(x)
+        return _plain(x, linear)
     (partial,) = _linears(x, [replace(linear, bias=None)], tensor_parallel=tensor_parallel.unsharded)
     out = tensor_parallel.leave(partial)
     return out if linear.bias is None else out + linear.bias
@@ -55,6 +56,11 @@ def _is_plain(linears: Sequence[Linear], *, tensor_parallel: TensorParallel) -> 
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return True
     return not any(linear.writes_wgrad for linear in linears)
+
+
+def _plain(x: Tensor, linear: Linear) -> Tensor:
+    """[..., I] -> [..., O] by torch's operator."""
+    return traced_linear(x, linear) if torch.compiler.is_compiling() else linear.fprop(x)
 
 
 def _build_products(linears: Sequence[Linear], *, records: bool) -> Linears:
