@@ -3,7 +3,7 @@
 The view, and whether the product writes or adds, change between microbatches, so a graph holds neither. Its backward
 calls one operator with the matrices and the weight, and the operator finds the view when it runs:
 
-    nanotrain::write_wgrad(grad [T, O], x [T, I], weight [O, I])
+    nanotrain::write_wgrad(grad [T, O], x [T, I], *, weight [O, I])
 
 A graph returns no gradient of such a weight. The operator is declared to have an effect: a compiler would remove an
 operator without outputs, and the gradient would be zero.
@@ -19,7 +19,7 @@ from nanotrain.kernels.linear import Linear, accumulate_wgrad, dgrad, fprop
 
 
 @torch.library.custom_op("nanotrain::write_wgrad", mutates_args=())
-def write_wgrad(grad: Tensor, x: Tensor, weight: Tensor) -> None:
+def write_wgrad(grad: Tensor, x: Tensor, *, weight: Tensor) -> None:
     """Write dW = grad^T x to the gradient buffer, or add it after the first microbatch.
 
     Raises:
@@ -34,7 +34,7 @@ def write_wgrad(grad: Tensor, x: Tensor, weight: Tensor) -> None:
 
 
 @write_wgrad.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor) -> None:
+def _(grad: Tensor, x: Tensor, *, weight: Tensor) -> None:
     """The operator has no outputs."""
 
 
@@ -72,6 +72,6 @@ class _TracedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         x, weight = ctx.saved_tensors
         grad = grads[0].reshape(-1, grads[0].shape[-1])
-        torch.ops.nanotrain.write_wgrad(grad, x.reshape(-1, x.shape[-1]), weight)
+        torch.ops.nanotrain.write_wgrad(grad, x.reshape(-1, x.shape[-1]), weight=weight)
         grad_x = dgrad(grad, weight).view(x.shape) if ctx.needs_input_grad[0] else None
         return grad_x, None, grad.sum(0) if ctx.needs_input_grad[2] else None
