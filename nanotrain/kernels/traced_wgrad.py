@@ -3,12 +3,13 @@
 The view, and whether the product writes or adds, change between microbatches, so a graph holds neither. Its backward
 calls one operator with the matrices and the weight, and the operator finds the view when it runs:
 
-    nanotrain::write_wgrad(grad [T, O], x [T, I], *, weight [O, I])
+    nanotrain::write_wgrad(weight [O, I], (grad [T, O], x [T, I]))
 
 A graph returns no gradient of such a weight. The operator is declared to have an effect: a compiler would remove an
 operator without outputs, and the gradient would be zero.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,14 +20,14 @@ from nanotrain.kernels.linear import Linear, accumulate_wgrad, dgrad, fprop
 
 
 @torch.library.custom_op("nanotrain::write_wgrad", mutates_args=())
-def write_wgrad(grad: Tensor, x: Tensor, *, weight: Tensor) -> None:
-    """Write dW = grad^T x to the gradient buffer, or add it after the first microbatch.
+def write_wgrad(weight: Tensor, operands: Sequence[Tensor]) -> None:
+    """Write dW = grad^T x of the two operands to the gradient buffer, or add it after the first microbatch.
 
     Raises:
         RuntimeError: the backward is not that of a step, so nothing would receive the gradient.
     """
     view = grad_view_of(weight)
-    if view is None or not accumulate_wgrad(grad, x, view=view):
+    if view is None or not accumulate_wgrad(*operands, view=view):
         raise RuntimeError(
             "compiled blocks write weight gradients to the gradient buffer, and this backward is outside of a training"
             " step: use --no-gradient-accumulation-fusion or --no-torch-compile"
@@ -34,7 +35,7 @@ def write_wgrad(grad: Tensor, x: Tensor, *, weight: Tensor) -> None:
 
 
 @write_wgrad.register_fake
-def _(grad: Tensor, x: Tensor, *, weight: Tensor) -> None:
+def _(weight: Tensor, operands: Sequence[Tensor]) -> None:
     """The operator has no outputs."""
 
 
@@ -72,6 +73,6 @@ class _TracedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         x, weight = ctx.saved_tensors
         grad = grads[0].reshape(-1, grads[0].shape[-1])
-        torch.ops.nanotrain.write_wgrad(grad, x.reshape(-1, x.shape[-1]), weight=weight)
+        torch.ops.nanotrain.write_wgrad(weight, (grad, x.reshape(-1, x.shape[-1])))
         grad_x = dgrad(grad, weight).view(x.shape) if ctx.needs_input_grad[0] else None
         return grad_x, None, grad.sum(0) if ctx.needs_input_grad[2] else None
