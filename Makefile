@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check --c
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check format bench gpu-check docs build clean
+.PHONY: help install train test pairs check format bench gpu-check docs build clean
 
 help: ## show what there is to make
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -26,6 +26,9 @@ WORKERS = $$($(BIN)/python -c "import os; print(min(4, len(os.sched_getaffinity(
 
 test: .venv/.installed ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+pairs: .venv/.installed ## law tests of every pair of settings, of which the suite has 16 % (minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m all_pairs tests/laws/test_every_pair.py $(ARGS)
 
 check: .venv/.installed ## lint, format, types, floors and sizes
 	scripts/check
