@@ -285,6 +285,7 @@ class CheckpointConfig:
     finetune: bool = option(False, "of the checkpoint of load take only the weights: start at step 0 with new optimizer state")
     load_optim: bool = option(True, "load the optimizer state of a checkpoint; off: only its weights and its step")
     auto_resume: bool = option(True, "resume from the newest complete checkpoint of the run folder")
+    use_checkpoint_args: bool = option(False, "take the model from the checkpoint that the run starts from, and seq_length where it is not set")
     pretrained_checkpoint: str | None = option(None, "Hugging Face folder with the initial weights; its config.json sets the model section")
 
 

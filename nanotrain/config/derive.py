@@ -185,6 +185,11 @@ def window_layers(model_config: ModelConfig) -> tuple[bool, ...]:
     return read_window_pattern(model_config.window_attn_skip_freq, model_config.num_layers)
 
 
+def is_model_known(config: Config) -> bool:
+    """Whether the model section is complete before a checkpoint or a Hugging Face folder is read."""
+    return config.checkpoint.pretrained_checkpoint is None and not config.checkpoint.use_checkpoint_args
+
+
 def no_rope_layers(model_config: ModelConfig) -> tuple[bool, ...]:
     """Whether each layer is without rotary positions, in a model that has them.
 

@@ -70,7 +70,6 @@ MODEL = {
     "--decoder-num-layers": not_yet("models have decoder layers only: set --num-layers", arity=1),
     "--decoder-seq-length": not_yet("models have decoder layers only: set --seq-length", arity=1),
     "--spec": not_yet("no Python file of layers is imported; without it the other flags describe the layers", arity=MANY),
-    "--use-checkpoint-args": not_yet("set the model's flags, or take a run's settings by +config=RUN/config.yaml"),
     "--init-method-xavier-uniform": not_yet("initial weights are normal: set --init-method-std"),
     "--apply-residual-connection-post-layernorm": not_yet("the residual connection is before the norm: leave it out"),
     "--fp32-residual-connection": not_yet("residuals have params_dtype: leave it out"),

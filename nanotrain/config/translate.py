@@ -143,7 +143,7 @@ def check_defaults(line: CommandLine, *, errors: ErrorCollector) -> None:
             why = f"{group}/{name}.yaml is written for nanotrain's defaults: with Megatron-LM's it means something else"
             errors.errors.append(ConfigError(what, why=why, fix="leave one of them out"))
     unset = [name for name in MEGATRON_REQUIRED if ENTRIES[name].key not in line.explicit]
-    if unset and not line.choices:
+    if unset and not line.choices and "checkpoint.use_checkpoint_args" not in line.explicit:
         flags = ", ".join(map(flag_of, unset))
         why = "Megatron-LM has no defaults for them"
         errors.errors.append(ConfigError(f"--megatron-defaults without {flags}", why=why, fix="set them"))
@@ -210,7 +210,8 @@ def notes(line: CommandLine) -> Iterator[str]:
     if saving:
         yield f"Megatron-LM saves time or memory by what is not here: {'; '.join(saving)}"
     left_out = [name for name in SHAPING if ENTRIES[name].key not in line.explicit and not is_set_by_flag(name, line)]
-    if line.megatron and left_out and not line.choices and not line.wants_megatron_defaults:
+    takes_model = "checkpoint.use_checkpoint_args" in line.explicit  # from the checkpoint
+    if line.megatron and left_out and not (line.choices or line.wants_megatron_defaults or takes_model):
         values = ", ".join(
             f"{name} {typed(ENTRIES[name].default)} (Megatron-LM: {typed(MEGATRON_DEFAULTS[name])})"
             for name in left_out

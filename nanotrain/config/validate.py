@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from nanotrain.config.batch_schedule import batch_schedule
 from nanotrain.config.config import Config
 from nanotrain.config.data_stages import read_stages
-from nanotrain.config.derive import data_parallel_size, num_microbatches
+from nanotrain.config.derive import data_parallel_size, is_model_known, num_microbatches
 from nanotrain.config.length_schedule import length_schedule
 from nanotrain.config.rules.data_parallel import DATA_PARALLEL_RULES
 from nanotrain.config.rules.fp8 import FP8_LAYOUT_RULES, FP8_RULES
@@ -32,8 +32,7 @@ def collect_errors(
 
     Rules on the fields `unreadable`, by unique name, are left out.
     """
-    is_model_known = config.checkpoint.pretrained_checkpoint is None  # else config.json completes it later
-    if is_model_known:
+    if is_model_known(config):  # else it is checked once it is complete
         check_rules(config, model_rules(config), errors=errors, unreadable=unreadable)
     check_rules(config, (*RUN_RULES, *DATA_PARALLEL_RULES), errors=errors, unreadable=unreadable)
     if unreadable.isdisjoint(BATCH_FIELDS):
@@ -47,7 +46,7 @@ def collect_errors(
             read_stages(config.data.stages, config.train.train_iters)
     if config.precision.fp8_format is not None:
         check_rules(config, FP8_RULES, errors=errors, unreadable=unreadable)
-    if to_train and is_model_known:
+    if to_train and is_model_known(config):
         check_rules(config, layout_rules(config), errors=errors, unreadable=unreadable)
 
 

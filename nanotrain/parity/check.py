@@ -30,6 +30,7 @@ from nanotrain.comm.local_world import run_ranks
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.batch_schedule import batch_schedule, batch_sizes
 from nanotrain.config.config import Config
+from nanotrain.config.derive import is_model_known
 from nanotrain.config.load import Loaded
 from nanotrain.config.validate import check_layout, check_model, validate_for_world
 from nanotrain.data.batch import Sample
@@ -43,6 +44,7 @@ from nanotrain.topology.topology import Topology
 from nanotrain.train.build import build_run
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.run import Run
+from nanotrain.train.start.checkpoint_model import with_checkpoint_model
 from nanotrain.train.start.inputs import RunInputs, with_pretrained_model
 from nanotrain.train.step import train_step
 
@@ -115,8 +117,9 @@ def check_parity(loaded: Loaded, world_size: int, *, num_steps: int, tolerance: 
         ConfigError: the model cannot be sharded by the layout.
     """
     config = loaded.config
-    if config.checkpoint.pretrained_checkpoint:
-        config = with_pretrained_model(config, loaded.explicit)
+    if not is_model_known(config):
+        complete = with_pretrained_model if config.checkpoint.pretrained_checkpoint else with_checkpoint_model
+        config = complete(config, loaded.explicit)
         check_model(config)
         check_layout(config)
     topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe.num_experts is not None)

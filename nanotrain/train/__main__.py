@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nanotrain.config.config import Config
+from nanotrain.config.derive import is_model_known
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line, load_object, reply
 from nanotrain.config.validate import validate_for_world
@@ -146,7 +147,7 @@ def train(loaded: Loaded, world_size: int) -> None:
     if config.memory.cpu_offloading:
         with errors:
             require_gpu(device.type)
-    if config.model.vocab_size is not None and config.checkpoint.pretrained_checkpoint is None:
+    if config.model.vocab_size is not None and is_model_known(config):
         with errors:
             require_memory(config, world_size, device=device.type, available=available)
     errors.raise_errors()

@@ -103,12 +103,14 @@ UNUSED = (
         "with multi_latent_attention qk_head_dim and v_head_dim give the width of the heads", is_harmless=True),
     Unused("qk_layernorm", "multi_latent_attention", lambda v: v.multi_latent_attention,
         "multi_latent_attention always normalizes the compressed queries, keys and values", is_harmless=True),
-    # with a pretrained checkpoint the model section is read from its config.json later
+    Unused("use_checkpoint_args", "pretrained_checkpoint", lambda v: v.pretrained_checkpoint is not None,
+        "config.json of pretrained_checkpoint sets the model section", is_harmless=True),
+    # the model section may be read from a checkpoint, or from config.json of pretrained weights, later
     Unused(names_in("model.moe", but="num_experts"), "num_experts",
-        lambda v: v.num_experts is None and v.pretrained_checkpoint is None,
+        lambda v: v.num_experts is None and v.is_model_known,
         "the model has no experts: num_experts is unset"),
     Unused("expert_tensor_parallel_size", "num_experts",
-        lambda v: v.num_experts is None and v.pretrained_checkpoint is None,
+        lambda v: v.num_experts is None and v.is_model_known,
         "the model has no experts: num_experts is unset", is_harmless=True),
     Unused("ffn_hidden_size", "moe_ffn_hidden_size moe_layer_freq num_experts",
         lambda v: v.moe_ffn_hidden_size is not None and all(v.moe_layers),

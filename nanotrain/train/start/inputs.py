@@ -27,6 +27,7 @@ from nanotrain.prepare.cache import user_cache
 from nanotrain.prepare.quickstart import prepare_quickstart
 from nanotrain.runs.files import open_append
 from nanotrain.runs.folder import RunFolder
+from nanotrain.train.start.checkpoint_model import with_checkpoint_model
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
     config = loaded.config
     if config.checkpoint.pretrained_checkpoint:
         config = with_pretrained_model(config, loaded.explicit)
+    elif config.checkpoint.use_checkpoint_args:
+        config = with_checkpoint_model(config, loaded.explicit)
     assert config.train.run_dir, "load sets a run folder for every run"
     folder = RunFolder(Path(config.train.run_dir))
     folder.require_writable()

@@ -1,0 +1,55 @@
+"""`--use-checkpoint-args`: the model section from the checkpoint that a run starts from, as in Megatron-LM."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from nanotrain.checkpoint.store import checkpoint_to_resume, find_manifest
+from nanotrain.config.config import Config
+from nanotrain.config.schema import KEYS, config_from_dict, flat_values, plain, value_of, with_values
+from nanotrain.hf.canonical import free_keys
+from nanotrain.log import get_logger
+
+log = get_logger(__name__)
+
+DROPOUT = ("attention_dropout", "hidden_dropout")  # free of the weights, yet Megatron-LM takes them from the checkpoint
+
+
+def with_checkpoint_model(config: Config, explicit: frozenset[str]) -> Config:
+    """Replace the model section by that of the checkpoint to start from; unchanged where there is none.
+
+    Settings of the model on the command line that do not concern the weights stay (coefficients of losses, capacity);
+    the others are replaced, and logged where they differ. The sequence length is the checkpoint's unless it is set.
+
+    Args:
+        config: `checkpoint.use_checkpoint_args` is set.
+        explicit: keys set on the command line.
+
+    Raises:
+        CheckpointError: --load names no checkpoint.
+    """
+    checkpoint = _find(config)
+    if checkpoint is None:
+        log.info("use_checkpoint_args: there is no checkpoint yet, the model is that of the command line")
+        return config
+    step, manifest = find_manifest(checkpoint)
+    saved = config_from_dict(manifest.config)
+    free = [f"model.{key}" for key in free_keys(saved.model) if key not in DROPOUT]
+    kept = {key: value_of(config, key) for key in free if key in explicit}
+    completed = with_values(replace(config, model=saved.model), kept)
+    if "data.seq_length" not in explicit:
+        completed = with_values(completed, {"data.seq_length": saved.data.seq_length})
+    log.info("use_checkpoint_args: the model is that of %s", step)
+    before, after = flat_values(config), flat_values(completed)
+    for key in sorted(explicit):
+        if before[key] != after[key] and key.startswith("model."):
+            flag, shown = KEYS[key].flag, plain(before[key])
+            log.info("use_checkpoint_args: %s is the checkpoint's %s, not %s", flag, plain(after[key]), shown)
+    return completed
+
+
+def _find(config: Config) -> Path | None:
+    """The checkpoint of `--load`, otherwise the newest of the run folder."""
+    if config.checkpoint.load is not None:
+        return Path(config.checkpoint.load)
+    assert config.train.run_dir, "load sets a run folder for every run"
+    return checkpoint_to_resume(Path(config.train.run_dir) / "checkpoints") if config.checkpoint.auto_resume else None
