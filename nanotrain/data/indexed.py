@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from nanotrain.data.missing import missing_pair
 from nanotrain.data.token_format import HEADER, bin_path, idx_path, read_header
 from nanotrain.errors import DataError
 
@@ -43,14 +44,8 @@ class IndexedTokens:
     def __init__(self, prefix: Path | str) -> None:
         self.prefix = Path(prefix)
         self.bin_file, idx_file = bin_path(self.prefix), idx_path(self.prefix)
-        for path, other in ((idx_file, self.bin_file), (self.bin_file, idx_file)):
-            if not path.is_file():
-                raise DataError(
-                    f"{path} does not exist",
-                    why=f"--data-path names prefixes of .bin/.idx pairs; {other.name} is "
-                    f"{'there' if other.is_file() else 'missing too'}",
-                    fix="check the path, or write the pair with `nanotrain prepare --output PREFIX`",
-                )
+        if not (idx_file.is_file() and self.bin_file.is_file()):
+            raise missing_pair(self.prefix)
         header = read_header(idx_file)
         self.dtype = header.dtype
         self.num_sequences = header.num_sequences

@@ -133,6 +133,23 @@ def test_half_a_pair_is_refused(write_corpus: WriteCorpus, suffix: str) -> None:
         IndexedTokens(prefix)
 
 
+def test_a_path_that_is_no_prefix_says_what_it_is(write_corpus: WriteCorpus, tmp_path: Path) -> None:
+    prefix = write_corpus(random_documents([20]))
+    text = tmp_path / "texts" / "story.txt"
+    text.parent.mkdir()
+    text.write_text("once")
+    cures = {
+        text: f"story.txt is a file; make token files: nanotrain prepare --input {text} --output .*texts/story ",
+        text.parent: f"nanotrain prepare --input {text.parent} --output .*texts-tokens ",
+        prefix.parent: f"the folder .* has {prefix}; write --data-path {prefix}$",
+        prefix.with_name("corpse"): f"the folder .* has {prefix}; write --data-path {prefix}$",
+        tmp_path / "nowhere" / "corpus": "missing too; check the path",
+    }
+    for path, cure in cures.items():
+        with pytest.raises(DataError, match=cure):
+            IndexedTokens(path)
+
+
 def test_an_empty_corpus_is_refused(write_corpus: WriteCorpus) -> None:
     with pytest.raises(DataError, match="empty corpus"):
         IndexedTokens(write_corpus([]))
