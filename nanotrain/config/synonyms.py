@@ -101,7 +101,7 @@ NAMES = {
     RANKS: "gpus num_gpus nproc nproc_per_node world_size ngpu ngpus n_gpus devices num_devices nnodes num_nodes ranks num_processes",
     RECIPE: "model model_name model_name_or_path recipe config config_file job_config flavor model_type",
     "--fp8-format hybrid": "use_fp8 float8",
-    "--recompute-granularity full": "activation_checkpointing gradient_checkpointing checkpoint_activations activations_checkpoint_method activations_checkpoint_num_layers recompute ac_mode activation_checkpoint_mode",
+    "--recompute-granularity full": "activation_checkpointing gradient_checkpointing activations_checkpoint_method activations_checkpoint_num_layers recompute ac_mode activation_checkpoint_mode",
     "nanotrain --version": "version",
 }
 CURES: dict[str, str] = {name: cure for cure, names in NAMES.items() for name in names.split()}
