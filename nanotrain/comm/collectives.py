@@ -32,6 +32,9 @@ from nanotrain.comm.work import Work, translate_errors
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
+# One collective along an inner dim of [B, S, H] needs a copy, B collectives do not. Estimated, not measured: each costs
+# about 10 us more on NCCL, the copy of a slice of this size 12 us at 85 % of an H100's memory bandwidth.
+MIN_SLICE_BYTES = 2**24
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -98,6 +101,11 @@ def start_all_gather(tensor: Tensor, group: Group, *, dim: int) -> Work[Tensor]:
     """
     if group.size == 1:
         return Work.completed(tensor)
+    shape = (*tensor.shape[:dim], group.size * tensor.shape[dim], *tensor.shape[dim + 1 :])
+    if _goes_by_slice(shape, tensor, group=group, dim=dim):
+        output, tensor = tensor.new_empty(shape), tensor.contiguous()
+        pairs = zip(output.flatten(0, dim - 1), tensor.flatten(0, dim - 1), strict=True)
+        return _together([start_all_gather_into(out, part, group=group) for out, part in pairs], output)
     parts, give = _temporary((group.size, *tensor.shape), tensor, group=group, dim=dim)
     work = start_all_gather_into(parts, tensor.contiguous(), group=group)
     return work.then(lambda parts: give(parts.movedim(0, dim).flatten(dim, dim + 1)))
@@ -113,6 +121,11 @@ def start_reduce_scatter(tensor: Tensor, group: Group, *, dim: int) -> Work[Tens
     if group.size == 1:
         return Work.completed(tensor)
     _check_divisible(tensor, group, dim=dim)
+    if _goes_by_slice(tensor.shape, tensor, group=group, dim=dim):
+        full = tensor.contiguous()
+        output = full.new_empty((*tensor.shape[:dim], tensor.shape[dim] // group.size, *tensor.shape[dim + 1 :]))
+        pairs = zip(output.flatten(0, dim - 1), full.flatten(0, dim - 1), strict=True)
+        return _together([start_reduce_scatter_into(out, part, group=group) for out, part in pairs], output)
     slices = tensor.unflatten(dim, (group.size, -1)).movedim(dim, 0)
     if slices.is_contiguous():
         return start_reduce_scatter_into(slices.new_empty(slices.shape[1:]), slices, group=group)
@@ -239,6 +252,28 @@ def barrier(group: Group) -> None:
     """Return once every rank of the group has called it; blocks the host, on CUDA too."""
     # Not dist.barrier: on NCCL it guesses a device and does not block the host.
     all_reduce_scalars([0.0], group)
+
+
+def _goes_by_slice(shape: Sequence[int], tensor: Tensor, *, group: Group, dim: int) -> bool:
+    """Whether a collective along `dim` runs once per index of the dims before it, whose slices lie together.
+
+    Args:
+        shape: of all ranks' tensors together.
+        tensor: of their dtype.
+    """
+    num_slices = prod(shape[:dim])
+    return num_slices > 1 and not group.is_gloo and prod(shape[dim:]) * tensor.itemsize >= MIN_SLICE_BYTES
+
+
+def _together(works: Sequence[Work[Tensor]], result: Tensor) -> Work[Tensor]:
+    """A handle for several collectives that write parts of one result."""
+
+    def finish() -> Tensor:
+        for work in works:
+            work.wait()
+        return result
+
+    return Work(finish)
 
 
 def _temporary(

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanotrain.comm import collectives
 from nanotrain.comm.collectives import (
     all_gather_into,
     all_gather_object,
@@ -20,7 +22,9 @@ from nanotrain.comm.collectives import (
     start_reduce_scatter_into,
 )
 from nanotrain.comm.group import Group
-from tests.harness import ranks
+from nanotrain.topology.topology import Topology
+from tests.happens_before import recorded_world
+from tests.harness import parallel_config, ranks
 
 
 @pytest.mark.parametrize(("op", "expected"), [("sum", 10.0), ("max", 4.0), ("min", 1.0)])
@@ -77,6 +81,32 @@ def test_collectives_along_a_dim_concatenate_and_split_it(ctx, dim):
     kept = max((block.numel() for block in group.scratch._free), default=0)
     assert not dim or kept == full.nbytes, "temporary copies are scratch memory, given back"
     assert torch.equal(start_all_reduce(full.contiguous(), group).wait(), 2 * full)
+    bytes_sent = group.traffic.bytes("tp")
+    with pytest.MonkeyPatch.context() as patch:  # as on NCCL with large slices
+        patch.setattr(collectives, "_goes_by_slice", lambda *_, dim, **__: dim > 0)
+        assert torch.equal(start_all_gather(part, group, dim=dim).wait(), full)
+        assert torch.equal(start_reduce_scatter(full, group, dim=dim).wait(), 2 * part)
+    assert group.traffic.bytes("tp") == bytes_sent + full.nbytes, "half of it, twice"
+
+
+def test_large_samples_are_gathered_and_reduced_one_by_one_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    topology, copied = Topology.of(parallel_config(tp=2), 2), []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            copied.extend([func] if func._schema.name in ("aten::copy_", "aten::clone", "aten::cat") else [])
+            return func(*args, **(kwargs or {}))
+
+    with recorded_world(topology, 0) as (ctx, recorder):
+        group, shard, full = ctx.group("tp"), torch.ones(3, 4, 8), torch.ones(3, 8, 8)
+        for min_bytes, starts, has_copies in ((full[0].nbytes, 6, False), (full[0].nbytes + 1, 2, True)):
+            monkeypatch.setattr(collectives, "MIN_SLICE_BYTES", min_bytes)
+            before, copied[:] = recorder.num_started, []
+            with Record():
+                gathering, reducing = start_all_gather(shard, group, dim=1), start_reduce_scatter(full, group, dim=1)
+                assert gathering.wait().shape == full.shape and reducing.wait().shape == shard.shape
+            assert (recorder.num_started - before, bool(copied)) == (starts, has_copies)
+        recorder.finish()
 
 
 @pytest.mark.parametrize("start", [start_reduce_scatter_into, start_all_gather_into])

@@ -97,6 +97,7 @@ def trains(row: Row, folder: Path) -> Recorder:
     with row.world() as (context, recorder), pytest.MonkeyPatch.context() as patch:
         patch.setattr(activation_offload, "HostTransfer", lambda device: RecordedTransfer(recorder))
         patch.setattr(optimizer_offload, "BufferCopies", lambda device: RecordedCopies(recorder))
+        patch.setattr(collectives, "MIN_SLICE_BYTES", 1)  # samples of a microbatch are gathered one by one
         run = build_here(context, row.case, folder=folder)
         try:
             for _ in range(2):
@@ -127,6 +128,7 @@ ROWS = [
     Row(4, "optim_grads_params", {"instances": 2}, OVERLAP | OUTER),
     Row(2, "optim_grads_params", options=OVERLAP | BLOCKS, sections=FULL),
     Row(4, "optim", {"tp": 2}, OVERLAP | SP),
+    Row(4, "optim", {"tp": 2}, OVERLAP | SP, sections={"train": {"micro_batch_size": 2}}),
     Row(4, "optim_grads_params", {"tp": 2}, OVERLAP | SP, rank=1, backend="gloo"),
     Row(4, "optim", {"pp": 2}, OVERLAP),
     Row(4, "optim_grads", {"pp": 2}, OVERLAP | ZB, rank=3),
