@@ -25,6 +25,7 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "tests/parallel/pp/test_executor.py::test_the_loss_is_the_sum_over_microbatches_and_is_not_scaled",
         "tests/laws/test_every_axis.py::test_a_layout_trains_as_one_rank_does",
     ),
+    "MLA normalizes": ("tests/config/test_translate.py::test_mla_without_norms_is_noted",),
     "a loss of multi-token prediction": ("tests/laws/test_mtp.py::test_multi_token_prediction_trains_as_on_one_rank",),
     "`--pipeline-model-parallel-layout`": (
         "tests/config/test_pipeline_layout.py::test_layers_of_multi_token_prediction_before_the_last_stage_are_noted",
@@ -90,7 +91,17 @@ CONVENTIONS: dict[str, tuple[str, ...]] = {
         "tests/parallel/pp/test_interleaved.py::test_nine_microbatches_on_eight_ranks_take_the_time_of_torch",
         "tests/parallel/pp/test_interleaved.py::test_no_step_is_longer_than_that_of_torch_or_of_a_shorter_last_round",
     ),
-    "warmup below the decay (Megatron-LM)": (f"{LR}::test_warmup_and_decay_of_equal_length_do_not_divide_by_zero",),
+    "warmup below the decay (Megatron-LM)": (
+        f"{LR}::test_warmup_and_decay_of_equal_length_do_not_divide_by_zero",
+        "tests/config/test_validate.py::test_a_broken_rule_is_named_with_its_numbers",
+    ),
+    "RoPE of interleaved pairs (Megatron-LM)": (
+        "tests/model/test_rope.py::test_interleaved_pairs_are_the_same_scores_with_the_channels_in_another_order",
+    ),
+    "layers without rotary positions (transformers)": (
+        "tests/hf/test_against_transformers.py::test_logits_and_every_gradient_are_those_of_transformers",
+        "tests/laws/test_model_features.py::test_a_layout_keeps_the_laws_with_every_feature",
+    ),
     "learning rate in samples, decay styles (Megatron-LM)": (
         f"{LR}::test_the_schedule_does_not_depend_on_the_batch_size",
         f"{LR}::test_wsd_is_constant_and_then_decays_in_its_style",
@@ -103,7 +114,13 @@ CONVENTIONS: dict[str, tuple[str, ...]] = {
         "tests/prepare/test_command.py::test_a_lone_surrogate_does_not_stop_the_training_of_a_tokenizer",
     ),
     "patterns of layers (Megatron-LM)": ("tests/config/test_pattern.py::test_a_pattern_is_lists_joined_and_repeated",),
-    "files of tokens (Megatron-LM)": ("tests/data/test_token_format.py::test_codes_are_megatrons",),
+    "unbroken runs of characters": (
+        "tests/prepare/test_bpe.py::test_an_unbroken_run_of_characters_is_trained_on_in_parts",
+    ),
+    "files of tokens (Megatron-LM)": (
+        "tests/data/test_token_format.py::test_codes_are_megatrons",
+        "tests/data/test_token_format.py::test_an_index_with_modes_is_refused_and_says_why",
+    ),
     "sizes that a family may leave out (transformers)": (
         "tests/hf/test_llama.py::test_the_families_differ_in_what_they_may_leave_out",
     ),

@@ -151,6 +151,9 @@ def read_flag(line: CommandLine, argument: str, *, rest: list[str]) -> None:
         raise ConfigError(f"{argument} gives {flag} a value", why="it takes none", fix=fix)
     else:
         take_values(rest)  # they are no further mistakes
+        if " " in flag:
+            why, fix = "the shell passes what stands between quotes as one argument", "leave out the quotes around it"
+            raise ConfigError(f"one argument holds several: {argument!r}", why=why, fix=fix)
         raise unknown_flag(flag, known=known_flags())
 
 
@@ -337,6 +340,9 @@ def unexpected(argument: str, previous: str) -> ConfigError:
     why = "it is neither a flag nor key=value"
     if flag in FLAGS or flag in ALIASES or row_of(flag):
         return ConfigError(what, why=why, fix=f"write {flag}")
+    if not argument.strip(" \\"):
+        fix = "end the line with the backslash, or write the whole command on one line without it"
+        return ConfigError(what, why="a backslash goes on to the next line only at the end of a line", fix=fix)
     if argument.startswith("$"):
         fix = "define the variable, and write it without single quotes"
         return ConfigError(what, why="the shell has not replaced the variable", fix=fix)

@@ -62,6 +62,11 @@ def translate(
         result.set(name, value, source=why)
         result.notes.append(f"{argument_of(name, value)}: {why}")
     result.notes += notes(line)
+    model = result.config.model
+    if line.wants_megatron_defaults and model.multi_latent_attention and not model.qk_layernorm:
+        result.notes.append(
+            "MLA normalizes its compressed queries, keys and values, as Megatron-LM with --qk-layernorm"
+        )
     return result
 
 

@@ -220,3 +220,12 @@ def test_the_positions_of_gpt_oss_overrule_the_line_in_any_order(others):
     for text in (f"--enable-gpt-oss {others}", f"{others} --enable-gpt-oss"):
         model = loaded(text).config.model
         assert (model.position_embedding_type, model.rotary_scaling_factor) == (PositionEmbedding.yarn, 32.0)
+
+
+def test_mla_without_norms_is_noted():
+    """Megatron-LM normalizes the compressed vectors of MLA with --qk-layernorm only; here they always are."""
+    sizes = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+    line = f"{sizes} --megatron-defaults --multi-latent-attention --position-embedding-type rope --disable-bias-linear"
+    notes = [load(f"{line} {more}".split()).notes for more in ("", "--qk-layernorm")]
+    noted = [any("MLA normalizes" in note for note in each) for each in notes]
+    assert noted == [True, False]

@@ -35,3 +35,12 @@ def test_a_dtype_too_small_is_refused_with_its_bounds() -> None:
     check_dtype(np.dtype("uint8"), 256)
     with pytest.raises(DataError, match="uint8 cannot hold .* of 257: the largest id is 256, the largest uint8 is 255"):
         check_dtype(np.dtype("uint8"), 257)
+
+
+def test_an_index_with_modes_is_refused_and_says_why(tmp_path: Path) -> None:
+    """Megatron-LM's multimodal index has one int8 mode per sequence after the document indices."""
+    header = IndexHeader(np.dtype("uint16"), num_sequences=3, num_document_indices=4)
+    file = tmp_path / "a.idx"
+    file.write_bytes(header.pack() + bytes(12 * 3 + 8 * 4 + 3))
+    with pytest.raises(DataError, match="more than token sequences .multimodal"):
+        read_header(file)

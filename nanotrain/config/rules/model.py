@@ -91,7 +91,7 @@ MOE_RULES = (
         "a token cannot be sent to {moe_router_topk} of {num_experts} experts",
         "moe_router_topk must be at most num_experts",
         "set --moe-router-topk to at most {num_experts} or raise --num-experts"),
-    Rule("moe_router_topk moe_router_score_function moe_router_pre_softmax",
+    Rule("moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_load_balancing_type",
         lambda v: v.moe_router_score_function is RouterScore.softmax and v.moe_router_topk == 1
         and not v.moe_router_pre_softmax,
         "moe_router_topk is 1 and moe_router_pre_softmax is off",
