@@ -115,6 +115,9 @@ def parse(argv: Sequence[str]) -> CommandLine:
         with line.errors:
             if argument.startswith("-"):
                 read_flag(line, argument, rest=rest)
+            elif argument.startswith(NO_HYPHENS):
+                take_values(rest)  # they are no further mistakes
+                raise no_hyphen(argument)
             elif OVERRIDE.match(argument):
                 read_override(line, argument)
             elif argument in KEYS or argument == "+config":
@@ -310,6 +313,15 @@ OWN_FLAGS: dict[str, Callable[[CommandLine, str], None]] = {
     "--data-parallel-size": set_data_parallel_size,
     "--cfg": set_cfg,
 }
+NO_HYPHENS = (
+    "\u2010",
+    "\u2011",
+    "\u2012",
+    "\u2013",
+    "\u2014",
+    "\u2015",
+    "\u2212",
+)  # hyphens, dashes and minus of texts
 HELP, TOPICS = ("--help", "-h"), ("all", "megatron", *SECTIONS)
 SWITCHES = {"--explain": "wants_explanation", "--megatron-defaults": "wants_megatron_defaults"}
 
@@ -318,6 +330,13 @@ def no_value(flag: str) -> ConfigError:
     """The error for a flag at the end, or in front of another flag."""
     fix = FLAGS[flag].meaning if flag in FLAGS else ""
     return ConfigError(f"{flag} has no value", why="it takes one", fix=fix)
+
+
+def no_hyphen(argument: str) -> ConfigError:
+    """The error for a flag that was copied from a text with typographic dashes."""
+    why = "it begins with a typographic dash in place of hyphens, as some programs write it"
+    fix = f"write --{argument.lstrip(''.join(NO_HYPHENS) + '-')}"
+    return ConfigError(f"unexpected argument {argument!r}", why=why, fix=fix)
 
 
 def spaced(key: str, *, rest: Sequence[str]) -> ConfigError:

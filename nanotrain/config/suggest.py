@@ -53,11 +53,13 @@ def by_spelling(name: str, known: Iterable[str]) -> str | None:
 
     >>> by_spelling("--hiden-size", ["--hidden-size", "--lr"]), by_spelling("--fp8", ["--fp16"])
     ('--hidden-size', None)
+    >>> by_spelling("--LR", ["--hidden-size", "--lr"])
+    '--lr'
     """
     plain = normalized(name)
     limit = 2 if len(plain) >= MIN_LENGTH_OF_TWO_SLIPS else 1
     if len(plain) < 3:
-        return None
+        return next((other for other in known if normalized(other) == plain), None)
     slips = [
         (distance(plain, normalized(other)), other)
         for other in known

@@ -112,6 +112,11 @@ def test_use_distributed_optimizer_means_at_least_optim(words, strategy):
         ("--shuffle true", "unexpected argument 'true': --shuffle takes no value; write --shuffle=true"),
         ("tiny", "unexpected argument 'tiny': it is neither a flag nor key=value"),
         ("--num-layers 2 \\", "unexpected argument '\\\\': a backslash goes on to the next line only at the end"),
+        (
+            "\u2014lr 1e-3",
+            "a typographic dash in place of hyphens, as some programs write it; write --lr",
+        ),
+        ("--LR 1e-3", "unknown flag --LR: there is no such flag; did you mean --lr?"),
         ("$GPT_MODEL_ARGS", "unexpected argument '$GPT_MODEL_ARGS': the shell has not replaced the variable"),
         ("optim.lr = 1e-3", "a key, = and its value are one argument; write optim.lr=1e-3"),
         ("optim.lr 1e-3 --bf16", "unexpected argument 'optim.lr 1e-3': a key, = and its value are one argument"),

@@ -7,6 +7,7 @@ from nanotrain.config.data_stages import read_stages
 from nanotrain.config.derive import data_parallel_size, validates
 from nanotrain.config.pipeline_layout import moves_mtp_layers
 from nanotrain.memory.block_transforms import describe_activations
+from nanotrain.optim.lr import LRSchedule
 from nanotrain.quantities import count_of, describe_count
 from nanotrain.topology.counts import num_active_parameters, num_parameters
 from nanotrain.train.plans.plan import Plan
@@ -27,6 +28,7 @@ def header(plan: Plan, inputs: RunInputs, *, device: str, attention: str = "", w
         "model": _model(plan),
         "data": _data(plan, inputs),
         "batch": _batch(plan),
+        "lr": _warmup(plan),
         "layout": _layout(plan, device),
         "precision": _precision(plan),
         "attention": attention,
@@ -48,8 +50,7 @@ def _model(plan: Plan) -> str:
 
 def _data(plan: Plan, inputs: RunInputs) -> str:
     config, samples = plan.config, inputs.datasets.train
-    schedule, steps = plan.sampler.schedule, config.train.train_iters
-    read = samples_of_steps(schedule, steps) if schedule else steps * plan.sampler.global_batch_size
+    steps, read = config.train.train_iters, _samples_of_run(plan)
     tokens = f"{describe_count(read * config.data.seq_length)} tokens in {count_of(steps, 'step')}"
     if samples is None or config.data.mock_data:
         return f"synthetic, {tokens}"
@@ -63,6 +64,22 @@ def _data(plan: Plan, inputs: RunInputs) -> str:
     if config.train.eval_interval and config.train.eval_iters and not validates(config):
         texts.append(f"no validation, --split {config.data.split} leaves no documents for it")
     return "; ".join(texts)
+
+
+def _samples_of_run(plan: Plan) -> int:
+    """Samples of all steps."""
+    schedule, steps = plan.sampler.schedule, plan.config.train.train_iters
+    return samples_of_steps(schedule, steps) if schedule else steps * plan.sampler.global_batch_size
+
+
+def _warmup(plan: Plan) -> str:
+    """A remark where the warmup is longer than the run, as when a recipe is tried for a few steps; else nothing."""
+    size, samples, optim = plan.sampler.global_batch_size, _samples_of_run(plan), plan.config.optim
+    schedule = LRSchedule(optim, samples_per_step=size, train_samples=samples)
+    if not 0 < samples < schedule.warmup_samples:
+        return ""
+    last, steps = schedule.lr_at(samples - size), schedule.warmup_samples / size
+    return f"at most {last:.2e} of {optim.lr:.2e}: the run ends within the warmup of {steps:,.0f} steps"
 
 
 def _batch(plan: Plan) -> str:
@@ -95,7 +112,15 @@ def _layout(plan: Plan, device: str) -> str:
 def _precision(plan: Plan) -> str:
     precision = plan.config.precision
     params = precision.params_dtype.value
+    main, first, second = (
+        dtype.value for dtype in (precision.main_params_dtype, precision.exp_avg_dtype, precision.exp_avg_sq_dtype)
+    )
     text = "fp32" if params == "fp32" else f"{params}, main params and optimizer in fp32"
+    if {main, first, second} != {"fp32"}:
+        moments = first if first == second else f"{first} and {second}"
+        text = f"{params}, main params in {main}, moments in {moments}"
+    if precision.main_grads_dtype.value != "fp32":
+        text = f"{text}, main grads in {precision.main_grads_dtype.value}"
     if precision.fp8_format is None:
         return text
     return f"{text}, linear layers in fp8 ({precision.fp8_format.value}, {precision.fp8_recipe})"

@@ -38,6 +38,20 @@ def test_layout_experts_and_mixed_precision(tmp_path):
     assert lines["precision"] == "bf16, main params and optimizer in fp32"
 
 
+def test_precision_of_the_optimizer(tmp_path):
+    aware = ["--bf16", "--use-precision-aware-optimizer", "--use-distributed-optimizer", "--exp-avg-dtype", "bf16"]
+    assert lines_of(tmp_path, *aware)["precision"] == "bf16, main params in fp32, moments in bf16 and fp32"
+    both = lines_of(tmp_path, *aware, "--exp-avg-sq-dtype", "bf16", "--main-grads-dtype", "bf16")
+    assert both["precision"] == "bf16, main params in fp32, moments in bf16, main grads in bf16"
+
+
+def test_a_warmup_longer_than_the_run(tmp_path):
+    schedule = ["--lr", "1e-3", "--lr-warmup-iters", "30", "--train-iters"]
+    remark = "at most 3.67e-04 of 1.00e-03: the run ends within the warmup of 30 steps"
+    assert lines_of(tmp_path, *schedule, "12")["lr"] == remark
+    assert "lr" not in lines_of(tmp_path, *schedule, "31")
+
+
 def test_attention_has_a_line_of_its_own(tmp_path):
     config, inputs = open_inputs(load(arguments(tmp_path)))
     text = header(plan_run(config, 1, rank=0), inputs, device="cpu", attention="varlen flash (bf16, documents)")
