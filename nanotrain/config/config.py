@@ -148,7 +148,7 @@ class ParallelConfig:
     use_tp_pp_dp_mapping: bool = option(False, "rank order tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp")
     data_parallel_sharding_strategy: ShardingStrategy = option(ShardingStrategy.no_shard, "what is sharded: no_shard, optim (ZeRO-1), optim_grads (ZeRO-2) or optim_grads_params (ZeRO-3)")
     outer_dp_sharding_strategy: OuterShardingStrategy = option(OuterShardingStrategy.no_shard, "what is sharded across optimizer instances: no_shard, or optim (main params and optimizer state)")
-    ddp_bucket_size: int | None = option(None, "elements at which a gradient bucket is closed; unset: 1000000 * shard ranks, at most an eighth of the parameters, at least 40000000", check=at_least(1))
+    ddp_bucket_size: int | None = option(None, "elements at which a gradient bucket is closed; unset: max(40000000, 1000000 * shard ranks)", check=at_least(1))
     ddp_pad_buckets_for_high_nccl_busbw: bool = option(False, "pad buckets to a multiple of 65536 elements")
     reduce_scatter_with_fp32_accumulation: bool = option(False, "reduce-scatter low-precision gradients as an all-to-all and a local fp32 sum; of fp32 gradients always so")
     ddp_average_in_collective: bool = option(False, "average gradients inside the collective instead of before it")

@@ -31,8 +31,6 @@ BUCKET_ALIGNMENT = 128
 HIGH_BUSBW_ALIGNMENT = 65536
 MIN_DEFAULT_BUCKET_SIZE = 40_000_000
 DEFAULT_BUCKET_SIZE_PER_SHARD = 1_000_000
-# With many shards Megatron-LM's rule makes one bucket of a small model, whose reduction begins when the backward ends.
-DEFAULT_NUM_BUCKETS = 8
 
 
 @dataclass(frozen=True)
@@ -45,14 +43,10 @@ class LayoutRules:
     pad_for_high_busbw: bool = False  # pad bucket ends to a multiple of 65536 elements
     gathers_by_unit: bool = False  # also close a bucket where the FSDP unit changes, so that no bucket spans two units
 
-    def closing_size(self, numel: int) -> int:
-        """Elements that close a bucket, in a buffer of `numel` elements.
-
-        >>> [LayoutRules(num_shards).closing_size(1_000_000_000) for num_shards in (8, 64, 1024)]
-        [40000000, 64000000, 125000000]
-        """
-        by_shards = DEFAULT_BUCKET_SIZE_PER_SHARD * self.num_shards
-        default = max(MIN_DEFAULT_BUCKET_SIZE, min(by_shards, numel // DEFAULT_NUM_BUCKETS))
+    @property
+    def closing_size(self) -> int:
+        """Elements that close a bucket."""
+        default = max(MIN_DEFAULT_BUCKET_SIZE, DEFAULT_BUCKET_SIZE_PER_SHARD * self.num_shards)
         return self.bucket_size or default
 
     @property
@@ -228,7 +222,6 @@ def plan_layout(params: Sequence[LocalParam], rules: LayoutRules) -> BufferLayou
     A parameter that several units read is alone in its bucket: the gradient of a word embedding is summed over the
     embed group after the reduce-scatter, so the first and the last stage must shard it alike.
     """
-    closing_size = rules.closing_size(sum(param.box.numel for param in params))
     buckets: list[BucketLayout] = []
     open_params: list[BucketParam] = []
     bucket_start = 0
@@ -244,7 +237,7 @@ def plan_layout(params: Sequence[LocalParam], rules: LayoutRules) -> BufferLayou
             bucket_start = close_bucket()
         start = _round_up(open_params[-1].stop, PARAM_ALIGNMENT) if open_params else bucket_start
         open_params.append(BucketParam(param, start, start + param.box.numel))
-        if param.spec.is_shared or open_params[-1].stop - bucket_start >= closing_size:
+        if param.spec.is_shared or open_params[-1].stop - bucket_start >= rules.closing_size:
             bucket_start = close_bucket()
     if open_params:
         close_bucket()
