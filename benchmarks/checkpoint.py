@@ -14,6 +14,8 @@ the time for which a save stops training (save_stall.py).
 
 torch.save writes one file per rank and nothing else: no manifest, no communication, and no other layout can read it.
 "plain bytes" writes and reads one file per rank with `write` and `readinto`, tensor after tensor: what the disk gives.
+Cold loads also measure the memory of the page cache: a virtual machine whose host takes back free memory gets it again
+slowly (0.4 GiB/s seen), unless the same memory was just released. Compare their medians on a machine of your own.
 nanotrain verifies a checksum of every byte it loads; torch.load accepts damage silently (tried with a flipped bit).
 """
 
