@@ -95,6 +95,9 @@ CONVENTIONS: dict[str, tuple[str, ...]] = {
         f"{LR}::test_warmup_and_decay_of_equal_length_do_not_divide_by_zero",
         "tests/config/test_validate.py::test_a_broken_rule_is_named_with_its_numbers",
     ),
+    "norms of queries and keys (Megatron-LM)": (
+        "tests/model/test_norm.py::test_norms_of_heads_are_of_the_kind_of_the_others",
+    ),
     "RoPE of interleaved pairs (Megatron-LM)": (
         "tests/model/test_rope.py::test_interleaved_pairs_are_the_same_scores_with_the_channels_in_another_order",
     ),

@@ -136,7 +136,7 @@ class ModelConfig:
     activation_func_clamp_value: float | None = option(None, "gated activations: clamp the gate from above and the linear part on both sides; unset: none", check=above(0))
     add_bias_linear: bool = option(False, "biases on every linear layer except the head, of experts and routers too")
     add_qkv_bias: bool = option(False, "biases on the query, key and value projections only (Qwen2)")
-    qk_layernorm: bool = option(False, "normalize each query and key head (Qwen3)")
+    qk_layernorm: bool = option(False, "normalize each query and key head by a norm of the kind of the others (Qwen3)")
     qk_layernorm_across_heads: bool = option(False, "qk_layernorm: one norm over all heads together instead of one per head (OLMo 2)")
     softmax_scale: float | None = option(None, "factor on the attention scores; unset: 1 / sqrt(channels of a head)", check=above(0))
     attn_logit_softcapping: float | None = option(None, "soft-cap attention scores by c * tanh(score / c) (Gemma 2); unset: none", check=above(0))

@@ -71,7 +71,7 @@ class Attention(nn.Module):
             for name in ("key", "value")
         )
         self.query_norm, self.key_norm = (
-            build_head_norm(model_config, params.get(f"{name}_norm.weight"), heads=rows, group=parallel.tp.group)
+            build_head_norm(model_config, params, name=f"{name}_norm", heads=rows, group=parallel.tp.group)
             for name, rows in (("query", query_rows), ("key", key_rows))
         )
         # the core attention divides scores by the root of the head's width

@@ -82,21 +82,25 @@ class WideRMSNorm(nn.Module):
 
 
 def build_head_norm(
-    model_config: ModelConfig, weight: nn.Parameter | None, *, heads: slice, group: Group
+    model_config: ModelConfig, params: Parameters, *, name: str, heads: slice, group: Group
 ) -> nn.Module | None:
     """The norm of queries or keys [B, S, local heads, D]; None without one.
 
     Args:
-        model_config: epsilon; one norm per head, or over all heads.
-        weight: [D], or [all heads * D].
+        model_config: epsilon; one norm per head, or an RMSNorm over all heads.
+        params: NAME.weight [D], or [all heads * D]; NAME.bias [D] of a LayerNorm.
+        name: of the norm.
         heads: channels of this rank, as a range of the weight over all heads.
         group: shards the heads.
     """
+    weight, bias = params.get(f"{name}.weight"), params.get(f"{name}.bias")
     if weight is None:
         return None
     eps, is_offset = model_config.norm_epsilon, model_config.apply_layernorm_1p
     if model_config.qk_layernorm_across_heads:
         return WideRMSNorm(weight, eps=eps, heads=heads, group=group, is_offset=is_offset)
+    if bias is not None:
+        return LayerNorm(weight, bias, eps=eps, is_offset=is_offset)
     return RMSNorm(weight, eps=eps, is_offset=is_offset)
 
 

@@ -181,9 +181,12 @@ def attention(declare: Declaration) -> Specs:
     specs += _nest("query", declare.column_linear(query_size, shape.hidden_size, bias=shape.has_qkv_bias))
     specs += _nest("key", key) + _nest("value", key)
     if shape.has_qk_norm:
-        # An RMSNorm without bias, whatever the other norms are (Qwen3); applied to the heads of each tp rank.
-        per_head = _summed([declare.vector("weight", shape.head_dim, value=shape.norm_init)], ("tp",))
-        specs += _grouped("norms", _nest("query_norm", per_head) + _nest("key_norm", per_head))
+        # of the kind of the other norms, as in Megatron-LM; applied to the heads of each tp rank
+        per_head = [declare.vector("weight", shape.head_dim, value=shape.norm_init)]
+        if shape.has_norm_bias:
+            per_head.append(declare.vector("bias", shape.head_dim))
+        summed = _summed(per_head, ("tp",))
+        specs += _grouped("norms", _nest("query_norm", summed) + _nest("key_norm", summed))
     if shape.has_wide_qk_norm:  # OLMo 2; each tp rank has all weights and uses those of its heads
         for name, size in (("query_norm", query_size), ("key_norm", key_size)):
             wide = _summed([declare.vector("weight", size, value=shape.norm_init)], ("tp",))

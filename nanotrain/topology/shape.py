@@ -63,7 +63,7 @@ class ModelShape:
     has_linear_bias: bool  # biases on every linear layer but the head
     has_qkv_bias: bool  # biases on query, key and value
     has_norm_bias: bool  # norms have a bias (LayerNorm)
-    has_qk_norm: bool  # an RMSNorm per query and key head
+    has_qk_norm: bool  # a norm per query and key head, of the kind of the others
     has_wide_qk_norm: bool  # one RMSNorm over all query heads and one over all key heads
     has_pre_norm: bool  # norms of the inputs of attention and MLP
     has_post_norm: bool  # norms of their outputs

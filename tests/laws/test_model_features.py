@@ -76,6 +76,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "softmax_type": "off-by-one",
         "attn_logit_softcapping": 0.5,
         "final_logit_softcapping": 4.0,
+        "normalization": "LayerNorm",
         "norm_placement": "sandwich",
         "apply_layernorm_1p": True,
         "qk_layernorm": True,
