@@ -79,8 +79,9 @@ class CheckpointHook(Hook):
             self._finish(run, is_strict=False)
             if self._saved_step != run.state.step:
                 self._save_last(run)
-        except NanotrainError as error:
-            log.error("step %d could not be saved: %s", run.state.step, error)
+        except NanotrainError as error:  # the same on all ranks
+            if run.context.control.is_first:
+                log.error("step %d could not be saved: %s", run.state.step, error)
 
     def close(self, *, failed: bool) -> None:
         if self._in_flight is not None and not self._in_flight.give_up(GIVE_UP_S):
