@@ -23,7 +23,7 @@ from nanotrain.config.flags import FLAGS, CommandLine, Setting, choice_of, is_fi
 from nanotrain.config.references import mark_references
 from nanotrain.config.schema import KEYS, SECTIONS, flatten, nest, to_dict
 from nanotrain.config.suggest import by_meaning, did_you_mean, nearest_choice
-from nanotrain.config.yaml_file import check_yaml
+from nanotrain.config.yaml_file import check_recipe, check_yaml
 from nanotrain.errors import ConfigError, ErrorCollector
 
 _HYDRA = threading.RLock()  # Hydra is one per process: threads compose one after the other
@@ -78,6 +78,7 @@ def compose_files(line: CommandLine) -> Composed:
         recipe_path = Path(choices.pop("config")).expanduser()
     check_choices(choices, folders)
     base, listed = defaults_list(line.config_name, folders)
+    check_recipe(base, folders)
     overrides = [f"{'' if group in listed else '+'}{group}={name}" for group, name in choices.items()]
     overrides.append("hydra.searchpath=[" + ",".join(f"'file://{folder}'" for folder in folders[1:]) + "]")
     composes = bool(choices) or any(name is not None for name in listed.values())
@@ -156,7 +157,7 @@ def check_choices(choices: Mapping[str, str], folders: list[Path]) -> None:
             )
         for folder in folders:
             if (path := folder / group / f"{name}.yaml").is_file():
-                check_yaml(path)
+                check_recipe(path, folders)
 
 
 def names_in(group: str, folders: list[Path]) -> list[str]:

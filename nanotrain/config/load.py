@@ -21,6 +21,7 @@ from nanotrain.config.flags import ALIASES, FLAGS, CommandLine, Setting, apply_a
 from nanotrain.config.help import USAGE, help_text
 from nanotrain.config.megatron import row_of
 from nanotrain.config.option import flag_of
+from nanotrain.config.references import without_values
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import (
     ENTRIES,
@@ -165,8 +166,14 @@ def load_line(line: CommandLine, *, to_train: bool = True) -> Loaded:
     errors = ErrorCollector()
     loaded = compose_line(line, errors=errors)
     collect_errors(loaded.config, to_train=to_train, errors=errors, unreadable=loaded.unreadable)
+    hide_values(errors, flat_values(loaded.config))
     errors.raise_errors()
     return loaded
+
+
+def hide_values(errors: ErrorCollector, values: Any) -> None:
+    """Write `${oc.env:KEY}` in the errors in place of the values, which may be keys."""
+    errors.errors = [without_values(error, values) for error in errors.errors]
 
 
 def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
@@ -208,6 +215,7 @@ def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
     config, reset = reset_unused(
         result.config, explicit=result.explicit, errors=errors, defaults=unset, unreadable=unreadable
     )
+    hide_values(errors, values)
     result.notes += [f"{key}: {why}" for key, why in reset.items() if key in result.explicit]
     return Loaded(
         config=config,

@@ -1,9 +1,14 @@
 """Values that a recipe takes from the environment: used as they are, written as the reference.
 
-A key behind `${oc.env:KEY}` must not appear in config.yaml, checkpoints or trackers.
+A key behind `${oc.env:KEY}` must not appear in config.yaml, checkpoints, trackers or errors.
 """
 
+from collections.abc import Iterator
 from typing import Any
+
+from nanotrain.errors import ConfigError
+
+SHORTEST = 4  # characters of a value that is looked for in a message
 
 MARK = "${oc.env:"
 
@@ -51,3 +56,29 @@ def as_written(value: Any) -> Any:
     if isinstance(value, list):
         return [as_written(item) for item in value]
     return value.reference if isinstance(value, FromEnvironment) else value
+
+
+def without_values(error: ConfigError, values: Any) -> ConfigError:
+    """An error with the references in place of what the environment holds.
+
+    Args:
+        error: one mistake.
+        values: nested lists and dicts in which texts from the environment are marked.
+    """
+    hidden = sorted(_marked(values), key=len, reverse=True)
+
+    def write(text: str) -> str:
+        for value in hidden:
+            for form in (str(value), repr(str(value))[1:-1]):
+                text = text.replace(form, value.reference)
+        return text
+
+    return type(error)(write(error.what), why=write(error.why), fix=write(error.fix))
+
+
+def _marked(values: Any) -> Iterator[FromEnvironment]:
+    if isinstance(values, dict | list):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _marked(value)
+    elif isinstance(values, FromEnvironment) and len(values) >= SHORTEST:
+        yield values

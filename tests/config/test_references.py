@@ -20,6 +20,23 @@ def test_a_value_from_the_environment_is_used_and_its_reference_written(monkeypa
     assert load_config([f"+config={tmp_path / 'again.yaml'}"]) == config
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train.notify=${oc.env:KEY_OF_TEST}"], "train.notify is ${oc.env:KEY_OF_TEST}: it must begin with"),
+        (["train.notify=a-${oc.env:KEY_OF_TEST}"], "train.notify is a-${oc.env:KEY_OF_TEST}: it must"),
+        (["train.train_iters=${oc.env:KEY_OF_TEST}"], "train.train_iters is '${oc.env:KEY_OF_TEST}': it takes"),
+        (["data.data_path=${oc.env:KEY_OF_TEST}"], "data.data_path = ${oc.env:KEY_OF_TEST} has no effect"),
+        (["train.lr=1", "train.train_iters=${oc.env:KEY_OF_TEST}"], "'${oc.env:KEY_OF_TEST}'"),
+    ],
+)
+def test_no_error_shows_a_value_from_the_environment(arguments, message, monkeypatch):
+    monkeypatch.setenv("KEY_OF_TEST", "sec\\ret")
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--mock-data", "--vocab-size", "64", *arguments])
+    assert message in str(caught.value) and "ret:" not in str(caught.value) and "sec\\" not in str(caught.value)
+
+
 def test_a_large_or_missing_file_is_an_error_and_a_few_aliases_are_not(tmp_path):
     (tmp_path / "large.yaml").write_bytes(b"#" * (MAX_BYTES + 1))
     (tmp_path / "fine.yaml").write_text("a: &a [1, 2]\nb: [*a, *a]\n")
