@@ -68,10 +68,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         text = read_file(file, follows_links=False).decode()
     except (OSError, ValueError) as error:
-        why = (
-            f"there is no {MANIFEST}, it does not exist" if isinstance(error, FileNotFoundError) else unreadable(error)
-        )
-        raise damaged(f"{file} cannot be read", why=why, path=path) from None
+        raise damaged(f"{file} cannot be read", why=unreadable(error), path=path) from None
     manifest = from_json(text, source=str(file))
     named = _STEP_OF_ANY.fullmatch(path.name)
     if named and int(named[1]) != manifest.step:
