@@ -46,13 +46,13 @@ def test_bf16_is_computed_in_fp32_and_rounded_once(kind: Normalization) -> None:
 @pytest.mark.parametrize("kind", list(Normalization))
 def test_norms_of_heads_are_of_the_kind_of_the_others(kind: Normalization) -> None:
     """As in Megatron-LM, whose --qk-layernorm takes --normalization for the heads too."""
-    like, alone = norm_of(kind, 8, eps=1e-3, dtype=torch.float64), Group.single_rank("tp")
+    like, tp = norm_of(kind, 8, eps=1e-3, dtype=torch.float64), Group.single_rank("tp")
     params = Parameters({f"query_norm.{name}": parameter for name, parameter in like.named_parameters()})
     model_config = ModelConfig(normalization=kind, norm_epsilon=1e-3, qk_layernorm=True)
-    of_heads = build_head_norm(model_config, params, name="query_norm", heads=slice(0, 24), group=alone)
+    of_heads = build_head_norm(model_config, params, name="query_norm", heads=slice(0, 24), group=tp)
     with torch.no_grad():
         for parameter in like.parameters():
             parameter.copy_(torch.randn(8))
     heads = torch.randn(2, 5, 3, 8, dtype=torch.float64)
     assert of_heads is not None and torch.equal(of_heads(heads), like(heads))
-    assert build_head_norm(model_config, params, name="key_norm", heads=slice(0, 24), group=alone) is None
+    assert build_head_norm(model_config, params, name="key_norm", heads=slice(0, 24), group=tp) is None
