@@ -266,9 +266,10 @@ class DataParallel:
     def _start_write(self, name: str) -> tuple[Tensor, bool] | None:
         """`GradView.start_write` of a parameter."""
         bucket = self._bucket_of[name]
-        # A bucket that borrows storage before the hooks have completed the one before it would hold a third one's.
-        is_full = any(b.grads.holds_pooled and not b.is_in_flight for b in self.buckets)
-        if not self._in_backward or (is_full and not bucket.grads.holds_pooled):
+        borrows = self.options.strategy.shard_grads and not bucket.grads.holds_pooled
+        # Before the hooks have completed the bucket before, it would be the third one with storage.
+        is_full = borrows and any(b.grads.holds_pooled and not b.is_in_flight for b in self.buckets)
+        if not self._in_backward or is_full:
             return None
         self._prepare_write(bucket)
         view, has_grads = bucket.start_write(name)
