@@ -195,8 +195,7 @@ class Row:
     @property
     def plain(self) -> "Row":
         """`quiet` with the strategy that shards least, with the same sums in the same order."""
-        fusion = self.choice["fusion"] if self.has_whole_grads else "off"
-        return self.quiet.but(outer="no_shard", gather="as params", fusion=fusion, strategy=self.least_sharded)
+        return self.quiet.but(outer="no_shard", gather="as params", strategy=self.least_sharded)
 
     @property
     def has_whole_grads(self) -> bool:
@@ -213,10 +212,11 @@ class Row:
     def sums_as_plain(self) -> bool:
         """Whether `plain` adds up the same numbers in the same order.
 
-        Sharded gradients are reduced every microbatch. The norm, by which gradients are clipped, is a sum over shards.
-        A mean of three ranks is not taken by a power of two.
+        Sharded gradients are reduced every microbatch, and products do not write all of them. The norm, by which
+        gradients are clipped, is a sum over shards. A mean of three ranks is not taken by a power of two.
         """
-        grads = self.has_whole_grads or self.num_microbatches == 1
+        is_rounded = self.choice["fusion"] == "on" and self.choice["params"] != "fp32"
+        grads = self.has_whole_grads or (self.num_microbatches == 1 and not is_rounded)
         mean = self.choice["collective"] != "mean" or self.choice["layout"] != "dp3"
         return grads and mean and not self.has_blocks and self.choice["clipping"] == "off"
 
@@ -250,7 +250,7 @@ class Row:
         choice, options = self.choice, dict(UNITS[self.choice["units"]])
         is_sharded, overlap = choice["strategy"] != "no_shard", choice["overlap"] == "on"
         options |= {"outer_dp_sharding_strategy": choice["outer"], "overlap_grad_reduce": overlap}
-        options |= {"gradient_accumulation_fusion": choice["fusion"] == "on" if self.has_whole_grads else None}
+        options |= {"gradient_accumulation_fusion": choice["fusion"] == "on"}
         options |= {"overlap_param_gather": overlap and is_sharded}
         options |= {"ddp_average_in_collective": choice["collective"] == "mean"}
         options |= {"force_all_reduce": choice["collective"] == "all-reduce" and is_sharded}
