@@ -153,8 +153,9 @@ class Activations:
         # The next layer keeps the output again where it was sliced, concatenated or sent.
         outputs = value_dim if is_padded or self.cp_comm_type in ("allgather", "a2a") else 0
         outputs += shape.head_dim if is_padded else value_dim
-        if is_sdpa or backend == "sdpa efficient":  # gets repeated key/value heads and padded value heads
-            groups, value_dim = num_heads, max(value_dim, shape.head_dim) if is_padded else value_dim
+        if is_sdpa or backend == "sdpa efficient":  # gets padded value heads, and in 16 bits repeated key/value heads
+            groups = groups if is_sdpa and self.itemsize == FP32 else num_heads
+            value_dim = max(value_dim, shape.head_dim) if is_padded else value_dim
         elif shape.mla and self.cp_comm_type in (None, "p2p"):
             value_dim += shape.mla.nope_dim  # values are views of what kv_up returns
         key_value = groups * (shape.head_dim + value_dim) * (self.cp if self.cp_comm_type == "allgather" else 1)

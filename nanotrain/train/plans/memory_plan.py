@@ -45,6 +45,7 @@ class MemoryPlan:
     recompute: str  # what is recomputed, as the user sets it; empty for nothing
     working: int  # temporaries, the tokens of a step, and libraries of the process on a CPU
     communication: int  # pipeline messages, full-size gradient buckets, gathered units
+    unplanned: str = ""  # what the plan leaves out, and is large
 
     @property
     def total(self) -> int:
@@ -55,11 +56,18 @@ class MemoryPlan:
         """The exact part and a share of the activations."""
         return self.params + self.grads + self.optimizer + int(share * self.activations)
 
+    def rows(self) -> dict[str, str]:
+        """The rows of the table by name; of what a rank may have nothing of, those that it has."""
+        sizes = {name: getattr(self, name) for name in ROWS}
+        return {name: describe_bytes(size) for name, size in sizes.items() if size or name != "communication"}
+
     def table(self, available: int | None, *, pp_size: int = 1) -> str:
         """A small table; with more than one pipeline rank the title names the one that needs the most."""
-        lines = [f"  {name:<14}{describe_bytes(getattr(self, name)):>12}" for name in (*ROWS, "total")]
+        lines = [f"  {name:<14}{text:>12}" for name, text in self.rows().items()]
         lines[3] += f"  {self.in_flight} in flight" + (f", recompute {self.recompute}" if self.recompute else "")
+        lines.append(f"  {'total':<14}{describe_bytes(self.total):>12}")
         lines[-1] += f" of {describe_bytes(available)}" if available else ""
+        lines += [f"  without {self.unplanned}"] if self.unplanned else []
         worst = f" (pipeline rank {self.pp_rank} needs the most)" if pp_size > 1 else ""
         return "\n".join([f"planned memory per rank{worst}:", *lines])
 
@@ -107,6 +115,7 @@ def plan_memory(
         + kept.working(has_head=plan.stages[-1].spec.has_head)
         + 3 * INT64 * kept.tokens * count,
         communication=messages + resident.grad_buckets + resident.units,
+        unplanned="the records of --profile" if config.train.profile else "",
     )
 
 
@@ -149,7 +158,7 @@ def require_memory(config: Config, world_size: int, *, device: str, available: i
     if available is None or config.train.train_iters == 0 or worst.certain(share) <= available:
         return worst
     fitting = _find_fitting(config, world_size, pp_rank=worst.pp_rank, device=device, available=available)
-    rows = ", ".join(f"{name} {describe_bytes(getattr(worst, name))}" for name in ROWS)
+    rows = ", ".join(f"{name} {text}" for name, text in worst.rows().items())
     advice = "choose a smaller model or --seq-length"
     raise ConfigError(
         f"a rank needs {describe_bytes(worst.total)} of memory and has {describe_bytes(available)}",

@@ -133,6 +133,10 @@ def test_the_table_has_the_total_beside_what_is_available():
     table = plan_memory(config_of(SMALL), 1, pp_rank=0, device="cpu").table(16 * GB)
     assert "1 in flight" in table and table.endswith("MB of 16.00 GB")
     assert table.startswith("planned memory per rank:\n") and " 0.00 " not in table  # small numbers in MB and kB
+    assert "communication" not in table, "one rank sends nothing"
+    profiled = f"{SMALL} --profile --data-parallel-sharding-strategy optim_grads"
+    table = plan_memory(config_of(profiled), 2, pp_rank=0, device="cpu").table(16 * GB)
+    assert "communication" in table and table.endswith("\n  without the records of --profile")
 
 
 def test_a_large_model_on_a_small_machine_is_one_error_before_anything_is_prepared(tmp_path, capfd, monkeypatch):
