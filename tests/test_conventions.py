@@ -146,6 +146,9 @@ CONVENTIONS: dict[str, tuple[str, ...]] = {
     "Llama 3's RoPE scaling": (
         "tests/model/test_rope.py::test_llama3_scaling_keeps_short_waves_and_divides_long_ones",
     ),
+    "GELU of fused and of separate kernels (Megatron-LM)": (
+        "tests/config/test_translate.py::test_gelu_is_that_of_megatron_s_kernel",
+    ),
     "activations": ("tests/model/test_activations.py::test_every_activation_is_its_formula",),
     "logits of every family (transformers)": (
         "tests/hf/test_against_transformers.py::test_logits_and_every_gradient_are_those_of_transformers",

@@ -49,7 +49,7 @@ MODEL = {
     "--no-persist-layer-norm": no_effect(FUSED),
     "--no-rope-fusion": no_effect(FUSED),
     "--no-masked-softmax-fusion": no_effect(FUSED),
-    "--no-bias-gelu-fusion": no_effect(FUSED),
+    "--no-bias-gelu-fusion": MegatronFlag("rename", "with --megatron-defaults the GELU is exact, where it is the tanh approximation of the fused kernel without this flag", convert=lambda config, text: {}),
     "--no-bias-swiglu-fusion": no_effect(FUSED),
     "--no-bias-dropout-fusion": no_effect(FUSED),
     "--cross-entropy-loss-fusion": no_effect("the head and the loss are always computed together, in chunks"),

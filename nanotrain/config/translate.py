@@ -20,6 +20,8 @@ from nanotrain.config.pipeline_layout import read_pipeline_layout
 from nanotrain.config.schema import ENTRIES, argument_of, convert, plain, typed, value_of, with_values
 from nanotrain.errors import ConfigError, ErrorCollector
 
+UNFUSED_GELU = "--no-bias-gelu-fusion"
+
 
 @dataclass
 class Translation:
@@ -61,6 +63,8 @@ def translate(
     for name, value, why in implied(result.config, result.explicit, line=line):
         result.set(name, value, source=why)
         result.notes.append(f"{argument_of(name, value)}: {why}")
+    if line.wants_megatron_defaults and not from_files & {"model.activation"}:
+        complete_activation(result, line)
     result.notes += notes(line)
     model = result.config.model
     if line.wants_megatron_defaults and model.multi_latent_attention and not model.qk_layernorm:
@@ -138,6 +142,17 @@ def complete_width(result: Translation) -> None:
     if model.activation is Activation.swiglu and model.ffn_hidden_size is None:
         width = 64 * max(1, int(4 * model.hidden_size * 2 / 3 / 64))
         result.set("ffn_hidden_size", width, source="--megatron-defaults: 8/3 * hidden_size, a multiple of 64 below")
+
+
+def complete_activation(result: Translation, line: CommandLine) -> None:
+    """Megatron-LM's GELU where no activation is set: its kernel of bias and GELU has the tanh approximation.
+
+    Source: Megatron-LM, `fused_bias_gelu.py`; without biases, or with --no-bias-gelu-fusion, it calls the exact GELU.
+    """
+    model = result.config.model
+    is_fused = model.add_bias_linear and UNFUSED_GELU not in flags_of(line)
+    if is_fused and model.activation is Activation.gelu and "model.activation" not in result.explicit:
+        result.set("activation", "gelu_tanh", source="--megatron-defaults: the formula of its kernel of bias and GELU")
 
 
 def check_defaults(line: CommandLine, *, errors: ErrorCollector) -> None:

@@ -86,7 +86,7 @@ def test_the_goal_of_accepted_flags_is_met():
             "gpt3_full_recompute",  # GPT-3 is trained, though the line names none of this
             {
                 "model.normalization": "LayerNorm",
-                "model.activation": "gelu",
+                "model.activation": "gelu_tanh",
                 "model.position_embedding_type": "learned_absolute",
                 "model.add_bias_linear": True,
                 "model.num_query_groups": None,

@@ -163,7 +163,7 @@ def test_a_pasted_line_names_the_defaults_that_it_leaves_out():
 def test_megatron_s_defaults_are_below_files_and_arguments():
     model = loaded(f"--megatron-defaults {GPT3} --normalization RMSNorm").config.model
     assert model.normalization is Normalization.RMSNorm and model.add_bias_linear
-    assert model.position_embedding_type is PositionEmbedding.learned_absolute and model.activation.value == "gelu"
+    assert model.position_embedding_type is PositionEmbedding.learned_absolute and model.activation.value == "gelu_tanh"
     result = loaded(f"--megatron-defaults {GPT3} --adam-beta2 0.9")
     optim = result.config.optim
     assert (optim.adam_beta2, optim.weight_decay, optim.lr_decay_style.value) == (0.9, 0.01, "linear")
@@ -229,3 +229,18 @@ def test_mla_without_norms_is_noted():
     notes = [load(f"{line} {more}".split()).notes for more in ("", "--qk-layernorm")]
     noted = [any("MLA normalizes" in note for note in each) for each in notes]
     assert noted == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "activation"),
+    [
+        ("", "gelu_tanh"),
+        ("--no-bias-gelu-fusion", "gelu"),
+        ("--disable-bias-linear", "gelu"),
+        ("--activation gelu", "gelu"),
+        ("--squared-relu", "squared_relu"),
+    ],
+)
+def test_gelu_is_that_of_megatron_s_kernel(arguments, activation):
+    """Its kernel of bias and GELU has the tanh approximation; without it, or without biases, GELU is exact."""
+    assert load(f"{GPT3} --megatron-defaults {arguments}".split()).config.model.activation.value == activation
