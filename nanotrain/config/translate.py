@@ -183,6 +183,11 @@ def implied(config: Config, explicit: frozenset[str], *, line: CommandLine) -> I
         argument.flag == "--reuse-grad-buf-for-mxfp8-param-ag" for argument in line.megatron
     ):
         yield "fp8_param_gather", False, "--reuse-grad-buf-for-mxfp8-param-ag gathers parameters in bf16"
+    fsdp = [flag for flag in flags_of(line) if flag in ("--use-megatron-fsdp", "--use-custom-fsdp")]
+    strategy = ENTRIES["data_parallel_sharding_strategy"].key
+    given = {setting.text for setting in line.settings if setting.key == strategy} - {"--use-distributed-optimizer"}
+    if fsdp and not given and not line.choices:
+        yield "data_parallel_sharding_strategy", "optim_grads_params", f"{fsdp[0]} shards parameters unless it is set"
     train, parallel, load = config.train, config.parallel, config.checkpoint.load
     if "train.wandb_project" in explicit and "train.wandb" not in explicit and not train.wandb:
         yield "wandb", True, "wandb_project is set"

@@ -244,3 +244,17 @@ def test_mla_without_norms_is_noted():
 def test_gelu_is_that_of_megatron_s_kernel(arguments, activation):
     """Its kernel of bias and GELU has the tanh approximation; without it, or without biases, GELU is exact."""
     assert load(f"{GPT3} --megatron-defaults {arguments}".split()).config.model.activation.value == activation
+
+
+@pytest.mark.parametrize(
+    ("arguments", "strategy"),
+    [
+        ("--use-megatron-fsdp --use-distributed-optimizer", "optim_grads_params"),
+        ("--use-megatron-fsdp", "optim_grads_params"),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", "optim_grads"),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy 0", "no_shard"),
+        ("--use-distributed-optimizer", "optim"),
+    ],
+)
+def test_megatron_fsdp_shards_parameters_unless_a_strategy_is_set(arguments, strategy):
+    assert loaded(arguments).config.parallel.data_parallel_sharding_strategy.value == strategy
