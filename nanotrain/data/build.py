@@ -16,6 +16,7 @@ from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.data_path import WeightedPrefix, parse_data_path
 from nanotrain.data.gpt import GPTDataset, GPTDatasetConfig
 from nanotrain.data.indexed import IndexedTokens
+from nanotrain.data.same_tokenizer import require_same_tokenizer
 from nanotrain.data.split import split_documents
 from nanotrain.data.staged import StageBlend, StagedDataset
 from nanotrain.data.synthetic import SyntheticDataset
@@ -68,7 +69,7 @@ def build_data(
 
     Raises:
         DataError: a corpus that cannot be read, has ids outside the vocabulary (first sample), or too few tokens.
-        ConfigError: blends that cannot be parsed, those of all stages in one error.
+        ConfigError: blends that cannot be parsed, those of all stages in one error; corpora of different tokenizers.
     """
     if data.mock_data:
         return DatasetSplits(*(SyntheticDataset(vocab_size, data.seq_length, seed + split) for split in range(3)))
@@ -81,9 +82,11 @@ def build_data(
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
     )
+    parsed = [parse_data_path(_paths(data, name)) for name in SPLITS]
+    require_same_tokenizer(entry.prefix for prefixes in parsed for entry in prefixes)
     built: dict[str, SampleDataset | None] = {}
     for split, name in enumerate(SPLITS):
-        prefixes = parse_data_path(_paths(data, name))
+        prefixes = parsed[split]
         datasets = [_dataset(IndexedTokens(entry.prefix), data, split=split, config=config) for entry in prefixes]
         if name in required:
             _check_samples(name, datasets, proportions=data.split)

@@ -1,0 +1,58 @@
+"""Whether corpora that are read together were tokenized alike.
+
+A token id means another text in every vocabulary, so a blend of two would train on noise, and a validation corpus of
+another would measure nothing. Corpora without a recorded tokenizer, as Megatron-LM's own, are taken as they are.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from nanotrain.data.corpus_info import recorded_tokenizer
+from nanotrain.errors import ConfigError
+from nanotrain.untrusted import MAX_TOKENIZER_BYTES, object_of, parse_json, read_file
+
+_PARTS = ("model", "added_tokens", "normalizer", "pre_tokenizer")  # of tokenizer.json, that the ids of a text depend on
+
+
+def require_same_tokenizer(prefixes: Iterable[Path]) -> None:
+    """Check the recorded tokenizers of all corpora of a run.
+
+    Raises:
+        ConfigError: two of them differ.
+    """
+    recorded = {prefix: recorded_tokenizer(prefix) for prefix in prefixes}
+    known = [(prefix, tokenizer) for prefix, tokenizer in recorded.items() if tokenizer is not None]
+    if len(known) < 2:
+        return
+    (first, tokenizer), *others = known
+    content = _content(tokenizer)
+    for prefix, other in others:
+        if other != tokenizer and not _may_be_same(content, _content(other)):
+            raise ConfigError(
+                f"{first} and {prefix} were prepared with different tokenizers",
+                why=f"those are {tokenizer} and {other}, in which the same id is another text",
+                fix=f"prepare one of them again, for example {prefix} with --tokenizer {tokenizer}",
+            )
+
+
+def _content(tokenizer: str) -> bytes | None:
+    """What defines a tokenizer; None where that is not known, or cannot be read."""
+    if tokenizer == "bytes":
+        return b""
+    try:
+        return read_file(Path(tokenizer) / "tokenizer.json", most=MAX_TOKENIZER_BYTES)
+    except (OSError, ValueError):
+        return None
+
+
+def _may_be_same(first: bytes | None, second: bytes | None) -> bool:
+    """Whether two tokenizers give the same ids; true where their contents do not show it."""
+    if first is None or second is None or first == second:  # equal files are not parsed: that of Gemma 3 takes a second
+        return True
+    if not (first and second):
+        return False
+    try:
+        contents = [object_of(parse_json(content), "it") for content in (first, second)]
+    except ValueError:
+        return True  # reported where it is loaded
+    return all(contents[0].get(part) == contents[1].get(part) for part in _PARTS)

@@ -1,0 +1,57 @@
+"""Corpora of different tokenizers are not trained on together."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanotrain.config.config import DataConfig
+from nanotrain.data.build import build_data
+from nanotrain.data.corpus_info import CorpusInfo, tokenizer_path, write_info
+from nanotrain.errors import ConfigError
+from tests.data.conftest import WriteCorpus
+
+
+def write_tokenizer(prefix: Path, *, vocab: dict[str, int], decoder: str | None = None) -> None:
+    folder = tokenizer_path(prefix)
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "decoder": decoder}))
+    write_info(prefix, CorpusInfo(folder.name, len(vocab)))
+
+
+@pytest.fixture
+def corpora(write_corpus: WriteCorpus) -> dict[str, str]:
+    """Prefixes of corpora: of two vocabularies, of the first one again, of bytes, and without a record."""
+    names = ("one", "two", "other_file", "bytes", "unknown")
+    prefixes = {name: write_corpus([np.full(161, 1)], name=name) for name in names}
+    write_tokenizer(prefixes["one"], vocab={"a": 0, "b": 1})
+    write_tokenizer(prefixes["two"], vocab={"a": 1, "b": 0})
+    write_tokenizer(prefixes["other_file"], vocab={"b": 1, "a": 0}, decoder="ByteLevel")
+    write_info(prefixes["bytes"], CorpusInfo("bytes", 257, 256))
+    return {name: str(prefix) for name, prefix in prefixes.items()}
+
+
+def build(**paths: list[str]) -> None:
+    build_data(DataConfig(seq_length=16, split="1", **paths), vocab_size=10, seed=1, required=["train"])
+
+
+def test_different_tokenizers_are_an_error(corpora: dict[str, str]) -> None:
+    one, two, letters = corpora["one"], corpora["two"], corpora["bytes"]
+    with pytest.raises(
+        ConfigError, match=f"{one} and {two} were prepared with different tokenizers: .*; .* {two} with"
+    ):
+        build(data_path=["0.5", one, "0.5", two])
+    with pytest.raises(ConfigError, match=f"those are {one}.tokenizer and bytes, in which"):
+        build(data_path=[one, letters])
+    with pytest.raises(ConfigError, match=f"{one} and {two} were"):
+        build(train_data_path=[one], valid_data_path=[two])
+    with pytest.raises(ConfigError, match=f"{letters} and {two} were"):
+        build(stages=[f"first@0: {letters}", f"second@9: {two}"])
+
+
+def test_what_is_the_same_or_not_known_is_read_together(corpora: dict[str, str]) -> None:
+    build(data_path=[corpora["one"], corpora["unknown"], corpora["other_file"], corpora["one"]])
+    build(data_path=[corpora["unknown"], corpora["bytes"]])
+    (tokenizer_path(Path(corpora["two"])) / "tokenizer.json").unlink()  # as vocab.json with merges.txt
+    build(data_path=[corpora["one"], corpora["two"]])
