@@ -17,7 +17,9 @@ Figure = dict[str, Any]
 COLORS = ("#4269d0", "#e07b39", "#3ca951", "#a463f2", "#d6428c", "#6cc5b0", "#9c6b4e", "#868b94")
 MAX_POINTS = 1200  # per line of a chart
 MAX_HEAT_MAP_COLUMNS = 200
-SMOOTHED_STEPS = 50  # the smoothed loss averages over the last of these, or over a fiftieth of a longer run
+# The smoothed loss averages over the last of these, over a fiftieth of a long run, or over a twelfth of a short one,
+# where the average of 50 steps would lag far behind.
+SMOOTHED_STEPS = 50
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,10 @@ def loss_figure(runs: Sequence[RunHistory]) -> Figure:
     """Loss against steps, tokens or hours, with buttons: raw thin, smoothed thick, validation as markers."""
     data: list[Figure] = []
     axes: list[list[np.ndarray]] = [[], [], []]
+    longest = max(run.num_steps for run in runs)  # one window for all: equal losses give equal lines
+    window = max(1, min(SMOOTHED_STEPS, longest // 12), longest // 50)
     for run, color in zip(runs, _colors(runs), strict=True):
         loss, valid = run.column("loss"), run.column("valid_loss")
-        window = max(SMOOTHED_STEPS, run.num_steps // 50)
         lines = (
             ("", loss, {"mode": "lines", "line": {"width": 1, "color": color}, "opacity": 0.3, "hoverinfo": "skip"}),
             (" smoothed", smooth(loss, window), {"mode": "lines", "line": {"width": 2, "color": color}}),
@@ -92,7 +95,7 @@ def loss_figure(runs: Sequence[RunHistory]) -> Figure:
             ("x log", "x", "log"),
         )
     ]
-    layout = _layout("loss", x_title="step") | {
+    layout = _layout("", x_title="step", y_title="loss") | {
         "height": 460,
         "updatemenus": [_buttons(choose, 0.0), _buttons(scales, 0.5)],
     }
@@ -148,7 +151,8 @@ def memory_figure(runs: Sequence[RunHistory]) -> Figure | None:
         }
         for part, color in zip(parts, COLORS, strict=False)
     ]
-    layout = _layout("planned memory of the fullest rank", x_title="GB")
+    layout = _layout("planned memory of the fullest rank, GB", x_title="")
+    layout["legend"]["traceorder"] = "normal"
     return {"data": data, "layout": layout | {"barmode": "stack", "height": 160 + 40 * len(names)}}
 
 

@@ -36,6 +36,16 @@ def test_the_loss_has_raw_smoothed_and_validation_lines_on_three_axes(runs: list
     assert all(len(trace["y"]) <= figures.MAX_POINTS for trace in figure["data"])
 
 
+def test_the_smoothed_loss_does_not_lag_and_is_equal_for_equal_runs(tmp_path: Path) -> None:
+    runs = [
+        RunHistory.read(write_run(tmp_path / str(steps), steps=steps, loss=lambda step: 8.0 - 0.1 * step))
+        for steps in (40, 20)
+    ]
+    _, longer, _, shorter = figures.loss_figure(runs)["data"]
+    assert 4.0 < longer["y"][-1] < 4.4
+    assert longer["y"][:20] == shorter["y"]
+
+
 def test_idle_charts_are_left_out_and_unknown_metrics_are_drawn(runs: list[RunHistory]) -> None:
     titles = [figure["layout"]["title"]["text"] for figure in figures.step_figures(runs)]
     assert "learning rate" in titles and "model FLOPs utilization, %" in titles and "stall s" in titles
