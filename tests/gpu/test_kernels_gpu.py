@@ -6,6 +6,7 @@ import torch
 from nanotrain.kernels.linear import wgrad
 from nanotrain.kernels.rms_norm import add_rms_norm
 from nanotrain.kernels.rotary import rotate
+from tests.kernels.writing_network import Network, step, wrap
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -49,3 +50,18 @@ def test_a_rotation_of_a_part_of_the_channels_equals_fp64() -> None:
     c, s = cos.double(), sin.double()
     expected = torch.cat((low * c - high * s, high * c + low * s, rest), dim=-1)
     torch.testing.assert_close(rotate(x, cos=cos, sin=sin).double(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_compiled_and_eager_products_write_the_gradients_that_autograd_returns(strategy: str) -> None:
+    found = []
+    for writes, compiles in ((False, False), (True, False), (True, True)):
+        torch._dynamo.reset()
+        network = Network()
+        parallel = wrap(network, writes=writes, dtype=torch.bfloat16, strategy=strategy, device=torch.device("cuda"))
+        block = torch.compile(network.short_block, fullgraph=True) if compiles else network.short_block
+        network.block = block  # type: ignore[method-assign]
+        step(network, parallel)  # the second step overwrites what the first left behind
+        found.append(step(network, parallel))
+    for written in found[1:]:
+        torch.testing.assert_close(written, found[0], rtol=3e-2, atol=3e-2 * found[0].abs().max().item())

@@ -49,21 +49,27 @@ class Network(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.block(F.embedding(tokens, self.head)).flatten(0, 1)
-        targets = Targets(tokens.flatten(), torch.ones(tokens.numel()))
+        targets = Targets(tokens.flatten(), torch.ones(tokens.numel(), device=tokens.device))
         return vocab_parallel_cross_entropy(
             hidden, self.head, targets=targets, vocabulary=Vocabulary(V - 2), group=SINGLE
         )
 
 
 def wrap(
-    network: Network, *, writes: bool, dtype: torch.dtype = torch.float32, strategy: str = "optim"
+    network: Network,
+    *,
+    writes: bool,
+    dtype: torch.dtype = torch.float32,
+    strategy: str = "optim",
+    device: torch.device | None = None,
 ) -> DataParallel:
+    """The network on a device, by default the CPU, in buckets of a parameter or two."""
     weights = {name: param.detach().clone() for name, param in network.named_parameters()}
     options = DataParallelOptions(STRATEGIES[strategy], overlap_grad_reduce=True, writes_wgrads=writes)
     layout = plan_layout(local_params(network, tied=["head"]), LayoutRules(bucket_size=150))
-    cpu = torch.device("cpu")
+    device = device or torch.device("cpu")
     parallel = DataParallel(
-        network, layout, groups=GROUPS, options=options, precision=Precision(params=dtype), device=cpu
+        network, layout, groups=GROUPS, options=options, precision=Precision(params=dtype), device=device
     )
     assert len(parallel.buckets) >= 3 and any(b.layout.numel > b.layout.unpadded_numel for b in parallel.buckets)
     with torch.no_grad():
@@ -79,14 +85,15 @@ def microbatch(seed: int) -> Tensor:
 def step(network: Network, parallel: DataParallel, *, queue: WgradQueue | None = None) -> Tensor:
     """The gradients of a step of two microbatches; with a queue its weight gradients are deferred."""
     parallel.begin_step()
+    device = parallel.param_buffer.device
     for seed in (0, 1):
-        loss, params = network(microbatch(seed)), list(network.parameters())
+        loss, params = network(microbatch(seed).to(device)), list(network.parameters())
         if queue is None:
             parallel.backward_begins(is_last=seed == 1)
-            loss.backward(torch.tensor(3.0))
+            loss.backward(torch.tensor(3.0, device=device))
         else:
             with queue.defer():
-                grads = torch.autograd.grad(loss, params, torch.tensor(3.0), allow_unused=True)
+                grads = torch.autograd.grad(loss, params, torch.tensor(3.0, device=device), allow_unused=True)
             ready = [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
             parallel.backward_begins(is_last=seed == 1)
             accumulate_wgrads(queue.take(), ready=ready)
