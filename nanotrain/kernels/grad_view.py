@@ -10,8 +10,10 @@ A backward that has written a gradient returns None for it. Autograd still runs 
 uses are complete, so a parameter may be written by some of its uses and receive the gradients of others from autograd.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -29,6 +31,22 @@ class GradView:
     # whether the buffer has full size all the time. Storage that a bucket borrows from the first write to the reduction
     # is not written in graphs: hooks run after the backward of a graph, so all buckets of a block would borrow at once.
     is_resident: bool = True
+
+
+def attach(view: GradView, param: Tensor) -> None:
+    """Let products of this parameter write to the view."""
+    param.grad_view = view  # type: ignore[attr-defined]
+    storage = param.untyped_storage()
+    # Weak: Python's garbage collector cannot follow what a storage refers to.
+    views = getattr(storage, "grad_views", None) or WeakValueDictionary()
+    views[param.storage_offset()] = view
+    storage.grad_views = views  # type: ignore[attr-defined]
+
+
+def grad_view_in_graph(weight: Tensor) -> GradView | None:
+    """The view of a tensor that autograd saved: recomputation gives the backward another one on the same storage."""
+    views: Mapping[Any, GradView] = getattr(weight.untyped_storage(), "grad_views", {})
+    return views.get(weight.storage_offset())
 
 
 def grad_view_of(param: Tensor) -> GradView | None:

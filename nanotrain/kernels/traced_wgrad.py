@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanotrain.kernels.grad_view import grad_view_of
+from nanotrain.kernels.grad_view import grad_view_in_graph, grad_view_of
 from nanotrain.kernels.linear import Linear, accumulate_wgrad, dgrad, fprop
 
 
@@ -26,7 +26,7 @@ def write_wgrad(weight: Tensor, operands: Sequence[Tensor]) -> None:
     Raises:
         RuntimeError: the backward is not that of a step, so nothing would receive the gradient.
     """
-    view = grad_view_of(weight)
+    view = grad_view_in_graph(weight)
     if view is None or not accumulate_wgrad(*operands, view=view):
         raise RuntimeError(
             "compiled blocks write weight gradients to the gradient buffer, and this backward is outside of a training"

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotrain.kernels import linear as linear_module
 from nanotrain.kernels.deferred_wgrad import WgradQueue, accumulate_wgrads
-from nanotrain.kernels.grad_view import GradView, grad_view_of
+from nanotrain.kernels.grad_view import GradView, grad_view_in_graph, grad_view_of
 from nanotrain.kernels.linear import write_wgrad
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from tests.kernels.writing_network import I, Network, O, T, V, draw, microbatch, step, wrap
@@ -142,3 +142,10 @@ def test_a_written_gradient_is_ready_once_after_its_last_deferred_use() -> None:
 
     accumulate_wgrads([Written(), Written()])
     assert events == ["written", "written", "ready"] and weight.grad is None
+
+
+def test_the_view_of_a_saved_tensor_is_that_of_its_parameter() -> None:
+    network = Network()
+    wrap(network, writes=True)
+    for param in network.parameters():
+        assert grad_view_in_graph(param.detach()) is grad_view_of(param) is not None

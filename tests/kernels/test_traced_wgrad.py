@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from nanotrain.kernels import traced_wgrad
 from nanotrain.parallel.dp.data_parallel import DataParallel
@@ -26,7 +27,7 @@ def compiled(*, strategy: str = "optim") -> tuple[Network, DataParallel, list[st
     for name, param in network.named_parameters():
         view = getattr(param, "grad_view", None)
         if view is not None:
-            object.__setattr__(view, "start_write", partial(record, name))
+            object.__setattr__(view, "start_write", partial(record, name))  # the same object is found from the storage
     return network, parallel, written
 
 
@@ -36,6 +37,11 @@ def test_graphs_write_to_the_bit_what_autograd_returns(monkeypatch: pytest.Monke
     written.clear()
     found = step(network, parallel)
     assert sorted(written) == sorted(2 * ["head", "first.weight", "second.weight", "last.weight"]), "per microbatch"
+    # Recomputation gives the backward other tensors of the weights.
+    block = network.block
+    network.block = partial(checkpoint, block, use_reentrant=False)  # type: ignore[method-assign]
+    assert torch.equal(step(network, parallel), found)
+    network.block = block  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="--no-gradient-accumulation-fusion"):  # outside of a step
         network.block(draw("hidden", 2, 5, 8).bfloat16().requires_grad_()).sum().backward()
     # where this torch cannot declare the effect

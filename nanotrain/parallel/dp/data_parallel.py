@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from nanotrain.comm.group import Group
-from nanotrain.kernels.grad_view import GradView
+from nanotrain.kernels.grad_view import GradView, attach
 from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.parallel.dp.fp8_weights import Fp8Weights, placeholder
 from nanotrain.parallel.dp.layout import BufferLayout
@@ -332,8 +332,7 @@ class DataParallel:
                 # Several units use a shared weight: it would hold pooled storage from its first use to its last.
                 if writes_wgrads and not (is_transient and local.spec.is_shared):
                     start, ready = partial(self._start_write, name), partial(take, param)
-                    view = GradView(self._grad_dtype, start, ready, is_resident=not is_transient)
-                    param.grad_view = view  # type: ignore[attr-defined]
+                    attach(GradView(self._grad_dtype, start, ready, is_resident=not is_transient), param)
             bucket.params.free()
         if (amax_groups := self.options.fp8_amax_groups) is not None:
             self.fp8_weights = Fp8Weights(module, self.buckets, groups=self.groups, amax_groups=amax_groups)
