@@ -40,14 +40,17 @@ ALIASES: dict[str, Alias] = {
         "data_parallel_sharding_strategy", "optim", agrees=("optim", "optim_grads", "optim_grads_params")
     ),
 }
-# Other spellings of a value, by unique name: Megatron-FSDP counts the strategies, -1 validation batches are none, and
-# Muon updates full matrices wherever they are computed.
+# Other spellings of a value, by unique name: Megatron-FSDP counts the strategies, -1 validation batches are none,
+# Muon updates full matrices wherever they are computed, and some numbers ask for nothing.
 VALUES: dict[str, dict[str, str]] = {
     "data_parallel_sharding_strategy": dict(
         zip("0123", ENTRIES["data_parallel_sharding_strategy"].choices, strict=True)
     ),
     "eval_iters": {"-1": "0"},
     "muon_tp_mode": {"duplicated": "distributed"},
+    "num_experts": {"0": "null"},
+    "window_size": {"-1,0": "null", "(-1,0)": "null", "(-1, 0)": "null"},
+    "moe_expert_capacity_factor": {"-1": "null", "-1.0": "null"},
 }
 FLAGS: dict[str, Entry] = {entry.flag: entry for entry in ENTRIES.values()}
 NEGATIONS: dict[str, Entry] = {f"--no-{flag[2:]}": entry for flag, entry in FLAGS.items() if entry.kind is bool}
