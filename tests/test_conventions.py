@@ -34,6 +34,8 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
     ),
     "a skipped step": ("tests/train/test_step.py::test_a_gradient_that_is_not_finite_skips_the_update",),
     "fp16 gradients": ("tests/precision/test_policy.py::test_gradients_and_main_params_are_fp32_by_default",),
+    "router logits": ("tests/model/test_router.py::test_logits_are_fp32_whatever_the_activations_are",),
+    "`--moe-router-load-balancing-type sinkhorn`": (f"{TRANSLATE}::test_what_is_never_so_is_an_error",),
     "an expert's capacity": ("tests/model/test_capacity.py::test_every_sequence_has_a_capacity_of_its_own",),
     "one bucket without": (
         "tests/parallel/dp/test_layout.py::test_a_bucket_closes_as_soon_as_it_holds_the_bucket_size",

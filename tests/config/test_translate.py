@@ -94,6 +94,10 @@ def test_a_flag_becomes_values_of_fields(arguments, values):
             "--no-position-embedding --position-embedding-type learned_absolute",
             "--position-embedding-type none instead",
         ),
+        (
+            "--num-experts 4 --moe-router-topk 1 --moe-router-load-balancing-type sinkhorn",
+            "model.moe.router_load_balancing_type is 'sinkhorn': it takes one of aux_loss",
+        ),
         ("--moe-shared-expert-gate", "1 flag asks for what does not exist here: --moe-shared-expert-gate (the shared"),
         ("--position-embedding-type rope --rope-type yarn", "contradicts"),
     ],
