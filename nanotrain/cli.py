@@ -146,7 +146,7 @@ def write_report(argv: Sequence[str]) -> int:
     from nanotrain.report.page import write_report as write
 
     output = args.output or args.runs[0] / "report.html"
-    write([RunHistory.read(folder) for folder in args.runs], output)
+    write([RunHistory.read(folder) for folder in args.runs], output, fix="choose another file with --output")
     print(output)
     return 0
 

@@ -14,22 +14,23 @@ from string import Template
 from nanotrain.report import figures, tables, timeline
 from nanotrain.report.history import RunHistory
 from nanotrain.report.layout import layout_html
-from nanotrain.runs.files import write_text
+from nanotrain.runs.files import OTHER_FOLDER, write_text
 
 MAX_SAMPLES = 20  # newest generated texts of each run
 
 
-def write_report(runs: Sequence[RunHistory], output: Path) -> None:
+def write_report(runs: Sequence[RunHistory], output: Path, *, fix: str = OTHER_FOLDER) -> None:
     """Write the report of runs; the file is replaced at once, so it is never incomplete.
 
     Args:
         runs: at least one; several are drawn over each other and their settings compared.
         output: the HTML file; replaced.
+        fix: what to do besides freeing space where the file cannot be written.
 
     Raises:
         EnvironmentFault: the file cannot be written.
     """
-    write_text(output, render(runs))
+    write_text(output, render(runs), fix=fix)
 
 
 def render(runs: Sequence[RunHistory]) -> str:

@@ -24,6 +24,7 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: the open of a pipe that nobody reads is an error and does not wait
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+OTHER_FOLDER = "choose another folder with --run-dir"
 MARKER = ".made-by-nanotrain"
 
 
@@ -31,9 +32,7 @@ class FolderVanished(EnvironmentFault):
     """A folder that was removed, or whose disk went away, while it was in use."""
 
 
-def disk_fault(
-    error: OSError, path: Path, *, needed: int | None = None, fix: str = "choose another folder with --run-dir"
-) -> EnvironmentFault:
+def disk_fault(error: OSError, path: Path, *, needed: int | None = None, fix: str = OTHER_FOLDER) -> EnvironmentFault:
     """The error of a failed write.
 
     Args:
@@ -84,17 +83,17 @@ def free_space(path: Path) -> str:
         return f"free space of {folder} unknown"
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, fix: str = OTHER_FOLDER) -> None:
     """Replace a file by `text` in UTF-8; the file has either its old or its new content.
 
     Raises:
         EnvironmentFault: it cannot be written; the old file is unchanged.
     """
     data = text.encode("utf-8", "backslashreplace")
-    write_bytes(path, data)
+    write_bytes(path, data, fix=fix)
 
 
-def write_bytes(path: Path, data: bytes) -> None:
+def write_bytes(path: Path, data: bytes, *, fix: str = OTHER_FOLDER) -> None:
     """`write_text` for bytes."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -106,7 +105,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     except OSError as error:
         with suppress(OSError):  # on a read-only disk even a missing file cannot be removed
             partial.unlink()
-        raise disk_fault(error, path, needed=len(data)) from None
+        raise disk_fault(error, path, needed=len(data), fix=fix) from None
 
 
 def open_append(path: Path) -> BinaryIO:
