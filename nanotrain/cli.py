@@ -268,9 +268,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if list(arguments) == ["--version"]:
             from importlib.metadata import version
 
-            print(f"nanotrain {version('nanotrain')}")
+            print(f"nanotrain {version('nanotrain')}", flush=True)
             return 0
-        return run_command("nanotrain", arguments, commands=COMMANDS)
+        exit_code = run_command("nanotrain", arguments, commands=COMMANDS)
+        print(end="", flush=True)  # a closed pipe is found here, not when the interpreter ends
+        return exit_code
     except BrokenPipeError:  # the reader of the pipe has closed it, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
