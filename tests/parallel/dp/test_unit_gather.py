@@ -44,7 +44,8 @@ OPTIONS: list[tuple[bool, dict[str, Any]]] = [
 
 def case_of(strategy: str = STRATEGY, *, overlap: bool = True, **model: Any) -> Case:
     parallel = {"data_parallel_sharding_strategy": strategy} | (OVERLAP if overlap else {})
-    return Case(2).but(train={"micro_batch_size": 2}, parallel=parallel, model=model, optim={"clip_grad": 0.0})
+    train = {"micro_batch_size": 2, "global_batch_size": 8}
+    return Case(2).but(train=train, parallel=parallel, model=model, optim={"clip_grad": 0.0})
 
 
 def stores_of(run: Run) -> list[ShardedParams]:
@@ -126,7 +127,7 @@ def test_options_of_gathers_change_planned_memory_and_traffic_and_no_bit(pp: int
     """Stages of several units, tied and untied ends, accumulation: sent bytes are exact, and so is a fixed pool."""
     for model in ({}, {"untie_embeddings_and_output_weights": True}):
         cases = [
-            case_of(overlap=overlap, num_layers=8, **model).but(
+            case_of(overlap=overlap, num_layers=8 if pp > 1 else 5, **model).but(
                 parallel={"pipeline_model_parallel_size": pp} | parallel | options
             )
             for overlap, options in OPTIONS
