@@ -48,8 +48,8 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.mark.parametrize(("strategy", "dtype"), PRECISIONS)
 def test_five_and_five_steps_are_ten(tmp_path: Path, strategy: str, dtype: str) -> None:
-    how = f"{TEN} --micro-batch-size 3 --params-dtype {dtype} --data-parallel-sharding-strategy {strategy} --overlap-grad-reduce"
-    how += " --ema-decay 0.8"
+    how = f"{TEN} --micro-batch-size 3 --params-dtype {dtype} --data-parallel-sharding-strategy {strategy}"
+    how += " --overlap-grad-reduce --ema-decay 0.8"
     if dtype == "fp16":  # overflows and a growing scale before and after the stop
         how += " --initial-loss-scale 2097152 --hysteresis 1 --loss-scale-window 2"
     full, halves = tmp_path / "full", tmp_path / "halves"
