@@ -1,7 +1,10 @@
 """Rare flags of Megatron-LM, and patterns of flags."""
 
+import re
+
 import pytest
 
+from nanotrain.cli import COMMANDS
 from nanotrain.config.flags import ALIASES, FLAGS, NEGATIONS, OWN_FLAGS, SWITCHES, parse
 from nanotrain.config.load import load
 from nanotrain.config.megatron import MEGATRON, row_of
@@ -71,3 +74,8 @@ def test_muon_has_the_names_and_the_momentum_of_megatron():
     line = f"{sizes} --megatron-defaults --optimizer muon --muon-nesterov --muon-tp-mode duplicated"
     optim = load([*line.split(), "--tensor-model-parallel-size", "2"]).config.optim
     assert (optim.muon_momentum, optim.muon_use_nesterov, optim.muon_tp_mode.value) == (0.9, True, "distributed")
+
+
+def test_every_command_that_a_cure_names_exists():
+    named = {word for row in (MEGATRON | PATTERNS).values() for word in re.findall(r"nanotrain ([a-z]+) ", row.meaning)}
+    assert named <= COMMANDS.keys() and {"generate", "topology", "checkpoint"} <= named
