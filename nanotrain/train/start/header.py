@@ -6,6 +6,9 @@ from nanotrain.config.batch_schedule import samples_of_steps
 from nanotrain.config.data_stages import read_stages
 from nanotrain.config.derive import data_parallel_size, validates
 from nanotrain.config.pipeline_layout import moves_mtp_layers
+from nanotrain.data.build import first_blend
+from nanotrain.data.corpus_info import read_info
+from nanotrain.data.data_path import parse_data_path
 from nanotrain.memory.block_transforms import describe_activations
 from nanotrain.optim.lr import LRSchedule
 from nanotrain.quantities import count_of, describe_count
@@ -61,9 +64,22 @@ def _data(plan: Plan, inputs: RunInputs) -> str:
     for stage in read_stages(config.data.stages):
         unit = "sample" if stage.in_samples else "step"
         texts.append(f"{stage.name} from {unit} {stage.start:,}: {stage.blend}")
+    texts += _ids_outside(plan)
     if config.train.eval_interval and config.train.eval_iters and not validates(config):
         texts.append(f"no validation, --split {config.data.split} leaves no documents for it")
     return "; ".join(texts)
+
+
+def _ids_outside(plan: Plan) -> list[str]:
+    """A remark on corpora whose tokenizer has more tokens than the model, as with the weights of another one."""
+    limit = plan.shape.vocab_size
+    prefixes = [entry.prefix for entry in parse_data_path(first_blend(plan.config.data))]
+    sizes = {prefix: read_info(prefix).vocab_size for prefix in prefixes}
+    return [
+        f"the tokenizer of {prefix} has {size:,} tokens, the model {limit:,}: a higher id ends the run"
+        for prefix, size in sizes.items()
+        if size > limit
+    ]
 
 
 def _samples_of_run(plan: Plan) -> int:

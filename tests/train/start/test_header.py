@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from nanotrain.config.load import load
+from nanotrain.data.corpus_info import CorpusInfo, write_info
 from nanotrain.train.hooks.evaluate import EvaluateHook
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.start.header import header
@@ -69,6 +70,16 @@ def test_epochs_of_a_corpus(tmp_path):
     samples = inputs.datasets.train.samples_per_epoch
     text = header(plan_run(config, 1, rank=0), inputs, device="cpu")
     assert f"{config.train.train_iters / samples:.2f} epochs" in text
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path):
+    prefix = write_corpus(tmp_path / "text")
+    line = [*arguments(tmp_path / "run"), "--no-mock-data", "--data-path", str(prefix)]
+    for size, is_named in ((260, False), (300, True)):
+        write_info(prefix, CorpusInfo(None, size))
+        config, inputs = open_inputs(load(line))
+        text = header(plan_run(config, 1, rank=0), inputs, device="cpu")
+        assert (f"the tokenizer of {prefix} has {size} tokens, the model 260: a higher id" in text) == is_named
 
 
 SCREENS = {
