@@ -159,8 +159,8 @@ class ParallelConfig:
     gradient_accumulation_fusion: bool | None = option(None, "matrix products add weight gradients to the gradient buffer; unset: on GPUs")
     overlap_grad_reduce: bool = option(False, "overlap the gradient reduction with the backward pass")
     overlap_param_gather: bool = option(False, "overlap the parameter all-gather with the next forward pass; optim_grads_params: with the unit before")
-    distributed_timeout_minutes: float = option(10.0, "timeout of collectives", check=above(0))
-    distributed_timeout_seconds_after_init: float | None = option(None, "timeout of collectives after the first step; unset: distributed_timeout_minutes", check=above(0))
+    distributed_timeout_minutes: float = option(10.0, "timeout of collectives", check=above(0, at_most=525_600))
+    distributed_timeout_seconds_after_init: float | None = option(None, "timeout of collectives after the first step; unset: distributed_timeout_minutes", check=above(0, at_most=31_536_000))
 
 
 @dataclass(frozen=True)
@@ -293,9 +293,9 @@ class CheckpointConfig:
 class TrainConfig:
     """The run: length, batch size, logging, validation and exit."""
 
-    train_iters: int = option(100, "optimizer steps; 0: build everything, train nothing", check=at_least(0))
+    train_iters: int = option(100, "optimizer steps; 0: build everything, train nothing", check=at_least(0, at_most=10**12))
     micro_batch_size: int = option(1, "samples per rank and microbatch", check=at_least(1))
-    global_batch_size: int | None = option(None, "samples per optimizer step over all ranks; unset: micro_batch_size x data-parallel size", check=at_least(1))
+    global_batch_size: int | None = option(None, "samples per optimizer step over all ranks; unset: micro_batch_size x data-parallel size", check=at_least(1, at_most=10**7))
     rampup_batch_size: list[int] = option([], "START INCREMENT SAMPLES: the global batch grows from START by INCREMENT over the first SAMPLES samples to global_batch_size", check=at_least(1))
     step_batch_size_schedule: list[str] = option([], "TOKENS:SIZE pairs such as 0:768 250B:1536: the global batch size from each number of tokens on, instead of global_batch_size")
     step_seq_length_schedule: list[str] = option([], "TOKENS:LENGTH pairs such as 0:1024 10B:4096: the sequence length from each number of tokens on, ascending to seq_length; a sample stays seq_length tokens, split into consecutive sequences of that length")

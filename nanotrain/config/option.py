@@ -51,8 +51,10 @@ def at_least(bound: float, *, at_most: float | None = None) -> Callable[[Any], b
     return _check(f"must be at least {bound} and at most {at_most}", lambda value: bound <= value <= at_most)
 
 
-def above(bound: float) -> Callable[[Any], bool]:
-    """A check that passes numbers above `bound`, and None."""
+def above(bound: float, *, at_most: float | None = None) -> Callable[[Any], bool]:
+    """A check that passes numbers above `bound`, up to `at_most`, and None."""
+    if at_most is not None:
+        return _check(f"must be above {bound} and at most {at_most}", lambda value: bound < value <= at_most)
     return _check(f"must be above {bound}", lambda value: value > bound)
 
 

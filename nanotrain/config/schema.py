@@ -20,6 +20,7 @@ from nanotrain.config.references import MARK, FromEnvironment, as_written
 from nanotrain.config.suggest import advise, by_meaning, did_you_mean, nearest_choice
 from nanotrain.config.synonyms import VALUES
 from nanotrain.errors import ConfigError, ErrorCollector
+from nanotrain.untrusted import LARGEST
 
 
 @dataclass(frozen=True)
@@ -282,6 +283,8 @@ def convert_int(entry: Entry, value: Any) -> int:
     number = convert_float(entry, value)
     if number != int(number):
         raise wrong_type(entry, value)
+    if abs(number) > LARGEST:
+        raise ConfigError(f"{entry.key} is too large", why=f"numbers are at most {LARGEST:,}", fix=entry.meaning)
     return int(value) if isinstance(value, int) or str(value).lstrip("+-").isdigit() else int(number)
 
 
