@@ -59,7 +59,7 @@ def test_train_samples_give_the_steps_of_the_schedule_and_the_length_of_the_deca
         ("--rampup-batch-size 4 4", "takes three numbers"),
         ("--rampup-batch-size 4 4 30", "global_batch_size is unset"),
         ("--rampup-batch-size 8 8 1e18 --global-batch-size 80", "it has at most 10,000 increments over"),
-        ("--rampup-batch-size 8 1 99 --global-batch-size 10000000", "lower SAMPLES or raise INCREMENT"),
+        ("--rampup-batch-size 8 1 99 --global-batch-size 60000", "lower SAMPLES or raise INCREMENT"),
         ("--rampup-batch-size 4 3 30 --global-batch-size 12", "does not end at global_batch_size 12"),
         ("--rampup-batch-size 12 4 30 --global-batch-size 12", "does not end at global_batch_size 12"),
         ("--rampup-batch-size 4 4 0 --global-batch-size 12", "must be at least 1"),
