@@ -24,6 +24,10 @@ from nanotrain.kernels.fp8.layer import Fp8Layer
 from nanotrain.kernels.grad_view import GradView, grad_view_of
 from nanotrain.kernels.onednn import uses_onednn
 
+# A copy of this size stays in the cache, and its memory is used again: measured on one core, adding [8192, 384] from
+# bf16 to fp32 took 1.8 to 4.0 ms at once and 1.1 to 1.4 ms in parts of this size.
+CAST_ELEMENTS = 2**18
+
 
 def fprop(x: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """[..., I], [O, I], [O] -> [..., O]."""
@@ -51,8 +55,15 @@ def wgrad(grad: Tensor, x: Tensor, *, add_to: Tensor | None = None) -> Tensor:
         return add_to.addmm_(grad.t(), x)
     if adds_wider(grad.device.type):
         return torch.addmm(add_to, grad.t(), x, out_dtype=add_to.dtype, out=add_to)
-    add_to += grad.t() @ x
-    return add_to
+    return _add_cast(add_to, grad.t() @ x)
+
+
+def _add_cast(total: Tensor, product: Tensor) -> Tensor:
+    """Add a 16-bit matrix to an fp32 one in place, some rows at a time on CPUs: torch casts it into a copy before."""
+    num_rows = max(1, CAST_ELEMENTS // total.shape[1]) if total.device.type == "cpu" else len(total)
+    for part, added in zip(total.split(num_rows), product.split(num_rows), strict=True):
+        part += added
+    return total
 
 
 def write_wgrad(grad: Tensor, x: Tensor, *, out: Tensor) -> None:

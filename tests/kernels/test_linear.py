@@ -63,3 +63,18 @@ def test_where_cublas_adds_in_fp32_the_product_is_added_where_it_is_computed(mon
         assert wgrad(grad, x, add_to=total) is total
     assert called == [("aten.addmm.dtype_out", True)]
     assert not adds_wider("cpu")
+
+
+def test_16_bit_products_are_added_to_fp32_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_module, "CAST_ELEMENTS", 24)
+    grad, x, total = torch.randn(9, 10).bfloat16(), torch.randn(9, 8).bfloat16(), torch.randn(10, 8)
+    expected, cast = total + grad.t() @ x, []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            cast.extend([len(args[0])] if func is torch.ops.aten.add_.Tensor else [])
+            return func(*args, **(kwargs or {}))
+
+    with Record():
+        assert wgrad(grad, x, add_to=total) is total
+    assert torch.equal(total, expected) and cast == [3, 3, 3, 1]
