@@ -113,7 +113,7 @@ def _another_model(manifest: Manifest, lines: Sequence[str], *, config: Mapping[
     return CheckpointError(
         f"the checkpoint of step {manifest.step} is of another model, {len(lines)} tensors differ: {_join(lines)}",
         why=f"model options differ: {_join(options)}" if options else "names and shapes must be the same",
-        fix="set the options as they are there, or start a new run with another --run-dir",
+        fix="set the options as they are there, choose another --run-dir for a new run, or another --load",
     )
 
 
