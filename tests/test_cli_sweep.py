@@ -25,7 +25,7 @@ def stub(tmp_path, monkeypatch):
         path = tmp_path / "stub"
         path.write_text(f"#!/bin/sh\n{text}")
         path.chmod(0o755)
-        return ["--launch-with", f"{path} 'first word'"]
+        return ["--launch-with", f"{shlex.quote(str(path))} 'first word'"]
 
     return write
 

@@ -195,7 +195,8 @@ def test_a_recipe_is_written_for_other_defaults_than_megatron_s(choice):
 def test_a_file_of_a_run_is_read_with_megatron_s_defaults(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("model: {num_layers: 4, activation: swiglu, ffn_hidden_size: null}\ncheckpoint: {save: false}\n")
-    result = loaded(f"--megatron-defaults +config={path} --optimizer lion")
+    line = ["--megatron-defaults", f"+config={path}", "--optimizer", "lion"]
+    result = load(line, to_train=False)
     model = result.config.model
     assert (model.num_layers, model.normalization) == (4, Normalization.LayerNorm)
     assert model.ffn_hidden_size is None, "the file says that nanotrain's width is meant"
@@ -203,7 +204,7 @@ def test_a_file_of_a_run_is_read_with_megatron_s_defaults(tmp_path):
     assert result.origins["checkpoint.keep_last"] == "default, not Megatron-LM's 0: nothing is saved"
     assert result.origins["optim.adam_beta2"].startswith("default, not Megatron-LM's 0.999")
     with pytest.raises(ConfigError, match="optim.adam_beta2 = 0.9 has no effect"):
-        loaded(f"--megatron-defaults +config={path} --optimizer lion --adam-beta2 0.9")
+        load([*line, "--adam-beta2", "0.9"], to_train=False)
 
 
 @pytest.mark.parametrize(("hidden", "width"), [("4096", 10880), ("64", 128), ("1536", 4096)])
