@@ -76,7 +76,6 @@ def check_model(model_config: ModelConfig) -> None:
         "mtp_num_layers": shape.num_mtp_layers > 0,
         "norm_placement other than pre": shape.has_post_norm or not shape.has_pre_norm,
         "qk_layernorm_across_heads": shape.has_wide_qk_norm,
-        "qk_layernorm with LayerNorm (no bias here, one in Megatron-LM)": shape.has_qk_norm and shape.has_norm_bias,
         "softmax_type learnable": shape.has_sink,
         "add_bias_linear with experts": shape.has_linear_bias and shape.moe is not None,
         "scale_embeddings": model_config.scale_embeddings,

@@ -6,6 +6,7 @@ of the command line, which keeps their source. Hydra takes 0.4 s, so it is impor
 """
 
 import os
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -254,7 +255,8 @@ def merge_settings(
             OmegaConf.update(merged, setting.key, parse_value(setting), merge=False)
         return cast(dict[str, dict[str, Any]], mark_references(to_plain(merged, resolve=True), to_plain(merged)))
     except OmegaConfBaseException as error:
-        texts = [setting.text for setting in settings if "${" in setting.text]
+        missing = re.findall("'([^']+)'", str(error).splitlines()[0])
+        texts = [setting.text for setting in settings if any(f"{name}}}" in setting.text for name in missing)]
         what = f"{', '.join(texts) or 'a value'} refers to a value that cannot be found"
         fix = "replace the variable before the program starts, or write ${oc.env:NAME} for one of the environment"
         raise ConfigError(what, why=str(error).splitlines()[0], fix=fix) from None

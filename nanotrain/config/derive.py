@@ -21,8 +21,6 @@ from nanotrain.config.config import (
 from nanotrain.config.pattern import read_no_rope_pattern, read_pattern, read_window_pattern
 from nanotrain.errors import ConfigError, TopologyError
 
-MAX_MICROBATCHES = 1 << 16  # per rank and step; a rank plans the order of all of them, 65,536 in a few seconds
-
 
 def head_dim(model_config: ModelConfig) -> int:
     """Channels of a query or key head; with multi-latent attention those without and with positions.
@@ -282,7 +280,7 @@ def num_microbatches(train: TrainConfig, dp: int) -> int:
     """Microbatches per rank and optimizer step; where ranks do not divide them, some ranks have one of padding.
 
     Raises:
-        ConfigError: where microbatches do not divide the global batch, or are fewer than ranks, or too many to plan.
+        ConfigError: where microbatches do not divide the global batch, or are fewer than ranks.
 
     >>> [num_microbatches(TrainConfig(micro_batch_size=2, global_batch_size=24), dp) for dp in (4, 5)]
     [3, 3]
@@ -300,14 +298,7 @@ def num_microbatches(train: TrainConfig, dp: int) -> int:
             why=f"micro_batch_size {train.micro_batch_size} x data-parallel size {dp} = {per_pass}",
             fix=f"set --global-batch-size {round_up(batch_size, per_pass)} or another --micro-batch-size",
         )
-    count = -(-batch_size // per_pass)
-    if count > MAX_MICROBATCHES:
-        raise ConfigError(
-            f"a global batch of {batch_size} samples has {count:,} microbatches per rank",
-            why=f"at most {MAX_MICROBATCHES:,} can be planned",
-            fix="raise --micro-batch-size, or lower --global-batch-size",
-        )
-    return count
+    return -(-batch_size // per_pass)
 
 
 def round_up(number: int, unit: int) -> int:

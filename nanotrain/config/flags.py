@@ -362,6 +362,8 @@ def unexpected(argument: str, previous: str) -> ConfigError:
     why = "it is neither a flag nor key=value"
     if flag in FLAGS or flag in ALIASES or row_of(flag):
         return ConfigError(what, why=why, fix=f"write {flag}")
+    if not argument:
+        return ConfigError("an empty argument", why=why, fix="remove the quotes around a variable that is not set")
     if not argument.strip(" \\"):
         fix = "end the line with the backslash, or write the whole command on one line without it"
         return ConfigError(what, why="a backslash goes on to the next line only at the end of a line", fix=fix)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from nanotrain.config.batch_schedule import batch_schedule
 from nanotrain.config.config import Config
 from nanotrain.config.data_stages import read_stages
-from nanotrain.config.derive import data_parallel_size, is_model_known, num_microbatches
+from nanotrain.config.derive import data_parallel_size, global_batch_size, is_model_known, num_microbatches
 from nanotrain.config.length_schedule import length_schedule
 from nanotrain.config.rules.data_parallel import DATA_PARALLEL_RULES
 from nanotrain.config.rules.fp8 import FP8_LAYOUT_RULES, FP8_RULES
@@ -23,6 +23,7 @@ from nanotrain.config.rules.run import RUN_RULES
 from nanotrain.errors import ConfigError, ErrorCollector
 
 BATCH_FIELDS = ("micro_batch_size", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "seq_length")
+MAX_MICROBATCHES = 1 << 16  # per rank and step; a rank plans the order of all of them, 65,536 in a few seconds
 
 
 def collect_errors(
@@ -103,6 +104,13 @@ def validate_for_world(config: Config, world_size: int, *, expected_dp: int | No
             fix=f"run on {expected_dp * world_size // dp} ranks or leave it out",
         )
     check_batches(config, dp)
+    count, batch_size = num_microbatches(config.train, dp), global_batch_size(config.train, dp)
+    if count > MAX_MICROBATCHES:
+        raise ConfigError(
+            f"a global batch of {batch_size} samples has {count:,} microbatches per rank",
+            why=f"at most {MAX_MICROBATCHES:,} can be planned",
+            fix="raise --micro-batch-size, or lower --global-batch-size",
+        )
 
 
 def check_batches(config: Config, dp: int) -> None:

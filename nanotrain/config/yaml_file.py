@@ -82,7 +82,7 @@ def _files_of_defaults(path: Path, folders: Sequence[Path]) -> Iterator[Path]:
     """The files that the entries of a defaults list may name; any file for an interpolation."""
     try:
         content = yaml.load(path.read_bytes(), Loader=_Loader)  # its aliases are not written out
-    except yaml.YAMLError:  # a tag; Hydra refuses it too
+    except (yaml.YAMLError, ValueError):  # a tag, or no date in spite of its form; no defaults list is followed
         return
     defaults = content.get("defaults") if isinstance(content, dict) else None
     group = next((str(path.parent.relative_to(each)) for each in folders if path.is_relative_to(each)), ".")

@@ -59,4 +59,5 @@ def _is_prefix(item: str) -> bool:
 
 
 def _prefix(item: str) -> Path:
-    return Path(item[:-4] if item.endswith((".bin", ".idx")) else item).expanduser()
+    path = Path(item[:-4] if item.endswith((".bin", ".idx")) else item).expanduser()
+    return path if path.name else path.resolve()  # "." is a folder, which has a name

@@ -7,6 +7,8 @@ another would measure nothing. Corpora without a recorded tokenizer, as Megatron
 from collections.abc import Iterable
 from pathlib import Path
 
+import tokenizers
+
 from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.errors import ConfigError
 from nanotrain.untrusted import MAX_TOKENIZER_BYTES, object_of, parse_json, read_file
@@ -45,6 +47,16 @@ def _content(tokenizer: str) -> bytes | None:
         return None
 
 
+def _normalized(content: bytes) -> bytes:
+    """A tokenizer.json as the installed library writes it: older ones wrote merges in another form."""
+    try:
+        return tokenizers.Tokenizer.from_buffer(content).to_str().encode()
+    except BaseException as error:  # the library raises bare Exception, and its panics are no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        return content
+
+
 def _may_be_same(first: bytes | None, second: bytes | None) -> bool:
     """Whether two tokenizers give the same ids; true where their contents do not show it."""
     if first is None or second is None or first == second:  # equal files are not parsed: that of Gemma 3 takes a second
@@ -52,7 +64,7 @@ def _may_be_same(first: bytes | None, second: bytes | None) -> bool:
     if not (first and second):
         return False
     try:
-        contents = [object_of(parse_json(content), "it") for content in (first, second)]
+        contents = [object_of(parse_json(_normalized(content)), "it") for content in (first, second)]
     except ValueError:
         return True  # reported where it is loaded
     return all(contents[0].get(part) == contents[1].get(part) for part in _PARTS)

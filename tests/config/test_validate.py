@@ -96,3 +96,11 @@ def test_only_training_asks_whether_the_layout_fits_the_model():
     validate(config)
     with pytest.raises(ConfigError, match="num_attention_heads 4 cannot be shared by tp=8 ranks"):
         validate(config, to_train=True)
+
+
+def test_the_limit_on_microbatches_counts_those_of_a_rank():
+    config = config_of(global_batch_size=100_000, micro_batch_size=1)
+    validate(config)
+    validate_for_world(config, 1024)
+    with pytest.raises(ConfigError, match="100,000 microbatches per rank: at most 65,536"):
+        validate_for_world(config, 1)

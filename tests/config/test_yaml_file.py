@@ -65,3 +65,8 @@ def test_a_recipe_with_a_bomb_in_its_defaults_list_is_one_error(tmp_path):
     (tmp_path / "config" / "r.yaml").write_text("# @package _global_\ndefaults: [bomb]\n")
     with pytest.raises(ConfigError, match="its aliases stand for"):
         load_config(["--config-dir", str(tmp_path), "+config=r"])
+
+
+def test_a_recipe_with_what_only_looks_like_a_date_is_read(tmp_path):
+    (tmp_path / "r.yaml").write_text("# @package _global_\ntrain: {wandb_exp_name: 2026-02-30}\n")
+    check_recipe(tmp_path / "r.yaml", [tmp_path])

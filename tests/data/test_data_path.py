@@ -33,3 +33,8 @@ def test_a_prefix_that_looks_like_a_number_is_a_prefix_where_its_files_are(
 def test_weights_without_sense_are_refused(entries: list[str]) -> None:
     with pytest.raises(ConfigError, match="--data-path"):
         parse_data_path(entries)
+
+
+def test_a_folder_without_a_name_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert parse_data_path(["."]) == (WeightedPrefix(tmp_path.resolve()),)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 from nanotrain.config.config import DataConfig
 from nanotrain.data.build import build_data
@@ -55,3 +56,16 @@ def test_what_is_the_same_or_not_known_is_read_together(corpora: dict[str, str])
     build(data_path=[corpora["unknown"], corpora["bytes"]])
     (tokenizer_path(Path(corpora["two"])) / "tokenizer.json").unlink()  # as vocab.json with merges.txt
     build(data_path=[corpora["one"], corpora["two"]])
+
+
+def test_merges_in_the_form_of_older_libraries_are_the_same(write_corpus: WriteCorpus) -> None:
+    prefixes = [write_corpus([np.full(161, 1)], name=name) for name in ("old", "new")]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    for prefix in prefixes:
+        write_tokenizer(prefix, vocab={"a": 0, "b": 1, "ab": 2})
+    content = json.loads(tokenizer.to_str())
+    (tokenizer_path(prefixes[1]) / "tokenizer.json").write_text(json.dumps(content))
+    content["model"]["merges"] = ["a b"]
+    del content["model"]["ignore_merges"]
+    (tokenizer_path(prefixes[0]) / "tokenizer.json").write_text(json.dumps(content))
+    build(data_path=[str(prefix) for prefix in prefixes])

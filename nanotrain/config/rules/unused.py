@@ -19,7 +19,7 @@ from nanotrain.config.config import (
     RouterScore,
     ShardingStrategy,
 )
-from nanotrain.config.derive import GATED
+from nanotrain.config.derive import GATED, is_model_known
 from nanotrain.config.rules.rule import Values
 from nanotrain.config.schema import ENTRIES, Entry, argument_of, entries_of, typed, value_of, with_values
 from nanotrain.errors import ConfigError, ErrorCollector
@@ -105,13 +105,11 @@ UNUSED = (
         "multi_latent_attention always normalizes the compressed queries, keys and values", is_harmless=True),
     Unused("use_checkpoint_args", "pretrained_checkpoint", lambda v: v.pretrained_checkpoint is not None,
         "config.json of pretrained_checkpoint sets the model section", is_harmless=True),
-    # the model section may be read from a checkpoint, or from config.json of pretrained weights, later
-    Unused(names_in("model.moe", but="num_experts"), "num_experts",
-        lambda v: v.num_experts is None and v.is_model_known,
+    Unused(names_in("model.moe", but="num_experts"), "num_experts", lambda v: v.num_experts is None,
         "the model has no experts: num_experts is unset"),
     # with ep > 1 there are experts: of the checkpoint that a command reads, or their absence is an error
     Unused("expert_tensor_parallel_size", "num_experts",
-        lambda v: v.num_experts is None and v.is_model_known and v.ep == 1,
+        lambda v: v.num_experts is None and v.ep == 1,
         "the model has no experts: num_experts is unset", is_harmless=True),
     Unused("ffn_hidden_size", "moe_ffn_hidden_size moe_layer_freq num_experts",
         lambda v: v.moe_ffn_hidden_size is not None and all(v.moe_layers),
@@ -268,12 +266,16 @@ def reset_unused(
     """
     origins: dict[str, str] = {}
     for rule in UNUSED:
-        if not unreadable.isdisjoint(rule.causes.split()):
+        causes = [ENTRIES[name] for name in rule.causes.split()]
+        if not unreadable.isdisjoint(cause.name for cause in causes):
+            continue
+        # The model section may be read later, from a checkpoint or from config.json of pretrained weights.
+        if not is_model_known(config) and any(cause.key.startswith("model.") for cause in causes):
             continue
         with errors:
             if not rule.holds(Values(config)):
                 continue
-        is_overruled = any(ENTRIES[cause].key in explicit for cause in rule.causes.split())
+        is_overruled = any(cause.key in explicit for cause in causes)
         for entry in (ENTRIES[name] for name in rule.fields.split()):
             value = value_of(config, entry.key)
             if value == entry.default:

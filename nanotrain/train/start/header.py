@@ -53,7 +53,7 @@ def _model(plan: Plan) -> str:
 
 def _data(plan: Plan, inputs: RunInputs) -> str:
     config, samples = plan.config, inputs.datasets.train
-    steps, read = config.train.train_iters, _samples_of_run(plan)
+    steps, read = config.train.train_iters, _samples(plan, config.train.train_iters)
     tokens = f"{describe_count(read * config.data.seq_length)} tokens in {count_of(steps, 'step')}"
     if samples is None or config.data.mock_data:
         return f"synthetic, {tokens}"
@@ -82,20 +82,21 @@ def _ids_outside(plan: Plan) -> list[str]:
     ]
 
 
-def _samples_of_run(plan: Plan) -> int:
-    """Samples of all steps."""
-    schedule, steps = plan.sampler.schedule, plan.config.train.train_iters
+def _samples(plan: Plan, steps: int) -> int:
+    """Samples of the first steps of the run."""
+    schedule = plan.sampler.schedule
     return samples_of_steps(schedule, steps) if schedule else steps * plan.sampler.global_batch_size
 
 
 def _warmup(plan: Plan) -> str:
     """A remark where the warmup is longer than the run, as when a recipe is tried for a few steps; else nothing."""
-    size, samples, optim = plan.sampler.global_batch_size, _samples_of_run(plan), plan.config.optim
+    size, steps, optim = plan.sampler.global_batch_size, plan.config.train.train_iters, plan.config.optim
+    samples = _samples(plan, steps)
     schedule = LRSchedule(optim, samples_per_step=size, train_samples=samples)
     if not 0 < samples < schedule.warmup_samples:
         return ""
-    last, steps = schedule.lr_at(samples - size), schedule.warmup_samples / size
-    return f"at most {last:.2e} of {optim.lr:.2e}: the run ends within the warmup of {steps:,.0f} steps"
+    last, warmup = schedule.lr_at(_samples(plan, steps - 1)), schedule.warmup_samples / size
+    return f"at most {last:.2e} of {optim.lr:.2e}: the run ends within the warmup of {warmup:,.0f} steps"
 
 
 def _batch(plan: Plan) -> str:

@@ -149,3 +149,11 @@ def test_what_megatron_ignores_too_is_reset(values):
     config, origins = reset(config_of(**values), frozenset({ENTRIES[name].key}))
     assert value_of(config, ENTRIES[name].key) == ENTRIES[name].default
     assert "not the command line's" in origins[ENTRIES[name].key]
+
+
+def test_rules_on_a_model_that_is_read_later_wait_for_it():
+    values = {"mtp_loss_scaling_factor": 0.3, "moe_router_bias_update_rate": 0.01, "use_checkpoint_args": True}
+    config, origins = reset(config_of(**values), frozenset())
+    assert config.model.mtp.loss_scaling_factor == 0.3
+    assert config.model.moe.router_bias_update_rate == 0.01
+    assert not origins

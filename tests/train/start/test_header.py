@@ -51,6 +51,8 @@ def test_a_warmup_longer_than_the_run(tmp_path):
     remark = "at most 3.67e-04 of 1.00e-03: the run ends within the warmup of 30 steps"
     assert lines_of(tmp_path, *schedule, "12")["lr"] == remark
     assert "lr" not in lines_of(tmp_path, *schedule, "31")
+    grows = ["--rampup-batch-size", "4", "4", "4000", "--global-batch-size", "400"]
+    assert lines_of(tmp_path, *schedule, "3", *grows)["lr"].startswith("at most 6")  # before the third step: 8 samples
 
 
 def test_attention_has_a_line_of_its_own(tmp_path):
