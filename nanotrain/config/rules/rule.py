@@ -11,7 +11,6 @@ from nanotrain.config.derive import (
     ffn_size,
     has_rope,
     head_dim,
-    is_model_known,
     moe_ffn_size,
     moe_layers,
     no_rope_layers,
@@ -90,10 +89,6 @@ class Values:
     @property
     def window_layers(self) -> tuple[bool, ...]:
         return window_layers(self.config.model)
-
-    @property
-    def is_model_known(self) -> bool:
-        return is_model_known(self.config)
 
     @property
     def no_rope_layers(self) -> tuple[bool, ...]:

@@ -108,8 +108,7 @@ UNUSED = (
     Unused(names_in("model.moe", but="num_experts"), "num_experts", lambda v: v.num_experts is None,
         "the model has no experts: num_experts is unset"),
     # with ep > 1 there are experts: of the checkpoint that a command reads, or their absence is an error
-    Unused("expert_tensor_parallel_size", "num_experts",
-        lambda v: v.num_experts is None and v.ep == 1,
+    Unused("expert_tensor_parallel_size", "num_experts", lambda v: v.num_experts is None and v.ep == 1,
         "the model has no experts: num_experts is unset", is_harmless=True),
     Unused("ffn_hidden_size", "moe_ffn_hidden_size moe_layer_freq num_experts",
         lambda v: v.moe_ffn_hidden_size is not None and all(v.moe_layers),
