@@ -40,13 +40,11 @@ def _(weight: Tensor, operands: Sequence[Tensor]) -> None:
 
 
 def _declare_effect() -> bool:
-    """Keep the operator in graphs; whether this torch can."""
-    try:
-        from torch._library.effects import EffectType
-    except ImportError:
+    """Keep the operator in graphs; whether this torch can: 2.10 fails to partition effects of a backward."""
+    if torch.__version__ < "2.11":  # compared as versions
         return False
-    if not hasattr(write_wgrad, "register_effect"):
-        return False
+    from torch._library.effects import EffectType
+
     write_wgrad.register_effect(EffectType.ORDERED)
     return True
 
@@ -56,7 +54,7 @@ CAN_TRACE = _declare_effect()
 
 def traced_linear(x: Tensor, linear: Linear) -> Tensor:
     """[..., I] -> [..., O], inside of a graph."""
-    view = grad_view_of(linear.weight) if linear.weight.requires_grad else None
+    view = grad_view_of(linear.weight) if linear.writes_wgrad else None
     if view is None or not (CAN_TRACE and view.is_resident and torch.is_grad_enabled()):
         return linear.fprop(x)
     out: Tensor = _TracedLinear.apply(x, linear.weight, linear.bias)

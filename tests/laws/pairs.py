@@ -1,7 +1,7 @@
 """A covering array: a table of runs in which every pair of settings that may be combined appears in some row.
 
     FACTORS        the settings of each factor, and what each of them is in the configuration
-    EXCLUDED       the combinations that the configuration refuses
+    ONLY_WITH      the combinations that are left out, nearly all of which the configuration refuses
     make_rows()    the rows, by a greedy search that always finds the same ones
     Row            one run: its `case`, the same without what may change no bit (`quiet`, `plain`), and one rank's
 
