@@ -44,13 +44,8 @@ def read_window_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
     >>> read_window_pattern("3", 4), read_window_pattern("[1]*3+[0]", 4), read_window_pattern("0", 2)
     ((True, True, False, True), (True, True, True, False), (True, True))
     """
-    layers = _read_layers(text, num_layers)
-    if layers is None:
-        raise ConfigError(
-            f"window_attn_skip_freq is {text!r}",
-            why=f"it takes N for every Nth layer, or a 1 (window) or 0 (none) for each of {num_layers} layers",
-            fix="set --window-attn-skip-freq 0 for a window in every layer, or for example '[1]*5+[0]'",
-        )
+    fix = "set --window-attn-skip-freq 0 for a window in every layer, or for example '[1]*5+[0]'"
+    layers = _read_layers(text, num_layers, field="window_attn_skip_freq", values="a 1 (window) or 0 (none)", fix=fix)
     return tuple(layer % layers != 0 for layer in range(1, num_layers + 1)) if isinstance(layers, int) else layers
 
 
@@ -63,25 +58,23 @@ def read_no_rope_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
     >>> read_no_rope_pattern("2", 4), read_no_rope_pattern("[1]*3+[0]", 4), read_no_rope_pattern("0", 2)
     ((False, True, False, True), (True, True, True, False), (False, False))
     """
-    layers = _read_layers(text, num_layers)
-    if layers is None:
-        raise ConfigError(
-            f"no_rope_freq is {text!r}",
-            why=f"it takes N for every Nth layer, or a 1 (no rotary positions) or 0 for each of {num_layers} layers",
-            fix="set --no-rope-freq 0 for rotary positions in every layer, or for example '[0]*3+[1]'",
-        )
+    fix = "set --no-rope-freq 0 for rotary positions in every layer, or for example '[0]*3+[1]'"
+    layers = _read_layers(text, num_layers, field="no_rope_freq", values="a 1 (no rotary positions) or 0", fix=fix)
     return tuple(layer % layers == 0 for layer in range(1, num_layers + 1)) if isinstance(layers, int) else layers
 
 
-def _read_layers(text: str, num_layers: int) -> int | tuple[bool, ...] | None:
-    """A frequency, above the layers for 0; or a flag per layer; None for text that is neither."""
+def _read_layers(text: str, num_layers: int, *, field: str, values: str, fix: str) -> int | tuple[bool, ...]:
+    """A frequency, above the layers for 0; or a flag per layer; a ConfigError for text that is neither."""
     try:
         value = read_node(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    if isinstance(value, int):
-        return (value or num_layers + 1) if value >= 0 else None
-    return tuple(map(bool, value)) if len(value) == num_layers and set(value) <= {0, 1} else None
+        value = -1
+    if isinstance(value, int) and value >= 0:
+        return value or num_layers + 1
+    if isinstance(value, list) and len(value) == num_layers and set(value) <= {0, 1}:
+        return tuple(map(bool, value))
+    why = f"it takes N for every Nth layer, or {values} for each of {num_layers} layers"
+    raise ConfigError(f"{field} is {text!r}", why=why, fix=fix)
 
 
 def read_node(node: ast.expr) -> int | list[int]:

@@ -15,7 +15,7 @@ from itertools import combinations, product
 from typing import Any
 
 from tests.harness import SHORT_NAMES
-from tests.laws.test_every_axis import BIASED
+from tests.laws import test_every_axis
 from tests.laws.test_mla import DIRECT
 from tests.laws.worlds import GLOBAL_BATCH, Case
 
@@ -27,17 +27,10 @@ VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank
 SIZES = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 96, "kv_channels": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "gpt2": {
-        "position_embedding_type": "learned_absolute",
-        "normalization": "LayerNorm",
-        "activation": "gelu_tanh",
-        "add_bias_linear": True,
-        "num_query_groups": None,
-        "hidden_dropout": 0.1,
-    },
+    "gpt2": test_every_axis.MODELS["gpt2"] | {"hidden_dropout": 0.1},
     "mla": DIRECT
     | {"kv_channels": None, "kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 16, "v_head_dim": 16},
-    "experts": BIASED
+    "experts": test_every_axis.BIASED
     | {"moe_layer_freq": "[0]*1+[1]*3", "moe_ffn_hidden_size": 32, "moe_shared_expert_intermediate_size": 32},
 }
 # name -> data-parallel ranks without instances, sizes of the other axes, options

@@ -5,7 +5,9 @@ from pathlib import Path
 
 from nanotrain.checkpoint.store import checkpoint_to_resume, find_manifest
 from nanotrain.config.config import Config
+from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import KEYS, config_from_dict, flat_values, plain, value_of, with_values
+from nanotrain.errors import ErrorCollector
 from nanotrain.hf.canonical import free_keys
 from nanotrain.log import get_logger
 
@@ -26,10 +28,12 @@ def with_checkpoint_model(config: Config, explicit: frozenset[str]) -> Config:
 
     Raises:
         CheckpointError: --load names no checkpoint.
+        ConfigError: there is none yet, and settings of the command line have no effect.
     """
     checkpoint = _find(config)
     if checkpoint is None:
         log.info("use_checkpoint_args: there is no checkpoint yet, the model is that of the command line")
+        _require_effect(config, explicit)
         return config
     step, manifest = find_manifest(checkpoint)
     saved = config_from_dict(manifest.config)
@@ -45,6 +49,13 @@ def with_checkpoint_model(config: Config, explicit: frozenset[str]) -> Config:
             flag, shown = KEYS[key].flag, plain(before[key])
             log.info("use_checkpoint_args: %s is the checkpoint's %s, not %s", flag, plain(after[key]), shown)
     return completed
+
+
+def _require_effect(config: Config, explicit: frozenset[str]) -> None:
+    """Check the settings without effect on the model of the command line, for which `load` waits for a checkpoint."""
+    errors = ErrorCollector()
+    reset_unused(with_values(config, {"checkpoint.use_checkpoint_args": False}), explicit=explicit, errors=errors)
+    errors.raise_errors()
 
 
 def _find(config: Config) -> Path | None:

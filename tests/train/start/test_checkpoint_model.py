@@ -7,7 +7,7 @@ import pytest
 
 from nanotrain.config.load import load
 from nanotrain.config.rules.unused import reset_unused
-from nanotrain.errors import CheckpointError, ErrorCollector
+from nanotrain.errors import CheckpointError, ConfigError, ErrorCollector
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.start.inputs import open_inputs
 from tests.config.asking import config_of
@@ -79,3 +79,9 @@ def test_settings_of_experts_wait_for_the_checkpoint_and_pretrained_weights_have
     assert config.model.moe.aux_loss_coeff == [0.01] and not errors.errors
     line = ["--use-checkpoint-args", "--pretrained-checkpoint", "folder"]
     assert not load(line).config.checkpoint.use_checkpoint_args
+
+
+def test_without_a_checkpoint_settings_without_effect_are_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"moe.router_bias_update_rate = 0.01 has no effect"):
+        opened("--run-dir", str(tmp_path / "run"), "--moe-router-bias-update-rate", "0.01")
+    opened("--run-dir", str(tmp_path / "run"), "--mtp-loss-scaling-factor", "0.3", "--vocab-size", "64")
