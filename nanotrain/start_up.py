@@ -1,9 +1,30 @@
-"""What a process does around `import torch` and at its end, which saves 0.4 s and more of garbage collection."""
+"""Where a process makes many objects at once of which none is garbage, and where it ends.
+
+without_collection       make many objects
+importing_torch          `import torch`, which saves 0.4 s and more
+end_without_collection   the end of the process
+"""
 
 import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Make many objects in the block, or in the decorated function, of which none is garbage.
+
+    Collections visit all of them repeatedly: a manifest of 16,384 chunks was parsed in 0.54 s and received in
+    0.26 s, without collections in 0.33 s and 0.05 s (measured).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager
@@ -16,14 +37,11 @@ def importing_torch() -> Iterator[None]:
     if "torch" in sys.modules:
         yield
         return
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if was_enabled:
-            gc.enable()
+    with without_collection():
+        try:
+            yield
+        finally:
+            gc.freeze()
 
 
 def end_without_collection() -> None:

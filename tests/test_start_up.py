@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from nanotrain.start_up import importing_torch
+from nanotrain.start_up import importing_torch, without_collection
 
 # of torch, of Hugging Face, of pictures and reports, and of what hooks need only where they are asked for
 NEVER = ("torch._dynamo", "torch._inductor", "transformers", "datasets", "matplotlib", "pandas", "scipy", "pyarrow")
@@ -52,3 +52,17 @@ def test_collection_is_as_before_where_torch_is_imported(monkeypatch: pytest.Mon
     with importing_torch():
         assert gc.isenabled()
     assert gc.isenabled() and gc.get_freeze_count() == frozen
+
+
+def test_collections_pause_and_go_on_after_an_error() -> None:
+    with pytest.raises(ValueError), without_collection():
+        assert not gc.isenabled()
+        raise ValueError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with without_collection():
+            pass
+        assert not gc.isenabled(), "paused by the caller, who enables them again"
+    finally:
+        gc.enable()

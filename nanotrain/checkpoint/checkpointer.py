@@ -35,6 +35,7 @@ from nanotrain.checkpoint.write import shard_name, write_shard
 from nanotrain.comm.group import Group
 from nanotrain.comm.work import CommunicationFault
 from nanotrain.precision.dtypes import DTYPE_NAMES
+from nanotrain.start_up import without_collection
 from nanotrain.topology.boxes import TensorBox
 
 Tensors = Mapping[TensorBox, torch.Tensor]
@@ -234,7 +235,8 @@ class Checkpointer:
         """
         path = Path(path)
         # One reader: at 1,024 ranks the manifest of a 70B model has 36 MB, and every rank needs all of it.
-        manifest = run_on_first(self.group, lambda: store.require_complete(path))
+        with without_collection():
+            manifest = run_on_first(self.group, lambda: store.require_complete(path))
         targets = choose(manifest, targets) if choose else targets
         fitted = fit_padding(manifest, targets, rows=padded_rows or {})
         local: list[Reads] = []

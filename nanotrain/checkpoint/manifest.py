@@ -23,6 +23,7 @@ from typing import Any
 from nanotrain.config.schema import nest_flat_values
 from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import TORCH_DTYPES
+from nanotrain.start_up import without_collection
 from nanotrain.topology.boxes import Box
 from nanotrain.untrusted import list_of, object_of, parse_json, plain_file_name, shown, text_of, whole_number
 
@@ -99,6 +100,7 @@ def to_json(manifest: Manifest) -> str:
     return "{\n" + "".join(lines) + '"tensors": {\n' + ",\n".join(rows) + f'\n}},\n"sha256": "{_checksum(body)}"\n}}\n'
 
 
+@without_collection()
 def from_json(text: str, *, source: str = "the manifest") -> Manifest:
     """Parse and check the output of `to_json`; `source` is its path, for errors.
 
