@@ -55,8 +55,9 @@ from nanotrain.model.context import BatchContext
 from nanotrain.model.init import initialize
 from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.optim.distributed import DistributedOptimizer
-from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions
+from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
+from nanotrain.parallel.dp.options import DataParallelOptions
 from nanotrain.parallel.dp.reduction import ReduceGroups
 from nanotrain.parallel.dp.stores import GradPool, OwnMemory
 from nanotrain.parallel.dp.strategy import STRATEGIES

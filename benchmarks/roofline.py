@@ -152,7 +152,7 @@ def budget_of(plan: Plan, card: Card, *, has_triton: bool = True) -> Budget:
     with _model_parallel(plan) as parallel:
         for stage in plan.stages:
             _count_microbatches(plan, stage, budget, parallel=parallel, has_triton=has_triton)
-    _count_gradients(plan, budget, writes=has_triton and not plan.strategy.shard_grads)
+    _count_gradients(plan, budget, writes=has_triton and not plan.data_parallel.strategy.shard_grads)
     _add_bubble(plan, budget)
     _count_optimizer(plan, budget)
     for (name, _), num_bytes in sent_bytes(plan).items():

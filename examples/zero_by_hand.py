@@ -15,8 +15,9 @@ from torch import nn
 from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import ParallelConfig, ShardingStrategy
-from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions
+from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
+from nanotrain.parallel.dp.options import DataParallelOptions
 from nanotrain.parallel.dp.reduction import ReduceGroups
 from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.precision.policy import Precision

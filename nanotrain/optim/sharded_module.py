@@ -9,7 +9,7 @@
 Sharding strategies, optimizer instances (HSDP), overlap and update rules are those of the trainer. With
 `optim_grads_params` each module of `unit_classes` is one FSDP unit (Megatron-FSDP: `fsdp_unit_modules`): gathered
 before its forward and its backward, freed right after. Every other module with parameters of its own, such as an
-embedding, is a unit too. No model parallelism: parameters are the same on all ranks but for their sharding.
+embedding, is a unit too. There is no model parallelism: all ranks have the same parameters, apart from their sharding.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,9 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import OptimConfig, OuterShardingStrategy, ParallelConfig, PrecisionConfig
 from nanotrain.errors import ConfigError
 from nanotrain.optim.distributed import DistributedOptimizer, Update
-from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions
+from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
+from nanotrain.parallel.dp.options import DataParallelOptions
 from nanotrain.parallel.dp.reduction import ReduceGroups
 from nanotrain.parallel.dp.strategy import STRATEGIES, Strategy
 from nanotrain.precision.loss_scale import LossScale
@@ -89,7 +90,8 @@ class ShardedModule:
             plan_layout(_declare(module, units, unit_classes=unit_classes, dtype=precision.params_dtype.value), rules),
             groups=groups,
             options=replace(
-                _options(parallel, precision),
+                DataParallelOptions.of(parallel, precision),
+                is_recomputing=_is_in_backward,
                 units=[(child, _parameters_read(name, child, tied=tied)) for name, child in units],
             ),
             precision=Precision.of(precision),
@@ -265,7 +267,7 @@ def _parameters_read(name: str, child: nn.Module, *, tied: dict[str, str]) -> fr
 
 
 def _candidates(module: nn.Module) -> list[str]:
-    """Classes of the items of module lists, which most often are the blocks."""
+    """Classes of the items of module lists, usually the transformer blocks."""
     lists = (child for child in module.modules() if isinstance(child, nn.ModuleList | nn.Sequential))
     return sorted({type(item).__name__ for each in lists for item in each}) or [type(module).__name__]
 
@@ -293,30 +295,12 @@ def _check_trained(module: nn.Module, optim: OptimConfig) -> None:
     if frozen:
         raise ConfigError(
             f"{len(frozen)} parameters are frozen, the first is {frozen[0]}",
-            why="weight decay and the flat buffers would change them all the same",
+            why="the optimizer updates the whole flat buffer, so weight decay would change them",
             fix="train all of them, or keep frozen ones as buffers of the module",
         )
     if optim.decoupled_lr is not None:
         why = "a module does not declare which parameters are its embedding and its output layer"
         raise ConfigError("decoupled_lr has no effect", why=why, fix="leave it out")
-
-
-def _options(parallel: ParallelConfig, precision: PrecisionConfig) -> DataParallelOptions:
-    is_low_precision = Precision.of(precision).grads != torch.float32
-    num_prefetched = parallel.fsdp_prefetch_depth if parallel.overlap_param_gather else 0
-    return DataParallelOptions(
-        strategy=STRATEGIES[parallel.data_parallel_sharding_strategy.value],
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
-        num_prefetched_units=num_prefetched,
-        reshards_after_forward=parallel.reshard_after_forward,
-        num_gather_blocks=1 + parallel.fsdp_prefetch_depth if parallel.fsdp_double_buffer else 0,
-        averages=parallel.ddp_average_in_collective,
-        by_all_to_all=parallel.reduce_scatter_with_fp32_accumulation and is_low_precision,
-        keeps_full_grads=parallel.force_all_reduce,
-        is_recomputing=_is_in_backward,
-        writes_wgrads=parallel.gradient_accumulation_fusion,
-    )
 
 
 def _is_in_backward() -> bool:

@@ -15,7 +15,8 @@ from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.transformer import Stage
 from nanotrain.parallel.cp.attention import build_core_attention
 from nanotrain.parallel.cp.backends import AttentionChoice, AttentionDevice
-from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions
+from nanotrain.parallel.dp.data_parallel import DataParallel
+from nanotrain.parallel.dp.options import DataParallelOptions
 from nanotrain.parallel.dp.reduction import ReduceGroups
 from nanotrain.parallel.pp.executor import RunnableStage
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
@@ -82,12 +83,12 @@ def _build_stage(plan: Plan, stage: StagePlan, *, context: ParallelContext) -> B
         )
         for buffer in stage.buffers
     )
-    module.to(context.device)  # registered buffers, as router biases; parameters are there already
+    module.to(context.device)  # moves registered buffers such as router biases; parameters are on the device already
     return BuiltStage(module, stage.params, data_parallel, wgrad_queue)
 
 
 def _amax_groups(config: Config, buffer: BufferPlan, *, context: ParallelContext) -> tuple[Group, ...]:
-    """The ranks beside those of data parallelism that share the scale of an fp8 weight."""
+    """Groups, besides the data-parallel ones, whose ranks share the scale of an fp8 weight."""
     if not RECIPES[config.precision.fp8_recipe].is_per_tensor:
         return ()
     return (context.group("etp" if buffer.layout.params[0].spec.is_expert else "tp"),)
@@ -95,21 +96,11 @@ def _amax_groups(config: Config, buffer: BufferPlan, *, context: ParallelContext
 
 def data_parallel_options(plan: Plan, buffer: BufferPlan, *, recompute: Recompute) -> DataParallelOptions:
     """The options of one buffer's wrapper, in a stage with this recomputation."""
-    parallel = plan.config.parallel
-    num_ranks = buffer.shard.size * buffer.replicate.size
-    return DataParallelOptions(
-        strategy=plan.strategy,
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
-        num_prefetched_units=plan.num_prefetched_units,
-        reshards_after_forward=parallel.reshard_after_forward,
-        num_gather_blocks=plan.num_gather_blocks,
-        averages=parallel.ddp_average_in_collective,
-        # the loss is scaled for the mean over dp_cp, and that of experts is over fewer ranks
-        grad_scale=num_ranks / plan.num_averaged_ranks if parallel.ddp_average_in_collective else 1.0,
-        by_all_to_all=plan.reduces_by_all_to_all,
-        keeps_full_grads=parallel.force_all_reduce,
-        writes_wgrads=parallel.gradient_accumulation_fusion,
+    num_ranks, options = buffer.shard.size * buffer.replicate.size, plan.data_parallel
+    return replace(
+        options,
+        # the loss is scaled for a mean over dp_cp; expert gradients are averaged over fewer ranks
+        grad_scale=num_ranks / plan.num_averaged_ranks if options.averages else 1.0,
         is_recomputing=lambda: recompute.is_recomputing,
     )
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import OptimConfig, PrecisionConfig
 from nanotrain.optim.distributed import DistributedOptimizer
-from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions
+from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
+from nanotrain.parallel.dp.options import DataParallelOptions
 from nanotrain.parallel.dp.reduction import ReduceGroups
 from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.precision.loss_scale import LossScale

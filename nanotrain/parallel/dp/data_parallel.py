@@ -22,31 +22,29 @@ Buckets are reduced in buffer order on every rank, independent of the order in w
 that two ranks issue in different orders deadlock on NCCL. This holds across both groups too. With overlap, the
 reduction across of bucket i starts right before the reduce-scatter of bucket i + MAX_REDUCTIONS.
 
-No more than MAX_REDUCTIONS are in flight where a reduction holds memory or another one follows it. Otherwise all may
-be: on NCCL a wait in the backward would put the rest of the backward behind the reduction.
+At most MAX_REDUCTIONS are in flight if a reduction holds memory or is followed by another one. Otherwise there is no
+limit: on NCCL a wait in the backward would delay the rest of the backward until the reduction is complete.
 
 Source: Rajbhandari et al. 2020 (ZeRO), sections 5.1-5.2; Megatron-LM core, `distributed_data_parallel.py` and
 `param_and_grad_buffer.py`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nanotrain.comm.group import Group
 from nanotrain.kernels.grad_view import GradView, attach
 from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.parallel.dp.fp8_weights import Fp8Weights, placeholder
 from nanotrain.parallel.dp.layout import BufferLayout
+from nanotrain.parallel.dp.options import DataParallelOptions
 from nanotrain.parallel.dp.reduction import ReduceGroups, Reduction, shard_of
 from nanotrain.parallel.dp.storage import build_grads, build_params
 from nanotrain.parallel.dp.stores import ParamStore
-from nanotrain.parallel.dp.strategy import Strategy
 from nanotrain.parallel.dp.unit_gather import UnitGather
 from nanotrain.parallel.dp.units import child_units, given_units
 from nanotrain.precision.fp8 import WEIGHT_DTYPE
@@ -58,30 +56,6 @@ MAX_FULL_BUCKETS = 2
 # One reduction runs and the next is queued. More would hold memory on gloo, which receives into (d-1)/d of a bucket
 # (measured, 13 buckets: 39 MiB with all in flight, 10.5 with two, no slower), and full-size gradients of a pool.
 MAX_REDUCTIONS = 2
-
-
-@dataclass(frozen=True)
-class DataParallelOptions:
-    """Options of one wrapper."""
-
-    strategy: Strategy  # what is sharded over the shard group
-    overlap_grad_reduce: bool = False  # reduce a bucket as soon as it is ready
-    overlap_param_gather: bool = False  # return from `start_param_gather` before the all-gathers are complete
-    averages: bool = False  # divide gradients by the number of ranks inside the collective
-    grad_scale: float = 1.0  # factor of unreduced gradients
-    by_all_to_all: bool = False  # reduce-scatter as an all-to-all and a local fp32 sum
-    num_prefetched_units: int = 0  # units gathered ahead where parameters are sharded
-    reshards_after_forward: bool = True  # free a unit after its forward and gather it again for its backward
-    num_gather_blocks: int = 0  # blocks of memory that gathered units use in turn; 0: allocated with every gather
-    keeps_full_grads: bool = False  # all-reduce whole buckets instead of reduce-scatter
-    # products write weight gradients into the bucket; None: on GPUs
-    writes_wgrads: bool | None = None
-    # modules in forward order, and the names of the parameters that each reads; None: the children of the module
-    units: Sequence[tuple[nn.Module, Collection[str]]] | None = None
-    # whether a forward pass runs again inside a backward
-    is_recomputing: Callable[[], bool] = lambda: False
-    # weights are gathered in fp8, and these ranks beside those of the buckets share a scale; None: in params_dtype
-    fp8_amax_groups: Sequence[Group] | None = None
 
 
 class DataParallel:
@@ -156,7 +130,11 @@ class DataParallel:
         self._free_units()
 
     def finish_grad_reduce(self, *, is_abandoned: bool = False) -> None:
-        """Wait until every `grads.shard` holds the sum over the ranks; of an abandoned step, for what is in flight."""
+        """Wait until every `grads.main` holds the sum over the ranks.
+
+        Args:
+            is_abandoned: wait only for reductions that were started; the gradients are then not used.
+        """
         if not is_abandoned:
             self._start_reductions(until=len(self.buckets))
         for bucket in self._in_flight:
@@ -167,7 +145,10 @@ class DataParallel:
         self.wait_for_params()
 
     def fill_params(self, fill: Callable[[Sequence[LocalParam]], None]) -> None:
-        """Let `fill` write initial values; of sharded and of fp8 parameters one bucket at a time has full size."""
+        """Write initial values: `fill` receives parameters whose tensors have full size.
+
+        Sharded and fp8 parameters have full size for one bucket at a time, so `fill` is called once per bucket.
+        """
         if self.fp8_weights is None and not self.options.strategy.shard_params:
             fill(self.layout.params)
             return
@@ -209,7 +190,7 @@ class DataParallel:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Complete parameters inside the block, for code that reads them without the module's forward."""
+        """Gather all parameters for the time of the block, for code that reads them without the module's forward."""
         self.wait_for_params()
         if self._is_gathered or (self._unit_gather is None and self.fp8_weights is None):
             yield
@@ -228,7 +209,7 @@ class DataParallel:
             self._is_gathered = False
 
     def _point_params(self, bucket: Bucket, full: Tensor | None) -> None:
-        """Let the parameters of a bucket be views of `full` [numel], or of where the bucket always is."""
+        """Make the parameters of a bucket views of `full` [numel]; None for the bucket's own storage."""
         for entry in bucket.layout.params:
             param, view = self._views[entry.name]
             param.data = view if full is None else bucket.view(entry.name, full).view(view.shape)
@@ -267,7 +248,7 @@ class DataParallel:
         """`GradView.start_write` of a parameter."""
         bucket = self._bucket_of[name]
         borrows = self.options.strategy.shard_grads and not bucket.grads.holds_pooled
-        # Before the hooks have completed the bucket before, it would be the third one with storage.
+        # While the previous bucket is incomplete, this one would be the third with storage.
         is_full = borrows and any(b.grads.holds_pooled and not b.is_in_flight for b in self.buckets)
         if not self._in_backward or is_full:
             return None
@@ -288,7 +269,7 @@ class DataParallel:
 
     @property
     def _max_reductions(self) -> int:
-        """How many reductions may be in flight."""
+        """The largest number of reductions in flight."""
         shard, replicate = self.groups.shard, self.groups.replicate
         holds_memory = self.options.strategy.shard_grads or shard.is_gloo or replicate.is_gloo
         is_followed = shard.size > 1 and replicate.size > 1
@@ -311,7 +292,7 @@ class DataParallel:
             self._unit_gather.free()
 
     def _reduce_later_units(self, num_complete: Sequence[int], index: int) -> None:
-        """Reduce the units after one whose backward is next: at the same place on every rank, between all-gathers."""
+        """Reduce the units after `index`, whose backward is next; all ranks do so between the same all-gathers."""
         if self._in_backward and self._reduces_now:
             self._start_reductions(until=num_complete[index])
 

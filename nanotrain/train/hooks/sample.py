@@ -35,7 +35,7 @@ class SampleHook(Hook):
             return
         topology = run.context.topology
         is_sharded = topology.world_size > topology.size("dp") or topology.size("ep") > 1
-        if is_sharded or run.plan.strategy.shard_params:
+        if is_sharded or run.plan.data_parallel.strategy.shard_params:
             log.info("no sample: the model is sharded over several ranks; use nanotrain generate on the checkpoint")
             return
         if self._tokenizer is None:

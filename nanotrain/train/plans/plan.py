@@ -24,7 +24,8 @@ from nanotrain.optim.parts import ShardPart, host_fraction, split_shard, state_b
 from nanotrain.optim.rule import UpdateRule
 from nanotrain.parallel.cp.attention import CORE_ATTENTIONS
 from nanotrain.parallel.dp.layout import BufferLayout, LayoutRules, plan_layout
-from nanotrain.parallel.dp.strategy import STRATEGIES, Strategy
+from nanotrain.parallel.dp.options import DataParallelOptions
+from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.parallel.pp.gpipe import forward_only
 from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule
@@ -39,7 +40,6 @@ from nanotrain.topology.shape import ModelShape
 from nanotrain.topology.stages import StageSpec, split_layers, stages_of_lengths
 from nanotrain.topology.topology import Topology
 
-MAX_GRAD_BYTES = 4  # bytes of an fp32 gradient
 MAX_TRANSIENT_BUCKETS = 2  # full-size buckets that exist at once where gradients are sharded
 
 
@@ -106,35 +106,18 @@ class Plan:
         return self.sampler.num_microbatches
 
     @property
-    def strategy(self) -> Strategy:
-        """What data parallelism shards."""
-        return STRATEGIES[self.config.parallel.data_parallel_sharding_strategy.value]
-
-    @property
-    def reduces_by_all_to_all(self) -> bool:
-        """Whether a reduce-scatter is an all-to-all and a local fp32 sum; fp32 gradients are always summed in fp32."""
-        is_low_precision = Precision.of(self.config.precision).grads.itemsize < MAX_GRAD_BYTES
-        return self.config.parallel.reduce_scatter_with_fp32_accumulation and is_low_precision
+    def data_parallel(self) -> DataParallelOptions:
+        """What data parallelism shards, reduces and gathers; the run uses the same options for every buffer."""
+        return DataParallelOptions.of(self.config.parallel, self.config.precision)
 
     @property
     def num_averaged_ranks(self) -> int:
         """Factor of the loss, which the collectives of the gradients divide by: 1, or the ranks of `dp_cp`."""
         return self.groups["dp_cp"].size if self.config.parallel.ddp_average_in_collective else 1
 
-    @property
-    def num_prefetched_units(self) -> int:
-        """Units gathered ahead where params are sharded."""
-        return self.config.parallel.fsdp_prefetch_depth if self.config.parallel.overlap_param_gather else 0
-
-    @property
-    def num_gather_blocks(self) -> int:
-        """Blocks of memory that gathered units use in turn; 0: allocated with every gather."""
-        parallel = self.config.parallel
-        return 1 + parallel.fsdp_prefetch_depth if parallel.fsdp_double_buffer else 0
-
     def _gathered_numel(self, layout: BufferLayout) -> int:
-        if self.num_gather_blocks:
-            return sum(layout.gather_blocks(self.num_gather_blocks).numel.values())
+        if self.data_parallel.num_gather_blocks:
+            return sum(layout.gather_blocks(self.data_parallel.num_gather_blocks).numel.values())
         if not self.config.parallel.reshard_after_forward:
             return layout.numel
         # where a group of layers is recomputed, one is gathered beside the layer whose backward waits for it
@@ -142,7 +125,8 @@ class Plan:
         numel = layout.numel_of_units
         # multi-token prediction reads embedding and head beside its own unit
         shared = [numel.pop(min(b.units)) for b in layout.buckets if b.is_shared] if self.shape.num_mtp_layers else []
-        return sum(shared) + sum(sorted(numel.values())[-1 - max(self.num_prefetched_units, recomputes_groups) :])
+        num_ahead = max(self.data_parallel.num_prefetched_units, recomputes_groups)
+        return sum(shared) + sum(sorted(numel.values())[-1 - num_ahead :])
 
     @property
     def rule(self) -> UpdateRule:
@@ -182,7 +166,7 @@ class Plan:
     @property
     def resident_bytes(self) -> ResidentBytes:
         """Bytes of params, grads and optimizer state (the table in docs/zero.md)."""
-        precision, strategy = Precision.of(self.config.precision), self.strategy
+        precision, strategy = Precision.of(self.config.precision), self.data_parallel.strategy
         grad_size, main_grad_size = precision.grads.itemsize, precision.main_grads.itemsize
         params = units = grads = buckets = optimizer = 0
         for buffer in self.buffers:
@@ -203,7 +187,7 @@ class Plan:
             else:
                 grads += layout.numel * grad_size
                 grads += num_updated * main_grad_size if precision.main_grads != precision.grads else 0
-            if self.reduces_by_all_to_all:
+            if self.data_parallel.by_all_to_all:
                 buckets += num_buckets * largest * grad_size  # received
         return ResidentBytes(params, units, grads, buckets, optimizer)
 

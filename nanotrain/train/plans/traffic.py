@@ -87,10 +87,10 @@ def data_parallel(plan: Plan) -> Iterator[tuple[Key, int]]:
 
     Across instances shards are all-reduced, or reduce-scattered and gathered where they are sharded across instances.
     """
-    precision, strategy = Precision.of(plan.config.precision), plan.strategy
+    precision, strategy = Precision.of(plan.config.precision), plan.data_parallel.strategy
     num_scatters = plan.num_microbatches if strategy.shard_grads else 1
     keeps_full = plan.config.parallel.force_all_reduce
-    reduce_scatter = "all_to_all" if plan.reduces_by_all_to_all else "reduce_scatter"
+    reduce_scatter = "all_to_all" if plan.data_parallel.by_all_to_all else "reduce_scatter"
     buffers = [(buffer, stage.spec.index) for stage in plan.stages for buffer in stage.buffers]
     for buffer, stage in buffers:
         shard, replicate = buffer.shard, buffer.replicate

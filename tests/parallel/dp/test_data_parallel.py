@@ -9,13 +9,9 @@ from torch import nn
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import ParallelConfig
-from nanotrain.parallel.dp.data_parallel import (
-    MAX_REDUCTIONS,
-    DataParallel,
-    DataParallelOptions,
-    gathered,
-)
+from nanotrain.parallel.dp.data_parallel import MAX_REDUCTIONS, DataParallel, gathered
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
+from nanotrain.parallel.dp.options import DataParallelOptions
 from nanotrain.parallel.dp.stores import TransientGrads
 from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.parallel.dp.units import unit_modules

@@ -13,8 +13,9 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.model.context import BatchContext
 from nanotrain.parallel.dp import reduction as reduction_module
 from nanotrain.parallel.dp import stores
-from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions, gathered
+from nanotrain.parallel.dp.data_parallel import DataParallel, gathered
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
+from nanotrain.parallel.dp.options import DataParallelOptions
 from nanotrain.parallel.dp.stores import OwnMemory, ShardedParams
 from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.parallel.pp.executor import run_forward

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.parallel.dp.data_parallel import DataParallel, DataParallelOptions
+from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import BufferLayout, LayoutRules, plan_layout
+from nanotrain.parallel.dp.options import DataParallelOptions
 from nanotrain.parallel.dp.reduction import ReduceGroups
 from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.precision.policy import Precision

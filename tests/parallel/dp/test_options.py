@@ -1,0 +1,20 @@
+"""The options of a wrapper follow from the configuration."""
+
+import pytest
+
+from nanotrain.config.config import DType, ParallelConfig, PrecisionConfig
+from nanotrain.parallel.dp.options import DataParallelOptions
+
+
+@pytest.mark.parametrize(("overlaps", "depth"), [(False, 0), (True, 3)])
+def test_units_are_prefetched_only_if_the_gather_overlaps(overlaps: bool, depth: int) -> None:
+    parallel = ParallelConfig(overlap_param_gather=overlaps, fsdp_prefetch_depth=3, fsdp_double_buffer=True)
+    options = DataParallelOptions.of(parallel, PrecisionConfig())
+    assert (options.num_prefetched_units, options.num_gather_blocks) == (depth, 4)
+
+
+@pytest.mark.parametrize("in_bf16", [False, True])
+def test_only_gradients_below_fp32_are_reduced_by_all_to_all(in_bf16: bool) -> None:
+    parallel = ParallelConfig(reduce_scatter_with_fp32_accumulation=True)
+    precision = PrecisionConfig(params_dtype=DType.bf16, grad_reduce_in_bf16=in_bf16)
+    assert DataParallelOptions.of(parallel, precision).by_all_to_all is in_bf16
