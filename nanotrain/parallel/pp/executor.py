@@ -15,6 +15,7 @@ callbacks (the data-parallel layer), which may reduce the gradients of that stag
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -56,6 +57,11 @@ class RunnableStage:
     callbacks: tuple[BackwardCallback, ...] = ()  # notified of its backwards
     # of its linear layers; without it a backward for the input computes weight gradients as well
     wgrad_queue: WgradQueue | None = None
+
+    @cached_property
+    def trained_params(self) -> list[nn.Parameter]:
+        """The parameters whose gradients an I action computes; read after the last of them has been replaced."""
+        return [param for param in self.module.parameters() if param.requires_grad]
 
 
 @dataclass(frozen=True)
@@ -223,7 +229,7 @@ class _Step:
     def backward_input(self, action: Action) -> None:
         """I: compute the gradient of the stage's input and keep the weight gradients for W."""
         forward, stage = self.in_flight.pop((action.stage, action.microbatch)), self.stages[action.stage]
-        params = [param for param in stage.module.parameters() if param.requires_grad]
+        params = stage.trained_params
         inputs = [*params] if forward.hidden is None else [forward.hidden, *params]
         queue = stage.wgrad_queue or WgradQueue()
         # Gradients that no layer defers (norms, embedding, head, router) are computed here and accumulated by W.
