@@ -7,9 +7,9 @@
 
 `step`: global norm of all shards -> skip if it is not finite, on every rank alike -> unscale and clip in one
 multiplication -> update the main params -> copy them to the model param shards. The caller then updates `average` and
-all-gathers. Gaps and padding stay zero. The host never waits for the device, but for state in host memory.
+all-gathers. Gaps and padding stay zero. The host waits for the device only if state is in host memory.
 
-Checkpoints see no offsets: state is `dict[TensorBox, Tensor]`, each tensor a view of flat state.
+Checkpoints contain no offsets: state is `dict[TensorBox, Tensor]`, each tensor a view of flat state.
 
 Source: Rajbhandari et al. 2020 (ZeRO), section 5.1; Megatron-LM, `distrib_optimizer.py`.
 """
@@ -89,7 +89,13 @@ class _BucketState:
     def tensors(
         self, ranges: Sequence[ShardRange], *, copies: list[tuple[StoredTensor, Tensor]], only: str | None = None
     ) -> Iterator[tuple[TensorBox, Tensor]]:
-        """Main params and state by their names in checkpoints: views, or `copies` of what is stored with scales."""
+        """Main params and state by their names in checkpoints.
+
+        Args:
+            ranges: of the parameters.
+            copies: tensors that are stored with scales are yielded as fp32 copies, which are appended here.
+            only: a prefix of names ("model"); None for all.
+        """
         for state in self.parts:
             start, stop = state.part.start, state.part.stop
             inside = list(clip_ranges(ranges, start=start, stop=stop))
@@ -144,6 +150,7 @@ class DistributedOptimizer:
         self._matrix_updates = self._build_matrix_updates(wrappers, groups)
         # On a CPU the gradients are multiplied by the clip factor; a division by its inverse would round otherwise.
         self._divides = self._rule.divides_by_grad_scale and self._device.type == "cuda"
+        self._norm_grads = [grad for state in self._states for grad in _grads_for_norm(state)]
         self._multiplied = self._grads_to_multiply()
         self._loading: list[tuple[StoredTensor, Tensor]] = []
 
@@ -156,8 +163,7 @@ class DistributedOptimizer:
             sums: [n] fp64 on the device, summed over all ranks in the all-reduce of the norm.
         """
         scale = self.loss_scale.scale
-        shards = [grad for state in self._states for grad in _grads_for_norm(state)]
-        local = squared_norm(shards, device=self._device)[None]
+        local = squared_norm(self._norm_grads, device=self._device)[None]
         total = local if sums is None else torch.cat([local, sums])
         all_reduce(total, self._world)
         norm = total[0].sqrt() / scale
@@ -183,7 +189,7 @@ class DistributedOptimizer:
         return Update(norm, ~is_finite, total[1:])
 
     def num_zero_grads(self) -> Tensor:
-        """Zeros in the gradients of the last step on this rank, replica 0 of every element: fp64 scalar."""
+        """Zeros in the last step's gradients, this rank's part of the count: fp64 scalar, each element on one rank."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for state in self._states:
             for part in state.ranges if state.replica[0] == 0 else ():
@@ -220,7 +226,7 @@ class DistributedOptimizer:
     def state_tensors(self) -> dict[TensorBox, Tensor]:
         """Main params and optimizer state on this rank, as tensors that a checkpoint can be read into.
 
-        They are views, but for what is stored with scales: those are fp32 copies, stored by `load_state_dict`.
+        They are views. Tensors that are stored with scales are fp32 copies, which `load_state_dict` writes back.
         """
         self._loading.clear()
         return {box: view for state in self._states for box, view in state.tensors(state.ranges, copies=self._loading)}
@@ -228,7 +234,7 @@ class DistributedOptimizer:
     def grad_tensors(self, *, once: bool = False) -> dict[TensorBox, Tensor]:
         """Reduced gradients of the last step on this rank, as views; `once`: every element on one rank only.
 
-        After `step` fp32 gradients are unscaled and clipped; those in lower precision are scaled as they are read.
+        After `step` fp32 gradients are unscaled and clipped; gradients in lower precision are still scaled.
         """
         return {
             box: view
@@ -296,7 +302,7 @@ class DistributedOptimizer:
         return updates
 
     def _grads_to_multiply(self) -> list[Tensor]:
-        """The fp32 gradients that no update rule divides, in few tensors; others are scaled once they are converted."""
+        """The fp32 gradients that `step` multiplies by the clip factor; others are scaled by the rule or when read."""
         if self._states[0].grads.dtype is not torch.float32:
             return []
         if not self._divides:
@@ -337,7 +343,7 @@ class DistributedOptimizer:
 
 
 def _update_on_host(part: PartState, *, rule: UpdateRule, step: UpdateStep) -> None:
-    """Update a part; one of matrices was updated with the matrices before."""
+    """Update a part in host memory; parts of matrices were updated by `MatrixUpdate`."""
     if not part.part.is_matrix:
         for start, stop in part.chunks():
             with part.loaded(start, stop) as ranges:

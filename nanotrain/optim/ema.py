@@ -40,7 +40,7 @@ class WeightAverage:
                 ema[start:stop].lerp_(part.main.read(start, stop), of_part)
 
     def restart(self) -> None:
-        """Begin again at the main params, as after loading a checkpoint without an average."""
+        """Set the average to the main params, for example after loading a checkpoint without an average."""
         for part in self._parts:
             assert part.ema is not None, "allocated above"
             for start, stop in part.chunks():

@@ -81,7 +81,7 @@ class GroupNorms:
         return len(KINDS) * len(self.groups)
 
     def by_group(self, norms: Iterable[float]) -> dict[str, dict[str, float]]:
-        """What `finish` returned, by kind and group."""
+        """The numbers of `finish` by kind and group."""
         values = iter(norms)
         return {kind: {group: next(values) for group in self.groups} for kind in KINDS}
 

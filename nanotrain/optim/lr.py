@@ -28,7 +28,7 @@ class LRSchedule:
 
     optim: OptimConfig  # lr, min_lr, decay style, and warmup and decay in steps, samples or a fraction
     samples_per_step: int  # global batch size; converts steps to samples
-    train_samples: int  # samples of the run: of warmup and decay if the length of the schedule is unset
+    train_samples: int  # samples of the run, the length of the schedule unless the configuration sets another
 
     @property
     def warmup_samples(self) -> float:

@@ -1,4 +1,4 @@
-"""Which rank computes the update of which hidden matrix, and which pieces of it every rank holds. Pure.
+"""Assignment of hidden matrices to ranks: which rank updates a matrix, and which pieces each rank holds. Pure.
 
     matrices_of   the matrices of a parameter: one, or one per expert of a stack
     assign        matrices -> owners, with balanced FLOPs
@@ -108,7 +108,7 @@ class Balance:
 
 
 def matrices_of(param: LocalParam, *, splits_tensors: bool) -> list[Matrix]:
-    """The matrices of a local parameter: its last two dims, once per index of the dim before.
+    """The matrices of a local parameter: its last two dims; a 3-D parameter is a stack of them, one per expert.
 
     `splits_tensors` is False where every tensor-parallel rank treats its rows or columns as a matrix.
     """

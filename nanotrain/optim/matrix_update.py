@@ -98,7 +98,7 @@ class MatrixUpdate:
         return directions
 
     def _neutralize(self, part: ParamRange, step: UpdateStep) -> None:
-        """In a skipped step, replace the gradients by those that change no state."""
+        """In a skipped step, replace the gradient by one that leaves the state unchanged."""
         name, skipped = self._rule.momentum, step.is_skipped.to(part.grad.device)
         neutral = torch.zeros((), device=part.grad.device) if name is None else part.state[name]
         torch.where(skipped, neutral, part.grad, out=part.grad)

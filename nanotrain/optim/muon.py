@@ -90,7 +90,7 @@ def update_scalars(ranges: Sequence[ParamRange], step: UpdateStep) -> None:
 MUON = UpdateRule(
     state_names=scalar_state_names,
     update=update_scalars,
-    divides_by_grad_scale=False,  # as both rules would have to
+    divides_by_grad_scale=False,  # the matrix rule does not divide by it
     matrix=MatrixRule(
         state_names=("momentum_buffer",),
         direction=update_momentum,

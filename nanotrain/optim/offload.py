@@ -48,9 +48,10 @@ class HostUpdate:
             arrival.wait_on_host()
 
     def run(self, update: Callable[[PartState], None]) -> None:
-        """Update part after part as its gradients arrive, and copy its params to the device; complete on the stream.
+        """Update each part once its gradients have arrived, and copy its params to the device.
 
-        A part's buffers are free again: the copies of the step before precede those of its gradients on the stream.
+        The device's stream waits for the copies. The buffers of a part can be reused at once: on the copy stream the
+        parameter copies of the previous step precede the gradient copies of this one.
         """
         if self._copies is None:
             return
@@ -79,5 +80,5 @@ def require_gpu(device_type: str) -> None:
         raise ConfigError(
             "optimizer_cpu_offload has no effect",
             why="the device is a CPU: optimizer state is in host memory already",
-            fix="leave --optimizer-cpu-offload out",
+            fix="leave out --optimizer-cpu-offload",
         )

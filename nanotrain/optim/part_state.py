@@ -3,7 +3,7 @@
     part          [----------------------------]
     param ranges  [== weight decay ==|=========]   consecutive params with the same hyperparameters, merged
 
-Where everything is stored in fp32 the ranges are views, made once. Otherwise a chunk at a time is converted to fp32,
+If everything is stored in fp32, the ranges are views, made once. Otherwise one chunk at a time is converted to fp32,
 updated and stored again.
 """
 
@@ -40,7 +40,7 @@ class PartState:
         state: [numel] state tensors by name.
         grad: [numel] reduced gradients, fp32 or `--main-grads-dtype`.
         model_params: [numel] model params; the values of `main` where they have its dtype.
-        host: buffers of a part whose other tensors, but for `model_params`, are in host memory.
+        host: buffers of a part whose tensors, except `model_params`, are in host memory; None on the device.
     """
 
     def __init__(
@@ -82,7 +82,11 @@ class PartState:
             params[start:stop].copy_(self.main.read(start, stop))
 
     def scale_rows(self, factors: Mapping[str, Tensor]) -> bool:
-        """Multiply the main params of named parameters by factors [rows] of their global rows; whether any is here."""
+        """Multiply main params by factors per row of the global parameter; returns whether this part has any of them.
+
+        Args:
+            factors: by parameter name, [rows].
+        """
         first, found = self.part.start, False
         for start, stop in self.chunks():
             ranges = clip_ranges(self.part.ranges, start=first + start, stop=first + stop)
@@ -127,7 +131,7 @@ class PartState:
             self.state[name].write(values, start)
 
     def _segments(self, start: int, stop: int) -> Iterator[tuple[ShardRange | None, int, int]]:
-        """Cover [start, stop) of the part with segments of equal hyperparameters: one param of each, first and last."""
+        """Split [start, stop) of the part by hyperparameters: a param range of each segment, its start and its stop."""
 
         def key(param_range: ShardRange) -> tuple[bool, bool]:
             spec = param_range.param.spec

@@ -91,7 +91,12 @@ def clip_ranges(parts: Iterable[ShardRange], *, start: int, stop: int) -> Iterat
 
 
 def ranges_to_save(ranges: Iterable[ShardRange], replica: tuple[int, int]) -> list[ShardRange]:
-    """The index-th of nearly equal parts of every range of a first replica; `replica` is (index, number)."""
+    """This rank's share of every range to save: ranks with equal shards save nearly equal parts of it.
+
+    Args:
+        ranges: of the shard; only replica 0 of a parameter is saved.
+        replica: index and number of the ranks with the same shard.
+    """
     index, size = replica
     parts = []
     for full in ranges:
@@ -109,10 +114,7 @@ def range_boxes(name: str, part: ShardRange) -> Iterator[TensorBox]:
 
 
 def state_bytes(parts: Iterable[ShardPart], rule: UpdateRule, *, config: OptimConfig, precision: Precision) -> int:
-    """Bytes of the main params, where they are stored apart from the model params, of the state and of the average.
-
-    Parts on the host are left out.
-    """
+    """Bytes on the device of the state, of the average, and of main params that are separate from the model params."""
     total = 0
     for part in parts:
         if part.on_host:

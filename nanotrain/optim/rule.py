@@ -1,4 +1,4 @@
-"""The interface of an update rule, which has no tensors of its own: state is passed in.
+"""The interface of an update rule: functions without tensors of their own; state is an argument.
 
 UpdateRule     one row of `OPTIMIZERS`: an elementwise rule and, where it has one, a rule for hidden matrices
 MatrixRule     an update that depends on all elements of a matrix (Muon)
@@ -64,14 +64,15 @@ class MatrixRule:
     """The update of a hidden matrix: main -= lr * (weight_decay * main + scale * transform(direction))."""
 
     state_names: tuple[str, ...]  # state tensors per element of a matrix
-    # updates the state of a range in place; returns [n], elementwise, of which `transform` needs the whole matrix.
-    # In a skipped step the gradient is replaced by one that changes no state
+    # elementwise: updates the state of a range in place and returns the direction [n]. In a skipped step the gradient
+    # is replaced by one that leaves the state unchanged, see `momentum`
     direction: Callable[[ParamRange, OptimConfig], Tensor]
-    transform: Callable[[Tensor, OptimConfig], Tensor]  # [rows, columns] -> [rows, columns]
+    transform: Callable[[Tensor, OptimConfig], Tensor]  # of the whole matrix of directions, [rows, columns]
     scale: Callable[[Shape, OptimConfig], float]  # factor of the update of a matrix of this shape
     flops: Callable[[Shape, OptimConfig], int]  # of `transform`
     dtype: Callable[[OptimConfig], torch.dtype]  # in which directions and transformed matrices are sent
-    momentum: str | None = None  # the state tensor that is such a gradient; None: zeros are
+    # the state tensor that, as a gradient, leaves the state unchanged; None if a gradient of zeros does
+    momentum: str | None = None
 
 
 @dataclass(frozen=True)

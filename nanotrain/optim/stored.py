@@ -32,8 +32,8 @@ class StoredTensor:
     Args:
         values: [n] in its dtype.
         scales: [ceil(n / SCALE_BLOCK)] fp32, or None.
-        is_square: of elements that are not negative, of which none but 0 is rounded to 0. A second moment of 0 would
-            make the step of its element as large as Adam's epsilon permits.
+        is_square: the elements are not negative, and only 0 is rounded to 0: with a second moment of 0 the step of an
+            element would be as large as Adam's epsilon permits.
     """
 
     def __init__(self, values: Tensor, scales: Tensor | None = None, *, is_square: bool = False) -> None:
@@ -89,7 +89,7 @@ class StoredTensor:
 
 
 def num_scales(numel: int, dtype: torch.dtype) -> int:
-    """Scales of a tensor of zeros.
+    """The number of scales of a tensor: one per block in fp16, else 0.
 
     >>> num_scales(5000, torch.float16), num_scales(5000, torch.bfloat16)
     (3, 0)

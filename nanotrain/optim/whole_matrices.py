@@ -9,8 +9,8 @@
     scatter   over shard                   local matrix     -> flat pieces at (r*, s, t)
     spread    over replicate               pieces           -> the same pieces at every r
 
-Each is one all-to-all for all matrices, in one order on every rank; a group of one rank sends nothing. Every matrix is
-transformed once in the grid, and replicas receive equal bits.
+Each step is one all-to-all for all matrices, in the same order on every rank; a group of one rank sends nothing. Every
+matrix is transformed once in the grid, so replicas receive equal bits.
 """
 
 from collections import defaultdict
@@ -47,7 +47,7 @@ class GridGroups:
 
 @dataclass(frozen=True)
 class MatrixSlice:
-    """A matrix, by its number, and the elements of it that are sent or received."""
+    """The number of a matrix, and how many of its elements are sent or received."""
 
     number: int
     numel: int
@@ -77,7 +77,7 @@ class Route:
         return sum(self._input_splits) - self._input_splits[self._group.index]
 
     def run(self, part: Callable[[int, int], Tensor], *, like: Tensor) -> list[tuple[int, Tensor]]:
-        """Send `part(number, rank)` of every matrix; returns (number, elements), in the order of the senders.
+        """Send `part(number, rank)` of every matrix; returns (number, received elements), ordered by sender.
 
         Args:
             part: any shape, in the dtype of `like`.
@@ -169,9 +169,10 @@ class WholeMatrices:
         return self._spread.run(lambda number, _: scattered[number], like=like)
 
     def _local(self, number: int, parts: Sequence[Tensor]) -> Tensor:
-        """The local matrix from its pieces, in the order of the ranks that sent them.
+        """The local matrix from its pieces, which arrive ordered by rank.
 
-        Across instances neighbouring pieces are on ranks of different instances, so the order of ranks is another one.
+        Where optimizer state is sharded across instances, neighbouring pieces are on ranks of different instances, so
+        the order of the ranks is not that of the pieces.
         """
         pieces = self._placed[number].pieces
         by_rank = dict(zip(sorted(piece.shard for piece in pieces), parts, strict=True))

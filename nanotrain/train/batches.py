@@ -26,9 +26,9 @@ class GlobalBatch:
     microbatches: tuple[Batch, ...]  # of this rank, on its device
     num_target_tokens: int  # unmasked target tokens of the global batch, over all ranks
     wait_s: float  # seconds that this rank waited for data
-    wants_save: bool = False  # whether a rank asked to save before this batch
-    num_mtp_tokens: tuple[int, ...] = ()  # the same of each layer of multi-token prediction
-    busy_s: tuple[float, ...] = ()  # by rank: seconds of the step before in which it did not wait for other ranks
+    wants_save: bool = False  # whether a rank requested a save before this batch
+    num_mtp_tokens: tuple[int, ...] = ()  # target tokens of each layer of multi-token prediction, over all ranks
+    busy_s: tuple[float, ...] = ()  # by rank: seconds of the previous step in which it did not wait for other ranks
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class BatchIterator:
 
         Args:
             wants_stop: whether this rank received a signal or reached its time limit.
-            wants_save: whether this rank was asked to save and go on.
+            wants_save: whether this rank received a request to save and continue.
             failure: an error of this rank since the last step.
             busy_s: seconds of the last step in which this rank did not wait for others; None on every rank if unknown.
 
@@ -120,7 +120,7 @@ class BatchIterator:
         )
 
     def discard(self) -> None:
-        """Forget the batch that was read ahead, on all ranks: the next one is read where the source then is."""
+        """Drop the batch that was read ahead, if any; all ranks call this. The next call reads a new one."""
         if self._started is not None:
             self._started.sums.wait()
         self._started = None

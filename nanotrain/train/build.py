@@ -85,8 +85,9 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
         )
     state.curve_batch_size = state.curve_batch_size or plan.sampler.global_batch_size
     train_samples = _samples_of_steps(plan, state)(config.train.train_iters)
-    # On a CPU the host computes: it would wait for other ranks later, but as long.
-    batches, is_ahead = _open_batches(plan, inputs, state=state, context=context), context.device.type == "cuda"
+    batches = _open_batches(plan, inputs, state=state, context=context)
+    # Voting one step ahead saves time on a GPU only: on a CPU the host runs the step itself and waits just as long.
+    is_ahead = context.device.type == "cuda"
     return Run(
         plan=plan,
         inputs=inputs,
@@ -123,7 +124,7 @@ def _transform_blocks(stages: Iterable[Stage], config: Config, *, device_type: s
 
 
 def _samples_of_steps(plan: Plan, state: TrainState) -> Callable[[int], int]:
-    """Samples of the first steps of the run, counted as at its first step: other batch sizes since change nothing."""
+    """The number of samples in the first `steps` steps, at the batch size of step 0 even if a resume changed it."""
     schedule = plan.sampler.schedule
     return lambda steps: samples_of_steps(schedule, steps) if schedule else steps * state.curve_batch_size
 

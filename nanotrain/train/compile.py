@@ -30,7 +30,7 @@ BREAKS: dict[str, Callable[[Config], object]] = {
     "the routed experts (model/moe.py)": lambda config: config.model.moe.num_experts is not None,
     "recomputed modules (memory/recompute.py)": lambda config: recomputed_modules(config.memory),
 }
-# settings that compiled blocks do not support; asked for with --torch-compile they are errors (config/rules)
+# settings that compiled blocks do not support; together with an explicit --torch-compile they are errors (config/rules)
 UNSUPPORTED: dict[str, Callable[[Config], object]] = {
     "--cpu-offloading": lambda config: config.memory.cpu_offloading,
     "--recompute-modules": lambda config: DISCARDED.intersection(recomputed_modules(config.memory)),
@@ -84,7 +84,7 @@ def _has_special_attention(config: Config) -> bool:
 
 
 def _defers_wgrad(parallel: ParallelConfig) -> bool:
-    """Whether the pipeline schedule computes weight gradients apart."""
+    """Whether the pipeline schedule has W actions."""
     pp, virtual = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
     schedule = build_schedule(parallel.pipeline_schedule, PipelineShape(pp, virtual, pp))
     return any(action.kind is ActionKind.backward_weight for action in schedule)

@@ -87,7 +87,9 @@ def open_corpus(source: str, tokenizer: Tokenizer | None) -> Iterator[IndexedTok
         return
     if not Path(source).exists():
         raise DataError(
-            f"there is no corpus {source}", why="it is no prefix of .bin/.idx files and no text", fix="check --data"
+            f"there is no corpus {source}",
+            why="it is neither a prefix of .bin/.idx files nor a text file or folder",
+            fix="check --data",
         )
     if tokenizer is None:
         why = "the model names no tokenizer"
@@ -111,7 +113,8 @@ def windows_of(corpus: IndexedTokens, config: Config) -> AllWindows:
     data, vocab_size = config.data, config.model.vocab_size
     assert vocab_size is not None, "a model has a vocabulary"
     if corpus.num_tokens < 2:
-        raise DataError(f"{corpus.prefix} has one token", why="a prediction needs one before it", fix="give more text")
+        what = f"{corpus.prefix} has {corpus.num_tokens} tokens"
+        raise DataError(what, why="a prediction needs a token before it", fix="evaluate on a longer text")
     masks = {name: getattr(data, name) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}
     return AllWindows(corpus, 0, corpus.num_tokens, GPTDatasetConfig(data.seq_length, vocab_size, **masks))
 
@@ -119,12 +122,12 @@ def windows_of(corpus: IndexedTokens, config: Config) -> AllWindows:
 def load_weights(model: OpenedCheckpoint, stages: Mapping[int, BuiltStage]) -> None:
     """Read this rank's boxes of the parameters, and the expert biases of its routers."""
 
-    def fill(module: nn.Module, params: Sequence[LocalParam]) -> None:
+    def fill(params: Sequence[LocalParam], *, module: nn.Module, is_sharded: bool) -> None:
         named = dict(module.named_parameters())
         boxes = {
             TensorBox(local.spec.name, local.spec.shape, local.box): named[local.spec.name].data for local in params
         }
-        # gathered units lie in storage that is freed by resizing, which a file must not be read into
+        # files must not be read into the storage of gathered units, which is freed by resizing
         apart = {box: torch.empty_like(target) for box, target in boxes.items()} if is_sharded else boxes
         model.read_params(apart)
         if is_sharded:
@@ -132,8 +135,7 @@ def load_weights(model: OpenedCheckpoint, stages: Mapping[int, BuiltStage]) -> N
 
     for stage in stages.values():
         for dp in stage.data_parallel:
-            is_sharded = dp.options.strategy.shard_params
-            dp.fill_params(partial(fill, stage.module))
+            dp.fill_params(partial(fill, module=stage.module, is_sharded=dp.options.strategy.shard_params))
     biases = router_biases({index: stage.module for index, stage in stages.items()})
     if biases:
         model.read_params(biases)
@@ -185,6 +187,9 @@ def evaluate_model(
         context: device and groups.
         tokenizer: of the model; None if unknown.
         max_samples: windows to read, from the first; None for all.
+
+    Raises:
+        DataError: no such corpus, fewer than two tokens, or text without a tokenizer.
     """
     stages = build_stages(plan, context)
     load_weights(model, stages)

@@ -85,7 +85,7 @@ def is_new_history(box: TensorBox, manifest: Manifest) -> bool:
 
 
 def finish_fp8_restore(stages: Mapping[int, Stage]) -> None:
-    """Use the histories that were read from a checkpoint."""
+    """Let every fp8 layer check whether the history read from a checkpoint has values."""
     for stage in stages.values():
         for layer in fp8_layers(stage).values():
             layer.restored()

@@ -21,7 +21,7 @@ from nanotrain.topology.boxes import TensorBox
 
 
 class ModelRouters:
-    """The routers of all stages of the model, their statistics as one vector.
+    """The routers of all stages of the model; their statistics form one vector.
 
     Args:
         stages: of this rank.

@@ -29,15 +29,15 @@ class TrainState:
     """Counters of a run; with a checkpoint's tensors they are all that a resume needs."""
 
     step: int = 0  # optimizer steps done, skipped steps included
-    consumed_samples: int = 0  # samples read by all ranks together; the next global batch starts there
+    consumed_samples: int = 0  # samples read by all ranks together, so the index of the next global batch's first
     consumed_tokens: int = 0  # unmasked target tokens
     # the global batch size at step 0. It converts the steps of the learning-rate curve to samples, so that the curve
     # stays the same when a resumed run has another batch size.
     curve_batch_size: int = 0
-    # of runs with rollback_on_spike:
-    skipped_samples: int = 0  # left out after spikes; the sample read is consumed_samples + skipped_samples
+    # only in runs with rollback_on_spike:
+    skipped_samples: int = 0  # left out after spikes; the index of the next sample is consumed + skipped samples
     spike_step: int = 0  # the highest step that was rolled back
-    rollback_step: int = 0  # where the last of them went back to
+    rollback_step: int = 0  # the step that the last rollback returned to
     recent_losses: list[float] = field(default_factory=list)  # of the last steps, oldest first
 
     def advance(self, *, samples: int, tokens: int) -> None:
@@ -47,19 +47,19 @@ class TrainState:
         self.consumed_tokens += tokens
 
     def to_dict(self) -> dict[str, Any]:
-        """The counters as JSON; those of rollbacks only where there are any."""
+        """The counters as JSON values; counters of rollbacks only if a rollback has happened."""
         rollbacks = ("skipped_samples", "spike_step", "rollback_step", "recent_losses")
         return {name: value for name, value in asdict(self).items() if value or name not in rollbacks}
 
 
 class StepSchedules:
-    """The pipeline schedule of each training step; a new one is planned only where the batch changes its size."""
+    """The pipeline schedule of each training step; planned again only when the number of microbatches changes."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._last = plan, plan.train_schedule
 
     def of(self, num_microbatches: int) -> RankPlan:
-        """The actions and transfers of this rank in a step of that many microbatches."""
+        """The actions and transfers of this rank in a step of `num_microbatches`."""
         if self._last.num_microbatches != num_microbatches:
             self._last = plan_train_schedule(self._plan.config, self._plan.groups, num_microbatches=num_microbatches)
         return self._last
@@ -106,14 +106,14 @@ class Run:
         return self.plan.config
 
     def pipeline_of(self, seq_length: int) -> Pipeline:
-        """The pipeline of a step with sequences of that length, which divides that of a sample."""
+        """The pipeline of a step whose sequences have `seq_length` tokens, a divisor of the sample length."""
         parts = self.config.data.seq_length // seq_length
         batch_size, length, hidden_size = self.plan.hidden_shape
         shape = (batch_size * parts, length // parts, hidden_size)
         return self.pipeline if parts == 1 else replace(self.pipeline, hidden_shape=shape)
 
     def data_stage_at(self, consumed_samples: int) -> str | None:
-        """The name of the data stage of the batch that starts there; None without data stages."""
+        """The data stage of the batch that starts at `consumed_samples`; None without data stages."""
         dataset = self.batches.dataset
         if not isinstance(dataset, StagedDataset):
             return None

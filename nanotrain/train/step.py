@@ -112,7 +112,7 @@ def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepO
     consumed, norms = run.state.consumed_samples, run.group_norms if is_logged else None
     lr, decoupled_lr = run.lr_schedule.lr_at(consumed), run.lr_schedule.decoupled_lr_at(consumed)
     num_tokens, scale = max(batch.num_target_tokens, 1), run.optimizer.loss_scale.scale
-    loss_scale = scale * run.plan.num_averaged_ranks
+    loss_scale = scale * run.plan.num_averaged_ranks  # gradient averaging divides by the second factor
     num_samples = run.plan.sampler.size_at(consumed)
     loss_sum = _compute_grads(run, batch, num_tokens=num_tokens, loss_scale=loss_scale)
     before = None if norms is None else norms.start()
@@ -124,12 +124,16 @@ def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepO
     for dp in run.data_parallel:
         dp.start_param_gather()
 
-    router_sums = [sums for sums in (run.routers.balance(),) if sums is not None]
     loss, others = update.sums[:1], update.sums[1:]
-    numbers = [loss, update.grad_norm[None], update.skipped[None], torch.full_like(loss, 1.0) * scale, others]
+    # in the order in which `StepOutput.read` splits them
+    numbers = [loss, update.grad_norm[None], update.skipped[None], torch.full_like(loss, 1.0) * scale]
+    numbers += [others, *measured]
+    router_sums = run.routers.balance()
+    if router_sums is not None:
+        numbers.append(router_sums)
     run.state.advance(samples=num_samples, tokens=batch.num_target_tokens)
     return StepOutput(
-        HostCopy(torch.cat([*numbers, *measured, *router_sums])),
+        HostCopy(torch.cat(numbers)),
         num_tokens,
         lr=lr,
         decoupled_lr=decoupled_lr,
@@ -145,7 +149,7 @@ def _compute_grads(run: Run, batch: GlobalBatch, *, num_tokens: int, loss_scale:
     """Forward and backward of every microbatch, and the sums of their gradients over ranks.
 
     Args:
-        num_tokens: target tokens of the global batch, by whose number the loss is divided.
+        num_tokens: target tokens of the global batch; the loss is divided by this number.
         loss_scale: factor of the loss, which the reduction and the optimizer divide by.
 
     Returns:
@@ -177,13 +181,13 @@ def _compute_grads(run: Run, batch: GlobalBatch, *, num_tokens: int, loss_scale:
 
 
 def _sums(run: Run, loss_sum: Tensor, *, is_logged: bool) -> Tensor:
-    """fp64, this rank's part of the sums over all ranks: the loss, those of multi-token prediction, and by corpus."""
+    """[n] fp64, this rank's part of the sums over all ranks: loss, losses of multi-token prediction, of each corpus."""
     losses = _once_per_tp_group(torch.cat([loss_sum.double()[None], _mtp_loss_sums(run)]), run.context)
     return losses if run.source_losses is None or not is_logged else torch.cat([losses, run.source_losses.take()])
 
 
 def _change_params(run: Run, update: Update) -> None:
-    """What follows the update rule, before the parameters are gathered."""
+    """Change the main params after the update rule and before the all-gather: QK-clip, moving average, fp8 scales."""
     if run.config.optim.qk_clip:
         clip_query_key(run, skipped=update.skipped)
     run.optimizer.average.update(update.skipped)
@@ -192,7 +196,7 @@ def _change_params(run: Run, update: Update) -> None:
 
 
 def _contexts(run: Run, batch: GlobalBatch, *, aux_loss_scale: float | Tensor) -> list[BatchContext]:
-    """The microbatches of a step, with what the step adds to them."""
+    """The microbatches of a step with the step's loss scales and dropout seed."""
     seed = run.config.train.seed if has_dropout(run.config.model) else None
     mtp_scales, cp = mtp_loss_scales(run.config.model, batch), run.context.group("cp")
     return [
@@ -252,7 +256,7 @@ def global_loss(loss_sum: Tensor, context: ParallelContext) -> float:
 
 
 def _once_per_tp_group(sums: Tensor, context: ParallelContext) -> Tensor:
-    """This rank's part of sums that all ranks of a tp group have: one of them has it."""
+    """Sums that are equal on all ranks of a tp group, zeroed on all but the first so that each is counted once."""
     return sums if context.group("tp").is_first else torch.zeros_like(sums)
 
 

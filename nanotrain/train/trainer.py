@@ -91,7 +91,7 @@ class Trainer:
             hook.after_training(run)
 
     def _abandon_step(self, batch: GlobalBatch, stopped: PassStopped) -> None:
-        """The state is that of the last step, and so is the position in the data."""
+        """Log the stop and drop the batch that was read ahead; state and data position stay at the last full step."""
         self.run.batch_iterator.discard()
         log.info(
             "stopping after step %d: %s; step %d is abandoned after %d of %d microbatches",
@@ -104,7 +104,7 @@ class Trainer:
 
     @contextmanager
     def _saving_after_error(self) -> Iterator[None]:
-        """Call the hooks that save after an error that all ranks raise in the block."""
+        """If all ranks raise an error in the block, let the hooks save before it propagates."""
         try:
             yield
         except CommunicationFault:
@@ -122,7 +122,8 @@ class Trainer:
         run, watch = self.run, Stopwatch(self.run.context.device)
         self._waited_before_s = run.context.heartbeat.waited_s
         run.context.heartbeat.begin("data", step=run.state.step + 1)
-        busy_s = self._busy_s if run.context.device.type == "cpu" else None  # where waiting blocks the host
+        # measured on CPUs only: on a GPU the device waits, not the host
+        busy_s = self._busy_s if run.context.device.type == "cpu" else None
         with self._saving_after_error():
             wants_save, run.stop.wants_save = run.stop.wants_save, False
             batch = run.batch_iterator.next(
@@ -134,7 +135,7 @@ class Trainer:
         return batch, watch
 
     def _save_now(self) -> None:
-        """Let the hooks save the last step; an error is raised after the next step."""
+        """Let the hooks save the last step. An error of a hook is raised on all ranks after the next step."""
         log.info("saving after step %d: received SIGUSR1", self.run.state.step)
         self._call_hooks(lambda hook: hook.save_now(self.run))
 
@@ -225,15 +226,15 @@ class Trainer:
         return name
 
     def _is_logged(self, step: int) -> bool:
-        """Whether the host waits for the step: for a line of the log, or because a hook waits anyway."""
+        """Whether the host waits for this step: to write a log line, or because a hook needs its numbers anyway."""
         train, checkpoint = self.run.config.train, self.run.config.checkpoint
         intervals = (train.log_interval, train.eval_interval, train.report_interval, checkpoint.save_interval)
-        if train.rollback_on_spike is not None:  # decided on every loss
+        if train.rollback_on_spike is not None:  # needs the loss of every step
             return True
         return step == train.train_iters or any(each and step % each == 0 for each in intervals)
 
     def _report_slowest(self, report: StepReport, busy_s: Sequence[float]) -> None:
-        """The slowest rank of the step before, and the time of this step for the next report."""
+        """Report the slowest rank of the previous step, and keep this step's busy time for the next report."""
         step_time_s = report.step_time_s
         if len(busy_s) > 1 and self._step_time_s:
             slowest = max(range(len(busy_s)), key=busy_s.__getitem__)
@@ -244,7 +245,7 @@ class Trainer:
         self._busy_s, self._step_time_s = max(0.0, step_time_s - waited_s), step_time_s
 
     def _count_skips(self, report: StepReport) -> None:
-        """Count steps that are skipped in a row; too many are a failure, the same on all ranks."""
+        """Count consecutive skipped steps; at `--max-consecutive-skips` all ranks fail."""
         train, scaling = self.run.config.train, self.run.optimizer.loss_scale
         is_skipped, loss_scale = report.skipped, report.loss_scale
         self._skips = self._skips + 1 if is_skipped else 0
@@ -285,7 +286,7 @@ class Trainer:
         """SIGTERM or SIGINT ends the run, a second SIGINT (Ctrl-C) at once; SIGUSR1 saves.
 
         A second SIGTERM is ignored: schedulers send one to every process, and torchrun sends another to its ranks.
-        A thread other than the main one cannot handle signals, so there they do what they did before.
+        Only the main thread can handle signals; in any other thread the handlers stay as they are.
         """
         in_main = threading.current_thread() is threading.main_thread()
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) if in_main else ()

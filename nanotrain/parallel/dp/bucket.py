@@ -18,9 +18,9 @@ from nanotrain.parallel.dp.stores import GradStore, ParamStore
 
 
 class Bucket:
-    """One bucket's storage, the gradients it still misses, and its reduction.
+    """One bucket: its storage, the parameters whose gradients are still missing, and its reduction.
 
-    Gradients are copied, not zeroed and added: the first one of a step overwrites the values of the last step.
+    Gradients are not zeroed between steps: the first gradient of a step overwrites the values of the last step.
 
     Args:
         layout: the bucket's range and its parameters.
@@ -78,13 +78,13 @@ class Bucket:
         self.mark_ready(name)
 
     def start_write(self, name: str) -> tuple[Tensor, bool]:
-        """The elements of one parameter, and whether they have gradients of the step to be added to."""
+        """The gradient elements of one parameter, and whether to add to them because this step has written them."""
         has_grads = name in self._written
         self._written.add(name)
         return self.view(name, self.grads.full()), has_grads
 
     def mark_ready(self, name: str) -> None:
-        """Expect no more of one parameter's gradient in this backward."""
+        """Mark one parameter's gradient of this backward as complete."""
         self._missing.discard(name)
 
     def start_reduce(self, *, is_last: bool) -> None:

@@ -155,10 +155,10 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class GatherBlocks:
-    """Memory that the gathered units of a buffer use in turn."""
+    """Blocks of memory that the gathered units of a buffer share: unit after unit uses the next block."""
 
     numel: dict[str, int]  # elements of every block, by name
-    places: tuple[tuple[str, int], ...]  # of every bucket: its block and the first element in it
+    places: tuple[tuple[str, int], ...]  # per bucket: the name of its block and its first element in the block
 
 
 @dataclass(frozen=True)
@@ -187,9 +187,9 @@ class BufferLayout:
         return dict(numel)
 
     def gather_blocks(self, num_blocks: int) -> GatherBlocks:
-        """Assign the units to blocks in turn, in the order of the forward, so that `num_blocks` successive ones differ.
+        """Assign the units to blocks round-robin in forward order: `num_blocks` successive units have different blocks.
 
-        A parameter that several units read has a block of its own.
+        A parameter that several units read has its own block.
         """
         turn: dict[str, str] = {}  # unit -> block
         filled: Counter[str] = Counter()  # elements by unit
@@ -215,12 +215,12 @@ class BufferLayout:
 def plan_layout(params: Sequence[LocalParam], rules: LayoutRules) -> BufferLayout:
     """Assign the parameters of one buffer to buckets.
 
+    A parameter that several units read has its own bucket: the gradient of a word embedding is summed over the embed
+    group after the reduce-scatter, so the first and the last stage must shard it in the same way.
+
     Args:
         params: this rank's parameters of one buffer, in registration order.
         rules: number of shards, bucket size, paddings, unit borders.
-
-    A parameter that several units read is alone in its bucket: the gradient of a word embedding is summed over the
-    embed group after the reduce-scatter, so the first and the last stage must shard it alike.
     """
     buckets: list[BucketLayout] = []
     open_params: list[BucketParam] = []

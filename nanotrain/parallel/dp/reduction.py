@@ -1,11 +1,11 @@
-"""How the gradients of a bucket are summed: which groups, which collectives, sum or mean.
+"""Gradient reduction of a bucket: groups, collectives, sum or mean.
 
     inside an instance     reduce-scatter over `shard`, after every microbatch or after the last
     across instances       all-reduce of the shard over `replicate`, or a reduce-scatter where optimizer state is
                            sharded across instances too; once per step
 
-With `no_shard` the shard group is one rank and the all-reduce across is the whole reduction; with one optimizer
-instance the replicate group is one rank and the reduce-scatter is; with several instances (HSDP) both run.
+With `no_shard` the shard group is one rank, so only the all-reduce across instances communicates. With one optimizer
+instance the replicate group is one rank, so only the reduce-scatter does. With several instances (HSDP) both do.
 """
 
 from dataclasses import dataclass

@@ -58,7 +58,15 @@ def build_params(
 def build_grads(
     layout: BufferLayout, *, groups: ReduceGroups, precision: Precision, device: torch.device, is_transient: bool
 ) -> list[GradStore]:
-    """One gradient store per bucket; `is_transient`: of full size only from the first write to the reduction."""
+    """One gradient store per bucket.
+
+    Args:
+        layout: of the buffers.
+        groups: of the buckets.
+        precision: dtypes of unreduced gradients and of those that the optimizer reads.
+        device: of the storage.
+        is_transient: whether a bucket has full size only from the first write to the reduction.
+    """
     if not is_transient:
         buffer = torch.zeros(layout.numel, dtype=precision.grads, device=device)
         fulls = buffer.split([bucket.numel for bucket in layout.buckets])

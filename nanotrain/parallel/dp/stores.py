@@ -5,7 +5,7 @@
     gradients    ResidentGrads     full size all the time; microbatches accumulate at full size, one reduction per step
                  TransientGrads    full size while a microbatch fills it, then only this rank's shard accumulates
 
-A full-size gradient of a transient store comes from a `GradPool`, so that freed storage is used again.
+Transient stores take full-size storage from a `GradPool` and return it, so that few buckets exist at full size.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from nanotrain.parallel.dp.reduction import ReduceGroups, shard_of
 
 
 class ShardGather:
-    """The all-gathers of one bucket's parameters: of the shard across instances, of the bucket inside one.
+    """The all-gathers of one bucket's parameters: first of the shard across instances, then of the bucket inside one.
 
     Args:
         full: [numel] the bucket.
@@ -80,7 +80,7 @@ class ResidentParams:
         self.update = self.gather.update if update is None else update
 
     def allocate(self) -> None:
-        """Do nothing, as `keep_shard`, `free` and `gather_apart`: `full` always has storage."""
+        """Do nothing: `full` always has storage. The same holds for `keep_shard`, `free` and `gather_apart`."""
 
     keep_shard = free = gather_apart = allocate
 
@@ -100,8 +100,8 @@ class ResidentParams:
 class OwnMemory:
     """Memory of one bucket's gathered parameters, allocated and freed with every gather.
 
-    The storage of `full` is resized instead of replaced: autograd saves views of it in the forward and reads them in
-    the backward, when it was gathered again.
+    The storage of `full` is resized, not replaced: autograd saves views of it in the forward and reads them in the
+    backward, after the unit has been gathered again.
 
     Args:
         numel: elements of the bucket.
@@ -132,10 +132,10 @@ class OwnMemory:
 
 
 class PooledMemory:
-    """Memory of one bucket's gathered parameters in a block that units use in turn (`--fsdp-double-buffer`).
+    """Memory of one bucket's gathered parameters in a block that several units share (`--fsdp-double-buffer`).
 
-    Nothing is allocated in a step, and on CUDA gathers start without waiting for freed memory. What autograd saved in
-    the forward are views of the block, which holds the same unit again when the backward reads them.
+    Nothing is allocated in a step, and on CUDA gathers start without waiting for freed memory. Autograd saves views of
+    the block in the forward; when the backward reads them, the block holds the same unit again.
 
     Args:
         full: [numel] view of the block.
@@ -159,7 +159,7 @@ class PooledMemory:
         self._users.add(self._key)
 
     def excludes(self, other: "OwnMemory | PooledMemory") -> bool:
-        """Whether `other` is another unit's and in the same block."""
+        """Whether `other` belongs to another unit and uses the same block."""
         return isinstance(other, PooledMemory) and other._users is self._users and other._unit != self._unit
 
     def free(self) -> None:
@@ -225,7 +225,7 @@ class ShardedParams:
             self.gather.start_inside()
 
     def gather_apart(self) -> None:
-        """Collect the parameters in `full`, in memory of their own where other units use the block too."""
+        """Collect the parameters in `full`, or in new memory (`apart`) if other units share the block."""
         self.apart = None
         if isinstance(self.memory, PooledMemory):
             self.gather.wait()

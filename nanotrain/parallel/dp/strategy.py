@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Strategy:
-    """The traits of a `--data-parallel-sharding-strategy`."""
+    """What a `--data-parallel-sharding-strategy` shards."""
 
     # main params and optimizer state are sharded over the shard group (ZeRO-1; Rajbhandari et al. 2020, section 5.1).
     shard_optim: bool
@@ -14,7 +14,7 @@ class Strategy:
 
     @property
     def gathers_by_unit(self) -> bool:
-        """Whether parameters are all-gathered per FSDP unit, so that buckets have to end at unit borders."""
+        """Whether parameters are all-gathered per FSDP unit; then no bucket may span two units."""
         return self.shard_params
 
 

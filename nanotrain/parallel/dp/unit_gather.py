@@ -63,7 +63,7 @@ class UnitGather:
         self.free()
 
     def free(self, *, but: Sequence[ParamStore] = ()) -> None:
-        """Free the storage of all units but some and those that wait for a backward."""
+        """Free the storage of all units except `but` and those that still wait for a backward."""
         if self.keeps_all:
             return
         for store in self._of(range(len(self._stores))):
@@ -72,7 +72,7 @@ class UnitGather:
 
     @contextmanager
     def all_gathered(self) -> Iterator[None]:
-        """All units inside the block; forward passes in it communicate nothing."""
+        """Gather all units for the time of the block; forward passes inside it communicate nothing."""
         self.keeps_all = True
         for store in self._of(range(len(self._stores))):
             store.gather_apart()
@@ -119,7 +119,7 @@ class UnitGather:
             store.wait()
 
     def _gather_again(self, index: int) -> None:
-        """Gather a unit in the backward of a later one, or of its own; what that backward has gathered stays."""
+        """Gather a unit for its recomputation inside a backward; units that this backward has gathered are kept."""
         last, num_prefetched = self._last_backward, self._num_next if index == self._last_backward else 0
         current = self._stores[index]
         # a unit that shares its block with the current one is recomputed later, and gathered again then

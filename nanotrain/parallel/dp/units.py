@@ -1,4 +1,4 @@
-"""FSDP units: the modules that run one after another, and the buckets whose parameters each of them reads.
+"""FSDP units: modules that run one after another, each with the buckets that hold its parameters.
 
 child_units   the children of a pipeline stage
 given_units   modules named by the caller, of any model
@@ -18,13 +18,12 @@ class UnitModule:
 
     module: nn.Module
     buckets: tuple[int, ...]  # indices of the buckets that it reads
-    # When its backward begins, the gradients of buckets 0 to this one, excluded, are complete.
-    num_complete: int
+    num_complete: int  # when its backward begins, the gradients of the first `num_complete` buckets are complete
 
 
 def child_units(module: nn.Module, layout: BufferLayout) -> list[UnitModule]:
     """The children of a stage, which run in registration order."""
-    # A module without parameters of its own, the head of a tied model, reads those that units share.
+    # A module without parameters (the head of a tied model) reads the parameters that units share.
     shared = [i for i, bucket in enumerate(layout.buckets) if bucket.is_shared]
     units = []
     for name, child in unit_modules(module):
@@ -44,7 +43,7 @@ def child_units(module: nn.Module, layout: BufferLayout) -> list[UnitModule]:
 def given_units(units: Sequence[tuple[nn.Module, Collection[str]]], layout: BufferLayout) -> list[UnitModule]:
     """Modules in forward order with the names of the parameters that each reads.
 
-    The order in which their backwards run is the model's own, so no gradient is known to be complete early.
+    The order of their backwards is unknown, so no gradient counts as complete before the backward ends.
     """
     return [
         UnitModule(
