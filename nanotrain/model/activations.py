@@ -1,4 +1,4 @@
-"""Activation functions of the MLP and the experts, elementwise: `ACTIVATIONS`, and of gate and linear part `Glu`."""
+"""Elementwise activation functions of the MLP and the experts: `ACTIVATIONS`, and `Glu` for gated ones."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,20 +33,20 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Glu:
-    """activation(gate) * (up + offset), both clamped before it where a clamp is set (gpt-oss)."""
+    """activation(gate) * (up + offset); with a clamp, gate and up are clamped first (gpt-oss)."""
 
     activation: Callable[[Tensor], Tensor]
     offset: float = 0.0
-    clamp: float | None = None  # the gate is at most this, the linear part at most this in size
+    clamp: float | None = None  # gate <= clamp, and |up| <= clamp
 
     @classmethod
     def of(cls, model_config: ModelConfig) -> "Glu":
-        """That of a model with gated MLPs."""
+        """The gated activation of a model."""
         activation = ACTIVATIONS[model_config.activation]
         return cls(activation, model_config.glu_linear_offset, model_config.activation_func_clamp_value)
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Elementwise."""
+        """gate [...], up [...] -> [...]."""
         if self.clamp is not None:
             gate, up = gate.clamp(max=self.clamp), up.clamp(-self.clamp, self.clamp)
         if self.activation is F.silu and not self.offset:

@@ -29,13 +29,13 @@ from nanotrain.topology.shape import ModelShape
 class Attention(nn.Module):
     """Causal multi-head attention with grouped key/value heads (Ainslie et al. 2023).
 
-    The number of heads is read off the projections, so a rank that holds a shard of the heads runs the same code.
+    The number of heads follows from the shapes of the projections, so a rank with a shard of the heads runs this code.
 
     Args:
         model_config: of the model.
         params: query, key, value, output; query_norm, key_norm and softmax_offset where declared.
         parallel: tp shards the heads, the core attention's cp group the sequence.
-        has_window: attend within the window.
+        has_window: attend within the window of the model.
         layer: index in the model.
     """
 
@@ -99,7 +99,7 @@ class Attention(nn.Module):
 
 
 def _rows(shape: ModelShape, num_heads: int, *, tensor_parallel: TensorParallel) -> slice:
-    """The outputs of a query, key or value projection that this tp rank computes; with fewer heads than ranks, one."""
+    """The outputs of a query, key or value projection that this tp rank computes: its heads, at least one."""
     group = tensor_parallel.group
     first = group.index * num_heads // group.size
     return slice(first * shape.head_dim, (first + max(1, num_heads // group.size)) * shape.head_dim)

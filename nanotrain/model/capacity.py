@@ -1,7 +1,7 @@
 """Expert capacity: the most tokens of a sequence that an expert takes; pairs beyond it are dropped.
 
-An expert keeps the tokens of a sequence that weigh it highest; ties go to the earlier position. The rule is on full
-sequences, so ranks that share one gather its routing first, and the result does not depend on how tokens are sharded.
+An expert keeps the tokens of a sequence with the highest weights for it; ties go to the earlier position. The rule is
+for full sequences: ranks that share one gather its routing first, so the result does not depend on the sharding.
 
     B batch   S tokens of a sequence on this rank   L all tokens of a sequence   E experts   K experts per token
 """

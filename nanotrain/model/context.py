@@ -1,4 +1,4 @@
-"""What a forward pass reads beside parameters and activations: per microbatch, and per stage and microbatch."""
+"""Inputs of a forward besides parameters and activations: `BatchContext` of a stage, `LayerContext` of its layers."""
 
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -15,7 +15,7 @@ from nanotrain.parallel.cp.split import local_positions
 
 @dataclass(frozen=True)
 class BatchContext:
-    """A microbatch, with what a step adds to the data."""
+    """A microbatch with the positions, scales and seed that the step adds."""
 
     batch: Batch  # the tokens of this rank, [B, S]
     # [S] int64, positions of this rank's tokens in their sequence under context parallelism; None for 0..S-1. Unlike
@@ -24,9 +24,9 @@ class BatchContext:
     # factor of one sequence's auxiliary losses in the differentiated loss; loss scale / sequences of the global batch
     # gives their mean over sequences. A tensor where the loss scale is dynamic
     aux_loss_scale: float | Tensor = 0.0
-    dropout_seed: int | None = None  # of the words of dropout; None drops nothing, as in evaluation
-    # factors of the layers of multi-token prediction: of their summed losses in what is differentiated, where that of
-    # the model has 1; none in evaluation, which leaves those layers out
+    dropout_seed: int | None = None  # None: nothing is dropped, as in evaluation
+    # factors of the summed losses of the layers of multi-token prediction, relative to the summed loss of the model;
+    # empty in evaluation, which leaves those layers out
     mtp_scales: tuple[float, ...] = ()
 
     @classmethod
@@ -47,7 +47,7 @@ class BatchContext:
         return cls(batch, positions, aux_loss_scale, dropout_seed, mtp_scales)
 
     def dropout(self) -> DropoutContext | None:
-        """The words of dropout; None where nothing is dropped."""
+        """The random words of dropout; None if nothing is dropped."""
         if self.dropout_seed is None:
             return None
         tokens, positions, sample_ids = self.batch.tokens, self.sequence_positions, self.batch.sample_ids
@@ -62,9 +62,9 @@ class LayerContext:
     """What all layers of a stage share for one microbatch."""
 
     rotary: Rotary | None = None  # cosines and sines of the positions; None without rotary positions
-    window_rotary: Rotary | None = None  # the same for layers with a window, where their base differs
+    window_rotary: Rotary | None = None  # for layers with a window; None if they use `rotary`
     mask: Any = None  # made by `CoreAttention.plan_mask`
-    window_mask: Any = None  # the same for layers with a window
+    window_mask: Any = None  # the mask of layers with a window
     sequence_positions: Tensor | None = None  # see `BatchContext`
     dropout: DropoutContext | None = None  # None where nothing is dropped
     aux_loss_scale: float | Tensor = 0.0  # see `BatchContext`

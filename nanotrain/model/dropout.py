@@ -1,11 +1,11 @@
-"""Dropout in the layers: which words belong to a microbatch, a layer and a place in it.
+"""Dropout in the layers: the random words of a microbatch, a layer and a place in the layer.
 
     embedding      after the word embeddings                        rate hidden_dropout
     weights        of the attention                                 attention_dropout
     attention      output of the attention, before the residual sum hidden_dropout
     mlp            output of the MLP or the experts                 hidden_dropout
 
-A word depends on the seed, the sample, the layer, the place and the position in the sequence; see kernels/dropout.py.
+A word is a 32-bit hash of the seed, the sample, the layer, the place and the position; see kernels/dropout.py.
 
     B batch   S sequence   H hidden
 """
@@ -30,7 +30,7 @@ class DropoutPlace(IntEnum):
 
 @dataclass(frozen=True)
 class DropoutContext:
-    """What dropout reads of a microbatch."""
+    """The random words and the positions of a microbatch."""
 
     words: Tensor  # [B] int64, one per sample
     positions: Tensor  # [S] int64, of this rank's tokens in their sequence
@@ -41,7 +41,7 @@ class DropoutContext:
         return cls(sample_words(seed, sample_ids), positions)
 
     def words_of(self, layer: int, place: DropoutPlace) -> Tensor:
-        """[B], of a place in a layer."""
+        """The words [B] of a place in a layer."""
         return mix_in(self.words, layer * len(DropoutPlace) + place)
 
 

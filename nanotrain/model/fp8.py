@@ -3,7 +3,7 @@
     dense     activations, their gradients and weights are shared by tp x cp     one number per tensor
     experts   the tokens of an expert by etp and the sequence's ranks            one number per expert and tensor
 
-So a scale is that of the whole tensor, as one rank would compute it for the same microbatch.
+So a scale is that of the whole tensor, the same that a single rank would compute for the microbatch.
 """
 
 from dataclasses import dataclass, replace

@@ -5,12 +5,11 @@
     embeddings of the next tokens --------------------- enorm --+                                    |
                                                                                      hidden states of the next layer
 
-Layer k reads at position i the token i + k and predicts token i + k + 1. Word embedding and head are those of the
-model; the block is like the last layer of the model. The layers are for training: evaluation and generation leave them
-out.
+At position i layer k reads token i + k and predicts token i + k + 1. It uses the model's word embedding and head; its
+block is like the last layer of the model. The layers exist for training only: evaluation and generation leave them out.
 
-What is differentiated is the model's loss plus `mtp_loss_scaling_factor` times the mean over layers of their losses,
-each a mean over its own target tokens of the global batch, as Megatron-LM with `--calculate-per-token-loss`.
+The training loss is the model's loss plus `mtp_loss_scaling_factor` times the mean over these layers of their losses,
+each a mean over its own target tokens of the global batch, as in Megatron-LM with `--calculate-per-token-loss`.
 
     B batch   S sequence   H hidden
 """
@@ -76,8 +75,8 @@ class MTPLayer(nn.Module):
         """Predict one token further.
 
         Args:
-            hidden: [B, S or S/tp, H], normalized, of the model or of the layer before.
-            batch: the sequences as many tokens further on as this is the number of the layer.
+            hidden: [B, S or S/tp, H], normalized, from the model or from the previous layer of multi-token prediction.
+            batch: the sequences, shifted by k tokens for layer k.
             context: of the layers of the model.
             embed: [B, S] tokens -> [B, S or S/tp, H].
             sum_losses: hidden states -> the summed cross-entropy.

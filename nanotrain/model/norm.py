@@ -1,9 +1,9 @@
-"""Norms over the last dim, computed in fp32 whatever the activations are.
+"""Norms over the last dim, computed in fp32 for every dtype of activations.
 
     build_norm   the norm that a configuration names
     LayerNorm, RMSNorm
-    after_norm   a norm and what follows, as one function
-    after_sum    a residual sum, its norm and what follows, as one function
+    after_norm   a norm and the module that follows, as one function
+    after_sum    a residual sum, its norm and the module that follows, as one function
     build_head_norm, WideRMSNorm   norms of queries and keys
 
 With `apply_layernorm_1p` the stored weight is the difference from 1, which is added in fp32. torch has a fused
@@ -55,10 +55,10 @@ class RMSNorm(nn.Module):
 
 
 class WideRMSNorm(nn.Module):
-    """RMSNorm over all heads together (OLMo 2), where each rank of a group has some of them.
+    """RMSNorm over all heads together (OLMo 2), with the heads sharded over a group.
 
-    The mean square is summed over the group. Every rank holds the weights of all heads and uses those of its own, so
-    the gradients of the weights are to be summed over the group.
+    The mean square is reduced over the group. Every rank holds the weights of all heads and uses those of its own, so
+    the gradients of the weights have to be summed over the group.
 
     Args:
         weight: [all heads * D].
@@ -118,7 +118,7 @@ def build_norm(model_config: ModelConfig, params: Parameters) -> nn.Module:
 
 
 def after_norm(norm: nn.Module | None, second: TensorFunction, *, recompute: Recompute) -> TensorFunction:
-    """The function `(x, **options) -> second(norm(x), **options)`; None for no norm."""
+    """The function `(x, **options) -> second(norm(x), **options)`; `second` itself if there is no norm."""
     return partial(second) if norm is None else recompute.chain("layernorm", norm, second=second)
 
 

@@ -18,7 +18,7 @@ class ModelParallel:
     core_attention: CoreAttention  # attention over sequences sharded over cp
     ep: Group  # ranks that share the experts
     etp: Group  # ranks that share the matrices of each expert
-    # ranks that hold the tokens of one sequence (tp x cp); a single rank where each of them has all tokens (generation)
+    # ranks that hold the tokens of one sequence (tp x cp); a single rank if every rank has all tokens (generation)
     sequence: Group
     dp: Group  # ranks that read different samples
     recompute: Recompute = field(default_factory=Recompute)  # modules that are recomputed in the backward pass
@@ -26,12 +26,12 @@ class ModelParallel:
     layers_in_bf16: frozenset[int] = frozenset()  # layers without fp8, where others have it
 
     def of_layer(self, layer: int) -> "ModelParallel":
-        """The same for one layer."""
+        """The groups and options of one layer, without fp8 if the layer is excluded from it."""
         return replace(self, tp=replace(self.tp, fp8=None)) if layer in self.layers_in_bf16 else self
 
     @classmethod
     def single_rank(cls) -> "ModelParallel":
-        """Without model parallelism."""
+        """One rank, without model parallelism."""
         names: tuple[GroupName, ...] = ("ep", "etp", "tp_cp", "dp")
         ep, etp, sequence, dp = (Group.single_rank(name) for name in names)
         return cls(TensorParallel.single_rank(), SDPAttention(), ep=ep, etp=etp, sequence=sequence, dp=dp)

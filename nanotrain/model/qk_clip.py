@@ -9,8 +9,8 @@ collect_factors   factors of the rows of query and key weights, from the logits 
     MLA                 query rows f^alpha, rotary   key rows f^(1 - alpha); the rotary key, which all heads share,
                         query rows f                 and values stay as they are
 
-So every logit of a head is scaled by f, biases included. A layer is clipped after the update of the step that its
-logits are of.
+So every logit of a head is scaled by f, biases included. A layer is clipped after the update of the step in which the
+logits were observed.
 
 Source: Kimi K2 (2025), section 2.1, algorithm 1 (MuonClip), with alpha 1/2; Megatron-LM for heads that share a key.
 
@@ -59,9 +59,9 @@ class MaxLogits(StatefulModule):
 
 
 def build_core(parallel: ModelParallel, shape: ModelShape) -> tuple[MaxLogits | None, Callable[..., Tensor]]:
-    """The core attention of a layer; where logits are tracked, with what keeps them.
+    """The core attention of a layer, and its `MaxLogits` if logits are tracked.
 
-    Those of training are: not of evaluation, and once where the core attention is recomputed.
+    Logits are tracked in training, not in evaluation, and only once if the core attention is recomputed.
     """
     core, recompute = parallel.core_attention, parallel.recompute
     if not parallel.tracks_logits:
@@ -116,9 +116,9 @@ def logits_of(stage: nn.Module) -> dict[str, MaxLogits]:
 
 
 def row_factors(of_heads: Tensor, shape: ModelShape, *, alpha: float) -> Mapping[str, Tensor]:
-    """The factors of the rows of each parameter of a layer, by its name in the layer, from those of the heads [N].
+    """The factors of the rows of query and key parameters, by their name in the layer, from those of the heads [N].
 
-    Parameters of other kinds of layers are among them.
+    The result may name parameters that the layer does not have (biases, a query without q_lora_rank).
     """
     if shape.mla is not None:
         nope, rope, value = shape.mla.nope_dim, shape.mla.rope_dim, shape.value_head_dim

@@ -1,6 +1,6 @@
 """The router: the experts of each token, and the weight of each expert's output.
 
-    logits        [E] per token, in fp32 whatever the activations are
+    logits        [E] per token, fp32 for every dtype of activations
     scores        softmax or sigmoid of the logits (SCORES)
     topk_ids      the K experts with the highest score + bias, within the best groups where there are groups. Softmax
                   scores that are not the weights (no pre-softmax) are compared by their logits, as in Megatron-LM
@@ -108,14 +108,14 @@ class Router(StatefulModule):
 
     @property
     def _counts(self) -> bool:
-        """Whether this forward pass is counted: in training, and the first time where it is recomputed."""
+        """Whether this forward pass is counted: in training, and only once if it is recomputed."""
         return self.training and torch.is_grad_enabled() and not self._recompute.is_recomputing
 
     @property
     def _ranks_logits(self) -> bool:
-        """Whether experts are selected by the order of the logits: without a bias and groups, which need the scores.
+        """Whether experts are selected by their logits: if there is neither a bias nor groups, which need the scores.
 
-        Scores of experts that are far behind underflow to ties, their logits do not.
+        Scores much lower than the best underflow to ties; logits do not.
         """
         return self.expert_bias is None and self.moe.router_num_groups is None
 
@@ -131,7 +131,7 @@ class Router(StatefulModule):
         return ranked.topk(moe.router_topk, dim=-1).indices
 
     def _in_turn(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """[B, S, K] int64: the experts in turn, K per token, by position; even whatever the logits are."""
+        """[B, S, K] int64: round-robin over the experts by position, K per token, independent of the logits."""
         topk = self.moe.router_topk
         first = (positions * topk)[:, None]
         turns = (first + torch.arange(topk, device=positions.device)) % self.num_experts
@@ -176,9 +176,9 @@ class Router(StatefulModule):
     def _scope(
         self, kind: LoadBalancing, tokens: Tensor, *, length: int, context: LayerContext
     ) -> tuple[Tensor, int | Tensor]:
-        """tokens_per_expert that a loss compares with, from those of every sequence [B, E], and the sequences in it.
+        """The tokens_per_expert of a loss, from those of every sequence [B, E], and the number of sequences in it.
 
-        For `global_aux_loss` the number is a tensor: it follows from the counts, as ranks may have padding.
+        For `global_aux_loss` the number is a tensor: it follows from the counts, because ranks may have padding.
         """
         if kind is LoadBalancing.seq_aux_loss:
             return tokens, 1

@@ -46,7 +46,7 @@ def count_tokens(topk_ids: Tensor, *, num_experts: int, sequence: Group) -> Tens
 
 
 def balance_loss(probabilities: Tensor, tokens_per_expert: Tensor, *, topk: int, num_tokens: int | Tensor) -> Tensor:
-    """The share of these tokens in a load-balancing loss, summed over sequences that have one each.
+    """The contribution of these tokens to a load-balancing loss, summed over sequences.
 
     Args:
         probabilities: [B, S, E] fp32, summing to one per token.

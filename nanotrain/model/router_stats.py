@@ -92,7 +92,7 @@ class RouterStats(StatefulModule):
         return (self.microbatch_tokens * (tokens_per_expert.sum() / self.microbatch_tokens.sum()))[None]
 
     def sums(self) -> Tensor:
-        """What the metrics are made of, in one tensor, [E + 5] fp64."""
+        """All sums in one tensor, [E + 5] fp64; input of `RouterMetrics.of`."""
         return torch.cat([self.tokens_per_expert, torch.stack([self.get_buffer(name) for name in _SCALARS])])
 
     def reset(self) -> None:
@@ -103,7 +103,7 @@ class RouterStats(StatefulModule):
 
 @dataclass(frozen=True)
 class RouterMetrics:
-    """What one router has done in a step, over all ranks."""
+    """Metrics of one router in a step, over all ranks."""
 
     tokens_per_expert: tuple[float, ...]  # dropped pairs among them
     dropped_fraction: float  # of all (token, expert) pairs
@@ -136,7 +136,7 @@ class RouterMetrics:
 
 
 class HasRouterState(Protocol):
-    """The state of a router beside its weight."""
+    """The state of a router besides its weight."""
 
     stats: RouterStats
     expert_bias: Tensor | None
@@ -179,7 +179,7 @@ def collect_router_sums(stages: Iterable[nn.Module], groups: Sequence[Group]) ->
 def update_expert_bias(stage: nn.Module, sums: Mapping[str, Tensor], *, rate: float) -> None:
     """Lower the bias of experts with more than the mean number of tokens, and raise that of the others.
 
-    Every bias moves by `rate`, whatever the distance (DeepSeek-V3, section 2.1.2: balance without auxiliary loss).
+    Every bias moves by `rate`, for any distance (DeepSeek-V3, section 2.1.2: balance without auxiliary loss).
 
     Args:
         stage: the routers.

@@ -1,4 +1,4 @@
-"""`LayerScores`: what an attention layer does to its scores and weights, per microbatch."""
+"""`LayerScores`: softcap, sink and dropout of the scores of an attention layer, per microbatch."""
 
 import torch
 from torch import Tensor

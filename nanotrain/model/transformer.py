@@ -8,10 +8,9 @@
     tokens -> [embedding] -> layers.{first}..{last-1} -> [final_norm -> head] -> loss
               first stage                                 last stage
 
-Beside it: attention.py, multi-head latent attention (mla.py), norm.py, rope.py, mixture of experts (moe.py), layers of
-multi-token prediction after the head (mtp.py). Parameters
-are declared in topology/parameters.py and made on the meta device; modules only use them. Their names are global on
-every stage.
+Other files: attention.py, multi-head latent attention (mla.py), norm.py, rope.py, mixture of experts (moe.py) and
+multi-token prediction (mtp.py). Parameters are declared in topology/parameters.py and created on the meta device;
+modules only use them. Their names are global on every stage.
 
     B batch   S sequence   H hidden   F inner width of the MLP   V vocabulary   Vp vocabulary with padding
     N query heads   G key/value heads (N is a multiple of G)   D width of a head
@@ -86,11 +85,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); with `norm_placement` the outputs are normalized, or both are.
+    """x + attention(norm(x)), then x + mlp(norm(x)); `norm_placement` also normalizes the outputs, or only these.
 
     Args:
         model_config: of the model.
-        params: attention, mlp, the norms before and after them that are declared; experts where this layer has them.
+        params: attention, mlp or experts, and those norms before and after them that are declared.
         parallel: groups of the layers.
         has_window: the attention has the window.
         layer: index in the model.
@@ -260,7 +259,7 @@ class Stage(nn.Module):
         )
         place = DropoutPlace.embedding
         self._drop_embedded = HiddenDropout(model_config.hidden_dropout, 0, place, parallel.tp)
-        # whether some layer attends to all keys before its own, and whether some attends within a window
+        # False if a layer attends to all earlier keys, True if one attends within a window; or both
         mtp_layers = shape.mtp_layers if spec.has_head else range(0)
         self._has_windows = {shape.has_window(i) for i in (*spec.layers, *mtp_layers)}
 
@@ -293,7 +292,7 @@ class Stage(nn.Module):
         """Run the stage on one microbatch.
 
         Args:
-            hidden: [B, S, H] from the stage before, [B, S/tp, H] with sequence parallelism; None on the first stage.
+            hidden: [B, S, H] of the previous stage, [B, S/tp, H] with sequence parallelism; None on the first stage.
             context: the microbatch, the same on every stage; S tokens of each sequence are on this cp rank.
 
         Returns:
@@ -322,7 +321,7 @@ class Stage(nn.Module):
 
     @property
     def mtp_layers(self) -> list[MTPLayer]:
-        """The layers of multi-token prediction in order; none but on the last stage."""
+        """The layers of multi-token prediction in order; only the last stage has any."""
         return [layer for layer in self.mtp.values() if isinstance(layer, MTPLayer)]
 
     def _predict_further(
@@ -332,7 +331,7 @@ class Stage(nn.Module):
         scales = context.mtp_scales
         for layer, batch, scale in zip(self.mtp_layers, context.batch.mtp, scales, strict=False):
             assert self.embedding is not None and self.head is not None, "multi-token prediction reads both"
-            # `forward` of both, not their hooks: the parameters are gathered as those of this layer
+            # `forward`, not a call: their FSDP hooks must not run, the unit of this layer gathers their parameters
             embed, sum_losses = self.embedding.forward, partial(self.head.forward, tied=self._tied_weight())
             hidden, further = layer(hidden, batch, context=layer_context, embed=embed, sum_losses=sum_losses)
             scaled = scale * further
@@ -340,12 +339,12 @@ class Stage(nn.Module):
         return loss
 
     def _transform(self, hidden: Tensor | None, context: BatchContext) -> tuple[Tensor, LayerContext]:
-        """Everything but the head and multi-token prediction, and what the layers shared."""
+        """Run embedding, layers and final norm; returns the hidden states and the context of the layers."""
         batch, dropout = context.batch, context.dropout()
         if self.spec.has_embedding:
             assert self.embedding is not None, "the first stage has the embedding"
             hidden = self._drop_embedded(self.embedding(batch.tokens, batch.position_ids), dropout)
-        assert hidden is not None, "a stage without the embedding needs the hidden states of the stage before"
+        assert hidden is not None, "a stage without the embedding needs the hidden states of the previous stage"
         positions = batch.tokens.shape[1] if batch.position_ids is None else batch.position_ids
         plan_mask, window = self.parallel.core_attention.plan_mask, self.model_config.window_size
         layer_context = LayerContext(

@@ -36,13 +36,13 @@ class CoreAttention(Protocol):
     """Causal softmax attention over sequences sharded across a cp group."""
 
     def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None) -> Any:
-        """Prepare the attention mask once per microbatch, for all layers.
+        """Prepare the attention mask, once per microbatch for all layers.
 
         Args:
-            segment_ids: [B, S] integers of the full sequences in host memory, equal within a segment; None where
+            segment_ids: [B, S] integers of the full sequences in host memory, equal within a segment; None if
                 attention crosses segments.
             tokens: [B, S / cp], the tokens of this rank.
-            window: keys before its own that a query attends to; None for all of them.
+            window: earlier keys that a query attends to; None for all of them.
 
         Returns:
             The `mask` argument of `__call__`, in a form private to the backend.
@@ -66,8 +66,8 @@ class CoreAttention(Protocol):
             key: [B, S / cp, G, D]; N is a multiple of G.
             value: [B, S / cp, G, Dv].
             mask: the result of `plan_mask` for this microbatch.
-            observe: called with all queries and keys that attend to each other, in parts; `--qk-clip` alone passes it.
-            scores: softcap, sink and dropout; passed where a model has one of them.
+            observe: called with all queries and keys that attend to each other, in parts; used to track logits.
+            scores: softcap, sink and dropout; None if the model has none of them.
 
         Returns:
             [B, S / cp, N, Dv].

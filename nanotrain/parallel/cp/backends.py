@@ -1,7 +1,8 @@
-"""The table of attention backends: what each can compute, and the choice of one for the layers of a model.
+"""The table of attention backends: the features of each, and the choice of one for the layers of a model.
 
 BACKENDS           the only list, in the order of preference; a row is a kernel and its limits
-AttentionNeed      what a layer computes; AttentionDevice: where (both pure, so a choice needs no GPU)
+AttentionNeed      dtype, head dims and features of a layer
+AttentionDevice    the kind of device; both are pure data, so a choice needs no GPU
 choose_backend     the first backend that can compute a need, of all or of one value of --attention-backend
 AttentionChoice    the backends of a model's layers
 backend_table      BACKENDS as a table for docs/gpu.md
@@ -31,7 +32,7 @@ FIRST_BF16 = (8, 0)  # the first CUDA compute capability with it, of kernels tha
 
 @dataclass(frozen=True)
 class Ability:
-    """What a backend can compute on one kind of device beside causal attention with grouped queries."""
+    """Dtypes and features of a backend on one kind of device; all compute causal attention with grouped queries."""
 
     dtypes: frozenset[str]
     features: frozenset[str]  # of FEATURES
@@ -43,7 +44,7 @@ class AttentionBackend:
 
     name: str
     flag: str  # the value of --attention-backend that selects it
-    kernel: Callable[[bool], AttentionKernel]  # of whether it was asked for, and torch may select no other
+    kernel: Callable[[bool], AttentionKernel]  # the argument: whether --attention-backend names it, so SDPA must use it
     abilities: Mapping[str, Ability]  # by kind of device
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
@@ -52,12 +53,12 @@ class AttentionBackend:
     torch_version: tuple[int, int] = (2, 10)  # the first one
     is_deterministic: bool = False  # its backward on a GPU; on a CPU all are
     is_in_graphs: bool = False  # whether a compiled block has it in its graph, on one cp rank
-    is_automatic: bool = True  # whether it may be chosen without being asked for
+    is_automatic: bool = True  # whether --attention-backend auto may choose it
 
 
 @dataclass(frozen=True)
 class AttentionNeed:
-    """What a layer computes."""
+    """The attention that a layer computes: dtype, head dims and features."""
 
     dtype: str
     head_dim: int
@@ -66,7 +67,7 @@ class AttentionNeed:
 
     @classmethod
     def of(cls, config: Config, *, has_window: bool) -> "AttentionNeed":
-        """Of a layer of a model, in training."""
+        """The need of a layer of a model in training."""
         model, parallel = config.model, config.parallel
         cp_comm_type = parallel.cp_comm_type if parallel.context_parallel_size > 1 else None
         is_wanted = {
@@ -86,7 +87,7 @@ class AttentionNeed:
 
 @dataclass(frozen=True)
 class AttentionDevice:
-    """Where attention is computed."""
+    """The device that computes attention, and its torch."""
 
     kind: str  # "cpu" or "cuda"
     capability: tuple[int, int] | None = None  # CUDA compute capability
@@ -94,12 +95,12 @@ class AttentionDevice:
 
     @classmethod
     def of(cls, device: torch.device) -> "AttentionDevice":
-        """A live device with the installed torch."""
+        """The description of a live device with the installed torch."""
         return cls(device.type, compute_capability(device), installed_torch())
 
 
 def installed_torch() -> tuple[int, int]:
-    """Of the installed torch."""
+    """Major and minor version of the installed torch."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
@@ -186,7 +187,7 @@ BACKENDS: dict[str, AttentionBackend] = {
 
 
 def lacks(backend: AttentionBackend, need: AttentionNeed, *, device: AttentionDevice) -> list[str]:
-    """What a backend lacks to compute a need on a device; empty where it can."""
+    """Why a backend cannot compute a need on a device; empty if it can."""
     ability = backend.abilities.get(device.kind)
     if ability is None:
         return [f"runs on {' and '.join(backend.abilities)} only"]
@@ -254,11 +255,11 @@ class AttentionChoice:
     """The backends of a model's layers.
 
     Attributes:
-        full: of layers that attend to all keys before their own; None: no such.
-        window: of layers with a window; None: no such.
-        is_forced: whether --attention-backend asked for them.
+        full: of layers that attend to all earlier keys; None if there are none.
+        window: of layers with a window; None if there are none.
+        is_forced: whether --attention-backend selected them.
         needs: of these layers.
-        warning: why they are not those that --attention-backend asked for; empty where they are.
+        warning: why they are not the backends that --attention-backend selects; empty if they are.
     """
 
     full: AttentionBackend | None
@@ -271,8 +272,8 @@ class AttentionChoice:
     def of(cls, config: Config, device: AttentionDevice) -> "AttentionChoice":
         """The choice for a configuration.
 
-        All backends compute the same attention. Where the one asked for cannot compute some layer on this device, those
-        of "auto" are taken, so that a script written for another device runs.
+        All backends compute the same attention. If the selected one cannot compute a layer on this device, those of
+        "auto" are used, so that a script written for another device runs.
         """
         flag, warning = config.train.attention_backend, ""
         needs = {
@@ -297,7 +298,7 @@ class AttentionChoice:
         return LayerKernels(full or LayerKernels().full, window or LayerKernels().window)
 
     def __str__(self) -> str:
-        """As in the header of a run.
+        """The text in the header of a run.
 
         >>> str(AttentionChoice.of(Config(), AttentionDevice("cpu")))
         'sdpa flash (fp32)'

@@ -1,6 +1,6 @@
 """`AttentionCall`: attention of queries to keys of full sequences, planned once per microbatch for all layers.
 
-Kernels that compute it are functions of query, key and value; what a kernel needs beside them it reads off the call.
+Kernels are functions of query, key and value; they read masks and positions from the call.
 
     B batch   S sequence   N query heads   G key/value heads   Q queries   K keys   D, Dv head dims
 """
@@ -20,7 +20,7 @@ from nanotrain.parallel.cp.tiles import LocalChunk, Spans, Tile, TilePlan, plan_
 
 
 class AttentionKernel(Protocol):
-    """How one call is computed."""
+    """A function that computes a call."""
 
     takes_scores: bool  # whether it computes softcap, sink and dropout
 
@@ -62,7 +62,7 @@ class AttentionCall:
 
     @cached_property
     def kernel_plans(self) -> dict[str, Any]:
-        """What kernels keep of this call for further layers, by their own keys."""
+        """Data that kernels derive from this call once and use for all layers, by a key per kernel."""
         return {}
 
     def _positions(self) -> tuple[Tensor, Tensor]:

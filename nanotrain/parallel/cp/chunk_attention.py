@@ -39,15 +39,15 @@ class AttentionChunk:
     query: Tensor  # [B, N, Q, D]
     key: Tensor  # [B, G, K, D]
     value: Tensor  # [B, G, K, Dv]
-    # [B or 1, 1, Q, K] bool, True where attention is allowed, a row may be all False; None for no mask
+    # [B or 1, 1, Q, K] bool, True where attention is allowed; rows may be fully masked; None for no mask
     mask: Tensor | None
     is_causal: bool  # query i attends to keys 0..i (Q equals K); only without a mask
     scale: float  # of the scores
-    softcap: float | None = None  # scores are c * tanh(score / c); None: as they are
+    softcap: float | None = None  # scores become c * tanh(score / c); None: unchanged
     dropped: "DroppedWeights | None" = None  # dropout of the weights
 
     def rows(self, rows: slice) -> "AttentionChunk":
-        """The attention of some queries, of a chunk with a mask or without."""
+        """The chunk of some queries only."""
         dropped = None if self.dropped is None else self.dropped.rows(rows)
         mask = None if self.mask is None else self.mask[:, :, rows]
         return replace(self, query=self.query[:, :, rows], mask=mask, dropped=dropped)
@@ -57,7 +57,7 @@ class DroppedWeights(Protocol):
     """Dropout of the weights of a chunk."""
 
     def rows(self, rows: slice) -> "DroppedWeights":
-        """That of some queries."""
+        """The dropout of some queries only."""
         ...
 
     def factors(self, num_heads: int, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,7 @@
 """Attention with `torch.nn.attention.flex_attention`: documents, windows, sinks and soft-capped scores in one kernel.
 
-The mask is a table of blocks of queries and keys: left out, full, or computed from positions inside the kernel. It is
-made on the host from the spans, without a tensor of queries by keys.
+The mask is a table of blocks of queries and keys: a block is skipped, full, or masked by positions inside the kernel.
+The table is made on the host from the spans, without a tensor of queries by keys.
 
     B batch   N query heads   G key/value heads   Q queries   K keys   D, Dv head dims
 """

@@ -50,7 +50,7 @@ def largest_logits(chunk: AttentionChunk, *, block_numel: int = BLOCK_NUMEL) -> 
 
 
 def _mask(chunk: AttentionChunk, *, start: int, stop: int) -> Tensor | None:
-    """What broadcasts to [B, G, N / G, stop - start, K], True where queries [start, stop) may attend."""
+    """A mask that broadcasts to [B, G, N / G, stop - start, K], True where queries [start, stop) may attend."""
     if chunk.is_causal:
         positions = torch.arange(stop, device=chunk.query.device)
         return positions[start:, None] >= positions

@@ -1,4 +1,4 @@
-"""Ring attention: keys and values travel around the cp group while every rank attends to the chunk it has.
+"""Ring attention: keys and values are sent around the cp group while every rank attends to those it holds.
 
 In step i rank r attends to the keys of rank s = (r - i) mod cp. With zigzag shards every step has the same cost on
 every rank, and only step 0 needs a mask:
@@ -64,7 +64,7 @@ class RingAttention:
     """Causal attention with keys and values sent around the ring."""
 
     def __init__(self, group: Group, kernels: LayerKernels | None = None) -> None:
-        self.group = group  # kernels do not return the log-sum-exp that results are merged by: the ring has tiles
+        self.group = group  # no kernels: the ring computes tiles, because it needs the log-sum-exp to merge results
 
     def plan_mask(
         self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None

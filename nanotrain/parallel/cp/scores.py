@@ -1,15 +1,15 @@
-"""What a layer does to attention scores and weights beside the softmax.
+"""Options of attention scores and weights: softcap, sink and dropout.
 
     softcap   scores become c * tanh(score / c) (Gemma 2)
     sink      one more score per head, whose weight multiplies no value (gpt-oss; Xiao et al. 2023)
     dropout   of the weights, by the sample, head, query and key (kernels/dropout.py)
 
 ScoreOptions       these options of a layer
-WeightDropout      the words of a microbatch; ChunkDropout: those of one chunk of queries and keys
-add_sink           the result of attention with a sink, from that without; sink_grad its gradient
+WeightDropout      dropout of a microbatch, given by random words; ChunkDropout: of one chunk of queries and keys
+add_sink           adds the sink to the result of attention; sink_grad: its gradient
 
-A sink s changes the result (out, lse) of all keys to (out * exp(lse - l), l) with l = log(exp(lse) + exp(s)), and the
-backward of every chunk follows from that as without a sink.
+A sink s changes the result (out, lse) over all keys to (out * exp(lse - l), l) with l = log(exp(lse) + exp(s)). The
+backward of every chunk reads this result and needs no further change.
 
     B batch   S sequence   N query heads   G key/value heads   Q queries   K keys   D, Dv head dims
 """
@@ -34,7 +34,7 @@ class ChunkDropout:
     keys: Tensor  # [K] int64
 
     def rows(self, rows: slice) -> "ChunkDropout":
-        """That of some queries."""
+        """The dropout of some queries only."""
         return replace(self, queries=self.queries[rows])
 
     def factors(self, num_heads: int, dtype: torch.dtype) -> Tensor:
@@ -54,20 +54,20 @@ class WeightDropout:
     first_head: int = 0  # of the queries, among all heads of the model
 
     def at(self, queries: Tensor, keys: Tensor) -> ChunkDropout:
-        """That of queries and keys at these positions."""
+        """The dropout of queries and keys at these positions."""
         return ChunkDropout(self.words, self.rate, self.first_head, queries, keys)
 
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """Options of one layer and microbatch, beside mask and scale."""
+    """Options of the scores of one layer and microbatch, besides mask and scale."""
 
     sink: Tensor | None = None  # [N] of these heads
     softcap: float | None = None
     dropout: WeightDropout | None = None
 
     def of_heads(self, first: int, number: int) -> "ScoreOptions":
-        """Those of some of the heads."""
+        """The options of heads [first, first + number)."""
         dropout = self.dropout
         if dropout is not None:
             dropout = replace(dropout, first_head=dropout.first_head + first)
@@ -75,7 +75,7 @@ class ScoreOptions:
         return ScoreOptions(sink, self.softcap, dropout)
 
     def of_samples(self, samples: slice) -> "ScoreOptions":
-        """Those of some samples of the batch."""
+        """The options of some samples of the batch."""
         if self.dropout is None:
             return self
         return replace(self, dropout=replace(self.dropout, words=self.dropout.words[samples]))

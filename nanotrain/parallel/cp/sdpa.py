@@ -35,9 +35,9 @@ def attend(
         value: [B, K, G, Dv].
         mask: [B or 1, 1, Q, K] bool, True where a query (row) may attend to a key (column); None for causal, aligned to
             the last key. Then K > Q only on CUDA, and not inside compiled code.
-        repeats_heads: repeat key/value heads, for kernels without grouped queries. On a CPU those of 16 bits are
-            repeated for training: torch adds up the gradients of a group in 16 bits (six queries in bf16: an error of
-            7.0e-3 instead of 4.1e-3).
+        repeats_heads: repeat key/value heads, for kernels without grouped queries. On a CPU 16-bit heads are always
+            repeated in training, because torch sums the gradients of a group in 16 bits (measured with six queries in
+            bf16: an error of 7.0e-3 instead of 4.1e-3).
 
     Returns:
         [B, Q, N, Dv].
@@ -74,9 +74,9 @@ def restricted(backend: str | None) -> AbstractContextManager[None]:
 
 
 class SdpaKernel:
-    """`attend` where it can compute a call, else tiles.
+    """`attend` if it can compute a call, else tiles.
 
-    On the CPU torch takes a dense mask for queries that are fewer than the keys.
+    On the CPU `attend` would need a dense mask for fewer queries than keys, so tiles compute them.
 
     Args:
         backend: the kernel of SDPA on a GPU, by its name in `SDPBackend`; None where torch selects it.
@@ -103,7 +103,7 @@ class SdpaKernel:
 
 
 class DenseKernel:
-    """`attend` with a mask of all queries and keys, for few queries or to compare with.
+    """`attend` with a dense mask of all queries and keys, for few queries or as a reference.
 
     Args:
         backend: the kernel of SDPA, as of `SdpaKernel`.
@@ -126,7 +126,7 @@ class DenseKernel:
 
 @dataclass(frozen=True)
 class LayerKernels:
-    """The kernels of layers that attend to all keys before their own, and of those with a window."""
+    """The kernels of layers that attend to all earlier keys, and of layers with a window."""
 
     full: AttentionKernel = field(default_factory=SdpaKernel)
     window: AttentionKernel = field(default_factory=TileKernel)
@@ -145,13 +145,13 @@ class SDPAttention:
     def plan_mask(
         self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None
     ) -> AttentionCall | None:
-        """The call; None for what `attend` computes inside compiled code."""
+        """The call; None for plain causal attention, which compiled code can contain."""
         return self.plan_full_mask(segment_ids, length=tokens.shape[1], device=tokens.device, window=window)
 
     def plan_full_mask(
         self, segment_ids: Tensor | None, *, length: int, device: torch.device, window: int | None
     ) -> AttentionCall | None:
-        """The same for sequences of `length` tokens."""
+        """`plan_mask` for sequences of `length` tokens."""
         kernel, positions = self.kernels.of(window), range(length)
         if segment_ids is None and window is None and isinstance(kernel, SdpaKernel):
             return None
@@ -169,7 +169,7 @@ class SDPAttention:
         observe: LogitObserver | None = None,
         scores: ScoreOptions | None = None,
     ) -> Tensor:
-        """`attend`, or the call."""
+        """Attend: plain causal attention, or the planned call."""
         kernel = self.kernels.full
         if mask is None and scores is None and observe is None and isinstance(kernel, SdpaKernel):
             return kernel.attend(query, key=key, value=value)

@@ -1,6 +1,6 @@
 """Attention in tiles, each computed by `chunk_attention.py`, merged by their log-sum-exp.
 
-    forward_tiles     the result of a call, merged into that of other calls
+    forward_tiles     the result of a call, merged into the result of other calls
     tile_gradients    the gradients of each tile; backward_tiles: their sums
     attend_tiles      a call as an operator, with a sink
 

@@ -40,16 +40,16 @@ class Spans:
 
     first_keys: np.ndarray  # [B or 1, S] int64, ascending along S; one row where it is the same for all samples
     starts: np.ndarray | None = None  # [B or 1, S] int64, of the segments; None for first_keys
-    window: int | None = None  # keys before its own that a query attends to inside its segment; None for all of them
+    window: int | None = None  # earlier keys that a query attends to inside its segment; None for all of them
 
     @classmethod
     def of(cls, segment_ids: Tensor | None, *, length: int, window: int | None = None) -> "Spans":
         """The spans of segments and a window.
 
         Args:
-            segment_ids: [B, S] integers in host memory, equal within a segment; None where attention crosses segments.
+            segment_ids: [B, S] integers in host memory, equal within a segment; None if attention crosses segments.
             length: S.
-            window: keys before its own that a query attends to; None for all of them.
+            window: earlier keys that a query attends to; None for all of them.
 
         >>> Spans.of(torch.tensor([[0, 0, 0, 1, 1]]), length=5, window=1).first_keys.tolist()
         [[0, 0, 1, 3, 3]]
@@ -65,12 +65,12 @@ class Spans:
         return cls(starts if window is None else np.maximum(starts, positions - window), starts, window)
 
     def on(self, device: torch.device) -> Tensor:
-        """`first_keys` as a tensor on a device; the host waits for nothing."""
+        """`first_keys` as a tensor on a device, without a host sync."""
         return on_device(self.first_keys, device)
 
 
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A copy of what was planned on the host, for which the host does not wait."""
+    """A copy of a host array on a device, without a host sync."""
     host = torch.from_numpy(np.ascontiguousarray(array))
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
@@ -84,7 +84,7 @@ class Tile:
     keys: slice
     is_causal: bool = False  # query i attends to keys 0..i of the tile
     is_masked: bool = False  # by the spans
-    is_first: bool = True  # whether no tile before has these queries
+    is_first: bool = True  # whether no earlier tile has these queries
 
 
 @dataclass(frozen=True)

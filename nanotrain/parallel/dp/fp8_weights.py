@@ -6,8 +6,8 @@
     gather.update           fp8            the same elements of the bucket; all-gathers send these
     Fp8Layer.stored         fp8            the weight as the products read it
 
-Every element is rounded as products round a weight in params_dtype that is quantized whole, so no value differs from
-that of a run without the flag. The parameter of the module has no storage: it reads as NaN.
+Every element is rounded as if the whole weight were quantized from params_dtype, so results equal those of a run
+without the flag, to the bit. The parameter of the module has no storage: it reads as NaN.
 
     E experts, 1 in a dense layer   R rows   C columns   (r, c) elements of a block with one scale
 """
@@ -66,13 +66,13 @@ class _Weight:
         return self.layer.stored
 
     def store(self) -> None:
-        """Let products read the weight where its bucket is gathered."""
+        """Point `stored` to the memory that the bucket is gathered into."""
         apart = self.bucket.params.apart
         values = self.view if apart is None else self.bucket.view(self.name, apart).view(self.shape)
         self.layer.stored = replace(self.stored, values=values)
 
     def parts(self) -> Iterator["WeightPart"]:
-        """What this rank updates, expert by expert."""
+        """The elements that this rank updates, per expert."""
         _, rows, columns = self.shape
         for found in self.bucket.update_ranges:
             if found.name != self.name:
@@ -114,14 +114,14 @@ class WeightPart:
         return 0 if self.block[0] is None else self.first % (self.block[0] * self.columns)
 
     def _matrix(self, update: Tensor) -> Tensor:
-        """The elements in rows of C from the start of a block on, padded with zeros; in one row without blocks."""
+        """The elements as rows of C, padded with zeros to whole blocks of rows; one row if the weight has one scale."""
         values = update[self.elements]
         if self.block[0] is None:
             return values[None]
         return F.pad(values, (self._before, -(self._before + self._numel) % self.columns)).view(-1, self.columns)
 
     def _blocks(self, per_block: Tensor) -> Tensor:
-        """[E, R / r, C / c] -> of the blocks of `_matrix`, a view."""
+        """[E, R / r, C / c] -> a view of the entries for the blocks of `_matrix`."""
         blocks, rows = per_block[self.expert], self.block[0]
         if rows is None:
             return blocks
@@ -160,14 +160,14 @@ class Fp8Weights:
         return {weight.name: weight.stored.values for weight in self._weights}
 
     def store(self, bucket: Bucket) -> None:
-        """Let products read a bucket where it is gathered."""
+        """Point the weights of a bucket to the memory that it is gathered into."""
         for weight in self._weights:
             if weight.bucket is bucket:
                 weight.store()
 
     @torch.no_grad()
     def quantize(self) -> None:
-        """Quantize what this rank updates with scales of whole weights: one all-reduce of amaxes per group."""
+        """Quantize this rank's part with the scales of whole weights; one all-reduce of amaxes per group."""
         numels = [prod(weight.scales_shape) for weight in self._weights]
         total = torch.zeros(sum(numels), device=self._buckets[0].params.update.device)
         amaxes = [part.view(w.scales_shape) for w, part in zip(self._weights, total.split(numels), strict=True)]
@@ -185,7 +185,7 @@ class Fp8Weights:
     def gather_updates(self, bucket: Bucket) -> Tensor:
         """[numel] the weights of a bucket in params_dtype, collected from all ranks in new memory.
 
-        Called inside of a gather of all units: products then read each bucket where it was gathered.
+        Called while all units are gathered.
         """
         self.store(bucket)
         update, layout = bucket.params.update, bucket.layout

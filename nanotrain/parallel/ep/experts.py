@@ -5,7 +5,7 @@
     up      [E, F, H]                            ep (dim 0), etp (dim 1)
     down    [E, H, F]                            ep (dim 0), etp (dim 2)
 
-Biases are [E, F] and, of `down`, [E, H], which every rank of etp has.
+Biases are [E, F]; the bias of `down` is [E, H], replicated over etp.
 With etp > 1 the outputs of `down` are partial sums, which the token dispatcher reduces.
 
     P permuted tokens   E local experts   H hidden   F local width of an expert
@@ -30,14 +30,14 @@ EXPERT_LINEARS = ("gate", "up", "down")
 
 @dataclass(frozen=True)
 class ExpertOptions:
-    """How the experts of a rank compute."""
+    """Options of the experts of a rank."""
 
     may_drop: bool = False  # whether there can be dropped tokens at the end, which belong to no expert
     wgrad_queue: WgradQueue | None = None  # defers weight gradients; None where no schedule does
     recompute: Recompute = field(default_factory=Recompute)  # may recompute the activation
     fp8: Fp8Options | None = None  # how the products use fp8; None: they do not
     experts: ExpertRange | None = None  # those of this rank, for the amax history of fp8
-    adds_down_bias: bool = True  # of the ranks of etp, whose outputs are summed, one adds the bias
+    adds_down_bias: bool = True  # True on one rank of etp only, because the outputs of all of them are summed
 
 
 class Experts(nn.Module):
@@ -98,7 +98,7 @@ def add_expert_bias(x: Tensor, bias: Tensor, *, offs: Tensor, adds: bool = True)
         x: [P, O], sorted by expert.
         bias: [E, O].
         offs: [E] int32, the end of each expert's tokens.
-        adds: off: x as it is, with the gradient of the bias all the same, since another rank adds it.
+        adds: False returns x unchanged; the bias still gets its gradient, because another rank adds it.
     """
     out: Tensor = _AddExpertBias.apply(x, bias, offs, adds)
     return out

@@ -39,7 +39,7 @@ class Routing:
 
 
 class TokenDispatcher(Protocol):
-    """How the tokens of a rank pass through the experts."""
+    """Sends the tokens of a rank to their experts and combines the outputs."""
 
     keeps_dropped: bool  # whether dropped pairs are passed to `run_experts`, after those of the last expert
 
@@ -55,7 +55,7 @@ def build_token_dispatcher(num_experts: int, *, ep: Group, etp: Group) -> TokenD
 
 
 class LocalTokenDispatcher:
-    """All experts are on this rank; without a host sync, as dropped pairs stay."""
+    """All experts are on this rank; dropped pairs stay among the permuted tokens, so no host sync is needed."""
 
     keeps_dropped = True
 

@@ -110,7 +110,7 @@ class Schedule:
         return {(action.stage, action.microbatch): action for action in self if action.kind.has_dgrad}
 
     def dependencies_of(self, action: Action) -> tuple[Action, ...]:
-        """The actions whose results an action needs.
+        """The actions whose results `action` needs.
 
         >>> schedule = Schedule(((forward(0, 0), full_backward(0, 0)), (forward(1, 0), full_backward(1, 0))))
         >>> [str(other) for other in schedule.dependencies_of(full_backward(0, 0))]
@@ -125,7 +125,7 @@ class Schedule:
         return (forward(stage, microbatch), *after)
 
     def consumer_of(self, action: Action) -> Action | None:
-        """The action of another stage that takes the result of an action: hidden states or their gradient.
+        """The action of another stage that reads the result of `action`: hidden states or their gradient.
 
         >>> schedule = Schedule(((forward(0, 0), full_backward(0, 0)), (forward(1, 0), full_backward(1, 0))))
         >>> [str(schedule.consumer_of(action)) for action in schedule]
@@ -138,5 +138,5 @@ class Schedule:
         return None
 
     def last_backwards(self, pp_rank: int) -> frozenset[Action]:
-        """For each stage of a rank the action that completes its weight gradients of the step."""
+        """For each stage of a rank, the action that completes the weight gradients of the step."""
         return frozenset({action.stage: action for action in self.actions[pp_rank] if action.kind.has_wgrad}.values())

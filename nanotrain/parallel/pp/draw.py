@@ -17,7 +17,7 @@ from nanotrain.parallel.pp.schedules import SCHEDULES
 from nanotrain.parallel.pp.simulate import UNIT_COSTS, Costs, Timeline, simulate
 
 WIDTH = 110  # characters per row
-MAX_CELLS = 20_000  # stages x microbatches of a drawing; so many take a second
+MAX_CELLS = 20_000  # stages x microbatches of a drawing; this many take a second to draw
 FILL = {
     ActionKind.forward: ".",
     ActionKind.full_backward: "=",

@@ -80,8 +80,9 @@ class Pipeline:
         return cls(Group.single_rank("pp"), (), torch.float32, torch.device(device))
 
     def connect(self) -> None:
-        """Create the communicator of the group, before the first step; a collective."""
-        # NCCL creates it at the first call on a group, which hangs unless all ranks make it: sends and receives do not.
+        """Create the communicator of the group before the first step; all ranks of the group call this."""
+        # NCCL creates it in the first call on a group, which hangs unless all ranks of the group take part. The first
+        # send or receive involves two ranks only.
         barrier(self.group)
 
 
@@ -182,12 +183,12 @@ class _Step:
         return self.total
 
     def may_begin(self, action: Action) -> bool:
-        """Whether the ranks do not stop before the microbatch of an action."""
+        """Whether to run an action: False if the ranks have agreed to stop before its microbatch."""
         stop_point = self.pipeline.stop_point
         return stop_point is None or stop_point.may_begin(action.microbatch)
 
     def begun(self, transfers: Sequence[Transfer]) -> list[Transfer]:
-        """The transfers that remain: both sides leave out those of microbatches that no rank begins."""
+        """The transfers of microbatches that the ranks begin; sender and receiver leave out the same ones."""
         return [transfer for transfer in transfers if self.may_begin(transfer.to)]
 
     def start_transfers(self, to_send: Sequence[Transfer], to_receive: Sequence[Transfer]) -> None:
@@ -257,7 +258,7 @@ class _Step:
             callback.backward_ended()
 
     def grad_of_output(self, action: Action) -> Tensor:
-        """The gradient that a backward starts from."""
+        """The gradient of the stage's output: the loss scale on the last stage, else received."""
         if action.stage == self.plan.num_stages - 1:
             scale = self.grad_scale
             return scale.float() if isinstance(scale, Tensor) else torch.full((), scale, device=self.pipeline.device)

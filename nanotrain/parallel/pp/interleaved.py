@@ -8,8 +8,8 @@
 A rank runs `num_ranks` microbatches through one of its stages, then through the next: by then the first of them has
 passed the other ranks. The bubble shrinks by the number of stages per rank, and hidden states are sent that many times.
 
-Megatron-LM supports multiples of `num_ranks` microbatches only. Other counts have as many rounds as fit, of sizes that
-differ by at most one (`split_rounds`), as torch's ScheduleInterleaved1F1B has where all rounds are equal. The longer
+Megatron-LM supports only multiples of `num_ranks` microbatches. Here other counts are split into as many rounds as fit,
+whose sizes differ by at most one (`split_rounds`); with equal rounds this is torch's ScheduleInterleaved1F1B. Longer
 rounds keep more microbatches in flight.
 """
 
@@ -42,9 +42,9 @@ def interleaved(shape: PipelineShape) -> Schedule:
 def num_warmup(shape: PipelineShape, rank: int) -> int:
     """Forwards of a rank before its first pair of one forward and one backward.
 
-    Two more per following rank, as in Megatron-LM. One more would be enough if transfers took no time; the second
-    overlaps them: at a tenth of a forward per transfer, 8 ranks with 4 stages and 32 microbatches take the time of 411
-    instead of 429 forwards (simulated), and keep up to `num_ranks - 1` more microbatches.
+    Two more for every rank that follows, as in Megatron-LM. If transfers took no time, one more would be enough; the
+    second one overlaps the transfers. Simulated with a tenth of a forward per transfer, 8 ranks with 4 stages each and
+    32 microbatches take the time of 411 forwards instead of 429, and keep up to `num_ranks - 1` more microbatches.
 
     >>> [num_warmup(PipelineShape(4, 2, 8), rank) for rank in range(4)]
     [10, 8, 6, 4]

@@ -26,7 +26,7 @@ SCHEDULES: dict[str, Callable[[PipelineShape], Schedule]] = {
 
 
 def build_schedule(name: str, shape: PipelineShape) -> Schedule:
-    """The schedule of that name; on one rank with one stage always 1f1b, which keeps one microbatch at a time.
+    """The schedule `name`; with a single stage always 1f1b, which keeps the activations of one microbatch at a time.
 
     Raises:
         ScheduleError: a number of stages per rank that the schedule does not support.

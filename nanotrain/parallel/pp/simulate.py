@@ -1,4 +1,4 @@
-"""Simulation of a schedule without a device: does it finish, how long does it take, how many microbatches are alive?
+"""Simulation of a schedule without a device: whether it finishes, how long it takes, how many microbatches it keeps.
 
 Every rank runs its actions in order, each as soon as its dependencies are complete:
 
@@ -70,7 +70,7 @@ class Timeline:
 
     @property
     def peak_until_wgrad(self) -> tuple[int, ...]:
-        """The same between F and B or W: what W needs is kept."""
+        """For each rank the maximum of (stage, microbatch) pairs between F and B or W: inputs of wgrad are kept."""
         return tuple(_peak(spans, [span.action.kind.has_wgrad for span in spans]) for spans in self.spans)
 
 

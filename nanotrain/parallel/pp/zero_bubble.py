@@ -3,9 +3,9 @@
     rank 0  F0.F1.   I0=W0-F2.I1=W1-F3.I2=W2-I3=W3-
     rank 1     F0.I0=F1.I1=W0-F2.I2=W1-F3.I3=W2-W3-
 
-I computes the gradient of the stage's input, which the previous rank waits for; W the gradients of the weights. Rank r
-delays W by r microbatches, which fills its bubble. With the `num_ranks - r` microbatches in flight as in 1F1B, it keeps
-no more than the first rank.
+I computes the gradient of the stage's input, for which the previous rank waits; W computes the weight gradients. Rank r
+delays W by r microbatches, which fills its bubble. Together with the `num_ranks - r` microbatches in flight, as in
+1F1B, it keeps no more microbatches than the first rank.
 """
 
 from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape, Schedule, backward_input, backward_weight

@@ -37,7 +37,7 @@ class ColumnParallelLinear(nn.Module):
 
     @property
     def linear(self) -> Linear:
-        """The matrix products; made at each call, as parameters may be replaced."""
+        """The matrix products; built at each call, because parameters may be replaced."""
         return Linear(self.weight, self.bias, self.fp8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,8 +49,8 @@ class ColumnParallelLinear(nn.Module):
 class ReplicatedHeadsLinear(ColumnParallelLinear):
     """A linear layer with fewer heads than ranks: each rank holds all heads and computes the one that it needs.
 
-    `rows` are the outputs to compute, of weight [O, I] and bias [O]. Gradients are zero outside of them and have to be
-    summed over tp.
+    `rows` selects the computed outputs of weight [O, I] and bias [O]. Gradients of the other rows are zero; gradients
+    have to be summed over tp.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
     column_linears   layers with sharded outputs that read one input
     row_linear       a layer with sharded inputs
 
-One rank that defers nothing runs torch's operator in a compiled graph (`kernels/traced_wgrad.py` where the products
-write weight gradients to the gradient buffer), and eagerly where autograd returns the weight gradients. Otherwise:
+One tp rank without deferred wgrad uses torch's operator, both in compiled graphs (`kernels/traced_wgrad.py` if products
+write weight gradients to the gradient buffer) and eagerly if autograd returns the weight gradients. Otherwise:
 
     forward     enter x                      y_i = x W_i^T + b_i
     backward    start all-gather of x        dx = sum_i dy_i W_i           (dgrad) while x is gathered

@@ -1,8 +1,8 @@
 """Cross-entropy fused with the output layer, over a sharded vocabulary: `vocab_parallel_cross_entropy`.
 
 The logits of all tokens would be the largest activation of a training step (vocabulary x tokens, in fp32). They are
-computed for a chunk of tokens at a time and not saved: the forward computes the gradients from the same chunk, the
-backward only scales them. They are not gathered either. Each rank normalizes over its shard of the vocabulary, and an
+computed for one chunk of tokens at a time and not saved: the forward also computes the gradients of the chunk, and the
+backward only scales them. Logits are not gathered: each rank normalizes over its shard of the vocabulary, and an
 all-gather of one number per token combines the shards:
 
     rank 0   log-sum-exp over tokens 0..49    a0 --+-- all-gather --> global log-sum-exp = log(e^a0 + e^a1)
@@ -35,9 +35,9 @@ MIN_CHUNK_TOKENS = 256
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the logits are of."""
+    """The columns of the logits."""
 
-    size: int  # V
+    size: int  # V, tokens of the vocabulary without padding
     softcap: float | None = None  # logits are c * tanh(logits / c) (Gemma 2); None: as they are
 
     def cap(self, logits: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class TokenGroups:
-    """Groups of tokens, as of one corpus, whose losses are also summed apart in training."""
+    """Groups of tokens (one per corpus of a blend) whose losses are also summed separately in training."""
 
     ids: Tensor  # [T] int64, the group of each token
     # [2, groups] fp64: sums of losses, over the labels of this rank's shard, and of the mask, on the first tp rank
@@ -64,11 +64,11 @@ class TokenGroups:
 
 @dataclass(frozen=True)
 class Targets:
-    """What is predicted."""
+    """Labels and their weights in the loss."""
 
     labels: Tensor  # [T] int64 below V
     loss_mask: Tensor  # [T] fp32, the weight of each token's loss (0 excludes it)
-    groups: TokenGroups | None = None  # None where losses are not summed apart
+    groups: TokenGroups | None = None  # None if losses are not summed per group
 
 
 @eager  # collectives stay out of compiled graphs
@@ -118,9 +118,9 @@ class _VocabShard:
     group: Group  # shards the vocabulary
     start: int  # the first token id
     num_tokens: int  # rows that are not padding; at least 1, see `is_padding`
-    max_tokens: int  # the same of the largest shard, so that all ranks split their tokens into the same chunks
+    max_tokens: int  # `num_tokens` of the largest shard, so that all ranks split their tokens into the same chunks
     vocabulary: Vocabulary
-    is_padding: bool  # all rows are padding: one takes part, with a logit so low that it contributes nothing
+    is_padding: bool  # all rows are padding: one row takes part, with a very low logit, and contributes nothing
 
     @classmethod
     def of(cls, weight: Tensor, vocabulary: Vocabulary, *, group: Group) -> "_VocabShard":
@@ -150,7 +150,7 @@ class _VocabShard:
         return start_all_gather(local, self.group, dim=1).wait().logsumexp(dim=1, keepdim=True)
 
     def slope(self, logits: Tensor) -> Tensor | None:
-        """The derivative of soft-capped logits by those before; None for 1."""
+        """The derivative of soft-capped logits with respect to uncapped ones; None if it is 1."""
         cap = self.vocabulary.softcap
         return None if cap is None or self.is_padding else 1 - (logits.float() / cap).square()
 
@@ -198,7 +198,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def _write(grad_weight: Tensor, scale: Tensor, *, param: Tensor) -> bool:
-    """Write a scaled gradient where those of the weight are accumulated; whether that was possible."""
+    """Write a scaled gradient to the gradient buffer of the weight; returns False if that is not possible now."""
     view = grad_view_of(param)
     target = view.start_write() if view is not None and view.dtype is grad_weight.dtype else None
     if target is None:

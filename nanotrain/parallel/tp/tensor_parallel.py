@@ -39,7 +39,7 @@ class TensorParallel:
 
     @classmethod
     def single_rank(cls) -> "TensorParallel":
-        """Nothing is sharded."""
+        """One rank, nothing sharded."""
         return cls(Group.single_rank("tp"))
 
     @cached_property
