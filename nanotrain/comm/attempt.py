@@ -8,6 +8,7 @@ do not distinguish attempts, as every agent of torchrun has its own.
     rank 0    draws the name of the attempt and sends it in reply to every number, until all ranks are counted
 """
 
+import socket
 import time
 import uuid
 from datetime import timedelta
@@ -15,7 +16,10 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from nanotrain.errors import EnvironmentFault
+
 _POLL_S = 0.02
+_RESOLVE_S = 60.0  # a name in a cluster may get its address only when its machine has started
 
 
 def meet(rank: int, world_size: int, *, timeout: timedelta) -> Store:
@@ -23,6 +27,25 @@ def meet(rank: int, world_size: int, *, timeout: timedelta) -> Store:
     store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
     return store_of_attempt(store, rank, world_size=world_size, timeout=timeout)
+
+
+def require_host(name: str, *, timeout_s: float = _RESOLVE_S) -> None:
+    """Wait until the name of the meeting point has an address; torch would try for the timeout of collectives.
+
+    Raises:
+        EnvironmentFault: it has none in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.getaddrinfo(name, None)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() >= deadline:
+                why = getattr(error, "strerror", None) or str(error)
+                fix = "set MASTER_ADDR to the name or address of the machine of rank 0"
+                raise EnvironmentFault(f"MASTER_ADDR {name!r} has no address", why=why, fix=fix) from None
+        time.sleep(1.0)
 
 
 def store_of_attempt(store: Store, rank: int, *, world_size: int, timeout: timedelta) -> Store:

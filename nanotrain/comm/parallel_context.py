@@ -9,6 +9,7 @@ has 3 threads and 5 file descriptors, an NCCL group buffers of its own, so shari
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
 from nanotrain.comm import flight_recorder
+from nanotrain.comm.attempt import require_host
 from nanotrain.comm.device import pick_device, process_group_device
 from nanotrain.comm.group import Group
 from nanotrain.comm.heartbeat import Heartbeat
@@ -29,6 +31,9 @@ from nanotrain.comm.traffic import TrafficCounter
 from nanotrain.errors import EnvironmentFault
 from nanotrain.topology.groups import GroupName, GroupSpec
 from nanotrain.topology.topology import Topology
+from nanotrain.untrusted import shown
+
+_START = "start with torchrun, or unset RANK, WORLD_SIZE and LOCAL_RANK for one process"
 
 
 @dataclass(frozen=True)
@@ -45,31 +50,39 @@ class Launch:
     def of(cls, environment: Mapping[str, str]) -> "Launch":
         """Read torchrun's variables; without them, a world of one rank.
 
-        >>> Launch.of({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"})
+        >>> address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+        >>> Launch.of({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", **address})
         Launch(rank=3, local_rank=1, world_size=4, is_distributed=True, local_world_size=1)
 
         Raises:
-            EnvironmentFault: only some of RANK, WORLD_SIZE and LOCAL_RANK are set, or they contradict each other.
+            EnvironmentFault: only some of the five are set, one has no such value, or they contradict each other.
         """
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         given = [name for name in names if name in environment]
         if not given:
             return cls()
-        missing = [name for name in names if name not in environment]
+        missing = [name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
         if missing:
             raise EnvironmentFault(
                 f"{', '.join(given)} set but not {', '.join(missing)} in the environment",
-                why="a distributed run needs all three",
-                fix="start with torchrun, or unset them all for one process",
+                why="a distributed run needs all of them",
+                fix=_START,
             )
-        for name in names:
-            if not environment[name].isdecimal():
-                raise EnvironmentFault(f"{name} is {environment[name]!r} in the environment", why="it is not a number")
-        rank, world_size, local_rank = (int(environment[name]) for name in names)
-        if rank >= world_size:
-            raise EnvironmentFault(f"RANK is {rank} in a world of {world_size}", why="ranks are numbered from 0")
+        _number(environment, "MASTER_PORT", at_most=65535)
+        world_size = _number(environment, "WORLD_SIZE", at_least=1)
+        rank = _number(environment, "RANK", at_most=world_size - 1)
+        local_rank = _number(environment, "LOCAL_RANK", at_most=world_size - 1)
         local_world_size = environment.get("LOCAL_WORLD_SIZE", "1")
         return cls(rank, local_rank, world_size, True, int(local_world_size) if local_world_size.isdecimal() else 1)
+
+
+def _number(environment: Mapping[str, str], name: str, *, at_least: int = 0, at_most: int = 10**7) -> int:
+    """A variable of the environment within its bounds."""
+    text = environment[name]
+    if re.fullmatch("[0-9]{1,8}", text) and at_least <= int(text) <= at_most:
+        return int(text)
+    why = f"it is a whole number from {at_least} to {at_most}"
+    raise EnvironmentFault(f"{name} is {shown(text)} in the environment", why=why, fix=_START)
 
 
 class ParallelContext:
@@ -131,6 +144,7 @@ class ParallelContext:
         if not launch.is_distributed:
             yield cls(topology, 0, device=chosen)._with_groups(timeout_s)
             return
+        require_host(os.environ["MASTER_ADDR"])
         flight_recorder.switch_on()
         join_world(launch.rank, launch.world_size, device=chosen, timeout=timedelta(seconds=timeout_s))
         context = cls(topology, launch.rank, device=chosen)

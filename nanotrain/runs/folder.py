@@ -69,22 +69,15 @@ class RunFolder:
         return self.path / "data"
 
     def require_writable(self) -> None:
-        """Create the folder and check that it can be written.
+        """Create the folder and check that it can be written, and so the one of the checkpoints in it, if there is one.
 
         Raises:
-            EnvironmentFault: it cannot be created or written.
+            EnvironmentFault: one cannot be created or written.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with NamedTemporaryFile(dir=self.path, prefix=".writable-") as probe:  # a name that no other rank has
-                probe.write(_PROBE)  # on a full disk an empty file can still be created
-                probe.flush()
-        except OSError as error:
-            raise EnvironmentFault(
-                f"the run folder {self.path} cannot be written",
-                why=reason(error, self.path, needed=len(_PROBE)),
-                fix="choose another folder with --run-dir, or free space",
-            ) from None
+        fix = "choose another folder with --run-dir, or free space"
+        require_writable(self.path, name="the run folder", fix=fix)
+        if os.path.lexists(self.checkpoints):
+            require_writable(self.checkpoints, name="the checkpoint folder", fix=fix)
 
     def require_own(self) -> None:
         """Check that the files to be written are not another's: a folder in which no job has trained has none of them.
@@ -123,6 +116,27 @@ class RunFolder:
             **facts,
         }
         write_text(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
+
+
+def require_writable(path: Path, *, name: str, fix: str) -> None:
+    """Create a folder and check that it can be written; nothing but the folder stays.
+
+    Args:
+        path: of the folder.
+        name: what it is, for the error.
+        fix: what to do where it cannot.
+
+    Raises:
+        EnvironmentFault: it cannot be created or written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=path, prefix=".writable-") as probe:  # a name that no other rank has
+            probe.write(_PROBE)  # on a full disk an empty file can still be created
+            probe.flush()
+    except OSError as error:
+        why = reason(error, path, needed=len(_PROBE))
+        raise EnvironmentFault(f"{name} {path} cannot be written", why=why, fix=fix) from None
 
 
 def _hidden(word: str, secrets: Sequence[str]) -> str:

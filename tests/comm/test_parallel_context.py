@@ -25,6 +25,7 @@ from nanotrain.topology.topology import Topology
 from tests.fake_world import fake_context
 from tests.harness import HANG_S, parallel_config, ranks, run_ranks
 
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 def topology(world_size: int, **options) -> Topology:
     return Topology.of(parallel_config(**options), world_size)
@@ -87,7 +88,7 @@ def test_process_groups_are_destroyed_after_success_and_left_after_an_error(monk
     monkeypatch.setattr(context_module, "join_world", lambda *_arguments, **_options: None)
     monkeypatch.setattr(ParallelContext, "_with_groups", lambda self, _timeout_s: self)
     monkeypatch.setattr(ParallelContext, "_destroy", lambda self: destroyed.append(True))
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+    for name, value in (LAUNCHED | {"RANK": "1", "LOCAL_RANK": "1"}).items():
         monkeypatch.setenv(name, value)
     for name in flight_recorder.SETTINGS:
         monkeypatch.setenv(name, "0")  # kept, so the environment of other tests stays
@@ -102,10 +103,17 @@ def test_process_groups_are_destroyed_after_success_and_left_after_an_error(monk
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"RANK": "0"}, "RANK set but not WORLD_SIZE, LOCAL_RANK"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK, WORLD_SIZE set but not LOCAL_RANK"),
-        ({"RANK": "0", "WORLD_SIZE": "two", "LOCAL_RANK": "0"}, "WORLD_SIZE is 'two'"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK is 2 in a world of 2"),
+        ({"RANK": "0"}, "RANK set but not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT in"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK, WORLD_SIZE set but not LOCAL_RANK, MASTER_ADDR"),
+        (LAUNCHED | {"MASTER_ADDR": ""}, "set but not MASTER_ADDR in the environment"),
+        (LAUNCHED | {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two' .* from 1 to 10000000; start with torchrun, or unset"),
+        (LAUNCHED | {"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
+        (LAUNCHED | {"RANK": "2"}, "RANK is '2' in the environment: it is a whole number from 0 to 1"),
+        (LAUNCHED | {"RANK": "9" * 5000}, "RANK is '999"),
+        (LAUNCHED | {"RANK": "-1"}, "RANK is '-1'"),
+        (LAUNCHED | {"LOCAL_RANK": "7"}, "LOCAL_RANK is '7'"),
+        (LAUNCHED | {"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc' .* from 0 to 65535"),
+        (LAUNCHED | {"MASTER_PORT": "99999"}, "MASTER_PORT is '99999'"),
     ],
 )
 def test_an_incomplete_environment_is_an_error(environment, message):

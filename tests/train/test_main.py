@@ -5,10 +5,13 @@ import re
 
 import pytest
 
+from nanotrain.comm import device
 from nanotrain.config.load import load
 from nanotrain.train import __main__ as entry
 from nanotrain.train.__main__ import INTERRUPTED, WAIT_FOR_FIRST_RANK_S, main
 from tests.train.small_run import arguments, metrics_of
+
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 pytestmark = pytest.mark.usefixtures("logging_as_before")
 
@@ -82,6 +85,40 @@ def test_a_rank_that_is_not_the_first_of_its_machine_waits_for_that_one_to_print
     assert main(arguments(tmp_path / "file" / "run")) == 2
     assert naps == [WAIT_FOR_FIRST_RANK_S]
     assert capfd.readouterr().err.count("error: ") == 1
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+@pytest.mark.parametrize("flag", ["--run-dir", "--save-fallback-dir"])
+def test_folders_for_checkpoints_are_tried_before_a_device_is_on_every_rank(
+    tmp_path, capfd, monkeypatch, flag, local_rank
+):
+    def touched(*_arguments):
+        raise AssertionError("a device was touched")
+
+    monkeypatch.setattr(device, "pick_device", touched)
+    monkeypatch.setattr(entry.time, "sleep", lambda _seconds: None)
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", local_rank)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / ("file" if flag == "--run-dir" else "other"))
+    (tmp_path / "other").mkdir()
+    assert main(arguments(tmp_path / "run", "--save-fallback-dir", str(tmp_path / "file" / "sub"))) == 2
+    error = capfd.readouterr().err
+    assert error.count("error: ") == 1 and f"choose another folder with {flag}" in error
+    assert re.search("(run/checkpoints|file/sub) cannot be written: (File exists|Not a directory)", error), error
+    assert not list((tmp_path / "other").iterdir())
+
+
+def test_a_port_that_is_no_number_is_one_error(tmp_path, capfd, monkeypatch):
+    for name, value in (LAUNCHED | {"MASTER_PORT": "abc"}).items():
+        monkeypatch.setenv(name, value)
+    assert main(arguments(tmp_path)) == 2
+    error = capfd.readouterr().err
+    assert error.startswith("error: MASTER_PORT is 'abc' in the environment: it is a whole number")
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("size", ["0", "two", "-1", ""])
