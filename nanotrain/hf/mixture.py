@@ -132,7 +132,7 @@ QWEN3_MOE_NAMES = _naming(
     down="mlp.experts.{expert}.down_proj",
 )
 GATE_UP = ("mlp.experts.gate", "mlp.experts.up")
-# Both in memory in transformers 5, where experts are stacked; `torch.save` writes these.
+# Both in memory in transformers 5, where experts are stacked; files of a state dict have these.
 FUSED_NAMES = _naming(
     "mlp.gate",
     gate=HFName("mlp.experts.gate_up_proj", fused=GATE_UP, is_full=True),

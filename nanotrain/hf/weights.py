@@ -1,14 +1,16 @@
 """The weight files of a Hugging Face folder, opened lazily and read by box.
 
-`WeightFiles` is one view of one or many safetensors files (read slice by slice) or pytorch_model.bin files
-(memory-mapped). Names have the family's prefix, whether the file has it or not.
+`WeightFiles` is one view of one or many safetensors files. Names have the family's prefix, whether the file has it or
+not. pytorch_model.bin is a pickle, whose reader can be made to run code: it is refused, with the command that converts
+it.
 
 MXFP4 weights of gpt-oss are dequantized by mxfp4.py.
 fp8 weights of DeepSeek-V3 have one factor per block of 128 x 128 in a second tensor, NAME_scale_inv. It is no weight of
 its own: `read` multiplies by it.
 """
 
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +23,8 @@ from nanotrain.hf.mxfp4 import dequantized
 from nanotrain.topology.boxes import Box
 from nanotrain.untrusted import object_of, parse_json, plain_file_name, read_file, shown
 
-Opener = Callable[[Path], Mapping[str, Any]]  # name -> what a box can be read from by indexing
-
-
-def _open_safetensors(path: Path) -> Mapping[str, Any]:
-    file: Any = safe_open(path, framework="pt", device="cpu")
-    return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-
-
-def _open_torch_bin(path: Path) -> Mapping[str, Any]:
-    tensors: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise ValueError("it holds no table of tensors")
-    return tensors
-
-
-# In order of preference: the index of many files, the single file, and the function that opens them.
-KINDS: tuple[tuple[str, str, Opener], ...] = (
-    ("model.safetensors.index.json", "model.safetensors", _open_safetensors),
-    ("pytorch_model.bin.index.json", "pytorch_model.bin", _open_torch_bin),
-)
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"  # in order of preference
+PICKLES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 
 
 SCALE = "_scale_inv"  # ending of the names of block factors
@@ -69,7 +53,7 @@ def has_mtp_weights(folder: Path) -> bool:
         files = _weight_files(folder)
     except HuggingFaceError:
         return False
-    return any(name.endswith(".eh_proj.weight") for path, opener in files for name in _open(path, opener))
+    return any(name.endswith(".eh_proj.weight") for path in files for name in _open(path))
 
 
 class WeightFiles:
@@ -88,8 +72,8 @@ class WeightFiles:
         self.folder, self.block_size = folder, block_size
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._tensors: dict[str, Any] = {}
-        for path, opener in _weight_files(folder):
-            for stored, tensor in _open(path, opener).items():
+        for path in _weight_files(folder):
+            for stored, tensor in _open(path).items():
                 name = stored if stored.startswith((prefix, "lm_head.")) else prefix + stored
                 self._tensors[name] = tensor
         self._tensors = dequantized(self._tensors)
@@ -122,18 +106,30 @@ class WeightFiles:
         return values.float() * factors[blocks[0]][:, blocks[1]]
 
 
-def _weight_files(folder: Path) -> list[tuple[Path, Opener]]:
-    for index_name, single, opener in KINDS:
-        index = folder / index_name
-        if index.exists():
-            return [(folder / name, opener) for name in _indexed(index)]
-        if (folder / single).exists():
-            return [(folder / single, opener)]
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / INDEX).exists():
+        return [folder / name for name in _indexed(folder / INDEX)]
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    for name in PICKLES:
+        if (folder / name).exists():
+            raise HuggingFaceError(
+                f"{folder / name} is not read",
+                why=f"it is a pickle, which can hold code, and the folder has no {SINGLE}",
+                fix=f"if you trust it, convert it and copy its tokenizer files into OUT: {_conversion(folder)}",
+            )
     raise HuggingFaceError(
         f"{folder} contains no weights",
-        why=f"none of {', '.join(name for kind in KINDS for name in kind[:2])} exists",
+        why=f"neither {INDEX} nor {SINGLE} exists",
         fix="give a folder as `save_pretrained` writes it",
     )
+
+
+def _conversion(folder: Path) -> str:
+    """A command of transformers, which reads a pickle with torch's `weights_only`."""
+    load = f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype='auto')"
+    program = f"from transformers import AutoModelForCausalLM; {load}.save_pretrained('OUT')"
+    return "python -c " + (shlex.quote(program) if set('"$`\\!') & set(program) else f'"{program}"')
 
 
 def _indexed(index: Path) -> list[str]:
@@ -146,10 +142,12 @@ def _indexed(index: Path) -> list[str]:
         raise HuggingFaceError(f"{index} is no index of weights", why=why, fix="fetch the folder again") from None
 
 
-def _open(path: Path, opener: Opener) -> Mapping[str, Any]:
+def _open(path: Path) -> Mapping[str, Any]:
+    """Name -> what a box can be read from by indexing."""
     try:
-        return opener(path)
-    except Exception as error:  # SafetensorError, UnpicklingError, KeyError, EOFError: depends on the damage
+        file: Any = safe_open(path, framework="pt", device="cpu")
+        return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    except Exception as error:  # SafetensorError, KeyError, OSError: depends on the damage
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         fix = "fetch the folder again; every file of its index has to be there and complete"
         raise HuggingFaceError(f"cannot read {path}", why=reason, fix=fix) from None

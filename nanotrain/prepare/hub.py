@@ -31,6 +31,7 @@ def load_rows(dataset: HubDataset, *, streaming: bool = False) -> Any:
         go_offline_if_unreachable()
     import datasets
 
+    _leave_pickles_unread()
     if not streaming:
         datasets.disable_progress_bars()
     files = list(dataset.files) or None
@@ -44,3 +45,10 @@ def load_rows(dataset: HubDataset, *, streaming: bool = False) -> Any:
             why=f"it is no local file or folder of text, and Hugging Face datasets reports: {first_line(error)}",
             fix="check the spelling, --subset and --split-name; without a network give local files",
         ) from None
+
+
+def _leave_pickles_unread() -> None:
+    """Leave `.pth` files within tar files as bytes: they are the only pickles that `datasets` reads."""
+    from datasets.packaged_modules.webdataset.webdataset import WebDataset
+
+    WebDataset.DECODERS.pop("pth", None)

@@ -91,14 +91,6 @@ def test_a_truncated_file_is_refused(llama: Path) -> None:
         load(llama)
 
 
-@pytest.mark.parametrize("content", [b"", b"no torch file"])
-def test_a_damaged_torch_file_is_refused(llama: Path, content: bytes) -> None:
-    (llama / "model.safetensors").unlink()
-    (llama / "pytorch_model.bin").write_bytes(content)
-    with pytest.raises(HuggingFaceError, match=r"cannot read .*pytorch_model\.bin"):
-        load(llama)
-
-
 def test_a_missing_shard_and_a_folder_without_weights_are_refused(llama: Path) -> None:
     (llama / "model.safetensors").unlink()
     with pytest.raises(HuggingFaceError, match="contains no weights"):

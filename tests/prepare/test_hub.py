@@ -1,5 +1,7 @@
 """Rows of local files by their type, streamed or not, and one error for a dataset that cannot be loaded."""
 
+import io
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -21,3 +23,15 @@ def test_an_unknown_dataset_is_one_error(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match="the dataset no/such cannot be loaded.*--split-name"):
         load_rows(HubDataset("no/such", None, "train"))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_pickles_in_a_tar_file_are_left_as_bytes(tmp_path: Path, streaming: bool, monkeypatch) -> None:
+    monkeypatch.setattr("torch.load", None)
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name, data in (("0.txt", b"hello"), ("0.pth", b"a pickle")):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            tar.addfile(entry, io.BytesIO(data))
+    rows = load_rows(HubDataset("webdataset", None, "train", (str(tmp_path / "a.tar"),)), streaming=streaming)
+    assert [(row["txt"], row["pth"]) for row in rows] == [("hello", b"a pickle")]
