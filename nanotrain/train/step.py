@@ -4,7 +4,7 @@ The host queues the work of a step and waits for nothing (law L10): loss, gradie
 stay on the device until `StepOutput.read`, which is called for the log.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -97,13 +97,16 @@ class StepOutput:
         )
 
 
-def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepOutput:
+def train_step(
+    run: Run, batch: GlobalBatch, *, is_logged: bool = True, before_update: Callable[[], None] = lambda: None
+) -> StepOutput:
     """One optimizer step: forward and backward of every microbatch, gradient reduction, parameter update.
 
     Args:
         run: its parameters and counters change.
         batch: this rank's part of the global batch.
         is_logged: whether to measure norms by group, where the run logs them.
+        before_update: called once all gradients are reduced.
 
     Raises:
         PassStopped: a rank received a signal between microbatches. Weights and counters are those before the step, on
@@ -115,6 +118,7 @@ def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepO
     loss_scale = scale * run.plan.num_averaged_ranks  # gradient averaging divides by the second factor
     num_samples = run.plan.sampler.size_at(consumed)
     loss_sum = _compute_grads(run, batch, num_tokens=num_tokens, loss_scale=loss_scale)
+    before_update()
     before = None if norms is None else norms.start()
     # One all-reduce sums loss and norm, before the all-gathers of parameters are queued behind it.
     sums = _sums(run, loss_sum, is_logged=is_logged)

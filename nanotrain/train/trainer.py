@@ -155,7 +155,8 @@ class Trainer:
         run = self.run
         run.context.heartbeat.begin("step")
         with record_function(f"ProfilerStep#{run.state.step + 1}"):  # torch's own name for a step, in traces
-            output = train_step(run, batch, is_logged=self._is_logged(run.state.step + 1))
+            is_logged = self._is_logged(run.state.step + 1)
+            output = train_step(run, batch, is_logged=is_logged, before_update=self._before_update)
         watch.stop()
         run.context.heartbeat.begin("hooks")
         report = self._report(output, StepClock(watch, batch.wait_s))
@@ -170,6 +171,10 @@ class Trainer:
         interval = run.config.train.manual_gc_interval
         if interval and run.state.step % interval == 0:
             gc.collect()
+
+    def _before_update(self) -> None:
+        for hook in self.hooks:
+            hook.before_update(self.run)
 
     def _rolled_back(self, report: StepReport) -> bool:
         """Go back to a checkpoint if the loss of the step is a spike; returns whether it did."""

@@ -27,6 +27,7 @@ from tests.harness import HANG_S, parallel_config, ranks, run_ranks
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
+
 def topology(world_size: int, **options) -> Topology:
     return Topology.of(parallel_config(**options), world_size)
 

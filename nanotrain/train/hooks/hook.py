@@ -10,6 +10,9 @@ class Hook:
     def before_training(self, run: Run) -> None:
         """Called once, before the first step."""
 
+    def before_update(self, run: Run) -> None:
+        """Called in every step once all gradients are reduced; the parameters are those of the step before."""
+
     def after_step(self, run: Run, report: StepReport) -> None:
         """Called after every step."""
 

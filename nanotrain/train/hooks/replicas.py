@@ -5,6 +5,10 @@
     embed               the tied embedding of the first and the last stage
 
 Replicas are equal after every step. A difference means a bit flip in a memory, or a fault in communication.
+
+    before the update    what the forward and backward passes of the step have read, before the update rule or the
+                         all-gather replaces it; not where parameters are gathered by unit and freed
+    after the step       what the update rule, or the all-gather of updated shards, has written
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -33,30 +37,43 @@ class ReplicasHook(Hook):
         CorruptState: replicas differ; names the parameter and the ranks. Nothing is saved.
     """
 
+    def before_update(self, run: Run) -> None:
+        step = run.state.step + 1
+        resident = [dp for dp in run.data_parallel if not dp.options.strategy.shard_params]
+        if resident and _is_due(run, step):
+            _compare(run, resident, when=f"before the update of step {step}")
+
     def after_step(self, run: Run, report: StepReport) -> None:
-        if report.step % run.config.train.check_weight_hash_across_dp_replicas_interval:
-            return
-        faults = []
-        with gathered(run.data_parallel):
-            params: dict[str, Tensor] = {}
-            for stage in run.stages.values():
-                params |= dict(stage.named_parameters())
-            for dp in run.data_parallel:
-                params |= {} if dp.fp8_weights is None else dp.fp8_weights.values
-            for axis, names in replicated(run.data_parallel, run.context.groups):
-                named = {name: params[name] for name in names}
-                faults.append(find_difference(named, run.context.group(axis), step=report.step))
-        # On all ranks, so that none saves: the replicas of another stage or expert may be sound.
-        raise_on_all(next(filter(None, faults), None), run.context.control)
+        if _is_due(run, report.step):
+            with gathered(run.data_parallel):
+                _compare(run, run.data_parallel, when=f"after step {report.step}")
 
 
-def find_difference(named: Mapping[str, Tensor], group: Group, *, step: int) -> CorruptState | None:
+def _is_due(run: Run, step: int) -> bool:
+    return step % run.config.train.check_weight_hash_across_dp_replicas_interval == 0
+
+
+def _compare(run: Run, data_parallel: Sequence[DataParallel], *, when: str) -> None:
+    """Compare the parameters of wrappers, which are complete."""
+    params: dict[str, Tensor] = {}
+    for stage in run.stages.values():
+        params |= dict(stage.named_parameters())
+    for dp in data_parallel:
+        params |= {} if dp.fp8_weights is None else dp.fp8_weights.values
+    faults = []
+    for axis, names in replicated(data_parallel, run.context.groups):
+        faults.append(find_difference({name: params[name] for name in names}, run.context.group(axis), when=when))
+    # On all ranks, so that none saves: the replicas of another stage or expert may be sound.
+    raise_on_all(next(filter(None, faults), None), run.context.control)
+
+
+def find_difference(named: Mapping[str, Tensor], group: Group, *, when: str) -> CorruptState | None:
     """Compare complete parameters over the ranks that hold replicas of them; every rank of the group calls this.
 
     Args:
         named: parameters by name.
         group: the ranks.
-        step: for the error.
+        when: for the error, as "after step 4".
 
     Returns:
         the error for the first parameter that differs, the same on every rank; None if all are equal.
@@ -79,7 +96,7 @@ def find_difference(named: Mapping[str, Tensor], group: Group, *, step: int) -> 
     parts = " and ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for ranks in groups)
     more = f" (and {len(differs) - 1} more parameters)" if len(differs) > 1 else ""
     return CorruptState(
-        f"replicas of parameter {name}{more} differ after step {step}",
+        f"replicas of parameter {name}{more} differ {when}",
         why=f"{parts} hold different bits: memory of the smaller set, or a transfer to it, is faulty",
         fix="resume from the newest checkpoint on other machines; `nanotrain checkpoint verify` checks it",
     )

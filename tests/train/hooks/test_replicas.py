@@ -1,7 +1,5 @@
 """Replicas are compared bit for bit: a planted bit flip is found, with its parameter and rank, and is not saved."""
 
-import re
-
 import pytest
 import torch
 
@@ -28,7 +26,7 @@ class FlipBit(Hook):
                 dp.wait_for_params()
             (stage,) = run.stages.values()
             weight = dict(stage.named_parameters())["final_norm.weight"].data
-            weight.view(torch.int32)[5] ^= 1
+            weight.view(torch.uint8)[5 * weight.element_size()] ^= 1
 
 
 def test_any_single_bit_flip_changes_the_checksum():
@@ -50,9 +48,8 @@ def test_a_planted_bit_flip_is_named_with_parameter_and_rank(ctx, tmp_path):
         with pytest.raises(CorruptState) as error:
             train(run, *hooks, ReplicasHook(), CheckpointHook())
         assert run.checkpointer.latest() is None
-    assert re.search(
-        r"replicas of parameter final_norm.weight .*after step 4: rank 1 and ranks 0, 2 hold", str(error.value)
-    )
+    where = "parameter final_norm.weight differ before the update of step 4: rank 1 and ranks 0, 2 hold different"
+    assert where in str(error.value)
     assert len(set(all_gather_object(str(error.value), ctx.control))) == 1
 
 
@@ -61,11 +58,35 @@ def test_a_bit_flip_in_a_parameter_that_tp_replicates_is_named(ctx, tmp_path):
     hooks = [FlipBit(3)] if ctx.rank == 1 else []
     arguments = ("--tensor-model-parallel-size", "2", "--data-parallel-sharding-strategy", "optim_grads")
     with small_run(tmp_path, "--train-iters", "9", *EVERY_TWO, *arguments, context=ctx) as run:
-        with pytest.raises(CorruptState, match=r"parameter final_norm.weight .*step 4: rank 0 and rank 1 hold"):
+        with pytest.raises(CorruptState, match=r"final_norm.weight .*update of step 4: rank 0 and rank 1 hold"):
             train(run, *hooks, ReplicasHook())
         compared = list(replicated(run.data_parallel, run.context.groups))
     assert [axis for axis, _ in compared if ctx.group(axis).size > 1] == ["tp"]
     assert "final_norm.weight" in compared[1][1] and not [name for name in compared[1][1] if "mlp.up" in name]
+
+
+@ranks(3, strategy="optim")
+def test_a_flip_in_a_copy_that_the_next_all_gather_would_replace_is_named(ctx, tmp_path):
+    for flipped, more in ((0, ()), (1, ("--bf16",)), (2, ())):  # one of them owns the element, the others gathered it
+        hooks = [FlipBit(3)] if ctx.rank == flipped else []
+        arguments = ("--train-iters", "6", "--data-parallel-sharding-strategy", "optim", *EVERY_TWO, *more)
+        others = ", ".join(str(rank) for rank in range(3) if rank != flipped)
+        names = rf"final_norm.weight .*differ before the update of step 4: rank {flipped} and ranks {others} hold"
+        with small_run(tmp_path / str(flipped), *arguments, context=ctx) as run:
+            buckets = [bucket.layout for bucket in run.data_parallel[0].buckets]
+            assert len(buckets) > 1 and any(each.numel > each.unpadded_numel for each in buckets)
+            with pytest.raises(CorruptState, match=names):
+                train(run, *hooks, ReplicasHook(), CheckpointHook())
+            assert run.checkpointer.latest() is None and run.state.step == 3
+
+
+@ranks(3)
+def test_a_flip_in_the_low_precision_copy_of_one_replica_is_named(ctx, tmp_path):
+    hooks = [FlipBit(3)] if ctx.rank == 2 else []
+    names = r"final_norm.weight .*update of step 4: rank 2 and ranks 0, 1 hold"
+    run_of = small_run(tmp_path, "--train-iters", "6", "--bf16", *EVERY_TWO, context=ctx)
+    with run_of as run, pytest.raises(CorruptState, match=names):
+        train(run, *hooks, ReplicasHook())
 
 
 @ranks(2, strategy="optim_grads_params")
