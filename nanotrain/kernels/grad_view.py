@@ -11,7 +11,7 @@ uses are complete, so a parameter may be written by some of its uses and receive
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -28,9 +28,14 @@ class GradView:
     # gradient to autograd
     start_write: Callable[[], tuple[Tensor, bool] | None]
     mark_ready: Callable[[], None]  # all gradients of a backward are written, and autograd runs no hook
-    # whether the buffer has full size all the time. Storage that a bucket borrows from the first write to the reduction
-    # is not written in graphs: hooks run after the backward of a graph, so all buckets of a block would borrow at once.
-    is_resident: bool = True
+    # the same, with the view in every backward of the wrapper; None: graphs return the gradient to autograd
+    start_write_in_graph: Callable[[], tuple[Tensor, bool] | None] | None = None
+
+    @property
+    def in_graph(self) -> "GradView":
+        """The view, for an operator of a graph that returns no gradient."""
+        assert self.start_write_in_graph is not None, "this graph returns the gradient"
+        return replace(self, start_write=self.start_write_in_graph)
 
 
 def attach(view: GradView, param: Tensor) -> None:

@@ -8,12 +8,16 @@
     | expert 0   | expert 1 | expert 3 (none for 2) | dropped |
                  offs[0]    offs[1] = offs[2]       offs[3]
 
+With `--gradient-accumulation-fusion` one product per expert writes its weight gradient where gradients are accumulated.
+torch's grouped product cannot: it has no `out`, and its output has the dtype of its inputs.
+
 Tokens after the last offset belong to no expert (dropped by capacity). torch leaves their outputs and gradients
 uninitialized; where tokens can be dropped, these are overwritten with zeros.
 
     T tokens, one per token and chosen expert   E local experts   I inputs   O outputs
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanotrain.kernels.deferred_wgrad import WgradQueue, is_deferring
+from nanotrain.kernels.grad_view import GradView, grad_view_of
+from nanotrain.kernels.linear import wgrad as linear_wgrad
+from nanotrain.kernels.linear import write_wgrad
 
 # torch 2.10 has it under both names, older versions under the private name only.
 _grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
@@ -50,9 +57,17 @@ class GroupedMM:
         """[T, O], [T, I] -> [E, O, I]."""
         return self.multiply(grad.t(), x, offs=offs)
 
+    def accumulate_wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor, view: GradView) -> bool:
+        """Write `wgrad` to the view [E, O, I], or add it there; whether that is possible."""
+        return self.is_looped(x) and accumulate_each(grad, x, ends=offs.tolist(), view=view)
+
+    def is_looped(self, x: Tensor) -> bool:
+        """Whether each expert has a product of its own."""
+        return x.device.type == "cpu" and x.itemsize == 2  # torch loops here too, without padding
+
     def multiply(self, a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
         """[T, K], [E, K, N] -> [T, N], or [M, T], [T, N] -> [E, M, N]: of each expert its tokens."""
-        if a.device.type == "cpu" and a.itemsize == 2:  # torch loops here too, without padding
+        if self.is_looped(a):
             return multiply_each(a, b, offs=offs)
         out: Tensor = _grouped_mm(a, b, offs=offs)
         return out
@@ -61,16 +76,15 @@ class GroupedMM:
 class LoopedMM(GroupedMM):
     """One product per expert, for weights of any size; the host waits for `offs`."""
 
-    def multiply(self, a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
-        """The same."""
-        return multiply_each(a, b, offs=offs)
+    def is_looped(self, x: Tensor) -> bool:
+        """Always."""
+        return True
 
 
 def multiply_each(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
     """`GroupedMM.multiply` with one product per expert; in 16 bit on a CPU over a multiple of `CPU_ROWS` tokens."""
-    ends = offs.tolist()
-    experts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    unit = CPU_ROWS if a.device.type == "cpu" and a.itemsize == 2 else 1
+    ends, unit = offs.tolist(), _row_unit(a)
+    experts = _tokens_of_experts(ends)
     if b.ndim == 2:
         rows = a.t()
         return torch.stack([_padded(rows[tokens], unit).t() @ _padded(b[tokens], unit) for tokens in experts])
@@ -79,6 +93,38 @@ def multiply_each(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
         for tokens, matrix in zip(experts, b, strict=True)
     ]
     return torch.cat([*products, a.new_empty(len(a) - ends[-1], b.shape[2])])
+
+
+def accumulate_each(grad: Tensor, x: Tensor, *, ends: Sequence[int], view: GradView) -> bool:
+    """Write dW = grad^T x of every expert to its part of the view, or add it; whether the view can be written now.
+
+    Args:
+        grad: [T, O], sorted by expert.
+        x: [T, I], alike.
+        ends: [E] the end of each expert's tokens.
+        view: [E, O, I].
+    """
+    target = view.start_write()
+    if target is None:
+        return False
+    buffer, has_grads = target
+    unit = _row_unit(x)
+    for tokens, matrix in zip(_tokens_of_experts(ends), buffer, strict=True):
+        operands = _padded(grad[tokens], unit), _padded(x[tokens], unit)
+        if has_grads:
+            linear_wgrad(*operands, add_to=matrix)
+        else:
+            write_wgrad(*operands, out=matrix)
+    return True
+
+
+def _tokens_of_experts(ends: Sequence[int]) -> list[slice]:
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _row_unit(x: Tensor) -> int:
+    """The number of tokens of a product is a multiple of this."""
+    return CPU_ROWS if x.device.type == "cpu" and x.itemsize == 2 else 1
 
 
 def _padded(rows: Tensor, unit: int) -> Tensor:
@@ -161,8 +207,11 @@ class _GroupedWgrad:
     def start(self) -> None:
         """No communication."""
 
-    def compute(self) -> tuple[Tensor]:
-        """[E, O, I]."""
+    def compute(self) -> tuple[Tensor | None]:
+        """[E, O, I], or None where it was written to the view of the weight."""
+        view = grad_view_of(self.param)
+        if view is not None and self.gemm.accumulate_wgrad(self.grad, self.x, offs=self.offs, view=view):
+            return (None,)
         return (self.gemm.wgrad(self.grad, self.x, offs=self.offs),)
 
 

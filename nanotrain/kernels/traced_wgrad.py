@@ -27,7 +27,7 @@ def write_wgrad(weight: Tensor, operands: Sequence[Tensor]) -> None:
         RuntimeError: the backward is not that of a step, so nothing would receive the gradient.
     """
     view = grad_view_in_graph(weight)
-    if view is None or not accumulate_wgrad(*operands, view=view):
+    if view is None or not accumulate_wgrad(*operands, view=view.in_graph):
         raise RuntimeError(
             "compiled blocks write weight gradients to the gradient buffer, and this backward is outside of a training"
             " step: use --no-gradient-accumulation-fusion or --no-torch-compile"
@@ -55,7 +55,8 @@ CAN_TRACE = _declare_effect()
 def traced_linear(x: Tensor, linear: Linear) -> Tensor:
     """[..., I] -> [..., O], inside of a graph."""
     view = grad_view_of(linear.weight) if linear.writes_wgrad else None
-    if view is None or not (CAN_TRACE and view.is_resident and torch.is_grad_enabled()):
+    can_write = CAN_TRACE and view is not None and view.start_write_in_graph is not None
+    if not (can_write and torch.is_grad_enabled()):
         return linear.fprop(x)
     out: Tensor = _TracedLinear.apply(x, linear.weight, linear.bias)
     return out

@@ -1,5 +1,6 @@
 """Compiled graphs write weight gradients to the gradient buffer, to the bit as autograd returns them."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -8,26 +9,30 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nanotrain.kernels import traced_wgrad
+from nanotrain.kernels.grad_view import grad_view_of
 from nanotrain.parallel.dp.data_parallel import DataParallel
+from nanotrain.parallel.dp.layout import LayoutRules
 from tests.kernels.writing_network import Network, draw, step, wrap
 
 
-def compiled(*, strategy: str = "optim") -> tuple[Network, DataParallel, list[str]]:
+def compiled(
+    *, strategy: str = "optim", writes: bool = True, **options: LayoutRules
+) -> tuple[Network, DataParallel, list[str]]:
     """A network with a compiled block, and the weights that graphs write."""
     torch._dynamo.reset()
     network, written = Network(), []
-    parallel = wrap(network, writes=True, dtype=torch.bfloat16, strategy=strategy)
+    parallel = wrap(network, writes=writes, dtype=torch.bfloat16, strategy=strategy, **options)
     network.block = torch.compile(network.short_block, backend="aot_eager", fullgraph=True)  # type: ignore[method-assign]
-    start = parallel._start_write
 
-    def record(name: str) -> tuple[Tensor, bool] | None:
+    def record(name: str, start: Callable[[], tuple[Tensor, bool] | None]) -> tuple[Tensor, bool] | None:
         written.append(name)
-        return start(name)
+        return start()
 
     for name, param in network.named_parameters():
-        view = getattr(param, "grad_view", None)
-        if view is not None:
-            object.__setattr__(view, "start_write", partial(record, name))  # the same object is found from the storage
+        view = grad_view_of(param)
+        for field in ("start_write", "start_write_in_graph"):
+            if view is not None and getattr(view, field) is not None:  # the same object is found from the storage
+                object.__setattr__(view, field, partial(record, name, getattr(view, field)))
     return network, parallel, written
 
 
@@ -51,6 +56,18 @@ def test_graphs_write_to_the_bit_what_autograd_returns(monkeypatch: pytest.Monke
     assert set(written) == {"head"}, "the loss is outside of graphs"
 
 
-def test_graphs_do_not_write_to_storage_that_a_bucket_borrows() -> None:
+def test_graphs_write_to_storage_that_a_bucket_borrows_where_it_is_the_only_one_of_the_unit() -> None:
+    rules, found = LayoutRules(bucket_size=10_000, gathers_by_unit=True), []
+    for writes in (False, True):
+        network, parallel, written = compiled(writes=writes, strategy="optim_grads", rules=rules)
+        step(network, parallel)
+        found.append(step(network, parallel))
+        assert set(written) == ({"first.weight", "second.weight", "last.weight"} if writes else set())
+        (pool,) = {bucket.grads._pool for bucket in parallel.buckets}  # type: ignore[union-attr]
+        assert pool.num_allocated <= 2
+    assert torch.equal(*found)
+
+
+def test_graphs_return_gradients_of_units_with_several_buckets_that_borrow_storage() -> None:
     network, parallel, written = compiled(strategy="optim_grads")
-    assert step(network, parallel).any() and not written
+    assert len(parallel.buckets) >= 3 and step(network, parallel).any() and not written

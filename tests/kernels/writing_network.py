@@ -1,5 +1,7 @@
 """A network whose products write weight gradients, its data-parallel wrapper and one step of it."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from tests.parallel.dp.toys import local_params
 from tests.parallel.tp.networks import draw
 
 T, I, O, V = 5, 8, 12, 20  # noqa: E741
+SMALL_BUCKETS = LayoutRules(bucket_size=150)
 SINGLE = Group.single_rank("tp")
 GROUPS = ReduceGroups(Group.single_rank("dp_shard"), Group.single_rank("dp_replicate"))
 
@@ -57,22 +60,29 @@ class Network(nn.Module):
 
 
 def wrap(
-    network: Network,
+    network: nn.Module,
     *,
     writes: bool,
     dtype: torch.dtype = torch.float32,
     strategy: str = "optim",
     device: torch.device | None = None,
+    rules: LayoutRules = SMALL_BUCKETS,
 ) -> DataParallel:
-    """The network on a device, by default the CPU, in buckets of a parameter or two."""
+    """The network on a device, by default the CPU, in buckets of a parameter or two; all but the head are one unit."""
     weights = {name: param.detach().clone() for name, param in network.named_parameters()}
     options = DataParallelOptions(STRATEGIES[strategy], overlap_grad_reduce=True, writes_wgrads=writes)
-    layout = plan_layout(local_params(network, tied=["head"]), LayoutRules(bucket_size=150))
+    params = [
+        replace(local, spec=replace(local.spec, unit="head" if local.spec.name == "head" else "block"))
+        for local in local_params(network, tied=["head"])
+    ]
+    layout = plan_layout(params, rules)
     device = device or torch.device("cpu")
     parallel = DataParallel(
         network, layout, groups=GROUPS, options=options, precision=Precision(params=dtype), device=device
     )
-    assert len(parallel.buckets) >= 3 and any(b.layout.numel > b.layout.unpadded_numel for b in parallel.buckets)
+    assert len(parallel.buckets) >= (2 if rules.gathers_by_unit else 3) and any(
+        b.layout.numel > b.layout.unpadded_numel for b in parallel.buckets
+    )
     with torch.no_grad():
         for name, param in network.named_parameters():
             param.copy_(weights[name])
@@ -83,7 +93,7 @@ def microbatch(seed: int) -> Tensor:
     return torch.randint(V - 2, (2, T), generator=torch.Generator().manual_seed(seed))
 
 
-def step(network: Network, parallel: DataParallel, *, queue: WgradQueue | None = None) -> Tensor:
+def step(network: nn.Module, parallel: DataParallel, *, queue: WgradQueue | None = None) -> Tensor:
     """The gradients of a step of two microbatches; with a queue its weight gradients are deferred."""
     parallel.begin_step()
     device = parallel.param_buffer.device

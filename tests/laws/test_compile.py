@@ -24,7 +24,7 @@ EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
 # long as differentiating it too.
 ROWS = [
     ("aot_eager", {"strategy": "no_shard"}, {}),
-    ("aot_eager", {"strategy": "optim"}, EXPERTS),
+    ("aot_eager", {"strategy": "optim_grads_params"}, EXPERTS),
     ("eager", {"strategy": "optim", "tp": 2}, {}),
 ]
 

@@ -33,7 +33,7 @@ from tests.happens_before import Race, RecordedCopies, RecordedTransfer, Recorde
 from tests.harness import SHORT_NAMES, parallel_config
 from tests.laws.worlds import Case, build_here
 
-EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": 1e-2}
+EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 22, "moe_aux_loss_coeff": 1e-2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 SP = {"sequence_parallel": True}
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
@@ -160,19 +160,23 @@ def test_weight_gradients_that_graphs_write_are_written_before_their_reduction(
 ) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(block_transforms.torch, "compile", partial(torch.compile, backend="aot_eager"))
-    row = Row(2, "optim", options=OVERLAP, sections={"train": {"torch_compile": True}, "model": {"num_layers": 1}})
+    # the block in one bucket, which borrows its storage
+    options = OVERLAP | {"ddp_bucket_size": 20_000}
+    row = Row(
+        2, "optim_grads", options=options, sections={"train": {"torch_compile": True}, "model": {"num_layers": 1}}
+    )
     start, writes = DataParallel._start_write, []
 
-    def written(self: DataParallel, name: str) -> Any:
+    def written(self: DataParallel, name: str, **options: bool) -> Any:
         writes.append(name)
-        return start(self, name)
+        return start(self, name, **options)
 
     monkeypatch.setattr(DataParallel, "_start_write", written)
     trains(row, tmp_path)
     assert sum("layers.0." in name for name in writes) == 2 * 2 * 7, "steps x microbatches x linear layers"
 
-    def reduced_before(self: DataParallel, name: str) -> Any:  # a planted bug
-        target = start(self, name)
+    def reduced_before(self: DataParallel, name: str, **options: bool) -> Any:  # a planted bug
+        target = start(self, name, **options)
         if "layers.0." in name:
             self._bucket_of[name].start_reduce(is_last=True)
         return target

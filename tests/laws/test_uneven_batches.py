@@ -17,7 +17,7 @@ STEPS, OPTIM, MICRO_BATCH = 2, {"lr": 3e-3, "adam_eps": 1e-5}, 3
 EXPERTS = {
     "num_experts": 6,
     "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 24,
+    "moe_ffn_hidden_size": 22,
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
     "moe_router_load_balancing_type": ["seq_aux_loss", "aux_loss"],

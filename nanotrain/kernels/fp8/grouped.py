@@ -21,7 +21,8 @@ from nanotrain.kernels.fp8.products import Scales, tensor_amax
 from nanotrain.kernels.fp8.quantize import Quantized, block_amax, inverse_scales, quantize
 from nanotrain.kernels.fp8.scaled_grouped_mm import Groups, multiply_matrices, multiply_tokens
 from nanotrain.kernels.fp8.scaled_mm import scaled_mm
-from nanotrain.kernels.grouped import GroupedMM
+from nanotrain.kernels.grad_view import GradView
+from nanotrain.kernels.grouped import GroupedMM, accumulate_each
 from nanotrain.kernels.linear import wgrad
 
 ROW = (1, None)
@@ -68,11 +69,22 @@ class Fp8LoopedMM(GroupedMM):
                 found.append(wgrad(part, inp))
         return torch.stack(found)
 
+    def accumulate_wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor, view: GradView) -> bool:
+        """As `GroupedMM`: not of fp8 products, whose sums are returned."""
+        if self._layer.options.wgrad:
+            return False
+        return accumulate_each(grad, x, ends=self._read_ends(offs), view=view)
+
     def _split(self, x: Tensor, offs: Tensor) -> list[Tensor]:
-        """The tokens of each expert; the host waits for `offs` once per microbatch."""
+        """The tokens of each expert."""
+        ends = self._read_ends(offs)
+        return [x[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+    def _read_ends(self, offs: Tensor) -> list[int]:
+        """`offs`; the host waits for it once per microbatch."""
         if self._ends is None:
             self._ends = offs.tolist()
-        return [x[start:end] for start, end in zip([0, *self._ends], self._ends, strict=False)]
+        return self._ends
 
     def _scaled_grads(self, grad: Tensor, offs: Tensor) -> list[Tensor]:
         parts = self._split(grad, offs)

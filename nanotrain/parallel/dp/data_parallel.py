@@ -32,7 +32,6 @@ Source: Rajbhandari et al. 2020 (ZeRO), sections 5.1-5.2; Megatron-LM core, `dis
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +43,8 @@ from nanotrain.parallel.dp.layout import BufferLayout
 from nanotrain.parallel.dp.options import DataParallelOptions
 from nanotrain.parallel.dp.reduction import ReduceGroups, Reduction, shard_of
 from nanotrain.parallel.dp.storage import build_grads, build_params
-from nanotrain.parallel.dp.stores import ParamStore
 from nanotrain.parallel.dp.unit_gather import UnitGather
-from nanotrain.parallel.dp.units import child_units, given_units
+from nanotrain.parallel.dp.units import child_units, given_units, traced_units, wait_before_forward
 from nanotrain.precision.fp8 import WEIGHT_DTYPE
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.params import LocalParam
@@ -244,12 +242,12 @@ class DataParallel:
             unready = (i for i, b in enumerate(self.buckets) if i >= self._num_started and not b.is_ready)
             self._start_reductions(until=next(unready, len(self.buckets)))
 
-    def _start_write(self, name: str) -> tuple[Tensor, bool] | None:
+    def _start_write(self, name: str, *, may_refuse: bool = True) -> tuple[Tensor, bool] | None:
         """`GradView.start_write` of a parameter."""
         bucket = self._bucket_of[name]
         borrows = self.options.strategy.shard_grads and not bucket.grads.holds_pooled
         # While the previous bucket is incomplete, this one would be the third with storage.
-        is_full = borrows and any(b.grads.holds_pooled and not b.is_in_flight for b in self.buckets)
+        is_full = may_refuse and borrows and any(b.grads.holds_pooled and not b.is_in_flight for b in self.buckets)
         if not self._in_backward or is_full:
             return None
         self._prepare_write(bucket)
@@ -300,6 +298,7 @@ class DataParallel:
         """Replace the module's parameters by views of the buffer that pass on their gradients."""
         writes, is_transient = self.options.writes_wgrads, self.options.strategy.shard_grads
         writes_wgrads = self.param_buffer.is_cuda if writes is None else writes
+        traced = traced_units(self.layout, is_transient=is_transient, num_blocks=self.options.num_gather_blocks)
         for bucket in self.buckets:
             bucket.params.allocate()
             for name, local in ((entry.name, entry.param) for entry in bucket.layout.params):
@@ -313,7 +312,8 @@ class DataParallel:
                 # Several units use a shared weight: it would hold pooled storage from its first use to its last.
                 if writes_wgrads and not (is_transient and local.spec.is_shared):
                     start, ready = partial(self._start_write, name), partial(take, param)
-                    attach(GradView(self._grad_dtype, start, ready, is_resident=not is_transient), param)
+                    in_graph = partial(start, may_refuse=False) if local.spec.unit in traced else None
+                    attach(GradView(self._grad_dtype, start, ready, in_graph), param)
             bucket.params.free()
         if (amax_groups := self.options.fp8_amax_groups) is not None:
             self.fp8_weights = Fp8Weights(module, self.buckets, groups=self.groups, amax_groups=amax_groups)
@@ -339,7 +339,7 @@ class DataParallel:
             )
             return
         for child, params in stores:
-            child.register_forward_pre_hook(partial(_wait_before_forward, params))
+            child.register_forward_pre_hook(partial(wait_before_forward, params))
 
     def _build_buckets(self, precision: Precision) -> tuple[Bucket, ...]:
         options = self.options
@@ -373,8 +373,3 @@ def gathered(wrappers: Iterable[DataParallel]) -> Iterator[None]:
         for wrapper in wrappers:
             stack.enter_context(wrapper.gathered())
         yield
-
-
-def _wait_before_forward(params: Iterable[ParamStore], *_hook_arguments: Any) -> None:
-    for store in params:
-        store.wait()

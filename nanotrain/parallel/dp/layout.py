@@ -178,6 +178,12 @@ class BufferLayout:
         return self.buckets[0].num_outer_shards if self.buckets else 1
 
     @property
+    def units_in_one_bucket(self) -> set[str]:
+        """FSDP units whose parameters are all in one bucket."""
+        counts = Counter(unit for bucket in self.buckets for unit in bucket.units)
+        return {unit for unit, count in counts.items() if count == 1}
+
+    @property
     def numel_of_units(self) -> dict[str, int]:
         """Elements with padding by FSDP unit, where no bucket spans two units."""
         numel: Counter[str] = Counter()

@@ -1,15 +1,18 @@
 """FSDP units: modules that run one after another, each with the buckets that hold its parameters.
 
-child_units   the children of a pipeline stage
-given_units   modules named by the caller, of any model
+child_units    the children of a pipeline stage
+given_units    modules named by the caller, of any model
+traced_units   the units whose compiled graphs write weight gradients
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from nanotrain.parallel.dp.layout import BufferLayout
+from nanotrain.parallel.dp.stores import ParamStore
 
 
 @dataclass(frozen=True)
@@ -62,3 +65,26 @@ def unit_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from ((f"{name}.{key}", item) for key, item in child.named_children())
         else:
             yield name, child
+
+
+def traced_units(layout: BufferLayout, *, is_transient: bool, num_blocks: int) -> set[str]:
+    """FSDP units whose compiled graphs write weight gradients into the bucket, instead of returning them.
+
+    Hooks run after the backward of a graph. Where buckets borrow storage, those of a unit would all borrow at once, and
+    the first one would wait for a reduction that the backward of the graph can hide.
+
+    Args:
+        layout: of the buffer.
+        is_transient: whether buckets borrow storage.
+        num_blocks: blocks of memory that gathered units use in turn. A weight that a graph has saved is then in the
+            same memory as those of other units, which does not identify it.
+    """
+    if num_blocks:
+        return set()
+    return layout.units_in_one_bucket if is_transient else {param.spec.unit for param in layout.params}
+
+
+def wait_before_forward(params: Iterable[ParamStore], *_hook_arguments: Any) -> None:
+    """Wait until the parameters of a unit are gathered; a hook."""
+    for store in params:
+        store.wait()

@@ -1,11 +1,14 @@
 """One fp8 product for all experts has the bits of one product per expert, on a device without kernels."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from nanotrain.kernels.fp8.grouped import Fp8GroupedMM, Fp8LoopedMM, select_fp8_gemm
 from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Layer
+from nanotrain.kernels.grad_view import GradView
 from nanotrain.kernels.grouped import GroupedOptions, grouped_linear
 from nanotrain.precision.fp8 import FP8_FORMATS
 from tests.kernels.fp8.test_products import draw, options
@@ -84,3 +87,17 @@ def test_the_recipe_and_the_device_choose() -> None:
     }
     assert chosen == {"rowwise": Fp8GroupedMM, "blockwise": Fp8LoopedMM, "mxfp8": Fp8LoopedMM}
     assert type(select_fp8_gemm(Fp8Layer(options("rowwise")))) is Fp8LoopedMM, "a GPU without the product"
+
+
+def test_weight_gradients_without_fp8_are_written_where_they_are_accumulated() -> None:
+    counts = COUNTS[1][0]
+    offs = torch.tensor(counts).cumsum(0).to(torch.int32)
+    grad, x, buffer = draw(sum(counts), O, seed=1), draw(sum(counts), I, seed=2), torch.full((E, O, I), torch.nan)
+    for with_fp8 in (False, True):
+        gemm = Fp8LoopedMM(Fp8Layer(options("tensorwise", "hybrid", wgrad=with_fp8), ExpertRange(0, E, E)))
+        for has_grads in (False, True):
+            view = GradView(buffer.dtype, partial(lambda *target: target, buffer, has_grads), lambda: None)
+            assert gemm.accumulate_wgrad(grad, x, offs=offs, view=view) != with_fp8
+            if not with_fp8:
+                expected = (1 + has_grads) * gemm.wgrad(grad, x, offs=offs)
+                torch.testing.assert_close(buffer, expected, rtol=1e-6, atol=1e-6)

@@ -3,17 +3,19 @@
 from torch import nn
 
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
-from nanotrain.parallel.dp.units import child_units, given_units, unit_modules
+from nanotrain.parallel.dp.units import child_units, given_units, traced_units, unit_modules
 from nanotrain.topology.params import Constant, LocalParam, ParamSpec
 
 
-def layout_of(*names: str):
-    """One bucket per unit; the unit is the name up to the last dot."""
+def layout_of(*names: str, bucket_size: int | None = None):
+    """One bucket per unit, unless it is larger; the unit is the name up to the last dot."""
     specs = (
         ParamSpec(name, (200,), dtype="fp32", init=Constant(0.0), weight_decay=True, unit=name.rpartition(".")[0])
         for name in names
     )
-    return plan_layout([LocalParam.unsharded(spec) for spec in specs], LayoutRules(2, gathers_by_unit=True))
+    return plan_layout(
+        [LocalParam.unsharded(spec) for spec in specs], LayoutRules(2, bucket_size=bucket_size, gathers_by_unit=True)
+    )
 
 
 def test_unit_modules_are_the_children_and_the_items_of_lists_and_dicts():
@@ -39,3 +41,11 @@ def test_of_given_units_nothing_is_known_to_be_complete():
     layout = layout_of("x.weight", "y.weight", "y.bias", "z.weight")
     units = given_units([(first, {"y.weight", "y.bias"}), (second, {"x.weight", "z.weight"})], layout)
     assert [(unit.buckets, unit.num_complete) for unit in units] == [((1,), 0), ((0, 2), 0)]
+
+
+def test_graphs_write_gradients_of_units_that_borrow_one_bucket():
+    layout = layout_of("x.weight", "y.weight", "y.bias", "z.weight", bucket_size=200)  # a bucket for each
+    assert traced_units(layout, is_transient=False, num_blocks=0) == {"x", "y", "z"}
+    assert traced_units(layout, is_transient=True, num_blocks=0) == {"x", "z"}
+    # Units in the same memory cannot be told apart by the memory of a weight.
+    assert traced_units(layout, is_transient=True, num_blocks=2) == set()

@@ -1,12 +1,16 @@
 """The experts of a rank are one MLP per expert."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanotrain.kernels import grouped
 from nanotrain.kernels.deferred_wgrad import WgradQueue, accumulate_wgrads
 from nanotrain.parallel.ep.experts import ExpertOptions, Experts
+from tests.kernels.writing_network import step, wrap
 
 E, H, WIDTH = 3, 8, 16
 COUNTS, DROPPED = [4, 0, 3], 2
@@ -20,9 +24,9 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def build(*, is_gated: bool, **options: object) -> Experts:
-    gate = parameter(E, WIDTH, H, seed=1) if is_gated else None
-    up, down = parameter(E, WIDTH, H, seed=2), parameter(E, H, WIDTH, seed=3)
+def build(*, is_gated: bool, width: int = WIDTH, **options: object) -> Experts:
+    gate = parameter(E, width, H, seed=1) if is_gated else None
+    up, down = parameter(E, width, H, seed=2), parameter(E, H, width, seed=3)
     return Experts(
         gate=gate, up=up, down=down, activation=F.silu if gate is None else swiglu, options=ExpertOptions(**options)
     )
@@ -65,3 +69,45 @@ def test_deferred_weight_gradients_are_bit_equal() -> None:
     accumulate_wgrads(queue.take())
     for name, parameter in experts.named_parameters():
         assert torch.equal(parameter.grad, expected[name])
+
+
+class Mixture(nn.Module):
+    """Experts behind an embedding, with a dropped token and other counts in each microbatch.
+
+    The last expert has `num_last` tokens.
+    """
+
+    def __init__(self, width: int, queue: WgradQueue | None) -> None:
+        super().__init__()
+        self.head = parameter(20, H, seed=4)
+        self.num_last = 2
+        self.experts = build(is_gated=True, width=width, may_drop=True, wgrad_queue=queue)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        rows = F.embedding(tokens.flatten(), self.head)
+        end = len(rows) - 1
+        offs = torch.tensor([int(tokens[0, 0]) % 4, end - self.num_last, end], dtype=torch.int32)
+        return self.experts(rows, offs).float().square().sum()
+
+
+@pytest.mark.parametrize("is_deferred", [False, True], ids=["at once", "deferred"])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+@pytest.mark.parametrize(("width", "dtype"), [(11, torch.float32), (16, torch.float32), (16, torch.bfloat16)])
+def test_written_weight_gradients_are_those_that_autograd_returns(
+    width: int, dtype: torch.dtype, strategy: str, is_deferred: bool
+) -> None:
+    found = []
+    for writes in (False, True):
+        queue = WgradQueue() if is_deferred else None
+        network = Mixture(width, queue)
+        parallel = wrap(network, writes=writes, dtype=dtype, strategy=strategy)
+        step(network, parallel, queue=queue)  # the second step overwrites what the first left behind
+        network.num_last = 0
+        with patch.object(grouped, "accumulate_each", wraps=grouped.accumulate_each) as written:
+            found.append(step(network, parallel, queue=queue))
+        # one grouped product of all experts (aligned rows, fp32) writes nothing
+        is_grouped = width % 4 == 0 and dtype is torch.float32
+        assert written.call_count == (0 if is_grouped or not writes else 2 * 3), "microbatches and weights"
+    tolerance = 1e-6 if dtype is torch.float32 else 1e-2
+    torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=tolerance * found[0].abs().max().item())
+    assert found[0].any() and (found[0] == 0).any(), "an expert has no tokens"
