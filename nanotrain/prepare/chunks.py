@@ -2,26 +2,32 @@
 
     file.txt, .md          one document per file; small files share a chunk
     file.jsonl, .ndjson    one document per line; a chunk is a range of bytes and contains the lines that start in it
+    file.txt.gz, ...       any of these four compressed (.gz .bz2 .xz .zst); one chunk
     file.parquet           one document per row; a chunk is a range of row groups
-    folder                 every such file below it, sorted by path
-    anything else          `datasets.load_dataset`: other file types, hub names; a chunk is a range of rows
+    folder                 every such file below it, sorted by path, compressed ones too; hidden ones are left out
+    pattern                files/*.jsonl: every match, sorted by path
+    anything else          `datasets`: other file types, saved datasets, hub names; a chunk is a range of rows
 
 Chunks depend on the inputs only, never on the number of workers, and keep the order of documents.
 """
 
-from collections.abc import Iterable, Sequence
+import glob
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from nanotrain.errors import DataError
-from nanotrain.prepare.hub import HubDataset, load_rows
+from nanotrain.prepare.compressed import check_zstandard, is_compressed, uncompressed_suffix
+from nanotrain.prepare.hub import HubDataset, is_saved_dataset, load_rows
 
 # The input is split into about this many chunks, within these bounds in bytes: enough to keep every core busy.
 _NUM_CHUNKS, _MIN_BYTES, _MAX_BYTES = 512, 1 << 20, 256 << 20
 _ROW_TYPES = {".csv": "csv", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-_COMPRESSED = {".gz", ".zst", ".bz2", ".xz"}
+_ROW_TYPES |= {".ndjson": "json"}
+_TEXT_TYPES, _LINE_TYPES = (".txt", ".md"), (".jsonl", ".ndjson")
+_ANY_LENGTH = 1 << 62  # more bytes than a file has
 
 
 @dataclass(frozen=True)
@@ -75,11 +81,27 @@ def _expand(name: str) -> list[Path] | None:
     if path.is_file():
         return [path]
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in _SPLITTERS and file.is_file())
-        return files or None
-    if path.suffix in {*_SPLITTERS, *_ROW_TYPES, *_COMPRESSED} or name.startswith((".", "/", "~")):
+        return None if is_saved_dataset(path) else _files_below(path) or None
+    if glob.has_magic(name):
+        return _matches(name)
+    if is_compressed(path) or path.suffix.lower() in {*_SPLITTERS, *_ROW_TYPES} or name.startswith((".", "/", "~")):
         raise DataError(f"{name} does not exist", why="no such file or folder", fix="check the path of --input")
     return None
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """The files of documents, without those that are hidden, of which copying and version control leave many."""
+    files = (file for file in folder.rglob("*") if _splitter_of(file) is not None and file.is_file())
+    return sorted(file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts))
+
+
+def _matches(pattern: str) -> list[Path]:
+    """The files that match a pattern, and those of documents below the folders that do."""
+    found = [Path(name) for name in sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))]
+    files = [file for path in found for file in (_files_below(path) if path.is_dir() else [path])]
+    if not files:
+        raise DataError(f"no file matches {pattern}", why="it is a pattern", fix="check the path of --input")
+    return list(dict.fromkeys(files))
 
 
 def _split_files(paths: Iterable[Path], chunk_bytes: int) -> list[InputChunk]:
@@ -91,7 +113,8 @@ def _split_files(paths: Iterable[Path], chunk_bytes: int) -> list[InputChunk]:
             raise DataError(f"{path} cannot be read", why=error.strerror or "", fix="check its permissions") from None
         if path.stat().st_size == 0:
             continue
-        split = _SPLITTERS.get(path.suffix)
+        check_zstandard(str(path))
+        split = _splitter_of(path)
         for chunk in _split_rows(_dataset_of_file(path)) if split is None else split(path, chunk_bytes):
             last = chunks[-1] if chunks else None
             if last and chunk.kind == last.kind == "text" and last.num_bytes + chunk.num_bytes <= chunk_bytes:
@@ -99,6 +122,19 @@ def _split_files(paths: Iterable[Path], chunk_bytes: int) -> list[InputChunk]:
             else:
                 chunks.append(chunk)
     return chunks
+
+
+def _splitter_of(path: Path) -> Callable[[Path, int], list[InputChunk]] | None:
+    """The function that splits a file; None for what `datasets` has to load."""
+    suffix = uncompressed_suffix(path)
+    if not is_compressed(path) or suffix in _TEXT_TYPES:
+        return _SPLITTERS.get(suffix)
+    return _whole_lines if suffix in _LINE_TYPES else None
+
+
+def _whole_lines(path: Path, chunk_bytes: int) -> list[InputChunk]:
+    """A compressed file: it is read from its beginning only, and its length is unknown."""
+    return [InputChunk("lines", (str(path),), 0, _ANY_LENGTH, path.stat().st_size)]
 
 
 def _split_text(path: Path, chunk_bytes: int) -> list[InputChunk]:
@@ -130,11 +166,11 @@ def _split_parquet(path: Path, chunk_bytes: int) -> list[InputChunk]:
 
 
 def _dataset_of_file(path: Path) -> HubDataset:
-    suffix = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
+    suffix = uncompressed_suffix(path)
     if suffix not in _ROW_TYPES:
         raise DataError(
             f"{path} is of no supported type",
-            why=f"rows are read from {', '.join(_ROW_TYPES)}, also compressed as .gz or .zst; text from .txt and .md",
+            why=f"rows are read from {', '.join(_ROW_TYPES)}, text from .txt and .md; also compressed as .gz or .zst",
             fix="rename it to .txt if it is plain text (and leave --streaming out)",
         )
     return HubDataset(_ROW_TYPES[suffix], None, "train", (str(path),))
@@ -151,5 +187,6 @@ def _split_rows(dataset: HubDataset) -> list[InputChunk]:
     ]
 
 
-_SPLITTERS = {".txt": _split_text, ".jsonl": _split_lines, ".parquet": _split_parquet}
-_SPLITTERS |= {".md": _split_text, ".ndjson": _split_lines}
+_SPLITTERS = (
+    {".parquet": _split_parquet} | dict.fromkeys(_TEXT_TYPES, _split_text) | dict.fromkeys(_LINE_TYPES, _split_lines)
+)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanotrain.data.hf import first_line, go_offline_if_unreachable
-from nanotrain.errors import DataError
+from nanotrain.errors import DataError, NanotrainError
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,11 @@ class HubDataset:
     subset: str | None  # configuration of the dataset; None for its only one
     split: str  # split of the dataset, usually "train"
     files: tuple[str, ...] = ()  # local files, for a file type
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether `save_to_disk` of `datasets` wrote the folder: one dataset, or one per split."""
+    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def load_rows(dataset: HubDataset, *, streaming: bool = False) -> Any:
@@ -36,9 +41,14 @@ def load_rows(dataset: HubDataset, *, streaming: bool = False) -> Any:
         datasets.disable_progress_bars()
     files = list(dataset.files) or None
     try:
+        if is_saved_dataset(Path(dataset.name)):
+            rows = _saved_rows(datasets.load_from_disk(dataset.name), dataset)
+            return rows.to_iterable_dataset() if streaming else rows
         return datasets.load_dataset(
             dataset.name, dataset.subset, split=dataset.split, data_files=files, streaming=streaming
         )
+    except NanotrainError:
+        raise
     except Exception as error:  # a loader may raise anything; its first line is what the user needs
         raise DataError(
             f"the dataset {dataset.files[0] if dataset.files else dataset.name} cannot be loaded",
@@ -52,3 +62,16 @@ def _leave_pickles_unread() -> None:
     from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
     WebDataset.DECODERS.pop("pth", None)
+
+
+def _saved_rows(saved: Any, dataset: HubDataset) -> Any:
+    """The rows of a dataset that `save_to_disk` wrote, or of a split where it wrote several."""
+    if not isinstance(saved, dict):
+        return saved
+    if dataset.split not in saved:
+        raise DataError(
+            f"{dataset.name} has no split {dataset.split}",
+            why=f"its splits are {', '.join(saved)}",
+            fix="name one with --split-name",
+        )
+    return saved[dataset.split]

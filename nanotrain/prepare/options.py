@@ -75,7 +75,13 @@ class PrepareOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `nanotrain prepare`."""
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="NAME", help="files, folders (.txt .jsonl .parquet) or hub names")
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="NAME",
+        help="files (.txt .md .jsonl .parquet .gz .zst ...), folders, patterns or hub names",
+    )
     add("--output", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx")
     tokenizer_help = "Hugging Face name or folder, tokenizer.json, bytes, bpe:SIZE"
     add("--tokenizer", required=True, metavar="NAME", help=tokenizer_help)

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from nanotrain.errors import DataError, NanotrainError
 from nanotrain.prepare.chunks import InputChunk
+from nanotrain.prepare.compressed import open_input
 from nanotrain.prepare.hub import HubDataset, load_rows
 from nanotrain.untrusted import parse_json
 
@@ -67,18 +67,22 @@ def pick_text(row: Mapping[str, Any], column: str, *, source: str, columns: Sequ
 
 def _read_text(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
     for file in chunk.files:
-        yield _decode(_bytes_of(file), file)
+        with open_input(file) as stream:
+            data = stream.read()
+        yield _decode(data, file)
 
 
 def _read_lines(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
     file = chunk.files[0]
-    with Path(file).open("rb") as stream:
+    with open_input(file) as stream:
         if chunk.start:
             # A line belongs to the chunk it starts in: skip to the first newline from the byte before the chunk on.
             stream.seek(chunk.start - 1)
             stream.readline()
         while (begin := stream.tell()) < chunk.stop:
             line = stream.readline()
+            if not line:
+                return
             if line.strip():
                 yield _text_of_line(line, reader.column, file=file, begin=begin)
 
@@ -158,16 +162,9 @@ READERS: dict[str, Callable[[DocumentReader, InputChunk], Iterator[str]]] = {
 }
 
 
-def _bytes_of(file: str) -> bytes:
-    try:
-        return Path(file).read_bytes()
-    except OSError as error:
-        raise DataError(f"{file} cannot be read", why=error.strerror or "", fix="check its permissions") from None
-
-
 def _decode(data: bytes, file: str) -> str:
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8").removeprefix("\ufeff")  # the mark that some editors write before the text
     except UnicodeDecodeError as error:
         raise DataError(
             f"{file} is not UTF-8", why=f"byte {error.start} is {data[error.start]:#04x}", fix="convert or remove it"
@@ -176,7 +173,7 @@ def _decode(data: bytes, file: str) -> str:
 
 def _line_number(file: str, begin: int) -> int:
     newlines, left = 0, begin
-    with Path(file).open("rb") as stream:
+    with open_input(file) as stream:
         while left:
             data = stream.read(min(left, 1 << 24))
             newlines, left = newlines + data.count(b"\n"), left - len(data)

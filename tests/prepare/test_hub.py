@@ -35,3 +35,19 @@ def test_pickles_in_a_tar_file_are_left_as_bytes(tmp_path: Path, streaming: bool
             tar.addfile(entry, io.BytesIO(data))
     rows = load_rows(HubDataset("webdataset", None, "train", (str(tmp_path / "a.tar"),)), streaming=streaming)
     assert [(row["txt"], row["pth"]) for row in rows] == [("hello", b"a pickle")]
+
+
+def test_a_dataset_that_was_saved_to_disk(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    one, two = datasets.Dataset.from_dict({"text": ["a", "b"]}), datasets.Dataset.from_dict({"text": ["c"]})
+    one.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": one, "test": two}).save_to_disk(tmp_path / "both")
+    assert load_rows(HubDataset(str(tmp_path / "one"), None, "train"))["text"][:] == ["a", "b"]
+    assert load_rows(HubDataset(str(tmp_path / "both"), None, "test"))["text"][:] == ["c"]
+    assert [row["text"] for row in load_rows(HubDataset(str(tmp_path / "one"), None, "train"), streaming=True)] == [
+        "a",
+        "b",
+    ]
+    with pytest.raises(DataError, match="has no split valid: its splits are train, test; name one with --split-name"):
+        load_rows(HubDataset(str(tmp_path / "both"), None, "valid"))

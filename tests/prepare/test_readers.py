@@ -54,6 +54,12 @@ def test_a_lone_surrogate_becomes_a_question_mark(tmp_path: Path) -> None:
     assert _read(file) == ["a?b", "😀"]
 
 
+def test_the_mark_before_utf8_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa")
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n')
+    assert _read(tmp_path / "a.txt") == _read(tmp_path / "a.jsonl") == ["a"]
+
+
 def test_rows_of_a_dataset_are_loaded_once_per_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[HubDataset] = []
 
