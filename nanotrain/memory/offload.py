@@ -33,7 +33,9 @@ def require_gpu(device: str) -> None:
 
 
 def offloaded(blocks: Sequence[nn.Module]) -> list[Callable[..., Tensor]]:
-    """Blocks that run one after another, with their saved tensors in host memory."""
+    """Blocks that run one after another, with their saved tensors in host memory; a stage may have none."""
+    if not blocks:
+        return []
     transfer = HostTransfer(next(blocks[0].parameters()).device)
     chain = _Chain()
     return [_offloaded(block, transfer, chain=chain, is_first=block is blocks[0]) for block in blocks]

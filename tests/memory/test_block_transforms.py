@@ -59,6 +59,11 @@ def test_the_list_is_compile_offload_recompute_and_all_are_off_by_default():
     assert "forward" not in vars(block)
 
 
+def test_a_stage_without_blocks_is_left_as_it_is():
+    for memory in ({"cpu_offloading": True, "cpu_offloading_num_layers": 1}, {"recompute_granularity": "full"}):
+        assert transform_blocks([], config_of(**memory), recompute=Recompute()) == []
+
+
 def test_flags_enable_them():
     compiled = with_values(Config(), {"train.torch_compile": True})
     full, selective = (config_of(recompute_granularity=name) for name in ("full", "selective"))
