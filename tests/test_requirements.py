@@ -1,0 +1,33 @@
+"""constraints.txt: its versions fit together, also with the CUDA build of torch that pip finds on PyPI."""
+
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+LINES = (Path(__file__).parent.parent / "constraints.txt").read_text().splitlines()
+PINS = dict(line.split("==") for line in LINES if "==" in line)
+# What the CUDA build of a version requires on PyPI; a CPU build requires neither, so nothing else here would notice.
+CUDA_BUILDS = {"2.13.0": ("triton==3.7.1", "setuptools>=77.0.3", "networkx>=2.5.1", "sympy>=1.13.3", "fsspec>=0.8.5")}
+
+
+def required_by(name: str) -> list[Requirement]:
+    """The requirements of an installed package, without those of its extras; empty where it is not installed."""
+    try:
+        listed = [Requirement(text) for text in requires(name) or ()]
+    except PackageNotFoundError:
+        return []
+    return [each for each in listed if each.marker is None or each.marker.evaluate({"extra": ""})]
+
+
+def refused(requirements: list[Requirement]) -> list[str]:
+    """Those that the pinned version does not meet."""
+    return [str(each) for each in requirements if each.name in PINS and PINS[each.name] not in each.specifier]
+
+
+def test_pinned_versions_fit_the_cuda_build_of_torch() -> None:
+    assert refused([Requirement(text) for text in CUDA_BUILDS[PINS["torch"]]]) == []
+
+
+def test_pinned_versions_fit_together() -> None:
+    assert {name: found for name in PINS if (found := refused(required_by(name)))} == {}
