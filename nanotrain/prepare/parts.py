@@ -21,17 +21,18 @@ from typing import Any
 
 import numpy as np
 
-from nanotrain.data.token_format import idx_path
+from nanotrain.data.token_format import bin_path, idx_path
 from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.data.worker import exit_with_parent
 from nanotrain.errors import EnvironmentFault, NanotrainError
 from nanotrain.prepare.chunks import InputChunk
 from nanotrain.prepare.readers import DocumentReader
 from nanotrain.prepare.token_writer import TokenWriter
-from nanotrain.runs.files import disk_fault, make_folder, remove_folder, write_text
+from nanotrain.runs.files import disk_errors, disk_fault, make_folder, remove_folder, write_text
 
 CURE = "choose another --output"  # of errors of the disk
 _DOCUMENTS_PER_WRITE = 64
+_INDEX_BYTES = 20  # of a document, in the index
 
 
 @dataclass(frozen=True)
@@ -134,16 +135,20 @@ class PartWriter:
     def write(self, number: int, chunk: InputChunk) -> PartDone:
         """Tokenize one chunk into its part file."""
         documents = tokens = text_bytes = 0
-        texts = self.reader.read(chunk)
-        with TokenWriter(part_prefix(self.job.folder, number), np.dtype(self.job.dtype)) as writer:
+        texts, prefix, dtype = self.reader.read(chunk), part_prefix(self.job.folder, number), np.dtype(self.job.dtype)
+        with TokenWriter(prefix, dtype) as writer:
             while some := list(islice(texts, _DOCUMENTS_PER_WRITE)):
                 # One text at a time keeps to one thread: the processes are the parallelism.
                 rows = [self.tokenizer.encode(text) + self._eod for text in some]
                 lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
                 ids = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(lengths.sum()))
-                writer.add_documents(ids, lengths)
                 documents, tokens = documents + len(some), tokens + len(ids)
+                with disk_errors(bin_path(prefix), needed=tokens * dtype.itemsize, fix=CURE):
+                    writer.add_documents(ids, lengths)
                 text_bytes += sum(len(text.encode()) for text in some)
+            needed = tokens * dtype.itemsize + _INDEX_BYTES * documents
+            with disk_errors(bin_path(prefix), needed=needed, fix=CURE):  # before the space of the part is free again
+                writer.complete()
         return PartDone(documents, tokens, text_bytes, chunk.num_bytes)
 
 

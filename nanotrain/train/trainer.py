@@ -185,11 +185,15 @@ class Trainer:
         checkpoint = checkpoint_before_spike(run)
         usual = median(run.state.recent_losses)
         spike = f"step {report.step}: the loss {report.loss:.4f} is {report.loss / usual:.2f} times its median"
+        is_first = run.context.control.is_first  # the others know the same
         if checkpoint is None:
-            log.warning("%s; there is no checkpoint to go back to", spike)
+            if is_first:
+                log.warning("%s; there is no checkpoint to go back to", spike)
             return False
         roll_back(run, checkpoint)
-        log.warning("%s; back to step %d, %d samples skipped so far", spike, run.state.step, run.state.skipped_samples)
+        if is_first:
+            state = run.state
+            log.warning("%s; back to step %d, %d samples skipped so far", spike, state.step, state.skipped_samples)
         self._call_hooks(lambda hook: hook.after_rollback(run, report))
         return True
 
@@ -255,7 +259,7 @@ class Trainer:
         is_skipped, loss_scale = report.skipped, report.loss_scale
         self._skips = self._skips + 1 if is_skipped else 0
         at_minimum = scaling.is_dynamic and loss_scale <= scaling.minimum
-        if is_skipped and at_minimum and self._skips == 1:
+        if is_skipped and at_minimum and self._skips == 1 and self.run.context.control.is_first:
             log.warning(
                 "step %d overflows at the minimal loss scale %g: no scale makes it finite",
                 report.step,

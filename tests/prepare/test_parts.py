@@ -12,6 +12,8 @@ from nanotrain.data.indexed import IndexedTokens
 from nanotrain.errors import DataError, EnvironmentFault
 from nanotrain.prepare.chunks import InputChunk
 from nanotrain.prepare.parts import PartJob, PartWriter, is_complete, open_parts, part_prefix, write_parts
+from nanotrain.runs import files
+from tests.runs.test_metrics_file import file_size_limit
 
 
 def _job(folder: Path) -> PartJob:
@@ -55,6 +57,25 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     job = PartJob(tmp_path / "missing", tokenizer="bytes", dtype="uint16")
     with pytest.raises(EnvironmentFault, match="missing does not exist any more"):
         list(write_parts(job, [(0, InputChunk("texts", texts=("a",)))], workers=1))
+
+
+def test_a_part_that_does_not_fit_is_an_error_with_its_bytes(tmp_path: Path) -> None:
+    """Raised while the part still takes its space: the free bytes are those that were too few."""
+    writer, chunk = PartWriter(_job(tmp_path)), InputChunk("texts", texts=("abcd" * 100,))
+    larger = InputChunk("texts", texts=("abcd" * 5000,))
+    for full, needed in ((chunk, 822), (larger, 40002)):  # with its index, and before all is encoded
+        taken: list[str] = []
+
+        def no_space(path: Path, names: list[str] = taken) -> str:
+            names += os.listdir(path.parent)
+            return "none free"
+
+        with file_size_limit(500), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(files, "free_space", no_space)
+            with pytest.raises(EnvironmentFault, match=f"000000.bin cannot .* {needed:,} bytes needed, none free"):
+                writer.write(0, full)
+        assert taken and not list(tmp_path.iterdir())
+    assert writer.write(0, chunk).tokens == 401
 
 
 def test_a_killed_worker_is_one_clear_error(tmp_path: Path) -> None:

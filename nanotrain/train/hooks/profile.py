@@ -18,7 +18,7 @@ class ProfileHook(Hook):
 
     def before_training(self, run: Run) -> None:
         first, last = run.state.step + 1, run.config.train.profile_step_end
-        if first > last:
+        if first > last and run.context.control.is_first:
             log.warning("no profile: the run starts at step %d, after --profile-step-end %d", first, last)
         self._start_before(run, step=first)
 
