@@ -143,10 +143,13 @@ def write_report(argv: Sequence[str]) -> int:
     parser.add_argument("--output", type=Path, metavar="FILE", help=output_help)
     args = parser.parse_args(argv)
     from nanotrain.report.history import RunHistory
+    from nanotrain.report.page import require_html
     from nanotrain.report.page import write_report as write
 
     output = args.output or args.runs[0] / "report.html"
-    write([RunHistory.read(folder) for folder in args.runs], output, fix="choose another file with --output")
+    read = [RunHistory.read(folder) for folder in args.runs]
+    require_html(output)
+    write(read, output, fix="choose another file with --output")
     print(output)
     return 0
 

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from textwrap import TextWrapper
 from typing import Any, NoReturn
 
-from nanotrain.config.suggest import did_you_mean
+from nanotrain.config.flags import known_flags
+from nanotrain.config.megatron import row_of
+from nanotrain.config.suggest import by_spelling, did_you_mean
 from nanotrain.errors import ConfigError
 
 MAX_WORLD_SIZE = 200_000  # ranks whose groups are listed within two seconds
@@ -37,12 +39,19 @@ class CommandParser(argparse.ArgumentParser):
         self._elsewhere = elsewhere or {}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse; flags of other programs are one error with what to write instead, before any other."""
+        """Parse; misspelled flags, and those of other programs, are one error with what to write, before any other."""
         flags = [str(argument).partition("=")[0] for argument in args or ()]
-        meant = {flag: self._elsewhere[flag] for flag in flags if flag in self._elsewhere}
+        meant = {flag: cure for flag in flags if (cure := self._elsewhere.get(flag) or self._misspelled(flag))}
         if meant:
             self.error("unknown " + ", ".join(f"{flag} (write {cure})" for flag, cure in meant.items()))
         return super().parse_known_args(args, namespace)
+
+    def _misspelled(self, flag: str) -> str | None:
+        """The flag of this command that was meant by one that neither it nor a training has."""
+        own = self._option_string_actions
+        if not flag.startswith("--") or flag in own or flag in known_flags() or row_of(flag):
+            return None
+        return by_spelling(flag, own)
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""
@@ -131,7 +140,7 @@ def run_command(program: str, argv: Sequence[str], *, commands: dict[str, Comman
     if not argv or argv[0] in ("-h", "--help"):
         print(usage(program, commands, width=shutil.get_terminal_size().columns))
         return 0
-    fix = did_you_mean(argv[0], commands, prefix=f"{program} ")
+    fix = did_you_mean(argv[0], [*commands, "--help", "--version"], prefix=f"{program} ")
     fix = f"{program} --help describes them" if fix.startswith("see") else fix
     raise ConfigError(f"unknown command {argv[0]!r}", why=f"{program} takes {', '.join(commands)}", fix=fix)
 

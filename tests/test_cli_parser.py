@@ -61,6 +61,24 @@ def test_a_command_is_found_by_its_name(capsys):
         run_command("nanotrain", ["sign"], commands={"sing": sing})
 
 
+def test_a_misspelled_flag_of_the_command_is_named_before_what_is_missing():
+    def command(argv):
+        """Do something."""
+
+    parser = CommandParser("x", command)
+    parser.add_argument("--prompt", required=True)
+    for wrong in ("--promt", "--prompts=hi"):
+        with pytest.raises(ConfigError, match=rf"unknown {wrong.partition('=')[0]} \(write --prompt\)"):
+            parser.parse_known_args([wrong])
+    for other in ("--lr", "--seq-lenght"):  # of a training, or misspelled so
+        assert parser.parse_known_args(["--prompt", "a", other])[1] == [other]
+
+
+def test_a_misspelled_option_in_place_of_a_command():
+    with pytest.raises(ConfigError, match="did you mean nanotrain --version"):
+        run_command("nanotrain", ["--verison"], commands={})
+
+
 SCREENS = {
     80: """\
 usage: prog COMMAND ...

@@ -232,14 +232,15 @@ def take_value(flag: str, rest: list[str]) -> str:
 
 def begins_argument(text: str) -> bool:
     """Whether a text is a flag, an override or a choice and not a value (a negative number is a value)."""
-    if text.startswith("--") or text in SWITCHES:
+    if re.match(r"--|-(?!inf|nan)[A-Za-z]", text):
         return True
     match = OVERRIDE.match(text)
     if match is None:
         return False
     section, dot, name = match["key"].partition(".")
     is_key = bool(dot) and all(part.isidentifier() for part in name.split("."))
-    return bool(match["prefix"]) or "/" not in section and (is_key or section == "config")
+    is_name = not dot and section in {"config", *SECTIONS, *ENTRIES}
+    return bool(match["prefix"]) or "/" not in section and (is_key or is_name)
 
 
 def read_override(line: CommandLine, argument: str) -> None:

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
+from nanotrain.errors import EnvironmentFault
 from nanotrain.report import figures, tables, timeline
 from nanotrain.report.history import RunHistory
 from nanotrain.report.layout import layout_html
@@ -31,6 +32,19 @@ def write_report(runs: Sequence[RunHistory], output: Path, *, fix: str = OTHER_F
         EnvironmentFault: the file cannot be written.
     """
     write_text(output, render(runs), fix=fix)
+
+
+def require_html(output: Path) -> None:
+    """Check that a report replaces no file of another kind.
+
+    Raises:
+        EnvironmentFault: there is one, or no folder to write into.
+    """
+    fix = "choose another file with --output"
+    if not output.parent.is_dir():
+        raise EnvironmentFault(f"{output} cannot be written", why=f"there is no folder {output.parent}", fix=fix)
+    if output.is_file() and output.suffix not in (".html", ".htm"):
+        raise EnvironmentFault(f"{output} would be replaced", why="it is no .html file", fix=fix)
 
 
 def render(runs: Sequence[RunHistory]) -> str:

@@ -90,7 +90,7 @@ def find_traces(folder: Path, *, step: int | None = None) -> dict[int, Path]:
     if not profiles:
         raise EnvironmentFault(
             f"there is no profile in {folder}",
-            why="profile/ has no step-NNNNNNNN-rank-NNNNN.json",
+            why="there is no such folder" if not folder.is_dir() else "profile/ has no step-NNNNNNNN-rank-NNNNN.json",
             fix="train with --profile; --profile-step-start and --profile-step-end choose the steps",
         )
     later = [last for last in profiles if step is not None and last >= step]

@@ -159,6 +159,27 @@ def test_bad_words_are_named_with_their_cure(words, message):
 
 
 @pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--data-path web -lr 3", "unknown flag -lr: there is no such flag; did you mean --lr?"),
+        ("--data-path web tensor_model_parallel_size=2", "did you mean parallel.tensor_model_parallel_size?"),
+        ("--lr -infinity", "optim.lr"),
+    ],
+)
+def test_what_follows_a_list_is_none_of_its_values(words, message):
+    line = parse(words.split())
+    found = [*map(str, line.errors.errors), *(setting.key for setting in line.settings)]
+    assert any(message in text for text in found)
+    assert "--data-path" not in words or line.settings[0].value == ["web"]
+
+
+def test_a_path_may_look_like_a_setting():
+    words = ["--data-path", "lang=en", "/a/model=b", "x/lr=1"]
+    assert parse(words).settings[0].value == words[1:]
+    assert parse([*words, "model=tiny"]).choices == {"model": "tiny"}
+
+
+@pytest.mark.parametrize(
     "words",
     [
         "--cpu-optimizer --optimizer-cpu-offload=1",

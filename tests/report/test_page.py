@@ -9,7 +9,7 @@ import pytest
 
 from nanotrain.errors import EnvironmentFault
 from nanotrain.report.history import RunHistory
-from nanotrain.report.page import render, write_report
+from nanotrain.report.page import render, require_html, write_report
 from tests.harness import HANG_S
 from tests.report.runs import expert_load, write_run
 
@@ -100,3 +100,13 @@ def test_a_file_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
         EnvironmentFault, match="a cannot be written: Is a directory; free space, or choose another file"
     ):
         write_report([run], tmp_path / "a", fix="choose another file with --output")
+
+
+def test_a_report_replaces_no_file_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    with pytest.raises(EnvironmentFault, match=r"metrics\.jsonl would be replaced: it is no \.html file"):
+        require_html(tmp_path / "metrics.jsonl")
+    with pytest.raises(EnvironmentFault, match="there is no folder"):
+        require_html(tmp_path / "none" / "a.html")
+    for name in ("new", "old.html"):
+        require_html(tmp_path / name)
