@@ -1,6 +1,6 @@
 """Inputs of a forward besides parameters and activations: `BatchContext` of a stage, `LayerContext` of its layers."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -75,6 +75,10 @@ class LayerContext:
     def rotary_of(self, *, has_window: bool) -> Rotary | None:
         """The cosines and sines of a layer."""
         return self.window_rotary if has_window and self.window_rotary is not None else self.rotary
+
+    def of_layer(self, layer: int) -> Self:
+        """The context with the random words of a layer."""
+        return self if self.dropout is None else replace(self, dropout=self.dropout.of_layer(layer))
 
     def mask_of(self, *, has_window: bool) -> Any:
         """The mask of a layer."""

@@ -10,9 +10,10 @@ A word is a 32-bit hash of the seed, the sample, the layer, the place and the po
     B batch   S sequence   H hidden
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
+import torch
 from torch import Tensor
 
 from nanotrain.kernels.dropout import dropout, mix_in, sample_words
@@ -34,14 +35,26 @@ class DropoutContext:
 
     words: Tensor  # [B] int64, one per sample
     positions: Tensor  # [S] int64, of this rank's tokens in their sequence
+    layer_words: Tensor | None = None  # [places, B] int64, of one layer; None for the context of all layers
 
     @classmethod
     def of(cls, seed: int, sample_ids: Tensor, *, positions: Tensor) -> "DropoutContext":
         """The words of these samples [B] int64 in a run with this seed."""
         return cls(sample_words(seed, sample_ids), positions)
 
+    def of_layer(self, layer: int) -> "DropoutContext":
+        """The context with the words of a layer, computed outside of compiled graphs.
+
+        A graph would take the number of the layer as a constant: one graph per layer, and none after the eighth.
+        """
+        first, num_places = layer * len(DropoutPlace), len(DropoutPlace)
+        numbers = torch.arange(first, first + num_places, device=self.words.device)
+        return replace(self, layer_words=mix_in(self.words, numbers[:, None]))
+
     def words_of(self, layer: int, place: DropoutPlace) -> Tensor:
         """The words [B] of a place in a layer."""
+        if self.layer_words is not None:
+            return self.layer_words[int(place)]
         return mix_in(self.words, layer * len(DropoutPlace) + place)
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from nanotrain.comm.autograd import concat_along
 from nanotrain.config.config import ModelConfig
-from nanotrain.config.derive import has_rope
+from nanotrain.config.derive import has_dropout, has_rope
 from nanotrain.data.batch import Batch
 from nanotrain.kernels.linear import fprop
 from nanotrain.model.activations import ACTIVATIONS, Glu
@@ -117,6 +117,8 @@ class Block(nn.Module):
         self.mlp_norm = _declared_norm(model_config, params, name="mlp_norm")
         self.mlp = build_mlp(model_config, params.submodule("mlp"), parallel=parallel)
         self.mlp_post_norm = _declared_norm(model_config, params, name="mlp_post_norm")
+        if has_dropout(model_config):
+            self.register_forward_pre_hook(lambda _, args: (args[0], args[1].of_layer(layer)))
         recompute = parallel.recompute
         mlp = recompute.wrap("moe" if isinstance(self.mlp, MoELayer) else "mlp", self.mlp)
         # Functions, not modules: a module held under a second name would be saved twice.

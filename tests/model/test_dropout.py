@@ -14,6 +14,12 @@ def test_layers_and_places_drop_different_elements() -> None:
     assert len(set(torch.cat(words).tolist())) == 3 * 5 * len(DropoutPlace)
 
 
+def test_the_words_of_one_layer_are_those_of_all() -> None:
+    context = DropoutContext.of(1, torch.arange(3), positions=torch.arange(8))
+    for place in DropoutPlace:
+        assert torch.equal(context.of_layer(4).words_of(4, place), context.words_of(4, place))
+
+
 def test_tokens_are_dropped_by_their_position_and_evaluation_drops_nothing() -> None:
     drop, x = HiddenDropout(0.5, 2, DropoutPlace.mlp, TensorParallel.single_rank()), torch.ones(2, 8, 6)
     full = drop(x, DropoutContext.of(0, torch.tensor([7, 9]), positions=torch.arange(8)))

@@ -2,7 +2,9 @@
 
 import re
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +13,14 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.load import load
 from nanotrain.data.batch import Batch
+from nanotrain.memory import block_transforms
 from nanotrain.model.context import BatchContext
 from nanotrain.topology.topology import Topology
 from nanotrain.train.compile import describe_compile, graph_breaks, with_compile
 from tests.fake_world import fake_context
 from tests.harness import parallel_config
 from tests.laws.worlds import SEQ_LENGTH, VOCAB_SIZE, Case, build_here
-from tests.train.small_run import arguments
+from tests.train.small_run import arguments, small_run, train
 
 GPU_PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 TP = "--tensor-model-parallel-size 2"
@@ -98,3 +101,20 @@ def graphs(flags: dict[str, int], model: dict[str, int]) -> tuple[int, int]:
 def test_the_page_counts_the_graphs_of_a_block(row, flags, model) -> None:  # dense: tests/laws/test_compile.py
     counted = re.search(rf"^\| {row} \| (\d+) \| (\d+) \|", GPU_PAGE.read_text(), re.M)
     assert counted and graphs(flags, model) == tuple(map(int, counted.groups()))
+
+
+def test_all_layers_share_one_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        found.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(block_transforms.torch, "compile", partial(torch.compile, backend=backend))
+    # more layers than graphs that torch makes of one function before it runs it eagerly
+    num_layers = torch._dynamo.config.recompile_limit + 1
+    more = ("--torch-compile", "--gradient-accumulation-fusion", "--train-iters", "1", "--hidden-dropout", "0.1")
+    with small_run(tmp_path, "--num-layers", str(num_layers), *more) as run:
+        train(run)
+    assert len(found) == 1
