@@ -39,19 +39,24 @@ class GradView:
 
 
 def attach(view: GradView, param: Tensor) -> None:
-    """Let products of this parameter write to the view."""
+    """Let products of this parameter, or of joined ones, write to the view."""
     param.grad_view = view  # type: ignore[attr-defined]
     storage = param.untyped_storage()
     # Weak: Python's garbage collector cannot follow what a storage refers to.
     views = getattr(storage, "grad_views", None) or WeakValueDictionary()
-    views[param.storage_offset()] = view
+    views[_range(param)] = view
     storage.grad_views = views  # type: ignore[attr-defined]
 
 
 def grad_view_in_graph(weight: Tensor) -> GradView | None:
     """The view of a tensor that autograd saved: recomputation gives the backward another one on the same storage."""
     views: Mapping[Any, GradView] = getattr(weight.untyped_storage(), "grad_views", {})
-    return views.get(weight.storage_offset())
+    return views.get(_range(weight))
+
+
+def _range(weight: Tensor) -> tuple[int, int]:
+    """First element and number of elements: joined weights begin where one of them does (`joined.py`)."""
+    return int(weight.storage_offset()), weight.numel()
 
 
 def grad_view_of(param: Tensor) -> GradView | None:

@@ -7,7 +7,7 @@
     Linears  the same for layers that share an input
 
 All dense linear layers, the output layer included, multiply here, large fp32 matrices on CPUs by oneDNN (`onednn.py`);
-`Linears` has another implementation for fp8.
+`Linears` has other implementations for fp8 and for weights that lie next to each other (`joined.py`).
 
     T tokens   I inputs   O outputs
 """
@@ -163,6 +163,10 @@ class Linears:
     def fprop(self, x: Tensor) -> tuple[Tensor, ...]:
         """[..., I] -> one [..., O] per layer."""
         return tuple(linear.fprop(x) for linear in self.linears)
+
+    def join(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+        """One [T, O] per layer -> the same as `dgrad` and `wgrad` read them."""
+        return grads
 
     def dgrad(self, grads: Sequence[Tensor]) -> Tensor:
         """One [T, O] per layer -> [T, I], their sum."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanotrain.kernels.grad_view import grad_view_in_graph, grad_view_of
+from nanotrain.kernels.grad_view import GradView, grad_view_in_graph, grad_view_of
 from nanotrain.kernels.linear import Linear, accumulate_wgrad, dgrad, fprop
 
 
@@ -52,11 +52,14 @@ def _declare_effect() -> bool:
 CAN_TRACE = _declare_effect()
 
 
+def writes_in_graph(view: GradView | None) -> bool:
+    """Whether a graph that is traced now writes the gradient to this view."""
+    return CAN_TRACE and view is not None and view.start_write_in_graph is not None and torch.is_grad_enabled()
+
+
 def traced_linear(x: Tensor, linear: Linear) -> Tensor:
     """[..., I] -> [..., O], inside of a graph."""
-    view = grad_view_of(linear.weight) if linear.writes_wgrad else None
-    can_write = CAN_TRACE and view is not None and view.start_write_in_graph is not None
-    if not (can_write and torch.is_grad_enabled()):
+    if not writes_in_graph(grad_view_of(linear.weight) if linear.writes_wgrad else None):
         return linear.fprop(x)
     out: Tensor = _TracedLinear.apply(x, linear.weight, linear.bias)
     return out

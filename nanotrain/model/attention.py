@@ -18,9 +18,9 @@ from nanotrain.model.rope import apply_rotary
 from nanotrain.model.scores import LayerScores, local_heads
 from nanotrain.parallel.tp.layers import (
     ColumnParallelLinear,
+    ColumnParallelLinears,
     ReplicatedHeadsLinear,
     RowParallelLinear,
-    column_parallel,
 )
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.topology.shape import ModelShape
@@ -70,6 +70,7 @@ class Attention(nn.Module):
             )
             for name in ("key", "value")
         )
+        self.projections = ColumnParallelLinears(self.query, self.key, self.value)
         self.query_norm, self.key_norm = (
             build_head_norm(model_config, params, name=f"{name}_norm", heads=rows, group=parallel.tp.group)
             for name, rows in (("query", query_rows), ("key", key_rows))
@@ -81,8 +82,8 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
-        projections = column_parallel(hidden, (self.query, self.key, self.value))
-        query, key, value = (rearrange(x, "b s (n d) -> b s n d", d=self.head_dim) for x in projections)
+        projected = self.projections(hidden)
+        query, key, value = (rearrange(x, "b s (n d) -> b s n d", d=self.head_dim) for x in projected)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.query_factor != 1.0:

@@ -43,9 +43,9 @@ from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import RotaryTables
 from nanotrain.parallel.tp.layers import (
     ColumnParallelLinear,
+    ColumnParallelLinears,
     RowParallelLinear,
     VocabParallelEmbedding,
-    column_parallel,
 )
 from nanotrain.parallel.tp.loss import Targets, TokenGroups, Vocabulary, vocab_parallel_cross_entropy
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
@@ -70,16 +70,13 @@ class MLP(nn.Module):
         self.activation, self.glu = ACTIVATIONS[model_config.activation], Glu.of(model_config)
         self.gate = column(*params.linear("gate")) if params.get("gate.weight") is not None else None
         self.up = column(*params.linear("up"))
+        self.projections = ColumnParallelLinears(*(layer for layer in (self.gate, self.up) if layer is not None))
         self.down = RowParallelLinear(*params.linear("down"), tensor_parallel=tensor_parallel)
 
     def forward(self, hidden: Tensor, context: LayerContext | None = None) -> Tensor:
         """[B, S or S/tp, H] -> the same shape; the context is read by MoE layers, which have the same signature."""
-        if self.gate is None:
-            (up,) = column_parallel(hidden, (self.up,))
-            inner = self.activation(up)
-        else:
-            gate, up = column_parallel(hidden, (self.gate, self.up))
-            inner = self.glu(gate, up)
+        projected = self.projections(hidden)
+        inner = self.activation(*projected) if self.gate is None else self.glu(*projected)
         out: Tensor = self.down(inner)
         return out
 

@@ -1,6 +1,12 @@
 """Stages with storage: parameters are views of the planned buffers."""
 
+from typing import Any
+
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import ParallelConfig
 from nanotrain.config.load import load
+from nanotrain.parallel.tp.layers import ColumnParallelLinears
+from nanotrain.topology.topology import Topology
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.stages import all_data_parallel, build_stages
 from nanotrain.train.start.inputs import open_inputs
@@ -28,6 +34,26 @@ def test_weight_gradients_are_deferred_only_with_w_actions(tmp_path):
     with small_run(tmp_path) as run:
         (stage,) = build_stages(run.plan, run.context).values()
         assert stage.wgrad_queue is None
+
+
+def test_projections_are_joined_where_all_of_their_weights_can_be():
+    context = ParallelContext.attach(Topology.of(ParallelConfig(), 1))
+
+    def joined(**parallel: Any) -> list[bool]:
+        model = {"num_layers": 1, "kv_channels": 16, "ffn_hidden_size": 64}
+        fields = {"projection_fusion": True, "data_parallel_sharding_strategy": "optim_grads_params"} | parallel
+        run = build_here(context, Case().but(parallel=fields, model=model))
+        assert run.stages[0].state_dict().keys() == {param.spec.name for param in run.plan.stages[0].params}
+        found = [module for module in run.stages[0].modules() if isinstance(module, ColumnParallelLinears)]
+        frozen = found[0].layers[0].weight.requires_grad_(False)
+        assert not found[0].can_join, "its gradient is not wanted"
+        frozen.requires_grad_(True)
+        return [module.joined is not None for module in found]
+
+    assert joined() == [True, True]
+    assert joined(projection_fusion=None) == [False, False], "off on CPUs"
+    assert joined(ddp_bucket_size=11000) == [False, True], "a bucket ends between key and value"
+    assert joined(projection_fusion=None, fsdp_double_buffer=True) == [False, False]
 
 
 @ranks(2, pp=2)
