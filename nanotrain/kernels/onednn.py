@@ -31,7 +31,7 @@ def uses_onednn(x: Tensor, size: int) -> bool:
     return (
         x.dtype is torch.float32
         and x.device.type == "cpu"
-        and _is_available()  # before the sizes, on which a compiled graph would depend
+        and is_available()  # before the sizes, on which a compiled graph would depend
         and x.numel() * size >= MIN_PRODUCTS
         and x.numel() // x.shape[-1] % TOKENS == 0
     )
@@ -70,7 +70,8 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _is_available() -> bool:
+def is_available() -> bool:
+    """Whether its products are used: on CPUs with AVX-512, outside of compiled graphs."""
     if _OPERATOR is None or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
         return False
     return torch.backends.cpu.get_cpu_capability() == "AVX512"

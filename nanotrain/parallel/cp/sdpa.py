@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanotrain.kernels import causal_attention
 from nanotrain.parallel.cp.call import AttentionCall, AttentionKernel, TileKernel
 from nanotrain.parallel.cp.max_logits import LogitObserver
 from nanotrain.parallel.cp.scores import ScoreOptions
@@ -42,6 +43,8 @@ def attend(
     Returns:
         [B, Q, N, Dv].
     """
+    if mask is None and causal_attention.computes(query, key):
+        return causal_attention.attend(query, key=key, value=value)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
     is_rounded = not query.is_cuda and query.itemsize == 2 and torch.is_grad_enabled()

@@ -1,0 +1,149 @@
+"""Causal attention in bf16 on CPUs with AVX-512 and without AMX, by products of whole blocks of scores.
+
+torch's flash attention multiplies small blocks of 16-bit matrices, which is slow without AMX. Here the scores of some
+queries and all earlier keys are one fp32 product by oneDNN (`onednn.py`), and the products with probabilities and with
+the gradients of scores are bf16 ones, as in torch's. Measured on one core (AMD EPYC), forward and backward, ms:
+
+    B, S, N, G, D         torch   here
+    4, 512, 6, 6, 64         66     46
+    4, 256, 8, 4, 32         19     14       key/value heads repeated for torch
+    4, 512, 8, 2, 64         94     58       the same
+    2, 512, 4, 4, 128        41     23
+
+Nothing but query, key and value is saved; the backward computes the scores again.
+
+    for each key/value head, with its n = N/G query heads:        (a, b] block of queries
+        forward    P = softmax(Q K^T / sqrt(D))                     [n (b-a), b]
+                   out = P V
+        backward   dS = P * (dP - sum(P * dP)), dP = dO V^T
+                   dQ = dS K       dK = dS^T Q       dV = P^T dO    over all queries of the n heads at once
+
+B batch   S sequence   N query heads   G key/value heads (N is a multiple of G)   D, Dv head dims
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nanotrain.kernels import onednn
+
+# Shorter sequences are many small products; longer ones write matrices of probabilities that leave the cache.
+MIN_LENGTH, MAX_LENGTH = 256, 512
+# Scores of a block, in elements: they stay in the second-level cache.
+BLOCK_SCORES = 2**17
+# torch gives each thread heads of its own; here threads share each product.
+MAX_THREADS = 2
+
+
+def computes(query: Tensor, key: Tensor) -> bool:
+    """Whether queries [B, S, N, D] attend to keys [B, S, G, D] here; not in compiled graphs."""
+    length = query.shape[1]
+    return (
+        query.dtype is torch.bfloat16
+        and query.device.type == "cpu"
+        and onednn.is_available()  # before the sizes, on which a compiled graph would depend
+        and not torch.cpu._is_amx_tile_supported()
+        and torch.get_num_threads() <= MAX_THREADS
+        and length == key.shape[1]
+        and MIN_LENGTH <= length <= MAX_LENGTH
+        and length % onednn.TOKENS == 0
+    )
+
+
+def attend(query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:
+    """Softmax attention to the same and all earlier positions.
+
+    Args:
+        query: [B, S, N, D].
+        key: [B, S, G, D].
+        value: [B, S, G, Dv].
+
+    Returns:
+        [B, S, N, Dv].
+    """
+    out: Tensor = _CausalAttention.apply(query, key, value)
+    return out
+
+
+class _CausalAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        out, blocks = query.new_empty(*query.shape[:3], value.shape[3]), _Blocks.of(query, key)
+        for sample in range(len(query)):
+            q, k, v = (_by_head(x[sample]) for x in (query, key, value))
+            wide_q, wide_k = blocks.scaled(q), k.float()
+            results = blocks.by_group(out[sample].transpose(0, 1))
+            for group in range(len(k)):
+                for rows in blocks.rows:
+                    p = blocks.probabilities(wide_q[group], wide_k[group], rows=rows)
+                    part = p.to(v.dtype).flatten(0, 1) @ v[group, : rows.stop]
+                    results[group, :, rows] = part.view(*p.shape[:2], -1)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = ctx.saved_tensors
+        grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
+        blocks = _Blocks.of(query, key)
+        # probabilities and gradients of Q K^T, [n, S, S]; what lies above the blocks on the diagonal stays zero
+        p, grad_scores = query.new_zeros(2, blocks.num_heads, query.shape[1], query.shape[1])
+        for sample in range(len(query)):
+            q, k, v, grad_out = (_by_head(x[sample]) for x in (query, key, value, grads[0]))
+            wide_q, wide_k, wide_v, wide_grad = blocks.scaled(q), k.float(), v.float(), blocks.scaled(grad_out)
+            q, grad_out = blocks.by_group(q).flatten(1, 2), blocks.by_group(grad_out).flatten(1, 2)
+            grad_q = blocks.by_group(grad_query[sample].transpose(0, 1))
+            for group in range(len(k)):
+                for rows in blocks.rows:
+                    block = blocks.probabilities(wide_q[group], wide_k[group], rows=rows)
+                    grad_p = onednn.multiply(wide_grad[group, :, rows].flatten(0, 1), wide_v[group, : rows.stop])
+                    p[:, rows, : rows.stop] = block
+                    grad_scores[:, rows, : rows.stop] = torch._softmax_backward_data(
+                        grad_p.view(block.shape), block, 2, torch.float32
+                    )
+                grad_q[group] = (grad_scores.flatten(0, 1) @ k[group]).view(grad_q.shape[1:])
+                grad_key[sample, :, group] = grad_scores.flatten(0, 1).t() @ q[group]
+                grad_value[sample, :, group] = p.flatten(0, 1).t() @ grad_out[group]
+        return grad_query, grad_key, grad_value
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Blocks of queries, of the query heads of a key/value head."""
+
+    num_heads: int  # n
+    scale: float  # of scores
+    rows: tuple[slice, ...]
+    later: Tensor  # [rows, rows] minus infinity for later keys, in the block on the diagonal
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor) -> "_Blocks":
+        """The blocks of queries [B, S, N, D] and keys [B, S, G, D]."""
+        length, num_heads = query.shape[1], query.shape[2] // key.shape[2]
+        size = min(length, max(onednn.TOKENS, BLOCK_SCORES // (length * num_heads)))
+        rows = tuple(slice(start, min(start + size, length)) for start in range(0, length, size))
+        return cls(num_heads, query.shape[3] ** -0.5, rows, torch.full((size, size), -torch.inf).triu_(1))
+
+    def by_group(self, x: Tensor) -> Tensor:
+        """[N, S, D] -> [G, n, S, D]."""
+        return x.unflatten(0, (-1, self.num_heads))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """[N, S, D] -> [G, n, S, D] in fp32, times the scale of scores."""
+        return self.by_group(x.float().mul_(self.scale))
+
+    def probabilities(self, q: Tensor, k: Tensor, *, rows: slice) -> Tensor:
+        """Scaled queries [n, S, D] and keys [S, D] -> [n, rows, keys up to the last row]."""
+        scores = onednn.multiply(q[:, rows].flatten(0, 1), k[: rows.stop]).view(self.num_heads, -1, rows.stop)
+        size = rows.stop - rows.start
+        scores[:, :, rows].add_(self.later[:size, :size])
+        return scores.softmax(2)
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """[S, N, D] -> [N, S, D], contiguous."""
+    return x.transpose(0, 1).contiguous()
