@@ -117,4 +117,5 @@ def test_all_layers_share_one_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     more = ("--torch-compile", "--gradient-accumulation-fusion", "--train-iters", "1", "--hidden-dropout", "0.1")
     with small_run(tmp_path, "--num-layers", str(num_layers), *more) as run:
         train(run)
+    torch._dynamo.reset()
     assert len(found) == 1

@@ -11,7 +11,7 @@ B batch   S sequence   N query heads   G key/value heads (N is a multiple of G) 
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -56,12 +56,12 @@ def attend(
     is_padded = value_head_dim < head_dim and not query.is_cuda
     if is_padded:  # with unequal head dims torch falls back to its math kernel on the CPU, 2 to 4 times slower
         value = F.pad(value, (0, head_dim - value_head_dim))
-    is_causal = mask is None and query.shape[2] == key.shape[2]
-    bias: Any = mask
-    if mask is None and not is_causal:
+    is_causal, bias = mask is None, cast(Any, mask)
+    # An `if`: in a graph for sequences of any length the lengths are symbols, and torch refuses a symbol as a flag.
+    if is_causal and query.shape[2] != key.shape[2]:
         from torch.nn.attention.bias import causal_lower_right  # imports the compiler, which takes seconds
 
-        bias = causal_lower_right(query.shape[2], key.shape[2])
+        is_causal, bias = False, causal_lower_right(query.shape[2], key.shape[2])
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, is_causal=is_causal, enable_gqa=grouped)
     return (out[..., :value_head_dim] if is_padded else out).transpose(1, 2)
 

@@ -33,3 +33,22 @@ def test_gradients_of_grouped_heads_are_added_up_in_fp32(dtype: torch.dtype, tol
         gradients.append([x.grad.double() for x in (query, key, value) if x.grad is not None])
     for found, expected in zip(*gradients, strict=True):
         assert (found - expected).norm() <= tolerance * expected.norm()
+
+
+def test_one_graph_attends_to_sequences_of_any_length() -> None:
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(attend, backend=backend, fullgraph=True)
+    for length in (7, 12):
+        query, key, value = (torch.randn(2, length, heads, 8) for heads in (4, 2, 2))
+        for x in (query, key, value):
+            torch._dynamo.mark_dynamic(x, 1)
+        expected = attend(query, key=key, value=value)
+        torch.testing.assert_close(compiled(query, key=key, value=value), expected)
+    torch._dynamo.reset()
+    assert len(graphs) == 1
