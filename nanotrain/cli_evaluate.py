@@ -105,6 +105,7 @@ def _run_corpus(args: Namespace, loaded: Loaded, *, environment: MutableMapping[
     """Evaluate on a corpus, on all ranks."""
     with importing_torch():
         from nanotrain.comm.parallel_context import Launch, ParallelContext
+        from nanotrain.data.same_tokenizer import require_tokenizer_of
         from nanotrain.data.tokenizer import load_tokenizer
         from nanotrain.inference.checkpoint import open_model, tokenizer_name
         from nanotrain.train.evaluate import evaluate_model
@@ -113,6 +114,7 @@ def _run_corpus(args: Namespace, loaded: Loaded, *, environment: MutableMapping[
     launch, model = Launch.of(environment), open_model(args.path, ema=args.ema)
     config = _check_world(model.config, loaded, world_size=launch.world_size)
     name = args.tokenizer or tokenizer_name(model)
+    require_tokenizer_of(name, args.data)
     tokenizer = None if name is None else load_tokenizer(name)
     plan = plan_run(config, launch.world_size, rank=launch.rank)
     timeout_s = config.parallel.distributed_timeout_minutes * 60

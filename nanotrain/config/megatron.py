@@ -173,7 +173,7 @@ OPTIM = {
     "--end-weight-decay": not_yet("weight decay is constant: set --weight-decay", arity=1),
     "--weight-decay-incr-style": not_yet("weight decay is constant: set --weight-decay", "constant"),
     "--apply-wd-to-qk-layernorm": not_yet("parameters of one dimension are not decayed: leave it out"),
-    "--loss-scale": not_yet("the loss scale adapts: set --initial-loss-scale", arity=1),
+    "--loss-scale": not_yet("the loss scale adapts: set --initial-loss-scale", "0", "0.0"),
     "--override-opt-param-scheduler": always("the schedule follows from the command line, also on resume"),
     "--use-checkpoint-opt-param-scheduler": no_effect("the schedule follows from the command line; what differs from the checkpoint is printed on resume"),
     "--calculate-per-token-loss": always("the loss is the sum over target tokens of the global batch / their number"),

@@ -37,6 +37,30 @@ def require_same_tokenizer(prefixes: Iterable[Path]) -> None:
             )
 
 
+def require_tokenizer_of(model: str | None, source: str) -> None:
+    """Check that the token files that a model is evaluated on have its tokenizer.
+
+    Args:
+        model: its tokenizer, as `load_tokenizer` takes it; None if unknown.
+        source: prefix of the token files; a text has no tokenizer.
+
+    Raises:
+        ConfigError: they have another one.
+    """
+    corpus = recorded_tokenizer(source.removesuffix(".bin").removesuffix(".idx"))
+    if model is not None and corpus is not None and not may_be_same_tokenizer(model, corpus):
+        raise ConfigError(
+            f"{source} was prepared with another tokenizer than the model's",
+            why=f"those are {corpus} and {model}, in which the same id is another text",
+            fix=f"evaluate on the text itself, or prepare it with --tokenizer {model}",
+        )
+
+
+def may_be_same_tokenizer(one: str, other: str) -> bool:
+    """Whether two tokenizers, as `load_tokenizer` takes them, give the same ids; true where that is not known."""
+    return one == other or _may_be_same(_content(one), _content(other))
+
+
 def _content(tokenizer: str) -> bytes | None:
     """What defines a tokenizer; None where that is not known, or cannot be read."""
     if tokenizer == "bytes":

@@ -40,6 +40,7 @@ from nanotrain.train.batches import BatchIterator, BatchOptions
 from nanotrain.train.compile import describe_compile, with_compile
 from nanotrain.train.metrics.source_losses import SourceLosses
 from nanotrain.train.plans.plan import Plan
+from nanotrain.train.resume.other_tokenizer import warn_after_import
 from nanotrain.train.resume.restore import RunParts, restore_parts
 from nanotrain.train.routers import ModelRouters, router_biases
 from nanotrain.train.run import Run, StepSchedules, TrainState
@@ -222,6 +223,7 @@ def _init_weights(config: Config, stages: Mapping[int, BuiltStage]) -> None:
     if folder is not None:
         from nanotrain.hf.import_weights import import_weights
 
+        warn_after_import(Path(folder), config.data)
         biases = router_biases({index: stage.module for index, stage in stages.items()})
         wanted = {replace(box, name=box.name.removeprefix("router/")): bias for box, bias in biases.items()}
         import_weights(Path(folder), config.model, wanted=wanted)

@@ -10,6 +10,7 @@ import tokenizers
 from nanotrain.config.config import DataConfig
 from nanotrain.data.build import build_data
 from nanotrain.data.corpus_info import CorpusInfo, tokenizer_path, write_info
+from nanotrain.data.same_tokenizer import require_tokenizer_of
 from nanotrain.errors import ConfigError
 from tests.data.conftest import WriteCorpus
 
@@ -69,3 +70,13 @@ def test_merges_in_the_form_of_older_libraries_are_the_same(write_corpus: WriteC
     del content["model"]["ignore_merges"]
     (tokenizer_path(prefixes[0]) / "tokenizer.json").write_text(json.dumps(content))
     build(data_path=[str(prefix) for prefix in prefixes])
+
+
+def test_a_model_is_evaluated_on_token_files_of_its_tokenizer(corpora: dict[str, str]) -> None:
+    model = str(tokenizer_path(Path(corpora["one"])))
+    for name in ("one", "other_file", "unknown"):
+        require_tokenizer_of(model, corpora[name])
+    require_tokenizer_of(None, corpora["two"])
+    for name in ("two", "bytes"):
+        with pytest.raises(ConfigError, match=f"another tokenizer than the model's.*--tokenizer {model}"):
+            require_tokenizer_of(model, corpora[name] + ".bin")

@@ -28,6 +28,7 @@ from nanotrain.topology.boxes import TensorBox
 from nanotrain.topology.parameters import declare_model
 from nanotrain.topology.shape import ModelShape
 from nanotrain.train.fp8 import HISTORY, amax_histories, finish_fp8_restore, is_new_history
+from nanotrain.train.resume.other_tokenizer import warn_after_restore
 from nanotrain.train.routers import router_biases
 from nanotrain.train.run import TrainState
 from nanotrain.untrusted import LARGEST, finite_number, list_of, object_of, whole_number
@@ -109,6 +110,7 @@ def restore(
     converted = converted_moments(manifest.config, to_dict(config))
     if converted:
         log.info("%s", converted)
+    warn_after_restore(manifest, config.data, path=start)
     log.info("loaded %s: step %d, %d samples consumed", start, state.step, state.consumed_samples)
     return state
 
