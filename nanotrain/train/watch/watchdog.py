@@ -38,6 +38,7 @@ from nanotrain.train.watch.report import Diagnosis, RankView, diagnose, report_t
 
 REPORT = "hang-report.txt"
 MAX_POLL_S = 1.0
+ALARM = "another rank of this machine gave an alarm"  # a reason that leaves the cause to the diagnosis
 MAX_LINES = 4  # process groups whose collectives the message lists; the report lists all
 GRACE_S = 3.0  # from the first alarm to the report: other ranks notice later and write their files
 LOST_S = 2.0  # from the end of a rank to the alarm: the failed collective of this rank usually ends it before
@@ -141,7 +142,7 @@ class Watchdog:
             return f"rank {self._rank} began nothing for {still_s:.0f} s (--hang-timeout-s {self._timeout_s:g})"
         if self._lost_since is not None and now - self._lost_since >= LOST_S:
             return f"rank {lost[0].rank} ended"
-        return "another rank of this machine gave an alarm" if self._is_alarmed() else ""
+        return ALARM if self._is_alarmed() else ""
 
     def _lost(self) -> list[RankProcess]:
         """The ranks of this machine whose process ended before the run did."""
@@ -241,7 +242,8 @@ class Watchdog:
         path = self._folder / REPORT
         recorded = unmatched_collectives(self._recorded(), self._topology)
         write_text(path, report_text(diagnosis, views, topology=self._topology, title=title, recorded=recorded))
-        lines = [f"error: {reason}", diagnosis.headline, *recorded[:MAX_LINES], f"see {path}"]
+        facts = [diagnosis.headline] if reason == ALARM else [reason, diagnosis.headline]  # an alarm explains nothing
+        lines = [f"error: {facts[0]}", *facts[1:], *recorded[:MAX_LINES], f"see {path}"]
         print("\n".join(lines), file=sys.stderr, flush=True)
         write_text(self._hang_folder / "written", "")
 

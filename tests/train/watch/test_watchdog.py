@@ -15,7 +15,8 @@ import pytest
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.topology.topology import Topology
-from nanotrain.train.watch.watchdog import REPORT, Watchdog, timeout_of
+from nanotrain.train.watch.report import Diagnosis
+from nanotrain.train.watch.watchdog import ALARM, REPORT, Watchdog, timeout_of
 from tests.harness import HANG_S, parallel_config
 from tests.laws.command_line import ForkedRanks, arguments
 
@@ -87,6 +88,19 @@ def test_a_rank_that_moves_slowly_and_a_checkpoint_that_takes_long_are_no_reason
     assert watchdog.reason_to_end(37.0) == "rank 0 began nothing for 10 s (--hang-timeout-s 10)"
     context.heartbeat.begin("checkpoint")
     assert not any(watchdog.reason_to_end(now) for now in (40.0, 400.0))
+
+
+def test_the_message_begins_with_the_cause_where_another_rank_gave_the_alarm(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    context = ParallelContext.attach(Topology.of(parallel_config(), 1))
+    watchdog = Watchdog(context, tmp_path, timeout_s=100.0)
+    lost = Diagnosis((), "rank 3 was killed")
+    for reason, message in (("rank 0 began nothing", "error: rank 0 began nothing\nrank 3"), (ALARM, "error: rank 3")):
+        watchdog._hang_folder.mkdir(exist_ok=True)
+        watchdog._write_report(reason, lost, views={})
+        assert capfd.readouterr().err.startswith(f"{message} was killed\nsee ")
+        assert f"reason: {reason}\n" in (tmp_path / REPORT).read_text()
 
 
 def test_the_timeout_lies_below_that_of_collectives_unless_it_is_set() -> None:
