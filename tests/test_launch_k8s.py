@@ -13,6 +13,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "launch_k8s"
 NEEDED = {"IMAGE": "my/nanotrain:0.1", "VOLUME": "my-claim"}
 
 MACHINES = {"NAME": "llama", "NODES": "4", "GPUS": "2", "NANOTRAIN_NUMA": "node", "OTHER_NCCL_X": "1"}
+GRACE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "150"}  # seconds for the last save, as in launch_slurm
 NETWORK = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "=it's", "NCCL_IB_HCA": "mlx5_0:1,mlx5_1:1"}
 
 
@@ -43,14 +44,15 @@ def test_a_job_of_four_machines():
     endpoint = ["--rdzv-endpoint", "llama-0.llama:29500", "-m", "nanotrain.train"]
     training = ["+config=llama7b", "--data-path", "/data/it's here", "--lr=1e-3"]
     assert container["args"] == ["--numa-binding=node", *endpoint, *training]
-    assert {row["name"]: row["value"] for row in container["env"]} == {"OMP_NUM_THREADS": "1", **NETWORK}
+    assert {row["name"]: row["value"] for row in container["env"]} == {"OMP_NUM_THREADS": "1", **GRACE, **NETWORK}
+    assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > int(*GRACE.values())
     assert container["resources"] == {"limits": {"nvidia.com/gpu": "2"}}
 
 
 def test_without_variables():
     _, job = yaml.safe_load_all(render(**NEEDED, OMP_NUM_THREADS="6").stdout)
     container = container_of(job)
-    assert container["env"] == [{"name": "OMP_NUM_THREADS", "value": "6"}]
+    assert {row["name"]: row["value"] for row in container["env"]} == {"OMP_NUM_THREADS": "6", **GRACE}
     assert container["args"] == ["--rdzv-endpoint", "nanotrain-0.nanotrain:29500", "-m", "nanotrain.train"]
 
 
