@@ -8,7 +8,7 @@
     rank 1  [to 0 | to 1]        ->   [from 0 from 0 | from 1]
 
 Both sides need the split sizes; a rank that has only its input splits obtains the output splits by an all-to-all of
-the input splits. In a group of one rank the output is the input. `group.traffic` counts the rows that leave this rank
+the input splits. In a group of one rank the output is the input. `group.traffic` counts the rows sent to other ranks
 as "all_to_all".
 """
 

@@ -1,11 +1,11 @@
-"""A part of the store for one attempt of a job.
+"""A separate key prefix in the store for every attempt of a job.
 
-torchrun starts the ranks again after a failure, and torch lets them meet at the store of the attempt before, whose keys
-are still there: process groups would read the addresses of ranks that have ended (PyTorch issue 135712). Restart counts
-do not distinguish attempts, as every agent of torchrun has its own.
+After a failure torchrun starts the ranks again at the store of the previous attempt, which still has its keys: process
+groups would read the addresses of ranks that have ended (PyTorch issue 135712). Restart counts do not distinguish
+attempts, because every agent of torchrun has its own count.
 
-    rank r    publishes a number that it has drawn, waits for the reply to it, and counts itself in
-    rank 0    draws the name of the attempt and sends it in reply to every number, until all ranks are counted
+    rank r    publishes a random number, waits for the reply to it, and increments the count of joined ranks
+    rank 0    draws the random name of the attempt and sends it in reply to every number, until all ranks have joined
 """
 
 import socket
@@ -58,7 +58,7 @@ def store_of_attempt(store: Store, rank: int, *, world_size: int, timeout: timed
         timeout: how long to wait for the others.
 
     Raises:
-        RuntimeError: not all ranks came in time.
+        RuntimeError: not all ranks joined in time.
     """
     meeting = PrefixStore("nanotrain-attempts/", store)
     name = _join(meeting) if rank else _lead(meeting, world_size, deadline=time.monotonic() + timeout.total_seconds())
@@ -77,9 +77,9 @@ def _lead(store: Store, world_size: int, *, deadline: float) -> str:
     name, replied = uuid.uuid4().hex, set()
     while (joined := store.add(f"joined-{name}", 0)) < world_size - 1:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{joined + 1} of {world_size} ranks came")
+            raise RuntimeError(f"only {joined + 1} of {world_size} ranks joined in time")
         for number in range(1, store.add("count", 0) + 1):
-            # A rank may have ended before it published; a reply to one of an earlier attempt is read by nobody.
+            # A rank may have ended before it published. Nobody reads the reply to a number of an earlier attempt.
             if number not in replied and store.check([f"drawn-{number}"]):
                 store.set(f"reply-{store.get(f'drawn-{number}').decode()}", name)
                 replied.add(number)

@@ -8,8 +8,9 @@
     split_along     local slice       all-gather
     concat_along    all-gather        local slice
 
-The first four are for regions in which each rank computes a partial sum with weights of its own. The last two are for
-regions in which all ranks compute the same. In a group of one rank the output is the input, without a graph node.
+The first four are for regions in which each rank computes a partial sum with its own weights. The last two are for
+regions in which all ranks compute the same values. In a group of one rank the output is the input, without a graph
+node.
 """
 
 from collections.abc import Callable

@@ -9,8 +9,8 @@
     all_gather_object, gather_object,                   control traffic
     broadcast_object, barrier
 
-Objects travel along the tree of a group that has one. In a group of one rank the output is the input and no process
-group is used. `group.traffic` counts the bytes sent.
+Objects are sent along the tree of a group if it has one (`Group.tree`). In a group of one rank the output is the input
+and no process group is used. `group.traffic` counts the bytes sent.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,8 +32,9 @@ from nanotrain.comm.work import Work, translate_errors
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
-# One collective along an inner dim of [B, S, H] needs a copy, B collectives do not. Estimated, not measured: each costs
-# about 10 us more on NCCL, the copy of a slice of this size 12 us at 85 % of an H100's memory bandwidth.
+# One collective along an inner dim of [B, S, H] needs a copy; B collectives, one per sample, do not. From this size of
+# a slice on they are used. Estimated, not measured: a collective costs about 10 us more on NCCL, the copy of a slice of
+# this size 12 us at 85 % of an H100's memory bandwidth.
 MIN_SLICE_BYTES = 2**24
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -160,8 +161,9 @@ def start_all_reduce_scalars(values: Sequence[float], group: Group, *, op: str =
     """Start to reduce host numbers over the group in one float64 collective (traffic "all_reduce_scalars").
 
     One element costs as much as a thousand (0.3 to 1.5 ms on gloo), so pass all numbers in one call. On NCCL the result
-    is copied to the host beside the current stream, and `wait` blocks the host until it is there: started a step before
-    it is read, it costs no time. Over a tree the numbers are objects: it is complete on return, and has no "avg".
+    is copied to the host on a side stream, and `wait` blocks the host until it has arrived; a reduction that is started
+    one step before it is read costs no time. Over a tree numbers are sent as objects: the reduction is complete on
+    return and has no "avg".
     """
     if group.size == 1:
         return Work.completed([float(value) for value in values])
@@ -208,7 +210,7 @@ def broadcast_object(obj: Any, group: Group) -> Any:
 
 
 def _gather_along(levels: Sequence[Group], obj: Any) -> list[Any] | None:
-    """Gather from the leaves of a tree to its root: each rank hands on what it has gathered."""
+    """Gather from the leaves of a tree to its root: each rank sends the objects that it has gathered."""
     objects = [obj]
     for level in levels:
         gathered: list[Any] | None = [None] * level.size if level.is_first else None
@@ -255,11 +257,13 @@ def barrier(group: Group) -> None:
 
 
 def _goes_by_slice(shape: Sequence[int], tensor: Tensor, *, group: Group, dim: int) -> bool:
-    """Whether a collective along `dim` runs once per index of the dims before it, whose slices lie together.
+    """Whether a collective along `dim` runs once per index of the earlier dims, for which slices are contiguous.
 
     Args:
-        shape: of all ranks' tensors together.
-        tensor: of their dtype.
+        shape: of the tensors of all ranks, concatenated.
+        tensor: one of them, for its dtype.
+        group: of the collective.
+        dim: of the collective.
     """
     num_slices = prod(shape[:dim])
     return num_slices > 1 and not group.is_gloo and prod(shape[dim:]) * tensor.itemsize >= MIN_SLICE_BYTES
@@ -279,10 +283,10 @@ def _together(works: Sequence[Work[Tensor]], result: Tensor) -> Work[Tensor]:
 def _temporary(
     shape: Sequence[int], like: Tensor, *, group: Group, dim: int
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Memory that only a collective along `dim` uses, and what to call with its result.
+    """Temporary memory for a collective along `dim`, and a function that takes its result and releases the memory.
 
-    On gloo it is scratch memory where the result is a copy: freed blocks of the size of a whole sequence between
-    saved ones of a shard would leave holes in the heap.
+    On gloo it is scratch memory if the result is a copy: freed blocks as large as a full sequence between saved blocks
+    as large as a shard would leave holes in the heap.
     """
     if not group.is_gloo or prod(like.shape[:dim]) == 1:
         return like.new_empty(shape), lambda result: result
@@ -303,7 +307,7 @@ def _check_divisible(tensor: Tensor, group: Group, *, dim: int) -> None:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """fp8 values as uint8: not every process group supports fp8, and a gather does not read values."""
+    """fp8 values as uint8: not every process group supports fp8, and a gather copies bytes only."""
     return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 

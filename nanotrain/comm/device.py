@@ -25,8 +25,8 @@ from torch import Tensor
 
 from nanotrain.errors import EnvironmentFault
 
-# torch's allocator reads it at the first CUDA tensor. Segments that grow leave fewer gaps between tensors of varying
-# sizes, as batches and experts have.
+# torch's allocator reads it at the first CUDA tensor. Expandable segments leave fewer gaps between tensors of varying
+# sizes, such as those of batches and experts.
 _ALLOCATOR = "PYTORCH_ALLOC_CONF"
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _CLEAR_PEAK = "5"  # man 5 proc, clear_refs: sets VmHWM back to the current size
@@ -35,7 +35,7 @@ _CLEAR_PEAK = "5"  # man 5 proc, clear_refs: sets VmHWM back to the current size
 def pick_device(kind: str, local_rank: int, *, environment: MutableMapping[str, str] = os.environ) -> torch.device:
     """Choose this rank's device and make it the current one.
 
-    Where the launcher shows each rank one GPU of its own, as `srun --gpus-per-task=1`, it is that one.
+    If the launcher makes only one GPU visible to each rank (`srun --gpus-per-task=1`), it is that GPU.
 
     Args:
         kind: "auto" (cuda if available), "cpu" or "cuda".
@@ -146,12 +146,12 @@ def memory_per_rank(device: torch.device, local_world_size: int) -> int | None:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream on which copies wait for collectives; only one, because torch reuses a pool of 32 streams."""
+    """A stream on which copies wait for collectives; a single one, because torch reuses a pool of 32 streams."""
     return torch.cuda.Stream(device)
 
 
 class HostCopy:
-    """A copy of a small tensor to the host; the host waits for the device when it reads it, not before.
+    """A copy of a small tensor to the host; the host waits for the device only in `read`.
 
     Args:
         tensor: written by the current stream; must not change on a CPU, where it is not copied.
@@ -166,7 +166,7 @@ class HostCopy:
 
     @classmethod
     def after(cls, work: dist.Work, tensor: Tensor) -> "HostCopy":
-        """The copy of what a collective on a GPU writes; the current stream does not wait for the collective."""
+        """Copy the output of a collective on a GPU; the current stream does not wait for the collective."""
         stream = _side_stream(tensor.device)
         with torch.cuda.stream(stream):
             work.wait()
@@ -196,7 +196,7 @@ class Stopwatch:
         self._stop: Any = None  # a number on a CPU, an event on a GPU
 
     def stop(self) -> None:
-        """End the measured time; on a GPU when the stream comes here."""
+        """End the measured time; on a GPU when the current stream reaches this point."""
         self._stop = self._now()
 
     @property
@@ -274,7 +274,7 @@ class BufferCopies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def wait_for_device(self) -> None:
-        """Let later copies wait for what the current stream was given so far."""
+        """Let later copies wait for the work that is queued on the current stream now."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
@@ -289,7 +289,7 @@ class BufferCopies:
             return BufferCopy(self._stream.record_event())
 
     def finish(self) -> None:
-        """Let the current stream wait for all copies; the host goes on."""
+        """Let the current stream wait for all copies; the host does not wait."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
@@ -307,7 +307,7 @@ class BufferCopy:
 
 
 def to_device(values: Sequence[float], device: torch.device) -> Tensor:
-    """[n] fp64 of host numbers; a GPU copies them from pinned memory, for which the host does not wait."""
+    """[n] fp64 of host numbers on a device; copied from pinned memory to a GPU, without a host sync."""
     host = torch.tensor(values, dtype=torch.float64, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 

@@ -13,7 +13,7 @@ def eager(function: F) -> F:
     """Run a function eagerly inside compiled code: a graph ends before it and the next one starts after it.
 
     `torch.compiler.disable` as a decorator imports torch._dynamo when the module is imported: 1.3 to 5 s of CPU time
-    per process, also where nothing is compiled. This decorator calls it in the first graph that meets the function.
+    per process, even if nothing is compiled. This decorator calls it only while a graph is being compiled.
     """
 
     @functools.wraps(function)

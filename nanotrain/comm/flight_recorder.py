@@ -1,8 +1,8 @@
 """torch's flight recorder: the last collectives of this rank with sizes, sequence number and state on the device.
 
-The heartbeat records what the host queued; the recorder also has what the device began and completed. It is switched on
-by environment variables that torch reads when process groups are created, and holds gloo's collectives too (messages
-of gloo excepted, and gloo has no state on a device: a collective is complete when it is retired).
+The heartbeat records what the host queued; the flight recorder also has what the device began and completed. It is
+switched on by environment variables that torch reads when process groups are created. It records gloo's collectives
+too, except point-to-point messages; gloo has no state on a device, so a collective is complete once it is retired.
 """
 
 import ast
@@ -21,13 +21,13 @@ SETTINGS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_FR_BUFFER_SIZE": "2000",
 }
-DUMP_S = 2.0  # reading the states of collectives asks the driver, which may not reply while the device hangs
+DUMP_S = 2.0  # reading the states of collectives calls the driver, which may not return while the device hangs
 _DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")  # of NCCL, which a CPU build lacks, and of all other backends
 
 
 @dataclass(frozen=True)
 class RecordedCollective:
-    """The newest collective of a rank over a process group, or the oldest one that is not complete."""
+    """The oldest collective of a rank over a process group that is not complete; else the newest one."""
 
     group: str  # name under which the process group was created; groups of the same ranks share it
     ranks: tuple[int, ...]  # of the process group; empty where the recorder does not list them
@@ -58,7 +58,7 @@ def recorded_collectives() -> list[RecordedCollective]:
 
 
 def newest_collectives(dump: Mapping[str, Any]) -> list[RecordedCollective]:
-    """Of a parsed dump, per process group: the oldest collective that is not complete, else the newest one.
+    """The oldest incomplete collective of every process group in a parsed dump, else its newest one.
 
     Args:
         dump: as torch writes it: `entries` in the order in which they were queued, `pg_config` by process group.

@@ -28,7 +28,7 @@ class Group:
         heartbeat: records what this rank does, shared by the groups of a rank.
 
     Attributes:
-        levels: of a tree, the groups that this rank is in; else empty.
+        levels: the groups of a tree that this rank is in; empty if the group is not a tree.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Group:
 
     @classmethod
     def tree(cls, spec: GroupSpec, levels: Sequence["Group"]) -> "Group":
-        """A group of many ranks without a process group of its own: only objects are sent, along a tree.
+        """A group of many ranks without its own process group: it sends only objects, along a tree of small groups.
 
         Args:
             spec: all ranks.
@@ -74,7 +74,7 @@ class Group:
 
     @classmethod
     def single_rank(cls, name: GroupName, rank: int = 0) -> "Group":
-        """The group that contains one rank only, with a traffic counter of its own."""
+        """A group of one rank, with its own traffic counter."""
         return cls(GroupSpec.single_rank(name, rank))
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
 """`Heartbeat`: what a rank is doing, in memory that other processes of its machine can read.
 
-A rank stores integers: no lock, no system call, nothing is sent. So a rank that is frozen or killed is as visible as
-the others. `train/watch/` reads the records of all ranks when nothing moves.
+A rank only stores integers: no lock, no system call, no message. So the record of a frozen or killed rank can be read
+like any other. `train/watch/` reads the records of all ranks when a run makes no progress.
 
     record of a rank   int64 fields: process, counters, phase, action, the collective it waits for
                        and per group name: sequence number, operation and bytes of the last collective
@@ -13,7 +13,7 @@ from typing import get_args
 
 from nanotrain.topology.groups import GroupName
 
-NO_GROUP = "?"  # of tests and of what is not a group of a topology
+NO_GROUP = "?"  # groups of tests, and others that are not in a topology
 GROUPS: tuple[str, ...] = (NO_GROUP, *get_args(GroupName))
 OPS = (
     "?",
@@ -96,7 +96,7 @@ class Heartbeat:
         self._record[_PID], self._record[_STARTED] = pid, started
 
     def alarm(self) -> None:
-        """Notify the other ranks of this machine that this one gave up."""
+        """Mark this rank as given up, which the other ranks of the machine read."""
         self._record[_ALARM] = 1
 
     def begin(self, phase: str, *, step: int | None = None) -> None:

@@ -31,13 +31,13 @@ from nanotrain.errors import EnvironmentFault, NanotrainError
 from nanotrain.log import start_logging
 from nanotrain.topology.topology import Topology
 
-# After a failure, wait this long for others: a rank that lost its peer may report before the rank that failed first.
+# After a failure, wait this long for other failures: a rank that lost its peer may report before the peer does.
 _SECOND_FAILURE_S = 1.0
 
 
 @dataclass(frozen=True)
 class _Reply:
-    """The result of a rank, its `NanotrainError`, or the traceback of any other error; or that it ended without one."""
+    """The result of a rank, its `NanotrainError`, the traceback of any other error, or the fact that it died."""
 
     result: Any = None
     error: NanotrainError | None = None
@@ -134,7 +134,7 @@ def _receive(pipe: Connection, rank: int) -> _Reply:
         reply = pickle.loads(pipe.recv_bytes())
     except EOFError:
         fix = "run on fewer ranks or free memory"
-        fault = EnvironmentFault(f"rank {rank} died", why="most often memory ran out", fix=fix)
+        fault = EnvironmentFault(f"rank {rank} died", why="usually the machine ran out of memory", fix=fix)
         return _Reply(error=fault, has_died=True)
     assert isinstance(reply, _Reply), "ranks send replies only"
     return reply

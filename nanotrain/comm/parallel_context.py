@@ -92,7 +92,7 @@ class ParallelContext:
         topology: the plan of all groups.
         rank: global rank.
         coords: coordinate on every axis.
-        coords_text: the same for messages, dense axes longer than one only ("pp1 dp3 tp0").
+        coords_text: the coordinates for messages, only of dense axes with several ranks ("pp1 dp3 tp0").
         device: where this rank's tensors are.
         groups: this rank's groups by name; no `embed` on a stage that is neither first nor last.
         control: all ranks over gloo, for objects and barriers, whatever the device; a tree of small groups in a large
@@ -123,8 +123,8 @@ class ParallelContext:
     ) -> Iterator["ParallelContext"]:
         """Join the world that torchrun launched; leaving the block without an error destroys all process groups.
 
-        After an error they are left as they are: destroying them waits for peers that may be inside a collective, on
-        NCCL forever. The entry point ends the process at once.
+        After an error they are not destroyed, because that waits for peers that may be inside a collective, on NCCL
+        forever. The entry point ends the process at once.
 
         `device` is "auto", "cpu" or "cuda"; `timeout_s` is how long a collective waits for a slow or lost rank.
 

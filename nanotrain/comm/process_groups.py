@@ -1,7 +1,7 @@
 """Creates torch's process groups; the only file that does.
 
 join_world        the default process group, at torchrun's address
-create_groups     one per set of ranks of this rank: by splits of the world on NCCL, else one by one
+create_groups     one per distinct set of ranks that includes this rank; by splits of the world on NCCL
 create_control    the gloo groups of the control tree
 """
 
@@ -61,9 +61,9 @@ def create_groups(topology: Topology, rank: int, *, timeout: timedelta) -> dict[
             groups |= {part: split for part in parts if rank in part}
         _check_sizes(groups)
         return groups
-    # A rank creates its own groups only, of which the members alone synchronize: the work of a start does not grow with
-    # the world. All ranks go through the names in one order, and the groups of a name are disjoint, so no two ranks
-    # wait for each other.
+    # A rank creates only its own groups, and only their members synchronize, so the cost of a start does not grow with
+    # the world. All ranks use the same order of names, and the groups of a name are disjoint, so no two ranks wait for
+    # each other.
     for name, spec in topology.group_specs(rank).items():
         if spec.size > 1 and spec.ranks not in groups and name not in UNCONNECTED:
             groups[spec.ranks] = _new_group(name, spec.ranks, timeout=timeout)
@@ -73,17 +73,17 @@ def create_groups(topology: Topology, rank: int, *, timeout: timedelta) -> dict[
 def create_control(
     rank: int, world_size: int, *, timeout: timedelta, fan_out: int | None = None
 ) -> list[tuple[Ranks, dist.ProcessGroup | None]]:
-    """The groups for objects that a rank is in, over gloo: of a tree where groups are split, else one of all ranks.
+    """A rank's gloo groups for objects: those of a tree if groups are split, else one group of all ranks.
 
-    It comes before `create_groups`. torch names a group after its ranks and the number of groups that the rank already
-    has, and gloo's ranks meet under that name. That number is the same for all members of a group of the tree, but it
-    differs among ranks afterwards, which split groups do not mind.
+    Called before `create_groups`. torch names a group after its ranks and the number of groups that the rank already
+    has, and gloo's ranks meet under that name. Before the tree that number is the same on all members of a group; after
+    it the numbers differ, which does not affect split groups.
 
     Args:
         rank: global rank.
         world_size: number of ranks.
         timeout: of their collectives.
-        fan_out: largest group of the tree; None: as said above.
+        fan_out: largest group of the tree; None: CONTROL_FAN_OUT if groups are split, else all ranks.
     """
     backend = "gloo" if dist.get_backend() == "nccl" else None
     fan_out = fan_out or (CONTROL_FAN_OUT if _can_split() else max(world_size, 3))
@@ -135,9 +135,9 @@ def _new_group(
 
 
 def _options(backend: str, *, timeout: timedelta) -> Any:
-    """On NCCL streams of high priority: a collective beside a matrix product gets the next free multiprocessors.
+    """On NCCL, high-priority streams: a collective beside a matrix product gets the next free multiprocessors.
 
-    Otherwise its few thread blocks queue behind all of the product's. Split groups have the options of the world.
+    Otherwise its few thread blocks wait for all blocks of the product. Split groups inherit the options of the world.
     """
     if backend != "nccl":
         return None

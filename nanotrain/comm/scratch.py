@@ -1,7 +1,7 @@
 """Reusable receive buffers of collectives in host memory.
 
-A fresh 16 MiB block costs 4096 page faults, as long as receiving it takes (measured), and returns to the system on
-every free, so blocks are kept. Their number never exceeds that of the collectives in flight at once.
+A new 16 MiB block costs 4096 page faults, which take as long as receiving the data (measured), and every free returns
+it to the system. So blocks are kept; there are never more of them than collectives in flight at the same time.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Point-to-point messages inside a group, in batches.
 
-    Message               a tensor and the peer it goes to or comes from
-    start_send_recv       start all sends and receives of one point in the program, as one batch
+    Message               a tensor, and the peer that it is sent to or received from
+    start_send_recv       start several sends and receives as one batch
     SendRecv              the handles of such a batch
     start_ring_send_recv  send to the next rank of the group, receive from the previous one
 
@@ -39,7 +39,7 @@ class SendRecv:
 
 
 def start_send_recv(sends: Sequence[Message], receives: Sequence[Message], *, group: Group) -> SendRecv:
-    """Start a batch of sends and receives, whose peers are indices in `group`; no rank sends to itself.
+    """Start a batch of sends and receives; peers are indices in `group`, and no rank sends to itself.
 
     Args:
         sends: tensors that must not change before `sent.wait()`.

@@ -1,16 +1,17 @@
-"""`StopPoint`: the microbatch before which all ranks stop, agreed only when one of them asks for it.
+"""`StopPoint`: the microbatch before which all ranks stop, agreed only after a rank has received a signal.
 
-A pass is one run of a pipeline schedule: a training step or a validation batch. All ranks begin the same passes, and
-their order follows from (pass, microbatch). A rank that has to stop sets a key of the store that the ranks met at.
+A pass is one run of a pipeline schedule: a training step or a validation batch. All ranks run the same passes, and
+positions (pass, microbatch) are ordered. A rank that has to stop sets a key in the store of the job.
 
-    a thread per rank, once per poll_s, while no pass has begun for so long:
-    request    read the key; short steps never do, for the vote before the next step stops them as early
-    hold       this rank begins no further microbatch; publish how many it has begun
-    decide     the last rank to publish takes the largest of these numbers, and publishes it
-    go on      every rank completes the microbatches before that point and begins none after it
+    A thread per rank runs once per poll_s, as long as the current pass takes longer than that:
+    request    read the key; short steps never do, because the vote before the next step stops them as early
+    hold       this rank begins no further microbatch, and publishes how many it has begun
+    decide     the last rank to publish takes the largest of these numbers and publishes it
+    finish     every rank completes the microbatches before that point and begins none after it
 
-So no collective of a microbatch is entered by some ranks only, and no rank waits inside one for a rank that holds:
-threads reply, whatever their ranks compute. Without a request nothing is sent and the device is not waited for.
+So no collective of a microbatch is entered by some ranks only, and no rank waits inside a collective for a rank that
+holds, because threads publish independently of what their ranks compute. Without a request nothing is sent, and the
+host does not wait for the device.
 """
 
 import threading
@@ -39,7 +40,7 @@ class PassStopped(Exception):
 
 
 class StopPoint:
-    """This rank's side of the agreement.
+    """This rank's part of the agreement.
 
     Args:
         store: of all ranks.
@@ -61,9 +62,9 @@ class StopPoint:
         self._thread: threading.Thread | None = None
 
     def start(self, wants_stop: Callable[[], bool]) -> None:
-        """Start the thread, on all ranks; `wants_stop` is whether this rank asks for a stop."""
+        """Start the thread; all ranks call this. `wants_stop` returns whether this rank has to stop."""
         self._wants_stop = wants_stop
-        # A store may outlive a run: a second run of the same processes has keys of its own.
+        # A store may outlive a run: a second run of the same processes uses other keys.
         self._prefix = f"stop-{broadcast_object(time.time_ns(), self._control)}/"
         self._thread = threading.Thread(target=self._watch, name="stop-point", daemon=True)
         self._thread.start()
@@ -76,7 +77,7 @@ class StopPoint:
 
     @property
     def is_asked(self) -> bool:
-        """Whether this rank has received the stop request of a rank."""
+        """Whether this rank has read a stop request."""
         return self._holds
 
     def begin_pass(self) -> None:
@@ -106,10 +107,10 @@ class StopPoint:
             return True
 
     def end_pass(self, num_microbatches: int) -> None:
-        """Record that a pass of that many microbatches ended on this rank.
+        """Record that a pass of `num_microbatches` ended on this rank.
 
         Raises:
-            PassStopped: some of them were not begun.
+            PassStopped: some of its microbatches were not begun.
         """
         if self._decision is not None and (self._begun[0], num_microbatches) > self._decision:
             raise PassStopped(self._begun[1])
@@ -135,7 +136,7 @@ class StopPoint:
         return self._store.check([key])
 
     def _agree(self) -> None:
-        """Write how far this rank is to the store, and read where all ranks stop."""
+        """Publish the position of this rank, and read the position at which all ranks stop."""
         with self._changed:
             self._holds, begun = True, self._begun
         key, size = self._prefix + "decision", self._control.size

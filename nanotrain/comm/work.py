@@ -1,8 +1,8 @@
-"""`Work`, the handle of an asynchronous operation, and `translate_errors`, which names the rank a failure belongs to.
+"""`Work`, the handle of an asynchronous operation, and `translate_errors`, which adds group and rank to torch's errors.
 
-A `Work` keeps torch's handles and every tensor that is read or written alive until `wait`: memory that is freed earlier
-may be allocated again while a transfer on another stream still uses it. tests/happens_before.py checks this. On NCCL
-`wait` makes the current stream wait, not the host; on gloo it blocks the host.
+Until `wait`, a `Work` keeps torch's handles and every tensor that is read or written alive: memory that is freed
+earlier may be allocated again while a transfer on another stream still uses it. tests/happens_before.py checks this. On
+NCCL `wait` makes the current stream wait, not the host; on gloo it blocks the host.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +52,7 @@ class Work(Generic[T]):
 
     @classmethod
     def completed(cls, result: T) -> "Work[T]":
-        """A handle whose result is already there.
+        """A handle that is complete.
 
         >>> Work.completed(3).wait()
         3

@@ -51,8 +51,8 @@ class Batch:
     segment_ids: Tensor | None = None  # [B, S] int32 on the host, or None where attention crosses documents
     sample_ids: Tensor | None = None  # [B] int64, indices of the samples in the data; None where they have none
     source_ids: Tensor | None = None  # [B] int64, the corpus of each sample; None where there is one
-    mtp: tuple["Batch", ...] = ()  # the sequences 1, 2, ... tokens further on, for multi-token prediction
-    is_padding: bool = False  # no sample of the global batch: no target tokens, and routers do not count it
+    mtp: tuple["Batch", ...] = ()  # the sequences shifted by 1, 2, ... tokens, for multi-token prediction
+    is_padding: bool = False  # not part of the global batch: it has no target tokens, and routers do not count it
 
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> "Batch":
@@ -67,7 +67,7 @@ class Batch:
     def to(self, device: torch.device | str) -> "Batch":
         """Copy the batch to a device, asynchronously from pinned memory; segment ids stay in host memory.
 
-        What attention needs of them is planned on the host, which would wait for a device otherwise.
+        Attention masks are planned on the host, which would otherwise wait for the device.
         """
         moved = self._map(lambda tensor: tensor.to(device, non_blocking=True))
         return replace(moved, segment_ids=self.segment_ids)
@@ -86,10 +86,10 @@ class Batch:
         return replace(self, **tensors, mtp=tuple(shifted._map(change) for shifted in self.mtp))
 
     def with_mtp(self, num_layers: int) -> "Batch":
-        """The batch with its sequences 1 to `num_layers` tokens further on (DeepSeek-V3, section 2.2).
+        """The batch with its sequences shifted by 1 to `num_layers` tokens (DeepSeek-V3, section 2.2).
 
-        Position i of the k-th has token, label and mask of position i + k. The mask is 0 where that is beyond the end
-        of the sequence, or in another document where attention does not cross documents.
+        Position i of the k-th one has token, label and mask of position i + k. The mask is 0 if that is beyond the end
+        of the sequence, or in another document and attention does not cross documents.
         """
         return replace(self, mtp=tuple(self._shifted(distance) for distance in range(1, num_layers + 1)))
 

@@ -1,13 +1,13 @@
 """Several datasets as one, mixed by weight.
 
-Sample n must map to a dataset and an index in it by a pure function of n, without a table. The datasets are the
-leaves of a binary tree. A node sends visit m to its left child exactly when round(m*p) increases, where p is the left
-child's share of the weight. So round(m*p) of the first m visits went left, and every leaf index follows from n:
+Sample n maps to a dataset and an index in it by a pure function of n, without a table. The datasets are the leaves of a
+binary tree. A node sends visit m to its left child exactly when round(m*p) increases, where p is the left child's share
+of the weight. So round(m*p) of the first m visits go left, and every leaf index follows from n:
 
                    n              weights 4 1 1 2
               p = 5/8
              /       \\
-        p = 4/5     p = 1/3       each node is off by at most 1/2 visit and passes on only its share of that:
+        p = 4/5     p = 1/3       the error of a node is at most 1/2 visit, and a child inherits only its share of it:
          /   \\       /   \\        of any n samples a dataset of weight w gets n*w within 1/2 * depth.
         4     1     1     2
 
@@ -23,7 +23,7 @@ from nanotrain.data.batch import Sample, SampleDataset
 
 @dataclass(frozen=True)
 class BlendIndex:
-    """Where a sample of the blend comes from."""
+    """The source of one sample of the blend."""
 
     dataset: int  # index of the blended dataset
     sample: int  # sample index in that dataset
@@ -62,7 +62,7 @@ def locate(tree: "_Node | int", index: int) -> BlendIndex:
 
 
 def count_visits(tree: "_Node | int", visits: int) -> dict[int, int]:
-    """How many of the first `visits` samples each dataset gives.
+    """The number of the first `visits` samples that come from each dataset.
 
     >>> count_visits(plan_blend([Fraction(2), Fraction(1)]), 4)
     {0: 3, 1: 1}

@@ -1,7 +1,7 @@
 """From the data section of the configuration to datasets.
 
-Everything here is O(1) in the size of the corpora and needs no device, so user mistakes are found before any rank
-waits for another.
+Everything here takes constant time for any size of the corpora and needs no device, so user mistakes are found before
+any rank waits for another.
 """
 
 from collections.abc import Collection, Sequence
@@ -46,7 +46,7 @@ def first_blend(data: DataConfig) -> list[str]:
 
 
 def tokenizer_of(data: DataConfig) -> str | None:
-    """The tokenizer of a run, as `load_tokenizer` takes it: of the data section, or that of the first corpus."""
+    """The tokenizer of a run, as `load_tokenizer` takes it: from the data section, else from the first corpus."""
     if data.vocab_file and data.merge_file:
         return f"{data.vocab_file},{data.merge_file}"
     paths = first_blend(data)
@@ -61,8 +61,8 @@ def build_data(
     """Open the corpora and build the dataset of every split.
 
     Args:
-        data: the data section with corpora, also for the quick-start corpus. The training split of `data_stages` has
-            the starts as they are written, in steps or samples: see `StagedDataset.starting_at`.
+        data: the data section; the quick-start corpus is prepared already. With `data_stages` the starts in the
+            training split are as configured, in steps or samples; see `StagedDataset.starting_at`.
         vocab_size: token ids must be in [0, vocab_size).
         seed: key of the shuffle.
         required: splits that must have samples; the others may be None.
@@ -98,7 +98,7 @@ def build_data(
 
 
 def _paths(data: DataConfig, name: str) -> list[str]:
-    """The blend of a split: its own, or that of all splits. Of stages every corpus, by size."""
+    """The blend of a split: its own, or the one that all splits share; with stages, every corpus blended by size."""
     own = {"valid": data.valid_data_path, "test": data.test_data_path}
     if name != "train" and _has_own_splits(data):
         return own[name]
@@ -114,7 +114,7 @@ def _has_own_splits(data: DataConfig) -> bool:
 
 
 def _stage_blends(data: DataConfig) -> list[tuple[WeightedPrefix, ...]]:
-    """The blend of every stage; the mistakes of all stages are one error."""
+    """The blend of every stage; mistakes in any of them are raised as one error."""
     blends, errors = [], ErrorCollector()
     for stage in read_stages(data.stages):
         with errors:
@@ -141,7 +141,7 @@ def _stage(datasets: Sequence[GPTDataset], data: DataConfig) -> StagedDataset:
 
 
 def _dataset(corpus: IndexedTokens, data: DataConfig, *, split: int, config: GPTDatasetConfig) -> GPTDataset:
-    """The part of a corpus that belongs to a split: all of it where the split has its own corpora."""
+    """The part of a corpus that belongs to a split; all of it if the split has its own corpora."""
     documents = split_documents(corpus.num_documents, data.split)[split]
     if _has_own_splits(data):
         documents = range(corpus.num_documents)

@@ -2,13 +2,13 @@
 
     MicrobatchSampler (indices) -> _BatchReader (samples, collated) in this process or in a worker -> Batch
 
-A batch depends only on its sample indices. So resuming means starting from another `consumed_samples`, and workers
-change time, never values.
+A batch depends only on its sample indices. So a resume starts from another `consumed_samples`, and the number of
+workers changes time, never values.
 
 Workers are started by a fork server, not by `fork`: the trainer has gloo, OpenMP and CUDA threads, and a forked copy
 of a held lock hangs. The server imports torch once (1.3 s, in parallel with the trainer's own start) and all loaders
-of a process share it. SIGINT, SIGTERM and SIGUSR1 are blocked while processes start, and workers inherit that mask: an
-interrupt reaches the whole process group, and only the trainer must handle it.
+of a process share it. SIGINT, SIGTERM and SIGUSR1 are blocked while processes start, and workers inherit that mask: a
+signal reaches the whole process group, but only the trainer may handle it.
 """
 
 import signal
@@ -57,7 +57,7 @@ class _BatchReader(Dataset[Any]):
         if get_worker_info() is None:
             return batch
         try:
-            # Here, not in the queue's own thread: that one only prints the error, and the trainer waits forever.
+            # Here, not in the queue's own thread, which would only print the error and let the trainer wait forever.
             return batch.share_memory()
         except (RuntimeError, OSError) as error:
             return EnvironmentFault(
@@ -73,7 +73,7 @@ class _BatchReader(Dataset[Any]):
         return torch.tensor([self.dataset.source_of(place) for place in places])
 
     def _sample(self, index: int) -> Sample:
-        """A sample; of a negative index the one at `~index` without target tokens, as padding."""
+        """A sample; for a negative index the sample at `~index` without target tokens, as padding."""
         if index >= 0:
             return self.dataset[index + self.skipped_samples]
         sample = self.dataset[~index + self.skipped_samples]
@@ -86,7 +86,7 @@ class GlobalBatchLoader:
     Args:
         dataset: the samples.
         sampler: this rank's data-parallel index and the batch sizes.
-        consumed_samples: samples all ranks together have read before; where to resume.
+        consumed_samples: samples that all ranks together have read before; the index to resume from.
         skipped_samples: samples left out before; added to every index.
         num_workers: processes that load ahead; 0 loads in this process.
         pin_memory: put batches into page-locked memory, for asynchronous copies to a GPU.
@@ -108,7 +108,7 @@ class GlobalBatchLoader:
         self.restart(consumed_samples=consumed_samples, skipped_samples=skipped_samples)
 
     def restart(self, *, consumed_samples: int, skipped_samples: int) -> None:
-        """Go on from another place; arguments as for the class."""
+        """Continue from another sample; arguments as for the class."""
         self.close()
         self.consumed_samples = consumed_samples
         num_workers = self.num_workers
@@ -130,7 +130,7 @@ class GlobalBatchLoader:
         return self
 
     def __next__(self) -> list[Batch]:
-        """The microbatches of the next global batch, in order, their samples split where sequences are shorter.
+        """The microbatches of the next global batch, in order; samples are split if sequences are shorter.
 
         Raises:
             DataError: a sample that cannot be used.
@@ -164,7 +164,7 @@ class GlobalBatchLoader:
             if self.num_workers and (not isinstance(error, RuntimeError) or "DataLoader worker" in str(error)):
                 raise EnvironmentFault(
                     "a data worker process died",
-                    why=f"{str(error) or type(error).__name__}; most often memory or /dev/shm ran out",
+                    why=f"{str(error) or type(error).__name__}; usually memory or /dev/shm is exhausted",
                     fix="lower --num-workers, or set --num-workers 0 to load in the training process",
                 ) from None
             raise
@@ -192,7 +192,7 @@ def _fork_server() -> Any:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT, SIGTERM and SIGUSR1 in this process; what arrives meanwhile is delivered afterwards."""
+    """Block SIGINT, SIGTERM and SIGUSR1 in this process; signals that arrive meanwhile are delivered afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""The error for a corpus that is not there: what the path is instead, and what to write.
+"""The error for a corpus that does not exist: what the path is instead, and which command fixes it.
 
 --data-path story.txt       a text: prepare it
 --data-path folder          a folder: its pairs, or prepare the texts in it
@@ -34,7 +34,7 @@ def missing_pair(prefix: Path) -> DataError:
 
 
 def _prepare(text: Path, output: Path) -> str:
-    """What to write for a text or a folder of texts."""
+    """The commands that prepare a text or a folder of texts and train on it."""
     return (
         f"make token files: nanotrain prepare --input {text} --output {output} --tokenizer bpe:8192, "
         f"then train with --data-path {output}"

@@ -1,7 +1,7 @@
-"""Whether corpora that are read together were tokenized alike.
+"""Check that corpora which are read together have the same tokenizer.
 
-A token id means another text in every vocabulary, so a blend of two would train on noise, and a validation corpus of
-another would measure nothing. Corpora without a recorded tokenizer, as Megatron-LM's own, are taken as they are.
+A token id means a different text in every vocabulary: a blend of two would train on noise, and validation on another
+vocabulary would measure nothing. Corpora without a recorded tokenizer, such as Megatron-LM's, are not checked.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.errors import ConfigError
 from nanotrain.untrusted import MAX_TOKENIZER_BYTES, object_of, parse_json, read_file
 
-_PARTS = ("model", "added_tokens", "normalizer", "pre_tokenizer")  # of tokenizer.json, that the ids of a text depend on
+_PARTS = ("model", "added_tokens", "normalizer", "pre_tokenizer")  # parts of tokenizer.json that determine the ids
 
 
 def require_same_tokenizer(prefixes: Iterable[Path]) -> None:
@@ -62,7 +62,7 @@ def may_be_same_tokenizer(one: str, other: str) -> bool:
 
 
 def _content(tokenizer: str) -> bytes | None:
-    """What defines a tokenizer; None where that is not known, or cannot be read."""
+    """The definition of a tokenizer; None if it is unknown or cannot be read."""
     if tokenizer == "bytes":
         return b""
     try:
@@ -82,7 +82,7 @@ def _normalized(content: bytes) -> bytes:
 
 
 def _may_be_same(first: bytes | None, second: bytes | None) -> bool:
-    """Whether two tokenizers give the same ids; true where their contents do not show it."""
+    """Whether two tokenizers may give the same ids; False only if their definitions differ."""
     if first is None or second is None or first == second:  # equal files are not parsed: that of Gemma 3 takes a second
         return True
     if not (first and second):

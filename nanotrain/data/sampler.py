@@ -11,9 +11,9 @@ With a schedule of sequence lengths the samples are the same, and the loader spl
 With a schedule of batch sizes the next size follows from the consumed samples too, so a run resumes in the middle of a
 ramp-up, on any number of ranks.
 
-Where micro_batch_size * dp_size does not divide the global batch, the last microbatch of some ranks is padding: it
-repeats the first sample without target tokens. The loss is a mean over target tokens, and routers do not count padding
-(`Batch.is_padding`), so it changes time, never values.
+If micro_batch_size * dp_size does not divide the global batch, the last microbatch of some ranks is padding: it repeats
+the first sample without target tokens. The loss is a mean over target tokens, and routers do not count padding
+(`Batch.is_padding`), so padding changes time, never values.
 """
 
 from collections.abc import Iterator

@@ -20,8 +20,8 @@ SEQUENCE_BITS = 50  # sample indices are below; the bits above are the number of
 def split_sequences(batch: Batch, length: int | None) -> Batch:
     """Split every sample of a microbatch into consecutive sequences: [B, S] -> [B * N, L].
 
-    The label of the last token of a sequence is the first token of the next one. Sample ids differ between the
-    sequences of a sample, so that each has dropout of its own.
+    The label of the last token of a sequence is the first token of the next one. The sequences of a sample get
+    different sample ids, so that their dropout masks differ.
 
     Args:
         batch: without labels of multi-token prediction.

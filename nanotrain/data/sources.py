@@ -7,10 +7,7 @@ from nanotrain.data.staged import StagedDataset
 
 
 def source_names(dataset: SampleDataset) -> tuple[str, ...]:
-    """One name per corpus, the shortest ends of their paths that differ; none of a dataset that is no blend.
-
-    The order is that of `source_of`.
-    """
+    """One name per corpus, in the order of `source_of`: the shortest path endings that differ; () if not a blend."""
     if not isinstance(dataset, BlendedDataset | StagedDataset):
         return ()
     paths = [part.corpus.prefix if isinstance(part, GPTDataset) else None for part in dataset.datasets]

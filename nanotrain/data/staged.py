@@ -2,11 +2,11 @@
 
     samples         0 ............... start 1 ............ start 2 ......
     blend           stage 0           stage 1              stage 2
-    source a        0 1 2 ... 41      42 43 ... 60         (none)          every source goes on where it stopped
+    source a        0 1 2 ... 41      42 43 ... 60         (none)          every source continues where it stopped
     source b        (none)            0 1 2 ...            ...
 
-Which sample of which source sample n is follows from n, the weights and the starts alone: a run resumes anywhere. The
-samples that a source gave in earlier stages are counted, not stored, so none is read again before its epoch ends.
+The source of sample n, and its index there, follow from n, the weights and the starts alone, so a run resumes anywhere.
+The samples of a source in earlier stages are counted, not stored, so none is read again before its epoch ends.
 """
 
 from bisect import bisect_right

@@ -1,10 +1,11 @@
-"""Bytes of UTF-8 text that each token stands for: what bits per byte are measured in.
+"""Bytes of UTF-8 text per token, from which bits per byte are computed.
 
     bits per byte = loss in nats x tokens / ln 2 / bytes
 
-It compares models of different tokenizers, as the loss per token does not. A token of a byte-level BPE may be a part of
-a character, so its text is not decoded: its entry in the vocabulary has one character per byte. Special tokens, as the
-end-of-document token, have no bytes.
+Bits per byte compare models with different tokenizers, which the loss per token does not. A token of a byte-level BPE
+may be a part of a character, so it is not decoded: its vocabulary entry has one character per byte. Special tokens,
+    such
+as the end-of-document token, have no bytes.
 """
 
 import json
@@ -47,7 +48,7 @@ def _num_bytes(text: str, kind: str) -> int:
 
 
 def _kind(settings: dict[str, object]) -> str | None:
-    """What entries of the vocabulary are: bytes, or pieces of text with U+2581 for a blank; None for others."""
+    """The kind of vocabulary entries: bytes, or pieces of text with U+2581 for a blank; None for others."""
     stages = [settings.get(name) for name in ("pre_tokenizer", "decoder", "normalizer")]
     found = json.dumps(stages, ensure_ascii=False)
     if '"ByteLevel"' in found:

@@ -72,7 +72,7 @@ class ByteTokenizer:
 class FastTokenizer:
     """A tokenizer of the `tokenizers` library, with `eod_text` or a usual name as end-of-document token.
 
-    Its stored truncation and padding are switched off, as transformers ignores them too.
+    Truncation and padding stored in the file are switched off; transformers ignores them too.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, *, eod_text: str | None = None) -> None:
@@ -127,7 +127,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def is_local(name: str) -> bool:
-    """Whether a tokenizer's name means files on this machine, or bytes, and not one of the hub.
+    """Whether a tokenizer's name stands for files on this machine or for bytes, not for a repository on the hub.
 
     >>> is_local("bytes"), is_local("gpt2")
     (True, False)

@@ -1,4 +1,4 @@
-"""What the worker processes of the loader and of `prepare` share."""
+"""`exit_with_parent`, for the worker processes of the loader and of `prepare`."""
 
 import multiprocessing
 import os

@@ -7,9 +7,9 @@
     RoPE                            rotary.py                     triton_rotary.py
     other residual additions        one addition                  none
 
-Blocks are compiled on GPUs, so inside a graph torch's operators run: the compiler fuses what is elementwise into its
-neighbours. The kernels are for what is outside of graphs: the loss always, blocks that are not compiled. The second
-sum of a block belongs to the norm of the next block, which may be another FSDP unit, graph or pipeline stage.
+Blocks are compiled on GPUs. Inside a graph torch's operators run, because the compiler fuses elementwise ones itself.
+The kernels run outside of graphs: in the loss, and in blocks that are not compiled. The second residual sum of a block
+would be fused with the norm of the next block, which may be another FSDP unit, graph or pipeline stage.
 """
 
 from functools import cache

@@ -45,7 +45,7 @@ class WgradQueue:
 
     @contextmanager
     def defer(self) -> Iterator[None]:
-        """Inside the block, linear layers put their wgrad here instead of computing it."""
+        """Inside the block, linear layers add their wgrad to this queue instead of computing it."""
         assert not self._wgrads, "work that was not taken would be accumulated with another microbatch's"
         self.is_deferring = True
         try:
@@ -71,10 +71,11 @@ def is_deferring(queue: WgradQueue | None) -> TypeGuard[WgradQueue]:
 def accumulate_wgrads(wgrads: list[Wgrad], *, ready: Sequence[tuple[nn.Parameter, Tensor]] = ()) -> None:
     """Compute weight gradients and accumulate them, each layer's communication overlapped with the previous layer.
 
-    Hooks fire once per parameter, with the complete gradient, also where several layers share a weight.
+    Hooks run once per parameter, with the complete gradient, even if several layers share a weight.
 
-    `wgrads` is in the order of computation and emptied, so that memory is freed after each. `ready` are parameters with
-    gradients that are already computed.
+    Args:
+        wgrads: in the order of computation; emptied, so that memory is freed after each.
+        ready: parameters with gradients that are already computed.
     """
     uses_left = Counter(id(param) for wgrad in wgrads for param in wgrad.params)
     uses_left.update(id(param) for param, _ in ready)
@@ -104,7 +105,7 @@ def accumulate_wgrads(wgrads: list[Wgrad], *, ready: Sequence[tuple[nn.Parameter
 
 
 def _accumulate(param: nn.Parameter, grad: Tensor | None) -> None:
-    """Accumulate as autograd does: honour grad_dtype and run the post-accumulate hooks; None: all of it was written."""
+    """Accumulate as autograd does, with grad_dtype and post-accumulate hooks; None if products wrote all of it."""
     view = grad_view_of(param)
     if grad is not None:
         torch.autograd.backward(param, grad)

@@ -1,16 +1,16 @@
-"""Dropout whose mask is a function of numbers, not of a random state: the same in every layout and when recomputed.
+"""Counter-based dropout: the mask is a hash of indices, not of a random state; equal in every layout and recomputation.
 
     32-bit words   seed -- sample -- layer and place -- position -- channel, or head, query and key
-                          mixed one after the other; the last word is compared with the rate
+                          hashed one after the other; the last word is compared with the rate
 
-    sample_words    a word per sample of a microbatch, from the seed of the run and the indices of the samples
-    mix_in          words that also depend on further numbers
+    sample_words    one word per sample of a microbatch, from the seed of the run and the indices of the samples
+    mix_in          hash further numbers into words
     keep_factors    0 where dropped, else 1 / (1 - rate)
     dropout         of hidden states; keeps no mask for the backward, which computes it again
 
-An index counts samples over all epochs, so no two steps share a mask. Words are int64 tensors below 2^32, which every
-device computes alike. The mixing function is the 32-bit finalizer with two multiplications of C. Wellons ("Prospecting
-for hash functions", 2018), which has the least bias known of its form.
+Sample indices count over all epochs, so no two steps share a mask. Words are int64 tensors below 2^32, equal on every
+device. The hash function is the 32-bit finalizer with two multiplications of C. Wellons ("Prospecting for hash
+functions", 2018), which has the lowest known bias of its form.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ def sample_words(seed: int, sample_ids: Tensor) -> Tensor:
 
 
 def mix_in(words: Tensor, numbers: Tensor | int) -> Tensor:
-    """Words that depend on `words` and on further numbers, which broadcast."""
+    """Hash numbers into words; both broadcast."""
     x = (words + (numbers & MASK) * GOLDEN + 1) & MASK
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
@@ -42,7 +42,7 @@ def keep_factors(words: Tensor, rate: float, *, dtype: torch.dtype) -> Tensor:
 
 
 def _threshold(rate: float) -> int:
-    """Words below it are dropped."""
+    """The threshold of a rate: an element whose word is below it is dropped."""
     return round(rate * 2**32)
 
 
@@ -61,7 +61,7 @@ def dropout(x: Tensor, words: Tensor, *, rate: float) -> Tensor:
 
 
 def _drop(x: Tensor, words: Tensor, *, rate: float) -> Tensor:
-    """A 16-bit product with a number rounds once; the factor itself in 16 bits would be too small by up to 2^-9."""
+    """Drop and scale; multiplying by a Python number rounds once, while a 16-bit factor would be off by up to 2^-9."""
     channels = torch.arange(x.shape[-1], device=x.device)
     is_dropped = mix_in(words[..., None], channels) < _threshold(rate)
     return (x * (1 / (1 - rate))).masked_fill(is_dropped, 0)

@@ -1,13 +1,13 @@
 """A parameter's view of the gradient buffer, where products write weight gradients themselves.
 
-Otherwise autograd allocates every gradient and a hook copies or adds it to the buffer: a second pass over memory, and
-in 16 bit a rounding between them. Megatron-LM calls it gradient accumulation fusion. On CPUs it gains nothing where
-large products run by oneDNN (`onednn.py`), which cannot add to a matrix, and otherwise for large weights only (measured
+Megatron-LM calls it gradient accumulation fusion. Without it autograd allocates every gradient and a hook copies or
+adds it to the buffer: a second pass over memory, and in 16 bits a rounding in between. On CPUs it gains nothing if
+large products run by oneDNN (`onednn.py`), which cannot add to a matrix, and otherwise only for large weights (measured
 on one core, fp32 by MKL: 0.75 of the speed of a layer of 64 x 128, 1.00 of 256 x 768, 1.03 of 768 x 2048 and 1.06 of
 2048 x 5632).
 
-A backward that has written a gradient returns None for it. Autograd still runs the hooks of the parameter when all its
-uses are complete, so a parameter may be written by some of its uses and receive the gradients of others from autograd.
+A backward that has written a gradient returns None for it. Autograd still runs the hooks of the parameter once all its
+uses are complete, so some uses of a parameter may write their gradient and others return it to autograd.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,7 +49,7 @@ def attach(view: GradView, param: Tensor) -> None:
 
 
 def grad_view_in_graph(weight: Tensor) -> GradView | None:
-    """The view of a tensor that autograd saved: recomputation gives the backward another one on the same storage."""
+    """The view of a weight that autograd saved; after recomputation it is another tensor on the same storage."""
     views: Mapping[Any, GradView] = getattr(weight.untyped_storage(), "grad_views", {})
     return views.get(_range(weight))
 
@@ -60,6 +60,6 @@ def _range(weight: Tensor) -> tuple[int, int]:
 
 
 def grad_view_of(param: Tensor) -> GradView | None:
-    """The view, where products write gradients."""
+    """The view of a parameter; None if autograd returns its gradients."""
     view: GradView | None = getattr(param, "grad_view", None)
     return view

@@ -1,4 +1,4 @@
-"""Grouped matrix products: the tokens of each expert times the weight of that expert, all experts in one call.
+"""Grouped matrix products: one call multiplies the tokens of every expert with the weight of that expert.
 
     grouped_linear   a grouped linear layer, with gradients and deferred wgrad
     GroupedMM        {fprop, dgrad, wgrad} of it by torch's kernel; outputs of dropped tokens are undefined
@@ -12,7 +12,7 @@ With `--gradient-accumulation-fusion` one product per expert writes its weight g
 torch's grouped product cannot: it has no `out`, and its output has the dtype of its inputs.
 
 Tokens after the last offset belong to no expert (dropped by capacity). torch leaves their outputs and gradients
-uninitialized; where tokens can be dropped, these are overwritten with zeros.
+uninitialized; if tokens can be dropped, they are overwritten with zeros.
 
     T tokens, one per token and chosen expert   E local experts   I inputs   O outputs
 """
@@ -32,8 +32,8 @@ from nanotrain.kernels.linear import write_wgrad
 
 # torch 2.10 has it under both names, older versions under the private name only.
 _grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-# oneDNN compiles a kernel for every new number of rows of a 16-bit product and keeps it: measured 0.75 MB each on a CPU
-# with AMX, and 490 of them in 40 steps of a small model.
+# oneDNN compiles and keeps a kernel for every new number of rows of a 16-bit product: measured on a CPU with AMX, 0.75
+# MB per kernel, and 490 kernels in 40 steps of a small model. So rows are padded to multiples of this number.
 CPU_ROWS = 64
 _ALIGNMENT_BYTES = 16  # torch's grouped product requires rows that begin at multiples of this
 
@@ -145,7 +145,7 @@ def select_gemm(weight: Tensor) -> GroupedMM:
 
 @dataclass(frozen=True)
 class GroupedOptions:
-    """How a grouped linear layer multiplies."""
+    """Options of a grouped linear layer."""
 
     gemm: GroupedMM  # the products
     may_drop: bool = False  # whether there can be dropped tokens; their outputs and gradients are then zero
@@ -205,7 +205,7 @@ class _GroupedWgrad:
         return (self.param,)
 
     def start(self) -> None:
-        """No communication."""
+        """Do nothing: there is no communication."""
 
     def compute(self) -> tuple[Tensor | None]:
         """[E, O, I], or None where it was written to the view of the weight."""

@@ -21,13 +21,14 @@ from torch import Tensor
 
 # Multiplications below which the call costs more than it gains (measured: equal at 2**20).
 MIN_PRODUCTS = 2**22
-# oneDNN compiles a kernel for every new number of tokens and keeps it; prompts have any number.
+# oneDNN compiles and keeps a kernel for every new number of tokens. Only multiples of this number use it, since prompts
+# may have any number of tokens.
 TOKENS = 64
 _OPERATOR: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 
 
 def uses_onednn(x: Tensor, size: int) -> bool:
-    """Whether oneDNN multiplies x [..., I] or dy [..., O] of all tokens; `size` is that of the weight's other dim."""
+    """Whether oneDNN multiplies x [..., I] (or dy [..., O]) with a weight whose other dim is `size`."""
     return (
         x.dtype is torch.float32
         and x.device.type == "cpu"

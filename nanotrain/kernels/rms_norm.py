@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich 2019), alone or of a residual sum: one Triton kernel per direction, or torch's operators.
+"""RMSNorm (Zhang and Sennrich 2019) of a tensor or of a residual sum; one Triton kernel per pass, or torch's operators.
 
     scale = 1 / sqrt(mean(x^2) + eps)      out = x * scale * weight, or * (1 + weight) with an offset
 
@@ -7,7 +7,8 @@ bytes per element in bf16, forward      torch: sum 2 + 2 read, 2 written; norm 2
                           backward      torch: norm 2 + 2 + 2 + 2 read, 2 written; sum 2 + 2 read, 2 written = 16
                                         Triton: 2 + 2 + 2 read, 2 written = 8
 
-Every form computes in fp32 or wider. It keeps its input (the sum, where there is one), the weight and a number per row.
+Every form computes in fp32 or wider. For the backward it keeps its input (or the sum), the weight, and one number per
+row.
 
     rows [...]   size: the last dim, which is normalized
 """

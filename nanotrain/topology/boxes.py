@@ -5,7 +5,7 @@ Init, clipping, optimizer state, checkpoints and Hugging Face files name a part 
 
         . . 0 0         0  (0:1, 2:4)   end of the first row
         1 1 1 1         1  (1:2, 0:4)   full rows
-        2 2 2 .         2  (2:3, 0:3)   begin of the last row
+        2 2 2 .         2  (2:3, 0:3)   start of the last row
 """
 
 from collections.abc import Sequence

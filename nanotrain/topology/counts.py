@@ -1,4 +1,4 @@
-"""Parameter counts and FLOPs of a model, read from its declared parameters; the padding of the vocabulary left out."""
+"""Parameter counts and FLOPs of a model, from its declared parameters; without the padding of the vocabulary."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def num_parameters(shape: ModelShape) -> int:
 
 
 def num_active_parameters(shape: ModelShape) -> int:
-    """Elements of the parameters that one token uses: of the routed experts, its top k.
+    """Elements of the parameters that one token uses; of the routed experts only its top k count.
 
     >>> from nanotrain.config.config import ModelConfig
     >>> shape = ModelShape.of(ModelConfig(vocab_size=10))
@@ -34,9 +34,8 @@ def flops_per_token(shape: ModelShape, seq_length: int) -> int:
 
     6 per active weight of a matrix product (2 forward, 4 backward), plus causal attention: half of the S x S pairs in
     the scores and in the weighted sum of values, or those within the window of a layer. Multi-token prediction counts
-    with its blocks, projections and uses of the head. As is customary, norms (those
-    on the compressed queries, keys and values of MLA too), activations, softmaxes, routers and embedding look-ups are
-    left out.
+    with its blocks, projections and uses of the head. As usual, norms (including those of MLA), activations, softmaxes,
+    routers and embedding look-ups are left out.
 
     >>> from nanotrain.config.config import ModelConfig
     >>> llama7b = ModelConfig(num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32,

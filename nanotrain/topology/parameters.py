@@ -4,14 +4,14 @@
     block                                       norm, attention or mla, norm, mlp or moe
     mtp_layer                                   one layer of multi-token prediction
     norm, attention, mla, mlp, moe, embedding   the parameters of one layer, named relative to it
-    Declaration                                 what these share, and the kinds of linear layers
+    Declaration                                 sizes, dtype and parallelism; declares the kinds of linear layers
 
 Allocation, counting, FLOPs, buffer layouts, checkpoints, initialization and Hugging Face names read these declarations.
 
 Weights are [outputs, inputs]. Over tp, column-parallel layers are sharded along their outputs and row-parallel layers
 along their inputs; a bias follows the outputs. Experts are stacked along dim 0, which ep shards.
 
-The gradient of a parameter is summed over tp where each tp rank computes it from tokens or heads of its own.
+The gradient of a parameter is summed over tp if each tp rank computes it from its own tokens or heads only.
 """
 
 import math
@@ -27,7 +27,7 @@ Specs = tuple[ParamSpec, ...]
 
 @dataclass(frozen=True)
 class Declaration:
-    """What the parameters of a layer depend on."""
+    """Sizes, dtype and parallelism that the parameters of a layer depend on."""
 
     shape: ModelShape  # of the model
     dtype: str  # "fp32", "bf16" or "fp16"
@@ -114,7 +114,7 @@ def declare_model(shape: ModelShape, *, dtype: str = "fp32") -> Specs:
 
 
 def embedding(declare: Declaration, *, has_positions: bool) -> Specs:
-    """The word embedding, and learned positions where the model has them and tokens enter here."""
+    """The word embedding, and learned positions if the model has them and this is the first stage."""
     shape = declare.shape
     is_at_end = shape.has_embedding_at_end
     word = replace(declare.vocab_parallel(), is_shared=is_at_end)
@@ -145,7 +145,7 @@ def block(declare: Declaration, layer: int) -> Specs:
 def mtp_layer(declare: Declaration, layer: int) -> Specs:
     """One layer of multi-token prediction, by its index after those of the model; embedding and head are the model's.
 
-    Every tp rank has the projection, outside the tensor-parallel region, as MLA's down-projections.
+    Every tp rank has the projection, outside the tensor-parallel region, like MLA's down-projections.
     """
     size = declare.shape.hidden_size
     return (
@@ -255,7 +255,7 @@ def _nest(layer: str, specs: Iterable[ParamSpec]) -> Specs:
 
 
 def _grouped(group: str, specs: Iterable[ParamSpec]) -> Specs:
-    """The group of those parameters that have none yet."""
+    """Set the group of those parameters that have none yet."""
     return tuple(replace(spec, group=spec.group or group) for spec in specs)
 
 

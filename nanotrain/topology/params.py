@@ -25,7 +25,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Normal:
-    """Initial values drawn from a normal distribution with mean 0."""
+    """Initial values from a normal distribution with mean 0."""
 
     std: float
 
@@ -62,9 +62,9 @@ class ParamSpec:
     is_expert: bool = False  # data-parallel over expert_dp instead of dp_cp
     # several units read it: a tied word embedding; with multi-token prediction word embedding and head
     is_shared: bool = False
-    is_embedding_or_output: bool = False  # the word embedding or the output layer, which may have a learning rate apart
-    in_fp8: bool = False  # a weight whose products are in fp8, where those of the run and of the layer are
-    # an update rule on matrices (Muon) applies and needs all of it; not embeddings or the head
+    is_embedding_or_output: bool = False  # the word embedding or the output layer: `--decoupled-lr` applies
+    in_fp8: bool = False  # a weight whose products are in fp8 if the run and the layer use fp8
+    # a matrix rule (Muon) updates it and needs all of its elements; False for embeddings and the head
     needs_whole_matrix: bool = False
 
     @property
@@ -99,7 +99,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class LocalParam:
-    """A parameter as one rank holds it.
+    """The part of a parameter that one rank holds.
 
     `replica_id` numbers the ranks of one data-parallel replica that hold the same box. Replicas come from an axis that
     does not shard the parameter, and for a word embedding from the last stage. Replica 0 counts in the gradient norm
@@ -117,12 +117,12 @@ class LocalParam:
 
     @classmethod
     def unsharded(cls, spec: ParamSpec) -> Self:
-        """All of a parameter, as without model parallelism."""
+        """All of a parameter, without model parallelism."""
         return cls(spec, Box.full(spec.shape))
 
 
 def localize(spec: ParamSpec, *, coords: Mapping[str, int], sizes: Mapping[str, int]) -> LocalParam:
-    """What a rank holds of a parameter of its stage, from its coordinate and the number of ranks per axis.
+    """The part of a parameter that a rank of its stage holds, from its coordinate and the number of ranks per axis.
 
     Raises:
         TopologyError: a dim that an axis does not divide.

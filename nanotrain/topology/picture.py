@@ -121,7 +121,7 @@ def _group_table(topology: Topology, group_names: Sequence[GroupName]) -> str:
 
 
 def _ranks_text(groups: tuple[Ranks, ...]) -> str:
-    """As many groups as fit on a line; at least one."""
+    """The first groups, as many as fit on a line, at least one."""
     text = _group_text(groups[0])
     for index, group in enumerate(groups[1:], start=1):
         longer = f"{text}  {_group_text(group)}"

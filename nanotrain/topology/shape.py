@@ -71,7 +71,7 @@ class ModelShape:
     has_sink: bool  # a learned score per query head that every query attends to
     is_tied: bool  # the head reads the word embedding
     init_std: float  # standard deviation of the initial weights
-    window_size: int | None = None  # keys before its own that a query attends to, in some layers; None for all
+    window_size: int | None = None  # earlier keys that a query attends to, in some layers; None for all
     window_layers: tuple[bool, ...] = ()  # whether each layer has the window
     no_rope_layers: tuple[bool, ...] = ()  # whether each layer is without rotary positions
     mla: MLAShape | None = None  # set with multi-head latent attention
@@ -146,7 +146,7 @@ class ModelShape:
         return range(self.num_layers, self.num_layers + self.num_mtp_layers)
 
     def _kind_of(self, layer: int) -> int:
-        """The layer of the model that a layer is like: itself, or the last one for multi-token prediction."""
+        """The layer of the model whose structure a layer has: itself, or the last one for multi-token prediction."""
         return min(layer, self.num_layers - 1)
 
     def replicates_kv_heads(self, tensor_parallel_size: int) -> bool:

@@ -37,14 +37,17 @@ def split_layers(
     stages_per_rank: int = 1,
     counted_ends: tuple[int, int] = (0, 0),
 ) -> tuple[StageSpec, ...]:
-    """Split a model into stages of equal length; where that is uneven, the first stages get one layer more.
+    """Split a model into stages of equal length; if the number is not a multiple, the first stages get one more layer.
 
-    The last stage also computes the head and the loss, so it is never among the longer ones.
+    The last stage also computes the head and the loss, so it never gets one of the additional layers.
 
-    `first` and `last` set the layers of the first and the last pipeline rank, which its virtual stages share evenly;
-    the stages of the other ranks share the rest. Virtual stage s lies on rank s % (num_stages / stages_per_rank).
-
-    `counted_ends` are the layers that the embedding and the head count as; without `first` and `last`.
+    Args:
+        num_layers: of the model.
+        num_stages: over all pipeline ranks.
+        first: layers of the first pipeline rank, which its virtual stages share evenly; None for an equal split.
+        last: the same for the last pipeline rank. The stages of the other ranks share the rest.
+        stages_per_rank: virtual stage s is on rank s % (num_stages / stages_per_rank).
+        counted_ends: the layers that embedding and head count as; only without `first` and `last`.
 
     Raises:
         TopologyError: fewer layers than stages, or `first` and `last` that leave too few or too many for the others.
@@ -91,7 +94,7 @@ def split_layers(
 
 
 def stages_of_lengths(lengths: Sequence[int]) -> tuple[StageSpec, ...]:
-    """Stages with these numbers of layers, in order; one without layers has an end of the model or passes on.
+    """Stages with these numbers of layers, in order; a stage may have no layers.
 
     >>> [stage.layers for stage in stages_of_lengths((0, 2, 1))]
     [range(0, 0), range(0, 2), range(2, 3)]

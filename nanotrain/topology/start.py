@@ -1,4 +1,4 @@
-"""Which process groups a start creates, and what they cost: communicators, sockets, bytes through the store. Pure.
+"""The process groups that a start creates, and their cost: communicators, sockets, bytes through the store. Pure.
 
     partitions        the sets of groups that are created, by one split of the world each
     control_levels    the gloo groups of the `control` tree that a rank is in
@@ -20,7 +20,7 @@ CONTROL_FAN_OUT = 32  # ranks of a gloo group of the control tree: 13 KB per ran
 
 @dataclass(frozen=True)
 class StartCost:
-    """Of one rank whose device is a GPU."""
+    """The cost of a start for one rank whose device is a GPU."""
 
     num_splits: int  # of the world communicator, in which all ranks take part
     num_process_groups: int  # that this rank is in, the world included
@@ -50,8 +50,9 @@ def partitions(topology: Topology) -> dict[GroupName, tuple[Ranks, ...]]:
 def control_levels(rank: int, world_size: int, *, fan_out: int = CONTROL_FAN_OUT) -> tuple[Ranks, ...]:
     """The groups of the control tree that a rank is in, from the leaves up.
 
-    The ranks of a level form groups of nearly equal sizes, at most `fan_out` and at least 2; the first ranks of the
-    groups are the next level, until one group is left. So all members of a group were in a group of each level below.
+    The ranks of a level form groups of nearly equal sizes, at least 2 and at most `fan_out`; the first ranks of the
+    groups form the next level, until one group is left. So every member of a group is also in a group of each lower
+    level.
 
     >>> control_levels(0, 7, fan_out=3), control_levels(4, 7, fan_out=3)
     (((0, 1), (0, 2, 4)), ((4, 5, 6), (0, 2, 4)))

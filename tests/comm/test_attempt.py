@@ -33,7 +33,7 @@ def test_every_attempt_has_an_empty_store_that_all_its_ranks_share():
 
 
 def test_a_rank_that_does_not_come_is_an_error_with_the_number_of_those_that_did():
-    with pytest.raises(RuntimeError, match="1 of 2 ranks came"):
+    with pytest.raises(RuntimeError, match="1 of 2 ranks joined"):
         store_of_attempt(dist.HashStore(), 0, world_size=2, timeout=timedelta(seconds=0.1))
 
 

@@ -4,8 +4,8 @@
     Fp8GroupedMM     one product for all experts, with a scale per tensor or per row; without a host sync
     select_fp8_gemm  which of them a layer uses
 
-The tokens of an expert are a tensor of their own: a scale per tensor is one per expert. Both give the same bits where
-products are emulated.
+The tokens of an expert count as one tensor, so a scale per tensor is a scale per expert. Emulated, both give equal
+bits.
 
     T tokens, sorted by expert; after the last offset they belong to none   I inputs   O outputs   E experts
 """
@@ -29,7 +29,7 @@ ROW = (1, None)
 
 
 class Fp8LoopedMM(GroupedMM):
-    """The products of stacked experts, one product per expert; of a microbatch, with the same `offs` in all of them.
+    """The products of stacked experts for one microbatch, expert by expert; `offs` is the same in all of them.
 
     Args:
         layer: of the stacked weights.
@@ -120,7 +120,7 @@ class Fp8LoopedMM(GroupedMM):
 
 
 class Fp8GroupedMM(Fp8LoopedMM):
-    """The same in one product for all experts.
+    """The products of all experts in one call.
 
     torch's kernel takes e4m3 only, so on CUDA gradients in e5m2 are multiplied expert by expert.
     """
@@ -202,7 +202,7 @@ class Fp8GroupedMM(Fp8LoopedMM):
 
 
 def select_fp8_gemm(layer: Fp8Layer) -> Fp8LoopedMM:
-    """One product where the recipe has scales per tensor or per row, and the device such a product."""
+    """`Fp8GroupedMM` if scales are per tensor or per row and the device supports it, else `Fp8LoopedMM`."""
     blocks = layer.options.recipe.block, layer.options.recipe.weight_block
     is_grouped = layer.options.has_grouped_mm and all(columns is None for _, columns in blocks)
     return Fp8GroupedMM(layer) if is_grouped else Fp8LoopedMM(layer)

@@ -1,13 +1,13 @@
-"""What fp8 keeps per layer: `Fp8Options`, `StoredWeight`, and `Fp8Layer` with the amax history of delayed scaling.
+"""fp8 state of a layer: `Fp8Options`, `StoredWeight`, and `Fp8Layer` with the amax history of delayed scaling.
 
     history [3, E, L]     amaxes of the last L steps: operands x expert x step, newest first; E = 1 in a dense layer
     step_amax [3, E]      the largest amaxes of this step so far, on this rank
 
-    forward, backward     record(amax)                       largest over microbatches; the same again changes nothing
+    forward, backward     record(amax)                       largest over microbatches, so recomputation changes nothing
     end of a step         step_amax -- max over ranks --> update(amax): history shifts by one
 
-The history is the same on all ranks of a stage. With an empty one, in the first step of a run, and for an expert that
-had no tokens, tensors are scaled by their own amax.
+The history is the same on all ranks of a stage. While it is empty (in the first step of a run, or for an expert that
+had no tokens) tensors are scaled by their own amax.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class ExpertRange:
 
 @dataclass(frozen=True)
 class Fp8Options:
-    """How the linear layers of a run use fp8."""
+    """fp8 options of the linear layers of a run."""
 
     recipe: Recipe
     dtypes: Fp8Dtypes
@@ -61,7 +61,7 @@ class Fp8Options:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight that this rank has in fp8 instead of in the dtype of the parameters (`--fp8-param-gather`)."""
+    """A weight that this rank stores in fp8 instead of params_dtype (`--fp8-param-gather`)."""
 
     values: Tensor  # [E, O, I] fp8, contiguous; E = 1 in a dense layer
     inverse_scales: Tensor  # [E, O / o, I / i] fp32, one per block (o, i); one per matrix with a scale per tensor
@@ -99,7 +99,7 @@ class Fp8Layer(nn.Module):
 
     @torch.no_grad()
     def record(self, operand: Operand, amax: Tensor) -> None:
-        """Count the amaxes [E of this rank] of a microbatch."""
+        """Raise the amaxes of this step to those [E of this rank] of a microbatch."""
         if self.step_amax is not None:
             local = self._local(self.step_amax[operand])
             torch.maximum(local, amax, out=local)
@@ -112,7 +112,7 @@ class Fp8Layer(nn.Module):
             earlier = history.amax(-1) if self.options.uses_largest else history[:, 0]
             used = torch.where(earlier > 0, earlier, amax)
         inverse = inverse_scales(used, dtype, power_of_two=False) * 2.0**self.options.margin
-        return torch.where(amax.isfinite(), inverse, torch.nan)  # what is clamped must not hide an overflow
+        return torch.where(amax.isfinite(), inverse, torch.nan)  # clamping must not hide an overflow
 
     def weight_scales(self, amax: Tensor) -> Tensor:
         """The inverse scales of a weight, from the amaxes [E, O / o, I / i] of its blocks (o, i)."""

@@ -4,8 +4,8 @@
     dgrad    dy [T, O]        W^T [I, O]       scales along O
     wgrad    dy^T [O, T]      x^T [I, T]       scales along T
 
-Every operand is quantized from its value in the dtype of the activations, once per product that reads it. A scale per
-tensor is the same in all products of a microbatch; it is computed at the first use and reduced then.
+Every operand is quantized from its value in the dtype of the activations, once for every product that reads it. A scale
+per tensor is the same in all products of a microbatch; it is computed and reduced at the first use.
 
     T tokens   I inputs   O outputs   E experts of a scale per tensor
 """

@@ -2,7 +2,7 @@
 
     Groups              which tokens belong to which expert, on the device
     multiply_tokens     a [T, K], b [E, N, K]      -> [T, N], of each token with the matrix of its expert
-    multiply_matrices   a [T, M], b [T, N]         -> [E, M, N], of each expert its tokens
+    multiply_matrices   a [T, M], b [T, N]         -> [E, M, N], one product over the tokens of each expert
 
 On CUDA by torch's scaled grouped product, which has row-wise scales: fp8 rows [M, K] and columns [K, N] of each expert.
 Other devices emulate it with the bits of one product per expert.
@@ -49,7 +49,7 @@ class Groups:
         return found.scatter_reduce_(0, index, per_token, "amax")[:-1]
 
     def pad(self) -> tuple[Tensor, Tensor, int]:
-        """Where each token goes so that each expert has a multiple of 16: new offsets, rows of the tokens, all rows."""
+        """Pad every expert to a multiple of 16 tokens: the new offsets, the new row of each token, and all rows."""
         starts = F.pad(self.offs, (1, 0))  # of each expert, and of the dropped tokens
         counts = starts.diff()
         padded = F.pad((counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT, (1, 0)).cumsum(0)
