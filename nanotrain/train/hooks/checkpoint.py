@@ -3,9 +3,9 @@
     --async-save   a periodic save blocks training while its tensors are copied to host memory; the next save, the end
                    of the run and SIGTERM wait for it
 
-A periodic save that fails for want of space leaves training as it is. It is counted and tried again at the next
-interval, unless `--exit-on-save-failure`. A last save that fails is tried in `--save-fallback-dir`, and else ends the
-run with exit code 2.
+If a periodic save fails for lack of space, training continues; the failure is counted and the next interval saves
+again, unless `--exit-on-save-failure` is set. If the last save fails, it is tried again in `--save-fallback-dir`;
+without that folder the run ends with exit code 2.
 """
 
 import math
@@ -28,7 +28,7 @@ from nanotrain.train.run import Run
 
 log = get_logger(__name__)
 
-# After an error a save in flight still gets this time: torchrun kills after 30 s.
+# After an error a save in flight has this much time to finish: torchrun kills the ranks after 30 s.
 GIVE_UP_S = 20.0
 
 
@@ -88,7 +88,7 @@ class CheckpointHook(Hook):
             log.warning("the checkpoint of step %s was not finished", self._saved_step)
 
     def _last_loss(self) -> float | None:
-        """The loss of the last step, which is read here and not before; None if it is not finite."""
+        """The loss of the last step, for which the host waits here; None if it is not finite."""
         loss = math.nan if self._report is None else self._report.loss
         return loss if math.isfinite(loss) else None
 
@@ -141,7 +141,7 @@ class CheckpointHook(Hook):
             self._save(run, in_background=False, checkpointer=other)
 
     def _poll(self, run: Run) -> None:
-        """Report a save in flight as soon as it ends, on the first rank; the others are notified at the next save."""
+        """Report a save in flight as soon as it ends, on the first rank; on the others the next save does."""
         if self._in_flight is None or self._is_reported or not run.context.control.is_first:
             return
         try:
@@ -178,7 +178,7 @@ class CheckpointHook(Hook):
 
 
 def _rename_later(run: Run) -> None:
-    """Set aside the checkpoints of steps after this one, which the run repeats."""
+    """Rename the checkpoints of later steps, which the run is going to repeat."""
     if not run.context.control.is_first:
         return
     renamed = set_aside_after(run.checkpointer.folder, run.state.step)

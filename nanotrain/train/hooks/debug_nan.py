@@ -1,6 +1,6 @@
 """Find the first tensor that is not finite: parameters, outputs and gradients of every module are checked.
 
-Each check synchronizes with the device, so it is for the search of a fault only.
+Each check synchronizes with the device, so this is only for finding a fault.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class Finding:
 
     @property
     def order(self) -> tuple[int, bool, int]:
-        """Earlier causes first: by microbatch, forward before backward, and along the stages."""
+        """Sort key, earlier causes first: by microbatch, forward before backward, then in the order of the stages."""
         kind, (stage, microbatch) = self.action[:1], self.action[1:].split(".")
         return int(microbatch), kind != "F", int(stage) if kind == "F" else -int(stage)
 

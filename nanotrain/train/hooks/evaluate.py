@@ -63,7 +63,7 @@ def evaluate(run: Run) -> float | None:
 def validate(run: Run, sizes: list[int] | None = None) -> Evaluation | None:
     """Evaluate the first `eval_iters` global batches of the validation split; `sizes` are the bytes per token.
 
-    None if a rank received a signal meanwhile: schedulers kill what does not end soon.
+    None if a rank received a signal during the validation: schedulers kill jobs that do not end soon.
     """
     samples = run.inputs.datasets.valid
     assert samples is not None, "open_inputs requires a validation split where eval_interval is set"

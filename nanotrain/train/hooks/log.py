@@ -19,10 +19,10 @@ from nanotrain.train.metrics.spikes import SPIKE
 from nanotrain.train.metrics.step_report import StepReport, UnreadReports
 from nanotrain.train.run import Run
 
-# A line has at most this many columns; on a narrow terminal fewer, but never less than the lower number.
+# A line has at most MAX_WIDTH columns; on a narrow terminal as many as fit, but at least MIN_WIDTH.
 MAX_WIDTH, MIN_WIDTH = 100, 60
-NOTABLE_WAIT = 0.05  # share of the step time from which on the wait for data is shown
-NOTABLE_LAG = 0.1  # the same of the wait for the slowest rank: on shared machines small ones come and go
+NOTABLE_WAIT = 0.05  # the wait for data is shown from this share of the step time on
+NOTABLE_LAG = 0.1  # the same for the wait for the slowest rank; smaller waits are noise on shared machines
 
 
 class LogHook(Hook):
@@ -83,7 +83,7 @@ class LogHook(Hook):
     def close(self, *, failed: bool) -> None:
         self._progress.stop()
         if self._metrics is not None:
-            self._write(self._unread.take_ready())  # after a lost rank the others may never be
+            self._write(self._unread.take_ready())  # after a rank is lost the other reports may never be ready
             self._metrics.close()
 
     def _write(self, reports: list[StepReport]) -> None:
@@ -136,7 +136,7 @@ def describe(
     skipped = sum(report.skipped for report in reports)
     stall = sum(report.save_stall_s or 0.0 for report in reports)
     per_device = f"{tokens_per_second / num_devices:,.0f} per device" if num_devices > 1 else ""
-    # text and how soon it is left out; 0: never
+    # text, and its order of removal on narrow lines, the highest number first; 0: never removed
     parts = [
         (f"step {last.step}/{train_iters}", 0),
         (f"loss {last.loss:.4f}", 0),
@@ -167,7 +167,7 @@ def describe(
 
 
 def fit(parts: Sequence[tuple[str, int]], width: int) -> str:
-    """The texts in one line of at most `width` columns, the most important ones first; those of order 0 always.
+    """Join texts to a line of at most `width` columns; texts with high numbers are left out first, those with 0 never.
 
     >>> fit([("step 5", 0), ("a long text", 1), ("lr 1e-3", 2)], 18)
     'step 5 | lr 1e-3'

@@ -12,7 +12,7 @@ from nanotrain.train.run import Run
 
 
 class NormsHook(Hook):
-    """Sets `params_norm` and `num_zeros_in_grad` of the report, where they are asked for; called before the log."""
+    """Sets `params_norm` and `num_zeros_in_grad` of the report if they are enabled; called before the log."""
 
     def after_step(self, run: Run, report: StepReport) -> None:
         if not report.is_logged:

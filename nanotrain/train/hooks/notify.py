@@ -2,8 +2,8 @@
 
     {"event": "spike", "run": "llama", "step": 120, "train_iters": 600, "loss": 9.1, "text": "llama: step 120 of ..."}
 
-`text` is what Slack and Mattermost show. Messages are sent by a thread of the first rank: a server that is slow, or
-gone, delays no step and fails none.
+Slack and Mattermost show `text`. A thread of the first rank sends the messages, so a slow or unreachable server neither
+delays a step nor ends the run.
 """
 
 import json
@@ -31,7 +31,7 @@ WINDOW, SPREADS, FEWEST = 50, 6.0, 10
 
 
 class Sender:
-    """Sends messages to a URL, one after the other, in a thread of its own.
+    """Sends messages to a URL, one after the other, in a separate thread.
 
     Args:
         url: http or https.
@@ -51,7 +51,7 @@ class Sender:
             self._warn("too many messages wait")
 
     def close(self, *, wait_s: float = LAST_WAIT_S) -> None:
-        """Wait for what is not yet sent, but not long."""
+        """Wait at most `wait_s` for messages that are not yet sent."""
         try:
             self._waiting.put_nowait(None)
         except queue.Full:
@@ -72,7 +72,7 @@ class Sender:
 
     def _warn(self, why: str) -> None:
         if not self._has_failed:
-            log.warning("--notify: a message was not delivered (%s); training goes on, this is said once", why)
+            log.warning("--notify: a message was not delivered (%s); training goes on, this is logged once", why)
         self._has_failed = True
 
 
@@ -89,7 +89,7 @@ class SpikeDetector:
         self._quiet_steps = 0
 
     def is_spike(self, loss: float) -> bool:
-        """Whether this loss is a spike among those before it."""
+        """Whether this loss is a spike relative to the previous ones."""
         self._quiet_steps = max(0, self._quiet_steps - 1)
         found = not math.isfinite(loss)
         if not found and len(self._losses) >= FEWEST:

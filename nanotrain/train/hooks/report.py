@@ -24,7 +24,7 @@ class ReportHook(Hook):
 def _write(run: Run) -> None:
     if not run.context.control.is_first:
         return
-    from nanotrain.report.history import RunHistory  # the start of a run does without what is needed at its end
+    from nanotrain.report.history import RunHistory  # imported here: it would only delay the start of a run
     from nanotrain.report.page import write_report
 
     try:

@@ -56,7 +56,7 @@ class PlannedPeak:
 
 
 class SummaryHook(Hook):
-    """Prints the paths of run folder, metrics and last checkpoint, and the largest measured beside the planned memory.
+    """Prints the paths of run folder, metrics and last checkpoint, and the planned and the measured peak memory.
 
     Args:
         peak: planned; None prints no memory.
@@ -89,11 +89,11 @@ class SummaryHook(Hook):
 
 
 def sample(run: Run, tokenizer_name: str) -> str:
-    """Generate a text with the current weights; returns prompt and continuation. No prompt: start of a document."""
+    """Generate a text with the current weights; returns prompt and continuation. An empty prompt starts a document."""
     tokenizer, train = load_tokenizer(tokenizer_name), run.config.train
     new_document = [tokenizer.eod] if tokenizer.eod is not None else tokenizer.encode("\n")
     prompt = tokenizer.encode(train.generate_prompt) or new_document
-    from nanotrain.inference.generate import Sampling, generate  # the start of a run does without it
+    from nanotrain.inference.generate import Sampling, generate  # imported here: it would only delay the start
 
     sampling = Sampling(temperature=TEMPERATURE, top_k=TOP_K, seed=train.seed, stop=tokenizer.eod)
     tokens = generate(run.stages[0], prompt, num_tokens=train.generate_tokens, sampling=sampling)

@@ -12,7 +12,7 @@ class TimeoutHook(Hook):
     """Sets the timeout of all groups after the first step of this start.
 
     Args:
-        timeout_s: the timeout from then on.
+        timeout_s: the timeout after the first step.
     """
 
     def __init__(self, timeout_s: float) -> None:

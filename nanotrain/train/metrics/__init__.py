@@ -1,4 +1,4 @@
-"""What is reported of a step: its numbers, spikes of the loss, and the loss on each corpus.
+"""The report of a step: its numbers, spikes of the loss, and the loss on each corpus.
 
 Where the numbers are written is in `train/hooks`.
 """

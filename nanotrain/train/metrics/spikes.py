@@ -1,4 +1,4 @@
-"""How far a loss is from those before it, and how many steps of a run were spikes.
+"""The deviation of a loss from the previous ones, and the share of a run's steps that were spikes.
 
     deviation      (loss - mean) / standard deviation of the last WINDOW losses, in standard deviations
     spike score    share of the steps, after the first MIN_STEPS, that deviate by SPIKE or more
@@ -23,9 +23,9 @@ class SpikeScore:
         self._num_steps = self._num_spikes = 0
 
     def add(self, loss: float) -> tuple[float, float] | None:
-        """Add the loss of a step; its deviation and the spike score so far, None for the first steps.
+        """Add the loss of a step; returns its deviation and the spike score so far, None for the first steps.
 
-        A loss that is not finite is a spike without end and no part of later windows.
+        A loss that is not finite has an infinite deviation and does not enter later windows.
         """
         deviation = self._deviation(loss) if len(self._losses) >= MIN_STEPS else None
         if math.isfinite(loss):

@@ -1,7 +1,7 @@
-"""`StepReport`: what hooks, console and metrics.jsonl report of a step. `Throughput`: tokens per second and MFU.
+"""`StepReport`: the numbers of a step for hooks, console and metrics.jsonl. `Throughput`: tokens per second and MFU.
 
-On a GPU the numbers of a step are read at logged steps only, or when they happen to be on the host (`UnreadReports`):
-reading them earlier would leave the device without work.
+On a GPU the numbers of a step are read at logged steps, or once they are on the host anyway (`UnreadReports`): waiting
+for them earlier would leave the device without work.
 """
 
 import math
@@ -68,11 +68,11 @@ class Throughput:
         )
 
     def of_length(self, plan: Plan, seq_length: int) -> "Throughput":
-        """The rates where samples are split into sequences of that length, whose attention needs fewer FLOPs."""
+        """The rates for samples that are split into shorter sequences, whose attention needs fewer FLOPs."""
         return replace(self, flops_per_token=flops_per_token(plan.shape, seq_length))
 
     def tokens_per_second(self, num_samples: int, step_time_s: float) -> float:
-        """Tokens of all ranks per second, in a step of that many samples."""
+        """Tokens of all ranks per second, in a step of `num_samples`."""
         return num_samples * self.tokens_per_sample / step_time_s
 
     def mfu(self, tokens_per_second: float) -> float | None:
@@ -125,13 +125,13 @@ class StepReport:
     max_attention_logit: float | None = None  # since the last logged step; None where it is not logged
     params_norm: float | None = None  # 2-norm of all parameters after the step; None where it is not logged
     num_zeros_in_grad: int | None = None  # zeros in the gradients of the step; None where they are not counted
-    # of the step before: the rank that waited least for others, and the share of the step time for which the others
-    # waited longer, on average. None on one rank and on GPUs, where the host does not wait
+    # of the previous step: the rank that waited least for others, and how much longer the others waited on average, as
+    # a share of the step time. None on one rank and on GPUs, where the host does not wait
     slowest_rank: int | None = None
     wait_for_slowest: float | None = None
-    save_stall_s: float | None = None  # time for which saving blocked this rank since the last row; None without
+    save_stall_s: float | None = None  # seconds for which saves blocked this rank since the last row; None without one
     spikes: SpikeScore | None = None  # of the run; reports are read in order
-    failed_saves: int | None = None  # checkpoints of the run that could not be written so far; None without
+    failed_saves: int | None = None  # checkpoints of the run that could not be written so far; None if there are none
 
     @property
     def is_ready(self) -> bool:
@@ -179,7 +179,7 @@ class StepReport:
 
     @property
     def source_losses(self) -> Mapping[str, float] | None:
-        """Mean loss by corpus since the last logged step; None of data that is no blend, and between logged steps."""
+        """Mean loss by corpus since the last logged step; None without a blend, and between logged steps."""
         return self.result.source_losses
 
     @property
@@ -213,7 +213,7 @@ class StepReport:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Tokens of all ranks per second in this step."""
         return self.throughput.tokens_per_second(self.global_batch_size, self.step_time_s)
 
     @property
@@ -234,7 +234,7 @@ class UnreadReports:
         self._reports: list[StepReport] = []
 
     def take(self, report: StepReport) -> list[StepReport]:
-        """Add a report; remove and return those that can be read: all at a logged step, else the ready ones."""
+        """Add a report, then remove and return those to read: all at a logged step, else those that are ready."""
         self._reports.append(report)
         return self.take_all() if report.is_logged else self.take_ready()
 
@@ -244,7 +244,7 @@ class UnreadReports:
         return taken
 
     def take_ready(self) -> list[StepReport]:
-        """The first reports, as far as they can be read without waiting."""
+        """The first reports, up to the first that cannot be read without waiting."""
         taken = []
         while self._reports and self._reports[0].is_ready:
             taken.append(self._reports.pop(0))

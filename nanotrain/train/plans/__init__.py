@@ -1,4 +1,4 @@
-"""What a run will hold, send and need on any rank, before a device is touched: pure functions of the configuration.
+"""The plan of a run for any rank, and its memory and traffic: pure functions of the configuration, without a device.
 
-Building from a plan is in train/build.py and train/stages.py; choosing among plans would belong to a planner above.
+Not here: building from a plan (train/build.py, train/stages.py).
 """

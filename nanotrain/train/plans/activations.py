@@ -1,8 +1,8 @@
-"""`Activations`: bytes that autograd keeps of one microbatch on one rank, in closed form.
+"""`Activations`: bytes that autograd saves for one microbatch on one rank, in closed form.
 
-Source: Korthikanti et al. 2022, section 4; here neither attention scores nor logits are kept. A tensor that several
-operations keep counts once; parameters do not count. `tests/train/plans/test_activations.py` compares with torch.
-Recomputation (docs/recompute.md) keeps less, and needs what is recomputed at once in the backward.
+Source: Korthikanti et al. 2022, section 4; here neither attention scores nor logits are saved. A tensor that several
+operations save counts once; parameters do not count. `tests/train/plans/test_activations.py` compares with torch.
+Recomputation (docs/recompute.md) saves less, but during a backward the recomputed part is in memory too.
 """
 
 from dataclasses import dataclass
@@ -23,19 +23,19 @@ Modules = frozenset[str]  # names of modules that are recomputed
 
 @dataclass(frozen=True)
 class StageBytes:
-    """What a stage keeps of one microbatch."""
+    """Bytes that a stage keeps of one microbatch."""
 
     kept: int  # from its forward to its backward
-    recomputed: int  # in addition during its backward: the recomputed or returning part with the most bytes
-    complete: int  # without recomputation, as from I to W
+    recomputed: int  # additionally during its backward: the largest part that is recomputed or copied back at once
+    complete: int  # without recomputation, as between I and W
 
 
 class Activations:
-    """What the ranks of one plan keep of a microbatch.
+    """Bytes that the rank of a plan keeps of a microbatch.
 
     Args:
         plan: of a rank.
-        device: "cpu" or "cuda", where SDPA keeps grouped key/value heads as they are.
+        device: "cpu" or "cuda"; the attention backends of the two save different tensors.
     """
 
     def __init__(self, plan: Plan, device: str) -> None:
@@ -45,7 +45,7 @@ class Activations:
         self.config, self.modules = config, frozenset(recomputed_modules(config.memory))
         self.tp, self.cp, self.etp = (plan.groups[axis].size for axis in ("tp", "cp", "etp"))
         self.cp_comm_type = config.parallel.cp_comm_type if self.cp > 1 else None
-        self.sequence_parallel, self.has_segments = config.parallel.sequence_parallel, config.data.reset_attention_mask
+        self.sequence_parallel = config.parallel.sequence_parallel
         self.batch_size, self.seq_length = config.train.micro_batch_size, config.data.seq_length // self.cp
         self.tokens = self.batch_size * self.seq_length
         self.outside = self.tokens // (self.tp if self.sequence_parallel else 1)  # of tensor-parallel layers
@@ -78,7 +78,7 @@ class Activations:
 
     def _further(self, layers: range) -> StageBytes:
         """Layers of multi-token prediction: the inputs of two norms and of the projection, the block, and a head."""
-        # the embeddings and the hidden states before, the statistics of both norms, and what they return, joined
+        # inputs of both norms (embeddings, hidden states), their statistics, and their concatenated outputs
         around = self.outside * (4 * self.width + 2 * FP32) + self.head()
         complete = [self.block(layer) for layer in layers]
         if self.config.memory.recompute_granularity is RecomputeGranularity.full:
@@ -138,7 +138,7 @@ class Activations:
         return self.outside * compressed * self.itemsize + self._core_attention(layer, (heads, heads), modules=modules)
 
     def _core_attention(self, layer: int, heads: tuple[int, int], *, modules: Modules) -> int:
-        """Query, key, value, output, and its log-sum-exp; no mask is kept but of math (parallel/cp/tiles.py)."""
+        """Query, key, value, output and its log-sum-exp; only the backend math saves a mask (parallel/cp/tiles.py)."""
         (num_heads, groups), shape, is_ring = heads, self.shape, self.cp_comm_type == "p2p"
         backend = self._backend(layer)
         is_sdpa = self.device == "cpu" and backend == "sdpa flash"
@@ -167,7 +167,7 @@ class Activations:
         return self.tokens * ((query + num_heads * outputs + key_value) * self.itemsize + num_heads * FP32)
 
     def _written_out(self, num_heads: int) -> int:
-        """Query, key, value and weights of all queries and keys in fp32, and the output."""
+        """The backend math: query, key, value and the weights of all queries and keys in fp32, and the output."""
         shape, num_keys, copies = self.shape, self.seq_length * self.cp, 1.0
         if self.cp_comm_type == "allgather":  # two chunks of queries; together they attend to 2 cp + 1 chunks of keys
             num_keys, copies = num_keys * (2 * self.cp + 1) // (4 * self.cp), self.cp + 0.5
@@ -181,7 +181,7 @@ class Activations:
         return backend.name
 
     def _mlp(self, inner: int) -> int:
-        """Up and its activation; with a gate also the gate and the product, but for SwiGLU no activation."""
+        """Up and its activation; with a gate also gate and product. SwiGLU saves no activation."""
         return self.tokens * inner // self.tp * self._num_inner() * self.itemsize
 
     def _num_inner(self) -> int:

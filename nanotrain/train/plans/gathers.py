@@ -1,12 +1,12 @@
-"""All-gathers of parameters per step: once after the update, or with ZeRO-3 as often as a unit is needed and not there.
+"""All-gathers of parameters per step: one after the update, or with ZeRO-3 one whenever a unit is needed but not there.
 
     num_gathers        of one bucket
     stage_units        the buckets that each module of a stage reads, in forward order
     BackwardGathers    the all-gathers of one backward: `parallel/dp/unit_gather.py` without tensors
 
-In a backward every unit is gathered once. Where a group of several layers is recomputed, the backward of its last layer
-first runs the group forward, which gathers each layer that is not there; only the layer whose backward waits for it,
-and what that gathers ahead, stay beside it:
+In a backward every unit is gathered once. If a group of several layers is recomputed, the backward of its last layer
+first runs the group forward, which gathers each layer that is not there. Besides the running layer only the layer whose
+backward waits, and the units that it has gathered ahead, stay in memory:
 
     group 1 2 3    backward 3: gather 3 | forward 1: gather 1 | forward 2: gather 2, free 1 | forward 3, backward 3
                    backward 2: gather 2, if it was not kept as the one ahead | backward 1: gather 1
@@ -25,7 +25,7 @@ from nanotrain.train.plans.plan import Plan, StagePlan
 def num_gathers(plan: Plan, bucket: BucketLayout, *, stage: int) -> int:
     """All-gathers of one bucket per step.
 
-    I leaves the first unit of a stage gathered until W or another forward.
+    After an I action the first unit of a stage stays gathered until W or another forward.
     """
     if not plan.data_parallel.strategy.shard_params:
         return 1
@@ -69,7 +69,7 @@ def stage_units(stage: StagePlan, layout: BufferLayout) -> list[tuple[int, ...]]
 def forward_gathers(units: Sequence[tuple[int, ...]], *, num_prefetched: int) -> Counter[int]:
     """The all-gathers of one forward whose units are freed after it, by bucket.
 
-    Successive units may read the same bucket, which then stays where it is gathered ahead.
+    Successive units may read the same bucket; a bucket that was gathered ahead is not gathered again.
 
     >>> forward_gathers([(2,), (1, 0), (0,)], num_prefetched=0)[0]
     2
@@ -121,7 +121,7 @@ class BackwardGathers:
         self._counts: Counter[int] = Counter()
 
     def run(self, groups: Iterable[range]) -> Counter[int]:
-        """The all-gathers by bucket, where these groups of modules are recomputed together."""
+        """The all-gathers by bucket, if these groups of modules are recomputed together."""
         group_of = {group[-1]: group for group in groups}
         for module in reversed(range(self._num_modules)):
             if module in self._modules:

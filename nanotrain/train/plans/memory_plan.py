@@ -24,8 +24,8 @@ from nanotrain.train.compile import with_compile
 from nanotrain.train.plans.activations import INT64, Activations
 from nanotrain.train.plans.plan import Plan, plan_run
 
-# A run is refused only where the exact part and this share of the activations exceed the memory: the estimate is within
-# 10 %, and a compiled block may keep half.
+# A run is refused only if the exact part and this share of the activations exceed the memory: the estimate is within
+# 10 %, and a compiled block may save only half.
 CERTAIN_SHARE, CERTAIN_SHARE_COMPILED = 0.8, 0.4
 PROCESS_BYTES = {"cpu": 75_000_000, "cuda": 0}  # measured with a tiny model: libraries in its first steps
 ROWS = ("params", "grads", "optimizer", "activations", "working", "communication")
@@ -41,7 +41,7 @@ class MemoryPlan:
     grads: int
     optimizer: int
     activations: int  # kept from forward to backward, at the peak of the schedule
-    in_flight: int  # forwards of a stage whose activations are kept then
+    in_flight: int  # forwards whose activations are kept at that peak
     recompute: str  # what is recomputed, as the user sets it; empty for nothing
     working: int  # temporaries, the tokens of a step, and libraries of the process on a CPU
     communication: int  # pipeline messages, full-size gradient buckets, gathered units
@@ -57,7 +57,7 @@ class MemoryPlan:
         return self.params + self.grads + self.optimizer + int(share * self.activations)
 
     def rows(self) -> dict[str, str]:
-        """The rows of the table by name; of what a rank may have nothing of, those that it has."""
+        """The rows of the table by name; without communication if there is none."""
         sizes = {name: getattr(self, name) for name in ROWS}
         return {name: describe_bytes(size) for name, size in sizes.items() if size or name != "communication"}
 
@@ -86,8 +86,8 @@ def plan_memory(
     """
     parallel, dp_size = config.parallel, data_parallel_size(config.parallel, world_size)
     pp_size, count = parallel.pipeline_model_parallel_size, num_microbatches(config.train, dp_size)
-    # The transfers of many microbatches take seconds to plan. Those of few have the same stages, buffers and groups.
-    # Schedules of the batch size end at the full size, whose microbatches are as large.
+    # Planning the transfers of many microbatches takes seconds. A plan for few has the same stages, buffers and groups.
+    # Schedules of the batch size change only the number of microbatches.
     few = with_values(
         config,
         {
@@ -120,7 +120,7 @@ def plan_memory(
 
 
 def _staged(config: Config, device: str, *, resident: Any) -> int:
-    """The copy that a save in the background makes, at most: main params and optimizer state, in host memory."""
+    """The largest copy of an asynchronous save: main params and optimizer state, in host memory."""
     return resident.params + resident.optimizer if device == "cpu" and config.checkpoint.async_save else 0
 
 
@@ -168,9 +168,9 @@ def require_memory(config: Config, world_size: int, *, device: str, available: i
 
 
 def _peak(plan: Plan, kept: Activations, *, schedule: Schedule) -> tuple[int, int]:
-    """The most bytes kept at once, and of how many forwards.
+    """The peak of the kept bytes, and the number of forwards that they belong to.
 
-    A backward recomputes first. What W needs is kept until then: as much as without recomputation.
+    A backward recomputes first. From I to W as much is kept as without recomputation.
     """
     bytes_of = {stage.spec.index: kept.stage(stage.spec) for stage in plan.stages}
     now, count, peak = 0, 0, (0, 0)
@@ -206,7 +206,7 @@ class _Change:
 
 
 def _changes(config: Config, world_size: int) -> tuple[list[_Change], ...]:
-    """Changes of strategy, recomputation, micro-batch, tensor parallelism and ranks; of each, the smallest first."""
+    """Changes of strategy, recomputation, micro-batch, tensor parallelism and ranks; per kind the smallest first."""
     parallel, strategies = config.parallel, list(ShardingStrategy)
     stronger = strategies[strategies.index(parallel.data_parallel_sharding_strategy) + 1 :]
     flag, doubled = "--data-parallel-sharding-strategy", [2**power for power in range(1, 9)]
@@ -235,7 +235,7 @@ def _recompute_change(granularity: RecomputeGranularity) -> _Change:
 
 
 def _find_fitting(config: Config, world_size: int, *, pp_rank: int, device: str, available: int) -> list[str]:
-    """One change of each kind with which the run fits; where there is none, the fewest ranks with several changes."""
+    """The smallest change of each kind with which the run fits; if none fits, several changes on the fewest ranks."""
     end, kinds = time.thread_time() + SEARCH_S, _changes(config, world_size)
 
     def fits(*changes: _Change) -> str | None:

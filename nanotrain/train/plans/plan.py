@@ -2,8 +2,8 @@
 
     Config -> plan_run(config, world_size, rank) -> Plan -> build.build_run
 
-`plan_run` accepts any rank of any world size and takes the same time for all of them. What a step sends is read from a
-plan by `traffic.sent_bytes`.
+`plan_run` accepts any rank of any world size and takes the same time for all of them. `traffic.sent_bytes` computes the
+bytes that a step sends from a plan.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,7 +63,7 @@ class StagePlan:
 
     spec: StageSpec  # layers of the stage
     params: tuple[LocalParam, ...]  # local parameters in registration order
-    buffers: tuple[BufferPlan, ...]  # dense, then experts, of each what is in fp8 last; none without parameters
+    buffers: tuple[BufferPlan, ...]  # dense, dense in fp8, experts, experts in fp8; only those that have parameters
     mtp_layers: range = range(0)  # indices of its layers of multi-token prediction, after those of the model
 
 
@@ -75,8 +75,8 @@ class ResidentBytes:
     # at most this much for gathered FSDP units where params are sharded; exactly this much with a double buffer
     units: int
     grads: int  # gradient buffers, or gradient shards
-    grad_buckets: int  # at most this much for full-size buckets in flight: where gradients are sharded, or received
-    optimizer: int  # main params, where they are stored apart from the model params, and the state of the update rule
+    grad_buckets: int  # at most this much for full-size buckets in flight, if gradients are sharded or received
+    optimizer: int  # the state of the update rule, and main params that are separate from the model params
 
     @property
     def total(self) -> int:
@@ -97,7 +97,7 @@ class Plan:
     sampler: SamplerConfig  # which samples this rank reads
     # actions and transfers of a training step; `StepSchedules` has those of other batch sizes
     train_schedule: RankPlan
-    valid_schedule: RankPlan  # the same for the forwards of a validation batch
+    valid_schedule: RankPlan  # forwards and transfers of a validation batch
     flops_per_token: int  # of the whole model, forward and backward
 
     @property
@@ -112,7 +112,7 @@ class Plan:
 
     @property
     def num_averaged_ranks(self) -> int:
-        """Factor of the loss, which the collectives of the gradients divide by: 1, or the ranks of `dp_cp`."""
+        """Factor of the loss that the gradient collectives divide by: the ranks of `dp_cp` if they average, else 1."""
         return self.groups["dp_cp"].size if self.config.parallel.ddp_average_in_collective else 1
 
     def _gathered_numel(self, layout: BufferLayout) -> int:
@@ -120,7 +120,7 @@ class Plan:
             return sum(layout.gather_blocks(self.data_parallel.num_gather_blocks).numel.values())
         if not self.config.parallel.reshard_after_forward:
             return layout.numel
-        # where a group of layers is recomputed, one is gathered beside the layer whose backward waits for it
+        # if a group of layers is recomputed, one of them is gathered beside the layer whose backward waits
         recomputes_groups = (self.config.memory.recompute_num_layers or 1) > 1
         numel = layout.numel_of_units
         # multi-token prediction reads embedding and head beside its own unit
@@ -134,7 +134,7 @@ class Plan:
         return OPTIMIZERS[self.config.optim.optimizer]
 
     def parts_of(self, buffer: BufferPlan) -> Iterator[ShardPart]:
-        """What the optimizer stores together, of this rank's shards of a buffer."""
+        """The parts of this rank's shards of a buffer, each stored together by the optimizer."""
         outer_index = buffer.replicate.index if buffer.layout.num_outer_shards > 1 else 0
         for bucket in buffer.layout.buckets:
             ranges = bucket.update_ranges(buffer.shard.index, outer_index=outer_index)
@@ -151,13 +151,13 @@ class Plan:
         return self.sampler.length_at(consumed_samples) or self.config.data.seq_length
 
     def num_sequences_at(self, consumed_samples: int) -> int:
-        """Sequences of the global batch that starts at `consumed_samples`; samples where none is split."""
+        """Sequences of the global batch that starts at `consumed_samples`; equal to samples unless they are split."""
         parts = self.config.data.seq_length // self.seq_length_at(consumed_samples)
         return self.sampler.size_at(consumed_samples) * parts
 
     @property
     def hidden_shape(self) -> tuple[int, int, int]:
-        """[B, S, H] of the hidden states between two stages, as this rank holds them; samples are not split."""
+        """[B, S, H] of this rank's hidden states between two stages, for samples that are not split."""
         shards = self.groups["cp"].size
         if self.config.parallel.sequence_parallel:
             shards *= self.groups["tp"].size
@@ -239,7 +239,7 @@ def pipeline_shape(config: Config, groups: Mapping[GroupName, GroupSpec], *, num
 
 
 def plan_train_schedule(config: Config, groups: Mapping[GroupName, GroupSpec], *, num_microbatches: int) -> RankPlan:
-    """The actions and transfers of this rank in a training step of that many microbatches."""
+    """The actions and transfers of this rank in a training step of `num_microbatches`."""
     pipeline = pipeline_shape(config, groups, num_microbatches=num_microbatches)
     return plan_rank(build_schedule(config.parallel.pipeline_schedule, pipeline), groups["pp"].index)
 
@@ -292,7 +292,7 @@ def _stage_specs(parallel: ParallelConfig, num_layers: int) -> tuple[StageSpec, 
 def _plan_buffers(
     params: Sequence[LocalParam], config: Config, *, groups: Mapping[GroupName, GroupSpec]
 ) -> Iterator[BufferPlan]:
-    """Dense, then experts, of each what is gathered in fp8 last."""
+    """The buffers of a stage: dense, dense in fp8, experts, experts in fp8; those that have parameters."""
     parallel, fp8_names = config.parallel, set(fp8_gathered(params, config))
     pairs = (groups["dp_shard"], groups["dp_replicate"]), (groups["expert_dp_shard"], groups["expert_dp_replicate"])
     is_outer_sharded = parallel.outer_dp_sharding_strategy is OuterShardingStrategy.optim
@@ -315,8 +315,8 @@ def _plan_buffers(
 def fp8_gathered(params: Sequence[LocalParam], config: Config) -> Iterator[str]:
     """The names of the weights that are gathered in fp8.
 
-    Those with one scale per block are left out where a rank multiplies with some heads of a replicated projection: its
-    blocks begin with the first of these rows.
+    With one scale per block, replicated key and value projections are left out: a rank multiplies only with the rows of
+    its heads, and its blocks begin at the first of these rows.
     """
     precision = config.precision
     if not precision.fp8_param_gather:

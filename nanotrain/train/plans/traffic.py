@@ -1,4 +1,4 @@
-"""Bytes that a rank sends per training step, by (group, operation), in closed form: readings of a `Plan`.
+"""Bytes that a rank sends per training step, by (group, operation), in closed form from a `Plan`.
 
     data_parallel   gradients and parameters: dp_shard, dp_replicate, expert_dp_shard, expert_dp_replicate
     embedding       gradients of the tied embedding: embed
@@ -7,9 +7,9 @@
     experts         tokens: ep, etp; for routers that choose every expert equally often
     matrices        hidden matrices of Muon: shard and replicate groups, tp, etp
 
-Counted as `comm/traffic.py` counts what is executed; a forward that is recomputed counts twice. Not included: tensor
-parallelism, amaxes of fp8 over its groups, statistics of routers, attention logits of QK-clip, control traffic, and
-core attentions without an entry in `ATTENTION_BYTES`.
+The counts equal those of `comm/traffic.py` in a run; a recomputed forward counts twice. Not included: tensor
+parallelism, fp8 amaxes over its groups, router statistics, attention logits of QK-clip, control traffic, and core
+attentions without an entry in `ATTENTION_BYTES`.
 """
 
 import math
@@ -83,9 +83,9 @@ def sent_bytes(plan: Plan) -> dict[Key, int]:
 
 
 def data_parallel(plan: Plan) -> Iterator[tuple[Key, int]]:
-    """Reduce-scatter and all-gather in the shard group, and what instances exchange, per bucket.
+    """Reduce-scatter and all-gather in the shard group, and the collectives across instances, per bucket.
 
-    Across instances shards are all-reduced, or reduce-scattered and gathered where they are sharded across instances.
+    Across instances shards are all-reduced, or reduce-scattered and all-gathered if they are sharded across instances.
     """
     precision, strategy = Precision.of(plan.config.precision), plan.data_parallel.strategy
     num_scatters = plan.num_microbatches if strategy.shard_grads else 1
@@ -202,7 +202,7 @@ def recomputed_layers(plan: Plan, module: str) -> list[int]:
 
 
 def _layers(plan: Plan) -> list[int]:
-    """The layers of this rank, those of multi-token prediction too."""
+    """The layers of this rank, including multi-token prediction."""
     return [layer for stage in plan.stages for layer in (*stage.spec.layers, *stage.mtp_layers)]
 
 
@@ -236,7 +236,7 @@ def all_gather_attention_bytes(shape: AttentionShape, size: int) -> dict[str, in
 
 
 def ring_attention_bytes(shape: AttentionShape, size: int) -> dict[str, int]:
-    """cp - 1 ring steps of keys and values, again in the backward, and cp of their gradients in fp32 or wider.
+    """cp - 1 ring steps of keys and values in forward and backward, and cp ring steps of their gradients in fp32.
 
     >>> ring_attention_bytes(AttentionShape(1024, 32, 8, 128, 128, itemsize=2), 4)
     {'p2p': 58720256}
@@ -257,7 +257,7 @@ def ulysses_attention_bytes(shape: AttentionShape, size: int) -> dict[str, int]:
 
 
 def recomputed_attention_bytes(shape: AttentionShape, size: int, *, comm_type: str, is_full: bool) -> dict[str, int]:
-    """The forward of a core attention again, without what follows its last saved tensor where it is not a full layer.
+    """The recomputed forward of a core attention; alone (not as part of a full layer) it ends at its last saved tensor.
 
     >>> shape = AttentionShape(1024, 32, 8, 128, 128, itemsize=2)
     >>> recomputed_attention_bytes(shape, 4, comm_type="a2a", is_full=False)

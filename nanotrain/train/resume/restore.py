@@ -1,8 +1,8 @@
-"""Load a checkpoint into a built run, and fall back to an older one of the run where it is damaged.
+"""Load a checkpoint into a built run; if it is damaged, fall back to an older one of the same run.
 
     restore_parts       `restore` into the parts of a run
-    restore             tensors, optimizer state and counters; the newest sound checkpoint of the run
-    changed_settings    what differs from the configuration of the checkpoint and changes the loss
+    restore             tensors, optimizer state and counters, from the newest intact checkpoint of the run
+    changed_settings    settings that change the loss and differ from those of the checkpoint
 
 A checkpoint named with --load is never replaced by another.
 """
@@ -44,7 +44,7 @@ BATCH_SETTINGS = (
 
 @dataclass(frozen=True)
 class RunTensors:
-    """What a checkpoint is read into."""
+    """The tensors and the optimizer that a checkpoint is read into."""
 
     targets: dict[TensorBox, Tensor]  # main params, optimizer state, expert biases of this rank
     optimizer: DistributedOptimizer  # takes the state that is not a tensor
@@ -81,9 +81,9 @@ def restore(
     Args:
         start: step folder.
         checkpointer: of the run.
-        into: what to fill.
+        into: tensors and optimizer to fill.
         config: compared with the one in the checkpoint; differences that change the loss are logged.
-        may_fall_back: whether a damaged `start` is replaced by the newest sound checkpoint of the run's folder.
+        may_fall_back: whether a damaged `start` is replaced by the newest intact checkpoint in the run's folder.
 
     Raises:
         DamagedCheckpoint: `start` is damaged, and no other may or can be used.
@@ -116,9 +116,12 @@ def restore(
 
 
 def targets_in(manifest: Manifest, targets: Mapping[TensorBox, Tensor], *, config: Config) -> dict[TensorBox, Tensor]:
-    """The tensors to read: no optimizer state where weights alone are loaded; no average or history it does not have.
+    """The tensors to read: without optimizer state if only weights are loaded, and without what the checkpoint lacks.
 
-    Every rank has the manifest from the first one, so no other reads the file.
+    Args:
+        manifest: of the checkpoint, read by the first rank and sent to all.
+        targets: all tensors of the run.
+        config: whether only weights are loaded.
     """
     left_out: tuple[str, ...] = ()
     if _loads_weights_alone(config):
@@ -133,7 +136,7 @@ def targets_in(manifest: Manifest, targets: Mapping[TensorBox, Tensor], *, confi
 
 
 def _start_what_is_new(manifest: Manifest, into: RunTensors, *, path: Path, config: Config) -> None:
-    """Start the moving average, if none was read, and name what the checkpoint does not have."""
+    """Start the moving average if none was read, and log what the checkpoint does not have."""
     if not any(box.name.startswith(AVERAGE) for box in targets_in(manifest, into.targets, config=config)):
         if config.optim.ema_decay is not None and not _loads_weights_alone(config):
             log.info("%s has no moving average of the weights: it begins at the weights", path)
@@ -180,7 +183,11 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
 
 
 def converted_moments(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """The conversion of optimizer state to the dtypes of this run; "" if there is none. Arguments as above.
+    """Describe the conversion of optimizer state to the dtypes of this run; "" if there is none.
+
+    Args:
+        saved: configuration in the checkpoint.
+        current: configuration of this run.
 
     >>> dtypes = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
     >>> converted_moments({"precision": dtypes}, {"precision": {"exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"}})
@@ -226,8 +233,8 @@ def _fall_back(start: Path, checkpointer: Checkpointer, *, error: DamagedCheckpo
 
 
 def _load_state(manifest: Manifest, optimizer: DistributedOptimizer, *, path: Path, config: Config) -> TrainState:
-    """The counters of the run, and the optimizer's into it; both checked first. Weights alone have no counters."""
-    if config.checkpoint.finetune:  # what `average` and `import-hf` write has none to check
+    """Check the saved counters, load those of the optimizer and return those of the run."""
+    if config.checkpoint.finetune:  # checkpoints of `average` and `import-hf` have no counters
         return TrainState()
     if not manifest.objects and has_weights_alone(manifest):
         raise weights_alone(manifest)

@@ -1,11 +1,11 @@
-"""Go back to a checkpoint after a spike of the loss, and skip the data since then.
+"""Roll back to a checkpoint after a spike of the loss, and skip the data since then.
 
     checkpoint              spike
-    step 8 ................ step 11      samples 64 .. 87 are skipped: the run goes on with step 9 on samples 88 ..
+    step 8 ................ step 11      samples 64 .. 87 are skipped: the run continues with step 9 on samples 88 ..
     8 x 8 samples consumed
 
-The learning rate follows the consumed samples, which exclude the skipped ones. A run that spikes again before it has
-passed the step of the last spike goes back to an older checkpoint than before, so that this ends.
+The learning rate follows the consumed samples, which exclude the skipped ones. If the loss spikes again before the run
+has passed the step of the last spike, it rolls back to an older checkpoint than before, so this cannot repeat forever.
 """
 
 import math
@@ -25,7 +25,7 @@ WINDOW, MIN_LOSSES = 32, 8  # losses of the median: at most, and those needed fo
 
 
 def count_loss(state: TrainState, loss: float, *, factor: float) -> bool:
-    """Whether a loss is a spike; any other finite loss is added to the recent ones.
+    """Whether a loss is a spike; a finite loss that is not one is added to the recent losses.
 
     Args:
         state: holds the recent losses.
@@ -36,7 +36,7 @@ def count_loss(state: TrainState, loss: float, *, factor: float) -> bool:
     >>> count_loss(state, 3.1, factor=1.5), count_loss(state, 2.9, factor=1.5)
     (True, False)
     """
-    if not math.isfinite(loss):  # skipped and counted elsewhere
+    if not math.isfinite(loss):  # the step was skipped, which the trainer counts
         return False
     recent = state.recent_losses
     if len(recent) >= MIN_LOSSES and loss > factor * median(recent):
@@ -55,7 +55,7 @@ def checkpoint_before_spike(run: Run) -> Path | None:
     newest = run.checkpointer.older_than(step_folder(run.checkpointer.folder, state.step))
     if newest is None or state.step > state.spike_step:
         return newest
-    # The newest itself may have been saved again before this spike.
+    # The newest checkpoint may be one that was saved after the last rollback.
     last = step_folder(run.checkpointer.folder, state.rollback_step) if state.rollback_step else newest
     older = run.checkpointer.older_than(last)
     if older is None:
@@ -77,7 +77,7 @@ def roll_back(run: Run, checkpoint: Path) -> None:
         dp.wait_for_params()
     spike, place = max(run.state.step, run.state.spike_step), run.state.consumed_samples + run.state.skipped_samples
     parts = RunParts(run.stages, run.data_parallel, run.optimizer)
-    # --finetune and --no-load-optim are meant for the first start, not for the run's own checkpoint.
+    # --finetune and --no-load-optim apply to the first start, not to the run's own checkpoints.
     own = replace(run.config, checkpoint=replace(run.config.checkpoint, finetune=False, load_optim=True))
     loaded = restore_parts(checkpoint, run.checkpointer, parts=parts, config=own, may_fall_back=True)
     loaded.skipped_samples = place - loaded.consumed_samples

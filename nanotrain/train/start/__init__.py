@@ -1,4 +1,4 @@
-"""What happens before the first step: ranks started, inputs opened, a run launched, its header printed.
+"""The start of a run: start the ranks, open the inputs, build the run, print its header.
 
 The parts of a run are built in `train/build.py`; steps are in `train/trainer.py`.
 """

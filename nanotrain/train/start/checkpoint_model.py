@@ -13,14 +13,15 @@ from nanotrain.log import get_logger
 
 log = get_logger(__name__)
 
-DROPOUT = ("attention_dropout", "hidden_dropout")  # free of the weights, yet Megatron-LM takes them from the checkpoint
+# independent of the weights, but Megatron-LM takes them from the checkpoint
+DROPOUT = ("attention_dropout", "hidden_dropout")
 
 
 def with_checkpoint_model(config: Config, explicit: frozenset[str]) -> Config:
-    """Replace the model section by that of the checkpoint to start from; unchanged where there is none.
+    """Replace the model section by the one of the checkpoint to start from; without a checkpoint nothing changes.
 
-    Settings of the model on the command line that do not concern the weights stay (coefficients of losses, capacity);
-    the others are replaced, and logged where they differ. The sequence length is the checkpoint's unless it is set.
+    Model settings of the command line that do not concern the weights stay (loss coefficients, capacity). The others
+    are replaced, and differences are logged. The sequence length is the checkpoint's unless the command line sets it.
 
     Args:
         config: `checkpoint.use_checkpoint_args` is set.
@@ -28,7 +29,7 @@ def with_checkpoint_model(config: Config, explicit: frozenset[str]) -> Config:
 
     Raises:
         CheckpointError: --load names no checkpoint.
-        ConfigError: there is none yet, and settings of the command line have no effect.
+        ConfigError: there is no checkpoint yet, and settings of the command line have no effect.
     """
     checkpoint = _find(config)
     if checkpoint is None:

@@ -18,14 +18,14 @@ from nanotrain.train.start.inputs import RunInputs
 
 
 def header(plan: Plan, inputs: RunInputs, *, device: str, attention: str = "", width: int = 1000) -> str:
-    """The lines of the header, a label and a sentence each.
+    """The lines of the header, each with a label.
 
     Args:
         plan: of any rank.
         inputs: of the run.
         device: name of the device of this rank.
-        attention: its backends.
-        width: columns; longer lines go on below their text, but no word and no command is cut.
+        attention: the attention backends.
+        width: columns; longer lines are wrapped at spaces, commands are not.
     """
     lines = {
         "model": _model(plan),
@@ -71,7 +71,7 @@ def _data(plan: Plan, inputs: RunInputs) -> str:
 
 
 def _ids_outside(plan: Plan) -> list[str]:
-    """A remark on corpora whose tokenizer has more tokens than the model, as with the weights of another one."""
+    """A remark on corpora whose tokenizer has more tokens than the model."""
     limit = plan.shape.vocab_size
     prefixes = [entry.prefix for entry in parse_data_path(first_blend(plan.config.data))]
     sizes = {prefix: read_info(prefix).vocab_size for prefix in prefixes}
@@ -89,7 +89,7 @@ def _samples(plan: Plan, steps: int) -> int:
 
 
 def _warmup(plan: Plan) -> str:
-    """A remark where the warmup is longer than the run, as when a recipe is tried for a few steps; else nothing."""
+    """A remark if the warmup is longer than the run, for example when a recipe is tried for a few steps; else ""."""
     size, steps, optim = plan.sampler.global_batch_size, plan.config.train.train_iters, plan.config.optim
     samples = _samples(plan, steps)
     schedule = LRSchedule(optim, samples_per_step=size, train_samples=samples)
@@ -144,7 +144,7 @@ def _precision(plan: Plan) -> str:
 
 
 def _commands(plan: Plan, inputs: RunInputs) -> dict[str, str]:
-    """What shows the run while it goes on; each in a line of its own, to be copied."""
+    """Commands that show the running job, by label; each is one line, so that it can be copied."""
     train, path = plan.config.train, inputs.folder.path
     commands = {"watch": f"nanotrain watch {path}"}
     if train.tensorboard:

@@ -1,4 +1,4 @@
-"""Open what a run reads and writes on disk: corpora, tokenizer, run folder, checkpoint to start from.
+"""Open the inputs of a run on disk: corpora, tokenizer, run folder, checkpoint to start from.
 
     prepare the quick-start corpus, if used -> tokenizer -> complete the model section -> datasets -> checkpoint
 
@@ -32,7 +32,7 @@ from nanotrain.train.start.checkpoint_model import with_checkpoint_model
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a run has open on disk."""
+    """The open inputs of a run, and its folder."""
 
     folder: RunFolder  # the run folder; it exists and is writable
     datasets: DatasetSplits  # samples by split
@@ -40,7 +40,7 @@ class RunInputs:
     checkpoint: Path | None = None  # the step folder to start from; None for a new run
     is_resumed: bool = False  # whether `checkpoint` is in the folder of this run
     origins: Mapping[str, str] = field(default_factory=dict)  # key of the configuration -> source of its value
-    reads_checkpoint: bool = True  # False: `checkpoint` is that of the first rank, once all ranks have compared
+    reads_checkpoint: bool = True  # False: another rank looks for it, and `require_same_start` sets it
 
 
 def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Config, RunInputs]:
@@ -48,7 +48,7 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
 
     Args:
         loaded: a validated configuration.
-        reads_checkpoint: look for the checkpoint to start from; one rank per machine does, for manifests are long.
+        reads_checkpoint: look for the checkpoint to start from; one rank per machine does, because manifests are long.
 
     Returns:
         the configuration with model and vocabulary size set, and the open inputs.
@@ -80,7 +80,7 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
 
 
 def require_corpus(data: DataConfig) -> None:
-    """Check that there is something to train on.
+    """Check that a corpus is set, or that the run uses the quick-start corpus or mock data.
 
     Raises:
         ConfigError: no corpus is set.
@@ -109,7 +109,7 @@ def with_pretrained_model(config: Config, explicit: frozenset[str]) -> Config:
 
 
 def _prepare_quickstart(data: DataConfig, folder: RunFolder) -> DataConfig:
-    """Put the quick-start corpus and its tokenizer into the run folder; a data section that points to them.
+    """Put the quick-start corpus and its tokenizer into the run folder; returns a data section that names them.
 
     The saved configuration keeps an empty `data_path`: the corpus belongs to the run folder.
     """

@@ -93,7 +93,7 @@ def _run(plan: Plan, inputs: RunInputs, *, context: ParallelContext, planned: Me
 def require_same_start(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> RunInputs:
     """Check that all ranks have the same configuration and start from the same checkpoint.
 
-    Each machine opens the inputs by itself; where their files differ, the collectives of the ranks would never match.
+    Each machine opens its own inputs; if their files differ, the collectives of the ranks would not match.
 
     Returns:
         The inputs with the first rank's checkpoint, also on ranks that have not read one.
@@ -105,7 +105,7 @@ def require_same_start(plan: Plan, inputs: RunInputs, *, context: ParallelContex
     start = checkpoint if inputs.reads_checkpoint else None, zlib.crc32(repr(plan.config).encode())
 
     def merge(gathered: list[tuple[str | None, int, Path | None]]) -> Path | None:
-        """On the first rank: its checkpoint, if all start alike."""
+        """The checkpoint of the first rank, after a check that all ranks start from it; runs on the first rank."""
         (first_name, first_config, first), *_ = gathered
         for rank, (name, config, _) in enumerate(gathered):
             if (name or first_name) != first_name:
@@ -122,7 +122,7 @@ def require_same_start(plan: Plan, inputs: RunInputs, *, context: ParallelContex
                 )
         return first
 
-    # Only the first rank receives the values of all, so the cost of the others does not grow with the world.
+    # Only the first rank receives the values of all ranks, so the cost of the others does not grow with the world.
     first = run_on_all(context.control, lambda: (*start, inputs.checkpoint), merge=merge)
     return replace(inputs, checkpoint=first, is_resumed=first is not None and plan.config.checkpoint.load is None)
 

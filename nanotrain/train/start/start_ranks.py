@@ -1,7 +1,7 @@
-"""Start the ranks of this machine with torch.distributed.elastic, as torchrun does, and end as they end.
+"""Start the ranks of this machine with torch.distributed.elastic, as torchrun does, and return their exit code.
 
-What differs from `torchrun -m nanotrain.train`: nothing is printed besides the ranks' own output; SIGTERM and SIGINT
-are passed on and the ranks save and end by themselves, so the exit code is 0; SIGUSR1 is passed on; a mistake is found
+Differences from `torchrun -m nanotrain.train`: only the output of the ranks is printed; SIGTERM and SIGINT are sent on
+to the ranks, which save and end by themselves, so the exit code is 0; SIGUSR1 is sent on, too; user mistakes are found
 before a rank starts.
 """
 
@@ -27,8 +27,8 @@ from torch.distributed.run import config_from_args, determine_local_world_size, 
 
 from nanotrain.errors import ConfigError, EnvironmentFault
 
-STOPS = (signal.SIGTERM, signal.SIGINT)  # passed on to the ranks, which save and end
-SAVE = signal.SIGUSR1  # passed on to the ranks, which save and go on
+STOPS = (signal.SIGTERM, signal.SIGINT)  # sent on to the ranks, which save and end
+SAVE = signal.SIGUSR1  # sent on to the ranks, which save and continue
 TORCH_SIGNALS = "SIGHUP,SIGQUIT"  # torch ends the ranks
 DEFAULT_PORT = 29500  # of --master-port, torchrun's
 
@@ -63,10 +63,10 @@ def start_ranks(
 
 
 def check_ranks(program: Sequence[str], *, options: Sequence[str], check: Callable[[int], object]) -> Namespace:
-    """Torchrun's options, after a check that the ranks they name can form the layout; arguments as above.
+    """Parse torchrun's options and check that their number of ranks fits the layout; arguments as for `start_ranks`.
 
     Raises:
-        NanotrainError: a wrong option, or ranks that cannot.
+        NanotrainError: a wrong option, or a number of ranks that does not fit.
     """
     args = read_options(options, program)
     num_local = local_world_size(args.nproc_per_node)
@@ -80,7 +80,7 @@ def check_ranks(program: Sequence[str], *, options: Sequence[str], check: Callab
 
 @contextmanager
 def silent_logs(*, wanted: bool) -> Iterator[None]:
-    """No log lines of torch's agent in this process, which repeat what the ranks print; LOGLEVEL brings them back."""
+    """Silence the log lines of torch's agent, which repeat what the ranks print, unless LOGLEVEL is set (`wanted`)."""
     before = logging.root.manager.disable
     if not wanted:
         logging.disable(logging.CRITICAL)
@@ -94,7 +94,7 @@ def read_options(options: Sequence[str], program: Sequence[str]) -> Namespace:
     """Parse torchrun's options with its own parser.
 
     Raises:
-        ConfigError: what it refuses.
+        ConfigError: an option that the parser refuses.
     """
     refused = io.StringIO()
     logs = [] if any(option.startswith(("--log-dir", "--tee", "--redirects")) for option in options) else [os.devnull]
@@ -188,7 +188,7 @@ def build_agent(config: LaunchConfig, entrypoint: str, *, arguments: Sequence[st
 
 
 def run_agent(agent: LocalElasticAgent) -> int:
-    """Run the ranks to their end; returns the exit code.
+    """Run the ranks until they end; returns the exit code.
 
     Raises:
         EnvironmentFault: the machines of the job do not meet.
@@ -239,10 +239,10 @@ def exit_code(result: RunResult | None, *, is_stopped: bool) -> int:
 
 @contextmanager
 def passing_signals_on(agent: LocalElasticAgent) -> Iterator[list[int]]:
-    """Pass SIGTERM, SIGINT and SIGUSR1 on to the ranks, which have sessions of their own; yields the stops received.
+    """Send SIGTERM, SIGINT and SIGUSR1 on to the ranks, which have their own sessions; yields the stops received.
 
-    Torch's agent would end the ranks after 30 s and the job with an error. A rank finishes its step and saves, however
-    long that takes. Before the ranks have started, a stop ends this process.
+    Torch's agent would end the ranks after 30 s and the job with an error. Here a rank has the time it needs to finish
+    its step and save. Before the ranks have started, a stop ends this process.
     """
     stops: list[int] = []
 
@@ -251,7 +251,7 @@ def passing_signals_on(agent: LocalElasticAgent) -> Iterator[list[int]]:
         if number == SAVE:
             return
         stops.append(number)
-        agent._remaining_restarts = 0  # what a signal ends must not come back
+        agent._remaining_restarts = 0  # the agent must not restart ranks that a signal ended
         if not running:
             raise SystemExit(128 + number)
 
