@@ -26,12 +26,12 @@ MAX_LISTED = 4
 
 
 class StorageFault(EnvironmentFault):
-    """The disk: full, gone or read-only. Training can go on without the checkpoint, whose ranks are all there."""
+    """A full, missing or read-only disk. All ranks are alive, so training can continue without the checkpoint."""
 
 
 @dataclass(frozen=True)
 class _Outcome(Generic[Result]):
-    """What a rank sends: a result, an error that pickles, or the text of an unexpected error."""
+    """The message of a rank: a result, an error that pickles, or the text of an unexpected error."""
 
     result: Result | None = None
     error: NanotrainError | None = None
@@ -43,7 +43,7 @@ class _Outcome(Generic[Result]):
 
 
 def run_on_all(group: Group, function: Callable[[], Result], *, merge: Callable[[list[Result]], Final]) -> Final:
-    """Call a function on every rank, merge the results on the first rank, and return what it makes of them on all.
+    """Call a function on every rank, merge the results on the first rank, and return the merged result on all ranks.
 
     Only the first rank receives the results, which may be long; all receive the merged one, which should be short.
     Every rank calls this at the same point of the program. `function` and `merge` must not communicate; what they

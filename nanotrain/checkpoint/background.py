@@ -1,4 +1,4 @@
-"""A save in the background: a thread writes the rank's staged shard, the first rank's commits when all have written.
+"""A save in the background: a thread per rank writes the staged shard; that of the first rank commits after all others.
 
     rank k   thread: write and fsync the shard -> written-0000k.json        (or the reason of a failure)
     rank 0   thread: the same -> wait for all reports -> manifest -> rename -> delete the oldest
@@ -44,7 +44,7 @@ class BackgroundSave:
         return self._result
 
     def cancel(self) -> None:
-        """Give the save up and wait for the thread, which may be writing."""
+        """Cancel the save and wait for the thread, which may be writing."""
         self._cancelled.set()
         self._thread.join()
 

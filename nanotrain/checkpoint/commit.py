@@ -1,6 +1,6 @@
-"""Merge what the ranks have written into one manifest, and commit it.
+"""Merge the reports of the ranks into one manifest.
 
-ShardReport        what a rank has written, and its version of the rest of the manifest
+ShardReport        the written shard of a rank, and its step and objects, which must agree
 merge_reports      the manifest of all ranks, which agree and cover every tensor exactly once
 write_report,      the same through files in the folder of a save, for writers that must not communicate
 wait_for_reports
@@ -27,7 +27,7 @@ POLL_S = 0.02, 1.0  # between two checks for reports: the first, and the longest
 
 @dataclass(frozen=True)
 class ShardReport:
-    """What a rank has written: its shard, and what must be the same on all ranks."""
+    """The written shard of a rank, and values that must be equal on all ranks."""
 
     shard: WrittenShard
     step: int
@@ -131,7 +131,7 @@ def report_path(folder: Path, index: int) -> Path:
 
 
 def _write(path: Path, body: Mapping[str, Any]) -> None:
-    """Write a report; a failure is one of the save, after which training goes on."""
+    """Write a report; if that fails the save fails, and training continues."""
     try:
         write_bytes(path, json.dumps(body).encode())
     except EnvironmentFault as error:

@@ -51,7 +51,7 @@ def check_compatible(
 
 
 def loads(manifest: Manifest, targets: Iterable[TensorBox]) -> list[float]:
-    """Which tensors a rank loads: 1 or 0 per tensor in the order of the manifest, of which ranks take the largest."""
+    """1 for each tensor of the manifest that this rank loads, else 0, in order; the ranks take the maximum."""
     names = {box.name for box in targets}
     return [float(name in names) for name in manifest.tensors]
 

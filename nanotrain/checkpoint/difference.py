@@ -24,7 +24,7 @@ MAX_LISTED = 20
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How one tensor differs."""
+    """The difference of one tensor."""
 
     name: str
     largest: float  # largest absolute difference of an element; NaN where one side has NaN
@@ -33,7 +33,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class CheckpointDifference:
-    """How two checkpoints differ."""
+    """The difference of two checkpoints."""
 
     paths: tuple[Path, Path]
     num_equal: int  # tensors with equal bits

@@ -1,4 +1,4 @@
-"""Copy what a rank saves to host memory, so that training goes on while it is written.
+"""Copy the tensors that a rank saves to host memory, so that training continues while they are written.
 
 The copy has the size of the rank's shard. Its memory is allocated at the first save and used again by the next ones;
 on a GPU it is pinned, so that copies run at the speed of the bus. A tensor is copied in chunks of at most
@@ -36,7 +36,7 @@ class StagingBuffers:
                 copies[box][index].copy_(tensor.detach()[index], non_blocking=True)
         for device in {tensor.device for tensor in tensors.values()}:
             synchronize(device)
-        self._copies = copies  # of tensors that are not saved any more the memory is released
+        self._copies = copies  # releases the memory of tensors that are not saved any more
         return copies
 
     @property

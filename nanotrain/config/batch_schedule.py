@@ -39,7 +39,7 @@ class RampUp:
         """Size of the batch that starts at `consumed_samples`."""
         if consumed_samples > self.samples:
             return self.final
-        # in floating point, as Megatron-LM divides: the size of every batch is the same as there
+        # in floating point, as in Megatron-LM, so that the size of every batch is the same as there
         samples_per_increment = self.samples / ((self.final - self.start) // self.increment)
         return min(self.final, self.start + int(consumed_samples / samples_per_increment) * self.increment)
 
@@ -188,7 +188,7 @@ def read_steps(texts: list[str], seq_length: int, *, option: str = "step_batch_s
 
 
 def read_number(text: str) -> int | None:
-    """A number with an optional suffix; None if it is none.
+    """A number with an optional suffix; None if the text is not a number.
 
     >>> read_number("1.5K"), read_number("x")
     (1500, None)
@@ -202,7 +202,7 @@ def read_number(text: str) -> int | None:
 
 
 def batch_sizes(schedule: BatchSchedule, consumed_samples: int = 0) -> Iterator[int]:
-    """The sizes of the batches from `consumed_samples` on, without an end."""
+    """The sizes of the batches from `consumed_samples` on; an infinite iterator."""
     while True:
         size = schedule.size_at(consumed_samples)
         yield size

@@ -30,7 +30,7 @@ def whole_number(flag: str, text: str) -> int:
 
 
 def train_samples(config: Config, text: str) -> dict[str, Any]:
-    """Steps from the number of training samples, counted as in Megatron-LM; the schedule is as long."""
+    """Steps from the number of training samples, counted as in Megatron-LM; also the end of the lr schedule."""
     samples, schedule = whole_number("--train-samples", text), batch_schedule(config)
     batch_size = schedule.size_at(0) if schedule else config.train.global_batch_size
     if batch_size is None:
@@ -75,7 +75,7 @@ def padded_vocab_size(config: Config, text: str) -> dict[str, Any]:
 
 
 def group_query_attention(config: Config, text: str) -> dict[str, Any]:
-    """One key/value head where their number is not set, Megatron-LM's default."""
+    """One key/value head if their number is not set, Megatron-LM's default."""
     return {} if config.model.num_query_groups is not None else {"num_query_groups": 1}
 
 
@@ -87,7 +87,7 @@ def rope_type(config: Config, text: str) -> dict[str, Any]:
 
 
 def no_position_embedding(config: Config, text: str) -> dict[str, Any]:
-    """Nothing; Megatron-LM takes the flag with RoPE only."""
+    """No values; Megatron-LM takes the flag with RoPE only."""
     if not has_rope(config.model):
         why = f"position_embedding_type is {config.model.position_embedding_type.value}"
         raise ConfigError("--no-position-embedding", why=why, fix="set --position-embedding-type none instead")
@@ -100,7 +100,7 @@ def main_grads_dtype(config: Config, text: str) -> dict[str, Any]:
 
 
 def grad_comm_dtype(config: Config, text: str) -> dict[str, Any]:
-    """Reduction in bf16 where Megatron-FSDP reduces in it.
+    """Reduction in bf16 if Megatron-FSDP reduces in bf16.
 
     Raises:
         ConfigError: fp16, which gradients are never reduced in.
@@ -112,7 +112,7 @@ def grad_comm_dtype(config: Config, text: str) -> dict[str, Any]:
 
 
 def moe_layer_recompute(config: Config, text: str) -> dict[str, Any]:
-    """Selective recomputation of MoE layers, besides what is recomputed already."""
+    """Selective recomputation of MoE layers, in addition to modules that are already recomputed."""
     is_selective = config.memory.recompute_granularity is RecomputeGranularity.selective
     modules = config.memory.recompute_modules or (["core_attn"] if is_selective else [])
     return {"recompute_granularity": "selective", "recompute_modules": [*dict.fromkeys([*modules, "moe"])]}

@@ -20,7 +20,7 @@ EXAMPLE = '"stable@0: 0.8 web 0.2 code" "anneal@9000: 0.5 web 0.5 math"'
 
 @dataclass(frozen=True)
 class DataStage:
-    """One stage: from its start to that of the next, batches are of its blend."""
+    """One stage: from its start to the start of the next, batches come from its blend."""
 
     name: str
     start: int  # the first step, counted from 0, or the first sample
@@ -58,7 +58,7 @@ def read_stages(texts: Sequence[str], train_iters: int | None = None) -> tuple[D
 
 
 def stage_starts(stages: Sequence[DataStage], samples_of_steps: Callable[[int], int]) -> tuple[int, ...]:
-    """The first sample of every stage; `samples_of_steps` gives the samples of the first steps of the run."""
+    """The first sample of every stage; `samples_of_steps` returns the number of samples in the first steps."""
     return tuple(stage.start if stage.in_samples else samples_of_steps(stage.start) for stage in stages)
 
 

@@ -72,7 +72,7 @@ def has_dropout(model_config: ModelConfig) -> bool:
 
 
 def has_score_options(model_config: ModelConfig) -> bool:
-    """Whether training changes attention scores or weights beside the softmax.
+    """Whether training changes attention scores or weights in addition to the softmax.
 
     >>> has_score_options(ModelConfig(attn_logit_softcapping=50.0))
     True
@@ -266,7 +266,7 @@ def counted_ends(parallel: ParallelConfig) -> tuple[int, int]:
 
 
 def global_batch_size(train: TrainConfig, dp: int) -> int:
-    """Samples per optimizer step over all ranks, of a schedule its last size; unset means one microbatch per rank.
+    """Samples per optimizer step over all ranks, with a schedule its last size; unset means one microbatch per rank.
 
     >>> global_batch_size(TrainConfig(micro_batch_size=4), 2)
     8
@@ -277,10 +277,10 @@ def global_batch_size(train: TrainConfig, dp: int) -> int:
 
 
 def num_microbatches(train: TrainConfig, dp: int) -> int:
-    """Microbatches per rank and optimizer step; where ranks do not divide them, some ranks have one of padding.
+    """Microbatches per rank and optimizer step; if they do not divide evenly, some ranks have one of padding.
 
     Raises:
-        ConfigError: where microbatches do not divide the global batch, or are fewer than ranks.
+        ConfigError: the microbatch size does not divide the global batch, or there are fewer microbatches than ranks.
 
     >>> [num_microbatches(TrainConfig(micro_batch_size=2, global_batch_size=24), dp) for dp in (4, 5)]
     [3, 3]
@@ -302,7 +302,7 @@ def num_microbatches(train: TrainConfig, dp: int) -> int:
 
 
 def round_up(number: int, unit: int) -> int:
-    """The least multiple of a unit that is not below a number.
+    """The smallest multiple of `unit` that is at least `number`.
 
     >>> round_up(5, 4)
     8
@@ -326,10 +326,10 @@ def validates(config: Config) -> bool:
 
 
 def without_quickstart(config: Config, *, explicit: Collection[str]) -> dict[str, tuple[Any, str]]:
-    """Values of a quick-start recipe on other tokens, by key, each with its reason.
+    """Values that a quick-start recipe changes on other data, by key, each with its reason.
 
-    Synthetic tokens have the vocabulary of the tokenizer that is not trained for them. On an own corpus the recipe's
-    prompt, which is for Python, is left out.
+    With synthetic tokens no tokenizer is trained, so the vocabulary size is set to that of the quick start. With
+    another corpus the recipe's prompt, which is Python code, is left out.
 
     Args:
         config: of a command line.

@@ -76,7 +76,7 @@ class MegatronArgument:
 
     @property
     def text(self) -> str:
-        """As written."""
+        """The argument as written."""
         return f"{self.flag} {self.value}".strip()
 
 
@@ -96,7 +96,7 @@ class CommandLine:
     wants_megatron_defaults: bool = False
     wants_job: bool = False
     wants_explanation: bool = False
-    # all mistakes; `load_line` raises them together with those in types
+    # all mistakes; `load_line` raises them together with mistakes in types
     errors: ErrorCollector = field(default_factory=ErrorCollector)
 
     @property
@@ -287,7 +287,7 @@ def agreed(setting: Setting) -> str:
 
 
 def choice_of(group: str) -> str:
-    """How a YAML file of a group is chosen: `+config=NAME`, `model=NAME`."""
+    """The argument before `=NAME` that chooses a YAML file of a group: `+config`, `model`."""
     return "+config" if group == "config" else group
 
 
@@ -325,7 +325,7 @@ NO_HYPHENS = (
     "\u2014",
     "\u2015",
     "\u2212",
-)  # hyphens, dashes and minus of texts
+)  # typographic hyphens, dashes and minus
 HELP, TOPICS = ("--help", "-h"), ("all", "megatron", *SECTIONS)
 SWITCHES = {"--explain": "wants_explanation", "--megatron-defaults": "wants_megatron_defaults"}
 

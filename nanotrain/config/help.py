@@ -68,9 +68,9 @@ COMMON = (
 )
 KINDS: dict[Kind, tuple[str, str]] = {  # title, sentence
     "always": ("accepted", "They name what is always so."),
-    "no effect": ("accepted without effect", "They tune parts of Megatron-LM that are not here."),
-    "rename": ("converted", "To options of another name."),
-    "not yet": ("refused", "With the nearest cure."),
+    "no effect": ("accepted without effect", "They tune parts of Megatron-LM that do not exist here."),
+    "rename": ("converted", "They become options of another name."),
+    "not yet": ("refused", "With the nearest alternative."),
 }
 COLUMN, FRAME = 36, 4  # characters: where meanings begin, and what the frame of a panel takes of a line
 MIN_WIDTH, MAX_WIDTH = 60, 120  # characters of a line
@@ -109,7 +109,7 @@ def help_text(topic: str = "", *, width: int | None = None, usage: str = USAGE) 
 
 
 def introduction(width: int, usage: str = USAGE) -> list[str]:
-    """How arguments are written."""
+    """The usage, the order of precedence and the kinds of arguments."""
     first = textwrap.wrap(usage, width, subsequent_indent=" " * 7, break_on_hyphens=False)
     arguments = panel("arguments", rows(ARGUMENTS.items(), width), width=width)
     return [*first, "", *textwrap.wrap(ORDER, width), "", *arguments]

@@ -4,9 +4,9 @@
     length             1024              2048               4096 = seq_length
     a sample           |--|--|--|--|     |-----|-----|      |-----------|
 
-A sample is seq_length tokens at every length. While the length is shorter, it is split into consecutive sequences of
-that length, each with positions from 0 and without attention to the others. So the samples, their order, the tokens of
-a step and the learning rate are those of a run without the schedule, and every token is read once.
+A sample always has seq_length tokens. While the length is shorter, it is split into consecutive sequences of that
+length, each with positions from 0 and without attention to the others. So the samples, their order, the tokens of a
+step and the learning rate equal those of a run without the schedule, and every token is read once.
 
 Source: Li et al. 2022, "The Stability-Efficiency Dilemma" (sequence length warmup). There a batch keeps its number of
 sequences, and the rest of every sequence is not read.
@@ -41,7 +41,7 @@ def length_schedule(config: Config) -> Steps | None:
     if any(after <= before for before, after in zip(lengths, lengths[1:], strict=False)):
         raise ConfigError(
             f"the lengths of {OPTION} are {shown}",
-            why="each length must be above the one before",
+            why="each length must be above the previous one",
             fix="order them by length, with ascending numbers of tokens",
         )
     uneven = [length for length in lengths if seq_length % length]

@@ -3,8 +3,8 @@
     arguments --flags.parse--> CommandLine --compose_files--> values of the YAML --merge_settings--> plain values
               --read_config--> Config --translate--> Config --reset_unused--> Config --validate--> Config
 
-All mistakes of a command line are in one error: those in arguments, names and types first, then the broken rules, but
-those on fields that could not be read.
+All mistakes of a command line are in one error: first those in arguments, names and types, then broken rules. Rules on
+fields that could not be read are not checked.
 """
 
 import re
@@ -81,7 +81,7 @@ def load_config(argv: Sequence[str]) -> Config:
 
 
 def configure(recipe: str | Path | None = None, **values: Any) -> Config:
-    """The configuration of a recipe with some fields changed, as its command line would give it.
+    """The configuration of a recipe with some fields changed, the same as from a command line.
 
     >>> configure("tiny", lr=1e-3, eval_interval=0).optim.lr
     0.001

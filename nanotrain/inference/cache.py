@@ -5,10 +5,10 @@
     position ids  0 0 0 1 2      those of each prompt alone
                   0 1 2 3 4
 
-While a cache is open, each attention layer's core attention stores its keys and values and attends to all of them. It
-is the same core attention with more keys than queries, so grouped queries, multi-head latent attention (whose keys and
-values are stored after the up-projection) and windows need nothing of their own, and logits are those without a cache
-but for rounding.
+While a cache is open, the core attention of each layer stores its keys and values and attends to all of them. It is the
+same core attention with more keys than queries, so grouped queries, multi-head latent attention (whose keys and values
+are stored after the up-projection) and windows need no further code, and logits equal those without a cache up to
+rounding.
 
     B prompts   S new tokens   T tokens so far   G key/value heads   D width of a head
 """
@@ -41,7 +41,7 @@ class KVCache:
         self._num_read = 0  # T before the forward pass
         self._num_new = 0  # S of the forward pass
         self._calls: dict[int | None, AttentionCall] = {}  # of this forward pass, by window
-        self._layers: list[tuple[Any, _CachedLayer]] = []  # attention modules and what takes their core's place
+        self._layers: list[tuple[Any, _CachedLayer]] = []  # attention modules, and what replaces their core attention
         window = stage.model_config.window_size
         for block in stage.layers.values():
             assert isinstance(block, Block)
@@ -71,7 +71,7 @@ class KVCache:
         return last
 
     def call(self, window: int | None, device: torch.device) -> AttentionCall:
-        """New tokens attend to those before, within a window, without padding; a padding token attends to itself."""
+        """New tokens attend to earlier tokens within the window, not to padding; a padding token attends to itself."""
         if window not in self._calls:
             queries = np.arange(self._num_read + self._num_new)
             first_in_window = queries - (len(queries) if window is None else window)

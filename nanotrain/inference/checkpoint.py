@@ -232,7 +232,7 @@ def load_checkpoint(path: Path | str, *, tokenizer: str | None = None, ema: bool
     Args:
         path: a step folder, or a run folder for its newest.
         tokenizer: what `load_tokenizer` takes; None for the run's.
-        ema: take the moving average of the weights (`--ema-decay`).
+        ema: load the moving average of the weights (`--ema-decay`).
 
     Raises:
         CheckpointError: there is no complete checkpoint.
@@ -306,7 +306,7 @@ def export_checkpoint(
 
 
 def _companions(checkpoint: OpenedCheckpoint, tokenizer: Path | None) -> "Companions":
-    """What is copied beside the weights: of tokenizers the given one, else the run's if it is a local path."""
+    """The files copied beside the weights: the given tokenizer, else the run's if it is a local path."""
     from nanotrain.hf.companions import Companions, is_same_tokenizer
 
     pretrained = checkpoint.config.checkpoint.pretrained_checkpoint

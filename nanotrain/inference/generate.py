@@ -21,7 +21,7 @@ SMALLEST_TEMPERATURE = 1e-30  # a smaller one is 0 in fp32
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is sampled."""
+    """Options of sampling."""
 
     temperature: float = 1.0  # divides the logits; 0 is greedy
     top_k: int | None = None  # sample among the k most likely tokens; None for all
@@ -35,13 +35,13 @@ class Generation:
     """Prompts and the tokens sampled so far.
 
     A token is sampled given the last `max_position_embeddings` tokens before it. With the cache each step reads one
-    token per prompt, until a text is as long as that; without it, or where experts have a capacity, which depends on
-    how many tokens are read together, the whole window.
+    token per prompt, until a text has that length. Without it each step reads the whole window, and also if experts
+    have a capacity, which depends on the number of tokens that are read together.
 
     Args:
         stage: a model in one stage, or this rank's shards of it.
         prompts: each of at least one token; the same on every rank.
-        num_tokens: steps that will be made at most; it bounds the memory of the cache.
+        num_tokens: the maximum number of steps, which bounds the memory of the cache.
         sampling: how tokens are sampled.
         use_cache: keep keys and values.
         ranks: those that hold the shards; each of them makes every step.
@@ -70,7 +70,7 @@ class Generation:
         self._num_unread = longest  # tokens that the cache has not read
 
     def step(self) -> dict[int, int]:
-        """Sample one token of every running prompt; by the prompt's index."""
+        """Sample one token for every running prompt; returns them by the index of the prompt."""
         logits, rows = self._logits(), sorted(self.running)
         own = [sample_token(logits[row], self.sampling, generator=self._generators[row]) for row in rows]
         sampled = dict(zip(rows, self._of_first_rank(own), strict=True))

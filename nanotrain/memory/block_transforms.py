@@ -1,6 +1,6 @@
 """Transforms of the transformer blocks of a stage, in the one order in which they are applied.
 
-    blocks, parameters in flat storage -> BLOCK_TRANSFORMS, first to last -> the functions that a stage calls in turn
+    blocks, parameters in flat storage -> BLOCK_TRANSFORMS, first to last -> the functions that a stage calls in order
 
 The first transform of the list is the innermost. Compilation changes `forward` of a block, inside its hooks (which wait
 for its parameters). Recomputation is around the hooks: a group of blocks gathers its parameters again.
@@ -75,7 +75,7 @@ def recompute_plan(config: Config) -> tuple[RecomputeMethod, int]:
 
 
 def describe_activations(config: Config) -> str:
-    """What is recomputed or offloaded, with the defaults of full recomputation; empty where all is kept."""
+    """Describe recomputation or offload, with the defaults of full recomputation; "" if everything is kept."""
     memory = config.memory
     if memory.cpu_offloading:
         return f"saved tensors of the first {memory.cpu_offloading_num_layers} layers of each stage in host memory"

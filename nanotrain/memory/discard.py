@@ -1,10 +1,10 @@
-"""`discard_output`: two functions in a row, of which the output of the first is not kept for the backward.
+"""`discard_output`: compose two functions without keeping the output of the first for the backward.
 
     inputs --first--> outputs --second--> result
 
     kept       the inputs of `first`, and what `second` saves beside the outputs of `first`
-    discarded  the outputs of `first`, also where `second` saves them
-    backward   when `second` first reads a discarded output, `first` runs again; its results serve both backwards
+    discarded  the outputs of `first`, even if `second` saves them
+    backward   when `second` first reads a discarded output, `first` runs again; both backwards use its results
 
 A plain checkpoint of `first` would keep its output: the matrix product that follows saves it. Megatron-LM calls this
 output-discarding recomputation (`CheckpointWithoutOutput`).
@@ -92,7 +92,7 @@ class _Discarded:
 
     def read(self, reference: _Reference) -> Tensor:
         """The recomputed tensor; all are freed after the last one is read."""
-        # torch hands out a recomputed tensor once, and several operations may have saved the same output.
+        # torch returns a recomputed tensor only once, but several operations may have saved the same output.
         values = self._values = self._values or self._node.saved_tensors  # type: ignore[union-attr]
         self._num_unread -= 1
         if self._num_unread == 0:

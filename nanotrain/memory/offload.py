@@ -1,9 +1,9 @@
-"""Offload of activations: what the first blocks of a stage save lies in host memory between forward and backward.
+"""Offload of activations: saved tensors of the first blocks are in host memory between forward and backward.
 
-    forward of block i     saved tensors -> host, beside the computation of the following blocks
-    backward of block i    its tensors are back on the device; those of block i - 1 start to return
+    forward of block i     saved tensors -> host, overlapped with the following blocks
+    backward of block i    its tensors are back on the device; the copies of block i - 1 to the device start
 
-Storages are copied, each once, however many views of it are saved. Parameters and what all blocks share (the mask, the
+Every storage is copied once, however many views of it are saved. Parameters and tensors that all blocks share (mask,
 rotary tables) stay on the device. Source: Rhu et al. 2016 (vDNN), section 3.
 """
 
@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from nanotrain.comm.device import HostTransfer, Returning
 from nanotrain.errors import ConfigError
 
-MIN_BYTES = 4096  # smaller storages stay: a copy takes longer than it saves
+MIN_BYTES = 4096  # smaller storages stay on the device: copying them costs more than it saves
 
 
 def require_gpu(device: str) -> None:
@@ -28,7 +28,7 @@ def require_gpu(device: str) -> None:
         ConfigError: it has none.
     """
     if device == "cpu":
-        why, fix = "activations on a CPU are in host memory already", "leave --cpu-offloading out"
+        why, fix = "activations on a CPU are in host memory already", "leave out --cpu-offloading"
         raise ConfigError("cpu_offloading has no effect", why=why, fix=fix)
 
 
@@ -69,7 +69,7 @@ class _Stored:
     """A storage and its copy in host memory."""
 
     host: Tensor
-    device: Tensor | None  # kept until the forward ends: a freed address could be taken for this storage's
+    device: Tensor | None  # kept until the forward ends, so that no other storage gets its address
     num_unread: int = 0
     returning: Returning | None = None
 
@@ -90,12 +90,12 @@ class _SavedBlock:
     Args:
         transfer: copies.
         shared: tensors whose storages stay.
-        previous: that of the block before, whose backward comes next.
+        previous: the saved tensors of the previous block, whose backward comes next.
     """
 
     def __init__(self, transfer: HostTransfer, shared: Sequence[Tensor], *, previous: "_SavedBlock | None") -> None:
         self._transfer, self._previous = transfer, previous
-        # The storage object, not its address: that of a sharded parameter changes when it is gathered.
+        # The storage object, not its address, which changes for a sharded parameter when it is gathered.
         self._shared = {tensor.untyped_storage()._cdata for tensor in shared}
         self._stored: dict[int, _Stored] = {}
 

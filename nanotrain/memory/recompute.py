@@ -1,8 +1,8 @@
 """`Recompute`: parts of a stage that are computed again in the backward pass, instead of keeping their activations.
 
-    checkpointed   a function of which only the inputs are kept (torch.utils.checkpoint, non-reentrant)
-    wrap           the same for a named module, where that module is recomputed
-    chain          two functions in a row; the output of the first is not kept either, where it is recomputed
+    checkpointed   make a function keep only its inputs (torch.utils.checkpoint, non-reentrant)
+    wrap           the same for a named module, if that module is recomputed
+    chain          compose two functions; if the first is recomputed, its output is not kept either
 
     name          recomputes                                  how
     core_attn     core attention                              wrap
@@ -12,8 +12,8 @@
     mla_up_proj   up-projections and rotary positions of MLA  chain
     moe_act       activation of the experts                   chain
 
-A module asks once, when it is built, for the callable that its forward then uses. Names and meaning are those of
-Megatron-LM's `--recompute-modules`. Source: Chen et al. 2016; Korthikanti et al. 2022, section 5, for selective.
+A module gets the callable for its forward once, when it is built. Names and meaning are those of Megatron-LM's
+`--recompute-modules`. Source: Chen et al. 2016; Korthikanti et al. 2022, section 5, for selective recomputation.
 
 Parameters are not copied: the second run reads them during the backward pass, before the optimizer step changes them.
 """
@@ -31,14 +31,14 @@ TensorFunction = Callable[..., Any]
 
 
 class Recompute:
-    """What one stage recomputes, and whether it is recomputing now.
+    """The recomputed modules of one stage, and whether it is recomputing now.
 
     Args:
         modules: names of the modules that are recomputed.
 
     Attributes:
-        is_recomputing: True while a function runs for the second time. What a forward pass changes beside its output
-            (statistics, storage of gathered parameters) must not change again then.
+        is_recomputing: True while a function runs for the second time. Side effects of a forward pass (statistics,
+            storage of gathered parameters) must not happen again then.
     """
 
     def __init__(self, modules: Collection[str] = ()) -> None:
@@ -53,7 +53,7 @@ class Recompute:
         """A function with the same result that keeps its arguments and is run again when its backward begins."""
 
         def run(*args: Any, **options: Any) -> Any:
-            names, num_args = tuple(options), len(args)  # `call` must not refer to the tensors: they may be discarded
+            names, num_args = tuple(options), len(args)  # `call` must not reference the tensors: they may be discarded
 
             def call(*values: Any) -> Any:
                 return function(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))

@@ -1,10 +1,10 @@
 """fp8 training: the two formats and the table of recipes.
 
-    FP8_FORMATS   which fp8 dtype activations, weights and gradients have
+    FP8_FORMATS   the fp8 dtypes of activations, weights and gradients
     RECIPES       how many elements share a scale, and where its amax comes from
 
 An amax is the largest absolute value of the elements that share a scale. A recipe is one row here; kernels/fp8 reads
-its fields and nothing else about it.
+only its fields.
 
     R rows   K elements of a row that a product sums over
 """
@@ -39,7 +39,7 @@ WEIGHT_DTYPE = torch.float8_e4m3fn  # of weights, in both formats
 
 @dataclass(frozen=True)
 class Recipe:
-    """How operands [R, K] of a matrix product are scaled."""
+    """The scaling of operands [R, K] of a matrix product."""
 
     block: Block  # of activations and gradients
     weight_block: Block

@@ -90,7 +90,7 @@ class LossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from a saved state; between a constant and a dynamic scale the initial scale stays."""
+        """Continue from a saved state; if only one of the two scales is dynamic, the initial scale stays."""
         # Checkpoints of format 1 lack the flag; a constant scale is 1 and never counts a step.
         was_dynamic = state.get("is_dynamic", state["scale"] != 1.0 or state["clean_steps"] > 0)
         if self.is_dynamic and was_dynamic:

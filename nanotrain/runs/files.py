@@ -4,8 +4,8 @@ disk_fault        an OSError as an error that names the path, the free space and
 write_text        replace a file; a symbolic link is replaced, not followed
 open_append       open a file to append lines, unbuffered; `write_all` writes them
 disk_errors       a block whose OSErrors become such errors
-make_folder       a folder with a marker, which nanotrain may remove later; a folder of others is refused
-remove_folder     and its removal
+make_folder       make a folder with a marker, which nanotrain may remove later; other folders are refused
+remove_folder     remove such a folder
 """
 
 import errno
@@ -21,7 +21,7 @@ from typing import BinaryIO
 from nanotrain.errors import EnvironmentFault
 
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# O_NONBLOCK: the open of a pipe that nobody reads is an error and does not wait
+# O_NONBLOCK: opening a pipe without a reader fails instead of waiting
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 OTHER_FOLDER = "choose another folder with --run-dir"
@@ -58,7 +58,7 @@ def disk_fault(error: OSError, path: Path, *, needed: int | None = None, fix: st
 
 @contextmanager
 def disk_errors(path: Path, *, needed: int | None = None, fix: str) -> Iterator[None]:
-    """Raise OSErrors of the block as `disk_fault` does."""
+    """Raise OSErrors of the block as the error of `disk_fault`."""
     try:
         yield
     except OSError as error:
@@ -121,7 +121,7 @@ def open_append(path: Path) -> BinaryIO:
 
 
 def write_all(file: BinaryIO, data: bytes) -> None:
-    """Write all bytes to an unbuffered file; on a disk that becomes full one `write` takes a part without an error."""
+    """Write all bytes to an unbuffered file; on a nearly full disk one `write` may write a part without an error."""
     written = 0
     while written < len(data):
         written += file.write(data[written:]) or 0

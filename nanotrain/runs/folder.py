@@ -69,10 +69,10 @@ class RunFolder:
         return self.path / "data"
 
     def require_writable(self) -> None:
-        """Create the folder and check that it can be written, and so the one of the checkpoints in it, if there is one.
+        """Create the folder and check that it can be written; an existing checkpoint folder in it is checked too.
 
         Raises:
-            EnvironmentFault: one cannot be created or written.
+            EnvironmentFault: one of them cannot be created or written.
         """
         fix = "choose another folder with --run-dir, or free space"
         require_writable(self.path, name="the run folder", fix=fix)
@@ -80,7 +80,7 @@ class RunFolder:
             require_writable(self.checkpoints, name="the checkpoint folder", fix=fix)
 
     def require_own(self) -> None:
-        """Check that the files to be written are not another's: a folder in which no job has trained has none of them.
+        """Check that the run replaces no foreign file: a folder without a run must have none of its file names.
 
         Raises:
             EnvironmentFault: it has one.
@@ -124,7 +124,7 @@ def require_writable(path: Path, *, name: str, fix: str) -> None:
     Args:
         path: of the folder.
         name: what it is, for the error.
-        fix: what to do where it cannot.
+        fix: what to do if it cannot.
 
     Raises:
         EnvironmentFault: it cannot be created or written.

@@ -21,7 +21,7 @@ from nanotrain.log import get_logger
 from nanotrain.runs.files import disk_errors, disk_fault
 
 LOCK_NAME = "run.lock"
-# A restarted job may begin before the system has ended every process of the one before.
+# A restarted job may begin before the system has ended every process of the previous job.
 WAIT_S, _POLL_S = 3.0, 0.1
 _BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -36,11 +36,11 @@ def lock_run(folder: Path, *, wait_s: float = WAIT_S) -> AbstractContextManager[
 
 @contextmanager
 def hold_lock(path: Path, *, what: str, fix: str, wait_s: float = WAIT_S, is_removed: bool = False) -> Iterator[None]:
-    """Hold a lock; on a file system without locks, warn and go on.
+    """Hold a lock; on a file system without locks, only warn.
 
     Args:
-        path: the file of the lock, made when missing.
-        what: what it stands for, in messages.
+        path: the lock file; created if missing.
+        what: the locked thing, for messages.
         fix: what a second job can do.
         wait_s: how long to wait for an owner that is ending.
         is_removed: whether the file is removed in the end.

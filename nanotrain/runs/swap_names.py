@@ -1,4 +1,4 @@
-"""`swap_names`: two names of one folder swap what they name, in one operation of the file system."""
+"""`swap_names`: swap two names in a folder in one atomic operation of the file system."""
 
 import ctypes
 import errno
@@ -14,7 +14,7 @@ def swap_names(first: Path, second: Path) -> bool:
     """Swap two existing files or folders, so that neither name is missing at any moment.
 
     Returns:
-        False where the system cannot do it; nothing has changed then.
+        False if the system does not support it; then nothing has changed.
 
     Raises:
         OSError: one of them is missing, or the folder cannot be written.

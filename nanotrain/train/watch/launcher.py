@@ -1,4 +1,4 @@
-"""End this rank with its launcher: a killed torchrun must leave no rank that goes on writing.
+"""End this rank with its launcher: after torchrun is killed, no rank may continue to write.
 
 On Linux the kernel sends SIGKILL when the parent ends (man 2 prctl, PR_SET_PDEATHSIG); elsewhere a thread looks at the
 parent's process id. Checkpoints are committed by a rename, so SIGKILL loses no complete one.

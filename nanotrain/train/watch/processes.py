@@ -1,8 +1,8 @@
 """The ranks of a run as processes, and their heartbeats in one shared file per machine.
 
 all ranks     exchange host and process id
-first rank    of each machine creates a file in /dev/shm (else the temporary folder), all its ranks map it,
-              and it is unlinked: nothing is left behind, however the run ends
+first rank    of each machine creates a file in /dev/shm (else in the temporary folder); all ranks of the machine map
+              it, then it is unlinked, so nothing is left behind however the run ends
 """
 
 import mmap

@@ -24,8 +24,8 @@ def unmatched_collectives(recorded: Mapping[int, Sequence[RecordedCollective]], 
 
 
 def _line(name: str, ranks: Ranks, *, by_rank: Mapping[int, RecordedCollective], known: set[int]) -> str:
-    """What the ranks of a process group wait for, and which have not arrived; "" if they agree and are done."""
-    # A rank whose newest collective is complete has arrived at all up to its number, one that waits at its own.
+    """The collective that a process group waits for, and the ranks that have not arrived; "" if none waits."""
+    # A rank whose newest collective is complete has arrived at all up to that number; a waiting rank at its own.
     oldest = min((each for each in by_rank.values() if each.state != "completed"), key=_sequence, default=None)
     if oldest is None:  # gloo: a failed collective is no longer active, so the newest one of all ranks is compared
         oldest = max(by_rank.values(), key=_sequence)

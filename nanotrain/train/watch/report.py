@@ -1,4 +1,4 @@
-"""hang-report.txt: which ranks keep the others waiting, in which collective, and where every rank is. Pure.
+"""hang-report.txt: the ranks that the others wait for, the collective, and the state of every rank. Pure.
 
 A rank that waits for a collective waits for the ranks of the group that have not started it; a rank that waits for a
 message waits for its sender. Ranks that others wait for, and that wait for none themselves, are behind.
@@ -18,7 +18,7 @@ MAX_ROWS = 64  # ranks that the table lists; those that are behind come first
 
 @dataclass(frozen=True)
 class RankView:
-    """What is known of one rank."""
+    """The process of one rank, its state and its heartbeat."""
 
     rank: int
     host: str
@@ -34,7 +34,7 @@ class RankView:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Which ranks are behind, and why."""
+    """The ranks that are behind, and the reason."""
 
     ranks: tuple[int, ...]  # that the others wait for; empty if none can be named
     headline: str  # one sentence per cause

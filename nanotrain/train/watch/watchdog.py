@@ -1,4 +1,4 @@
-"""`Watchdog`: a thread per rank that ends a run in which nothing moves, with a report of which rank is behind.
+"""`Watchdog`: a thread per rank that ends a run without progress, and reports which rank is behind.
 
     this rank began nothing for timeout_s  --+
     a rank of this machine ended           --+-->  alarm: hang-TIME/rank-N.txt   the stacks of this rank
@@ -6,8 +6,8 @@
                                                    one rank, after GRACE_S:      hang-report.txt, a message
                                                    every rank:                   exit code 2
 
-A frozen rank cannot report, but its record is in shared memory, so the others report it. Ranks of other machines are
-known by the files of their machines: all write into the run folder, and no network is used.
+A frozen rank cannot report, but its record is in shared memory, so other ranks report it. The ranks of every machine
+write files into the run folder, from which the ranks of other machines read; no network is used.
 """
 
 import faulthandler
@@ -40,20 +40,20 @@ REPORT = "hang-report.txt"
 MAX_POLL_S = 1.0
 ALARM = "another rank of this machine gave an alarm"  # a reason that leaves the cause to the diagnosis
 MAX_LINES = 4  # process groups whose collectives the message lists; the report lists all
-GRACE_S = 3.0  # from the first alarm to the report: other ranks notice later and write their files
-LOST_S = 2.0  # from the end of a rank to the alarm: the failed collective of this rank usually ends it before
-UNTIMED_PHASES = ("start", "checkpoint")  # they take as long as the disk does
+GRACE_S = 3.0  # from the first alarm to the report, so that the other ranks can notice it and write their files
+LOST_S = 2.0  # from the end of a rank to the alarm; a failed collective usually ends this rank before
+UNTIMED_PHASES = ("start", "checkpoint")  # their duration depends on the disk
 SHARE_OF_TIMEOUT = 0.9  # of the timeout of collectives, after which torch would end the run without a report
 
 
 class Watchdog:
-    """Watches the ranks of this machine from a thread of its own.
+    """Watches the ranks of this machine from a separate thread.
 
     Args:
         context: of this rank.
         folder: the run folder, for the report.
         timeout_s: a rank that begins nothing for this long hangs; 0 watches only for lost ranks; None: a share of the
-            timeout of collectives, which may be lowered while the run goes on.
+            timeout of collectives, which may be lowered during the run.
         end: ends this process; replaced in tests.
     """
 
@@ -81,7 +81,7 @@ class Watchdog:
         self._thread.join()
 
     def explain(self, fault: CommunicationFault) -> EnvironmentFault:
-        """Report a failed collective, with the rank that was lost; the fault itself where no report can be written."""
+        """Report a failed collective with the rank that was lost; the fault itself if no report can be written."""
         self._stopped.set()
         deadline = time.monotonic() + GRACE_S
         while not self._lost() and time.monotonic() < deadline:  # a killed process ends a moment later than its sockets
@@ -92,9 +92,9 @@ class Watchdog:
 
     @contextmanager
     def reporting_before_sigterm(self) -> Iterator[None]:
-        """Ignore SIGTERM once a rank was lost: torchrun sends it at once, and the report takes a moment.
+        """Ignore SIGTERM once a rank is lost: torchrun sends it immediately, but the report takes a moment.
 
-        Nothing in a thread other than the main one, which cannot handle signals.
+        Without effect outside the main thread, because other threads cannot handle signals.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -120,8 +120,8 @@ class Watchdog:
         while not self._stopped.wait(min(MAX_POLL_S, self._timeout_s / 10 or MAX_POLL_S)):
             reason = self.reason_to_end(time.monotonic())
             if reason:
-                # Held to the end: killing a frozen rank fails the collective that the main thread waits for, which
-                # would begin another report and overwrite the stacks of this one.
+                # The lock is held until the process ends: killing a frozen rank fails the collective that the main
+                # thread waits for, which would begin a second report and overwrite the stacks of this one.
                 with self._reporting:
                     if self._stopped.is_set():  # the main thread reported meanwhile
                         return
@@ -132,7 +132,7 @@ class Watchdog:
                 return
 
     def reason_to_end(self, now: float) -> str:
-        """Why the run has to end, at a time in seconds that grows with every call; empty if it need not."""
+        """Why the run has to end; "" if it may continue. `now` is in seconds and never decreases."""
         is_slow_by_nature = read_record(self._records[self._rank]).phase in UNTIMED_PHASES
         if self._heartbeat.beats != self._beats or is_slow_by_nature:
             self._beats, self._moved = self._heartbeat.beats, now
@@ -158,7 +158,7 @@ class Watchdog:
         return any(read_record(record).is_alarmed for record in self._records.values())
 
     def _report(self, reason: str) -> Diagnosis | None:
-        """Write the files of this rank and, on one rank, the report; None where the run folder cannot be written."""
+        """Write the files of this rank and, on one rank, the report; None if the run folder cannot be written."""
         self._heartbeat.alarm()
         try:
             self._hang_folder.mkdir(exist_ok=True)
@@ -189,12 +189,12 @@ class Watchdog:
         write_text(self._hang_folder / f"host-of-rank-{min(records):05d}.json", json.dumps(records))
 
     def _write_collectives(self) -> None:
-        """What torch's flight recorder has of this rank."""
+        """Write the collectives in torch's flight recorder of this rank."""
         collectives = [asdict(each) for each in recorded_collectives()]
         write_text(self._hang_folder / f"collectives-{self._rank:05d}.json", json.dumps(collectives))
 
     def _recorded(self) -> dict[int, list[RecordedCollective]]:
-        """What the flight recorders of all ranks have, of those that could write it."""
+        """The collectives in the flight recorders of all ranks that could write theirs."""
         recorded = {}
         for path in sorted(self._hang_folder.glob("collectives-*.json")):
             with suppress(ValueError, KeyError, TypeError):
@@ -203,7 +203,7 @@ class Watchdog:
         return recorded
 
     def _wait_for_others(self) -> None:
-        """Give the living ranks time to write their stacks, and other machines to write their records."""
+        """Wait for the other ranks to write their stacks, and for other machines to write their records."""
         deadline = time.monotonic() + GRACE_S
         machines = {process.machine for process in self._processes}
         while time.monotonic() < deadline:
@@ -225,7 +225,7 @@ class Watchdog:
         return views
 
     def _is_writer(self) -> bool:
-        """Whether this rank writes the report: the first one that comes here."""
+        """Whether this rank writes the report: the first rank that calls this does."""
         try:
             os.close(os.open(self._hang_folder / "writer", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         except FileExistsError:
@@ -248,7 +248,7 @@ class Watchdog:
         write_text(self._hang_folder / "written", "")
 
     def _wait_for_report(self) -> None:
-        """Stay until the report is there: torchrun ends all ranks as soon as one has ended."""
+        """Wait until the report is written: torchrun ends all ranks as soon as one has ended."""
         deadline = time.monotonic() + GRACE_S
         while not (self._hang_folder / "written").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -262,7 +262,7 @@ class Watchdog:
 
 
 def timeout_of(hang_timeout_s: float | None, distributed_timeout_s: float) -> float:
-    """The timeout of the watchdog: as set, else so much below that of collectives that the report comes first."""
+    """The timeout of the watchdog: as set, else shorter than that of collectives, so that the report comes first."""
     return distributed_timeout_s * SHARE_OF_TIMEOUT if hang_timeout_s is None else hang_timeout_s
 
 
