@@ -60,8 +60,6 @@ def split_layers(
     [15, 2, 15, 2]
     >>> [len(stage.layers) for stage in split_layers(94, 4, counted_ends=(1, 1))]
     [23, 24, 24, 23]
-    >>> [len(stage.layers) for stage in split_layers(4, 1, counted_ends=(1, 1))]
-    [4]
     """
     if any(counted_ends):
         shares = even_shares(num_layers + sum(counted_ends), num_stages)
@@ -80,10 +78,9 @@ def split_layers(
         raise _misfit(num_layers, num_stages, first=first, last=last, num_between=num_between)
     if any(size % stages_per_rank for size in ends):
         flags = "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+        what = f"{' and '.join(map(str, ends))} layers at the ends"
         why = f"the {stages_per_rank} virtual stages of a rank share its layers evenly"
-        raise TopologyError(
-            f"{' and '.join(map(str, ends))} layers at the ends", why=why, fix=f"set {flags} to multiples"
-        )
+        raise TopologyError(what, why=why, fix=f"set {flags} to multiples")
     between = iter(even_shares(left, num_between))
     lengths = []
     for index in range(num_stages):

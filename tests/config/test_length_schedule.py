@@ -33,8 +33,8 @@ def test_lengths_begin_at_their_thresholds_in_tokens_whatever_the_size_of_the_ba
         ("0:16 9:64", "begins at 0, 0 samples"),
         ("0:32 1K:128", "set --seq-length 128"),
         ("0:16 1K:32", "end --step-seq-length-schedule with the length 64"),
-        ("0:32 1K:16 2K:64", "each length must be above the one before"),
-        ("0:128 1K:64", "each length must be above the one before"),
+        ("0:32 1K:16 2K:64", "each length must be above the previous one"),
+        ("0:128 1K:64", "each length must be above the previous one"),
         ("0:24 1K:64", "has the length 24, which does not divide seq_length 64.*16 32"),
     ],
 )

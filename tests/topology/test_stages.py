@@ -47,6 +47,10 @@ def test_the_ends_have_the_lengths_that_were_asked_for(stages: int, more: int, f
     assert not lengths[1:-1] or max(lengths[1:-1]) - min(lengths[1:-1]) <= 1
 
 
+def test_ends_that_count_as_layers_leave_a_single_stage_all_layers() -> None:
+    assert [len(stage.layers) for stage in split_layers(4, 1, counted_ends=(1, 1))] == [4]
+
+
 @given(stages=st.integers(2, 10), more=st.integers(0, 30), length=st.integers(1, 9), is_first=st.booleans())
 def test_one_end_alone_may_be_given(stages: int, more: int, length: int, is_first: bool) -> None:
     total = length + stages - 1 + more
