@@ -18,7 +18,7 @@ from nanotrain.start_up import importing_torch
 
 # Settings that may differ from those of the training run; all others are the model's.
 KEPT = ("data.seq_length", "train.micro_batch_size", "train.device", "precision.params_dtype")
-# Settings of the layout that concern gradients and the optimizer, which an evaluation has not.
+# Settings of the layout that concern gradients and the optimizer, which an evaluation does not have.
 OF_TRAINING = frozenset(
     f"parallel.{name}"
     for name in (

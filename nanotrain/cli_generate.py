@@ -20,7 +20,7 @@ from nanotrain.start_up import importing_torch
 KEPT = frozenset(
     {"train.device", "precision.params_dtype", "parallel.distributed_timeout_minutes"}
     | {f"parallel.{axis}_parallel_size" for axis in ("tensor_model", "expert_model", "expert_tensor")}
-    | {f"parallel.{axis}_parallel_size" for axis in ("pipeline_model", "context")}  # of which 1 is always so
+    | {f"parallel.{axis}_parallel_size" for axis in ("pipeline_model", "context")}  # accepted if 1
 )
 
 

@@ -18,8 +18,7 @@ from nanotrain.config.validate import validate_for_world
 from nanotrain.errors import ConfigError
 from nanotrain.start_up import importing_torch
 
-# torchrun's options that are taken over, each with a value but for those in SWITCHES. `--log-dir` and `--tee` are how
-# the output of each rank is kept in a file of its own.
+# The options of torchrun that are accepted; each takes a value, except those in SWITCHES.
 OPTIONS = (
     "--nproc-per-node",
     "--nnodes",
@@ -93,7 +92,7 @@ def take_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def misspelled_option(argument: str) -> str | None:
-    """The option of torchrun that an unknown flag probably is; None for a flag of the training, or one near to it.
+    """The option of torchrun that an unknown flag probably is; None for a training flag, also a misspelled one.
 
     >>> misspelled_option("--nproc-per-nod"), misspelled_option("--num-layer")
     ('--nproc-per-node', None)

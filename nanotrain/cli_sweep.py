@@ -5,7 +5,7 @@
          -> mistakes of all of them, before the first      check_trials
          -> one after another, each a process              run_trials
 
-A trial that has finished is not run again, so the same command goes on where a sweep was stopped.
+A trial that has finished is not run again, so the same command continues a sweep that was stopped.
 """
 
 import itertools

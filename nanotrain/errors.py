@@ -8,7 +8,7 @@
     |-- DataError             corpora, token files, tokenizers
     |-- CheckpointError       a checkpoint that is missing, damaged or of another model
     |   `-- HuggingFaceError  a Hugging Face folder that cannot be read or written
-    |-- TrainingFault         training that cannot go on: steps that are not finite
+    |-- TrainingFault         training that cannot continue: steps that are not finite
     |   `-- CorruptState      replicas that differ; nothing is saved
     `-- EnvironmentFault      the machine: an unwritable folder, a missing device, a lost rank
 
@@ -91,7 +91,7 @@ class ErrorCollector:
         """Begin one check."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        """Keep a ConfigError and go on after the check."""
+        """Keep a ConfigError and continue after the check."""
         if isinstance(error, ConfigErrors):
             self.errors += error.errors
         elif isinstance(error, ConfigError):
@@ -130,7 +130,7 @@ class HuggingFaceError(CheckpointError):
 
 
 class TrainingFault(NanotrainError):
-    """Training that cannot go on, as when no step is finite. The state is sound and is saved."""
+    """Training that cannot continue, as when no step is finite. The state is sound and is saved."""
 
 
 class CorruptState(TrainingFault):

@@ -1,4 +1,4 @@
-"""Numbers of bytes and of things as short texts, the same in every output.
+"""Numbers of bytes and counts as short texts, the same in every output.
 
 describe_bytes    4,200,000 -> "4.2 MB"
 describe_count    1,840,000 -> "1.84 M"

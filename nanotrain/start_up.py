@@ -1,8 +1,8 @@
-"""Where a process makes many objects at once of which none is garbage, and where it ends.
+"""Garbage collection switched off where it only costs time: many new objects, `import torch`, the end of a process.
 
-without_collection       make many objects
-importing_torch          `import torch`, which saves 0.4 s and more
-end_without_collection   the end of the process
+without_collection       while many objects are made
+importing_torch          during `import torch`, which saves 0.4 s and more
+end_without_collection   at the end of the process
 """
 
 import gc

@@ -1,6 +1,6 @@
 """Apply Megatron-LM's flags to a configuration, and complete settings that imply others, as Megatron-LM does.
 
-check_flags       values of `always` flags, flags of missing features
+check_flags       values of flags that only name nanotrain's fixed behaviour, and flags of missing features
 convert_flags     renames and conversions -> values of fields
 imply             settings that turn others on: wandb_project -> wandb, virtual stages -> interleaved, ...
 notes             what a reader of the log should know: counted flags, implied values, defaults that differ
@@ -47,7 +47,7 @@ def translate(
     Args:
         config: composed from the files and the fields' own flags.
         line: the parsed command line.
-        errors: collects values that are never so, missing features, contradictions.
+        errors: collects unsupported values, missing features and contradictions.
         from_files: keys set by YAML files.
     """
     result = Translation(config, line.explicit)
@@ -75,7 +75,7 @@ def translate(
 
 
 def check_flags(arguments: list[MegatronArgument], *, errors: ErrorCollector) -> None:
-    """Check the values of flags that name what is always so; flags of missing features become one error."""
+    """Check the values of flags that only name fixed behaviour; flags of missing features become one error."""
     missing: dict[str, list[str]] = {}  # cure -> flags
     for argument in arguments:
         row = row_for(argument.flag)
@@ -137,7 +137,7 @@ def convert_flag(result: Translation, argument: MegatronArgument) -> None:
 
 
 def complete_width(result: Translation) -> None:
-    """Megatron-LM's width of a gated MLP, where none is set."""
+    """Set Megatron-LM's width of a gated MLP if no width is set."""
     model = result.config.model
     if model.activation is Activation.swiglu and model.ffn_hidden_size is None:
         width = 64 * max(1, int(4 * model.hidden_size * 2 / 3 / 64))
@@ -145,7 +145,7 @@ def complete_width(result: Translation) -> None:
 
 
 def complete_activation(result: Translation, line: CommandLine) -> None:
-    """Megatron-LM's GELU where no activation is set: its kernel of bias and GELU has the tanh approximation.
+    """Set Megatron-LM's GELU if no activation is set: its kernel of bias and GELU has the tanh approximation.
 
     Source: Megatron-LM, `fused_bias_gelu.py`; without biases, or with --no-bias-gelu-fusion, it calls the exact GELU.
     """
@@ -225,7 +225,7 @@ def layout_stages(text: str) -> int:
 
 
 def notes(line: CommandLine) -> Iterator[str]:
-    """How many flags change nothing, and which model-shaping defaults a pasted command line leaves out."""
+    """Lines for the log: how many flags change nothing, and which settings of the model keep other defaults."""
     kinds = [row_for(flag).kind for flag in flags_of(line)]
     if count := kinds.count("always"):
         yield f"{number(count)} what nanotrain always does (--help=megatron lists them)"

@@ -1,6 +1,6 @@
 """Check a configuration against the tables of rules; every broken rule is in one error.
 
-collect_errors        all rules that need no world size, but for settings without effect (rules/unused.py)
+collect_errors        all rules that need no world size, except for settings without effect (rules/unused.py)
 check_model           the model section, also once it is read from a Hugging Face folder
 check_layout          the model against its parallel layout
 validate_for_world    the rules that need the world size

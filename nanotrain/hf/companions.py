@@ -57,7 +57,7 @@ class Companions:
 
     @property
     def tokenizer_source(self) -> Path | None:
-        """What tokenizer files are copied from."""
+        """The file or folder from which tokenizer files are copied; None for none."""
         if self.tokenizer is not None or self.origin is None or self.is_retokenized:
             return self.tokenizer
         return self.origin if _tokenizer_files(self.origin) else None
@@ -114,7 +114,10 @@ class Companions:
         return {} if self.has_own_tokenizer else _special_tokens(folder, source)
 
     def write_generation_config(self, folder: Path, tokens: Mapping[str, Any]) -> None:
-        """That of the tokenizer's folder, else of an origin with this tokenizer, else the special tokens' known ids."""
+        """Copy generation_config.json of the tokenizer's folder, else of an origin with this tokenizer.
+
+        Without either one is written from `tokens`, the ids of the special tokens.
+        """
         for source in (self.tokenizer, self.origin if self.has_own_tokenizer else None):
             if source is not None and (source / GENERATION_FILE).is_file():
                 shutil.copyfile(source / GENERATION_FILE, folder / GENERATION_FILE)
@@ -124,7 +127,7 @@ class Companions:
 
 
 def is_same_tokenizer(one: Path, other: Path) -> bool:
-    """Whether both encode alike: tokenizer.json is the same but for what nanotrain does not use, and formatting."""
+    """Whether both encode alike: tokenizer.json is the same except for formatting and what nanotrain does not use."""
     contents = []
     for source in (one, other):
         try:
@@ -151,7 +154,7 @@ def _read_origin(folder: Path | None) -> dict[str, Any] | None:
 
 
 def _describes(folder: Path, model_config: ModelConfig) -> bool:
-    """Whether config.json of the folder describes the model, but for what may differ from the weights."""
+    """Whether config.json of the folder describes the model; fields that do not depend on the weights may differ."""
     try:
         described = model_from_hf(folder)
     except HuggingFaceError:

@@ -1,9 +1,9 @@
 """DeepSeek-V3 and GLM-4-MoE: config.json read and written, and the names of their tensors.
 
-Both route by sigmoid scores with an expert bias, have dense first layers and a shared expert. DeepSeek-V3 has MLA, and
-its files pair neighbouring rotary channels; GLM-4-MoE rotates half of the channels of a head.
-Layers of multi-token prediction follow the model's in the files, with copies of embedding and head: they are read where
-config.json and the files have them, and written. transformers ignores them.
+Both route by sigmoid scores with an expert bias, and have dense first layers and a shared expert. DeepSeek-V3 has MLA,
+and its files pair neighbouring rotary channels; GLM-4-MoE rotates half of the channels of a head. Layers of multi-token
+prediction follow the model's in the files, with copies of embedding and head: they are read where config.json and the
+files have them, and written. transformers ignores them.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from nanotrain.config.config import MLAConfig, ModelConfig, MoEConfig, MTPConfig
 from nanotrain.config.pattern import write_pattern
 from nanotrain.hf.llama import LLAMA, read_shared, write_shared
 from nanotrain.hf.naming import HFName, Naming
-from nanotrain.hf.reject import reject
+from nanotrain.hf.reject import reject, require_values
 from nanotrain.topology.shape import ModelShape
 
 # Defaults of transformers for entries that config.json omits.
@@ -59,7 +59,7 @@ def read_deepseek_v3(raw: Mapping[str, Any]) -> ModelConfig:
         HuggingFaceError: an unsupported feature.
     """
     raw = {**DEEPSEEK_V3, **raw}
-    check_entries(raw, {"attention_bias": False, "rope_interleave": True, "rms_norm_eps": COMPRESSED_NORM_EPSILON})
+    require_values(raw, {"attention_bias": False, "rope_interleave": True, "rms_norm_eps": COMPRESSED_NORM_EPSILON})
     heads = raw["num_attention_heads"]
     if raw.get("num_key_value_heads") not in (None, heads):
         reject("num_key_value_heads", raw["num_key_value_heads"], instead=f"{heads}, equal to num_attention_heads,")
@@ -92,7 +92,7 @@ def read_glm4_moe(raw: Mapping[str, Any]) -> ModelConfig:
 
 def read_experts(raw: Mapping[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
     """The shared fields with those of the experts, from a config.json that has every entry about them."""
-    check_entries(raw, {"norm_topk_prob": True})
+    require_values(raw, {"norm_topk_prob": True})
     num_layers, num_groups, topk = shared["num_layers"], raw["n_group"] or 1, raw["num_experts_per_tok"]
     group_topk = raw["topk_group"] or 1
     if num_groups > 1 and topk // group_topk != 2:  # transformers ranks a group by its two best experts
@@ -115,13 +115,6 @@ def read_experts(raw: Mapping[str, Any], shared: dict[str, Any]) -> dict[str, An
     )
     mtp = MTPConfig(num_layers=raw.get("num_nextn_predict_layers") or None)
     return {**shared, "moe": moe, "mtp": mtp, "ffn_hidden_size": None if all(layers) else shared["ffn_hidden_size"]}
-
-
-def check_entries(raw: Mapping[str, Any], required: Mapping[str, Any]) -> None:
-    """Refuse entries that are present and differ from the only supported value."""
-    for key, value in required.items():
-        if raw.get(key, value) != value:
-            reject(key, raw[key], instead=str(value).lower())
 
 
 def write_deepseek_v3(model_config: ModelConfig) -> dict[str, Any]:

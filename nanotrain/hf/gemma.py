@@ -10,7 +10,7 @@ from typing import Any
 
 from nanotrain.config.config import Activation, ModelConfig, NormPlacement
 from nanotrain.hf.llama import LLAMA, read_shared, write_shared
-from nanotrain.hf.reject import reject
+from nanotrain.hf.reject import require_values
 from nanotrain.hf.rope import read_layered_rope, write_layered_rope
 from nanotrain.hf.windows import read_layer_windows, write_layer_windows
 from nanotrain.topology.shape import ModelShape
@@ -28,21 +28,21 @@ GEMMA3: dict[str, Any] = {
     "tie_word_embeddings": True,
     "query_pre_attn_scalar": 256,
 }
-UNSUPPORTED = ("attention_bias", "use_bidirectional_attention")
+REQUIRED = {
+    "attention_bias": False,
+    "use_bidirectional_attention": False,
+    "hidden_activation": GEMMA3["hidden_activation"],
+}
 
 
 def read_gemma3(raw: Mapping[str, Any]) -> ModelConfig:
-    """Read the config.json of a Gemma 3 without its image tower.
+    """Read the config.json of a Gemma 3 text model.
 
     Raises:
         HuggingFaceError: an unsupported feature.
     """
     raw = {**GEMMA3, **raw}
-    for key in UNSUPPORTED:
-        if raw.get(key):
-            reject(key, raw[key], instead="false")
-    if raw["hidden_activation"] != GEMMA3["hidden_activation"]:
-        reject("hidden_activation", raw["hidden_activation"], instead=GEMMA3["hidden_activation"])
+    require_values(raw, REQUIRED)
     rope = read_layered_rope(raw, base=1e6, local_base=1e4)
     plain = {**raw, "hidden_act": "silu", "rope_parameters": None, "rope_scaling": None}
     shared = read_shared(plain, default_positions=131072)

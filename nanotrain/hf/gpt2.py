@@ -5,7 +5,7 @@ from typing import Any
 
 from nanotrain.config.config import Activation, ModelConfig, Normalization, PositionEmbedding
 from nanotrain.hf.naming import HFName, Naming
-from nanotrain.hf.reject import reject
+from nanotrain.hf.reject import reject, require_values
 from nanotrain.topology.shape import ModelShape
 
 # Names of the activations in config.json.
@@ -15,6 +15,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": Activation.gelu_tanh,
     "gelu_fast": Activation.gelu_tanh,
 }
+REQUIRED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 
 
 def read_gpt2(raw: Mapping[str, Any]) -> ModelConfig:
@@ -26,11 +27,7 @@ def read_gpt2(raw: Mapping[str, Any]) -> ModelConfig:
     activation = raw.get("activation_function", "gelu_new")
     if activation not in ACTIVATIONS:
         reject("activation_function", activation, instead=f"one of {', '.join(ACTIVATIONS)}")
-    if not raw.get("scale_attn_weights", True):
-        reject("scale_attn_weights", False, instead="true")
-    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        if raw.get(key, False):
-            reject(key, True, instead="false")
+    require_values(raw, REQUIRED)
     return ModelConfig(
         num_layers=raw.get("n_layer", 12),
         hidden_size=raw.get("n_embd", 768),

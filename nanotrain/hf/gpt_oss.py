@@ -11,7 +11,7 @@ from typing import Any
 from nanotrain.config.config import Activation, ModelConfig, MoEConfig, SoftmaxType
 from nanotrain.hf.llama import LLAMA, read_shared, write_shared
 from nanotrain.hf.naming import HFName
-from nanotrain.hf.reject import reject
+from nanotrain.hf.reject import require_values
 from nanotrain.hf.windows import read_layer_windows, write_layer_windows
 from nanotrain.topology.shape import ModelShape
 
@@ -48,9 +48,7 @@ def read_gpt_oss(raw: Mapping[str, Any]) -> ModelConfig:
         HuggingFaceError: an unsupported feature.
     """
     raw = {**GPT_OSS, **raw}
-    for key, value in {"attention_bias": True, "swiglu_alpha": ALPHA}.items():
-        if raw.get(key, value) != value:
-            reject(key, raw[key], instead=str(value).lower())
+    require_values(raw, {"attention_bias": True, "swiglu_alpha": ALPHA})
     if not raw.get("rope_parameters") and not raw.get("rope_scaling"):
         raw["rope_parameters"] = YARN
     shared = read_shared(raw, default_positions=131072)

@@ -11,7 +11,7 @@ from nanotrain.config.config import Activation, ModelConfig
 from nanotrain.config.derive import no_rope_layers
 from nanotrain.config.pattern import write_pattern
 from nanotrain.hf.naming import Naming
-from nanotrain.hf.reject import reject
+from nanotrain.hf.reject import reject, require_values
 from nanotrain.hf.rope import read_rope, write_rope
 from nanotrain.topology.shape import ModelShape
 
@@ -41,8 +41,7 @@ def read_qwen2(raw: Mapping[str, Any]) -> ModelConfig:
 def read_qwen3(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the config.json of a Qwen3; see `read_llama`."""
     check_full_attention(raw)
-    if raw.get("attention_bias", False):
-        reject("attention_bias", True, instead="false")
+    require_values(raw, {"attention_bias": False})
     shared = read_shared({**QWEN, "head_dim": 128, **raw}, default_positions=32768)
     return ModelConfig(qk_layernorm=True, **shared)
 

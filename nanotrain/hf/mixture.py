@@ -15,7 +15,7 @@ from nanotrain.config.pattern import write_pattern
 from nanotrain.hf.llama import LLAMA, check_full_attention, read_shared, write_shared
 from nanotrain.hf.mistral import read_window, write_window
 from nanotrain.hf.naming import HFName, Naming
-from nanotrain.hf.reject import reject
+from nanotrain.hf.reject import reject, require_values
 from nanotrain.topology.shape import ModelShape
 
 # Defaults of transformers for entries that config.json omits.
@@ -57,8 +57,7 @@ def read_mixtral(raw: Mapping[str, Any]) -> ModelConfig:
 def read_qwen3_moe(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the config.json of a Qwen3-MoE; see `read_mixtral`."""
     check_full_attention(raw)
-    if raw.get("attention_bias", False):
-        reject("attention_bias", True, instead="false")
+    require_values(raw, {"attention_bias": False})
     model_config = ModelConfig(
         qk_layernorm=True,
         moe=MoEConfig(

@@ -21,7 +21,8 @@ from nanotrain.topology.shape import ModelShape
 class HFName:
     """The name of a tensor, and what of it is the parameter."""
 
-    name: str  # without ".weight" and ".bias" unless `is_full`; with {expert} there is one tensor per expert
+    # without ".weight" and ".bias" unless `is_full`; with {expert} there is one tensor per expert
+    name: str
     fused: tuple[str, ...] = ()  # the modules, itself among them, that the tensor concatenates along the outputs
     transposed: bool = False  # a matrix is stored as [inputs, outputs]
     interleaved: tuple[int, int] = (0, 1)  # of modules whose outputs alternate in the tensor: which, of how many

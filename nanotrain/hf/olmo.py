@@ -10,7 +10,7 @@ from typing import Any
 
 from nanotrain.config.config import ModelConfig, NormPlacement
 from nanotrain.hf.llama import LLAMA, read_shared, write_shared
-from nanotrain.hf.reject import reject
+from nanotrain.hf.reject import require_values
 from nanotrain.hf.rope import read_layered_rope, write_layered_rope
 from nanotrain.hf.windows import read_layer_windows, write_layer_windows
 
@@ -52,8 +52,7 @@ def write_olmo3(model_config: ModelConfig) -> dict[str, Any]:
 
 
 def _read(raw: Mapping[str, Any]) -> dict[str, Any]:
-    if raw.get("attention_bias", False):
-        reject("attention_bias", True, instead="false")
+    require_values(raw, {"attention_bias": False})
     return read_shared({**OLMO, **raw}, default_positions=2048) | NORMS
 
 

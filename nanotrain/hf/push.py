@@ -38,7 +38,7 @@ def push_folder(folder: Path, repository: str) -> str:
         api = HfApi()
         api.create_repo(repository, private=True, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder)
-    except Exception as error:  # of the network, of the hub, or for want of a login
+    except Exception as error:  # the network, the hub or a missing login
         raise EnvironmentFault(
             f"{folder} cannot be uploaded to {repository}",
             why=first_line(error),

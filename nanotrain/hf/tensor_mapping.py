@@ -37,7 +37,7 @@ class TensorSlice:
         return part.reshape(self.stored.shape) if self.interleaved == (0, 1) else part
 
     def picked(self, stored: Tensor) -> Tensor:
-        """Of the tensor's box what belongs to the parameter, as a view."""
+        """The elements of the tensor's box that belong to the parameter, as a view."""
         first, step = self.interleaved
         return stored[..., first::step]
 
@@ -109,7 +109,7 @@ class TensorMapping:
 
 
 def _swapped(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """With the last two swapped."""
+    """The sizes with the last two swapped."""
     return (*sizes[:-2], *reversed(sizes[-2:]))
 
 

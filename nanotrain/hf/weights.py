@@ -57,7 +57,7 @@ def has_mtp_weights(folder: Path) -> bool:
 
 
 class WeightFiles:
-    """All weights of a Hugging Face folder; the prefix is added to names without it, but for the head.
+    """All weights of a Hugging Face folder; the prefix is added to names without it, except that of the head.
 
     Args:
         folder: with the files.
@@ -83,7 +83,7 @@ class WeightFiles:
             self.shapes = {name: shape for name, shape in self.shapes.items() if not name.endswith(SCALE)}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """One box of a tensor, on the CPU, in the file's dtype, of fp8 weights in fp32.
+        """One box of a tensor, on the CPU, in the file's dtype; fp8 weights are dequantized to fp32.
 
         Raises:
             HuggingFaceError: integers, or fp8 without factors.

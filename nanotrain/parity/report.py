@@ -105,7 +105,7 @@ class ParityReport:
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """The result as one line."""
         ranks = f"{self.world_size} ranks" if self.world_size > 1 else "1 rank"
         if self.holds:
             return f"equal: {ranks} train as one does, within {self.tolerance:g}"
@@ -160,7 +160,7 @@ def relative(value: float, reference: float) -> float:
 
 
 def _schedules(config: Config) -> str:
-    """What changes after the first step."""
+    """The schedules that change the batch after the first step, as the end of a line; empty without one."""
     train = config.train
     sizes = ["batch size"] if train.rampup_batch_size or train.step_batch_size_schedule else []
     sizes += ["sequence length"] if train.step_seq_length_schedule else []

@@ -52,7 +52,7 @@ SCHEDULE_FIELDS = (
     *("min_lr", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_init", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
     *("lr_wsd_decay_style", "lr_decay_samples", "lr_warmup_samples", "lr_warmup_fraction", "decoupled_min_lr"),
 )
-# Fields that a small run has no part of, by the reason. Other fields of checkpoint and train have no part in a step.
+# Fields that the small run leaves out, by reason. Other fields of checkpoint and train do not affect a step.
 LEFT_OUT: dict[str, tuple[str, ...]] = {
     "constant learning rate without clipping, so that a wrong gradient affects only its own weight": (
         *(f"optim.{name}" for name in ("lr_decay_style", *SCHEDULE_FIELDS, "clip_grad")),
@@ -135,7 +135,7 @@ def shrink_batches(config: Config, *, dp: int, seq_length: int) -> dict[str, Any
 
 
 def shrink_memory(memory: MemoryConfig, parallel: ParallelConfig, *, num_layers: int) -> MemoryConfig:
-    """What is recomputed, in a small model of `num_layers`; nothing is offloaded."""
+    """The memory section for a small model of `num_layers`: the same recomputation, nothing offloaded."""
     num_stages = parallel.pipeline_model_parallel_size * parallel.num_virtual_stages_per_pipeline_rank
     group = memory.recompute_num_layers
     return replace(
@@ -179,7 +179,7 @@ def on_one_rank(config: Config) -> Config:
 
 
 def left_out(config: Config) -> tuple[str, ...]:
-    """What is set and has no part in the small run: "clip_grad, lr_decay_style: reason".
+    """The settings that the small run leaves out, by reason: "clip_grad, lr_decay_style: reason".
 
     >>> left_out(replace(Config(), optim=OptimConfig(clip_grad=0.0), data=DataConfig(shuffle=False)))
     ('shuffle: samples are random tokens',)

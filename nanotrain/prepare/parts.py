@@ -159,7 +159,7 @@ def _lost_worker_is_an_error() -> Iterator[None]:
     except (EOFError, ConnectionError):
         raise EnvironmentFault(
             "a tokenizing process was killed",
-            why="most often the machine ran out of memory",
+            why="the usual reason is that the machine ran out of memory",
             fix="run the same command again with fewer --workers; complete parts are kept",
         ) from None
 

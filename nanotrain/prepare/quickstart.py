@@ -101,7 +101,7 @@ def _library_files(root: Path) -> Iterator[Path]:
 
 
 def _digest_of_library() -> str:
-    """Names and sizes of the library's files: with and without its tests the same Python gives another corpus."""
+    """A digest of the names and sizes of the library's files, which may be installed with or without tests."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted((file.as_posix(), (root / file).stat().st_size) for file in _library_files(root))
     return hashlib.blake2b(repr(files).encode(), digest_size=8).hexdigest()

@@ -39,7 +39,7 @@ _TRACE = re.compile(r"step-(\d{8})-rank-(\d{5,})\.json")
 
 @dataclass(frozen=True)
 class Lanes:
-    """What is shown of one rank. Times are milliseconds from the start of the step."""
+    """The step of one rank as it is drawn. Times are milliseconds from the start of the step."""
 
     rank: int
     step: int
@@ -130,7 +130,7 @@ def save(timeline: Timeline, folder: Path) -> None:
 
 
 def load(folder: Path) -> Timeline | None:
-    """What `save` wrote; None where there is none, or a damaged one."""
+    """The timeline that `save` wrote; None if there is none or it is damaged."""
     try:
         content = parse_json((folder / "profile" / "timeline.json").read_bytes())
         ranks = tuple(Lanes(**row) for row in content["ranks"])
@@ -232,7 +232,7 @@ def _lanes(step: RankStep) -> Lanes:
 
 
 def _drawable(spans: Spans, gap: float) -> list[list[float]]:
-    """At most RESOLUTION spans in ms: gaps below `gap` are closed."""
+    """Spans in ms, at most RESOLUTION of them: gaps below `gap` are closed."""
     if not len(spans):
         return []
     opens = np.append(True, spans[1:, 0] - spans[:-1, 1] > gap)

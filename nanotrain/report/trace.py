@@ -171,7 +171,7 @@ def _computes(name: str) -> bool:
 
 
 def _parts(a: Spans, b: Spans, *, wanted: bool) -> Spans:
-    """The times of `a` in which `b` is (or is not) there too."""
+    """The times of `a` that are also in `b`, or with `wanted=False` those that are not."""
     bounds = np.unique(np.concatenate([a.ravel(), b.ravel()]))
     middles = (bounds[1:] + bounds[:-1]) / 2
     kept = _holds(a, middles) & (_holds(b, middles) == wanted)
@@ -179,7 +179,7 @@ def _parts(a: Spans, b: Spans, *, wanted: bool) -> Spans:
 
 
 def _holds(spans: Spans, times: np.ndarray) -> np.ndarray:
-    """Which of the times lie in one of the spans."""
+    """For each time, whether it is in one of the spans."""
     begun = np.searchsorted(spans[:, 0], times, side="right")
     ended = np.searchsorted(spans[:, 1], times, side="right")
     held: np.ndarray = begun > ended
