@@ -29,6 +29,7 @@ from nanotrain.runs.files import reason, write_text
 from nanotrain.runs.lock import LOCK_NAME
 
 _PROBE = b"this process can write here"
+_FIX = "choose another folder with --run-dir, or free space"
 _MARKS = (LOCK_NAME, "checkpoints")  # a folder with one of them is a run's
 # Replaced or appended to by a run.
 _WRITTEN = (
@@ -68,16 +69,28 @@ class RunFolder:
     def data(self) -> Path:
         return self.path / "data"
 
-    def require_writable(self) -> None:
-        """Create the folder and check that it can be written; an existing checkpoint folder in it is checked too.
+    def check_writable(self) -> None:
+        """Check that this folder, and that of its checkpoints if there is one, can be written; creates nothing.
 
         Raises:
             EnvironmentFault: one of them cannot be created or written.
         """
-        fix = "choose another folder with --run-dir, or free space"
-        require_writable(self.path, name="the run folder", fix=fix)
+        check_writable(self.path, name="the run folder", fix=_FIX)
         if os.path.lexists(self.checkpoints):
-            require_writable(self.checkpoints, name="the checkpoint folder", fix=fix)
+            check_writable(self.checkpoints, name="the checkpoint folder", fix=_FIX)
+
+    def require_writable(self) -> None:
+        """Create the folder, after the checks of `check_writable`.
+
+        Raises:
+            EnvironmentFault: it cannot be created or written.
+        """
+        self.check_writable()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            why = reason(error, self.path)
+            raise EnvironmentFault(f"the run folder {self.path} cannot be written", why=why, fix=_FIX) from None
 
     def require_own(self) -> None:
         """Check that the run replaces no foreign file: a folder without a run must have none of its file names.
@@ -118,8 +131,8 @@ class RunFolder:
         write_text(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
 
 
-def require_writable(path: Path, *, name: str, fix: str) -> None:
-    """Create a folder and check that it can be written; nothing but the folder stays.
+def check_writable(path: Path, *, name: str, fix: str) -> None:
+    """Check that a folder can be written, or created in the nearest folder that exists; nothing is left behind.
 
     Args:
         path: of the folder.
@@ -129,9 +142,9 @@ def require_writable(path: Path, *, name: str, fix: str) -> None:
     Raises:
         EnvironmentFault: it cannot be created or written.
     """
+    existing = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=path, prefix=".writable-") as probe:  # a name that no other rank has
+        with NamedTemporaryFile(dir=existing, prefix=".writable-") as probe:  # a name that no other rank has
             probe.write(_PROBE)  # on a full disk an empty file can still be created
             probe.flush()
     except OSError as error:

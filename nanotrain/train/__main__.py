@@ -29,7 +29,7 @@ from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line, load_object, reply
 from nanotrain.config.validate import validate_for_world
 from nanotrain.errors import INTERRUPTED, EnvironmentFault, ErrorCollector, NanotrainError, ReportedFault, report
-from nanotrain.runs.folder import RunFolder, require_writable
+from nanotrain.runs.folder import RunFolder, check_writable
 from nanotrain.runs.lock import lock_run
 from nanotrain.start_up import end_without_collection, importing_torch
 from nanotrain.train.watch.launcher import end_with_launcher
@@ -130,7 +130,7 @@ def train(loaded: Loaded, world_size: int) -> None:
     for note in loaded.notes:
         get_logger("nanotrain.train").info("%s", note)
     check_names(config)  # before the quick start trains a tokenizer
-    folder = _writable_folder(config)
+    folder = _check_folders(config)
     device = pick_device(config.train.device.value, launch.local_rank)
     available = memory_per_rank(device, launch.local_world_size)
     errors = ErrorCollector()
@@ -152,24 +152,25 @@ def train(loaded: Loaded, world_size: int) -> None:
         with errors:
             require_memory(config, world_size, device=device.type, available=available)
     errors.raise_errors()
+    folder.require_writable()
     if is_first:  # the others would race with it for the lock file
         folder.require_own()
     with lock_run(folder.path) if is_first else nullcontext():
         _train_in_folder(loaded, world_size, launch=launch, device_type=device.type, available=available)
 
 
-def _writable_folder(config: Config) -> RunFolder:
-    """The run folder, after a check that every folder for checkpoints can be written, before a device is touched.
+def _check_folders(config: Config) -> RunFolder:
+    """The run folder, after a check that every folder for checkpoints can be written; none is created yet.
 
     Raises:
         EnvironmentFault: one cannot; on every rank whose machine cannot write it.
     """
     assert config.train.run_dir, "load sets a run folder for every run"
     folder = RunFolder(Path(config.train.run_dir))
-    folder.require_writable()
+    folder.check_writable()
     if config.checkpoint.save_fallback_dir is not None:
         fix = "choose another folder with --save-fallback-dir, or free space"
-        require_writable(Path(config.checkpoint.save_fallback_dir), name="the fallback folder", fix=fix)
+        check_writable(Path(config.checkpoint.save_fallback_dir), name="the fallback folder", fix=fix)
     return folder
 
 

@@ -17,6 +17,11 @@ def test_a_folder_is_made_and_left_empty(tmp_path):
     assert folder.path.is_dir() and not list(folder.path.iterdir())
 
 
+def test_a_check_creates_nothing(tmp_path):
+    RunFolder(tmp_path / "runs" / "new").check_writable()
+    assert not list(tmp_path.iterdir())
+
+
 def test_ranks_check_a_folder_at_the_same_time(tmp_path):
     with ThreadPoolExecutor(8) as ranks:
         list(ranks.map(lambda _: RunFolder(tmp_path / "run").require_writable(), range(800)))
