@@ -127,9 +127,7 @@ def load_stage(checkpoint: OpenedCheckpoint, context: ParallelContext | None = N
     # `to_empty` makes each tensor like one on the meta device, for which torch imports sympy: 0.5 s
     stage._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
     weights = dict(stage.named_parameters())
-    wanted = {
-        TensorBox(each.spec.name, each.spec.shape, each.box): weights[each.spec.name].data for each in stage.params
-    }
+    wanted = {each.tensor_box: weights[each.spec.name].data for each in stage.params}
     biases = {TensorBox.full(name, bias.shape): bias for name, bias in expert_biases(stage).items()}
     checkpoint.read_params(wanted | biases)
     return stage

@@ -8,7 +8,7 @@
 A forward pass that is recomputed in the backward counts once (`Router`). All but the metrics stays on the device.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -154,17 +154,16 @@ def expert_biases(stage: nn.Module) -> dict[str, Tensor]:
     return {f"router/{name}.expert_bias": r.expert_bias for name, r in routers if r.expert_bias is not None}
 
 
-def collect_router_sums(stages: Iterable[nn.Module], groups: Sequence[Group]) -> dict[str, Tensor]:
-    """Sum the statistics of the routers of stages over all ranks, and reset them.
+def collect_router_sums(routers: Mapping[str, HasRouterState], groups: Sequence[Group]) -> dict[str, Tensor]:
+    """Sum the statistics of routers over all ranks, and reset them.
 
     Args:
-        stages: the same on every rank of the groups.
+        routers: from `routers_of`; the same on every rank of the groups.
         groups: reduced over one after the other; together they span all ranks that route tokens: tp and dp_cp.
 
     Returns:
         [E + 5] fp64 of each router by name (`RouterMetrics.of`), the same on every rank.
     """
-    routers = {name: router for stage in stages for name, router in routers_of(stage).items()}
     if not routers:
         return {}
     sums = [router.stats.sums() for router in routers.values()]
@@ -176,17 +175,17 @@ def collect_router_sums(stages: Iterable[nn.Module], groups: Sequence[Group]) ->
     return dict(zip(routers, total.split([len(part) for part in sums]), strict=True))
 
 
-def update_expert_bias(stage: nn.Module, sums: Mapping[str, Tensor], *, rate: float) -> None:
+def update_expert_bias(routers: Mapping[str, HasRouterState], sums: Mapping[str, Tensor], *, rate: float) -> None:
     """Lower the bias of experts with more than the mean number of tokens, and raise that of the others.
 
     Every bias moves by `rate`, for any distance (DeepSeek-V3, section 2.1.2: balance without auxiliary loss).
 
     Args:
-        stage: the routers.
+        routers: from `routers_of`.
         sums: of these routers in this step, from `collect_router_sums`.
         rate: step size.
     """
-    for name, router in routers_of(stage).items():
+    for name, router in routers.items():
         if router.expert_bias is not None:
             tokens = sums[name][: -len(_SCALARS)]
             router.expert_bias += ((tokens.mean() - tokens).sign() * rate).to(router.expert_bias.dtype)

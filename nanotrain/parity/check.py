@@ -194,8 +194,7 @@ def _record_step(run: Run, record: Record, *, samples: RandomDataset) -> None:
 def _weights(run: Run, dp: DataParallel) -> Tensors:
     """Copies of this rank's boxes of the parameters."""
     named = {name: weight for stage in run.stages.values() for name, weight in stage.named_parameters()}
-    boxes = {name: TensorBox(name, local.spec.shape, local.box) for name, local in dp.params.items()}
-    return {box: named[name].detach().clone() for name, box in boxes.items()}
+    return {local.tensor_box: named[name].detach().clone() for name, local in dp.params.items()}
 
 
 def _sharding(dp: DataParallel, context: ParallelContext) -> dict[str, str]:

@@ -11,7 +11,7 @@ from math import prod
 from typing import Self
 
 from nanotrain.errors import TopologyError
-from nanotrain.topology.boxes import Box
+from nanotrain.topology.boxes import Box, TensorBox
 from nanotrain.topology.groups import GroupName
 
 
@@ -114,6 +114,11 @@ class LocalParam:
     def is_first_replica(self) -> bool:
         """Whether this is replica 0."""
         return self.replica_id == 0
+
+    @property
+    def tensor_box(self) -> TensorBox:
+        """The box with the parameter's global name and shape, as checkpoints and Hugging Face files are read by it."""
+        return TensorBox(self.spec.name, self.spec.shape, self.box)
 
     @classmethod
     def unsharded(cls, spec: ParamSpec) -> Self:

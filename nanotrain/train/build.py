@@ -33,7 +33,6 @@ from nanotrain.parallel.cp.split import split_batch
 from nanotrain.parallel.pp.executor import Pipeline
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
-from nanotrain.topology.boxes import TensorBox
 from nanotrain.topology.parameters import declare_model
 from nanotrain.topology.params import LocalParam
 from nanotrain.train.batches import BatchIterator, BatchOptions
@@ -212,9 +211,7 @@ def _init_weights(config: Config, stages: Mapping[int, BuiltStage]) -> None:
         from nanotrain.hf.import_weights import import_weights
 
         named = dict(module.named_parameters())
-        wanted = {
-            TensorBox(local.spec.name, local.spec.shape, local.box): named[local.spec.name].data for local in params
-        }
+        wanted = {local.tensor_box: named[local.spec.name].data for local in params}
         import_weights(Path(folder), config.model, wanted=wanted)
 
     for stage in stages.values():

@@ -36,7 +36,6 @@ from nanotrain.parallel.pp.executor import run_forward
 from nanotrain.prepare.chunks import plan_chunks
 from nanotrain.prepare.readers import DocumentReader
 from nanotrain.prepare.token_writer import TokenWriter
-from nanotrain.topology.boxes import TensorBox
 from nanotrain.topology.params import LocalParam
 from nanotrain.train.build import build_batch_iterator, build_pipeline
 from nanotrain.train.plans.plan import Plan
@@ -124,9 +123,7 @@ def load_weights(model: OpenedCheckpoint, stages: Mapping[int, BuiltStage]) -> N
 
     def fill(params: Sequence[LocalParam], *, module: nn.Module, is_sharded: bool) -> None:
         named = dict(module.named_parameters())
-        boxes = {
-            TensorBox(local.spec.name, local.spec.shape, local.box): named[local.spec.name].data for local in params
-        }
+        boxes = {local.tensor_box: named[local.spec.name].data for local in params}
         # files must not be read into the storage of gathered units, which is freed by resizing
         apart = {box: torch.empty_like(target) for box, target in boxes.items()} if is_sharded else boxes
         model.read_params(apart)

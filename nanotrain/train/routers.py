@@ -30,13 +30,13 @@ class ModelRouters:
     """
 
     def __init__(self, stages: Mapping[int, Stage], model_config: ModelConfig, *, context: ParallelContext) -> None:
-        self._stages, self._rate = stages, model_config.moe.router_bias_update_rate
+        self._rate = model_config.moe.router_bias_update_rate
+        self._routers = {name: router for stage in stages.values() for name, router in routers_of(stage).items()}
         self._groups, self._pp = (context.group("tp"), context.group("dp_cp")), context.group("pp")
         self._device, self._length = context.device, (model_config.moe.num_experts or 0) + NUM_SCALARS
         self._names: tuple[str, ...] = ()  # of the whole model
         if model_config.moe.num_experts is not None:
-            local = [name for stage in stages.values() for name in routers_of(stage)]
-            self._names = tuple(name for names in all_gather_object(local, self._pp) for name in names)
+            self._names = tuple(name for names in all_gather_object([*self._routers], self._pp) for name in names)
 
     def balance(self) -> Tensor | None:
         """Collect the statistics of this step and update the expert biases, without waiting for the device.
@@ -46,9 +46,8 @@ class ModelRouters:
         """
         if not self._names:
             return None
-        sums = collect_router_sums(self._stages.values(), self._groups)
-        for stage in self._stages.values():
-            update_expert_bias(stage, sums, rate=self._rate)
+        sums = collect_router_sums(self._routers, self._groups)
+        update_expert_bias(self._routers, sums, rate=self._rate)
         none = torch.zeros(self._length, dtype=torch.float64, device=self._device)
         total = torch.cat([sums.get(name, none) for name in self._names])
         all_reduce(total, self._pp)  # every router is on one stage

@@ -5,7 +5,7 @@ import torch
 
 from nanotrain.kernels import grouped
 from nanotrain.model.context import LayerContext
-from nanotrain.model.router_stats import RouterMetrics, collect_router_sums, update_expert_bias
+from nanotrain.model.router_stats import RouterMetrics, collect_router_sums, routers_of, update_expert_bias
 from tests.harness import run_ranks
 from tests.model.moe_layers import (
     DEEPSEEK,
@@ -63,16 +63,17 @@ def one_part_of_every_model(ctx, sequence_parallel):
 
 def check_metrics(ctx, full, layer):
     """Both layers count the same and update their bias alike."""
-    full_sums = collect_router_sums([full], [])
-    sums = collect_router_sums([layer], [ctx.group("tp"), ctx.group("dp_cp")])
+    routers, full_routers = routers_of(layer), routers_of(full)
+    full_sums = collect_router_sums(full_routers, [])
+    sums = collect_router_sums(routers, [ctx.group("tp"), ctx.group("dp_cp")])
     expected, found = (RouterMetrics.of(each["router"].tolist()) for each in (full_sums, sums))
     assert found.tokens_per_expert == expected.tokens_per_expert
     assert found.dropped_fraction == expected.dropped_fraction
     numbers = [[one.entropy, one.aux_loss, one.z_loss] for one in (found, expected)]
     assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)
     assert layer.router.stats.sums().abs().sum() == 0, "every step counts anew"
-    update_expert_bias(layer, sums, rate=0.25)
-    update_expert_bias(full, full_sums, rate=0.25)
+    update_expert_bias(routers, sums, rate=0.25)
+    update_expert_bias(full_routers, full_sums, rate=0.25)
     if full.router.expert_bias is not None:
         assert torch.equal(layer.router.expert_bias, full.router.expert_bias)
 

@@ -39,7 +39,7 @@ def test_metrics_are_ratios_of_what_was_counted():
     count(router, [[[0, 1], [0, 2]]])
     router.stats.aux_loss += torch.tensor(6.0)
     router.stats.z_loss += torch.tensor(2.0)
-    (router_metrics,) = metrics_of(collect_router_sums([stage_of(router)], [])).values()
+    (router_metrics,) = metrics_of(collect_router_sums(routers_of(stage_of(router)), [])).values()
     assert router_metrics.tokens_per_expert == (4, 2, 2, 0)
     assert router_metrics.max_over_mean == 2.0
     assert router_metrics.dropped_fraction == 1 / 8
@@ -49,29 +49,29 @@ def test_metrics_are_ratios_of_what_was_counted():
 
 @ranks(4, tp=2)
 def test_all_ranks_are_counted_in_one_collective_per_group(ctx):
-    stage = stage_of(ToyRouter(), ToyRouter(has_bias=False))
-    first, second = routers_of(stage).values()
+    routers = routers_of(stage_of(ToyRouter(), ToyRouter(has_bias=False)))
+    first, second = routers.values()
     count(first, [[[ctx.rank, 0]]])
     count(second, [[[3, 2]]])
-    sums = collect_router_sums([stage], [ctx.group("tp"), ctx.group("dp_cp")])
+    sums = collect_router_sums(routers, [ctx.group("tp"), ctx.group("dp_cp")])
     metrics = metrics_of(sums)
     assert list(metrics) == ["layers.0.router", "layers.1.router"]
     assert [router_metrics.tokens_per_expert for router_metrics in metrics.values()] == [(5, 1, 1, 1), (0, 0, 4, 4)]
     assert ctx.traffic.calls() == 2
-    update_expert_bias(stage, sums, rate=0.5)
+    update_expert_bias(routers, sums, rate=0.5)
     assert first.expert_bias.tolist() == [-0.5, 0.5, 0.5, 0.5]
     count(first, [[[1, 1]]])
-    (router_metrics, _) = metrics_of(collect_router_sums([stage], [ctx.group("tp"), ctx.group("dp_cp")])).values()
+    (router_metrics, _) = metrics_of(collect_router_sums(routers, [ctx.group("tp"), ctx.group("dp_cp")])).values()
     assert router_metrics.tokens_per_expert == (0, 8, 0, 0), "every step counts anew"
 
 
 def test_a_stage_without_routers_has_no_metrics():
-    assert collect_router_sums([stage_of()], []) == {}
+    assert collect_router_sums(routers_of(stage_of()), []) == {}
 
 
 def test_an_even_distribution_leaves_the_bias_alone():
     router = ToyRouter()
     count(router, [[[0, 1], [2, 3]]])
-    stage = stage_of(router)
-    update_expert_bias(stage, collect_router_sums([stage], []), rate=0.5)
+    routers = routers_of(stage_of(router))
+    update_expert_bias(routers, collect_router_sums(routers, []), rate=0.5)
     assert router.expert_bias.tolist() == [0.0] * E
