@@ -239,7 +239,7 @@ class DataParallel:
             self._prepare_write(bucket)
             bucket.add_grad(name, grad)
         if self._reduces_now:
-            unready = (i for i, b in enumerate(self.buckets) if i >= self._num_started and not b.is_ready)
+            unready = (i for i in range(self._num_started, len(self.buckets)) if not self.buckets[i].is_ready)
             self._start_reductions(until=next(unready, len(self.buckets)))
 
     def _start_write(self, name: str, *, may_refuse: bool = True) -> tuple[Tensor, bool] | None:

@@ -48,6 +48,7 @@ class UnitGather:
         is_recomputing: Callable[[], bool] = lambda: False,
     ) -> None:
         self._stores = [tuple(stores) for _, stores in units]
+        self._gathered: dict[int, ParamStore] = {}  # by id: stores that were gathered and not freed since
         self._num_next, self._reshards = num_prefetched, reshards
         self._num_backwards: Counter[int] = Counter()  # by id of a store: backwards that are still to read it
         self._notify, self._is_recomputing = before_backward, is_recomputing
@@ -66,8 +67,10 @@ class UnitGather:
         """Free the storage of all units except `but` and those that still wait for a backward."""
         if self.keeps_all:
             return
-        for store in self._of(range(len(self._stores))):
-            if not self._num_backwards[id(store)] and not any(store is kept for kept in but):
+        kept = {id(store) for store in but}
+        for key, store in list(self._gathered.items()):
+            if key not in kept and not self._num_backwards[key]:
+                del self._gathered[key]
                 store.free()
 
     @contextmanager
@@ -75,6 +78,7 @@ class UnitGather:
         """Gather all units for the time of the block; forward passes inside it communicate nothing."""
         self.keeps_all = True
         for store in self._of(range(len(self._stores))):
+            self._gathered[id(store)] = store
             store.gather_apart()
         try:
             yield
@@ -113,8 +117,7 @@ class UnitGather:
             return
         current, prefetched = self._stores[index], self._of(following)
         self.free(but=(*current, *prefetched))
-        for store in (*current, *prefetched):
-            store.start_all_gather()
+        self._start((*current, *prefetched))
         for store in current:
             store.wait()
 
@@ -131,8 +134,13 @@ class UnitGather:
         if not self.keeps_all:
             self.free(but=(*current, *in_use))
             for store in current:
-                store.start_all_gather()
+                self._start((store,))
                 store.wait()
+
+    def _start(self, stores: Sequence[ParamStore]) -> None:
+        for store in stores:
+            self._gathered[id(store)] = store
+            store.start_all_gather()
 
     def _of(self, indices: range) -> list[ParamStore]:
         return [store for i in indices if 0 <= i < len(self._stores) for store in self._stores[i]]
