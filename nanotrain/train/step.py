@@ -7,6 +7,7 @@ stay on the device until `StepOutput.read`, which is called for the log.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -55,12 +56,30 @@ class StepResult:
 
 
 @dataclass(frozen=True)
+class PackedNumbers:
+    """Named vectors of numbers on the device, copied to the host as one tensor."""
+
+    copy: HostCopy
+    sizes: Mapping[str, int]  # numbers of each vector, in order
+
+    @classmethod
+    def of(cls, vectors: Mapping[str, Tensor]) -> Self:
+        """Start to copy the vectors; see `HostCopy`."""
+        return cls(HostCopy(torch.cat([*vectors.values()])), {name: len(vector) for name, vector in vectors.items()})
+
+    def read(self) -> dict[str, list[float]]:
+        """The numbers of every vector; waits for the copy."""
+        numbers = iter(self.copy.read())
+        return {name: list(islice(numbers, size)) for name, size in self.sizes.items()}
+
+
+@dataclass(frozen=True)
 class StepOutput:
     """The outcome of one step on the device."""
 
-    # loss summed over tokens, gradient norm, whether skipped, loss scale, summed losses of multi-token prediction,
-    # sums by corpus, norms by group, sums of the routers
-    numbers: HostCopy
+    # loss (summed over tokens), grad_norm, skipped, loss_scale, mtp_losses (summed), source_losses (sums by corpus),
+    # norms (by group), routers (sums)
+    numbers: PackedNumbers
     num_tokens: int  # target tokens of the global batch
     lr: float
     decoupled_lr: float | None
@@ -73,27 +92,24 @@ class StepOutput:
     @property
     def is_ready(self) -> bool:
         """Whether `read` returns without waiting."""
-        return self.numbers.is_ready
+        return self.numbers.copy.is_ready
 
     def read(self) -> StepResult:
         """The numbers on the host, which waits for the end of the step."""
-        loss_sum, grad_norm, skipped, loss_scale, *others = self.numbers.read()
-        values, num_mtp = iter(others), len(self.num_mtp_tokens)
-        mtp_sums = list(islice(values, num_mtp))
-        source_sums = [] if self.sources is None else list(islice(values, self.sources.size))
-        norms = [] if self.norms is None else list(islice(values, self.norms.size))
+        numbers = self.numbers.read()
+        mtp_losses = zip(numbers["mtp_losses"], self.num_mtp_tokens, strict=True)
         return StepResult(
-            loss_sum / self.num_tokens,
-            grad_norm,
+            numbers["loss"][0] / self.num_tokens,
+            numbers["grad_norm"][0],
             lr=self.lr,
             num_samples=self.num_samples,
-            skipped=bool(skipped),
-            router_metrics=self.routers.metrics(list(values)),
+            skipped=bool(numbers["skipped"][0]),
+            router_metrics=self.routers.metrics(numbers["routers"]),
             decoupled_lr=self.decoupled_lr,
-            loss_scale=loss_scale,
-            mtp_losses=tuple(total / max(n, 1) for total, n in zip(mtp_sums, self.num_mtp_tokens, strict=True)),
-            norms=None if self.norms is None else self.norms.by_group(norms),
-            source_losses=None if self.sources is None else self.sources.by_name(source_sums),
+            loss_scale=numbers["loss_scale"][0],
+            mtp_losses=tuple(total / max(num_tokens, 1) for total, num_tokens in mtp_losses),
+            norms=None if self.norms is None else self.norms.by_group(numbers["norms"]),
+            source_losses=None if self.sources is None else self.sources.by_name(numbers["source_losses"]),
         )
 
 
@@ -124,20 +140,27 @@ def train_step(
     sums = _sums(run, loss_sum, is_logged=is_logged)
     update = run.optimizer.step(lr, decoupled_lr=decoupled_lr, sums=sums)
     _change_params(run, update)
-    measured = [] if norms is None or before is None else [norms.finish(before, loss_scale=scale)]
+    measured = None if norms is None or before is None else norms.finish(before, loss_scale=scale)
     for dp in run.data_parallel:
         dp.start_param_gather()
 
-    loss, others = update.sums[:1], update.sums[1:]
-    # in the order in which `StepOutput.read` splits them
-    numbers = [loss, update.grad_norm[None], update.skipped[None], torch.full_like(loss, 1.0) * scale]
-    numbers += [others, *measured]
+    num_mtp = len(batch.num_mtp_tokens)
+    loss, mtp_losses, source_losses = update.sums.tensor_split((1, 1 + num_mtp))
+    none = loss[:0]
     router_sums = run.routers.balance()
-    if router_sums is not None:
-        numbers.append(router_sums)
+    numbers = {
+        "loss": loss,
+        "grad_norm": update.grad_norm[None],
+        "skipped": update.skipped[None],
+        "loss_scale": torch.full_like(loss, 1.0) * scale,
+        "mtp_losses": mtp_losses,
+        "source_losses": source_losses,
+        "norms": none if measured is None else measured,
+        "routers": none if router_sums is None else router_sums,
+    }
     run.state.advance(samples=num_samples, tokens=batch.num_target_tokens)
     return StepOutput(
-        HostCopy(torch.cat(numbers)),
+        PackedNumbers.of(numbers),
         num_tokens,
         lr=lr,
         decoupled_lr=decoupled_lr,
