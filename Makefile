@@ -40,7 +40,7 @@ bench: .venv/.installed ## memory against the table, throughput beside plain tor
 	$(BIN)/python benchmarks/memory.py && $(BIN)/python benchmarks/throughput.py $(ARGS)
 
 gpu-check: .venv/.installed ## the tests marked gpu and the GPU benchmark; exits with code 2 where there is no GPU
-	$(BIN)/python -m pytest -m gpu && $(BIN)/python benchmarks/gpu.py
+	$(BIN)/python -m pytest -m gpu && $(BIN)/python benchmarks/gpu.py --rounds 1 $(ARGS)
 
 docs: .venv/.installed ## write docs/config.md from the configuration's fields, and the pages as a site in site/
 	$(BIN)/python -m nanotrain.config.document > docs/config.md

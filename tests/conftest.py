@@ -34,6 +34,12 @@ settings.load_profile("nanotrain")
 providers._get_local_constants = lambda: providers._local_constants
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests without the mark gpu check what happens on CPUs, and start more ranks than most machines have GPUs."""
+    if config.getoption("markexpr") != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Random numbers without a seed of their own are the same in every run, whatever ran before in this process."""

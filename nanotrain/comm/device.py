@@ -1,6 +1,6 @@
 """The only file that uses `torch.cuda`: choose a rank's device, and query or control it.
 
-    pick_device, backend_of, process_group_device, device_name, compute_capability
+    pick_device, describe_unused_gpus, backend_of, process_group_device, device_name, compute_capability
     synchronize, manual_seed
     HostTransfer    activations to pinned host memory and back
     HostCopy        a few numbers for the log, read on the host later
@@ -35,7 +35,8 @@ _CLEAR_PEAK = "5"  # man 5 proc, clear_refs: sets VmHWM back to the current size
 def pick_device(kind: str, local_rank: int, *, environment: MutableMapping[str, str] = os.environ) -> torch.device:
     """Choose this rank's device and make it the current one.
 
-    If the launcher makes only one GPU visible to each rank (`srun --gpus-per-task=1`), it is that GPU.
+    If the launcher makes only one GPU visible to each rank (`srun --gpus-per-task=1`), it is that GPU. On a machine
+    with fewer GPUs than ranks, "auto" is the CPU, so that commands for a CPU run there too (`describe_unused_gpus`).
 
     Args:
         kind: "auto" (cuda if available), "cpu" or "cuda".
@@ -45,9 +46,10 @@ def pick_device(kind: str, local_rank: int, *, environment: MutableMapping[str, 
     Raises:
         EnvironmentFault: no GPU is visible, or the machine has more ranks than GPUs.
     """
-    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+    has_gpu = torch.cuda.is_available()
+    if kind == "cpu" or (kind == "auto" and (not has_gpu or _has_too_few_gpus(environment))):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
+    if not has_gpu:
         raise EnvironmentFault(
             f"device {kind} is not available: torch {torch.__version__} finds no GPU",
             why="torch.cuda.is_available() is false",
@@ -68,6 +70,24 @@ def pick_device(kind: str, local_rank: int, *, environment: MutableMapping[str, 
     # Before any other CUDA call and before the process group, or every rank opens a context on GPU 0.
     torch.cuda.set_device(device)
     return device
+
+
+def describe_unused_gpus(kind: str, *, environment: Mapping[str, str] = os.environ) -> str:
+    """A warning where "auto" is the CPU of a machine that has GPUs; else empty."""
+    if kind != "auto" or not torch.cuda.is_available() or not _has_too_few_gpus(environment):
+        return ""
+    num_ranks, num_devices = environment["WORLD_SIZE"], torch.cuda.device_count()
+    return (
+        f"training on the CPU: {num_ranks} ranks and {num_devices} GPU(s) on this machine, and every rank uses one; "
+        f"for the GPU start {num_devices}, for the CPU alone set --device cpu"
+    )
+
+
+def _has_too_few_gpus(environment: Mapping[str, str]) -> bool:
+    """Whether all ranks are on one machine, which has fewer GPUs."""
+    num_ranks = environment.get("LOCAL_WORLD_SIZE", "1")
+    is_one_machine = num_ranks.isdecimal() and num_ranks == environment.get("WORLD_SIZE")
+    return is_one_machine and int(num_ranks) > torch.cuda.device_count()
 
 
 def _has_own_gpu(environment: Mapping[str, str], local_rank: int) -> bool:

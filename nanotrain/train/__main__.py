@@ -112,7 +112,7 @@ def train(loaded: Loaded, world_size: int) -> None:
     """
     with importing_torch():
         import nanotrain.train.start.launch  # noqa: F401  for `_train_in_folder`
-        from nanotrain.comm.device import compute_capability, memory_per_rank, pick_device
+        from nanotrain.comm.device import compute_capability, describe_unused_gpus, memory_per_rank, pick_device
         from nanotrain.comm.parallel_context import Launch
         from nanotrain.log import get_logger, start_logging
         from nanotrain.memory.offload import require_gpu
@@ -132,6 +132,8 @@ def train(loaded: Loaded, world_size: int) -> None:
     check_names(config)  # before the quick start trains a tokenizer
     folder = _check_folders(config)
     device = pick_device(config.train.device.value, launch.local_rank)
+    if warning := describe_unused_gpus(config.train.device.value):
+        get_logger("nanotrain.train").warning("%s", warning)
     available = memory_per_rank(device, launch.local_world_size)
     errors = ErrorCollector()
     with errors:

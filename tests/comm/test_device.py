@@ -72,6 +72,23 @@ def test_more_local_ranks_than_gpus_is_an_error_with_the_numbers(monkeypatch):
         devices.pick_device("cuda", 2, environment={})
 
 
+def test_auto_is_the_cpu_of_one_machine_with_fewer_gpus_than_ranks(monkeypatch):
+    made_current = gpus(monkeypatch, 1)
+    two = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
+    assert [devices.pick_device("auto", rank, environment=dict(two)) for rank in (0, 1)] == [CPU, CPU]
+    assert "2 ranks and 1 GPU(s) on this machine" in devices.describe_unused_gpus("auto", environment=two)
+    assert made_current == []
+    # asked for, on several machines, or alone: the GPU
+    for kind, world in (
+        ("cuda", two),
+        ("auto", two | {"WORLD_SIZE": "4"}),
+        ("auto", {}),
+        ("auto", {"WORLD_SIZE": "1"}),
+    ):
+        assert devices.pick_device(kind, 0, environment=dict(world)) == torch.device("cuda", 0)
+        assert devices.describe_unused_gpus(kind, environment=world) == ""
+
+
 def test_backends_follow_the_device():
     assert devices.backend_of(CPU) == "gloo"
     assert devices.backend_of(torch.device("cuda", 3)) == "nccl"
