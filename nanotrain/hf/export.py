@@ -7,8 +7,9 @@ finish      index, tokenizer files, model card, config.json; config.json last: a
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 
 import torch
@@ -62,9 +63,10 @@ def export_weights(
     family = _choose_family(model_config, family, preferred=companions.family())
     _prepare(folder)
     mappings = map_parameters(model_config, FAMILIES[family].naming)
+    copies = mtp_copies(model_config, FAMILIES[family].naming)
+    _require_space(folder, mappings, copies=copies, dtype=TORCH_DTYPES[dtype])
     shards = _ShardWriter(folder)
     with _emptied_after_an_error(folder, shards):
-        copies = mtp_copies(model_config, FAMILIES[family].naming)
         for name, tensor in _assemble(tensors, mappings, dtype=TORCH_DTYPES[dtype]):
             shards.add(name, tensor)
             for copy in copies.get(name, ()):
@@ -120,6 +122,18 @@ def _prepare(folder: Path) -> None:
     if present:
         why = f"it contains {present[0]}, which would be mixed with the new files or replaced"
         raise HuggingFaceError(f"{folder} is not empty", why=why, fix="choose a new folder")
+
+
+def _require_space(
+    folder: Path, mappings: Mapping[str, TensorMapping], *, copies: Mapping[str, Sequence[str]], dtype: torch.dtype
+) -> None:
+    """Check that a disk has space for the weights, before a tensor is read."""
+    shapes = {name: shape for mapping in mappings.values() for name, shape in mapping.tensor_shapes.items()}
+    numel = sum(prod(shape) * (1 + len(copies.get(name, ()))) for name, shape in shapes.items())
+    needed = numel * dtype.itemsize
+    if shutil.disk_usage(folder).free < needed:
+        what, why = f"the weights cannot be written to {folder}", f"{needed:,} bytes needed, {free_space(folder)}"
+        raise EnvironmentFault(what, why=why, fix="free space, or choose another folder")
 
 
 def _assemble(

@@ -1,6 +1,7 @@
 """Writing a folder: shards, dtypes, tokenizers, and what is refused."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -179,3 +180,18 @@ def test_a_full_disk_is_one_error_and_leaves_an_empty_folder(tmp_path: Path, lim
     with file_size_limit(limit), pytest.raises(EnvironmentFault, match="out.* bytes free"):
         export_weights(tmp_path / "out", LLAMA, tensors=tensors_of(build(LLAMA)), **options)
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_space_is_checked_before_a_tensor_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export_weights(tmp_path / "fits", LLAMA, tensors=tensors_of(build(LLAMA)), dtype="bf16")
+    needed = sum(tensor.nbytes for tensor in load_file(tmp_path / "fits" / "model.safetensors").values())
+    usage = shutil.disk_usage(tmp_path)
+    for free in (needed - 1, needed):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _path, free=free: usage._replace(free=free))
+        folder = tmp_path / str(free)
+        if free == needed:
+            export_weights(folder, LLAMA, tensors=tensors_of(build(LLAMA)), dtype="bf16")
+            continue
+        with pytest.raises(EnvironmentFault, match=f"{needed:,} bytes needed, {free:,} bytes free in"):
+            export_weights(folder, LLAMA, tensors=iter(lambda: pytest.fail("a tensor was read"), None), dtype="bf16")
+        assert not list(folder.iterdir())
