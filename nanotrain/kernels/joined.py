@@ -3,11 +3,10 @@
     JoinedWeight    the rows of all layers as one matrix, a view of the buffer
     JoinedLinears   the products of these layers: one fprop, one dgrad, one wgrad
     traced_linears  the same inside of a compiled graph
-    joined_rows     tensors of the layers as one, without a copy where they are slices of one already
 
     weight    [P, I]     rows of value, key and query, or of up and gate: buffers are filled in reverse
     outputs   [..., P]   each layer's output is a slice of the channels
-    grads     [T, P]     of the outputs; copied together where they come apart
+    grads     [T, P]     of the outputs; copied together where they come apart (`side_by_side.py`)
 
 The gradient buffer has the same order, so that wgrad is written there by one product (`grad_view.py`).
 
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from nanotrain.kernels.grad_view import GradView, attach, grad_view_of
 from nanotrain.kernels.linear import Linear, Linears, accumulate_wgrad, dgrad, fprop, wgrad
+from nanotrain.kernels.side_by_side import join_sides
 from nanotrain.kernels.traced_wgrad import writes_in_graph
 
 
@@ -57,7 +57,7 @@ class JoinedWeight:
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """One [T, O] per layer -> [T, P], without a copy where they are slices of one tensor in the order of rows."""
-        return joined_rows([parts[layer] for layer in self.order])
+        return join_sides([parts[layer] for layer in self.order])
 
 
 class JoinedLinears(Linears):
@@ -117,32 +117,6 @@ class _TracedJoined(torch.autograd.Function):
             grad_rows = wgrad(grad, flat_x).split(ctx.sizes)
         grad_x = dgrad(grad, weight).view(x.shape) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, *grad_rows
-
-
-def joined_rows(parts: Sequence[Tensor]) -> Tensor:
-    """[T, O] tensors side by side, [T, P]: a view where they are slices of one tensor in this order, else a copy."""
-    return _side_by_side(parts) if are_side_by_side(parts) else torch.cat([*parts], -1)
-
-
-def are_side_by_side(parts: Sequence[Tensor]) -> bool:
-    """Whether [..., O] tensors are the slices, in this order, of one contiguous [..., P] tensor."""
-    first, size = parts[0], sum(part.shape[-1] for part in parts)
-    shape = (*first.shape[:-1], size)
-    strides = (*accumulate(reversed(shape[1:]), initial=1, func=lambda a, b: a * b),)[::-1]
-    starts = accumulate((part.shape[-1] for part in parts), initial=first.storage_offset())
-    return all(
-        part.untyped_storage()._cdata == first.untyped_storage()._cdata
-        and part.storage_offset() == start
-        and part.stride() == strides
-        and part.dtype is first.dtype
-        for part, start in zip(parts, starts, strict=False)
-    )
-
-
-def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    first = parts[0]
-    shape = (*first.shape[:-1], sum(part.shape[-1] for part in parts))
-    return first.as_strided(shape, first.stride())
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanotrain.kernels import triton_rotary
 from nanotrain.kernels.choice import uses_triton
+from nanotrain.kernels.side_by_side import empty_sides, order_of_sides
 
 
 def rotate(x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
@@ -37,6 +38,21 @@ def rotate(x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated
 
 
+def rotate_sides(
+    query: Tensor, *, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate queries [B, S, N, D] and keys [B, S, G, D] that one product computed with the values [B, S, G, D].
+
+    Returns:
+        Queries, keys and values, each contiguous; the gradients of the arguments are slices of one tensor.
+    """
+    if torch.compiler.is_compiling():  # the compiler joins the gradients where it writes them
+        query, key = rotate(query, cos=cos, sin=sin), rotate(key, cos=cos, sin=sin)
+        return query, key, value.clone(memory_format=torch.contiguous_format)
+    sides: tuple[Tensor, Tensor, Tensor] = _RotateSides.apply(query, key, value, cos, sin)
+    return sides
+
+
 class _Rotate(torch.autograd.Function):
     """Saves no activation, as the backward is the transpose."""
 
@@ -51,14 +67,39 @@ class _Rotate(torch.autograd.Function):
         return _rotate(grads[0], cos=cos, sin=sin, sign=-1), None, None
 
 
-def _rotate(x: Tensor, *, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+class _RotateSides(torch.autograd.Function):
+    """The gradients are written into one tensor, as the projections are slices of one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        projections = [x.flatten(-2) for x in (query, key, value)]
+        ctx.sizes, ctx.order = [x.shape[-1] for x in projections], order_of_sides(projections)
+        # A copy: attention keeps it, and as a slice it would keep queries and keys before the rotation too.
+        query, key = (_rotate(x, cos=cos, sin=sin, sign=1) for x in (query, key))
+        return query, key, value.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        sides = empty_sides(ctx.sizes, ctx.order, like=grads[0].flatten(-2))
+        query, key, value = (x.unflatten(-1, grad.shape[-2:]) for x, grad in zip(sides, grads, strict=True))
+        _rotate(grads[0], cos=cos, sin=sin, sign=-1, out=query)
+        _rotate(grads[1], cos=cos, sin=sin, sign=-1, out=key)
+        return query, key, value.copy_(grads[2]), None, None
+
+
+def _rotate(x: Tensor, *, cos: Tensor, sin: Tensor, sign: int, out: Tensor | None = None) -> Tensor:
+    """Into `out`, by default new and contiguous memory."""
     compute = triton_rotary.rotate if uses_triton(x) else _by_torch
-    return compute(x, cos=cos, sin=sin, sign=sign)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    return compute(x, cos=cos, sin=sin, sign=sign, out=out)
 
 
-def _by_torch(x: Tensor, *, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+def _by_torch(x: Tensor, *, cos: Tensor, sin: Tensor, sign: int, out: Tensor) -> Tensor:
     """Four passes over half of the channels."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     pairs = cos.shape[-1]
     sizes = (pairs, pairs, x.shape[-1] - 2 * pairs)
     low, high, rest = x.split(sizes, dim=-1)

@@ -1,7 +1,7 @@
 """Triton kernels; each computes in fp32 from any of `choice.DTYPES`. Imported only where they run.
 
     row_logsumexp, softmax_gradient_    the vocabulary loss: one read of the logits, then one read and write in place
-    swiglu_forward, swiglu_backward     silu(gate) * up; the backward overwrites nothing and keeps gate and up only
+    swiglu_forward, swiglu_backward     silu(gate) * up, of rows at any distance
 
 Parameters of kernels are annotated as `tl.tensor`: Triton's compiler refuses annotations that are not its own.
 Without the package `triton` the module has no kernels. With TRITON_INTERPRET=1, set before it is imported, they run on
@@ -54,27 +54,46 @@ if triton is not None:
 
     @triton.jit
     def _swiglu_forward(
-        gate: tl.tensor, up: tl.tensor, out: tl.tensor, num_elements: tl.tensor, block: tl.constexpr
+        gate: tl.tensor,
+        up: tl.tensor,
+        out: tl.tensor,
+        gate_row: tl.tensor,
+        up_row: tl.tensor,
+        num_columns: tl.tensor,
+        block: tl.constexpr,
     ) -> None:
-        index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-        inside = index < num_elements
-        g = tl.load(gate + index, mask=inside, other=0.0).to(tl.float32)
-        u = tl.load(up + index, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + index, (g * tl.sigmoid(g) * u).to(out.dtype.element_ty), mask=inside)
+        row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
+        inside = column < num_columns
+        g = tl.load(gate + row * gate_row + column, mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(up + row * up_row + column, mask=inside, other=0.0).to(tl.float32)
+        target = out + row * num_columns + column
+        tl.store(target, (g * tl.sigmoid(g) * u).to(out.dtype.element_ty), mask=inside)
 
     @triton.jit
     def _swiglu_backward(
-        grad: tl.tensor, gate: tl.tensor, up: tl.tensor, out: tl.tensor, num_elements: tl.tensor, block: tl.constexpr
+        grad: tl.tensor,
+        gate: tl.tensor,
+        up: tl.tensor,
+        grad_gate: tl.tensor,
+        grad_up: tl.tensor,
+        grad_row: tl.tensor,
+        gate_row: tl.tensor,
+        up_row: tl.tensor,
+        grad_gate_row: tl.tensor,
+        grad_up_row: tl.tensor,
+        num_columns: tl.tensor,
+        block: tl.constexpr,
     ) -> None:
-        index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-        inside = index < num_elements
-        dy = tl.load(grad + index, mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(gate + index, mask=inside, other=0.0).to(tl.float32)
-        u = tl.load(up + index, mask=inside, other=0.0).to(tl.float32)
+        row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
+        inside = column < num_columns
+        dy = tl.load(grad + row * grad_row + column, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(gate + row * gate_row + column, mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(up + row * up_row + column, mask=inside, other=0.0).to(tl.float32)
         sigmoid = tl.sigmoid(g)
         dg = dy * u * sigmoid * (1 + g * (1 - sigmoid))
-        tl.store(out + index, dg.to(out.dtype.element_ty), mask=inside)
-        tl.store(out + num_elements + index, (dy * g * sigmoid).to(out.dtype.element_ty), mask=inside)
+        tl.store(grad_gate + row * grad_gate_row + column, dg.to(grad_gate.dtype.element_ty), mask=inside)
+        du = dy * g * sigmoid
+        tl.store(grad_up + row * grad_up_row + column, du.to(grad_up.dtype.element_ty), mask=inside)
 
 
 def row_logsumexp(logits: Tensor) -> Tensor:
@@ -105,16 +124,29 @@ def softmax_gradient_(logits: Tensor, *, logsumexp: Tensor, column: Tensor, is_l
 
 
 def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, of contiguous tensors of one shape and dtype."""
-    out = torch.empty_like(gate)
+    """silu(gate) * up, of tensors [..., size] of one dtype; rows may have any distance, as slices of a wider tensor."""
+    out, rows = gate.new_empty(gate.shape), [_rows(gate), _rows(up)]
     if gate.numel():
-        _swiglu_forward[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, out, gate.numel(), block=BLOCK)
+        grid, block = _columns(gate)
+        _swiglu_forward[grid](*rows, out, *(row.stride(0) for row in rows), gate.shape[-1], block=block)
     return out
 
 
-def swiglu_backward(grad: Tensor, *, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up, of contiguous tensors."""
-    out = gate.new_empty((2, *gate.shape))
+def swiglu_backward(grad: Tensor, *, gate: Tensor, up: Tensor, out: tuple[Tensor, Tensor]) -> None:
+    """Write the gradients of gate and up [..., size] to `out`; rows may have any distance."""
+    rows = [_rows(grad), _rows(gate), _rows(up), *(each.view(-1, each.shape[-1]) for each in out)]
     if gate.numel():
-        _swiglu_backward[(triton.cdiv(gate.numel(), BLOCK),)](grad, gate, up, out, gate.numel(), block=BLOCK)
-    return out[0], out[1]
+        grid, block = _columns(gate)
+        _swiglu_backward[grid](*rows, *(row.stride(0) for row in rows), gate.shape[-1], block=block)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., size] -> [rows, size], a copy only where elements of a row or rows are not evenly apart."""
+    return (x if x.stride(-1) == 1 else x.contiguous()).reshape(-1, x.shape[-1])
+
+
+def _columns(x: Tensor) -> tuple[tuple[int, int], int]:
+    """The grid of programs, one per row and block of columns, and the elements of a block."""
+    size = x.shape[-1]
+    block = min(BLOCK, triton.next_power_of_2(size))
+    return (x.numel() // size, triton.cdiv(size, block)), block

@@ -5,7 +5,6 @@ A program rotates some heads of one token, so that it reads the cosines and sine
     B batch   S sequence   N heads   D width of a head   P pairs (2 P <= D)
 """
 
-import torch
 from torch import Tensor
 
 try:
@@ -32,6 +31,9 @@ if triton is not None:
         x_batch: tl.tensor,
         x_token: tl.tensor,
         x_head: tl.tensor,
+        out_batch: tl.tensor,
+        out_token: tl.tensor,
+        out_head: tl.tensor,
         table_batch: tl.tensor,
         sign: tl.tensor,
         tile: tl.constexpr,
@@ -44,7 +46,7 @@ if triton is not None:
         c = tl.load(cos + angle, mask=pair < num_pairs, other=0.0).to(tl.float32)[None, :]
         s = tl.load(sin + angle, mask=pair < num_pairs, other=0.0).to(tl.float32)[None, :] * sign
         source = x + batch * x_batch + position * x_token + head[:, None] * x_head
-        target = out + (token * num_heads + head[:, None]) * width
+        target = out + batch * out_batch + position * out_token + head[:, None] * out_head
         inside = (head < num_heads)[:, None] & (pair < num_pairs)[None, :]
         low = tl.load(source + pair[None, :], mask=inside, other=0.0).to(tl.float32)
         high = tl.load(source + num_pairs + pair[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -56,7 +58,7 @@ if triton is not None:
             tl.store(target + channel, tl.load(source + channel, mask=inside, other=0.0), mask=inside)
 
 
-def rotate(x: Tensor, *, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+def rotate(x: Tensor, *, cos: Tensor, sin: Tensor, sign: int, out: Tensor) -> Tensor:
     """Rotate every pair by its angle, times the sign.
 
     Args:
@@ -64,19 +66,19 @@ def rotate(x: Tensor, *, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
         cos: [S, 1, P] or [B, S, 1, P]; sin alike.
         sin: of the angles.
         sign: 1, or -1 for the backward.
+        out: [B, S, N, D], in the dtype of x, the channels of a head next to each other.
 
     Returns:
-        [B, S, N, D], contiguous, in the dtype of x.
+        out.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     batch, length, num_heads, width = x.shape
     num_pairs = cos.shape[-1]
     if x.numel():
         block = triton.next_power_of_2(num_pairs)
         tile = min(triton.next_power_of_2(num_heads), max(1, TILE // block))
-        strides = (*x.stride()[:3], length * num_pairs if cos.dim() == 4 else 0)
+        strides = (*x.stride()[:3], *out.stride()[:3], length * num_pairs if cos.dim() == 4 else 0)
         sizes = (length, num_heads, width, num_pairs)
         grid = (batch * length, triton.cdiv(num_heads, tile))
         _rotate[grid](x, cos, sin, out, *sizes, *strides, float(sign), tile=tile, block=block)

@@ -9,6 +9,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from nanotrain.config.config import ModelConfig
+from nanotrain.kernels.rotary import rotate_sides
 from nanotrain.model.context import LayerContext
 from nanotrain.model.norm import build_head_norm
 from nanotrain.model.parallel import ModelParallel
@@ -88,8 +89,10 @@ class Attention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         if self.query_factor != 1.0:
             query = query * self.query_factor
-        rotary = context.rotary_of(has_window=self.has_window)
-        if rotary is not None and self.has_rope:
+        rotary = context.rotary_of(has_window=self.has_window) if self.has_rope else None
+        if rotary is not None and self.projections.joined is not None:
+            query, key, value = rotate_sides(query, key=key, value=value, cos=rotary.cos, sin=rotary.sin)
+        elif rotary is not None:
             query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
         mask = context.mask_of(has_window=self.has_window)
         scores = self.scores(context, sink=self.softmax_offset, device=query.device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nanotrain.kernels.grad_view import GradView, attach
-from nanotrain.kernels.joined import JoinedLinears, JoinedWeight, are_side_by_side, joined_rows, traced_linears
+from nanotrain.kernels.joined import JoinedLinears, JoinedWeight, traced_linears
 from nanotrain.kernels.linear import Linear, Linears
 from tests.kernels.writing_network import draw
 
@@ -74,18 +74,6 @@ def test_one_product_writes_or_adds_all_weight_gradients(uses: tuple[bool, ...])
     can_write = False  # outside of a backward of the wrapper: autograd gets the gradients
     returned = JoinedLinears(linears, joined).wgrad(grads, x)
     torch.testing.assert_close(returned, [grad.t() @ x for grad in grads])
-
-
-def test_gradients_that_are_slices_of_one_tensor_are_joined_without_a_copy() -> None:
-    total = draw("total", 2, T, sum(SIZES))
-    parts = total.split(SIZES, -1)
-    assert are_side_by_side(parts) and joined_rows(parts).data_ptr() == total.data_ptr()
-    assert torch.equal(joined_rows(parts), total)
-    for others in (parts[::-1], (parts[0], parts[2]), [part.contiguous() for part in parts], total.mT.split(2, -1)):
-        assert not are_side_by_side(others)
-        assert torch.equal(joined_rows(others), torch.cat([*others], -1))
-    rows = [part.reshape(-1, part.shape[-1]) for part in parts]
-    assert joined_rows(rows).data_ptr() == total.data_ptr(), "tokens of all samples are one dim"
 
 
 def test_weights_that_are_no_neighbours_are_refused() -> None:
