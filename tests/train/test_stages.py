@@ -1,6 +1,9 @@
 """Stages with storage: parameters are views of the planned buffers."""
 
+from collections import Counter
 from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import ParallelConfig
@@ -11,7 +14,7 @@ from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.stages import all_data_parallel, build_stages
 from nanotrain.train.start.inputs import open_inputs
 from tests.harness import ranks
-from tests.laws.worlds import Case, build_here
+from tests.laws.worlds import Case, build_here, train_steps
 from tests.train.small_run import arguments, small_run
 
 
@@ -54,6 +57,33 @@ def test_projections_are_joined_where_all_of_their_weights_can_be():
     assert joined(projection_fusion=None) == [False, False], "off on CPUs"
     assert joined(ddp_bucket_size=11000) == [False, True], "a bucket ends between key and value"
     assert joined(projection_fusion=None, fsdp_double_buffer=True) == [False, False]
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products, and copies that join tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.counts["products" if name in ("mm", "addmm_") else name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_joined_projections_take_nine_products_less_and_no_copy_that_joins_gradients():
+    context = ParallelContext.attach(Topology.of(ParallelConfig(), 1))
+    model = {"num_layers": 1, "kv_channels": 16, "ffn_hidden_size": 64}
+    found = {}
+    for fuses in (False, True):
+        parallel = {"projection_fusion": fuses, "ddp_bucket_size": 100_000}
+        run = build_here(context, Case(1).but(parallel=parallel, model=model, train={"global_batch_size": 1}))
+        with Products() as found[fuses]:
+            train_steps(run, 1)
+    apart, joined = (found[fuses].counts for fuses in (False, True))
+    assert apart["products"] - joined["products"] == 3 * (2 + 1)
+    assert apart["cat"] == joined["cat"]
 
 
 @ranks(2, pp=2)
