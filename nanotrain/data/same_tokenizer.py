@@ -32,7 +32,7 @@ def require_same_tokenizer(prefixes: Iterable[Path]) -> None:
         if other != tokenizer and not _may_be_same(content, _content(other)):
             raise ConfigError(
                 f"{first} and {prefix} were prepared with different tokenizers",
-                why=f"those are {tokenizer} and {other}, in which the same id is another text",
+                why=f"those are {tokenizer} and {other}, in which the same id is different text",
                 fix=f"prepare one of them again, for example {prefix} with --tokenizer {tokenizer}",
             )
 
@@ -51,7 +51,7 @@ def require_tokenizer_of(model: str | None, source: str) -> None:
     if model is not None and corpus is not None and not may_be_same_tokenizer(model, corpus):
         raise ConfigError(
             f"{source} was prepared with another tokenizer than the model's",
-            why=f"those are {corpus} and {model}, in which the same id is another text",
+            why=f"those are {corpus} and {model}, in which the same id is different text",
             fix=f"evaluate on the text itself, or prepare it with --tokenizer {model}",
         )
 

@@ -39,7 +39,7 @@ MAX_THREADS = 2
 
 
 def computes(query: Tensor, key: Tensor) -> bool:
-    """Whether queries [B, S, N, D] attend to keys [B, S, G, D] here; not in compiled graphs."""
+    """Whether `attend` computes attention of queries [B, S, N, D] to keys [B, S, G, D]; never in compiled graphs."""
     length = query.shape[1]
     return (
         query.dtype is torch.bfloat16
@@ -113,7 +113,7 @@ class _CausalAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Blocks of queries, of the query heads of a key/value head."""
+    """The blocks into which the queries of one key/value head's query heads are divided."""
 
     num_heads: int  # n
     scale: float  # of scores
@@ -122,7 +122,7 @@ class _Blocks:
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor) -> "_Blocks":
-        """The blocks of queries [B, S, N, D] and keys [B, S, G, D]."""
+        """The blocks for queries [B, S, N, D] and keys [B, S, G, D]."""
         length, num_heads = query.shape[1], query.shape[2] // key.shape[2]
         size = min(length, max(onednn.TOKENS, BLOCK_SCORES // (length * num_heads)))
         rows = tuple(slice(start, min(start + size, length)) for start in range(0, length, size))

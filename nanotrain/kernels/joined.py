@@ -34,7 +34,7 @@ class JoinedWeight:
 
     weight: Tensor  # [P, I], a view of the parameter buffer, with the `grad_view` of all rows where products write
     order: tuple[int, ...]  # the layers in the order of the rows
-    rows_of: tuple[int, ...]  # the other way round: the place of each layer in that order
+    rows_of: tuple[int, ...]  # the inverse of `order`: the place of each layer in it
     sizes: tuple[int, ...]  # rows per layer, in the order of the rows
 
     @classmethod
@@ -90,7 +90,7 @@ class JoinedLinears(Linears):
 
 
 def traced_linears(x: Tensor, linears: Sequence[Linear], *, joined: JoinedWeight) -> tuple[Tensor, ...]:
-    """[..., I] -> one [..., O] per layer, inside of a graph."""
+    """[..., I] -> one [..., O] per layer, inside a compiled graph."""
     rows = [linears[layer].weight for layer in joined.order]
     writes = writes_in_graph(grad_view_of(joined.weight))
     out = _TracedJoined.apply(x, joined.weight, writes, *rows)
@@ -98,7 +98,7 @@ def traced_linears(x: Tensor, linears: Sequence[Linear], *, joined: JoinedWeight
 
 
 class _TracedJoined(torch.autograd.Function):
-    """The weights are arguments, in the order of rows, so that autograd passes on their gradients."""
+    """The weights are arguments, in the order of rows, so that autograd returns their gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, writes: bool, *rows: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def _stack(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _grad_view(views: Sequence[GradView]) -> GradView:
-    """The view of all rows of the gradient."""
+    """One `GradView` of the gradients of all rows, from those of each weight."""
     in_graph = [view.start_write_in_graph for view in views if view.start_write_in_graph is not None]
     assert len(in_graph) in (0, len(views)), "the rows are in one bucket"
 

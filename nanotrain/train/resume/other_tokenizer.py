@@ -1,4 +1,4 @@
-"""A remark where weights and corpus come from different tokenizers, so that an id means another text to each."""
+"""A warning if weights and corpus come from different tokenizers, for which the same id is different text."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +18,7 @@ log = get_logger(__name__)
 
 
 def warn_of_other_tokenizer(weights: str | None, data: DataConfig, *, path: Path) -> None:
-    """Log it where the corpus was prepared with another tokenizer than that of the weights.
+    """Log a warning if the corpus was prepared with a tokenizer other than that of the weights.
 
     Args:
         weights: tokenizer of the weights, as `load_tokenizer` takes it; None if unknown.
@@ -32,19 +32,19 @@ def warn_of_other_tokenizer(weights: str | None, data: DataConfig, *, path: Path
     if corpus is not None and corpus != weights and not may_be_same_tokenizer(weights, corpus):
         log.info(  # of the first rank; a warning would be one of each rank
             "warning: the weights of %s belong to the tokenizer %s, but %s was prepared with %s, in which the same id"
-            " is another text: the loss begins high; prepare the corpus with --tokenizer %s",
+            " is different text: the loss starts high; prepare the corpus with --tokenizer %s",
             *(path, weights, prefix, corpus, weights),
         )
 
 
 def warn_after_restore(manifest: Manifest, data: DataConfig, *, path: Path) -> None:
-    """The same for a checkpoint that was loaded."""
+    """`warn_of_other_tokenizer` for a checkpoint that was loaded."""
     with suppress(NanotrainError):  # files of another run may be gone or damaged, and are not needed
         opened = OpenedCheckpoint(path, config_from_dict(manifest.config), manifest)
         warn_of_other_tokenizer(tokenizer_name(opened), data, path=path)
 
 
 def warn_after_import(folder: Path, data: DataConfig) -> None:
-    """The same for the weights of a Hugging Face folder, which may have a tokenizer."""
+    """`warn_of_other_tokenizer` for the weights of a Hugging Face folder, which may have a tokenizer."""
     if (folder / "tokenizer.json").is_file():
         warn_of_other_tokenizer(str(folder), data, path=folder)
