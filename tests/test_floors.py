@@ -16,7 +16,7 @@ FLOORS = {
     **dict.fromkeys(["cli_sweep", "cli_completion", "cli_evaluate", "cli_generate"], 12),
     **dict.fromkeys(["cli_checkpoint", "cli_launch"], 11),
     "cli_parser": 3,
-    **dict.fromkeys(["planner", "parity"], 11),
+    "parity": 11,
     "train": 10,
     **dict.fromkeys(["inference", "report"], 9),
     **dict.fromkeys(["model", "optim", "hf"], 8),

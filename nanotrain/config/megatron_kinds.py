@@ -3,7 +3,7 @@
 always     it names what is always so; another value than those listed is an error
 no effect  it tunes an implementation that does not exist here; accepted, changes nothing that is computed
 rename     it becomes values of fields, by a function of conversions.py
-not yet    an error, with the nearest cure; values that ask for nothing are accepted
+not yet    an error, with the nearest alternative; values that ask for nothing are accepted
 """
 
 from collections.abc import Callable
