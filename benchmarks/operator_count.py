@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from nanotrain.kernels import linear
-from nanotrain.model import activations, norm, rope, transformer
+from nanotrain.kernels.side_by_side import empty_sides, order_of_sides
+from nanotrain.model import activations, attention, norm, rope, transformer
 from nanotrain.parallel.cp import sdpa
 from nanotrain.parallel.tp import loss as vocabulary_loss
 
@@ -32,6 +33,7 @@ KERNELS = (
     (norm, "rms_norm"),
     (norm, "add_rms_norm"),
     (rope, "rotate"),
+    (attention, "rotate_sides"),
     (activations, "swiglu"),
     (vocabulary_loss, "softmax_gradient"),
 )
@@ -118,7 +120,11 @@ class _Kernel(torch.autograd.Function):
         work = ctx.work
         # Attention: five products instead of two, as the scores are computed again.
         ctx.count.add(work.name, flops=2.5 * work.flops, num_bytes=work.backward_bytes, launches=work.backward_launches)
-        return None, None, *(torch.empty_like(saved) for saved in ctx.saved_tensors)
+        saved = ctx.saved_tensors
+        order = order_of_sides(saved)
+        if order is not None:  # the kernels write the gradients of slices of one tensor as slices of one
+            return None, None, *empty_sides([tensor.shape[-1] for tensor in saved], order, like=saved[0])
+        return None, None, *(torch.empty_like(tensor) for tensor in saved)
 
 
 @dataclass(frozen=True)
@@ -174,6 +180,15 @@ class FusedOperators:
     def rotate(self, x: Tensor, **_: Tensor) -> Tensor:
         """Read and written; the tables are read from the cache."""
         return self._run(_Work("elementwise", [x.shape], 2 * x.nbytes, 2 * x.nbytes), x)[0]
+
+    def rotate_sides(self, query: Tensor, *, key: Tensor, value: Tensor, **_: Tensor) -> tuple[Tensor, ...]:
+        """All read and written: values are copied."""
+        heads = query, key, value
+        flat = [x.flatten(-2) for x in heads]
+        num_bytes = 2 * sum(x.nbytes for x in heads)
+        work = _Work("elementwise", [x.shape for x in heads], num_bytes, num_bytes, backward_launches=3)
+        self._count.add("elementwise", launches=2)  # three kernels
+        return self._run(work, *flat)
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """Both read, one written; backward reads a gradient more and writes two."""

@@ -20,7 +20,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanotrain.kernels.grad_view import GradView, attach, grad_view_of
 from nanotrain.kernels.linear import Linear, Linears, accumulate_wgrad, dgrad, fprop, wgrad
@@ -38,7 +38,7 @@ class JoinedWeight:
     sizes: tuple[int, ...]  # rows per layer, in the order of the rows
 
     @classmethod
-    def of(cls, weights: Sequence[nn.Parameter]) -> "JoinedWeight":
+    def of(cls, weights: Sequence[Tensor]) -> "JoinedWeight":
         """Join weights [O, I] that lie one after the other in one storage, in any order, and so do their gradients."""
         order = tuple(sorted(range(len(weights)), key=lambda i: weights[i].storage_offset()))
         rows = [weights[i] for i in order]
