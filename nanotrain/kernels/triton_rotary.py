@@ -41,7 +41,7 @@ if triton is not None:
     ) -> None:
         token = tl.program_id(0).to(tl.int64)
         batch, position = token // length, token % length
-        head, pair = tl.program_id(1) * tile + tl.arange(0, tile), tl.arange(0, block)
+        head, pair = tl.program_id(1).to(tl.int64) * tile + tl.arange(0, tile), tl.arange(0, block)
         angle = batch * table_batch + position * num_pairs + pair
         c = tl.load(cos + angle, mask=pair < num_pairs, other=0.0).to(tl.float32)[None, :]
         s = tl.load(sin + angle, mask=pair < num_pairs, other=0.0).to(tl.float32)[None, :] * sign
