@@ -21,6 +21,7 @@ from nanotrain.data.split import split_documents
 from nanotrain.data.staged import StageBlend, StagedDataset
 from nanotrain.data.synthetic import SyntheticDataset
 from nanotrain.errors import ConfigError, DataError, ErrorCollector
+from nanotrain.quantities import count_of
 
 SPLITS = ("train", "valid", "test")
 
@@ -154,16 +155,25 @@ def _check_samples(name: str, datasets: Sequence[GPTDataset], *, proportions: st
         fix = f"set --{name}-data-path" + (", or turn validation off with --eval-interval 0" if name == "valid" else "")
         raise DataError(f"the {name} split has no corpus", why="with --train-data-path each split has its own", fix=fix)
     for dataset in datasets:
-        tokens, seq_length = dataset.stop - dataset.start, dataset.config.seq_length
         if dataset.samples_per_epoch == 0:
-            raise DataError(
-                f"the {name} split of {dataset.corpus.prefix} has {tokens} tokens, too few for one sample",
-                why=f"a sample needs seq_length + 1 = {seq_length + 1}; --split {proportions} divides the corpus's "
-                f"{dataset.corpus.num_documents} documents ({dataset.corpus.num_tokens} tokens)",
-                fix=f"give {name} a larger share of --split, "
-                + ("turn validation off with --eval-interval 0, " if name == "valid" else "")
-                + "or lower --seq-length",
-            )
+            raise _too_few_tokens(name, dataset, proportions=proportions)
+
+
+def _too_few_tokens(name: str, dataset: GPTDataset, *, proportions: str) -> DataError:
+    corpus, tokens = dataset.corpus, dataset.stop - dataset.start
+    why = f"a sample needs seq_length + 1 = {dataset.config.seq_length + 1}"
+    cures = ["turn validation off with --eval-interval 0"] if name == "valid" else []
+    if tokens == corpus.num_tokens:
+        cures = ["give a longer corpus", *cures]
+    else:
+        documents = count_of(corpus.num_documents, "document")
+        why = f"{why}; --split {proportions} divides the corpus's {documents} ({corpus.num_tokens} tokens)"
+        cures = [f"give {name} a larger share of --split", *cures]
+    return DataError(
+        f"the {name} split of {corpus.prefix} has {tokens} tokens, too few for one sample",
+        why=why,
+        fix=f"{', '.join(cures)}, or lower --seq-length",
+    )
 
 
 def _blend(datasets: Sequence[GPTDataset], prefixes: Sequence[WeightedPrefix]) -> SampleDataset | None:

@@ -67,6 +67,18 @@ def test_too_few_tokens_are_an_error_with_numbers_and_a_cure(write_corpus: Write
     assert build_data(data, vocab_size=100, seed=1, required=["train"]).valid is None
 
 
+def test_a_corpus_that_is_not_divided_gets_no_advice_on_split(write_corpus: WriteCorpus) -> None:
+    long, short = (str(write_corpus([np.zeros(size)], name=name)) for name, size in (("long", 40), ("short", 5)))
+    for data, cure in (
+        (DataConfig(train_data_path=[long], valid_data_path=[short], seq_length=16), "give a longer corpus, turn"),
+        (DataConfig(data_path=[short], split="1", seq_length=16), "give a longer corpus, or lower"),
+    ):
+        required = ["train", "valid"] if data.valid_data_path else ["train"]
+        with pytest.raises(DataError, match=f"short has 5 tokens.*{cure}") as caught:
+            build_data(data, vocab_size=10, seed=1, required=required)
+        assert "--split" not in str(caught.value)
+
+
 def test_a_corpus_of_another_vocabulary_is_refused_at_once(write_corpus: WriteCorpus) -> None:
     data = DataConfig(data_path=[str(write_corpus([np.full(100, 70)]))], split="1", seq_length=20)
     with pytest.raises(DataError, match="token id 70"):
