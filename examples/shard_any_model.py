@@ -56,9 +56,10 @@ def main(context: ParallelContext, folder: Path) -> None:
     again.load(checkpoint)
     with torch.no_grad():
         same = torch.equal(loss_of(sharded, seed=-1), loss_of(again, seed=-1))
-    dp, ranks = sharded.data_parallel, context.topology.world_size
+    dp, world_size = sharded.data_parallel, context.topology.world_size
     if context.rank == 0:
-        print(f"{ranks} ranks, each keeps {dp.param_buffer.numel():,} of {dp.layout.numel:,} elements")
+        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        print(f"{ranks}, each keeps {dp.param_buffer.numel():,} of {dp.layout.numel:,} elements")
         print("same loss after loading:", same)
 
 

@@ -24,7 +24,7 @@ def read_llama(raw: Mapping[str, Any]) -> ModelConfig:
     """
     attention_bias, mlp_bias = raw.get("attention_bias", False), raw.get("mlp_bias", False)
     if attention_bias != mlp_bias:
-        reject("attention_bias", attention_bias, instead=f"{str(mlp_bias).lower()}, equal to mlp_bias,")
+        reject("attention_bias", attention_bias, instead=f"that of mlp_bias, {str(mlp_bias).lower()}")
     return ModelConfig(add_bias_linear=bool(attention_bias), **read_shared(raw, default_positions=2048))
 
 
