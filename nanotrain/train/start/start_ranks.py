@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from types import FrameType
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -153,7 +154,12 @@ def launch_config(args: Namespace) -> tuple[LaunchConfig, object, list[str]]:
 
 
 def build_agent(config: LaunchConfig, entrypoint: str, *, arguments: Sequence[str]) -> LocalElasticAgent:
-    """The agent that starts and watches the ranks of this machine, as torch.distributed.launcher builds it."""
+    """The agent that starts and watches the ranks of this machine, as torch.distributed.launcher builds it.
+
+    Raises:
+        ConfigError: an endpoint that is none.
+        EnvironmentFault: nothing answers there.
+    """
     parameters = RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,
@@ -170,6 +176,8 @@ def build_agent(config: LaunchConfig, entrypoint: str, *, arguments: Sequence[st
     except ValueError as error:
         fix = "set --rdzv-backend and --rdzv-endpoint HOST:PORT as for torchrun"
         raise ConfigError("the machines cannot meet", why=str(error), fix=fix) from None
+    except (RendezvousError, DistError) as error:
+        raise _do_not_meet(error) from None
     spec = WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
@@ -199,16 +207,24 @@ def run_agent(agent: LocalElasticAgent) -> int:
             result = agent.run()
     except SignalException as error:  # one of TORCH_SIGNALS
         return 128 + int(error.sigval)
-    except RendezvousError as error:
-        raise EnvironmentFault(
-            "the machines of this job did not meet",
-            why=f"{type(error).__name__}: {error}".rstrip(": "),
-            fix="give all machines the same --nnodes, --rdzv-id and --rdzv-endpoint HOST:PORT, and check that port",
-        ) from None
+    except (RendezvousError, DistError) as error:
+        raise _do_not_meet(error) from None
     finally:
         with suppress(RendezvousError):
             handler.shutdown()
     return exit_code(result, is_stopped=bool(stops))
+
+
+def _do_not_meet(error: Exception) -> EnvironmentFault:
+    """The error of a meeting point that is not there, is another's, or to which not all machines come."""
+    if "EADDRINUSE" in str(error):
+        why, fix = str(error).splitlines()[0], "set --master-port to a free port, or leave it out on one machine"
+        return EnvironmentFault("the ranks cannot meet at this port", why=why, fix=fix)
+    return EnvironmentFault(
+        "the machines of this job did not meet",
+        why=f"{type(error).__name__}: {error}".rstrip(": "),
+        fix="give all machines the same --nnodes, --rdzv-id and --rdzv-endpoint HOST:PORT, and check that port",
+    )
 
 
 def exit_code(result: RunResult | None, *, is_stopped: bool) -> int:

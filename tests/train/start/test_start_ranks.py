@@ -2,13 +2,14 @@
 
 import os
 import signal
+import socket
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
-from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from nanotrain.cli_launch import launch
 from nanotrain.errors import ConfigError, EnvironmentFault, TopologyError
@@ -173,3 +174,19 @@ def test_machines_that_do_not_meet_are_a_fault():
 
     with pytest.raises(EnvironmentFault, match="did not meet: RendezvousTimeoutError; give all machines the same"):
         run_agent(stub(run=run))
+
+
+def test_a_port_that_another_program_uses_is_one_error(start):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(EnvironmentFault, match=rf"meet at this port: .* port: {port}, .*; set --master"):
+            start("", f"--master-port={port}")
+
+
+def test_a_meeting_point_that_does_not_answer_is_one_error(start, monkeypatch):
+    def unreachable(_parameters):
+        raise RendezvousConnectionError("The connection to the C10d store has failed.")
+
+    monkeypatch.setattr(launcher.rendezvous_registry, "get_rendezvous_handler", unreachable)
+    with pytest.raises(EnvironmentFault, match="did not meet: RendezvousConnectionError: The connection .* check that"):
+        start("", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=nosuch:1")
