@@ -9,6 +9,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from nanotrain.config.config import ModelConfig
+from nanotrain.kernels.choice import uses_triton
 from nanotrain.kernels.rotary import rotate_sides
 from nanotrain.model.context import LayerContext
 from nanotrain.model.norm import build_head_norm
@@ -87,10 +88,14 @@ class Attention(nn.Module):
         query, key, value = (rearrange(x, "b s (n d) -> b s n d", d=self.head_dim) for x in projected)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
+            if self.projections.joined is not None and uses_triton(value):
+                value = (
+                    value.contiguous()
+                )  # the kernels keep copies of queries and keys, and a slice those of all three
         if self.query_factor != 1.0:
             query = query * self.query_factor
         rotary = context.rotary_of(has_window=self.has_window) if self.has_rope else None
-        if rotary is not None and self.projections.joined is not None:
+        if rotary is not None and self.projections.joined is not None and self.query_norm is None:
             query, key, value = rotate_sides(query, key=key, value=value, cos=rotary.cos, sin=rotary.sin)
         elif rotary is not None:
             query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)

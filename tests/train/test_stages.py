@@ -3,11 +3,14 @@
 from collections import Counter
 from typing import Any
 
+import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import ParallelConfig
 from nanotrain.config.load import load
+from nanotrain.model.context import BatchContext
 from nanotrain.parallel.tp.layers import ColumnParallelLinears
 from nanotrain.topology.topology import Topology
 from nanotrain.train.plans.plan import plan_run
@@ -84,6 +87,24 @@ def test_joined_projections_take_nine_products_less_and_no_copy_that_joins_gradi
     apart, joined = (found[fuses].counts for fuses in (False, True))
     assert apart["products"] - joined["products"] == 3 * (2 + 1)
     assert apart["cat"] == joined["cat"]
+
+
+@pytest.mark.parametrize("model", [{}, {"qk_layernorm": True}, {"position_embedding_type": "none"}], ids=str)
+def test_joined_projections_keep_as_much_for_the_backward_as_apart(model):
+    context = ParallelContext.attach(Topology.of(ParallelConfig(), 1))
+    sizes = {"num_layers": 1, "kv_channels": 16, "ffn_hidden_size": 64}
+    num_bytes = []
+    for fuses in (False, True):
+        parallel = {"projection_fusion": fuses, "ddp_bucket_size": 100_000}
+        run = build_here(context, Case(1).but(parallel=parallel, model=sizes | model, train={"global_batch_size": 2}))
+        batch, saved = run.batch_iterator.next(), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x) or x, lambda x: x):
+            loss = run.stages[0](None, BatchContext.of(batch.microbatches[0], cp=context.group("cp")))
+        assert loss.grad_fn is not None, "the graph is alive, and no storage is used twice"
+        params = {param.untyped_storage().data_ptr() for param in run.stages[0].parameters()}
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
+        num_bytes.append(sum(size for address, size in storages.items() if address not in params))
+    assert num_bytes[0] == num_bytes[1] > 100_000
 
 
 @ranks(2, pp=2)
