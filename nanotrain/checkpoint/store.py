@@ -202,7 +202,7 @@ def require_space(folder: Path, nbytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         text = f"{os.strerror(errno.ENOSPC)}: a checkpoint needs {nbytes:,} bytes"
-        raise OSError(errno.ENOSPC, text, str(folder / MANIFEST))
+        raise OSError(errno.ENOSPC, text, str(folder))
 
 
 def start_writing(folder: Path, step: int, *, warned: set[Path]) -> Path:
