@@ -30,10 +30,12 @@ from nanotrain.cli_parser import (
     world_size,
 )
 from nanotrain.cli_sweep import sweep
+from nanotrain.config.derive import data_parallel_size
 from nanotrain.config.flags import parse
 from nanotrain.config.help import CONFIG_USAGE
 from nanotrain.config.load import load_line, reply, to_yaml
 from nanotrain.config.schema import check_choice
+from nanotrain.config.validate import check_data_parallel_size
 from nanotrain.errors import EXIT_CODE, INTERRUPTED, ConfigError, NanotrainError, report
 from nanotrain.start_up import end_without_collection
 
@@ -108,7 +110,10 @@ def topology(argv: Sequence[str]) -> int:
 
         wide = parallel.expert_model_parallel_size > 1 or parallel.expert_tensor_parallel_size is not None
         has_experts = wide or loaded.config.model.moe.num_experts is not None
-        print(run_topology(parallel, args.world_size, as_json=args.json, has_experts=has_experts))
+        text = run_topology(parallel, args.world_size, as_json=args.json, has_experts=has_experts)
+        dp = data_parallel_size(parallel, args.world_size)
+        check_data_parallel_size(dp, loaded.data_parallel_size, world_size=args.world_size)
+        print(text)
     if args.schedule is not None:
         from nanotrain.parallel.pp.actions import PipelineShape
         from nanotrain.parallel.pp.draw import draw_schedule

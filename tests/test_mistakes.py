@@ -66,6 +66,8 @@ MISTAKES = [
     ("checkpoint export-hf nowhere out", "nowhere is not a checkpoint", "Traceback"),
     ("compare one", "name at least two run folders", "usage"),
     ("parity +config=tiny", "required: --world-size", "usage"),
+    ("topology --world-size 8 --data-parallel-size 4", "--data-parallel-size is 4, the run has 8", "ranks ="),
+    ("train --standalone --nnodes 2 +config=tiny", "--standalone starts a job of one machine", "Traceback"),
     ("config --explian", "did you mean --explain?", "--help"),
 ]
 

@@ -97,12 +97,7 @@ def validate_for_world(config: Config, world_size: int, *, expected_dp: int | No
         ConfigError: ranks that cannot form the groups, or a global batch that they cannot share.
     """
     dp = data_parallel_size(config.parallel, world_size)
-    if expected_dp is not None and expected_dp != dp:
-        raise ConfigError(
-            f"--data-parallel-size is {expected_dp}, the run has {dp}",
-            why=f"it only checks the size that follows from {world_size} ranks",
-            fix=f"run on {expected_dp * world_size // dp} ranks or leave it out",
-        )
+    check_data_parallel_size(dp, expected_dp, world_size=world_size)
     check_batches(config, dp)
     count, batch_size = num_microbatches(config.train, dp), global_batch_size(config.train, dp)
     if count > MAX_MICROBATCHES:
@@ -110,6 +105,20 @@ def validate_for_world(config: Config, world_size: int, *, expected_dp: int | No
             f"a global batch of {batch_size} samples has {count:,} microbatches per rank",
             why=f"at most {MAX_MICROBATCHES:,} can be planned",
             fix="raise --micro-batch-size, or lower --global-batch-size",
+        )
+
+
+def check_data_parallel_size(dp: int, expected: int | None, *, world_size: int) -> None:
+    """Check the number of data-parallel ranks against `--data-parallel-size`, if it is set.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if expected is not None and expected != dp:
+        raise ConfigError(
+            f"--data-parallel-size is {expected}, the run has {dp}",
+            why=f"it only checks the size that follows from {world_size} ranks",
+            fix=f"run on {expected * world_size // dp} ranks or leave it out",
         )
 
 

@@ -74,6 +74,9 @@ def check_ranks(program: Sequence[str], *, options: Sequence[str], check: Callab
     min_nodes, max_nodes = parse_min_max_nnodes(args.nnodes)
     if min_nodes < 1:
         raise ConfigError(f"--nnodes is {args.nnodes}", why="a job has at least one machine", fix="--nnodes 1")
+    if args.standalone and max_nodes > 1:  # torchrun would wait for machines that cannot find it
+        why = "--standalone starts a job of one machine"
+        raise ConfigError(f"--standalone with --nnodes {args.nnodes}", why=why, fix="leave one of them out")
     if min_nodes == max_nodes:  # otherwise the ranks check the number that they find
         check(num_local * max_nodes)
     return args
