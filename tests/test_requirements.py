@@ -4,9 +4,10 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 LINES = (Path(__file__).parent.parent / "constraints.txt").read_text().splitlines()
-PINS = dict(line.split("==") for line in LINES if "==" in line)
+PINS = {canonicalize_name(name): pin for name, _, pin in (line.partition("==") for line in LINES) if pin}
 # What the CUDA build of a version requires on PyPI; a CPU build requires neither, so nothing else here would notice.
 CUDA_BUILDS = {"2.13.0": ("triton==3.7.1", "setuptools>=77.0.3", "networkx>=2.5.1", "sympy>=1.13.3", "fsspec>=0.8.5")}
 
@@ -22,7 +23,8 @@ def required_by(name: str) -> list[Requirement]:
 
 def refused(requirements: list[Requirement]) -> list[str]:
     """Those that the pinned version does not meet."""
-    return [str(each) for each in requirements if each.name in PINS and PINS[each.name] not in each.specifier]
+    pins = [(each, PINS.get(canonicalize_name(each.name))) for each in requirements]
+    return [str(each) for each, pin in pins if pin is not None and pin not in each.specifier]
 
 
 def test_pinned_versions_fit_the_cuda_build_of_torch() -> None:

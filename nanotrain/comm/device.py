@@ -58,7 +58,7 @@ def pick_device(kind: str, local_rank: int, *, environment: MutableMapping[str, 
     if not any(name in environment for name in (_ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF")):
         environment[_ALLOCATOR] = "expandable_segments:True"
     num_devices = torch.cuda.device_count()
-    if num_devices == 1 and _has_own_gpu(environment, local_rank):
+    if _has_own_gpu(environment, str(local_rank)):
         local_rank = 0
     if local_rank >= num_devices:
         raise EnvironmentFault(
@@ -85,15 +85,16 @@ def describe_unused_gpus(kind: str, *, environment: Mapping[str, str] = os.envir
 
 def _has_too_few_gpus(environment: Mapping[str, str]) -> bool:
     """Whether all ranks are on one machine, which has fewer GPUs."""
-    num_ranks = environment.get("LOCAL_WORLD_SIZE", "1")
+    num_ranks, local_rank = environment.get("LOCAL_WORLD_SIZE", "1"), environment.get("LOCAL_RANK", "0")
     is_one_machine = num_ranks.isdecimal() and num_ranks == environment.get("WORLD_SIZE")
-    return is_one_machine and int(num_ranks) > torch.cuda.device_count()
+    return is_one_machine and int(num_ranks) > torch.cuda.device_count() and not _has_own_gpu(environment, local_rank)
 
 
-def _has_own_gpu(environment: Mapping[str, str], local_rank: int) -> bool:
-    """Whether Slurm or MPI gave this rank a GPU; torchrun's ranks inherit one environment."""
+def _has_own_gpu(environment: Mapping[str, str], local_rank: str) -> bool:
+    """Whether Slurm or MPI gave this rank its only GPU; torchrun's ranks inherit one environment."""
     numbers = {environment.get(name) for name in ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_LOCAL_RANK")}
-    return bool(environment.get("CUDA_VISIBLE_DEVICES")) and str(local_rank) in numbers
+    is_given = bool(environment.get("CUDA_VISIBLE_DEVICES")) and local_rank in numbers
+    return is_given and torch.cuda.device_count() == 1
 
 
 def backend_of(device: torch.device) -> str:

@@ -4,8 +4,7 @@
 
 Bits per byte compare models with different tokenizers, which the loss per token does not. A token of a byte-level BPE
 may be a part of a character, so it is not decoded: its vocabulary entry has one character per byte. Special tokens,
-    such
-as the end-of-document token, have no bytes.
+such as the end-of-document token, have no bytes.
 """
 
 import json

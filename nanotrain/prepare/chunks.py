@@ -72,6 +72,9 @@ def streamed_dataset(name: str, *, subset: str | None, split: str) -> HubDataset
     path = Path(name).expanduser()
     if path.is_file():
         return _dataset_of_file(path)
+    if glob.has_magic(name):
+        fix = "name one file or folder, or leave --streaming out"
+        raise DataError(f"{name} cannot be streamed", why="it is a pattern, and one dataset is streamed", fix=fix)
     return HubDataset(str(path) if path.is_dir() else name, subset, split)
 
 
@@ -90,15 +93,21 @@ def _expand(name: str) -> list[Path] | None:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """The files of documents, without those that are hidden, of which copying and version control leave many."""
-    files = (file for file in folder.rglob("*") if _splitter_of(file) is not None and file.is_file())
-    return sorted(file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts))
+    """The files of documents, without hidden ones, and without compressed copies of files that are there too.
+
+    Copying and version control leave many hidden files; `zstd` and `gzip -k` keep the file that they compress.
+    """
+    files = [file for file in folder.rglob("*") if _splitter_of(file) is not None and file.is_file()]
+    kept = {file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)}
+    return sorted(file for file in kept if not (is_compressed(file) and file.with_suffix("") in kept))
 
 
 def _matches(pattern: str) -> list[Path]:
     """The files that match a pattern, and those of documents below the folders that do."""
     found = [Path(name) for name in sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))]
-    files = [file for path in found for file in (_files_below(path) if path.is_dir() else [path])]
+    files = [
+        file for path in found for file in (_files_below(path) if path.is_dir() else [path] if path.exists() else [])
+    ]
     if not files:
         raise DataError(f"no file matches {pattern}", why="it is a pattern", fix="check the path of --input")
     return list(dict.fromkeys(files))

@@ -12,6 +12,9 @@ from typing import Any, BinaryIO
 
 from nanotrain.errors import DataError, NanotrainError
 
+MAX_ZST_WINDOW = 1 << 31  # bytes of memory at most; `zstd --long=31` needs them
+ZST_READ_BYTES = 1 << 16  # at a time
+
 
 def uncompressed_suffix(path: Path) -> str:
     """The type of a file by its name, in small letters: .jsonl of corpus.jsonl.gz and of CORPUS.JSONL."""
@@ -59,10 +62,50 @@ def _open_plain(file: str) -> Any:
 
 def _open_zst(file: str) -> Any:
     check_zstandard(file)
-    import zstandard
+    return io.BufferedReader(_ZstReader(file))
 
-    stream = zstandard.ZstdDecompressor().stream_reader(_open_plain(file), read_across_frames=True)
-    return io.BufferedReader(stream)
+
+class _ZstReader(io.RawIOBase):
+    """The text of a .zst file of one or more frames; zstandard's own reader takes a cut file for a short one.
+
+    Raises:
+        EOFError: the file ends inside of a frame.
+    """
+
+    def __init__(self, file: str) -> None:
+        import zstandard
+
+        self._file, self._zstd = _open_plain(file), zstandard.ZstdDecompressor(max_window_size=MAX_ZST_WINDOW)
+        self._frame: Any = None  # the decompressor of the frame being read
+        self._output = memoryview(b"")
+        self._place = 0  # bytes of text that were read
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output:
+            is_between = self._frame is None or self._frame.eof
+            left = self._frame.unused_data if self._frame is not None and is_between else b""
+            data = left or self._file.read(ZST_READ_BYTES)
+            if not data:
+                if is_between:
+                    return 0
+                raise EOFError("it ends too early")
+            if is_between:
+                self._frame = self._zstd.decompressobj()
+            self._output = memoryview(self._frame.decompress(data))
+        size = min(len(buffer), len(self._output))
+        buffer[:size], self._output = self._output[:size], self._output[size:]
+        self._place += size
+        return size
 
 
 _OPENERS: dict[str, Callable[[str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zst}

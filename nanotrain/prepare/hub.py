@@ -23,7 +23,8 @@ class HubDataset:
 
 def is_saved_dataset(folder: Path) -> bool:
     """Whether `save_to_disk` of `datasets` wrote the folder: one dataset, or one per split."""
-    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    one = ("state.json", "dataset_info.json")
+    return (folder / "dataset_dict.json").is_file() or all((folder / name).is_file() for name in one)
 
 
 def load_rows(dataset: HubDataset, *, streaming: bool = False) -> Any:

@@ -78,7 +78,10 @@ def test_auto_is_the_cpu_of_one_machine_with_fewer_gpus_than_ranks(monkeypatch):
     assert [devices.pick_device("auto", rank, environment=dict(two)) for rank in (0, 1)] == [CPU, CPU]
     assert "2 ranks and 1 GPU(s) on this machine" in devices.describe_unused_gpus("auto", environment=two)
     assert made_current == []
-    # asked for, on several machines, or alone: the GPU
+    # asked for, on several machines, alone, or one for each rank: the GPU
+    own = {"LOCAL_RANK": "1", "SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "1"}
+    assert devices.pick_device("auto", 1, environment=two | own) == torch.device("cuda", 0)
+    assert devices.describe_unused_gpus("auto", environment=two | own) == ""
     for kind, world in (
         ("cuda", two),
         ("auto", two | {"WORLD_SIZE": "4"}),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nanotrain.errors import DataError
 from nanotrain.prepare import chunks
-from nanotrain.prepare.chunks import InputChunk, plan_chunks
+from nanotrain.prepare.chunks import InputChunk, plan_chunks, streamed_dataset
 from nanotrain.prepare.readers import DocumentReader
 
 TEXTS = [f"document {i} – {'ü' * (i % 7)}" for i in range(50)]
@@ -85,15 +85,23 @@ def test_a_folder_gives_compressed_files_and_leaves_hidden_ones_out(tmp_path: Pa
     (tmp_path / "2.txt.bz2").write_bytes(bz2.compress(TEXTS[5].encode()))
     (tmp_path / "3.TXT.XZ").write_bytes(lzma.compress(TEXTS[6].encode()))
     (tmp_path / "4.MD").write_text(TEXTS[7])
+    (tmp_path / "state.json").write_text("{}")  # of a program; alone it makes no saved dataset
+    (tmp_path / "4.MD.gz").write_bytes(gzip.compress(TEXTS[7].encode()))  # `gzip -k` keeps both
     assert _read(tmp_path) == TEXTS[:8]
 
 
 def test_a_pattern_gives_its_matches_sorted(tmp_path: Path) -> None:
     for i in (2, 0, 1):
         _write_lines(tmp_path / f"part-{i}.jsonl", TEXTS[i : i + 1])
+    (tmp_path / "part-3.jsonl").symlink_to("gone")
     assert _read(tmp_path / "part-*.jsonl") == TEXTS[:3]
     with pytest.raises(DataError, match=r"no file matches .*nope-\*"):
         _read(tmp_path / "nope-*.jsonl")
+
+
+def test_a_pattern_is_not_streamed() -> None:
+    with pytest.raises(DataError, match=r"a/\*\.jsonl cannot be streamed.*leave --streaming out"):
+        streamed_dataset("a/*.jsonl", subset=None, split="train")
 
 
 def test_a_file_whose_name_has_brackets_is_no_pattern(tmp_path: Path) -> None:

@@ -30,6 +30,17 @@ def test_zst_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         _read(tmp_path / "a.jsonl.zst")
 
 
+def test_a_cut_zst_is_named(tmp_path: Path) -> None:
+    whole = pytest.importorskip("zstandard").compress(b"".join(b'{"text": "%d"}\n' % i for i in range(50_000)))
+    (tmp_path / "cut.jsonl.zst").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"cut\.jsonl\.zst cannot be read.*ends too early"):
+        _read(tmp_path / "cut.jsonl.zst")
+    (tmp_path / "cut.jsonl.zst").write_bytes(whole)
+    assert _read(tmp_path / "cut.jsonl.zst").endswith(b'"49999"}\n')
+    with open_input(str(tmp_path / "cut.jsonl.zst")) as stream:
+        assert stream.readline() and stream.tell() == len(b'{"text": "0"}\n')
+
+
 def test_zst_is_read_over_all_its_frames(tmp_path: Path) -> None:
     compress = pytest.importorskip("zstandard").compress
     (tmp_path / "a.jsonl.zst").write_bytes(b"".join(compress(b'{"text": "%d"}\n' % i) for i in range(3)))

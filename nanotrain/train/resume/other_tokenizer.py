@@ -39,7 +39,7 @@ def warn_of_other_tokenizer(weights: str | None, data: DataConfig, *, path: Path
 
 def warn_after_restore(manifest: Manifest, data: DataConfig, *, path: Path) -> None:
     """`warn_of_other_tokenizer` for a checkpoint that was loaded."""
-    with suppress(NanotrainError):  # files of another run may be gone or damaged, and are not needed
+    with suppress(NanotrainError, OSError):  # files of another run may be gone, damaged or private, and are not needed
         opened = OpenedCheckpoint(path, config_from_dict(manifest.config), manifest)
         warn_of_other_tokenizer(tokenizer_name(opened), data, path=path)
 
