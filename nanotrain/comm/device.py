@@ -46,8 +46,10 @@ def pick_device(kind: str, local_rank: int, *, environment: MutableMapping[str, 
     Raises:
         EnvironmentFault: no GPU is visible, or the machine has more ranks than GPUs.
     """
+    if kind == "cpu":
+        return torch.device("cpu")
     has_gpu = torch.cuda.is_available()
-    if kind == "cpu" or (kind == "auto" and (not has_gpu or _has_too_few_gpus(environment))):
+    if kind == "auto" and (not has_gpu or _has_too_few_gpus(environment)):
         return torch.device("cpu")
     if not has_gpu:
         raise EnvironmentFault(
@@ -94,7 +96,7 @@ def _has_own_gpu(environment: Mapping[str, str], local_rank: str) -> bool:
     """Whether Slurm or MPI gave this rank its only GPU; torchrun's ranks inherit one environment."""
     numbers = {environment.get(name) for name in ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_LOCAL_RANK")}
     is_given = bool(environment.get("CUDA_VISIBLE_DEVICES")) and local_rank in numbers
-    return is_given and torch.cuda.device_count() == 1
+    return is_given and "TORCHELASTIC_RUN_ID" not in environment and torch.cuda.device_count() == 1
 
 
 def backend_of(device: torch.device) -> str:

@@ -90,7 +90,9 @@ class JoinedLinears(Linears):
 
 
 def traced_linears(x: Tensor, linears: Sequence[Linear], *, joined: JoinedWeight) -> tuple[Tensor, ...]:
-    """[..., I] -> one [..., O] per layer, inside a compiled graph."""
+    """[..., I] -> one [..., O] per layer, inside a compiled graph, or without gradients."""
+    if not torch.is_grad_enabled():  # torch's compiler breaks the graph at a function that saves nothing
+        return tuple(joined.split(fprop(x, joined.weight)))
     rows = [linears[layer].weight for layer in joined.order]
     writes = writes_in_graph(grad_view_of(joined.weight))
     out = _TracedJoined.apply(x, joined.weight, writes, *rows)

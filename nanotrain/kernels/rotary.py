@@ -84,7 +84,7 @@ class _RotateSides(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        sides = empty_sides(ctx.sizes, ctx.order, like=grads[0].flatten(-2))
+        sides = empty_sides(ctx.sizes, ctx.order, like=grads[0][..., 0])
         query, key, value = (x.unflatten(-1, grad.shape[-2:]) for x, grad in zip(sides, grads, strict=True))
         _rotate(grads[0], cos=cos, sin=sin, sign=-1, out=query)
         _rotate(grads[1], cos=cos, sin=sin, sign=-1, out=key)

@@ -89,9 +89,8 @@ class Attention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
             if self.projections.joined is not None and uses_triton(value):
-                value = (
-                    value.contiguous()
-                )  # the kernels keep copies of queries and keys, and a slice those of all three
+                # The norms keep copies of queries and keys, and a slice would keep the memory of all three.
+                value = value.contiguous()
         if self.query_factor != 1.0:
             query = query * self.query_factor
         rotary = context.rotary_of(has_window=self.has_window) if self.has_rope else None

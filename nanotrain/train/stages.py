@@ -90,8 +90,9 @@ def _build_stage(plan: Plan, stage: StagePlan, *, context: ParallelContext) -> B
         for buffer in stage.buffers
     )
     fuses = config.parallel.projection_fusion
-    if context.device.type == "cuda" if fuses is None else fuses:
-        log.info("projection fusion, stage %d: %s", stage.spec.index, join_projections(module, data_parallel))
+    if fuses or (fuses is None and context.device.type == "cuda"):
+        counts = join_projections(module, data_parallel)
+        log.info("projection fusion, stage %d: %s", stage.spec.index, counts)
     module.to(context.device)  # moves registered buffers such as router biases; parameters are on the device already
     return BuiltStage(module, stage.params, data_parallel, wgrad_queue)
 

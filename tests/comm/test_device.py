@@ -82,6 +82,9 @@ def test_auto_is_the_cpu_of_one_machine_with_fewer_gpus_than_ranks(monkeypatch):
     own = {"LOCAL_RANK": "1", "SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "1"}
     assert devices.pick_device("auto", 1, environment=two | own) == torch.device("cuda", 0)
     assert devices.describe_unused_gpus("auto", environment=two | own) == ""
+    one_task = two | {"TORCHELASTIC_RUN_ID": "1", "SLURM_LOCALID": "0", "CUDA_VISIBLE_DEVICES": "0"}  # torchrun in it
+    picked = [devices.pick_device("auto", rank, environment=one_task | {"LOCAL_RANK": str(rank)}) for rank in (0, 1)]
+    assert picked == [CPU, CPU]
     for kind, world in (
         ("cuda", two),
         ("auto", two | {"WORLD_SIZE": "4"}),

@@ -27,16 +27,15 @@ def num_gathers(plan: Plan, bucket: BucketLayout, *, stage: int) -> int:
 
     After an I action the first unit of a stage stays gathered until W or another forward.
     """
-    if not plan.data_parallel.strategy.shard_params:
+    options = plan.data_parallel
+    if not options.strategy.shard_params:
         return 1
     staged = next(each for each in plan.stages if each.spec.index == stage)
     layout = next(buffer.layout for buffer in staged.buffers if bucket in buffer.layout.buckets)
     index, units = layout.buckets.index(bucket), stage_units(staged, layout)
     is_first = index in next(filter(None, units))
     reshards = plan.config.parallel.reshard_after_forward
-    per_forward = (
-        forward_gathers(units, num_prefetched=plan.data_parallel.num_prefetched_units)[index] if reshards else 1
-    )
+    per_forward = forward_gathers(units, num_prefetched=options.num_prefetched_units)[index] if reshards else 1
     per_backward = backward_gathers(plan, staged, layout=layout)[index] if reshards else 0
     count, between, is_gathered = 0, 0, False  # microbatches between their forward and their backward
     for action in plan.train_schedule.steps:
@@ -90,14 +89,11 @@ def backward_gathers(plan: Plan, stage: StagePlan, *, layout: BufferLayout) -> C
     first, groups = int(stage.spec.has_embedding), []
     if plan.config.memory.recompute_granularity is RecomputeGranularity.full:
         groups = recomputed_groups(plan.config, len(stage.spec.layers))
-    blocks = (
-        layout.gather_blocks(plan.data_parallel.num_gather_blocks).places
-        if plan.data_parallel.num_gather_blocks
-        else ()
-    )
+    options = plan.data_parallel
+    blocks = layout.gather_blocks(options.num_gather_blocks).places if options.num_gather_blocks else ()
     gathers = BackwardGathers(
         stage_units(stage, layout),
-        num_prefetched=plan.data_parallel.num_prefetched_units,
+        num_prefetched=options.num_prefetched_units,
         blocks=[name for name, _ in blocks],
     )
     return gathers.run([range(group.start + first, group.stop + first) for group in groups])
