@@ -2,10 +2,10 @@
 
     save                                             restore
     1  first rank: clear leftovers, make step-       1  first rank: read and check the manifest, for all
-       NNNNNNNN.tmp, check the free space            2  every rank: compare it with the targets, plan its reads;
-    2  every rank: write and fsync its shard            together they load every tensor of a kind
-    3  first rank: check that chunks cover every     3  every rank: read its chunks, check their checksums, copy them
-       tensor exactly once; manifest; rename            into the targets
+       NNNNNNNN.tmp, check the free space            2  every rank: compare it with the targets, plan its reads,
+    2  every rank: write and fsync its shard            read its chunks, check their checksums, copy them into the
+    3  first rank: check that chunks cover every        targets; together they load every tensor of a kind
+       tensor exactly once; manifest; rename
     4  first rank: delete the oldest
 
 `start_save` copies the tensors to host memory and leaves 2 to 4 to a thread per rank (background.py).
@@ -239,18 +239,13 @@ class Checkpointer:
             manifest = run_on_first(self.group, lambda: store.require_complete(path))
         targets = choose(manifest, targets) if choose else targets
         fitted = fit_padding(manifest, targets, rows=padded_rows or {})
-        local: list[Reads] = []
-
-        def plan() -> list[float]:
-            local.append(_plan(manifest, fitted, config=config))
-            return loads(manifest, targets)
 
         def read() -> list[float]:
-            read_chunks(path, local[0], targets=fitted)
-            return []
+            read_chunks(path, _plan(manifest, fitted, config=config), targets=fitted)
+            return loads(manifest, targets)
 
-        check_all_loaded(manifest, reduce_on_all(self.group, plan, length=len(manifest.tensors)), config=config)
-        reduce_on_all(self.group, read)
+        # One collective: ranks that share cores wait several milliseconds in each.
+        check_all_loaded(manifest, reduce_on_all(self.group, read, length=len(manifest.tensors)), config=config)
         return manifest
 
     def latest(self) -> Path | None:
