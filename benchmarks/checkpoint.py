@@ -7,10 +7,11 @@
 
 All save the same tensors, sharded along their first dim over the ranks, fsync them, and load them into existing
 tensors. The time is that of the slowest rank. Loads are measured warm (files in the page cache) and cold (dropped from
-it before). Contenders run in turn for several rounds, each of which begins with another one. A ratio is the median over
-rounds of runs close in time, so a slow minute of the machine affects both sides. Peak memory is the largest growth of a
-rank's resident memory during a save or a load, beside the state itself, in a first round that is not timed. Last comes
-the time for which a save stops training (save_stall.py).
+it before). Contenders run in turn for several rounds, in which each follows each other one equally often: the speed of
+one depends on what the one before has left in the memory. A ratio is the median over rounds of runs close in time, so a
+slow minute of the machine affects both sides. Peak memory is the largest growth of a rank's resident memory during a
+save or a load, beside the state itself, in a first round that is not timed. Last comes the time for which a save stops
+training (save_stall.py).
 
 torch.save writes one file per rank and nothing else: no manifest, no communication, and no other layout can read it.
 "plain bytes" writes and reads one file per rank with `write` and `readinto`, tensor after tensor: what the disk gives.
@@ -28,9 +29,10 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -52,6 +54,7 @@ from nanotrain.topology.groups import GroupSpec
 TENSOR_MIB, COLUMNS = 4, 1024
 PHASES = ("save", "load warm", "load cold")
 MIB = 2**20
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -141,9 +144,7 @@ def run_rank(rank: int, size: int, mib: int, rounds: int, folder: str) -> None:
     expected = {name: tensor.double().sum() for name, tensor in state.tensors.items()}
     times: dict[str, list[list[float]]] = {}  # MiB of the first round, then seconds of every phase, by round
     for number in range(rounds + 1):
-        in_turn = list(contenders(state).items())
-        first = number % len(in_turn)  # the disk and the memory are as the contender before has left them
-        for name, contender in in_turn[first:] + in_turn[:first]:
+        for name, contender in in_turn(list(contenders(state).items()), number):
             target = Path(folder) / name
             measured = [
                 _timed(contender.save, target, trims=number == 0),
@@ -164,6 +165,19 @@ def run_rank(rank: int, size: int, mib: int, rounds: int, folder: str) -> None:
     if rank == 0:
         torch.save(times, f"{folder}/times.pt")
     dist.destroy_process_group()
+
+
+def in_turn(contenders: Sequence[Item], number: int) -> list[Item]:
+    """The order of an even number of contenders in a round; over as many rounds each follows each other one once.
+
+    Source: Williams 1949, "Experimental designs balanced for the estimation of residual effects of treatments".
+
+    >>> [in_turn("abcd", number) for number in range(4)]
+    [['a', 'b', 'd', 'c'], ['b', 'c', 'a', 'd'], ['c', 'd', 'b', 'a'], ['d', 'a', 'c', 'b']]
+    """
+    size = len(contenders)
+    steps = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(size)]
+    return [contenders[(number + step) % size] for step in steps]
 
 
 def rows_of(times: dict[str, list[list[float]]], *, size: int, mib: int) -> list[str]:
@@ -219,7 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--mib", type=int, nargs="+", default=[64, 256], help="MiB per rank")
-    parser.add_argument("--rounds", type=int, default=8, help="a multiple of 4: each contender is first as often")
+    parser.add_argument("--rounds", type=int, default=8, help="a multiple of 4, for balanced orders")
     parser.add_argument("--folder", type=Path, default=None, help="where to write (default: a temporary folder)")
     parser.add_argument("--write", type=Path, default=None, help="also write the table to this file")
     options = parser.parse_args()
