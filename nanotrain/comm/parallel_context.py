@@ -81,7 +81,7 @@ def _number(environment: Mapping[str, str], name: str, *, at_least: int = 0, at_
     text = environment[name]
     if re.fullmatch("[0-9]{1,8}", text) and at_least <= int(text) <= at_most:
         return int(text)
-    why = f"it is a whole number from {at_least} to {at_most}"
+    why = f"it must be a whole number from {at_least} to {at_most}"
     raise EnvironmentFault(f"{name} is {shown(text)} in the environment", why=why, fix=_START)
 
 

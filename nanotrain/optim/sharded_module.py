@@ -69,7 +69,7 @@ class ShardedModule:
     ) -> None:
         optim, precision = optim or OptimConfig(), precision or PrecisionConfig()
         _check_data_parallel_only(context)
-        _check_trained(module, optim)
+        _check_settings(module, parallel=parallel, optim=optim)
         self.module, self._context, self._optim = module, context, optim
         strategy = STRATEGIES[parallel.data_parallel_sharding_strategy.value]
         _check_groups(context, strategy)
@@ -290,7 +290,7 @@ def _check_groups(context: ParallelContext, strategy: Strategy) -> None:
         )
 
 
-def _check_trained(module: nn.Module, optim: OptimConfig) -> None:
+def _check_settings(module: nn.Module, *, parallel: ParallelConfig, optim: OptimConfig) -> None:
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     if frozen:
         raise ConfigError(
@@ -298,6 +298,9 @@ def _check_trained(module: nn.Module, optim: OptimConfig) -> None:
             why="the optimizer updates the whole flat buffer, so weight decay would change them",
             fix="train all of them, or keep frozen ones as buffers of the module",
         )
+    if parallel.projection_fusion:
+        why = "it joins layers of the trainer's own models"
+        raise ConfigError("projection_fusion has no effect", why=why, fix="leave it out")
     if optim.decoupled_lr is not None:
         why = "a module does not declare which parameters are its embedding and its output layer"
         raise ConfigError("decoupled_lr has no effect", why=why, fix="leave it out")

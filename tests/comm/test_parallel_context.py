@@ -109,7 +109,7 @@ def test_process_groups_are_destroyed_after_success_and_left_after_an_error(monk
         (LAUNCHED | {"MASTER_ADDR": ""}, "set but not MASTER_ADDR in the environment"),
         (LAUNCHED | {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two' .* from 1 to 10000000; start with torchrun, or unset"),
         (LAUNCHED | {"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
-        (LAUNCHED | {"RANK": "2"}, "RANK is '2' in the environment: it is a whole number from 0 to 1"),
+        (LAUNCHED | {"RANK": "2"}, "RANK is '2' in the environment: it must be a whole number from 0 to 1"),
         (LAUNCHED | {"RANK": "9" * 5000}, "RANK is '999"),
         (LAUNCHED | {"RANK": "-1"}, "RANK is '-1'"),
         (LAUNCHED | {"LOCAL_RANK": "7"}, "LOCAL_RANK is '7'"),

@@ -200,6 +200,9 @@ def refuse_misuse(context: ParallelContext) -> None:
     decoupled = OptimConfig(decoupled_lr=0.1)
     with pytest.raises(ConfigError, match="decoupled_lr has no effect"):
         ShardedModule(Model(), context, parallel=parallel, unit_classes=units, optim=decoupled)
+    fused = replace(parallel, projection_fusion=True)
+    with pytest.raises(ConfigError, match="projection_fusion has no effect"):
+        ShardedModule(Model(), context, parallel=fused, unit_classes=units)
     sharded = ShardedModule(Model(), context, parallel=parallel, unit_classes=units)
     with pytest.raises(RuntimeError, match="step before the last microbatch"):
         sharded.step()

@@ -160,8 +160,8 @@ def build_agent(config: LaunchConfig, entrypoint: str, *, arguments: Sequence[st
     """The agent that starts and watches the ranks of this machine, as torch.distributed.launcher builds it.
 
     Raises:
-        ConfigError: an endpoint that is none.
-        EnvironmentFault: nothing answers there.
+        ConfigError: the rendezvous endpoint is invalid.
+        EnvironmentFault: it does not answer.
     """
     parameters = RendezvousParameters(
         backend=config.rdzv_backend,
@@ -219,7 +219,7 @@ def run_agent(agent: LocalElasticAgent) -> int:
 
 
 def _do_not_meet(error: Exception) -> EnvironmentFault:
-    """The error of a meeting point that is not there, is another's, or to which not all machines come."""
+    """The error of a rendezvous: its endpoint does not answer, its port is in use, or machines do not join it."""
     if "EADDRINUSE" in str(error):
         why, fix = str(error).splitlines()[0], "set --master-port to a free port, or leave it out on one machine"
         return EnvironmentFault("the ranks cannot meet at this port", why=why, fix=fix)
