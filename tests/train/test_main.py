@@ -117,7 +117,7 @@ def test_a_port_that_is_no_number_is_one_error(tmp_path, capfd, monkeypatch):
         monkeypatch.setenv(name, value)
     assert main(arguments(tmp_path)) == 2
     error = capfd.readouterr().err
-    assert error.startswith("error: MASTER_PORT is 'abc' in the environment: it is a whole number")
+    assert error.startswith("error: MASTER_PORT is 'abc' in the environment: it must be a whole number")
     assert error.count("\n") == 1
 
 
