@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nanotrain.comm import collectives
+from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.kernels.traced_wgrad import write_wgrad
 from nanotrain.topology.topology import Topology
@@ -244,9 +245,8 @@ class _Transport:
     def all_gather_object(self, gathered: list[Any], obj: Any, **_: Any) -> None:
         gathered[:] = [obj] * len(gathered)
 
-    def gather_object(self, obj: Any, gathered: list[Any] | None = None, **_: Any) -> None:
-        if gathered is not None:
-            gathered[:] = [obj] * len(gathered)
+    def reduce_along(self, levels: Sequence[Group], numbers: list[float], *, op: str) -> list[float]:
+        return [number * levels[-1].size for number in numbers] if op == "sum" else numbers
 
     def _start(self, op: str, *, inputs: Sequence[Tensor] = (), outputs: Sequence[Tensor] = ()) -> _Handle:
         return _Handle(self.recorder, self.recorder.start(op, inputs=inputs, outputs=outputs))
@@ -277,10 +277,11 @@ def recorded_world(
             "irecv": transport.receive,
             "batch_isend_irecv": transport.batch,
             "all_gather_object": transport.all_gather_object,
-            "gather_object": transport.gather_object,
-            "broadcast_object_list": lambda objects, **_: None,
         }.items():
             patch.setattr(dist, name, function)
+        patch.setattr(collectives, "gather_along", lambda levels, obj: [obj] * levels[-1].size)
+        patch.setattr(collectives, "broadcast_along", lambda levels, obj: obj)
+        patch.setattr(collectives, "reduce_along", transport.reduce_along)
         message = lambda start, tensor, peer, group: SimpleNamespace(start=start, tensor=tensor)  # noqa: E731
         patch.setattr(dist, "P2POp", message)
         with recorder, _HostReads(recorder):

@@ -9,8 +9,8 @@
     all_gather_object, gather_object,                   control traffic
     broadcast_object, barrier
 
-Objects are sent along the tree of a group if it has one (`Group.tree`). In a group of one rank the output is the input
-and no process group is used. `group.traffic` counts the bytes sent.
+Objects are sent along the tree of a group if it has one (`Group.tree`; objects.py). In a group of one rank the output
+is the input and no process group is used. `group.traffic` counts the bytes sent.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +25,13 @@ from torch import Tensor
 from nanotrain.comm import gloo
 from nanotrain.comm.device import HostCopy, process_group_device, to_device
 from nanotrain.comm.group import Group
+from nanotrain.comm.objects import broadcast_along, gather_along, reduce_along
 from nanotrain.comm.traffic import reduced_bytes
 from nanotrain.comm.work import Work, translate_errors
 
 # torch 2.13 renamed both and warns on the old names; 2.10 has only the old ones.
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
 # One collective along an inner dim of [B, S, H] needs a copy; B collectives, one per sample, do not. From this size of
 # a slice on they are used. Estimated, not measured: a collective costs about 10 us more on NCCL, the copy of a slice of
 # this size 12 us at 85 % of an H100's memory bandwidth.
@@ -153,8 +153,13 @@ def all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> None:
 
 
 def all_reduce_scalars(values: Sequence[float], group: Group, *, op: str = "sum") -> list[float]:
-    """`start_all_reduce_scalars`, complete on return."""
-    return start_all_reduce_scalars(values, group, op=op).wait()
+    """`start_all_reduce_scalars`, complete on return; on gloo a gather and a broadcast (objects.py says why)."""
+    if group.size == 1 or not (group.levels or group.is_gloo):
+        return start_all_reduce_scalars(values, group, op=op).wait()
+    num_bytes = 2 * reduced_bytes(8 * len(values), group.size)
+    group.traffic.record(group.name, "all_reduce_scalars", num_bytes=num_bytes)
+    with _waiting("all_reduce_scalars", group, num_bytes=num_bytes):
+        return reduce_along(group.levels or (group,), [float(value) for value in values], op=op)
 
 
 def start_all_reduce_scalars(values: Sequence[float], group: Group, *, op: str = "sum") -> Work[list[float]]:
@@ -162,14 +167,12 @@ def start_all_reduce_scalars(values: Sequence[float], group: Group, *, op: str =
 
     One element costs as much as a thousand (0.3 to 1.5 ms on gloo), so pass all numbers in one call. On NCCL the result
     is copied to the host on a side stream, and `wait` blocks the host until it has arrived; a reduction that is started
-    one step before it is read costs no time. Over a tree numbers are sent as objects: the reduction is complete on
-    return and has no "avg".
+    one step before it is read costs no time. Over a tree the reduction is complete on return and has no "avg".
     """
     if group.size == 1:
         return Work.completed([float(value) for value in values])
     if group.levels:
-        with _waiting("all_reduce_scalars", group):
-            return Work.completed(_reduce_along(group.levels, [float(value) for value in values], op=op))
+        return Work.completed(all_reduce_scalars(values, group, op=op))
     packed = to_device(values, process_group_device(group.process_group))
     group.record("all_reduce_scalars", num_bytes=2 * reduced_bytes(packed.nbytes, group.size))
     with translate_errors("all_reduce_scalars", group):
@@ -186,7 +189,7 @@ def all_gather_object(obj: Any, group: Group) -> list[Any]:
         return [obj]
     with _waiting("all_gather_object", group):
         if group.levels:
-            gathered: list[Any] = _broadcast_along(group.levels, _gather_along(group.levels, obj))
+            gathered: list[Any] = broadcast_along(group.levels, gather_along(group.levels, obj))
             return gathered
         gathered = [None] * group.size
         dist.all_gather_object(gathered, obj, group=group.process_group)
@@ -198,7 +201,7 @@ def gather_object(obj: Any, group: Group) -> list[Any] | None:
     if group.size == 1:
         return [obj]
     with _waiting("gather_object", group):
-        return _gather_along(group.levels or (group,), obj)
+        return gather_along(group.levels or (group,), obj)
 
 
 def broadcast_object(obj: Any, group: Group) -> Any:
@@ -206,44 +209,13 @@ def broadcast_object(obj: Any, group: Group) -> Any:
     if group.size == 1:
         return obj
     with _waiting("broadcast_object", group):
-        return _broadcast_along(group.levels or (group,), obj)
-
-
-def _gather_along(levels: Sequence[Group], obj: Any) -> list[Any] | None:
-    """Gather from the leaves of a tree to its root: each rank sends the objects that it has gathered."""
-    objects = [obj]
-    for level in levels:
-        gathered: list[Any] | None = [None] * level.size if level.is_first else None
-        dist.gather_object(objects, gathered, group=level.process_group, group_dst=0)
-        if gathered is None:
-            return None
-        objects = [each for part in gathered for each in part]
-    return objects
-
-
-def _broadcast_along(levels: Sequence[Group], obj: Any) -> Any:
-    """Broadcast from the root of a tree to its leaves."""
-    for level in reversed(levels):
-        objects = [obj]
-        dist.broadcast_object_list(objects, group=level.process_group, group_src=0)
-        obj = objects[0]
-    return obj
-
-
-def _reduce_along(levels: Sequence[Group], numbers: list[float], *, op: str) -> list[float]:
-    """Reduce numbers from the leaves of a tree to its root, and broadcast the result."""
-    total: list[float] | None = numbers
-    for level in levels:
-        gathered = _gather_along([level], total)
-        total = gathered and [_REDUCE[op](column) for column in zip(*gathered, strict=True)]
-    reduced: list[float] = _broadcast_along(levels, total)
-    return reduced
+        return broadcast_along(group.levels or (group,), obj)
 
 
 @contextmanager
-def _waiting(op: str, group: Group) -> Iterator[None]:
-    """Record a blocking collective of objects in the heartbeat, and translate its errors."""
-    group.heartbeat.started(group.name, op, num_bytes=0)
+def _waiting(op: str, group: Group, *, num_bytes: int = 0) -> Iterator[None]:
+    """Record a blocking collective of objects or numbers in the heartbeat, and translate its errors."""
+    group.heartbeat.started(group.name, op, num_bytes=num_bytes)
     group.heartbeat.wait_begins(group.name, op, sequence=group.heartbeat.sequence(group.name))
     with translate_errors(op, group):
         yield

@@ -129,8 +129,8 @@ def test_objects_travel_along_a_tree_in_the_order_of_ranks(ctx):
     assert all_gather_object(f"rank {ctx.rank}", control) == [f"rank {rank}" for rank in range(7)]
     assert gather_object(ctx.rank, control) == (list(range(7)) if ctx.rank == 0 else None)
     gather_object(Counted(ctx.rank), control)
-    # what it made, and per level what its group has, where it is the first: ranks below no other receive nothing
-    assert len(Counted.received) - 1 == {0: 2 + 7, 2: 2, 4: 3}.get(ctx.rank, 0)
+    # besides what it made: the ranks between send on what they receive, and only the root reads it
+    assert len(Counted.received) - 1 == (7 if ctx.rank == 0 else 0)
     assert broadcast_object(("verdict", ctx.rank), control) == ("verdict", 0)
     assert all_reduce_scalars([ctx.rank, 1.0], control) == [21.0, 7.0]
     assert all_reduce_scalars([ctx.rank, -ctx.rank], control, op="max") == [6.0, 0.0]
