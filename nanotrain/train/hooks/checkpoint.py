@@ -39,6 +39,7 @@ class CheckpointHook(Hook):
         self._saved_step: int | None = None  # the last step saved, or being saved in the background
         self._in_flight: Checkpointer | None = None
         self._is_reported = False  # whether the first rank has logged how the save in flight ended
+        self._ends_run = False  # whether a failed save is the error that ends the run, which names it
         self._report: StepReport | None = None  # of the last step
 
     def before_training(self, run: Run) -> None:
@@ -80,7 +81,7 @@ class CheckpointHook(Hook):
             if self._saved_step != run.state.step:
                 self._save_last(run)
         except NanotrainError as error:  # the same on all ranks
-            if run.context.control.is_first:
+            if run.context.control.is_first and not self._ends_run:
                 log.error("step %d could not be saved: %s", run.state.step, error)
 
     def close(self, *, failed: bool) -> None:
@@ -133,7 +134,7 @@ class CheckpointHook(Hook):
             folder = run.config.checkpoint.save_fallback_dir
             if folder is None:
                 raise
-            if run.context.control.is_first:
+            if run.context.control.is_first and not self._ends_run:
                 log.warning("step %d cannot be saved in the run folder: %s", run.state.step, error)
             # A folder per run: checkpoints of another run with the same step would be replaced.
             subfolder = Path(folder) / run.folder.path.resolve().name
@@ -172,6 +173,7 @@ class CheckpointHook(Hook):
 
     def _failed(self, run: Run, error: StorageFault) -> None:
         if run.config.checkpoint.exit_on_save_failure:
+            self._ends_run = True
             raise error
         if run.context.control.is_first:
             log.warning("%s; training goes on and saves again at the next interval", error)

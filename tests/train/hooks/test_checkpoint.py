@@ -146,6 +146,18 @@ def test_the_strict_end_at_the_first_failed_save(tmp_path, monkeypatch, flags):
     assert saved(tmp_path) in ([], [run.state.step]) and run.state.step < 6, "it ends soon, and saves on the way out"
 
 
+@pytest.mark.parametrize("fallback", [False, True], ids=["alone", "fallback"])
+def test_what_the_strict_end_reports_is_logged_nowhere_else(tmp_path, monkeypatch, logged, fallback):
+    strict = ("--train-iters", "50", "--save-interval", "2", "--exit-on-save-failure")
+    other = ("--save-fallback-dir", str(tmp_path / "other")) if fallback else ()
+    fail_to_write(monkeypatch, 2, only="run/checkpoints")
+    with small_run(tmp_path / "run", *strict, *other) as run, pytest.raises(StorageFault, match="No space left"):
+        train(run, CheckpointHook())
+    assert not [line for line in logged if "No space left" in line]
+    kept = tmp_path / "other" / "run" / "step-00000002"
+    assert kept.exists() == fallback and any(f"saved {kept}" in line for line in logged) == fallback
+
+
 def test_the_last_save_goes_to_the_fallback_folder_or_ends_the_run(tmp_path, monkeypatch, logged):
     fail_to_write(monkeypatch, 2, only="short/checkpoints")
     with small_run(tmp_path / "short", "--train-iters", "2") as run, pytest.raises(StorageFault, match="No space left"):
