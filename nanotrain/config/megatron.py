@@ -1,7 +1,7 @@
 """Megatron-LM's flags that are no field here, as a table: what each one is, how many values it takes, one sentence.
 
 The kinds of rows are those of `megatron_kinds.py`; flags that training scripts rarely have, and flags by pattern, are
-in `megatron_rare.py`. `translate.py` applies the table to a command line. A flag that becomes a field leaves the table.
+in `megatron_rare.py`, those of earlier versions in `megatron_old.py`. `translate.py` applies the table to a command line. A flag that becomes a field leaves the table.
 """
 
 from fnmatch import fnmatchcase
@@ -18,6 +18,7 @@ from nanotrain.config.megatron_kinds import (
     rename,
     sets,
 )
+from nanotrain.config.megatron_old import OLD
 from nanotrain.config.megatron_rare import PATTERNS, RARE
 
 # Source: Megatron-LM, `post_training/model_builder.py`.
@@ -274,7 +275,7 @@ RUN = {
 }
 # fmt: on
 MEGATRON: dict[str, MegatronFlag] = (
-    MODEL | MOE | PARALLEL | PRECISION | MEMORY | REDUCED_PRECISION | OPTIM | DATA | CHECKPOINT | RUN | RARE
+    MODEL | MOE | PARALLEL | PRECISION | MEMORY | REDUCED_PRECISION | OPTIM | DATA | CHECKPOINT | RUN | RARE | OLD
 )
 # Megatron-LM spells two flags with an underscore.
 MEGATRON |= {

@@ -173,7 +173,6 @@ RARE: dict[str, MegatronFlag] = {
     "--train-mode": always("a run pretrains on documents", "pretrain"),
     "--ft-num-warmup-iters": no_effect("--hang-timeout-s ends a run that hangs", arity=1),
     "--run-workload-inspector-server": no_effect("--prometheus-port serves the metrics"),
-    "--checkpoint-activations": not_yet("set --recompute-granularity full"),
     "--ddp-param-name-patterns-for-fp32-local-accumulation": no_effect("gradients are accumulated in fp32", arity=MANY),
     "--mtp-standalone": no_effect("layers of multi-token prediction are on the last stage"),
     "--mtp-hsm": not_yet("layers of multi-token prediction are those of DeepSeek-V3: leave it out"),

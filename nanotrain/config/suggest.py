@@ -28,11 +28,13 @@ def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
 
 
 def advise(cure: str) -> str:
-    """A cure as advice: a question where it is one flag or key, else what to write.
+    """A cure as advice: a question where it is one flag or key, else what to write or to leave out.
 
-    >>> advise("--lr"), advise("--device cuda")
-    ('did you mean --lr?', 'write --device cuda')
+    >>> advise("--lr"), advise("--device cuda"), advise("leave it out")
+    ('did you mean --lr?', 'write --device cuda', 'leave it out')
     """
+    if cure.startswith("leave it out"):
+        return cure
     return f"write {cure}" if " " in cure else f"did you mean {cure}?"
 
 

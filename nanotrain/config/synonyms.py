@@ -1,7 +1,8 @@
 """Names of other frameworks for what has another name here: nanoGPT, Hugging Face's Trainer, torchtitan, DeepSpeed.
+The same for the flags that forks of Megatron-LM add, such as MindSpeed and Megatron-DeepSpeed.
 
 CURES maps names (lower case, underscores, without dashes) to what to write instead. A cure that is one flag is also
-used where a key was meant: `optim.learning_rate` -> `optim.lr`.
+used where a key was meant: `optim.learning_rate` -> `optim.lr`. A cure may also be to leave the flag out.
 """
 
 BATCH = "--micro-batch-size (samples per rank and microbatch) or --global-batch-size (samples per step)"
@@ -15,6 +16,12 @@ RESUME = "--load DIR for another run's checkpoint; the same --run-dir resumes by
 STRATEGIES = "--data-parallel-sharding-strategy optim (ZeRO-1), optim_grads (ZeRO-2) or optim_grads_params (ZeRO-3)"
 EPOCHS = "--train-iters: steps = epochs x samples / global_batch_size"
 DTYPE = "--params-dtype bf16, fp16 or fp32"
+CONTEXT = "--context-parallel-size N --cp-comm-type a2a (Ulysses)"
+CP_COMM = "--cp-comm-type p2p (ring attention), a2a (Ulysses) or allgather"
+STOPS = "leave it out: SIGTERM saves a checkpoint and ends the run, SIGUSR1 saves one"
+FUSED = "leave it out: fused kernels are chosen by torch"
+DEEPSPEED = "leave it out: what that file sets are flags here, such as --bf16, --clip-grad and --global-batch-size"
+TUNING = "leave it out: it tunes another implementation and changes nothing that is computed"
 DROPOUT = "--hidden-dropout, and --attention-dropout for the attention weights"
 
 # what to write -> its names elsewhere
@@ -49,7 +56,7 @@ NAMES = {
     "--num-query-groups": "n_kv_heads num_key_value_heads num_kv_heads kv_heads n_kv_head n_kv_groups",
     "--kv-channels": "head_dim head_size attention_head_size",
     "--rotary-base": "rope_theta rope_base theta",
-    "--norm-epsilon": "rms_norm_eps norm_eps layernorm_epsilon layer_norm_eps layer_norm_epsilon",
+    "--norm-epsilon": "rms_norm_eps norm_eps layer_norm_eps layer_norm_epsilon",
     "--init-method-std": "initializer_range init_std",
     "--activation": "hidden_act act act_fn activation_function",
     "--add-bias-linear": "bias use_bias",
@@ -85,7 +92,7 @@ NAMES = {
     "--eval-interval": "eval_steps eval_every val_interval eval_freq evaluation_steps val_check_interval validation_freq",
     "--eval-iters": "eval_batches limit_val_batches",
     DATA: "data train_data data_dir dataset_name dataset_path dataset_dir train_file corpus input input_file train_files",
-    "--tokenizer-model": "tokenizer tokenizer_name tokenizer_path hf_assets_path tokenizer_dir tokenizer_file",
+    "--tokenizer-model": "tokenizer tokenizer_name tokenizer_path tokenizer_name_or_path hf_assets_path tokenizer_dir tokenizer_file",
     "--num-workers": "dataloader_num_workers data_workers workers",
     "--mock-data": "synthetic_data fake_data dummy_data",
     "--torch-compile": "compile use_compile",
@@ -101,7 +108,39 @@ NAMES = {
     RANKS: "gpus num_gpus nproc nproc_per_node world_size ngpu ngpus n_gpus devices num_devices nnodes num_nodes ranks num_processes",
     RECIPE: "model model_name model_name_or_path recipe config config_file job_config flavor model_type",
     "--fp8-format hybrid": "use_fp8 float8",
-    "--recompute-granularity full": "activation_checkpointing gradient_checkpointing activations_checkpoint_method activations_checkpoint_num_layers recompute ac_mode activation_checkpoint_mode",
+    "--recompute-granularity full": "activation_checkpointing gradient_checkpointing deepspeed_activation_checkpointing activations_checkpoint_method activations_checkpoint_num_layers recompute ac_mode activation_checkpoint_mode",
+    "--pipeline-model-parallel-size 1": "no_pipeline_parallel",
+    CONTEXT: "ds_sequence_parallel_size sequence_parallel_size ulysses_degree ulysses_degree_in_cp",
+    CP_COMM: "context_parallel_algo cp_algo",
+    "--expert-tensor-parallel-size 1": "moe_tp_extend_ep",
+    "--pipeline-schedule zb-h1": "schedules_method",
+    "--moe-layer-freq '[0]*3+[1]*58', here for 3 dense layers before 58 with experts": "first_k_dense_replace",
+    "--moe-router-topk-scaling-factor": "routed_scaling_factor",
+    "--moe-router-score-function": "scoring_func",
+    "--moe-router-num-groups": "n_group",
+    "--moe-router-group-topk": "topk_group",
+    "--moe-router-load-balancing-type seq_aux_loss": "seq_aux",
+    "leave it out: the weights of the selected experts add up to 1, with softmax unless --moe-router-pre-softmax is set": "norm_topk_prob",
+    "--position-embedding-type yarn": "rope_scaling_type",
+    "--mscale": "rope_scaling_mscale",
+    "--mscale-all-dim": "rope_scaling_mscale_all_dim",
+    "--original-max-position-embeddings": "rope_scaling_original_max_position_embeddings",
+    "--window-size": "sliding_window swa_windows",
+    "--activation-func-clamp-value": "swiglu_limit",
+    "--activation swiglu": "glu_activation",
+    "--normalization RMSNorm": "use_rmsnorm rmsnorm apply_layernorm_rms",
+    "--no-add-bias-linear": "no_bias",
+    "--make-vocab-size-divisible-by": "pad_vocab_size_to",
+    "--gradient-accumulation-fusion": "gemm_gradient_accumulation_fusion",
+    "--optimizer-cpu-offload": "swap_optimizer",
+    "--train-samples: tokens / seq_length": "train_tokens",
+    "--lr-warmup-samples: tokens / seq_length": "lr_warmup_tokens",
+    "--lr-decay-samples: tokens / seq_length": "lr_decay_tokens",
+    "--train-data-path, --valid-data-path and --test-data-path": "train_weighted_split_paths valid_weighted_split_paths test_weighted_split_paths",
+    STOPS: "kill_switch_file trigger_path",
+    FUSED: "use_fused_rmsnorm use_fused_swiglu use_fused_rotary_pos_emb use_fused_moe_token_permute_and_unpermute",
+    DEEPSPEED: "deepspeed_config deepspeed_mpi",
+    TUNING: "moe_permutation_async_comm moe_fb_overlap moe_alltoall_overlap_comm moe_unperm2_mem_optim_swap no_shared_storage use_cp_send_recv_overlap use_ascend_coc reuse_fp32_param mtp_mem_efficient_logits mla_fa_divide_qk",
     "nanotrain --version": "version",
 }
 CURES: dict[str, str] = {name: cure for cure, names in NAMES.items() for name in names.split()}

@@ -22,6 +22,7 @@ from nanotrain.config.megatron import (
     row_of,
 )
 from nanotrain.config.megatron_kinds import MANY
+from nanotrain.config.megatron_old import OLD
 from nanotrain.config.megatron_rare import PATTERNS, RARE
 from nanotrain.errors import ConfigError
 
@@ -30,7 +31,7 @@ OURS = {*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *SWITCHES}
 
 def test_a_flag_that_is_known_by_name_is_not_taken_for_one_of_a_pattern():
     others = (*MODEL, *MOE, *PARALLEL, *PRECISION, *MEMORY, *REDUCED_PRECISION, *OPTIM, *DATA, *CHECKPOINT, *RUN)
-    assert len(others) + len(RARE) == len({*others, *RARE}), "a row of one group would replace that of another"
+    assert len(others) + len(RARE) + len(OLD) == len({*others, *RARE, *OLD}), "a row of one group would replace another"
     assert row_of("--save-checkpoint-interval") is None, "a guess, not a flag of Megatron-LM"
     assert all(parse([flag]).megatron == [] for flag in OURS if FLAGS.get(flag, None) is None)
     for pattern, row in PATTERNS.items():

@@ -198,7 +198,9 @@ UNUSED = (
         "fp32 parameters are their own main parameters", "set --bf16 or --fp16"),
     Unused("decoupled_min_lr", "decoupled_lr", lambda v: v.decoupled_lr is None, "it belongs to decoupled_lr",
         "set --decoupled-lr"),
-    Unused("initial_loss_scale min_loss_scale loss_scale_window hysteresis", "params_dtype",
+    Unused("initial_loss_scale", "params_dtype", lambda v: v.params_dtype is not DType.fp16,
+        "only params_dtype fp16 scales the loss", is_harmless=True),
+    Unused("min_loss_scale loss_scale_window hysteresis", "params_dtype",
         lambda v: v.params_dtype is not DType.fp16, "only params_dtype fp16 scales the loss"),
     Unused(
         "fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather "
