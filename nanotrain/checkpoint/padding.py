@@ -1,4 +1,7 @@
-"""Load tables whose rows are padded to another number than in the checkpoint.
+"""Tables whose rows are padded to another number than in a checkpoint.
+
+    vocabulary_rows   the tables with padding, and their tokens
+    fit_padding       load them
 
 The embedding and the head have one row per token, padded to a multiple of `--make-vocab-size-divisible-by`. Padding is
 not part of the softmax and gets no gradient, so its values never matter: rows that the checkpoint lacks become zero,
@@ -10,11 +13,26 @@ rows that the run lacks are not read.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from nanotrain.checkpoint.manifest import Manifest
+from nanotrain.config.model import ModelConfig
 from nanotrain.topology.boxes import Box, TensorBox
+from nanotrain.topology.parameters import declare_model
+from nanotrain.topology.shape import ModelShape
+
+
+def vocabulary_rows(model_config: ModelConfig) -> dict[str, int]:
+    """The number of tokens by the name of every parameter with one row per token of the padded vocabulary."""
+    shape = ModelShape.of(model_config)
+    longer = declare_model(replace(shape, padded_vocab_size=shape.padded_vocab_size + 1))
+    return {
+        spec.name: shape.vocab_size
+        for spec, other in zip(declare_model(shape), longer, strict=True)
+        if spec.shape != other.shape
+    }
 
 
 def fit_padding(

@@ -11,12 +11,13 @@ from nanotrain.comm.group import Group
 from nanotrain.topology.boxes import TensorBox
 
 
-def save(folder: Path, change: float = 0.0, **tensors: torch.Tensor) -> Path:
+def save(folder: Path, change: float = 0.0, vocab_size: int | None = None, **tensors: torch.Tensor) -> Path:
     values = {"a": torch.arange(8.0), "b": torch.ones(3, 2, dtype=torch.bfloat16)} | tensors
     values["a"][3] += change
     writer = Checkpointer(folder, group=Group.single_rank("world"))
     boxes = {TensorBox.full(f"model/{name}", tuple(value.shape)): value for name, value in values.items()}
-    config = {"optim": {"lr": 0.1 + change}}
+    config: dict[str, dict[str, float]] = {"optim": {"lr": 0.1 + change}}
+    config |= {"model": {"vocab_size": vocab_size}} if vocab_size else {}
     return writer.save(2, boxes, objects={"train": {"step": 2}}, config=config, topology={"dp": folder.name})
 
 
@@ -37,3 +38,27 @@ def test_values_settings_and_shapes_that_differ_are_named_with_numbers(tmp_path:
 def test_a_nan_is_a_difference(tmp_path: Path) -> None:
     (tensor,) = diff(save(tmp_path / "a"), save(tmp_path / "b", math.nan)).tensors
     assert math.isnan(tensor.largest)
+
+
+def table(rows: int, padding: float = 0.0) -> dict[str, torch.Tensor]:
+    """A table of five tokens."""
+    return {"embedding.word.weight": torch.cat([torch.arange(10.0).view(5, 2), torch.full((rows - 5, 2), padding)])}
+
+
+def test_of_the_vocabulary_only_the_rows_of_tokens_are_compared(tmp_path: Path) -> None:
+    first = save(tmp_path / "a", vocab_size=5, **table(6))
+    for number, other in enumerate((table(6, padding=1.0), table(8), table(5))):
+        outcome = diff(first, save(tmp_path / f"b{number}", vocab_size=5, **other))
+        rows = len(other["embedding.word.weight"])
+        assert outcome.is_equal and outcome.num_equal == 3
+        note = f"of the vocabulary 5 tokens are compared, not their padding (6 rows in a, {rows} in b)"
+        assert outcome.padding == note and note in outcome.text()
+
+
+def test_tokens_that_differ_and_other_vocabularies_are_differences(tmp_path: Path) -> None:
+    first, changed = save(tmp_path / "a", vocab_size=5, **table(6)), table(8)
+    changed["embedding.word.weight"][4, 1] += 1.0
+    (tensor,) = diff(first, save(tmp_path / "b", vocab_size=5, **changed)).tensors
+    assert (tensor.name, tensor.largest) == ("model/embedding.word.weight", 1.0)
+    outcome = diff(first, save(tmp_path / "c", vocab_size=6, **table(8)))
+    assert "model/embedding.word.weight: fp32 [6, 2] in a, fp32 [8, 2] in b" in outcome.lines and not outcome.padding

@@ -8,7 +8,7 @@ A checkpoint named with --load is never replaced by another.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.compatibility import has_weights_alone, weights_alone
 from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
+from nanotrain.checkpoint.padding import vocabulary_rows
 from nanotrain.config.config import Config
 from nanotrain.config.schema import to_dict
 from nanotrain.log import get_logger
@@ -25,8 +26,6 @@ from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.topology.boxes import TensorBox
-from nanotrain.topology.parameters import declare_model
-from nanotrain.topology.shape import ModelShape
 from nanotrain.train.fp8 import HISTORY, amax_histories, finish_fp8_restore, is_new_history
 from nanotrain.train.resume.other_tokenizer import warn_after_restore
 from nanotrain.train.routers import router_biases
@@ -94,7 +93,7 @@ def restore(
                 start,
                 into.targets,
                 config=to_dict(config),
-                padded_rows=vocabulary_rows(config),
+                padded_rows=vocabulary_rows(config.model),
                 choose=partial(targets_in, config=config),
             )
             state = _load_state(manifest, into.optimizer, path=start, config=config)
@@ -149,17 +148,6 @@ def _start_what_is_new(manifest: Manifest, into: RunTensors, *, path: Path, conf
 
 def _loads_weights_alone(config: Config) -> bool:
     return config.checkpoint.finetune or not config.checkpoint.load_optim
-
-
-def vocabulary_rows(config: Config) -> dict[str, int]:
-    """The number of tokens by the name of every parameter with one row per token of the padded vocabulary."""
-    shape = ModelShape.of(config.model)
-    longer = declare_model(replace(shape, padded_vocab_size=shape.padded_vocab_size + 1))
-    return {
-        spec.name: shape.vocab_size
-        for spec, other in zip(declare_model(shape), longer, strict=True)
-        if spec.shape != other.shape
-    }
 
 
 def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
