@@ -13,6 +13,7 @@ The callers know the file and the cure; they turn the ValueError into their own 
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,11 +23,16 @@ MAX_DEPTH = 64  # of nested lists and objects; real files have 2 to 8
 LARGEST = 2**62  # of sizes, offsets and counters: sums of two still fit into 64 bits
 MAX_FILE_BYTES = 1 << 30  # of JSON; the manifest of 70B parameters on 1,024 ranks has 36 MB
 MAX_TOKENIZER_BYTES = 1 << 28  # of a tokenizer; that of Gemma 3, with 262,144 tokens, has 33 MB
+BLOCK_BYTES = 1 << 16  # of a file that is read in parts
 MAX_NAME = 255  # bytes of a file name on every common file system
 
 
-def read_file(path: Path, *, follows_links: bool = True, most: int = MAX_FILE_BYTES) -> bytes:
+def read_file(
+    path: Path, *, follows_links: bool = True, most: int = MAX_FILE_BYTES, until: re.Pattern[bytes] | None = None
+) -> bytes:
     """The bytes of a file that is parsed: a pipe would block, and a huge file fill the memory.
+
+    `until` is a pattern of at most BLOCK_BYTES; no more blocks are read than up to the end of its first match.
 
     Raises:
         OSError: it cannot be read.
@@ -35,7 +41,14 @@ def read_file(path: Path, *, follows_links: bool = True, most: int = MAX_FILE_BY
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows_links else os.O_NOFOLLOW)
     with open(os.open(path, flags), "rb") as file:
         _require_size(os.fstat(file.fileno()), most)
-        return file.read()
+        if until is None:
+            return file.read()
+        content = bytearray()
+        while block := file.read(BLOCK_BYTES):
+            content += block
+            if until.search(content, max(0, len(content) - 2 * BLOCK_BYTES)):
+                break
+        return bytes(content)
 
 
 def require_file(path: Path, *, most: int = MAX_FILE_BYTES) -> None:

@@ -35,6 +35,7 @@ from nanotrain.untrusted import read_file, unreadable
 
 MANIFEST = "manifest.json"
 REPLACED = ".replaced"
+_NAMES = "name a run folder, its checkpoints folder, or one step-NNNNNNNN of it"
 _STEP = re.compile(r"step-(\d{8,})")
 _STEP_OF_ANY = re.compile(r"step-(\d{8,})(?:\..*)?")
 _UNFINISHED = re.compile(r"step-\d{8,}\.tmp")
@@ -126,7 +127,7 @@ class SeenManifests:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in a checkpoints folder, oldest step first; others are skipped silently."""
-    return [path for path in _step_entries(folder) if _fault_of(path) is None]
+    return [path for path in step_entries(folder) if _fault_of(path) is None]
 
 
 def newest_complete(folder: Path, *, below: int | None = None) -> Path | None:
@@ -153,7 +154,7 @@ def checkpoint_to_resume(folder: Path, *, below: int | None = None) -> Path | No
         DamagedCheckpoint: there are checkpoints and none is complete: starting at step 0 would hide that.
     """
     found = newest_complete(folder, below=below)
-    if found is None and any(_fault_of(path) for path in _step_entries(folder)):
+    if found is None and any(_fault_of(path) for path in step_entries(folder)):
         raise DamagedCheckpoint(
             f"no checkpoint in {folder} can be used",
             why="; ".join(sorted(_newest(folder, below=None)[1])),
@@ -169,27 +170,26 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def find_manifest(path: Path) -> tuple[Path, Manifest]:
-    """The checkpoint that a path names: a complete step folder; or a run or checkpoints folder, for its newest.
-
-    Returns:
-        the step folder, and its manifest, which is read once.
+    """The step folder that a path names, and its manifest: that folder; or a run or checkpoints folder, for its newest.
 
     Raises:
         DamagedCheckpoint: that checkpoint is not complete; an older one is never taken in its place.
         CheckpointError: no such folder, or no checkpoint in it.
     """
+    return (found := named_checkpoint(path)), require_complete(found)
+
+
+def named_checkpoint(path: Path) -> Path:
+    """The step folder of `find_manifest`, whatever is in it; raises only where there is none."""
     if not path.is_dir():
         why = "it is a file" if path.is_file() else "there is no such folder"
         raise CheckpointError(f"{path} is not a checkpoint", why=why, fix=_NAMES)
     if path.name.startswith("step-") or (path / MANIFEST).exists():
-        return path, require_complete(path)
+        return path
     for folder in (path / "checkpoints", path):
-        if entries := _step_entries(folder):
-            return entries[-1], require_complete(entries[-1])
+        if entries := step_entries(folder):
+            return entries[-1]
     raise CheckpointError(f"{path} holds no complete checkpoint", why="no step-NNNNNNNN in it is complete", fix=_NAMES)
-
-
-_NAMES = "name a run folder, its checkpoints folder, or one step-NNNNNNNN of it"
 
 
 def require_space(folder: Path, nbytes: int) -> None:
@@ -287,7 +287,7 @@ def keep_newest(
     if keep_last == 0:
         return
     seen = seen or SeenManifests()
-    others = [path for path in _step_entries(folder) if path != written and seen.is_complete(path)]
+    others = [path for path in step_entries(folder) if path != written and seen.is_complete(path)]
     others = [path for path in others if keep_every is None or _step_of(path) % keep_every]
     for path in others[: max(0, len(others) - (keep_last - 1))]:
         deleted = deleted_name(path)
@@ -330,7 +330,7 @@ def set_aside_after(folder: Path, step: int) -> list[Path]:
         EnvironmentFault: the folder cannot be written.
     """
     aside = []
-    for path in [path for path in _step_entries(folder) if _step_of(path) > step]:
+    for path in [path for path in step_entries(folder) if _step_of(path) > step]:
         names = (path.with_suffix(f".superseded-{number}") for number in count(1))
         target = next(name for name in names if not os.path.lexists(name))
         with disk_errors(path, fix="choose another folder with --run-dir"):
@@ -361,7 +361,7 @@ def _fault_of(path: Path) -> CheckpointError | None:
 def _newest(folder: Path, *, below: int | None) -> tuple[Path | None, list[str]]:
     """The newest complete checkpoint, and what is newer than it and not complete, with the reasons."""
     found, skipped = None, []
-    for path in reversed([path for path in _step_entries(folder) if below is None or _step_of(path) < below]):
+    for path in reversed([path for path in step_entries(folder) if below is None or _step_of(path) < below]):
         fault = _fault_of(path)
         if fault is None:
             found = path
@@ -372,7 +372,7 @@ def _newest(folder: Path, *, below: int | None) -> tuple[Path | None, list[str]]
     return found, skipped + [f"{path.name} (it was never finished)" for path in newer]
 
 
-def _step_entries(folder: Path) -> list[Path]:
+def step_entries(folder: Path) -> list[Path]:
     """Everything with the name of a step, oldest first; files and links too, which are then found damaged or not."""
     entries = _entries(folder)
     replaced = [path for path in entries if _REPLACED.fullmatch(path.name) and not _is_replaced(path)]

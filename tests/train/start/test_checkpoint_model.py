@@ -1,10 +1,12 @@
 """The model section from the checkpoint of a run."""
 
 import logging
+import shutil
 from dataclasses import replace
 
 import pytest
 
+from nanotrain.checkpoint import store
 from nanotrain.config.load import load
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.errors import CheckpointError, ConfigError, ErrorCollector
@@ -43,6 +45,31 @@ def test_a_run_folder_has_its_own_checkpoint_and_megatron_needs_no_sizes(saved):
     folder, model = saved
     config, inputs = opened("--save", str(folder), "--load", str(folder), "--megatron-defaults")
     assert config.model == model and inputs.is_resumed
+
+
+def test_a_rank_that_does_not_load_the_checkpoint_reads_no_record_of_a_chunk(saved, tmp_path, monkeypatch):
+    folder, model = saved
+
+    def read_manifest(path):
+        raise AssertionError(f"the whole manifest of {path} was read")
+
+    monkeypatch.setattr(store, "read_manifest", read_manifest)
+    for line in (["--load", str(folder), "--run-dir", str(tmp_path / "run")], ["--run-dir", str(folder)]):
+        config, _ = open_inputs(load([*QUIET, "--use-checkpoint-args", *line]), reads_checkpoint=False)
+        assert config.model == model
+
+
+def test_a_damaged_first_line_is_reported_or_another_checkpoint_is_taken(saved, tmp_path):
+    folder, model = saved
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    newer = copy / "checkpoints" / "step-00000002"
+    newer.mkdir()
+    (newer / "manifest.json").write_text('{\n"format": "nanotrain-checkpoint",\n')
+    with pytest.raises(CheckpointError, match="step-00000002"):
+        opened("--load", str(newer), "--run-dir", str(tmp_path / "run"))
+    config, inputs = opened("--run-dir", str(copy))
+    assert config.model == model and inputs.checkpoint == copy / "checkpoints" / "step-00000001"
 
 
 def test_the_checkpoint_overrules_the_command_line_and_says_so(saved, tmp_path, caplog):
