@@ -1,4 +1,4 @@
-"""The configuration in a manifest, from its first lines: what a rank needs before the ranks can talk to each other.
+"""The configuration in a manifest, from its first lines: what a rank needs before its process groups exist.
 
 The records of the chunks come last in a manifest. On 1,024 ranks they are 36 to 60 MB: 150,000 records take 2 s of CPU
 time and 0.6 GB of memory to read and check, the first lines 0.5 ms (measured). The checksum of a manifest covers all of
