@@ -6,6 +6,7 @@ The first transform of the list is the innermost. Compilation changes `forward` 
 for its parameters). Recomputation is around the hooks: a group of blocks gathers its parameters again.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,8 @@ class BlockTransform:
 
 def compile_blocks(blocks: Sequence[BlockFunction], *, config: Config, recompute: Recompute) -> list[BlockFunction]:
     """Compile `forward` of each block with torch.compile; the hooks of the block stay eager."""
+    # It advises a call for fp32 products in TF32, which would give up the precision that was asked for.
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
     for block in blocks:
         assert isinstance(block, nn.Module), "compilation comes first in the list"
         block.forward = torch.compile(block.forward)

@@ -77,7 +77,8 @@ class RouterStats(StatefulModule):
         self.tokens_per_expert += count_ids(topk_ids.flatten(), len(self.tokens_per_expert))
         self.num_tokens += probabilities.shape[:-1].numel()
         self.num_dropped += (kept_ids == len(self.tokens_per_expert)).sum()
-        self.entropy += torch.special.entr(probabilities).sum()
+        # torch.special.entr would be compiled at run time on CUDA.
+        self.entropy -= torch.xlogy(probabilities, probabilities).sum()
 
     def average_tokens(self, tokens_per_expert: Tensor) -> Tensor:
         """Tokens per expert at the mean shares of this microbatch and the earlier ones of the step.

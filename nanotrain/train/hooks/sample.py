@@ -1,7 +1,10 @@
 """At the end of training: a generated text, and the paths of the outputs."""
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+
+import torch
 
 from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.device import peak_memory
@@ -9,6 +12,7 @@ from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.log import get_logger
 from nanotrain.quantities import describe_bytes
 from nanotrain.runs.files import open_append
+from nanotrain.train.compile import with_compile
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.run import Run
 
@@ -96,5 +100,12 @@ def sample(run: Run, tokenizer_name: str) -> str:
     from nanotrain.inference.generate import Sampling, generate  # imported here: it would only delay the start
 
     sampling = Sampling(temperature=TEMPERATURE, top_k=TOP_K, seed=train.seed, stop=tokenizer.eod)
-    tokens = generate(run.stages[0], prompt, num_tokens=train.generate_tokens, sampling=sampling)
+    with _eager(run):
+        tokens = generate(run.stages[0], prompt, num_tokens=train.generate_tokens, sampling=sampling)
     return train.generate_prompt + tokenizer.decode([token for token in tokens if token != tokenizer.eod])
+
+
+def _eager(run: Run) -> AbstractContextManager[object]:
+    """Run compiled blocks eagerly: torch.compile would compile them again for each of the first lengths of a text."""
+    is_compiled = with_compile(run.config, run.context.device.type).train.torch_compile
+    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()

@@ -27,6 +27,15 @@ def test_the_model_writes_a_text_of_the_asked_length_the_same_one_every_time(tmp
     assert len(short) <= len(long) <= 12
 
 
+def test_compiled_blocks_are_not_compiled_again_for_the_lengths_of_a_text(tmp_path):
+    with small_run(tmp_path, "--vocab-size", "257", "--torch-compile") as run:
+        from torch._dynamo.utils import counters  # imported by then, and slow to import otherwise
+
+        before = counters["frames"]["total"]
+        sample(with_length(run, 4), "bytes")
+    assert counters["frames"]["total"] == before
+
+
 def test_the_sample_is_printed_when_training_ends(tmp_path, capsys):
     with small_run(tmp_path, "--vocab-size", "257", "--train-iters", "1") as run:
         train(with_length(run, 8), SampleHook("bytes"))
