@@ -47,9 +47,11 @@ def plan_chunks(inputs: Sequence[str], *, subset: str | None, split: str) -> tup
     """Split files, folders and hub names into chunks, in order; `subset` and `split` select from hub datasets.
 
     Raises:
-        DataError: an input is missing, unreadable or empty.
+        DataError: an input is missing, unreadable or empty, or `subset` or `split` has no effect on any input.
     """
     expanded = [_expand(name) for name in inputs]
+    if None not in expanded:
+        _require_whole(inputs, subset=subset, split=split)
     sizes = [path.stat().st_size for paths in expanded for path in paths or ()]
     chunk_bytes = min(max(sum(sizes) // _NUM_CHUNKS, _MIN_BYTES), _MAX_BYTES)
     chunks: list[InputChunk] = []
@@ -61,6 +63,17 @@ def plan_chunks(inputs: Sequence[str], *, subset: str | None, split: str) -> tup
     if not chunks:
         raise DataError(f"{', '.join(inputs)} holds no text", why="every file is empty", fix="give files with text")
     return tuple(chunks)
+
+
+def _require_whole(inputs: Sequence[str], *, subset: str | None, split: str) -> None:
+    """Raise where a part of files is asked for, which are read whole: test data must not become training data."""
+    flag = f"--subset {subset}" if subset is not None else f"--split-name {split}"
+    if subset is not None or split != "train":
+        raise DataError(
+            f"{flag} has no effect on {', '.join(inputs)}",
+            why="all of its files are read; subsets and splits are those of Hugging Face datasets",
+            fix="name the files that are wanted, for example as a pattern in quotes, or leave it out",
+        )
 
 
 def streamed_dataset(name: str, *, subset: str | None, split: str) -> HubDataset:

@@ -67,12 +67,11 @@ def _leave_pickles_unread() -> None:
 
 def _saved_rows(saved: Any, dataset: HubDataset) -> Any:
     """The rows of a dataset that `save_to_disk` wrote, or of a split where it wrote several."""
+    what = f"{dataset.name} has no split {dataset.split}"
     if not isinstance(saved, dict):
+        if dataset.split not in ("train", str(saved.split)):  # "train" is the default
+            raise DataError(what, why="it is one dataset without splits", fix="leave --split-name out")
         return saved
     if dataset.split not in saved:
-        raise DataError(
-            f"{dataset.name} has no split {dataset.split}",
-            why=f"its splits are {', '.join(saved)}",
-            fix="name one with --split-name",
-        )
+        raise DataError(what, why=f"its splits are {', '.join(saved)}", fix="name one with --split-name")
     return saved[dataset.split]

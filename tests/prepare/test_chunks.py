@@ -108,6 +108,14 @@ def test_a_file_whose_name_has_brackets_is_no_pattern(tmp_path: Path) -> None:
     assert _read(_write_lines(tmp_path / "a[1].jsonl", TEXTS)) == TEXTS
 
 
+def test_files_have_no_subsets_and_splits(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    for part in ({"subset": None, "split": "test"}, {"subset": "en", "split": "train"}):
+        with pytest.raises(DataError, match="has no effect on .*name the files"):
+            plan_chunks([str(tmp_path)], **part)
+
+
 def test_inputs_that_hold_nothing_or_do_not_exist_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     with pytest.raises(DataError, match="holds no text"):

@@ -49,5 +49,7 @@ def test_a_dataset_that_was_saved_to_disk(tmp_path: Path) -> None:
         "a",
         "b",
     ]
+    with pytest.raises(DataError, match="has no split valid: it is one dataset without splits; leave --split-name out"):
+        load_rows(HubDataset(str(tmp_path / "one"), None, "valid"))
     with pytest.raises(DataError, match="has no split valid: its splits are train, test; name one with --split-name"):
         load_rows(HubDataset(str(tmp_path / "both"), None, "valid"))

@@ -1,9 +1,10 @@
 """Rules of the model section: heads, positions, experts and multi-latent attention."""
 
 from collections.abc import Sequence
+from math import ceil
 
 from nanotrain.config.config import LoadBalancing, PositionEmbedding, RouterScore
-from nanotrain.config.rules.rule import Rule
+from nanotrain.config.rules.rule import Rule, Values
 
 
 def numbered(items: Sequence[object], noun: str, *, plural: str = "s") -> str:
@@ -13,6 +14,13 @@ def numbered(items: Sequence[object], noun: str, *, plural: str = "s") -> str:
     ('1 loss', '0 numbers')
     """
     return f"{len(items)} {noun}{plural if len(items) != 1 else ''}"
+
+
+def channels_with_pairs(v: Values) -> int:
+    """The least channels of a head, from those that are set on, of which RoPE rotates an even number."""
+    rotated = max(2, v.rotary_dim + v.rotary_dim % 2)
+    channels = ceil(rotated / v.rotary_percent)
+    return channels + (int(channels * v.rotary_percent) < rotated)  # 100 * 0.58 is 57.99 in floating point
 
 
 # fmt: off
@@ -51,7 +59,7 @@ HEAD_RULES = (
         and (v.kv_channels is not None or v.hidden_size % v.num_attention_heads == 0),
         "a head has {head_dim} channels, of which {rotary_dim} are rotated (rotary_percent {rotary_percent})",
         "RoPE rotates pairs of channels, so their number must be even",
-        "set --kv-channels to an even number, or another --num-attention-heads or --rotary-percent"),
+        lambda v: f"set --kv-channels {channels_with_pairs(v)}, or another --num-attention-heads or --rotary-percent"),
     Rule("qk_clip qk_layernorm", lambda v: v.qk_clip and v.qk_layernorm, "qk_clip with qk_layernorm",
         "queries and keys are normalized after their projections, so the size of those weights has no effect",
         "leave out --qk-clip or --qk-layernorm"),

@@ -37,6 +37,8 @@ def test_what_fits_together_breaks_no_rule(keys):
         ({"seq_length": 2048}, "seq_length 2048 is longer than max_position_embeddings 1024"),
         (LATENT | {"position_embedding_type": "none"}, "position_embedding_type is none with multi_latent_attention"),
         ({"rotary_percent": 0.3}, "of which 19 are rotated (rotary_percent 0.3)"),
+        ({"hidden_size": 72, "rotary_percent": 0.5}, "a head has 18 channels, of which 9 are rotated"),
+        ({"hidden_size": 72, "rotary_percent": 0.5}, "set --kv-channels 20, or another"),
         ({"window_size": 4, "window_attn_skip_freq": "1"}, "no layer has the window of 4 keys"),
         ({"no_rope_freq": "1"}, "no layer has rotary positions"),
         ({"window_size": 4, "window_attn_skip_freq": "[1]*3"}, "a 1 (window) or 0 (none) for each of 4 layers"),
