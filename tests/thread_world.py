@@ -106,6 +106,10 @@ class ThreadGroup(dist.ProcessGroup):
     def group_name(self) -> str:
         return self._name
 
+    def _get_backend(self, device: torch.device) -> "ThreadGroup":
+        """Torch 2.15 reads from it whether messages of a batch are coalesced."""
+        return self
+
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> ThreadWork:
         return self._post("all_reduce", tensors[0], _all_reduce, op=opts.reduceOp)
 
