@@ -8,10 +8,12 @@ from types import ModuleType
 
 import pytest
 
-from nanotrain.start_up import importing_torch, without_collection
+from nanotrain.start_up import end_without_collection, importing_torch, without_collection
 
 # of torch, of Hugging Face, of pictures and reports, and of what hooks need only where they are asked for
 NEVER = ("torch._dynamo", "torch._inductor", "transformers", "datasets", "matplotlib", "pandas", "scipy", "pyarrow")
+NEVER += ("triton", "nanotrain.kernels.triton_kernels", "nanotrain.kernels.triton_rms_norm")
+NEVER += ("nanotrain.kernels.triton_rotary",)  # these import Triton where it is installed
 NEVER += ("wandb", "tensorboard", "torch.utils.tensorboard", "prometheus_client", "submitit", "lm_eval", "IPython")
 # before the first step; torch imports sympy for the first backward pass, and plotly draws the report at the end
 BUILT = (*NEVER, "sympy", "torch.fx.experimental.symbolic_shapes", "plotly")
@@ -64,5 +66,20 @@ def test_collections_pause_and_go_on_after_an_error() -> None:
         with without_collection():
             pass
         assert not gc.isenabled(), "paused by the caller, who enables them again"
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("has_triton", [False, True])
+def test_the_last_collection_runs_only_where_triton_would_report_what_is_left(
+    has_triton: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    if has_triton:
+        monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    gc.freeze()
+    try:
+        end_without_collection()
+        assert (gc.isenabled(), gc.get_freeze_count() == 0) == (has_triton, has_triton)
     finally:
         gc.enable()

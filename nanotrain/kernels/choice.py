@@ -10,6 +10,8 @@
 Blocks are compiled on GPUs. Inside a graph torch's operators run, because the compiler fuses elementwise ones itself.
 The kernels run outside of graphs: in the loss, and in blocks that are not compiled. The second residual sum of a block
 would be fused with the norm of the next block, which may be another FSDP unit, graph or pipeline stage.
+
+The modules of the kernels import Triton, so they are imported inside of the functions that call them: on a CPU never.
 """
 
 from functools import cache

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanotrain.kernels import triton_rms_norm
 from nanotrain.kernels.choice import uses_triton
 
 
@@ -57,7 +56,11 @@ def add_rms_norm(
 
 
 def _uses_triton(x: Tensor) -> bool:
-    return uses_triton(x) and x.shape[-1] <= triton_rms_norm.MAX_SIZE
+    if not uses_triton(x):
+        return False
+    from nanotrain.kernels import triton_rms_norm
+
+    return x.shape[-1] <= triton_rms_norm.MAX_SIZE
 
 
 def _by_torch(x: Tensor, weight: Tensor, *, eps: float, is_offset: bool) -> Tensor:
@@ -73,6 +76,8 @@ def _by_torch(x: Tensor, weight: Tensor, *, eps: float, is_offset: bool) -> Tens
 class _ByTriton(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, is_offset: bool) -> Tensor:
+        from nanotrain.kernels import triton_rms_norm
+
         x = x.contiguous()
         out, _, scale = triton_rms_norm.forward(x, None, weight=weight, eps=eps, is_offset=is_offset)
         ctx.save_for_backward(x, weight, scale)
@@ -81,6 +86,8 @@ class _ByTriton(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from nanotrain.kernels import triton_rms_norm
+
         x, weight, scale = ctx.saved_tensors
         rows = triton_rms_norm.Rows(x, weight, scale, is_offset=ctx.is_offset)
         return *triton_rms_norm.backward(rows, grads[0].contiguous(), grad_total=None), None, None
@@ -91,6 +98,8 @@ class _SumByTriton(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, is_offset: bool
     ) -> tuple[Tensor, Tensor]:
+        from nanotrain.kernels import triton_rms_norm
+
         inputs = (x.contiguous(), residual.contiguous())
         out, total, scale = triton_rms_norm.forward(*inputs, weight=weight, eps=eps, is_offset=is_offset)
         ctx.save_for_backward(total, weight, scale)
@@ -99,6 +108,8 @@ class _SumByTriton(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from nanotrain.kernels import triton_rms_norm
+
         total, weight, scale = ctx.saved_tensors
         grad, grad_total = (each.contiguous() for each in grads)
         rows = triton_rms_norm.Rows(total, weight, scale, is_offset=ctx.is_offset)

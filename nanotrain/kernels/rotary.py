@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanotrain.kernels import triton_rotary
 from nanotrain.kernels.choice import uses_triton
 from nanotrain.kernels.side_by_side import empty_sides, order_of_sides
 
@@ -93,9 +92,12 @@ class _RotateSides(torch.autograd.Function):
 
 def _rotate(x: Tensor, *, cos: Tensor, sin: Tensor, sign: int, out: Tensor | None = None) -> Tensor:
     """Into `out`, by default new and contiguous memory."""
-    compute = triton_rotary.rotate if uses_triton(x) else _by_torch
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    return compute(x, cos=cos, sin=sin, sign=sign, out=out)
+    if uses_triton(x):
+        from nanotrain.kernels import triton_rotary
+
+        return triton_rotary.rotate(x, cos=cos, sin=sin, sign=sign, out=out)
+    return _by_torch(x, cos=cos, sin=sin, sign=sign, out=out)
 
 
 def _by_torch(x: Tensor, *, cos: Tensor, sin: Tensor, sign: int, out: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanotrain.kernels import triton_kernels
 from nanotrain.kernels.choice import uses_triton
 from nanotrain.kernels.side_by_side import empty_sides, order_of_sides
 
@@ -29,6 +28,8 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         if uses_triton(gate):
+            from nanotrain.kernels import triton_kernels
+
             return triton_kernels.swiglu_forward(gate, up)
         return F.silu(gate).mul_(up)
 
@@ -42,6 +43,8 @@ class _SwiGLU(torch.autograd.Function):
             return grad_gate, F.silu(gate).mul_(grads[0])
         grad_gate, grad_up = empty_sides([size, size], order, like=gate)
         if uses_triton(gate):
+            from nanotrain.kernels import triton_kernels
+
             triton_kernels.swiglu_backward(grads[0], gate=gate, up=up, out=(grad_gate, grad_up))
             return grad_gate, grad_up
         torch.mul(grads[0], up, out=grad_gate)

@@ -1,4 +1,4 @@
-"""Triton kernels; each computes in fp32 from any of `choice.DTYPES`. Imported only where they run.
+"""Triton kernels; each computes in fp32 from any of `choice.DTYPES`.
 
     row_logsumexp, softmax_gradient_    the vocabulary loss: one read of the logits, then one read and write in place
     swiglu_forward, swiglu_backward     silu(gate) * up, of rows at any distance

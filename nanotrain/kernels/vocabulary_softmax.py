@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanotrain.kernels import triton_kernels
 from nanotrain.kernels.choice import uses_triton
 
 Combine = Callable[[Tensor], Tensor]
@@ -41,6 +40,8 @@ def _by_torch(logits: Tensor, *, column: Tensor, is_local: Tensor, combine: Comb
 
 
 def _by_triton(logits: Tensor, *, column: Tensor, is_local: Tensor, combine: Combine) -> tuple[Tensor, Tensor]:
+    from nanotrain.kernels import triton_kernels
+
     logsumexp = combine(triton_kernels.row_logsumexp(logits))
     picked = ((logits.gather(1, column).float() - logsumexp) * is_local)[:, 0]
     return picked, triton_kernels.softmax_gradient_(logits, logsumexp=logsumexp, column=column, is_local=is_local)
