@@ -296,7 +296,12 @@ def num_microbatches(train: TrainConfig, dp: int) -> int:
         raise ConfigError(
             f"a global batch of {batch_size} samples has less than one microbatch per rank",
             why=f"micro_batch_size {train.micro_batch_size} x data-parallel size {dp} = {per_pass}",
-            fix=f"set --global-batch-size {round_up(batch_size, per_pass)} or another --micro-batch-size",
+            fix=f"set --global-batch-size {per_pass} or "
+            + (
+                "another --micro-batch-size"
+                if batch_size >= dp
+                else f"run on fewer ranks: data-parallel size {batch_size} or less"
+            ),
         )
     return -(-batch_size // per_pass)
 

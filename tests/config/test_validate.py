@@ -61,6 +61,8 @@ def test_the_world_must_share_the_global_batch():
     validate_for_world(config, 5)  # padded
     with pytest.raises(ConfigError, match="12 samples has less than one microbatch per rank: .* size 7 = 14"):
         validate_for_world(config, 7)
+    with pytest.raises(ConfigError, match="set --global-batch-size 32 or run on fewer ranks: data-parallel size 12 or"):
+        validate_for_world(config, 16)
     ramp = {"rampup_batch_size": [4, 4, 40], "num_experts": 4}
     validate_for_world(config_of(micro_batch_size=2, global_batch_size=12, num_experts=4), 4)
     validate_for_world(config_of(micro_batch_size=2, global_batch_size=12, **ramp), 2)

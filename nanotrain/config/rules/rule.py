@@ -38,7 +38,8 @@ class Values:
         self.tp, self.cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         self.pp, self.ep = parallel.pipeline_model_parallel_size, parallel.expert_model_parallel_size
         self.etp = parallel.expert_tensor_parallel_size or self.tp
-        self.num_stages = self.pp * parallel.num_virtual_stages_per_pipeline_rank
+        # settings of stages without effect on one rank are an error of their own (unused.py)
+        self.num_stages = 1 if self.pp == 1 else self.pp * parallel.num_virtual_stages_per_pipeline_rank
         self.has_experts = model.moe.num_experts is not None
         self.num_groups, self.group_topk = model.moe.router_num_groups or 1, model.moe.router_group_topk or 1
         self.experts_per_group = (model.moe.num_experts or 0) // self.num_groups
@@ -117,13 +118,13 @@ class Values:
     @property
     def counted_layers(self) -> int:
         """Layers that are split evenly over stages, with those that embedding and head count as."""
-        return int(self.num_layers) + sum(counted_ends(self.config.parallel))
+        return int(self.num_layers) + (0 if self.pp == 1 else sum(counted_ends(self.config.parallel)))
 
     @property
     def end_lengths(self) -> list[int]:
-        """Layers of the first and of the last pipeline rank, where they are set."""
+        """Layers of the first and of the last of several pipeline ranks, where they are set."""
         ends = (self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers)
-        return [length for length in ends if length is not None]
+        return [length for length in ends if length is not None and self.pp > 1]
 
     @property
     def stages_between(self) -> int:

@@ -123,6 +123,13 @@ def test_what_does_not_divide_is_named_with_its_numbers(keys, message):
     assert caught.value.fix
 
 
+def test_settings_of_stages_break_no_rule_on_one_stage():
+    """That they have no effect is an error, and the only one."""
+    check_layout(
+        config_of(num_layers=3, num_virtual_stages_per_pipeline_rank=2, **{FIRST: 9, LAST: 4, EMBEDDING: True})
+    )
+
+
 @given(tp=st.sampled_from([1, 2, 4]), cp=st.integers(1, 4), length=st.integers(1, 600), sequence_parallel=st.booleans())
 def test_the_sequence_length_that_an_error_names_is_the_next_that_fits(tp, cp, length, sequence_parallel):
     sizes = {"tensor_model_parallel_size": tp, "context_parallel_size": cp, "sequence_parallel": sequence_parallel}
