@@ -72,8 +72,8 @@ def test_compiled_blocks_train_as_eager_ones_do(backend, sizes, model) -> None:
     for eager, compiled, num_graphs, num_writes in outcomes:
         assert num_graphs > 0
         # query with key and value, output, gate with up, down; query, key, value and output beside experts. Experts and
-        # linear layers over tp are outside of graphs.
-        num_products = 0 if "tp" in sizes else 4
+        # linear layers over tp are outside of graphs, with torch 2.10 all of these.
+        num_products = 4 if traced_wgrad.CAN_TRACE and "tp" not in sizes else 0
         num_microbatches = 2 if sizes["strategy"] == "no_shard" else 1
         assert num_writes == 2 * num_microbatches * num_products
         assert compiled.losses == pytest.approx(eager.losses, rel=1e-5)
