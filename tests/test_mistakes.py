@@ -43,7 +43,7 @@ MISTAKES = [
     ("train +config=tiny --epochs 3", "steps = epochs x samples / global_batch_size", "did you mean"),
     ("train +config=tiny --data-path nowhere", "nowhere.bin is missing too", "vocabulary size"),
     ("train +config=tiny --seq-length 4096", "set --seq-length 1024 or raise --max-position", "Traceback"),
-    ("train +config=tiny --hidden-size 100", "set --kv-channels to an even number", "mistakes"),
+    ("train +config=tiny --hidden-size 100", "set --kv-channels 26", "mistakes"),
     ("train +config=tiny --global-batch-size 7", "set --global-batch-size 8", "Traceback"),
     ("train +config=tiny --run-dir /proc/none", "choose another folder with --run-dir", "train.run_dir"),
     ("train +config=tiny --mock-data --vocab-size 64 --load nowhere", "nowhere is not a checkpoint", "Traceback"),
