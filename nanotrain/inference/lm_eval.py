@@ -16,7 +16,7 @@ from nanotrain.errors import ConfigError
 from nanotrain.inference.checkpoint import LoadedModel, load_checkpoint
 from nanotrain.inference.generate import Generation, Sampling
 from nanotrain.inference.score import Request, log_likelihoods, rolling_windows
-from nanotrain.inference.text import stream_texts
+from nanotrain.inference.text import document_start, stream_texts
 
 MAX_NEW_TOKENS = 256  # of a generated text where a task sets no number
 
@@ -95,8 +95,7 @@ class NanotrainLM(LM):
     @property
     def _start(self) -> int:
         """The token before a text: the end of a document, as in training."""
-        end = self.loaded.tokenizer.eod
-        return end if end is not None else self.loaded.tokenizer.encode("\n")[-1]
+        return document_start(self.loaded.tokenizer)[-1]
 
     def _tokens(self, context: str, continuation: str) -> Request:
         """Both encoded as one text, so that a token at the border is that of training; blanks begin a continuation."""

@@ -54,14 +54,29 @@ class TextStream:
         return piece
 
 
+def document_start(tokenizer: Tokenizer) -> list[int]:
+    """The tokens before the first one of a document: the end of the previous document, or a line break.
+
+    Raises:
+        DataError: the tokenizer has neither.
+    """
+    start = [tokenizer.eod] if tokenizer.eod is not None else tokenizer.encode("\n")
+    if not start:
+        raise DataError(
+            "an empty prompt has no tokens",
+            why="the tokenizer has no end-of-document token and none for a line break",
+            fix="give a prompt with text, or name an eos_token of the vocabulary in tokenizer_config.json",
+        )
+    return start
+
+
 def encode_prompts(prompts: Sequence[str], tokenizer: Tokenizer, *, max_tokens: int) -> list[list[int]]:
     """The tokens of prompts; an empty prompt is the start of a document.
 
     Raises:
-        DataError: a prompt longer than `max_tokens`, the positions of the model.
+        DataError: a prompt longer than `max_tokens`, the positions of the model, or one without tokens.
     """
-    start = [tokenizer.eod] if tokenizer.eod is not None else tokenizer.encode("\n")
-    encoded = [tokenizer.encode(prompt) or list(start) for prompt in prompts]
+    encoded = [tokenizer.encode(prompt) or document_start(tokenizer) for prompt in prompts]
     for number, ids in enumerate(encoded, 1):
         if len(ids) > max_tokens:
             raise DataError(

@@ -9,6 +9,7 @@ import torch
 from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.device import peak_memory
 from nanotrain.data.tokenizer import load_tokenizer
+from nanotrain.errors import DataError
 from nanotrain.log import get_logger
 from nanotrain.quantities import describe_bytes
 from nanotrain.runs.files import open_append
@@ -45,7 +46,11 @@ class SampleHook(Hook):
         if self._tokenizer is None:
             log.info("no sample: the data has no tokenizer; set --tokenizer-model")
             return
-        text = sample(run, self._tokenizer)
+        try:
+            text = sample(run, self._tokenizer)
+        except DataError as error:
+            log.info("no sample: %s", error)
+            return
         print(f"\nSample:\n{text}\n", flush=True)
         with open_append(run.folder.samples) as file:
             file.write(json.dumps({"step": run.state.step, "text": text}).encode() + b"\n")
@@ -95,10 +100,11 @@ class SummaryHook(Hook):
 def sample(run: Run, tokenizer_name: str) -> str:
     """Generate a text with the current weights; returns prompt and continuation. An empty prompt starts a document."""
     tokenizer, train = load_tokenizer(tokenizer_name), run.config.train
-    new_document = [tokenizer.eod] if tokenizer.eod is not None else tokenizer.encode("\n")
-    prompt = tokenizer.encode(train.generate_prompt) or new_document
-    from nanotrain.inference.generate import Sampling, generate  # imported here: it would only delay the start
+    # imported here: they would only delay the start
+    from nanotrain.inference.generate import Sampling, generate
+    from nanotrain.inference.text import document_start
 
+    prompt = tokenizer.encode(train.generate_prompt) or document_start(tokenizer)
     sampling = Sampling(temperature=TEMPERATURE, top_k=TOP_K, seed=train.seed, stop=tokenizer.eod)
     with _eager(run):
         tokens = generate(run.stages[0], prompt, num_tokens=train.generate_tokens, sampling=sampling)

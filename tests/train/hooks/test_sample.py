@@ -2,6 +2,10 @@
 
 from dataclasses import replace
 
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
 from nanotrain.config.config import TrainConfig
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.sample import SampleHook, SummaryHook, sample
@@ -46,6 +50,15 @@ def test_without_a_tokenizer_it_says_how_to_get_a_sample(tmp_path, logged):
     with small_run(tmp_path, "--train-iters", "1") as run:
         train(run, SampleHook(None))
     assert any("--tokenizer-model" in line for line in logged)
+
+
+def test_without_a_token_before_a_document_it_says_how_to_get_a_sample(tmp_path, logged):
+    words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.save(str(tmp_path / "tokenizer.json"))
+    with small_run(tmp_path / "run", "--train-iters", "1") as run:
+        train(with_length(run, 4), SampleHook(str(tmp_path / "tokenizer.json")))
+    assert any("no sample: an empty prompt has no tokens" in line for line in logged)
 
 
 def test_the_summary_says_where_everything_lies(tmp_path, capsys):
