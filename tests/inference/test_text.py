@@ -37,14 +37,14 @@ def test_a_prompt_that_is_too_long_is_named() -> None:
 
 
 def test_an_empty_prompt_needs_a_token_before_a_document() -> None:
-    class Words(ByteTokenizer):
+    class WordTokenizer(ByteTokenizer):
         def encode(self, text: str) -> list[int]:
             return [len(word) for word in text.split()]
 
-    assert encode_prompts(["one three"], Words(eod=None), max_tokens=2) == [[3, 5]]
+    assert encode_prompts(["one three"], WordTokenizer(eod=None), max_tokens=2) == [[3, 5]]
     for prompt in ("", " "):
         with pytest.raises(DataError, match="an empty prompt has no tokens: .*; give a prompt with text"):
-            encode_prompts(["one", prompt], Words(eod=None), max_tokens=2)
+            encode_prompts(["one", prompt], WordTokenizer(eod=None), max_tokens=2)
 
 
 def test_texts_of_a_batch_are_those_of_single_prompts(capsys) -> None:
