@@ -67,6 +67,14 @@ def test_too_few_tokens_are_an_error_with_numbers_and_a_cure(write_corpus: Write
     assert build_data(data, vocab_size=100, seed=1, required=["train"]).valid is None
 
 
+def test_one_document_is_not_divided_and_its_cure_is_more_documents(write_corpus: WriteCorpus) -> None:
+    data = DataConfig(data_path=[str(write_corpus(random_documents([900])))], seq_length=8, split="90,10")
+    with pytest.raises(DataError) as caught:
+        build_data(data, vocab_size=1000, seed=0, required={"train", "valid"})
+    assert "valid split" in str(caught.value) and "has 0 tokens" in str(caught.value)
+    assert caught.value.fix == "prepare the text as several documents, or turn validation off with --eval-interval 0"
+
+
 def test_a_corpus_that_is_not_divided_gets_no_advice_on_split(write_corpus: WriteCorpus) -> None:
     long, short = (str(write_corpus([np.zeros(size)], name=name)) for name, size in (("long", 40), ("short", 5)))
     for data, cure in (
