@@ -102,11 +102,12 @@ def read_options(options: Sequence[str], program: Sequence[str]) -> Namespace:
     """
     refused = io.StringIO()
     logs = [] if any(option.startswith(("--log-dir", "--tee", "--redirects")) for option in options) else [os.devnull]
+    parser = get_args_parser()
+    if parser.get_default("master_port") == DEFAULT_PORT:  # torch 2.10; one that the environment sets is a string
+        parser.set_defaults(master_port=None)
     try:
         with redirect_stderr(refused):
-            args = get_args_parser().parse_args(
-                [*options, *(f"--log-dir={path}" for path in logs), "--module", *program]
-            )
+            args = parser.parse_args([*options, *(f"--log-dir={path}" for path in logs), "--module", *program])
             parse_min_max_nnodes(args.nnodes)
     except (SystemExit, RuntimeError, ValueError) as error:
         message = refused.getvalue().rpartition("error: ")[2].strip() or str(error)

@@ -10,11 +10,19 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.run import get_args_parser
 
 from nanotrain.cli_launch import launch
 from nanotrain.errors import ConfigError, EnvironmentFault, TopologyError
 from nanotrain.train.start import start_ranks as launcher
-from nanotrain.train.start.start_ranks import exit_code, local_world_size, passing_signals_on, read_options, run_agent
+from nanotrain.train.start.start_ranks import (
+    DEFAULT_PORT,
+    exit_code,
+    local_world_size,
+    passing_signals_on,
+    read_options,
+    run_agent,
+)
 from tests.harness import HANG_S
 
 NAMES = ("OMP_NUM_THREADS", "LOGLEVEL", "TORCHELASTIC_SIGNALS_TO_HANDLE")
@@ -129,7 +137,11 @@ def test_a_wrong_number_of_ranks_is_a_config_error(number):
         local_world_size(number)
 
 
-def test_one_machine_takes_a_free_port_and_several_meet_where_they_are_told():
+@pytest.mark.parametrize("port", [None, DEFAULT_PORT])  # torch 2.10 states its own
+def test_one_machine_takes_a_free_port_and_several_meet_where_they_are_told(port, monkeypatch):
+    parser = get_args_parser()
+    parser.set_defaults(master_port=port)
+    monkeypatch.setattr(launcher, "get_args_parser", lambda: parser)
     one_machine = read_options(["--nproc-per-node=2"], ["nanotrain.train", "--save", "x"])
     assert (one_machine.rdzv_backend, one_machine.rdzv_endpoint) == ("c10d", "localhost:0")
     assert one_machine.log_dir == os.devnull and one_machine.training_script_args == ["--save", "x"]
