@@ -55,9 +55,10 @@ def test_where_cublas_adds_in_fp32_the_product_is_added_where_it_is_computed(mon
 
     class Record(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if not func.is_view:
-                called.append((str(func), args[0] is total and kwargs["out"] is total))
-            return func(*args, **(kwargs or {}))
+            if func.is_view:
+                return func(*args, **(kwargs or {}))
+            called.append((str(func), args[0] is total and kwargs["out"] is total))
+            return total  # torch 2.10 cannot compute it on the meta device
 
     with Record():
         assert wgrad(grad, x, add_to=total) is total

@@ -36,6 +36,7 @@ def compiled(
     return network, parallel, written
 
 
+@pytest.mark.skipif(not traced_wgrad.CAN_TRACE, reason="graphs write none with torch 2.10")
 def test_graphs_write_to_the_bit_what_autograd_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     network, parallel, written = compiled()
     step(network, parallel)  # the second step overwrites what the first left behind
@@ -56,6 +57,7 @@ def test_graphs_write_to_the_bit_what_autograd_returns(monkeypatch: pytest.Monke
     assert set(written) == {"head"}, "the loss is outside of graphs"
 
 
+@pytest.mark.skipif(not traced_wgrad.CAN_TRACE, reason="graphs write none with torch 2.10")
 def test_graphs_write_to_storage_that_a_bucket_borrows_where_it_is_the_only_one_of_the_unit() -> None:
     rules, found = LayoutRules(bucket_size=10_000, gathers_by_unit=True), []
     for writes in (False, True):
