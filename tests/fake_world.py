@@ -6,10 +6,14 @@ The values of other ranks are undefined; shapes, calls and bytes are right. The 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.topology.topology import Topology
+
+# torch 2.10 has no collectives of tensors on the meta device.
+HAS_META_COLLECTIVES = torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta")
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from nanotrain.parallel.cp.backends import AttentionDevice
 from nanotrain.topology.topology import Topology
 from nanotrain.train.step import train_step
-from tests.fake_world import fake_context
+from tests.fake_world import HAS_META_COLLECTIVES, fake_context
 from tests.harness import SHORT_NAMES, parallel_config
 from tests.host_syncs import ROOT
 from tests.laws.worlds import Case, build_here
@@ -57,9 +57,6 @@ class HostCopies(TorchDispatchMode):
                 frame = frame.f_back
             self.files.add(Path(frame.f_code.co_filename).name)
         return out
-
-
-HAS_META_COLLECTIVES = torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta")
 
 
 @pytest.mark.skipif(not HAS_META_COLLECTIVES, reason="torch 2.10 has no collectives on the meta device")
