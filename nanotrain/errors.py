@@ -141,6 +141,10 @@ class EnvironmentFault(NanotrainError):
     """A fault of the machine: an unwritable folder, a missing device, a lost rank."""
 
 
+class LocalFault(EnvironmentFault):
+    """A fault of this rank alone: it is printed at once, without waiting for the first rank to print the same."""
+
+
 class ReportedFault(EnvironmentFault):
     """A fault that one rank printed already; `report` does not print it again."""
 

@@ -28,10 +28,18 @@ from nanotrain.config.derive import is_model_known
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line, load_object, reply
 from nanotrain.config.validate import validate_for_world
-from nanotrain.errors import INTERRUPTED, EnvironmentFault, ErrorCollector, NanotrainError, ReportedFault, report
+from nanotrain.errors import (
+    INTERRUPTED,
+    EnvironmentFault,
+    ErrorCollector,
+    LocalFault,
+    NanotrainError,
+    ReportedFault,
+    report,
+)
 from nanotrain.runs.folder import RunFolder, check_writable
 from nanotrain.runs.lock import lock_run
-from nanotrain.start_up import end_without_collection, importing_torch
+from nanotrain.start_up import end_without_collection, importing_torch, open_closed_streams
 from nanotrain.train.watch.launcher import end_with_launcher
 
 if TYPE_CHECKING:
@@ -73,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         validate_for_world(loaded.config, world_size, expected_dp=loaded.data_parallel_size)
         train(loaded, world_size)
     except NanotrainError as error:
-        if not is_first_local and not isinstance(error, ReportedFault):
+        if not is_first_local and not isinstance(error, LocalFault | ReportedFault):
             time.sleep(WAIT_FOR_FIRST_RANK_S)
         return report(error)
     except KeyboardInterrupt:  # before the first step, or the second Ctrl-C: the trainer handles the first
@@ -225,5 +233,6 @@ def _end(run: Callable[[], int]) -> NoReturn:
 
 
 if __name__ == "__main__":
+    open_closed_streams()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it would end this process before the trainer handles it
     _end(main)

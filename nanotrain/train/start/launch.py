@@ -35,6 +35,7 @@ from nanotrain.train.plans.plan import Plan
 from nanotrain.train.start.header import header
 from nanotrain.train.start.inputs import RunInputs
 from nanotrain.train.trainer import Trainer
+from nanotrain.train.watch.out_of_memory import explaining_memory_errors
 from nanotrain.train.watch.watchdog import watch_ranks
 
 log = get_logger(__name__)
@@ -50,7 +51,11 @@ def run_training(plan: Plan, inputs: RunInputs, *, context: ParallelContext, pla
         planned: memory of the worst rank, for the summary.
     """
     inputs = require_same_start(plan, inputs, context=context)
-    with watch_ranks(context, inputs.folder.path, timeout_s=plan.config.train.hang_timeout_s):
+    coords = f" ({context.coords_text})" if context.coords_text else ""
+    with (
+        watch_ranks(context, inputs.folder.path, timeout_s=plan.config.train.hang_timeout_s),
+        explaining_memory_errors(f"rank {context.rank}{coords}"),
+    ):
         _run(plan, inputs, context=context, planned=planned)
 
 
