@@ -53,7 +53,8 @@ def disk_fault(error: OSError, path: Path, *, needed: int | None = None, fix: st
             f"{path} is a symbolic link", why="files are not written through links", fix="remove the link"
         )
     why = reason(error, path, needed=needed)
-    return EnvironmentFault(f"{path} cannot be written", why=why, fix=f"free space, or {fix}")
+    cure = f"free space, or {fix}" if error.errno in _NO_SPACE else fix
+    return EnvironmentFault(f"{path} cannot be written", why=why, fix=cure)
 
 
 @contextmanager

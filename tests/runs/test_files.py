@@ -50,7 +50,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     [
         (errno.ENOSPC, "No space left on device: 7 bytes needed, .* bytes free in .*free space, or choose"),
         (errno.EDQUOT, "quota.*7 bytes needed"),
-        (errno.EROFS, "cannot be written: Read-only file system; free space, or choose another folder"),
+        (errno.EROFS, "cannot be written: Read-only file system; choose another folder"),
     ],
 )
 def test_disk_errors_have_the_numbers(tmp_path, number, says):

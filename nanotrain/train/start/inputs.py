@@ -22,10 +22,10 @@ from nanotrain.data.build import DatasetSplits, build_data, first_blend, tokeniz
 from nanotrain.data.data_path import parse_data_path
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.tokenizer import load_tokenizer
-from nanotrain.errors import ConfigError
+from nanotrain.errors import ConfigError, EnvironmentFault
 from nanotrain.prepare.cache import user_cache
 from nanotrain.prepare.quickstart import prepare_quickstart
-from nanotrain.runs.files import open_append
+from nanotrain.runs.files import OTHER_FOLDER, open_append
 from nanotrain.runs.folder import RunFolder
 from nanotrain.train.start.checkpoint_model import with_checkpoint_model
 
@@ -147,7 +147,18 @@ def _checkpoint_to_load(config: Config, folder: RunFolder) -> Path | None:
 
 @contextmanager
 def _file_lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock shared by the ranks of this machine."""
+    """Hold an exclusive lock shared by the ranks of this machine.
+
+    Raises:
+        EnvironmentFault: the file system has no locks; the ranks would write the same files at the same time.
+    """
     with open_append(path) as file:  # neither truncated nor followed as a link
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"{path} cannot be locked",
+                why=f"{error.strerror}: the ranks would write the quick-start corpus at the same time",
+                fix=OTHER_FOLDER,
+            ) from None
         yield

@@ -1,5 +1,8 @@
 """What a run opens on disk: vocabulary, data, folder and the checkpoint to start from."""
 
+import errno
+import fcntl
+import os
 import threading
 import time
 from pathlib import Path
@@ -129,6 +132,15 @@ def test_the_quick_start_corpus_lies_in_the_run_folder_and_the_configuration_sta
     assert calls == [(tmp_path / "run" / "data", 8192)]
     assert config.data.data_path == []
     assert inputs.tokenizer == "bytes"
+
+
+def test_a_file_system_without_locks_is_one_error(tmp_path, monkeypatch):
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(EnvironmentFault, match=r"\.preparing cannot be locked: No locks available: .*--run-dir"):
+        open_inputs(load(["+config=tiny", "--run-dir", str(tmp_path / "run")]))
 
 
 def test_file_lock_rank_of_a_machine_prepares_at_a_time(tmp_path):
