@@ -83,3 +83,19 @@ def test_the_last_collection_runs_only_where_triton_would_report_what_is_left(
         assert (gc.isenabled(), gc.get_freeze_count() == 0) == (has_triton, has_triton)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("closed", [(2,), (1,), (0, 1, 2)])
+def test_closed_standard_streams_take_no_file(tmp_path, closed):
+    code = """if True:
+        import os, sys
+        from nanotrain.start_up import open_closed_streams
+        open_closed_streams()
+        with open(sys.argv[1], "w") as file:
+            print("out"), print("error", file=sys.stderr), os.write(1, b"o"), os.write(2, b"e"), sys.stdin.read(0)
+            file.write(str(file.fileno() > 2))
+    """
+    redirections = " ".join(f"{number}>&-" for number in closed)
+    command = f'exec "{sys.executable}" -c "$0" "$1" {redirections}'
+    subprocess.run(["sh", "-c", command, code, str(tmp_path / "file")], check=True, capture_output=True)
+    assert (tmp_path / "file").read_text() == "True"
