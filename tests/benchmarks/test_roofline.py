@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 
 from nanotrain.config.load import load
+from nanotrain.parallel.cp.backends import installed_torch
 from nanotrain.topology.counts import num_parameters
 from nanotrain.topology.groups import GroupSpec
 from nanotrain.train.plans.plan import Plan, plan_run
@@ -20,6 +21,8 @@ FLAGS = [*SIZES, f"--seq-length={LENGTH}", f"--micro-batch-size={MICRO}", "--moc
 
 @pytest.fixture(scope="module")
 def roofline() -> ModuleType:
+    if installed_torch() < (2, 11):
+        pytest.skip("torch 2.10 has no fp32 sums of 16-bit products on the meta device")
     path = Path(__file__).parents[2] / "benchmarks" / "roofline.py"
     spec = importlib.util.spec_from_file_location("roofline", path)
     assert spec is not None and spec.loader is not None
