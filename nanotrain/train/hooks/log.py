@@ -39,7 +39,8 @@ class _Console(Console):
         with suppress(OSError, ValueError):  # not a file, in tests and notebooks
             number = sys.stdout.fileno()
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-        log.warning("nothing reads the step lines any more; training goes on, they are in metrics.jsonl")
+        # not a warning, which every rank would print
+        log.info("nothing reads the step lines any more; training goes on, they are in metrics.jsonl")
 
 
 class LogHook(Hook):
