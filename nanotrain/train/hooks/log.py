@@ -54,6 +54,7 @@ class LogHook(Hook):
             MofNCompleteColumn(),
             console=self._console,
             redirect_stderr=sys.stderr.isatty(),
+            disable=not self._console.is_terminal,  # rich ends a bar with an empty line, also one that never began
         )
         self._metrics: MetricsFile | None = None  # open on the first rank, while training
         self._unread = UnreadReports()

@@ -23,6 +23,11 @@ def steps_of(lines: list[str]) -> list[str]:
     return [line.split(" | ")[0] for line in lines]
 
 
+def test_outside_a_terminal_no_rank_ends_with_the_empty_line_of_a_progress_bar(capsys):
+    LogHook().close(failed=False)
+    assert capsys.readouterr().out == ""
+
+
 MOE = {"max_load": 2.25, "dropped": 0.031}
 LINES = {
     1000: "step 5/9 | loss 2.5000 | valid 2.0000 (ppl 7.4) | grad 0.750 | lr 1.00e-03 | experts 2.25x, 3.1% dropped | "
