@@ -31,6 +31,11 @@ def test_a_run_on_one_rank(tmp_path):
     assert lines["run folder"] == str(tmp_path) and lines["watch"] == f"nanotrain watch {tmp_path}"
 
 
+def test_a_dense_model_has_no_expert_axes(tmp_path):
+    lines = lines_of(tmp_path, "--tensor-model-parallel-size", "2", world_size=2)
+    assert lines["layout"] == "2 ranks on cpu, tp 2, no_shard"
+
+
 def test_layout_experts_and_mixed_precision(tmp_path):
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 2 --num-experts 4 --bf16"
     lines = lines_of(tmp_path, *layout.split(), "--global-batch-size", "4", world_size=8)
