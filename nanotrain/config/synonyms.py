@@ -9,6 +9,8 @@ BATCH = "--micro-batch-size (samples per rank and microbatch) or --global-batch-
 ACCUMULATION = "--global-batch-size: micro_batch_size x data-parallel ranks x microbatches per step"
 RANKS = "nanotrain train --nproc-per-node N ..., which sets the number of ranks"
 LAUNCH = "it before -m nanotrain.train, where it is an option of torchrun"
+ASSETS = "--pretrained-checkpoint DIR for its weights, nanotrain prepare --tokenizer DIR for its tokenizer"
+EXPORT = "nanotrain checkpoint export-hf RUN FOLDER after the run"
 SWEEP = "nanotrain sweep --over lr=1e-3,3e-4 and the arguments of the training"
 RECIPE = "+config=NAME for a recipe, model=NAME for a model, --pretrained-checkpoint DIR for Hugging Face weights"
 DATA = "--data-path PREFIX, which `nanotrain prepare` writes"
@@ -84,7 +86,7 @@ NAMES = {
     SWEEP: "multirun m sweep",
     "--fp16": "float16 half",
     "--run-dir": "output_dir out_dir output ckpt_dir checkpoint_dir save_dir dump_folder logdir log_dir logging_dir outdir work_dir",
-    RESUME: "resume resume_from_checkpoint resume_from resume_from_path checkpoint_path",
+    RESUME: "resume resume_from_checkpoint resume_from resume_from_path checkpoint_path initial_load_path",
     "--save-interval": "save_steps save_every checkpoint_interval ckpt_interval save_freq checkpointing_steps",
     "--keep-last": "save_total_limit keep_latest_k",
     "--pretrained-checkpoint": "pretrained from_pretrained hf_model hf_checkpoint init_from",
@@ -92,10 +94,11 @@ NAMES = {
     "--eval-interval": "eval_steps eval_every val_interval eval_freq evaluation_steps val_check_interval validation_freq",
     "--eval-iters": "eval_batches limit_val_batches",
     DATA: "data train_data data_dir dataset_name dataset_path dataset_dir train_file corpus input input_file train_files",
-    "--tokenizer-model": "tokenizer tokenizer_name tokenizer_path tokenizer_name_or_path hf_assets_path tokenizer_dir tokenizer_file",
+    ASSETS: "hf_assets_path",
+    "--tokenizer-model": "tokenizer tokenizer_name tokenizer_path tokenizer_name_or_path tokenizer_dir tokenizer_file",
     "--num-workers": "dataloader_num_workers data_workers workers",
     "--mock-data": "synthetic_data fake_data dummy_data",
-    "--torch-compile": "compile use_compile",
+    "--torch-compile": "compile use_compile compile_enable",
     "--wandb": "use_wandb wandb_log enable_wandb report_to",
     "--wandb-exp-name": "run_name exp_name experiment_name wandb_run_name",
     "--tensorboard": "enable_tensorboard use_tensorboard",
@@ -106,6 +109,7 @@ NAMES = {
     "--profile": "profiler enable_profiling",
     LAUNCH: "master_addr master_port node_rank rdzv_backend rdzv_endpoint rdzv_id max_restarts standalone",
     RANKS: "gpus num_gpus nproc nproc_per_node world_size ngpu ngpus n_gpus devices num_devices nnodes num_nodes ranks num_processes",
+    EXPORT: "last_save_in_hf",
     RECIPE: "model model_name model_name_or_path recipe config config_file job_config flavor model_type",
     "--fp8-format hybrid": "use_fp8 float8",
     "--recompute-granularity full": "activation_checkpointing gradient_checkpointing deepspeed_activation_checkpointing activations_checkpoint_method activations_checkpoint_num_layers recompute ac_mode activation_checkpoint_mode",

@@ -62,7 +62,7 @@ def translate(
             convert_flag(result, argument)
     for name, value, why in implied(result.config, result.explicit, line=line):
         result.set(name, value, source=why)
-        result.notes.append(f"{argument_of(name, value)}: {why}")
+        result.notes.append(f"{argument_of(name, value)} is implied: {why}")
     if line.wants_megatron_defaults and not from_files & {"model.activation"}:
         complete_activation(result, line)
     result.notes += notes(line)

@@ -118,6 +118,19 @@ def test_numbers_opposites_and_extra_words_are_never_guessed():
     assert by_meaning("--lr") is None and by_meaning("TP") == "--tensor-model-parallel-size"
 
 
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        ("--compile.enable", "--torch-compile"),
+        ("--checkpoint.initial_load_path", "--load DIR"),
+        ("--checkpoint.last_save_in_hf", "export-hf"),
+        ("--model.hf_assets_path", "--pretrained-checkpoint DIR"),
+    ],
+)
+def test_names_of_torchtitan_lead_to_what_to_write(name: str, cure: str) -> None:
+    assert cure in (by_meaning(name) or "")
+
+
 def test_a_swap_of_neighbours_is_one_slip():
     assert distance("trian", "train") == 1 and distance("", "abc") == 3 and distance("abc", "abc") == 0
     assert did_you_mean("trian", ["train", "data"]) == "did you mean train?"

@@ -153,7 +153,7 @@ def test_a_virtual_stage_asks_for_the_interleaved_schedule_unless_another_is_set
     words = "--num-layers 8 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
     result = loaded(words)
     assert result.config.parallel.pipeline_schedule == "interleaved"
-    assert "--pipeline-schedule interleaved: there are 2 virtual stages per pipeline rank" in result.notes
+    assert "--pipeline-schedule interleaved is implied: there are 2 virtual stages per pipeline rank" in result.notes
     assert loaded(words + " --pipeline-schedule 1f1b").config.parallel.pipeline_schedule == "1f1b"
 
 
