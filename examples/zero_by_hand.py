@@ -70,7 +70,7 @@ def train(context: ParallelContext) -> None:
     sums = all_gather_object([param.double().sum().item() for param in model.parameters()], context.control)
     held = sum(bucket.grads.shard.numel() for bucket in parallel.buckets)
     if context.rank == 0:
-        print(f"{shard.size} ranks, each keeps gradients for {held:,} of {parallel.layout.numel:,} elements")
+        print(f"rank 0 of {shard.size} keeps gradients for {held:,} of {parallel.layout.numel:,} elements")
         print("same weights on every rank:", all(row == sums[0] for row in sums))
 
 
