@@ -1,7 +1,8 @@
 """Megatron-LM's flags that are no field here, as a table: what each one is, how many values it takes, one sentence.
 
 The kinds of rows are those of `megatron_kinds.py`; flags that training scripts rarely have, and flags by pattern, are
-in `megatron_rare.py`, those of earlier versions in `megatron_old.py`. `translate.py` applies the table to a command line. A flag that becomes a field leaves the table.
+in `megatron_rare.py`, those of earlier versions in `megatron_old.py`. `translate.py` applies the table to a command
+line. A flag that becomes a field leaves the table.
 """
 
 from fnmatch import fnmatchcase
