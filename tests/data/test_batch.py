@@ -32,6 +32,8 @@ def test_masked_tokens_are_no_targets_on_any_device() -> None:
     moved = batch.to("meta")
     assert moved.tokens.device.type == "meta"
     assert moved.segment_ids is None
+    documents = collate([_sample(3, documents=True)]).to("meta").segment_ids
+    assert documents is not None and documents.device.type == "cpu"
 
 
 def test_sequences_further_on_end_with_the_sequence_or_the_document() -> None:

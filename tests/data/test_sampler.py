@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanotrain.config.batch_schedule import Steps
 from nanotrain.data.sampler import MicrobatchSampler, SamplerConfig, microbatch_samples
 from nanotrain.errors import ConfigError
 
@@ -51,6 +52,15 @@ def test_resuming_goes_on_exactly_where_the_run_stopped(
     resumed = iter(MicrobatchSampler(config, steps * config.global_batch_size))
     for _ in range(2 * config.num_microbatches):
         assert next(resumed) == next(uninterrupted)
+
+
+def test_batches_of_a_schedule_follow_each_other_and_each_has_its_size() -> None:
+    """Sizes 4, 4, 6, 8: of the third the second rank's last microbatch is padding."""
+    schedule = Steps(((0, 4), (8, 6), (14, 8)))
+    samplers = [iter(MicrobatchSampler(SamplerConfig(rank, 2, 2, 8, schedule), 0)) for rank in range(2)]
+    read = [[next(sampler) for _ in range(6)] for sampler in samplers]
+    assert read[0] == [[0, 1], [4, 5], [8, 9], [12, 13], [14, 15], [18, 19]]
+    assert read[1] == [[2, 3], [6, 7], [10, 11], [-9, -9], [16, 17], [20, 21]]
 
 
 def test_microbatches_interleave_the_ranks() -> None:

@@ -16,6 +16,7 @@ def test_every_token_but_the_first_is_a_label_once(tmp_path: Path, length: int) 
     with TokenWriter(tmp_path / "tokens", np.dtype(np.int32)) as writer:
         writer.add_document(range(length))
     windows = AllWindows(IndexedTokens(tmp_path / "tokens"), 0, length, GPTDatasetConfig(seq_length=4, vocab_size=50))
+    assert windows.samples_per_epoch == {2: 1, 5: 1, 9: 2, 10: 3}[length]
     samples = [windows[index] for index in range(windows.samples_per_epoch + 2)]
     labels = [sample.labels[sample.loss_mask > 0].tolist() for sample in samples]
     assert sum(labels, []) == list(range(1, length))
