@@ -33,7 +33,9 @@ def reports(folder: Path, size: int = 2) -> list:
 
 
 def test_the_merged_manifest_has_the_files_and_chunks_of_all_ranks(tmp_path: Path) -> None:
-    merged = merge_reports(MANIFEST, reports(tmp_path))
+    nothing = {TensorBox("model/w", (2, 4), Box((2, 0), (2, 4))): torch.empty(0, 4)}
+    empty = report_of(write_shard(tmp_path / "of a third rank", nothing), MANIFEST)
+    merged = merge_reports(MANIFEST, [*reports(tmp_path), empty])
     assert [chunk.file for chunk in merged.tensors["model/w"].chunks] == [shard_name(0, 2), shard_name(1, 2)]
     assert dict(merged.files) == {path.name: path.stat().st_size for path in tmp_path.iterdir()}
 

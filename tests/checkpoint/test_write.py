@@ -1,5 +1,6 @@
 """Shard files: safetensors with aligned bytes, one entry per chunk, checksums of the bytes on disk."""
 
+import os
 import zlib
 from pathlib import Path
 
@@ -27,6 +28,27 @@ def test_any_dtype_and_strides_are_written_as_safetensors_reads_them(tmp_path: P
         assert torch.equal(loaded[chunk.key], tensor) and loaded[chunk.key].dtype == tensor.dtype
         data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         assert (chunk.crc32, chunk.nbytes) == (f"{zlib.crc32(data):08x}", len(data))
+
+
+def test_the_bytes_begin_at_a_multiple_of_eight_after_a_header_of_any_length(tmp_path: Path) -> None:
+    for length in range(1, 9):
+        path = tmp_path / f"{length}.safetensors"
+        write_shard(path, {TensorBox.full("model/" + "a" * length, (1,)): torch.ones(1)})
+        assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
+
+
+def test_a_write_that_stops_short_goes_on_and_the_whole_file_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, synced = os.pwrite, []
+    monkeypatch.setattr(os, "pwrite", lambda handle, data, offset: write(handle, data[:50], offset))
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_size))
+    tensor = torch.arange(40)
+
+    shard = write_shard(tmp_path / "a.safetensors", {TensorBox.full("model/a", (40,)): tensor})
+
+    assert synced == [shard.nbytes]
+    assert torch.equal(load_file(tmp_path / "a.safetensors")["model/a@0:40"], tensor)
 
 
 def test_large_boxes_are_split_and_keys_name_global_coordinates(monkeypatch: pytest.MonkeyPatch) -> None:
