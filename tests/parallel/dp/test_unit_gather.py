@@ -202,6 +202,20 @@ def test_evaluation_leaves_nothing_gathered_and_a_gathered_model_communicates_no
         assert torch.equal(evaluate(), loss), "gathered again after an error inside"
 
 
+@ranks(2, strategy=STRATEGY)
+def test_a_forward_without_a_backward_leaves_nothing_gathered_in_the_next_step(ctx: ParallelContext) -> None:
+    """Units that stay gathered for their backward would hold the weights of before the update."""
+    run = build_here(ctx, case_of().but(parallel={"reshard_after_forward": False}))
+    batch = run.batch_iterator.next()
+    assert batch is not None
+    context = BatchContext.of(batch.microbatches[0], cp=ctx.group("cp"), aux_loss_scale=0.0)
+    run.stages[0](None, context)
+    assert bytes_with_storage(run) > 0
+    for dp in run.data_parallel:
+        dp.begin_step()
+    assert bytes_with_storage(run) == 0
+
+
 class Layer(nn.Module):
     """x * weight + bias, the bias only where it is used."""
 
