@@ -31,7 +31,7 @@ from nanotrain.data.sampler import MicrobatchSampler, SamplerConfig
 from nanotrain.data.sequences import split_sequences
 from nanotrain.data.staged import StagedDataset
 from nanotrain.data.worker import exit_with_parent
-from nanotrain.errors import EnvironmentFault, NanotrainError
+from nanotrain.errors import EnvironmentFault, LocalFault, NanotrainError
 from nanotrain.runs.files import free_space
 
 _INTERRUPTS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
@@ -108,7 +108,11 @@ class GlobalBatchLoader:
         self.restart(consumed_samples=consumed_samples, skipped_samples=skipped_samples)
 
     def restart(self, *, consumed_samples: int, skipped_samples: int) -> None:
-        """Continue from another sample; arguments as for the class."""
+        """Continue from another sample; arguments as for the class.
+
+        Raises:
+            LocalFault: this machine has no shared memory, processes or open files left for the workers.
+        """
         self.close()
         self.consumed_samples = consumed_samples
         num_workers = self.num_workers
@@ -123,8 +127,15 @@ class GlobalBatchLoader:
             prefetch_factor=min(max(prefetch, _MIN_PREFETCH), _MAX_PREFETCH) if num_workers else None,
             pin_memory=self.pin_memory,
         )
-        with _interrupts_blocked():
-            self._microbatches = iter(loader)
+        try:
+            with _interrupts_blocked():
+                self._microbatches = iter(loader)
+        except OSError as error:  # the semaphores of its queues are files in /dev/shm
+            raise LocalFault(
+                f"{num_workers} data workers could not be started",
+                why=f"{error.strerror or error}; {free_space(Path('/dev/shm'))}",
+                fix="enlarge /dev/shm (docker run --shm-size), raise ulimit -n, or set --num-workers 0",
+            ) from None
 
     def __iter__(self) -> Iterator[list[Batch]]:
         return self

@@ -1,5 +1,7 @@
 """Workers change time, never values; interrupts do not reach them; a dead one is an error, not a hang."""
 
+import errno
+import multiprocessing.synchronize
 import os
 import resource
 import signal
@@ -16,7 +18,7 @@ from nanotrain.data.batch import Sample
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.data.sampler import SamplerConfig
 from nanotrain.data.synthetic import SyntheticDataset
-from nanotrain.errors import DataError, EnvironmentFault
+from nanotrain.errors import DataError, EnvironmentFault, LocalFault
 from tests.harness import HANG_S
 
 SAMPLES = SyntheticDataset(vocab_size=1000, seq_length=8, seed=1)
@@ -127,6 +129,16 @@ def test_workers_do_not_outlive_a_killed_trainer(tmp_path: Path) -> None:
     workers = [int(word) for word in done.stdout.split()]
     assert len(workers) == 2
     assert _wait_for_end(workers)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of torch, about its half-made iterator
+def test_workers_without_shared_memory_are_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(multiprocessing.synchronize.SemLock, "__init__", refuse)
+    with pytest.raises(LocalFault, match="2 data workers could not be started: No space left on device; .*--shm-size"):
+        GlobalBatchLoader(SAMPLES, sampler=SAMPLER, num_workers=2)
 
 
 def test_a_killed_worker_is_one_clear_error() -> None:

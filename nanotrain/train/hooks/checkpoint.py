@@ -176,7 +176,11 @@ class CheckpointHook(Hook):
             self._ends_run = True
             raise error
         if run.context.control.is_first:
-            log.warning("%s; training goes on and saves again at the next interval", error)
+            is_last = run.state.step >= run.config.train.train_iters
+            again = (
+                "the last save is tried next" if is_last else "training goes on and saves again at the next interval"
+            )
+            log.warning("%s; %s", error, again)
 
 
 def _rename_later(run: Run) -> None:

@@ -10,14 +10,13 @@ import json
 import math
 import queue
 import threading
-from collections import deque
-from statistics import fmean, pstdev
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from nanotrain.log import get_logger
 from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.metrics.spikes import SPIKE
 from nanotrain.train.metrics.step_report import StepReport, UnreadReports
 from nanotrain.train.run import Run
 
@@ -26,8 +25,7 @@ log = get_logger(__name__)
 TIMEOUT_S = 10.0  # of one request
 LAST_WAIT_S = 5.0  # at the end of the run, for messages that are not yet sent
 MAX_WAITING = 100  # messages; more are dropped
-# A spike is a loss that is not finite, or above the mean of the last WINDOW finite ones by SPREADS standard deviations.
-WINDOW, SPREADS, FEWEST = 50, 6.0, 10
+QUIET_STEPS = 50  # after a message about a spike, without another
 
 
 class Sender:
@@ -76,40 +74,13 @@ class Sender:
         self._has_failed = True
 
 
-class SpikeDetector:
-    """Detects spikes of the loss; at most one in `WINDOW` steps.
-
-    >>> detector = SpikeDetector()
-    >>> [detector.is_spike(loss) for loss in [3.0, 3.1, 2.9, 3.0] * 5 + [9.0, 9.0]][-3:]
-    [False, True, False]
-    """
-
-    def __init__(self) -> None:
-        self._losses: deque[float] = deque(maxlen=WINDOW)
-        self._quiet_steps = 0
-
-    def is_spike(self, loss: float) -> bool:
-        """Whether this loss is a spike relative to the previous ones."""
-        self._quiet_steps = max(0, self._quiet_steps - 1)
-        found = not math.isfinite(loss)
-        if not found and len(self._losses) >= FEWEST:
-            spread = max(pstdev(self._losses), 1e-3)
-            found = loss > fmean(self._losses) + SPREADS * spread
-        if math.isfinite(loss):
-            self._losses.append(loss)
-        if not found or self._quiet_steps:
-            return False
-        self._quiet_steps = WINDOW
-        return True
-
-
 class NotifyHook(Hook):
     """Sends the messages of a run, on the first rank."""
 
     def __init__(self) -> None:
         self._unread = UnreadReports()
         self._sender: Sender | None = None
-        self._spikes = SpikeDetector()
+        self._next_spike = 0  # the first step that may be one
         self._facts: dict[str, Any] = {}
 
     def before_training(self, run: Run) -> None:
@@ -131,10 +102,13 @@ class NotifyHook(Hook):
         for readable in self._unread.take(report):
             loss = readable.loss
             self._facts |= {"step": readable.step, "loss": loss if math.isfinite(loss) else None}
-            if self._spikes.is_spike(loss):
+            is_spike = not math.isfinite(loss) or (readable.loss_deviation or 0.0) >= SPIKE
+            if is_spike and readable.step >= self._next_spike:
+                self._next_spike = readable.step + QUIET_STEPS
                 self._send("spike", f"the loss is {loss:.4g}")
 
     def after_rollback(self, run: Run, report: StepReport) -> None:
+        self._next_spike = 0  # the steps are counted from the checkpoint on
         self._facts |= {"step": report.step, "loss": report.loss if math.isfinite(report.loss) else None}
         self._send("spike", f"the loss is {report.loss:.4g}; back to step {run.state.step}")
 

@@ -137,6 +137,14 @@ def test_a_failed_periodic_save_is_counted_and_tried_again_and_training_is_as_wi
     assert "No space left on device" in line and "bytes free in" in line
 
 
+def test_a_failed_save_of_the_last_step_does_not_promise_another_interval(tmp_path, monkeypatch, logged):
+    fail_to_write(monkeypatch, 2)
+    with small_run(tmp_path, "--train-iters", "2", "--save-interval", "2") as run, pytest.raises(StorageFault):
+        train(run, CheckpointHook())
+    (line,) = [line for line in logged if "No space left" in line]
+    assert line.endswith("the last save is tried next") and "next interval" not in line
+
+
 @pytest.mark.parametrize("flags", [(), ("--async-save",)], ids=["plain", "async"])
 def test_the_strict_end_at_the_first_failed_save(tmp_path, monkeypatch, flags):
     strict = ("--train-iters", "50", "--save-interval", "2", "--exit-on-save-failure", *flags)

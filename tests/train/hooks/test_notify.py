@@ -14,7 +14,8 @@ from nanotrain.config.load import configure, explain, load, load_config, load_ob
 from nanotrain.config.schema import config_from_dict, to_dict
 from nanotrain.errors import ConfigError
 from nanotrain.train.__main__ import main
-from nanotrain.train.hooks.notify import NotifyHook, Sender, SpikeDetector
+from nanotrain.train.hooks.notify import NotifyHook, Sender
+from nanotrain.train.metrics.spikes import SpikeScore
 from tests.harness import HANG_S
 from tests.train.small_run import arguments, report_of
 
@@ -59,17 +60,21 @@ def run_with(url: str, folder, *, is_first: bool = True):
 
 
 def test_start_spike_and_end_are_sent_in_order(server, tmp_path):
-    hook, run = NotifyHook(), run_with(server.url, tmp_path)
+    hook, run, spikes = NotifyHook(), run_with(server.url, tmp_path), SpikeScore()
     hook.before_training(run)
-    for step in range(1, 31):
-        hook.after_step(run, report_of(step, loss=9.0 if step in (20, 21) else 3.0 + step % 3 / 100))
+    losses = [3.0 + step % 3 / 100 for step in range(120)]
+    losses[55] = 3.07  # 7.3 standard deviations above the mean, as the log counts them
+    losses[60] = 9.0  # too soon after the message
+    losses[110] = 0.1  # below the mean
+    for step, loss in enumerate(losses, start=1):
+        hook.after_step(run, report_of(step, loss=loss, spikes=spikes))
     run.state.step = 30
     hook.after_training(run)
     hook.close(failed=False)
     assert [message["event"] for message in server.messages] == ["start", "spike", "end"]
     spike = server.messages[1]
-    assert spike["step"] == 20 and spike["loss"] == 9.0 and spike["train_iters"] == 30
-    assert spike["text"] == "llama: step 20 of 30: the loss is 9"
+    assert spike["step"] == 56 and spike["loss"] == 3.07 and spike["train_iters"] == 30
+    assert spike["text"] == "llama: step 56 of 30: the loss is 3.07"
 
 
 def test_a_failure_is_sent_and_a_loss_that_is_not_finite_is_a_spike(server, tmp_path):
@@ -122,11 +127,6 @@ def test_a_server_that_never_replies_delays_nothing(logged):
         sender.close(wait_s=0.05)
         assert sender._thread.is_alive(), "it still waits for the reply to the first"
     assert any("too many messages wait" in line for line in logged)
-
-
-def test_a_slow_decline_and_noise_are_no_spikes():
-    detector = SpikeDetector()
-    assert not any(detector.is_spike(8 - step / 100 + step % 7 / 10) for step in range(200))
 
 
 def test_no_file_of_a_run_holds_the_url(tmp_path, capfd, monkeypatch, logging_as_before):
