@@ -3,8 +3,10 @@
 import math
 from pathlib import Path
 
+import pytest
 import torch
 
+from nanotrain.checkpoint import plan
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.difference import diff
 from nanotrain.comm.group import Group
@@ -35,6 +37,14 @@ def test_values_settings_and_shapes_that_differ_are_named_with_numbers(tmp_path:
     assert not outcome.is_equal and "largest difference 0.5" in outcome.text()
 
 
+def test_a_relative_difference_is_that_of_the_whole_tensor_also_of_its_equal_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan.split_box, "__kwdefaults__", {"limit": 16})  # four elements of eight
+    (tensor,) = diff(save(tmp_path / "a"), save(tmp_path / "b", 0.5)).tensors
+    assert math.isclose(tensor.relative, 0.5 / math.sqrt(140), rel_tol=1e-6)
+
+
 def test_a_nan_is_a_difference(tmp_path: Path) -> None:
     (tensor,) = diff(save(tmp_path / "a"), save(tmp_path / "b", math.nan)).tensors
     assert math.isnan(tensor.largest)
@@ -62,3 +72,5 @@ def test_tokens_that_differ_and_other_vocabularies_are_differences(tmp_path: Pat
     assert (tensor.name, tensor.largest) == ("model/embedding.word.weight", 1.0)
     outcome = diff(first, save(tmp_path / "c", vocab_size=6, **table(8)))
     assert "model/embedding.word.weight: fp32 [6, 2] in a, fp32 [8, 2] in b" in outcome.lines and not outcome.padding
+    same_rows = save(tmp_path / "d", vocab_size=6, **table(6, padding=1.0))
+    assert [tensor.name for tensor in diff(first, same_rows).tensors] == ["model/embedding.word.weight"]
