@@ -1,6 +1,7 @@
 """The configuration is read from the first lines of a manifest, and from nothing that could be wrong."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from nanotrain.checkpoint.head import saved_config
 from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, TensorEntry, to_json
 from nanotrain.topology.boxes import Box
-from nanotrain.untrusted import BLOCK_BYTES
+from nanotrain.untrusted import BLOCK_BYTES, read_file
 
 MARK = '"tensors": {\n'
 CONFIG = {"model": {"hidden_size": 8, "name": f"x,\n{MARK}" + "é"}, "train": {"seed": 3}}
@@ -48,6 +49,10 @@ def test_the_end_of_the_first_lines_may_lie_across_two_blocks(tmp_path, shift):
     path = written(tmp_path, config=config)
     assert abs((path / "manifest.json").read_text().rindex(MARK) - BLOCK_BYTES) < 20
     assert saved_config(path) == config
+    with open(path / "manifest.json", "ab") as file:
+        file.write(bytes(4 * BLOCK_BYTES))
+    mark = re.compile(re.escape(MARK).encode())
+    assert len(read_file(path / "manifest.json", until=mark)) <= 2 * BLOCK_BYTES, "the records are not read"
 
 
 def change(path: Path, name: str) -> None:
