@@ -1,5 +1,6 @@
 """Which experts are chosen, how their weights are made, and what the losses differentiate to."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from nanotrain.comm.group import Group
 from nanotrain.config.config import LoadBalancing, ModelConfig, MoEConfig, RouterScore
 from nanotrain.model.context import LayerContext
 from nanotrain.model.router import Router
+from nanotrain.model.router_stats import RouterMetrics
 from tests.harness import run_ranks
 
 E, K, S = 8, 2, 6
@@ -235,3 +237,14 @@ def test_without_load_balancing_there_is_no_aux_loss():
         SOFTMAX, moe=replace(SOFTMAX.moe, aux_loss_coeff=[0.3], router_load_balancing_type=[LoadBalancing.none])
     )
     assert (gradient_of(off, batch_of_logits(), 1.0) == 0).all()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LoadBalancing if kind is not LoadBalancing.none])
+def test_the_metrics_of_the_losses_are_means_and_one_is_perfect_balance(kind):
+    moe = replace(SOFTMAX.moe, aux_loss_coeff=[0.3], z_loss_coeff=0.3, router_load_balancing_type=[kind])
+    router = build_router(replace(SOFTMAX, moe=moe))
+    for batch_size in (2, 3):  # equal probabilities
+        route(SOFTMAX, torch.zeros(batch_size, S, E, requires_grad=True), router=router)
+    metrics = RouterMetrics.of(router.stats.sums().tolist())
+    assert metrics.aux_loss == pytest.approx(1.0)
+    assert metrics.z_loss == pytest.approx(math.log(E) ** 2)
