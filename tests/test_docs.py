@@ -54,7 +54,7 @@ def known_flags() -> frozenset[str]:
         with redirect_stdout(text), suppress(SystemExit):
             main([*words, "--help"])
             main([])
-    programs = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py")]
+    programs = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py"), ROOT / "scripts/without_gpu"]
     flags = set(FLAG.findall(text.getvalue() + "".join(path.read_text(encoding="utf-8") for path in programs)))
     forms = {form for flag in flags for form in (flag.replace("[no-]", ""), flag.replace("[no-]", "no-"))}
     return frozenset(forms | configuration)
