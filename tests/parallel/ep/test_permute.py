@@ -75,3 +75,12 @@ def test_low_precision_tokens_are_summed_in_fp32(dtype):
     out = unpermute(rows, plan, topk_weights=torch.ones(1, 3))
     assert out.dtype == dtype
     assert out.item() == 258.0
+
+
+def test_a_gradient_in_bf16_is_summed_over_the_experts_in_fp32_and_rounded_once() -> None:
+    torch.manual_seed(0)
+    permutation = plan_permutation(torch.rand(40, 6).topk(4).indices, 6)
+    x = torch.randn(40, 16, dtype=torch.bfloat16, requires_grad=True)
+    out_grad = torch.randn(160, 16, dtype=torch.bfloat16)
+    (grad,) = torch.autograd.grad(permute(x, permutation, num_permuted=160), x, out_grad)
+    assert torch.equal(grad, sum(out_grad[permutation.inverse[:, k]].float() for k in range(4)).bfloat16())
