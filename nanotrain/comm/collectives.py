@@ -153,7 +153,10 @@ def all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> None:
 
 
 def all_reduce_scalars(values: Sequence[float], group: Group, *, op: str = "sum") -> list[float]:
-    """`start_all_reduce_scalars`, complete on return; on gloo a gather and a broadcast (objects.py has the reason)."""
+    """`start_all_reduce_scalars`, complete on return.
+
+    On gloo it is a gather and a broadcast (objects.py has the reason), which have no "avg".
+    """
     if group.size == 1 or not (group.levels or group.is_gloo):
         return start_all_reduce_scalars(values, group, op=op).wait()
     num_bytes = 2 * reduced_bytes(8 * len(values), group.size)
