@@ -167,7 +167,16 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
         for name in sorted((before.keys() & now.keys()).intersection(names or now) - {"num_workers"}):
             if before[name] != now[name]:
                 changed.append(f"{section}.{name} {before[name]} -> {now[name]}")
+    was, is_now = (_flat(config.get("train")).get("train_iters") for config in (saved, current))
+    if follows_train_iters(_flat(current.get("optim"))) and None not in (was, is_now) and was != is_now:
+        changed.append(f"train.train_iters {was} -> {is_now}, at the end of which the learning rate is min_lr")
     return changed
+
+
+def follows_train_iters(optim: Mapping[str, Any]) -> bool:
+    """Whether the learning rate depends on the number of steps of the run."""
+    lengths = optim.get("lr_decay_iters"), optim.get("lr_decay_samples")
+    return optim.get("lr_decay_style") not in (None, "constant") and lengths == (None, None)
 
 
 def converted_moments(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:

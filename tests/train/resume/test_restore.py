@@ -61,6 +61,22 @@ def test_weights_alone_can_be_loaded(tmp_path, flag, step):
         assert started.state.step == 4
 
 
+@pytest.mark.parametrize(
+    ("optim", "is_named"),
+    [
+        ({"lr_decay_style": "cosine", "lr_decay_iters": None}, True),
+        ({"lr_decay_style": "cosine", "lr_decay_iters": 9}, False),
+        ({"lr_decay_style": "cosine", "lr_decay_samples": 9}, False),
+        ({"lr_decay_style": "constant", "lr_decay_iters": None}, False),
+    ],
+)
+def test_another_number_of_steps_is_named_where_the_learning_rate_depends_on_it(optim, is_named):
+    changed = changed_settings(
+        {"optim": optim, "train": {"train_iters": 3}}, {"optim": optim, "train": {"train_iters": 6}}
+    )
+    assert changed == ["train.train_iters 3 -> 6, at the end of which the learning rate is min_lr"] * is_named
+
+
 def test_changed_settings_are_those_that_change_the_loss():
     saved = {"train": {"seed": 1, "log_interval": 5}, "data": {"seq_length": 16, "num_workers": 2}}
     current = {"train": {"seed": 2, "log_interval": 9}, "data": {"seq_length": 8, "num_workers": 0}}
