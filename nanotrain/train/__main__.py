@@ -39,6 +39,7 @@ from nanotrain.errors import (
 )
 from nanotrain.runs.folder import RunFolder, check_writable
 from nanotrain.runs.lock import lock_run
+from nanotrain.runs.open_files import require_open_files
 from nanotrain.start_up import end_without_collection, importing_torch, open_closed_streams
 from nanotrain.train.watch.launcher import end_with_launcher
 
@@ -118,6 +119,7 @@ def train(loaded: Loaded, world_size: int) -> None:
         loaded: configuration and its origins.
         world_size: ranks of the run.
     """
+    require_open_files(num_workers=loaded.config.data.num_workers)
     with importing_torch():
         import nanotrain.train.start.launch  # noqa: F401  for `_train_in_folder`
         from nanotrain.comm.device import compute_capability, describe_unused_gpus, memory_per_rank, pick_device

@@ -27,6 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser, parse_min_max_nnodes
 
 from nanotrain.errors import ConfigError, EnvironmentFault
+from nanotrain.runs.open_files import require_open_files
 
 STOPS = (signal.SIGTERM, signal.SIGINT)  # sent on to the ranks, which save and end
 SAVE = signal.SIGUSR1  # sent on to the ranks, which save and continue
@@ -56,6 +57,7 @@ def start_ranks(
         NanotrainError: a wrong option, ranks that cannot form the layout, or machines that do not meet.
     """
     args = check_ranks(program, options=options, check=check)
+    require_open_files(num_ranks=local_world_size(args.nproc_per_node))
     environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank(local_world_size(args.nproc_per_node))))
     environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] = TORCH_SIGNALS
     with silent_logs(wanted="LOGLEVEL" in environment):
