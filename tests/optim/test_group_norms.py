@@ -21,7 +21,7 @@ UNTIED = MOE | {"untie_embeddings_and_output_weights": True, "moe_shared_expert_
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"tp": 2, "strategy": "optim", "sequence_parallel": True}),
     (2, {"pp": 2, "strategy": "no_shard"}),
-    (4, {"ep": 2, "instances": 2, "strategy": "optim_grads"}),
+    (4, {"ep": 2, "instances": 2, "strategy": "optim_grads", "ddp_average_in_collective": True}),
 ]
 
 
