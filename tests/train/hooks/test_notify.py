@@ -63,7 +63,8 @@ def test_start_spike_and_end_are_sent_in_order(server, tmp_path):
     hook, run, spikes = NotifyHook(), run_with(server.url, tmp_path), SpikeScore()
     hook.before_training(run)
     losses = [3.0 + step % 3 / 100 for step in range(120)]
-    losses[55] = 3.07  # 7.3 standard deviations above the mean, as the log counts them
+    losses[52] = 3.063  # 6.5 standard deviations above the mean, which the log does not name
+    losses[55] = 3.2
     losses[60] = 9.0  # too soon after the message
     losses[110] = 0.1  # below the mean
     for step, loss in enumerate(losses, start=1):
@@ -73,8 +74,8 @@ def test_start_spike_and_end_are_sent_in_order(server, tmp_path):
     hook.close(failed=False)
     assert [message["event"] for message in server.messages] == ["start", "spike", "end"]
     spike = server.messages[1]
-    assert spike["step"] == 56 and spike["loss"] == 3.07 and spike["train_iters"] == 30
-    assert spike["text"] == "llama: step 56 of 30: the loss is 3.07"
+    assert spike["step"] == 56 and spike["loss"] == 3.2 and spike["train_iters"] == 30
+    assert spike["text"] == "llama: step 56 of 30: the loss is 3.2"
 
 
 def test_a_failure_is_sent_and_a_loss_that_is_not_finite_is_a_spike(server, tmp_path):
