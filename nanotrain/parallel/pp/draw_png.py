@@ -18,6 +18,7 @@ STYLES = {
     ActionKind.backward_weight: ("#ffd166", "W backward for the weights"),
 }
 MAX_INCHES = 60.0
+READABLE_INCHES, MAX_SCALE = 16.0, 2.0  # the width up to which text of 8 points is readable; texts grow beyond it
 
 
 def save_png(timeline: Timeline, path: Path | BinaryIO, *, title: str) -> None:
@@ -26,9 +27,21 @@ def save_png(timeline: Timeline, path: Path | BinaryIO, *, title: str) -> None:
     Raises:
         EnvironmentFault: the file cannot be written.
     """
+    try:
+        draw_figure(timeline, title=title).savefig(path, format="png", dpi=120, bbox_inches="tight")
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{path} cannot be written", why=error.strerror or str(error), fix="choose another file for --png"
+        ) from error
+
+
+def draw_figure(timeline: Timeline, *, title: str) -> Figure:
+    """Draw a timeline with a legend below it."""
     num_ranks = len(timeline.spans)
     num_stages = 1 + max(span.action.stage for spans in timeline.spans for span in spans) // num_ranks
-    figure = Figure(figsize=(min(MAX_INCHES, 2 + timeline.duration * 0.3), 1.2 + num_ranks * 0.4))
+    width = min(MAX_INCHES, 2 + timeline.duration * 0.3)
+    scale = min(MAX_SCALE, max(1.0, width / READABLE_INCHES))  # a wide picture is seen smaller
+    figure = Figure(figsize=(width, 1.2 + num_ranks * 0.4))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for rank, spans in enumerate(timeline.spans):
@@ -42,17 +55,16 @@ def save_png(timeline: Timeline, path: Path | BinaryIO, *, title: str) -> None:
     kinds = [kind for kind in ActionKind if any(s.action.kind is kind for spans in timeline.spans for s in spans)]
     for kind in kinds:
         axes.barh(0, 0, color=STYLES[kind][0], label=STYLES[kind][1])
-    axes.legend(ncols=len(kinds), loc="upper center", bbox_to_anchor=(0.5, -0.3), frameon=False, fontsize=8)
+    if num_stages > 1:
+        axes.barh(0, 0, color="gray", label="the darker, the later the virtual stage")
+    # measured in font sizes, so that the distance does not grow with the ranks
+    columns = {"ncols": len(kinds) + (num_stages > 1), "columnspacing": 1.2, "borderaxespad": 4.5}
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 0), frameon=False, fontsize=8 * scale, **columns)
     axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
+    axes.tick_params(labelsize=8 * scale)
     axes.invert_yaxis()
     axes.set_xlim(0, timeline.duration)
-    shades = "; the darker, the later the virtual stage" if num_stages > 1 else ""
-    axes.set_xlabel(f"time, one forward of a stage = 1; digits: microbatches{shades}", fontsize=8)
-    axes.set_title(f"{title}; bubble {timeline.bubble_fraction:.1%}", fontsize=9)
+    axes.set_xlabel("time, one forward of a stage = 1; digits: microbatches", fontsize=8 * scale)
+    axes.set_title(f"{title}; bubble {timeline.bubble_fraction:.1%}", fontsize=10 * scale)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    try:
-        figure.savefig(path, format="png", dpi=120, bbox_inches="tight")
-    except OSError as error:
-        raise EnvironmentFault(
-            f"{path} cannot be written", why=error.strerror or str(error), fix="choose another file for --png"
-        ) from error
+    return figure
