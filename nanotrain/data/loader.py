@@ -172,9 +172,10 @@ class GlobalBatchLoader:
             batch = next(self._microbatches)
         except (RuntimeError, OSError, EOFError) as error:
             # A dead worker shows as torch's RuntimeError or as the end of its socket.
-            if self.num_workers and (not isinstance(error, RuntimeError) or "worker" in str(error)):
+            is_of_workers = any(words in str(error) for words in ("DataLoader worker", "Communication with the workers"))
+            if self.num_workers and (not isinstance(error, RuntimeError) or is_of_workers):
                 raise EnvironmentFault(
-                    "a data worker process died",
+                    "a data worker process died or cannot be reached",
                     why=f"{str(error) or type(error).__name__}; usually memory, /dev/shm or ulimit -n is exhausted",
                     fix="lower --num-workers, or set --num-workers 0 to load in the training process",
                 ) from None

@@ -169,7 +169,7 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
                 changed.append(f"{section}.{name} {before[name]} -> {now[name]}")
     was, is_now = (_flat(config.get("train")).get("train_iters") for config in (saved, current))
     if follows_train_iters(_flat(current.get("optim"))) and None not in (was, is_now) and was != is_now:
-        changed.append(f"train.train_iters {was} -> {is_now}, at the end of which the learning rate is min_lr")
+        changed.append(f"train.train_iters {was} -> {is_now}, to which the learning rate decays")
     return changed
 
 

@@ -74,7 +74,7 @@ def test_another_number_of_steps_is_named_where_the_learning_rate_depends_on_it(
     changed = changed_settings(
         {"optim": optim, "train": {"train_iters": 3}}, {"optim": optim, "train": {"train_iters": 6}}
     )
-    assert changed == ["train.train_iters 3 -> 6, at the end of which the learning rate is min_lr"] * is_named
+    assert changed == ["train.train_iters 3 -> 6, to which the learning rate decays"] * is_named
 
 
 def test_changed_settings_are_those_that_change_the_loss():
