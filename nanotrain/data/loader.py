@@ -37,6 +37,8 @@ from nanotrain.runs.files import free_space
 _INTERRUPTS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
 # Microbatches per worker: at least double buffering, at most what keeps /dev/shm small.
 _MIN_PREFETCH, _MAX_PREFETCH = 2, 16
+# in the RuntimeErrors that torch raises when a worker died or cannot be reached
+_WORKER_ERRORS = ("DataLoader worker", "Communication with the workers")
 
 
 class _BatchReader(Dataset[Any]):
@@ -172,8 +174,8 @@ class GlobalBatchLoader:
             batch = next(self._microbatches)
         except (RuntimeError, OSError, EOFError) as error:
             # A dead worker shows as torch's RuntimeError or as the end of its socket.
-            is_of_workers = any(words in str(error) for words in ("DataLoader worker", "Communication with the workers"))
-            if self.num_workers and (not isinstance(error, RuntimeError) or is_of_workers):
+            is_of_workers = not isinstance(error, RuntimeError) or any(words in str(error) for words in _WORKER_ERRORS)
+            if self.num_workers and is_of_workers:
                 raise EnvironmentFault(
                     "a data worker process died or cannot be reached",
                     why=f"{str(error) or type(error).__name__}; usually memory, /dev/shm or ulimit -n is exhausted",
