@@ -3,6 +3,7 @@
     restore_parts       `restore` into the parts of a run
     restore             tensors, optimizer state and counters, from the newest intact checkpoint of the run
     changed_settings    settings that change the loss and differ from those of the checkpoint
+    changed_decay       another number of steps, where it moves the learning rate
 
 A checkpoint named with --load is never replaced by another.
 """
@@ -103,10 +104,11 @@ def restore(
                 raise
             start = _fall_back(start, checkpointer, error=error)
     _start_what_is_new(manifest, into, path=start, config=config)
-    changed = changed_settings(manifest.config, to_dict(config))
+    sides = manifest.config, to_dict(config)
+    changed = changed_settings(*sides) + changed_decay(*sides)
     if changed:
         log.info("settings changed since the checkpoint was written: %s", "; ".join(changed))
-    converted = converted_moments(manifest.config, to_dict(config))
+    converted = converted_moments(*sides)
     if converted:
         log.info("%s", converted)
     warn_after_restore(manifest, config.data, path=start)
@@ -167,16 +169,18 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
         for name in sorted((before.keys() & now.keys()).intersection(names or now) - {"num_workers"}):
             if before[name] != now[name]:
                 changed.append(f"{section}.{name} {before[name]} -> {now[name]}")
-    was, is_now = (_flat(config.get("train")).get("train_iters") for config in (saved, current))
-    if follows_train_iters(_flat(current.get("optim"))) and None not in (was, is_now) and was != is_now:
-        changed.append(f"train.train_iters {was} -> {is_now}, to which the learning rate decays")
     return changed
 
 
-def follows_train_iters(optim: Mapping[str, Any]) -> bool:
-    """Whether the learning rate depends on the number of steps of the run."""
+def changed_decay(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Another number of steps than in a checkpoint, where the learning rate of a step depends on it; else empty."""
+    optim = _flat(current.get("optim"))
     lengths = optim.get("lr_decay_iters"), optim.get("lr_decay_samples")
-    return optim.get("lr_decay_style") not in (None, "constant") and lengths == (None, None)
+    follows = optim.get("lr_decay_style") not in (None, "constant") and lengths == (None, None)
+    was, is_now = (_flat(config.get("train")).get("train_iters") for config in (saved, current))
+    if not follows or None in (was, is_now) or was == is_now:
+        return []
+    return [f"train.train_iters {was} -> {is_now}, to which the learning rate decays"]
 
 
 def converted_moments(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:

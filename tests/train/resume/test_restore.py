@@ -18,7 +18,7 @@ from nanotrain.comm.collectives import barrier
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.errors import CheckpointError
 from nanotrain.train.hooks.checkpoint import CheckpointHook
-from nanotrain.train.resume.restore import RunParts, changed_settings, restore_parts
+from nanotrain.train.resume.restore import RunParts, changed_decay, changed_settings, restore_parts
 from nanotrain.train.resume.rollback import roll_back
 from tests.harness import run_ranks
 from tests.train.small_run import small_run, train
@@ -71,7 +71,7 @@ def test_weights_alone_can_be_loaded(tmp_path, flag, step):
     ],
 )
 def test_another_number_of_steps_is_named_where_the_learning_rate_depends_on_it(optim, is_named):
-    changed = changed_settings(
+    changed = changed_decay(
         {"optim": optim, "train": {"train_iters": 3}}, {"optim": optim, "train": {"train_iters": 6}}
     )
     assert changed == ["train.train_iters 3 -> 6, to which the learning rate decays"] * is_named
