@@ -1,6 +1,6 @@
 """Values of torch's operators on a fake GPU: each CUDA kernel is replaced by the CPU's, over the same memory.
 
-Views, allocation and copies between host and device stay torch's own, as do the checks of devices before a kernel.
+Views and allocation stay those of torch, as does what it checks before a kernel.
 """
 
 import functools
