@@ -39,16 +39,11 @@ def build(folder: Path) -> Path:
     if (made / DRIVER).exists():
         return made
     made.mkdir(parents=True, exist_ok=True)
-    compile_ = ["g++", "-O1", "-fPIC", "-w", f"-I{_headers()}", f"-I{SOURCES / 'include'}", "-c"]
-    objects = []
-    for source in sources[:2]:
-        objects.append(str(made / f"{source.stem}.o"))
-        subprocess.run([*compile_, str(source), "-o", objects[-1]], check=True)
-    stubs = made / "stubs.c"
-    stubs.write_text("".join(f"long {name}() {{ return 0; }}\n" for name in sorted(_imported() - _defined(objects))))
-    _link(made / PRELOADED, [*objects, str(stubs)])
-    _link(made / MANAGEMENT, [_stub_file(made, _found_by_name("nvml"))])
-    _link(made / DRIVER, [*objects, str(stubs)])
+    objects = [_compiled(source, made) for source in sources[:2]]
+    stubs = _compiled(_stubs(made / "stubs.cpp", _imported() - _defined(objects)), made)
+    _link(made / PRELOADED, *objects, stubs)
+    _link(made / MANAGEMENT, _compiled(_stubs(made / "management.cpp", _management()), made))
+    _link(made / DRIVER, *objects, stubs)
     (made / "libcuda.so").symlink_to(DRIVER)  # by which Triton links
     return made
 
@@ -72,8 +67,8 @@ def _imported() -> set[str]:
     return {name for name in names if re.fullmatch(STUBBED, name)}.union(driver)
 
 
-def _defined(objects: Iterable[str]) -> set[str]:
-    return {name for path in objects for name in _symbols(Path(path), "T")}
+def _defined(objects: Iterable[Path]) -> set[str]:
+    return {name for path in objects for name in _symbols(path, "T")}
 
 
 def _symbols(library: Path, kind: str) -> list[str]:
@@ -82,24 +77,25 @@ def _symbols(library: Path, kind: str) -> list[str]:
     return re.findall(rf" {kind} (\w+)", listed)
 
 
-def _found_by_name(prefix: str) -> list[str]:
-    """Names in torch's libraries that it looks up while running."""
-    texts = (library.read_bytes() for library in _libraries() if library.name == "libc10_cuda.so")
-    return sorted(
-        {name.decode() for text in texts for name in re.findall(rb"\0(%s[A-Z]\w+)\0" % prefix.encode(), text)}
-    )
+def _management() -> set[str]:
+    """The functions of NVIDIA's management library, which torch looks up by name."""
+    found = re.findall(rb"\0(nvml[A-Z]\w+)\0", (Path(torch.__file__).parent / "lib/libc10_cuda.so").read_bytes())
+    return {name.decode() for name in found}
 
 
-def _stub_file(folder: Path, names: Iterable[str]) -> str:
-    path = folder / "management.c"
-    path.write_text("".join(f"long {name}() {{ return 0; }}\n" for name in names))
-    return str(path)
+def _stubs(source: Path, names: Iterable[str]) -> Path:
+    """Write functions that return success, whatever their arguments."""
+    source.write_text("".join(f'extern "C" long {name}() {{ return 0; }}\n' for name in sorted(names)))
+    return source
 
 
-def _link(library: Path, inputs: list[str]) -> None:
+def _compiled(source: Path, folder: Path) -> Path:
+    compiled = folder / f"{source.stem}.o"
+    includes = [f"-I{path}" for path in (_headers(), SOURCES / "include")]
+    subprocess.run(["g++", "-O1", "-fPIC", "-w", *includes, "-c", source, "-o", compiled], check=True)
+    return compiled
+
+
+def _link(library: Path, *objects: Path) -> None:
     soname = f"-Wl,-soname,{library.name}"
-    subprocess.run(["g++", "-shared", "-fPIC", "-w", soname, "-o", str(library), *_as_c(inputs), "-ldl"], check=True)
-
-
-def _as_c(inputs: Iterable[str]) -> list[str]:
-    return [part for path in inputs for part in ((["-x", "c"] if path.endswith(".c") else []) + [path, "-x", "none"])]
+    subprocess.run(["g++", "-shared", soname, "-o", library, *objects, "-ldl"], check=True)

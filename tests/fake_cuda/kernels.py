@@ -19,20 +19,19 @@ from tests.fake_cuda.memory import on_cpu, overwrite, to_device
 # Beginnings of operators that stay as they are: they make or view tensors, read one number, or are never called here.
 KEPT = (
     "empty", "as_strided", "view", "_reshape_alias", "set_", "resize_", "record_stream", "_pin", "is_pinned",
-    "is_set_to",
-    "_fused_sdp_choice", "_local_scalar_dense", "unfold", "_assert_async", "linalg", "_linalg", "lu_", "_lu", "_fft",
-    "cudnn", "_cudnn", "miopen", "_thnn", "_sparse", "sparse", "_nested", "_to_sparse", "_coalesce", "_transform_bias",
-    "_flash", "_efficient", "_scaled_dot_product", "_triton", "_dim", "_copy_from", "_debug",
+    "is_set_to", "_fused_sdp_choice", "_local_scalar_dense", "unfold", "_assert_async", "linalg", "_linalg", "lu_",
+    "_lu", "_fft", "cudnn", "_cudnn", "miopen", "_thnn", "_sparse", "sparse", "_nested", "_to_sparse", "_coalesce",
+    "_transform_bias", "_flash", "_efficient", "_scaled_dot_product", "_triton", "_dim", "_copy_from", "_debug",
 )  # fmt: skip
 # those of the same beginnings that have a kernel, and copies, whose kernel torch does not register as one of CUDA's
 REPLACED = ("linalg_vector_norm", "copy_")
+
+LIBRARY = torch.library.Library("aten", "IMPL")  # its kernels last as long as it does
 
 
 def install() -> None:
     """Replace the kernels of every CUDA operator of aten; for the life of the process."""
     warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid")
-    library = torch.library.Library("aten", "IMPL")
-    install.library = library  # type: ignore[attr-defined]  # the kernels go when it does
     for name in [*torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"), "aten::copy_"]:
         namespace, _, operator = name.partition("::")
         base, _, overload = operator.partition(".")
@@ -42,7 +41,7 @@ def install() -> None:
         if original is None or (base in SPECIAL and overload):
             continue
         run = _run_special if base in SPECIAL else _by_dtype if overload.startswith("dtype") else _run
-        library.impl(operator, functools.partial(run, original), "CUDA", allow_override=True)
+        LIBRARY.impl(operator, functools.partial(run, original), "CUDA", allow_override=True)
 
 
 def _run(operator: Any, *args: Any, **kwargs: Any) -> Any:

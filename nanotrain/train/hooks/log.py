@@ -36,9 +36,9 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Drop what is printed from now on."""
         self.quiet = True
-        with suppress(OSError, ValueError):  # not a file, in tests and notebooks
-            number = sys.stdout.fileno()
-            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        # not a file, in tests and notebooks
+        with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
         # not a warning, which every rank would print
         log.info("nothing reads the step lines any more; training goes on, they are in metrics.jsonl")
 
