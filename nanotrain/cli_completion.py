@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from nanotrain.cli_checkpoint import CHECKPOINT_COMMANDS
-from nanotrain.config.flags import ALIASES, FLAGS, NEGATIONS
+from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS
 
 # Commands that take the flags of the configuration.
 WITH_FLAGS = "train|sweep|parity|topology|evaluate|config"

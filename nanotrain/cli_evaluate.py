@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nanotrain.cli_launch import launch_command, require_no_misspelled, take_options
-from nanotrain.cli_parser import CommandParser, count
+from nanotrain.cli_parser import OF_FOLDER, CommandParser, count
 from nanotrain.config.config import Config, DataConfig, TrainConfig
 from nanotrain.config.derive import data_parallel_size
 from nanotrain.config.flags import parse
@@ -38,11 +38,11 @@ def evaluate(argv: Sequence[str], *, environment: MutableMapping[str, str]) -> i
     if args.tasks is not None:
         if options:
             raise ConfigError(f"{options[0]} with --tasks", why="tasks run on one process", fix="leave it out")
-        return _run_tasks(args, load_line(parse(rest), to_train=False))
+        return _run_tasks(args, load_line(parse(rest, listed_by="nanotrain evaluate --help"), to_train=False))
     if args.num_fewshot is not None or args.include_path is not None:
         flag = "--include-path" if args.num_fewshot is None else "--num-fewshot"
         raise ConfigError(f"{flag} has no effect on --data", why="it belongs to --tasks", fix="leave it out")
-    loaded = load_line(parse(rest), to_train=False)
+    loaded = load_line(parse(rest, listed_by="nanotrain evaluate --help"), to_train=False)
     if not options:
         return _run_corpus(args, loaded, environment=environment)
     command = ["evaluate", *argv]
@@ -51,7 +51,7 @@ def evaluate(argv: Sequence[str], *, environment: MutableMapping[str, str]) -> i
 
 def _parser() -> CommandParser:
     epilog = "the flags of the layout, --seq-length, --micro-batch-size, --bf16, --device, --nproc-per-node may follow"
-    parser = CommandParser("evaluate", evaluate, epilog=epilog, elsewhere={"--data-path": "--data NAME"})
+    parser = CommandParser("evaluate", evaluate, epilog=epilog, elsewhere={**OF_FOLDER, "--data-path": "--data NAME"})
     parser.add_argument("path", type=Path, help="run folder, step folder, or Hugging Face folder")
     data_help = "prefix of token files (.bin/.idx), or text: a .txt or .jsonl file or a folder of them"
     what = parser.add_mutually_exclusive_group(required=True)

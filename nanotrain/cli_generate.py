@@ -8,7 +8,7 @@ from math import lcm
 from pathlib import Path
 
 from nanotrain.cli_launch import launch_command, require_no_misspelled, take_options
-from nanotrain.cli_parser import CommandParser, count, not_negative, probability, seed
+from nanotrain.cli_parser import OF_FOLDER, CommandParser, count, not_negative, probability, seed
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
@@ -29,7 +29,7 @@ def generate(argv: Sequence[str], *, environment: MutableMapping[str, str]) -> i
     options, argv = take_options(argv)
     args, rest = _parser().parse_known_args(argv)
     require_no_misspelled(rest)
-    loaded = load_line(parse(rest), to_train=False)
+    loaded = load_line(parse(rest, listed_by="nanotrain generate --help"), to_train=False)
     if not options:
         return _run(args, loaded, environment=environment)
     command = ["generate", *argv]
@@ -40,7 +40,7 @@ def generate(argv: Sequence[str], *, environment: MutableMapping[str, str]) -> i
 
 def _parser() -> CommandParser:
     epilog = "the sizes of tensor and expert parallelism, --bf16, --device and, for shards, --nproc-per-node may follow"
-    parser = CommandParser("generate", generate, epilog=epilog)
+    parser = CommandParser("generate", generate, epilog=epilog, elsewhere=OF_FOLDER)
     parser.add_argument("path", type=Path, help="run folder, step folder, or Hugging Face folder")
     prompt_help = "the text to continue (default: none); several are sampled together and printed one after the other"
     parser.add_argument("--prompt", action="append", help=prompt_help)

@@ -7,13 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from textwrap import TextWrapper
 from typing import Any, NoReturn
 
-from nanotrain.config.flags import known_flags
+from nanotrain.config.flags import known_flags, split_settings
 from nanotrain.config.megatron import row_of
 from nanotrain.config.suggest import by_spelling, did_you_mean
 from nanotrain.errors import ConfigError
 
 MAX_WORLD_SIZE = 200_000  # ranks whose groups are listed within two seconds
 MAX_PROCESSES = 256
+# Flags that other programs have for the folder of a model, and what to write to a command that takes it by its place.
+OF_FOLDER = dict.fromkeys(
+    ("--run-dir", "--load", "--checkpoint", "--checkpoint-path", "--ckpt", "--ckpt-path", "--model", "--path"),
+    "the folder without a flag",
+)
 Command = Callable[[Sequence[str]], int]
 
 
@@ -39,12 +44,18 @@ class CommandParser(argparse.ArgumentParser):
         self._elsewhere = elsewhere or {}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse; misspelled flags, and those of other programs, are one error with what to write, before any other."""
+        """Parse; misspelled flags, and those of other programs, are one error with what to write, before any other.
+
+        Settings of a training are set aside first: argparse would take their values for the command's own arguments.
+        """
         flags = [str(argument).partition("=")[0] for argument in args or ()]
         meant = {flag: cure for flag in flags if (cure := self._elsewhere.get(flag) or self._misspelled(flag))}
         if meant:
             self.error("unknown " + ", ".join(f"{flag} (write {cure})" for flag, cure in meant.items()))
-        return super().parse_known_args(args, namespace)
+        one_value = [flag for flag, action in self._option_string_actions.items() if action.nargs is None]
+        settings, others = split_settings(args or (), own=self._option_string_actions, with_value=one_value)
+        parsed, rest = super().parse_known_args(others, namespace)
+        return parsed, [*settings, *rest]
 
     def _misspelled(self, flag: str) -> str | None:
         """The flag of this command that was meant by one that neither it nor a training has."""
@@ -140,8 +151,7 @@ def run_command(program: str, argv: Sequence[str], *, commands: dict[str, Comman
     if not argv or argv[0] in ("-h", "--help"):
         print(usage(program, commands, width=shutil.get_terminal_size().columns))
         return 0
-    fix = did_you_mean(argv[0], [*commands, "--help", "--version"], prefix=f"{program} ")
-    fix = f"{program} --help describes them" if fix.startswith("see") else fix
+    fix = did_you_mean(argv[0], [*commands, "--help", "--version"], prefix=f"{program} ", listed_by=f"{program} --help")
     raise ConfigError(f"unknown command {argv[0]!r}", why=f"{program} takes {', '.join(commands)}", fix=fix)
 
 

@@ -4,8 +4,9 @@ import pytest
 
 from nanotrain.cli import main
 from nanotrain.cli_launch import OPTIONS, SWITCHES, launch, misspelled_option, split_arguments
-from nanotrain.config.flags import ALIASES, FLAGS, NEGATIONS, OWN_FLAGS
-from nanotrain.config.flags import SWITCHES as CONFIG_SWITCHES
+from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS
+from nanotrain.config.arguments import SWITCHES as CONFIG_SWITCHES
+from nanotrain.config.flags import OWN_FLAGS
 from nanotrain.config.megatron import MEGATRON
 from nanotrain.errors import ConfigError
 from nanotrain.train import __main__ as entry

@@ -135,3 +135,18 @@ def test_flags_of_other_programs_are_one_error_that_says_what_to_write(argv):
     assert "--output-prefix (write --output PREFIX)" in str(caught.value)
     assert "--json-keys (write --text-column NAME)" in str(caught.value)
     assert parser.parse_args(["--output", "a"]).output == "a"
+
+
+@pytest.mark.parametrize("flags", [["--seq-length", "8"], ["--bf16"], ["--num-layers=2"], ["train.seed=1"]])
+def test_settings_may_stand_before_the_arguments_of_a_command(flags):
+    def command(argv):
+        """Do something."""
+
+    parser = CommandParser("x", command)
+    parser.add_argument("path")
+    parser.add_argument("--prompt")
+    parser.add_argument("--seed")
+    words = ["lr=1,seed=2", "--prompt", "train.seed=3", "--seed=4"]
+    for argv in ([*flags, *words], [*words, *flags]):
+        args, rest = parser.parse_known_args(argv)
+        assert (args.path, args.prompt, args.seed, rest) == ("lr=1,seed=2", "train.seed=3", "4", flags)

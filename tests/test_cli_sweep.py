@@ -111,7 +111,7 @@ def test_a_stop_lets_the_current_run_save_and_ends_the_sweep(stub, tmp_path):
         ("--over lr=1e-3,x +config=tiny", "run lr=x: optim.lr is 'x': it takes a number"),
         (
             "--over learning_rate=1,2 +config=tiny",
-            "run learning_rate=1: unknown flag --learning-rate: there is no such",
+            "run learning_rate=1: unknown flag --learning-rate; did you mean --lr",
         ),
         ("--over lr=1,2 +config=tyni", "run lr=1: there is no recipe 'tyni'"),
         ("--over tp=1,3 --nproc-per-node 2 +config=tiny", "--tensor-model-parallel-size"),

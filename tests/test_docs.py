@@ -16,7 +16,8 @@ import nanotrain
 from nanotrain.cli import CHECKPOINT_COMMANDS, COMMANDS, main
 from nanotrain.cli_launch import OPTIONS, split_arguments
 from nanotrain.cli_parser import CommandParser
-from nanotrain.config.flags import ALIASES, FLAGS, NEGATIONS, OWN_FLAGS, SWITCHES
+from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS, SWITCHES
+from nanotrain.config.flags import OWN_FLAGS
 from nanotrain.config.load import load
 from nanotrain.config.megatron import MEGATRON
 

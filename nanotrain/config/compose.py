@@ -19,8 +19,9 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nanotrain.config.arguments import FLAGS, choice_of, is_file
 from nanotrain.config.config import Config
-from nanotrain.config.flags import FLAGS, CommandLine, Setting, choice_of, is_file
+from nanotrain.config.flags import CommandLine, Setting
 from nanotrain.config.references import mark_references
 from nanotrain.config.schema import KEYS, SECTIONS, flatten, nest, to_dict
 from nanotrain.config.suggest import by_meaning, did_you_mean, nearest_choice

@@ -1,6 +1,6 @@
 """docs/config.md, made from the fields: `python -m nanotrain.config.document > docs/config.md`."""
 
-from nanotrain.config.flags import ALIASES
+from nanotrain.config.arguments import ALIASES
 from nanotrain.config.help import KINDS, meaning, metavar
 from nanotrain.config.megatron import MEGATRON
 from nanotrain.config.megatron_rare import PATTERNS

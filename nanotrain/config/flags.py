@@ -6,54 +6,17 @@ is read here.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePath
 
+from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS, SWITCHES, VALUES, choice_of
 from nanotrain.config.megatron import MEGATRON, row_of
 from nanotrain.config.megatron_kinds import MANY, MegatronFlag
-from nanotrain.config.schema import BOOLEANS, ENTRIES, KEYS, SECTIONS, Entry, unknown_flag, unknown_key
-from nanotrain.config.suggest import advise, by_meaning
+from nanotrain.config.mistakes import NO_HYPHENS, no_hyphen, no_value, spaced, unexpected, unknown_flag
+from nanotrain.config.schema import BOOLEANS, ENTRIES, KEYS, SECTIONS, Entry, unknown_key
+from nanotrain.config.suggest import LISTED_BY
 from nanotrain.errors import ConfigError, ErrorCollector
 
-
-@dataclass(frozen=True)
-class Alias:
-    """A flag for one value of a field; another argument may set the field to a value of `agrees` only."""
-
-    name: str
-    value: str
-    agrees: tuple[str, ...]
-
-
-ALIASES: dict[str, Alias] = {
-    "--bf16": Alias("params_dtype", "bf16", agrees=("bf16",)),
-    "--fp16": Alias("params_dtype", "fp16", agrees=("fp16",)),
-    "--grad-reduce-in-fp32": Alias("accumulate_allreduce_grads_in_fp32", "true", agrees=("true",)),
-    "--fp8": Alias("fp8_format", "hybrid", agrees=("hybrid",)),
-    "--swiglu": Alias("activation", "swiglu", agrees=("swiglu",)),
-    "--squared-relu": Alias("activation", "squared_relu", agrees=("squared_relu",)),
-    "--quick-geglu": Alias("activation", "quick_geglu", agrees=("quick_geglu",)),
-    "--cpu-optimizer": Alias("optimizer_cpu_offload", "true", agrees=("true",)),
-    "--recompute-activations": Alias("recompute_granularity", "selective", agrees=("selective",)),
-    "--use-distributed-optimizer": Alias(
-        "data_parallel_sharding_strategy", "optim", agrees=("optim", "optim_grads", "optim_grads_params")
-    ),
-}
-# Other spellings of a value, by unique name: Megatron-FSDP counts the strategies, -1 validation batches are none,
-# Muon updates full matrices wherever they are computed, and some numbers ask for nothing.
-VALUES: dict[str, dict[str, str]] = {
-    "data_parallel_sharding_strategy": dict(
-        zip("0123", ENTRIES["data_parallel_sharding_strategy"].choices, strict=True)
-    ),
-    "eval_iters": {"-1": "0"},
-    "muon_tp_mode": {"duplicated": "distributed"},
-    "num_experts": {"0": "null"},
-    "window_size": {"-1,0": "null", "(-1,0)": "null", "(-1, 0)": "null"},
-    "moe_expert_capacity_factor": {"-1": "null", "-1.0": "null"},
-}
-FLAGS: dict[str, Entry] = {entry.flag: entry for entry in ENTRIES.values()}
-NEGATIONS: dict[str, Entry] = {f"--no-{flag[2:]}": entry for flag, entry in FLAGS.items() if entry.kind is bool}
 OVERRIDE = re.compile(r"^(?P<prefix>[+~]*)(?P<key>[A-Za-z_][\w.@/]*)=(?P<value>.*)$", re.DOTALL)
 
 
@@ -96,6 +59,7 @@ class CommandLine:
     wants_megatron_defaults: bool = False
     wants_job: bool = False
     wants_explanation: bool = False
+    listed_by: str = LISTED_BY  # the command that lists the flags, for errors
     # all mistakes; `load_line` raises them together with mistakes in types
     errors: ErrorCollector = field(default_factory=ErrorCollector)
 
@@ -105,14 +69,14 @@ class CommandLine:
         return frozenset(setting.key for setting in self.settings)
 
 
-def parse(argv: Sequence[str]) -> CommandLine:
-    """Parse the arguments of a command line; mistakes are collected in `errors`.
+def parse(argv: Sequence[str], *, listed_by: str = LISTED_BY) -> CommandLine:
+    """Parse the arguments of a command line; mistakes are collected in `errors`, which name `listed_by` for help.
 
     >>> line = parse(["--lr", "1e-3", "+config=tiny", "--no-shuffle", "train.seed=7"])
     >>> line.choices, [(s.key, s.value) for s in line.settings]
     ({'config': 'tiny'}, [('optim.lr', '1e-3'), ('data.shuffle', 'false'), ('train.seed', '7')])
     """
-    line, rest, flag = CommandLine(), list(argv), ""
+    line, rest, flag = CommandLine(listed_by=listed_by), list(argv), ""
     while rest:
         argument = rest.pop(0)
         with line.errors:
@@ -126,7 +90,7 @@ def parse(argv: Sequence[str]) -> CommandLine:
             elif argument in KEYS or argument == "+config":
                 raise spaced(argument, rest=take_values(rest))
             else:
-                raise unexpected(argument, previous=flag)
+                raise unexpected(argument, previous=flag, listed_by=listed_by)
         flag = argument
     apply_aliases(line)
     return line
@@ -160,7 +124,41 @@ def read_flag(line: CommandLine, argument: str, *, rest: list[str]) -> None:
         if " " in flag:
             why, fix = "the shell passes what stands between quotes as one argument", "leave out the quotes around it"
             raise ConfigError(f"one argument holds several: {argument!r}", why=why, fix=fix)
-        raise unknown_flag(flag, known=known_flags())
+        raise unknown_flag(flag, known=known_flags(), listed_by=line.listed_by)
+
+
+def split_settings(
+    argv: Sequence[str], *, own: Collection[str], with_value: Collection[str]
+) -> tuple[list[str], list[str]]:
+    """The settings of a training among the arguments of a command, with their values; and all other arguments.
+
+    Args:
+        argv: the arguments.
+        own: flags of the command, which are no settings.
+        with_value: those that take one value.
+
+    >>> split_settings(["--seq-length", "8", "run", "--json", "train.seed=1"], own={"--json"}, with_value=())
+    (['--seq-length', '8', 'train.seed=1'], ['run', '--json'])
+    """
+    settings: list[str] = []
+    others: list[str] = []
+    rest, known = list(argv), {*known_flags(), *HELP}
+    while rest and rest[0] != "--":
+        argument = rest.pop(0)
+        flag, has_value, _ = argument.partition("=")
+        if flag in own:
+            others += [argument, *rest[: argument in with_value]]
+            del rest[: argument in with_value]
+        elif flag in known or flag.startswith("--") and row_of(flag):
+            before, line = list(rest), CommandLine()
+            with line.errors:  # found again when the settings are parsed
+                read_flag(line, argument, rest=rest)
+            settings += [argument, *before[: len(before) - len(rest)]]
+        elif has_value and flag in ("+config", *KEYS):
+            settings.append(argument)
+        else:
+            others.append(argument)
+    return settings, others + rest
 
 
 def known_flags() -> list[str]:
@@ -286,16 +284,6 @@ def agreed(setting: Setting) -> str:
     return str(BOOLEANS.get(text.lower(), text)).lower() if KEYS[setting.key].kind is bool else text
 
 
-def choice_of(group: str) -> str:
-    """The argument before `=NAME` that chooses a YAML file of a group: `+config`, `model`."""
-    return "+config" if group == "config" else group
-
-
-def is_file(name: str) -> bool:
-    """Whether the NAME of `+config=NAME` is a file and not one of the recipes."""
-    return name.endswith((".yaml", ".yml"))
-
-
 def set_data_parallel_size(line: CommandLine, value: str) -> None:
     """`--data-parallel-size N`, which sets nothing and is checked against the world."""
     if not value.isdecimal() or int(value) < 1:
@@ -317,68 +305,4 @@ OWN_FLAGS: dict[str, Callable[[CommandLine, str], None]] = {
     "--data-parallel-size": set_data_parallel_size,
     "--cfg": set_cfg,
 }
-NO_HYPHENS = (
-    "\u2010",
-    "\u2011",
-    "\u2012",
-    "\u2013",
-    "\u2014",
-    "\u2015",
-    "\u2212",
-)  # typographic hyphens, dashes and minus
 HELP, TOPICS = ("--help", "-h"), ("all", "megatron", *SECTIONS)
-SWITCHES = {"--explain": "wants_explanation", "--megatron-defaults": "wants_megatron_defaults"}
-
-
-def no_value(flag: str) -> ConfigError:
-    """The error for a flag at the end, or in front of another flag."""
-    fix = FLAGS[flag].meaning if flag in FLAGS else ""
-    return ConfigError(f"{flag} has no value", why="it takes one", fix=fix)
-
-
-def no_hyphen(argument: str) -> ConfigError:
-    """The error for a flag that was copied from a text with typographic dashes."""
-    why = "it begins with a typographic dash in place of hyphens, as some programs write it"
-    fix = f"write --{argument.lstrip(''.join(NO_HYPHENS) + '-')}"
-    return ConfigError(f"unexpected argument {argument!r}", why=why, fix=fix)
-
-
-def spaced(key: str, *, rest: Sequence[str]) -> ConfigError:
-    """The error for `key = value` and `key value`, which a shell passes in parts."""
-    value = "".join(rest).removeprefix("=") or ("NAME" if key == "+config" else "VALUE")
-    why = "a key, = and its value are one argument"
-    return ConfigError(f"unexpected argument {' '.join([key, *rest])!r}", why=why, fix=f"write {key}={value}")
-
-
-def unexpected(argument: str, previous: str) -> ConfigError:
-    """The error for an argument that is neither a flag, its value nor an override."""
-    flag, what = f"--{argument}", f"unexpected argument {argument!r}"
-    if previous in FLAGS and FLAGS[previous].kind is bool:
-        return ConfigError(what, why=f"{previous} takes no value", fix=f"write {previous}={argument}")
-    if previous in ALIASES or previous in NEGATIONS or previous in SWITCHES or row_of(previous):
-        return ConfigError(what, why=f"{previous} takes no more values", fix=f"leave {argument} out")
-    if previous in FLAGS and FLAGS[previous].kind is not list and re.fullmatch(r"[\d.eE+-]+", argument):
-        why, name = f"{previous} takes one value", previous.removeprefix("--")
-        return ConfigError(what, why=why, fix=f"leave it out; nanotrain sweep --over {name}=V1,V2 tries several")
-    why = "it is neither a flag nor key=value"
-    if flag in FLAGS or flag in ALIASES or row_of(flag):
-        return ConfigError(what, why=why, fix=f"write {flag}")
-    if not argument:
-        return ConfigError("an empty argument", why=why, fix="remove the quotes around a variable that is not set")
-    if not argument.strip(" \\"):
-        fix = "end the line with the backslash, or write the whole command on one line without it"
-        return ConfigError(what, why="a backslash goes on to the next line only at the end of a line", fix=fix)
-    if argument.startswith("$"):
-        fix = "define the variable, and write it without single quotes"
-        return ConfigError(what, why="the shell has not replaced the variable", fix=fix)
-    meant, suffix = by_meaning(argument), PurePath(argument).suffix
-    if meant:
-        return ConfigError(what, why=why, fix=advise(meant))
-    fix = f"write +config={argument}" + ("" if is_file(argument) else " for the recipe of that name")
-    if suffix == ".py":
-        fix = "leave it out: the program is python -m nanotrain.train"
-    elif suffix in (".toml", ".json"):
-        fix = "write its settings into a YAML file, and +config=FILE.yaml"
-    elif not (argument.isidentifier() or is_file(argument)):
-        fix = "write the flag that it belongs to before it; --help lists them"
-    return ConfigError(what, why=why, fix=fix)

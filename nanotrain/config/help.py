@@ -11,7 +11,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 
-from nanotrain.config.flags import ALIASES
+from nanotrain.config.arguments import ALIASES
 from nanotrain.config.megatron import MEGATRON
 from nanotrain.config.megatron_kinds import Kind
 from nanotrain.config.megatron_rare import PATTERNS

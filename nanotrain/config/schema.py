@@ -8,7 +8,7 @@ check_choice       refuse a name that a table does not hold
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
 from functools import reduce
@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin
 from nanotrain.config.config import Config
 from nanotrain.config.option import flag_of
 from nanotrain.config.references import MARK, FromEnvironment, as_written
-from nanotrain.config.suggest import advise, by_meaning, did_you_mean, nearest_choice
+from nanotrain.config.suggest import advise, by_meaning, by_misspelled_meaning, did_you_mean, nearest, nearest_choice
 from nanotrain.config.synonyms import VALUES
 from nanotrain.errors import ConfigError, ErrorCollector
 from nanotrain.untrusted import LARGEST
@@ -164,14 +164,15 @@ def unknown_key(key: str) -> ConfigError:
     name = key.rpartition(".")[2]
     if name in ENTRIES:
         is_short = key == name or ENTRIES[name].key.startswith(key.removesuffix(name))
-        why = "a key names its section" if is_short else "there is no such key"
+        why = "a key names its section" if is_short else ""
         return ConfigError(f"unknown key {key}", why=why, fix=f"did you mean {ENTRIES[name].key}?")
-    cure = by_meaning(key)
+    known = KEYS if "." in key else SECTIONS
+    cure = by_meaning(key) or (None if nearest(key, known) else by_misspelled_meaning(key))
     if cure is not None:
         entry = next((entry for entry in ENTRIES.values() if entry.flag == cure), None)
         fix = advise(entry.key if entry else cure)
-        return ConfigError(f"unknown key {key}", why="there is no such key", fix=fix)
-    return unknown("key", key, known=KEYS) if "." in key else unknown("section", key, known=SECTIONS)
+        return ConfigError(f"unknown key {key}", fix=fix)
+    return unknown("key" if known is KEYS else "section", key, known=known)
 
 
 def value_of(config: Any, key: str) -> Any:
@@ -371,20 +372,7 @@ def entries_of(section: str) -> list[Entry]:
 
 def unknown(what: str, name: str, *, known: Iterable[str]) -> ConfigError:
     """The error for a name that does not exist."""
-    return ConfigError(f"unknown {what} {name}", why=f"there is no such {what}", fix=did_you_mean(name, known))
-
-
-def unknown_flag(flag: str, *, known: Collection[str]) -> ConfigError:
-    """The error for a flag that does not exist: what it is called here, else the nearest spelling.
-
-    >>> unknown_flag("--learning-rate", known=["--lr"]).fix
-    'did you mean --lr?'
-    """
-    cure, field = by_meaning(flag), flag_of(flag.rpartition(".")[2].strip("-"))
-    if field in known:  # a key, a flag with a section, or another number of dashes
-        cure = field
-    fix = advise(cure) if cure else did_you_mean(flag, known)
-    return ConfigError(f"unknown flag {flag}", why="there is no such flag", fix=fix)
+    return ConfigError(f"unknown {what} {name}", fix=did_you_mean(name, known))
 
 
 def wrong_type(entry: Entry, value: Any) -> ConfigError:

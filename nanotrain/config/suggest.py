@@ -12,19 +12,26 @@ from difflib import get_close_matches
 
 from nanotrain.config.synonyms import CURES
 
+LISTED_BY = "nanotrain train --help=all"  # the command that lists every option
 MIN_LENGTH_OF_TWO_SLIPS = 8  # characters; of a shorter name two slips leave too little
 MIN_SIMILARITY = 0.7  # share of equal characters, as difflib counts them
 MIN_LENGTH_OF_A_WORD = 5  # of a single word that stands for a longer name
 
 
-def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """The known name that was probably meant as advice, or where to look.
+def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "", listed_by: str = LISTED_BY) -> str:
+    """The known name that was probably meant as advice, or the command that lists the names.
 
     >>> did_you_mean("optim.lrr", ["optim.lr", "train.seed"])
     'did you mean optim.lr?'
     """
-    close = by_spelling(name, known) or by_words(name, known)
-    return f"did you mean {prefix}{close}?" if close else "see --help=all"
+    close = nearest(name, known)
+    return f"did you mean {prefix}{close}?" if close else f"{listed_by} lists them"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name by spelling, else by words."""
+    known = list(known)
+    return by_spelling(name, known) or by_words(name, known)
 
 
 def advise(cure: str) -> str:
@@ -48,6 +55,15 @@ def by_meaning(name: str) -> str | None:
     """
     path = name.strip("-").replace("-", "_").lower().split(".")
     return CURES.get("_".join(path[-2:])) or CURES.get(path[-1])
+
+
+def by_misspelled_meaning(name: str) -> str | None:
+    """What to write for a misspelled name of another framework.
+
+    >>> by_misspelled_meaning("--learning-rat"), by_misspelled_meaning("--zzz")
+    ('--lr', None)
+    """
+    return CURES.get(by_spelling(name.rpartition(".")[2], CURES) or "")
 
 
 def by_spelling(name: str, known: Iterable[str]) -> str | None:

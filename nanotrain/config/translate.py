@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from os.path import normpath
 from typing import Any
 
+from nanotrain.config.arguments import choice_of, is_file
 from nanotrain.config.config import Activation, Config, PositionEmbedding
-from nanotrain.config.flags import CommandLine, MegatronArgument, choice_of, is_file
+from nanotrain.config.flags import CommandLine, MegatronArgument
 from nanotrain.config.megatron import MEGATRON_DEFAULTS, MEGATRON_REQUIRED, SHAPING, row_of
 from nanotrain.config.megatron_kinds import MegatronFlag
 from nanotrain.config.option import flag_of

@@ -55,7 +55,7 @@ def test_the_recipes_are_found():
             "there is no config/tinyy.yaml: a defaults list names it; ",
         ),
         ("# @package _global_\ndefaults: [tinyy, _self_]\n", "; did you mean tiny?"),
-        ("# @package _global_\noptim:\n  lrr: 1\n  mrr: 2\n", "2 mistakes:\n  - unknown key optim.lrr in {path}: "),
+        ("# @package _global_\noptim:\n  lrr: 1\n  mrr: 2\n", "2 mistakes:\n  - unknown key optim.lrr in {path}; "),
         ("# @package _global_\noptim:\n  lr: fast\n", "optim.lr is 'fast': it takes a number"),
     ],
 )

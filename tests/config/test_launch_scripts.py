@@ -4,7 +4,8 @@ import shlex
 
 import pytest
 
-from nanotrain.config.flags import ALIASES, FLAGS, NEGATIONS, OWN_FLAGS, parse
+from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS
+from nanotrain.config.flags import OWN_FLAGS, parse
 from nanotrain.config.load import Loaded, flag_lines, load
 from nanotrain.config.megatron import MEGATRON
 from nanotrain.config.schema import value_of

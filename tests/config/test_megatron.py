@@ -2,7 +2,8 @@
 
 import pytest
 
-from nanotrain.config.flags import ALIASES, FLAGS, NEGATIONS, OWN_FLAGS, SWITCHES, parse
+from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS, SWITCHES
+from nanotrain.config.flags import OWN_FLAGS, parse
 from nanotrain.config.megatron import MANY, MEGATRON, MEGATRON_DEFAULTS, MEGATRON_REQUIRED, SHAPING
 from nanotrain.config.schema import ENTRIES, convert
 

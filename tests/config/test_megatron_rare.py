@@ -5,7 +5,8 @@ import re
 import pytest
 
 from nanotrain.cli import COMMANDS
-from nanotrain.config.flags import ALIASES, FLAGS, NEGATIONS, OWN_FLAGS, SWITCHES, parse
+from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS, SWITCHES
+from nanotrain.config.flags import OWN_FLAGS, parse
 from nanotrain.config.load import load
 from nanotrain.config.megatron import (
     CHECKPOINT,

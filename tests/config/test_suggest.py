@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.config.flags import ALIASES, FLAGS, NEGATIONS, parse
+from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS
+from nanotrain.config.flags import parse
 from nanotrain.config.load import load, load_line
 from nanotrain.config.suggest import by_meaning, by_spelling, by_words, did_you_mean, distance
 from nanotrain.errors import ConfigError
@@ -42,10 +43,10 @@ MESSAGES = [
     ("--params-dtype bfloat16", "write --params-dtype bf16", "--help"),
     ("--hiden-size 64", "did you mean --hidden-size?", "--ffn"),
     ("--warmup-iters 5", "did you mean --lr-warmup-iters?", "--help"),
-    ("--add-linear-bias", "see --help=all", "did you mean"),
-    ("--disable-linear", "see --help=all", "--add-bias-linear"),
-    ("--num-mtp-layers 1", "see --help=all", "--num-layers"),
-    ("--tensor-parallel-layers 1", "see --help=all", "did you mean"),
+    ("--add-linear-bias", "nanotrain train --help=all lists the flags", "did you mean"),
+    ("--disable-linear", "nanotrain train --help=all lists the flags", "--add-bias-linear"),
+    ("--num-mtp-layers 1", "nanotrain train --help=all lists the flags", "--num-layers"),
+    ("--tensor-parallel-layers 1", "nanotrain train --help=all lists the flags", "did you mean"),
     ("--save ck --run-dirr x", "did you mean --run-dir?", "--save=ck"),
     ("optim=muon", "write optim.FIELD=muon or --optimizer muon", "did you mean optim?"),
     ("learning_rate=1", "write --lr 1", "did you mean"),
@@ -134,4 +135,4 @@ def test_names_of_torchtitan_lead_to_what_to_write(name: str, cure: str) -> None
 def test_a_swap_of_neighbours_is_one_slip():
     assert distance("trian", "train") == 1 and distance("", "abc") == 3 and distance("abc", "abc") == 0
     assert did_you_mean("trian", ["train", "data"]) == "did you mean train?"
-    assert did_you_mean("completely-else", ["train"]) == "see --help=all"
+    assert did_you_mean("completely-else", ["train"]) == "nanotrain train --help=all lists them"

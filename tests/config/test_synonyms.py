@@ -1,6 +1,6 @@
 """Names of other frameworks lead to flags that exist, and are none themselves."""
 
-from nanotrain.config.flags import ALIASES, FLAGS, NEGATIONS
+from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS
 from nanotrain.config.megatron import MEGATRON
 from nanotrain.config.schema import ENTRIES
 from nanotrain.config.synonyms import CURES, NAMES, VALUES

@@ -39,8 +39,8 @@ MESSAGE = re.compile(r"^error: (.+(?:\n  - .+)*)$", re.MULTILINE)
 
 MISTAKEN_WORDS = {
     # what is typed -> what the message must say
-    "--hiden-size 64": "unknown flag --hiden-size: there is no such flag; did you mean --hidden-size?",
-    "optim.lrr=3": "unknown key optim.lrr: there is no such key; did you mean optim.lr?",
+    "--hiden-size 64": "unknown flag --hiden-size; did you mean --hidden-size?",
+    "optim.lrr=3": "unknown key optim.lrr; did you mean optim.lr?",
     "optm.lr=3": "did you mean optim.lr?",
     "lr=3": "unknown key lr: a key names its section; did you mean optim.lr?",
     "+config=tyni": "there is no recipe 'tyni'.*did you mean \\+config=tiny?",

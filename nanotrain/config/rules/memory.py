@@ -3,7 +3,7 @@
 from nanotrain.config.config import DeviceKind, NormPlacement, RecomputeGranularity
 from nanotrain.config.derive import recomputed_modules
 from nanotrain.config.rules.rule import Rule, Values
-from nanotrain.config.suggest import did_you_mean
+from nanotrain.config.suggest import nearest_choice
 
 # name -> whether the model has it, and what it needs otherwise
 MODULES = {
@@ -62,7 +62,8 @@ MEMORY_RULES = (
     Rule("recompute_modules", unknown_modules,
         lambda v: f"recompute_modules names {', '.join(unknown_modules(v))}",
         f"the known modules are {', '.join(MODULES)}",
-        lambda v: did_you_mean(unknown_modules(v)[0], MODULES)),
+        lambda v: f"did you mean {near}?" if (near := nearest_choice(unknown_modules(v)[0], MODULES))
+        else "name one of these, or leave it out"),
     Rule("recompute_modules num_experts moe_layer_freq multi_latent_attention norm_placement", missing_modules,
         lambda v: f"recompute_modules {' '.join(missing_modules(v))} has no effect",
         lambda v: MODULES[missing_modules(v)[0]][1].format_map(v),
