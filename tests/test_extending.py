@@ -1,4 +1,4 @@
-"""A schedule, core attention, attention backend, optimizer and Hugging Face family are one row each, from outside."""
+"""A schedule, attention backend, optimizer, learning-rate decay, family and so on are one row each, from outside."""
 
 import json
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from nanotrain.comm.autograd import gather_along
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.hf.families import FAMILIES, model_from_hf
+from nanotrain.optim.lr import LR_DECAYS
 from nanotrain.optim.optimizers import OPTIMIZERS
 from nanotrain.optim.rule import ParamRange, UpdateRule, UpdateStep
 from nanotrain.parallel.cp import backends
@@ -66,6 +67,7 @@ def train_with_rows(ctx: ParallelContext, case: Case) -> Outcome:
     SCHEDULES["one_at_a_time"] = one_at_a_time
     CORE_ATTENTIONS["gather_everything"] = GatherEverything
     OPTIMIZERS["sgd_of_mine"] = UpdateRule(state_names=lambda config: (), update=descend)
+    LR_DECAYS["stairs"] = lambda curve, consumed: curve.optim.lr / (1 + curve.decay_done(consumed) // 0.25)
     return train_here(ctx, case)
 
 
@@ -74,9 +76,15 @@ def train_with_rows(ctx: ParallelContext, case: Case) -> Outcome:
     [
         ({"pp": 2}, {"parallel": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "one_at_a_time"}}),
         ({"cp": 2}, {"parallel": {"context_parallel_size": 2, "cp_comm_type": "gather_everything"}}),
-        ({}, {"optim": {"optimizer": "sgd_of_mine"}, "parallel": {"data_parallel_sharding_strategy": "optim"}}),
+        (
+            {},
+            {
+                "optim": {"optimizer": "sgd_of_mine", "lr_decay_style": "stairs", "lr_decay_iters": 4},
+                "parallel": {"data_parallel_sharding_strategy": "optim"},
+            },
+        ),
     ],
-    ids=["schedule", "core attention", "optimizer"],
+    ids=["schedule", "core attention", "optimizer and learning rate"],
 )
 def test_a_row_trains_as_one_rank_does(sizes: dict[str, int], fields: dict[str, dict[str, object]]) -> None:
     optim = {"optim": fields["optim"]} if "optim" in fields else {}
@@ -99,15 +107,16 @@ class CountingKernel(DenseKernel):
 def train_with_a_backend(ctx: ParallelContext, case: Case) -> tuple[Outcome, int]:
     """Train on this rank with a backend of its own; also returns how often its kernel ran."""
     kernel = CountingKernel()
-    row = AttentionBackend("mine", "local", lambda _: kernel, {"cpu": Ability(ALL, EVERYTHING)})
+    row = AttentionBackend("counting", "mine", lambda _: kernel, {"cpu": Ability(ALL, EVERYTHING)})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends, "BACKENDS", {"mine": row} | backends.BACKENDS)
+        patch.setattr(backends, "BACKENDS", {row.name: row} | backends.BACKENDS)
         return train_here(ctx, case), kernel.num_calls
 
 
 def test_an_attention_backend_is_chosen_and_trains_as_the_others() -> None:
     case = CASE.but(data={"reset_attention_mask": True})
-    [(outcome, num_calls)] = run_ranks(1, train_with_a_backend, case)
+    named = case.but(train={"attention_backend": "mine"})
+    [(outcome, num_calls)] = run_ranks(1, train_with_a_backend, named)
     assert_alike([outcome], run_ranks(1, train_here, case), row="backend", lr=LR)
     assert num_calls > 0
 

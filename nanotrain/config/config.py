@@ -65,26 +65,9 @@ class Fp8Format(str, Enum):
     hybrid = "hybrid"
 
 
-class AttentionBackendFlag(str, Enum):
-    auto = "auto"
-    flash = "flash"
-    fused = "fused"
-    unfused = "unfused"
-    local = "local"
-    flex = "flex"
-
-
 class AmaxAlgo(str, Enum):
     most_recent = "most_recent"
     max = "max"
-
-
-class LRDecayStyle(str, Enum):
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
-    inverse_square_root = "inverse-square-root"
-    WSD = "WSD"
 
 
 class WSDDecayStyle(str, Enum):
@@ -211,7 +194,7 @@ class OptimConfig:
     optimizer: str = option("adam", "name of the update rule: adam (AdamW), sgd, lion or muon")
     lr: float = option(3e-4, "peak learning rate", check=above(0))
     min_lr: float = option(0.0, "minimum learning rate, at the end of the decay", check=at_least(0))
-    lr_decay_style: LRDecayStyle = option(LRDecayStyle.cosine, "learning-rate decay: constant, linear, cosine, inverse-square-root or WSD")
+    lr_decay_style: str = option("cosine", "name of the learning-rate decay: constant, linear, cosine, inverse-square-root or WSD")
     lr_decay_iters: int | None = option(None, "steps of the schedule, at the end of which lr is min_lr; unset: train_iters", check=at_least(1))
     lr_warmup_iters: int = option(0, "steps of linear warmup", check=at_least(0))
     lr_decay_samples: int | None = option(None, "the length of the schedule in samples, instead of lr_decay_iters", check=at_least(1))
@@ -304,7 +287,7 @@ class TrainConfig:
     run_dir: str | None = option(None, "folder of the run; unset: runs/<recipe>")
     device: DeviceKind = option(DeviceKind.auto, "auto (cuda where available), cpu or cuda")
     torch_compile: bool | None = option(None, "compile every transformer block with torch.compile; unset: on GPUs, where nothing that is set forbids it")
-    attention_backend: AttentionBackendFlag = option(AttentionBackendFlag.auto, "kernels of the core attention: auto, flash, fused, unfused, local or flex")
+    attention_backend: str = option("auto", "kernels of the core attention: auto, flash, fused, unfused, local or flex")
     log_interval: int = option(1, "steps between log lines", check=at_least(1))
     log_max_attention_logit: bool = option(False, "log the largest attention logit since the last logged step; computes the scores once more")
     log_params_norm: bool = option(False, "log the 2-norm of all parameters")

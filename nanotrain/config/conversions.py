@@ -7,7 +7,7 @@ has the values of all fields that were set.
 from typing import Any
 
 from nanotrain.config.batch_schedule import batch_schedule, steps_of_samples
-from nanotrain.config.config import Config, LRDecayStyle, RecomputeGranularity
+from nanotrain.config.config import Config, RecomputeGranularity
 from nanotrain.config.derive import counted_ends, has_rope
 from nanotrain.errors import ConfigError
 
@@ -42,7 +42,7 @@ def train_samples(config: Config, text: str) -> dict[str, Any]:
     steps = steps_of_samples(schedule, samples) if schedule else samples // batch_size
     values: dict[str, Any] = {"train_iters": steps}
     optim = config.optim
-    has_length = optim.lr_decay_style is not LRDecayStyle.constant or optim.lr_warmup_fraction is not None
+    has_length = optim.lr_decay_style != "constant" or optim.lr_warmup_fraction is not None
     if has_length and optim.lr_decay_iters is None and optim.lr_decay_samples is None:
         values["lr_decay_samples"] = samples
     return values

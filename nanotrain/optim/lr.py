@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from nanotrain.config.config import LRDecayStyle, OptimConfig, WSDDecayStyle
+from nanotrain.config.config import OptimConfig, WSDDecayStyle
 
 WSD_DECAYS: dict[WSDDecayStyle, Callable[[float], float]] = {
     WSDDecayStyle.linear: lambda done: 1.0 - done,
@@ -59,9 +59,7 @@ class LRSchedule:
         optim = self.optim
         if self.warmup_samples and consumed_samples <= self.warmup_samples:
             return optim.lr_warmup_init + (optim.lr - optim.lr_warmup_init) * consumed_samples / self.warmup_samples
-        if optim.lr_decay_style is LRDecayStyle.constant:
-            return optim.lr
-        if consumed_samples > self.decay_samples:
+        if optim.lr_decay_style != "constant" and consumed_samples > self.decay_samples:
             return optim.min_lr
         return LR_DECAYS[optim.lr_decay_style](self, consumed_samples)
 
@@ -102,9 +100,12 @@ def _wsd(curve: LRSchedule, consumed: int) -> float:
     return curve.interpolate(WSD_DECAYS[curve.optim.lr_wsd_decay_style]((consumed - start) / length))
 
 
-LR_DECAYS: dict[LRDecayStyle, Callable[[LRSchedule, int], float]] = {
-    LRDecayStyle.linear: _decay(WSDDecayStyle.linear),
-    LRDecayStyle.cosine: _decay(WSDDecayStyle.cosine),
-    LRDecayStyle.inverse_square_root: _inverse_square_root,
-    LRDecayStyle.WSD: _wsd,
+# The values of --lr-decay-style: the learning rate of a step that starts at these consumed samples, between the warmup
+# and the end of the decay.
+LR_DECAYS: dict[str, Callable[[LRSchedule, int], float]] = {
+    "constant": lambda curve, consumed: curve.optim.lr,
+    "linear": _decay(WSDDecayStyle.linear),
+    "cosine": _decay(WSDDecayStyle.cosine),
+    "inverse-square-root": _inverse_square_root,
+    "WSD": _wsd,
 }

@@ -24,7 +24,6 @@ from nanotrain.config.config import (
     Config,
     DataConfig,
     DeviceKind,
-    LRDecayStyle,
     MatmulPrecision,
     MemoryConfig,
     MLAConfig,
@@ -158,7 +157,7 @@ def shrink_optim(optim: OptimConfig) -> OptimConfig:
         optim,
         **schedule,
         lr=LEARNING_RATE,
-        lr_decay_style=LRDecayStyle.constant,
+        lr_decay_style="constant",
         decoupled_lr=None if optim.decoupled_lr is None else LEARNING_RATE * optim.decoupled_lr / optim.lr,
         clip_grad=0.0,
         qk_clip_threshold=min(optim.qk_clip_threshold, MAX_ATTENTION_LOGIT)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.config.config import Config, LRDecayStyle
+from nanotrain.config.config import Config, WSDDecayStyle
 from nanotrain.config.schema import (
     ENTRIES,
     KEYS,
@@ -86,7 +86,7 @@ def test_plain_values_hold_no_enum():
         ("lr", "2e-4", 2e-4),
         ("lr_decay_iters", "null", None),
         ("shuffle", "no", False),
-        ("lr_decay_style", "inverse-square-root", LRDecayStyle.inverse_square_root),
+        ("lr_wsd_decay_style", "minus_sqrt", WSDDecayStyle.minus_sqrt),
         ("data_path", [0.7, "a"], ["0.7", "a"]),
         ("data_path", "0.7 a 0.3 b", ["0.7", "a", "0.3", "b"]),
     ],
@@ -109,7 +109,7 @@ def test_text_means_what_the_type_of_its_field_says(name, text, value):
         ("data.shuffle", "maybe", "data.shuffle is 'maybe': it takes true or false"),
         ("data.split", [1], "data.split is [1]: it takes text"),
         ("precision.params_dtype", "bf61", "did you mean --params-dtype bf16?"),
-        ("optim.lr_decay_style", "inverse_square_root", "one of constant, linear, cosine, inverse-square-root, WSD"),
+        ("optim.lr_wsd_decay_style", "minus-sqrt", "one of linear, cosine, exponential, minus_sqrt"),
         ("optim.learning_rate", 1, "unknown key optim.learning_rate; did you mean"),
         ("optm.lr", 1, "unknown section optm; did you mean optim?"),
     ],

@@ -172,7 +172,7 @@ def test_megatron_s_defaults_are_below_files_and_arguments():
     assert model.position_embedding_type is PositionEmbedding.learned_absolute and model.activation.value == "gelu_tanh"
     result = loaded(f"--megatron-defaults {GPT3} --adam-beta2 0.9")
     optim = result.config.optim
-    assert (optim.adam_beta2, optim.weight_decay, optim.lr_decay_style.value) == (0.9, 0.01, "linear")
+    assert (optim.adam_beta2, optim.weight_decay, optim.lr_decay_style) == (0.9, 0.01, "linear")
     assert result.origins["optim.weight_decay"] == "--megatron-defaults"
     experts = loaded(
         f"--megatron-defaults {GPT3} --num-experts 4 --moe-aux-loss-coeff 0.01 --no-add-bias-linear"

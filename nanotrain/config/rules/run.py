@@ -1,6 +1,6 @@
 """Rules of the run: learning-rate schedule, data split, start, profiler and loss scale."""
 
-from nanotrain.config.config import DeviceKind, DType, LRDecayStyle
+from nanotrain.config.config import DeviceKind, DType
 from nanotrain.config.rules.rule import Rule, Values
 
 
@@ -72,7 +72,7 @@ RUN_RULES = (
         "lower the warmup (--lr-warmup-iters, --lr-warmup-samples) or raise the schedule (--lr-decay-iters, "
         "--lr-decay-samples)"),
     Rule("lr_decay_style lr_wsd_decay_iters lr_wsd_decay_samples",
-        lambda v: v.lr_decay_style is LRDecayStyle.WSD and v.lr_wsd_decay_iters is v.lr_wsd_decay_samples is None,
+        lambda v: v.lr_decay_style == "WSD" and v.lr_wsd_decay_iters is v.lr_wsd_decay_samples is None,
         "lr_decay_style WSD has no length for its final decay", "lr_wsd_decay_iters is unset",
         lambda v: f"set --lr-wsd-decay-iters, for example {max(1, decay_iters(v) // 10)}"),
     Rule("lr_decay_style lr_wsd_decay_samples lr_decay_samples",
@@ -80,7 +80,7 @@ RUN_RULES = (
         "lr_wsd_decay_samples {lr_wsd_decay_samples} is longer than the schedule of {lr_decay_samples} samples",
         "the final decay is its last part", "lower --lr-wsd-decay-samples"),
     Rule("lr_decay_style lr_wsd_decay_iters lr_decay_iters train_iters",
-        lambda v: v.lr_decay_style is LRDecayStyle.WSD and (v.lr_wsd_decay_iters or 0) > decay_iters(v),
+        lambda v: v.lr_decay_style == "WSD" and (v.lr_wsd_decay_iters or 0) > decay_iters(v),
         lambda v: f"lr_wsd_decay_iters {v.lr_wsd_decay_iters} is longer than the whole schedule of "
         f"{decay_iters(v)} steps",
         "the final decay is its last part", lambda v: f"set --lr-wsd-decay-iters {max(1, decay_iters(v) // 10)}"),

@@ -3,6 +3,7 @@
 BACKENDS           the only list, in the order of preference; a row is a kernel and its limits
 AttentionNeed      dtype, head dims and features of a layer
 AttentionDevice    the kind of device; both are pure data, so a choice needs no GPU
+backend_flags      the values of --attention-backend
 choose_backend     the first backend that can compute a need, of all or of one value of --attention-backend
 AttentionChoice    the backends of a model's layers
 backend_table      BACKENDS as a table for docs/gpu.md
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from nanotrain.comm.device import compute_capability
-from nanotrain.config.config import AttentionBackendFlag, Config, SoftmaxType
+from nanotrain.config.config import Config, SoftmaxType
 from nanotrain.config.derive import head_dim, window_layers
 from nanotrain.errors import ConfigError
 from nanotrain.parallel.cp.call import AttentionKernel, TileKernel
@@ -27,6 +28,7 @@ from nanotrain.parallel.cp.varlen import VarlenKernel
 HALF, ALL = frozenset({"bf16", "fp16"}), frozenset({"bf16", "fp16", "fp32"})
 FEATURES = ("documents", "window", "sinks", "softcap", "dropout", "all-gather cp", "ring cp")
 EVERYTHING = frozenset(FEATURES)
+AUTO = "auto"  # the value of --attention-backend that allows every automatic row
 FIRST_BF16 = (8, 0)  # the first CUDA compute capability with it, of kernels that older ones have too
 
 
@@ -186,6 +188,11 @@ BACKENDS: dict[str, AttentionBackend] = {
 }
 
 
+def backend_flags() -> list[str]:
+    """The values of --attention-backend."""
+    return list(dict.fromkeys((AUTO, *(row.flag for row in BACKENDS.values()))))
+
+
 def lacks(backend: AttentionBackend, need: AttentionNeed, *, device: AttentionDevice) -> list[str]:
     """Why a backend cannot compute a need on a device; empty if it can."""
     ability = backend.abilities.get(device.kind)
@@ -237,7 +244,7 @@ def choose_backend(flag: str, need: AttentionNeed, *, device: AttentionDevice) -
     """
     reasons = []
     for backend in BACKENDS.values():
-        if backend.flag != flag and not (flag == "auto" and backend.is_automatic):
+        if backend.flag != flag and not (flag == AUTO and backend.is_automatic):
             continue
         missing = lacks(backend, need, device=device)
         if not missing:
@@ -280,16 +287,16 @@ class AttentionChoice:
             window: AttentionNeed.of(config, has_window=window) for window in sorted(set(window_layers(config.model)))
         }
 
-        def choose(value: AttentionBackendFlag) -> dict[bool, AttentionBackend]:
-            return {window: choose_backend(value.value, need, device=device) for window, need in needs.items()}
+        def choose(value: str) -> dict[bool, AttentionBackend]:
+            return {window: choose_backend(value, need, device=device) for window, need in needs.items()}
 
         try:
             chosen = choose(flag)
         except ConfigError as error:
-            flag = AttentionBackendFlag.auto
+            flag = AUTO
             warning = f"{error.what}: {error.why}; the backends of --attention-backend auto are used"
             chosen = choose(flag)
-        is_forced = flag is not AttentionBackendFlag.auto
+        is_forced = flag != AUTO
         return cls(chosen.get(False), chosen.get(True), is_forced, tuple(needs.values()), warning)
 
     def kernels(self) -> LayerKernels:

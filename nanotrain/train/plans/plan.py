@@ -6,7 +6,7 @@
 bytes that a step sends from a plan.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -15,14 +15,17 @@ from nanotrain.config.config import Config, OuterShardingStrategy, ParallelConfi
 from nanotrain.config.derive import counted_ends, global_batch_size
 from nanotrain.config.length_schedule import length_schedule
 from nanotrain.config.pipeline_layout import read_pipeline_layout
-from nanotrain.config.schema import check_choice
+from nanotrain.config.schema import ENTRIES, check_choice, value_of
 from nanotrain.data.sampler import SamplerConfig
+from nanotrain.errors import ErrorCollector
 from nanotrain.model.fp8 import layers_in_bf16
+from nanotrain.optim.lr import LR_DECAYS
 from nanotrain.optim.muon import SCALAR_RULES
 from nanotrain.optim.optimizers import OPTIMIZERS
 from nanotrain.optim.parts import ShardPart, host_fraction, split_shard, state_bytes
 from nanotrain.optim.rule import UpdateRule
 from nanotrain.parallel.cp.attention import CORE_ATTENTIONS
+from nanotrain.parallel.cp.backends import backend_flags
 from nanotrain.parallel.dp.layout import BufferLayout, LayoutRules, plan_layout
 from nanotrain.parallel.dp.options import DataParallelOptions
 from nanotrain.parallel.dp.strategy import STRATEGIES
@@ -248,13 +251,22 @@ def check_names(config: Config) -> None:
     """Check the settings that name an entry of a table of implementations.
 
     Raises:
-        ConfigError: an unknown name; suggests the nearest.
+        ConfigError: unknown names, all in one error; suggests the nearest of each.
     """
-    check_choice("pipeline_schedule", config.parallel.pipeline_schedule, known=SCHEDULES)
-    check_choice("cp_comm_type", config.parallel.cp_comm_type, known=CORE_ATTENTIONS)
-    check_choice("optimizer", config.optim.optimizer, known=OPTIMIZERS)
-    check_choice("fp8_recipe", config.precision.fp8_recipe, known=RECIPES)
-    check_choice("muon_scalar_optimizer", config.optim.muon_scalar_optimizer, known=SCALAR_RULES)
+    tables: dict[str, Iterable[str]] = {
+        "pipeline_schedule": SCHEDULES,
+        "cp_comm_type": CORE_ATTENTIONS,
+        "attention_backend": backend_flags(),
+        "optimizer": OPTIMIZERS,
+        "muon_scalar_optimizer": SCALAR_RULES,
+        "lr_decay_style": LR_DECAYS,
+        "fp8_recipe": RECIPES,
+    }
+    errors = ErrorCollector()
+    for name, known in tables.items():
+        with errors:
+            check_choice(name, value_of(config, ENTRIES[name].key), known=known)
+    errors.raise_errors()
 
 
 def _plan_stages(config: Config, topology: Topology, *, rank: int, shape: ModelShape) -> Iterator[StagePlan]:

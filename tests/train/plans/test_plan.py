@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.load import load
-from nanotrain.errors import ConfigError, TopologyError
+from nanotrain.errors import ConfigError, ConfigErrors, TopologyError
 from nanotrain.topology.counts import num_parameters
-from nanotrain.train.plans.plan import Plan, plan_run
+from nanotrain.train.plans.plan import Plan, check_names, plan_run
 from nanotrain.train.plans.traffic import sent_bytes
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
@@ -103,6 +103,8 @@ def test_the_ranks_of_one_replica_hold_every_parameter_once(recipe, world_size, 
         ("parallel", "pipeline_schedule", "1f2b", "1f1b"),
         ("parallel", "cp_comm_type", "p2", "p2p"),
         ("optim", "optimizer", "adma", "adam"),
+        ("optim", "lr_decay_style", "inverse_sqrt", "inverse-square-root"),
+        ("train", "attention_backend", "flesh", "flash"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(section, field, name, suggestion):
@@ -111,6 +113,12 @@ def test_an_unknown_name_is_refused_with_the_nearest(section, field, name, sugge
     with pytest.raises(ConfigError, match=name) as caught:
         plan_run(config, 1, rank=0)
     assert suggestion in caught.value.fix
+
+
+def test_all_unknown_names_are_in_one_error():
+    config = config_of("tiny", "--vocab-size 2048 --optimizer adma --lr-decay-style cosin")
+    with pytest.raises(ConfigErrors, match="2 mistakes"):
+        check_names(config)
 
 
 def test_a_layout_that_does_not_fit_the_ranks_is_refused():
