@@ -3,7 +3,7 @@
 ENTRIES, KEYS      every field, by its unique name ("moe_router_topk") and by its key ("model.moe.router_topk")
 config_from_dict   plain values (YAML, JSON, text of a flag) -> Config
 to_dict            Config -> plain values
-with_value         a Config with one field changed
+with_values        a Config with some fields changed
 check_choice       refuse a name that a table does not hold
 """
 

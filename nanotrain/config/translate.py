@@ -1,8 +1,8 @@
 """Apply Megatron-LM's flags to a configuration, and complete settings that imply others, as Megatron-LM does.
 
 check_flags       values of flags that only name nanotrain's fixed behaviour, and flags of missing features
-convert_flags     renames and conversions -> values of fields
-imply             settings that turn others on: wandb_project -> wandb, virtual stages -> interleaved, ...
+convert_flag      renames and conversions -> values of fields
+implied           settings that turn others on: wandb_project -> wandb, virtual stages -> interleaved, ...
 notes             what a reader of the log should know: counted flags, implied values, defaults that differ
 """
 
