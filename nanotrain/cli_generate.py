@@ -14,6 +14,7 @@ from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
 from nanotrain.config.validate import check_layout, validate_for_world
 from nanotrain.errors import ConfigError, TopologyError
+from nanotrain.quantities import count_of
 from nanotrain.start_up import importing_torch
 
 # Settings that a command line may have; all others are the model's.
@@ -133,10 +134,9 @@ def generation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
     etp = parallel.expert_tensor_parallel_size or tp
     ranks = lcm(tp, parallel.expert_model_parallel_size * etp) if trained.model.moe.num_experts is not None else tp
     if world_size != ranks:
-        what = f"{world_size} ranks" if world_size > 1 else "1 rank"
         raise TopologyError(
-            f"generation on {what} with tp={tp} and ep={parallel.expert_model_parallel_size}",
-            why=f"the shards of one model are on {ranks} rank{'s' * (ranks > 1)}, and there is one replica",
+            f"generation on {count_of(world_size, 'rank')} with tp={tp} and ep={parallel.expert_model_parallel_size}",
+            why=f"the shards of one model are on {count_of(ranks, 'rank')}, and there is one replica",
             fix=f"start {ranks} (nanotrain generate --nproc-per-node {ranks} ...)"
             + (f" or set --tensor-model-parallel-size {world_size}" if world_size > 1 else " or leave the sizes out"),
         )

@@ -2,9 +2,10 @@
 
 describe_bytes    4,200,000 -> "4.2 MB"
 describe_count    1,840,000 -> "1.84 M"
-count_of          2, "rank" -> "2 ranks"
+count_of          2, "rank" -> "2 ranks"; also with a verb
 """
 
+VERBS = {"is": "are", "has": "have", "was": "were", "does": "do"}  # for one, for several
 UNITS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 
 
@@ -34,11 +35,14 @@ def describe_count(number: float) -> str:
     return f"{number:g}"
 
 
-def count_of(number: int, noun: str) -> str:
-    """A whole number and a regular noun.
+def count_of(number: int, noun: str, *, verb: str = "") -> str:
+    """A whole number and a regular noun, and the verb of which it is the subject, given for one.
 
     >>> count_of(1, "layer"), count_of(1_024, "rank"), count_of(0, "microbatch")
     ('1 layer', '1,024 ranks', '0 microbatches')
+    >>> count_of(1, "loss", verb="differs"), count_of(2, "loss", verb="differs"), count_of(2, "part", verb="is")
+    ('1 loss differs', '2 losses differ', '2 parts are')
     """
-    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{plural}"
+    plural = "" if number == 1 else "es" if noun.endswith(("ch", "s")) else "s"
+    form = verb if number == 1 else VERBS.get(verb, verb.removesuffix("s"))
+    return f"{number:,} {noun}{plural} {form}".rstrip()

@@ -12,6 +12,7 @@ from typing import Any
 
 from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.errors import CheckpointError
+from nanotrain.quantities import count_of
 from nanotrain.topology.boxes import TensorBox
 
 MAX_LISTED = 4
@@ -44,7 +45,7 @@ def check_compatible(
         raise _another_model(manifest, list(differences.values()), config=config)
     if casts:
         raise CheckpointError(
-            f"{len(casts)} tensors of the checkpoint have another dtype: {_join(list(casts.values()))}",
+            f"another dtype in {count_of(len(casts), 'tensor')} of the checkpoint: {_join(list(casts.values()))}",
             why="only float tensors are cast on loading",
             fix="keep the precision section of the checkpoint's config, or load the weights alone",
         )
@@ -106,12 +107,13 @@ def _another_model(manifest: Manifest, lines: Sequence[str], *, config: Mapping[
     if rules[0] != rules[1] and None not in rules and all(line.startswith("optimizer/") for line in lines):
         return CheckpointError(
             f"the checkpoint of step {manifest.step} has the state of --optimizer {rules[0]}, not of {rules[1]}",
-            why=f"{len(lines)} tensors differ: {_join(lines)}",
+            why=f"{count_of(len(lines), 'tensor', verb='differs')}: {_join(lines)}",
             fix=f"set --optimizer {rules[0]}, or export its weights and load them with --pretrained-checkpoint",
         )
     options = _differing_options(manifest.config.get("model"), (config or {}).get("model"), prefix="model.")
     return CheckpointError(
-        f"the checkpoint of step {manifest.step} is of another model, {len(lines)} tensors differ: {_join(lines)}",
+        f"the checkpoint of step {manifest.step} is of another model, "
+        f"{count_of(len(lines), 'tensor', verb='differs')}: {_join(lines)}",
         why=f"model options differ: {_join(options)}" if options else "names and shapes must be the same",
         fix="set the options as they are there, choose another --run-dir for a new run, or another --load",
     )

@@ -21,6 +21,7 @@ from nanotrain.checkpoint.store import find_checkpoint, require_complete
 from nanotrain.config.schema import config_from_dict
 from nanotrain.errors import ConfigError
 from nanotrain.precision.dtypes import TORCH_DTYPES
+from nanotrain.quantities import count_of
 from nanotrain.topology.boxes import Box, TensorBox
 
 MAX_LISTED = 20
@@ -55,7 +56,7 @@ class CheckpointDifference:
         head = [
             f"a: {self.paths[0]}",
             f"b: {self.paths[1]}",
-            f"{self.num_equal} tensors are equal to the bit, {len(self.tensors)} have other values",
+            f"{count_of(self.num_equal, 'tensor', verb='is')} equal to the bit, {len(self.tensors)} have other values",
         ]
         rows = [
             f"  {one.name}: largest difference {one.largest:.3g}, relative {one.relative:.3g}"

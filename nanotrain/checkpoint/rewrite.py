@@ -22,6 +22,7 @@ from nanotrain.checkpoint.removal import remove_unfinished
 from nanotrain.checkpoint.write import ChunkWrite, shard_name, write_shard
 from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import TORCH_DTYPES
+from nanotrain.quantities import count_of
 from nanotrain.runs.files import disk_fault
 from nanotrain.topology.boxes import TensorBox
 
@@ -111,7 +112,8 @@ def _shared_weights(folders: Sequence[Path], manifests: Sequence[Manifest]) -> d
             name = differing[0]
             why = f"{name} is {_form(first, name)} in {folders[0]} and {_form(other, name)} in {folder}"
             fix = "average checkpoints of one run"
-            raise CheckpointError(f"{len(differing)} tensors of the checkpoints differ in shape", why=why, fix=fix)
+            what = f"{count_of(len(differing), 'tensor', verb='differs')} in shape between the checkpoints"
+            raise CheckpointError(what, why=why, fix=fix)
     return first
 
 

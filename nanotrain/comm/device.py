@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanotrain.errors import EnvironmentFault
+from nanotrain.quantities import count_of
 
 # torch's allocator reads it at the first CUDA tensor. Expandable segments leave fewer gaps between tensors of varying
 # sizes, such as those of batches and experts.
@@ -80,8 +81,8 @@ def describe_unused_gpus(kind: str, *, environment: Mapping[str, str] = os.envir
         return ""
     num_ranks, num_devices = environment["WORLD_SIZE"], torch.cuda.device_count()
     return (
-        f"training on the CPU: {num_ranks} ranks and {num_devices} GPU(s) on this machine, and every rank uses one; "
-        f"for the GPU start {num_devices}, for the CPU alone set --device cpu"
+        f"training on the CPU: {num_ranks} ranks and {count_of(num_devices, 'GPU')} on this machine, and every rank "
+        f"uses one; for the GPU start {num_devices}, for the CPU alone set --device cpu"
     )
 
 

@@ -29,6 +29,7 @@ from nanotrain.comm.process_groups import create_control, create_groups, join_wo
 from nanotrain.comm.scratch import Scratch
 from nanotrain.comm.traffic import TrafficCounter
 from nanotrain.errors import EnvironmentFault
+from nanotrain.quantities import count_of
 from nanotrain.topology.groups import GroupName, GroupSpec
 from nanotrain.topology.topology import Topology
 from nanotrain.untrusted import shown
@@ -134,9 +135,9 @@ class ParallelContext:
         launch = Launch.of(os.environ)
         if launch.world_size != topology.world_size:
             raise EnvironmentFault(
-                f"{launch.world_size} ranks were launched for a topology of {topology.world_size}",
+                f"{count_of(launch.world_size, 'rank', verb='was')} launched for a topology of {topology.world_size}",
                 why="the topology is planned for the world it runs in",
-                fix=f"launch {topology.world_size} ranks, or plan the topology for {launch.world_size}",
+                fix=f"launch {count_of(topology.world_size, 'rank')}, or plan the topology for {launch.world_size}",
             )
         chosen = pick_device(device, launch.local_rank)
         if chosen.type == "cpu":

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from nanotrain.config.config import Config
 from nanotrain.errors import ConfigError
+from nanotrain.quantities import count_of
 
 MAX_SAMPLES, MAX_INCREMENTS = 10**15, 10_000  # of a ramp-up; far beyond any run
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -113,7 +114,7 @@ def batch_schedule(config: Config) -> BatchSchedule | None:
                 "leave out --rampup-batch-size" if train.rampup_batch_size else f"set --global-batch-size {steps.final}"
             )
             raise ConfigError(
-                f"step_batch_size_schedule ends at {steps.final} samples, and {other} is set",
+                f"step_batch_size_schedule ends at {count_of(steps.final, 'sample')}, and {other} is set",
                 why="the schedule gives the size of every batch",
                 fix=f"{fix}, or leave out --step-batch-size-schedule",
             )

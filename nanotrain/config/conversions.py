@@ -10,6 +10,7 @@ from nanotrain.config.batch_schedule import batch_schedule, steps_of_samples
 from nanotrain.config.config import Config, RecomputeGranularity
 from nanotrain.config.derive import counted_ends, has_rope
 from nanotrain.errors import ConfigError
+from nanotrain.quantities import count_of
 
 LARGEST = 10**18  # of whole numbers, as of samples
 
@@ -37,7 +38,7 @@ def train_samples(config: Config, text: str) -> dict[str, Any]:
         why = "the number of steps is train_samples / global_batch_size, which is unset"
         raise ConfigError(f"--train-samples {text} has no number of steps", why=why, fix="set --global-batch-size")
     if samples < batch_size:
-        why = f"the first step takes {batch_size} samples"
+        why = f"the first step takes {count_of(batch_size, 'sample')}"
         raise ConfigError(f"--train-samples {text} is no whole step", why=why, fix="raise it")
     steps = steps_of_samples(schedule, samples) if schedule else samples // batch_size
     values: dict[str, Any] = {"train_iters": steps}
@@ -59,7 +60,7 @@ def layers_per_virtual_stage(config: Config, text: str) -> dict[str, Any]:
         why = "with a first or last length the stages have different numbers of layers"
         raise ConfigError(f"{flag} {text}", why=why, fix="set --num-virtual-stages-per-pipeline-rank")
     if num_layers % (pp * layers):
-        why = f"{num_layers} layers on pp={pp} ranks are not a multiple of {pp} x {layers}"
+        why = f"{count_of(num_layers, 'layer', verb='is')} not a multiple of {pp} x {layers}"
         fix = "set a number that divides num_layers / pipeline_model_parallel_size"
         raise ConfigError(f"{flag} {text} does not split the model evenly", why=why, fix=fix)
     return {"num_virtual_stages_per_pipeline_rank": num_layers // pp // layers}
@@ -69,7 +70,7 @@ def padded_vocab_size(config: Config, text: str) -> dict[str, Any]:
     """The multiple that pads the vocabulary to exactly this size."""
     size, vocab_size = whole_number("--padded-vocab-size", text), config.model.vocab_size
     if vocab_size is not None and vocab_size > size:
-        why = f"the vocabulary has {vocab_size} tokens"
+        why = f"the vocabulary has {count_of(vocab_size, 'token')}"
         raise ConfigError(f"--padded-vocab-size is {text}", why=why, fix="raise it or leave it out")
     return {"make_vocab_size_divisible_by": size}
 

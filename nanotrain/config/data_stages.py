@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from nanotrain.config.batch_schedule import read_number
 from nanotrain.errors import ConfigError
+from nanotrain.quantities import count_of
 
 _ENTRY = re.compile(r"(?P<name>[\w.-]+)@(?P<start>[\d.]+[KMBTkmbt]?)(?P<unit>samples)?:\s*(?P<blend>\S.*)", re.DOTALL)
 EXAMPLE = '"stable@0: 0.8 web 0.2 code" "anneal@9000: 0.5 web 0.5 math"'
@@ -75,5 +76,5 @@ def _mistakes(stages: Sequence[DataStage], train_iters: int | None) -> list[str]
                 mistakes.append(f"{after.name} starts at {after.start}, not after {before.name} at {before.start}")
     for stage in stages[1:]:
         if train_iters is not None and not stage.in_samples and stage.start >= train_iters:
-            mistakes.append(f"{stage.name} starts at step {stage.start} of a run of {train_iters} steps")
+            mistakes.append(f"{stage.name} starts at step {stage.start} of a run of {count_of(train_iters, 'step')}")
     return mistakes

@@ -20,6 +20,7 @@ from nanotrain.config.config import (
 )
 from nanotrain.config.pattern import read_no_rope_pattern, read_pattern, read_window_pattern
 from nanotrain.errors import ConfigError, TopologyError
+from nanotrain.quantities import count_of
 
 
 def head_dim(model_config: ModelConfig) -> int:
@@ -164,7 +165,7 @@ def moe_layers(model_config: ModelConfig) -> tuple[bool, ...]:
         return tuple(layer % pattern == 0 for layer in range(model_config.num_layers))
     if len(pattern) != model_config.num_layers:
         raise ConfigError(
-            f"moe_layer_freq {model_config.moe.layer_freq} is for {len(pattern)} layers",
+            f"moe_layer_freq {model_config.moe.layer_freq} is for {count_of(len(pattern), 'layer')}",
             why=f"num_layers is {model_config.num_layers}, and the pattern has one 0 or 1 for each",
             fix=f"set --moe-layer-freq '[1]*{model_config.num_layers}' with a 0 for every dense layer",
         )
@@ -251,9 +252,9 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
     unit = tp * cp * pp
     if world_size % unit:
         raise TopologyError(
-            f"{world_size} ranks cannot form tp={tp} x cp={cp} x pp={pp}",
+            f"{count_of(world_size, 'rank')} cannot form tp={tp} x cp={cp} x pp={pp}",
             why=f"tp*cp*pp = {unit} must divide the world size",
-            fix=f"run on {round_up(world_size, unit)} ranks"
+            fix=f"run on {count_of(round_up(world_size, unit), 'rank')}"
             + (f" (nanotrain train --nproc-per-node {unit} ...)" if world_size == 1 else "")
             + " or lower one of the three sizes",
         )
@@ -288,13 +289,13 @@ def num_microbatches(train: TrainConfig, dp: int) -> int:
     batch_size, per_pass = global_batch_size(train, dp), train.micro_batch_size * dp
     if batch_size % train.micro_batch_size:
         raise ConfigError(
-            f"a global batch of {batch_size} samples cannot be split into microbatches",
+            f"a global batch of {count_of(batch_size, 'sample')} cannot be split into microbatches",
             why=f"micro_batch_size {train.micro_batch_size} must divide it",
             fix=f"set --global-batch-size {round_up(batch_size, per_pass)} or another --micro-batch-size",
         )
     if batch_size < per_pass:
         raise ConfigError(
-            f"a global batch of {batch_size} samples has less than one microbatch per rank",
+            f"a global batch of {count_of(batch_size, 'sample')} has less than one microbatch per rank",
             why=f"micro_batch_size {train.micro_batch_size} x data-parallel size {dp} = {per_pass}",
             fix=f"set --global-batch-size {per_pass} or "
             + (

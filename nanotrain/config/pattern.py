@@ -8,6 +8,7 @@ import ast
 from itertools import groupby
 
 from nanotrain.errors import ConfigError
+from nanotrain.quantities import count_of
 
 # More layers than any model has; guards against `[1]*10**9`.
 LONGEST = 10_000
@@ -73,7 +74,7 @@ def _read_layers(text: str, num_layers: int, *, field: str, values: str, fix: st
         return value or num_layers + 1
     if isinstance(value, list) and len(value) == num_layers and set(value) <= {0, 1}:
         return tuple(map(bool, value))
-    why = f"it takes N for every Nth layer, or {values} for each of {num_layers} layers"
+    why = f"it takes N for every Nth layer, or {values} for each of {count_of(num_layers, 'layer')}"
     raise ConfigError(f"{field} is {text!r}", why=why, fix=fix)
 
 

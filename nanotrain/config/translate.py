@@ -20,6 +20,7 @@ from nanotrain.config.option import flag_of
 from nanotrain.config.pipeline_layout import read_pipeline_layout
 from nanotrain.config.schema import ENTRIES, argument_of, convert, plain, typed, value_of, with_values
 from nanotrain.errors import ConfigError, ErrorCollector
+from nanotrain.quantities import count_of
 
 UNFUSED_GELU = "--no-bias-gelu-fusion"
 
@@ -90,7 +91,7 @@ def check_flags(arguments: list[MegatronArgument], *, errors: ErrorCollector) ->
             missing.setdefault(row.meaning, []).append(argument.text)
     if missing:
         count = sum(map(len, missing.values()))
-        what = f"{'1 flag asks' if count == 1 else f'{count} flags ask'} for what does not exist here"
+        what = f"{count_of(count, 'flag', verb='asks')} for what does not exist here"
         why = "; ".join(f"{', '.join(texts)} ({cure})" for cure, texts in missing.items())
         errors.errors.append(ConfigError(what, why=why))
 
@@ -203,7 +204,7 @@ def implied(config: Config, explicit: frozenset[str], *, line: CommandLine) -> I
         and (stages := layout_stages(layout)) > pp * count
     ):
         count = -(-stages // pp)
-        yield name, count, f"pipeline_model_parallel_layout has {stages} stages for {pp} pipeline ranks"
+        yield name, count, f"pipeline_model_parallel_layout has {count_of(stages, 'stage')} for {pp} pipeline ranks"
     if (
         count > 1
         and pp > 1
@@ -229,9 +230,9 @@ def notes(line: CommandLine) -> Iterator[str]:
     """Lines for the log: how many flags change nothing, and which settings of the model keep other defaults."""
     kinds = [row_for(flag).kind for flag in flags_of(line)]
     if count := kinds.count("always"):
-        yield f"{number(count)} what nanotrain always does (--help=megatron lists them)"
+        yield f"{count_of(count, 'flag', verb='names')} what nanotrain always does (--help=megatron lists them)"
     if count := kinds.count("no effect"):
-        yield f"{number(count, verb='tune')} parts of Megatron-LM that do not exist here"
+        yield f"{count_of(count, 'flag', verb='tunes')} parts of Megatron-LM that do not exist here"
     saving = [f"{flag} ({row_for(flag).meaning})" for flag in flags_of(line) if row_for(flag).saves]
     if saving:
         yield f"Megatron-LM saves time or memory by what is not here: {'; '.join(saving)}"
@@ -254,15 +255,6 @@ def is_set_by_flag(name: str, line: CommandLine) -> bool:
     """Whether one of Megatron-LM's flags stands for a value of this field."""
     rows = (row_for(argument.flag) for argument in line.megatron)
     return any(name in row.fields for row in rows)
-
-
-def number(count: int, *, verb: str = "name") -> str:
-    """Subject and verb of a sentence about flags.
-
-    >>> number(1), number(12)
-    ('1 flag names', '12 flags name')
-    """
-    return f"1 flag {verb}s" if count == 1 else f"{count} flags {verb}"
 
 
 def megatron_values() -> Mapping[str, Any]:

@@ -21,6 +21,7 @@ from nanotrain.config.rules.model import HEAD_RULES, MLA_RULES, MOE_RULES, MTP_R
 from nanotrain.config.rules.rule import Rule, check_rules
 from nanotrain.config.rules.run import RUN_RULES
 from nanotrain.errors import ConfigError, ErrorCollector
+from nanotrain.quantities import count_of
 
 BATCH_FIELDS = ("micro_batch_size", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "seq_length")
 MAX_MICROBATCHES = 1 << 16  # per rank and step; a rank plans the order of all of them, 65,536 in a few seconds
@@ -102,7 +103,7 @@ def validate_for_world(config: Config, world_size: int, *, expected_dp: int | No
     count, batch_size = num_microbatches(config.train, dp), global_batch_size(config.train, dp)
     if count > MAX_MICROBATCHES:
         raise ConfigError(
-            f"a global batch of {batch_size} samples has {count:,} microbatches per rank",
+            f"a global batch of {count_of(batch_size, 'sample')} has {count_of(count, 'microbatch')} per rank",
             why=f"at most {MAX_MICROBATCHES:,} can be planned",
             fix="raise --micro-batch-size, or lower --global-batch-size",
         )
@@ -117,8 +118,8 @@ def check_data_parallel_size(dp: int, expected: int | None, *, world_size: int) 
     if expected is not None and expected != dp:
         raise ConfigError(
             f"--data-parallel-size is {expected}, the run has {dp}",
-            why=f"it only checks the size that follows from {world_size} ranks",
-            fix=f"run on {expected * world_size // dp} ranks or leave it out",
+            why=f"it only checks the size that follows from {count_of(world_size, 'rank')}",
+            fix=f"run on {count_of(expected * world_size // dp, 'rank')} or leave it out",
         )
 
 
@@ -135,9 +136,8 @@ def check_batches(config: Config, dp: int) -> None:
         if size % micro_batch_size or size < micro_batch_size * dp:
             flag = _schedule_flag(config)
             raise ConfigError(
-                f"a global batch of {size} samples of {flag} cannot be split into microbatches",
-                why=f"micro_batch_size {micro_batch_size} must divide it, and each of {dp} data-parallel ranks needs a "
-                "microbatch",
+                f"a global batch of {count_of(size, 'sample')} of {flag} cannot be split into microbatches",
+                why=f"micro_batch_size {micro_batch_size} must divide it, and each of dp={dp} ranks needs a microbatch",
                 fix=f"set {flag} to multiples of {micro_batch_size} from {micro_batch_size * dp} on",
             )
 

@@ -167,13 +167,13 @@ def _too_few_tokens(name: str, dataset: GPTDataset, *, proportions: str) -> Data
         cures = ["give a longer corpus", *cures]
     else:
         documents = count_of(corpus.num_documents, "document")
-        why = f"{why}; --split {proportions} divides the corpus's {documents} ({corpus.num_tokens} tokens)"
+        why = f"{why}; --split {proportions} divides the corpus's {documents} ({count_of(corpus.num_tokens, 'token')})"
         several = "prepare the text as several documents"  # one is not divided
         cures = [several if corpus.num_documents == 1 else f"give {name} a larger share of --split", *cures]
     if tokens > 1:
         cures.append("lower --seq-length")
     return DataError(
-        f"the {name} split of {corpus.prefix} has {tokens} tokens, too few for one sample",
+        f"the {name} split of {corpus.prefix} has {count_of(tokens, 'token')}, too few for one sample",
         why=why,
         fix=", or ".join([", ".join(cures[:-1]), cures[-1]] if len(cures) > 1 else cures),
     )

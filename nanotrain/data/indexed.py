@@ -24,6 +24,7 @@ import numpy as np
 from nanotrain.data.missing import missing_pair
 from nanotrain.data.token_format import HEADER, bin_path, idx_path, read_header
 from nanotrain.errors import DataError
+from nanotrain.quantities import count_of
 
 # Up to _CHECK_ALL sequences every pointer is checked on opening (12 MB to read). Above, _CHECK_SOME evenly spread ones
 # are checked, and those of each window when it is read.
@@ -199,13 +200,13 @@ class IndexedTokens:
             if bad.any():
                 sequence = int(bad.argmax())
                 what = f"{idx_path(self.prefix)} is damaged: sequence {sequence} has {name}"
-                why = f"its length is {lengths[sequence]} tokens, its pointer {self._pointers[sequence]} bytes"
+                why = f"its length is {lengths[sequence]} (tokens), its pointer {self._pointers[sequence]} bytes"
                 raise DataError(what, why=why, fix=fix)
         needed = int(lengths.sum()) * self.dtype.itemsize
         if needed != self._file_bytes:
             raise DataError(
                 f"{self.bin_file} has {self._file_bytes} bytes where its index asks for {needed}",
-                why=f"{self.num_sequences} sequences of {self.dtype.name} tokens; the copy is incomplete, "
+                why=f"{count_of(self.num_sequences, 'sequence')} of {self.dtype.name} tokens; the copy is incomplete, "
                 "or the .idx belongs to another .bin",
                 fix=fix,
             )

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from nanotrain.config.batch_schedule import BatchSchedule, Steps
 from nanotrain.errors import ConfigError
+from nanotrain.quantities import count_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class SamplerConfig:
         span = self.micro_batch_size * self.dp_size
         if self.global_batch_size < span:
             raise ConfigError(
-                f"a global batch of {self.global_batch_size} samples has less than one microbatch per rank",
+                f"a global batch of {count_of(self.global_batch_size, 'sample')} has less than one microbatch per rank",
                 why=f"micro_batch_size {self.micro_batch_size} x data-parallel size {self.dp_size} = {span}",
                 fix=f"set --global-batch-size to at least {span}",
             )

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from nanotrain.errors import DataError
+from nanotrain.quantities import count_of
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -120,7 +121,7 @@ def read_header(path: Path) -> IndexHeader:
     if size != header.file_bytes:
         raise DataError(
             f"{path} has {size} bytes where its header asks for {header.file_bytes}",
-            why=f"{num_sequences} sequences and {num_document_indices} document indices; "
+            why=f"{count_of(num_sequences, 'sequence')} and {num_document_indices} document indices; "
             "the copy is incomplete, or the file holds more than token sequences (multimodal)",
             fix="copy or prepare the corpus again",
         )

@@ -10,6 +10,7 @@ from nanotrain.config.config import ModelConfig
 from nanotrain.config.derive import window_layers
 from nanotrain.config.pattern import write_pattern
 from nanotrain.hf.reject import reject
+from nanotrain.quantities import count_of
 
 WINDOW, FULL = "sliding_attention", "full_attention"
 
@@ -34,7 +35,7 @@ def read_layer_windows(raw: Mapping[str, Any], *, num_layers: int, skip: int, wi
     if size is None or not any(layers):
         return {}
     if len(layers) != num_layers:
-        reject("layer_types", f"of {len(layers)} layers", instead=f"of {num_layers}")
+        reject("layer_types", f"of {count_of(len(layers), 'layer')}", instead=f"of {num_layers}")
     return {"window_size": size - 1, "window_attn_skip_freq": "0" if all(layers) else write_pattern(layers)}
 
 

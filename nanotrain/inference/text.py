@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from nanotrain.data.tokenizer import Tokenizer
 from nanotrain.errors import DataError
 from nanotrain.inference.generate import Generation
+from nanotrain.quantities import count_of
 
 
 class TextStream:
@@ -80,9 +81,9 @@ def encode_prompts(prompts: Sequence[str], tokenizer: Tokenizer, *, max_tokens: 
     for number, ids in enumerate(encoded, 1):
         if len(ids) > max_tokens:
             raise DataError(
-                f"prompt {number} of {len(encoded)} has {len(ids)} tokens",
-                why=f"the model has {max_tokens} positions (max_position_embeddings)",
-                fix=f"shorten it by at least {len(ids) - max_tokens} tokens",
+                f"prompt {number} of {len(encoded)} has {count_of(len(ids), 'token')}",
+                why=f"the model has {count_of(max_tokens, 'position')} (max_position_embeddings)",
+                fix=f"shorten it by at least {count_of(len(ids) - max_tokens, 'token')}",
             )
     return encoded
 

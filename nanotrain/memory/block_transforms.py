@@ -18,6 +18,7 @@ from nanotrain.config.config import Config, RecomputeGranularity, RecomputeMetho
 from nanotrain.config.derive import recomputed_modules
 from nanotrain.memory.offload import offloaded
 from nanotrain.memory.recompute import Recompute
+from nanotrain.quantities import count_of
 
 BlockFunction = Callable[..., Any]  # hidden states and the context of the layers -> hidden states; or the block itself
 
@@ -81,13 +82,14 @@ def describe_activations(config: Config) -> str:
     """Describe recomputation or offload, with the defaults of full recomputation; "" if everything is kept."""
     memory = config.memory
     if memory.cpu_offloading:
-        return f"saved tensors of the first {memory.cpu_offloading_num_layers} layers of each stage in host memory"
+        layers = count_of(memory.cpu_offloading_num_layers, "layer")
+        return f"saved tensors of the first {layers} of each stage in host memory"
     if memory.recompute_granularity is not RecomputeGranularity.full:
         modules = recomputed_modules(memory)
         return f"recompute selective: {', '.join(modules)}" if modules else ""
     method, size = recompute_plan(config)
     layers = "layer" if size == 1 else f"{size} layers"
-    what = f"groups of {size} layer{'s' * (size > 1)}"
+    what = f"groups of {count_of(size, 'layer')}"
     if method is RecomputeMethod.block:
         what = f"the first {layers} of each stage"
     flags = {"--recompute-method": memory.recompute_method, "--recompute-num-layers": memory.recompute_num_layers}

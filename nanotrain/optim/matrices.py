@@ -22,6 +22,7 @@ from math import prod
 
 from nanotrain.optim.rule import Shape
 from nanotrain.parallel.dp.layout import BucketLayout, BucketParam, BufferLayout
+from nanotrain.quantities import count_of
 from nanotrain.topology.params import LocalParam
 
 
@@ -102,8 +103,8 @@ class Balance:
 
     def __str__(self) -> str:
         return (
-            f"{self.num_matrices} matrices over {self.num_ranks} ranks, {self.fewest} to {self.most} per rank, "
-            f"FLOPs of the busiest rank {self.busiest:.2f} times the mean"
+            f"{self.num_matrices} matrices over {count_of(self.num_ranks, 'rank')}, {self.fewest} to {self.most} "
+            f"per rank, FLOPs of the busiest rank {self.busiest:.2f} times the mean"
         )
 
 

@@ -31,6 +31,7 @@ from nanotrain.parallel.dp.reduction import ReduceGroups
 from nanotrain.parallel.dp.strategy import STRATEGIES, Strategy
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
+from nanotrain.quantities import count_of
 from nanotrain.topology.params import Constant, LocalParam, ParamSpec
 
 Unit = tuple[str, nn.Module]
@@ -294,7 +295,7 @@ def _check_settings(module: nn.Module, *, parallel: ParallelConfig, optim: Optim
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     if frozen:
         raise ConfigError(
-            f"{len(frozen)} parameters are frozen, the first is {frozen[0]}",
+            f"{count_of(len(frozen), 'parameter', verb='is')} frozen, the first is {frozen[0]}",
             why="the optimizer updates the whole flat buffer, so weight decay would change them",
             fix="train all of them, or keep frozen ones as buffers of the module",
         )

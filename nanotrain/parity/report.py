@@ -8,6 +8,7 @@ from typing import Any
 
 from nanotrain.config.config import Config, ModelConfig, ParallelConfig
 from nanotrain.config.schema import flat_values, plain, to_dict
+from nanotrain.quantities import count_of
 
 # Tolerances of gradients and weights, as multiples of that of losses. An element of a gradient is one sum with
 # cancellation, a loss the mean of many: measured 7e-6 of a gradient, 1e-7 of a loss. Adam divides a gradient by its own
@@ -106,10 +107,10 @@ class ParityReport:
     @property
     def verdict(self) -> str:
         """The result as one line."""
-        ranks = f"{self.world_size} ranks" if self.world_size > 1 else "1 rank"
         if self.holds:
-            return f"equal: {ranks} train as one does, within {self.tolerance:g}"
-        return f"NOT EQUAL: {ranks} do not train as one does, within {self.tolerance:g}: {'; '.join(self.complaints)}"
+            return f"equal: {count_of(self.world_size, 'rank', verb='trains')} as one does, within {self.tolerance:g}"
+        ranks = count_of(self.world_size, "rank", verb="does")
+        return f"NOT EQUAL: {ranks} not train as one does, within {self.tolerance:g}: {'; '.join(self.complaints)}"
 
     def text(self) -> str:
         """Tables for the console."""

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 from nanotrain.prepare.parts import PartDone
+from nanotrain.quantities import count_of
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -47,7 +48,7 @@ class PrepareProgress:
         elif time.monotonic() - self._printed > _SECONDS_BETWEEN_LINES:
             self._printed = time.monotonic()
             percent = f"{100 * self.done_bytes / self.total_bytes:.0f} %  " if self.total_bytes else ""
-            print(f"{percent}{self.documents} documents  {self.rates()}", flush=True)
+            print(f"{percent}{count_of(self.documents, 'document')}  {self.rates()}", flush=True)
 
     def rates(self) -> str:
         """Rates of this run: text in MB/s and tokens per second."""

@@ -15,6 +15,7 @@ from typing import Any
 from nanotrain.config.config import ParallelConfig
 from nanotrain.config.option import flag_of
 from nanotrain.errors import TopologyError
+from nanotrain.quantities import count_of
 from nanotrain.topology.grid import Grid
 
 # the axes that a flag sizes, in the order in which a smaller size is suggested
@@ -98,9 +99,9 @@ def _misfit(parallel: ParallelConfig, world_size: int) -> TopologyError:
     unit = lcm(prod(dense.values()), prod(expert.values()))
     shown = " x ".join(f"{axis}={size}" for axis, size in wrong.items() if size > 1)
     return TopologyError(
-        f"{world_size} ranks cannot form {shown}",
+        f"{count_of(world_size, 'rank')} cannot form {shown}",
         why=f"{'*'.join(wrong)} = {prod(wrong.values())} must divide the world size",
-        fix=" or ".join([*fixes, f"run on {unit * -(-world_size // unit)} ranks"]),
+        fix=" or ".join([*fixes, f"run on {count_of(unit * -(-world_size // unit), 'rank')}"]),
     )
 
 
@@ -130,7 +131,7 @@ def _check_instances(instances: int, ranks: dict[str, int], *, is_sharded: bool)
         if count % instances:
             fitting = max(n for n in range(1, instances) if all(other % n == 0 for other in ranks.values()))
             raise TopologyError(
-                f"{instances} optimizer instances cannot share {name} = {count} ranks",
+                f"{instances} optimizer instances cannot share {name} = {count_of(count, 'rank')}",
                 why=f"{flag} must divide " + " and ".join(f"{name} = {count}" for name, count in ranks.items()),
                 fix=f"set {flag} {fitting}",
             )

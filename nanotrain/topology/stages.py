@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from nanotrain.errors import TopologyError
+from nanotrain.quantities import count_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def split_layers(
         return stages_of_lengths(shares)
     if num_layers < num_stages:
         raise TopologyError(
-            f"{num_layers} layers cannot fill {num_stages} pipeline stages",
+            f"{count_of(num_layers, 'layer')} cannot fill {num_stages} pipeline stages",
             why="every stage has at least one layer",
             fix=f"set --pipeline-model-parallel-size to at most {num_layers} or --num-layers to at least {num_stages}",
         )
@@ -132,4 +133,5 @@ def _misfit(
         why, fix = f"they sum to {total} and there is no other stage", f"set them to {num_layers} together"
     else:
         why, fix = "one stage cannot have a first and a last length", "leave one of them out"
-    return TopologyError(f"{settings} do not split {num_layers} layers into {num_stages} stages", why=why, fix=fix)
+    shares = f"{count_of(num_layers, 'layer')} into {count_of(num_stages, 'stage')}"
+    return TopologyError(f"{settings} do not split {shares}", why=why, fix=fix)

@@ -36,6 +36,7 @@ from nanotrain.parallel.pp.executor import run_forward
 from nanotrain.prepare.chunks import plan_chunks
 from nanotrain.prepare.readers import DocumentReader
 from nanotrain.prepare.token_writer import TokenWriter
+from nanotrain.quantities import count_of
 from nanotrain.topology.params import LocalParam
 from nanotrain.train.build import build_batch_iterator, build_pipeline
 from nanotrain.train.plans.plan import Plan
@@ -69,7 +70,7 @@ class Evaluation:
     def text(self) -> str:
         """One line."""
         bits = f" | bits per byte {self.bits_per_byte:.4f}" if self.bytes else ""
-        size = f"{self.tokens:,} tokens" + (f", {self.bytes:,} bytes" if self.bytes else "")
+        size = count_of(self.tokens, "token") + (f", {count_of(self.bytes, 'byte')}" if self.bytes else "")
         return f"loss {self.loss:.4f} | perplexity {self.perplexity:,.2f}{bits} | {size}"
 
 
@@ -112,7 +113,7 @@ def windows_of(corpus: IndexedTokens, config: Config) -> AllWindows:
     data, vocab_size = config.data, config.model.vocab_size
     assert vocab_size is not None, "a model has a vocabulary"
     if corpus.num_tokens < 2:
-        what = f"{corpus.prefix} has {corpus.num_tokens} tokens"
+        what = f"{corpus.prefix} has {count_of(corpus.num_tokens, 'token')}"
         raise DataError(what, why="a prediction needs a token before it", fix="evaluate on a longer text")
     masks = {name: getattr(data, name) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}
     return AllWindows(corpus, 0, corpus.num_tokens, GPTDatasetConfig(data.seq_length, vocab_size, **masks))

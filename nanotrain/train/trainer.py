@@ -25,6 +25,7 @@ from nanotrain.comm.stop_point import PassStopped
 from nanotrain.comm.work import CommunicationFault
 from nanotrain.errors import CorruptState, NanotrainError, TrainingFault
 from nanotrain.log import get_logger
+from nanotrain.quantities import count_of
 from nanotrain.runs.files import FolderVanished
 from nanotrain.train.batches import GlobalBatch, raise_on_all
 from nanotrain.train.hooks.hook import Hook
@@ -267,7 +268,7 @@ class Trainer:
             )
         if self._skips and self._skips == train.max_consecutive_skips:
             self._failure = TrainingFault(
-                f"{self._skips} steps in a row were skipped, the last is step {report.step}",
+                f"{count_of(self._skips, 'step')} in a row without an update, the last is step {report.step}",
                 why="their gradients are not finite" + (f", at the minimal loss scale {loss_scale:g}" * at_minimum),
                 fix="find the first tensor with --debug-nan, lower --lr, or raise --max-consecutive-skips",
             )

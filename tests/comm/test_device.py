@@ -76,7 +76,7 @@ def test_auto_is_the_cpu_of_one_machine_with_fewer_gpus_than_ranks(monkeypatch):
     made_current = gpus(monkeypatch, 1)
     two = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
     assert [devices.pick_device("auto", rank, environment=dict(two)) for rank in (0, 1)] == [CPU, CPU]
-    assert "2 ranks and 1 GPU(s) on this machine" in devices.describe_unused_gpus("auto", environment=two)
+    assert "2 ranks and 1 GPU on this machine" in devices.describe_unused_gpus("auto", environment=two)
     assert made_current == []
     # asked for, on several machines, alone, or one for each rank: the GPU
     own = {"LOCAL_RANK": "1", "SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "1"}

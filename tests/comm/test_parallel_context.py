@@ -78,7 +78,7 @@ def test_one_process_without_torchrun_is_a_world_of_one_without_process_groups(n
 
 def test_a_topology_of_another_world_size_is_an_error(no_torchrun):
     with (
-        pytest.raises(EnvironmentFault, match="1 ranks were launched for a topology of 4.*launch 4 ranks"),
+        pytest.raises(EnvironmentFault, match="1 rank was launched for a topology of 4.*launch 4 ranks"),
         ParallelContext.start(topology(4), device="cpu"),
     ):
         pass

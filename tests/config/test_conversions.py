@@ -74,7 +74,12 @@ def test_recomputing_moe_layers_adds_to_what_is_recomputed():
         (train_samples, {}, "512", "set --global-batch-size"),
         (train_samples, {"global_batch_size": 8}, "7", "--train-samples 7 is no whole step"),
         (train_samples, {"global_batch_size": 8}, "1.5e0", "it takes a whole number from 1"),
-        (layers_per_virtual_stage, {"num_layers": 10, "pipeline_model_parallel_size": 4}, "1", "10 layers on pp=4"),
+        (
+            layers_per_virtual_stage,
+            {"num_layers": 10, "pipeline_model_parallel_size": 4},
+            "1",
+            "10 layers are not a multiple",
+        ),
         (
             layers_per_virtual_stage,
             {"num_layers": 8, "pipeline_model_parallel_size": 2, "decoder_last_pipeline_num_layers": 2},

@@ -53,7 +53,7 @@ MISTAKEN_WORDS = {
     "--data-parallel-sharding-strategy zero2": "it takes one of no_shard, optim, optim_grads",
     "--outer-dp-sharding-strategy optim": "num_distributed_optimizer_instances is 1, so there is nothing to shard",
     "--grad-reduce-in-bf16": "grad_reduce_in_bf16 with params_dtype fp32: .*set --bf16",
-    "--num-distributed-optimizer-instances 2": "2 optimizer instances cannot share dp*cp = 1 ranks",
+    "--num-distributed-optimizer-instances 2": "2 optimizer instances cannot share dp*cp = 1 rank:",
     "--num-distributed-optimizer-instances 3 --data-parallel-sharding-strategy no_shard": "3 has no effect with",
     "--hidden-size 25": "hidden_size 25 cannot be split into 2 heads.*set --num-attention-heads to a divisor",
     "--num-query-groups 3": "2 query heads cannot share 3 key/value heads",

@@ -195,7 +195,7 @@ def refuse_misuse(context: ParallelContext) -> None:
     parallel, units = parallel_config(strategy="optim_grads"), (Block,)
     frozen = Model()
     frozen.embedding.requires_grad_(False)
-    with pytest.raises(ConfigError, match="1 parameters are frozen, the first is embedding.weight"):
+    with pytest.raises(ConfigError, match="1 parameter is frozen, the first is embedding.weight"):
         ShardedModule(frozen, context, parallel=parallel, unit_classes=units)
     decoupled = OptimConfig(decoupled_lr=0.1)
     with pytest.raises(ConfigError, match="decoupled_lr has no effect"):

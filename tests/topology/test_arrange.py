@@ -99,7 +99,7 @@ def test_pp_before_dp_needs_no_expert_grid_without_experts() -> None:
 
 def test_whole_experts_are_suggested_first() -> None:
     sizes = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 16, "expert_model_parallel_size": 32}
-    assert message_of(1024, **sizes).endswith("set --expert-tensor-parallel-size 1 or run on 4096 ranks")
+    assert message_of(1024, **sizes).endswith("set --expert-tensor-parallel-size 1 or run on 4,096 ranks")
 
 
 def test_instances_must_divide_the_data_parallel_ranks() -> None:

@@ -228,7 +228,7 @@ class Poison(Hook):
 def test_too_many_skipped_steps_in_a_row_end_the_run_with_the_state_saved(ctx, tmp_path):
     hooks = [Poison(3)] if ctx.rank == 1 else []
     with small_run(tmp_path, "--train-iters", "9", "--max-consecutive-skips", "2", context=ctx) as run:
-        with pytest.raises(TrainingFault, match="2 steps in a row were skipped, the last is step 4"):
+        with pytest.raises(TrainingFault, match="2 steps in a row without an update, the last is step 4"):
             train(run, *hooks, CheckpointHook())
         assert run.checkpointer.latest().name == "step-00000004"
 

@@ -4,6 +4,7 @@ from nanotrain.config.config import DType, Fp8Format
 from nanotrain.config.derive import round_up
 from nanotrain.config.option import flag_of
 from nanotrain.config.rules.rule import Rule, Values
+from nanotrain.quantities import count_of
 
 ALIGNMENT = 16  # torch's fp8 products take matrices whose sizes are multiples of this
 SCALED_ALONG_ROWS = ("rowwise", "mxfp8")  # as in precision/fp8.py: a transposed weight has other scales
@@ -69,8 +70,8 @@ FP8_LAYOUT_RULES = (
     Rule("first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 num_layers fp8_format",
         lambda v: v.first_last_layers_bf16
         and v.num_layers_at_start_in_bf16 + v.num_layers_at_end_in_bf16 >= v.num_layers,
-        "{num_layers_at_start_in_bf16} layers at the start and {num_layers_at_end_in_bf16} at the end of {num_layers} "
-        "without fp8", "no layer is left for fp8",
+        lambda v: f"{count_of(v.num_layers_at_start_in_bf16, 'layer')} at the start and "
+        f"{v.num_layers_at_end_in_bf16} at the end of {v.num_layers} without fp8", "no layer is left for fp8",
         f"lower {flag_of('num_layers_at_start_in_bf16')} and {flag_of('num_layers_at_end_in_bf16')}, "
         "or leave out --fp8-format"),
     Rule("fp8_format hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "

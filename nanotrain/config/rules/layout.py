@@ -10,6 +10,7 @@ from math import lcm
 from nanotrain.config.derive import round_up
 from nanotrain.config.option import flag_of
 from nanotrain.config.rules.rule import Rule, Values
+from nanotrain.quantities import count_of
 
 END_FLAGS = "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
 COUNTED = "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
@@ -57,7 +58,8 @@ LAYOUT_RULES = (
     split_by_tp("num_attention_heads", lambda v: v.num_attention_heads),
     Rule("num_query_groups tensor_model_parallel_size",
         lambda v: not v.multi_latent_attention and v.query_groups % v.tp and v.tp % v.query_groups,
-        "{query_groups} key/value heads (num_query_groups) cannot be shared by tp={tp} ranks",
+        lambda v: f"{count_of(v.query_groups, 'key/value head')} (num_query_groups) cannot be shared by "
+        f"tp={v.tp} ranks",
         "a rank has several whole heads, or several ranks replicate one",
         "set --num-query-groups or --tensor-model-parallel-size so that one divides the other, "
         "as --num-query-groups {tp}"),
@@ -66,7 +68,7 @@ LAYOUT_RULES = (
         lambda v: (v.moe_shared_expert_intermediate_size or 0) if any(v.moe_layers) else 0),
     Rule("vocab_size make_vocab_size_divisible_by tensor_model_parallel_size", lambda v: v.vocab_rows % v.tp,
         "a vocabulary padded to a multiple of {make_vocab_size_divisible_by} cannot be shared by tp={tp} ranks",
-        "they would share {vocab_rows} rows",
+        lambda v: f"they would share {count_of(v.vocab_rows, 'row')}",
         lambda v: f"set --make-vocab-size-divisible-by {lcm(v.make_vocab_size_divisible_by, v.tp)}"),
     Rule("seq_length context_parallel_size tensor_model_parallel_size sequence_parallel num_experts",
         lambda v: v.seq_length % v.sequence_parts,
@@ -79,21 +81,23 @@ LAYOUT_RULES = (
         "use lengths that are multiples of {sequence_parts} in --step-seq-length-schedule"),
     Rule("cp_comm_type num_attention_heads context_parallel_size tensor_model_parallel_size",
         lambda v: v.cp_comm_type == "a2a" and v.num_attention_heads % (v.tp * v.cp),
-        "{num_attention_heads} attention heads cannot be shared by cp={cp} ranks",
+        lambda v: f"{count_of(v.num_attention_heads, 'attention head')} cannot be shared by cp={v.cp} ranks",
         lambda v: f"cp_comm_type a2a needs tp*cp = {v.tp * v.cp} to divide num_attention_heads",
         lambda v: "set --cp-comm-type p2p or --num-attention-heads " f"{round_up(v.num_attention_heads, v.tp * v.cp)}"),
     Rule("num_layers pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank",
         lambda v: v.pipeline_model_parallel_layout is None and v.counted_layers < v.num_stages,
-        lambda v: f"{v.num_layers} layers cannot fill {stages_text(v)} pipeline stages",
+        lambda v: f"{count_of(v.num_layers, 'layer')} cannot fill {stages_text(v)} pipeline stages",
         "every stage has at least one layer",
         "set --num-layers {num_stages} or a smaller --pipeline-model-parallel-size"),
     Rule("pipeline_model_parallel_layout num_layers",
         lambda v: v.layout_lengths is not None and sum(v.layout_lengths) != v.num_layers,
-        lambda v: f"pipeline_model_parallel_layout has {sum(v.layout_lengths or ())} of {v.num_layers} layers",
+        lambda v: f"pipeline_model_parallel_layout has {sum(v.layout_lengths or ())} of "
+        f"{count_of(v.num_layers, 'layer')}",
         "every t of the layout is a layer", "change --pipeline-model-parallel-layout or --num-layers"),
     Rule("pipeline_model_parallel_layout pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank",
         lambda v: v.layout_lengths is not None and len(v.layout_lengths) != v.num_stages,
-        lambda v: f"pipeline_model_parallel_layout has {len(v.layout_lengths or ())} stages for {stages_text(v)}",
+        lambda v: f"pipeline_model_parallel_layout has {count_of(len(v.layout_lengths or ()), 'stage')} for "
+        f"{stages_text(v)}",
         "stages are separated by |", "change --pipeline-model-parallel-layout, --pipeline-model-parallel-size or "
         "--num-virtual-stages-per-pipeline-rank"),
     Rule("pipeline_model_parallel_layout pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank",
@@ -103,7 +107,8 @@ LAYOUT_RULES = (
         "write m right before L and give that stage a t, as |t|t|mL instead of |tt|m|L"),
     Rule("pipeline_model_parallel_layout mtp_num_layers",
         lambda v: (v.layout_mtp_layers or v.mtp_num_layers or 0) != (v.mtp_num_layers or 0),
-        "pipeline_model_parallel_layout has {layout_mtp_layers} layers of multi-token prediction",
+        lambda v: f"pipeline_model_parallel_layout has {count_of(v.layout_mtp_layers or 0, 'layer')} of "
+        "multi-token prediction",
         lambda v: f"mtp_num_layers is {v.mtp_num_layers or 'unset'}",
         "set --mtp-num-layers {layout_mtp_layers} or leave m out of --pipeline-model-parallel-layout"),
     Rule(f"{COUNTED} num_layers pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank",
@@ -123,7 +128,8 @@ LAYOUT_RULES = (
         f"set {END_FLAGS} to multiples of {{num_virtual_stages_per_pipeline_rank}}"),
     Rule(f"{END_FIELDS} num_layers pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank",
         lambda v: v.end_lengths and (v.layers_between < v.stages_between if v.stages_between else v.layers_between),
-        lambda v: f"{v.layers_between} layers are left for {v.stages_between} of {stages_text(v)} pipeline stages",
+        lambda v: f"{count_of(v.layers_between, 'layer', verb='is')} left for {v.stages_between} of {stages_text(v)} "
+        "pipeline stages",
         lambda v: f"of {v.num_layers} layers the first and last rank have {' + '.join(map(str, v.end_lengths))}, "
         "and every other stage has at least one",
         lambda v: f"change {END_FLAGS} so that they leave "
@@ -131,7 +137,7 @@ LAYOUT_RULES = (
     needs_experts("expert_model_parallel_size"),
     needs_experts("expert_tensor_parallel_size"),
     Rule("num_experts expert_model_parallel_size", lambda v: v.has_experts and v.num_experts % v.ep,
-        "{num_experts} experts cannot be shared by ep={ep} ranks",
+        lambda v: f"{count_of(v.num_experts, 'expert')} cannot be shared by ep={v.ep} ranks",
         "expert_model_parallel_size must divide num_experts",
         lambda v: f"set --num-experts {round_up(v.num_experts, v.ep)} or another --expert-model-parallel-size"),
     Rule("moe_ffn_hidden_size expert_tensor_parallel_size tensor_model_parallel_size",

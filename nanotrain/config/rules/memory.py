@@ -4,6 +4,7 @@ from nanotrain.config.config import DeviceKind, NormPlacement, RecomputeGranular
 from nanotrain.config.derive import recomputed_modules
 from nanotrain.config.rules.rule import Rule, Values
 from nanotrain.config.suggest import nearest_choice
+from nanotrain.quantities import count_of
 
 # name -> whether the model has it, and what it needs otherwise
 MODULES = {
@@ -57,7 +58,8 @@ MEMORY_RULES = (
     Rule("recompute_num_layers num_layers pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank",
         lambda v: (v.recompute_num_layers or 1) > longest_stage(v),
         "recompute_num_layers {recompute_num_layers} is above the layers of a stage",
-        lambda v: f"the longest of {v.num_stages} pipeline stages has {longest_stage(v)} of {v.num_layers} layers",
+        lambda v: f"the longest of {count_of(v.num_stages, 'pipeline stage')} has {longest_stage(v)} of "
+        f"{count_of(v.num_layers, 'layer')}",
         lambda v: f"set --recompute-num-layers to at most {longest_stage(v)}"),
     Rule("recompute_modules", unknown_modules,
         lambda v: f"recompute_modules names {', '.join(unknown_modules(v))}",
@@ -82,7 +84,8 @@ MEMORY_RULES = (
     Rule("cpu_offloading_num_layers num_layers pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank",
         lambda v: v.cpu_offloading and v.cpu_offloading_num_layers >= longest_stage(v),
         "cpu_offloading_num_layers {cpu_offloading_num_layers} is not below the layers of a stage",
-        lambda v: f"the longest of {v.num_stages} pipeline stages has {longest_stage(v)} of {v.num_layers} layers, "
+        lambda v: f"the longest of {count_of(v.num_stages, 'pipeline stage')} has {longest_stage(v)} of "
+        f"{count_of(v.num_layers, 'layer')}, "
         "and the backward needs the last one first", most_offloaded),
     Rule("cpu_offloading recompute_granularity", lambda v: v.cpu_offloading and v.recompute_granularity is not None,
         "cpu_offloading with recompute_granularity {recompute_granularity.value}",

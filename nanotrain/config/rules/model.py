@@ -1,19 +1,10 @@
 """Rules of the model section: heads, positions, experts and multi-latent attention."""
 
-from collections.abc import Sequence
 from math import ceil
 
 from nanotrain.config.config import LoadBalancing, PositionEmbedding, RouterScore
 from nanotrain.config.rules.rule import Rule, Values
-
-
-def numbered(items: Sequence[object], noun: str, *, plural: str = "s") -> str:
-    """The number of items with their noun.
-
-    >>> numbered([1], "loss", plural="es"), numbered([], "number")
-    ('1 loss', '0 numbers')
-    """
-    return f"{len(items)} {noun}{plural if len(items) != 1 else ''}"
+from nanotrain.quantities import count_of
 
 
 def channels_with_pairs(v: Values) -> int:
@@ -96,7 +87,7 @@ MOE_RULES = (
     Rule("num_experts moe_layer_freq", lambda v: not any(v.moe_layers), "no layer has the {num_experts} experts",
         "moe_layer_freq is {moe_layer_freq}", "set --moe-layer-freq 1 or leave --num-experts out"),
     Rule("moe_router_topk num_experts", lambda v: v.moe_router_topk > v.num_experts,
-        "a token cannot be sent to {moe_router_topk} of {num_experts} experts",
+        lambda v: f"a token cannot be sent to {v.moe_router_topk} of {count_of(v.num_experts, 'expert')}",
         "moe_router_topk must be at most num_experts",
         "set --moe-router-topk to at most {num_experts} or raise --num-experts"),
     Rule("moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_load_balancing_type",
@@ -120,10 +111,11 @@ MOE_RULES = (
         "it takes none, or different losses", "name every loss once"),
     Rule("moe_aux_loss_coeff moe_router_load_balancing_type",
         lambda v: len(v.moe_aux_loss_coeff) != len(v.moe_router_load_balancing_type),
-        lambda v: f"{numbered(v.moe_aux_loss_coeff, 'coefficient')} (moe_aux_loss_coeff) for "
-        f"{numbered(v.moe_router_load_balancing_type, 'load-balancing loss', plural='es')}",
+        lambda v: f"{count_of(len(v.moe_aux_loss_coeff), 'coefficient')} (moe_aux_loss_coeff) for "
+        f"{count_of(len(v.moe_router_load_balancing_type), 'load-balancing loss')}",
         "each loss has its own coefficient", lambda v: "set --moe-aux-loss-coeff to "
-        f"{numbered(v.moe_router_load_balancing_type, 'number')}, in the order of --moe-router-load-balancing-type"),
+        f"{count_of(len(v.moe_router_load_balancing_type), 'number')}, "
+        "in the order of --moe-router-load-balancing-type"),
     Rule("moe_router_group_topk moe_router_num_groups",
         lambda v: v.moe_router_num_groups is None and v.moe_router_group_topk is not None,
         "moe_router_group_topk is {moe_router_group_topk} and moe_router_num_groups is unset",
@@ -135,19 +127,20 @@ MOE_RULES = (
         "group-limited routing needs both: the number of groups, and of the groups that a token may use",
         "set --moe-router-group-topk too, or leave both out"),
     Rule("moe_router_num_groups num_experts", lambda v: v.num_experts % v.num_groups,
-        "{num_experts} experts cannot form {num_groups} groups", "moe_router_num_groups must divide num_experts",
+        lambda v: f"{count_of(v.num_experts, 'expert')} cannot form {count_of(v.num_groups, 'group')}",
+        "moe_router_num_groups must divide num_experts",
         "set --moe-router-num-groups to a divisor"),
     Rule("moe_router_group_topk moe_router_num_groups",
         lambda v: v.moe_router_num_groups is not None and v.group_topk > v.num_groups,
-        "a token cannot use {group_topk} of {num_groups} groups",
+        lambda v: f"a token cannot use {v.group_topk} of {count_of(v.num_groups, 'group')}",
         "moe_router_group_topk must be at most moe_router_num_groups",
         "set --moe-router-group-topk to at most {num_groups}"),
     Rule("moe_router_topk moe_router_group_topk moe_router_num_groups",
         lambda v: v.moe_router_group_topk is not None
         and v.group_topk * v.experts_per_group < v.moe_router_topk <= v.num_experts,
-        "a token cannot be sent to {moe_router_topk} experts",
-        lambda v: f"the {v.group_topk} groups that it may use have {v.group_topk} x {v.experts_per_group} = "
-        f"{v.group_topk * v.experts_per_group} experts",
+        lambda v: f"a token cannot be sent to {count_of(v.moe_router_topk, 'expert')}",
+        lambda v: f"it may use {count_of(v.group_topk, 'group')} of {v.experts_per_group} = "
+        f"{count_of(v.group_topk * v.experts_per_group, 'expert')}",
         lambda v: f"set --moe-router-group-topk {-(-v.moe_router_topk // max(1, v.experts_per_group))} "
         "or lower --moe-router-topk"),
 )

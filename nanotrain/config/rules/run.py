@@ -2,6 +2,7 @@
 
 from nanotrain.config.config import DeviceKind, DType
 from nanotrain.config.rules.rule import Rule, Values
+from nanotrain.quantities import count_of
 
 
 def is_split(text: str) -> bool:
@@ -77,12 +78,13 @@ RUN_RULES = (
         lambda v: f"set --lr-wsd-decay-iters, for example {max(1, decay_iters(v) // 10)}"),
     Rule("lr_decay_style lr_wsd_decay_samples lr_decay_samples",
         lambda v: (v.lr_wsd_decay_samples or 0) > (v.lr_decay_samples or float("inf")),
-        "lr_wsd_decay_samples {lr_wsd_decay_samples} is longer than the schedule of {lr_decay_samples} samples",
+        lambda v: f"lr_wsd_decay_samples {v.lr_wsd_decay_samples} is longer than the schedule of "
+        f"{count_of(v.lr_decay_samples, 'sample')}",
         "the final decay is its last part", "lower --lr-wsd-decay-samples"),
     Rule("lr_decay_style lr_wsd_decay_iters lr_decay_iters train_iters",
         lambda v: v.lr_decay_style == "WSD" and (v.lr_wsd_decay_iters or 0) > decay_iters(v),
         lambda v: f"lr_wsd_decay_iters {v.lr_wsd_decay_iters} is longer than the whole schedule of "
-        f"{decay_iters(v)} steps",
+        f"{count_of(decay_iters(v), 'step')}",
         "the final decay is its last part", lambda v: f"set --lr-wsd-decay-iters {max(1, decay_iters(v) // 10)}"),
     Rule("split", lambda v: not is_split(v.split), "split is {split!r}",
         "it takes proportions of training, validation and test, and training needs some", "set --split 969,30,1"),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.heartbeat import Heartbeat
 from nanotrain.errors import TrainingFault
+from nanotrain.quantities import count_of
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics.step_report import StepReport
 from nanotrain.train.run import Run
@@ -63,7 +64,8 @@ class DebugNanHook(Hook):
         microbatch = first.action.partition(".")[2]
         raise TrainingFault(
             f"the first tensor of step {report.step} that is not finite is {first.what}",
-            why=f"on {where}, microbatch {microbatch}, action {first.action}; {len(findings)} ranks found one",
+            why=f"on {where}, microbatch {microbatch}, action {first.action}; "
+            f"{count_of(len(findings), 'rank')} found one",
             fix="look at its inputs: the data of that microbatch, the learning rate, the parameters before it",
         )
 

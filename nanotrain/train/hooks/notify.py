@@ -15,6 +15,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from nanotrain.log import get_logger
+from nanotrain.quantities import count_of
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics.spikes import SPIKE
 from nanotrain.train.metrics.step_report import StepReport, UnreadReports
@@ -94,7 +95,7 @@ class NotifyHook(Hook):
             "train_iters": train.train_iters,
             "loss": None,
         }
-        self._send("start", f"starts on {run.context.topology.world_size} ranks")
+        self._send("start", f"starts on {count_of(run.context.topology.world_size, 'rank')}")
 
     def after_step(self, run: Run, report: StepReport) -> None:
         if self._sender is None:

@@ -96,7 +96,7 @@ def _warmup(plan: Plan) -> str:
     if not 0 < samples < schedule.warmup_samples:
         return ""
     last, warmup = schedule.lr_at(_samples(plan, steps - 1)), schedule.warmup_samples / size
-    return f"at most {last:.2e} of {optim.lr:.2e}: the run ends within the warmup of {warmup:,.0f} steps"
+    return f"at most {last:.2e} of {optim.lr:.2e}: the run ends within the warmup of {count_of(round(warmup), 'step')}"
 
 
 def _batch(plan: Plan) -> str:

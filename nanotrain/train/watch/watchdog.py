@@ -31,6 +31,7 @@ from nanotrain.comm.heartbeat import Beat, Collective, Waiting, read_record
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.comm.work import CommunicationFault
 from nanotrain.errors import EXIT_CODE, EnvironmentFault, ReportedFault
+from nanotrain.quantities import count_of
 from nanotrain.runs.files import write_text
 from nanotrain.train.watch.processes import RankProcess, share_heartbeats, state_of
 from nanotrain.train.watch.recorder import unmatched_collectives
@@ -235,7 +236,7 @@ class Watchdog:
     def _write_report(self, reason: str, diagnosis: Diagnosis, *, views: Mapping[int, RankView]) -> None:
         title = [
             f"nanotrain hang report, {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
-            f"run folder {self._folder}, {len(views)} ranks",
+            f"run folder {self._folder}, {count_of(len(views), 'rank')}",
             f"reason: {reason}",
             f"stacks: {self._hang_folder}/rank-*.txt; a rank without a file was frozen or lost",
         ]

@@ -40,7 +40,7 @@ def error_of(config: Config) -> str:
         (FP8 | {"num_layers_at_end_in_bf16": 2}, "it belongs to first_last_layers_bf16"),
         (
             FP8 | {"first_last_layers_bf16": True, "num_layers": 4, "num_layers_at_end_in_bf16": 3},
-            "1 layers at the start and 3 at the end of 4 without fp8",
+            "1 layer at the start and 3 at the end of 4 without fp8",
         ),
     ],
 )

@@ -90,7 +90,7 @@ def test_what_divides_breaks_no_rule(keys):
             "seq_length 252 cannot be split into 8 parts: cp=2 ranks have two chunks each and sequence_parallel splits",
         ),
         (CP2 | {"cp_comm_type": "a2a", "tensor_model_parallel_size": 4}, "a2a needs tp*cp = 8 to divide"),
-        (PP2 | {"num_layers": 1}, "1 layers cannot fill pp=2 pipeline stages"),
+        (PP2 | {"num_layers": 1}, "1 layer cannot fill pp=2 pipeline stages"),
         (
             PP2 | {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 4},
             "4 layers cannot fill pp=2 x 4 = 8 pipeline stages",
@@ -101,7 +101,7 @@ def test_what_divides_breaks_no_rule(keys):
         ),
         (
             {"pipeline_model_parallel_size": 4, "num_layers": 6, FIRST: 3, LAST: 2},
-            "1 layers are left for 2 of pp=4 pipeline stages: of 6 layers the first and last rank have 3 + 2",
+            "1 layer is left for 2 of pp=4 pipeline stages: of 6 layers the first and last rank have 3 + 2",
         ),
         ({"pipeline_model_parallel_size": 4, "num_layers": 6, FIRST: 3, LAST: 2}, "so that they leave at least 2"),
         (PP2 | {FIRST: 4}, "0 layers are left for 1 of pp=2"),

@@ -65,7 +65,7 @@ def test_what_fits_breaks_no_rule(keys):
         (modules("moe", "moe_act") | EXPERTS, "moe_act has no effect"),
         ({"cpu_offloading_num_layers": 2}, "cpu_offloading_num_layers = 2 has no effect"),
         (OFFLOAD | {"cpu_offloading_num_layers": 0}, "set --cpu-offloading-num-layers to at most 3"),
-        (OFFLOAD | {"cpu_offloading_num_layers": 4}, "the longest of 1 pipeline stages has 4 of 4 layers"),
+        (OFFLOAD | {"cpu_offloading_num_layers": 4}, "the longest of 1 pipeline stage has 4 of 4 layers"),
         (OFFLOAD | PP2 | {"cpu_offloading_num_layers": 2}, "set --cpu-offloading-num-layers to at most 1"),
         (OFFLOAD | SELECTIVE, "cpu_offloading with recompute_granularity selective"),
         (OFFLOAD | {"torch_compile": True}, "cpu_offloading with torch_compile"),

@@ -75,7 +75,7 @@ def test_what_fits_together_breaks_no_rule(keys):
         (GROUPS | {"moe_router_group_topk": 5}, "a token cannot use 5 of 4 groups"),
         (
             GROUPS | {"moe_router_topk": 5},
-            "have 2 x 2 = 4 experts; set --moe-router-group-topk 3",
+            "it may use 2 groups of 2 = 4 experts; set --moe-router-group-topk 3",
         ),
     ],
 )
