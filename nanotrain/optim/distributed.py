@@ -14,7 +14,7 @@ Checkpoints contain no offsets: state is `dict[TensorBox, Tensor]`, each tensor 
 Source: Rajbhandari et al. 2020 (ZeRO), section 5.1; Megatron-LM, `distrib_optimizer.py`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,22 +23,19 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from nanotrain.comm.collectives import all_reduce
-from nanotrain.comm.device import host_zeros
 from nanotrain.comm.group import Group
 from nanotrain.config.config import OptimConfig
+from nanotrain.optim.bucket_state import BucketState
 from nanotrain.optim.clip import clip_factor, squared_norm
 from nanotrain.optim.ema import WeightAverage
 from nanotrain.optim.matrices import Balance
 from nanotrain.optim.matrix_update import MatrixUpdate, grid_groups
 from nanotrain.optim.offload import HostUpdate
 from nanotrain.optim.optimizers import OPTIMIZERS
-from nanotrain.optim.part_state import HostBuffers, PartState
-from nanotrain.optim.parts import ShardPart, clip_ranges, host_fraction, range_boxes, ranges_to_save, split_shard
+from nanotrain.optim.part_state import PartState
 from nanotrain.optim.rule import UpdateRule, UpdateStep
 from nanotrain.optim.stored import StoredTensor
-from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.parallel.dp.data_parallel import DataParallel
-from nanotrain.parallel.dp.layout import ShardRange
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.boxes import TensorBox
@@ -52,62 +49,6 @@ class Update:
     grad_norm: Tensor  # fp64 scalar, global 2-norm before clipping; not finite if the step was skipped
     skipped: Tensor  # bool scalar, whether no parameter changed
     sums: Tensor  # [n] fp64, the sums over all ranks of what was passed
-
-
-@dataclass(frozen=True)
-class _BucketState:
-    """Optimizer state of the part of one bucket that this rank updates."""
-
-    bucket: Bucket  # model params and gradients
-    replica: tuple[int, int]  # index and number of the ranks that update the same part
-    parts: tuple[PartState, ...]  # main params and state; they cover what this rank updates
-
-    @classmethod
-    def build(
-        cls, wrapper: DataParallel, bucket: Bucket, *, precision: Precision, config: OptimConfig
-    ) -> "_BucketState":
-        """Allocate the state of one bucket."""
-        rule, replicate = OPTIMIZERS[config.optimizer], wrapper.groups.replicate
-        parts = tuple(
-            _build_part(part, bucket, precision=precision, names=part.state_names(rule, config))
-            for part in split_shard(
-                bucket.update_ranges, bucket.layout.update_numel, rule=rule, host_fraction=host_fraction(config)
-            )
-        )
-        return cls(bucket, (0, 1) if wrapper.groups.shards_across else (replicate.index, replicate.size), parts)
-
-    @property
-    def ranges(self) -> tuple[ShardRange, ...]:
-        """The param ranges."""
-        return self.bucket.update_ranges
-
-    @property
-    def grads(self) -> Tensor:
-        """[update_numel] reduced gradients."""
-        return self.bucket.grads.main
-
-    def tensors(
-        self, ranges: Sequence[ShardRange], *, copies: list[tuple[StoredTensor, Tensor]], only: str | None = None
-    ) -> Iterator[tuple[TensorBox, Tensor]]:
-        """Main params and state by their names in checkpoints.
-
-        Args:
-            ranges: of the parameters.
-            copies: tensors that are stored with scales are yielded as fp32 copies, which are appended here.
-            only: a prefix of names ("model"); None for all.
-        """
-        for state in self.parts:
-            start, stop = state.part.start, state.part.stop
-            inside = list(clip_ranges(ranges, start=start, stop=stop))
-            for prefix, stored in state.stored.items():
-                if only not in (None, prefix):
-                    continue
-                flat = stored.values
-                if stored.scales is not None:
-                    flat = stored.read()
-                    copies.append((stored, flat))
-                for part in inside:
-                    yield from _boxes(f"{prefix}/{part.name}", part, flat=flat, first=start)
 
 
 class DistributedOptimizer:
@@ -134,7 +75,7 @@ class DistributedOptimizer:
         self._config, self._world = config, groups["world"]
         self._rule = OPTIMIZERS[config.optimizer]
         self._states = [
-            _BucketState.build(wrapper, bucket, precision=precision, config=config)
+            BucketState.build(wrapper, bucket, precision=precision, config=config)
             for wrapper in wrappers
             for bucket in wrapper.buckets
         ]
@@ -150,7 +91,7 @@ class DistributedOptimizer:
         self._matrix_updates = self._build_matrix_updates(wrappers, groups)
         # On a CPU the gradients are multiplied by the clip factor; a division by its inverse would round otherwise.
         self._divides = self._rule.divides_by_grad_scale and self._device.type == "cuda"
-        self._norm_grads = [grad for state in self._states for grad in _grads_for_norm(state)]
+        self._norm_grads = [grad for state in self._states for grad in state.grads_for_norm()]
         self._multiplied = self._grads_to_multiply()
         self._loading: list[tuple[StoredTensor, Tensor]] = []
 
@@ -239,8 +180,7 @@ class DistributedOptimizer:
         return {
             box: view
             for state in self._states
-            for part in (ranges_to_save(state.ranges, state.replica) if once else state.ranges)
-            for box, view in _boxes(part.name, part, flat=state.grads, first=0)
+            for box, view in state.grad_tensors(state.ranges_to_save if once else state.ranges)
         }
 
     def tensors_to_save(self, only: str | None = None) -> dict[TensorBox, Tensor]:
@@ -248,9 +188,7 @@ class DistributedOptimizer:
 
         Only replica 0 of a parameter is saved; ranks with the same shard save equal parts. `only`: a prefix of names.
         """
-        parts = (
-            state.tensors(ranges_to_save(state.ranges, state.replica), copies=[], only=only) for state in self._states
-        )
+        parts = (state.tensors(state.ranges_to_save, copies=[], only=only) for state in self._states)
         return {box: view for part in parts for box, view in part}
 
     def state_dict(self) -> dict[str, object]:
@@ -348,52 +286,3 @@ def _update_on_host(part: PartState, *, rule: UpdateRule, step: UpdateStep) -> N
         for start, stop in part.chunks():
             with part.loaded(start, stop) as ranges:
                 rule.update(ranges, step)
-
-
-def _grads_for_norm(state: _BucketState) -> Iterator[Tensor]:
-    """Gradients that this rank adds to the norm: replica 0 of every element.
-
-    Gaps and padding are zero and included, so that a bucket without other replicas is one tensor.
-    """
-    if state.replica[0] > 0:
-        return
-    start, end = 0, state.bucket.layout.update_numel
-    for part in state.ranges:
-        if not part.param.is_first_replica:
-            if start < part.shard_start:
-                yield state.grads[start : part.shard_start]
-            start = part.elements.stop
-    if start < end:
-        yield state.grads[start:end]
-
-
-def _boxes(name: str, part: ShardRange, *, flat: Tensor, first: int) -> Iterator[tuple[TensorBox, Tensor]]:
-    """A range as boxes of the global tensor, with their views of a flat tensor that begins at element `first`."""
-    begin = part.shard_start - first
-    for box in range_boxes(name, part):
-        yield box, flat[begin : begin + box.box.numel].view(box.box.shape)
-        begin += box.box.numel
-
-
-def _build_part(part: ShardPart, bucket: Bucket, *, precision: Precision, names: Sequence[str]) -> PartState:
-    """Allocate main params, unless the model param shard has their dtype, and state tensors."""
-    model_params = bucket.params.update[part.start : part.stop]
-    device, on_host = model_params.device, part.on_host
-    main = StoredTensor(model_params)
-    if precision.has_separate_main_params:
-        main = StoredTensor.zeros(part.numel, precision.main, device=device, on_host=on_host)
-    elif on_host:  # as on the device: fp16 model params have no scales
-        main = StoredTensor(host_zeros(part.numel, dtype=precision.main, device=device))
-    if main.values is not model_params:
-        main.write(model_params.to(main.values.device, torch.float32))
-    state = {
-        name: StoredTensor.zeros(
-            part.numel, precision.state_dtype(name), device=device, is_square=name == "exp_avg_sq", on_host=on_host
-        )
-        for name in names
-    }
-    grad, host = bucket.grads.main[part.start : part.stop], None
-    if on_host:
-        host = HostBuffers(grad, host_zeros(part.numel, dtype=model_params.dtype, device=device))
-        grad = host_zeros(part.numel, dtype=grad.dtype, device=device)
-    return PartState(part, main=main, state=state, grad=grad, model_params=model_params, host=host)
