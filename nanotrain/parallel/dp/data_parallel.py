@@ -40,7 +40,7 @@ from nanotrain.kernels.grad_view import GradView, attach
 from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.parallel.dp.fp8_weights import Fp8Weights, placeholder
 from nanotrain.parallel.dp.layout import BufferLayout
-from nanotrain.parallel.dp.options import DataParallelOptions
+from nanotrain.parallel.dp.options import MAX_FULL_BUCKETS, DataParallelOptions
 from nanotrain.parallel.dp.reduction import ReduceGroups, Reduction, shard_of
 from nanotrain.parallel.dp.storage import build_grads, build_params
 from nanotrain.parallel.dp.unit_gather import UnitGather
@@ -49,8 +49,6 @@ from nanotrain.precision.fp8 import WEIGHT_DTYPE
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.params import LocalParam
 
-# One bucket fills while another is being reduced; a third would only hold memory.
-MAX_FULL_BUCKETS = 2
 # One reduction runs and the next is queued. More would hold memory on gloo, which receives into (d-1)/d of a bucket
 # (measured, 13 buckets: 39 MiB with all in flight, 10.5 with two, no slower), and full-size gradients of a pool.
 MAX_REDUCTIONS = 2

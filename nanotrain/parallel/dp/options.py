@@ -12,6 +12,9 @@ from nanotrain.parallel.dp.strategy import STRATEGIES, Strategy
 from nanotrain.precision.policy import Precision
 
 MAX_GRAD_BYTES = 4  # bytes of an fp32 gradient
+# Buckets with full-size gradients at once where gradients are sharded: one fills while another is being reduced; a
+# third would only hold memory.
+MAX_FULL_BUCKETS = 2
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from nanotrain.optim.rule import UpdateRule
 from nanotrain.parallel.cp.attention import CORE_ATTENTIONS
 from nanotrain.parallel.cp.backends import backend_flags
 from nanotrain.parallel.dp.layout import BufferLayout, LayoutRules, plan_layout
-from nanotrain.parallel.dp.options import DataParallelOptions
+from nanotrain.parallel.dp.options import MAX_FULL_BUCKETS, DataParallelOptions
 from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.parallel.pp.gpipe import forward_only
@@ -42,8 +42,6 @@ from nanotrain.topology.params import LocalParam, localize
 from nanotrain.topology.shape import ModelShape
 from nanotrain.topology.stages import StageSpec, split_layers, stages_of_lengths
 from nanotrain.topology.topology import Topology
-
-MAX_TRANSIENT_BUCKETS = 2  # full-size buckets that exist at once where gradients are sharded
 
 
 @dataclass(frozen=True)
@@ -180,7 +178,7 @@ class Plan:
             num_updated = layout.numel // num_shards // layout.num_outer_shards
             params += num_updated * precision.params.itemsize * buffer.is_fp8  # what the optimizer writes
             optimizer += state_bytes(self.parts_of(buffer), self.rule, config=self.config.optim, precision=precision)
-            num_buckets = min(len(layout.buckets), MAX_TRANSIENT_BUCKETS)
+            num_buckets = min(len(layout.buckets), MAX_FULL_BUCKETS)
             largest = max(bucket.numel for bucket in layout.buckets)
             if strategy.shard_grads:
                 grads += layout.numel // num_shards * main_grad_size
