@@ -100,7 +100,7 @@ def prune(argv: Sequence[str]) -> int:
     parser.add_argument("--keep-last", type=count, required=True, metavar="N", help="number of checkpoints to keep")
     parser.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     args = parser.parse_args(argv)
-    from nanotrain.checkpoint.store import prune as prune_folder
+    from nanotrain.checkpoint.retention import prune as prune_folder
 
     for path in prune_folder(args.path, args.keep_last, is_dry=args.dry_run):
         print(f"{'would delete' if args.dry_run else 'deleted'} {path}")

@@ -30,6 +30,7 @@ from nanotrain.checkpoint.manifest import Manifest, plain_json, to_json
 from nanotrain.checkpoint.padding import fit_padding
 from nanotrain.checkpoint.plan import ChunkRead, plan_reads
 from nanotrain.checkpoint.read import read_chunks
+from nanotrain.checkpoint.retention import SeenManifests, keep_newest
 from nanotrain.checkpoint.stage import StagingBuffers
 from nanotrain.checkpoint.write import shard_name, write_shard
 from nanotrain.comm.group import Group
@@ -69,7 +70,7 @@ class Checkpointer:
         self.keep_last, self.keep_every = keep_last, keep_every
         self.timeout_s = timeout_s
         self._warned: set[Path] = set()  # leftovers that cannot be deleted: one warning each
-        self._seen = store.SeenManifests()
+        self._seen = SeenManifests()
         self._staging = StagingBuffers()
         self._in_flight: tuple[int, BackgroundSave] | None = None  # step and thread
         self.num_failed = 0  # saves that failed so far
@@ -291,7 +292,7 @@ class Checkpointer:
 
     def _commit(self, manifest: Manifest) -> Path:
         final = store.commit(self.folder, manifest.step, text=to_json(manifest))
-        store.keep_newest(
+        keep_newest(
             self.folder,
             self.keep_last,
             written=final,

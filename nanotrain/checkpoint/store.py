@@ -1,4 +1,4 @@
-"""The checkpoints folder of a run: which checkpoints are complete, and the renames that commit and delete them.
+"""The checkpoints folder of a run: which checkpoints are complete, and the renames that commit them.
 
 checkpoints/
   step-00000100/               complete: final name, readable manifest, every file of it present in full size
@@ -12,8 +12,8 @@ checkpoints/
 read_manifest, require_complete          one checkpoint
 complete_checkpoints, newest_complete,   a folder of checkpoints; "latest" is always derived, never stored
 checkpoint_to_resume, find_checkpoint, find_manifest
-require_space, start_writing, commit,    write and delete; a rename is the only operation that commits or deletes
-discard, keep_newest, set_aside_after
+require_space, start_writing, commit,    write and set aside; a rename is the only operation that commits
+discard, set_aside_after
 """
 
 import errno
@@ -26,8 +26,8 @@ from itertools import count
 from pathlib import Path
 
 from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, NewerFormat, damaged, from_json
-from nanotrain.checkpoint.removal import deleted_name, remove_unfinished, try_to_remove, warn_once
-from nanotrain.errors import CheckpointError, EnvironmentFault
+from nanotrain.checkpoint.removal import deleted_name, remove_unfinished, try_to_remove
+from nanotrain.errors import CheckpointError
 from nanotrain.log import get_logger
 from nanotrain.runs.files import disk_errors
 from nanotrain.runs.swap_names import swap_names
@@ -35,7 +35,7 @@ from nanotrain.untrusted import read_file, unreadable
 
 MANIFEST = "manifest.json"
 REPLACED = ".replaced"
-_NAMES = "name a run folder, its checkpoints folder, or one step-NNNNNNNN of it"
+NAMES = "name a run folder, its checkpoints folder, or one step-NNNNNNNN of it"
 _STEP = re.compile(r"step-(\d{8,})")
 _STEP_OF_ANY = re.compile(r"step-(\d{8,})(?:\..*)?")
 _UNFINISHED = re.compile(r"step-\d{8,}\.tmp")
@@ -87,11 +87,16 @@ def require_complete(path: Path) -> Manifest:
     if _LEFTOVER.fullmatch(path.name):
         raise damaged(f"{path} is not a finished checkpoint", why="its writer or deleter was killed", path=path)
     manifest = read_manifest(path)
-    _check_files(path, manifest.files)
+    require_files(path, manifest.files)
     return manifest
 
 
-def _check_files(path: Path, files: Mapping[str, int]) -> None:
+def require_files(path: Path, files: Mapping[str, int]) -> None:
+    """Check that every file of a checkpoint is there in full size; `files` are sizes in bytes by name.
+
+    Raises:
+        CheckpointError: one is missing or damaged.
+    """
     for name, size in files.items():
         try:
             status = os.lstat(path / name)
@@ -103,26 +108,6 @@ def _check_files(path: Path, files: Mapping[str, int]) -> None:
             raise damaged(f"{path} is incomplete", why=f"{name} is {kind}", path=path)
         if status.st_size != size:
             raise damaged(f"{path} is incomplete", why=f"{name} has {status.st_size} of {size} bytes", path=path)
-
-
-class SeenManifests:
-    """Files of the checkpoints that this process has found complete, so that each manifest is read once."""
-
-    def __init__(self) -> None:
-        self._files: dict[tuple[Path, int, int, int], Mapping[str, int]] = {}
-
-    def is_complete(self, path: Path) -> bool:
-        """Whether a checkpoint is complete; under an unchanged manifest only the sizes of its files are compared."""
-        try:
-            key = (path, (status := os.lstat(path / MANIFEST)).st_ino, status.st_mtime_ns, status.st_size)
-            if key not in self._files:
-                self._files[key] = require_complete(path).files
-            _check_files(path, self._files[key])
-        except NewerFormat:
-            raise
-        except (OSError, CheckpointError):
-            return False
-        return True
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -183,13 +168,13 @@ def named_checkpoint(path: Path) -> Path:
     """The step folder of `find_manifest`, whatever is in it; raises only where there is none."""
     if not path.is_dir():
         why = "it is a file" if path.is_file() else "there is no such folder"
-        raise CheckpointError(f"{path} is not a checkpoint", why=why, fix=_NAMES)
+        raise CheckpointError(f"{path} is not a checkpoint", why=why, fix=NAMES)
     if path.name.startswith("step-") or (path / MANIFEST).exists():
         return path
     for folder in (path / "checkpoints", path):
         if entries := step_entries(folder):
             return entries[-1]
-    raise CheckpointError(f"{path} holds no complete checkpoint", why="no step-NNNNNNNN in it is complete", fix=_NAMES)
+    raise CheckpointError(f"{path} holds no complete checkpoint", why="no step-NNNNNNNN in it is complete", fix=NAMES)
 
 
 def require_space(folder: Path, nbytes: int) -> None:
@@ -244,7 +229,7 @@ def commit(folder: Path, step: int, *, text: str) -> Path:
         os.rename(temporary, final)
         sync_folder(folder)
     for leftover in _leftovers(folder):
-        if _step_of(leftover) == step:
+        if step_of(leftover) == step:
             remove_unfinished(leftover)
     return final
 
@@ -268,59 +253,6 @@ def discard(folder: Path, step: int) -> None:
     remove_unfinished(temporary_folder(folder, step))
 
 
-def keep_newest(
-    folder: Path,
-    keep_last: int,
-    *,
-    written: Path,
-    warned: set[Path],
-    keep_every: int | None = None,
-    seen: SeenManifests | None = None,
-) -> None:
-    """Delete the oldest complete checkpoints but `keep_last`, never the one just written; 0 keeps all.
-
-    Checkpoints at steps that are a multiple of `keep_every` are kept too and not counted.
-
-    A folder is renamed first, so that an interrupted deletion leaves nothing that looks complete. A failed deletion is
-    one warning per entry of `warned`, since the save itself succeeded. `seen` spares reading manifests again.
-    """
-    if keep_last == 0:
-        return
-    seen = seen or SeenManifests()
-    others = [path for path in step_entries(folder) if path != written and seen.is_complete(path)]
-    others = [path for path in others if keep_every is None or _step_of(path) % keep_every]
-    for path in others[: max(0, len(others) - (keep_last - 1))]:
-        deleted = deleted_name(path)
-        try:
-            os.rename(path, deleted)
-        except OSError as error:
-            warn_once(path, error, warned=warned)
-        else:
-            try_to_remove(deleted, warned=warned)
-
-
-def prune(path: Path, keep_last: int, *, is_dry: bool = False) -> list[Path]:
-    """Delete the oldest complete checkpoints of a run folder or checkpoints folder but `keep_last`; returns them.
-
-    Raises:
-        CheckpointError: there is no complete checkpoint.
-        EnvironmentFault: some cannot be deleted.
-    """
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    complete = complete_checkpoints(folder)
-    if not complete:
-        raise CheckpointError(f"{path} holds no complete checkpoint", why="there is nothing to prune", fix=_NAMES)
-    oldest = complete[: max(0, len(complete) - keep_last)]
-    if oldest and not is_dry:
-        keep_newest(folder, keep_last, written=complete[-1], warned=set())
-    left = [one.name for one in oldest if os.path.lexists(one)]
-    if left and not is_dry:
-        gone = ", ".join(one.name for one in oldest if one.name not in left) or "none"
-        why = f"the warnings name the reasons; deleted: {gone}"
-        raise EnvironmentFault(f"{', '.join(left)} could not be deleted", why=why, fix=f"make {folder} writable")
-    return oldest
-
-
 def set_aside_after(folder: Path, step: int) -> list[Path]:
     """Rename the checkpoints of later steps, of which a run that resumes at `step` is not a continuation.
 
@@ -330,7 +262,7 @@ def set_aside_after(folder: Path, step: int) -> list[Path]:
         EnvironmentFault: the folder cannot be written.
     """
     aside = []
-    for path in [path for path in step_entries(folder) if _step_of(path) > step]:
+    for path in [path for path in step_entries(folder) if step_of(path) > step]:
         names = (path.with_suffix(f".superseded-{number}") for number in count(1))
         target = next(name for name in names if not os.path.lexists(name))
         with disk_errors(path, fix="choose another folder with --run-dir"):
@@ -361,14 +293,14 @@ def _fault_of(path: Path) -> CheckpointError | None:
 def _newest(folder: Path, *, below: int | None) -> tuple[Path | None, list[str]]:
     """The newest complete checkpoint, and what is newer than it and not complete, with the reasons."""
     found, skipped = None, []
-    for path in reversed([path for path in step_entries(folder) if below is None or _step_of(path) < below]):
+    for path in reversed([path for path in step_entries(folder) if below is None or step_of(path) < below]):
         fault = _fault_of(path)
         if fault is None:
             found = path
             break
         skipped.append(f"{path.name} ({fault.why or fault.what})")
     unfinished = [path for path in _leftovers(folder) if _UNFINISHED.fullmatch(path.name) and below is None]
-    newer = [path for path in unfinished if found is None or _step_of(path) > _step_of(found)]
+    newer = [path for path in unfinished if found is None or step_of(path) > step_of(found)]
     return found, skipped + [f"{path.name} (it was never finished)" for path in newer]
 
 
@@ -376,7 +308,7 @@ def step_entries(folder: Path) -> list[Path]:
     """Everything with the name of a step, oldest first; files and links too, which are then found damaged or not."""
     entries = _entries(folder)
     replaced = [path for path in entries if _REPLACED.fullmatch(path.name) and not _is_replaced(path)]
-    return sorted(replaced + [path for path in entries if _STEP.fullmatch(path.name)], key=_step_of)
+    return sorted(replaced + [path for path in entries if _STEP.fullmatch(path.name)], key=step_of)
 
 
 def _is_replaced(path: Path) -> bool:
@@ -384,7 +316,8 @@ def _is_replaced(path: Path) -> bool:
     return os.path.lexists(path.with_suffix(""))
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """The step of a folder by its name."""
     return int(path.stem.removeprefix("step-"))
 
 

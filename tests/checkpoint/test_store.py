@@ -177,52 +177,6 @@ def test_a_shard_that_is_no_file_of_the_folder_is_refused_before_it_is_opened(tm
         ShardFile(file)
 
 
-def test_odd_neighbours_never_stop_a_save_and_are_warned_of_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "checkpoints"
-    elsewhere = save(tmp_path, 1).rename(tmp_path / "elsewhere")
-    (folder / "step-00000001").symlink_to(elsewhere)
-    (folder / "step-00000002").write_text("a file")
-    (folder / "step-00000003.deleted").mkdir()
-    (folder / "step-00000004").symlink_to(tmp_path / "nowhere")
-    real = os.rmdir
-
-    def refuse(path: Path, **options: int) -> None:
-        if Path(path).name == "step-00000003.deleted":
-            raise PermissionError(13, "Permission denied", str(path))
-        real(path, **options)
-
-    monkeypatch.setattr(os, "rmdir", refuse)
-    writer = checkpointer(tmp_path, keep_last=1)
-    with caplog.at_level(logging.WARNING, logger="nanotrain"):
-        for step in (2, 3, 4, 5):
-            writer.save(step, {BOX: torch.full((64,), float(step))}, objects={}, config={}, topology={})
-
-    kept = ["step-00000002.deleted", "step-00000003.deleted", "step-00000005"]
-    assert sorted(path.name for path in folder.iterdir()) == kept
-    assert (folder / kept[0]).read_text() == "a file"
-    assert (elsewhere / "manifest.json").exists(), "of a link only the link is removed"
-    first, second = caplog.messages
-    assert "step-00000003.deleted: Permission denied" in first
-    assert "step-00000002.deleted: it is a file that nanotrain did not write" in second
-
-
-def test_retention_reads_each_manifest_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[str] = []
-    real = store.read_manifest
-    monkeypatch.setattr(store, "read_manifest", lambda path: reads.append(path.name) or real(path))
-    writer = checkpointer(tmp_path, keep_last=3)
-    for step in range(1, 7):
-        writer.save(step, {BOX: torch.full((64,), float(step))}, objects={}, config={}, topology={})
-    assert reads == [f"step-{step:08d}" for step in range(1, 6)]
-
-    truncate(tmp_path / "checkpoints" / "step-00000005")  # damage after that is still seen
-    writer.save(7, {BOX: torch.full((64,), 7.0)}, objects={}, config={}, topology={})
-    names = [path.name for path in store.complete_checkpoints(tmp_path / "checkpoints")]
-    assert names == [f"step-{step:08d}" for step in (4, 6, 7)]
-
-
 def test_steps_are_ordered_as_numbers_and_foreign_folders_are_left_alone(tmp_path: Path) -> None:
     newest = save(tmp_path, 123_456_789)
     save(tmp_path, 99_999_999)
@@ -243,28 +197,6 @@ def test_no_complete_checkpoint_is_an_error_that_says_what_to_name(tmp_path: Pat
 
     with pytest.raises(CheckpointError, match="name a run folder"):
         store.find_checkpoint(tmp_path / place)
-
-
-def test_multiples_of_the_retain_interval_are_kept_besides(tmp_path: Path) -> None:
-    for step in range(1, 7):
-        path = save(tmp_path, step)
-    store.keep_newest(path.parent, 2, written=path, warned=set(), keep_every=3)
-    names = [path.name for path in store.complete_checkpoints(path.parent)]
-    assert names == [f"step-{step:08d}" for step in (3, 5, 6)]
-
-
-def test_a_damaged_checkpoint_is_not_counted_among_those_to_keep(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        save(tmp_path, step)
-    truncate(tmp_path / "checkpoints" / "step-00000003")
-
-    save(tmp_path, 4, keep_last=2)
-
-    assert [path.name for path in store.complete_checkpoints(tmp_path / "checkpoints")] == [
-        "step-00000002",
-        "step-00000004",
-    ]
-    assert (tmp_path / "checkpoints" / "step-00000003").is_dir()
 
 
 def save_and_be_killed(folder: Path, how: str, call: str, times: int) -> None:

@@ -1,0 +1,96 @@
+"""Which complete checkpoints are kept: the newest, and those at multiples of an interval; the others are deleted.
+
+SeenManifests   completeness of checkpoints whose manifests were read before
+keep_newest     after each save
+prune           `nanotrain checkpoint prune`
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from nanotrain.checkpoint.manifest import NewerFormat
+from nanotrain.checkpoint.removal import deleted_name, try_to_remove, warn_once
+from nanotrain.checkpoint.store import (
+    MANIFEST,
+    NAMES,
+    complete_checkpoints,
+    require_complete,
+    require_files,
+    step_entries,
+    step_of,
+)
+from nanotrain.errors import CheckpointError, EnvironmentFault
+
+
+class SeenManifests:
+    """Files of the checkpoints that this process has found complete, so that each manifest is read once."""
+
+    def __init__(self) -> None:
+        self._files: dict[tuple[Path, int, int, int], Mapping[str, int]] = {}
+
+    def is_complete(self, path: Path) -> bool:
+        """Whether a checkpoint is complete; under an unchanged manifest only the sizes of its files are compared."""
+        try:
+            key = (path, (status := os.lstat(path / MANIFEST)).st_ino, status.st_mtime_ns, status.st_size)
+            if key not in self._files:
+                self._files[key] = require_complete(path).files
+            require_files(path, self._files[key])
+        except NewerFormat:
+            raise
+        except (OSError, CheckpointError):
+            return False
+        return True
+
+
+def keep_newest(
+    folder: Path,
+    keep_last: int,
+    *,
+    written: Path,
+    warned: set[Path],
+    keep_every: int | None = None,
+    seen: SeenManifests | None = None,
+) -> None:
+    """Delete the oldest complete checkpoints but `keep_last`, never the one just written; 0 keeps all.
+
+    Checkpoints at steps that are a multiple of `keep_every` are kept too and not counted.
+
+    A folder is renamed first, so that an interrupted deletion leaves nothing that looks complete. A failed deletion is
+    one warning per entry of `warned`, since the save itself succeeded. `seen` spares reading manifests again.
+    """
+    if keep_last == 0:
+        return
+    seen = seen or SeenManifests()
+    others = [path for path in step_entries(folder) if path != written and seen.is_complete(path)]
+    others = [path for path in others if keep_every is None or step_of(path) % keep_every]
+    for path in others[: max(0, len(others) - (keep_last - 1))]:
+        deleted = deleted_name(path)
+        try:
+            os.rename(path, deleted)
+        except OSError as error:
+            warn_once(path, error, warned=warned)
+        else:
+            try_to_remove(deleted, warned=warned)
+
+
+def prune(path: Path, keep_last: int, *, is_dry: bool = False) -> list[Path]:
+    """Delete the oldest complete checkpoints of a run folder or checkpoints folder but `keep_last`; returns them.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint.
+        EnvironmentFault: some cannot be deleted.
+    """
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    complete = complete_checkpoints(folder)
+    if not complete:
+        raise CheckpointError(f"{path} holds no complete checkpoint", why="there is nothing to prune", fix=NAMES)
+    oldest = complete[: max(0, len(complete) - keep_last)]
+    if oldest and not is_dry:
+        keep_newest(folder, keep_last, written=complete[-1], warned=set())
+    left = [one.name for one in oldest if os.path.lexists(one)]
+    if left and not is_dry:
+        gone = ", ".join(one.name for one in oldest if one.name not in left) or "none"
+        why = f"the warnings name the reasons; deleted: {gone}"
+        raise EnvironmentFault(f"{', '.join(left)} could not be deleted", why=why, fix=f"make {folder} writable")
+    return oldest
