@@ -17,7 +17,7 @@ from nanotrain.cli_checkpoint import CHECKPOINT_COMMANDS
 from nanotrain.cli_completion import completion_script
 from nanotrain.cli_evaluate import evaluate as evaluate_command
 from nanotrain.cli_generate import generate as generate_command
-from nanotrain.cli_launch import launch, split_arguments
+from nanotrain.cli_launch import check_names, launch, split_arguments
 from nanotrain.cli_parser import (
     Command,
     CommandParser,
@@ -232,6 +232,7 @@ def config(argv: Sequence[str]) -> int:
     text = reply(line, usage=CONFIG_USAGE)
     if text is None:
         loaded = load_line(line, to_train=False)
+        check_names(loaded.config)
         text = to_yaml(loaded.config).rstrip()
         for note in loaded.notes:
             print(f"note: {note}", file=sys.stderr)

@@ -11,10 +11,12 @@ from argparse import Namespace
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 
+from nanotrain.config.config import Config
 from nanotrain.config.flags import begins_argument, known_flags, parse
 from nanotrain.config.load import Loaded, load_line, reply
+from nanotrain.config.schema import ENTRIES, value_of
 from nanotrain.config.suggest import by_spelling
-from nanotrain.config.validate import validate_for_world
+from nanotrain.config.validate import OPEN_NAMES, validate_for_world
 from nanotrain.errors import ConfigError
 from nanotrain.start_up import importing_torch
 
@@ -166,6 +168,20 @@ def launch_command(
         environment=environment,
         check=lambda world_size: check(trained, loaded, world_size=world_size),
     )
+
+
+def check_names(config: Config) -> None:
+    """Check the names of implementations that are not the defaults; their tables are imported with torch.
+
+    Raises:
+        ConfigError: unknown names.
+    """
+    names = [ENTRIES[name] for name in OPEN_NAMES]
+    if any(value_of(config, entry.key) != entry.default for entry in names):
+        with importing_torch():
+            from nanotrain.train.plans import plan
+
+        plan.check_names(config)
 
 
 def _refuse_inside_torchrun(name: str, *, options: Sequence[str], environment: MutableMapping[str, str]) -> None:

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from nanotrain.cli_launch import split_arguments
+from nanotrain.cli_launch import check_names, split_arguments
 from nanotrain.cli_parser import CommandParser
 from nanotrain.config.config import Config
 from nanotrain.config.flags import parse
@@ -150,6 +150,7 @@ def check_trials(trials: Sequence[Trial], *, shared: Sequence[str], options: Seq
         try:
             arguments = [*shared, *trial.settings]
             loaded = load_line(parse(arguments))
+            check_names(loaded.config)
             if options:
                 from nanotrain.train.start.start_ranks import check_ranks
 

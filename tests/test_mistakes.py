@@ -71,6 +71,8 @@ MISTAKES = [
     ("parity +config=tiny", "required: --world-size", "usage"),
     ("topology --world-size 8 --data-parallel-size 4", "--data-parallel-size is 4, the run has 8", "ranks ="),
     ("train --standalone --nnodes 2 +config=tiny", "--standalone starts a job of one machine", "Traceback"),
+    ("config --optimizer adams", "did you mean --optimizer adam?", "Traceback"),
+    ("sweep --print --over optimizer=adam,adams +config=tiny", "run optimizer=adams: optim.optimizer is", "--run-dir"),
     ("config --explian", "did you mean --explain?", "--help"),
 ]
 

@@ -23,6 +23,11 @@ from nanotrain.config.rules.run import RUN_RULES
 from nanotrain.errors import ConfigError, ErrorCollector
 from nanotrain.quantities import count_of
 
+# Fields that name a row of a table of implementations. The tables import torch, so `plan.check_names` checks the names.
+OPEN_NAMES = (
+    *("pipeline_schedule", "cp_comm_type", "attention_backend", "optimizer", "muon_scalar_optimizer"),
+    *("lr_decay_style", "fp8_recipe"),
+)
 BATCH_FIELDS = ("micro_batch_size", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "seq_length")
 MAX_MICROBATCHES = 1 << 16  # per rank and step; a rank plans the order of all of them, 65,536 in a few seconds
 

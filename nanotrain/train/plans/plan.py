@@ -16,6 +16,7 @@ from nanotrain.config.derive import counted_ends, global_batch_size
 from nanotrain.config.length_schedule import length_schedule
 from nanotrain.config.pipeline_layout import read_pipeline_layout
 from nanotrain.config.schema import ENTRIES, check_choice, value_of
+from nanotrain.config.validate import OPEN_NAMES
 from nanotrain.data.sampler import SamplerConfig
 from nanotrain.errors import ErrorCollector
 from nanotrain.model.fp8 import layers_in_bf16
@@ -260,6 +261,7 @@ def check_names(config: Config) -> None:
         "lr_decay_style": LR_DECAYS,
         "fp8_recipe": RECIPES,
     }
+    assert tables.keys() == set(OPEN_NAMES)
     errors = ErrorCollector()
     for name, known in tables.items():
         with errors:
