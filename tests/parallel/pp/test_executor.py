@@ -3,11 +3,18 @@
 import torch
 from torch import nn
 
+from nanotrain.comm.group import Group
+from nanotrain.comm.send_recv import Message, SendRecv
+from nanotrain.comm.work import Work
 from nanotrain.data.batch import Batch
+from nanotrain.kernels.deferred_wgrad import Wgrad, WgradQueue
+from nanotrain.parallel.pp import executor
 from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape, Schedule
 from nanotrain.parallel.pp.executor import Pipeline, RunnableStage, run_schedule
+from nanotrain.parallel.pp.gpipe import gpipe
 from nanotrain.parallel.pp.one_f_one_b import one_f_one_b
 from nanotrain.parallel.pp.transfers import plan_rank
+from tests.parallel.pp.toys import ToyStage, batches
 
 events: list[str] = []
 
@@ -83,3 +90,56 @@ def test_a_stage_may_have_several_callbacks_or_none():
     assert events == ["forward 1", "begins, the last", "begins, the last", "grad", "ended", "ended"]
     run(one_f_one_b(PipelineShape(1, 1, 1)), 1, callbacks=0)
     assert events == ["forward 1", "grad"]
+
+
+class Turned(nn.Module):
+    """Its output [1, 2, 3] is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 3, 2))
+
+    def forward(self, hidden: None, batch: Batch) -> torch.Tensor:
+        return (self.weight * batch.tokens).transpose(1, 2)
+
+
+def test_sends_are_contiguous_and_the_oldest_is_waited_for_first(monkeypatch):
+    started, waited = [], []
+
+    def start(sends: list[Message], receives: list[Message], *, group: Group) -> SendRecv:
+        assert all(message.tensor.is_contiguous() for message in sends)
+        started.extend(sends)
+        number = len(started)
+        sent = Work(lambda: waited.append(number))
+        return SendRecv(sent, tuple(Work.completed(torch.ones(1, 2, 3)) for _ in receives))
+
+    # Given the first of two ranks, which sends four outputs,
+    monkeypatch.setattr(executor, "start_send_recv", start)
+    pipeline = Pipeline(Group.single_rank("pp"), (1, 2, 3), torch.float32, torch.device("cpu"))
+    plan = plan_rank(gpipe(PipelineShape(2, 1, 4)), 0)
+    run_schedule(plan, {0: RunnableStage(Turned())}, microbatches=[batch(1)] * 4, grad_scale=1.0, pipeline=pipeline)
+    assert waited == [1, 2, 3, 4]
+
+
+def test_i_leaves_the_weight_gradients_of_layers_that_can_defer_to_w():
+    put = []
+
+    class Recording(WgradQueue):
+        def put(self, wgrad: Wgrad) -> None:
+            put.append(stage.weight.grad)
+            super().put(wgrad)
+
+    stage, i, w = ToyStage(0, 1, queue=Recording()), ActionKind.backward_input, ActionKind.backward_weight
+    schedule = Schedule((tuple(Action(kind, 0, 0) for kind in (ActionKind.forward, i, w)),))
+    stages = {0: RunnableStage(stage, wgrad_queue=stage.queue)}
+    arguments = {"microbatches": batches(1), "grad_scale": 1.0, "pipeline": Pipeline.single_rank()}
+    run_schedule(plan_rank(schedule, 0), stages, **arguments)
+    assert put == [None] and stage.weight.grad is not None
+
+
+def test_all_ranks_of_a_pipeline_take_part_in_its_first_collective(monkeypatch):
+    joined: list[Group] = []
+    monkeypatch.setattr(executor, "barrier", joined.append)
+    pipeline = Pipeline.single_rank()
+    pipeline.connect()
+    assert joined == [pipeline.group]
