@@ -104,3 +104,11 @@ def test_gradients_are_those_of_autograd(value_head_dim):
     gradients = chunk_backward(grouped, result, grad=grad)
     for one, other in zip((gradients.query, gradients.key, gradients.value), expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_gradients_of_shared_heads_are_summed_in_fp32():
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 5, 8, generator=generator).bfloat16() for heads in (4, 2, 2))
+    chunk = AttentionChunk(query, key, value, None, is_causal=False, scale=0.3)
+    gradients = chunk_backward(chunk, chunk_forward(chunk), grad=torch.ones_like(query))
+    assert gradients.key.dtype is gradients.value.dtype is torch.float32

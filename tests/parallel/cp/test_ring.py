@@ -4,10 +4,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanotrain.comm.group import Group
 from nanotrain.parallel.cp import ring, tile_attention
 from nanotrain.parallel.cp.attention import build_core_attention
-from nanotrain.parallel.cp.ring import plan_ring
+from nanotrain.parallel.cp.chunk_attention import ChunkGradients
+from nanotrain.parallel.cp.ring import RingAttention, plan_ring
 from nanotrain.parallel.cp.split import local_positions
+from nanotrain.parallel.cp.tiles import Tile, TilePlan
 from tests.harness import ranks
 from tests.parallel.cp.sequences import Shape, Tensors, random_inputs, run, shard
 
@@ -70,3 +73,26 @@ def test_inputs_and_gradients_may_have_any_strides(ctx):
     core(query, key=key, value=value, mask=core.plan_mask(None, tokens=query[..., 0, 0])).sum().backward()
     ones = Tensors(torch.ones_like(inputs.out), *(x.detach() for x in (query, key, value)))
     torch.testing.assert_close(value.grad, run(build_core_attention("p2p", group), ones).value, rtol=1e-13, atol=1e-13)
+
+
+def test_results_and_gradients_of_the_steps_are_accumulated_in_fp32(monkeypatch):
+    # Given four steps on one rank, whose gradients are 1 and three times 2^-9, which bf16 does not add to 1,
+    positions, everything = torch.arange(4), slice(None)
+    plans = tuple(TilePlan((Tile(everything, everything, everything),), positions, positions) for _ in range(4))
+    forward_tiles, totals = ring.forward_tiles, []
+
+    def forward(plan, inputs, *, total, **options):
+        totals.append(None if total is None else total.out.dtype)
+        return forward_tiles(plan, inputs, total=total, **options)
+
+    def gradients(plan, inputs, **_):
+        value = 1.0 if plan is plans[0] else 2.0**-9
+        yield plan.tiles[0], ChunkGradients(*(torch.full(x.shape, value) for x in inputs))
+
+    monkeypatch.setattr(ring, "forward_tiles", forward)
+    monkeypatch.setattr(ring, "tile_gradients", gradients)
+    query, key, value = (torch.ones(1, 4, 2, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    RingAttention(Group.single_rank("cp"))(query, key=key, value=value, mask=plans).sum().backward()
+    assert totals == [None] + [torch.float32] * 3
+    for tensor in (query, key, value):
+        assert torch.equal(tensor.grad, torch.full_like(tensor, 1 + 3 * 2.0**-9))

@@ -1,11 +1,16 @@
 """Attention in tiles gives output and gradients of the formula, and keeps no mask for the backward."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from nanotrain.parallel.cp import tiles
+from nanotrain.parallel.cp.scores import ScoreOptions, add_sink
 from nanotrain.parallel.cp.sdpa import DenseKernel, LayerKernels, SDPAttention
+from nanotrain.parallel.cp.tile_attention import attend_tiles, backward_tiles, forward_tiles
+from nanotrain.parallel.cp.tiles import LocalChunk, Spans, plan_chunks
 from tests.parallel.cp.sequences import Shape, full_mask, random_inputs, run, run_dense, segments
 
 BOUNDS = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
@@ -48,3 +53,30 @@ def test_no_tensor_of_queries_by_keys_is_kept():
     linear = 4 * tensor + 1024 * 4  # query, key, value, output; log-sum-exp
     assert kept(SDPAttention()) == kept(SDPAttention(), window=100) == linear
     assert kept(SDPAttention(LayerKernels(DenseKernel()))) >= linear + 1024 * 1024, "a dense mask is kept"
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_what_several_tiles_contribute_to_is_accumulated_in_fp32(groups):
+    given = random_inputs(Shape(groups=groups), dtype=torch.bfloat16)
+    query, key, value, grad = (x.transpose(1, 2) for x in (given.query, given.key, given.value, given.out))
+    positions, spans = torch.arange(24), Spans.of(None, length=24)
+    # the second half of the queries: keys before them, and their own
+    pairs = [(LocalChunk(range(12, 24)), LocalChunk(range(24)), True)]
+    plan, inputs = plan_chunks(spans, pairs, queries=positions[12:], keys=positions), (query[:, :, 12:], key, value)
+    merged = forward_tiles(plan, inputs, scores=None)
+    assert merged.out.dtype is merged.lse.dtype is torch.float32
+    merged = replace(merged, out=merged.out.bfloat16())
+    gradients = backward_tiles(plan, inputs, merged=merged, scores=None, grad=grad[:, :, 12:])
+    assert (gradients.query.dtype, gradients.key.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_a_sink_is_added_before_the_output_is_rounded():
+    given, sink = random_inputs(Shape(), dtype=torch.bfloat16), torch.tensor([0.3, -1.0, 2.0, 0.7])
+    positions, chunk = torch.arange(24), LocalChunk(range(24))
+    plan = plan_chunks(Spans.of(None, length=24), [(chunk, chunk, True)], queries=positions, keys=positions)
+    total = forward_tiles(plan, tuple(x.transpose(1, 2) for x in (given.query, given.key, given.value)), scores=None)
+    lse = torch.logaddexp(total.lse, sink[:, None])
+    expected = (total.out.float() * (total.lse - lse).exp()[..., None]).bfloat16()
+    out = attend_tiles(given.query, key=given.key, value=given.value, plan=plan, scores=ScoreOptions(sink))
+    assert torch.equal(out.transpose(1, 2), expected)
+    assert not torch.equal(add_sink(total, sink).out, expected), "rounding before would differ"

@@ -70,3 +70,25 @@ def test_documents_have_no_masks_and_windows_small_ones():
     # many short documents share tiles
     short = plan_chunks(Spans.of(torch.arange(1024)[None] // 10, length=1024), pair, queries=queries, keys=keys)
     assert len(short.tiles) == 8 and all(window.mask(tile).numel() < 140**2 for tile in short.tiles)
+
+
+def test_a_plan_says_which_queries_and_keys_are_in_several_tiles():
+    positions, everything = torch.arange(8), LocalChunk(range(8))
+    last = [(LocalChunk(range(4, 8)), everything, True)]
+    behind = plan_chunks(Spans.of(None, length=8), last, queries=positions[4:], keys=positions)
+    assert behind.has_repeated_queries and not behind.has_repeated_keys  # keys before the queries, and their own
+    # the same of each sample: a window of two documents, and two documents without a window
+    ids = torch.tensor([[0] * 8, [0] * 5 + [1] * 3])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "QUERIES_PER_MASK", 2)
+        plans = [
+            plan_chunks(
+                Spans.of(ids, length=8, window=window),
+                [(everything, everything, True)],
+                queries=positions,
+                keys=positions,
+            )
+            for window in (2, None)
+        ]
+    assert [plan.has_repeated_keys for plan in plans] == [True, False]
+    assert not plans[1].has_repeated_queries
