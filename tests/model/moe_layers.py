@@ -42,8 +42,11 @@ DEEPSEEK = replace(
     ),
 )
 GELU = replace(
-    DROPLESS, activation=Activation.gelu, moe=replace(DROPLESS.moe, ffn_hidden_size=22, z_loss_coeff=0.2)
-)  # 22: the looped kernel
+    DROPLESS,
+    activation=Activation.gelu,
+    add_bias_linear=True,
+    moe=replace(DROPLESS.moe, ffn_hidden_size=22, z_loss_coeff=0.2),  # 22: the looped kernel
+)
 MODELS = {"dropless": DROPLESS, "capacity": CAPACITY, "deepseek": DEEPSEEK, "gelu": GELU}
 
 # No token is routed to these: with ep=4 the second rank gets none.
@@ -137,7 +140,7 @@ class Part:
             all_reduce(total, self.ctx.group("expert_dp"))
             return total
         all_reduce(total, self.ctx.group("dp_cp"))
-        if name == "router.weight":
+        if name.startswith("router."):
             all_reduce(total, self.ctx.group("tp"))
         return total
 
@@ -145,6 +148,8 @@ class Part:
 def shards_of(name: str) -> list[tuple[int, str]]:
     """The sharded dims of a parameter of the layer, and their axes."""
     part, _, rest = name.partition(".")
+    if rest == "down.bias":
+        return [(0, "ep")]
     if part == "experts":
         return [(0, "ep"), (2 if rest == "down.weight" else 1, "etp")]
     if part == "shared":

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanotrain.comm.group import Group
-from nanotrain.model.capacity import drop_over_capacity
+from nanotrain.config.config import MoEConfig
+from nanotrain.model.capacity import drop_over_capacity, expert_capacity
 from nanotrain.parallel.ep.token_dispatcher import Routing
 
 E = 4
@@ -25,6 +26,11 @@ def kept_by_hand(experts, weights, capacity):
             for _, token, slot in sorted(bids)[capacity:]:
                 kept[sequence, token, slot] = E
     return kept
+
+
+def test_a_capacity_is_rounded_up_as_in_megatron_lm():
+    moe = MoEConfig(num_experts=4, router_topk=1, expert_capacity_factor=1.0)
+    assert [expert_capacity(moe, length) for length in (1, 4, 10)] == [1, 1, 3]
 
 
 @given(st.integers(1, 7), st.integers(1, 3), st.integers(0, 10**6))

@@ -73,6 +73,15 @@ def test_only_the_best_groups_are_chosen_from():
     assert route(model, token).topk_ids.tolist() == [[3, 2]]
 
 
+def test_the_bias_moves_the_choice_of_groups_too():
+    # DeepSeek-V3 ranks groups by biased scores, so that the bias moves tokens between groups as well
+    moe = replace(SIGMOID.moe, router_num_groups=4, router_group_topk=1, router_enable_expert_bias=True)
+    token = one_token(2.0, 2.0, 1.0, 1.0, -1.0, -2.0, 0.5, -3.0)
+    assert sorted(route(replace(SIGMOID, moe=moe), token).topk_ids[0].tolist()) == [0, 1]
+    biased = route(replace(SIGMOID, moe=moe), token, bias=[0.0, 0, 0.5, 0, 0, 0, 0, 0])
+    assert biased.topk_ids.tolist() == [[2, 3]]
+
+
 def test_groups_are_ranked_by_logits_unless_the_softmax_comes_first():
     # Megatron-LM's topk_routing_with_score_function: sums of 3 - 10 and 1 + 0.9, or of their probabilities
     model = replace(SOFTMAX, moe=replace(SOFTMAX.moe, router_num_groups=4, router_group_topk=1))
@@ -248,3 +257,11 @@ def test_the_metrics_of_the_losses_are_means_and_one_is_perfect_balance(kind):
     metrics = RouterMetrics.of(router.stats.sums().tolist())
     assert metrics.aux_loss == pytest.approx(1.0)
     assert metrics.z_loss == pytest.approx(math.log(E) ** 2)
+
+
+def test_the_metric_is_that_of_the_first_loss_alone():
+    kinds = [LoadBalancing.seq_aux_loss, LoadBalancing.aux_loss]
+    moe = replace(SOFTMAX.moe, aux_loss_coeff=[0.3, 0.2], router_load_balancing_type=kinds)
+    router = build_router(replace(SOFTMAX, moe=moe))
+    route(SOFTMAX, torch.zeros(2, S, E, requires_grad=True), router=router)
+    assert RouterMetrics.of(router.stats.sums().tolist()).aux_loss == pytest.approx(1.0)

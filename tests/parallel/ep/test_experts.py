@@ -9,7 +9,7 @@ from torch import nn
 
 from nanotrain.kernels import grouped
 from nanotrain.kernels.deferred_wgrad import WgradQueue, accumulate_wgrads
-from nanotrain.parallel.ep.experts import ExpertOptions, Experts
+from nanotrain.parallel.ep.experts import ExpertOptions, Experts, add_expert_bias
 from tests.kernels.writing_network import step, wrap
 
 E, H, WIDTH = 3, 8, 16
@@ -54,6 +54,18 @@ def test_experts_equal_one_mlp_per_expert_and_dropped_tokens_are_zero(is_gated: 
     found = torch.autograd.grad(out.sum(), list(experts.parameters()))
     for one, other in zip(found, torch.autograd.grad(expected.sum(), list(experts.parameters())), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_biases_are_added_to_the_tokens_of_their_expert_and_to_no_dropped_token() -> None:
+    rows, bias = torch.randn(sum(COUNTS) + DROPPED, H), parameter(E, H, seed=5)
+    offs = torch.tensor(COUNTS).cumsum(0).to(torch.int32)
+    given = torch.cat((bias.repeat_interleave(torch.tensor(COUNTS), 0), torch.zeros(DROPPED, H)))
+    out_grad = torch.randn_like(rows)
+    (expected,) = torch.autograd.grad(given, bias, out_grad)
+    for adds in (True, False):  # one rank of etp adds them, all have their gradient
+        out = add_expert_bias(rows, bias, offs=offs, adds=adds)
+        assert torch.equal(out, rows + given if adds else rows)
+        torch.testing.assert_close(torch.autograd.grad(out, bias, out_grad)[0], expected)
 
 
 def test_deferred_weight_gradients_are_bit_equal() -> None:

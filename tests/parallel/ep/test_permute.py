@@ -84,3 +84,13 @@ def test_a_gradient_in_bf16_is_summed_over_the_experts_in_fp32_and_rounded_once(
     out_grad = torch.randn(160, 16, dtype=torch.bfloat16)
     (grad,) = torch.autograd.grad(permute(x, permutation, num_permuted=160), x, out_grad)
     assert torch.equal(grad, sum(out_grad[permutation.inverse[:, k]].float() for k in range(4)).bfloat16())
+
+
+def test_gradients_of_the_weights_are_products_in_fp32() -> None:
+    torch.manual_seed(0)
+    permutation = plan_permutation(torch.rand(20, 6).topk(3).indices, 6)
+    rows, out_grad = torch.randn(60, 16, dtype=torch.bfloat16), torch.randn(20, 16, dtype=torch.bfloat16)
+    weights = torch.rand(20, 3, requires_grad=True)
+    (grad,) = torch.autograd.grad(unpermute(rows, permutation, topk_weights=weights), weights, out_grad)
+    expected = (rows.double()[permutation.inverse] * out_grad.double()[:, None]).sum(-1)
+    torch.testing.assert_close(grad, expected.float())
