@@ -1,6 +1,8 @@
 """Token files read back what was written, in stream offsets, and damaged ones are refused with a reason."""
 
+import os
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nanotrain.data import indexed
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.token_format import DTYPES, IndexHeader
 from nanotrain.errors import DataError
@@ -16,6 +19,23 @@ from tests.data.conftest import WriteCorpus, random_documents
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any)
 INTEGERS = [dtype.name for dtype in DTYPES.values() if dtype.kind != "f"]
 SAME_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+
+
+def _write_pair(
+    prefix: Path,
+    tokens: np.ndarray,
+    *,
+    lengths: Sequence[int],
+    pointers: Sequence[int],
+    documents: Sequence[int] | None = None,
+) -> Path:
+    """Write a pair with these columns; one document per sequence by default."""
+    prefix.with_suffix(".bin").write_bytes(tokens.astype("<u2").tobytes())
+    documents = range(len(lengths) + 1) if documents is None else documents
+    header = IndexHeader(np.dtype("<u2"), len(lengths), len(documents)).pack()
+    columns = (np.asarray(lengths, "<i4"), np.asarray(pointers, "<i8"), np.asarray(documents, "<i8"))
+    prefix.with_suffix(".idx").write_bytes(header + b"".join(column.tobytes() for column in columns))
+    return prefix
 
 
 @SAME_FOLDER
@@ -48,12 +68,8 @@ def test_sequences_stored_in_any_order_read_in_the_order_of_the_index(
     for document in stored:
         pointers[document], begin = 2 * begin, begin + lengths[document]
     tokens = np.concatenate([documents[document] for document in stored])
-    (tmp_path / "odd.bin").write_bytes(tokens.astype("<u2").tobytes())
-    header = IndexHeader(np.dtype("<u2"), len(lengths), len(lengths) + 1).pack()
-    columns = np.asarray(lengths, "<i4").tobytes() + pointers.tobytes() + np.arange(len(lengths) + 1).tobytes()
-    (tmp_path / "odd.idx").write_bytes(header + columns)
     # when
-    corpus = IndexedTokens(tmp_path / "odd")
+    corpus = IndexedTokens(_write_pair(tmp_path / "odd", tokens, lengths=lengths, pointers=pointers))
     # then
     stream = np.concatenate(documents)
     assert corpus.num_tokens == len(stream)
@@ -160,3 +176,68 @@ def test_a_range_outside_the_stream_is_an_error(write_corpus: WriteCorpus, windo
     corpus = IndexedTokens(write_corpus(random_documents([20, 30])))
     with pytest.raises(DataError, match=r"corpus cannot be read: the corpus has tokens \[0, 50\)"):
         corpus.read(*window)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pointers", "message"),
+    [
+        ([20, 30], [2, 42], "its sequences overlap or leave gaps at sequence 0"),
+        ([19, 30], [2, 40], "has 100 bytes where its index asks for 98"),
+    ],
+)
+def test_an_index_that_skips_the_first_tokens_is_refused(
+    tmp_path: Path, lengths: list[int], pointers: list[int], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        IndexedTokens(_write_pair(tmp_path / "odd", np.arange(50), lengths=lengths, pointers=pointers))
+
+
+def test_a_document_may_have_no_sequence(tmp_path: Path) -> None:
+    prefix = _write_pair(tmp_path / "odd", np.arange(5), lengths=[2, 3], pointers=[0, 4], documents=[0, 1, 1, 2])
+    assert IndexedTokens(prefix).document_starts(0, 5).tolist() == [0, 2]
+
+
+LARGE = {"_CHECK_ALL": 3, "_CHECK_SOME": 4}  # of ten sequences the pointers of 0, 2, 5 and 8 are checked on opening
+
+
+def _large_corpus(folder: Path, monkeypatch: pytest.MonkeyPatch, stored: Sequence[int]) -> IndexedTokens:
+    """Ten sequences of two tokens, stored in this order, which are taken for more than can be checked on opening."""
+    for name, number in LARGE.items():
+        monkeypatch.setattr(indexed, name, number)
+    pointers = [4 * stored.index(sequence) for sequence in range(10)]
+    tokens = np.array([2 * sequence + half for sequence in stored for half in range(2)])
+    return IndexedTokens(_write_pair(folder / "large", tokens, lengths=[2] * 10, pointers=pointers))
+
+
+def test_disorder_that_the_checked_pointers_show_is_read_through_a_table(tmp_path, monkeypatch) -> None:
+    corpus = _large_corpus(tmp_path, monkeypatch, [0, 1, 5, 6, 4, 7, 2, 3, 8, 9])  # each is followed by its next one
+    assert corpus.read(0, 20).tolist() == list(range(20))
+
+
+def test_disorder_between_them_is_found_when_it_is_read(tmp_path, monkeypatch) -> None:
+    corpus = _large_corpus(tmp_path, monkeypatch, [0, 1, 2, 3, 7, 5, 6, 4, 8, 9])
+    assert corpus.read(0, 6).tolist() == list(range(6))
+    with pytest.raises(DataError, match="pointers out of order near sequence 3"):
+        corpus.read(6, 9)
+
+
+def test_documents_out_of_order_are_found_when_they_are_read(tmp_path, monkeypatch) -> None:
+    for name, number in LARGE.items():
+        monkeypatch.setattr(indexed, name, number)
+    documents = [0, 1, 2, 3, 5, 4, 6, 7, 8, 9, 10]  # those of 0, 3, 6 and 9 are checked on opening
+    pair = {"lengths": [2] * 10, "pointers": range(0, 40, 4), "documents": documents}
+    corpus = IndexedTokens(_write_pair(tmp_path / "large", np.arange(20), **pair))
+    assert corpus.document_starts(12, 20).tolist() == [12, 14, 16, 18]
+    for start in (6, 8):
+        with pytest.raises(DataError, match="document 4 begins with sequence 5: the next one begins with sequence 4"):
+            corpus.document_starts(start, start + 2)
+
+
+def test_short_reads_are_continued_and_a_file_cut_off_later_is_an_error(write_corpus, monkeypatch) -> None:
+    documents = random_documents([20, 30])
+    corpus, pread = IndexedTokens(write_corpus(documents)), os.pread
+    monkeypatch.setattr(indexed.os, "pread", lambda handle, count, offset: pread(handle, min(count, 6), offset))
+    assert corpus.read(0, 50).tolist() == np.concatenate(documents).tolist()
+    os.truncate(corpus.bin_file, 70)
+    with pytest.raises(DataError, match="ended at byte 70: it had 100 bytes when it was opened"):
+        corpus.read(0, 50)

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
 
 from nanotrain.data.batch import Sample
+from nanotrain.data.blend import BlendedDataset
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.data.sampler import SamplerConfig
 from nanotrain.data.synthetic import SyntheticDataset
@@ -71,6 +73,18 @@ def test_padding_has_no_target_tokens_and_says_that_it_is_padding() -> None:
     assert [batch.is_padding for batch in microbatches] == [False, True]
     assert [batch.to("cpu").is_padding for batch in microbatches] == [False, True]
     assert [bool(batch.num_target_tokens) for batch in microbatches] == [True, False]
+
+
+def test_skipped_samples_move_samples_padding_and_their_corpora_alike() -> None:
+    blend = BlendedDataset([SAMPLES, SyntheticDataset(1000, 8, seed=2)], [Fraction(2), Fraction(1)])
+    sampler = SamplerConfig(dp_rank=0, dp_size=1, micro_batch_size=2, global_batch_size=3)
+    with GlobalBatchLoader(blend, sampler=sampler, consumed_samples=6, skipped_samples=5) as batches:
+        microbatches = next(batches)
+    for batch, places in zip(microbatches, ((11, 12), (13, 11)), strict=True):  # the last one is padding
+        assert batch.tokens.tolist() == [blend[place].tokens.tolist() for place in places]
+        assert batch.source_ids.tolist() == [blend.source_of(place) for place in places]
+    assert [batch.is_padding for batch in microbatches] == [False, False], "one of the last two samples is none"
+    assert microbatches[1].loss_mask.sum(1).tolist() == [8, 0]
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
