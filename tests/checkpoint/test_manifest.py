@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
-from nanotrain.checkpoint.manifest import NewerFormat, from_json, to_json
+from nanotrain.checkpoint.manifest import DamagedCheckpoint, NewerFormat, from_json, to_json
 from nanotrain.checkpoint.store import read_manifest
 from nanotrain.comm.group import Group
 from nanotrain.errors import CheckpointError
@@ -81,9 +81,9 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path, change: Any, message: str
 
 
 def test_a_later_format_is_named_with_both_versions(tmp_path: Path) -> None:
-    text = signed(json.loads(to_json(read_manifest(save(tmp_path)))) | {"version": 7})
+    text = signed(json.loads(to_json(read_manifest(save(tmp_path)))) | {"version": 3})
 
-    with pytest.raises(NewerFormat, match="format version 7: this nanotrain reads versions up to 2"):
+    with pytest.raises(NewerFormat, match="format version 3: this nanotrain reads versions up to 2"):
         from_json(text)
 
 
@@ -93,6 +93,36 @@ def test_a_manifest_cannot_point_outside_its_folder(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"must be a plain file name"):
         from_json(forged)
+
+
+def change_piece(body: dict[str, Any], **fields: Any) -> None:
+    body["tensors"]["model/a.weight"]["pieces"][0] |= fields
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda body: change_piece(body, nbytes=33), "nbytes is 33, its box has 8 elements of 4 bytes"),
+        (lambda body: change_piece(body, box=[[3, 0], [2, 4]]), "which is no box of a tensor of shape"),
+        (lambda body: body["tensors"]["model/a.weight"].update(shape=[1] * 17), "has 17 dims, at most 16"),
+        (lambda body: body["tensors"]["model/a.weight"]["pieces"].pop(), "has 20 elements, its pieces hold 11"),
+        (lambda body: body["files"].update({next(iter(body["files"])): 83}), "is 83 bytes, its chunks need 84"),
+        (lambda body: change_piece(body, file="other.safetensors"), "which files does not list"),
+    ],
+)
+def test_sizes_that_do_not_fit_together_are_refused(tmp_path: Path, change: Any, message: str) -> None:
+    body = json.loads(to_json(read_manifest(save(tmp_path))))
+    change(body)
+    with pytest.raises(DamagedCheckpoint, match=message):
+        from_json(signed(body))
+
+
+def test_a_tensor_that_is_covered_twice_is_refused(tmp_path: Path) -> None:
+    body = json.loads(to_json(read_manifest(save(tmp_path))))
+    pieces = body["tensors"]["model/a.weight"]["pieces"]
+    pieces.append(pieces[-1])
+    with pytest.raises(DamagedCheckpoint, match="has 20 elements, its pieces hold 29"):
+        from_json(signed(body))
 
 
 def test_a_flat_model_section_of_format_1_is_nested(tmp_path: Path) -> None:
