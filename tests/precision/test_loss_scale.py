@@ -70,13 +70,14 @@ def test_fp16_resumed_from_another_dtype_starts_at_the_initial_loss_scale(kind, 
     assert resumed.state_dict() == scale().state_dict() and resumed.scale == 1024.0
 
 
-def test_a_format_1_checkpoint_of_fp16_keeps_its_scale():
+@pytest.mark.parametrize(("steps", "expected"), [("oooc", 256.0), ("o" * 12 + "c", 1.0)])
+def test_a_format_1_checkpoint_of_fp16_keeps_its_scale(steps, expected):
     saved, resumed = scale(), scale()
-    after(saved, "oooc")
+    after(saved, steps)
     state = saved.state_dict()
     del state["is_dynamic"]
     resumed.load_state_dict(state)
-    assert resumed.state_dict() == saved.state_dict() and resumed.scale == 256.0
+    assert resumed.state_dict() == saved.state_dict() and resumed.scale == expected
 
 
 @given(st.text("oc", max_size=30), st.text("oc", max_size=30))

@@ -7,6 +7,8 @@ from nanotrain.errors import TrainingFault
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.hooks.log import LogHook
+from nanotrain.train.resume.rollback import MIN_LOSSES, WINDOW, count_loss
+from nanotrain.train.run import TrainState
 from tests.train.small_run import Spy, metrics_of, small_run, train
 
 FLAGS = ("--train-iters", "14", "--save-interval", "4", "--rollback-on-spike", "1.2", "--global-batch-size", "2")
@@ -38,6 +40,15 @@ def losses_and_reads(folder, *flags, bad=BAD, hooks=()):
         train(run, spy, CheckpointHook(), *hooks)
         main = {box.name: tensor.clone() for box, tensor in run.optimizer.state_tensors().items()}
         return [(report.step, report.loss, report.lr) for report in spy.reports], data.read, (run.state, main)
+
+
+def test_a_spike_is_relative_to_the_median_of_the_newest_losses():
+    state = TrainState(recent_losses=[1.0] + [4.0] * (MIN_LOSSES - 1))
+    assert not count_loss(state, 5.9, factor=1.5) and count_loss(state, 6.1, factor=1.5)
+    falling = [100.0 - step for step in range(WINDOW + 10)]
+    state = TrainState()
+    assert not any(count_loss(state, loss, factor=1.5) for loss in falling)
+    assert state.recent_losses == falling[-WINDOW:]
 
 
 @pytest.mark.parametrize("flags", [(), BF16], ids=["fp32", "bf16, ZeRO-3"])
