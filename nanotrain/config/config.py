@@ -77,6 +77,12 @@ class WSDDecayStyle(str, Enum):
     minus_sqrt = "minus_sqrt"
 
 
+class WeightDecayStyle(str, Enum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
 class RecomputeGranularity(str, Enum):
     full = "full"
     selective = "selective"
@@ -171,6 +177,7 @@ class PrecisionConfig:
     main_params_dtype: DType = option(DType.fp32, "precision-aware optimizer: data type of the main parameters, which the optimizer updates")
     exp_avg_dtype: DType = option(DType.fp32, "precision-aware optimizer: data type of first moments and momentum buffers")
     exp_avg_sq_dtype: DType = option(DType.fp32, "precision-aware optimizer: data type of second moments")
+    loss_scale: float = option(0.0, "fp16: constant loss scale; 0: it adapts, from initial_loss_scale", check=at_least(0))
     initial_loss_scale: float = option(4294967296.0, "fp16: initial loss scale", check=above(0))
     min_loss_scale: float = option(1.0, "fp16: minimum loss scale", check=above(0))
     loss_scale_window: int = option(1000, "fp16: steps without overflow before the loss scale doubles", check=at_least(1))
@@ -205,6 +212,9 @@ class OptimConfig:
     lr_wsd_decay_samples: int | None = option(None, "WSD: length of the final decay in samples, instead of lr_wsd_decay_iters", check=at_least(1))
     lr_wsd_decay_style: WSDDecayStyle = option(WSDDecayStyle.exponential, "WSD: shape of the final decay: linear, cosine, exponential or minus_sqrt")
     weight_decay: float = option(0.1, "decoupled weight decay; not applied to biases and 1-D parameters", check=at_least(0))
+    weight_decay_incr_style: WeightDecayStyle = option(WeightDecayStyle.constant, "how weight decay grows over the run: constant (weight_decay), linear or cosine (from start_weight_decay to end_weight_decay)")
+    start_weight_decay: float | None = option(None, "weight decay of the first step, with weight_decay_incr_style", check=at_least(0))
+    end_weight_decay: float | None = option(None, "weight decay at the end of the run, with weight_decay_incr_style", check=at_least(0))
     adam_beta1: float = option(0.9, "decay rate of the first moment", check=between(0, 1))
     adam_beta2: float = option(0.95, "decay rate of the second moment", check=between(0, 1))
     adam_eps: float = option(1e-8, "added to the square root of the second moment", check=above(0))

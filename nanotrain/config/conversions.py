@@ -4,6 +4,7 @@ Each returns values by unique name. They are called in the order of the command 
 has the values of all fields that were set.
 """
 
+from pathlib import Path
 from typing import Any
 
 from nanotrain.config.batch_schedule import batch_schedule, steps_of_samples
@@ -11,6 +12,7 @@ from nanotrain.config.config import Config, RecomputeGranularity
 from nanotrain.config.derive import counted_ends, has_rope
 from nanotrain.errors import ConfigError
 from nanotrain.quantities import count_of
+from nanotrain.untrusted import list_of, object_of, parse_json, read_file, text_of, unreadable
 
 LARGEST = 10**18  # of whole numbers, as of samples
 
@@ -117,3 +119,45 @@ def moe_layer_recompute(config: Config, text: str) -> dict[str, Any]:
     is_selective = config.memory.recompute_granularity is RecomputeGranularity.selective
     modules = config.memory.recompute_modules or (["core_attn"] if is_selective else [])
     return {"recompute_granularity": "selective", "recompute_modules": [*dict.fromkeys([*modules, "moe"])]}
+
+
+def data_args_path(config: Config, text: str) -> dict[str, Any]:
+    """The prefixes and weights of `--data-path`, separated by white space in a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds none.
+    """
+    flag = "--data-args-path"
+    try:
+        words = read_file(Path(text)).decode().split()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{flag} {text} cannot be read", why=unreadable(error)) from None
+    if not words:
+        fix = "write what would follow --data-path into it"
+        raise ConfigError(f"{flag} {text} names no data", why="the file is empty", fix=fix)
+    return {"data_path": words}
+
+
+def per_split_data_args_path(config: Config, text: str) -> dict[str, Any]:
+    """The prefixes and weights of each split, from a JSON file: a text or a list of texts for train, valid and test.
+
+    Raises:
+        ConfigError: the file cannot be read, or has another form.
+    """
+    flag = "--per-split-data-args-path"
+    try:
+        splits = object_of(parse_json(read_file(Path(text))), "the file")
+        if unknown := splits.keys() - {"train", "valid", "test"}:
+            raise ValueError(f"it has the key {min(unknown)!r}")
+        if not splits.get("train"):
+            raise ValueError("train has no data")
+        return {f"{split}_data_path": _words(value, split) for split, value in splits.items() if value is not None}
+    except (OSError, ValueError) as error:
+        fix = 'write {"train": "0.7 a 0.3 b", "valid": "c", "test": "d"} into it'
+        raise ConfigError(f"{flag} {text} cannot be read", why=unreadable(error), fix=fix) from None
+
+
+def _words(value: Any, name: str) -> list[str]:
+    if isinstance(value, str):
+        return value.split()
+    return [str(word) if isinstance(word, int | float) else text_of(word, name) for word in list_of(value, name)]

@@ -171,11 +171,7 @@ REDUCED_PRECISION = {
 }
 OPTIM = {
     "--train-samples": rename("--train-iters: the number / global_batch_size, rounded down, or the steps of the batch size's schedule; also the length of the schedule", conversions.train_samples),
-    "--start-weight-decay": not_yet("weight decay is constant: set --weight-decay", arity=1),
-    "--end-weight-decay": not_yet("weight decay is constant: set --weight-decay", arity=1),
-    "--weight-decay-incr-style": not_yet("weight decay is constant: set --weight-decay", "constant"),
     "--apply-wd-to-qk-layernorm": not_yet("parameters of one dimension are not decayed: leave it out"),
-    "--loss-scale": not_yet("the loss scale adapts: set --initial-loss-scale", "0", "0.0"),
     "--override-opt-param-scheduler": always("the schedule follows from the command line, also on resume"),
     "--use-checkpoint-opt-param-scheduler": no_effect("the schedule follows from the command line; what differs from the checkpoint is printed on resume"),
     "--calculate-per-token-loss": always("the loss is the sum over target tokens of the global batch / their number"),
@@ -191,12 +187,12 @@ DATA = {
     "--no-create-attention-mask-in-dataloader": always("the data loader makes no masks"),
     "--create-attention-mask-in-dataloader": no_effect("the attention makes its masks"),
     "--dataloader-type": always("samples are shuffled once per epoch, unless --no-shuffle", "single", "cyclic"),
-    "--data-args-path": not_yet("write the arguments of that file after --data-path", arity=1),
+    "--data-args-path": rename("--data-path with the words of the file", conversions.data_args_path),
     "--num-dataset-builder-threads": no_effect("the order of samples is computed, not stored", arity=1),
     "--dataloader-fast-cache-load": no_effect("the order of samples is computed, not stored"),
     "--dataloader-defer-npy-index-mmap": no_effect("the order of samples is computed, not stored"),
     "--mid-level-dataset-surplus": no_effect("the order of samples is computed, not stored", arity=1),
-    "--per-split-data-args-path": not_yet("set --train-data-path, --valid-data-path and --test-data-path", arity=1),
+    "--per-split-data-args-path": rename("--train-data-path, --valid-data-path and --test-data-path, from a JSON file with the keys train, valid and test", conversions.per_split_data_args_path),
     "--trust-remote-code": no_effect("code of a tokenizer is never run; one that needs it is refused"),
 }
 CHECKPOINT = {

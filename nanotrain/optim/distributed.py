@@ -95,12 +95,20 @@ class DistributedOptimizer:
         self._multiplied = self._grads_to_multiply()
         self._loading: list[tuple[StoredTensor, Tensor]] = []
 
-    def step(self, lr: float, *, decoupled_lr: float | None = None, sums: Tensor | None = None) -> Update:
+    def step(
+        self,
+        lr: float,
+        *,
+        decoupled_lr: float | None = None,
+        weight_decay: float | None = None,
+        sums: Tensor | None = None,
+    ) -> Update:
         """Update the main params from the reduced gradients, and the model param shards from the main params.
 
         Args:
             lr: learning rate.
             decoupled_lr: learning rate of the embedding and the output layer; None for `lr`.
+            weight_decay: None for that of the configuration.
             sums: [n] fp64 on the device, summed over all ranks in the all-reduce of the norm.
         """
         scale = self.loss_scale.scale
@@ -122,6 +130,7 @@ class DistributedOptimizer:
                 self._num_updates,
                 lr,
                 lr if decoupled_lr is None else decoupled_lr,
+                self._config.weight_decay if weight_decay is None else weight_decay,
                 found_inf,
                 grad_scale=factor.reciprocal() if self._divides else None,
             ),

@@ -1,9 +1,11 @@
-"""Learning-rate schedules as pure functions of the consumed samples, independent of the batch size.
+"""Schedules of learning rate and weight decay as pure functions of the consumed samples, independent of the batch size.
 
     lr |      ______                 warmup, then one of LR_DECAYS from lr to min_lr
        |    _/      \\__
        |  _/           \\___
        +-/------------------\\___    consumed samples at the start of the step
+
+Weight decay is constant, or grows over the whole run by one of WEIGHT_DECAY_INCREASES.
 
 Source: Megatron-LM, `optimizer_param_scheduler.py`.
 """
@@ -12,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from nanotrain.config.config import OptimConfig, WSDDecayStyle
+from nanotrain.config.config import OptimConfig, WeightDecayStyle, WSDDecayStyle
 
 WSD_DECAYS: dict[WSDDecayStyle, Callable[[float], float]] = {
     WSDDecayStyle.linear: lambda done: 1.0 - done,
@@ -22,9 +24,16 @@ WSD_DECAYS: dict[WSDDecayStyle, Callable[[float], float]] = {
 }
 
 
+# The share of the way from start_weight_decay to end_weight_decay, of the completed fraction of the run.
+WEIGHT_DECAY_INCREASES: dict[WeightDecayStyle, Callable[[float], float]] = {
+    WeightDecayStyle.linear: lambda done: done,
+    WeightDecayStyle.cosine: lambda done: 0.5 * (math.cos(math.pi * (1.0 - done)) + 1.0),
+}
+
+
 @dataclass(frozen=True)
 class LRSchedule:
-    """A learning-rate schedule over consumed samples."""
+    """The schedules of a run over consumed samples."""
 
     optim: OptimConfig  # lr, min_lr, decay style, and warmup and decay in steps, samples or a fraction
     samples_per_step: int  # global batch size; converts steps to samples
@@ -73,6 +82,14 @@ class LRSchedule:
             return None
         min_lr = optim.min_lr if optim.decoupled_min_lr is None else optim.decoupled_min_lr
         return replace(self, optim=replace(optim, lr=optim.decoupled_lr, min_lr=min_lr)).lr_at(consumed_samples)
+
+    def weight_decay_at(self, consumed_samples: int) -> float:
+        """Weight decay of the step that starts at `consumed_samples`."""
+        start, end = self.optim.start_weight_decay, self.optim.end_weight_decay
+        if self.optim.weight_decay_incr_style is WeightDecayStyle.constant or start is None or end is None:
+            return self.optim.weight_decay
+        done = min(consumed_samples / self.train_samples, 1.0)
+        return start + WEIGHT_DECAY_INCREASES[self.optim.weight_decay_incr_style](done) * (end - start)
 
     def interpolate(self, coefficient: float) -> float:
         """Interpolate between min_lr (0) and lr (1)."""

@@ -114,7 +114,7 @@ class MatrixUpdate:
                 begin = piece.start - part.part.start - start
                 elements = main[begin : begin + piece.numel]
                 if placed.matrix.param.spec.weight_decay:
-                    elements.mul_((1 - step.lr * self._config.weight_decay * applied).to(main.device))
+                    elements.mul_((1 - step.lr * step.weight_decay * applied).to(main.device))
                 scale = self._rule.scale(placed.matrix.shape, self._config)
                 # A skipped step adds zeros.
                 elements.add_((directions.of(piece) * applied).to(main.device), alpha=-step.lr * scale)

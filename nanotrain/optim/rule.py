@@ -38,6 +38,7 @@ class UpdateStep:
     number: Tensor  # fp32 scalar, of the update, from 1; used by bias correction
     lr: float  # learning rate
     decoupled_lr: float  # learning rate of the embedding and the output layer
+    weight_decay: float  # of the ranges to which it applies
     found_inf: Tensor  # fp32 scalar, 1 if the step is skipped, else 0
     grad_scale: Tensor | None = None  # fp32 scalar that `update` divides gradients by; None: they are scaled already
 
@@ -56,7 +57,7 @@ class UpdateStep:
 
     def weight_decay_of(self, part: ParamRange) -> float:
         """The weight decay of a range; 0 where none applies."""
-        return self.config.weight_decay if part.weight_decay else 0.0
+        return self.weight_decay if part.weight_decay else 0.0
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 The loss is multiplied by `scale` before the backward pass; gradients are divided by it before the update. A step
 whose gradients overflow is skipped on every rank. `hysteresis` overflows halve the scale; `loss_scale_window`
-consecutive steps without overflow double it. fp32 and bf16 runs use the same class with a constant scale of 1.
+consecutive steps without overflow double it. It is constant if the option `loss_scale` is set; fp32 and bf16 runs use
+the same class with a constant scale of 1.
 
 A dynamic scale and its counters are on the device, so that no step waits for the host.
 """
@@ -48,9 +49,10 @@ class LossScale:
     @classmethod
     def of(cls, config: PrecisionConfig, device: torch.device | str = "cpu") -> "LossScale":
         """The initial loss scale of a `precision` config section."""
-        is_dynamic = config.params_dtype is DType.fp16
+        is_fp16 = config.params_dtype is DType.fp16
+        is_dynamic, constant = is_fp16 and not config.loss_scale, config.loss_scale if is_fp16 else 1.0
         return cls(
-            config.initial_loss_scale if is_dynamic else 1.0,
+            config.initial_loss_scale if is_dynamic else constant,
             is_dynamic=is_dynamic,
             minimum=config.min_loss_scale,
             window=config.loss_scale_window,

@@ -138,7 +138,8 @@ def train_step(
     before = None if norms is None else norms.start()
     # One all-reduce sums loss and norm, before the all-gathers of parameters are queued behind it.
     sums = _sums(run, loss_sum, is_logged=is_logged)
-    update = run.optimizer.step(lr, decoupled_lr=decoupled_lr, sums=sums)
+    weight_decay = run.lr_schedule.weight_decay_at(consumed)
+    update = run.optimizer.step(lr, decoupled_lr=decoupled_lr, weight_decay=weight_decay, sums=sums)
     _change_params(run, update)
     measured = None if norms is None or before is None else norms.finish(before, loss_scale=scale)
     for dp in run.data_parallel:

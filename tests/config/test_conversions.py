@@ -1,9 +1,12 @@
 """The arithmetic of Megatron-LM's flags that become fields."""
 
+import json
+
 import pytest
 
 from nanotrain.config.config import PositionEmbedding
 from nanotrain.config.conversions import (
+    data_args_path,
     grad_comm_dtype,
     group_query_attention,
     layers_per_virtual_stage,
@@ -11,6 +14,7 @@ from nanotrain.config.conversions import (
     moe_layer_recompute,
     no_position_embedding,
     padded_vocab_size,
+    per_split_data_args_path,
     train_samples,
 )
 from nanotrain.errors import ConfigError
@@ -94,3 +98,30 @@ def test_what_has_no_exact_value_is_an_error(convert, fields, text, message):
     with pytest.raises(ConfigError) as caught:
         convert(config_of(**fields), text)
     assert message in str(caught.value)
+
+
+def test_a_file_holds_the_words_of_data_path(tmp_path):
+    (file := tmp_path / "blend.txt").write_text("0.7 data/a\n0.3 data/b\n")
+    assert data_args_path(config_of(), str(file)) == {"data_path": ["0.7", "data/a", "0.3", "data/b"]}
+    file.write_text("\n")
+    for path, why in ((file, "the file is empty"), (tmp_path / "none", "it does not exist"), (tmp_path, "directory")):
+        with pytest.raises(ConfigError, match=why):
+            data_args_path(config_of(), str(path))
+
+
+def test_a_json_file_holds_the_words_of_each_split_as_a_text_or_a_list(tmp_path):
+    (file := tmp_path / "blend.json").write_text(json.dumps({"train": "0.7 a 0.3 b", "valid": [1, "c"], "test": None}))
+    expected = {"train_data_path": ["0.7", "a", "0.3", "b"], "valid_data_path": ["1", "c"]}
+    assert per_split_data_args_path(config_of(), str(file)) == expected
+    bad = {
+        "[]": "must be an object",
+        "{": "Expecting",
+        '{"valid": "c"}': "train has no data",
+        '{"train": 1}': "must be a list",
+        '{"train": [[]]}': "must be text",
+        '{"train": "a", "dev": "b"}': "the key 'dev'",
+    }
+    for text, why in bad.items():
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=why):
+            per_split_data_args_path(config_of(), str(file))

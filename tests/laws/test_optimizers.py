@@ -26,8 +26,16 @@ RULES: dict[str, dict[str, Any]] = {
         "muon_extra_scale_factor": 0.2,
         "muon_use_nesterov": True,
         "decoupled_lr": 2e-3,
+        "weight_decay_incr_style": "linear",
+        "start_weight_decay": 0.1,
+        "end_weight_decay": 0.5,
     },
-    "sgd": {"sgd_momentum": 0.8},
+    "sgd": {
+        "sgd_momentum": 0.8,
+        "weight_decay_incr_style": "cosine",
+        "start_weight_decay": 0.0,
+        "end_weight_decay": 0.5,
+    },
 }
 MODELS = {"llama": {}, "experts": EXPERTS, "biased": BIASED}
 ROWS = [

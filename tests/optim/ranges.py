@@ -25,7 +25,9 @@ def param_range(
 
 
 def step_of(config: OptimConfig, number: int) -> UpdateStep:
-    return UpdateStep(config, torch.tensor(float(number)), LR, DECOUPLED_LR, found_inf=torch.tensor(0.0))
+    return UpdateStep(
+        config, torch.tensor(float(number)), LR, DECOUPLED_LR, config.weight_decay, found_inf=torch.tensor(0.0)
+    )
 
 
 def follow_torch(rule: UpdateRule, config: OptimConfig, build: Callable[..., torch.optim.Optimizer]) -> None:

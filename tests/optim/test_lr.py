@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.config.config import OptimConfig, WSDDecayStyle
+from nanotrain.config.config import OptimConfig, WeightDecayStyle, WSDDecayStyle
 from nanotrain.optim.lr import LR_DECAYS, WSD_DECAYS, LRSchedule
 
 LR, MIN_LR, INIT_LR = 1e-3, 1e-4, 2e-4
@@ -148,3 +148,19 @@ def test_samples_and_steps_mean_the_same_schedule(style):
 def test_a_warmup_need_not_be_a_whole_number_of_steps():
     schedule = curve("cosine", batch=128, lr_warmup_iters=0, lr_warmup_samples=3906252, lr_warmup_init=0.0)
     assert schedule.lr_at(30517 * 128) == pytest.approx(LR * 30517 * 128 / 3906252)
+
+
+@pytest.mark.parametrize(
+    ("style", "expected"),  # at 0, a quarter, a half, all and more of the samples of the run
+    [("constant", [0.1] * 5), ("linear", [0.2, 0.25, 0.3, 0.4, 0.4]), ("cosine", [0.2, 0.22929, 0.3, 0.4, 0.4])],
+)
+def test_weight_decay_grows_over_the_run_whatever_the_schedule_of_the_learning_rate(style, expected):
+    schedule = curve(
+        "linear",
+        lr_decay_iters=TOTAL // 2,
+        weight_decay_incr_style=WeightDecayStyle(style),
+        start_weight_decay=0.2,
+        end_weight_decay=0.4,
+    )
+    steps = (0, TOTAL // 4, TOTAL // 2, TOTAL, 2 * TOTAL)
+    assert [schedule.weight_decay_at(step * BATCH) for step in steps] == pytest.approx(expected, rel=1e-4)

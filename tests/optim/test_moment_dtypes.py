@@ -66,7 +66,12 @@ def change_of_weights(main: torch.dtype, exp_avg: torch.dtype, exp_avg_sq: torch
     for number in range(1, steps + 1):
         state.grad.copy_(size * (direction + 2 * torch.randn(NUMEL, generator=draw)))
         with state.loaded(0, NUMEL) as ranges:
-            ADAM.update(ranges, UpdateStep(config, torch.tensor(float(number)), LR, LR, found_inf=torch.tensor(0.0)))
+            ADAM.update(
+                ranges,
+                UpdateStep(
+                    config, torch.tensor(float(number)), LR, LR, config.weight_decay, found_inf=torch.tensor(0.0)
+                ),
+            )
     return state.main.read() - start
 
 

@@ -6,7 +6,7 @@ from nanotrain.config.config import OptimConfig
 from nanotrain.optim.rule import UpdateStep, param_groups
 from tests.optim.ranges import param_range
 
-STEP = UpdateStep(OptimConfig(weight_decay=0.1), torch.tensor(1.0), 1.0, 0.5, found_inf=torch.tensor(0.0))
+STEP = UpdateStep(OptimConfig(weight_decay=0.1), torch.tensor(1.0), 1.0, 0.5, 0.1, found_inf=torch.tensor(0.0))
 
 
 def test_param_groups_split_by_weight_decay_and_learning_rate_and_leave_out_empty_groups():

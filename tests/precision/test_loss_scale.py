@@ -45,6 +45,16 @@ def test_an_overflow_begins_the_window_anew():
     assert after(scale(hysteresis=9), "ccoccc")[-1] == 2048
 
 
+def test_a_constant_scale_of_fp16_never_changes_and_is_not_taken_from_a_run_with_a_dynamic_one():
+    constant = scale(loss_scale=512.0)
+    assert after(constant, "occco") == [512] * 5
+    constant.load_state_dict(scale().state_dict())
+    assert constant.scale == 512
+    dynamic = scale()
+    dynamic.load_state_dict(constant.state_dict())
+    assert float(dynamic.scale) == 1024
+
+
 def test_it_never_falls_below_the_minimum():
     assert after(scale(min_loss_scale=300.0), "oooo") == [1024, 512, 300, 300]
 

@@ -1,6 +1,6 @@
 """Rules of the run: learning-rate schedule, data split, start, profiler and loss scale."""
 
-from nanotrain.config.config import DeviceKind, DType
+from nanotrain.config.config import DeviceKind, DType, WeightDecayStyle
 from nanotrain.config.rules.rule import Rule, Values
 from nanotrain.quantities import count_of
 
@@ -86,6 +86,16 @@ RUN_RULES = (
         lambda v: f"lr_wsd_decay_iters {v.lr_wsd_decay_iters} is longer than the whole schedule of "
         f"{count_of(decay_iters(v), 'step')}",
         "the final decay is its last part", lambda v: f"set --lr-wsd-decay-iters {max(1, decay_iters(v) // 10)}"),
+    Rule("weight_decay_incr_style start_weight_decay end_weight_decay",
+        lambda v: v.weight_decay_incr_style is not WeightDecayStyle.constant
+        and None in (v.start_weight_decay, v.end_weight_decay),
+        "weight_decay_incr_style {weight_decay_incr_style.value} has no start or no end",
+        "start_weight_decay is {start_weight_decay}, end_weight_decay is {end_weight_decay}",
+        "set --start-weight-decay and --end-weight-decay"),
+    Rule("start_weight_decay end_weight_decay",
+        lambda v: None not in (v.start_weight_decay, v.end_weight_decay) and v.start_weight_decay > v.end_weight_decay,
+        "start_weight_decay {start_weight_decay:g} is above end_weight_decay {end_weight_decay:g}",
+        "weight decay grows over the run", "raise --end-weight-decay or lower --start-weight-decay"),
     Rule("split", lambda v: not is_split(v.split), "split is {split!r}",
         "it takes proportions of training, validation and test, and training needs some", "set --split 969,30,1"),
     Rule("data_path train_data_path", lambda v: v.data_path and v.train_data_path,
@@ -133,7 +143,7 @@ RUN_RULES = (
         "{distributed_timeout_seconds_after_init:g}", "a collective then fails before the watchdog reports",
         "lower --hang-timeout-s or raise --distributed-timeout-seconds-after-init"),
     Rule("params_dtype min_loss_scale initial_loss_scale",
-        lambda v: v.params_dtype is DType.fp16 and v.min_loss_scale > v.initial_loss_scale,
+        lambda v: v.params_dtype is DType.fp16 and not v.loss_scale and v.min_loss_scale > v.initial_loss_scale,
         "min_loss_scale {min_loss_scale:g} is above initial_loss_scale {initial_loss_scale:g}",
         "the loss scale never falls below the minimum", "lower --min-loss-scale"),
 )

@@ -17,6 +17,7 @@ from nanotrain.config.config import (
     RecomputeGranularity,
     RouterScore,
     ShardingStrategy,
+    WeightDecayStyle,
 )
 from nanotrain.config.derive import GATED, is_model_known
 from nanotrain.config.rules.rule import Values
@@ -197,6 +198,16 @@ UNUSED = (
         "fp32 parameters are their own main parameters", "set --bf16 or --fp16"),
     Unused("decoupled_min_lr", "decoupled_lr", lambda v: v.decoupled_lr is None, "it belongs to decoupled_lr",
         "set --decoupled-lr"),
+    Unused("start_weight_decay end_weight_decay", "weight_decay_incr_style",
+        lambda v: v.weight_decay_incr_style is WeightDecayStyle.constant,
+        "weight_decay_incr_style constant keeps weight_decay", "set --weight-decay-incr-style linear or cosine"),
+    Unused("weight_decay", "weight_decay_incr_style",
+        lambda v: v.weight_decay_incr_style is not WeightDecayStyle.constant,
+        "weight_decay_incr_style {weight_decay_incr_style.value} has start_weight_decay and end_weight_decay"),
+    Unused("loss_scale", "params_dtype", lambda v: v.params_dtype is not DType.fp16,
+        "only params_dtype fp16 scales the loss", is_harmless=True),
+    Unused("initial_loss_scale min_loss_scale loss_scale_window hysteresis", "loss_scale",
+        lambda v: v.params_dtype is DType.fp16 and v.loss_scale > 0, "loss_scale {loss_scale:g} is constant"),
     Unused("initial_loss_scale", "params_dtype", lambda v: v.params_dtype is not DType.fp16,
         "only params_dtype fp16 scales the loss", is_harmless=True),
     Unused("min_loss_scale loss_scale_window hysteresis", "params_dtype",
