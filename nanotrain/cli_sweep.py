@@ -29,10 +29,10 @@ from nanotrain.config.load import Loaded, load_line
 from nanotrain.config.schema import nest, to_dict
 from nanotrain.config.validate import validate_for_world
 from nanotrain.errors import ConfigError, NanotrainError
+from nanotrain.start_up import stop_signals
 
 MAX_TRIALS = 1000
 MAX_NAME = 200  # bytes of a folder name; file systems take 255
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # end the sweep after the current trial has saved
 RUN_DIR = ("run_dir", "train.run_dir")
 AXIS = re.compile(r"(?P<name>(--|\+)?[A-Za-z][\w.-]*)=(?P<values>.+)", re.DOTALL)
 
@@ -239,11 +239,12 @@ def _signals_passed_on(current: _Current) -> Iterator[None]:
     """Forward signals to the training: stops as SIGTERM (save and end), and SIGUSR1 (save and continue)."""
 
     def handle(number: int, frame: FrameType | None) -> None:
-        current.stopped |= number in STOPS
+        current.stopped |= number in stops
         if current.process is not None:
-            current.process.send_signal(signal.SIGTERM if number in STOPS else number)
+            current.process.send_signal(signal.SIGTERM if number in stops else number)
 
-    before = {number: signal.signal(number, handle) for number in (*STOPS, signal.SIGUSR1)}
+    stops = stop_signals()
+    before = {number: signal.signal(number, handle) for number in (*stops, signal.SIGUSR1)}
     try:
         yield
     finally:

@@ -34,7 +34,7 @@ from nanotrain.data.worker import exit_with_parent
 from nanotrain.errors import EnvironmentFault, LocalFault, NanotrainError
 from nanotrain.runs.files import free_space
 
-_INTERRUPTS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
+_INTERRUPTS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1})
 # Microbatches per worker: at least double buffering, at most what keeps /dev/shm small.
 _MIN_PREFETCH, _MAX_PREFETCH = 2, 16
 # in the RuntimeErrors that torch raises when a worker died or cannot be reached
@@ -206,7 +206,7 @@ def _fork_server() -> Any:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT, SIGTERM and SIGUSR1 in this process; signals that arrive meanwhile are delivered afterwards."""
+    """Block the signals to stop or to save in this process; signals that arrive meanwhile are delivered afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

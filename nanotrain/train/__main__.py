@@ -40,7 +40,7 @@ from nanotrain.errors import (
 from nanotrain.runs.folder import RunFolder, check_writable
 from nanotrain.runs.lock import lock_run
 from nanotrain.runs.open_files import require_open_files
-from nanotrain.start_up import end_without_collection, importing_torch, open_closed_streams
+from nanotrain.start_up import end_without_collection, importing_torch, open_closed_streams, outlive_terminals
 from nanotrain.train.watch.launcher import end_with_launcher
 
 if TYPE_CHECKING:
@@ -236,5 +236,6 @@ def _end(run: Callable[[], int]) -> NoReturn:
 
 if __name__ == "__main__":
     open_closed_streams()
+    outlive_terminals()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it would end this process before the trainer handles it
     _end(main)

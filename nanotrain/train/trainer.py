@@ -1,7 +1,7 @@
 """The training loop: next batch, train step, report, hooks.
 
 A run stops between two steps, on all ranks together: after the last step, at `exit_interval`, after
-`exit_duration_in_mins`, on SIGTERM or SIGINT. The clock or signal of one rank stops all ranks through the all-reduce
+`exit_duration_in_mins`, on SIGTERM, SIGINT or SIGHUP. The clock or signal of one rank stops all through the all-reduce
 before the next step. A signal during a long step stops all ranks before the same microbatch (`comm/stop_point.py`), and
 the step is abandoned. The hooks then save and the process exits with 0. SIGUSR1 to one rank saves and goes on.
 
@@ -27,6 +27,7 @@ from nanotrain.errors import CorruptState, NanotrainError, TrainingFault
 from nanotrain.log import get_logger
 from nanotrain.quantities import count_of
 from nanotrain.runs.files import FolderVanished
+from nanotrain.start_up import stop_signals
 from nanotrain.train.batches import GlobalBatch, raise_on_all
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics.spikes import SpikeScore
@@ -293,13 +294,13 @@ class Trainer:
 
     @contextmanager
     def _stopping_on_signals(self) -> Iterator[None]:
-        """SIGTERM or SIGINT ends the run, a second SIGINT (Ctrl-C) at once; SIGUSR1 saves.
+        """SIGTERM, SIGHUP or SIGINT ends the run, a second SIGINT (Ctrl-C) at once; SIGUSR1 saves.
 
         A second SIGTERM is ignored: schedulers send one to every process, and torchrun sends another to its ranks.
         Only the main thread can handle signals; in any other thread the handlers stay as they are.
         """
         in_main = threading.current_thread() is threading.main_thread()
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) if in_main else ()
+        numbers = (*stop_signals(), signal.SIGUSR1) if in_main else ()
         before = {number: signal.getsignal(number) or signal.SIG_DFL for number in numbers}
 
         def on_signal(number: int, frame: FrameType | None) -> None:

@@ -110,6 +110,7 @@ def test_interrupts_leave_workers_at_work_and_their_parent_unmasked() -> None:
         for worker in _worker_ids(batches):
             os.kill(worker, signal.SIGTERM)
             os.kill(worker, signal.SIGINT)
+            os.kill(worker, signal.SIGHUP)
         for _ in range(20):  # more than was loaded ahead
             next(batches)
 

@@ -37,7 +37,7 @@ class Signalling(Hook):
 
 
 def handlers() -> list:
-    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)]
 
 
 def test_hooks_are_called_around_the_steps(tmp_path):
@@ -79,7 +79,7 @@ def test_the_time_limit_ends_the_run_with_a_checkpoint(tmp_path, logged, monkeyp
     assert any("--exit-duration-in-mins reached" in line for line in logged)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_finishes_the_step_and_saves(tmp_path, logged, number):
     spy, before = Spy(), handlers()
     with small_run(tmp_path, "--train-iters", "9") as run:

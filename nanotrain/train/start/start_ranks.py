@@ -1,8 +1,8 @@
 """Start the ranks of this machine with torch.distributed.elastic, as torchrun does, and return their exit code.
 
-Differences from `torchrun -m nanotrain.train`: only the output of the ranks is printed; SIGTERM and SIGINT are sent on
-to the ranks, which save and end by themselves, so the exit code is 0; SIGUSR1 is sent on, too; user mistakes are found
-before a rank starts.
+Differences from `torchrun -m nanotrain.train`: only the output of the ranks is printed; SIGTERM, SIGINT and SIGHUP are
+sent on to the ranks, which save and end by themselves, so the exit code is 0; SIGUSR1 is sent on, too; `nohup` has an
+effect; user mistakes are found before a rank starts.
 """
 
 import io
@@ -28,10 +28,10 @@ from torch.distributed.run import config_from_args, determine_local_world_size, 
 
 from nanotrain.errors import ConfigError, EnvironmentFault
 from nanotrain.runs.open_files import require_open_files
+from nanotrain.start_up import stop_signals
 
-STOPS = (signal.SIGTERM, signal.SIGINT)  # sent on to the ranks, which save and end
 SAVE = signal.SIGUSR1  # sent on to the ranks, which save and continue
-TORCH_SIGNALS = "SIGHUP,SIGQUIT"  # torch ends the ranks
+TORCH_SIGNALS = "SIGQUIT"  # torch ends the ranks
 DEFAULT_PORT = 29500  # of --master-port, torchrun's
 
 
@@ -211,7 +211,7 @@ def run_agent(agent: LocalElasticAgent) -> int:
     try:
         with passing_signals_on(agent) as stops:
             result = agent.run()
-    except SignalException as error:  # one of TORCH_SIGNALS
+    except SignalException as error:  # TORCH_SIGNALS
         return 128 + int(error.sigval)
     except (RendezvousError, DistError) as error:
         raise _do_not_meet(error) from None
@@ -261,7 +261,7 @@ def exit_code(result: RunResult | None, *, is_stopped: bool) -> int:
 
 @contextmanager
 def passing_signals_on(agent: LocalElasticAgent) -> Iterator[list[int]]:
-    """Send SIGTERM, SIGINT and SIGUSR1 on to the ranks, which have their own sessions; yields the stops received.
+    """Send `stop_signals` and SIGUSR1 on to the ranks, which have their own sessions; yields the stops received.
 
     Torch's agent would end the ranks after 30 s and the job with an error. Here a rank has the time it needs to finish
     its step and save. Before the ranks have started, a stop ends this process.
@@ -277,7 +277,7 @@ def passing_signals_on(agent: LocalElasticAgent) -> Iterator[list[int]]:
         if not running:
             raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, on_signal) for number in (*STOPS, SAVE)}
+    before = {number: signal.signal(number, on_signal) for number in (*stop_signals(), SAVE)}
     try:
         yield stops
     finally:

@@ -180,6 +180,23 @@ def test_a_signal_before_the_ranks_start_ends_the_launcher():
     assert caught.value.code == 143 and agent._remaining_restarts == 0
 
 
+def test_a_closed_terminal_is_passed_on_as_a_stop_but_not_under_nohup(monkeypatch):
+    sent = []
+    monkeypatch.setattr(launcher, "send", lambda pid, number: sent.append(number) or True)
+    before = signal.getsignal(signal.SIGHUP)
+    with passing_signals_on(stub([SimpleNamespace(id=1)])) as stops:
+        signal.raise_signal(signal.SIGHUP)
+    assert stops == sent == [signal.SIGHUP] and signal.getsignal(signal.SIGHUP) == before
+    assert "SIGHUP" not in launcher.TORCH_SIGNALS
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with passing_signals_on(stub([SimpleNamespace(id=1)])) as stops:
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert stops == [] and len(sent) == 1
+
+
 def test_machines_that_do_not_meet_are_a_fault():
     def run():
         raise RendezvousTimeoutError
