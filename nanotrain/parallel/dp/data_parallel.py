@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from nanotrain.kernels.grad_view import GradView, attach
 from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.parallel.dp.fp8_weights import Fp8Weights, placeholder
+from nanotrain.parallel.dp.gather_order import GatherOrder
 from nanotrain.parallel.dp.layout import BufferLayout
 from nanotrain.parallel.dp.options import MAX_FULL_BUCKETS, DataParallelOptions
 from nanotrain.parallel.dp.reduction import ReduceGroups, Reduction, shard_of
@@ -326,18 +327,18 @@ class DataParallel:
         """Before its forward each module waits for the parameters of its units, or gathers them."""
         given, options = self.options.units, self.options
         units = child_units(module, self.layout) if given is None else given_units(given, self.layout)
-        stores = [(unit.module, [self.buckets[i].params for i in unit.buckets]) for unit in units]
         if options.strategy.shard_params:
             self._unit_gather = UnitGather(
-                stores,
-                num_prefetched=options.num_prefetched_units,
-                reshards=options.reshards_after_forward,
+                [unit.module for unit in units],
+                [bucket.params for bucket in self.buckets],
+                order=GatherOrder.of([unit.buckets for unit in units], self.layout, options=options),
                 before_backward=partial(self._reduce_later_units, [unit.num_complete for unit in units]),
                 is_recomputing=options.is_recomputing,
             )
             return
-        for child, params in stores:
-            child.register_forward_pre_hook(partial(wait_before_forward, params))
+        for unit in units:
+            params = [self.buckets[i].params for i in unit.buckets]
+            unit.module.register_forward_pre_hook(partial(wait_before_forward, params))
 
     def _build_buckets(self, precision: Precision) -> tuple[Bucket, ...]:
         options = self.options

@@ -84,10 +84,6 @@ class ResidentParams:
 
     keep_shard = free = gather_apart = allocate
 
-    def excludes(self, other: "ParamStore") -> bool:
-        """Whether it cannot be complete at the same time as `other`."""
-        return False
-
     def start_all_gather(self) -> None:
         """Start to collect the shards of all ranks in `full`."""
         self.gather.start_inside()
@@ -122,10 +118,6 @@ class OwnMemory:
         """Give `full` storage, with arbitrary values."""
         self.full.untyped_storage().resize_(self._num_bytes)
 
-    def excludes(self, other: "OwnMemory | PooledMemory") -> bool:
-        """Whether `other` is in the same memory."""
-        return False
-
     def free(self) -> None:
         """Free the storage of `full`."""
         self.full.untyped_storage().resize_(0)
@@ -157,10 +149,6 @@ class PooledMemory:
         """Take the block, with arbitrary values."""
         assert all(unit == self._unit for unit, _ in self._users), f"{self._users} would be overwritten by {self._unit}"
         self._users.add(self._key)
-
-    def excludes(self, other: "OwnMemory | PooledMemory") -> bool:
-        """Whether `other` belongs to another unit and uses the same block."""
-        return isinstance(other, PooledMemory) and other._users is self._users and other._unit != self._unit
 
     def free(self) -> None:
         """Let another unit use the block."""
@@ -209,10 +197,6 @@ class ShardedParams:
     def has_storage(self) -> bool:
         """Whether `full` has memory."""
         return self.memory.is_allocated
-
-    def excludes(self, other: "ParamStore") -> bool:
-        """Whether it cannot be gathered at the same time as `other`."""
-        return isinstance(other, ShardedParams) and self.memory.excludes(other.memory)
 
     def allocate(self) -> None:
         """Give `full` memory, with arbitrary values."""

@@ -27,7 +27,7 @@ from nanotrain.parallel.dp.fp8_weights import scales_shape
 from nanotrain.parallel.pp.transfers import TransferBatch
 from nanotrain.precision.fp8 import RECIPES
 from nanotrain.precision.policy import Precision
-from nanotrain.train.plans.gathers import num_gathers
+from nanotrain.train.plans.gathers import bucket_gathers
 from nanotrain.train.plans.plan import BufferPlan, Plan
 
 Key = tuple[str, str]  # group, operation
@@ -91,10 +91,10 @@ def data_parallel(plan: Plan) -> Iterator[tuple[Key, int]]:
     num_scatters = plan.num_microbatches if strategy.shard_grads else 1
     keeps_full = plan.config.parallel.force_all_reduce
     reduce_scatter = "all_to_all" if plan.data_parallel.by_all_to_all else "reduce_scatter"
-    buffers = [(buffer, stage.spec.index) for stage in plan.stages for buffer in stage.buffers]
-    for buffer, stage in buffers:
+    for stage, buffer in ((each, buffer) for each in plan.stages for buffer in each.buffers):
         shard, replicate = buffer.shard, buffer.replicate
-        for bucket in buffer.layout.buckets:
+        num_gathers = bucket_gathers(plan, stage, layout=buffer.layout)
+        for bucket, gathers in zip(buffer.layout.buckets, num_gathers, strict=True):
             grads, params = bucket.numel * precision.grads.itemsize, bucket.numel * buffer.param_size(precision)
             inside = reduced_bytes(grads, shard.size)
             across = reduced_bytes(grads if keeps_full else grads // shard.size, replicate.size)
@@ -102,7 +102,6 @@ def data_parallel(plan: Plan) -> Iterator[tuple[Key, int]]:
                 yield (shard.name, "all_reduce"), 2 * inside
             else:
                 yield (shard.name, reduce_scatter), num_scatters * inside
-            gathers = num_gathers(plan, bucket, stage=stage)
             yield (shard.name, "all_gather"), gathers * reduced_bytes(params, shard.size)
             if bucket.num_outer_shards > 1:
                 yield (replicate.name, "all_gather"), reduced_bytes(params // shard.size, replicate.size)
