@@ -1,4 +1,4 @@
-"""A schedule, attention backend, optimizer, learning-rate decay, family and so on are one row each, from outside."""
+"""A schedule, attention backend, optimizer, family and so on are one row each from outside, a file format two."""
 
 import json
 from collections.abc import Sequence
@@ -23,6 +23,9 @@ from nanotrain.parallel.cp.sdpa import DenseKernel, LayerKernels
 from nanotrain.parallel.cp.split import join_shards, local_chunks
 from nanotrain.parallel.pp.actions import PipelineShape, Schedule, forward, full_backward
 from nanotrain.parallel.pp.schedules import SCHEDULES
+from nanotrain.prepare import chunks
+from nanotrain.prepare.chunks import InputChunk, plan_chunks
+from nanotrain.prepare.readers import READERS, DocumentReader
 from tests.harness import run_ranks
 from tests.laws.compare import assert_alike
 from tests.laws.worlds import LR, Case, Outcome, train_here
@@ -119,6 +122,14 @@ def test_an_attention_backend_is_chosen_and_trains_as_the_others() -> None:
     [(outcome, num_calls)] = run_ranks(1, train_with_a_backend, named)
     assert_alike([outcome], run_ranks(1, train_here, case), row="backend", lr=LR)
     assert num_calls > 0
+
+
+def test_a_file_format_of_prepare_is_a_splitter_and_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(chunks.SPLITTERS, ".verse", lambda path, chunk_bytes: [InputChunk("verses", (str(path),))])
+    monkeypatch.setitem(READERS, "verses", lambda reader, chunk: Path(chunk.files[0]).read_text().split("\n\n"))
+    (tmp_path / "poem.verse").write_text("one\n\ntwo")
+    planned = plan_chunks([str(tmp_path)], subset=None, split="train")
+    assert [text for chunk in planned for text in DocumentReader("text").read(chunk)] == ["one", "two"]
 
 
 def test_a_family_is_read_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ def _expand(name: str) -> list[Path] | None:
         return None if is_saved_dataset(path) else _files_below(path) or None
     if glob.has_magic(name):
         return _matches(name)
-    if is_compressed(path) or path.suffix.lower() in {*_SPLITTERS, *_ROW_TYPES} or name.startswith((".", "/", "~")):
+    if is_compressed(path) or path.suffix.lower() in {*SPLITTERS, *_ROW_TYPES} or name.startswith((".", "/", "~")):
         raise DataError(f"{name} does not exist", why="no such file or folder", fix="check the path of --input")
     return None
 
@@ -150,7 +150,7 @@ def _splitter_of(path: Path) -> Callable[[Path, int], list[InputChunk]] | None:
     """The function that splits a file; None for what `datasets` has to load."""
     suffix = uncompressed_suffix(path)
     if not is_compressed(path) or suffix in _TEXT_TYPES:
-        return _SPLITTERS.get(suffix)
+        return SPLITTERS.get(suffix)
     return _whole_lines if suffix in _LINE_TYPES else None
 
 
@@ -209,6 +209,7 @@ def _split_rows(dataset: HubDataset) -> list[InputChunk]:
     ]
 
 
-_SPLITTERS = (
+# How a file is split, by its suffix; `readers.READERS` has how its chunks are read.
+SPLITTERS = (
     {".parquet": _split_parquet} | dict.fromkeys(_TEXT_TYPES, _split_text) | dict.fromkeys(_LINE_TYPES, _split_lines)
 )

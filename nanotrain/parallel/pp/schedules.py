@@ -4,7 +4,7 @@ name         peak microbatches in flight, rank r of p   bubble / ideal time     
 gpipe        m                                          (p - 1) / m
 1f1b         p - r                                      (p - 1) / m
 interleaved  (2(p - r - 1) + (v - 1)p + 1) / v          (p - 1) / (v m)
-zb-h1        p - r, and r more without their input      (p - 1)(F + B - W) / (m (F + B + W))
+zb-h1        p - r, and r more without their input      (p - 1)(F + I - W) / (m (F + I + W))
 
 A new schedule is one file and one row of SCHEDULES.
 """
