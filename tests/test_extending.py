@@ -1,17 +1,22 @@
 """A schedule, attention backend, optimizer, family and so on are one row each from outside, a file format two."""
 
 import json
+import math
+import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from nanotrain.comm.autograd import gather_along
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import OptimConfig
 from nanotrain.hf.families import FAMILIES, model_from_hf
 from nanotrain.optim.lr import LR_DECAYS
 from nanotrain.optim.optimizers import OPTIMIZERS
@@ -62,7 +67,8 @@ class GatherEverything:
 
 def descend(ranges: Sequence[ParamRange], step: UpdateStep) -> None:
     for part in ranges:
-        part.main_param.sub_(part.grad, alpha=step.lr_of(part))
+        grad = torch.where(step.is_skipped, 0.0, part.grad)  # not finite in a skipped step, which changes nothing
+        part.main_param.sub_(grad, alpha=step.lr_of(part))
 
 
 def train_with_rows(ctx: ParallelContext, case: Case) -> Outcome:
@@ -95,6 +101,24 @@ def test_a_row_trains_as_one_rank_does(sizes: dict[str, int], fields: dict[str, 
     single = run_ranks(1, train_with_rows, CASE.but(**optim))
     outcomes = run_ranks(2, train_with_rows, CASE.but(**fields), strategy=strategy, **sizes)
     assert_alike(outcomes, single, row=str(fields), lr=LR)
+
+
+def test_the_rule_in_the_docs_changes_nothing_in_a_skipped_step() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    code = re.search(r"    def descend.*?\n\n", page, flags=re.DOTALL)
+    assert code is not None
+    names: dict[str, Any] = {"torch": torch}
+    exec(textwrap.dedent(code[0]), names)
+    for gradient, expected in ((math.inf, 1.0), (math.nan, 1.0), (2.0, 0.8)):
+        found_inf = torch.tensor(float(not math.isfinite(gradient)))
+        step = UpdateStep(
+            OptimConfig(), torch.ones(()), lr=0.1, decoupled_lr=0.1, weight_decay=0.0, found_inf=found_inf
+        )
+        part = ParamRange(torch.ones(1), torch.tensor([gradient]), {}, weight_decay=False)
+        for rule in (names["descend"], descend):
+            main_param = part.main_param.clone()
+            rule([replace(part, main_param=main_param)], step)
+            assert main_param.item() == pytest.approx(expected)
 
 
 class CountingKernel(DenseKernel):

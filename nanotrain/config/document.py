@@ -10,7 +10,7 @@ from nanotrain.config.schema import SECTIONS, Entry, entries_of, typed
 INTRODUCTION = """\
 # Configuration
 
-This page is made from the fields of `nanotrain/config/config.py` and `model.py` by `python -m nanotrain.config.document`.
+This page is made from the fields in `nanotrain/config/` by `python -m nanotrain.config.document`.
 
 ## Setting a value
 
