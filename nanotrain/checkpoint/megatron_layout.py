@@ -55,6 +55,7 @@ MOE: Mapping[str, tuple[str, ...]] = {
     "mlp.experts.experts.linear_fc2.": ("mlp.experts.down.",),
     "mlp.shared_experts.linear_fc1.": ("mlp.shared.gate.", "mlp.shared.up."),
     "mlp.shared_experts.linear_fc2.": ("mlp.shared.down.",),
+    "mlp.shared_experts.gate_": ("mlp.shared_gate.",),
 }
 ENDS: Mapping[str, str] = {
     "embedding.word_embeddings.": "embedding.word.",

@@ -91,7 +91,6 @@ MOE = {
     "--moe-token-drop-policy": always("an expert at its capacity keeps the tokens with the highest router weights", "probs"),
     "--moe-pad-expert-input-to-capacity": no_effect("tokens are dropped at the capacity; padding to it would only cost time"),
     "--moe-shared-expert-overlap": no_effect("the shared expert is computed before the tokens are sent"),
-    "--moe-shared-expert-gate": not_yet("the shared expert has no gate: leave it out"),
     "--overlap-moe-expert-parallel-comm": no_effect("the all-to-all of tokens is not overlapped", saves=True),
     "--delay-wgrad-compute": no_effect("--pipeline-schedule zb-h1 defers weight gradients"),
 }

@@ -73,6 +73,7 @@ class MoEConfig:
     layer_freq: str = option("1", "MoE layers: N for every Nth layer from the first, or a pattern such as [0]*3+[1]*58")
     ffn_hidden_size: int | None = option(None, "inner width of an expert; unset: ffn_hidden_size", check=at_least(1))
     shared_expert_intermediate_size: int | None = option(None, "inner width of the shared expert; unset: no shared expert", check=at_least(1))
+    shared_expert_gate: bool = option(False, "multiply the output of the shared expert by the sigmoid of a learned projection of the token")
     router_topk: int = option(2, "experts per token", check=at_least(1))
     router_score_function: RouterScore = option(RouterScore.softmax, "function of the router scores: softmax or sigmoid")
     router_pre_softmax: bool = option(False, "softmax before the top-k selection, over all experts, instead of over the selected ones")

@@ -74,6 +74,8 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
 
 def _canonical_experts(moe: MoEConfig, shape: MoEShape) -> MoEConfig:
     moe = replace(moe, ffn_hidden_size=shape.ffn_size, layer_freq=write_pattern(shape.layers))
+    if moe.shared_expert_intermediate_size is None:
+        moe = replace(moe, shared_expert_gate=_DEFAULT.moe.shared_expert_gate)
     if not moe.router_enable_expert_bias:
         moe = replace(moe, router_bias_update_rate=_DEFAULT.moe.router_bias_update_rate)
     if moe.router_score_function is RouterScore.sigmoid:

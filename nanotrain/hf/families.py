@@ -46,10 +46,14 @@ from nanotrain.hf.mistral import PHI3_NAMES, read_mistral, read_phi3, write_mist
 from nanotrain.hf.mixture import (
     FUSED_NAMES,
     MIXTRAL_NAMES,
+    QWEN2_MOE_FUSED,
+    QWEN2_MOE_NAMES,
     QWEN3_MOE_NAMES,
     read_mixtral,
+    read_qwen2_moe,
     read_qwen3_moe,
     write_mixtral,
+    write_qwen2_moe,
     write_qwen3_moe,
 )
 from nanotrain.hf.naming import Naming
@@ -85,6 +89,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family("MistralForCausalLM", read_mistral, write_mistral, LLAMA),
     "phi3": Family("Phi3ForCausalLM", read_phi3, write_phi3, PHI3_NAMES),
     "mixtral": Family("MixtralForCausalLM", read_mixtral, write_mixtral, MIXTRAL_NAMES, (FUSED_NAMES,)),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", read_qwen2_moe, write_qwen2_moe, QWEN2_MOE_NAMES, (QWEN2_MOE_FUSED,)),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", read_qwen3_moe, write_qwen3_moe, QWEN3_MOE_NAMES, (FUSED_NAMES,)),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",

@@ -1,7 +1,7 @@
 """The mixture-of-experts layer: a router, experts of which each token uses the top k, and an optional shared expert.
 
     hidden --+-- local tokens -- router -- token dispatcher (experts) -- all tokens --+-- out
-             +-- shared expert (a tensor-parallel MLP) -------------------------------+
+             +-- shared expert (a tensor-parallel MLP) ---- times its gate -----------+
 
 Each rank routes tokens of its own. With sequence parallelism its tokens are a slice already. Without, all tp ranks have
 the same tokens, so each routes its slice of the sequence and the outputs are gathered. In generation, where a step may
@@ -11,6 +11,7 @@ have one token, each routes all of them.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanotrain.comm.autograd import concat_along, split_along
@@ -35,7 +36,7 @@ class MoELayer(nn.Module):
 
     Args:
         model_config: of the model.
-        params: router, experts.up, experts.down; experts.gate and biases where declared.
+        params: router, experts.up, experts.down; experts.gate, shared_gate and biases where declared.
         parallel: ep shards the experts, etp their matrices; tp and cp the sequence.
         shared: the shared expert; None without one.
     """
@@ -80,6 +81,8 @@ class MoELayer(nn.Module):
             ),
         )
         self.shared = shared
+        shared_gate = params.get("shared_gate.weight")
+        self.shared_gate = None if shared_gate is None else SharedExpertGate(shared_gate)
 
     @eager  # tokens per expert vary between batches, and there are collectives in between
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
@@ -88,7 +91,10 @@ class MoELayer(nn.Module):
         routing = self.router(local, context, positions=self._positions(local, context))
         mixed = self._dispatcher(local.flatten(0, 1), routing, run_experts=self.experts).view_as(local)
         out = concat_along(mixed, self._split, dim=_SEQUENCE)
-        return out if self.shared is None else out + self.shared(hidden)
+        if self.shared is None:
+            return out
+        shared = self.shared(hidden)
+        return out + (shared if self.shared_gate is None else self.shared_gate(hidden) * shared)
 
     def _positions(self, local: Tensor, context: LayerContext) -> Tensor:
         """[S of this tp rank] int64, the positions of its tokens in their sequence."""
@@ -96,6 +102,22 @@ class MoELayer(nn.Module):
         if context.sequence_positions is None:
             return torch.arange(first, first + length, device=local.device)
         return context.sequence_positions[first : first + length]
+
+
+class SharedExpertGate(nn.Module):
+    """The factor of the shared expert's output for each token (Qwen2-MoE).
+
+    Args:
+        weight: [1, H], the same on every tp rank.
+    """
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, S, H] -> [B, S, 1], each between 0 and 1."""
+        return F.linear(hidden, self.weight).sigmoid()
 
 
 def _local_experts(num_experts: int, ep: Group) -> ExpertRange:

@@ -225,7 +225,7 @@ def mlp(declare: Declaration, inner: int) -> Specs:
 
 
 def moe(declare: Declaration) -> Specs:
-    """A router, stacked experts, and a shared expert where the model has one."""
+    """A router, stacked experts, and a shared expert with its gate where the model has them."""
     shape, moe_shape = declare.shape, declare.shape.moe
     assert moe_shape is not None, "a dense model has no experts"
     # Each tp rank routes a sequence shard, with or without sequence parallelism.
@@ -246,7 +246,10 @@ def moe(declare: Declaration) -> Specs:
     specs = (*_nest("router", routers), *_grouped("experts", experts))
     if moe_shape.shared_ffn_size is None:
         return specs
-    return specs + _nest("shared", mlp(declare, moe_shape.shared_ffn_size))
+    specs += _nest("shared", mlp(declare, moe_shape.shared_ffn_size))
+    if not moe_shape.has_shared_gate:
+        return specs
+    return specs + _nest("shared_gate", _summed([declare.weight(1, shape.hidden_size)], declare.sequence_axes))
 
 
 def _nest(layer: str, specs: Iterable[ParamSpec]) -> Specs:

@@ -43,6 +43,7 @@ class MoEShape:
     topk: int  # experts per token
     ffn_size: int  # inner width of an expert
     shared_ffn_size: int | None  # inner width of the shared expert; None without one
+    has_shared_gate: bool = False  # the shared expert's output is multiplied by a gate per token
 
 
 @dataclass(frozen=True)
@@ -174,4 +175,5 @@ def _moe_shape(model_config: ModelConfig) -> MoEShape | None:
         topk=model_config.moe.router_topk,
         ffn_size=moe_ffn_size(model_config),
         shared_ffn_size=model_config.moe.shared_expert_intermediate_size,
+        has_shared_gate=model_config.moe.shared_expert_gate,
     )

@@ -23,7 +23,7 @@ GPT2 = ModelConfig(
     add_bias_linear=True,
     position_embedding_type=PositionEmbedding.learned_absolute,
 )
-EXPERTS = {"num_experts": 4, "ffn_hidden_size": 24, "shared_expert_intermediate_size": 12}
+EXPERTS = {"num_experts": 4, "ffn_hidden_size": 24, "shared_expert_intermediate_size": 12, "shared_expert_gate": True}
 ROUTER = {"router_enable_expert_bias": True, "router_score_function": "sigmoid"}
 MOE = ModelConfig(
     **{**SIZES, "ffn_hidden_size": None},

@@ -98,7 +98,10 @@ def test_a_flag_becomes_values_of_fields(arguments, values):
             "--num-experts 4 --moe-router-topk 1 --moe-router-load-balancing-type sinkhorn",
             "model.moe.router_load_balancing_type is 'sinkhorn': it takes one of aux_loss",
         ),
-        ("--moe-shared-expert-gate", "1 flag asks for what does not exist here: --moe-shared-expert-gate (the shared"),
+        (
+            "--data-parallel-random-init",
+            "1 flag asks for what does not exist here: --data-parallel-random-init (",
+        ),
         ("--position-embedding-type rope --rope-type yarn", "contradicts"),
     ],
 )
@@ -110,13 +113,13 @@ def test_what_is_never_so_is_an_error(arguments, message):
 
 def test_missing_features_are_one_error_that_names_all_of_them():
     with pytest.raises(ConfigError) as caught:
-        loaded("--fp4-format e2m1 --fim-data --moe-shared-expert-gate --lr fast")
+        loaded("--fp4-format e2m1 --fim-data --qk-l2-norm --lr fast")
     text = str(caught.value)
     assert "3 flags ask for what does not exist here" in text and text.startswith("2 mistakes")
     for flag in (
         "--fp4-format e2m1 (",
         "--fim-data (",
-        "--moe-shared-expert-gate (",
+        "--qk-l2-norm (",
     ):
         assert flag in text
 

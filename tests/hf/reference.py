@@ -74,6 +74,12 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", LLAMA_SHAPE | {"num_local_experts": 4, "rope_parameters": {"rope_theta": 5e5}}),
     "mixtral-window": ("Mixtral", LLAMA_SHAPE | {"num_local_experts": 4, "sliding_window": 9}),
     "mixtral-tied": ("Mixtral", LLAMA_SHAPE | {"num_local_experts": 6, "tie_word_embeddings": True, "head_dim": 16}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        LLAMA_SHAPE
+        | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+        | {"num_experts": 6, "num_experts_per_tok": 3, "mlp_only_layers": [1]},
+    ),
     "qwen3_moe": (
         "Qwen3Moe",
         LLAMA_SHAPE | QWEN3_EXPERTS | {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},

@@ -95,9 +95,10 @@ def test_a_model_no_family_can_hold_is_refused_by_name(model: ModelConfig, lost:
     [
         (
             {"model_type": "olmo"},
-            "olmo.*gpt2, llama, qwen2, qwen3, smollm3, mistral, phi3, mixtral, qwen3_moe, deepseek_v3",
+            "olmo.*gpt2, llama, qwen2, qwen3, smollm3, mistral, phi3, mixtral, qwen2_moe, qwen3_moe, deepseek_v3",
         ),
         ({"model_type": "qwen3_moe", "attention_bias": True}, "attention_bias"),
+        ({"model_type": "qwen2_moe", "qkv_bias": False}, "qkv_bias"),
         ({"model_type": "qwen3_moe", "num_experts": 0}, "num_experts: 0"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 5}, "experts in some layer"),
         ({"model_type": "qwen3_moe", "use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window"),

@@ -21,7 +21,7 @@ from nanotrain.hf.canonical import canonical
 from nanotrain.hf.export import export_weights
 from nanotrain.hf.families import FAMILIES, config_from_hf, config_to_hf, family_of, model_from_hf
 from nanotrain.hf.import_weights import import_weights
-from nanotrain.hf.mixture import FUSED_NAMES
+from nanotrain.hf.mixture import FUSED_NAMES, QWEN2_MOE_FUSED
 from nanotrain.hf.naming import map_parameters
 from nanotrain.hf.weights import WeightFiles
 from nanotrain.model.router_loss import balance_loss, count_tokens
@@ -44,7 +44,7 @@ def test_every_parameter_is_the_one_transformers_holds(name: str, tmp_path: Path
     theirs.save_pretrained(tmp_path)
     model = model_from_hf(tmp_path)
     held, found = dict(theirs.named_parameters()), read_whole(tmp_path, model)
-    mappings = map_parameters(model, FUSED_NAMES)
+    mappings = map_parameters(model, QWEN2_MOE_FUSED if model.moe.shared_expert_gate else FUSED_NAMES)
     assert {tensor for mapping in mappings.values() for tensor in mapping.tensor_shapes} == held.keys()
     for key, mapping in mappings.items():
         (piece,) = mapping.slices(Box.full(mapping.shape))

@@ -17,6 +17,11 @@ from tests.model.building import MODELS as DENSE
 
 MODELS = DENSE | {
     "mixtral": replace(LLAMA, moe=MoEConfig(num_experts=4, ffn_hidden_size=24)),
+    "qwen2_moe": replace(
+        LLAMA,
+        add_qkv_bias=True,
+        moe=MoEConfig(num_experts=4, ffn_hidden_size=24, shared_expert_intermediate_size=20, shared_expert_gate=True),
+    ),
     "qwen3_moe": replace(QWEN3, moe=MoEConfig(num_experts=4, ffn_hidden_size=24, layer_freq="[0]+[1]")),
 }
 

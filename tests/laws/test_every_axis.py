@@ -32,6 +32,7 @@ BIASED = EXPERTS | {
     "moe_router_group_topk": 1,
     "moe_router_topk": 2,
     "moe_shared_expert_intermediate_size": 16,
+    "moe_shared_expert_gate": True,
 }
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer gives what transformers' Mixtral, Qwen3-MoE and DeepSeek-V3 blocks give."""
+"""The mixture-of-experts layer gives what transformers' Mixtral, Qwen2-MoE, Qwen3-MoE and DeepSeek-V3 blocks give."""
 
 from dataclasses import replace
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3MoE
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
 
 from tests.model.moe_layers import DEEPSEEK, DROPLESS, B, E, H, S, build_full, close, full_weights, random, run
@@ -34,6 +35,7 @@ def check_against(block, model):
     gate_up = torch.cat([outcome.grads["experts.gate.weight"], outcome.grads["experts.up.weight"]], dim=1)
     close(gate_up, experts.gate_up_proj.grad)
     close(outcome.grads["experts.down.weight"], experts.down_proj.grad)
+    return outcome.grads
 
 
 def test_mixtral_block_gives_the_same():
@@ -52,6 +54,32 @@ def test_qwen3_moe_block_gives_the_same(norm_topk_prob):
     check_against(load_experts(Qwen3MoeSparseMoeBlock(config), full_weights(model)), model)
 
 
+def load_shared(shared, weights):
+    with torch.no_grad():
+        for ours, theirs in (("gate", "gate_proj"), ("up", "up_proj"), ("down", "down_proj")):
+            getattr(shared, theirs).weight.copy_(weights[f"shared.{ours}.weight"])
+
+
+def test_qwen2_moe_block_with_its_gate_of_the_shared_expert_gives_the_same():
+    moe = replace(DROPLESS.moe, router_pre_softmax=True, shared_expert_intermediate_size=40, shared_expert_gate=True)
+    model = replace(DROPLESS, moe=moe)
+    config = Qwen2MoeConfig(
+        hidden_size=H,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        num_experts=E,
+        num_experts_per_tok=model.moe.router_topk,
+    )
+    config._experts_implementation = "eager"
+    weights = full_weights(model)
+    block = load_experts(Qwen2MoeSparseMoeBlock(config), weights)
+    load_shared(block.shared_expert, weights)
+    with torch.no_grad():
+        block.shared_expert_gate.weight.copy_(weights["shared_gate.weight"])
+    grads = check_against(block, model)
+    close(grads["shared_gate.weight"], block.shared_expert_gate.weight.grad)
+
+
 def test_deepseek_block_gives_the_same():
     # Theirs counts a group's best two experts, ours topk // group_topk: the same in DeepSeek-V3 (8 // 4) and here.
     model = replace(
@@ -64,8 +92,7 @@ def test_deepseek_block_gives_the_same():
     config._experts_implementation = "eager"
     weights = full_weights(model)
     block = load_experts(DeepseekV3MoE(config), weights)
+    load_shared(block.shared_experts, weights)
     with torch.no_grad():
-        for ours, theirs in (("gate", "gate_proj"), ("up", "up_proj"), ("down", "down_proj")):
-            getattr(block.shared_experts, theirs).weight.copy_(weights[f"shared.{ours}.weight"])
         block.gate.e_score_correction_bias.copy_(build_full(model).router.expert_bias)
     check_against(block, model)

@@ -210,4 +210,5 @@ class Activations:
         if moe.shared_ffn_size is None:
             return router + experts
         normed = (keeps_normed and is_copied) * self.outside * self.width
-        return router + experts + normed + self._mlp(moe.shared_ffn_size)
+        gate = moe.has_shared_gate * self.outside * (self.width + self.itemsize)  # the expert's output and the gate
+        return router + experts + normed + self._mlp(moe.shared_ffn_size) + gate

@@ -22,7 +22,7 @@ MLA = (
 )
 MOE = f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.01"
 GEMMA = f"{LLAMA} --qk-layernorm --norm-placement sandwich --apply-layernorm-1p --activation geglu_tanh"
-SHARED = f"{MOE} --moe-shared-expert-intermediate-size 64 --moe-z-loss-coeff 0.01"
+SHARED = f"{MOE} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate --moe-z-loss-coeff 0.01"
 SINKS = f"{LLAMA} --softmax-type learnable --activation quick_geglu --activation-func-clamp-value 7"
 OLMO = f"{LLAMA} --qk-layernorm --qk-layernorm-across-heads --norm-placement post"
 PACKED = f"{LLAMA} --reset-attention-mask"
