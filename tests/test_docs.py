@@ -4,6 +4,7 @@ import argparse
 import io
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 from functools import cache
@@ -158,3 +159,9 @@ def test_every_page_is_linked_from_another() -> None:
             place = (page.parent / target).resolve()
             linked |= set(place.glob("*.md")) if place.is_dir() else {place} - {page}
     assert not [str(page.relative_to(ROOT)) for page in PAGES if page.parent != ROOT and page not in linked]
+
+
+def test_every_page_is_in_the_source_archive() -> None:
+    targets = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]["targets"]
+    included = {ROOT / name[1:] for name in targets["sdist"]["include"]} | {ROOT / "README.md"}  # which hatch adds
+    assert not [page for page in PAGES if included.isdisjoint((page, *page.parents))]
