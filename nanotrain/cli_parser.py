@@ -49,7 +49,7 @@ class CommandParser(argparse.ArgumentParser):
         Settings of a training are set aside first: argparse would take their values for the command's own arguments.
         """
         flags = [str(argument).partition("=")[0] for argument in args or ()]
-        meant = {flag: cure for flag in flags if (cure := self._elsewhere.get(flag) or self._misspelled(flag))}
+        meant = {flag: cure for flag in flags if (cure := self._meant(flag))}
         if meant:
             self.error("unknown " + ", ".join(f"{flag} (write {cure})" for flag, cure in meant.items()))
         one_value = [flag for flag, action in self._option_string_actions.items() if action.nargs is None]
@@ -57,12 +57,15 @@ class CommandParser(argparse.ArgumentParser):
         parsed, rest = super().parse_known_args(others, namespace)
         return parsed, [*settings, *rest]
 
-    def _misspelled(self, flag: str) -> str | None:
-        """The flag of this command that was meant by one that neither it nor a training has."""
+    def _meant(self, flag: str) -> str | None:
+        """What to write for a flag of another program, or for a misspelled one that no training has either."""
         own = self._option_string_actions
+        if flag in self._elsewhere:
+            return self._elsewhere[flag]
         if not flag.startswith("--") or flag in own or flag in known_flags() or row_of(flag):
             return None
-        return by_spelling(flag, own)
+        near = by_spelling(flag, [*own, *self._elsewhere])
+        return self._elsewhere.get(near, near) if near else None
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""

@@ -8,7 +8,7 @@ of the command line, which keeps their source. Hydra takes 0.4 s, so it is impor
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +92,9 @@ def compose_files(line: CommandLine) -> Composed:
             fix = f"did you mean +config={near}, the recipe?" if near else "check the path"
             raise ConfigError(f"there is no file {recipe_path}", why=f"+config={recipe_path} names one", fix=fix)
         values_of_file = read_yaml(recipe_path)
+        if not values_of_file:
+            fix = "write section: {field: value} into it, or leave +config out"
+            raise ConfigError(f"{recipe_path} sets nothing", why="it is empty, or has comments alone", fix=fix)
         files |= dict.fromkeys(keys_of(values_of_file, str(recipe_path)), str(recipe_path))
         values = to_plain(OmegaConf.merge(values, values_of_file))
     return Composed(values, files)
@@ -117,7 +120,8 @@ def composition_errors() -> Iterator[None]:
         while cause.__cause__ is not None:
             cause = cause.__cause__
         lines = [text.strip() for text in str(cause).splitlines() if text.strip()]
-        raise ConfigError("the YAML files cannot be composed", why=", ".join(lines[:3])) from error
+        fix = "correct that file or its defaults list"
+        raise ConfigError("the YAML files cannot be composed", why=", ".join(lines[:3]), fix=fix) from error
 
 
 def defaults_list(config_name: str, folders: list[Path]) -> tuple[Path, dict[str, str | None]]:
@@ -150,6 +154,11 @@ def check_choices(choices: Mapping[str, str], folders: list[Path]) -> None:
             near = nearest_choice(name, names)
             choice = choice_of(group)
             fix = f"did you mean {choice}={near}?" if near else f"write {choice}=NAME with one of these names"
+            file = next(
+                (each for each in (folder / f"{name}.yaml" for folder in (*folders, Path())) if each.is_file()), None
+            )
+            if file is not None and group == "config":
+                fix = f"write +config={file} for the file of that name"
             if "," in name:
                 fix = f"nanotrain sweep --over {choice}={name} trains each of them"
             raise ConfigError(
@@ -256,11 +265,23 @@ def merge_settings(
             OmegaConf.update(merged, setting.key, parse_value(setting), merge=False)
         return cast(dict[str, dict[str, Any]], mark_references(to_plain(merged, resolve=True), to_plain(merged)))
     except OmegaConfBaseException as error:
-        missing = re.findall("'([^']+)'", str(error).splitlines()[0])
-        texts = [setting.text for setting in settings if any(f"{name}}}" in setting.text for name in missing)]
-        what = f"{', '.join(texts) or 'a value'} refers to a value that cannot be found"
-        fix = "replace the variable before the program starts, or write ${oc.env:NAME} for one of the environment"
-        raise ConfigError(what, why=str(error).splitlines()[0], fix=fix) from None
+        raise _interpolation_error(error, settings) from None
+
+
+def _interpolation_error(error: OmegaConfBaseException, settings: Sequence[Setting]) -> ConfigError:
+    """The error of a `${...}` that cannot be replaced by a value."""
+    reason = str(error).splitlines()[0]
+    if "Recursive" in reason:
+        what = f"the value of {error.full_key or 'a field'} refers to itself"
+        return ConfigError(what, why="${...} of several fields lead back to it", fix="give one of them a value")
+    missing = re.findall("'([^']+)'", reason)
+    texts = [setting.text for setting in settings if any(f"{name}}}" in setting.text for name in missing)]
+    what = f"{', '.join(texts) or error.full_key or 'a value'} refers to a value that cannot be found"
+    if "Environment variable" in reason:
+        why, fix = f"{missing[0]} is not in the environment", f"export it, or write ${{oc.env:{missing[0]},DEFAULT}}"
+        return ConfigError(what, why=why, fix=fix)
+    fix = "replace the variable before the program starts, or write ${oc.env:NAME} for one of the environment"
+    return ConfigError(what, why=reason, fix=fix)
 
 
 def parse_value(setting: Setting) -> Any:
@@ -277,7 +298,8 @@ def parse_value(setting: Setting) -> Any:
     try:
         return OverridesParser.create().parse_override(setting.text).value()
     except HydraException as error:
-        raise ConfigError(f"{setting.text} cannot be read", why=str(error).splitlines()[0]) from None
+        why, fix = str(error).splitlines()[0], f"close quotes and brackets, or write {KEYS[setting.key].flag} VALUE"
+        raise ConfigError(f"{setting.text} cannot be read", why=why, fix=fix) from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -196,7 +196,8 @@ def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
     if values is None:
         errors.raise_errors()
         raise AssertionError("values are missing without an error")
-    config, bad_keys = read_config(values, errors=errors)
+    of_files = {key: file for key, file in files.items() if key not in line.explicit}
+    config, bad_keys = read_config(values, errors=errors, files=of_files)
     unreadable = frozenset(KEYS[key].name for key in bad_keys) | fields_in_cures(errors)
     origins = dict.fromkeys(KEYS, "default") | files
     if line.wants_megatron_defaults:

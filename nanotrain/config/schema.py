@@ -116,13 +116,21 @@ def config_from_dict(values: Mapping[str, Any]) -> Config:
     return config
 
 
-def read_config(values: Mapping[str, Any], *, errors: ErrorCollector) -> tuple[Config, frozenset[str]]:
-    """As `config_from_dict` with collected errors, and the keys of fields that cannot be read; they keep defaults."""
+def read_config(
+    values: Mapping[str, Any], *, errors: ErrorCollector, files: Mapping[str, str] | None = None
+) -> tuple[Config, frozenset[str]]:
+    """As `config_from_dict` with collected errors, and the keys of fields that cannot be read; they keep defaults.
+
+    Errors name the file of a key in `files`.
+    """
     converted, unreadable = {}, set[str]()
     for key, value in flatten(values, errors=errors):
         unreadable.add(key)
         with errors:
-            converted[key] = convert(KEYS[key], value)
+            try:
+                converted[key] = convert(KEYS[key], value)
+            except ConfigError as error:
+                raise error.with_note(f" in {files[key]}" if files and key in files else "") from None
             unreadable.remove(key)
     config: Config = build_section(Config, converted)
     return config, frozenset(unreadable)
@@ -161,7 +169,9 @@ def unknown_key(key: str) -> ConfigError:
     >>> unknown_key("model.moe_router_topk").fix
     'did you mean model.moe.router_topk?'
     """
-    name = key.rpartition(".")[2]
+    name, lower = key.rpartition(".")[2], key.lower()
+    if lower != key and lower in (*KEYS, *SECTIONS):
+        return ConfigError(f"unknown key {key}", fix=f"did you mean {lower}?")
     if name in ENTRIES:
         is_short = key == name or ENTRIES[name].key.startswith(key.removesuffix(name))
         why = "a key names its section" if is_short else ""

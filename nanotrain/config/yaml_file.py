@@ -44,7 +44,10 @@ def check_yaml(path: Path) -> None:
     except yaml.MarkedYAMLError as error:
         place = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         why = place + ", ".join(part for part in (error.context, error.problem) if part)
-        raise ConfigError(f"{path} cannot be read", why=why, fix="correct the YAML") from None
+        rest = text.splitlines()[error.problem_mark.line :] if error.problem_mark else []
+        is_tab = bool(rest) and rest[0].lstrip(" ").startswith("\t")
+        fix = "indent with spaces in place of the tab" if is_tab else "correct the YAML"
+        raise ConfigError(f"{path} cannot be read", why=why, fix=fix) from None
     except (OSError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())
         raise ConfigError(f"{path} cannot be read", why=why, fix=fix) from None

@@ -29,9 +29,10 @@ def load_tokenizer(name: str) -> Any:
         # False, not None: None asks on the terminal, and "y" would run the repository's code.
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, ImportError, KeyError: depends on the repository
+        what = "is a folder without tokenizer.json" if Path(name).is_dir() else "is no local tokenizer.json or folder"
         raise DataError(
             f"the tokenizer {name} cannot be loaded",
-            why=f"it is no local tokenizer.json or folder, and Hugging Face reports: {first_line(error)}",
+            why=f"it {what}, and Hugging Face reports: {first_line(error)}",
             fix="without a network give a folder with a tokenizer.json, 'bytes', or in prepare bpe:8192",
         ) from None
 

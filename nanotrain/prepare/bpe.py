@@ -12,7 +12,7 @@ from nanotrain.data.tokenizer import FastTokenizer
 from nanotrain.errors import DataError
 
 EOD_TEXT = "<|endoftext|>"
-MIN_VOCAB = 257
+MIN_VOCAB, MAX_VOCAB = 257, 1 << 22  # the library takes 70 bytes for each at once, and ends the process without them
 LONG_RUN = re.compile(r"(\S{1000}|\s{1000})")
 
 
@@ -22,7 +22,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
     The vocabulary is 256 bytes, `<|endoftext|>` and merges, at most `vocab_size`; little text gives fewer merges.
 
     Raises:
-        DataError: the vocabulary is too small for the bytes.
+        DataError: the vocabulary is too small for the bytes, or too large for memory.
     """
     if vocab_size < MIN_VOCAB:
         raise DataError(
@@ -30,6 +30,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
             why=f"256 bytes and {EOD_TEXT} are {MIN_VOCAB} tokens",
             fix="use a larger one, for example bpe:8192",
         )
+    if vocab_size > MAX_VOCAB:
+        what = f"a BPE vocabulary of {vocab_size:,} is too large"
+        raise DataError(what, why=f"at most {MAX_VOCAB:,} tokens are trained", fix="write for example bpe:32768")
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -98,6 +98,9 @@ def _expand(name: str) -> list[Path] | None:
         return [path]
     if path.is_dir():
         return None if is_saved_dataset(path) else _files_below(path) or None
+    if path.exists():  # as <(zcat FILE) of a shell
+        why = "it is a pipe or device, and files are read in parts and more than once"
+        raise DataError(f"{name} is no file", why=why, fix="write what it gives to a file, which may be compressed")
     if glob.has_magic(name):
         return _matches(name)
     if is_compressed(path) or path.suffix.lower() in {*SPLITTERS, *_ROW_TYPES} or name.startswith((".", "/", "~")):

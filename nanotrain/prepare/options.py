@@ -44,6 +44,8 @@ class PrepareOptions:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
+        if not self.tokenizer:
+            raise DataError("--tokenizer is empty", why="it names the tokenizer", fix="write for example bpe:8192")
         if self.tokenizer.startswith(_BPE) and not self.tokenizer.removeprefix(_BPE).isdecimal():
             raise DataError(f"--tokenizer {self.tokenizer} has no size", fix="write for example bpe:8192")
         if not self.output.name:

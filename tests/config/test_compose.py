@@ -56,7 +56,18 @@ def test_the_recipes_are_found():
         ),
         ("# @package _global_\ndefaults: [tinyy, _self_]\n", "; did you mean tiny?"),
         ("# @package _global_\noptim:\n  lrr: 1\n  mrr: 2\n", "2 mistakes:\n  - unknown key optim.lrr in {path}; "),
-        ("# @package _global_\noptim:\n  lr: fast\n", "optim.lr is 'fast': it takes a number"),
+        ("# @package _global_\noptim:\n  lr: fast\n", "optim.lr is 'fast' in {path}: it takes a number"),
+        ("# @package _global_\noptim:\n\tlr: 1\n", "indent with spaces in place of the tab"),
+        ("# @package _global_\noptim: {lr: 1\n", "line 3: while parsing a flow mapping"),
+        ("# @package _global_\nOptim:\n  lr: 1\n", "unknown key Optim in {path}; did you mean optim?"),
+        (
+            "# @package _global_\noptim:\n  lr: ${optim.min_lr}\n  min_lr: ${optim.lr}\n",
+            "the value of optim.lr refers to itself: ${{...}} of several fields lead back to it; give one of",
+        ),
+        (
+            "# @package _global_\noptim:\n  lr: ${oc.env:NO_SUCH}\n",
+            "optim.lr refers to a value that cannot be found: NO_SUCH is not in the environment; export it, or write",
+        ),
     ],
 )
 def test_a_bad_recipe_is_named(text, message, tmp_path):
@@ -83,6 +94,17 @@ def test_what_names_no_file_is_one_error(arguments, message):
     with pytest.raises(ConfigError) as caught:
         load_config(arguments)
     assert message in str(caught.value)
+
+
+def test_a_recipe_that_sets_nothing_or_is_elsewhere_is_one_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "none.yaml", "# nothing yet\n")
+    with pytest.raises(ConfigError, match=r"none.yaml sets nothing: it is empty, or has comments alone"):
+        load_config(["+config=none.yaml"])
+    with pytest.raises(ConfigError, match=r"there is no recipe 'none'.*write \+config=none.yaml for the file"):
+        load_config(["+config=none"])
+    with pytest.raises(ConfigError, match=rf"write \+config={tmp_path}/none.yaml for the file of that name"):
+        load_config(["+config=none", "--config-dir", str(tmp_path)])
 
 
 def test_a_key_that_is_set_twice_is_named_with_its_line(tmp_path):

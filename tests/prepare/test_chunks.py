@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -122,6 +123,9 @@ def test_inputs_that_hold_nothing_or_do_not_exist_are_refused(tmp_path: Path) ->
         _read(tmp_path / "empty.txt")
     with pytest.raises(DataError, match="does not exist"):
         _read(tmp_path / "missing.jsonl")
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(DataError, match="pipe.txt is no file: it is a pipe or device"):
+        _read(tmp_path / "pipe.txt")
     (tmp_path / "bad.txt").write_bytes(b"ab\xff")
     with pytest.raises(DataError, match="is not UTF-8: byte 2 is 0xff"):
         _read(tmp_path / "bad.txt")

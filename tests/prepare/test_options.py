@@ -38,6 +38,7 @@ def test_a_tokenizer_with_a_name_is_not_trained() -> None:
     ("options", "message"),
     [
         ({"tokenizer": "bpe:many"}, "bpe:many has no size"),
+        ({"tokenizer": ""}, "--tokenizer is empty"),
         ({"workers": 0}, "--workers 0 is not positive"),
         ({"max_documents": 5}, "--max-documents has no effect without --streaming"),
     ],
