@@ -127,13 +127,12 @@ def data_args_path(config: Config, text: str) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, or holds none.
     """
-    flag = "--data-args-path"
+    flag, fix = "--data-args-path", "write what would follow --data-path into the file"
     try:
         words = read_file(Path(text)).decode().split()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{flag} {text} cannot be read", why=unreadable(error)) from None
+        raise ConfigError(f"{flag} {text} cannot be read", why=unreadable(error), fix=fix) from None
     if not words:
-        fix = "write what would follow --data-path into it"
         raise ConfigError(f"{flag} {text} names no data", why="the file is empty", fix=fix)
     return {"data_path": words}
 
@@ -144,7 +143,7 @@ def per_split_data_args_path(config: Config, text: str) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, or has another form.
     """
-    flag = "--per-split-data-args-path"
+    flag, fix = "--per-split-data-args-path", 'write {"train": "0.7 a 0.3 b", "valid": "c", "test": "d"} into the file'
     try:
         splits = object_of(parse_json(read_file(Path(text))), "the file")
         if unknown := splits.keys() - {"train", "valid", "test"}:
@@ -153,7 +152,6 @@ def per_split_data_args_path(config: Config, text: str) -> dict[str, Any]:
             raise ValueError("train has no data")
         return {f"{split}_data_path": _words(value, split) for split, value in splits.items() if value is not None}
     except (OSError, ValueError) as error:
-        fix = 'write {"train": "0.7 a 0.3 b", "valid": "c", "test": "d"} into it'
         raise ConfigError(f"{flag} {text} cannot be read", why=unreadable(error), fix=fix) from None
 
 

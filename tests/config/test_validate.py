@@ -29,6 +29,14 @@ def test_the_defaults_break_no_rule():
         ({"lr_decay_style": "WSD"}, "set --lr-wsd-decay-iters, for example 10"),
         ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 101}, "longer than the whole schedule of 100"),
         ({"micro_batch_size": 4, "global_batch_size": 6}, "a global batch of 6 samples cannot be split"),
+        (
+            {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.1},
+            "cosine has no start or no end: start_weight_decay is 0.1, end_weight_decay is None",
+        ),
+        (
+            {"weight_decay_incr_style": "linear", "start_weight_decay": 0.2, "end_weight_decay": 0.1},
+            "start_weight_decay 0.2 is above end_weight_decay 0.1",
+        ),
         ({"split": "1,2,3,4"}, "split is '1,2,3,4'"),
         ({"split": "0,1"}, "training needs some"),
         ({"split": "a"}, "split is 'a'"),

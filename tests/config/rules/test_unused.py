@@ -28,6 +28,10 @@ def test_rules_name_fields_that_exist():
         assert all(name in ENTRIES for name in (*rule.fields.split(), *rule.causes.split()))
 
 
+def test_reasons_are_plain_text_without_values_to_fill_in():
+    assert not [rule.fields for rule in UNUSED if "{" in rule.why + rule.fix]
+
+
 def test_a_setting_without_effect_on_the_command_line_is_an_error():
     with pytest.raises(ConfigError) as caught:
         reset(overlapping(), frozenset({OVERLAP, STRATEGY}))
@@ -80,6 +84,15 @@ def test_a_setting_with_effect_stays():
         {"optimizer": "lion", "use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "bf16"},
         {"optimizer": "sgd", "sgd_momentum": 0.0, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"},
         {"params_dtype": "bf16", "loss_scale_window": 3},
+        {"params_dtype": "fp16", "loss_scale": 8.0, "initial_loss_scale": 4.0},
+        {"start_weight_decay": 0.1},
+        {
+            "weight_decay_incr_style": "linear",
+            "weight_decay": 0.3,
+            "start_weight_decay": 0.1,
+            "end_weight_decay": 0.2,
+        },
+        {"num_experts": 4, "moe_shared_expert_gate": True},
         {"mock_data": True, "generate_tokens": 5},
         {"position_embedding_type": "learned_absolute", "rotary_base": 5e5},
         {"position_embedding_type": "none", "use_rope_scaling": True},
