@@ -39,11 +39,6 @@ class StagingBuffers:
         self._copies = copies  # releases the memory of tensors that are not saved any more
         return copies
 
-    @property
-    def nbytes(self) -> int:
-        """Host memory of the copies."""
-        return sum(tensor.nbytes for tensor in self._copies.values())
-
     def _copy_of(self, box: TensorBox, tensor: torch.Tensor) -> torch.Tensor:
         held = self._copies.get(box)
         if held is not None and (held.shape, held.dtype) == (tensor.shape, tensor.dtype):
