@@ -35,3 +35,17 @@ def test_a_cancelled_save_has_ended_when_cancel_returns() -> None:
     assert save.is_running
     save.cancel()
     assert seen.is_set() and not save.is_running
+
+
+def test_giving_up_waits_no_longer_than_it_is_told_and_cancels() -> None:
+    may_end = threading.Event()
+
+    def until_cancelled(is_cancelled: Callable[[], bool]) -> None:
+        may_end.wait(60)
+        assert is_cancelled(), "a save that was given up must not commit"
+
+    save = BackgroundSave(until_cancelled)
+    assert not save.give_up(0.0) and save.is_running
+    may_end.set()
+    assert save.result() is None
+    assert save.give_up(0.0)

@@ -2,14 +2,17 @@
 
 import errno
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from nanotrain.checkpoint import checkpointer as checkpointer_module
 from nanotrain.checkpoint import store
 from nanotrain.checkpoint.checkpointer import Checkpointer
+from nanotrain.checkpoint.write import WrittenShard, write_shard
 from nanotrain.comm.group import Group
 from nanotrain.errors import CheckpointError, EnvironmentFault
 from nanotrain.topology.boxes import Box, TensorBox
@@ -111,7 +114,7 @@ def test_a_larger_models_checkpoint_is_not_loaded_in_part(tmp_path: Path) -> Non
     saved = state() | {full("model/layers.1.weight", 2): torch.ones(2)}
     path = checkpointer(tmp_path).save(1, saved, objects={}, config=CONFIG, topology={})
 
-    with pytest.raises(CheckpointError, match=r"1 tensors differ: model/layers.1.weight is \[2\] there, missing here"):
+    with pytest.raises(CheckpointError, match=r"1 tensor differs: model/layers.1.weight is \[2\] there, missing here"):
         checkpointer(tmp_path).restore(path, empty())
 
 
@@ -204,6 +207,25 @@ def test_a_save_in_the_background_holds_what_the_tensors_were_when_it_started(tm
     assert all(torch.equal(targets[box], tensor) for box, tensor in expected.items())
     assert sorted(os.listdir(path)) == ["manifest.json", "shard-00000-of-00001.safetensors"]
     assert writer.wait() is None and writer.take_stall_s() > 0 and writer.take_stall_s() == 0.0
+
+
+def test_polling_never_waits_for_the_save_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_write, waits = threading.Event(), []
+
+    def write(path: Path, tensors: dict[TensorBox, torch.Tensor]) -> WrittenShard:
+        waits.append(may_write.wait(10))
+        return write_shard(path, tensors)
+
+    monkeypatch.setattr(checkpointer_module, "write_shard", write)
+    writer = checkpointer(tmp_path)
+    assert writer.poll() is None
+    writer.start_save(4, state(4), objects={}, config=CONFIG, topology={})
+    assert writer.poll() is None and not waits, "the thread waits, the caller does not"
+    may_write.set()
+    path = writer.wait()
+    assert path is not None and writer.poll() is None and waits == [True]
+    writer.start_save(8, state(8), objects={}, config=CONFIG, topology={})
+    assert writer.give_up(60) and writer.poll() == path.with_name("step-00000008")
 
 
 def test_the_next_save_waits_for_the_one_in_flight_and_raises_its_error(

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,19 @@ def load_and_save(ctx: ParallelContext, folder: str, step: int) -> bool:
     manifest = own.restore(path, targets)
     own.save(step, targets, objects=manifest.objects, config={}, topology={})
     return all(torch.equal(targets[box], tensor) for box, tensor in truths.items())
+
+
+def save_with_little_space(ctx: ParallelContext, folder: str) -> None:
+    usage = shutil.disk_usage(folder)._replace(free=300)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage)
+        with pytest.raises(StorageFault, match="a checkpoint needs 388 bytes"):
+            save(ctx, folder, 1)
+        barrier(ctx.control)  # the other rank may still read it
+
+
+def test_space_is_needed_for_the_shards_of_all_ranks(tmp_path: Path) -> None:
+    run_ranks(2, save_with_little_space, str(tmp_path))
 
 
 @pytest.mark.parametrize("first, second", [(1, 3), (4, 1), (3, 4), (2, 2)])

@@ -17,7 +17,7 @@ from nanotrain.checkpoint.read import ShardFile, read_chunks, read_global_tensor
 from nanotrain.checkpoint.write import shard_name, write_shard
 from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import TORCH_DTYPES
-from nanotrain.topology.boxes import TensorBox
+from nanotrain.topology.boxes import Box, TensorBox
 from tests.checkpoint.test_plan import covers, shapes
 
 Shares = list[dict[TensorBox, torch.Tensor]]
@@ -96,6 +96,23 @@ def test_chunks_are_read_in_the_order_of_the_file(tmp_path: Path, monkeypatch: p
     assert offsets == sorted(offsets)
     assert len(offsets) == 9
     assert all(torch.equal(loaded[box], tensor) for box, tensor in share.items())
+
+
+def test_targets_that_overlap_are_all_filled(tmp_path: Path) -> None:
+    full, half = (TensorBox("model/a", (4,), Box((start,), (4,))) for start in (0, 2))
+    path = write(tmp_path, 1, shares=[{full: torch.arange(4.0)}])
+    targets = {full: torch.zeros(4), half: torch.zeros(2)}
+    read_chunks(path, plan_reads(store.read_manifest(path), targets), targets=targets)
+    assert targets[full].tolist() == [0, 1, 2, 3] and targets[half].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_chunks_are_cast_to_the_dtype_of_their_target(tmp_path: Path, dtype: torch.dtype) -> None:
+    box = TensorBox.full("model/a", (4,))
+    path = write(tmp_path, 1, shares=[{box: torch.tensor([0.5, 1.0, 2.0, 3.0], dtype=torch.bfloat16)}])
+    targets = {box: torch.zeros(4, dtype=dtype)}
+    read_chunks(path, plan_reads(store.read_manifest(path), targets), targets=targets)
+    assert targets[box].tolist() == [0.5, 1.0, 2.0, 3.0]
 
 
 def _counting(opened: list[str]) -> Callable[[ShardFile, Path], None]:

@@ -253,6 +253,27 @@ def test_a_kill_at_any_point_leaves_a_complete_checkpoint_and_the_next_save_clea
     assert left == [f"step-{step:08d}" for step in ((3, 4) if survives else (2, 4))]
 
 
+def test_what_a_rename_relies_on_is_on_the_disk_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, fsync, rename = [], os.fsync, os.rename
+
+    def noted_fsync(handle: int) -> None:
+        calls.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{handle}')).name}")
+        fsync(handle)
+
+    def noted_rename(source: Path, target: Path) -> None:
+        calls.append(f"rename {source.name} {target.name}")
+        rename(source, target)
+
+    store.start_writing(tmp_path, 7, warned=set())
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    store.commit(tmp_path, 7, text="{}")
+    assert calls == [
+        *("fsync manifest.json", "fsync step-00000007.tmp"),
+        *("rename step-00000007.tmp step-00000007", f"fsync {tmp_path.name}"),
+    ]
+
+
 class Killed(BaseException):
     """In the place of SIGKILL: nothing after it runs."""
 
