@@ -84,6 +84,11 @@ def test_changed_settings_are_those_that_change_the_loss():
     assert changed_settings({}, current) == []
 
 
+@pytest.mark.parametrize("section", ["model", "optim", "precision", "data"])
+def test_every_setting_of_these_sections_is_compared(section):
+    assert changed_settings({section: {"x": 1}}, {section: {"x": 2}}) == [f"{section}.x 1 -> 2"]
+
+
 def test_changed_settings_of_the_model_and_its_sections_are_named():
     saved = {"model": {"norm_epsilon": 1e-5, "moe": {"router_topk": 2, "z_loss": 0.0}}}
     current = {"model": {"norm_epsilon": 1e-6, "moe": {"router_topk": 4, "z_loss": 0.0}}}
@@ -182,6 +187,11 @@ def test_what_is_named_with_load_is_never_replaced(folder: Path) -> None:
         other = folder.with_name("other")
         with pytest.raises(DamagedCheckpoint, match="crc32"), small_run(other, "--load", str(load)):
             pass
+    # nor where the run has older ones
+    with small_run(folder) as run:
+        parts = RunParts(run.stages, run.data_parallel, run.optimizer)
+        with pytest.raises(DamagedCheckpoint, match="crc32"):
+            restore_parts(step(folder, 3), run.checkpointer, parts=parts, config=run.config, may_fall_back=False)
 
 
 def test_a_run_without_a_sound_checkpoint_is_one_error_with_the_cure(folder: Path) -> None:

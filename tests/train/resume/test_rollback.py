@@ -1,5 +1,7 @@
 """A spike of the loss: back to the newest checkpoint, its data skipped, and the same after a resume."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -72,6 +74,21 @@ def test_a_spike_goes_back_and_skips_its_data_and_a_resume_does_the_same(tmp_pat
     )
     assert resumed == reports[-2:] and again.recent_losses == state.recent_losses
     assert all(torch.equal(same[name], tensor) for name, tensor in main.items())
+
+
+class ReadAhead(Hook):
+    """Batches are read one step ahead, as on a GPU."""
+
+    def before_training(self, run) -> None:
+        run.batch_iterator._options = replace(run.batch_iterator._options, is_ahead=True)
+
+
+@pytest.mark.parametrize("hooks", [(), (ReadAhead(),)], ids=["", "ahead"])
+def test_a_second_spike_skips_its_data_too_and_no_step_has_that_of_another(tmp_path, hooks):
+    # step 13 has samples 30 and 31, after the rollback from step 11 has skipped six
+    _, read, (state, _) = losses_and_reads(tmp_path, bad=(*BAD, 30, 31), hooks=hooks)
+    assert (state.consumed_samples, state.skipped_samples, state.spike_step, state.rollback_step) == (28, 8, 13, 12)
+    assert list(dict.fromkeys(read)) == list(range(28 + 8 + 2 * len(hooks))), "the last batch ahead is not used"
 
 
 def test_the_resume_right_after_a_rollback_skips_the_data_too(tmp_path):
