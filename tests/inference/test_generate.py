@@ -1,8 +1,13 @@
 """Sampling: deterministic by seed, within the positions of the model."""
 
+from dataclasses import replace
+from unittest.mock import patch
+
 import pytest
 import torch
 
+from nanotrain.config.config import MoEConfig
+from nanotrain.inference.cache import KVCache
 from nanotrain.inference.generate import Generation, Sampling, generate, sample_token
 from tests.model.building import GPT2, LLAMA, VOCAB, build, randomize
 
@@ -24,6 +29,12 @@ def test_temperature_zero_is_greedy(model: torch.nn.Module) -> None:
     for token in generate(model, tokens, num_tokens=8, sampling=Sampling(temperature=0)):
         assert token == model.logits(torch.tensor([tokens]))[0, -1].argmax()
         tokens.append(token)
+
+
+def test_a_temperature_divides_the_logits() -> None:
+    draw, logits = torch.Generator().manual_seed(1), torch.tensor([0.0, 1.0])
+    counts = [sum(sample_token(logits, Sampling(t), generator=draw) for _ in range(300)) for t in (0.1, 1.0, 10.0)]
+    assert counts[0] == 300 and 190 < counts[1] < 250 and 130 < counts[2] < 185  # of 300, 219 and 157 are expected
 
 
 def test_top_k_of_one_is_greedy(model: torch.nn.Module) -> None:
@@ -75,3 +86,23 @@ def test_the_cache_changes_no_text_also_where_it_ends(model: torch.nn.Module) ->
     for prompt in ([1, 2, 3], list(range(60))):
         texts = [generate(model, prompt, num_tokens=10, use_cache=use_cache) for use_cache in (True, False)]
         assert texts[0] == texts[1]
+
+
+def test_a_long_prompt_that_ends_leaves_no_more_positions_to_the_others(model: torch.nn.Module) -> None:
+    prompts, greedy = [list(range(60)), [4]], Sampling(temperature=0)
+    (stop,) = generate(model, prompts[0], num_tokens=1, sampling=greedy)
+    expected = generate(model, prompts[1], num_tokens=8, sampling=greedy, use_cache=False)
+    assert stop not in expected
+    generation = Generation(model, prompts, num_tokens=8, sampling=Sampling(temperature=0, stop=stop))
+    steps = [generation.step() for _ in range(8)]  # the cache has 64 positions
+    assert [step[1] for step in steps] == expected and [len(step) for step in steps] == [2] + [1] * 7
+
+
+def test_experts_with_a_capacity_have_no_cache(model: torch.nn.Module) -> None:
+    """Their outputs depend on the number of tokens that are read together."""
+    moe = MoEConfig(num_experts=4, ffn_hidden_size=16, expert_capacity_factor=0.5)
+    dropping = randomize(build(replace(LLAMA, moe=moe)))
+    with patch.object(KVCache, "logits", side_effect=AssertionError):
+        assert len(generate(dropping, [7, 8], num_tokens=2)) == 2
+        with pytest.raises(AssertionError):
+            generate(model, [7, 8], num_tokens=2)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanotrain.config.config import ModelConfig
+from nanotrain.config.config import ModelConfig, MoEConfig
 from nanotrain.inference.score import log_likelihoods, rolling_windows
 from nanotrain.model.init import initialize
 from nanotrain.model.transformer import Stage, build_stage
@@ -49,6 +49,23 @@ def test_a_longer_context_is_cut_at_its_beginning(stage: Stage) -> None:
     context = list(range(20))
     (scored,) = log_likelihoods(stage, [(context, [21, 22])], batch_size=1)
     assert scored.log_likelihood == pytest.approx(by_hand(stage, context[-7:], [21, 22])[0], rel=1e-5)
+
+
+def test_of_a_continuation_longer_than_the_positions_the_last_tokens_are_scored(stage: Stage) -> None:
+    (scored,) = log_likelihoods(stage, [([5], list(range(20)))], batch_size=1)
+    assert scored.log_likelihood == pytest.approx(by_hand(stage, [11], list(range(12, 20)))[0], rel=1e-5)
+
+
+def test_rows_whose_experts_have_a_capacity_are_read_alone() -> None:
+    moe = MoEConfig(num_experts=4, ffn_hidden_size=16, expert_capacity_factor=0.5)
+    config = ModelConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=40, max_position_embeddings=8, moe=moe
+    )
+    stage = build_stage(config).to_empty(device="cpu")
+    initialize(stage, stage.params, seed=1)
+    stage.eval()
+    in_one_batch, one_by_one = (log_likelihoods(stage, REQUESTS, batch_size=batch_size) for batch_size in (4, 1))
+    assert in_one_batch == one_by_one
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 8, 10])
