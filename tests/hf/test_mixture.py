@@ -16,12 +16,13 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from nanotrain.comm.group import Group
 from nanotrain.config.config import ModelConfig
+from nanotrain.config.derive import moe_layers
 from nanotrain.config.load import load
 from nanotrain.hf.canonical import canonical
 from nanotrain.hf.export import export_weights
 from nanotrain.hf.families import FAMILIES, config_from_hf, config_to_hf, family_of, model_from_hf
 from nanotrain.hf.import_weights import import_weights
-from nanotrain.hf.mixture import FUSED_NAMES, QWEN2_MOE_FUSED
+from nanotrain.hf.mixture import FUSED_NAMES, QWEN2_MOE_FUSED, read_qwen3_moe
 from nanotrain.hf.naming import map_parameters
 from nanotrain.hf.weights import WeightFiles
 from nanotrain.model.router_loss import balance_loss, count_tokens
@@ -36,6 +37,19 @@ def read_whole(folder: Path, model: ModelConfig) -> dict[str, torch.Tensor]:
     wanted = {TensorBox.full(name, tensor.shape): tensor for name, tensor in tensors.items()}
     import_weights(folder, model, wanted=wanted)
     return tensors
+
+
+def test_entries_that_qwen3_moe_omits_are_those_of_transformers() -> None:
+    theirs = transformers.Qwen3MoeConfig()
+    assert read_qwen3_moe({}).moe.router_pre_softmax is not theirs.norm_topk_prob
+    sparse = transformers.Qwen3MoeConfig(
+        num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3], hidden_size=16, intermediate_size=8,
+        moe_intermediate_size=8, num_experts=2, num_experts_per_tok=1, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=8,
+    )  # fmt: skip
+    layers = transformers.Qwen3MoeForCausalLM(sparse).model.layers
+    has_experts = tuple(hasattr(layer.mlp, "experts") for layer in layers)
+    assert moe_layers(read_qwen3_moe(sparse.to_dict())) == has_experts == (False, True, False, False)
 
 
 @pytest.mark.parametrize("name", MIXTURES)
