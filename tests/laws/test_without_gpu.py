@@ -1,4 +1,4 @@
-"""Law L1 over CUDA and NCCL: ranks on fake GPUs compute the losses of one process on the CPU.
+"""Laws L1 and L5 over CUDA and NCCL: ranks on fake GPUs compute the losses of one process in the planned memory.
 
 The runs take the paths of GPUs: streams, pinned memory, caching allocator, ProcessGroupNCCL, attention on the device.
 Only the kernels are the CPU's (tests/fake_cuda). It needs a CUDA build of torch, and no GPU.
@@ -6,6 +6,7 @@ Only the kernels are the CPU's (tests/fake_cuda). It needs a CUDA build of torch
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,22 +52,48 @@ CASES = {
 pytestmark = pytest.mark.skipif(bool(is_possible()), reason=f"no fake GPU here: {is_possible()}")
 
 
-def rows(command: list[str], folder: Path) -> list[dict[str, float]]:
-    """Run a command of training; the rows of its metrics."""
+NUMBER = r"([\d.]+) (MB|GB)"
+
+
+def run(command: list[str], folder: Path) -> str:
+    """Run a command of training; what it prints."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*command, "--run-dir", folder], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def rows(command: list[str], folder: Path) -> list[dict[str, float]]:
+    """Run a command of training; the rows of its metrics."""
+    run(command, folder)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def on_fake_gpus(num_ranks: int, train: list[str], *flags: str) -> list[str]:
+    """The command of a run on fake GPUs, with flags of `scripts/without_gpu`."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    fake = [sys.executable, ROOT / "scripts/without_gpu", "--gpus", num_ranks, "--build-in", ROOT / "build", *flags]
+    return [*map(str, fake), *torchrun, *train, "--device", "cuda", "--no-torch-compile"]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_on_fake_gpus_train_as_one_process_on_the_cpu(name, tmp_path):
     num_ranks, recipe, flags, layout = CASES[name]
     train = ["-m", "nanotrain.train", *MODEL.format(recipe=recipe).split(), *flags.split()]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    fake = [sys.executable, ROOT / "scripts/without_gpu", "--gpus", str(num_ranks), "--build-in", ROOT / "build"]
-    on_gpus = [*torchrun, *train, *layout.split(), "--device", "cuda"]
-    found = rows([*map(str, fake), *on_gpus, "--no-torch-compile"], tmp_path / "gpus")
+    found = rows(on_fake_gpus(num_ranks, [*train, *layout.split()]), tmp_path / "gpus")
     expected = rows([sys.executable, *train, "--device", "cpu"], tmp_path / "cpu")
     for key, tolerance in (("loss", 1e-6), ("grad_norm", 1e-4)):
         assert [row[key] for row in found] == pytest.approx([row[key] for row in expected], rel=tolerance)
+
+
+@pytest.mark.parametrize("flags", ["", "--data-parallel-sharding-strategy optim_grads", "--params-dtype fp32"])
+def test_the_peak_of_the_allocator_is_planned(flags, tmp_path):
+    num_ranks = 2 if "optim_grads" in flags else 1
+    words = f"""+config=gpt2_124m --mock-data --vocab-size 50304 --micro-batch-size 4 --global-batch-size 8
+        --train-iters 2 --eval-interval 0 --generate-tokens 0 --no-save --no-report --num-workers 0 {flags}"""
+    train = ["-m", "nanotrain.train", *words.split()]
+    printed = run(on_fake_gpus(num_ranks, train, "--no-values"), tmp_path)
+    summary = re.search(rf"planned {NUMBER} per rank; measured at most {NUMBER}", printed)
+    assert summary is not None, printed
+    planned, measured = (float(summary[i]) * {"MB": 1, "GB": 1000}[summary[i + 1]] for i in (1, 3))
+    assert 0.998 * measured <= planned <= 1.05 * measured  # both are rounded to three digits

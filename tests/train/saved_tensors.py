@@ -21,6 +21,7 @@ from nanotrain.model.context import BatchContext, LayerContext
 from nanotrain.model.transformer import Stage
 from nanotrain.precision.policy import Precision
 from nanotrain.train.plans.activations import Activations
+from nanotrain.train.plans.memory_plan import peak_of, train_schedule
 from nanotrain.train.plans.plan import Plan, plan_run
 from nanotrain.train.stages import build_stages
 
@@ -68,7 +69,21 @@ class LiveStorages(TorchDispatchMode):
 
     @property
     def num_bytes(self) -> int:
-        return sum(num_bytes for reference, num_bytes in self._storages.values() if not reference.expired())
+        self._storages = {key: value for key, value in self._storages.items() if not value[0].expired()}
+        return sum(num_bytes for _, num_bytes in self._storages.values())
+
+
+class PeakStorages(LiveStorages):
+    """The most bytes of live storages after any operator inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.peak = max(self.peak, self.num_bytes)
+        return out
 
 
 @dataclass(frozen=True)
@@ -92,7 +107,8 @@ def _documents(config: Config, batch_size: int) -> Tensor | None:
 
 def microbatch(ctx: ParallelContext, words: str) -> Microbatch:
     """The first stage of a run with random weights, and one microbatch."""
-    config = load(f"--mock-data --vocab-size 512 {words.replace(DOCUMENTS, '')}".split()).config
+    words = words if "--vocab-size" in words else f"{words} --vocab-size 512"
+    config = load(f"--mock-data {words.replace(DOCUMENTS, '')}".split()).config
     if DOCUMENTS in words:  # mock data has none
         config = with_values(config, {"data.reset_attention_mask": True})
     plan = plan_run(config, ctx.topology.world_size, rank=ctx.rank)
@@ -160,3 +176,16 @@ def stage_kept_and_planned(ctx: ParallelContext, words: str) -> tuple[int, int]:
         loss = case.stage(None, BatchContext(batch, mtp_scales=(0.1,) * depth))
     assert loss.requires_grad  # keeps the graph until here
     return saved.num_bytes, Activations(case.plan, "cpu").stage(case.plan.stages[0].spec).kept
+
+
+def peak_and_planned(ctx: ParallelContext, words: str) -> tuple[int, int]:
+    """Peak bytes of a forward and backward of a stage with both ends: counted, and as planned without the process."""
+    case = microbatch(ctx, words)
+    tokens = torch.zeros(case.hidden.shape[:2], dtype=torch.int64)
+    batch = Batch(tokens, tokens, torch.ones(tokens.shape))
+    for param in case.stage.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    with PeakStorages() as live:
+        case.stage(None, BatchContext.of(batch, cp=ctx.group("cp"), aux_loss_scale=1.0)).backward()
+    peak = peak_of(case.plan, Activations(case.plan, "cpu"), schedule=train_schedule(case.plan.config, 1))
+    return live.peak, peak.total

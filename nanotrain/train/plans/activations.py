@@ -28,6 +28,7 @@ class StageBytes:
     kept: int  # from its forward to its backward
     recomputed: int  # additionally during its backward: the largest part that is recomputed or copied back at once
     complete: int  # without recomputation, as between I and W
+    freed: int = 0  # of `kept`, before the backward of the blocks begins
 
 
 class Activations:
@@ -43,8 +44,10 @@ class Activations:
         attention = AttentionChoice.of(config, AttentionDevice(device, (9, 0), installed_torch()))
         self.attention = {False: attention.full, True: attention.window}  # by whether a layer has a window
         self.config, self.modules = config, frozenset(recomputed_modules(config.memory))
-        self.tp, self.cp, self.etp = (plan.groups[axis].size for axis in ("tp", "cp", "etp"))
+        self.tp, self.cp, self.ep, self.etp = (plan.groups[axis].size for axis in ("tp", "cp", "ep", "etp"))
         self.cp_comm_type = config.parallel.cp_comm_type if self.cp > 1 else None
+        fusion, shards = config.parallel.gradient_accumulation_fusion, plan.data_parallel.strategy.shard_grads
+        self.writes_wgrads = (device == "cuda" if fusion is None else fusion) and not shards
         self.sequence_parallel = config.parallel.sequence_parallel
         self.batch_size, self.seq_length = config.train.micro_batch_size, config.data.seq_length // self.cp
         self.tokens = self.batch_size * self.seq_length
@@ -56,6 +59,9 @@ class Activations:
     def stage(self, spec: StageSpec) -> StageBytes:
         """The blocks, the head and the multi-token prediction of a stage, with the recomputation of the plan."""
         head = self.head() if spec.has_head else 0
+        # Unless it is written, autograd holds the gradient of a weight until all that read the weight have run.
+        holds = self.shape.num_mtp_layers > 0 or (self.shape.is_tied and not self.writes_wgrads)
+        freed = 0 if holds else head
         further = self._further(range(0) if not spec.has_head else self.shape.mtp_layers)
         head, complete_head = head + further.kept, head + further.complete
         complete = [self.block(layer) for layer in spec.layers]
@@ -74,7 +80,7 @@ class Activations:
             selective = [self.block(layer, self.modules) for layer in spec.layers]
             kept = sum(selective)
             recomputed = max((a - b for a, b in zip(complete, selective, strict=True)), default=0)
-        return StageBytes(head + kept, max(recomputed, further.recomputed), complete_head + sum(complete))
+        return StageBytes(head + kept, max(recomputed, further.recomputed), complete_head + sum(complete), freed)
 
     def _further(self, layers: range) -> StageBytes:
         """Layers of multi-token prediction: the inputs of two norms and of the projection, the block, and a head."""
@@ -106,15 +112,33 @@ class Activations:
         weight = self.shape.padded_vocab_size // self.tp * self.shape.hidden_size * FP32
         return (self.outside + self.tokens) * self.width + weight
 
-    def working(self, *, has_head: bool) -> int:
-        """Temporaries: the gradients inside a block, or a chunk of logits in the loss."""
-        moe, columns = self.shape.moe, self.shape.padded_vocab_size // self.tp
+    def block_working(self) -> int:
+        """Temporaries of the backward of a block: gradients of hidden states, inside the MLP and of experts."""
+        moe = self.shape.moe
         inner = max(self.shape.ffn_size, moe.topk * moe.ffn_size if moe else 0) // self.tp
-        block = self.tokens * 3 * (inner * self.itemsize + self.width) + self._fp8_working()
+        if self.device == "cpu":
+            return self.tokens * 3 * (inner * self.itemsize + self.width) + self._fp8_working()
+        # Of a gate and up, whose product is freed before. The grouped product returns the gradients of experts.
+        num_inner = 1 + self.shape.is_gated + (self.shape.is_gated and self._num_inner() > 3)
+        block = self.tokens * (num_inner * inner * self.itemsize + 2 * self.width) + self._fp8_working()
+        if moe is None:
+            return block
+        num_weights = (1 + self.shape.is_gated) * moe.num_experts // self.ep
+        num_pairs, inner = self.tokens * moe.topk // self.tp, moe.ffn_size // self.etp
+        return block + (num_pairs + num_weights * inner) * self.width
+
+    def loss_working(self, *, is_training: bool = True) -> int:
+        """Temporaries of the loss: its inputs, which autograd does not save, and logits of a chunk and gradients."""
+        columns, is_low = self.shape.padded_vocab_size // self.tp, self.itemsize < FP32
         tokens = min(self.tokens, max(MIN_CHUNK_TOKENS, CHUNK_ELEMENTS[self.device] // columns))
-        is_low = self.itemsize < FP32  # logits are converted for the softmax, wgrads for their sum over chunks
-        logits = tokens * columns * (2 * FP32 + is_low * self.itemsize) + is_low * columns * self.width
-        return max(block, has_head * logits)
+        has_softcap = self.config.model.final_logit_softcapping is not None
+        if self.device == "cpu":  # logits are converted for the softmax, wgrads for their sum over chunks
+            per_logit, weight = (2 + has_softcap) * FP32 + is_low * self.itemsize, is_low * columns * self.width
+        elif is_training:  # the gradient is in the memory of the logits (kernels/vocabulary_softmax.py)
+            per_logit, weight = self.itemsize + has_softcap * 2 * FP32, 0
+        else:
+            per_logit, weight = self.itemsize * (1 + has_softcap) + FP32, 0
+        return self.tokens * self.width + tokens * (columns * per_logit + 2 * self.width) + weight
 
     def _fp8_working(self) -> int:
         """The largest operand of a product while it is quantized: two copies in fp32 and the result."""

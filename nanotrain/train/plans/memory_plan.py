@@ -4,20 +4,23 @@ Parameters, gradients and optimizer state are exact, the rest is estimated. Pure
 """
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanotrain.config.config import Config, MemoryConfig, RecomputeGranularity, ShardingStrategy
-from nanotrain.config.derive import data_parallel_size, num_microbatches, recomputed_modules
+from nanotrain.config.derive import data_parallel_size, num_microbatches, recomputed_modules, validates
 from nanotrain.config.schema import with_values
 from nanotrain.config.validate import check_layout
 from nanotrain.errors import ConfigError, NanotrainError
+from nanotrain.parallel.dp.options import MAX_FULL_BUCKETS
 from nanotrain.parallel.pp.actions import ActionKind, PipelineShape, Schedule
 from nanotrain.parallel.pp.executor import MAX_SENDS
 from nanotrain.parallel.pp.schedules import build_schedule
+from nanotrain.precision.policy import Precision
 from nanotrain.quantities import describe_bytes
 from nanotrain.topology.topology import Topology
 from nanotrain.train.compile import with_compile
@@ -27,7 +30,10 @@ from nanotrain.train.plans.plan import Plan, plan_run
 # A run is refused only if the exact part and this share of the activations exceed the memory: the estimate is within
 # 10 %, and a compiled block may save only half.
 CERTAIN_SHARE, CERTAIN_SHARE_COMPILED = 0.8, 0.4
-PROCESS_BYTES = {"cpu": 75_000_000, "cuda": 0}  # measured with a tiny model: libraries in its first steps
+# cpu: measured with a tiny model, libraries in its first steps; cuda: workspaces of cuBLAS, which torch allocates on
+# compute capability 9.0 once for the thread of the forward and once for that of the backward, and what is left of
+# blocks that its allocator does not split (0 to 15 MB over the layouts of docs/gpu.md)
+PROCESS_BYTES = {"cpu": 75_000_000, "cuda": 2 * 32 * 2**20 + 16_000_000}
 ROWS = ("params", "grads", "optimizer", "activations", "working", "communication")
 SEARCH_S = 4.0  # of CPU time, after which the search for settings that fit ends
 
@@ -100,21 +106,21 @@ def plan_memory(
     rank = topology.group_specs(0)["pp"].ranks[pp_rank]
     plan = plan_run(few, world_size, rank=rank)
     kept, resident = Activations(plan, device), plan.resident_bytes
-    activations, in_flight = _peak(plan, kept, schedule=schedule or train_schedule(config, world_size))
+    peak = peak_of(plan, kept, schedule=schedule or train_schedule(config, world_size))
     messages = 2 * MAX_SENDS * kept.outside * kept.width if pp_size > 1 else 0
     return MemoryPlan(
         pp_rank=pp_rank,
         params=resident.params,
         grads=resident.grads,
         optimizer=resident.optimizer,
-        activations=activations,
-        in_flight=in_flight,
+        activations=peak.activations,
+        in_flight=peak.in_flight,
         recompute=_describe_recompute(config.memory),
         working=PROCESS_BYTES[device]
         + _staged(config, device, resident=resident)
-        + kept.working(has_head=plan.stages[-1].spec.has_head)
+        + peak.working
         + 3 * INT64 * kept.tokens * count,
-        communication=messages + resident.grad_buckets + resident.units,
+        communication=messages + resident.grad_buckets + resident.units + _open_in_graphs(plan, device),
         unplanned="the records of --profile" if config.train.profile else "",
     )
 
@@ -167,13 +173,43 @@ def require_memory(config: Config, world_size: int, *, device: str, available: i
     )
 
 
-def _peak(plan: Plan, kept: Activations, *, schedule: Schedule) -> tuple[int, int]:
-    """The peak of the kept bytes, and the number of forwards that they belong to.
+def _open_in_graphs(plan: Plan, device: str) -> int:
+    """Full-size buckets beyond those of `grad_buckets`: the hooks of a compiled block run after its whole backward.
+
+    A block whose parameters lie in three buckets then writes to all of them before the first is complete.
+    """
+    is_compiled = with_compile(plan.config, device).train.torch_compile
+    if not (is_compiled and plan.data_parallel.strategy.shard_grads):
+        return 0
+    size, num_bytes = Precision.of(plan.config.precision).grads.itemsize, 0
+    for buffer in plan.buffers:
+        buckets = buffer.layout.buckets
+        num_open = max(Counter(unit for bucket in buckets for unit in bucket.units).values())
+        num_bytes += max(0, num_open - MAX_FULL_BUCKETS) * max(bucket.numel for bucket in buckets) * size
+    return num_bytes
+
+
+class Peak(NamedTuple):
+    """Bytes at a moment of a step, and the number of forwards that they belong to."""
+
+    activations: int
+    in_flight: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.working
+
+
+def peak_of(plan: Plan, kept: Activations, *, schedule: Schedule) -> Peak:
+    """The moment of a training step, or of a validation, with the most kept bytes and temporaries.
 
     A backward recomputes first. From I to W as much is kept as without recomputation.
     """
     bytes_of = {stage.spec.index: kept.stage(stage.spec) for stage in plan.stages}
-    now, count, peak = 0, 0, (0, 0)
+    with_head = {stage.spec.index for stage in plan.stages if stage.spec.has_head}
+    now, count, block, loss = 0, 0, kept.block_working(), kept.loss_working()
+    moments = [Peak(0, 0, kept.loss_working(is_training=False) if with_head and validates(plan.config) else 0)]
     for action in schedule.actions[plan.groups["pp"].index]:
         stage, is_forward = bytes_of[action.stage], action.kind is ActionKind.forward
         changes = {
@@ -183,10 +219,10 @@ def _peak(plan: Plan, kept: Activations, *, schedule: Schedule) -> tuple[int, in
             ActionKind.backward_weight: -stage.complete,
         }
         if not is_forward and action.kind is not ActionKind.backward_weight:
-            peak = max(peak, (now + stage.recomputed, count))
+            moments.append(Peak(now + stage.recomputed - stage.freed, count, block))
         now, count = now + changes[action.kind], count + is_forward - action.kind.has_wgrad
-        peak = max(peak, (now, count))
-    return peak
+        moments.append(Peak(now, count, loss if is_forward and action.stage in with_head else 0))
+    return max(moments, key=lambda moment: moment.total)
 
 
 def _describe_recompute(memory: MemoryConfig) -> str:

@@ -10,7 +10,7 @@ from nanotrain.config.schema import with_values
 from nanotrain.train.plans.activations import Activations
 from nanotrain.train.plans.plan import plan_run
 from tests.harness import run_ranks
-from tests.train.saved_tensors import kept_and_planned, live_and_planned, stage_kept_and_planned
+from tests.train.saved_tensors import kept_and_planned, live_and_planned, peak_and_planned, stage_kept_and_planned
 
 TOLERANCE, CP_TOLERANCE = 0.03, 0.1
 SIZES = "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2"
@@ -93,6 +93,24 @@ def test_block_bytes_are_those_that_autograd_saves(layout):
         assert planned == pytest.approx(counted, rel=tolerance), name
 
 
+def peaks(ctx: ParallelContext, cases: list[tuple[str, str, str]]) -> list[tuple[int, int]]:
+    """Counted and planned bytes of models, dtypes and further flags."""
+    sizes = SIZES.replace("--num-layers 1", "--num-layers 2").replace("--seq-length 128", "--seq-length 256")
+    sizes += " --untie-embeddings-and-output-weights --ffn-hidden-size 192"
+    return [peak_and_planned(ctx, f"{sizes} {MODELS[name]} {dtype} {words}") for name, dtype, words in cases]
+
+
+def test_the_peak_of_forward_and_backward_is_planned():
+    # The largest temporaries are logits, or gradients inside a block. Those of bf16 attention on CPUs are not planned.
+    logits = [(name, dtype, "--vocab-size 2048") for name in ("gpt2", "llama", "shared") for dtype in ("", "--bf16")]
+    capped = [("gemma", dtype, "--vocab-size 2048 --final-logit-softcapping 30") for dtype in ("", "--bf16")]
+    blocks = [(name, "", "--vocab-size 64") for name in ("gpt2", "llama", "mla", "moe")]
+    cases = logits + capped + blocks
+    (results,) = run_ranks(1, peaks, cases)
+    for case, (counted, planned) in zip(cases, results, strict=True):
+        assert counted <= planned <= (1.2 if case in blocks else 1.05) * counted, case
+
+
 def kept_with_recomputation(ctx: ParallelContext, layout: str) -> dict[str, tuple[int, int]]:
     """Live and planned bytes of four blocks."""
     sizes = SIZES.replace("--num-layers 1", "--num-layers 4")
@@ -150,7 +168,7 @@ def test_a_stage_without_layers_keeps_no_blocks(words: str) -> None:
     config = load(f"{SIZES} {layout} {words}".split()).config
     (stage,) = plan_run(config, 2, rank=0).stages
     assert vars(Activations(plan_run(config, 2, rank=0), "cpu").stage(stage.spec)) == dict.fromkeys(
-        ("kept", "recomputed", "complete"), 0
+        ("kept", "recomputed", "complete", "freed"), 0
     )
 
 

@@ -37,6 +37,21 @@ def test_parameters_gradients_and_optimizer_are_those_of_the_plan():
     assert (planned.params, planned.grads, planned.optimizer) == (resident.params, resident.grads, resident.optimizer)
 
 
+def test_compiled_blocks_in_three_buckets_open_a_third():
+    words = f"{SMALL} --data-parallel-sharding-strategy optim_grads --ddp-bucket-size"
+    for bucket_size, num_open in ((10**6, 1), (40_000, 3)):
+        config = config_of(f"{words} {bucket_size}")
+        (buffer,) = plan_run(config, 2, rank=0).buffers
+        units = [unit for bucket in buffer.layout.buckets for unit in bucket.units]
+        largest = max(bucket.numel for bucket in buffer.layout.buckets)
+        assert max(map(units.count, units)) == num_open
+        eager, compiled = (
+            plan_memory(with_values(config, {"train.torch_compile": value}), 2, pp_rank=0, device="cuda")
+            for value in (False, True)
+        )
+        assert compiled.communication - eager.communication == max(0, num_open - 2) * 4 * largest
+
+
 @pytest.mark.parametrize(
     ("schedule", "in_flight"),
     [
