@@ -94,8 +94,8 @@ def vocab_parallel_cross_entropy(
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     for chunk in _chunks(hidden, shard):
         target = shard.find(targets.labels[chunk])
-        log_probs = shard.log_probs(hidden[chunk], weight)
-        total -= target.pick(log_probs, targets.loss_mask[chunk]).sum()
+        # No name for the log-probabilities: they are freed before the logits of the next chunk.
+        total -= target.pick(shard.log_probs(hidden[chunk], weight), targets.loss_mask[chunk]).sum()
     return start_all_reduce(total, group).wait()
 
 
@@ -182,6 +182,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             scale = mask[:, None].to(hidden.dtype)
             torch.mul(dgrad(low, used), scale, out=grad_hidden[chunk])
             wgrad(low, hidden[chunk] * scale, add_to=grad_weight[: shard.num_tokens])
+            del grad_logits, low  # before the logits of the next chunk
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.param = weight
         return start_all_reduce(total, shard.group).wait()

@@ -11,6 +11,7 @@ from nanotrain.parallel.tp import loss as loss_module
 from nanotrain.parallel.tp.loss import Targets, Vocabulary, vocab_parallel_cross_entropy
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from tests.harness import ranks, run_ranks
+from tests.train.saved_tensors import PeakStorages
 
 SINGLE_RANK = Group.single_rank("tp")
 
@@ -56,6 +57,22 @@ def test_chunks_give_the_loss_and_gradients_of_a_single_chunk(
     torch.testing.assert_close(hidden.grad, gradients[0], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(weight.grad, gradients[1], rtol=1e-4, atol=1e-6)
     assert not weight.grad[vocab_size:].any()
+
+
+def test_logits_of_one_chunk_at_a_time_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_tokens, size = 64, 400
+    hidden, weight = torch.ones(num_tokens, 1, requires_grad=True), torch.ones(size, 1, requires_grad=True)
+    targets = Targets(torch.zeros(num_tokens, dtype=torch.int64), torch.ones(num_tokens))
+    peaks = []
+    for num_chunks in (1, 4):
+        monkeypatch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", num_tokens * size // num_chunks)
+        monkeypatch.setattr(loss_module, "MIN_CHUNK_TOKENS", 1)
+        options = {"targets": targets, "vocabulary": Vocabulary(size), "group": SINGLE_RANK}
+        for has_grad in (True, False):
+            with torch.set_grad_enabled(has_grad), PeakStorages() as live:
+                vocab_parallel_cross_entropy(hidden, weight, **options)
+            peaks.append(live.peak)
+    assert peaks[2:] == pytest.approx([peak / 4 for peak in peaks[:2]], rel=0.1)
 
 
 def test_a_second_backward_is_an_error_not_a_wrong_gradient() -> None:
