@@ -106,7 +106,7 @@ def _check_sizes(groups: Mapping[Ranks, dist.ProcessGroup | None]) -> None:
     NCCL identifies the parts of a split by a number, which torch computes as a hash of their ranks: two parts with the
     same hash would become one communicator, in silence.
     """
-    ones = torch.ones(len(groups), device=process_group_device(dist.group.WORLD))
+    ones = torch.ones(len(groups)).to(process_group_device(dist.group.WORLD))
     for one, process_group in zip(ones, groups.values(), strict=True):
         dist.all_reduce(one, group=process_group)
     for ranks, size in zip(groups, ones.tolist(), strict=True):

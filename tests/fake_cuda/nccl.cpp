@@ -22,6 +22,7 @@ enum Type { INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64
 enum Op { SUM, PROD, MAX, MIN, AVG, FIRST_SCALED };
 constexpr int SUCCESS = 0, VERSION = 22800;
 constexpr size_t SLOT = 32 << 20, RING = 16 << 20;  // bytes of a rank's part of a collective, and on the way between two
+constexpr size_t LARGE = 1 << 20;                    // as in runtime.cpp
 
 struct Ring { std::atomic<size_t> written, read; char pad[48]; char data[RING]; };
 struct Head { std::atomic<int> num_waiting, generation, num_joined; char pad[52]; };
@@ -66,8 +67,11 @@ struct Comm {
   }
   const char* slot(int of) const { return slots + of * SLOT; }
   // Call `read(begin, bytes)` while the slots hold these bytes of every rank's `input` (null: nothing of this rank's).
+  // Where kernels do nothing, large tensors hold no values to send: the ranks only meet.
   template <class Read>
   int exchange(const void* input, size_t bytes, Read read) {
+    static const bool has_values = getenv("FAKE_CUDA_VALUES") != nullptr;
+    if (!has_values && bytes >= LARGE) return barrier(), SUCCESS;
     for (size_t begin = 0; begin == 0 || begin < bytes; begin += SLOT) {
       size_t count = std::min(SLOT, bytes - begin);
       if (input) memcpy(slots + rank * SLOT, (const char*)input + begin, count);
