@@ -18,6 +18,7 @@ Layers take their parameters, local shards on any device.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -131,17 +132,21 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, weight: nn.Parameter, *, tensor_parallel: TensorParallel) -> None:
         super().__init__()
-        self.weight, self.tensor_parallel = weight, tensor_parallel
+        self.weight, self.tensor_parallel, group = weight, tensor_parallel, tensor_parallel.group
+        first = group.index * weight.shape[0]
+        self._embed = F.embedding if group.size == 1 else partial(_embed_shard, first=first)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[B, S] int64 -> [B, S or S/tp, H]; tokens of other shards contribute zero to the reduction."""
-        group, num_local = self.tensor_parallel.group, self.weight.shape[0]
-        if group.size == 1:
-            return F.embedding(tokens, self.weight)
-        rows = tokens - group.index * num_local
-        is_masked = (rows < 0) | (rows >= num_local)
-        hidden = F.embedding(rows.masked_fill(is_masked, 0), self.weight)
-        return self.tensor_parallel.leave(hidden.masked_fill(is_masked[..., None], 0.0))
+        """[B, S] int64 -> [B, S or S/tp, H]."""
+        return self.tensor_parallel.leave(self._embed(tokens, self.weight))
+
+
+def _embed_shard(tokens: Tensor, weight: Tensor, *, first: int) -> Tensor:
+    """[B, S] -> [B, S, H] by the rows of a vocabulary from `first` on; zero for tokens of other shards."""
+    rows = tokens - first
+    is_masked = (rows < 0) | (rows >= len(weight))
+    hidden = F.embedding(rows.masked_fill(is_masked, 0), weight)
+    return hidden.masked_fill(is_masked[..., None], 0.0)
 
 
 def _fp8_layer(tensor_parallel: TensorParallel) -> Fp8Layer | None:
