@@ -153,6 +153,22 @@ def test_bytes_of_low_precision_gradients(strategy: str, instances: int) -> None
             assert measured["sent"] == measured["planned sent"] == form.moved(m)
 
 
+def test_bytes_of_gradients_that_every_rank_gets_in_full() -> None:
+    """All-reduced inside an instance and across, whether or not optimizer state is sharded across instances."""
+    sizes = {"strategy": "optim", "instances": 2}
+    cases = [
+        Case(steps=1).but(
+            train={"micro_batch_size": 1, "global_batch_size": 4},
+            parallel={SHORT_NAMES[name]: value for name, value in sizes.items()}
+            | {"force_all_reduce": True, "outer_dp_sharding_strategy": outer},
+        )
+        for outer in ("no_shard", "optim")
+    ]
+    for by_case in run_ranks(4, measure_all, cases, **sizes):
+        for measured, params in zip(by_case, (4 / 2, 4 / 2 + 4 / 4), strict=True):
+            assert measured["sent"] == measured["planned sent"] == measured["elements"] * (4 + 4 + params)
+
+
 def test_the_closed_forms_are_those_of_the_documented_table() -> None:
     """Bytes per element of docs/zero.md with P = 1,000 and d = 10."""
     low = {"grad": 2, "main": 4}

@@ -35,6 +35,16 @@ def test_all_ranks_return_one_result_and_count_the_same_samples():
     assert math.isfinite(result.loss) and result.grad_norm > 0 and not result.skipped
 
 
+def test_auxiliary_losses_are_means_over_the_sequences_of_the_global_batch(tmp_path):
+    flags = ("--num-experts", "4", "--moe-aux-loss-coeff", "0.1", "--micro-batch-size", "2", "--global-batch-size", "6")
+    with small_run(tmp_path, *flags) as run:
+        seen = []
+        router = run.stages[0].get_submodule("layers.0.mlp.router")
+        router.register_forward_pre_hook(lambda _, args: seen.append(args[1].aux_loss_scale))
+        train_step(run, run.batch_iterator.next())
+    assert seen == [1 / 6] * 3
+
+
 def test_a_gradient_that_is_not_finite_skips_the_update(tmp_path):
     with small_run(tmp_path) as run:
         batch = run.batch_iterator.next()

@@ -143,3 +143,14 @@ def test_all_ranks_of_a_pipeline_take_part_in_its_first_collective(monkeypatch):
     pipeline = Pipeline.single_rank()
     pipeline.connect()
     assert joined == [pipeline.group]
+
+
+def test_the_heartbeat_has_the_running_action():
+    module, pipeline, seen = Doubling(), Pipeline.single_rank(), []
+    heartbeat = pipeline.group.heartbeat
+    heartbeat.begin("step", step=1)
+    module.register_forward_pre_hook(lambda *_: seen.append(heartbeat.read().action))
+    module.weight.register_hook(lambda _: seen.append(heartbeat.read().action))
+    plan = plan_rank(one_f_one_b(PipelineShape(1, 1, 2)), 0)
+    run_schedule(plan, {0: RunnableStage(module)}, microbatches=[batch(1)] * 2, grad_scale=1.0, pipeline=pipeline)
+    assert seen == ["F0.0", "B0.0", "F0.1", "B0.1"]
