@@ -13,6 +13,7 @@ from nanotrain.data.batch import Batch
 from nanotrain.model.context import BatchContext, LayerContext
 from nanotrain.model.mtp import take_loss_sums
 from nanotrain.model.transformer import Stage
+from nanotrain.topology.stages import StageSpec
 from nanotrain.train.step import mtp_loss_scales
 from tests.model.building import LLAMA, QWEN3, VOCAB, build, random_batch, randomize
 
@@ -95,6 +96,23 @@ def test_a_layer_reads_and_predicts_nothing_of_another_document():
         packed = replace(batch, tokens=tokens, labels=labels, loss_mask=mask, segment_ids=segments).with_mtp(2)
         assert [each.num_target_tokens.item() for each in packed.mtp] == [9, 8]
         stage(None, BatchContext(packed, mtp_scales=SCALES))
+        sums.append(take_loss_sums(stage.mtp_layers, num_layers=2, device=torch.device("cpu")))
+    assert torch.equal(*sums)
+
+
+def test_a_last_stage_without_layers_of_its_own_keeps_the_window():
+    model, batch = replace(MTP, window_size=2, window_attn_skip_freq="0"), random_batch()
+    context, sums = BatchContext(batch.with_mtp(2), mtp_scales=SCALES), []
+    number = model.num_layers
+    whole = randomize(build(model))
+    ends = (StageSpec(0, 0, number, has_embedding=True, has_head=False),
+            StageSpec(1, number, number, has_embedding=False, has_head=True))  # fmt: skip
+    first, last = (build(model, spec=spec) for spec in ends)
+    for stage in (first, last):
+        stage.load_state_dict({name: whole.state_dict()[name] for name in stage.state_dict()})
+    whole(None, context)
+    last(first(None, context), context)
+    for stage in (whole, last):
         sums.append(take_loss_sums(stage.mtp_layers, num_layers=2, device=torch.device("cpu")))
     assert torch.equal(*sums)
 
