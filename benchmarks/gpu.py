@@ -1,12 +1,14 @@
 """Compare nanotrain with plain PyTorch on one GPU: llama1b, GPT-2 124M and a mixture of four experts, bf16.
 
     python benchmarks/gpu.py [--model llama1b 124m moe4] [--rounds 3]
+    python benchmarks/gpu.py --rounds 1 --minutes 8  # what fits, and the commands for the rest
     python benchmarks/gpu.py --device cpu            # the same programs on a tiny model, to see that they run
 
 Eager and with torch.compile, beside a plain loop with torch's attention and FSDP2 on one rank: tokens per second, model
 FLOPs utilization (MFU) and peak memory. Contenders run in turn, each launch in a new process, as in throughput.py. Then
-one step of nanotrain is profiled, and its kernel times are summed by class, beside the budget of roofline.py. Without a
-GPU it prints that and exits with code 2.
+one step of nanotrain is profiled, and its kernel times are summed by class, beside the budget of roofline.py. Every
+launch prints its numbers at its end, so that a run that is cut has printed what it measured. A launch that fails leaves
+out its row, and the exit code is 1. Without a GPU it prints that and exits with code 2.
 """
 
 import argparse
@@ -14,11 +16,13 @@ import json
 import re
 import statistics
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from baselines import Shape
@@ -57,6 +61,8 @@ MODELS: dict[str, tuple[str, tuple[Contender, ...], tuple[str, ...]]] = {
     "moe4": ("124m", MIXTURE, EXPERTS),
     "smoke": ("smoke", DENSE, ()),
 }
+T = TypeVar("T")
+FIRST_LAUNCH_S = 60.0  # what a launch is expected to take at most, before any was measured
 # class -> pattern of the names of its CUDA kernels, and of torch's operators in a CPU profile; the first match counts
 KERNELS = {
     "communication": r"nccl|c10d",
@@ -80,6 +86,8 @@ def table(
     lines = ["| contender | tokens/s | ratio | MFU | peak memory |", "|---|---:|---:|---:|---:|"]
     for contender in contenders:
         mine = outcomes[contender.name]
+        if not mine:
+            continue
         speed = statistics.median(outcome.tokens_per_second for outcome in mine)
         rival = outcomes[contender.rivals[0]] if contender.rivals else []
         ratios = [a.tokens_per_second / b.tokens_per_second for a, b in zip(mine, rival, strict=False)]
@@ -137,25 +145,69 @@ def budget_here(job: Job, flags: Sequence[str], *, card: str) -> dict[str, float
     return times
 
 
-def compare(name: str, args: argparse.Namespace, *, peak: float | None) -> None:
+class Launches:
+    """Launches one after the other, until the time is up.
+
+    Args:
+        minutes: a launch that would end later, if it lasts as long as the longest before, is left out; None: no limit.
+    """
+
+    def __init__(self, minutes: float | None) -> None:
+        self._end = None if minutes is None else time.monotonic() + 60 * minutes
+        self._lasted: list[float] = []  # seconds of each launch
+        self.left_out: list[tuple[str, str]] = []  # models and what was not launched
+        self.failed: list[tuple[str, str]] = []  # models and what was launched and failed
+
+    def run(self, model: str, part: str, function: Callable[[], T]) -> T | None:
+        """The result of a function that launches one run; None if the time is up, or it failed."""
+        began = time.monotonic()
+        if self._end is not None and began + max(self._lasted, default=FIRST_LAUNCH_S) > self._end:
+            self.left_out.append((model, part))
+            return None
+        try:
+            return function()
+        except SystemExit as error:
+            print(f"{model}  {part}: {error}", flush=True)
+            self.failed.append((model, part))
+            return None
+        finally:
+            self._lasted.append(time.monotonic() - began)
+
+    def report(self) -> int:
+        """Print what is missing, with the command that measures it; returns the exit code."""
+        for title, parts in (("left out, as the time was up", self.left_out), ("failed", self.failed)):
+            if parts:
+                models = dict.fromkeys(model for model, _ in parts)
+                print(f"\n{title}: {', '.join(f'{model} {part}' for model, part in parts)}")
+                print(f"to measure these models: python benchmarks/gpu.py --model {' '.join(models)}", flush=True)
+        return int(bool(self.failed))
+
+
+def compare(name: str, args: argparse.Namespace, launches: Launches, *, peak: float | None) -> None:
     """Run the contenders of one model in turn and print both tables."""
     shape, contenders, flags = MODELS[name]
     job = Job(shape, "bf16" if args.device == "cuda" else "fp32", args.warmup, args.steps, device=args.device)
     outcomes: dict[str, list[Outcome]] = {contender.name: [] for contender in contenders}
     for number in range(1, args.rounds + 1):
         for contender in contenders:
-            outcomes[contender.name].extend(launch([contender], job))
-            speed = outcomes[contender.name][-1].tokens_per_second
-            print(f"round {number}  {contender.name:20} {speed:10,.0f} tokens/s", file=sys.stderr, flush=True)
+            measured = launches.run(name, f"{contender.name}, round {number}", partial(launch, [contender], job))
+            if measured is None:
+                continue
+            outcomes[contender.name].extend(measured)
+            speed, memory = measured[-1].tokens_per_second, measured[-1].peak_memory_bytes / 2**30
+            print(f"{name}  round {number}  {contender.name:42} {speed:10,.0f} tokens/s  {memory:6.1f} GiB", flush=True)
     print(f"\n{name}, {job.dtype}, median of {args.rounds} rounds\n")
-    print(table(contenders, outcomes, flops=None if flags else model_flops(job.shape), peak=peak))
-    times = profiled(job, flags)
+    print(table(contenders, outcomes, flops=None if flags else model_flops(job.shape), peak=peak), flush=True)
+    times = launches.run(name, "profile", partial(profiled, job, flags))
+    if times is None:
+        return
     card = card_here(args.device)
     planned = budget_here(job, flags, card=card) if card else {}
     print(f"\n| class | ms per step | share | budget, {card or 'no known card'} |\n|---|---:|---:|---:|")
     for one in KERNELS:
         budget = f"{planned[one]:,.1f}" if one in planned else ""
         print(f"| {one} | {times[one]:,.1f} | {times[one] / max(times.total(), 1e-9):.0%} | {budget} |")
+    print(flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -164,6 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--model", nargs="+", choices=MODELS)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, help="launch nothing that would end later")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args(arguments)
@@ -171,10 +224,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no GPU here: nothing to measure; --device cpu runs the programs on a tiny model")
         return 2
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, a check that the programs run"
-    print(f"{name}, torch {torch.__version__}")
+    print(f"{name}, torch {torch.__version__}", flush=True)
+    launches = Launches(args.minutes)
     for model in args.model or (["llama1b", "124m", "moe4"] if args.device == "cuda" else ["smoke"]):
-        compare(model, args, peak=peak_flops(name, "bf16"))
-    return 0
+        compare(model, args, launches, peak=peak_flops(name, "bf16"))
+    return launches.report()
 
 
 if __name__ == "__main__":

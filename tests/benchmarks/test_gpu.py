@@ -72,3 +72,26 @@ def test_the_budget_stands_beside_the_measurement(gpu: ModuleType) -> None:
     assert planned.keys() == gpu.KERNELS.keys() and planned["communication"] == 0
     assert all(planned[name] > 0 for name in ("GEMM", "attention", "loss", "elementwise", "optimizer"))
     assert gpu.card_here("cpu") is None
+
+
+def test_what_does_not_fit_or_fails_is_named_with_the_command_for_it(
+    gpu: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter([0.0, 0.0, 90.0, 90.0, 130.0, 150.0])  # start; begin and end of two launches; begin of a third
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: next(seconds))
+
+    def fail() -> None:
+        raise SystemExit("out of memory")
+
+    launches = gpu.Launches(minutes=3.5)
+    assert [launches.run("124m", "torch", lambda: 7), launches.run("124m", "nanotrain", fail)] == [7, None]
+    assert launches.run("moe4", "profile", lambda: 7) is None
+    assert launches.report() == 1
+    printed = capsys.readouterr().out
+    assert "124m  nanotrain: out of memory" in printed
+    assert "left out, as the time was up: moe4 profile" in printed and "benchmarks/gpu.py --model moe4\n" in printed
+    assert "failed: 124m nanotrain" in printed and "benchmarks/gpu.py --model 124m\n" in printed
+    assert (
+        gpu.table(gpu.MIXTURE, {contender.name: [] for contender in gpu.MIXTURE}, flops=None, peak=None).count("\n")
+        == 1
+    )
