@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nanotrain.cli_parser import Command, CommandParser, count, positive
 from nanotrain.errors import EXIT_CODE
+from nanotrain.quantities import count_of
 
 PATH_HELP = "step folder, or run folder for its newest step"
 
@@ -89,7 +90,7 @@ def average(argv: Sequence[str]) -> int:
     from nanotrain.checkpoint.rewrite import average as average_checkpoints
 
     folder = average_checkpoints(args.paths, args.output, decay=args.ema_decay)
-    print(f"{folder}: weights averaged over {len(args.paths)} checkpoints")
+    print(f"{folder}: weights averaged over {count_of(len(args.paths), 'checkpoint')}")
     return 0
 
 

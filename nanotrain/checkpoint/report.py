@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nanotrain.checkpoint.compatibility import kind_of
-from nanotrain.checkpoint.manifest import Manifest, TensorEntry
+from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, TensorEntry
 from nanotrain.checkpoint.plan import ChunkRead, coverage_fault
 from nanotrain.checkpoint.progress import progress
 from nanotrain.checkpoint.read import ShardFile
@@ -134,8 +134,12 @@ def verify(path: Path) -> VerifyReport:
         CheckpointError: there is no checkpoint, or its manifest cannot be read.
     """
     path = Path(path)
-    found = path if path.name.startswith("step-") else find_checkpoint(path)
-    manifest = read_manifest(found)
+    try:
+        found = path if path.name.startswith("step-") else find_checkpoint(path)
+        manifest = read_manifest(found)
+    except DamagedCheckpoint as error:  # its cure is this command
+        fix = error.fix.partition("; `nanotrain checkpoint verify")[0]
+        raise DamagedCheckpoint(error.what, why=error.why, fix=fix) from None
     faults = [
         f"tensor {name} is not covered exactly once: {fault}"
         for name, entry in manifest.tensors.items()

@@ -117,8 +117,9 @@ class RunHistory:
 
 
 def find_runs(folder: Path) -> list[RunHistory]:
-    """The runs in the subfolders of a folder, newest change first."""
-    candidates = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    """The runs in the subfolders of a folder, newest change first; of a run folder that run."""
+    inside = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    candidates = [folder] if (folder / "config.yaml").is_file() else inside
     runs = [RunHistory.read(path) for path in candidates if (path / "config.yaml").is_file()]
     return sorted(runs, key=lambda run: -run.modified_s)
 

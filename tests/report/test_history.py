@@ -73,4 +73,5 @@ def test_find_runs_lists_the_newest_first(tmp_path: Path) -> None:
         os.utime(folder / "metrics.jsonl", (changed, changed))
     (tmp_path / "no-run").mkdir()
     assert [run.name for run in find_runs(tmp_path)] == ["new", "old"]
+    assert [run.name for run in find_runs(tmp_path / "old")] == ["old"]
     assert find_runs(tmp_path / "absent") == []
