@@ -37,7 +37,7 @@ def test_a_cancelled_save_has_ended_when_cancel_returns() -> None:
     assert seen.is_set() and not save.is_running
 
 
-def test_giving_up_waits_no_longer_than_it_is_told_and_cancels() -> None:
+def test_giving_up_waits_no_longer_than_its_timeout_and_cancels() -> None:
     may_end = threading.Event()
 
     def until_cancelled(is_cancelled: Callable[[], bool]) -> None:

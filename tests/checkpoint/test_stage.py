@@ -18,11 +18,11 @@ def test_copies_do_not_change_with_the_tensors_and_their_memory_is_used_again(mo
     monkeypatch.setattr(stage.split_box, "__kwdefaults__", {"limit": 16})  # a row of A
     staging, tensor = StagingBuffers(), torch.arange(16.0).view(4, 4).T
     first = staging.copy({A: tensor, B: torch.ones(3)})
-    expected, place = tensor.clone(), first[A].data_ptr()
+    expected, pointer = tensor.clone(), first[A].data_ptr()
     tensor.zero_()
     assert torch.equal(first[A], expected) and first[A].is_contiguous()
     assert waited == [torch.device("cpu")], "copies from a device are complete on return"
-    assert staging.copy({A: tensor, B: torch.ones(3)})[A].data_ptr() == place and first[A].count_nonzero() == 0
+    assert staging.copy({A: tensor, B: torch.ones(3)})[A].data_ptr() == pointer and first[A].count_nonzero() == 0
 
 
 def test_memory_of_another_dtype_or_of_a_tensor_that_is_gone_is_released() -> None:
