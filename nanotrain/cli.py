@@ -22,6 +22,7 @@ from nanotrain.cli_parser import (
     Command,
     CommandParser,
     count,
+    png_file,
     port,
     positive,
     processes,
@@ -89,7 +90,7 @@ def topology(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the groups as JSON: {name: [[rank, ...], ...]}")
     microbatches_help = "microbatches of the schedule (default: 2 per rank)"
     parser.add_argument("--num-microbatches", type=count, metavar="M", help=microbatches_help)
-    parser.add_argument("--png", type=Path, metavar="FILE", help="also write the schedule to a PNG file")
+    parser.add_argument("--png", type=png_file, metavar="FILE", help="also write the schedule to a PNG file")
     args, rest = parser.parse_known_args(argv)
     if args.world_size is None and args.schedule is None:
         parser.error("give --world-size N, --schedule NAME or both")
@@ -212,7 +213,7 @@ def timeline(argv: Sequence[str]) -> int:
     ranks_help = "ranks to draw, as 0,1,8 (default: the first 8)"
     parser.add_argument("--ranks", type=whole_numbers, default=(), metavar="LIST", help=ranks_help)
     png_help = "the picture (default: profile/timeline.png in the run folder)"
-    parser.add_argument("--png", type=Path, metavar="FILE", help=png_help)
+    parser.add_argument("--png", type=png_file, metavar="FILE", help=png_help)
     args = parser.parse_args(argv)
     from nanotrain.report.terminal import print_timeline, terminal
     from nanotrain.report.timeline import read_timeline, save, save_png

@@ -4,6 +4,7 @@ import argparse
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from textwrap import TextWrapper
 from typing import Any, NoReturn
 
@@ -112,6 +113,13 @@ def port(text: str) -> int:
     if not re.fullmatch("[0-9]{1,5}", text) or int(text) > 65_535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port from 0 to 65535")
     return int(text)
+
+
+def png_file(text: str) -> Path:
+    """A file for a picture; the ending keeps other files from being replaced."""
+    if not text.lower().endswith(".png"):
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in .png")
+    return Path(text)
 
 
 def positive(text: str) -> float:

@@ -63,6 +63,7 @@ def test_of_many_ranks_the_first_alone_speaks():
         (["topology", "--schedule", "1f1b", "--json"], "--json prints groups"),
         (["topology", "--schedule", "1f1b", "--num-microbatches", "100000000"], "x 100,000,000 microbatches cannot be"),
         (["topology", "--schedule", "gpipe", "--pipeline-schedule", "1f1b"], "are both given"),
+        (["topology", "--schedule", "1f1b", "--png", "notes.txt"], "argument --png: 'notes.txt' does not end in .png"),
         (["runs", "/nowhere"], "error: there is no folder /nowhere"),
         (["topology", "--world-size", "2", "--png", "a.png"], "--num-microbatches and --png belong to --schedule"),
         (["generate", "runs/x", "--temperature", "-1"], "argument --temperature: '-1' is no number of at least 0"),
