@@ -24,6 +24,14 @@ def test_text_depends_on_the_seed(model: torch.nn.Module) -> None:
     assert all(0 <= token < VOCAB for token in texts[0])
 
 
+def test_each_prompt_of_a_batch_has_the_next_seed(model: torch.nn.Module) -> None:
+    generation = Generation(model, [[1, 2], [1, 2]], num_tokens=12, sampling=Sampling(seed=3))
+    steps = [generation.step() for _ in range(12)]
+    for row in (0, 1):
+        expected = generate(model, [1, 2], num_tokens=12, sampling=Sampling(seed=3 + row))
+        assert [step[row] for step in steps] == expected
+
+
 def test_temperature_zero_is_greedy(model: torch.nn.Module) -> None:
     tokens = [5, 6]
     for token in generate(model, tokens, num_tokens=8, sampling=Sampling(temperature=0)):

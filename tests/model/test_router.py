@@ -233,6 +233,14 @@ def test_the_aux_loss_counts_the_best_scores_whatever_bias_and_groups_choose():
     torch.testing.assert_close(gradient_of(model, logits.detach(), 1 / 16, bias=bias), expected)
 
 
+def test_the_aux_loss_counts_the_best_scores_where_experts_are_taken_in_turn():
+    in_turn, free = (
+        replace(SOFTMAX, moe=replace(SOFTMAX.moe, aux_loss_coeff=[0.3], router_force_load_balancing=forced))
+        for forced in (True, False)
+    )
+    assert torch.equal(*(gradient_of(model, batch_of_logits(), 1.0) for model in (in_turn, free)))
+
+
 def test_the_z_loss_is_a_mean_over_the_tokens_of_the_global_batch():
     logits = batch_of_logits().requires_grad_()
     (expected,) = torch.autograd.grad(logits.logsumexp(-1).square().sum() / (16 * S) * 0.3, logits)

@@ -91,6 +91,21 @@ def test_a_second_spike_skips_its_data_too_and_no_step_has_that_of_another(tmp_p
     assert list(dict.fromkeys(read)) == list(range(28 + 8 + 2 * len(hooks))), "the last batch ahead is not used"
 
 
+def test_a_spike_before_the_step_of_the_last_one_goes_further_back_until_that_step_is_passed(tmp_path):
+    # step 11, and after the rollback step 9, whose samples are 22 and 23
+    reports, _, (state, _) = losses_and_reads(tmp_path, bad=range(20, 24))
+    assert [step for step, _, _ in reports] == [*range(1, 11), *range(5, 15)]
+    assert (state.spike_step, state.rollback_step, state.skipped_samples) == (11, 4, 16)
+
+
+def test_a_finetuned_run_goes_back_to_its_own_state(tmp_path):
+    losses_and_reads(tmp_path / "base", "--train-iters", "4", bad=())
+    tuned = ("--load", str(tmp_path / "base"), "--finetune")
+    reports, _, (state, _) = losses_and_reads(tmp_path / "tuned", *tuned)
+    assert [step for step, _, _ in reports] == [*range(1, 11), *range(9, 15)]
+    assert (state.rollback_step, state.skipped_samples) == (8, 6)
+
+
 def test_the_resume_right_after_a_rollback_skips_the_data_too(tmp_path):
     whole, _, _ = losses_and_reads(tmp_path / "whole")
     losses_and_reads(tmp_path / "cut", "--exit-duration-in-mins", "1000")  # the same, and then cut back to step 8
