@@ -181,6 +181,32 @@ def test_a_plan_has_the_traffic_of_recomputed_attention(row: str) -> None:
     run_ranks(ranks, holds_what_is_planned, case, cp=2)
 
 
+@pytest.mark.parametrize("sizes", [{"ep": 2}, {"ep": 2, "etp": 2}], ids=str)
+def test_a_plan_has_the_traffic_of_evenly_routed_experts(sizes: dict[str, int]) -> None:
+    """In layers with experts only; a forward that runs again sends its tokens again."""
+    modules = {"recompute_modules": ["moe"]}
+    cases = [
+        Case(steps=1).but(
+            train={"micro_batch_size": 1, "global_batch_size": 8},
+            parallel={SHORT_NAMES[name]: value for name, value in sizes.items()},
+            model=MOE | {"moe_router_force_load_balancing": True},
+            memory=memory,
+        )
+        for memory in ({}, CORE | modules, FULL)
+    ]
+    run_ranks(4, experts_send_what_is_planned, cases, **sizes)
+
+
+def experts_send_what_is_planned(ctx: ParallelContext, cases: list[Case]) -> None:
+    for case in cases:
+        run = build_here(ctx, case)
+        ctx.traffic.reset()
+        train_step(run, run.batch_iterator.next())
+        keys = [(group, op) for group in ("ep", "etp") for op in ("all_to_all", "all_gather")]
+        sent = {key: num_bytes for key in keys if (num_bytes := ctx.traffic.bytes(*key))}
+        assert sent == {key: num_bytes for key, num_bytes in sent_bytes(run.plan).items() if key in keys}
+
+
 def holds_what_is_planned(ctx: ParallelContext, case: Case) -> None:
     run = build_here(ctx, case)
     plan = run.plan
