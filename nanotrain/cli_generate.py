@@ -17,6 +17,10 @@ from nanotrain.errors import ConfigError, TopologyError
 from nanotrain.quantities import count_of
 from nanotrain.start_up import importing_torch
 
+# Flags that other programs, and the settings of a training, have for the number of tokens to sample.
+OF_TOKENS = dict.fromkeys(
+    ("--max-new-tokens", "--max_new_tokens", "--max-tokens", "--max-length", "--generate-tokens"), "--num-tokens"
+)
 # Settings that a command line may have; all others are the model's.
 KEPT = frozenset(
     {"train.device", "precision.params_dtype", "parallel.distributed_timeout_minutes"}
@@ -41,7 +45,7 @@ def generate(argv: Sequence[str], *, environment: MutableMapping[str, str]) -> i
 
 def _parser() -> CommandParser:
     epilog = "the sizes of tensor and expert parallelism, --bf16, --device and, for shards, --nproc-per-node may follow"
-    parser = CommandParser("generate", generate, epilog=epilog, elsewhere=OF_FOLDER)
+    parser = CommandParser("generate", generate, epilog=epilog, elsewhere=OF_FOLDER | OF_TOKENS)
     parser.add_argument("path", type=Path, help="run folder, step folder, or Hugging Face folder")
     prompt_help = "the text to continue (default: none); several are sampled together and printed one after the other"
     parser.add_argument("--prompt", action="append", help=prompt_help)

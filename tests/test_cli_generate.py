@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanotrain.cli import main
-from nanotrain.cli_generate import _print, generation_config
+from nanotrain.cli_generate import _print, generate, generation_config
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config, ModelConfig, MoEConfig, ParallelConfig
 from nanotrain.config.flags import parse
@@ -58,6 +58,12 @@ def test_ranks_beyond_the_shards_or_too_few_are_refused() -> None:
 def test_settings_of_training_are_refused(flags: list[str]) -> None:
     with pytest.raises(ConfigError, match=f"{flags[0]} has no effect on generation"):
         config_of(*flags)
+
+
+@pytest.mark.parametrize("flag", ["--max-new-tokens", "--max_new_tokens", "--generate-tokens", "--max-tokens"])
+def test_names_of_the_number_of_tokens_elsewhere_lead_to_its_flag(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown {flag} .write --num-tokens."):
+        generate(["runs/a", flag, "5"], environment={})
 
 
 def test_a_model_that_the_size_does_not_divide_is_refused() -> None:
