@@ -134,7 +134,5 @@ class GatherOrder:
         return [bucket for index in indices if 0 <= index < len(self.units) for bucket in self.units[index]]
 
     def _is_excluded(self, bucket: int, current: Sequence[int]) -> bool:
-        """Whether a bucket lies in the memory of another unit that is to be gathered."""
-        if not self._blocks or bucket in current:
-            return False
-        return any(self._blocks[bucket] == self._blocks[other] for other in current)
+        """Whether a bucket lies in the memory of the unit that is to be gathered."""
+        return bool(self._blocks) and any(self._blocks[bucket] == self._blocks[other] for other in current)

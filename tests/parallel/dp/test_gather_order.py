@@ -47,6 +47,12 @@ def test_without_resharding_a_unit_is_kept_until_its_last_backward() -> None:
     assert len(order.begin_step().freed) == 4, "a forward without a backward"
 
 
+def test_a_forward_without_a_backward_keeps_no_unit() -> None:
+    order = GatherOrder(UNITS, num_prefetched=0, reshards=False)
+    order.before_forward(0)
+    assert order.after_forward(0, has_backward=False).freed == (3,)
+
+
 def test_a_bucket_of_two_units_is_kept_between_neighbours() -> None:
     order = GatherOrder([(1, 0), (0,)], num_prefetched=0)
     assert order.before_forward(0).started == (1, 0)
