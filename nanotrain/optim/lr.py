@@ -24,7 +24,7 @@ WSD_DECAYS: dict[WSDDecayStyle, Callable[[float], float]] = {
 }
 
 
-# The share of the way from start_weight_decay to end_weight_decay, of the completed fraction of the run.
+# The fraction of the increase from start_weight_decay to end_weight_decay, by the completed fraction of the run.
 WEIGHT_DECAY_INCREASES: dict[WeightDecayStyle, Callable[[float], float]] = {
     WeightDecayStyle.linear: lambda done: done,
     WeightDecayStyle.cosine: lambda done: 0.5 * (math.cos(math.pi * (1.0 - done)) + 1.0),
