@@ -226,7 +226,8 @@ def _run(current: _Current, command: Sequence[str]) -> int:
     try:
         current.process = subprocess.Popen(command, process_group=0)
     except OSError as error:
-        raise ConfigError(f"{command[0]} cannot be started", why=error.strerror or str(error), fix="") from None
+        fix = "--launch-with names a program and its first arguments, as 'sbatch scripts/launch_slurm'"
+        raise ConfigError(f"{command[0]} cannot be started", why=error.strerror or str(error), fix=fix) from None
     if current.stopped:  # a signal came while it was started
         current.process.send_signal(signal.SIGTERM)
     code = current.process.wait()

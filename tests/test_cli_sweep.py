@@ -119,7 +119,7 @@ def test_a_stop_lets_the_current_run_save_and_ends_the_sweep(stub, tmp_path):
         ("--over lr=1,2 --nnodes 2 +config=tiny", "a sweep on several machines"),
         (
             "--over lr=1,2 --launch-with /absent/x +config=tiny",
-            "/absent/x cannot be started: No such file or directory",
+            "/absent/x cannot be started: No such file or directory; --launch-with names a program",
         ),
     ],
 )

@@ -45,6 +45,20 @@ NEGATIONS: dict[str, Entry] = {f"--no-{flag[2:]}": entry for flag, entry in FLAG
 # Flags without a value that set no field, and the attribute of CommandLine that becomes true.
 SWITCHES = {"--explain": "wants_explanation", "--megatron-defaults": "wants_megatron_defaults"}
 
+# Arguments that set no field by themselves, as they are written, and what they do.
+ARGUMENTS = {
+    "+config=NAME": "a recipe of configs/config, or of config/ in your own --config-dir",
+    "+config=FILE.yaml": "a configuration file, such as a run's config.yaml",
+    "model=NAME": "a YAML file of a group (configs/model, ...)",
+    "--config-dir DIR": "a folder of your own YAML files, may be repeated (also hydra.searchpath=[DIR,...])",
+    "--config-name NAME": "compose NAME.yaml instead of train.yaml",
+    "--cfg job": "print the resolved configuration and exit",
+    "--explain": "print it with the origin of every value and exit",
+    "--data-parallel-size N": "check that the run has N data-parallel ranks",
+    "--megatron-defaults": "Megatron-LM's defaults where no file and no argument sets a value",
+    "--help[=TOPIC]": "print this help, or that of all, megatron or a section, and exit; also -h",
+}
+
 
 def choice_of(group: str) -> str:
     """The argument before `=NAME` that chooses a YAML file of a group: `+config`, `model`."""

@@ -11,7 +11,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 
-from nanotrain.config.arguments import ALIASES
+from nanotrain.config.arguments import ALIASES, ARGUMENTS
 from nanotrain.config.megatron import MEGATRON
 from nanotrain.config.megatron_kinds import Kind
 from nanotrain.config.megatron_rare import PATTERNS
@@ -27,18 +27,6 @@ CONFIG_USAGE = "usage: nanotrain config [--explain] [+config=RECIPE] [SECTION.FI
 ORDER = (
     "Arguments come in any order. The command line overrides the recipe, which overrides train.yaml and the defaults."
 )
-ARGUMENTS = {
-    "+config=NAME": "a recipe of configs/config, or of config/ in your own --config-dir",
-    "+config=FILE.yaml": "a configuration file, such as a run's config.yaml",
-    "model=NAME": "a YAML file of a group (configs/model, ...)",
-    "--config-dir DIR": "a folder of your own YAML files, may be repeated (also hydra.searchpath=[DIR,...])",
-    "--config-name NAME": "compose NAME.yaml instead of train.yaml",
-    "--cfg job": "print the resolved configuration and exit",
-    "--explain": "print it with the origin of every value and exit",
-    "--data-parallel-size N": "check that the run has N data-parallel ranks",
-    "--megatron-defaults": "Megatron-LM's defaults where no file and no argument sets a value",
-    "--help[=TOPIC]": "print this help, or that of all, megatron or a section, and exit; also -h",
-}
 COMMON = (
     "data_path",
     "tokenizer_model",

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import PurePath
 
-from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS, SWITCHES, is_file
+from nanotrain.config.arguments import ALIASES, ARGUMENTS, FLAGS, NEGATIONS, SWITCHES, is_file
 from nanotrain.config.megatron import row_of
 from nanotrain.config.option import flag_of
 from nanotrain.config.suggest import LISTED_BY, advise, by_meaning, by_misspelled_meaning, nearest
@@ -35,7 +35,8 @@ def unknown_flag(flag: str, *, known: Collection[str], listed_by: str = LISTED_B
 
 def no_value(flag: str) -> ConfigError:
     """The error for a flag at the end, or in front of another flag."""
-    fix = FLAGS[flag].meaning if flag in FLAGS else ""
+    written = next((text for text in ARGUMENTS if text.split()[0] == flag), "")
+    fix = FLAGS[flag].meaning if flag in FLAGS else f"write {written}" if written else ""
     return ConfigError(f"{flag} has no value", why="it takes one", fix=fix)
 
 

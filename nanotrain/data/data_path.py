@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from nanotrain.data.token_format import idx_path
+from nanotrain.data.token_format import idx_path, prefix_of
 from nanotrain.errors import ConfigError
 
 _NUMBER = re.compile(r"[+-]?(\d{1,30}(\.\d{0,30})?|\.\d{1,30})(e[+-]?\d{1,2})?|\d{1,30}/0*[1-9]\d{0,29}", re.IGNORECASE)
@@ -59,5 +59,5 @@ def _is_prefix(item: str) -> bool:
 
 
 def _prefix(item: str) -> Path:
-    path = Path(item[:-4] if item.endswith((".bin", ".idx")) else item).expanduser()
+    path = Path(prefix_of(item)).expanduser()
     return path if path.name else path.resolve()  # "." is a folder, which has a name

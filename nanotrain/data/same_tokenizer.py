@@ -10,6 +10,7 @@ from pathlib import Path
 import tokenizers
 
 from nanotrain.data.corpus_info import recorded_tokenizer
+from nanotrain.data.token_format import prefix_of
 from nanotrain.errors import ConfigError
 from nanotrain.untrusted import MAX_TOKENIZER_BYTES, object_of, parse_json, read_file
 
@@ -47,7 +48,7 @@ def require_tokenizer_of(model: str | None, source: str) -> None:
     Raises:
         ConfigError: they have another one.
     """
-    corpus = recorded_tokenizer(source.removesuffix(".bin").removesuffix(".idx"))
+    corpus = recorded_tokenizer(prefix_of(source))
     if model is not None and corpus is not None and not may_be_same_tokenizer(model, corpus):
         raise ConfigError(
             f"{source} was prepared with another tokenizer than the model's",

@@ -55,6 +55,15 @@ class IndexHeader:
         return HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.num_sequences, self.num_document_indices)
 
 
+def prefix_of(name: str) -> str:
+    """The prefix of a `.bin/.idx` pair, of which one file may be named instead.
+
+    >>> prefix_of("corpus.bin"), prefix_of("v1.5")
+    ('corpus', 'v1.5')
+    """
+    return name[:-4] if name.endswith((".bin", ".idx")) else name
+
+
 def bin_path(prefix: Path) -> Path:
     """Path of the token file."""
     return prefix.with_name(prefix.name + ".bin")

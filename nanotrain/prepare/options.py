@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from nanotrain.data.token_format import prefix_of
 from nanotrain.errors import DataError
 
 _BPE = "bpe:"
@@ -71,7 +72,7 @@ class PrepareOptions:
     def from_args(cls, args: argparse.Namespace) -> "PrepareOptions":
         """The options of a parsed command line."""
         values = {field.name: getattr(args, field.name) for field in fields(cls)}
-        return cls(**values | {"input": tuple(args.input), "output": Path(args.output).expanduser()})
+        return cls(**values | {"input": tuple(args.input), "output": Path(prefix_of(args.output)).expanduser()})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -30,6 +30,10 @@ def test_every_argument_reaches_its_field() -> None:
     assert options.parts == options.output.with_name("out.parts")
 
 
+def test_a_file_of_the_pair_names_its_prefix() -> None:
+    assert _parse("--input", "a", "--output", "corpus.bin", "--tokenizer", "gpt2").output == Path("corpus")
+
+
 def test_a_tokenizer_with_a_name_is_not_trained() -> None:
     assert _parse("--input", "a", "--output", "b", "--tokenizer", "gpt2").bpe_vocab_size is None
 
