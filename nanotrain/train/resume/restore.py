@@ -173,14 +173,18 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
 
 
 def changed_decay(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Another number of steps than in a checkpoint, where the learning rate of a step depends on it; else empty."""
-    optim = _flat(current.get("optim"))
-    lengths = optim.get("lr_decay_iters"), optim.get("lr_decay_samples")
-    follows = optim.get("lr_decay_style") not in (None, "constant") and lengths == (None, None)
+    """Another number of steps than in a checkpoint, and what of a step depends on it; empty if nothing does."""
     was, is_now = (_flat(config.get("train")).get("train_iters") for config in (saved, current))
-    if not follows or None in (was, is_now) or was == is_now:
+    if None in (was, is_now) or was == is_now:
         return []
-    return [f"train.train_iters {was} -> {is_now}, to which the learning rate decays"]
+    optim = _flat(current.get("optim"))
+    consequences = []
+    if optim.get("lr_decay_style") not in (None, "constant"):
+        lengths = optim.get("lr_decay_iters"), optim.get("lr_decay_samples")
+        consequences += ["to which the learning rate decays"] if lengths == (None, None) else []
+    if optim.get("weight_decay_incr_style") not in (None, "constant"):
+        consequences.append("over which the weight decay changes")
+    return [f"train.train_iters {was} -> {is_now}, {' and '.join(consequences)}"] if consequences else []
 
 
 def converted_moments(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from types import FrameType
 
+import torch
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -26,12 +27,15 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser, parse_min_max_nnodes
 
+from nanotrain.comm.device import memory_per_rank
 from nanotrain.errors import ConfigError, EnvironmentFault
+from nanotrain.quantities import count_of, describe_bytes
 from nanotrain.runs.open_files import require_open_files
 from nanotrain.start_up import stop_signals
 
 SAVE = signal.SIGUSR1  # sent on to the ranks, which save and continue
 TORCH_SIGNALS = "SIGQUIT"  # torch ends the ranks
+BYTES_PER_PROCESS = 150_000_000  # measured: 160 MB are private to a process that has imported torch
 DEFAULT_PORT = 29500  # of --master-port, torchrun's
 
 
@@ -57,8 +61,10 @@ def start_ranks(
         NanotrainError: a wrong option, ranks that cannot form the layout, or machines that do not meet.
     """
     args = check_ranks(program, options=options, check=check)
-    require_open_files(num_ranks=local_world_size(args.nproc_per_node))
-    environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank(local_world_size(args.nproc_per_node))))
+    num_local = local_world_size(args.nproc_per_node)
+    require_open_files(num_ranks=num_local)
+    require_host_memory(num_local)
+    environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank(num_local)))
     environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] = TORCH_SIGNALS
     with silent_logs(wanted="LOGLEVEL" in environment):
         config, entrypoint, entry_arguments = launch_config(args)
@@ -82,6 +88,22 @@ def check_ranks(program: Sequence[str], *, options: Sequence[str], check: Callab
     if min_nodes == max_nodes:  # otherwise the ranks check the number that they find
         check(num_local * max_nodes)
     return args
+
+
+def require_host_memory(num_ranks: int) -> None:
+    """Check that the processes of the ranks fit into the memory of this machine before they have a model.
+
+    Raises:
+        EnvironmentFault: they do not; the system would end one of them, or hang.
+    """
+    share = memory_per_rank(torch.device("cpu"), num_ranks)
+    if share is not None and share < BYTES_PER_PROCESS:
+        raise EnvironmentFault(
+            f"{count_of(num_ranks, 'rank')} on this machine",
+            why=f"each has {describe_bytes(share)} of its memory, and Python with torch takes "
+            f"{describe_bytes(BYTES_PER_PROCESS)}",
+            fix=f"start at most {share * num_ranks // BYTES_PER_PROCESS:,} on it",
+        )
 
 
 @contextmanager

@@ -62,19 +62,28 @@ def test_weights_alone_can_be_loaded(tmp_path, flag, step):
 
 
 @pytest.mark.parametrize(
-    ("optim", "is_named"),
+    ("optim", "consequence"),
     [
-        ({"lr_decay_style": "cosine", "lr_decay_iters": None}, True),
-        ({"lr_decay_style": "cosine", "lr_decay_iters": 9}, False),
-        ({"lr_decay_style": "cosine", "lr_decay_samples": 9}, False),
-        ({"lr_decay_style": "constant", "lr_decay_iters": None}, False),
+        ({"lr_decay_style": "cosine", "lr_decay_iters": None}, "to which the learning rate decays"),
+        ({"lr_decay_style": "cosine", "lr_decay_iters": 9}, None),
+        ({"lr_decay_style": "cosine", "lr_decay_samples": 9}, None),
+        ({"lr_decay_style": "constant", "lr_decay_iters": None}, None),
+        ({"lr_decay_style": "constant", "weight_decay_incr_style": "constant"}, None),
+        (
+            {"lr_decay_style": "constant", "weight_decay_incr_style": "linear"},
+            "over which the weight decay changes",
+        ),
+        (
+            {"lr_decay_style": "cosine", "weight_decay_incr_style": "cosine"},
+            "to which the learning rate decays and over which the weight decay changes",
+        ),
     ],
 )
-def test_another_number_of_steps_is_named_where_the_learning_rate_depends_on_it(optim, is_named):
+def test_another_number_of_steps_is_named_with_what_depends_on_it(optim, consequence):
     changed = changed_decay(
         {"optim": optim, "train": {"train_iters": 3}}, {"optim": optim, "train": {"train_iters": 6}}
     )
-    assert changed == ["train.train_iters 3 -> 6, to which the learning rate decays"] * is_named
+    assert changed == ([f"train.train_iters 3 -> 6, {consequence}"] if consequence else [])
 
 
 def test_changed_settings_are_those_that_change_the_loss():

@@ -49,6 +49,18 @@ def start(tmp_path, monkeypatch):
     return start
 
 
+def test_more_processes_than_fit_into_memory_are_refused_before_one_starts(start, tmp_path, monkeypatch):
+    program = "Path(sys.argv[1], 'started').touch()"
+    monkeypatch.setattr(launcher, "memory_per_rank", lambda device, num_ranks: 290_000_000 // num_ranks)
+    with pytest.raises(
+        EnvironmentFault, match=r"2 ranks .* each has 145.0 MB .* takes 150.0 MB; start at most 1 on it"
+    ):
+        start(program)
+    assert not (tmp_path / "started").exists()
+    monkeypatch.setattr(launcher, "memory_per_rank", lambda device, num_ranks: 300_000_000 // num_ranks)
+    assert start(program) == 0 and (tmp_path / "started").exists()
+
+
 WAITS = """
 def stop(number, frame):
     Path(sys.argv[1], f"saved {rank} {signal.Signals(number).name}").touch()
