@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 SHARDED_AXES: tuple[GroupName, ...] = ("tp", "ep", "etp")  # of a model that generates
 PREFIX, AVERAGE = "model/", "ema/"  # of the names of main params and of their moving average in a checkpoint
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # of a Hugging Face folder, each enough
 HUGGING_FACE_SEQ_LENGTH = 2048  # tokens per window of a model whose training is unknown
 
 
@@ -107,7 +108,7 @@ def open_model(path: Path, *, ema: bool = False) -> OpenedCheckpoint:
     from nanotrain.hf.families import model_from_hf  # a checkpoint needs no families of Hugging Face
 
     model_config = model_from_hf(path)
-    tokenizer = str(path) if (path / "tokenizer.json").is_file() else None
+    tokenizer = str(path) if any((path / name).is_file() for name in TOKENIZER_FILES) else None
     seq_length = min(model_config.max_position_embeddings, HUGGING_FACE_SEQ_LENGTH)
     data = DataConfig(tokenizer_model=tokenizer, seq_length=seq_length, data_path=["unknown"])
     return OpenedCheckpoint(path, _without_mtp(Config(model=model_config, data=data)))
@@ -156,6 +157,14 @@ def tokenizer_name(checkpoint: OpenedCheckpoint) -> str | None:
         return tokenizer_of(data)
     prefix = find_quickstart(RunFolder(checkpoint.path.parent.parent).data, data.quickstart_vocab_size)
     return None if prefix is None else recorded_tokenizer(prefix)
+
+
+def _why_no_tokenizer(checkpoint: OpenedCheckpoint) -> str:
+    if checkpoint.is_hugging_face:
+        return f"there is no {', '.join(TOKENIZER_FILES[:-1])} or {TOKENIZER_FILES[-1]} in the folder"
+    if checkpoint.config.data.mock_data:
+        return "the run trained on synthetic tokens"
+    return "--tokenizer-model was not set, and the corpus was prepared without one"
 
 
 @dataclass(frozen=True)
@@ -261,8 +270,8 @@ def load_model(
     if name is None:
         raise DataError(
             f"{checkpoint.path} has no tokenizer",
-            why="--tokenizer-model was not set, and the corpus was prepared without one",
-            fix="set --tokenizer",
+            why=_why_no_tokenizer(checkpoint),
+            fix="set --tokenizer, for example to bytes, a folder or a tokenizer.json",
         )
     loaded = load_tokenizer(name)  # before the weights, which take longer
     stage = load_stage(checkpoint, context, dtype=dtype)

@@ -76,8 +76,14 @@ def test_the_same_seed_writes_the_same_text(tmp_path):
 
 def test_a_run_without_a_tokenizer_writes_no_text_unless_given_one(tmp_path):
     write_run(tmp_path, tokenizer=None)
-    with pytest.raises(DataError, match="--tokenizer"):
+    with pytest.raises(DataError, match="the corpus was prepared without one; set --tokenizer"):
         load_checkpoint(tmp_path)
+    export_checkpoint(tmp_path, tmp_path / "hf", dtype="fp32")
+    with pytest.raises(DataError, match="no tokenizer.json, tokenizer.model or vocab.json in the folder"):
+        load_checkpoint(tmp_path / "hf")
+    (tmp_path / "hf" / "vocab.json").write_text("{}")
+    with pytest.raises(DataError, match="cannot be loaded"):
+        load_checkpoint(tmp_path / "hf")
     assert load_checkpoint(str(tmp_path), tokenizer="bytes").generate("abc", num_tokens=2).startswith("abc")
 
 
