@@ -38,7 +38,8 @@ from nanotrain.config.load import load_line, reply, to_yaml
 from nanotrain.config.schema import check_choice
 from nanotrain.config.validate import check_data_parallel_size
 from nanotrain.errors import EXIT_CODE, INTERRUPTED, ConfigError, NanotrainError, report
-from nanotrain.start_up import end_without_collection, open_closed_streams, outlive_terminals
+from nanotrain.output import guard_output, open_closed_streams
+from nanotrain.start_up import end_without_collection
 
 CONFIG_FLAGS = "any configuration flag may follow, for example --tensor-model-parallel-size 2"
 
@@ -272,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 2 for a user error, which is printed on standard error."""
     if argv is None:
         open_closed_streams()
-        outlive_terminals()
+        guard_output()
     arguments = sys.argv[1:] if argv is None else argv
     for stream in (sys.stdout, sys.stderr):  # a locale such as latin-1 has no character for some that are printed
         if isinstance(stream, io.TextIOWrapper):

@@ -1,68 +1,16 @@
-"""Begin and end of a process: standard streams, signals, no garbage collection where it only costs time.
+"""Begin and end of a process: signals, no garbage collection where it only costs time.
 
-open_closed_streams      before any file is opened
-outlive_terminals        go on where a terminal hangs up
 without_collection       while many objects are made
 stop_signals             that save and end a run
 importing_torch          during `import torch`, which saves 0.4 s and more
 end_without_collection   at the end of the process
 """
 
-import errno
 import gc
-import io
-import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-
-
-def open_closed_streams() -> None:
-    """Send standard streams that were closed (`2>&-`) to nowhere.
-
-    The next files to be opened would get their numbers, and what a library prints would be written into them.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
-            os.set_inheritable(opened, True)  # by the ranks
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
-
-
-class _Terminal(io.FileIO):
-    """A terminal; once it has hung up, what is written to it is dropped."""
-
-    def write(self, data: Any) -> int:
-        """Write bytes; the first ones after the end of the terminal redirect its number to nowhere."""
-        try:
-            return super().write(data) or 0
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
-            return len(data)
-
-
-def outlive_terminals() -> None:
-    """Let standard output and error that are terminals hang up without an error.
-
-    A closed ssh session hangs up its terminal. A run would end at the next line that it prints, before it has saved.
-    """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper) and stream.isatty():
-            stream.flush()
-            raw = _Terminal(stream.fileno(), "w", closefd=False)
-            text = io.TextIOWrapper(io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors)
-            text.reconfigure(line_buffering=True, write_through=stream.write_through)
-            setattr(sys, name, text)
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:

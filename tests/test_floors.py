@@ -25,7 +25,7 @@ FLOORS = {
     **dict.fromkeys(["precision", "prepare"], 5),
     **dict.fromkeys(["comm", "data"], 4),
     **dict.fromkeys(["topology", "runs"], 3),
-    "config": 2,
+    **dict.fromkeys(["config", "output"], 2),
     **dict.fromkeys(["errors", "log", "quantities", "start_up", "untrusted"], 1),
 }
 # names that only some files may use
@@ -47,6 +47,7 @@ NO_TORCH = (
     "nanotrain/errors.py",
     "nanotrain/start_up.py",
     "nanotrain/log.py",
+    "nanotrain/output.py",
     "nanotrain/config/",
 )
 NO_TORCH += ("nanotrain/topology/", "nanotrain/untrusted.py")

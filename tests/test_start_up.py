@@ -1,8 +1,6 @@
 """What a process imports: nothing that its command does not need, and without garbage collection."""
 
 import gc
-import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from nanotrain.start_up import end_without_collection, importing_torch, outlive_terminals, without_collection
+from nanotrain.start_up import end_without_collection, importing_torch, without_collection
 
 # of torch, of Hugging Face, of pictures and reports, and of what hooks need only where they are asked for
 NEVER = ("torch._dynamo", "torch._inductor", "transformers", "datasets", "matplotlib", "pandas", "scipy", "pyarrow")
@@ -85,33 +83,3 @@ def test_the_last_collection_runs_only_where_triton_would_report_what_is_left(
         assert (gc.isenabled(), gc.get_freeze_count() == 0) == (has_triton, has_triton)
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("closed", [(2,), (1,), (0, 1, 2)])
-def test_closed_standard_streams_take_no_file(tmp_path, closed):
-    code = """if True:
-        import os, sys
-        from nanotrain.start_up import open_closed_streams
-        open_closed_streams()
-        with open(sys.argv[1], "w") as file:
-            print("out"), print("error", file=sys.stderr), os.write(1, b"o"), os.write(2, b"e"), sys.stdin.read(0)
-            file.write(str(file.fileno() > 2))
-    """
-    redirections = " ".join(f"{number}>&-" for number in closed)
-    command = f'exec "{sys.executable}" -c "$0" "$1" {redirections}'
-    subprocess.run(["sh", "-c", command, code, str(tmp_path / "file")], check=True, capture_output=True)
-    assert (tmp_path / "file").read_text() == "True"
-
-
-@pytest.mark.parametrize("name", ["stdout", "stderr"])
-def test_what_is_printed_after_a_terminal_has_hung_up_is_dropped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    master, terminal = pty.openpty()
-    with open(terminal, "w", encoding="latin-1", errors="backslashreplace") as stream:
-        monkeypatch.setattr(sys, name, stream)
-        outlive_terminals()
-        print("a ä €", file=getattr(sys, name))
-        assert os.read(master, 100) == b"a \xe4 \\u20ac\r\n" and getattr(sys, name) is not stream
-        os.close(master)
-        for _ in range(2):
-            print("more", file=getattr(sys, name), flush=True)
-        assert os.path.samestat(os.fstat(terminal), os.stat(os.devnull))

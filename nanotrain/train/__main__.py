@@ -37,10 +37,11 @@ from nanotrain.errors import (
     ReportedFault,
     report,
 )
+from nanotrain.output import guard_output, open_closed_streams, outlive_output
 from nanotrain.runs.folder import RunFolder, check_writable
 from nanotrain.runs.lock import lock_run
 from nanotrain.runs.open_files import require_open_files
-from nanotrain.start_up import end_without_collection, importing_torch, open_closed_streams, outlive_terminals
+from nanotrain.start_up import end_without_collection, importing_torch
 from nanotrain.train.watch.launcher import end_with_launcher
 
 if TYPE_CHECKING:
@@ -195,6 +196,7 @@ def _train_in_folder(loaded: Loaded, world_size: int, *, launch: Any, device_typ
     from nanotrain.train.start.inputs import open_inputs
     from nanotrain.train.start.launch import run_training
 
+    outlive_output("training goes on, its steps are in metrics.jsonl")
     config, inputs = open_inputs(loaded, reads_checkpoint=launch.local_rank == 0)
     memory = require_memory(config, world_size, device=device_type, available=available)
     get_logger("nanotrain.train").info(
@@ -236,6 +238,6 @@ def _end(run: Callable[[], int]) -> NoReturn:
 
 if __name__ == "__main__":
     open_closed_streams()
-    outlive_terminals()
+    guard_output()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it would end this process before the trainer handles it
     _end(main)

@@ -4,25 +4,20 @@ A terminal also shows a progress bar. Steps with a validation and the last step 
 """
 
 import math
-import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from nanotrain.log import get_logger
 from nanotrain.runs.metrics_file import MetricsFile
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics.spikes import SPIKE
 from nanotrain.train.metrics.step_report import StepReport, UnreadReports
 from nanotrain.train.run import Run
-
-log = get_logger(__name__)
 
 # A line has at most MAX_WIDTH columns; on a narrow terminal as many as fit, but at least MIN_WIDTH.
 MAX_WIDTH, MIN_WIDTH = 100, 60
@@ -30,24 +25,11 @@ NOTABLE_WAIT = 0.05  # the wait for data is shown from this share of the step ti
 NOTABLE_LAG = 0.1  # the same for the wait for the slowest rank; smaller waits are noise on shared machines
 
 
-class _Console(Console):
-    """A console whose reader may end, as `| head` does: rich would end the process, and with it the run."""
-
-    def on_broken_pipe(self) -> None:
-        """Drop what is printed from now on."""
-        self.quiet = True
-        # not a file, in tests and notebooks
-        with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
-        # not a warning, which every rank would print
-        log.info("nothing reads the step lines any more; training goes on, they are in metrics.jsonl")
-
-
 class LogHook(Hook):
     """Logs to the console and to metrics.jsonl."""
 
     def __init__(self) -> None:
-        self._console = _Console(highlight=False, soft_wrap=True)
+        self._console = Console(highlight=False, soft_wrap=True)
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(),

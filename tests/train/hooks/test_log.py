@@ -1,6 +1,5 @@
 """The console and metrics.jsonl."""
 
-import io
 import json
 from types import SimpleNamespace
 
@@ -184,16 +183,3 @@ def test_only_the_first_rank_writes(ctx, tmp_path):
         train(run, log)
     assert (log._metrics is None) is (ctx.rank == 1)
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2] or ctx.rank == 1
-
-
-def test_a_reader_of_the_step_lines_that_ends_does_not_end_the_run(tmp_path, monkeypatch, logged):
-    class Closed(io.StringIO):
-        def write(self, text):
-            raise BrokenPipeError
-
-    monkeypatch.setattr("sys.stdout", Closed())
-    with small_run(tmp_path, "--train-iters", "3") as run:
-        train(run, LogHook())
-        assert run.state.step == 3
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
-    assert [line for line in logged if "nothing reads the step lines" in line] == logged

@@ -1,0 +1,104 @@
+"""Standard streams that are closed, hung up, not read any more, or on a full disk."""
+
+import fcntl
+import os
+import pty
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from nanotrain.output import guard_output
+
+
+@pytest.mark.parametrize("closed", [(2,), (1,), (0, 1, 2)])
+def test_closed_standard_streams_take_no_file(tmp_path, closed):
+    code = """if True:
+        import os, sys
+        from nanotrain.output import open_closed_streams
+        open_closed_streams()
+        with open(sys.argv[1], "w") as file:
+            print("out"), print("error", file=sys.stderr), os.write(1, b"o"), os.write(2, b"e"), sys.stdin.read(0)
+            file.write(str(file.fileno() > 2))
+    """
+    redirections = " ".join(f"{number}>&-" for number in closed)
+    command = f'exec "{sys.executable}" -c "$0" "$1" {redirections}'
+    subprocess.run(["sh", "-c", command, code, str(tmp_path / "file")], check=True, capture_output=True)
+    assert (tmp_path / "file").read_text() == "True"
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_what_is_printed_after_a_terminal_has_hung_up_is_dropped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    master, terminal = pty.openpty()
+    with open(terminal, "w", encoding="latin-1", errors="backslashreplace") as stream:
+        monkeypatch.setattr(sys, name, stream)
+        guard_output()
+        print("a ä €", file=getattr(sys, name))
+        assert os.read(master, 100) == b"a \xe4 \\u20ac\r\n" and getattr(sys, name) is not stream
+        os.close(master)
+        for _ in range(2):
+            print("more", file=getattr(sys, name), flush=True)
+        assert os.path.samestat(os.fstat(terminal), os.stat(os.devnull))
+
+
+def _run(code: str, redirection: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with guarded output, through a shell's redirection."""
+    code = f"from nanotrain.output import guard_output, outlive_output\nguard_output()\n{code}"
+    command = ["bash", "-c", f'set -o pipefail; "{sys.executable}" -c "$0" {redirection}', code]
+    return subprocess.run(command, check=False, capture_output=True, text=True)
+
+
+LINES = "for number in range(3): print('x' * 99999, flush=True)\n"
+NOTE = "outlive_output('it goes on')\n"
+
+
+def test_output_that_is_needed_is_one_error_on_a_full_disk() -> None:
+    done = _run("from nanotrain.cli import main\nraise SystemExit(main(['--help']))", "> /dev/full")
+    reason = "No space left on device; free space, or send the output elsewhere"
+    assert (done.returncode, done.stderr) == (2, f"error: standard output cannot be written: {reason}\n")
+
+
+@pytest.mark.parametrize(
+    ("redirection", "reason"), [("> /dev/full", "No space left on device"), ("| true", "Broken pipe")]
+)
+def test_a_training_goes_on_without_its_output_and_says_so_once(redirection: str, reason: str) -> None:
+    done = _run(f"{NOTE}{LINES}import sys; print('done', file=sys.stderr)", redirection)
+    note = f"standard output cannot be written: {reason}; it goes on"
+    assert (done.returncode, done.stderr.splitlines()) == (0, [note, "done"])
+
+
+def test_a_pipe_that_nothing_reads_ends_other_commands_as_head_expects() -> None:
+    done = _run(f"try:\n {LINES}except BrokenPipeError:\n raise SystemExit(7)", "| true")
+    assert (done.returncode, done.stderr) == (7, "")
+
+
+@pytest.mark.parametrize("redirection", ["2> /dev/full", "2>&1 | true"])
+def test_errors_that_cannot_be_printed_end_nothing(redirection: str) -> None:
+    code = "import sys\nfor number in range(3): print('x' * 99999, file=sys.stderr, flush=True)"
+    assert _run(code, redirection).returncode == 0
+
+
+def test_a_full_pipe_that_does_not_block_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver, sender = os.pipe()
+    fcntl.fcntl(sender, fcntl.F_SETFL, fcntl.fcntl(sender, fcntl.F_GETFL) | os.O_NONBLOCK)
+    received: list[bytes] = []
+    reader = threading.Thread(target=lambda: received.extend(iter(lambda: os.read(receiver, 1 << 16), b"")))
+    with open(sender, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        guard_output()
+        threading.Timer(0.1, reader.start).start()
+        print("x" * 300_000, flush=True)
+    reader.join()
+    assert len(b"".join(received)) == 300_001
+
+
+def test_a_run_ends_and_saves_where_the_disk_of_its_output_is_full(tmp_path: Path) -> None:
+    line = "+config=tiny --mock-data --vocab-size 64 --num-layers 1 --global-batch-size 2 --train-iters 2 --no-report"
+    command = f'exec "{sys.executable}" -m nanotrain.train {line} --eval-interval 0 --run-dir "$0" > /dev/full'
+    done = subprocess.run(["sh", "-c", command, str(tmp_path)], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("No space left on device; training goes on, its steps are in metrics.jsonl") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
