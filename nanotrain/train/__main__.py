@@ -173,7 +173,7 @@ def train(loaded: Loaded, world_size: int) -> None:
 
 
 def _check_folders(config: Config) -> RunFolder:
-    """The run folder, after a check that every folder for checkpoints can be written; none is created yet.
+    """The run folder, after a check that every folder that the run writes can be written; none is created yet.
 
     Raises:
         EnvironmentFault: one cannot; on every rank whose machine cannot write it.
@@ -184,6 +184,9 @@ def _check_folders(config: Config) -> RunFolder:
     if config.checkpoint.save_fallback_dir is not None:
         fix = "choose another folder with --save-fallback-dir, or free space"
         check_writable(Path(config.checkpoint.save_fallback_dir), name="the fallback folder", fix=fix)
+    if config.train.tensorboard and config.train.tensorboard_dir is not None:
+        fix = "choose another folder with --tensorboard-dir, or free space"
+        check_writable(Path(config.train.tensorboard_dir), name="the TensorBoard folder", fix=fix)
     return folder
 
 

@@ -88,8 +88,8 @@ def test_a_rank_that_is_not_the_first_of_its_machine_waits_for_that_one_to_print
 
 
 @pytest.mark.parametrize("local_rank", ["0", "1"])
-@pytest.mark.parametrize("flag", ["--run-dir", "--save-fallback-dir"])
-def test_folders_for_checkpoints_are_tried_before_a_device_is_on_every_rank(
+@pytest.mark.parametrize("flag", ["--run-dir", "--save-fallback-dir", "--tensorboard-dir"])
+def test_folders_that_a_run_writes_are_tried_before_a_device_is_on_every_rank(
     tmp_path, capfd, monkeypatch, flag, local_rank
 ):
     def touched(*_arguments):
@@ -105,7 +105,8 @@ def test_folders_for_checkpoints_are_tried_before_a_device_is_on_every_rank(
     (tmp_path / "file").touch()
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / ("file" if flag == "--run-dir" else "other"))
     (tmp_path / "other").mkdir()
-    assert main(arguments(tmp_path / "run", "--save-fallback-dir", str(tmp_path / "file" / "sub"))) == 2
+    other = "--save-fallback-dir" if flag == "--run-dir" else flag
+    assert main(arguments(tmp_path / "run", other, str(tmp_path / "file" / "sub"))) == 2
     error = capfd.readouterr().err
     assert error.count("error: ") == 1 and f"choose another folder with {flag}" in error
     assert re.search("(run/checkpoints|file/sub) cannot be written: (File exists|Not a directory)", error), error

@@ -3,6 +3,7 @@
 from torch.profiler import ProfilerActivity, profile
 
 from nanotrain.log import get_logger
+from nanotrain.runs.files import free_space
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics.step_report import StepReport
 from nanotrain.train.run import Run
@@ -49,9 +50,17 @@ class ProfileHook(Hook):
         for dp in run.data_parallel:
             dp.wait_for_params()  # an all-gather that outlives its profiler corrupts the heap (torch 2.13)
         self._profiler.stop()
-        folder = run.folder.path / "profile"
-        folder.mkdir(exist_ok=True)
-        path = folder / f"step-{run.state.step:08d}-rank-{run.context.rank:05d}.json"
-        self._profiler.export_chrome_trace(str(path))
-        self._profiler = None
-        log.info("wrote profile %s; `nanotrain timeline %s` draws its last step", path, run.folder.path)
+        path = run.folder.path / "profile" / f"step-{run.state.step:08d}-rank-{run.context.rank:05d}.json"
+        profiler, self._profiler = self._profiler, None
+        try:
+            path.parent.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            log.warning("no profile: %s", error)
+            return
+        if path.is_file():
+            log.info("wrote profile %s; `nanotrain timeline %s` draws its last step", path, run.folder.path)
+            return
+        # torch raises nothing where the disk is full and leaves this file
+        path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
+        log.warning("no profile: %s cannot be written: %s", path, free_space(path))

@@ -9,10 +9,10 @@ import torch
 from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.device import peak_memory
 from nanotrain.data.tokenizer import load_tokenizer
-from nanotrain.errors import DataError
+from nanotrain.errors import DataError, EnvironmentFault
 from nanotrain.log import get_logger
 from nanotrain.quantities import describe_bytes
-from nanotrain.runs.files import open_append
+from nanotrain.runs.files import open_append, write_all
 from nanotrain.train.compile import with_compile
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.run import Run
@@ -52,8 +52,12 @@ class SampleHook(Hook):
             log.info("no sample: %s", error)
             return
         print(f"\nSample:\n{text}\n", flush=True)
-        with open_append(run.folder.samples) as file:
-            file.write(json.dumps({"step": run.state.step, "text": text}).encode() + b"\n")
+        line = json.dumps({"step": run.state.step, "text": text}).encode() + b"\n"
+        try:
+            with open_append(run.folder.samples) as file:
+                write_all(file, line)
+        except (EnvironmentFault, OSError) as error:
+            log.warning("the sample is not in %s: %s", run.folder.samples, error)
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,11 @@ class SummaryHook(Hook):
         lines = [
             f"run folder    {run.folder.path}",
             f"metrics       {run.folder.metrics}",
-            *([f"report        {run.folder.report}"] if run.config.train.report else []),
+            *(
+                [f"report        {run.folder.report}"]
+                if run.config.train.report and run.folder.report.is_file()
+                else []
+            ),
             f"checkpoint    {latest or 'none'}",
         ]
         if peak:

@@ -1,7 +1,9 @@
 """Experiment trackers: TensorBoard and Weights & Biases, on the first rank."""
 
 import netrc
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 from urllib.parse import urlparse
 
@@ -33,7 +35,16 @@ class TensorBoardTracker:
         from torch.utils.tensorboard import SummaryWriter  # takes 2 s to import
 
         folder = run.config.train.tensorboard_dir or run.folder.path / "tensorboard"
+        self._thread_hook = threading.excepthook
+        threading.excepthook = self._on_thread_error
         self._writer = SummaryWriter(str(folder), purge_step=run.state.step + 1)
+
+    def _on_thread_error(self, error: threading.ExceptHookArgs) -> None:
+        """Print no traceback of TensorBoard's writing thread, which ends: the next write raises its error again."""
+        if type(error.thread).__module__.startswith("tensorboard."):
+            threading.excepthook = self._thread_hook
+        else:
+            self._thread_hook(error)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         for name, value in values.items():
@@ -43,7 +54,10 @@ class TensorBoardTracker:
                 self._writer.add_scalar(name, value, step)
 
     def close(self, *, failed: bool) -> None:
-        self._writer.close()
+        try:
+            self._writer.close()
+        finally:
+            threading.excepthook = self._thread_hook
 
 
 class WandbTracker:
@@ -78,17 +92,21 @@ TRACKERS: dict[str, Callable[[Run], Tracker]] = {"tensorboard": TensorBoardTrack
 
 
 class TrackHook(Hook):
-    """Writes the metrics of every step to the trackers enabled by `train.tensorboard` and `train.wandb`."""
+    """Writes the metrics of every step to the trackers enabled by `train.tensorboard` and `train.wandb`.
+
+    A tracker that fails is a warning and left out from then on: training does not depend on it.
+    """
 
     def __init__(self) -> None:
-        self._trackers: list[Tracker] = []
+        self._trackers: dict[str, Tracker] = {}
         self._unread = UnreadReports()
 
     def before_training(self, run: Run) -> None:
         if run.context.control.is_first:
             for name, make in TRACKERS.items():
                 if getattr(run.config.train, name):
-                    self._trackers.append(make(run))
+                    with self._without_it(name):
+                        self._trackers[name] = make(run)
 
     def after_step(self, run: Run, report: StepReport) -> None:
         if self._trackers:
@@ -102,8 +120,9 @@ class TrackHook(Hook):
 
     def close(self, *, failed: bool) -> None:
         self._write(self._unread.take_ready())
-        for tracker in self._trackers:
-            tracker.close(failed=failed)
+        for name, tracker in list(self._trackers.items()):
+            with self._without_it(name):
+                tracker.close(failed=failed)
 
     def _write(self, reports: list[StepReport]) -> None:
         for report in reports:
@@ -118,8 +137,18 @@ class TrackHook(Hook):
         fields |= {f"norms/{kind}/{group}": norm for kind, each in norms.items() for group, norm in each.items()}
         values = {name: value for name, value in fields.items() if name != "step" and isinstance(value, int | float)}
         values |= {f"moe_load/{router}": counts for router, counts in moe.get("load", {}).items() if counts}
-        for tracker in self._trackers:
-            tracker.write(report.step, values)
+        for name, tracker in list(self._trackers.items()):
+            with self._without_it(name):
+                tracker.write(report.step, values)
+
+    @contextmanager
+    def _without_it(self, name: str) -> Iterator[None]:
+        """Go on without a tracker that fails in the block; its packages raise errors of many types."""
+        try:
+            yield
+        except Exception as error:
+            self._trackers.pop(name, None)
+            log.warning("training goes on without %s, metrics.jsonl has every step: %s", name, error)
 
 
 def _netrc_has(host: str | None) -> bool:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from torch.profiler import profiler as profile
 
 from nanotrain.report.timeline import read_timeline
 from nanotrain.train.hooks.checkpoint import CheckpointHook
@@ -48,6 +49,25 @@ def test_a_resumed_run_profiles_what_is_left_of_the_steps_or_says_that_none_is(t
     with small_run(tmp_path, "--train-iters", "5", *TWO_STEPS) as run:
         train(run, ProfileHook())
     assert "no profile: the run starts at step 5, after --profile-step-end 3" in logged
+
+
+@pytest.mark.parametrize("fault", ["disk", "folder"])
+def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, logged, monkeypatch, fault):
+    """On a full disk torch leaves a part of the trace under another name and raises nothing."""
+
+    def export(self, path):
+        Path(f"{path}.tmp").write_text("{")
+
+    if fault == "disk":
+        monkeypatch.setattr(profile.profile, "export_chrome_trace", export)
+    else:
+        (tmp_path / "profile").touch()
+    with small_run(tmp_path, "--train-iters", "4", *TWO_STEPS) as run:
+        train(run, ProfileHook())
+        assert run.state.step == 4
+    reason = "bytes free in" if fault == "disk" else "File exists"
+    assert [line for line in logged if "profile" in line] == [line for line in logged if reason in line]
+    assert traces(tmp_path) == []
 
 
 def test_an_error_leaves_no_profiler_running_and_no_half_trace(tmp_path):

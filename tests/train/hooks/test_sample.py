@@ -67,6 +67,22 @@ def test_the_summary_says_where_everything_lies(tmp_path, capsys):
     out = capsys.readouterr().out
     for path in (tmp_path, tmp_path / "metrics.jsonl", tmp_path / "checkpoints" / "step-00000002"):
         assert f" {path}\n" in out
+    assert "report.html" not in out, "none was written"
+
+
+def test_the_summary_names_the_report_that_was_written(tmp_path, capsys):
+    with small_run(tmp_path, "--train-iters", "1", "--no-save") as run:
+        run.folder.report.touch()
+        train(run, SummaryHook())
+    assert f"report        {tmp_path / 'report.html'}\n" in capsys.readouterr().out
+
+
+def test_a_sample_that_cannot_be_stored_is_printed_and_a_warning(tmp_path, capsys, logged):
+    with small_run(tmp_path, "--vocab-size", "257", "--train-iters", "1", "--no-save") as run:
+        run.folder.samples.mkdir()
+        train(with_length(run, 4), SampleHook("bytes"))
+    assert "Sample:" in capsys.readouterr().out
+    assert any(line.startswith(f"the sample is not in {run.folder.samples}: ") for line in logged)
 
 
 def test_without_a_checkpoint_the_summary_says_none(tmp_path, capsys):

@@ -1,5 +1,7 @@
 """Experiment trackers: TensorBoard's event files are read back, wandb works offline without a key."""
 
+import errno
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -83,6 +85,40 @@ def test_a_tracker_hears_that_the_run_failed(tmp_path, notebook):
     assert notebook[0].closed == [True]
 
 
+@pytest.mark.parametrize("fault", ["make", "write", "close"])
+def test_a_tracker_that_fails_is_left_out_and_training_goes_on(tmp_path, notebook, monkeypatch, logged, fault):
+    def fail(*args, **options):
+        raise OSError("no space")
+
+    monkeypatch.setattr(Notebook, {"make": "__init__"}.get(fault, fault), fail)
+    with small_run(tmp_path, "--train-iters", "3", "--tensorboard") as run:
+        train(run, TrackHook())
+        assert run.state.step == 3
+    message = "training goes on without tensorboard, metrics.jsonl has every step: no space"
+    assert [line for line in logged if "without" in line] == [message]
+    assert len(notebook) == (fault != "make") and all(not book.closed for book in notebook)
+
+
+def test_tensorboard_on_a_full_disk_prints_no_traceback(tmp_path, monkeypatch, logged, capfd):
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    written = []
+
+    def write(self, data):
+        written.append(data)
+        if len(written) > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RecordWriter, "write", write)
+    before = threading.excepthook
+    with small_run(tmp_path, "--train-iters", "6", "--tensorboard") as run:
+        train(run, TrackHook())
+        assert run.state.step == 6
+    (line,) = [line for line in logged if "without" in line]
+    assert "without tensorboard" in line and "No space left" in line
+    assert "Traceback" not in capfd.readouterr().err and threading.excepthook is before
+
+
 @ranks(2, threads=False)
 def test_only_the_first_rank_tracks(ctx, tmp_path):
     TRACKERS["tensorboard"] = Notebook  # in this rank's process
@@ -108,7 +144,7 @@ def test_tokens_per_expert_are_histograms(tmp_path):
     board, wandb = TensorBoardTracker(run), object.__new__(WandbTracker)
     wandb._histogram = list
     wandb._run = SimpleNamespace(log=lambda values, step: written.append(values), finish=lambda exit_code: None)
-    hook._trackers = [board, wandb]
+    hook._trackers = {"tensorboard": board, "wandb": wandb}
     hook.after_step(run, report_of(1, moe={"max_load": 1.5, "load": {"layers.1": [10, 30, 20, 4]}}))
     hook.close(failed=False)
     assert written[0]["moe_load/layers.1"] == [10, 30, 20, 4] and written[0]["moe_max_load"] == 1.5
