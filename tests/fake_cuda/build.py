@@ -16,7 +16,7 @@ import torch
 
 SOURCES = Path(__file__).parent
 # Prefixes of the functions of NVIDIA's libraries for which stubs are made; the others are loaded as they are.
-STUBBED = r"(?:__cuda|cuda|cublas|cudnn|nccl|cusolver)\w+"
+STUBBED = r"(?:__cuda|cuda|cublas|cudnn|cupti|nccl|cusolver)\w+"
 PRELOADED = "libfake_cuda.so"
 # What is loaded by these names while running: the driver, by Triton too, and the library that tells of NVLink.
 DRIVER, MANAGEMENT = "libcuda.so.1", "libnvidia-ml.so.1"

@@ -41,11 +41,12 @@ CASES = {
         "--context-parallel-size 2",
     ),
     "experts": (2, "tiny_moe", "", "--expert-model-parallel-size 2 --data-parallel-sharding-strategy optim_grads"),
-    "window and sinks, offload": (
+    "window and sinks, offload, profile": (
         1,
         "tiny",
         "--window-size 8,0 --softmax-type learnable",
-        "--cpu-offloading --cpu-offloading-num-layers 2 --optimizer-cpu-offload",
+        "--cpu-offloading --cpu-offloading-num-layers 2 --optimizer-cpu-offload "
+        "--profile --profile-step-start 2 --profile-step-end 2",
     ),
 }  # fmt: skip
 
