@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -38,6 +37,7 @@ MODEL = ModelConfig(
 GLOBAL_BATCH, LR = 12, 1e-2
 # Several buckets, none of them a multiple of any rank count used here.
 BUCKET_SIZE = 9000
+NOT_WRITTEN = Path("/dev/null/run")  # the folder of runs that save nothing
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def build_here(ctx: ParallelContext, case: Case, *, checkpoint: Path | None = No
     plan = _plan_of(json.dumps(case.overrides, sort_keys=True), case.steps, ctx.topology.world_size, ctx.rank)
     samples = UnevenDataset(has_documents=plan.config.data.reset_attention_mask)
     inputs = RunInputs(
-        RunFolder(folder or Path(mkdtemp(prefix="nanotrain-law-"))),
+        RunFolder(folder or NOT_WRITTEN),
         DatasetSplits(samples, None, None),
         checkpoint=checkpoint,
         is_resumed=checkpoint is not None,
