@@ -29,7 +29,7 @@ FLAG = re.compile(r"(?<![\w-])--(?:\[no-\])?[a-z][a-z0-9-]*[a-z0-9](?![\w-])")
 FOREIGN = {*OPTIONS, "--standalone", "--multirun", "--nodes", "--gpus-per-node", "--time", "--requeue", "--signal"}
 # of Megatron-LM, for what `export-megatron` writes
 FOREIGN |= {"--finetune", "--no-load-optim", "--no-load-rng", "--use-checkpoint-args", "--dist-ckpt-strictness"}
-FOREIGN |= {"--ckpt-format"}
+FOREIGN |= {"--ckpt-format", "--cpus", "--memory"}  # the last two are of docker run
 # where a page's short file names are to be looked for: `comm/gloo.py`, `memory.py` beside benchmarks/README.md
 HOMES = (ROOT, ROOT / "nanotrain", ROOT / "nanotrain" / "train")
 

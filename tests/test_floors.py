@@ -26,7 +26,7 @@ FLOORS = {
     **dict.fromkeys(["comm", "data"], 4),
     **dict.fromkeys(["topology", "runs"], 3),
     **dict.fromkeys(["config", "output"], 2),
-    **dict.fromkeys(["errors", "log", "quantities", "start_up", "untrusted"], 1),
+    **dict.fromkeys(["errors", "host", "log", "quantities", "start_up", "untrusted"], 1),
 }
 # names that only some files may use
 RESERVED = {
@@ -46,6 +46,7 @@ NO_TORCH = (
     "nanotrain/cli_sweep.py",
     "nanotrain/errors.py",
     "nanotrain/start_up.py",
+    "nanotrain/host.py",
     "nanotrain/log.py",
     "nanotrain/output.py",
     "nanotrain/config/",

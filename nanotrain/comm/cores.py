@@ -2,9 +2,10 @@
 
 import os
 
+from nanotrain.host import usable_cores
+
 
 def cores_per_rank() -> int:
     """The cores of this process, shared by the ranks of the machine (LOCAL_WORLD_SIZE of torchrun); at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, cores // int(ranks)) if ranks.isdecimal() and int(ranks) else cores
+    return max(1, usable_cores() // (int(ranks) or 1)) if ranks.isdecimal() else usable_cores()

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanotrain.errors import EnvironmentFault
+from nanotrain.host import available_memory
 from nanotrain.quantities import count_of
 
 # torch's allocator reads it at the first CUDA tensor. Expandable segments leave fewer gaps between tensors of varying
@@ -157,15 +158,11 @@ def peak_memory(device: torch.device) -> int:
 
 
 def memory_per_rank(device: torch.device, local_world_size: int) -> int | None:
-    """Bytes that a rank may use: all of a GPU, or a share of the machine's available memory (None if unknown)."""
+    """Bytes that a rank may use: all of a GPU, or a share of the available host memory (None if unknown)."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    available = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    return next((num_bytes // local_world_size for num_bytes in available), None)
+    available = available_memory()
+    return None if available is None else available // local_world_size
 
 
 @cache

@@ -1,12 +1,12 @@
 """The options of `nanotrain prepare`: its arguments, parsed and checked."""
 
 import argparse
-import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from nanotrain.data.token_format import prefix_of
 from nanotrain.errors import DataError
+from nanotrain.host import usable_cores
 
 _BPE = "bpe:"
 # Flags of Megatron-LM's `tools/preprocess_data.py`, with what to write here.
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx")
     tokenizer_help = "Hugging Face name or folder, tokenizer.json, bytes, bpe:SIZE"
     add("--tokenizer", required=True, metavar="NAME", help=tokenizer_help)
-    add("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores, %(default)s)")
+    add("--workers", type=int, default=usable_cores(), help="processes (default: all cores, %(default)s)")
     add("--text-column", default="text", metavar="NAME", help="field that holds the text (default: %(default)s)")
     add("--subset", metavar="NAME", help="configuration of a hub dataset")
     add("--split-name", default="train", metavar="NAME", help="split of a hub dataset (default: %(default)s)")

@@ -37,6 +37,7 @@ from nanotrain.errors import (
     ReportedFault,
     report,
 )
+from nanotrain.host import core_limit, usable_cores
 from nanotrain.output import guard_output, open_closed_streams, outlive_output
 from nanotrain.runs.folder import RunFolder, check_writable
 from nanotrain.runs.lock import lock_run
@@ -55,6 +56,8 @@ WAIT_FOR_FIRST_RANK_S = 10.0
 # Spinning idle OpenMP threads take cores from the other ranks: measured 10x on a busy machine. libgomp reads this when
 # torch is imported, so it is set before any import of torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if core_limit() is not None:  # OpenMP starts as many threads as the machine has cores, and a container may have fewer
+    os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
 # torch's profiler prints a line for its own tracing tools whenever it starts and stops; its errors are exceptions.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 

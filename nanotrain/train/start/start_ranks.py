@@ -29,6 +29,7 @@ from torch.distributed.run import config_from_args, determine_local_world_size, 
 
 from nanotrain.comm.device import memory_per_rank
 from nanotrain.errors import ConfigError, EnvironmentFault
+from nanotrain.host import usable_cores
 from nanotrain.quantities import count_of, describe_bytes
 from nanotrain.runs.open_files import require_open_files
 from nanotrain.start_up import stop_signals
@@ -165,8 +166,7 @@ def local_world_size(text: str) -> int:
 
 def threads_per_rank(num_ranks: int) -> int:
     """OpenMP threads of one rank: the cores of this process, shared by the ranks of the machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // num_ranks)
+    return max(1, usable_cores() // num_ranks)
 
 
 def launch_config(args: Namespace) -> tuple[LaunchConfig, object, list[str]]:
