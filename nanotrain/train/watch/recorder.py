@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from nanotrain.comm.flight_recorder import RecordedCollective
 from nanotrain.topology.groups import GroupName, Ranks
 from nanotrain.topology.topology import Topology
-from nanotrain.train.watch.report import ranks_text
+from nanotrain.train.watch.report import named_ranks, ranks_text
 
 
 def unmatched_collectives(recorded: Mapping[int, Sequence[RecordedCollective]], topology: Topology) -> tuple[str, ...]:
@@ -37,9 +37,9 @@ def _line(name: str, ranks: Ranks, *, by_rank: Mapping[int, RecordedCollective],
     unknown = [rank for rank in ranks if rank not in known]
     states = sorted({by_rank[rank].state for rank in arrived})
     text = f"group {name} (ranks {ranks_text(ranks)}): {oldest.op} #{oldest.sequence} of {sizes or 'unknown sizes'}: "
-    text += f"ranks {ranks_text(arrived)} arrived ({', '.join(states)})"
-    text += f", ranks {ranks_text(absent)} did not" if absent else ""
-    return text + (f", nothing is known of ranks {ranks_text(unknown)}" if unknown else "")
+    text += f"{named_ranks(arrived)} arrived ({', '.join(states)})"
+    text += f", {named_ranks(absent)} did not" if absent else ""
+    return text + (f", nothing is known of {named_ranks(unknown)}" if unknown else "")
 
 
 def _sequence(each: RecordedCollective) -> int:

@@ -77,6 +77,12 @@ def diagnose(views: Mapping[int, RankView], topology: Topology) -> Diagnosis:
         blocked = sorted(rank for rank, peers in waits.items() if peers)
         text = f"ranks {ranks_text(blocked)} wait for each other: they started their collectives in different orders"
         return Diagnosis(tuple(blocked), text, details)
+    # A host that blocks where it queues an operation, as with a full queue of a GPU, records nothing that it waits for.
+    fewer = {rank: _started_fewer(view, views, topology=topology) for rank, view in views.items()}
+    behind = sorted({peer for peers in fewer.values() for peer in peers if not fewer[peer]})
+    if behind:
+        text = f"started fewer collectives than {named_ranks([rank for rank in fewer if fewer[rank]])}"
+        return _name([views[rank] for rank in behind], text, topology=topology, details=details)
     if details:
         return Diagnosis((), "the ranks of a group started different collectives", details)
     idle = [f"{view.describe(topology)}: {_place(view)}" for view in views.values() if not _is_waiting(view)]
@@ -155,13 +161,24 @@ def _waits_for(view: RankView, views: Mapping[int, RankView], *, topology: Topol
     return {rank for rank in members if rank in views and _sequence(views[rank], waiting.group) < waiting.sequence}
 
 
+def _started_fewer(view: RankView, views: Mapping[int, RankView], *, topology: Topology) -> set[int]:
+    """The ranks that started fewer collectives than this one over a group of both."""
+    return {
+        rank
+        for group, mine in (view.beat.collectives if view.beat else {}).items()
+        if group != "pp"  # messages are not collectives
+        for rank in _members(topology, group, rank=view.rank)
+        if rank in views and _sequence(views[rank], group) < mine.sequence
+    }
+
+
 def _waited(ranks: Sequence[int], views: Mapping[int, RankView]) -> str:
     beat = views[ranks[0]].beat
     waiting = beat.waiting if beat else None
     assert waiting is not None, "ranks that wait have one"
     verb = "waits" if len(ranks) == 1 else "wait"
     what = "a message" if waiting.op == "p2p" else f"{waiting.op} #{waiting.sequence}"
-    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)} {verb} for {what} of group {waiting.group}"
+    return f"{named_ranks(ranks)} {verb} for {what} of group {waiting.group}"
 
 
 def _place(view: RankView) -> str:
@@ -193,7 +210,7 @@ def _differences(views: Mapping[int, RankView], topology: Topology) -> list[str]
                     text = "nothing" if beat else "unknown"
                 last.setdefault(text, []).append(rank)
             if len(last) > 1:
-                parts = [f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}: {text}" for text, ranks in last.items()]
+                parts = [f"{named_ranks(ranks)}: {text}" for text, ranks in last.items()]
                 lines[group, members] = (
                     f"group {group} (ranks {ranks_text(members)}): last started by {'; '.join(parts)}"
                 )
@@ -213,6 +230,11 @@ def _row(view: RankView, topology: Topology) -> tuple[str, ...]:
         waiting = f"{beat.waiting.group} {beat.waiting.op}{source}"
     last = ", ".join(f"{group} #{each.sequence} {each.op}" for group, each in beat.collectives.items())
     return (*who, str(beat.step), beat.phase, beat.action, waiting, last)
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """`ranks_text` after "rank" or "ranks"."""
+    return f"rank{'s' * (len(ranks) != 1)} {ranks_text(ranks)}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -74,6 +74,17 @@ def test_ranks_in_different_collectives_wait_for_each_other():
     )
 
 
+def test_where_no_rank_waits_those_that_started_fewer_collectives_are_named():
+    def at(rank: int, sequence: int, **fields) -> RankView:
+        return view(rank, last=Collective(sequence, "all_reduce", 64), **fields)
+
+    found = diagnose(by_rank(at(0, 12), at(1, 13), at(2, 11, phase="hooks"), at(3, 13)), DATA_PARALLEL)
+    assert found.ranks == (2,)
+    assert found.headline == (
+        "rank 2 (dp2, host node, pid 102) started fewer collectives than ranks 0-1, 3; it was in step 7, phase hooks"
+    )
+
+
 def test_different_sizes_of_the_same_collective_are_where_ranks_differ():
     views = by_rank(waits(0), waits(1), waits(2), waits(3, num_bytes=80))
     found = diagnose(views, DATA_PARALLEL)
