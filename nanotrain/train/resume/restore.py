@@ -240,6 +240,7 @@ def _fall_back(start: Path, checkpointer: Checkpointer, *, error: DamagedCheckpo
 def _load_state(manifest: Manifest, optimizer: DistributedOptimizer, *, path: Path, config: Config) -> TrainState:
     """Check the saved counters, load those of the optimizer and return those of the run."""
     if config.checkpoint.finetune:  # checkpoints of `average` and `import-hf` have no counters
+        optimizer.load_state_dict(optimizer.state_dict())  # copies the weights that were read to the model
         return TrainState()
     if not manifest.objects and has_weights_alone(manifest):
         raise weights_alone(manifest)

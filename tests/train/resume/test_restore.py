@@ -61,6 +61,21 @@ def test_weights_alone_can_be_loaded(tmp_path, flag, step):
         assert started.state.step == 4
 
 
+@pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim"])
+@pytest.mark.parametrize("main_params", ["fp32", "fp16"])
+def test_weights_alone_are_those_of_the_first_step_in_low_precision(tmp_path, flag, main_params):
+    """The model reads another copy than the optimizer; main params in fp16 are a third, stored with scales."""
+    low = ("--bf16", "--use-precision-aware-optimizer", "--main-params-dtype", main_params)
+    with small_run(tmp_path / "a", "--train-iters", "1", *low) as run:
+        train(run, CheckpointHook())
+        saved = {box.name: tensor.clone() for box, tensor in run.optimizer.state_tensors().items()}
+    with small_run(tmp_path / "b", "--load", str(tmp_path / "a"), flag, *low) as started:
+        for name, weight in started.stages[0].named_parameters():
+            assert torch.equal(weight, saved[f"model/{name}"].bfloat16()), name
+        for box, tensor in started.optimizer.state_tensors().items():
+            assert box.name.startswith("optimizer/") or torch.equal(tensor, saved[box.name]), box.name
+
+
 @pytest.mark.parametrize(
     ("optim", "consequence"),
     [
