@@ -29,12 +29,14 @@ ALIASES: dict[str, Alias] = {
     ),
 }
 # Other spellings of a value, by unique name: Megatron-FSDP counts the strategies, -1 validation batches are none,
-# Muon updates full matrices wherever they are computed, and some numbers ask for nothing.
+# Muon updates full matrices wherever they are computed, its state is sharded by the strategy and not by a name of its
+# own, and some numbers ask for nothing.
 VALUES: dict[str, dict[str, str]] = {
     "data_parallel_sharding_strategy": dict(
         zip("0123", ENTRIES["data_parallel_sharding_strategy"].choices, strict=True)
     ),
     "eval_iters": {"-1": "0"},
+    "optimizer": {"dist_muon": "muon"},
     "muon_tp_mode": {"duplicated": "distributed"},
     "num_experts": {"0": "null"},
     "window_size": {"-1,0": "null", "(-1,0)": "null", "(-1, 0)": "null"},

@@ -121,6 +121,12 @@ def moe_layer_recompute(config: Config, text: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": [*dict.fromkeys([*modules, "moe"])]}
 
 
+def checkpoint_activations(config: Config, text: str) -> dict[str, Any]:
+    """Full recomputation, uniform as in Megatron-LM's earlier versions unless the line has a method."""
+    values = {"recompute_granularity": "full"}
+    return values if config.memory.recompute_method is not None else values | {"recompute_method": "uniform"}
+
+
 def data_args_path(config: Config, text: str) -> dict[str, Any]:
     """The prefixes and weights of `--data-path`, separated by white space in a file.
 

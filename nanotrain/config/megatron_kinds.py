@@ -28,7 +28,7 @@ class MegatronFlag:
     convert: Conversion | None = None  # of a rename: from the configuration and the value to values by unique name
     fields: tuple[str, ...] = ()  # of a rename: unique names of the fields it always sets
     overrules: bool = False  # of a rename: its values replace those of other flags, as in Megatron-LM
-    is_check: bool = False  # of a rename: it only checks what the other flags set, so it is converted last
+    is_check: bool = False  # of a rename: it depends on what the other flags set, so it is converted last
     saves: bool = False  # of `no effect`: in Megatron-LM it saves time or memory, so the log names it
 
 

@@ -1,5 +1,6 @@
 """Rows of the table of Megatron-LM's flags: those of its earlier versions, which scripts and forks still have."""
 
+from nanotrain.config import conversions
 from nanotrain.config.megatron_kinds import MegatronFlag, always, no_effect, not_yet, rename, sets
 
 TEXT_MODELS = "models are decoders of text: leave it out"
@@ -22,7 +23,10 @@ OLD: dict[str, MegatronFlag] = {
     "--checkpoint-granularity": rename("--recompute-granularity with the same value", lambda config, text: {"recompute_granularity": text}),
     "--checkpoint-method": rename("--recompute-method with the same value", lambda config, text: {"recompute_method": text}),
     "--checkpoint-num-layers": rename("--recompute-num-layers with the same number", lambda config, text: {"recompute_num_layers": text}),
-    "--checkpoint-activations": not_yet("set --recompute-granularity full"),
+    "--checkpoint-activations": MegatronFlag("rename", "--recompute-granularity full, with --recompute-method uniform unless it is set", convert=conversions.checkpoint_activations, fields=("recompute_granularity",), is_check=True),
+    "--use-flash-attn-v2": no_effect("--attention-backend auto takes flash kernels where they can be used"),
+    "--use-flash-attn-triton": no_effect("--attention-backend auto takes flash kernels where they can be used"),
+    "--tokenizer-name-or-path": rename("--tokenizer-model with the same folder", lambda config, text: {"tokenizer_model": text}),
     "--distribute-checkpointed-activations": not_yet("activations stay on the device: set --recompute-granularity"),
     "--standalone-embedding-stage": not_yet("set --pipeline-model-parallel-layout, such as 'E|tt|ttL'"),
     "--pipeline-model-parallel-split-rank": not_yet(TEXT_MODELS, arity=1),

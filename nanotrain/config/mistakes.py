@@ -29,7 +29,7 @@ def unknown_flag(flag: str, *, known: Collection[str], listed_by: str = LISTED_B
     """
     field = flag_of(flag.rpartition(".")[2].strip("-"))
     is_field = field in known  # a key, a flag with a section, or another number of dashes
-    cure = field if is_field else by_meaning(flag) or nearest(flag, known) or by_misspelled_meaning(flag)
+    cure = by_meaning(flag) or (field if is_field else nearest(flag, known) or by_misspelled_meaning(flag))
     return ConfigError(f"unknown flag {flag}", fix=advise(cure) if cure else f"{listed_by} lists the flags")
 
 

@@ -25,3 +25,16 @@ def test_a_script_of_an_earlier_version_loads_with_its_values():
 def test_token_files_of_the_formats_before_are_an_error():
     with pytest.raises(ConfigError, match=r"--data-impl lazy contradicts .* PREFIX.bin and PREFIX.idx"):
         load([*SIZES.split(), "--data-impl", "lazy"])
+
+
+@pytest.mark.parametrize(("flags", "method"), [("", "uniform"), ("--checkpoint-method block ", "block")])
+def test_recomputation_of_earlier_versions_is_full(flags, method):
+    line = f"{SIZES} {flags}--checkpoint-activations --checkpoint-num-layers 1 --tokenizer-name-or-path gpt2"
+    config = load(line.split()).config
+    memory = config.memory
+    assert (memory.recompute_granularity.value, memory.recompute_method.value) == ("full", method)
+    assert memory.recompute_num_layers == 1 and config.data.tokenizer_model == "gpt2"
+
+
+def test_muon_with_a_sharded_state_has_no_name_of_its_own():
+    assert load(f"{SIZES} --optimizer dist_muon --muon-momentum 0.8".split()).config.optim.optimizer == "muon"
