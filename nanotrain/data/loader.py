@@ -117,7 +117,7 @@ class GlobalBatchLoader:
         """
         self.close()
         self.consumed_samples = consumed_samples
-        num_workers = self.num_workers
+        num_workers, context = self.num_workers, _fork_server() if self.num_workers else None
         prefetch = -(-2 * self.sampler.num_microbatches // max(1, num_workers))
         loader = DataLoader(
             _BatchReader(self.dataset, skipped_samples),
@@ -125,11 +125,13 @@ class GlobalBatchLoader:
             collate_fn=_identity,
             worker_init_fn=_start_worker if num_workers else None,
             num_workers=num_workers,
-            multiprocessing_context=_fork_server() if num_workers else None,
+            multiprocessing_context=context,
             prefetch_factor=min(max(prefetch, _MIN_PREFETCH), _MAX_PREFETCH) if num_workers else None,
             pin_memory=self.pin_memory,
         )
         try:
+            if context is not None:
+                context.Semaphore()  # raises before torch's iterator is half made, whose end prints a traceback
             with _interrupts_blocked():
                 self._microbatches = iter(loader)
         except OSError as error:  # the semaphores of its queues are files in /dev/shm

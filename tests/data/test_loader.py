@@ -146,7 +146,7 @@ def test_workers_do_not_outlive_a_killed_trainer(tmp_path: Path) -> None:
     assert _wait_for_end(workers)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of torch, about its half-made iterator
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # no half-made iterator prints one
 def test_workers_without_shared_memory_are_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -9,6 +9,7 @@ import io
 import logging
 import os
 import signal
+import socket
 import sys
 import uuid
 from argparse import Namespace
@@ -37,6 +38,7 @@ from nanotrain.start_up import stop_signals
 SAVE = signal.SIGUSR1  # sent on to the ranks, which save and continue
 TORCH_SIGNALS = "SIGQUIT"  # torch ends the ranks
 BYTES_PER_PROCESS = 150_000_000  # measured: 160 MB are private to a process that has imported torch
+LOCAL, LOOPBACK_TIMEOUT_S = "localhost", 10.0  # where ranks of one machine meet
 DEFAULT_PORT = 29500  # of --master-port, torchrun's
 
 
@@ -124,6 +126,7 @@ def read_options(options: Sequence[str], program: Sequence[str]) -> Namespace:
 
     Raises:
         ConfigError: an option that the parser refuses.
+        EnvironmentFault: a job of one machine that cannot connect to itself.
     """
     refused = io.StringIO()
     logs = [] if any(option.startswith(("--log-dir", "--tee", "--redirects")) for option in options) else [os.devnull]
@@ -143,9 +146,26 @@ def read_options(options: Sequence[str], program: Sequence[str]) -> Namespace:
         and args.master_port is None
         and parse_min_max_nnodes(args.nnodes)[1] == 1
     ):  # one machine: a free port, so that two jobs do not meet
-        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
+        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", f"{LOCAL}:0", str(uuid.uuid4())
+        args.local_addr = args.local_addr or LOCAL  # torch's default is the machine's name, which may not be known
+        require_loopback()
     args.master_port = args.master_port or DEFAULT_PORT
     return args
+
+
+def require_loopback() -> None:
+    """Check that processes of this machine can connect to each other; torch would try for minutes.
+
+    Raises:
+        EnvironmentFault: they cannot.
+    """
+    try:
+        with socket.create_server((LOCAL, 0)) as server:
+            socket.create_connection((LOCAL, server.getsockname()[1]), timeout=LOOPBACK_TIMEOUT_S).close()
+    except OSError as error:
+        why = f"a connection to {LOCAL} fails: {error.strerror or error}"
+        fix = "turn the loopback interface on (ip link set lo up), and let /etc/hosts name localhost"
+        raise EnvironmentFault("the ranks of this machine cannot meet", why=why, fix=fix) from None
 
 
 def local_world_size(text: str) -> int:

@@ -1,5 +1,6 @@
 """The launcher of ranks: torchrun's options, exit codes, signals. The ranks here are programs of a few lines."""
 
+import errno
 import os
 import signal
 import socket
@@ -156,9 +157,23 @@ def test_one_machine_takes_a_free_port_and_several_meet_where_they_are_told(port
     monkeypatch.setattr(launcher, "get_args_parser", lambda: parser)
     one_machine = read_options(["--nproc-per-node=2"], ["nanotrain.train", "--save", "x"])
     assert (one_machine.rdzv_backend, one_machine.rdzv_endpoint) == ("c10d", "localhost:0")
+    assert one_machine.local_addr == "localhost", "not the name of the machine, which may not be known"
+    assert read_options(["--nproc-per-node=2", "--local-addr=a"], ["nanotrain"]).local_addr == "a"
     assert one_machine.log_dir == os.devnull and one_machine.training_script_args == ["--save", "x"]
     many = read_options(["--nnodes=2", "--node-rank=1", "--master-addr=host", "--tee=3"], ["nanotrain"])
     assert (many.rdzv_backend, many.rdzv_endpoint, many.master_addr, many.log_dir) == ("static", "", "host", None)
+    assert many.local_addr is None
+
+
+def test_a_machine_that_cannot_connect_to_itself_is_one_error_at_once(monkeypatch):
+    def fail(*_arguments, **_options):
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", fail)
+    message = "ranks of this machine cannot meet: a connection to localhost fails: Network is unreachable; turn the"
+    with pytest.raises(EnvironmentFault, match=message):
+        read_options(["--nproc-per-node=2"], ["nanotrain.train"])
+    assert read_options(["--nnodes=2", "--node-rank=1", "--master-addr=host"], ["nanotrain"]).nnodes == "2"
 
 
 def failed(**codes: int) -> RunResult:
