@@ -78,6 +78,10 @@ class Work(Generic[T]):
         if self._finish is None:
             return self._result
         group = self._group
+        if group is None and not self._handles:  # nothing is sent, as over a group of one rank
+            self._result = self._finish()
+            self._finish, self._keep = None, ()
+            return self._result
         try:
             if group is not None:
                 group.heartbeat.wait_begins(group.name, self._op, sequence=self._sequence, peer=self._peer)

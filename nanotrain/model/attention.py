@@ -5,7 +5,6 @@ B batch   S sequence   H hidden   N query heads   G key/value heads (N is a mult
 
 import math
 
-from einops import rearrange
 from torch import Tensor, nn
 
 from nanotrain.config.config import ModelConfig
@@ -85,7 +84,7 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
         projected = self.projections(hidden)
-        query, key, value = (rearrange(x, "b s (n d) -> b s n d", d=self.head_dim) for x in projected)
+        query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)  # [B, S, N, D]
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
             if self.projections.joined is not None and uses_triton(value):
@@ -102,7 +101,7 @@ class Attention(nn.Module):
         scores = self.scores(context, sink=self.softmax_offset, device=query.device)
         options = {} if scores is None else {"scores": scores}
         attended = self.core_attention(query, key=key, value=value, mask=mask, **options)
-        out: Tensor = self.output(rearrange(attended, "b s n d -> b s (n d)"))
+        out: Tensor = self.output(attended.flatten(2))
         return out
 
 

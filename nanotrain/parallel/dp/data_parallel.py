@@ -237,7 +237,7 @@ class DataParallel:
         else:
             self._prepare_write(bucket)
             bucket.add_grad(name, grad)
-        if self._reduces_now:
+        if bucket.is_ready and self._reduces_now:
             unready = (i for i in range(self._num_started, len(self.buckets)) if not self.buckets[i].is_ready)
             self._start_reductions(until=next(unready, len(self.buckets)))
 
@@ -251,7 +251,7 @@ class DataParallel:
             return None
         self._prepare_write(bucket)
         view, has_grads = bucket.start_write(name)
-        return view.view(self.params[name].box.shape), has_grads
+        return view.view(self._views[name][1].shape), has_grads
 
     def _start_reductions(self, *, until: int) -> None:
         for bucket in self.buckets[self._num_started : until]:
