@@ -39,7 +39,7 @@ from nanotrain.config.schema import check_choice
 from nanotrain.config.validate import check_data_parallel_size
 from nanotrain.errors import EXIT_CODE, INTERRUPTED, ConfigError, NanotrainError, report
 from nanotrain.output import guard_output, open_closed_streams
-from nanotrain.start_up import end_without_collection
+from nanotrain.start_up import end_without_collection, require_temporary_folder
 
 CONFIG_FLAGS = "any configuration flag may follow, for example --tensor-model-parallel-size 2"
 
@@ -284,6 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print(f"nanotrain {version('nanotrain')}", flush=True)
             return 0
+        require_temporary_folder()
         exit_code = run_command("nanotrain", arguments, commands=COMMANDS)
         print(end="", flush=True)  # a closed pipe is found here, not when the interpreter ends
         return exit_code

@@ -1,16 +1,20 @@
 """Begin and end of a process: signals, no garbage collection where it only costs time.
 
-without_collection       while many objects are made
-stop_signals             that save and end a run
-importing_torch          during `import torch`, which saves 0.4 s and more
-end_without_collection   at the end of the process
+require_temporary_folder   at the start of a command
+without_collection         while many objects are made
+stop_signals               that save and end a run
+importing_torch            during `import torch`, which saves 0.4 s and more
+end_without_collection     at the end of the process
 """
 
 import gc
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from nanotrain.errors import EnvironmentFault
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
@@ -41,15 +45,32 @@ def importing_torch() -> Iterator[None]:
 
     Torch and what is built on it are half a million objects of which none is garbage. Collections visit all of them
     repeatedly: a third of the CPU time of `import torch`. What was imported is then left out of later collections.
+
+    Raises:
+        EnvironmentFault: as `require_temporary_folder`.
     """
     if "torch" in sys.modules:
         yield
         return
+    require_temporary_folder()
     with without_collection():
         try:
             yield
         finally:
             gc.freeze()
+
+
+def require_temporary_folder() -> None:
+    """Check that temporary files can be made, as torch and the start of processes require.
+
+    Raises:
+        EnvironmentFault: no folder for them can be written.
+    """
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        fix = "mount a folder that can be written at /tmp, or name one with TMPDIR"
+        raise EnvironmentFault("there is no folder for temporary files", why=str(error.strerror), fix=fix) from None
 
 
 def end_without_collection() -> None:

@@ -25,8 +25,8 @@ FLOORS = {
     **dict.fromkeys(["precision", "prepare"], 5),
     **dict.fromkeys(["comm", "data"], 4),
     **dict.fromkeys(["topology", "runs"], 3),
-    **dict.fromkeys(["config", "output"], 2),
-    **dict.fromkeys(["errors", "host", "log", "quantities", "start_up", "untrusted"], 1),
+    **dict.fromkeys(["config", "output", "start_up"], 2),
+    **dict.fromkeys(["errors", "host", "log", "quantities", "untrusted"], 1),
 }
 # names that only some files may use
 RESERVED = {

@@ -1,13 +1,17 @@
 """What a process imports: nothing that its command does not need, and without garbage collection."""
 
+import errno
 import gc
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from nanotrain import cli
+from nanotrain.errors import EnvironmentFault
 from nanotrain.start_up import end_without_collection, importing_torch, without_collection
 
 # of torch, of Hugging Face, of pictures and reports, and of what hooks need only where they are asked for
@@ -54,6 +58,20 @@ def test_collection_is_as_before_where_torch_is_imported(monkeypatch: pytest.Mon
     with importing_torch():
         assert gc.isenabled()
     assert gc.isenabled() and gc.get_freeze_count() == frozen
+
+
+def test_without_a_folder_for_temporary_files_there_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(tempfile, "gettempdir", fail)
+    with (
+        pytest.raises(EnvironmentFault, match=r"temporary files: No usable .*'/tmp'.*; mount .*TMPDIR"),
+        importing_torch(),
+    ):
+        raise AssertionError("torch would be imported")
+    assert cli.main(["runs"]) == 2
 
 
 def test_collections_pause_and_go_on_after_an_error() -> None:
