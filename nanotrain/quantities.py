@@ -3,6 +3,7 @@
 describe_bytes    4,200,000 -> "4.2 MB"
 describe_count    1,840,000 -> "1.84 M"
 count_of          2, "rank" -> "2 ranks"; also with a verb
+step_name         100 -> "step-00000100", the folder of a checkpoint
 """
 
 VERBS = {"is": "are", "has": "have", "was": "were", "does": "do"}  # for one, for several
@@ -46,3 +47,12 @@ def count_of(number: int, noun: str, *, verb: str = "") -> str:
     plural = "" if number == 1 else "es" if noun.endswith(("ch", "s")) else "s"
     form = verb if number == 1 else VERBS.get(verb, verb.removesuffix("s"))
     return f"{number:,} {noun}{plural} {form}".rstrip()
+
+
+def step_name(step: int) -> str:
+    """The name of the folder of a step's checkpoint.
+
+    >>> step_name(100)
+    'step-00000100'
+    """
+    return f"step-{step:08d}"

@@ -29,6 +29,7 @@ from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, NewerForm
 from nanotrain.checkpoint.removal import deleted_name, remove_unfinished, try_to_remove
 from nanotrain.errors import CheckpointError
 from nanotrain.log import get_logger
+from nanotrain.quantities import step_name
 from nanotrain.runs.files import disk_errors
 from nanotrain.runs.swap_names import swap_names
 from nanotrain.untrusted import read_file, unreadable
@@ -50,7 +51,7 @@ def step_folder(folder: Path, step: int) -> Path:
     >>> step_folder(Path("checkpoints"), 100).name
     'step-00000100'
     """
-    return folder / f"step-{step:08d}"
+    return folder / step_name(step)
 
 
 def temporary_folder(folder: Path, step: int) -> Path:

@@ -11,7 +11,7 @@ from nanotrain.config.batch_schedule import batch_schedule, steps_of_samples
 from nanotrain.config.config import Config, RecomputeGranularity
 from nanotrain.config.derive import counted_ends, has_rope
 from nanotrain.errors import ConfigError
-from nanotrain.quantities import count_of
+from nanotrain.quantities import count_of, step_name
 from nanotrain.untrusted import list_of, object_of, parse_json, read_file, text_of, unreadable
 
 LARGEST = 10**18  # of whole numbers, as of samples
@@ -119,6 +119,24 @@ def moe_layer_recompute(config: Config, text: str) -> dict[str, Any]:
     is_selective = config.memory.recompute_granularity is RecomputeGranularity.selective
     modules = config.memory.recompute_modules or (["core_attn"] if is_selective else [])
     return {"recompute_granularity": "selective", "recompute_modules": [*dict.fromkeys([*modules, "moe"])]}
+
+
+def ckpt_step(config: Config, text: str) -> dict[str, Any]:
+    """The step folder of a run to load, from the run folder of `--load` or its folder of checkpoints.
+
+    Raises:
+        ConfigError: `--load` is unset, or names a step folder itself.
+    """
+    flag, load = "--ckpt-step", config.checkpoint.load
+    name = step_name(whole_number(flag, text))
+    if load is None:
+        why = "it is a step of the run that --load names"
+        raise ConfigError(f"{flag} {text} without --load", why=why, fix="set --load RUN, also for the run's own folder")
+    folder = Path(load)
+    if folder.name.startswith("step-"):
+        why = f"{folder.name} is the checkpoint of one step"
+        raise ConfigError(f"{flag} {text} with --load {load}", why=why, fix=f"leave {flag} out or set --load RUN")
+    return {"load": str((folder if folder.name == "checkpoints" else folder / "checkpoints") / name)}
 
 
 def checkpoint_activations(config: Config, text: str) -> dict[str, Any]:

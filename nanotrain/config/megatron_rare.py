@@ -4,6 +4,7 @@ A pattern covers the flags of a part of Megatron-LM that does not exist here as 
 learning, state-space layers, models of images.
 """
 
+from nanotrain.config import conversions
 from nanotrain.config.megatron_kinds import FUSED, MANY, MegatronFlag, always, no_effect, not_yet, rename, sets
 
 DISPATCHER = "tokens are sent by all-to-all"
@@ -94,7 +95,7 @@ RARE: dict[str, MegatronFlag] = {
     "--pytorch-profiler-collect-shapes": no_effect(TRACE),
     "--pytorch-profiler-collect-callstack": no_effect(TRACE),
     "--pytorch-profiler-collect-chakra": no_effect(TRACE),
-    "--ckpt-step": not_yet("name the step folder: --load RUN/checkpoints/step-N", arity=1),
+    "--ckpt-step": MegatronFlag("rename", "--load RUN/checkpoints/step-N, for the RUN of --load; later checkpoints of a run's own folder are set aside", 1, convert=conversions.ckpt_step, overrules=True),
     "--override-ckpt-iteration": not_yet("--finetune begins at step 0, else a run goes on at the step of its checkpoint", arity=1),
     "--use-mp-args-from-checkpoint-args": not_yet("any layout loads any checkpoint: set --tensor-model-parallel-size and the others, or take a run's settings by +config=RUN/config.yaml"),
     "--load-main-params-from-ckpt": always("main parameters are loaded"),

@@ -6,6 +6,7 @@ import pytest
 
 from nanotrain.config.config import PositionEmbedding
 from nanotrain.config.conversions import (
+    ckpt_step,
     data_args_path,
     grad_comm_dtype,
     group_query_attention,
@@ -17,6 +18,7 @@ from nanotrain.config.conversions import (
     per_split_data_args_path,
     train_samples,
 )
+from nanotrain.config.load import load
 from nanotrain.errors import ConfigError
 from tests.config.asking import config_of
 
@@ -50,6 +52,23 @@ def test_a_padded_vocabulary_is_padded_to_that_size():
 def test_grouped_queries_without_a_number_share_one_head():
     assert group_query_attention(config_of(), "") == {"num_query_groups": 1}
     assert group_query_attention(config_of(num_query_groups=2), "") == {}
+
+
+@pytest.mark.parametrize("folder", ["runs/a", "runs/a/checkpoints"])
+def test_the_step_of_a_checkpoint_is_a_folder_of_the_run_to_load(folder):
+    assert ckpt_step(config_of(load=folder), "400") == {"load": "runs/a/checkpoints/step-00000400"}
+
+
+def test_the_step_of_a_checkpoint_needs_a_run_to_load():
+    with pytest.raises(ConfigError, match="--ckpt-step 4 without --load: .* set --load RUN, also for the run's own"):
+        ckpt_step(config_of(), "4")
+    with pytest.raises(ConfigError, match="step-00000002 is the checkpoint of one step; leave --ckpt-step out"):
+        ckpt_step(config_of(load="a/step-00000002"), "4")
+
+
+def test_a_run_goes_back_to_a_step_of_its_own_folder():
+    config = load(["--mock-data", "--save", "runs/a", "--load", "runs/a", "--ckpt-step", "400"]).config
+    assert (config.train.run_dir, config.checkpoint.load) == ("runs/a", "runs/a/checkpoints/step-00000400")
 
 
 def test_no_position_embedding_is_accepted_with_rope():
