@@ -42,6 +42,7 @@ def test_settings_of_other_frameworks_are_one_error_that_says_what_to_write():
         ("--training.dataset", "--data-path PREFIX"),  # --dataset is a flag of a fork of Megatron-LM
         ("--moe-loss-coeff", "--moe-aux-loss-coeff"),  # of DeepSpeed, near --moe-z-loss-coeff
         ("--training.seq-length", "--seq-length"),
+        ("--dist-url", "--master-addr and --master-port of torchrun"),  # no option of torchrun itself
     ],
 )
 def test_a_meaning_goes_before_a_spelling_and_before_the_name_without_its_section(flag, cure):
