@@ -56,25 +56,30 @@ pytestmark = pytest.mark.skipif(bool(is_possible()), reason=f"no fake GPU here: 
 NUMBER = r"([\d.]+) (MB|GB)"
 
 
-def run(command: list[str], folder: Path) -> str:
-    """Run a command of training; what it prints."""
+def run(command: list[str]) -> str:
+    """Run a command; what it prints."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, "--run-dir", folder], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def rows(command: list[str], folder: Path) -> list[dict[str, float]]:
     """Run a command of training; the rows of its metrics."""
-    run(command, folder)
+    run([*command, "--run-dir", str(folder)])
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def on_fake_gpus(num_ranks: int, train: list[str], *flags: str) -> list[str]:
     """The command of a run on fake GPUs, with flags of `scripts/without_gpu`."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    fake = [sys.executable, ROOT / "scripts/without_gpu", "--gpus", num_ranks, "--build-in", ROOT / "build", *flags]
-    return [*map(str, fake), *torchrun, *train, "--device", "cuda", "--no-torch-compile"]
+    return [*fake_gpus(num_ranks, *flags), *torchrun, *train, "--device", "cuda", "--no-torch-compile"]
+
+
+def fake_gpus(number: int, *flags: str) -> list[str]:
+    """What comes before a command that runs on fake GPUs."""
+    fake = [sys.executable, ROOT / "scripts/without_gpu", "--gpus", number, "--build-in", ROOT / "build", *flags]
+    return list(map(str, fake))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -93,8 +98,16 @@ def test_the_peak_of_the_allocator_is_planned(flags, tmp_path):
     words = f"""+config=gpt2_124m --mock-data --vocab-size 50304 --micro-batch-size 4 --global-batch-size 8
         --train-iters 2 --eval-interval 0 --generate-tokens 0 --no-save --no-report --num-workers 0 {flags}"""
     train = ["-m", "nanotrain.train", *words.split()]
-    printed = run(on_fake_gpus(num_ranks, train, "--no-values"), tmp_path)
+    printed = run([*on_fake_gpus(num_ranks, train, "--no-values"), "--run-dir", str(tmp_path)])
     summary = re.search(rf"planned {NUMBER} per rank; measured at most {NUMBER}", printed)
     assert summary is not None, printed
     planned, measured = (float(summary[i]) * {"MB": 1, "GB": 1000}[summary[i + 1]] for i in (1, 3))
     assert 0.998 * measured <= planned <= 1.05 * measured  # both are rounded to three digits
+
+
+def test_the_tests_marked_gpu_pass_with_the_values_of_the_cpu():
+    # CPUs have no product in fp8 with a scale per row or block, nor one of experts.
+    chosen = "not rowwise and not blockwise and not experts_are"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-k", chosen, "tests/gpu"]
+    printed = run([*fake_gpus(1), *command])
+    assert "CUDA device" not in printed, "some were skipped, as if there were no GPU"
