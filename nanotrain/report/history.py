@@ -4,7 +4,7 @@ A report must open whatever a crash left behind, so a missing or damaged file is
 read is skipped. Steps that were repeated after a resume appear once, as the last run of them.
 """
 
-import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,6 +19,7 @@ import yaml
 
 from nanotrain.errors import EnvironmentFault
 from nanotrain.runs.folder import RunFolder
+from nanotrain.untrusted import LARGEST, parse_json
 
 # A run whose metrics have not grown for this long is not running any more, unless one of its steps takes longer.
 RUNNING_S = 120.0
@@ -62,7 +63,7 @@ class RunHistory:
                 why="it has neither config.yaml nor metrics.jsonl",
                 fix="name the folder that a run printed as `run folder`",
             )
-        rows = list({row["step"]: row for row in _json_lines(run.metrics) if isinstance(row.get("step"), int)}.values())
+        rows = list({row["step"]: row for row in _json_lines(run.metrics) if _is_step(row.get("step"))}.values())
         rows.sort(key=lambda row: row["step"])
         return cls(
             folder=folder,
@@ -130,8 +131,8 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
+                row = parse_json(line, allow_nan=True)
+            except ValueError:
                 continue  # truncated by a crash
             if isinstance(row, dict):
                 yield row
@@ -140,7 +141,7 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
 def _mapping(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
-        read = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        read = parse_json(text, allow_nan=True) if path.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return read if isinstance(read, dict) else {}
@@ -154,17 +155,29 @@ def _flatten(mapping: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{name}", value
 
 
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and 0 <= value <= LARGEST
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a number that a float can hold."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < sys.float_info.max)
+
+
 def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    flat = [{k: v for k, v in _flatten(row) if isinstance(v, int | float)} for row in rows]
+    flat = [{k: v for k, v in _flatten(row) if _is_number(v)} for row in rows]
     names = dict.fromkeys(name for row in flat for name in row)
     return {name: np.array([row.get(name, np.nan) for row in flat], dtype=float) for name in names}
 
 
 def _loads(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     loads = [row["moe"].get("load", {}) if isinstance(row.get("moe"), dict) else {} for row in rows]
-    if not loads or not all(loads) or any(load.keys() != loads[0].keys() for load in loads):
+    if not loads or not all(isinstance(load, dict) and load.keys() == loads[0].keys() for load in loads):
         return {}
-    return {name: np.array([load[name] for load in loads], dtype=float) for name in loads[0]}
+    try:
+        return {name: np.array([load[name] for load in loads], dtype=float) for name in loads[0]}
+    except (ValueError, TypeError, OverflowError):  # lists of other lengths, or not of numbers
+        return {}
 
 
 def _stages(rows: list[dict[str, Any]]) -> Iterator[tuple[str, int, int]]:

@@ -35,6 +35,19 @@ def test_repeated_and_damaged_lines(tmp_path: Path) -> None:
     assert run.column("loss")[-3:].tolist() == [8.0 / 38, 0.5, 0.5]
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("step", 10**400), ("step", -1), ("loss", 10**400), ("moe", {"load": []}), ("moe", {"load": {"layers.0": "x"}})],
+)
+def test_numbers_that_no_float_holds_and_wrong_types_are_left_out(tmp_path: Path, field: str, value: object) -> None:
+    (tmp_path / "config.yaml").touch()
+    row = {"step": 1, "loss": 2.0, "moe": {"load": {"layers.0": [1, 2]}}} | {field: value}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    run = RunHistory.read(tmp_path)
+    assert run.num_steps == (field != "step") and (field != "loss" or np.isnan(run.column("loss")).all())
+    assert (run.load == {}) == (field != "loss")
+
+
 def test_a_folder_without_metrics_or_with_damaged_files_is_a_run_of_no_steps(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.yaml").write_bytes(b"\xff{")
