@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 
 from nanotrain.checkpoint.checksum import crc32
-from nanotrain.checkpoint.manifest import MAX_DIMS, ChunkEntry, DamagedCheckpoint, Manifest, damaged
+from nanotrain.checkpoint.manifest import MAX_DIMS, ChunkEntry, DamagedCheckpoint, Manifest, TensorEntry, damaged
 from nanotrain.checkpoint.plan import ChunkRead, plan_reads
 from nanotrain.checkpoint.store import read_manifest
 from nanotrain.checkpoint.write import file_threads, raw_bytes
@@ -175,7 +175,12 @@ def read_box(path: Path, manifest: Manifest, *, box: TensorBox) -> torch.Tensor:
     return tensor
 
 
-def _read_global(path: Path, manifest: Manifest, *, name: str) -> torch.Tensor:
+def require_tensor(path: Path, manifest: Manifest, *, name: str) -> TensorEntry:
+    """The entry of a tensor in the manifest of a step folder.
+
+    Raises:
+        CheckpointError: no such tensor.
+    """
     entry = manifest.tensors.get(name)
     if entry is None:
         raise CheckpointError(
@@ -183,6 +188,11 @@ def _read_global(path: Path, manifest: Manifest, *, name: str) -> torch.Tensor:
             why=f"it holds {len(manifest.tensors)} others, the first is {next(iter(manifest.tensors), 'none')}",
             fix="`nanotrain checkpoint inspect` lists them",
         )
+    return entry
+
+
+def _read_global(path: Path, manifest: Manifest, *, name: str) -> torch.Tensor:
+    entry = require_tensor(path, manifest, name=name)
     return read_box(path, manifest, box=TensorBox.full(name, entry.shape))
 
 

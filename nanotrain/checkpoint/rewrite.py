@@ -27,6 +27,7 @@ from nanotrain.runs.files import disk_fault
 from nanotrain.topology.boxes import TensorBox
 
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]  # name -> shape and dtype
+AVERAGED = {"model", "router"}  # kinds of tensors: parameters, and biases of experts, without which a model is not read
 
 
 def average(paths: Sequence[Path], output: Path, *, decay: float | None = None) -> Path:
@@ -102,9 +103,9 @@ def write_checkpoint(
 
 
 def _shared_weights(folders: Sequence[Path], manifests: Sequence[Manifest]) -> dict[str, TensorEntry]:
-    """The weights, which all checkpoints hold in the same shape."""
+    """The weights and expert biases, which all checkpoints hold in the same shape."""
     first, *others = [
-        {name: entry for name, entry in manifest.tensors.items() if kind_of(name) == "model"} for manifest in manifests
+        {name: entry for name, entry in manifest.tensors.items() if kind_of(name) in AVERAGED} for manifest in manifests
     ]
     for folder, other in zip(folders[1:], others, strict=True):
         differing = [name for name in sorted(first.keys() | other.keys()) if _form(first, name) != _form(other, name)]

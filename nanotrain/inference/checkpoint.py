@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.checkpoint.plan import plan_reads
-from nanotrain.checkpoint.read import read_chunks, read_global_tensors
+from nanotrain.checkpoint.read import read_chunks, read_global_tensors, require_tensor
 from nanotrain.checkpoint.store import find_manifest
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
@@ -77,6 +77,8 @@ class OpenedCheckpoint:
             box if box.name.startswith("router/") else replace(box, name=self.prefix + box.name): target
             for box, target in wanted.items()
         }
+        for box in targets:
+            require_tensor(self.path, self.manifest, name=box.name)
         read_chunks(self.path, plan_reads(self.manifest, targets), targets=targets)
 
 

@@ -19,6 +19,7 @@ def save(folder: Path, step: int, *, rows: int = 6) -> Path:
     tensors = {
         TensorBox.full("model/a", (rows, 4)): torch.randn(rows, 4, generator=draw),
         TensorBox.full("model/steps", (2,)): torch.tensor([step, 1]),
+        TensorBox.full("router/expert_bias", (3,)): torch.full((3,), float(step)),
         TensorBox.full("optimizer/exp_avg/a", (rows, 4)): torch.randn(rows, 4, generator=draw),
     }
     writer = Checkpointer(folder / "checkpoints", group=Group.single_rank("world"))
@@ -34,8 +35,9 @@ def test_the_average_is_that_of_a_direct_computation_and_sound(tmp_path: Path, d
 
     output = average(paths, tmp_path / "averaged", decay=decay)
 
-    result = dict(read_global_tensors(output, ["model/a", "model/steps"]))
+    result = dict(read_global_tensors(output, ["model/a", "model/steps", "router/expert_bias"]))
     torch.testing.assert_close(result["model/a"], expected.float(), rtol=2e-7, atol=1e-8)
+    assert result["router/expert_bias"].tolist() == pytest.approx([2.0 if decay is None else 17 / 7] * 3)
     assert result["model/steps"].tolist() == [3, 1], "whole numbers are those of the last"
     assert verify(output).is_sound and verify(output).num_chunks >= 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["averaged", "checkpoints"]

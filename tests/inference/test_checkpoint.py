@@ -1,5 +1,6 @@
 """Text and a Hugging Face folder from a checkpoint, without its run."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.group import Group
 from nanotrain.config.config import Config
 from nanotrain.config.schema import config_from_dict, to_dict
-from nanotrain.errors import DataError
+from nanotrain.errors import CheckpointError, DataError
 from nanotrain.inference.checkpoint import export_checkpoint, load_checkpoint, load_stage, open_checkpoint
 from nanotrain.inference.generate import Sampling
 from nanotrain.model.init import initialize
@@ -62,6 +63,15 @@ def test_expert_biases_come_back(tmp_path):
     tokens = torch.arange(12).reshape(2, 6)
     assert torch.equal(loaded.logits(tokens), saved.logits(tokens))
     assert [bias.tolist() for bias in expert_biases(loaded).values()] == [[9, -9, 0, 0], [9, -9, 0, 3]]
+
+
+def test_a_checkpoint_without_a_tensor_of_its_model_is_one_error(tmp_path):
+    write_run(tmp_path, moe=EXPERTS)
+    opened = open_checkpoint(tmp_path)
+    moe = replace(opened.config.model.moe, router_enable_expert_bias=True)
+    config = replace(opened.config, model=replace(opened.config.model, moe=moe))
+    with pytest.raises(CheckpointError, match=r"holds no tensor router/layers\.0\.mlp\.router\.expert_bias"):
+        load_stage(replace(opened, config=config))
 
 
 def test_the_same_seed_writes_the_same_text(tmp_path):
