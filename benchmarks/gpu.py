@@ -116,12 +116,12 @@ def kernel_times(events: Iterable[dict[str, Any]], *, category: str) -> Counter[
     return times
 
 
-def profiled(job: Job, flags: Sequence[str]) -> Counter[str]:
+def profiled(job: Job, flags: Sequence[str], *, timeout_s: float | None) -> Counter[str]:
     """Kernel times of the last step of a run of nanotrain."""
     last = job.warmup + job.steps
     with TemporaryDirectory() as folder:
         profile = ("--profile", f"--profile-step-start={last}", f"--profile-step-end={last}", f"--run-dir={folder}")
-        launch([Contender("profile", 1, nanotrain_command(*flags, *profile))], job)
+        launch([Contender("profile", 1, nanotrain_command(*flags, *profile))], job, timeout_s=timeout_s)
         (trace,) = Path(folder).rglob("profile/*.json")
         events = json.loads(trace.read_text())["traceEvents"]
     return kernel_times(events, category="kernel" if job.device == "cuda" else "cpu_op")
@@ -149,7 +149,8 @@ class Launches:
     """Launches one after the other, until the time is up.
 
     Args:
-        minutes: a launch that would end later, if it lasts as long as the longest before, is left out; None: no limit.
+        minutes: a launch that would end later, if it lasts as long as the longest before, is left out, and one that
+            has not ended by then is ended; None: no limit.
     """
 
     def __init__(self, minutes: float | None) -> None:
@@ -158,14 +159,14 @@ class Launches:
         self.left_out: list[tuple[str, str]] = []  # models and what was not launched
         self.failed: list[tuple[str, str]] = []  # models and what was launched and failed
 
-    def run(self, model: str, part: str, function: Callable[[], T]) -> T | None:
-        """The result of a function that launches one run; None if the time is up, or it failed."""
+    def run(self, model: str, part: str, function: Callable[..., T]) -> T | None:
+        """The result of a function that launches one run within `timeout_s`; None if the time is up, or it failed."""
         began = time.monotonic()
         if self._end is not None and began + max(self._lasted, default=FIRST_LAUNCH_S) > self._end:
             self.left_out.append((model, part))
             return None
         try:
-            return function()
+            return function(timeout_s=None if self._end is None else self._end - began)
         except SystemExit as error:
             print(f"{model}  {part}: {error}", flush=True)
             self.failed.append((model, part))

@@ -25,6 +25,7 @@ from typing import Any
 from baselines import SHAPES, Shape
 
 HERE = Path(__file__).resolve().parent
+SHOWN_LINES = 30  # of the output of a launch that failed
 
 
 @dataclass(frozen=True)
@@ -185,8 +186,12 @@ class Outcome:
         )
 
 
-def launch(contenders: list[Contender], job: Job) -> list[Outcome]:
-    """Run contenders once, one after the other; if several, all of nanotrain and on equally many processes."""
+def launch(contenders: list[Contender], job: Job, *, timeout_s: float | None = None) -> list[Outcome]:
+    """Run contenders once, one after the other; if several, all of nanotrain and on equally many processes.
+
+    Raises:
+        SystemExit: they failed, or had not ended after `timeout_s`.
+    """
     first = contenders[0]
     threads = max(1, len(os.sched_getaffinity(0)) // first.num_processes)
     environment = dict(os.environ, OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE") | first.environment
@@ -196,12 +201,31 @@ def launch(contenders: list[Contender], job: Job) -> list[Outcome]:
             arguments += ["--then", *contender.command(job, Path(folder) / str(number))[1:]]
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={first.num_processes}"]
         command = [sys.executable, *launcher, script, *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise SystemExit(f"{', '.join(c.name for c in contenders)} failed:\n{done.stdout}\n{done.stderr}")
-    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        output = finished(command, environment, names=", ".join(c.name for c in contenders), timeout_s=timeout_s)
+    reports = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     assert len(reports) == len(contenders), "every run prints one report"
     return [Outcome.of(report, job) for report in reports]
+
+
+def finished(command: list[str], environment: dict[str, str], *, names: str, timeout_s: float | None) -> str:
+    """The output of a command; torchrun ends its ranks when it is terminated, which killing it would not.
+
+    Raises:
+        SystemExit: it failed, with the end of what it printed, or had not ended after `timeout_s`.
+    """
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout_s)
+            reason = "failed"
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            output, errors = process.communicate()
+            reason = f"had not ended after {timeout_s:.0f} s"
+    if process.returncode:
+        last = "\n".join([*output.splitlines()[-SHOWN_LINES:], *errors.splitlines()[-SHOWN_LINES:]])
+        raise SystemExit(f"{names} {reason}:\n{last}")
+    return output
 
 
 def run(job: Job, launches: list[list[Contender]], rounds: int) -> dict[str, list[Outcome]]:

@@ -80,12 +80,13 @@ def test_what_does_not_fit_or_fails_is_named_with_the_command_for_it(
     seconds = iter([0.0, 0.0, 90.0, 90.0, 130.0, 150.0])  # start; begin and end of two launches; begin of a third
     monkeypatch.setattr(gpu.time, "monotonic", lambda: next(seconds))
 
-    def fail() -> None:
+    def fail(timeout_s: float) -> None:
         raise SystemExit("out of memory")
 
     launches = gpu.Launches(minutes=3.5)
-    assert [launches.run("124m", "torch", lambda: 7), launches.run("124m", "nanotrain", fail)] == [7, None]
-    assert launches.run("moe4", "profile", lambda: 7) is None
+    assert launches.run("124m", "torch", lambda timeout_s: timeout_s) == 210.0
+    assert launches.run("124m", "nanotrain", fail) is None
+    assert launches.run("moe4", "profile", lambda timeout_s: 7) is None
     assert launches.report() == 1
     printed = capsys.readouterr().out
     assert "124m  nanotrain: out of memory" in printed
@@ -95,3 +96,15 @@ def test_what_does_not_fit_or_fails_is_named_with_the_command_for_it(
         gpu.table(gpu.MIXTURE, {contender.name: [] for contender in gpu.MIXTURE}, flops=None, peak=None).count("\n")
         == 1
     )
+
+
+def test_a_launch_that_hangs_is_ended_and_a_failed_one_shows_the_end_of_its_output(gpu: ModuleType) -> None:
+    finished = sys.modules[gpu.launch.__module__].finished
+    hangs = "import time; print('x', flush=True); time.sleep(300)"
+    with pytest.raises(SystemExit, match="torch had not ended after 1 s"):
+        finished([sys.executable, "-c", hangs], {}, names="torch", timeout_s=1.0)
+    fails = "import sys; [print(number) for number in range(99)]; sys.exit('no memory')"
+    with pytest.raises(SystemExit) as error:
+        finished([sys.executable, "-c", fails], {}, names="torch", timeout_s=None)
+    assert str(error.value).splitlines() == ["torch failed:", *map(str, range(69, 99)), "no memory"]
+    assert finished([sys.executable, "-c", "print(1)"], {}, names="torch", timeout_s=None) == "1\n"
