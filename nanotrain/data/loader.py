@@ -50,7 +50,8 @@ class _BatchReader(Dataset[Any]):
             batch = collate([self._sample(index) for index in indices])
             batch = replace(
                 batch,
-                sample_ids=torch.tensor(indices),
+                # padding has the dropout of the sample that it repeats, so QK-clip gets no other logits
+                sample_ids=torch.tensor([max(index, ~index) for index in indices]),
                 source_ids=self._source_ids(indices),
                 is_padding=max(indices) < 0,
             )

@@ -73,6 +73,8 @@ def test_padding_has_no_target_tokens_and_says_that_it_is_padding() -> None:
     assert [batch.is_padding for batch in microbatches] == [False, True]
     assert [batch.to("cpu").is_padding for batch in microbatches] == [False, True]
     assert [bool(batch.num_target_tokens) for batch in microbatches] == [True, False]
+    ids = [batch.sample_ids.tolist() for batch in microbatches if batch.sample_ids is not None]
+    assert ids == [[8, 9], [6, 6]], "padding has the dropout of the sample that it repeats"
 
 
 def test_skipped_samples_move_samples_padding_and_their_corpora_alike() -> None:
