@@ -210,6 +210,10 @@ class DistributedOptimizer:
         assert isinstance(num_updates, int) and isinstance(loss_scale, dict), "not written by state_dict"
         self._num_updates = torch.full((), float(num_updates), device=self._device)
         self.loss_scale.load_state_dict(loss_scale)
+        self.finish_load()
+
+    def finish_load(self) -> None:
+        """Take over what was read into `state_tensors`: in the dtypes of the state, and the weights into the model."""
         for stored, values in self._loading:
             stored.write(values)
         self._loading.clear()

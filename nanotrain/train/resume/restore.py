@@ -240,7 +240,7 @@ def _fall_back(start: Path, checkpointer: Checkpointer, *, error: DamagedCheckpo
 def _load_state(manifest: Manifest, optimizer: DistributedOptimizer, *, path: Path, config: Config) -> TrainState:
     """Check the saved counters, load those of the optimizer and return those of the run."""
     if config.checkpoint.finetune:  # checkpoints of `average` and `import-hf` have no counters
-        optimizer.load_state_dict(optimizer.state_dict())  # copies the weights that were read to the model
+        optimizer.finish_load()
         return TrainState()
     if not manifest.objects and has_weights_alone(manifest):
         raise weights_alone(manifest)
@@ -250,8 +250,9 @@ def _load_state(manifest: Manifest, optimizer: DistributedOptimizer, *, path: Pa
     except ValueError as error:
         raise damaged(f"{path / 'manifest.json'} holds no state of a run", why=str(error), path=path) from None
     if _loads_weights_alone(config):
-        optimizer_state = optimizer.state_dict()
-    optimizer.load_state_dict(optimizer_state)
+        optimizer.finish_load()
+    else:
+        optimizer.load_state_dict(optimizer_state)
     return state
 
 
