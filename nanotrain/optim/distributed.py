@@ -176,7 +176,7 @@ class DistributedOptimizer:
     def state_tensors(self) -> dict[TensorBox, Tensor]:
         """Main params and optimizer state on this rank, as tensors that a checkpoint can be read into.
 
-        They are views. Tensors that are stored with scales are fp32 copies, which `load_state_dict` writes back.
+        They are views. Tensors that are stored with scales are fp32 copies, which `finish_load` writes back.
         """
         self._loading.clear()
         return {box: view for state in self._states for box, view in state.tensors(state.ranges, copies=self._loading)}
