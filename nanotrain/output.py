@@ -91,7 +91,8 @@ def guard_output() -> None:
             stream.flush()
             raw = _Output(stream.fileno(), is_needed=name == "stdout")
             text = io.TextIOWrapper(io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors)
-            text.reconfigure(line_buffering=stream.line_buffering, write_through=stream.write_through)
+            # python -u (PYTHONUNBUFFERED, as in many containers): what is printed appears at once
+            text.reconfigure(line_buffering=stream.line_buffering or stream.write_through)
             setattr(sys, name, text)
 
 

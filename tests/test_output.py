@@ -69,6 +69,14 @@ def test_a_training_goes_on_without_its_output_and_says_so_once(redirection: str
     assert (done.returncode, done.stderr.splitlines()) == (0, [note, "done"])
 
 
+@pytest.mark.parametrize(("unbuffered", "printed"), [("1", ["first"]), ("", [])])
+def test_what_is_printed_appears_at_once_where_python_is_unbuffered(unbuffered: str, printed: list[str]) -> None:
+    code = "import os\nfrom nanotrain.output import guard_output\nguard_output()\nprint('first')\nos._exit(0)"
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == printed
+
+
 def test_a_pipe_that_nothing_reads_ends_other_commands_as_head_expects() -> None:
     done = _run(f"try:\n {LINES}except BrokenPipeError:\n raise SystemExit(7)", "| true")
     assert (done.returncode, done.stderr) == (7, "")
