@@ -49,7 +49,7 @@ def why_sequence_parts(v: Values) -> str:
     reasons = [f"cp={v.cp} ranks have two chunks each"] if v.cp > 1 else []
     if v.splits_sequence_by_tp:
         what = "sequence_parallel" if v.sequence_parallel else "a layer with experts"
-        reasons.append(f"{what} splits each chunk over tp={v.tp} ranks")
+        reasons.append(f"{what} splits {'the two together' if v.cp > 1 else 'the sequence'} over tp={v.tp} ranks")
     return " and ".join(reasons)
 
 

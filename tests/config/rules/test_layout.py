@@ -83,11 +83,12 @@ def test_what_divides_breaks_no_rule(keys):
         (TP2 | {"make_vocab_size_divisible_by": 1, "vocab_size": 131}, "they would share 131 rows"),
         (CP2 | {"seq_length": 250}, "seq_length 250 cannot be split into 4 parts: cp=2 ranks have two chunks each"),
         (CP2 | {"seq_length": 250}, "set --seq-length 252"),
-        (TP2 | {"seq_length": 255, "sequence_parallel": True}, "sequence_parallel splits each chunk over tp=2 ranks"),
-        (TP2 | EXPERTS | {"seq_length": 255}, "a layer with experts splits each chunk over tp=2 ranks"),
+        (TP2 | {"seq_length": 255, "sequence_parallel": True}, "sequence_parallel splits the sequence over tp=2 ranks"),
+        (TP2 | EXPERTS | {"seq_length": 255}, "a layer with experts splits the sequence over tp=2 ranks"),
         (
             {"tensor_model_parallel_size": 4, "sequence_parallel": True, "seq_length": 252} | CP2,
-            "seq_length 252 cannot be split into 8 parts: cp=2 ranks have two chunks each and sequence_parallel splits",
+            "seq_length 252 cannot be split into 8 parts: cp=2 ranks have two chunks each and sequence_parallel splits "
+            "the two together over tp=4 ranks",
         ),
         (CP2 | {"cp_comm_type": "a2a", "tensor_model_parallel_size": 4}, "a2a needs tp*cp = 8 to divide"),
         (PP2 | {"num_layers": 1}, "1 layer cannot fill pp=2 pipeline stages"),
