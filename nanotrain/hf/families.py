@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from nanotrain.config.config import ModelConfig, MTPConfig
-from nanotrain.config.schema import KEYS, config_from_dict, flat_values, to_dict, value_of, with_values
+from nanotrain.config.derive import moe_layers
+from nanotrain.config.schema import KEYS, config_from_dict, flat_values, to_dict, typed, value_of, with_values
 from nanotrain.errors import ConfigError, HuggingFaceError
 from nanotrain.hf.canonical import canonical, free_keys
 from nanotrain.hf.deepseek import (
@@ -217,6 +218,8 @@ def check_against(from_hf: ModelConfig, configured: ModelConfig, *, explicit: fr
     free = free_keys(from_hf)
     given = {key: value_of(configured, key) for key in sorted(explicit - set(free))}
     given = {key: value for key, value in given.items() if value is not None}
+    if all(moe_layers(from_hf)):
+        given.pop("ffn_hidden_size", None)  # the width of an MLP that no layer has; harmless in training too
     ours, theirs = canonical(with_values(from_hf, given)), canonical(from_hf)
     for key, value in given.items():
         configured_value, expected = value_of(ours, key), value_of(theirs, key)
@@ -224,8 +227,8 @@ def check_against(from_hf: ModelConfig, configured: ModelConfig, *, explicit: fr
         if configured_value != expected or has_no_effect:
             flag = KEYS[f"model.{key}"].flag
             raise HuggingFaceError(
-                f"{flag} {_shown(value)} contradicts the pretrained checkpoint",
-                why=f"its config.json has {key} = {_shown(expected)}",
+                f"{flag} {typed(value)} contradicts the pretrained checkpoint",
+                why=f"its config.json has {key} = {typed(expected)}",
                 fix=f"leave {flag} out, or train without --pretrained-checkpoint",
             )
     return with_values(from_hf, {key: value_of(configured, key) for key in free})
@@ -249,9 +252,3 @@ def _family(name: str) -> Family:
             fix="use a checkpoint of one of these, or add the family (docs/new_family.md)",
         )
     return FAMILIES[name]
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, list):
-        return " ".join(map(_shown, value))
-    return str(getattr(value, "value", value))

@@ -122,6 +122,21 @@ def test_an_explicit_field_that_contradicts_names_both_values() -> None:
         check_against(LLAMA, replace(LLAMA, hidden_size=64), explicit=frozenset({"hidden_size"}))
 
 
+def test_the_width_of_an_mlp_that_no_layer_has_is_harmless() -> None:
+    """As in training from the start; a layer without experts has an MLP of that width."""
+    moe, explicit = MoEConfig(num_experts=4, ffn_hidden_size=24), frozenset({"ffn_hidden_size"})
+    experts = replace(LLAMA, moe=moe, ffn_hidden_size=None)
+    assert check_against(experts, replace(experts, ffn_hidden_size=100), explicit=explicit) == experts
+    dense = replace(LLAMA, moe=replace(moe, layer_freq="[0]*1+[1]*1"))
+    with pytest.raises(HuggingFaceError, match="--ffn-hidden-size 100 contradicts"):
+        check_against(dense, replace(dense, ffn_hidden_size=100), explicit=explicit)
+
+
+def test_a_field_that_config_json_leaves_open_is_unset() -> None:
+    with pytest.raises(HuggingFaceError, match=r"--window-size 8 contradicts.*window_size = unset"):
+        check_against(LLAMA, replace(LLAMA, window_size=8), explicit=frozenset({"window_size"}))
+
+
 def test_fields_not_set_explicitly_give_way_and_free_ones_are_taken() -> None:
     configured = replace(LLAMA, hidden_size=64, num_query_groups=None, make_vocab_size_divisible_by=256)
     explicit = frozenset({"num_query_groups", "make_vocab_size_divisible_by"})
