@@ -45,7 +45,7 @@ class ShardedModule:
     All of its parameters are trained.
 
     Args:
-        module: any module; its parameters are replaced.
+        module: any module; its parameters move into flat buffers, and every reference to them stays valid.
         context: process groups of a topology with data parallelism only.
         parallel: strategy, optimizer instances, buckets, overlap and form of the reductions; sizes of other axes do not
             apply.
@@ -55,7 +55,7 @@ class ShardedModule:
 
     Raises:
         ConfigError: model parallelism, a context of another strategy, no module of a unit class, parameters that no
-            unit can hold or that are frozen.
+            unit can hold, that are frozen or that have sparse gradients.
     """
 
     def __init__(
@@ -98,7 +98,6 @@ class ShardedModule:
             precision=Precision.of(precision),
             device=context.device,
         )
-        self._tie(tied)
         self.data_parallel.fill_params(lambda params: self._fill(params, values))
         self.optimizer = DistributedOptimizer(
             [self.data_parallel],
@@ -175,12 +174,6 @@ class ShardedModule:
         self.optimizer.load_state_dict(manifest.objects["optimizer"])
         self.data_parallel.start_param_gather()
         return manifest.step
-
-    def _tie(self, tied: dict[str, str]) -> None:
-        """Let the other names of a parameter share the new one."""
-        for name, first in tied.items():
-            owner, _, leaf = name.rpartition(".")
-            self.module.get_submodule(owner)._parameters[leaf] = self.module.get_parameter(first)
 
     def _fill(self, params: Sequence[LocalParam], values: dict[str, Tensor]) -> None:
         for local in params:
@@ -299,6 +292,10 @@ def _check_settings(module: nn.Module, *, parallel: ParallelConfig, optim: Optim
             why="the optimizer updates the whole flat buffer, so weight decay would change them",
             fix="train all of them, or keep frozen ones as buffers of the module",
         )
+    sparse = [name or "the module" for name, child in module.named_modules() if getattr(child, "sparse", False) is True]
+    if sparse:
+        why = "gradients are added and reduced in flat buffers, which are dense"
+        raise ConfigError(f"{sparse[0]} has sparse gradients", why=why, fix="build it with sparse=False")
     if parallel.projection_fusion:
         why = "it joins layers of the trainer's own models"
         raise ConfigError("projection_fusion has no effect", why=why, fix="leave it out")

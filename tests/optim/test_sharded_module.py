@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import OptimConfig, OuterShardingStrategy, ShardingStrategy
+from nanotrain.config.config import DType, OptimConfig, OuterShardingStrategy, PrecisionConfig, ShardingStrategy
 from nanotrain.errors import ConfigError
 from nanotrain.optim.sharded_module import ShardedModule, find_units
 from tests.harness import parallel_config, run_ranks
@@ -203,12 +203,44 @@ def refuse_misuse(context: ParallelContext) -> None:
     fused = replace(parallel, projection_fusion=True)
     with pytest.raises(ConfigError, match="projection_fusion has no effect"):
         ShardedModule(Model(), context, parallel=fused, unit_classes=units)
+    sparse = Model(tied=False)
+    sparse.embedding = nn.Embedding(50, 24, sparse=True)
+    with pytest.raises(ConfigError, match="embedding has sparse gradients: .*; build it with sparse=False"):
+        ShardedModule(sparse, context, parallel=parallel, unit_classes=units)
     sharded = ShardedModule(Model(), context, parallel=parallel, unit_classes=units)
     with pytest.raises(RuntimeError, match="step before the last microbatch"):
         sharded.step()
     sharded.backward(sharded.module(tokens_of(0)))
     with pytest.raises(RuntimeError, match="backward after the last microbatch"):
         sharded.backward(sharded.module(tokens_of(0)))
+
+
+class Aliased(Model):
+    """Reads the weight of its head through a reference that is no registered name."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+        self.weights = [self.head.weight]
+        self.head.forward = lambda hidden: F.linear(hidden, self.weights[0])  # type: ignore[method-assign]
+
+
+def keep_references(context: ParallelContext, strategy: str, dtype: str) -> None:
+    model, parallel = Aliased(), parallel_config(strategy=strategy)
+    precision = PrecisionConfig(params_dtype=DType(dtype))
+    sharded = ShardedModule(model, context, parallel=parallel, unit_classes=(Block,), precision=precision)
+    before = weights_of(sharded)["head.weight"]
+    sharded.backward(model(tokens_of(0)))
+    sharded.step()
+    assert model.weights[0] is model.head.weight and model.head.weight.dtype is before.dtype
+    assert not torch.equal(weights_of(sharded)["head.weight"], before)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype"),
+    [("no_shard", "fp32"), ("optim", "bf16"), ("optim_grads", "fp32"), ("optim_grads_params", "bf16")],
+)
+def test_references_to_a_parameter_stay_valid(strategy: str, dtype: str) -> None:
+    run_ranks(1, keep_references, strategy, dtype, strategy=strategy)
 
 
 def test_frozen_parameters_and_wrong_order_are_refused() -> None:

@@ -1,6 +1,6 @@
 """Data-parallel wrapper of a module: flat buffers, gradient reduction and parameter all-gather per bucket.
 
-1. Construction replaces every parameter of the module by a view of one flat buffer and allocates the gradients.
+1. Construction makes every parameter of the module a view of one flat buffer and allocates the gradients.
 2. `begin_step`, then per microbatch `backward_begins` and `backward_ended`. A hook takes each gradient as soon as
    autograd has accumulated it; products may write theirs into the bucket, and the hook marks them as ready. The
    pipeline schedule decides which backward is the last of the step.
@@ -59,7 +59,7 @@ class DataParallel:
     """Flat buffers of one module's parameters and gradients, and their collectives.
 
     Args:
-        module: its parameters may be on the meta device; they are replaced.
+        module: its parameters become views of the buffer; those on the meta device are replaced.
         layout: from `plan_layout`; its parameters are those of the module that this wrapper takes over.
         groups: the shard and replicate groups.
         options: strategy and overlap.
@@ -101,7 +101,7 @@ class DataParallel:
         self._unit_gather: UnitGather | None = None
         self._views: dict[str, tuple[nn.Parameter, Tensor]] = {}  # parameters, and their views of a bucket
         self._is_gathered = False  # inside of `gathered`
-        self._replace_parameters(module)
+        self._move_parameters(module)
         self._register_unit_hooks(module)
 
     def begin_step(self) -> None:
@@ -293,19 +293,16 @@ class DataParallel:
         if self._in_backward and self._reduces_now:
             self._start_reductions(until=num_complete[index])
 
-    def _replace_parameters(self, module: nn.Module) -> None:
-        """Replace the module's parameters by views of the buffer that pass on their gradients."""
+    def _move_parameters(self, module: nn.Module) -> None:
+        """Make the module's parameters views of the buffer that pass on their gradients."""
         writes, is_transient = self.options.writes_wgrads, self.options.strategy.shard_grads
         writes_wgrads = self.param_buffer.is_cuda if writes is None else writes
         traced = traced_units(self.layout, is_transient=is_transient, num_blocks=self.options.num_gather_blocks)
         for bucket in self.buckets:
             bucket.params.allocate()
             for name, local in ((entry.name, entry.param) for entry in bucket.layout.params):
-                # `.data`: a gather between forward and backward must not count as a change of what autograd saved.
-                param = nn.Parameter(self._param_data(bucket, local).data)
+                param = _with_data(module, name, data=self._param_data(bucket, local))
                 self._views[name] = (param, param.data)
-                owner, _, leaf = name.rpartition(".")
-                module.get_submodule(owner)._parameters[leaf] = param
                 take = partial(self._take_grad, name)
                 param.register_post_accumulate_grad_hook(take)
                 # Several units use a shared weight: it would hold pooled storage from its first use to its last.
@@ -363,6 +360,20 @@ class DataParallel:
             Bucket(bucket, params=one, grads=other, reduction=reduction)
             for bucket, one, other in zip(self.layout.buckets, params, grads, strict=True)
         )
+
+
+def _with_data(module: nn.Module, name: str, *, data: Tensor) -> nn.Parameter:
+    """The module's parameter with other data, so that every reference to it stays valid; a new one in place of meta.
+
+    `.data`: a gather between forward and backward must not count as a change of what autograd saved.
+    """
+    param = module.get_parameter(name)
+    if not param.is_meta:
+        param.data, param.grad = data.data, None
+        return param
+    owner, _, leaf = name.rpartition(".")
+    param = module.get_submodule(owner)._parameters[leaf] = nn.Parameter(data.data)
+    return param
 
 
 @contextmanager
