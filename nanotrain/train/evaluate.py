@@ -199,7 +199,8 @@ def evaluate_model(
     assert plan.config.model.vocab_size is not None, "a model has a vocabulary"
     sizes = None if tokenizer is None else bytes_per_token(tokenizer, plan.config.model.vocab_size)
     counter = ByteCount(sizes, context=context)
-    pipeline, loss, num_tokens = build_pipeline(plan, context), torch.zeros((), device=context.device), 0
+    pipeline, num_tokens = build_pipeline(plan, context), 0
+    loss = torch.zeros((), dtype=torch.float64, device=context.device)  # fp32 rounds the sum of a long corpus
     with open_corpus(source, tokenizer) as corpus:
         windows = windows_of(corpus, plan.config)
         if max_samples is not None:

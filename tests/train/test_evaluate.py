@@ -12,12 +12,14 @@ import torch.nn.functional as F
 from nanotrain.cli import main
 from nanotrain.cli_evaluate import evaluation_config
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import ParallelConfig
 from nanotrain.config.flags import parse
 from nanotrain.config.load import load_line
 from nanotrain.data.tokenizer import ByteTokenizer
 from nanotrain.errors import DataError
 from nanotrain.inference.checkpoint import export_checkpoint, open_model
 from nanotrain.prepare.token_writer import TokenWriter
+from nanotrain.topology.topology import Topology
 from nanotrain.train.evaluate import Evaluation, evaluate_model, open_corpus
 from nanotrain.train.plans.plan import plan_run
 from tests.harness import run_ranks
@@ -100,6 +102,21 @@ def test_the_command_evaluates_a_hugging_face_folder_as_its_checkpoint(folder: P
         assert main(["evaluate", str(folder / path), *data, *flags]) == 0
     first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines()[-2:])
     assert first == second and first["perplexity"] == pytest.approx(math.exp(first["loss"]))
+
+
+def test_the_sum_over_a_long_corpus_is_not_rounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fp32 losses, as the sum of a schedule is; added in fp32, a small one would be lost beside the first."""
+    losses = [2.0**26]
+
+    def forward(*_: object, **__: object) -> torch.Tensor:
+        losses.append(1.0)
+        return torch.tensor(losses[-2])
+
+    monkeypatch.setattr("nanotrain.train.evaluate.run_forward", forward)
+    context = ParallelContext.attach(Topology.of(ParallelConfig(), 1))
+    result = evaluate_here(context, folder / "dense", str(folder / "tokens"))
+    assert len(losses) > 2
+    assert result.loss == sum(losses[:-1]) / result.tokens
 
 
 def test_lines_are_documents_and_text_needs_a_tokenizer(folder: Path) -> None:

@@ -67,7 +67,7 @@ def validate(run: Run, sizes: list[int] | None = None) -> Evaluation | None:
     """
     samples = run.inputs.datasets.valid
     assert samples is not None, "open_inputs requires a validation split where eval_interval is set"
-    loss, num_tokens = torch.zeros((), device=run.context.device), 0
+    loss, num_tokens = torch.zeros((), dtype=torch.float64, device=run.context.device), 0
     counter = ByteCount(sizes, context=run.context)
     with GlobalBatchLoader(samples, sampler=replace(run.plan.sampler, schedule=None, lengths=None)) as batches:
         batch_iterator = build_batch_iterator(batches, run.context)

@@ -34,6 +34,14 @@ def test_the_loss_is_the_mean_over_the_first_batches_of_the_validation_split(tmp
     assert losses[0] == pytest.approx(sum(by_hand) / len(by_hand), rel=1e-5)
 
 
+def test_the_sum_over_many_batches_is_not_rounded(tmp_path, monkeypatch):
+    losses = iter([2.0**26, 1.0, 1.0])
+    monkeypatch.setattr("nanotrain.train.hooks.evaluate.run_forward", lambda *_, **__: torch.tensor(next(losses)))
+    with small_run(tmp_path, *EVERY_TWO) as run:
+        num_tokens = 3 * run.config.train.global_batch_size * run.config.data.seq_length
+        assert evaluate(run) == (2.0**26 + 2) / num_tokens
+
+
 def test_validation_changes_nothing_of_the_training(tmp_path):
     losses = []
     for arguments in ((), EVERY_TWO):
