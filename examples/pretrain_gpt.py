@@ -9,7 +9,7 @@ docs/from_megatron.md lists what becomes of each flag; `nanotrain config FLAGS` 
 
 import sys
 
-from nanotrain.train.__main__ import main
+from nanotrain.train.__main__ import run_program
 
 if __name__ == "__main__":
-    sys.exit(main(["--megatron-defaults", *sys.argv[1:]]))
+    run_program(["--megatron-defaults", *sys.argv[1:]])

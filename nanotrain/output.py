@@ -99,8 +99,11 @@ def guard_output() -> None:
 def outlive_output(note: str) -> None:
     """From now on drop what standard output cannot take; the first time `note` is printed on standard error.
 
-    Without effect where `guard_output` was not called, as in a program that trains by a function.
+    Also in a program that trains by a function and has not called `guard_output`; not in a notebook, which has a
+    stream of its own.
     """
+    if sys.stdout is sys.__stdout__:
+        guard_output()
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if isinstance(raw, _Output):
         raw.is_needed, raw.note = False, note

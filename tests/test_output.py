@@ -12,6 +12,8 @@ import pytest
 
 from nanotrain.output import guard_output
 
+ROOT = Path(__file__).parents[1]
+
 
 @pytest.mark.parametrize("closed", [(2,), (1,), (0, 1, 2)])
 def test_closed_standard_streams_take_no_file(tmp_path, closed):
@@ -102,10 +104,20 @@ def test_a_full_pipe_that_does_not_block_gets_everything(monkeypatch: pytest.Mon
     assert len(b"".join(received)) == 300_001
 
 
-def test_a_run_ends_and_saves_where_the_disk_of_its_output_is_full(tmp_path: Path) -> None:
-    line = "+config=tiny --mock-data --vocab-size 64 --num-layers 1 --global-batch-size 2 --train-iters 2 --no-report"
-    command = f'exec "{sys.executable}" -m nanotrain.train {line} --eval-interval 0 --run-dir "$0" > /dev/full'
-    done = subprocess.run(["sh", "-c", command, str(tmp_path)], check=False, capture_output=True, text=True)
+def test_a_program_that_trains_by_a_function_goes_on_without_its_output() -> None:
+    code = "import sys\nfrom nanotrain.output import outlive_output\noutlive_output('it goes on')\n" + LINES
+    command = ["bash", "-c", f'set -o pipefail; "{sys.executable}" -c "$0" | true', code]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "standard output cannot be written: Broken pipe; it goes on\n")
+
+
+@pytest.mark.parametrize("program", ["-m nanotrain.train", "examples/pretrain_gpt.py"])
+def test_a_run_ends_and_saves_where_the_disk_of_its_output_is_full(tmp_path: Path, program: str) -> None:
+    line = "--mock-data --vocab-size 64 --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16"
+    line += " --max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 2 --lr 1e-3 --train-iters 2"
+    command = f'exec "{sys.executable}" {program} {line} --eval-interval 0 --no-report --run-dir "$0" > /dev/full'
+    shell = ["sh", "-c", command, str(tmp_path)]
+    done = subprocess.run(shell, cwd=ROOT, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("No space left on device; training goes on, its steps are in metrics.jsonl") == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

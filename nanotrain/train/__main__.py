@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -242,8 +243,13 @@ def _end(run: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
-if __name__ == "__main__":
+def run_program(argv: Sequence[str] | None = None) -> NoReturn:
+    """Train with the settings of a command line as all that this process does; arguments as for `main`."""
     open_closed_streams()
     guard_output()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it would end this process before the trainer handles it
-    _end(main)
+    _end(partial(main, argv))
+
+
+if __name__ == "__main__":
+    run_program()
