@@ -63,7 +63,18 @@ def test_only_query_key_and_value_are_saved() -> None:
     assert {x.data_ptr() for x in saved} == {x.data_ptr() for x in tensors}
 
 
-def test_it_computes_bf16_of_some_lengths_on_one_thread(monkeypatch) -> None:
+def test_two_threads_compute_the_same_bits_as_one(two_threads) -> None:
+    tensors, grad = [draw(3, 128, size, 16, seed=size) for size in (4, 2, 2)], draw(3, 128, 4, 16, seed=1)
+
+    def computed() -> list[Tensor]:
+        return results(lambda q, k, v: attend(q, key=k, value=v), tensors, grad, dtype=torch.bfloat16)
+
+    of_two = computed()
+    torch.set_num_threads(1)
+    assert all(map(torch.equal, of_two, computed()))
+
+
+def test_it_computes_bf16_of_some_sizes_on_one_or_two_threads(monkeypatch) -> None:
     monkeypatch.setattr(onednn, "is_available", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
@@ -78,7 +89,10 @@ def test_it_computes_bf16_of_some_lengths_on_one_thread(monkeypatch) -> None:
     assert not computes(query, query[:, :128])
     assert "_CausalAttention" in str(sdpa.attend(query.requires_grad_(), key=query, value=query).grad_fn)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert not called(256)
+    assert not called(256)  # one head, which two threads cannot divide
+    assert computes(query, query)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert not computes(query.repeat(2, 1, 1, 1), query.repeat(2, 1, 1, 1))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     assert not called(256)
