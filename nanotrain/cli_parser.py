@@ -169,9 +169,8 @@ def run_command(program: str, argv: Sequence[str], *, commands: dict[str, Comman
 def usage(program: str, commands: dict[str, Command], *, width: int) -> str:
     """The commands and what they do, in lines of `width` columns that break between words."""
     wrapped = TextWrapper(min(max(width, 60), 120), subsequent_indent=" " * 14)
-    rows = [
-        wrapped.fill(f"  {name:<10}  {(command.__doc__ or '').splitlines()[0]}") for name, command in commands.items()
-    ]
+    summaries = {name: (command.__doc__ or "").partition("\n")[0] for name, command in commands.items()}
+    rows = [wrapped.fill(f"  {name:<10}  {summary}") for name, summary in summaries.items()]
     wrapped.subsequent_indent = ""
     rest = wrapped.fill(f"{program} COMMAND --help lists its arguments, nanotrain --version prints the version")
     return "\n".join([f"usage: {program} COMMAND ...", "", *rows, "", rest])

@@ -83,14 +83,16 @@ def guard_output() -> None:
     """Replace standard output and error by streams that fail as a command should.
 
     Output that cannot be written is an `EnvironmentFault`. What a terminal gets after it has hung up, as a closed ssh
-    session does, is dropped, and so is what standard error cannot take: there is nowhere left to report it.
+    session does, is dropped, and so is what standard error cannot take: there is nowhere left to report it. Characters
+    that the encoding of the stream does not have are escaped, as Python does on standard error: "\\u20ac".
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
             stream.flush()
             raw = _Output(stream.fileno(), is_needed=name == "stdout")
-            text = io.TextIOWrapper(io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors)
+            errors = "backslashreplace" if stream.errors == "strict" else stream.errors
+            text = io.TextIOWrapper(io.BufferedWriter(raw), encoding=stream.encoding, errors=errors)
             # python -u (PYTHONUNBUFFERED, as in many containers): what is printed appears at once
             text.reconfigure(line_buffering=stream.line_buffering or stream.write_through)
             setattr(sys, name, text)

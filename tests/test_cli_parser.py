@@ -117,6 +117,10 @@ def test_the_list_of_commands_at_the_width_of_the_terminal(width):
     assert usage("prog", {"sing": sing, "hum": hum}, width=width) == SCREENS[width]
 
 
+def test_python_without_docstrings_lists_the_names():
+    assert "\n  hum\n" in usage("prog", {"hum": lambda argv: 0}, width=80)
+
+
 @pytest.mark.parametrize("width", [80, 100, 120])
 def test_the_commands_of_nanotrain_fit(width):
     assert max(map(len, usage("nanotrain", COMMANDS, width=width).splitlines())) <= width

@@ -34,7 +34,7 @@ def test_closed_standard_streams_take_no_file(tmp_path, closed):
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 def test_what_is_printed_after_a_terminal_has_hung_up_is_dropped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     master, terminal = pty.openpty()
-    with open(terminal, "w", encoding="latin-1", errors="backslashreplace") as stream:
+    with open(terminal, "w", encoding="latin-1") as stream:
         monkeypatch.setattr(sys, name, stream)
         guard_output()
         print("a ä €", file=getattr(sys, name))

@@ -111,7 +111,7 @@ def alias_lines(width: int) -> list[str]:
 
 def section_lines(name: str, width: int) -> list[str]:
     """A section's sentence and its flags."""
-    sentence = textwrap.wrap((SECTIONS[name].__doc__ or "").splitlines()[0], width - FRAME)
+    sentence = textwrap.wrap((SECTIONS[name].__doc__ or "").partition("\n")[0], width - FRAME)
     return panel(name, [*sentence, "", *rows(map(describe, entries_of(name)), width)], width=width)
 
 
