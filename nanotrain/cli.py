@@ -6,7 +6,6 @@
 Packages are imported inside the commands, so that `--help` does not load torch.
 """
 
-import io
 import os
 import sys
 from collections.abc import Sequence
@@ -39,7 +38,7 @@ from nanotrain.config.schema import check_choice
 from nanotrain.config.validate import check_data_parallel_size
 from nanotrain.errors import EXIT_CODE, INTERRUPTED, ConfigError, NanotrainError, report
 from nanotrain.output import guard_output, open_closed_streams
-from nanotrain.start_up import end_without_collection, require_temporary_folder
+from nanotrain.start_up import end_without_collection, require_folders
 
 CONFIG_FLAGS = "any configuration flag may follow, for example --tensor-model-parallel-size 2"
 
@@ -275,16 +274,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         open_closed_streams()
         guard_output()
     arguments = sys.argv[1:] if argv is None else argv
-    for stream in (sys.stdout, sys.stderr):  # a locale such as latin-1 has no character for some that are printed
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
     try:
         if list(arguments) == ["--version"]:
             from importlib.metadata import version
 
             print(f"nanotrain {version('nanotrain')}", flush=True)
             return 0
-        require_temporary_folder()
+        require_folders()
         exit_code = run_command("nanotrain", arguments, commands=COMMANDS)
         print(end="", flush=True)  # a closed pipe is found here, not when the interpreter ends
         return exit_code

@@ -1,6 +1,6 @@
 """Begin and end of a process: signals, no garbage collection where it only costs time.
 
-require_temporary_folder   at the start of a command
+require_folders            at the start of a command
 without_collection         while many objects are made
 stop_signals               that save and end a run
 importing_torch            during `import torch`, which saves 0.4 s and more
@@ -8,6 +8,7 @@ end_without_collection     at the end of the process
 """
 
 import gc
+import os
 import signal
 import sys
 import tempfile
@@ -47,12 +48,12 @@ def importing_torch() -> Iterator[None]:
     repeatedly: a third of the CPU time of `import torch`. What was imported is then left out of later collections.
 
     Raises:
-        EnvironmentFault: as `require_temporary_folder`.
+        EnvironmentFault: as `require_folders`.
     """
     if "torch" in sys.modules:
         yield
         return
-    require_temporary_folder()
+    require_folders()
     with without_collection():
         try:
             yield
@@ -60,12 +61,21 @@ def importing_torch() -> Iterator[None]:
             gc.freeze()
 
 
-def require_temporary_folder() -> None:
-    """Check that temporary files can be made, as torch and the start of processes require.
+def require_folders() -> None:
+    """Check that temporary files can be made, and that the working folder exists.
+
+    torch and the start of processes require the first; without the second, torch's first product of matrices ends the
+    process.
 
     Raises:
-        EnvironmentFault: no folder for them can be written.
+        EnvironmentFault: no folder for temporary files can be written, or the working folder was deleted.
     """
+    try:
+        os.getcwd()
+    except OSError as error:
+        why = f"{error.strerror}: it was deleted, or its disk is gone"
+        fix = "enter one: cd, or cd . if it was made again"
+        raise EnvironmentFault("the working folder cannot be found", why=why, fix=fix) from None
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:

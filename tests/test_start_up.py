@@ -12,7 +12,7 @@ import pytest
 
 from nanotrain import cli
 from nanotrain.errors import EnvironmentFault
-from nanotrain.start_up import end_without_collection, importing_torch, without_collection
+from nanotrain.start_up import end_without_collection, importing_torch, require_folders, without_collection
 
 # of torch, of Hugging Face, of pictures and reports, and of what hooks need only where they are asked for
 NEVER = ("torch._dynamo", "torch._inductor", "transformers", "datasets", "matplotlib", "pandas", "scipy", "pyarrow")
@@ -72,6 +72,15 @@ def test_without_a_folder_for_temporary_files_there_is_one_error(monkeypatch: py
     ):
         raise AssertionError("torch would be imported")
     assert cli.main(["runs"]) == 2
+
+
+def test_a_deleted_working_folder_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(EnvironmentFault, match="working folder cannot be found: No such file .*; enter one: cd"):
+        require_folders()
 
 
 def test_collections_pause_and_go_on_after_an_error() -> None:
