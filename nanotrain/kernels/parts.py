@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 Item = TypeVar("Item")
 
@@ -23,10 +24,11 @@ def divide(work: Callable[[Sequence[Item]], None], items: Sequence[Item]) -> Non
 
     Args:
         work: computes items without gradients; calls must not write the same memory.
-        items: as many as torch has threads, or more, else this thread computes them.
+        items: as many as torch has threads, or more, else this thread computes them; also where a
+            `TorchDispatchMode` watches its operators.
     """
     num_threads = torch.get_num_threads()
-    if num_threads == 1 or len(items) < num_threads:
+    if num_threads == 1 or len(items) < num_threads or is_in_torch_dispatch_mode():  # of its thread
         work(items)
         return
     is_inference = torch.is_inference_mode_enabled()  # modes are a thread's own

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from nanotrain.kernels.parts import divide
 
@@ -27,8 +28,10 @@ def test_every_thread_takes_a_part_on_one_core(two_threads) -> None:
     assert threading.get_ident() not in (first[1], second[1])
 
 
-def test_one_thread_or_too_few_items_stay_on_this_thread(two_threads) -> None:
+def test_one_thread_too_few_items_and_watched_operators_stay_on_this_thread(two_threads) -> None:
     assert parts_of(1) == [([0], threading.get_ident(), 2)]
+    with FlopCounterMode(display=False):
+        assert parts_of(2) == [([0, 1], threading.get_ident(), 2)]
     torch.set_num_threads(1)
     assert parts_of(3) == [([0, 1, 2], threading.get_ident(), 1)]
 
