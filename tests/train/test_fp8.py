@@ -11,6 +11,7 @@ from nanotrain.errors import EnvironmentFault
 from nanotrain.model.fp8 import fp8_layers
 from nanotrain.train.fp8 import require_fp8
 from nanotrain.train.hooks.checkpoint import CheckpointHook
+from nanotrain.train.resume.rollback import roll_back
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
 from tests.train.small_run import Spy, small_run, train
@@ -90,6 +91,11 @@ def test_a_run_without_a_history_starts_one(tmp_path: Path, caplog: pytest.LogCa
     assert "7 of 7 fp8 layers start with an empty amax history" in caplog.text
     tensors = read_manifest(tmp_path / "checkpoints" / "step-00000002").tensors
     assert tensors["fp8/layers.0.mlp.down.fp8.amax_history"].shape == (3, 1, 3)
+    with small_run(tmp_path, *STEPS, *DELAYED, "--train-iters", "3") as run:  # a rollback starts one too
+        assert all((history > 0).any() for history in histories(run).values())
+        roll_back(run, tmp_path / "checkpoints" / "step-00000001")
+        assert not any((history > 0).any() for history in histories(run).values())
+        assert not any(layer.has_history for layer in fp8_layers(run.stages[0]).values())
     # and back without fp8
     with small_run(tmp_path, *STEPS, "--train-iters", "3") as run:
         assert run.state.step == 2

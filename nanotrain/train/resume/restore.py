@@ -137,15 +137,17 @@ def targets_in(manifest: Manifest, targets: Mapping[TensorBox, Tensor], *, confi
 
 
 def _start_what_is_new(manifest: Manifest, into: RunTensors, *, path: Path, config: Config) -> None:
-    """Start the moving average if none was read, and log what the checkpoint does not have."""
+    """Start the moving average and the amax histories that were not read, and log what the checkpoint does not have."""
     if not any(box.name.startswith(AVERAGE) for box in targets_in(manifest, into.targets, config=config)):
         if config.optim.ema_decay is not None and not _loads_weights_alone(config):
             log.info("%s has no moving average of the weights: it begins at the weights", path)
         into.optimizer.average.restart()
-    histories = [box for box in into.targets if box.name.startswith(HISTORY)]
-    new = sum(is_new_history(box, manifest) for box in histories)
+    histories = {box: tensor for box, tensor in into.targets.items() if box.name.startswith(HISTORY)}
+    new = [tensor for box, tensor in histories.items() if is_new_history(box, manifest)]
+    for history in new:
+        history.zero_()  # after a rollback, or the load of a damaged checkpoint, it has amaxes of later steps
     if new:
-        log.info("%d of %d fp8 layers start with an empty amax history", new, len(histories))
+        log.info("%d of %d fp8 layers start with an empty amax history", len(new), len(histories))
 
 
 def _loads_weights_alone(config: Config) -> bool:
