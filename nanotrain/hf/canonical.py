@@ -21,6 +21,7 @@ FREE_EXPERT_KEYS = (
     "moe.router_load_balancing_type",
     "moe.aux_loss_coeff",
     "moe.z_loss_coeff",
+    "moe.router_bias_update_rate",
     "moe.router_force_load_balancing",
     "moe.expert_capacity_factor",
 )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from nanotrain.checkpoint.compatibility import has_weights_alone
 from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.checkpoint.plan import plan_reads
 from nanotrain.checkpoint.read import read_chunks, read_global_tensors, require_tensor
@@ -90,7 +91,8 @@ def open_checkpoint(path: Path, *, ema: bool = False) -> OpenedCheckpoint:
     """
     step, manifest = find_manifest(path)
     if ema and not any(name.startswith(AVERAGE) for name in manifest.tensors):
-        why = "it was written by a run without --ema-decay"
+        is_of_run = not has_weights_alone(manifest)
+        why = "it was written by a run without --ema-decay" if is_of_run else "it is an average or an import"
         raise CheckpointError(f"{step} has no moving average of the weights", why=why, fix="leave out --ema")
     return OpenedCheckpoint(step, config_from_dict(manifest.config), manifest, prefix=AVERAGE if ema else PREFIX)
 

@@ -6,7 +6,6 @@ Initial weights come from the seed, from a Hugging Face folder or from a checkpo
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -39,9 +38,8 @@ from nanotrain.train.batches import BatchIterator, BatchOptions
 from nanotrain.train.compile import describe_compile, with_compile
 from nanotrain.train.metrics.source_losses import SourceLosses
 from nanotrain.train.plans.plan import Plan
-from nanotrain.train.resume.other_tokenizer import warn_after_import
 from nanotrain.train.resume.restore import RunParts, restore_parts
-from nanotrain.train.routers import ModelRouters, router_biases
+from nanotrain.train.routers import ModelRouters
 from nanotrain.train.run import Run, StepSchedules, TrainState
 from nanotrain.train.stages import BuiltStage, all_data_parallel, build_stages
 from nanotrain.train.start.inputs import RunInputs
@@ -64,7 +62,7 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     assert plan.groups == {name: group.spec for name, group in context.groups.items()}, "planned for other groups"
     built = build_stages(plan, context)
     stages, data_parallel = {index: stage.module for index, stage in built.items()}, all_data_parallel(built)
-    if inputs.checkpoint is None:
+    if inputs.checkpoint is None and config.checkpoint.pretrained_checkpoint is None:
         _init_weights(config, built)
     _transform_blocks(stages.values(), config, device_type=context.device.type)
     optimizer = DistributedOptimizer(
@@ -77,12 +75,7 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     for balance in optimizer.matrix_balances:
         log.info("%s: %s", config.optim.optimizer, balance)
     checkpointer = _build_checkpointer(config, inputs.folder.checkpoints, context=context)
-    state = TrainState()
-    if inputs.checkpoint is not None:
-        parts = RunParts(stages, data_parallel, optimizer)
-        state = restore_parts(
-            inputs.checkpoint, checkpointer, parts=parts, config=config, may_fall_back=inputs.is_resumed
-        )
+    state = _load_start(inputs, checkpointer, parts=RunParts(stages, data_parallel, optimizer), config=config)
     state.curve_batch_size = state.curve_batch_size or plan.sampler.global_batch_size
     train_samples = _samples_of_steps(plan, state)(config.train.train_iters)
     batches = _open_batches(plan, inputs, state=state, context=context)
@@ -201,27 +194,24 @@ def _open_batches(plan: Plan, inputs: RunInputs, *, state: TrainState, context: 
 
 
 def _init_weights(config: Config, stages: Mapping[int, BuiltStage]) -> None:
-    """Initial weights from the seed, or from the pretrained checkpoint where one is set."""
-    folder = config.checkpoint.pretrained_checkpoint
+    """Initial weights from the seed."""
 
     def fill(module: nn.Module, params: Sequence[LocalParam]) -> None:
-        if folder is None:
-            initialize(module, params, seed=config.train.seed)
-            return
-        from nanotrain.hf.import_weights import import_weights
-
-        named = dict(module.named_parameters())
-        wanted = {local.tensor_box: named[local.spec.name].data for local in params}
-        import_weights(Path(folder), config.model, wanted=wanted)
+        initialize(module, params, seed=config.train.seed)
 
     for stage in stages.values():
         for dp in stage.data_parallel:
             dp.fill_params(partial(fill, stage.module))
-    if folder is not None:
-        from nanotrain.hf.import_weights import import_weights
 
-        warn_after_import(Path(folder), config.data)
-        biases = router_biases({index: stage.module for index, stage in stages.items()})
-        wanted = {replace(box, name=box.name.removeprefix("router/")): bias for box, bias in biases.items()}
-        import_weights(Path(folder), config.model, wanted=wanted)
-        log.info("initial weights from %s", folder)
+
+def _load_start(inputs: RunInputs, checkpointer: Checkpointer, *, parts: RunParts, config: Config) -> TrainState:
+    """Load the checkpoint or the Hugging Face folder that a run starts from, if any; the counters it starts with."""
+    if inputs.checkpoint is not None:
+        may_fall_back = inputs.is_resumed
+        return restore_parts(inputs.checkpoint, checkpointer, parts=parts, config=config, may_fall_back=may_fall_back)
+    pretrained = config.checkpoint.pretrained_checkpoint
+    if pretrained is not None:
+        from nanotrain.train.resume.pretrained import load_pretrained  # few runs need Hugging Face's families
+
+        load_pretrained(Path(pretrained), parts=parts, config=config)
+    return TrainState()

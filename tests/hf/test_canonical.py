@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from nanotrain.config.config import PositionEmbedding
 from nanotrain.hf.canonical import canonical, free_keys
 from tests.model.building import GPT2, LLAMA, LLAMA3, YARN
@@ -26,6 +28,7 @@ def test_settings_with_effect_do() -> None:
         assert canonical(one) != canonical(other)
 
 
-def test_losses_of_a_router_are_free() -> None:
+@pytest.mark.parametrize("key", ["moe.aux_loss_coeff", "moe.router_bias_update_rate"])
+def test_what_balances_a_router_is_free(key: str) -> None:
     experts = replace(LLAMA, moe=replace(LLAMA.moe, num_experts=4))
-    assert "moe.aux_loss_coeff" in free_keys(experts) and "moe.aux_loss_coeff" not in free_keys(LLAMA)
+    assert key in free_keys(experts) and key not in free_keys(LLAMA)

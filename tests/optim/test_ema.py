@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanotrain.cli import main
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.errors import CheckpointError
 from nanotrain.inference.checkpoint import export_checkpoint, load_checkpoint, open_model
@@ -93,8 +94,11 @@ def test_a_skipped_step_changes_no_average_and_a_load_without_one_begins_at_the_
     folder, flags = tmp_path / "run", ("--train-iters", "2", "--lr", "0.1")
     with small_run(folder, *flags) as run:
         train(run, CheckpointHook())
-    with pytest.raises(CheckpointError, match="no moving average"):
+    with pytest.raises(CheckpointError, match="no moving average.*: it was written by a run without --ema-decay"):
         open_model(folder, ema=True)
+    assert main(["checkpoint", "average", str(folder), "--output", str(tmp_path / "mean")]) == 0
+    with pytest.raises(CheckpointError, match="no moving average.*: it is an average or an import"):
+        open_model(tmp_path / "mean", ema=True)
     with small_run(folder, *flags, "--train-iters", "4", "--ema-decay", "0.5") as run:
         weights, average = (next(iter(run.optimizer.tensors_to_save(only=kind).values())) for kind in ("model", "ema"))
         assert torch.equal(weights, average) and weights.data_ptr() != average.data_ptr()

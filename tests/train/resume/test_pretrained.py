@@ -1,0 +1,56 @@
+"""A run starts from a Hugging Face folder with all its digits, on every rank and in every precision."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanotrain.cli import main
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.topology.boxes import TensorBox
+from nanotrain.train.hooks.checkpoint import CheckpointHook
+from tests.harness import run_ranks
+from tests.train.small_run import small_run, train
+
+UNPADDED = ("--make-vocab-size-divisible-by", "4")  # the rows of the padding are no weights
+LOW = (*UNPADDED, "--bf16", "--use-precision-aware-optimizer")
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
+    """A Hugging Face folder in fp32, and the main params it was written from."""
+    with small_run(tmp_path / "source", "--train-iters", "1", *UNPADDED) as run:
+        train(run, CheckpointHook())
+        saved = {box.name: tensor.clone() for box, tensor in run.optimizer.state_tensors().items()}
+    assert main(["checkpoint", "export-hf", str(tmp_path / "source"), str(tmp_path / "hf")]) == 0
+    return tmp_path / "hf", saved
+
+
+@pytest.mark.parametrize("main_params", ["fp32", "fp16"])
+def test_main_params_have_the_digits_of_the_files(exported, tmp_path, main_params):
+    folder, saved = exported
+    start = ("--pretrained-checkpoint", str(folder), *LOW, "--main-params-dtype", main_params, "--ema-decay", "0.5")
+    with small_run(tmp_path / "low", *start) as run:
+        held = {box.name: tensor for box, tensor in run.optimizer.state_tensors().items()}
+        for name, weight in run.stages[0].named_parameters():
+            expected = saved[f"model/{name}"]
+            error = (held[f"model/{name}"] - expected).abs()
+            # fp16 with a scale per block: Megatron-LM's precision-aware optimizer
+            assert torch.all(error <= (0 if main_params == "fp32" else 2**-11) * expected.abs().max()), name
+            assert torch.equal(held[f"ema/{name}"], held[f"model/{name}"])
+            assert torch.equal(weight, held[f"model/{name}"].bfloat16()), name
+
+
+def _held(ctx: ParallelContext, folder: Path, pretrained: Path) -> dict[TensorBox, Tensor]:
+    strategy = ("--data-parallel-sharding-strategy", "optim_grads_params", "--global-batch-size", "2")
+    with small_run(folder, "--pretrained-checkpoint", str(pretrained), *LOW, *strategy, context=ctx) as run:
+        return {box: tensor.clone() for box, tensor in run.optimizer.state_tensors().items()}
+
+
+def test_every_rank_reads_its_shard(exported, tmp_path):
+    folder, saved = exported
+    shards = run_ranks(2, _held, tmp_path / "two", folder, strategy="optim_grads_params")
+    parts = [(box, tensor) for shard in shards for box, tensor in shard.items() if box.name.startswith("model/")]
+    assert sum(tensor.numel() for _, tensor in parts) == sum(saved[n].numel() for n in saved if n.startswith("model/"))
+    assert all(torch.equal(tensor, saved[box.name][box.box.slices()]) for box, tensor in parts)
