@@ -28,7 +28,7 @@ def divide(work: Callable[[Sequence[Item]], None], items: Sequence[Item]) -> Non
             `TorchDispatchMode` watches its operators.
     """
     num_threads = torch.get_num_threads()
-    if num_threads == 1 or len(items) < num_threads or is_in_torch_dispatch_mode():  # of its thread
+    if num_threads == 1 or len(items) < num_threads or is_in_torch_dispatch_mode():  # other threads are outside of it
         work(items)
         return
     is_inference = torch.is_inference_mode_enabled()  # modes are a thread's own

@@ -1,8 +1,8 @@
 """Build a `Run` from a plan, open inputs and process groups: the only file that imports every part.
 
-    stages with storage -> initial weights -> block transforms -> optimizer -> checkpoint -> batches
+    stages with storage -> initial weights -> block transforms -> optimizer -> saved weights -> batches
 
-Initial weights come from the seed, from a Hugging Face folder or from a checkpoint.
+Initial weights come from the seed; those of a checkpoint or a Hugging Face folder are read into the main params.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
