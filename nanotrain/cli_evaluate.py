@@ -9,7 +9,7 @@ from pathlib import Path
 from nanotrain.cli_launch import launch_command, require_no_misspelled, take_options
 from nanotrain.cli_parser import OF_FOLDER, CommandParser, count
 from nanotrain.config.config import Config, DataConfig, TrainConfig
-from nanotrain.config.derive import data_parallel_size
+from nanotrain.config.derive import data_parallel_size, with_padding_for
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
 from nanotrain.config.validate import check_layout, validate_for_world
@@ -166,4 +166,5 @@ def evaluation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
         global_batch_size=given.train.micro_batch_size * dp * num_microbatches,
         device=given.train.device,
     )
-    return replace(given, model=trained.model, data=data, train=train)
+    model_config = with_padding_for(trained.model, parallel.tensor_model_parallel_size)
+    return replace(given, model=model_config, data=data, train=train)

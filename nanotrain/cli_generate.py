@@ -10,6 +10,7 @@ from pathlib import Path
 from nanotrain.cli_launch import launch_command, require_no_misspelled, take_options
 from nanotrain.cli_parser import OF_FOLDER, CommandParser, count, not_negative, probability, seed
 from nanotrain.config.config import Config, DataConfig
+from nanotrain.config.derive import with_padding_for
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
 from nanotrain.config.validate import check_layout, validate_for_world
@@ -85,6 +86,7 @@ def _run(args: Namespace, loaded: Loaded, *, environment: MutableMapping[str, st
     prompts = [text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for text in args.prompt or [""]]
     with ParallelContext.start(topology, device=config.train.device.value, timeout_s=timeout_s) as context:
         dtype = config.precision.params_dtype.value
+        checkpoint = checkpoint.with_model(config.model)
         model = load_model(checkpoint, tokenizer=args.tokenizer, context=context, dtype=dtype)
         options = {"sampling": sampling, "stops": args.stop, "use_cache": not args.no_cache}
         pieces = model.stream(prompts, num_tokens=args.num_tokens, **options)
@@ -133,7 +135,7 @@ def generation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
             fix=f"set --tensor-model-parallel-size {tp * pp * cp} instead: a checkpoint of any layout loads in it",
         )
     # no rank has a part of a sequence: its length is one that the rules on training accept
-    config = replace(loaded.config, model=trained.model, data=DataConfig(seq_length=tp))
+    config = replace(loaded.config, model=with_padding_for(trained.model, tp), data=DataConfig(seq_length=tp))
     check_layout(config)
     etp = parallel.expert_tensor_parallel_size or tp
     ranks = lcm(tp, parallel.expert_model_parallel_size * etp) if trained.model.moe.num_experts is not None else tp

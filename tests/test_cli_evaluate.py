@@ -6,14 +6,14 @@ import pytest
 
 from nanotrain.cli import main
 from nanotrain.cli_evaluate import evaluation_config
-from nanotrain.config.config import Config, DataConfig
+from nanotrain.config.config import Config, DataConfig, ModelConfig
 from nanotrain.config.flags import parse
 from nanotrain.config.load import load_line
 from nanotrain.errors import ConfigError
 
 
 def config_of(*flags: str, world_size: int = 1) -> Config:
-    trained = Config(data=DataConfig(seq_length=64, eod_mask_loss=True))
+    trained = Config(model=ModelConfig(vocab_size=257), data=DataConfig(seq_length=64, eod_mask_loss=True))
     return evaluation_config(trained, load_line(parse(flags), to_train=False), world_size=world_size)
 
 

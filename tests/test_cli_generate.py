@@ -81,6 +81,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def text_of_shards(ctx: ParallelContext, path: Path) -> str:
+    """A greedy text on tensor-parallel ranks, as the command starts them."""
+    opened, size = open_model(path), ctx.topology.world_size
+    flags = load_line(parse(["--tensor-model-parallel-size", str(size)]), to_train=False)
+    config = generation_config(opened.config, flags, world_size=size)
+    model = load_model(opened.with_model(config.model), context=ctx)
+    return model.generate("abc", num_tokens=6, sampling=SAMPLINGS[0])
+
+
+def test_more_ranks_than_the_padding_was_made_for_share_the_vocabulary(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", init_method_std=0.3, make_vocab_size_divisible_by=1)
+    expected = load_checkpoint(tmp_path / "a").generate("abc", num_tokens=6, sampling=SAMPLINGS[0])
+    assert run_ranks(2, text_of_shards, tmp_path / "a", tp=2) == [expected] * 2
+
+
 def texts_here(ctx: ParallelContext, path: Path) -> tuple[Tensor, list[str]]:
     """The logits of a batch; greedy and sampled texts of two prompts with and without the cache, one with a stop."""
     model = load_model(open_model(path), context=ctx)

@@ -1,7 +1,8 @@
 """Values that follow from the configuration: sizes of the model, of the groups and of the batch."""
 
 from collections.abc import Collection
-from math import log
+from dataclasses import replace
+from math import lcm, log
 from typing import Any
 
 from nanotrain.config.batch_schedule import read_steps
@@ -144,6 +145,18 @@ def padded_vocab_size(model_config: ModelConfig) -> int:
         why = "model.vocab_size is unset and no tokenizer was read"
         raise ConfigError("the size of the vocabulary is not known yet", why=why, fix="set --vocab-size")
     return round_up(model_config.vocab_size, model_config.make_vocab_size_divisible_by)
+
+
+def with_padding_for(model_config: ModelConfig, tensor_parallel_size: int) -> ModelConfig:
+    """The model with a vocabulary that this many ranks can share: where they cannot, it has more padding.
+
+    >>> with_padding_for(ModelConfig(vocab_size=257, make_vocab_size_divisible_by=1), 2).make_vocab_size_divisible_by
+    2
+    """
+    if padded_vocab_size(model_config) % tensor_parallel_size == 0:
+        return model_config
+    multiple = lcm(model_config.make_vocab_size_divisible_by, tensor_parallel_size)
+    return replace(model_config, make_vocab_size_divisible_by=multiple)
 
 
 def moe_layers(model_config: ModelConfig) -> tuple[bool, ...]:

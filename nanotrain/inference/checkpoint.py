@@ -6,13 +6,14 @@ The manifest of a checkpoint contains the configuration, so its path is enough.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
 from nanotrain.checkpoint.compatibility import has_weights_alone
 from nanotrain.checkpoint.manifest import Manifest
+from nanotrain.checkpoint.padding import fit_padding, vocabulary_rows
 from nanotrain.checkpoint.plan import plan_reads
 from nanotrain.checkpoint.read import read_chunks, read_global_tensors, require_tensor
 from nanotrain.checkpoint.store import find_manifest
@@ -62,6 +63,10 @@ class OpenedCheckpoint:
         """Whether the weights are a Hugging Face folder's."""
         return self.manifest is None
 
+    def with_model(self, model_config: ModelConfig) -> Self:
+        """The checkpoint as one of a model that differs in the padding of its vocabulary alone."""
+        return replace(self, config=replace(self.config, model=model_config))
+
     def read_params(self, wanted: Mapping[TensorBox, Tensor]) -> None:
         """Read boxes of parameters and of expert biases ("router/NAME"), by their names in the model; fills in place.
 
@@ -80,7 +85,8 @@ class OpenedCheckpoint:
         }
         for box in targets:
             require_tensor(self.path, self.manifest, name=box.name)
-        read_chunks(self.path, plan_reads(self.manifest, targets), targets=targets)
+        fitted = fit_padding(self.manifest, targets, rows=vocabulary_rows(self.config.model))
+        read_chunks(self.path, plan_reads(self.manifest, fitted), targets=fitted)
 
 
 def open_checkpoint(path: Path, *, ema: bool = False) -> OpenedCheckpoint:

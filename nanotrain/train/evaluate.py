@@ -190,7 +190,7 @@ def evaluate_model(
         DataError: no such corpus, fewer than two tokens, or text without a tokenizer.
     """
     stages = build_stages(plan, context)
-    load_weights(model, stages)
+    load_weights(model.with_model(plan.config.model), stages)
     runnable = {index: stage.runnable for index, stage in stages.items()}
     for stage in stages.values():
         for dp in stage.data_parallel:

@@ -26,6 +26,7 @@ from tests.harness import run_ranks
 from tests.inference.test_checkpoint import EXPERTS, write_run
 
 TEXT = "The loss per byte compares tokenizers. " * 3 + "é"
+TP_2 = "--tensor-model-parallel-size 2"
 FLAGS = "--seq-length 16 --micro-batch-size 2"
 
 
@@ -35,6 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluate")
     write_run(folder / "moe", moe=EXPERTS | {"router_enable_expert_bias": True})
     write_run(folder / "dense")
+    write_run(folder / "unpadded", make_vocab_size_divisible_by=1)
     export_checkpoint(folder / "dense", folder / "hf")
     (folder / "text.txt").write_text(TEXT)
     (folder / "lines.jsonl").write_text(json.dumps({"text": TEXT[:40]}) + "\n" + json.dumps({"text": TEXT[40:]}))
@@ -92,6 +94,13 @@ def test_layouts_agree(folder: Path) -> None:
     ]
     for result in results:
         assert (result.tokens, result.bytes) == (expected.tokens, expected.bytes)
+        assert result.loss == pytest.approx(expected.loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["unpadded", "hf"])
+def test_more_ranks_than_the_padding_was_made_for_share_the_vocabulary(folder: Path, name: str) -> None:
+    (expected,) = run_ranks(1, evaluate_here, folder / name, str(folder / "tokens"))
+    for result in run_ranks(2, evaluate_here, folder / name, str(folder / "tokens"), TP_2, tp=2):
         assert result.loss == pytest.approx(expected.loss, rel=1e-6)
 
 
