@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 SHARDED_AXES: tuple[GroupName, ...] = ("tp", "ep", "etp")  # of a model that generates
 PREFIX, AVERAGE = "model/", "ema/"  # of the names of main params and of their moving average in a checkpoint
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # of a Hugging Face folder, each enough
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # of a Hugging Face folder, each enough
 HUGGING_FACE_SEQ_LENGTH = 2048  # tokens per window of a model whose training is unknown
 
 
@@ -118,7 +118,7 @@ def open_model(path: Path, *, ema: bool = False) -> OpenedCheckpoint:
     from nanotrain.hf.families import model_from_hf  # a checkpoint needs no families of Hugging Face
 
     model_config = model_from_hf(path)
-    tokenizer = str(path) if any((path / name).is_file() for name in TOKENIZER_FILES) else None
+    tokenizer = str(path) if any((path / name).is_file() for name in VOCABULARY_FILES) else None
     seq_length = min(model_config.max_position_embeddings, HUGGING_FACE_SEQ_LENGTH)
     data = DataConfig(tokenizer_model=tokenizer, seq_length=seq_length, data_path=["unknown"])
     return OpenedCheckpoint(path, _without_mtp(Config(model=model_config, data=data)))
@@ -171,7 +171,7 @@ def tokenizer_name(checkpoint: OpenedCheckpoint) -> str | None:
 
 def _why_no_tokenizer(checkpoint: OpenedCheckpoint) -> str:
     if checkpoint.is_hugging_face:
-        return f"there is no {', '.join(TOKENIZER_FILES[:-1])} or {TOKENIZER_FILES[-1]} in the folder"
+        return f"there is no {', '.join(VOCABULARY_FILES[:-1])} or {VOCABULARY_FILES[-1]} in the folder"
     if checkpoint.config.data.mock_data:
         return "the run trained on synthetic tokens"
     return "--tokenizer-model was not set, and the corpus was prepared without one"
