@@ -14,10 +14,11 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -249,17 +250,28 @@ def batches(shape: Shape, rank: int, device: torch.device) -> Iterator[Tensor]:
         yield from fixed
 
 
-def train_step(stack: Stack, tokens: Tensor) -> float:
+def train_step(stack: Stack, microbatches: Sequence[Tensor]) -> float:
     """Forward, backward, clipping, update; reads the loss every step, as nanotrain does."""
     stack.optimizer.zero_grad(set_to_none=True)
-    with stack.step_context():
-        with stack.forward_context():
-            logits = stack.model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-        loss.backward()
+    total = 0.0
+    for number, tokens in enumerate(microbatches, start=1):
+        is_last = number == len(microbatches)
+        with stack.step_context(), reduction(stack.model, is_last=is_last):
+            with stack.forward_context():
+                logits = stack.model(tokens[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()) / len(microbatches)
+            loss.backward()
+        total += loss.detach()
     nn.utils.clip_grad_norm_(stack.model.parameters(), MAX_NORM)
     stack.optimizer.step()
-    return loss.item()
+    return total.item()
+
+
+def reduction(model: nn.Module, *, is_last: bool) -> AbstractContextManager[object]:
+    """Gradients are reduced across ranks in the last microbatch only, as torch's guides show."""
+    if hasattr(model, "set_requires_gradient_sync"):  # fully_shard
+        model.set_requires_gradient_sync(is_last)
+    return model.no_sync() if hasattr(model, "no_sync") and not is_last else nullcontext()
 
 
 @dataclass
@@ -271,12 +283,12 @@ class Times:
     loss: float = 0.0
 
 
-def measure(stack: Stack, data: Iterator[Tensor], *, warmup: int, steps: int) -> Times:
+def measure(stack: Stack, data: Iterator[Tensor], *, num_microbatches: int, warmup: int, steps: int) -> Times:
     """Run and time the steps."""
     times = Times()
     for number in range(warmup + steps):
         start, cpu_start = time.perf_counter(), time.process_time()
-        times.loss = train_step(stack, next(data))
+        times.loss = train_step(stack, list(islice(data, num_microbatches)))
         if number >= warmup:
             times.step_time_s.append(time.perf_counter() - start)
             times.cpu_time_s.append(time.process_time() - cpu_start)
@@ -299,7 +311,8 @@ def main() -> None:
     parser.add_argument("--model", choices=SHAPES, default="25m")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--micro-batch", type=int, help="samples per rank and step (default: the model's)")
+    parser.add_argument("--micro-batch", type=int, help="samples per microbatch (default: the model's)")
+    parser.add_argument("--num-microbatches", type=int, default=1, help="per rank and step; their gradients are added")
     parser.add_argument("--compile", action="store_true", help="compile every block with torch.compile")
     parser.add_argument("--checkpoint", action="store_true", help="recompute every block with torch.utils.checkpoint")
     parser.add_argument("--warmup", type=int, default=3)
@@ -325,13 +338,14 @@ def main() -> None:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     stack = STRATEGIES[args.strategy](model, device, args.dtype == "bf16")
     reader = rank * stack.num_readers // world_size
-    times = measure(stack, batches(shape, reader, device), warmup=args.warmup, steps=args.steps)
+    data, count = batches(shape, reader, device), args.num_microbatches
+    times = measure(stack, data, num_microbatches=count, warmup=args.warmup, steps=args.steps)
     cpu_time_s = summed_over_ranks(times.cpu_time_s)
     if rank == 0:
         report = {
             "step_time_s": times.step_time_s,
             "cpu_time_s": cpu_time_s,
-            "tokens_per_step": stack.num_readers * shape.micro_batch * shape.seq,
+            "tokens_per_step": stack.num_readers * count * shape.micro_batch * shape.seq,
             "loss": times.loss,
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if args.device == "cuda" else 0,
         }

@@ -4,7 +4,8 @@
     python benchmarks/gpu.py --rounds 1 --minutes 8  # what fits, and the commands for the rest
     python benchmarks/gpu.py --device cpu            # the same programs on a tiny model, to see that they run
 
-Eager and with torch.compile, beside a plain loop with torch's attention and FSDP2 on one rank: tokens per second, model
+Steps of 8 microbatches, as pretraining has many (`--microbatches 1`: the optimizer weighs as much as it can), eager and
+with torch.compile, beside a plain loop with torch's attention and FSDP2 on one rank: tokens per second, model
 FLOPs utilization (MFU) and peak memory. Contenders run in turn, each launch in a new process, as in throughput.py. Then
 one step of nanotrain is profiled, and its kernel times are summed by class, beside the budget of roofline.py. Every
 launch prints its numbers at its end, so that a run that is cut has printed what it measured. A launch that fails leaves
@@ -187,7 +188,8 @@ class Launches:
 def compare(name: str, args: argparse.Namespace, launches: Launches, *, peak: float | None) -> None:
     """Run the contenders of one model in turn and print both tables."""
     shape, contenders, flags = MODELS[name]
-    job = Job(shape, "bf16" if args.device == "cuda" else "fp32", args.warmup, args.steps, device=args.device)
+    dtype = "bf16" if args.device == "cuda" else "fp32"
+    job = Job(shape, dtype, args.warmup, args.steps, device=args.device, num_microbatches=args.microbatches)
     outcomes: dict[str, list[Outcome]] = {contender.name: [] for contender in contenders}
     for number in range(1, args.rounds + 1):
         for contender in contenders:
@@ -197,7 +199,7 @@ def compare(name: str, args: argparse.Namespace, launches: Launches, *, peak: fl
             outcomes[contender.name].extend(measured)
             speed, memory = measured[-1].tokens_per_second, measured[-1].peak_memory_bytes / 2**30
             print(f"{name}  round {number}  {contender.name:42} {speed:10,.0f} tokens/s  {memory:6.1f} GiB", flush=True)
-    print(f"\n{name}, {job.dtype}, median of {args.rounds} rounds\n")
+    print(f"\n{name}, {job.dtype}, {args.microbatches} microbatches per step, median of {args.rounds} rounds\n")
     print(table(contenders, outcomes, flops=None if flags else model_flops(job.shape), peak=peak), flush=True)
     times = launches.run(name, "profile", partial(profiled, job, flags))
     if times is None:
@@ -218,8 +220,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", nargs="+", choices=MODELS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, help="launch nothing that would end later")
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--microbatches", type=int, default=8, help="per step (default: 8)")
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10)
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
         print("no GPU here: nothing to measure; --device cpu runs the programs on a tiny model")

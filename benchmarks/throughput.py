@@ -37,6 +37,7 @@ class Job:
     warmup: int
     steps: int
     device: str = "cpu"
+    num_microbatches: int = 1  # per step; above 1 on one process alone
 
     @property
     def shape(self) -> Shape:
@@ -74,6 +75,7 @@ def torch_command(strategy: str, *extra: str) -> Callable[[Job, Path], list[str]
             "device": job.device,
             "warmup": job.warmup,
             "steps": job.steps,
+            "num-microbatches": job.num_microbatches,
         }
         return [str(HERE / "baselines.py"), *(f"--{name}={value}" for name, value in options.items()), *extra]
 
@@ -108,6 +110,8 @@ def nanotrain_command(
             "device": job.device,
             "run-dir": folder,
         }
+        if job.num_microbatches > 1:
+            options["global-batch-size"] = options["micro-batch-size"] * job.num_microbatches
         tie = "--no-untie-embeddings-and-output-weights" if job.shape.tied else "--untie-embeddings-and-output-weights"
         switches = ["--mock-data", tie, "--no-save"]
         return [

@@ -51,7 +51,7 @@ def fsdp2_step(shape: Shape) -> Callable[[], float]:
     torch.manual_seed(0)
     cpu = torch.device("cpu")
     stack, data = fsdp2(Llama(shape), cpu, False), batches(shape, dist.get_rank(), cpu)
-    return lambda: baseline_step(stack, next(data))
+    return lambda: baseline_step(stack, [next(data)])
 
 
 def nanotrain_step(job: Job, *flags: str) -> Callable[[], float]:

@@ -1,6 +1,7 @@
 """The GPU benchmark: its exit code without a GPU, its classes of kernels, and the command lines that it launches."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -54,14 +55,14 @@ def test_the_table_has_the_ratio_to_the_rival_and_the_utilization(gpu: ModuleTyp
     assert "| torch | 50 |  | 15.0% | 1.0 GiB |" in lines
 
 
-@pytest.mark.parametrize("name", ["llama1b", "moe4"])
-def test_the_command_lines_of_nanotrain_load(gpu: ModuleType, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "num_microbatches"), [("llama1b", 8), ("moe4", 1)])
+def test_the_command_lines_of_nanotrain_load(gpu: ModuleType, name: str, num_microbatches: int, tmp_path: Path) -> None:
     shape, contenders, _ = gpu.MODELS[name]
-    job = gpu.Job(shape, "bf16", 1, 1, device="cpu")
+    job = gpu.Job(shape, "bf16", 1, 1, device="cpu", num_microbatches=num_microbatches)
     commands = [one.command(job, tmp_path) for one in contenders if one.name.startswith("nanotrain")]
     for command in commands:
         config = load(command[1:]).config
-        assert plan_run(config, 1, rank=0).num_microbatches == 1
+        assert plan_run(config, 1, rank=0).num_microbatches == num_microbatches
         assert config.model.moe.num_experts == (4 if name == "moe4" else None)
 
 
@@ -72,6 +73,20 @@ def test_the_budget_stands_beside_the_measurement(gpu: ModuleType) -> None:
     assert planned.keys() == gpu.KERNELS.keys() and planned["communication"] == 0
     assert all(planned[name] > 0 for name in ("GEMM", "attention", "loss", "elementwise", "optimizer"))
     assert gpu.card_here("cpu") is None
+
+
+def test_plain_torch_adds_the_gradients_of_microbatches_to_those_of_their_batch(gpu: ModuleType) -> None:
+    baselines = sys.modules["baselines"]
+    shape = replace(baselines.SHAPES["smoke"], layers=1)
+    tokens = torch.arange(2 * 2 * 33).view(2, 2, 33) % shape.vocab
+    weights = []
+    for microbatches in ([*tokens], [tokens.flatten(0, 1)]):
+        torch.manual_seed(0)
+        stack = baselines.single(baselines.Llama(shape), torch.device("cpu"), False)
+        loss = baselines.train_step(stack, microbatches)
+        weights.append(torch.cat([weight.grad.flatten() for weight in stack.model.parameters()]))
+        assert loss == pytest.approx(5.57, abs=0.1)
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-7)
 
 
 def test_what_does_not_fit_or_fails_is_named_with_the_command_for_it(
