@@ -39,6 +39,10 @@ def compile_blocks(blocks: Sequence[BlockFunction], *, config: Config, recompute
     for block in blocks:
         assert isinstance(block, nn.Module), "compilation comes first in the list"
         block.forward = torch.compile(block.forward)
+    # Blocks share their code. Where a graph of one kind ends early (experts, a window), it fits other kinds too; if the
+    # graph used last comes first, a block may be recomputed by other graphs than it was computed by, which
+    # torch.utils.checkpoint refuses (https://github.com/pytorch/pytorch/issues/166926).
+    torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]  # torch declares it from 2.15 on
     return list(blocks)
 
 

@@ -83,6 +83,18 @@ def test_compiled_blocks_train_as_eager_ones_do(backend, sizes, model) -> None:
             assert torch.allclose(compiled.weights[box], weight, atol=1e-3, rtol=1e-3), box.name
 
 
+def test_dense_blocks_beside_mixtures_are_recomputed_by_the_graphs_that_computed_them() -> None:
+    case = Case(1).but(
+        model={"num_layers": 2, "moe_layer_freq": "[0]*1+[1]*1"} | EXPERTS,
+        memory={"recompute_granularity": "full"},
+        train={"global_batch_size": 2, "micro_batch_size": 2},
+    )
+    context = ParallelContext.attach(Topology.of(parallel_config(strategy="no_shard"), 1))
+    eager, compiled, num_graphs, _ = train_compiled(context, case, "aot_eager")
+    assert num_graphs > 1 and compiled.losses == pytest.approx(eager.losses, rel=1e-5)
+    assert compiled.grad_norms == pytest.approx(eager.grad_norms, rel=1e-4)
+
+
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "gpt2"])
 def test_a_dense_block_is_one_graph(name: str) -> None:
     stage, batch = build(MODELS[name]), BatchContext(random_batch(length=16))
