@@ -20,6 +20,7 @@ from nanotrain.memory.offload import offloaded
 from nanotrain.memory.recompute import Recompute
 from nanotrain.quantities import count_of
 
+MAX_GRAPHS = 64  # of one function: torch runs it eagerly from the ninth on, and models may have more kinds of blocks
 BlockFunction = Callable[..., Any]  # hidden states and the context of the layers -> hidden states; or the block itself
 
 
@@ -36,6 +37,10 @@ def compile_blocks(blocks: Sequence[BlockFunction], *, config: Config, recompute
     """Compile `forward` of each block with torch.compile; the hooks of the block stay eager."""
     # It advises a call for fp32 products in TF32, which would give up the precision that was asked for.
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
+    from torch._dynamo import config as dynamo  # 1 to 5 s of CPU time, which only compiled runs pay
+
+    # All blocks share their code, which has graphs for each kind of block, with and without gradients, and each length.
+    dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_GRAPHS)
     for block in blocks:
         assert isinstance(block, nn.Module), "compilation comes first in the list"
         block.forward = torch.compile(block.forward)

@@ -1,6 +1,7 @@
 """Block transforms run in the order of the list, where the configuration enables them."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -57,6 +58,30 @@ def test_the_list_is_compile_offload_recompute_and_all_are_off_by_default():
     block = Block()
     assert transform_blocks([block], Config(), recompute=Recompute()) == [block]
     assert "forward" not in vars(block)
+
+
+class Scaled(nn.Module):
+    """A block of a kind of its own."""
+
+    def __init__(self, factor: int) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+def test_ten_kinds_of_blocks_are_ten_graphs(monkeypatch):
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    blocks = compile_blocks([Scaled(factor) for factor in range(10)], config=Config(), recompute=Recompute())
+    assert [float(block(torch.ones(()))) for block in blocks * 2] == [*range(10)] * 2
+    assert len(compiled) == 10
 
 
 def test_a_stage_without_blocks_is_left_as_it_is():
