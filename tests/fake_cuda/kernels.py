@@ -16,15 +16,20 @@ from torch.utils._pytree import tree_map
 from tests.fake_cuda import attention
 from tests.fake_cuda.memory import on_cpu, overwrite, to_device
 
-# Beginnings of operators that stay as they are: they make or view tensors, read one number, or are never called here.
+# Beginnings of operators that stay as they are: they make or view tensors, or read one number.
 KEPT = (
     "empty", "as_strided", "view", "_reshape_alias", "set_", "resize_", "record_stream", "_pin", "is_pinned",
-    "is_set_to", "_fused_sdp_choice", "_local_scalar_dense", "unfold", "_assert_async", "linalg", "_linalg", "lu_",
-    "_lu", "_fft", "cudnn", "_cudnn", "miopen", "_thnn", "_sparse", "sparse", "_nested", "_to_sparse", "_coalesce",
-    "_transform_bias", "_flash", "_efficient", "_scaled_dot_product", "_triton", "_dim", "_copy_from", "_debug",
+    "is_set_to", "_fused_sdp_choice", "_local_scalar_dense", "unfold", "_assert_async", "_dim", "_copy_from", "_debug",
 )  # fmt: skip
-# those of the same beginnings that have a kernel, and copies, whose kernel torch does not register as one of CUDA's
+# Beginnings of those without values here, which end the run.
+REFUSED = (
+    "linalg", "_linalg", "lu_", "_lu", "_fft", "cudnn", "_cudnn", "miopen", "_thnn", "_sparse", "sparse", "_nested",
+    "_to_sparse", "_coalesce", "_transform_bias", "_flash", "_efficient", "_scaled_dot_product", "_triton",
+)  # fmt: skip
+# Those of the same beginnings that have a kernel, and copies, whose kernel torch does not register as one of CUDA's
 REPLACED = ("linalg_vector_norm", "copy_")
+
+LOWER_RIGHT = 2  # `custom_mask_type` of causal attention that is aligned to the last key
 
 LIBRARY = torch.library.Library("aten", "IMPL")  # its kernels last as long as it does
 
@@ -40,8 +45,20 @@ def install() -> None:
         original = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
         if original is None or (base in SPECIAL and overload):
             continue
-        run = _run_special if base in SPECIAL else _by_dtype if overload.startswith("dtype") else _run
-        LIBRARY.impl(operator, functools.partial(run, original), "CUDA", allow_override=True)
+        LIBRARY.impl(operator, functools.partial(_kernel(base, overload), original), "CUDA", allow_override=True)
+
+
+def _kernel(base: str, overload: str) -> Callable[..., Any]:
+    """What runs in place of the kernel of an operator."""
+    if base in SPECIAL:
+        return _run_special
+    if base not in REPLACED and base.startswith(REFUSED):
+        return _refuse
+    return _by_dtype if overload.startswith("dtype") else _run
+
+
+def _refuse(operator: Any, *_: Any, **__: Any) -> Any:
+    raise RuntimeError(f"{operator} has no values on a fake GPU")
 
 
 def _run(operator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +141,8 @@ def _rms_norm_backward(given: SimpleNamespace) -> tuple[Tensor, Tensor | None]:
 def _options(given: SimpleNamespace) -> attention.Options:
     assert not given.dropout_p, "no dropout of attention on a fake GPU; set --attention-dropout 0"
     window = (getattr(given, "window_size_left", None), getattr(given, "window_size_right", None))
-    return attention.Options(given.scale or given.query.shape[-1] ** -0.5, given.is_causal, window)
+    is_causal = given.is_causal if hasattr(given, "is_causal") else given.custom_mask_type == LOWER_RIGHT
+    return attention.Options(given.scale or given.query.shape[-1] ** -0.5, is_causal, window)
 
 
 def _empty(like: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -159,6 +177,19 @@ def _sdpa_efficient_backward(given: SimpleNamespace) -> tuple[Tensor | None, ...
     return *_sdpa_backward(given), None
 
 
+def _efficient(given: SimpleNamespace) -> tuple[Any, ...]:
+    assert given.bias is None and given.custom_mask_type in (0, LOWER_RIGHT), "a mask on a fake GPU"
+    inputs, bounds = (given.query, given.key, given.value), (given.cu_seqlens_q, given.cu_seqlens_k)
+    random = (_empty(given.query, torch.int64), _empty(given.query, torch.int64))
+    return *attention.flash(inputs, bounds, _options(given)), *random, given.query.shape[1], given.key.shape[1]
+
+
+def _efficient_backward(given: SimpleNamespace) -> tuple[Tensor | None, ...]:
+    inputs, bounds = (given.query, given.key, given.value), (given.cu_seqlens_q, given.cu_seqlens_k)
+    grads = attention.flash_backward(given.grad_out_, inputs, (given.out, given.logsumexp), bounds, _options(given))
+    return *grads, None
+
+
 def _flash(given: SimpleNamespace) -> tuple[Tensor, ...]:
     inputs, bounds = (given.query, given.key, given.value), (given.cum_seq_q, given.cum_seq_k)
     q, random = given.query, (_empty(given.query, torch.uint64, 2), _empty(given.query, torch.uint64, 0))
@@ -180,6 +211,8 @@ SPECIAL: dict[str, Callable[[SimpleNamespace], Any]] = {
     "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
     "_scaled_dot_product_efficient_attention": _sdpa_efficient,
     "_scaled_dot_product_efficient_attention_backward": _sdpa_efficient_backward,
+    "_efficient_attention_forward": _efficient,
+    "_efficient_attention_backward": _efficient_backward,
     "_flash_attention_forward": _flash,
     "_flash_attention_backward": _flash_backward,
 }
