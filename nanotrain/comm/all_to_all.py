@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanotrain.comm.eager import eager
 from nanotrain.comm.group import Group
 from nanotrain.comm.work import Work, translate_errors
 
@@ -54,6 +55,7 @@ def start_all_to_all(
     return Work(lambda: output, op="all_to_all", group=group, handles=[handle], keep=[output, tensor])
 
 
+@eager  # transfers stay out of compiled graphs
 def all_to_all(x: Tensor, group: Group, *, output_splits: Sequence[int], input_splits: Sequence[int]) -> Tensor:
     """All-to-all with autograd: the gradient of a row returns to the rank that sent the row.
 

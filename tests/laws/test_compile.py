@@ -19,7 +19,7 @@ from nanotrain.memory import block_transforms
 from nanotrain.model.context import BatchContext
 from nanotrain.topology.topology import Topology
 from tests.harness import SHORT_NAMES, parallel_config, run_ranks
-from tests.laws.worlds import Case, Outcome, train_here
+from tests.laws.worlds import SEQ_LENGTH, Case, Outcome, train_here
 from tests.model.building import MODELS, build, random_batch
 
 EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
@@ -93,6 +93,18 @@ def test_dense_blocks_beside_mixtures_are_recomputed_by_the_graphs_that_computed
     eager, compiled, num_graphs, _ = train_compiled(context, case, "aot_eager")
     assert num_graphs > 1 and compiled.losses == pytest.approx(eager.losses, rel=1e-5)
     assert compiled.grad_norms == pytest.approx(eager.grad_norms, rel=1e-4)
+
+
+def test_a_ring_attends_to_sequences_of_varying_length() -> None:
+    schedule = [f"0:{SEQ_LENGTH // 2}", f"{2 * SEQ_LENGTH}:{SEQ_LENGTH}"]
+    case = Case(2).but(
+        parallel={"context_parallel_size": 2},
+        model={"num_layers": 1},
+        train={"global_batch_size": 2, "micro_batch_size": 2, "step_seq_length_schedule": schedule},
+    )
+    for eager, compiled, num_graphs, _ in run_ranks(2, train_compiled, case, "eager", threads=False, cp=2):
+        assert num_graphs > 0 and compiled.losses == pytest.approx(eager.losses, rel=1e-5)
+        assert compiled.grad_norms == pytest.approx(eager.grad_norms, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "gpt2"])

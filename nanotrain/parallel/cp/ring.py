@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanotrain.comm.eager import eager
 from nanotrain.comm.group import Group
 from nanotrain.comm.send_recv import start_ring_send_recv
 from nanotrain.comm.work import Work
@@ -88,6 +89,7 @@ class RingAttention:
                 plans.append(plan_chunks(spans, pairs, queries=queries, keys=keys))
         return tuple(plans)
 
+    @eager  # transfers stay out of compiled graphs
     def __call__(
         self,
         query: Tensor,
