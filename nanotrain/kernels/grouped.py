@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanotrain.comm.device import compute_capability
 from nanotrain.kernels.deferred_wgrad import WgradQueue, is_deferring
 from nanotrain.kernels.grad_view import GradView, grad_view_of
 from nanotrain.kernels.linear import wgrad as linear_wgrad
@@ -36,6 +37,9 @@ _grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm
 # MB per kernel, and 490 kernels in 40 steps of a small model. So rows are padded to multiples of this number.
 CPU_ROWS = 64
 _ALIGNMENT_BYTES = 16  # torch's grouped product requires rows that begin at multiples of this
+# From this compute capability on, torch's grouped product may leave the weight gradient of an expert without tokens as
+# it finds the memory: github.com/pytorch/pytorch/issues/172439 (CUTLASS before 4.4 on Blackwell).
+_UNWRITTEN_FROM = (10, 0)
 
 
 class GroupedMM:
@@ -54,8 +58,10 @@ class GroupedMM:
         return self.multiply(grad, weight, offs=offs)
 
     def wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor) -> Tensor:
-        """[T, O], [T, I] -> [E, O, I]."""
-        return self.multiply(grad.t(), x, offs=offs)
+        """[T, O], [T, I] -> [E, O, I]; zero for experts without tokens."""
+        found = self.multiply(grad.t(), x, offs=offs)
+        may_be_unwritten = (compute_capability(x.device) or (0, 0)) >= _UNWRITTEN_FROM and not self.is_looped(x)
+        return _zero_without_tokens(found, offs) if may_be_unwritten else found
 
     def accumulate_wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor, view: GradView) -> bool:
         """Write `wgrad` to the view [E, O, I], or add it there; whether that is possible."""
@@ -67,6 +73,8 @@ class GroupedMM:
 
     def multiply(self, a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
         """[T, K], [E, K, N] -> [T, N], or [M, T], [T, N] -> [E, M, N]: of each expert its tokens."""
+        if a.numel() == 0:  # no tokens: torch's product on GPUs refuses most strides of an empty matrix
+            return a.new_zeros((len(offs), len(a), b.shape[1]) if b.ndim == 2 else (len(a), b.shape[2]))
         if self.is_looped(a):
             return multiply_each(a, b, offs=offs)
         out: Tensor = _grouped_mm(a, b, offs=offs)
@@ -213,6 +221,12 @@ class _GroupedWgrad:
         if view is not None and self.gemm.accumulate_wgrad(self.grad, self.x, offs=self.offs, view=view):
             return (None,)
         return (self.gemm.wgrad(self.grad, self.x, offs=self.offs),)
+
+
+def _zero_without_tokens(grads: Tensor, offs: Tensor) -> Tensor:
+    """[E, O, I], zeros for experts without tokens, without a host sync."""
+    is_empty = offs.diff(prepend=offs.new_zeros(1)) == 0
+    return grads.masked_fill_(is_empty[:, None, None], 0)
 
 
 def _zero_dropped(x: Tensor, offs: Tensor) -> Tensor:

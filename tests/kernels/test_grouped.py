@@ -44,6 +44,27 @@ class PoisonedMM(GroupedMM):
         return out
 
 
+class UnwrittenMM(GroupedMM):
+    """Leaves NaN in the weight gradients of experts without tokens, as torch on some GPUs."""
+
+    def multiply(self, a, b, *, offs):
+        out = super().multiply(a, b, offs=offs)
+        if out.ndim == 3:
+            out[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return out
+
+
+@pytest.mark.parametrize(("capability", "is_zeroed"), [((9, 0), False), ((10, 0), True), ((12, 0), True)])
+def test_weight_gradients_without_tokens_are_zero_where_torch_leaves_memory(capability, is_zeroed, monkeypatch):
+    monkeypatch.setattr(grouped, "compute_capability", lambda _: capability)
+    rows, weight, grad, offs = parts([3, 0, 5, 0], 0)
+    out = grouped_linear(rows, weight, offs=offs, options=GroupedOptions(UnwrittenMM()))
+    (found,) = torch.autograd.grad(out, weight, grad)
+    (expected,) = torch.autograd.grad(by_hand(rows, weight, [3, 0, 5, 0]), weight, grad)
+    torch.testing.assert_close(found[[0, 2]], expected[[0, 2]])
+    assert (found[[1, 3]] == 0).all() == is_zeroed
+
+
 @pytest.mark.parametrize("gemm", [GroupedMM(), LoopedMM(), PoisonedMM()])
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("tail", [0, 3])
@@ -100,6 +121,15 @@ def test_weights_with_unaligned_rows_are_looped(outputs, inputs, dtype, expected
 def test_without_a_grouped_product_in_torch_everything_is_looped(monkeypatch):
     monkeypatch.setattr(grouped, "_grouped_mm", None)
     assert type(select_gemm(torch.empty(2, 64, 64))) is LoopedMM
+
+
+def test_without_tokens_torch_is_not_called(monkeypatch):
+    monkeypatch.setattr(grouped, "_grouped_mm", None)
+    rows, weight, grad, offs = parts([0, 0, 0], 0)
+    out = grouped_linear(rows, weight, offs=offs, options=GroupedOptions(GroupedMM()))
+    found = torch.autograd.grad(out, (rows, weight), grad)
+    assert out.shape == (0, OUTPUTS) and found[0].shape == rows.shape
+    assert torch.equal(found[1], torch.zeros_like(weight))
 
 
 @pytest.mark.parametrize("gemm", [GroupedMM(), LoopedMM()])
