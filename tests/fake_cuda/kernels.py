@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from tests.fake_cuda import attention
+from tests.fake_cuda import attention, scaled
 from tests.fake_cuda.memory import on_cpu, overwrite, to_device
 
 # Beginnings of operators that stay as they are: they make or view tensors, or read one number.
@@ -24,10 +24,11 @@ KEPT = (
 # Beginnings of those without values here, which end the run.
 REFUSED = (
     "linalg", "_linalg", "lu_", "_lu", "_fft", "cudnn", "_cudnn", "miopen", "_thnn", "_sparse", "sparse", "_nested",
-    "_to_sparse", "_coalesce", "_transform_bias", "_flash", "_efficient", "_scaled_dot_product", "_triton",
+    "_to_sparse", "_coalesce", "_transform_bias", "_flash", "_efficient", "_scaled", "_triton",
 )  # fmt: skip
-# Those of the same beginnings that have a kernel, and copies, whose kernel torch does not register as one of CUDA's
+# Those of the same beginnings that have a kernel, and those whose kernel torch does not register as one of CUDA's
 REPLACED = ("linalg_vector_norm", "copy_")
+UNREGISTERED = ("aten::copy_", "aten::ldexp.Tensor", "aten::ldexp.out", "aten::ldexp_")
 
 LOWER_RIGHT = 2  # `custom_mask_type` of causal attention that is aligned to the last key
 
@@ -37,7 +38,7 @@ LIBRARY = torch.library.Library("aten", "IMPL")  # its kernels last as long as i
 def install() -> None:
     """Replace the kernels of every CUDA operator of aten; for the life of the process."""
     warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid")
-    for name in [*torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"), "aten::copy_"]:
+    for name in [*torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"), *UNREGISTERED]:
         namespace, _, operator = name.partition("::")
         base, _, overload = operator.partition(".")
         if namespace != "aten" or (base not in REPLACED and base not in SPECIAL and base.startswith(KEPT)):
@@ -215,4 +216,6 @@ SPECIAL: dict[str, Callable[[SimpleNamespace], Any]] = {
     "_efficient_attention_backward": _efficient_backward,
     "_flash_attention_forward": _flash,
     "_flash_attention_backward": _flash_backward,
+    "_scaled_mm_v2": scaled.scaled_mm,
+    "_scaled_grouped_mm_v2": scaled.scaled_grouped_mm,
 }

@@ -2,8 +2,10 @@
 // and kernels do nothing. Functions that are not here are stubs that return success (build.py).
 //
 //   FAKE_CUDA_GPUS      number of devices, 1 unless set; each says that it is an H200
-//   FAKE_CUDA_VALUES    set: kernels.py computes values, so all memory is written; unset: large blocks are not touched,
-//                       and models that do not fit on this machine run for their control flow, memory and host time
+//   FAKE_CUDA_MAJOR     their compute capability, 9 for 9.0 unless set
+//   FAKE_CUDA_VALUES    set: kernels.py computes values, so all memory is written, and a launch is an error; unset: large
+//                       blocks are not touched, and models that do not fit on this machine run for their control flow,
+//                       memory and host time
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -28,10 +30,18 @@ int num_devices() {
   return number ? atoi(number) : 1;
 }
 
-bool is_touched(size_t bytes) {
-  static const bool has_values = getenv("FAKE_CUDA_VALUES") != nullptr;
-  return has_values || bytes < LARGE;
+const bool has_values = getenv("FAKE_CUDA_VALUES") != nullptr;
+thread_local cudaError_t last_error = cudaSuccess;
+
+int major() {
+  const char* number = getenv("FAKE_CUDA_MAJOR");
+  return number ? atoi(number) : 9;
 }
+
+bool is_touched(size_t bytes) { return has_values || bytes < LARGE; }
+
+// With values every operator runs in kernels.py, so what launches a kernel here would leave its output unwritten.
+cudaError_t launch() { return last_error = has_values ? cudaErrorNotSupported : cudaSuccess; }
 
 template <class Handle>
 void create(Handle* handle) {
@@ -72,7 +82,7 @@ void add(std::map<size_t, size_t>& blocks, const void* pointer, size_t bytes) {
 
 int attribute(int which) {  // cudaDeviceAttr and CUdevice_attribute have the same numbers
   switch (which) {
-    case cudaDevAttrComputeCapabilityMajor: return 9;
+    case cudaDevAttrComputeCapabilityMajor: return major();
     case cudaDevAttrMaxThreadsPerBlock: case cudaDevAttrMaxBlockDimX: case cudaDevAttrMaxBlockDimY: return 1024;
     case cudaDevAttrMaxBlockDimZ: return 64;
     case cudaDevAttrMaxGridDimX: return 2147483647;
@@ -116,7 +126,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) { *val
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
   memset(p, 0, sizeof *p);
   strcpy(p->name, "NVIDIA H200 (fake)");
-  p->major = 9, p->pciBusID = 1, p->multiProcessorCount = 132, p->warpSize = 32, p->totalGlobalMem = TOTAL;
+  p->major = major(), p->pciBusID = 1, p->multiProcessorCount = 132, p->warpSize = 32, p->totalGlobalMem = TOTAL;
   p->maxThreadsPerBlock = p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
   p->maxGridSize[0] = 2147483647, p->maxGridSize[1] = p->maxGridSize[2] = 65535;
   p->maxThreadsPerMultiProcessor = 2048, p->maxBlocksPerMultiProcessor = 32;
@@ -128,7 +138,10 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
 cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int) { strncpy(text, "0000:01:00.0", size); return cudaSuccess; }
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* most) { *least = 0, *most = -5; return cudaSuccess; }
 cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { *can = 1; return cudaSuccess; }
-const char* cudaGetErrorName(cudaError_t error) { return error == cudaErrorMemoryAllocation ? "out of memory" : "fake"; }
+const char* cudaGetErrorName(cudaError_t error) {
+  return error == cudaErrorMemoryAllocation ? "out of memory"
+       : error == cudaErrorNotSupported ? "a kernel without values on a fake GPU" : "fake";
+}
 const char* cudaGetErrorString(cudaError_t error) { return cudaGetErrorName(error); }
 
 // memory
@@ -229,6 +242,15 @@ cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared_b
   *grid = launch_config.grid, *block = launch_config.block, *shared_bytes = launch_config.shared_bytes;
   *(void**)stream = launch_config.stream;
   return cudaSuccess;
+}
+cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) { return launch(); }
+cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t) { return launch(); }
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) { return launch(); }
+cudaError_t cudaPeekAtLastError() { return last_error; }
+cudaError_t cudaGetLastError() {
+  cudaError_t error = last_error;
+  last_error = cudaSuccess;
+  return error;
 }
 cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) { *kernel = (cudaKernel_t)function; return cudaSuccess; }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {
