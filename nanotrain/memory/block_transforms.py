@@ -39,6 +39,12 @@ def compile_blocks(blocks: Sequence[BlockFunction], *, config: Config, recompute
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
     from torch._dynamo import config as dynamo  # 1 to 5 s of CPU time, which only compiled runs pay
 
+    if torch.__version__ < "2.11":  # compared as versions
+        # Its kernels that sum over rows and over columns may return sums of memory that nothing wrote, as gradients of
+        # biases and norms (https://github.com/pytorch/pytorch/issues/190796).
+        from torch._inductor import config as inductor
+
+        inductor.triton.mix_order_reduction = False
     # All blocks share their code, which has graphs for each kind of block, with and without gradients, and each length.
     dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_GRAPHS)
     for block in blocks:

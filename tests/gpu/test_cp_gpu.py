@@ -1,8 +1,9 @@
-"""Merged chunks of attention on a CUDA device: torch's fused operator against the eager form."""
+"""Attention on a CUDA device: merged chunks, and values that are narrower than keys, against the eager form."""
 
 import pytest
 import torch
 
+from nanotrain.parallel.cp.backends import BACKENDS
 from nanotrain.parallel.cp.chunk_attention import (
     EAGER,
     FUSED,
@@ -46,3 +47,20 @@ def test_the_fused_operator_on_cuda_equals_the_eager_form(head_dim: int) -> None
     full = AttentionChunk(query, key, value, None, True, scale=head_dim**-0.5)
     fused, eager = (in_two_chunks(ops, full, grad) for ops in (FUSED_CUDA, EAGER))
     assert max(distance(one, other) for one, other in zip(fused, eager, strict=True)) < 2e-2
+
+
+@pytest.mark.parametrize("keys", [256, 512], ids=["all", "later queries"])
+def test_flash_attention_to_values_narrower_than_keys_equals_fp64(keys: int) -> None:
+    torch.manual_seed(1)
+    shapes = ((2, 256, 4, 96), (2, keys, 4, 96), (2, keys, 4, 64))
+    inputs = [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in shapes]
+    query, key, value = (x.detach().double().transpose(1, 2).requires_grad_() for x in inputs)
+    hidden = torch.ones(256, keys, dtype=torch.bool, device="cuda").triu(keys - 255)
+    expected = (query @ key.mT * 96**-0.5).masked_fill(hidden, -torch.inf).softmax(-1) @ value
+    grad = torch.randn(2, 256, 4, 64, device="cuda").bfloat16()
+    kernel = BACKENDS["sdpa flash"].kernel(True)
+    found = kernel.attend(inputs[0], key=inputs[1], value=inputs[2])
+    found.backward(grad)
+    expected.backward(grad.double().transpose(1, 2))
+    pairs = [(found, expected), *((x.grad, y.grad) for x, y in zip(inputs, (query, key, value), strict=True))]
+    assert max(distance(one, other.transpose(1, 2)) for one, other in pairs) < 2e-2

@@ -50,7 +50,7 @@ class AttentionBackend:
     abilities: Mapping[str, Ability]  # by kind of device
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
-    takes_other_value_dim: bool = True  # whether values may have another head dim than keys
+    value_dims: str = "any"  # beside the head dim of keys: any, "as wide as keys", or "no wider than keys"
     capability: tuple[int, int] = (0, 0)  # the first CUDA compute capability
     torch_version: tuple[int, int] = (2, 10)  # the first one
     is_deterministic: bool = False  # its backward on a GPU; on a CPU all are
@@ -107,8 +107,10 @@ def installed_torch() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _sdpa(backend: str, *, repeats_heads: bool = False) -> Callable[[bool], AttentionKernel]:
-    return lambda is_forced: SdpaKernel(backend if is_forced else None, repeats_heads=repeats_heads)
+def _sdpa(backend: str, *, repeats_heads: bool = False, pads_values: bool = False) -> Callable[[bool], AttentionKernel]:
+    return lambda is_forced: SdpaKernel(
+        backend if is_forced else None, repeats_heads=repeats_heads, pads_values=pads_values
+    )
 
 
 BACKENDS: dict[str, AttentionBackend] = {
@@ -117,10 +119,10 @@ BACKENDS: dict[str, AttentionBackend] = {
         AttentionBackend(
             "sdpa flash",
             "flash",
-            _sdpa("FLASH_ATTENTION"),
+            _sdpa("FLASH_ATTENTION", pads_values=True),
             {"cpu": Ability(ALL, frozenset()), "cuda": Ability(HALF, frozenset({"all-gather cp"}))},
             max_head_dim=256,
-            takes_other_value_dim=False,
+            value_dims="no wider than keys",
             capability=(8, 0),
             is_in_graphs=True,
         ),
@@ -131,7 +133,7 @@ BACKENDS: dict[str, AttentionBackend] = {
             {"cuda": Ability(HALF, frozenset({"documents", "window", "all-gather cp"}))},
             max_head_dim=256,
             head_dim_multiple=8,
-            takes_other_value_dim=False,
+            value_dims="as wide as keys",
             capability=(8, 0),
             torch_version=(2, 13),
         ),
@@ -218,8 +220,9 @@ def _lacks_on_gpu(backend: AttentionBackend, need: AttentionNeed, *, device: Att
         missing.append(f"takes heads of up to {backend.max_head_dim} channels, not {width}")
     if need.head_dim % backend.head_dim_multiple or need.value_head_dim % backend.head_dim_multiple:
         missing.append(f"takes heads of multiples of {backend.head_dim_multiple} channels")
-    if need.head_dim != need.value_head_dim and not backend.takes_other_value_dim:
-        missing.append(f"takes values as wide as keys, not {need.value_head_dim} and {need.head_dim} channels")
+    is_wider, is_equal = need.value_head_dim > need.head_dim, need.value_head_dim == need.head_dim
+    if {"any": False, "as wide as keys": not is_equal, "no wider than keys": is_wider}[backend.value_dims]:
+        missing.append(f"takes values {backend.value_dims}, not {need.value_head_dim} and {need.head_dim} channels")
     return missing
 
 
@@ -325,7 +328,7 @@ def backend_table() -> str:
     for row in BACKENDS.values():
         heads = f"up to {row.max_head_dim}" if row.max_head_dim else "any"
         heads += f", multiples of {row.head_dim_multiple}" if row.head_dim_multiple > 1 else ""
-        heads += "" if row.takes_other_value_dim else "; values as wide as keys"
+        heads += "" if row.value_dims == "any" else f"; values {row.value_dims}"
         needs = f"{_dotted(row.capability)}, " if row.capability > (0, 0) else "any, "
         cells = [
             row.name,

@@ -26,7 +26,13 @@ from nanotrain.parallel.cp.tiles import Spans
 
 
 def attend(
-    query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None = None, repeats_heads: bool = False
+    query: Tensor,
+    *,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    repeats_heads: bool = False,
+    pads_values: bool = False,
 ) -> Tensor:
     """Softmax attention with grouped queries.
 
@@ -39,6 +45,8 @@ def attend(
         repeats_heads: repeat key/value heads, for kernels without grouped queries. On a CPU 16-bit heads are always
             repeated in training, because torch sums the gradients of a group in 16 bits (measured with six queries in
             bf16: an error of 7.0e-3 instead of 4.1e-3).
+        pads_values: pad values that are narrower than keys with zeros, for kernels of one head dim; always on a CPU,
+            where torch falls back to its math kernel with unequal head dims, 2 to 4 times slower.
 
     Returns:
         [B, Q, N, Dv].
@@ -53,8 +61,8 @@ def attend(
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
         grouped = False
     head_dim, value_head_dim = key.shape[-1], value.shape[-1]
-    is_padded = value_head_dim < head_dim and not query.is_cuda
-    if is_padded:  # with unequal head dims torch falls back to its math kernel on the CPU, 2 to 4 times slower
+    is_padded = value_head_dim < head_dim and (pads_values or not query.is_cuda)
+    if is_padded:
         value = F.pad(value, (0, head_dim - value_head_dim))
     is_causal, bias = mask is None, cast(Any, mask)
     # An `if`: in a graph for sequences of any length the lengths are symbols, and torch refuses a symbol as a flag.
@@ -84,17 +92,18 @@ class SdpaKernel:
     Args:
         backend: the kernel of SDPA on a GPU, by its name in `SDPBackend`; None where torch selects it.
         repeats_heads: of key and value, for kernels without grouped queries.
+        pads_values: on GPUs, for kernels of one head dim.
     """
 
     takes_scores = False
 
-    def __init__(self, backend: str | None = None, *, repeats_heads: bool = False) -> None:
-        self.backend, self.repeats_heads = backend, repeats_heads
+    def __init__(self, backend: str | None = None, *, repeats_heads: bool = False, pads_values: bool = False) -> None:
+        self.backend, self.repeats_heads, self.pads_values = backend, repeats_heads, pads_values
 
     def attend(self, query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:
         """Causal attention."""
         with restricted(self.backend if query.is_cuda else None):
-            return attend(query, key=key, value=value, repeats_heads=self.repeats_heads)
+            return attend(query, key=key, value=value, repeats_heads=self.repeats_heads, pads_values=self.pads_values)
 
     def __call__(
         self, query: Tensor, *, key: Tensor, value: Tensor, call: AttentionCall, scores: ScoreOptions | None

@@ -173,14 +173,16 @@ class Activations:
             return self.tokens * (inputs + num_heads * value_dim) * self.itemsize
         if backend == "math" and not has_score_options(self.config.model):
             return self._written_out(num_heads)
-        is_padded = is_sdpa and value_dim < shape.head_dim
+        is_padded = backend == "sdpa flash" and value_dim < shape.head_dim
         # The next layer keeps the output again where it was sliced, concatenated or sent.
         outputs = value_dim if is_padded or self.cp_comm_type in ("allgather", "a2a") else 0
         outputs += shape.head_dim if is_padded else value_dim
-        if is_sdpa or backend == "sdpa efficient":  # gets padded value heads, and in 16 bits repeated key/value heads
+        is_repeated = is_sdpa or backend == "sdpa efficient"
+        if is_repeated:  # key/value heads, in 16 bits
             groups = groups if is_sdpa and self.itemsize == FP32 else num_heads
-            value_dim = max(value_dim, shape.head_dim) if is_padded else value_dim
-        elif shape.mla and self.cp_comm_type in (None, "p2p"):
+        if is_padded:
+            value_dim = shape.head_dim
+        elif not is_repeated and shape.mla and self.cp_comm_type in (None, "p2p"):
             value_dim += shape.mla.nope_dim  # values are views of what kv_up returns
         key_value = groups * (shape.head_dim + value_dim) * (self.cp if self.cp_comm_type == "allgather" else 1)
         query = num_heads * shape.head_dim
