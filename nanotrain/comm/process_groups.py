@@ -41,12 +41,24 @@ def join_world(rank: int, world_size: int, *, device: torch.device, timeout: tim
             pg_options=options,
             device_id=bound,
         )
+        if bound is not None:
+            _name_ranks(bound, world_size)
     except (RuntimeError, ValueError) as error:
         raise EnvironmentFault(
             f"rank {rank} of {world_size} could not join the others over {backend}",
             why=str(error).splitlines()[0],
             fix="check that every rank started and can reach MASTER_ADDR:MASTER_PORT",
         ) from error
+
+
+def _name_ranks(device: torch.device, world_size: int) -> None:
+    """Give the world's backend the ranks that splits of it read.
+
+    torch leaves them out, which it makes up for in the first NCCL group of a process only: in a second world, as of a
+    second run in one program, a split would end the process (https://github.com/pytorch/pytorch/pull/192109).
+    """
+    world: Any = dist.group.WORLD
+    world._get_backend(device).options.global_ranks_in_group = list(range(world_size))
 
 
 def create_groups(topology: Topology, rank: int, *, timeout: timedelta) -> dict[Ranks, dist.ProcessGroup | None]:

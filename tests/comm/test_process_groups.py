@@ -100,8 +100,12 @@ def test_nccl_groups_have_streams_of_high_priority(monkeypatch):
     # the world is bound to its device, so that groups can be split from it
     monkeypatch.setattr(process_groups, "meet", lambda *_, **__: dist.HashStore())
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.update(options))
+    backend = SimpleNamespace(options=SimpleNamespace())
+    world = SimpleNamespace(_get_backend=lambda device: backend)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
     process_groups.join_world(0, 2, device=torch.device("cuda", 1), timeout=TIMEOUT)
     assert given["device_id"] == torch.device("cuda", 1) and given["pg_options"].is_high_priority_stream
+    assert backend.options.global_ranks_in_group == [0, 1]
     process_groups.join_world(0, 2, device=torch.device("cpu"), timeout=TIMEOUT)
     assert given["device_id"] is None
 

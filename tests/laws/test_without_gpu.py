@@ -93,6 +93,27 @@ def test_ranks_on_fake_gpus_train_as_one_process_on_the_cpu(name, tmp_path):
         assert [row[key] for row in found] == pytest.approx([row[key] for row in expected], rel=tolerance)
 
 
+TWO_RUNS = """
+import nanotrain
+from nanotrain.config.load import load
+
+for folder in ("first", "second"):
+    nanotrain.train(load({words} + ["--run-dir", folder]).config)
+"""
+
+
+def test_a_program_trains_twice(tmp_path):
+    words = [*MODEL.format(recipe="tiny").split(), "--tensor-model-parallel-size", "2", "--device", "cuda"]
+    program = tmp_path / "program.py"
+    program.write_text(TWO_RUNS.format(words=[*words, "--no-torch-compile"]))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(program)]
+    run([*fake_gpus(4), "env", "--chdir", str(tmp_path), *torchrun])
+    first, second = ((tmp_path / folder / "metrics.jsonl").read_text() for folder in ("first", "second"))
+    assert [json.loads(row)["loss"] for row in first.splitlines()] == [
+        json.loads(row)["loss"] for row in second.splitlines()
+    ]
+
+
 @pytest.mark.parametrize("flags", ["", "--data-parallel-sharding-strategy optim_grads", "--params-dtype fp32"])
 def test_the_peak_of_the_allocator_is_planned(flags, tmp_path):
     num_ranks = 2 if "optim_grads" in flags else 1
