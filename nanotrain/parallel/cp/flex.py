@@ -3,6 +3,10 @@
 The mask is a table of blocks of queries and keys: a block is skipped, full, or masked by positions inside the kernel.
 The table is made on the host from the spans, without a tensor of queries by keys.
 
+Queries, keys and values are padded with zeros to whole blocks: with a part of a block and a function of the scores the
+gradients of torch's kernel may be NaN (https://github.com/pytorch/pytorch/issues/153799). No query attends to a padded
+key, as keys end with the last query, and the outputs of padded queries are dropped.
+
     B batch   N query heads   G key/value heads   Q queries   K keys   D, Dv head dims
 """
 
@@ -13,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanotrain.parallel.cp.call import AttentionCall
@@ -31,14 +36,14 @@ class BlockTable:
 
 
 def plan_blocks(call: AttentionCall, block: int = BLOCK) -> BlockTable:
-    """The blocks of a call; pure. A partial block may have no pair."""
+    """The blocks of a call; pure. A partial block may have no pair; a block with padded keys is never full."""
     first_query, num_queries, num_keys = call.queries.start, len(call.queries), len(call.keys)
     first_keys = call.spans.first_keys[:, first_query : call.queries.stop]
     starts, key_starts = np.arange(0, num_queries, block), np.arange(0, num_keys, block)
-    ends, key_ends = np.minimum(starts + block, num_queries) - 1, np.minimum(key_starts + block, num_keys) - 1
+    ends, key_ends = np.minimum(starts + block, num_queries) - 1, key_starts + block - 1
     # first keys ascend: the first query of a block attends to the lowest keys, the last one to the fewest of them
     low, low_of_all = first_keys[:, starts, None], first_keys[:, ends, None]
-    has_some = (key_starts <= (first_query + ends)[:, None]) & (key_ends >= low)
+    has_some = (key_starts <= (first_query + ends)[:, None]) & (np.minimum(key_ends, num_keys - 1) >= low)
     has_all = (key_ends <= (first_query + starts)[:, None]) & (key_starts >= low_of_all)
     return BlockTable(has_some & ~has_all, has_all)
 
@@ -48,7 +53,10 @@ def build_block_mask(call: AttentionCall, block: int = BLOCK) -> Any:
     from torch.nn.attention.flex_attention import BlockMask  # imports the compiler, which takes seconds
 
     table, first_query = plan_blocks(call, block), call.queries.start
-    first_keys = on_device(call.spans.first_keys[:, first_query : call.queries.stop], call.device)
+    num_queries, num_keys = (-(-len(positions) // block) * block for positions in (call.queries, call.keys))
+    of_queries = call.spans.first_keys[:, first_query : call.queries.stop]
+    padding = ((0, 0), (0, num_queries - len(call.queries)))
+    first_keys = on_device(np.pad(of_queries, padding, mode="edge"), call.device)
     has_rows = len(first_keys) > 1
 
     return BlockMask.from_kv_blocks(
@@ -58,7 +66,7 @@ def build_block_mask(call: AttentionCall, block: int = BLOCK) -> Any:
         mask_mod=lambda sample, head, query, key: (
             (key <= query + first_query) & (key >= first_keys[sample if has_rows else 0, query])
         ),
-        seq_lengths=(len(call.queries), len(call.keys)),
+        seq_lengths=(num_queries, num_keys),
     )
 
 
@@ -90,7 +98,9 @@ class FlexKernel:
         mask = call.kernel_plans.get("flex")
         if mask is None:
             mask = call.kernel_plans["flex"] = build_block_mask(call)
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        length, (num_queries, num_keys) = query.shape[1], mask.shape[-2:]
+        query = _padded(query, num_queries).transpose(1, 2)
+        key, value = (_padded(x, num_keys).transpose(1, 2) for x in (key, value))
         sink, cap = (None, None) if scores is None else (scores.sink, scores.softcap)
         options: dict[str, Any] = {"block_mask": mask, "enable_gqa": query.shape[1] != key.shape[1]}
         if cap is not None:
@@ -98,10 +108,15 @@ class FlexKernel:
         attend = _attend(query.device.type)
         if sink is None:
             out: Tensor = attend(query, key, value, **options)
-            return out.transpose(1, 2)
+            return out.transpose(1, 2)[:, :length]
         from torch.nn.attention.flex_attention import AuxRequest
 
         out, aux = attend(query, key, value, return_aux=AuxRequest(lse=True), **options)
         # a sink takes part in the softmax: out * exp(lse) / (exp(lse) + exp(sink))
         kept = torch.sigmoid(aux.lse - sink.to(aux.lse.dtype)[:, None])[..., None]
-        return (out * kept.to(out.dtype)).transpose(1, 2)
+        return (out * kept.to(out.dtype)).transpose(1, 2)[:, :length]
+
+
+def _padded(x: Tensor, length: int) -> Tensor:
+    """[B, S, heads, dim] with zeros up to a length."""
+    return F.pad(x, (0, 0, 0, 0, 0, length - x.shape[1])) if x.shape[1] < length else x

@@ -69,6 +69,17 @@ def test_output_and_gradients_are_those_of_tiles(window, start, monkeypatch):
             torch.testing.assert_close(ours, tiles, rtol=1e-9, atol=1e-9)
 
 
+def test_a_block_with_padded_keys_is_never_full_and_torch_gets_whole_blocks():
+    spans = Spans.of(None, length=200)
+    call = AttentionCall(FlexKernel(), spans, range(199, 200), range(200), torch.device("cpu"))
+    table = plan_blocks(call)  # the query attends to all keys, of which the second block has 72
+    assert table.full.tolist() == [[[True, False]]] and table.partial.tolist() == [[[False, True]]]
+    mask = build_block_mask(call)
+    assert mask.shape == (1, 1, 128, 256)
+    seen = mask.mask_mod(0, None, torch.arange(128)[:, None], torch.arange(256))
+    assert seen[0].sum() == 200 and seen.any(dim=1).all()  # a query without a key would have no finite log-sum-exp
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_the_forward_of_torch_on_a_cpu_is_that_of_tiles(monkeypatch):
     monkeypatch.setattr(flex, "build_block_mask", lambda call: build_block_mask(call, 16))
