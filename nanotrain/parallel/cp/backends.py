@@ -48,6 +48,7 @@ class AttentionBackend:
     flag: str  # the value of --attention-backend that selects it
     kernel: Callable[[bool], AttentionKernel]  # the argument: whether --attention-backend names it, so SDPA must use it
     abilities: Mapping[str, Ability]  # by kind of device
+    min_head_dim: int = 1
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
     value_dims: str = "any"  # beside the head dim of keys: any, "as wide as keys", or "no wider than keys"
@@ -172,6 +173,7 @@ BACKENDS: dict[str, AttentionBackend] = {
             "flex",
             lambda _: FlexKernel(),
             {"cuda": Ability(ALL, EVERYTHING - {"dropout", "ring cp"})},
+            min_head_dim=16,
             max_head_dim=256,
             capability=(8, 0),
         ),
@@ -218,6 +220,8 @@ def _lacks_on_gpu(backend: AttentionBackend, need: AttentionNeed, *, device: Att
         missing.append(f"takes bf16 from compute capability 8.0 on, not {_dotted(device.capability or FIRST_BF16)}")
     if backend.max_head_dim is not None and width > backend.max_head_dim:
         missing.append(f"takes heads of up to {backend.max_head_dim} channels, not {width}")
+    if (narrow := min(need.head_dim, need.value_head_dim)) < backend.min_head_dim:
+        missing.append(f"takes heads of at least {backend.min_head_dim} channels, not {narrow}")
     if need.head_dim % backend.head_dim_multiple or need.value_head_dim % backend.head_dim_multiple:
         missing.append(f"takes heads of multiples of {backend.head_dim_multiple} channels")
     is_wider, is_equal = need.value_head_dim > need.head_dim, need.value_head_dim == need.head_dim
@@ -327,6 +331,7 @@ def backend_table() -> str:
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in BACKENDS.values():
         heads = f"up to {row.max_head_dim}" if row.max_head_dim else "any"
+        heads = f"{row.min_head_dim} to {row.max_head_dim}" if row.min_head_dim > 1 else heads
         heads += f", multiples of {row.head_dim_multiple}" if row.head_dim_multiple > 1 else ""
         heads += "" if row.value_dims == "any" else f"; values {row.value_dims}"
         needs = f"{_dotted(row.capability)}, " if row.capability > (0, 0) else "any, "

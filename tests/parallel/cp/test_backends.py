@@ -36,6 +36,7 @@ AUTOMATIC = [
     (H100, need("sinks"), "tiles"),
     (H100, need("sinks", "window"), "flex"),
     (H100, need("softcap"), "flex"),
+    (H100, need("softcap", dims=(8, 8)), "eager tiles"),
     (H100, need("dropout"), "eager tiles"),
     (H100, need("ring cp"), "tiles"),
     (H100, need("ring cp", "documents"), "tiles"),
@@ -94,6 +95,8 @@ def test_a_backend_that_cannot_says_what_it_lacks() -> None:
         choose_backend("fused", need("ring cp", dtype="fp32", dims=(192, 192)), device=H100)
     with pytest.raises(ConfigError, match="flex runs on cuda only; leave --attention-backend out"):
         choose_backend("flex", need(), device=CPU)
+    flex = lacks(BACKENDS["flex"], need("softcap", dims=(24, 12)), device=H100)
+    assert flex == ["takes heads of at least 16 channels, not 12"]
     varlen = lacks(BACKENDS["varlen flash"], need(dims=(100, 60)), device=AttentionDevice("cuda", (7, 0), (2, 12)))
     assert varlen == [
         "needs torch 2.13 or newer, not 2.12",
