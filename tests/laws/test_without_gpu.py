@@ -114,7 +114,16 @@ def test_a_program_trains_twice(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("flags", ["", "--data-parallel-sharding-strategy optim_grads", "--params-dtype fp32"])
+PLANNED = {
+    "plain": "",
+    "sharded gradients": "--data-parallel-sharding-strategy optim_grads",
+    "fp32": "--params-dtype fp32",
+    "multi-latent attention": """--multi-latent-attention --q-lora-rank 256 --kv-lora-rank 128 --qk-head-dim 128
+        --qk-pos-emb-head-dim 64 --v-head-dim 128 --position-embedding-type rope --disable-bias-linear""",
+}
+
+
+@pytest.mark.parametrize("flags", PLANNED.values(), ids=PLANNED)
 def test_the_peak_of_the_allocator_is_planned(flags, tmp_path):
     num_ranks = 2 if "optim_grads" in flags else 1
     words = f"""+config=gpt2_124m --mock-data --vocab-size 50304 --micro-batch-size 4 --global-batch-size 8
