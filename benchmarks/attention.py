@@ -9,8 +9,8 @@ import time
 
 import torch
 
-from nanotrain.parallel.cp.call import TileKernel
-from nanotrain.parallel.cp.sdpa import DenseKernel, LayerKernels, SDPAttention
+from nanotrain.attention.call import TileKernel
+from nanotrain.attention.sdpa import DenseKernel, LayerKernels, SDPAttention
 
 LENGTH, HEADS, GROUPS, HEAD_DIM, ROUNDS = 2048, 8, 2, 64, 4
 CASES = {"documents of 512": (512, None), "documents of 64": (64, None), "window of 512": (LENGTH, 512)}

@@ -48,7 +48,7 @@ from torch.distributed.tensor import DTensor, Shard
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.checksum import crc32
 from nanotrain.comm.group import Group
-from nanotrain.topology.boxes import Box, TensorBox
+from nanotrain.spec.boxes import Box, TensorBox
 from nanotrain.topology.groups import GroupSpec
 
 TENSOR_MIB, COLUMNS = 4, 1024

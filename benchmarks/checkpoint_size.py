@@ -37,10 +37,10 @@ from nanotrain.optim.parts import clip_ranges, host_fraction, range_boxes, range
 from nanotrain.optim.stored import num_scales
 from nanotrain.precision.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from nanotrain.precision.policy import Precision
-from nanotrain.topology.boxes import TensorBox
-from nanotrain.topology.parameters import declare_model
-from nanotrain.topology.params import ParamSpec
-from nanotrain.topology.shape import ModelShape
+from nanotrain.spec.boxes import TensorBox
+from nanotrain.spec.parameters import declare_model
+from nanotrain.spec.params import ParamSpec
+from nanotrain.spec.shape import ModelShape
 from nanotrain.topology.start import control_levels
 from nanotrain.train.plans.plan import BufferPlan, Plan, plan_run
 

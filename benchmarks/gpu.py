@@ -32,9 +32,9 @@ from roofline import CARDS, budget_of
 from throughput import Contender, Job, Outcome, launch, nanotrain_command, torch_command
 
 from nanotrain.config.load import load
-from nanotrain.topology.counts import flops_per_token
+from nanotrain.spec.counts import flops_per_token
+from nanotrain.spec.shape import ModelShape
 from nanotrain.topology.hardware import peak_flops
-from nanotrain.topology.shape import ModelShape
 from nanotrain.train.plans.plan import plan_run
 
 DENSE = (

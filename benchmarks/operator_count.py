@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from nanotrain.attention import sdpa
 from nanotrain.kernels import linear
 from nanotrain.kernels.side_by_side import empty_sides, order_of_sides
 from nanotrain.model import activations, attention, norm, rope, transformer
-from nanotrain.parallel.cp import sdpa
 from nanotrain.parallel.tp import loss as vocabulary_loss
 
 # Operators that allocate or look at a tensor and touch none of its memory.

@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.group import Group
-from nanotrain.topology.boxes import TensorBox
+from nanotrain.spec.boxes import TensorBox
 
 Wait = Callable[[], Any]
 WIDTH = 1024

@@ -65,7 +65,7 @@ def work_of(kind: str) -> tuple[list[tuple[Any, str]], tuple[Any, str]]:
 
 def probe(kind: str, arguments: Sequence[str]) -> None:
     """Run a command up to its first step or token; print its CPU seconds, and those of the model's own work."""
-    from nanotrain.cli import main
+    from nanotrain.cli.main import main
     from nanotrain.start_up import importing_torch
 
     with importing_torch():

@@ -15,8 +15,8 @@ from nanotrain.inference.generate import Sampling, generate
 from nanotrain.model.context import BatchContext
 from nanotrain.model.init import initialize
 from nanotrain.model.transformer import build_stage
-from nanotrain.topology.counts import flops_per_token, num_parameters
-from nanotrain.topology.shape import ModelShape
+from nanotrain.spec.counts import flops_per_token, num_parameters
+from nanotrain.spec.shape import ModelShape
 
 MODEL = ModelConfig(
     num_layers=2,

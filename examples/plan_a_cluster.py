@@ -11,9 +11,9 @@ from itertools import product
 
 from nanotrain.config.config import ModelConfig, ParallelConfig, ShardingStrategy
 from nanotrain.errors import TopologyError
-from nanotrain.topology.counts import num_parameters
-from nanotrain.topology.shape import ModelShape
-from nanotrain.topology.stages import split_layers
+from nanotrain.spec.counts import num_parameters
+from nanotrain.spec.shape import ModelShape
+from nanotrain.spec.stages import split_layers
 from nanotrain.topology.topology import Topology
 
 LLAMA_70B = ModelConfig(

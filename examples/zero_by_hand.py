@@ -21,7 +21,7 @@ from nanotrain.parallel.dp.options import DataParallelOptions
 from nanotrain.parallel.dp.reduction import ReduceGroups
 from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.precision.policy import Precision
-from nanotrain.topology.params import LocalParam, Normal, ParamSpec
+from nanotrain.spec.params import LocalParam, Normal, ParamSpec
 from nanotrain.topology.topology import Topology
 
 

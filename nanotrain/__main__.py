@@ -2,7 +2,7 @@
 
 import sys
 
-from nanotrain.cli import main
+from nanotrain.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

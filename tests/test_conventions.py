@@ -29,7 +29,7 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
     "a loss of multi-token prediction": ("tests/laws/test_mtp.py::test_multi_token_prediction_trains_as_on_one_rank",),
     "`--pipeline-model-parallel-layout`": (
         "tests/config/test_pipeline_layout.py::test_layers_of_multi_token_prediction_before_the_last_stage_are_noted",
-        "tests/topology/test_parameters.py::"
+        "tests/spec/test_parameters.py::"
         "test_layers_of_multi_token_prediction_are_on_the_last_stage_and_like_the_last_layer",
     ),
     "a skipped step": ("tests/train/test_step.py::test_a_gradient_that_is_not_finite_skips_the_update",),
@@ -75,7 +75,7 @@ CONVENTIONS: dict[str, tuple[str, ...]] = {
     "resident and sent bytes (ZeRO, closed form)": (
         "tests/laws/test_bytes.py::test_resident_and_sent_bytes_are_planned_and_the_closed_form",
     ),
-    "FLOPs of LLaMA-7B": ("tests/topology/test_counts.py::test_llama_7b_costs_what_is_known",),
+    "FLOPs of LLaMA-7B": ("tests/spec/test_counts.py::test_llama_7b_costs_what_is_known",),
     "aux loss of unbiased, ungrouped scores (DeepSeek-V3, equation 18)": (
         f"{ROUTER}::test_the_aux_loss_counts_the_best_scores_whatever_bias_and_groups_choose",
     ),
@@ -84,10 +84,10 @@ CONVENTIONS: dict[str, tuple[str, ...]] = {
         f"{ROUTER}::test_experts_whose_probabilities_underflow_are_compared_by_their_logits",
     ),
     "coefficients of aux losses (transformers' definition)": (
-        "tests/hf/test_mixture.py::test_the_coefficient_of_a_recipe_is_the_published_one_in_transformers_definition",
+        "tests/interop/hf/test_mixture.py::test_the_coefficient_of_a_recipe_is_the_published_one_in_transformers_definition",
     ),
     "layers of uneven virtual stages (Megatron-LM)": (
-        "tests/topology/test_stages.py::test_virtual_stages_share_the_layers_of_their_rank",
+        "tests/spec/test_stages.py::test_virtual_stages_share_the_layers_of_their_rank",
     ),
     "interleaved steps as short as torch's": (
         "tests/parallel/pp/test_interleaved.py::test_nine_microbatches_on_eight_ranks_take_the_time_of_torch",
@@ -104,7 +104,7 @@ CONVENTIONS: dict[str, tuple[str, ...]] = {
         "tests/model/test_rope.py::test_interleaved_pairs_are_the_same_scores_with_the_channels_in_another_order",
     ),
     "layers without rotary positions (transformers)": (
-        "tests/hf/test_against_transformers.py::test_logits_and_every_gradient_are_those_of_transformers",
+        "tests/interop/hf/test_against_transformers.py::test_logits_and_every_gradient_are_those_of_transformers",
         "tests/laws/test_model_features.py::test_a_layout_keeps_the_laws_with_every_feature",
     ),
     "learning rate in samples, decay styles (Megatron-LM)": (
@@ -115,9 +115,7 @@ CONVENTIONS: dict[str, tuple[str, ...]] = {
     "tokenizers as transformers encodes": (
         "tests/data/test_tokenizer.py::test_stored_truncation_and_padding_are_ignored",
     ),
-    "lone surrogates": (
-        "tests/prepare/test_command.py::test_a_lone_surrogate_does_not_stop_the_training_of_a_tokenizer",
-    ),
+    "lone surrogates": ("tests/cli/test_prepare.py::test_a_lone_surrogate_does_not_stop_the_training_of_a_tokenizer",),
     "patterns of layers (Megatron-LM)": ("tests/config/test_pattern.py::test_a_pattern_is_lists_joined_and_repeated",),
     "unbroken runs of characters": (
         "tests/prepare/test_bpe.py::test_an_unbroken_run_of_characters_is_trained_on_in_parts",
@@ -127,7 +125,7 @@ CONVENTIONS: dict[str, tuple[str, ...]] = {
         "tests/data/test_token_format.py::test_an_index_with_modes_is_refused_and_says_why",
     ),
     "sizes that a family may leave out (transformers)": (
-        "tests/hf/test_llama.py::test_the_families_differ_in_what_they_may_leave_out",
+        "tests/interop/hf/test_llama.py::test_the_families_differ_in_what_they_may_leave_out",
     ),
     "ranks without tokens": ("tests/parallel/ep/test_token_dispatcher.py::test_a_rank_may_receive_no_tokens",),
     "no sample with experts on other ranks": (
@@ -136,7 +134,7 @@ CONVENTIONS: dict[str, tuple[str, ...]] = {
     "a changed model is named at resume": (
         "tests/train/resume/test_restore.py::test_changed_settings_of_the_model_and_its_sections_are_named",
     ),
-    "FLOPs of MLA": ("tests/topology/test_counts.py::test_latent_attention_counts_its_two_steps_and_its_own_widths",),
+    "FLOPs of MLA": ("tests/spec/test_counts.py::test_latent_attention_counts_its_two_steps_and_its_own_widths",),
     "loss scale of fp16 (Megatron-LM)": (
         "tests/precision/test_loss_scale.py::"
         "test_it_halves_at_the_overflow_that_uses_up_the_hysteresis_and_at_every_further_one",
@@ -153,7 +151,7 @@ CONVENTIONS: dict[str, tuple[str, ...]] = {
     ),
     "activations": ("tests/model/test_activations.py::test_every_activation_is_its_formula",),
     "logits of every family (transformers)": (
-        "tests/hf/test_against_transformers.py::test_logits_and_every_gradient_are_those_of_transformers",
+        "tests/interop/hf/test_against_transformers.py::test_logits_and_every_gradient_are_those_of_transformers",
     ),
 }
 

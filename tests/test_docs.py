@@ -14,9 +14,9 @@ from typing import NoReturn
 import pytest
 
 import nanotrain
-from nanotrain.cli import CHECKPOINT_COMMANDS, COMMANDS, main
-from nanotrain.cli_launch import OPTIONS, split_arguments
-from nanotrain.cli_parser import CommandParser
+from nanotrain.cli.launch import OPTIONS, split_arguments
+from nanotrain.cli.main import CHECKPOINT_COMMANDS, COMMANDS, main
+from nanotrain.cli.parser import CommandParser
 from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS, SWITCHES
 from nanotrain.config.flags import OWN_FLAGS
 from nanotrain.config.load import load

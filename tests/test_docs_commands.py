@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from nanotrain.cli import COMMANDS, main
-from nanotrain.cli_launch import split_arguments
+from nanotrain.cli.launch import split_arguments
+from nanotrain.cli.main import COMMANDS, main
 from nanotrain.config.config import Config
 from nanotrain.config.load import load
 from nanotrain.config.validate import validate_for_world
@@ -32,10 +32,10 @@ RAN = re.compile(
 PLANNED = re.compile(r"(\$ )?(nanotrain train|torchrun .*-m nanotrain\.train) .*")
 PARSED = {  # the beginning of a command: what runs it
     "nanotrain evaluate": "tests/inference/test_lm_eval.py",  # with --tasks: the package is an extra
-    "nanotrain generate --nproc-per-node": "tests/test_cli_launch.py",
+    "nanotrain generate --nproc-per-node": "tests/cli/test_launch.py",
     "nanotrain parity": "tests/parity",
     "nanotrain prepare": "tests/prepare",  # with a tokenizer that is trained
-    "nanotrain sweep": "tests/test_cli_sweep.py",
+    "nanotrain sweep": "tests/cli/test_sweep.py",
     "nanotrain timeline": "tests/report/test_timeline.py",
     "nanotrain topology --schedule": "tests/parallel/pp/test_draw.py",
     "nanotrain watch": "tests/report/test_serve.py",

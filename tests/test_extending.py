@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanotrain.attention import backends
+from nanotrain.attention.backends import ALL, EVERYTHING, Ability, AttentionBackend
+from nanotrain.attention.sdpa import DenseKernel, LayerKernels
 from nanotrain.comm.autograd import gather_along
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import OptimConfig
-from nanotrain.hf.families import FAMILIES, model_from_hf
+from nanotrain.interop.hf.families import FAMILIES, model_from_hf
 from nanotrain.optim.lr import LR_DECAYS
 from nanotrain.optim.optimizers import OPTIMIZERS
 from nanotrain.optim.rule import ParamRange, UpdateRule, UpdateStep
-from nanotrain.parallel.cp import backends
 from nanotrain.parallel.cp.attention import CORE_ATTENTIONS, SDPAttention
-from nanotrain.parallel.cp.backends import ALL, EVERYTHING, Ability, AttentionBackend
-from nanotrain.parallel.cp.sdpa import DenseKernel, LayerKernels
 from nanotrain.parallel.cp.split import join_shards, local_chunks
 from nanotrain.parallel.pp.actions import PipelineShape, Schedule, forward, full_backward
 from nanotrain.parallel.pp.schedules import SCHEDULES
@@ -157,7 +157,7 @@ def test_a_file_format_of_prepare_is_a_splitter_and_a_reader(tmp_path: Path, mon
 
 
 def test_a_family_is_read_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanotrain.hf.export import export_weights
+    from nanotrain.interop.hf.export import export_weights
 
     mine = replace(FAMILIES["llama"], architecture="MineForCausalLM")
     monkeypatch.setitem(FAMILIES, "mine", mine)

@@ -11,19 +11,18 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = {
-    "__main__": 14,
-    "cli": 13,
-    **dict.fromkeys(["cli_sweep", "cli_completion", "cli_evaluate", "cli_generate"], 12),
-    **dict.fromkeys(["cli_checkpoint", "cli_launch"], 11),
-    "cli_parser": 3,
-    "parity": 11,
-    "train": 10,
-    **dict.fromkeys(["inference", "report"], 9),
-    **dict.fromkeys(["model", "optim", "hf"], 8),
-    **dict.fromkeys(["parallel.tp", "parallel.cp", "parallel.ep", "parallel.pp", "parallel.dp", "checkpoint"], 7),
-    **dict.fromkeys(["kernels", "memory"], 6),
+    "__main__": 15,
+    "cli": 14,
+    "parity": 13,
+    "train": 12,
+    **dict.fromkeys(["launch", "watch"], 11),
+    **dict.fromkeys(["inference", "report"], 10),
+    **dict.fromkeys(["model", "optim", "interop"], 9),
+    **dict.fromkeys(["parallel.tp", "parallel.cp", "parallel.ep", "parallel.pp", "parallel.dp", "checkpoint"], 8),
+    **dict.fromkeys(["attention", "memory"], 7),
+    **dict.fromkeys(["kernels"], 6),
     **dict.fromkeys(["precision", "prepare"], 5),
-    **dict.fromkeys(["comm", "data"], 4),
+    **dict.fromkeys(["comm", "data", "spec"], 4),
     **dict.fromkeys(["topology", "runs"], 3),
     **dict.fromkeys(["config", "output", "start_up"], 2),
     **dict.fromkeys(["errors", "host", "log", "quantities", "untrusted"], 1),
@@ -31,27 +30,19 @@ FLOORS = {
 # names that only some files may use
 RESERVED = {
     "torch.cuda": ("nanotrain/comm/device.py",),
-    "os.environ": ("nanotrain/train/__main__.py", "nanotrain/cli.py", "nanotrain/config/compose.py", "nanotrain/comm/"),
+    "os.environ": (
+        "nanotrain/train/__main__.py",
+        "nanotrain/cli/main.py",
+        "nanotrain/config/compose.py",
+        "nanotrain/comm/",
+    ),
     "hydra": ("nanotrain/config/",),
 }
 NO_TORCH = (
-    "nanotrain/__init__.py",
-    "nanotrain/cli.py",
-    "nanotrain/cli_checkpoint.py",
-    "nanotrain/cli_completion.py",
-    "nanotrain/cli_evaluate.py",
-    "nanotrain/cli_generate.py",
-    "nanotrain/cli_launch.py",
-    "nanotrain/cli_parser.py",
-    "nanotrain/cli_sweep.py",
-    "nanotrain/errors.py",
-    "nanotrain/start_up.py",
-    "nanotrain/host.py",
-    "nanotrain/log.py",
-    "nanotrain/output.py",
-    "nanotrain/config/",
+    *("nanotrain/__init__.py", "nanotrain/cli/", "nanotrain/config/", "nanotrain/topology/", "nanotrain/spec/"),
+    *("nanotrain/errors.py", "nanotrain/host.py", "nanotrain/log.py", "nanotrain/output.py"),
+    *("nanotrain/start_up.py", "nanotrain/untrusted.py"),
 )
-NO_TORCH += ("nanotrain/topology/", "nanotrain/untrusted.py")
 ALIASES = {"os.getenv": "os.environ", "os.environb": "os.environ", "os.putenv": "os.environ"}
 
 
@@ -148,7 +139,7 @@ def test_no_import_cycles() -> None:
         ("nanotrain/parallel/dp/layout.py", "from nanotrain.parallel import pp"),
         ("nanotrain/comm/group.py", "def later():\n    import nanotrain.train"),
         ("nanotrain/comm/group.py", "if TYPE_CHECKING:\n    from nanotrain import model"),
-        ("nanotrain/comm/group.py", "importlib.import_module('nanotrain.cli')"),
+        ("nanotrain/comm/group.py", "importlib.import_module('nanotrain.cli.main')"),
         ("nanotrain/comm/group.py", "from ..train import loop"),
         ("nanotrain/comm/group.py", "from nanotrain import Config"),
         ("nanotrain/model/mlp.py", "torch.cuda.synchronize()"),
@@ -176,7 +167,7 @@ def test_the_offending_line_is_named(path: str, source: str) -> None:
         ("nanotrain/train/run.py", "import nanotrain.model, torch"),
         ("nanotrain/comm/device.py", "torch.cuda.synchronize()"),
         ("nanotrain/model/mlp.py", '"""Never torch.cuda here."""'),
-        ("nanotrain/cli.py", "os.environ['COLUMNS']"),
+        ("nanotrain/cli/main.py", "os.environ['COLUMNS']"),
         ("nanotrain/__init__.py", "from nanotrain.config.config import Config"),
     ],
 )

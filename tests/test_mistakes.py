@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 
-from nanotrain.cli import main
+from nanotrain.cli.main import main
 from tests.train.conftest import logging_as_before  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("logging_as_before")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nanotrain.cli import main
+from nanotrain.cli.main import main
 from tests.train.conftest import logging_as_before  # noqa: F401 a fixture
 from tests.train.small_run import arguments
 

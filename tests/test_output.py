@@ -57,7 +57,7 @@ NOTE = "outlive_output('it goes on')\n"
 
 
 def test_output_that_is_needed_is_one_error_on_a_full_disk() -> None:
-    done = _run("from nanotrain.cli import main\nraise SystemExit(main(['--help']))", "> /dev/full")
+    done = _run("from nanotrain.cli.main import main\nraise SystemExit(main(['--help']))", "> /dev/full")
     reason = "No space left on device; free space, or send the output elsewhere"
     assert (done.returncode, done.stderr) == (2, f"error: standard output cannot be written: {reason}\n")
 

@@ -31,7 +31,9 @@ def test_the_face_fits_on_a_screen():
 
 def test_the_pure_rooms_come_without_torch():
     """Configuration and topology are what a planner on a laptop needs, and what `--help` waits for."""
-    rooms = "nanotrain, nanotrain.cli, nanotrain.config.load, nanotrain.config.compose, nanotrain.topology.topology"
+    rooms = (
+        "nanotrain, nanotrain.cli.main, nanotrain.config.load, nanotrain.config.compose, nanotrain.topology.topology"
+    )
     loaded = run_python(f"import sys, {rooms}; nanotrain.load_config(['+config=tiny']); print(*sys.modules)").split()
     assert not {"torch", "transformers", "wandb"} & set(loaded)
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from nanotrain import cli
+from nanotrain.cli import main as cli
 from nanotrain.errors import EnvironmentFault
 from nanotrain.start_up import end_without_collection, importing_torch, require_folders, without_collection
 
@@ -21,7 +21,12 @@ NEVER += ("nanotrain.kernels.triton_rotary",)  # these import Triton where it is
 NEVER += ("wandb", "tensorboard", "torch.utils.tensorboard", "prometheus_client", "submitit", "lm_eval", "IPython")
 # before the first step; torch imports sympy for the first backward pass, and plotly draws the report at the end
 BUILT = (*NEVER, "sympy", "torch.fx.experimental.symbolic_shapes", "plotly")
-BUILT += ("nanotrain.hf.families", "nanotrain.hf.import_weights", "nanotrain.report.page", "nanotrain.report.history")
+BUILT += (
+    "nanotrain.interop.hf.families",
+    "nanotrain.interop.hf.import_weights",
+    "nanotrain.report.page",
+    "nanotrain.report.history",
+)
 CODE = """
 import gc, sys
 from types import SimpleNamespace

@@ -23,9 +23,9 @@ from nanotrain.config.config import ModelConfig
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.errors import NanotrainError
-from nanotrain.hf.families import config_to_hf, model_from_hf
-from nanotrain.hf.weights import WeightFiles
-from nanotrain.topology.boxes import Box, TensorBox
+from nanotrain.interop.hf.families import config_to_hf, model_from_hf
+from nanotrain.interop.hf.weights import WeightFiles
+from nanotrain.spec.boxes import Box, TensorBox
 from nanotrain.untrusted import (
     depth_of,
     finite_number,

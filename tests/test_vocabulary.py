@@ -35,7 +35,7 @@ RETIRED_NAMES = {
     r"Ledger|ledger": "TrafficCounter, traffic",
     r"alone|ALONE": "single_rank, SINGLE_RANK",
     r"start_values|roll_call": "init",
-    r"PARAMETERS|Role": "declarations in topology/parameters.py",
+    r"PARAMETERS|Role": "declarations in spec/parameters.py",
 }
 
 # phrase -> the term to use instead; matched without regard to case, in text only

@@ -36,8 +36,8 @@ from nanotrain.checkpoint.write import shard_name, write_shard
 from nanotrain.comm.group import Group
 from nanotrain.comm.work import CommunicationFault
 from nanotrain.precision.dtypes import DTYPE_NAMES
+from nanotrain.spec.boxes import TensorBox
 from nanotrain.start_up import without_collection
-from nanotrain.topology.boxes import TensorBox
 
 Tensors = Mapping[TensorBox, torch.Tensor]
 TargetFilter = Callable[[Manifest, Tensors], Tensors]

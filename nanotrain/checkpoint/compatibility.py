@@ -13,7 +13,7 @@ from typing import Any
 from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.errors import CheckpointError
 from nanotrain.quantities import count_of
-from nanotrain.topology.boxes import TensorBox
+from nanotrain.spec.boxes import TensorBox
 
 MAX_LISTED = 4
 CASTABLE = frozenset({"fp64", "fp32", "fp16", "bf16"})

@@ -22,7 +22,7 @@ from nanotrain.config.schema import config_from_dict
 from nanotrain.errors import ConfigError
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.quantities import count_of
-from nanotrain.topology.boxes import Box, TensorBox
+from nanotrain.spec.boxes import Box, TensorBox
 
 MAX_LISTED = 20
 

@@ -19,9 +19,9 @@ import torch
 
 from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.config.model import ModelConfig
-from nanotrain.topology.boxes import Box, TensorBox
-from nanotrain.topology.parameters import declare_model
-from nanotrain.topology.shape import ModelShape
+from nanotrain.spec.boxes import Box, TensorBox
+from nanotrain.spec.parameters import declare_model
+from nanotrain.spec.shape import ModelShape
 
 
 def vocabulary_rows(model_config: ModelConfig) -> dict[str, int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, TensorEntry, damaged
-from nanotrain.topology.boxes import Box, TensorBox
+from nanotrain.spec.boxes import Box, TensorBox
 
 CHUNK_BYTES = 32 * 2**20
 """A chunk is always read in full, for its checksum: its size bounds the bytes that a reader discards."""

@@ -26,7 +26,7 @@ from nanotrain.checkpoint.store import read_manifest
 from nanotrain.checkpoint.write import file_threads, raw_bytes
 from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import SAFETENSORS_NAMES, TORCH_DTYPES
-from nanotrain.topology.boxes import TensorBox
+from nanotrain.spec.boxes import TensorBox
 from nanotrain.untrusted import list_of, object_of, parse_json, shown, text_of, whole_number
 
 PIECE_BYTES = 2**19

@@ -24,7 +24,7 @@ from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.quantities import count_of
 from nanotrain.runs.files import disk_fault
-from nanotrain.topology.boxes import TensorBox
+from nanotrain.spec.boxes import TensorBox
 
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]  # name -> shape and dtype
 AVERAGED = {"model", "router"}  # kinds of tensors: parameters, and biases of experts, without which a model is not read

@@ -11,7 +11,7 @@ import torch
 
 from nanotrain.checkpoint.plan import split_box
 from nanotrain.comm.device import synchronize
-from nanotrain.topology.boxes import TensorBox
+from nanotrain.spec.boxes import TensorBox
 
 
 class StagingBuffers:

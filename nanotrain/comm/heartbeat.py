@@ -1,7 +1,7 @@
 """`Heartbeat`: what a rank is doing, in memory that other processes of its machine can read.
 
 A rank only stores integers: no lock, no system call, no message. So the record of a frozen or killed rank can be read
-like any other. `train/watch/` reads the records of all ranks when a run makes no progress.
+like any other. `watch/` reads the records of all ranks when a run makes no progress.
 
     record of a rank   int64 fields: process, counters, phase, action, the collective it waits for
                        and per group name: sequence number, operation and bytes of the last collective

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanotrain.attention.call import AttentionCall
+from nanotrain.attention.sdpa import DenseKernel
+from nanotrain.attention.tiles import Spans
 from nanotrain.model.transformer import Block, Stage
-from nanotrain.parallel.cp.call import AttentionCall
-from nanotrain.parallel.cp.sdpa import DenseKernel
-from nanotrain.parallel.cp.tiles import Spans
 
 
 class KVCache:

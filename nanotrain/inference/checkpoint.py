@@ -33,15 +33,15 @@ from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.prepare.quickstart import find_quickstart
 from nanotrain.runs.folder import RunFolder
-from nanotrain.topology.boxes import TensorBox
+from nanotrain.spec.boxes import TensorBox
+from nanotrain.spec.parameters import declare_model, declare_stage
+from nanotrain.spec.params import localize
+from nanotrain.spec.shape import ModelShape
+from nanotrain.spec.stages import StageSpec
 from nanotrain.topology.groups import GroupName
-from nanotrain.topology.parameters import declare_model, declare_stage
-from nanotrain.topology.params import localize
-from nanotrain.topology.shape import ModelShape
-from nanotrain.topology.stages import StageSpec
 
 if TYPE_CHECKING:
-    from nanotrain.hf.companions import Companions
+    from nanotrain.interop.hf.companions import Companions
 
 SHARDED_AXES: tuple[GroupName, ...] = ("tp", "ep", "etp")  # of a model that generates
 PREFIX, AVERAGE = "model/", "ema/"  # of the names of main params and of their moving average in a checkpoint
@@ -74,7 +74,7 @@ class OpenedCheckpoint:
             NanotrainError: a tensor that is missing or damaged.
         """
         if self.manifest is None:
-            from nanotrain.hf.import_weights import import_weights
+            from nanotrain.interop.hf.import_weights import import_weights
 
             named = {replace(box, name=box.name.removeprefix("router/")): target for box, target in wanted.items()}
             import_weights(self.path, self.config.model, wanted=named)
@@ -115,7 +115,7 @@ def open_model(path: Path, *, ema: bool = False) -> OpenedCheckpoint:
     if ema:
         why = "a Hugging Face folder holds one set of weights"
         raise CheckpointError(f"{path} has no moving average of the weights", why=why, fix="leave out --ema")
-    from nanotrain.hf.families import model_from_hf  # a checkpoint needs no families of Hugging Face
+    from nanotrain.interop.hf.families import model_from_hf  # a checkpoint needs no families of Hugging Face
 
     model_config = model_from_hf(path)
     tokenizer = str(path) if any((path / name).is_file() for name in VOCABULARY_FILES) else None
@@ -310,7 +310,7 @@ def export_checkpoint(
             that of the pretrained checkpoint where the run's is the same or unknown.
         ema: write the moving average of the weights (`--ema-decay`).
     """
-    from nanotrain.hf.export import export_weights
+    from nanotrain.interop.hf.export import export_weights
 
     checkpoint = open_checkpoint(path, ema=ema)
     model_config = checkpoint.config.model
@@ -324,7 +324,7 @@ def export_checkpoint(
 
 def _companions(checkpoint: OpenedCheckpoint, tokenizer: Path | None) -> "Companions":
     """The files copied beside the weights: the given tokenizer, else the run's if it is a local path."""
-    from nanotrain.hf.companions import Companions, is_same_tokenizer
+    from nanotrain.interop.hf.companions import Companions, is_same_tokenizer
 
     pretrained = checkpoint.config.checkpoint.pretrained_checkpoint
     origin = None if pretrained is None else Path(pretrained)

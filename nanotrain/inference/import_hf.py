@@ -9,14 +9,14 @@ from nanotrain.checkpoint.rewrite import write_checkpoint
 from nanotrain.checkpoint.write import ChunkWrite
 from nanotrain.config.config import CheckpointConfig, Config, DataConfig
 from nanotrain.config.schema import to_dict
-from nanotrain.hf.families import model_from_hf
-from nanotrain.hf.import_weights import WeightReader
 from nanotrain.inference.checkpoint import PREFIX
+from nanotrain.interop.hf.families import model_from_hf
+from nanotrain.interop.hf.import_weights import WeightReader
 from nanotrain.model.router_stats import expert_biases
 from nanotrain.model.transformer import build_stage
-from nanotrain.topology.boxes import TensorBox
-from nanotrain.topology.parameters import declare_model
-from nanotrain.topology.shape import ModelShape
+from nanotrain.spec.boxes import TensorBox
+from nanotrain.spec.parameters import declare_model
+from nanotrain.spec.shape import ModelShape
 
 
 def import_hf(folder: Path, output: Path) -> str:

@@ -24,7 +24,7 @@ from nanotrain.parallel.tp.layers import (
     RowParallelLinear,
 )
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
-from nanotrain.topology.shape import ModelShape
+from nanotrain.spec.shape import ModelShape
 
 
 class Attention(nn.Module):

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from nanotrain.topology.boxes import Box
-from nanotrain.topology.params import LocalParam, Normal, ParamSpec
+from nanotrain.spec.boxes import Box
+from nanotrain.spec.params import LocalParam, Normal, ParamSpec
 
 # Elements per block. Another number gives other weights for the same seed.
 BLOCK_ELEMENTS = 2**20

@@ -32,7 +32,7 @@ from nanotrain.model.qk_clip import build_core
 from nanotrain.model.rope import Rotary, apply_rotary
 from nanotrain.model.scores import LayerScores, local_heads
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
-from nanotrain.topology.shape import ModelShape
+from nanotrain.spec.shape import ModelShape
 
 
 class MultiLatentAttention(nn.Module):

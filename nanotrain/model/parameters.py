@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from nanotrain.precision.dtypes import TORCH_DTYPES
-from nanotrain.topology.params import LocalParam
+from nanotrain.spec.params import LocalParam
 
 
 class Parameters:

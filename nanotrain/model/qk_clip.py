@@ -23,15 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanotrain.attention.chunk_attention import AttentionChunk
+from nanotrain.attention.max_logits import largest_logits
 from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.eager import eager
 from nanotrain.comm.group import Group
 from nanotrain.config.config import OptimConfig
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.router_stats import StatefulModule
-from nanotrain.parallel.cp.chunk_attention import AttentionChunk
-from nanotrain.parallel.cp.max_logits import largest_logits
-from nanotrain.topology.shape import ModelShape
+from nanotrain.spec.shape import ModelShape
 
 
 class MaxLogits(StatefulModule):

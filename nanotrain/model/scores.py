@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
+from nanotrain.attention.scores import ScoreOptions, WeightDropout
 from nanotrain.config.config import ModelConfig, SoftmaxType
 from nanotrain.model.context import LayerContext
 from nanotrain.model.dropout import DropoutPlace
-from nanotrain.parallel.cp.scores import ScoreOptions, WeightDropout
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
-from nanotrain.topology.shape import ModelShape
+from nanotrain.spec.shape import ModelShape
 
 
 class LayerScores:

@@ -9,7 +9,7 @@
               first stage                                 last stage
 
 Other files: attention.py, multi-head latent attention (mla.py), norm.py, rope.py, mixture of experts (moe.py) and
-multi-token prediction (mtp.py). Parameters are declared in topology/parameters.py and created on the meta device;
+multi-token prediction (mtp.py). Parameters are declared in spec/parameters.py and created on the meta device;
 modules only use them. Their names are global on every stage.
 
     B batch   S sequence   H hidden   F inner width of the MLP   V vocabulary   Vp vocabulary with padding
@@ -49,10 +49,10 @@ from nanotrain.parallel.tp.layers import (
 )
 from nanotrain.parallel.tp.loss import Targets, TokenGroups, Vocabulary, vocab_parallel_cross_entropy
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
-from nanotrain.topology.parameters import declare_stage
-from nanotrain.topology.params import LocalParam
-from nanotrain.topology.shape import ModelShape
-from nanotrain.topology.stages import StageSpec
+from nanotrain.spec.parameters import declare_stage
+from nanotrain.spec.params import LocalParam
+from nanotrain.spec.shape import ModelShape
+from nanotrain.spec.stages import StageSpec
 
 
 class MLP(nn.Module):

@@ -19,7 +19,7 @@ from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import ShardRange
 from nanotrain.precision.policy import Precision
-from nanotrain.topology.boxes import TensorBox
+from nanotrain.spec.boxes import TensorBox
 
 
 @dataclass(frozen=True)

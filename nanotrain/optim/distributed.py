@@ -38,7 +38,7 @@ from nanotrain.optim.stored import StoredTensor
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
-from nanotrain.topology.boxes import TensorBox
+from nanotrain.spec.boxes import TensorBox
 from nanotrain.topology.groups import GroupName
 
 

@@ -19,8 +19,8 @@ from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.optim.clip import squared_norm
 from nanotrain.optim.distributed import DistributedOptimizer
-from nanotrain.topology.boxes import TensorBox
-from nanotrain.topology.params import ParamSpec
+from nanotrain.spec.boxes import TensorBox
+from nanotrain.spec.params import ParamSpec
 
 KINDS = ("grad", "update", "param")
 Boxes = Mapping[TensorBox, Tensor]

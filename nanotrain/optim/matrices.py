@@ -23,7 +23,7 @@ from math import prod
 from nanotrain.optim.rule import Shape
 from nanotrain.parallel.dp.layout import BucketLayout, BucketParam, BufferLayout
 from nanotrain.quantities import count_of
-from nanotrain.topology.params import LocalParam
+from nanotrain.spec.params import LocalParam
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from nanotrain.optim.rule import UpdateRule
 from nanotrain.optim.stored import stored_bytes
 from nanotrain.parallel.dp.layout import ShardRange
 from nanotrain.precision.policy import Precision
-from nanotrain.topology.boxes import TensorBox, flat_range_to_boxes
+from nanotrain.spec.boxes import TensorBox, flat_range_to_boxes
 
 
 @dataclass(frozen=True)

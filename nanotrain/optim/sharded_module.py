@@ -32,7 +32,7 @@ from nanotrain.parallel.dp.strategy import STRATEGIES, Strategy
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
 from nanotrain.quantities import count_of
-from nanotrain.topology.params import Constant, LocalParam, ParamSpec
+from nanotrain.spec.params import Constant, LocalParam, ParamSpec
 
 Unit = tuple[str, nn.Module]
 

@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanotrain.comm.local_world import run_ranks
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.batch_schedule import batch_schedule, batch_sizes
 from nanotrain.config.config import Config
@@ -35,11 +34,12 @@ from nanotrain.config.load import Loaded
 from nanotrain.config.validate import check_layout, check_model, validate_for_world
 from nanotrain.data.batch import Sample
 from nanotrain.data.build import DatasetSplits
+from nanotrain.launch.local_world import run_ranks
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parity.report import ParityReport, StepDifference, TensorDifference, relative
 from nanotrain.parity.shrink import left_out, on_one_rank, shrink
 from nanotrain.runs.folder import RunFolder
-from nanotrain.topology.boxes import TensorBox
+from nanotrain.spec.boxes import TensorBox
 from nanotrain.topology.topology import Topology
 from nanotrain.train.build import build_run
 from nanotrain.train.plans.plan import plan_run

@@ -44,7 +44,7 @@ from nanotrain.runs.folder import RunFolder, check_writable
 from nanotrain.runs.lock import lock_run
 from nanotrain.runs.open_files import require_open_files
 from nanotrain.start_up import end_without_collection, importing_torch
-from nanotrain.train.watch.launcher import end_with_launcher
+from nanotrain.watch.launcher import end_with_launcher
 
 if TYPE_CHECKING:
     from nanotrain.report.history import RunHistory
@@ -127,12 +127,12 @@ def train(loaded: Loaded, world_size: int) -> None:
     require_open_files(num_workers=loaded.config.data.num_workers)
     with importing_torch():
         import nanotrain.train.start.launch  # noqa: F401  for `_train_in_folder`
+        from nanotrain.attention.backends import AttentionChoice, AttentionDevice
         from nanotrain.comm.device import compute_capability, describe_unused_gpus, memory_per_rank, pick_device
         from nanotrain.comm.parallel_context import Launch
         from nanotrain.log import get_logger, start_logging
         from nanotrain.memory.offload import require_gpu
         from nanotrain.optim import offload
-        from nanotrain.parallel.cp.backends import AttentionChoice, AttentionDevice
         from nanotrain.train.fp8 import require_fp8
         from nanotrain.train.hooks.prometheus import require_client
         from nanotrain.train.plans.memory_plan import require_memory

@@ -32,8 +32,8 @@ from nanotrain.parallel.cp.split import split_batch
 from nanotrain.parallel.pp.executor import Pipeline
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
-from nanotrain.topology.parameters import declare_model
-from nanotrain.topology.params import LocalParam
+from nanotrain.spec.parameters import declare_model
+from nanotrain.spec.params import LocalParam
 from nanotrain.train.batches import BatchIterator, BatchOptions
 from nanotrain.train.compile import describe_compile, with_compile
 from nanotrain.train.metrics.source_losses import SourceLosses

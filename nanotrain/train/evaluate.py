@@ -37,7 +37,7 @@ from nanotrain.prepare.chunks import plan_chunks
 from nanotrain.prepare.readers import DocumentReader
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.quantities import count_of
-from nanotrain.topology.params import LocalParam
+from nanotrain.spec.params import LocalParam
 from nanotrain.train.build import build_batch_iterator, build_pipeline
 from nanotrain.train.plans.plan import Plan
 from nanotrain.train.routers import router_biases

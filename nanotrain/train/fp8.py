@@ -15,7 +15,7 @@ from nanotrain.errors import EnvironmentFault
 from nanotrain.model.fp8 import fp8_layers, update_amax_histories
 from nanotrain.model.transformer import Stage
 from nanotrain.precision.fp8 import RECIPES
-from nanotrain.topology.boxes import TensorBox
+from nanotrain.spec.boxes import TensorBox
 
 HISTORY = "fp8/"  # of the names of the histories in a checkpoint
 

@@ -17,7 +17,7 @@ from nanotrain.model.router_stats import (
     update_expert_bias,
 )
 from nanotrain.model.transformer import Stage
-from nanotrain.topology.boxes import TensorBox
+from nanotrain.spec.boxes import TensorBox
 
 
 class ModelRouters:

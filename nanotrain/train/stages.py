@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from nanotrain.attention.backends import AttentionChoice, AttentionDevice
 from nanotrain.comm.device import compute_capability
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
@@ -17,7 +18,6 @@ from nanotrain.model.fp8 import fp8_options, layers_in_bf16
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.transformer import Stage
 from nanotrain.parallel.cp.attention import build_core_attention
-from nanotrain.parallel.cp.backends import AttentionChoice, AttentionDevice
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.options import DataParallelOptions
 from nanotrain.parallel.dp.reduction import ReduceGroups
@@ -26,7 +26,7 @@ from nanotrain.parallel.tp.layers import ColumnParallelLinears
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.precision.fp8 import RECIPES
 from nanotrain.precision.policy import Precision
-from nanotrain.topology.params import LocalParam
+from nanotrain.spec.params import LocalParam
 from nanotrain.train.plans.plan import BufferPlan, Plan, StagePlan
 
 log = get_logger(__name__)

@@ -8,8 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from nanotrain.attention.backends import installed_torch
 from nanotrain.config.load import load
-from nanotrain.parallel.cp.backends import installed_torch
 from nanotrain.train.plans.plan import plan_run
 
 

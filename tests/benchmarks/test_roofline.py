@@ -7,9 +7,9 @@ from types import ModuleType
 
 import pytest
 
+from nanotrain.attention.backends import installed_torch
 from nanotrain.config.load import load
-from nanotrain.parallel.cp.backends import installed_torch
-from nanotrain.topology.counts import num_parameters
+from nanotrain.spec.counts import num_parameters
 from nanotrain.topology.groups import GroupSpec
 from nanotrain.train.plans.plan import Plan, plan_run
 from nanotrain.train.plans.traffic import sent_bytes

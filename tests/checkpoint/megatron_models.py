@@ -9,9 +9,9 @@ from nanotrain.comm.group import Group
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.model import Activation, ModelConfig, MoEConfig, Normalization, PositionEmbedding
 from nanotrain.config.schema import to_dict
-from nanotrain.topology.boxes import TensorBox
-from nanotrain.topology.parameters import declare_model
-from nanotrain.topology.shape import ModelShape
+from nanotrain.spec.boxes import TensorBox
+from nanotrain.spec.parameters import declare_model
+from nanotrain.spec.shape import ModelShape
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 40, "max_position_embeddings": 12}
 SIZES |= {"make_vocab_size_divisible_by": 1, "ffn_hidden_size": 32}

@@ -15,7 +15,7 @@ from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.write import WrittenShard, write_shard
 from nanotrain.comm.group import Group
 from nanotrain.errors import CheckpointError, EnvironmentFault
-from nanotrain.topology.boxes import Box, TensorBox
+from nanotrain.spec.boxes import Box, TensorBox
 
 WEIGHT, MOMENT = "model/mlp.up.weight", "optimizer/exp_avg/mlp.up.weight"
 CONFIG = {"model": {"hidden_size": 6, "num_layers": 1}}

@@ -18,7 +18,7 @@ from nanotrain.checkpoint.commit import (
 from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.checkpoint.write import shard_name, write_shard
 from nanotrain.errors import CheckpointError
-from nanotrain.topology.boxes import Box, TensorBox
+from nanotrain.spec.boxes import Box, TensorBox
 
 MANIFEST = Manifest(3, {}, {}, objects={"seen": 1}, config={}, topology={})
 

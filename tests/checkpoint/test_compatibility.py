@@ -7,7 +7,7 @@ import pytest
 from nanotrain.checkpoint.compatibility import check_all_loaded, check_compatible, loads
 from nanotrain.checkpoint.manifest import Manifest, TensorEntry
 from nanotrain.errors import CheckpointError
-from nanotrain.topology.boxes import Box, TensorBox
+from nanotrain.spec.boxes import Box, TensorBox
 
 SHAPES = {"model/a": (4, 2), "model/b": (3,), "optimizer/exp_avg/a": (4, 2), "optimizer/exp_avg/b": (3,)}
 MANIFEST = Manifest(

@@ -10,7 +10,7 @@ from nanotrain.checkpoint import plan
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.difference import diff
 from nanotrain.comm.group import Group
-from nanotrain.topology.boxes import TensorBox
+from nanotrain.spec.boxes import TensorBox
 
 
 def save(folder: Path, change: float = 0.0, vocab_size: int | None = None, **tensors: torch.Tensor) -> Path:

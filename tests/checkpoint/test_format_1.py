@@ -14,7 +14,7 @@ from safetensors import safe_open
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.inference.checkpoint import load_stage, open_checkpoint
-from nanotrain.topology.boxes import TensorBox, flat_range_to_boxes
+from nanotrain.spec.boxes import TensorBox, flat_range_to_boxes
 from tests.harness import run_ranks
 from tests.laws.command_line import run_command_lines, steps_of
 

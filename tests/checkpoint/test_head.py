@@ -8,7 +8,7 @@ import pytest
 
 from nanotrain.checkpoint.head import saved_config
 from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, TensorEntry, to_json
-from nanotrain.topology.boxes import Box
+from nanotrain.spec.boxes import Box
 from nanotrain.untrusted import BLOCK_BYTES, read_file
 
 MARK = '"tensors": {\n'

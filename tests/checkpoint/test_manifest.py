@@ -15,7 +15,7 @@ from nanotrain.checkpoint.manifest import DamagedCheckpoint, NewerFormat, from_j
 from nanotrain.checkpoint.store import read_manifest
 from nanotrain.comm.group import Group
 from nanotrain.errors import CheckpointError
-from nanotrain.topology.boxes import Box, TensorBox
+from nanotrain.spec.boxes import Box, TensorBox
 
 DOC = Path(__file__).parents[2] / "docs" / "checkpoint.md"
 SHAPE = (5, 4)

@@ -18,7 +18,7 @@ from nanotrain.checkpoint.store import complete_checkpoints, read_manifest
 from nanotrain.comm.collectives import barrier
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.errors import NanotrainError
-from nanotrain.topology.boxes import Box, TensorBox, flat_range_to_boxes
+from nanotrain.spec.boxes import Box, TensorBox, flat_range_to_boxes
 from tests.harness import ranks, run_ranks
 
 SHAPES = {"model/up": (7, 5), "optimizer/exp_avg/up": (7, 5), "model/norm": (3,), "model/deep": (2, 3, 4)}

@@ -5,7 +5,7 @@ import torch
 from nanotrain.checkpoint.manifest import Manifest, TensorEntry
 from nanotrain.checkpoint.padding import fit_padding, vocabulary_rows
 from nanotrain.config.model import ModelConfig
-from nanotrain.topology.boxes import Box, TensorBox
+from nanotrain.spec.boxes import Box, TensorBox
 
 NAME = "model/embedding.word.weight"
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, TensorEntry
 from nanotrain.checkpoint.plan import coverage_fault, plan_reads, split_box
 from nanotrain.errors import CheckpointError
-from nanotrain.topology.boxes import Box, TensorBox, flat_range_to_boxes
+from nanotrain.spec.boxes import Box, TensorBox, flat_range_to_boxes
 
 shapes = st.lists(st.integers(1, 7), max_size=3).map(tuple)
 

@@ -17,7 +17,7 @@ from nanotrain.checkpoint.read import ShardFile, read_chunks, read_global_tensor
 from nanotrain.checkpoint.write import shard_name, write_shard
 from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import TORCH_DTYPES
-from nanotrain.topology.boxes import Box, TensorBox
+from nanotrain.spec.boxes import Box, TensorBox
 from tests.checkpoint.test_plan import covers, shapes
 
 Shares = list[dict[TensorBox, torch.Tensor]]

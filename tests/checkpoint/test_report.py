@@ -7,7 +7,7 @@ import torch
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.report import describe, verify
 from nanotrain.comm.group import Group
-from nanotrain.topology.boxes import TensorBox
+from nanotrain.spec.boxes import TensorBox
 
 OBJECTS = {"train": {"consumed_samples": 48, "consumed_tokens": 9000}, "last_step": {"loss": 2.5}}
 CONFIG = {"model": {"num_layers": 2, "hidden_size": 8, "vocab_size": 64}}

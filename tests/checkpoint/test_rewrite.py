@@ -11,7 +11,7 @@ from nanotrain.checkpoint.report import verify
 from nanotrain.checkpoint.rewrite import average
 from nanotrain.comm.group import Group
 from nanotrain.errors import CheckpointError
-from nanotrain.topology.boxes import TensorBox
+from nanotrain.spec.boxes import TensorBox
 
 
 def save(folder: Path, step: int, *, rows: int = 6) -> Path:

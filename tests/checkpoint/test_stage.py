@@ -7,7 +7,7 @@ import torch
 
 from nanotrain.checkpoint import stage
 from nanotrain.checkpoint.stage import StagingBuffers
-from nanotrain.topology.boxes import Box, TensorBox
+from nanotrain.spec.boxes import Box, TensorBox
 
 A, B = TensorBox("model/a", (8, 4), Box((2, 0), (6, 4))), TensorBox.full("model/b", (3,))
 

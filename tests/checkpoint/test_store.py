@@ -19,7 +19,7 @@ from nanotrain.checkpoint.manifest import DamagedCheckpoint, NewerFormat
 from nanotrain.checkpoint.read import ShardFile
 from nanotrain.comm.group import Group
 from nanotrain.errors import CheckpointError
-from nanotrain.topology.boxes import TensorBox
+from nanotrain.spec.boxes import TensorBox
 from tests.checkpoint.test_manifest import signed
 from tests.harness import HANG_S, forkserver
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from nanotrain.checkpoint import plan
 from nanotrain.checkpoint.write import plan_writes, write_shard
 from nanotrain.precision.dtypes import TORCH_DTYPES
-from nanotrain.topology.boxes import Box, TensorBox
+from nanotrain.spec.boxes import Box, TensorBox
 
 
 def test_any_dtype_and_strides_are_written_as_safetensors_reads_them(tmp_path: Path) -> None:

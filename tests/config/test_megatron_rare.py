@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from nanotrain.cli import COMMANDS
+from nanotrain.cli.main import COMMANDS
 from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS, SWITCHES
 from nanotrain.config.flags import OWN_FLAGS, parse
 from nanotrain.config.load import load

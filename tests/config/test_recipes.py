@@ -9,8 +9,8 @@ from nanotrain.config.load import load, load_config
 from nanotrain.config.schema import value_of
 from nanotrain.config.validate import check_layout, validate_for_world
 from nanotrain.errors import TopologyError
-from nanotrain.topology.counts import num_active_parameters, num_parameters
-from nanotrain.topology.shape import ModelShape
+from nanotrain.spec.counts import num_active_parameters, num_parameters
+from nanotrain.spec.shape import ModelShape
 from nanotrain.topology.topology import Topology
 
 # Published numbers of parameters; for mixtures also those a token meets, and the fewest ranks the layout needs.

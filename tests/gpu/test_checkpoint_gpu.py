@@ -8,7 +8,7 @@ import torch
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.stage import StagingBuffers
 from nanotrain.comm.group import Group
-from nanotrain.topology.boxes import TensorBox
+from nanotrain.spec.boxes import TensorBox
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nanotrain.parallel.cp.backends import BACKENDS
-from nanotrain.parallel.cp.chunk_attention import (
+from nanotrain.attention.backends import BACKENDS
+from nanotrain.attention.chunk_attention import (
     EAGER,
     FUSED,
     AttentionChunk,

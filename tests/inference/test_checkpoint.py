@@ -17,7 +17,7 @@ from nanotrain.inference.generate import Sampling
 from nanotrain.model.init import initialize
 from nanotrain.model.router_stats import expert_biases
 from nanotrain.model.transformer import Stage, build_stage
-from nanotrain.topology.boxes import Box, TensorBox
+from nanotrain.spec.boxes import Box, TensorBox
 
 EXPERTS = {"num_experts": 4, "ffn_hidden_size": 16, "router_score_function": "sigmoid"}
 

@@ -9,7 +9,7 @@ pytest.importorskip("lm_eval")
 
 from lm_eval.api.instance import Instance
 
-from nanotrain.cli import main
+from nanotrain.cli.main import main
 from nanotrain.inference.checkpoint import load_checkpoint
 from nanotrain.inference.generate import Sampling, generate
 from nanotrain.inference.lm_eval import NanotrainLM

@@ -10,7 +10,7 @@ import torch
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.schema import to_dict
-from nanotrain.topology.boxes import TensorBox
+from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.routers import router_biases, router_biases_to_save
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nanotrain.parallel.cp import tiles
+from nanotrain.attention import tiles
 from tests.harness import run_ranks
 from tests.laws.compare import Row, assert_row_trains_as_one_rank
 from tests.laws.worlds import Case, train_here

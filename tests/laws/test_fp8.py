@@ -20,7 +20,7 @@ import torch
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.model.fp8 import fp8_layers
-from nanotrain.topology.boxes import TensorBox
+from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.plans.traffic import sent_bytes
 from nanotrain.train.run import Run

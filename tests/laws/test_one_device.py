@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nanotrain.parallel.cp.backends import AttentionDevice
+from nanotrain.attention.backends import AttentionDevice
 from nanotrain.topology.topology import Topology
 from nanotrain.train.step import train_step
 from tests.fake_world import HAS_META_COLLECTIVES, fake_context

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from nanotrain.hf.families import model_from_hf
+from nanotrain.interop.hf.families import model_from_hf
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.worlds import GLOBAL_BATCH, VOCAB_SIZE, Case, UnevenDataset, train_here
 

@@ -10,7 +10,7 @@ import torch
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.parallel.dp.data_parallel import DataParallel
-from nanotrain.topology.params import ParamSpec
+from nanotrain.spec.params import ParamSpec
 from nanotrain.topology.topology import Topology
 from nanotrain.train.step import finalize_grads
 from tests.harness import SHORT_NAMES, run_ranks

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.hf.families import model_from_hf
+from nanotrain.interop.hf.families import model_from_hf
 from tests.harness import run_ranks
 from tests.laws.test_any_topology import save
 from tests.laws.worlds import VOCAB_SIZE, Case, build_here

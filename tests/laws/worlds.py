@@ -21,7 +21,7 @@ from nanotrain.data.batch import Sample
 from nanotrain.data.build import DatasetSplits
 from nanotrain.model.router_stats import RouterMetrics
 from nanotrain.runs.folder import RunFolder
-from nanotrain.topology.boxes import TensorBox
+from nanotrain.spec.boxes import TensorBox
 from nanotrain.topology.topology import Topology
 from nanotrain.train.build import build_run
 from nanotrain.train.plans.plan import Plan, plan_run

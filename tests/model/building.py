@@ -9,7 +9,7 @@ from nanotrain.data.batch import Batch
 from nanotrain.model.init import initialize
 from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.precision.dtypes import TORCH_DTYPES
-from nanotrain.topology.stages import StageSpec
+from nanotrain.spec.stages import StageSpec
 
 # 131 is no multiple of 128, so every model here has a padded vocabulary.
 VOCAB = 131

@@ -17,8 +17,8 @@ from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.transformer import build_mlp
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
-from nanotrain.topology.parameters import Declaration, moe
-from nanotrain.topology.shape import ModelShape
+from nanotrain.spec.parameters import Declaration, moe
+from nanotrain.spec.shape import ModelShape
 
 B, S, H, E = 4, 32, 16, 8
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from nanotrain.model.attention import _rows
+from nanotrain.spec.shape import ModelShape
 from nanotrain.topology.groups import GroupSpec
-from nanotrain.topology.shape import ModelShape
 from tests.model.building import LLAMA, build, random_batch
 
 

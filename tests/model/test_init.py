@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanotrain.model.init import BLOCK_ELEMENTS, fill_normal
-from nanotrain.topology.boxes import Box
-from nanotrain.topology.params import Normal, ParamSpec
-from nanotrain.topology.stages import StageSpec
+from nanotrain.spec.boxes import Box
+from nanotrain.spec.params import Normal, ParamSpec
+from nanotrain.spec.stages import StageSpec
 from tests.model.building import LLAMA, MODELS, build
 
 HUGE = ParamSpec("layers.0.mlp.up.weight", (5000, 700), dtype="fp32", init=Normal(0.02), weight_decay=True)

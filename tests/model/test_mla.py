@@ -23,10 +23,10 @@ from nanotrain.model.rope import RotaryTables
 from nanotrain.parallel.cp.attention import build_core_attention
 from nanotrain.parallel.cp.split import zigzag_chunks
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
-from nanotrain.topology.counts import num_parameters
-from nanotrain.topology.parameters import Declaration, declare_model, mla
-from nanotrain.topology.params import LocalParam, ParamSpec, localize
-from nanotrain.topology.shape import ModelShape
+from nanotrain.spec.counts import num_parameters
+from nanotrain.spec.parameters import Declaration, declare_model, mla
+from nanotrain.spec.params import LocalParam, ParamSpec, localize
+from nanotrain.spec.shape import ModelShape
 from tests.harness import run_ranks
 from tests.model.building import LLAMA
 

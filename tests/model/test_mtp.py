@@ -13,7 +13,7 @@ from nanotrain.data.batch import Batch
 from nanotrain.model.context import BatchContext, LayerContext
 from nanotrain.model.mtp import take_loss_sums
 from nanotrain.model.transformer import Stage
-from nanotrain.topology.stages import StageSpec
+from nanotrain.spec.stages import StageSpec
 from nanotrain.train.step import mtp_loss_scales
 from tests.model.building import LLAMA, QWEN3, VOCAB, build, random_batch, randomize
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanotrain.model.parameters import Parameters
-from nanotrain.topology.params import Constant, LocalParam, Normal, ParamSpec, Shard, localize
+from nanotrain.spec.params import Constant, LocalParam, Normal, ParamSpec, Shard, localize
 
 
 def declared() -> list[LocalParam]:

@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanotrain.attention.sdpa import SDPAttention
 from nanotrain.config.config import ModelConfig
 from nanotrain.data.batch import Batch
 from nanotrain.model.context import BatchContext, LayerContext
 from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.transformer import Attention, Stage, build_stage
-from nanotrain.parallel.cp.sdpa import SDPAttention
-from nanotrain.topology.stages import StageSpec, split_layers
+from nanotrain.spec.stages import StageSpec, split_layers
 from tests.model.building import GPT2, LLAMA, MODELS, VOCAB, build, give_storage, random_batch, randomize
 
 

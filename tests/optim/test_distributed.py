@@ -15,7 +15,7 @@ from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.precision.dtypes import DTYPE_NAMES
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
-from nanotrain.topology.boxes import TensorBox
+from nanotrain.spec.boxes import TensorBox
 from nanotrain.topology.topology import Topology
 from tests.harness import ranks, run_ranks
 from tests.parallel.dp.toys import RESIDENT_STRATEGIES, SHAPES, Toy, wrap

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanotrain.cli import main
+from nanotrain.cli.main import main
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.errors import CheckpointError
 from nanotrain.inference.checkpoint import export_checkpoint, load_checkpoint, open_model
-from nanotrain.topology.boxes import TensorBox
+from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.step import train_step
 from tests.harness import SHORT_NAMES, run_ranks
@@ -128,7 +128,7 @@ def loaded_weights(folder: Path, *, ema: bool = False) -> dict[str, Tensor]:
 
 
 def test_evaluate_reads_the_average(tmp_path, capsys):
-    from nanotrain.cli_evaluate import evaluate
+    from nanotrain.cli.evaluate import evaluate
 
     with small_run(tmp_path / "run", "--train-iters", "2", "--lr", "0.1", "--ema-decay", "0.9") as run:
         train(run, CheckpointHook())

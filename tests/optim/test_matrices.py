@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from nanotrain.optim.matrices import Coordinate, assign, balance, list_matrices, matrices_of, place
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
-from nanotrain.topology.params import LocalParam, Normal, ParamSpec, Shard, localize
+from nanotrain.spec.params import LocalParam, Normal, ParamSpec, Shard, localize
 
 SPEC = ParamSpec("up", (8, 6), dtype="fp32", init=Normal(1.0), weight_decay=True, needs_whole_matrix=True)
 COLUMN, ROW = replace(SPEC, shards=(Shard(0, "tp"),)), replace(SPEC, name="down", shards=(Shard(1, "tp"),))

@@ -22,7 +22,7 @@ from nanotrain.optim.rule import UpdateStep
 from nanotrain.optim.stored import SCALE_BLOCK, StoredTensor
 from nanotrain.parallel.dp.layout import ShardRange
 from nanotrain.precision.policy import Precision
-from nanotrain.topology.params import LocalParam, Normal, ParamSpec
+from nanotrain.spec.params import LocalParam, Normal, ParamSpec
 from tests.harness import ranks, run_ranks
 from tests.optim.test_distributed import CONFIG, Trainee, grads_of
 from tests.parallel.dp.toys import RESIDENT_STRATEGIES

@@ -10,8 +10,8 @@ from nanotrain.optim.part_state import PartState
 from nanotrain.optim.parts import ShardPart
 from nanotrain.optim.stored import SCALE_BLOCK, StoredTensor
 from nanotrain.parallel.dp.layout import ShardRange
-from nanotrain.topology.boxes import Box
-from nanotrain.topology.params import LocalParam, Normal, ParamSpec
+from nanotrain.spec.boxes import Box
+from nanotrain.spec.params import LocalParam, Normal, ParamSpec
 
 CPU = torch.device("cpu")
 NUMEL, FIRST = 3 * SCALE_BLOCK, 100

@@ -8,7 +8,7 @@ from nanotrain.comm.group import Group
 from nanotrain.optim.matrices import Coordinate, assign, list_matrices, place
 from nanotrain.optim.whole_matrices import GridGroups, WholeMatrices
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
-from nanotrain.topology.params import Normal, ParamSpec, Shard, localize
+from nanotrain.spec.params import Normal, ParamSpec, Shard, localize
 from tests.harness import ranks
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from nanotrain.cli import main
+from nanotrain.cli.main import main
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.load import load
@@ -17,7 +17,7 @@ from nanotrain.parity import check as parity_module
 from nanotrain.parity.check import RandomDataset, Record, compare, record_steps
 from nanotrain.parity.report import ParityReport
 from nanotrain.parity.shrink import on_one_rank, shrink
-from nanotrain.topology.boxes import Box, TensorBox
+from nanotrain.spec.boxes import Box, TensorBox
 from nanotrain.train import step as step_module
 from tests.harness import run_ranks
 

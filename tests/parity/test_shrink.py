@@ -17,8 +17,8 @@ from nanotrain.errors import ConfigError, TopologyError
 from nanotrain.parallel.cp.attention import CORE_ATTENTIONS
 from nanotrain.parallel.pp.schedules import SCHEDULES
 from nanotrain.parity.shrink import LEFT_OUT, left_out, on_one_rank, shrink
-from nanotrain.topology.counts import num_parameters
-from nanotrain.topology.shape import ModelShape
+from nanotrain.spec.counts import num_parameters
+from nanotrain.spec.shape import ModelShape
 from nanotrain.topology.topology import Topology
 from tests.config.asking import validate
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nanotrain.cli import main
+from nanotrain.cli.main import main
 from nanotrain.errors import EnvironmentFault
 from nanotrain.report import timeline
 from nanotrain.report.history import RunHistory

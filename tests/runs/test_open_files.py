@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nanotrain import cli
+from nanotrain.cli import main as cli
 from nanotrain.errors import EnvironmentFault
 from nanotrain.runs.open_files import require_open_files
 

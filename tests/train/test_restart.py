@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from nanotrain.train.watch.watchdog import REPORT
+from nanotrain.watch.watchdog import REPORT
 from tests.harness import run_ranks
 from tests.laws.command_line import arguments, assert_same_to_the_bit, run_command_lines, start_torchrun, wait_for
 

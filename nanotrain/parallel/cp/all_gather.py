@@ -18,14 +18,14 @@ flash kernels, which take no dense mask. The CPU computes a tile of the keys bef
 import torch
 from torch import Tensor
 
+from nanotrain.attention.call import AttentionCall
+from nanotrain.attention.max_logits import LogitObserver
+from nanotrain.attention.scores import ScoreOptions
+from nanotrain.attention.sdpa import LayerKernels
+from nanotrain.attention.tiles import Spans
 from nanotrain.comm.autograd import gather_along
 from nanotrain.comm.group import Group
-from nanotrain.parallel.cp.call import AttentionCall
-from nanotrain.parallel.cp.max_logits import LogitObserver
-from nanotrain.parallel.cp.scores import ScoreOptions
-from nanotrain.parallel.cp.sdpa import LayerKernels
 from nanotrain.parallel.cp.split import join_shards, zigzag_chunks
-from nanotrain.parallel.cp.tiles import Spans
 
 
 class AllGatherAttention:

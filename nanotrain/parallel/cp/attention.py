@@ -20,13 +20,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from nanotrain.attention.max_logits import LogitObserver
+from nanotrain.attention.scores import ScoreOptions
+from nanotrain.attention.sdpa import LayerKernels, SDPAttention
 from nanotrain.comm.group import Group
 from nanotrain.config.schema import check_choice
 from nanotrain.parallel.cp.all_gather import AllGatherAttention
-from nanotrain.parallel.cp.max_logits import LogitObserver
 from nanotrain.parallel.cp.ring import RingAttention
-from nanotrain.parallel.cp.scores import ScoreOptions
-from nanotrain.parallel.cp.sdpa import LayerKernels, SDPAttention
 from nanotrain.parallel.cp.ulysses import UlyssesAttention
 
 __all__ = ["CORE_ATTENTIONS", "CoreAttention", "SDPAttention", "build_core_attention"]

@@ -27,17 +27,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanotrain.attention.chunk_attention import AttentionResult, accumulate_dtype
+from nanotrain.attention.max_logits import LogitObserver
+from nanotrain.attention.scores import ScoreOptions, add_sink, sink_grad
+from nanotrain.attention.sdpa import LayerKernels
+from nanotrain.attention.tile_attention import forward_tiles, tile_gradients
+from nanotrain.attention.tiles import LocalChunk, Spans, Tile, TilePlan, plan_chunks
 from nanotrain.comm.eager import eager
 from nanotrain.comm.group import Group
 from nanotrain.comm.send_recv import start_ring_send_recv
 from nanotrain.comm.work import Work
-from nanotrain.parallel.cp.chunk_attention import AttentionResult, accumulate_dtype
-from nanotrain.parallel.cp.max_logits import LogitObserver
-from nanotrain.parallel.cp.scores import ScoreOptions, add_sink, sink_grad
-from nanotrain.parallel.cp.sdpa import LayerKernels
 from nanotrain.parallel.cp.split import stack_shards, zigzag_chunks
-from nanotrain.parallel.cp.tile_attention import forward_tiles, tile_gradients
-from nanotrain.parallel.cp.tiles import LocalChunk, Spans, Tile, TilePlan, plan_chunks
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from nanotrain.attention.call import AttentionCall
+from nanotrain.attention.max_logits import LogitObserver
+from nanotrain.attention.scores import ScoreOptions
+from nanotrain.attention.sdpa import LayerKernels, SDPAttention
 from nanotrain.comm.all_to_all import all_to_all
 from nanotrain.comm.group import Group
-from nanotrain.parallel.cp.call import AttentionCall
-from nanotrain.parallel.cp.max_logits import LogitObserver
-from nanotrain.parallel.cp.scores import ScoreOptions
-from nanotrain.parallel.cp.sdpa import LayerKernels, SDPAttention
 from nanotrain.parallel.cp.split import join_shards, stack_shards
 
 

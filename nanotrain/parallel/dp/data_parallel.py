@@ -48,7 +48,7 @@ from nanotrain.parallel.dp.unit_gather import UnitGather
 from nanotrain.parallel.dp.units import child_units, given_units, traced_units, wait_before_forward
 from nanotrain.precision.fp8 import WEIGHT_DTYPE
 from nanotrain.precision.policy import Precision
-from nanotrain.topology.params import LocalParam
+from nanotrain.spec.params import LocalParam
 
 # One reduction runs and the next is queued. More would hold memory on gloo, which receives into (d-1)/d of a bucket
 # (measured, 13 buckets: 39 MiB with all in flight, 10.5 with two, no slower), and full-size gradients of a pool.

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from nanotrain.topology.params import LocalParam
+from nanotrain.spec.params import LocalParam
 
 PARAM_ALIGNMENT = 64
 BUCKET_ALIGNMENT = 128

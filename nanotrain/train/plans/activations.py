@@ -7,13 +7,13 @@ Recomputation (docs/recompute.md) saves less, but during a backward the recomput
 
 from dataclasses import dataclass
 
+from nanotrain.attention.backends import AttentionChoice, AttentionDevice, installed_torch
 from nanotrain.config.config import Activation, RecomputeGranularity
 from nanotrain.config.derive import has_score_options, recomputed_modules
 from nanotrain.memory.block_transforms import recomputed_groups
-from nanotrain.parallel.cp.backends import AttentionChoice, AttentionDevice, installed_torch
 from nanotrain.parallel.tp.loss import CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
 from nanotrain.precision.policy import Precision
-from nanotrain.topology.stages import StageSpec
+from nanotrain.spec.stages import StageSpec
 from nanotrain.train.plans.plan import Plan
 
 FP8, FP32, INT64 = 1, 4, 8

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from nanotrain.attention.backends import backend_flags
 from nanotrain.config.batch_schedule import batch_schedule
 from nanotrain.config.config import Config, OuterShardingStrategy, ParallelConfig
 from nanotrain.config.derive import counted_ends, global_batch_size
@@ -26,7 +27,6 @@ from nanotrain.optim.optimizers import OPTIMIZERS
 from nanotrain.optim.parts import ShardPart, host_fraction, split_shard, state_bytes
 from nanotrain.optim.rule import UpdateRule
 from nanotrain.parallel.cp.attention import CORE_ATTENTIONS
-from nanotrain.parallel.cp.backends import backend_flags
 from nanotrain.parallel.dp.layout import BufferLayout, LayoutRules, plan_layout
 from nanotrain.parallel.dp.options import MAX_FULL_BUCKETS, DataParallelOptions
 from nanotrain.parallel.dp.strategy import STRATEGIES
@@ -36,12 +36,12 @@ from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule
 from nanotrain.parallel.pp.transfers import RankPlan, plan_rank
 from nanotrain.precision.fp8 import RECIPES, WEIGHT_DTYPE
 from nanotrain.precision.policy import Precision
-from nanotrain.topology.counts import flops_per_token
+from nanotrain.spec.counts import flops_per_token
+from nanotrain.spec.parameters import declare_stage
+from nanotrain.spec.params import LocalParam, localize
+from nanotrain.spec.shape import ModelShape
+from nanotrain.spec.stages import StageSpec, split_layers, stages_of_lengths
 from nanotrain.topology.groups import GroupName, GroupSpec
-from nanotrain.topology.parameters import declare_stage
-from nanotrain.topology.params import LocalParam, localize
-from nanotrain.topology.shape import ModelShape
-from nanotrain.topology.stages import StageSpec, split_layers, stages_of_lengths
 from nanotrain.topology.topology import Topology
 
 

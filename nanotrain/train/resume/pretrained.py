@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nanotrain.config.config import Config
-from nanotrain.hf.import_weights import import_weights
+from nanotrain.interop.hf.import_weights import import_weights
 from nanotrain.log import get_logger
 from nanotrain.train.resume.other_tokenizer import warn_after_import
 from nanotrain.train.resume.restore import RunParts

@@ -26,7 +26,7 @@ from nanotrain.log import get_logger
 from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.parallel.dp.data_parallel import DataParallel
-from nanotrain.topology.boxes import TensorBox
+from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.fp8 import HISTORY, amax_histories, finish_fp8_restore, is_new_history
 from nanotrain.train.resume.other_tokenizer import warn_after_restore
 from nanotrain.train.routers import router_biases

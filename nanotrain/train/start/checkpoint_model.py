@@ -16,7 +16,7 @@ from nanotrain.config.config import Config
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import KEYS, config_from_dict, flat_values, plain, value_of, with_values
 from nanotrain.errors import ErrorCollector
-from nanotrain.hf.canonical import free_keys
+from nanotrain.interop.hf.canonical import free_keys
 from nanotrain.log import get_logger
 
 log = get_logger(__name__)

@@ -12,7 +12,7 @@ from nanotrain.data.data_path import parse_data_path
 from nanotrain.memory.block_transforms import describe_activations
 from nanotrain.optim.lr import LRSchedule
 from nanotrain.quantities import count_of, describe_count
-from nanotrain.topology.counts import num_active_parameters, num_parameters
+from nanotrain.spec.counts import num_active_parameters, num_parameters
 from nanotrain.train.plans.plan import Plan
 from nanotrain.train.start.inputs import RunInputs
 

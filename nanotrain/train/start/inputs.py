@@ -100,7 +100,7 @@ def with_pretrained_model(config: Config, explicit: frozenset[str]) -> Config:
         config: `checkpoint.pretrained_checkpoint` is set.
         explicit: keys set on the command line, which must agree with config.json.
     """
-    from nanotrain.hf.families import check_against, model_from_hf
+    from nanotrain.interop.hf.families import check_against, model_from_hf
 
     assert config.checkpoint.pretrained_checkpoint, "callers check it"
     described = model_from_hf(Path(config.checkpoint.pretrained_checkpoint))

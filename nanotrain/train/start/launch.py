@@ -6,6 +6,7 @@ import zlib
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from nanotrain.attention.backends import AttentionChoice, AttentionDevice
 from nanotrain.checkpoint.all_ranks import run_on_all
 from nanotrain.comm.device import device_name, manual_seed, peak_memory, reset_peak_memory
 from nanotrain.comm.parallel_context import ParallelContext
@@ -14,7 +15,6 @@ from nanotrain.config.derive import validates
 from nanotrain.config.load import to_yaml
 from nanotrain.errors import EnvironmentFault
 from nanotrain.log import get_logger
-from nanotrain.parallel.cp.backends import AttentionChoice, AttentionDevice
 from nanotrain.train.build import build_run
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.debug_nan import DebugNanHook
@@ -35,8 +35,8 @@ from nanotrain.train.plans.plan import Plan
 from nanotrain.train.start.header import header
 from nanotrain.train.start.inputs import RunInputs
 from nanotrain.train.trainer import Trainer
-from nanotrain.train.watch.out_of_memory import explaining_memory_errors
-from nanotrain.train.watch.watchdog import watch_ranks
+from nanotrain.watch.out_of_memory import explaining_memory_errors
+from nanotrain.watch.watchdog import watch_ranks
 
 log = get_logger(__name__)
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from nanotrain.config.validate import check_layout
 from nanotrain.errors import ConfigError, TopologyError
-from nanotrain.topology.stages import split_layers
+from nanotrain.spec.stages import split_layers
 from tests.config.asking import config_of
 
 TP2 = {"tensor_model_parallel_size": 2}

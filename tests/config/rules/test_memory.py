@@ -8,7 +8,7 @@ from nanotrain.config.load import load_config
 from nanotrain.config.rules.memory import longest_stage
 from nanotrain.config.rules.rule import Values
 from nanotrain.errors import ConfigError
-from nanotrain.topology.stages import split_layers
+from nanotrain.spec.stages import split_layers
 from tests.config.asking import config_of, validate
 
 FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanotrain.attention.backends import installed_torch
 from nanotrain.kernels.fp8.quantize import Quantized, block_amax, inverse_scales, quantize
 from nanotrain.kernels.fp8.scaled_mm import emulate, multiply_by_kernel, scaled_mm, swizzle_32_4_4
-from nanotrain.parallel.cp.backends import installed_torch
 from nanotrain.precision.fp8 import Block
 
 # A newer one checks them on GPUs only (2.15): on the meta device it takes any.

@@ -2,8 +2,8 @@
 
 import torch
 
+from nanotrain.attention.sdpa import LayerKernels, attend
 from nanotrain.parallel.cp.all_gather import AllGatherAttention
-from nanotrain.parallel.cp.sdpa import LayerKernels, attend
 from nanotrain.parallel.cp.split import local_positions
 from tests.harness import ranks
 from tests.parallel.cp.sequences import Shape, full_mask, random_inputs, run, segments, shard

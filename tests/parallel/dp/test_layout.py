@@ -16,8 +16,8 @@ from nanotrain.parallel.dp.layout import (
     LayoutRules,
     plan_layout,
 )
-from nanotrain.topology.boxes import Box
-from nanotrain.topology.params import LocalParam, Normal, ParamSpec
+from nanotrain.spec.boxes import Box
+from nanotrain.spec.params import LocalParam, Normal, ParamSpec
 
 
 def params(*shapes: tuple[int, ...], tied: tuple[int, ...] = ()) -> list[LocalParam]:

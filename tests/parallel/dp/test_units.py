@@ -4,7 +4,7 @@ from torch import nn
 
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.parallel.dp.units import child_units, given_units, traced_units, unit_modules
-from nanotrain.topology.params import Constant, LocalParam, ParamSpec
+from nanotrain.spec.params import Constant, LocalParam, ParamSpec
 
 
 def layout_of(*names: str, bucket_size: int | None = None):

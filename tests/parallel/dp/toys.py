@@ -14,8 +14,8 @@ from nanotrain.parallel.dp.options import DataParallelOptions
 from nanotrain.parallel.dp.reduction import ReduceGroups
 from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.precision.policy import Precision
-from nanotrain.topology.boxes import Box
-from nanotrain.topology.params import LocalParam, Normal, ParamSpec
+from nanotrain.spec.boxes import Box
+from nanotrain.spec.params import LocalParam, Normal, ParamSpec
 
 # Products and lengths that neither 64 nor a number of ranks divides.
 SHAPES = ((7, 19), (13,), (11, 23), (5, 5, 5), (301,), (2, 3))

@@ -6,7 +6,7 @@ import pytest
 
 from nanotrain.errors import ConfigError
 from nanotrain.train.start.launch import choose_hooks
-from nanotrain.train.watch.watchdog import Watchdog
+from nanotrain.watch.watchdog import Watchdog
 from tests.train.small_run import Spy, arguments, load, small_run, train
 
 

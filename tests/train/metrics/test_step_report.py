@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from nanotrain.config.config import Config, DataConfig, ModelConfig
-from nanotrain.topology.counts import flops_per_token
-from nanotrain.topology.shape import ModelShape
+from nanotrain.spec.counts import flops_per_token
+from nanotrain.spec.shape import ModelShape
 from nanotrain.train.hooks.log import LogHook
 from nanotrain.train.metrics.step_report import Throughput, UnreadReports
 from nanotrain.train.step import StepResult

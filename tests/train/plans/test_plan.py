@@ -13,7 +13,7 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.load import load
 from nanotrain.errors import ConfigError, ConfigErrors, TopologyError
-from nanotrain.topology.counts import num_parameters
+from nanotrain.spec.counts import num_parameters
 from nanotrain.train.plans.plan import Plan, check_names, plan_run
 from nanotrain.train.plans.traffic import sent_bytes
 from nanotrain.train.run import Run

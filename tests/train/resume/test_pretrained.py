@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanotrain.cli import main
+from nanotrain.cli.main import main
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.topology.boxes import TensorBox
+from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from tests.harness import run_ranks
 from tests.train.small_run import small_run, train

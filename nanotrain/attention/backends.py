@@ -1,0 +1,357 @@
+"""The table of attention backends: the features of each, and the choice of one for the layers of a model.
+
+BACKENDS           the only list, in the order of preference; a row is a kernel and its limits
+AttentionNeed      dtype, head dims and features of a layer
+AttentionDevice    the kind of device; both are pure data, so a choice needs no GPU
+backend_flags      the values of --attention-backend
+choose_backend     the first backend that can compute a need, of all or of one value of --attention-backend
+AttentionChoice    the backends of a model's layers
+backend_table      BACKENDS as a table for docs/gpu.md
+
+Limits are those of torch's own checks (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp) and documentation.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from nanotrain.attention.call import AttentionKernel, TileKernel
+from nanotrain.attention.flex import FlexKernel
+from nanotrain.attention.sdpa import DenseKernel, LayerKernels, SdpaKernel
+from nanotrain.attention.varlen import VarlenKernel
+from nanotrain.comm.device import compute_capability
+from nanotrain.config.config import Config, SoftmaxType
+from nanotrain.config.derive import head_dim, window_layers
+from nanotrain.errors import ConfigError
+
+HALF, ALL = frozenset({"bf16", "fp16"}), frozenset({"bf16", "fp16", "fp32"})
+FEATURES = ("documents", "window", "sinks", "softcap", "dropout", "all-gather cp", "ring cp")
+EVERYTHING = frozenset(FEATURES)
+AUTO = "auto"  # the value of --attention-backend that allows every automatic row
+FIRST_BF16 = (8, 0)  # the first CUDA compute capability with it, of kernels that older ones have too
+
+
+@dataclass(frozen=True)
+class Ability:
+    """Dtypes and features of a backend on one kind of device; all compute causal attention with grouped queries."""
+
+    dtypes: frozenset[str]
+    features: frozenset[str]  # of FEATURES
+
+
+@dataclass(frozen=True)
+class AttentionBackend:
+    """One row of the table."""
+
+    name: str
+    flag: str  # the value of --attention-backend that selects it
+    kernel: Callable[[bool], AttentionKernel]  # the argument: whether --attention-backend names it, so SDPA must use it
+    abilities: Mapping[str, Ability]  # by kind of device
+    min_head_dim: int = 1
+    max_head_dim: int | None = None
+    head_dim_multiple: int = 1
+    value_dims: str = "any"  # beside the head dim of keys: any, "as wide as keys", or "no wider than keys"
+    capability: tuple[int, int] = (0, 0)  # the first CUDA compute capability
+    torch_version: tuple[int, int] = (2, 10)  # the first one
+    is_deterministic: bool = False  # its backward on a GPU; on a CPU all are
+    is_in_graphs: bool = False  # whether a compiled block has it in its graph, on one cp rank
+    is_automatic: bool = True  # whether --attention-backend auto may choose it
+
+
+@dataclass(frozen=True)
+class AttentionNeed:
+    """The attention that a layer computes: dtype, head dims and features."""
+
+    dtype: str
+    head_dim: int
+    value_head_dim: int
+    features: frozenset[str]
+
+    @classmethod
+    def of(cls, config: Config, *, has_window: bool) -> "AttentionNeed":
+        """The need of a layer of a model in training."""
+        model, parallel = config.model, config.parallel
+        cp_comm_type = parallel.cp_comm_type if parallel.context_parallel_size > 1 else None
+        is_wanted = {
+            "documents": config.data.reset_attention_mask,
+            "window": has_window,
+            "sinks": model.softmax_type is not SoftmaxType.vanilla,
+            "softcap": model.attn_logit_softcapping is not None,
+            "dropout": model.attention_dropout > 0,
+            "all-gather cp": cp_comm_type == "allgather",
+            "ring cp": cp_comm_type == "p2p",
+        }
+        width = head_dim(model)
+        value_width = model.mla.v_head_dim if model.multi_latent_attention else width
+        features = frozenset(name for name, wanted in is_wanted.items() if wanted)
+        return cls(config.precision.params_dtype.value, width, value_width, features)
+
+
+@dataclass(frozen=True)
+class AttentionDevice:
+    """The device that computes attention, and its torch."""
+
+    kind: str  # "cpu" or "cuda"
+    capability: tuple[int, int] | None = None  # CUDA compute capability
+    torch_version: tuple[int, int] = (2, 13)
+
+    @classmethod
+    def of(cls, device: torch.device) -> "AttentionDevice":
+        """The description of a live device with the installed torch."""
+        return cls(device.type, compute_capability(device), installed_torch())
+
+
+def installed_torch() -> tuple[int, int]:
+    """Major and minor version of the installed torch."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _sdpa(backend: str, *, repeats_heads: bool = False, pads_values: bool = False) -> Callable[[bool], AttentionKernel]:
+    return lambda is_forced: SdpaKernel(
+        backend if is_forced else None, repeats_heads=repeats_heads, pads_values=pads_values
+    )
+
+
+BACKENDS: dict[str, AttentionBackend] = {
+    row.name: row
+    for row in (
+        AttentionBackend(
+            "sdpa flash",
+            "flash",
+            _sdpa("FLASH_ATTENTION", pads_values=True),
+            {"cpu": Ability(ALL, frozenset()), "cuda": Ability(HALF, frozenset({"all-gather cp"}))},
+            max_head_dim=256,
+            value_dims="no wider than keys",
+            capability=(8, 0),
+            is_in_graphs=True,
+        ),
+        AttentionBackend(
+            "varlen flash",
+            "flash",
+            lambda _: VarlenKernel(),
+            {"cuda": Ability(HALF, frozenset({"documents", "window", "all-gather cp"}))},
+            max_head_dim=256,
+            head_dim_multiple=8,
+            value_dims="as wide as keys",
+            capability=(8, 0),
+            torch_version=(2, 13),
+        ),
+        AttentionBackend(
+            "cudnn",
+            "fused",
+            _sdpa("CUDNN_ATTENTION"),
+            {"cuda": Ability(HALF, frozenset())},
+            max_head_dim=128,
+            head_dim_multiple=8,
+            capability=(8, 0),
+            is_in_graphs=True,
+            is_automatic=False,  # not measured against flash
+        ),
+        AttentionBackend(
+            "sdpa efficient",
+            "fused",
+            _sdpa("EFFICIENT_ATTENTION", repeats_heads=True),
+            {"cuda": Ability(ALL, frozenset({"all-gather cp"}))},
+            capability=(5, 0),
+            is_in_graphs=True,
+        ),
+        AttentionBackend(
+            "tiles",
+            "local",
+            lambda _: TileKernel(),
+            {
+                "cpu": Ability(ALL, EVERYTHING),
+                "cuda": Ability(HALF, frozenset({"documents", "sinks", "all-gather cp", "ring cp"})),
+            },
+            max_head_dim=256,
+            capability=(8, 0),
+        ),
+        AttentionBackend(
+            "flex",
+            "flex",
+            lambda _: FlexKernel(),
+            {"cuda": Ability(ALL, EVERYTHING - {"dropout", "ring cp"})},
+            min_head_dim=16,
+            max_head_dim=256,
+            capability=(8, 0),
+        ),
+        AttentionBackend(
+            "eager tiles", "local", lambda _: TileKernel(), {"cuda": Ability(ALL, EVERYTHING)}, is_deterministic=True
+        ),
+        AttentionBackend(
+            "math",
+            "unfused",
+            lambda _: DenseKernel("MATH"),
+            {kind: Ability(ALL, EVERYTHING - {"ring cp"}) for kind in ("cpu", "cuda")},
+            is_deterministic=True,
+            is_automatic=False,
+        ),
+    )
+}
+
+
+def backend_flags() -> list[str]:
+    """The values of --attention-backend."""
+    return list(dict.fromkeys((AUTO, *(row.flag for row in BACKENDS.values()))))
+
+
+def lacks(backend: AttentionBackend, need: AttentionNeed, *, device: AttentionDevice) -> list[str]:
+    """Why a backend cannot compute a need on a device; empty if it can."""
+    ability = backend.abilities.get(device.kind)
+    if ability is None:
+        return [f"runs on {' and '.join(backend.abilities)} only"]
+    missing = []
+    if need.features - ability.features:
+        missing.append("has no " + ", ".join(name for name in FEATURES if name in need.features - ability.features))
+    if need.dtype not in ability.dtypes:
+        missing.append(f"takes {' and '.join(sorted(ability.dtypes))}, not {need.dtype}")
+    if device.torch_version < backend.torch_version:
+        missing.append(f"needs torch {_dotted(backend.torch_version)} or newer, not {_dotted(device.torch_version)}")
+    return missing if device.kind == "cpu" else [*missing, *_lacks_on_gpu(backend, need, device=device)]
+
+
+def _lacks_on_gpu(backend: AttentionBackend, need: AttentionNeed, *, device: AttentionDevice) -> list[str]:
+    missing, width = [], max(need.head_dim, need.value_head_dim)
+    if device.capability is not None and device.capability < backend.capability:
+        missing.append(f"needs compute capability {_dotted(backend.capability)}, not {_dotted(device.capability)}")
+    elif backend.is_in_graphs and need.dtype == "bf16" and (device.capability or FIRST_BF16) < FIRST_BF16:
+        missing.append(f"takes bf16 from compute capability 8.0 on, not {_dotted(device.capability or FIRST_BF16)}")
+    if backend.max_head_dim is not None and width > backend.max_head_dim:
+        missing.append(f"takes heads of up to {backend.max_head_dim} channels, not {width}")
+    if (narrow := min(need.head_dim, need.value_head_dim)) < backend.min_head_dim:
+        missing.append(f"takes heads of at least {backend.min_head_dim} channels, not {narrow}")
+    if need.head_dim % backend.head_dim_multiple or need.value_head_dim % backend.head_dim_multiple:
+        missing.append(f"takes heads of multiples of {backend.head_dim_multiple} channels")
+    is_wider, is_equal = need.value_head_dim > need.head_dim, need.value_head_dim == need.head_dim
+    if {"any": False, "as wide as keys": not is_equal, "no wider than keys": is_wider}[backend.value_dims]:
+        missing.append(f"takes values {backend.value_dims}, not {need.value_head_dim} and {need.head_dim} channels")
+    return missing
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def choose_backend(flag: str, need: AttentionNeed, *, device: AttentionDevice) -> AttentionBackend:
+    """The first backend that can compute a need.
+
+    Args:
+        flag: "auto" for all backends, or one value of --attention-backend.
+        need: of a layer.
+        device: where it is computed.
+
+    Raises:
+        ConfigError: none of the flag's backends can.
+
+    >>> h100 = AttentionDevice("cuda", (9, 0))
+    >>> choose_backend("auto", AttentionNeed("bf16", 128, 128, frozenset({"documents"})), device=h100).name
+    'varlen flash'
+    """
+    reasons = []
+    for backend in BACKENDS.values():
+        if backend.flag != flag and not (flag == AUTO and backend.is_automatic):
+            continue
+        missing = lacks(backend, need, device=device)
+        if not missing:
+            return backend
+        reasons.append(f"{backend.name} {', '.join(missing)}")
+    raise ConfigError(
+        f"--attention-backend {flag} cannot compute the attention of this model",
+        why="; ".join(reasons),
+        fix="leave --attention-backend out, or set it to local",
+    )
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """The backends of a model's layers.
+
+    Attributes:
+        full: of layers that attend to all earlier keys; None if there are none.
+        window: of layers with a window; None if there are none.
+        is_forced: whether --attention-backend selected them.
+        needs: of these layers.
+        warning: why they are not the backends that --attention-backend selects; empty if they are.
+    """
+
+    full: AttentionBackend | None
+    window: AttentionBackend | None
+    is_forced: bool
+    needs: tuple[AttentionNeed, ...]
+    warning: str = ""
+
+    @classmethod
+    def of(cls, config: Config, device: AttentionDevice) -> "AttentionChoice":
+        """The choice for a configuration.
+
+        All backends compute the same attention. If the selected one cannot compute a layer on this device, those of
+        "auto" are used, so that a script written for another device runs.
+        """
+        flag, warning = config.train.attention_backend, ""
+        needs = {
+            window: AttentionNeed.of(config, has_window=window) for window in sorted(set(window_layers(config.model)))
+        }
+
+        def choose(value: str) -> dict[bool, AttentionBackend]:
+            return {window: choose_backend(value, need, device=device) for window, need in needs.items()}
+
+        try:
+            chosen = choose(flag)
+        except ConfigError as error:
+            flag = AUTO
+            warning = f"{error.what}: {error.why}; the backends of --attention-backend auto are used"
+            chosen = choose(flag)
+        is_forced = flag != AUTO
+        return cls(chosen.get(False), chosen.get(True), is_forced, tuple(needs.values()), warning)
+
+    def kernels(self) -> LayerKernels:
+        """The kernels of the layers."""
+        full, window = (None if row is None else row.kernel(self.is_forced) for row in (self.full, self.window))
+        return LayerKernels(full or LayerKernels().full, window or LayerKernels().window)
+
+    def __str__(self) -> str:
+        """The text in the header of a run.
+
+        >>> str(AttentionChoice.of(Config(), AttentionDevice("cpu")))
+        'sdpa flash (fp32)'
+        """
+        parts = {}
+        for row, need in zip((row for row in (self.full, self.window) if row is not None), self.needs, strict=True):
+            features = (name for name in FEATURES if name in need.features)
+            parts[f"{row.name} ({', '.join((need.dtype, *features))})"] = True
+        return "; ".join(parts)
+
+
+def backend_table() -> str:
+    """BACKENDS in markdown, in the order of preference."""
+    columns = ["backend", "`--attention-backend`", "on GPUs", "on CPUs", "heads on GPUs", "GPU, torch"]
+    columns += ["deterministic on GPUs", "in graphs"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for row in BACKENDS.values():
+        heads = f"up to {row.max_head_dim}" if row.max_head_dim else "any"
+        heads = f"{row.min_head_dim} to {row.max_head_dim}" if row.min_head_dim > 1 else heads
+        heads += f", multiples of {row.head_dim_multiple}" if row.head_dim_multiple > 1 else ""
+        heads += "" if row.value_dims == "any" else f"; values {row.value_dims}"
+        needs = f"{_dotted(row.capability)}, " if row.capability > (0, 0) else "any, "
+        cells = [
+            row.name,
+            f"`{row.flag}`" + ("" if row.is_automatic else ", not automatic"),
+            *(_ability_text(row.abilities.get(kind)) for kind in ("cuda", "cpu")),
+            heads,
+            f"{needs}{_dotted(row.torch_version)}",
+            "yes" if row.is_deterministic else "no",
+            "yes" if row.is_in_graphs else "no",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _ability_text(ability: Ability | None) -> str:
+    if ability is None:
+        return "-"
+    features = ", ".join(name for name in FEATURES if name in ability.features)
+    if ability.features == EVERYTHING:
+        features = "everything"
+    return f"{', '.join(sorted(ability.dtypes))}: {features or 'plain causal'}"

@@ -1,0 +1,122 @@
+"""Attention with `torch.nn.attention.flex_attention`: documents, windows, sinks and soft-capped scores in one kernel.
+
+The mask is a table of blocks of queries and keys: a block is skipped, full, or masked by positions inside the kernel.
+The table is made on the host from the spans, without a tensor of queries by keys.
+
+Queries, keys and values are padded with zeros to whole blocks: with a part of a block and a function of the scores the
+gradients of torch's kernel may be NaN (https://github.com/pytorch/pytorch/issues/153799). No query attends to a padded
+key, as keys end with the last query, and the outputs of padded queries are dropped.
+
+    B batch   N query heads   G key/value heads   Q queries   K keys   D, Dv head dims
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanotrain.attention.call import AttentionCall
+from nanotrain.attention.scores import ScoreOptions
+from nanotrain.attention.tiles import on_device
+
+BLOCK = 128  # queries and keys of a block, the default of FlexAttention
+
+
+@dataclass(frozen=True)
+class BlockTable:
+    """Which blocks of keys each block of queries attends to: [B or 1, Q / BLOCK, K / BLOCK] bool."""
+
+    partial: np.ndarray  # some pairs
+    full: np.ndarray  # all pairs
+
+
+def plan_blocks(call: AttentionCall, block: int = BLOCK) -> BlockTable:
+    """The blocks of a call; pure. A partial block may have no pair; a block with padded keys is never full."""
+    first_query, num_queries, num_keys = call.queries.start, len(call.queries), len(call.keys)
+    first_keys = call.spans.first_keys[:, first_query : call.queries.stop]
+    starts, key_starts = np.arange(0, num_queries, block), np.arange(0, num_keys, block)
+    ends, key_ends = np.minimum(starts + block, num_queries) - 1, key_starts + block - 1
+    # first keys ascend: the first query of a block attends to the lowest keys, the last one to the fewest of them
+    low, low_of_all = first_keys[:, starts, None], first_keys[:, ends, None]
+    has_some = (key_starts <= (first_query + ends)[:, None]) & (np.minimum(key_ends, num_keys - 1) >= low)
+    has_all = (key_ends <= (first_query + starts)[:, None]) & (key_starts >= low_of_all)
+    return BlockTable(has_some & ~has_all, has_all)
+
+
+def build_block_mask(call: AttentionCall, block: int = BLOCK) -> Any:
+    """The `BlockMask` of a call on its device."""
+    from torch.nn.attention.flex_attention import BlockMask  # imports the compiler, which takes seconds
+
+    table, first_query = plan_blocks(call, block), call.queries.start
+    num_queries, num_keys = (-(-len(positions) // block) * block for positions in (call.queries, call.keys))
+    of_queries = call.spans.first_keys[:, first_query : call.queries.stop]
+    padding = ((0, 0), (0, num_queries - len(call.queries)))
+    first_keys = on_device(np.pad(of_queries, padding, mode="edge"), call.device)
+    has_rows = len(first_keys) > 1
+
+    return BlockMask.from_kv_blocks(
+        *_blocks(table.partial, call.device),
+        *_blocks(table.full, call.device),
+        BLOCK_SIZE=block,
+        mask_mod=lambda sample, head, query, key: (
+            (key <= query + first_query) & (key >= first_keys[sample if has_rows else 0, query])
+        ),
+        seq_lengths=(num_queries, num_keys),
+    )
+
+
+def _blocks(table: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The number of key blocks of each query block [B or 1, 1, Q / BLOCK] int32, and their indices first."""
+    numbers, indices = table.sum(-1), np.argsort(~table, axis=-1, kind="stable")
+    return on_device(numbers[:, None].astype(np.int32), device), on_device(indices[:, None].astype(np.int32), device)
+
+
+@cache
+def _attend(device_type: str) -> Callable[..., Any]:
+    """FlexAttention: compiled on a GPU, where it is a kernel; the CPU writes out all scores and has no backward."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    attention: Any = flex_attention
+    return torch.compile(attention) if device_type == "cuda" else attention
+
+
+class FlexKernel:
+    """FlexAttention with the block mask of the call; sinks follow from its log-sum-exp."""
+
+    takes_scores = True
+
+    def __call__(
+        self, query: Tensor, *, key: Tensor, value: Tensor, call: AttentionCall, scores: ScoreOptions | None
+    ) -> Tensor:
+        """Attend."""
+        assert scores is None or scores.dropout is None, "the table of backends sends dropout elsewhere"
+        mask = call.kernel_plans.get("flex")
+        if mask is None:
+            mask = call.kernel_plans["flex"] = build_block_mask(call)
+        length, (num_queries, num_keys) = query.shape[1], mask.shape[-2:]
+        query = _padded(query, num_queries).transpose(1, 2)
+        key, value = (_padded(x, num_keys).transpose(1, 2) for x in (key, value))
+        sink, cap = (None, None) if scores is None else (scores.sink, scores.softcap)
+        options: dict[str, Any] = {"block_mask": mask, "enable_gqa": query.shape[1] != key.shape[1]}
+        if cap is not None:
+            options["score_mod"] = lambda score, sample, head, q, k: cap * torch.tanh(score / cap)
+        attend = _attend(query.device.type)
+        if sink is None:
+            out: Tensor = attend(query, key, value, **options)
+            return out.transpose(1, 2)[:, :length]
+        from torch.nn.attention.flex_attention import AuxRequest
+
+        out, aux = attend(query, key, value, return_aux=AuxRequest(lse=True), **options)
+        # a sink takes part in the softmax: out * exp(lse) / (exp(lse) + exp(sink))
+        kept = torch.sigmoid(aux.lse - sink.to(aux.lse.dtype)[:, None])[..., None]
+        return (out * kept.to(out.dtype)).transpose(1, 2)[:, :length]
+
+
+def _padded(x: Tensor, length: int) -> Tensor:
+    """[B, S, heads, dim] with zeros up to a length."""
+    return F.pad(x, (0, 0, 0, 0, 0, length - x.shape[1])) if x.shape[1] < length else x

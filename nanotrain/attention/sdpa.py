@@ -1,0 +1,195 @@
+"""Core attention with `torch.nn.functional.scaled_dot_product_attention`, for full sequences on one rank.
+
+attend         softmax attention, causal and aligned to the last key, or with a mask
+SdpaKernel     the causal one as a kernel; other calls are computed in tiles
+DenseKernel    with the mask of the call
+LayerKernels   the kernels of a model's layers
+SDPAttention   the core attention of a group of one rank
+
+B batch   S sequence   N query heads   G key/value heads (N is a multiple of G)   D, Dv head dims
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanotrain.attention import causal_attention
+from nanotrain.attention.call import AttentionCall, AttentionKernel, TileKernel
+from nanotrain.attention.max_logits import LogitObserver
+from nanotrain.attention.scores import ScoreOptions
+from nanotrain.attention.tile_attention import attend_tiles
+from nanotrain.attention.tiles import Spans
+
+
+def attend(
+    query: Tensor,
+    *,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    repeats_heads: bool = False,
+    pads_values: bool = False,
+) -> Tensor:
+    """Softmax attention with grouped queries.
+
+    Args:
+        query: [B, Q, N, D].
+        key: [B, K, G, D].
+        value: [B, K, G, Dv].
+        mask: [B or 1, 1, Q, K] bool, True where a query (row) may attend to a key (column); None for causal, aligned to
+            the last key. Then K > Q only on CUDA, and not inside compiled code.
+        repeats_heads: repeat key/value heads, for kernels without grouped queries. On a CPU 16-bit heads are always
+            repeated in training, because torch sums the gradients of a group in 16 bits (measured with six queries in
+            bf16: an error of 7.0e-3 instead of 4.1e-3).
+        pads_values: pad values that are narrower than keys with zeros, for kernels of one head dim; always on a CPU,
+            where torch falls back to its math kernel with unequal head dims, 2 to 4 times slower.
+
+    Returns:
+        [B, Q, N, Dv].
+    """
+    if mask is None and causal_attention.computes(query, key):
+        return causal_attention.attend(query, key=key, value=value)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    grouped = query.shape[1] != key.shape[1]
+    is_rounded = not query.is_cuda and query.itemsize == 2 and torch.is_grad_enabled()
+    if grouped and (repeats_heads or is_rounded):
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+        grouped = False
+    head_dim, value_head_dim = key.shape[-1], value.shape[-1]
+    is_padded = value_head_dim < head_dim and (pads_values or not query.is_cuda)
+    if is_padded:
+        value = F.pad(value, (0, head_dim - value_head_dim))
+    is_causal, bias = mask is None, cast(Any, mask)
+    # An `if`: in a graph for sequences of any length the lengths are symbols, and torch refuses a symbol as a flag.
+    if is_causal and query.shape[2] != key.shape[2]:
+        from torch.nn.attention.bias import causal_lower_right  # imports the compiler, which takes seconds
+
+        is_causal, bias = False, causal_lower_right(query.shape[2], key.shape[2])
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, is_causal=is_causal, enable_gqa=grouped)
+    return (out[..., :value_head_dim] if is_padded else out).transpose(1, 2)
+
+
+def restricted(backend: str | None) -> AbstractContextManager[None]:
+    """Let torch select one kernel of SDPA, by its name in `torch.nn.attention.SDPBackend`; None: any."""
+    if backend is None:
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    context: AbstractContextManager[None] = sdpa_kernel(getattr(SDPBackend, backend))
+    return context
+
+
+class SdpaKernel:
+    """`attend` if it can compute a call, else tiles.
+
+    On the CPU `attend` would need a dense mask for fewer queries than keys, so tiles compute them.
+
+    Args:
+        backend: the kernel of SDPA on a GPU, by its name in `SDPBackend`; None where torch selects it.
+        repeats_heads: of key and value, for kernels without grouped queries.
+        pads_values: on GPUs, for kernels of one head dim.
+    """
+
+    takes_scores = False
+
+    def __init__(self, backend: str | None = None, *, repeats_heads: bool = False, pads_values: bool = False) -> None:
+        self.backend, self.repeats_heads, self.pads_values = backend, repeats_heads, pads_values
+
+    def attend(self, query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention."""
+        with restricted(self.backend if query.is_cuda else None):
+            return attend(query, key=key, value=value, repeats_heads=self.repeats_heads, pads_values=self.pads_values)
+
+    def __call__(
+        self, query: Tensor, *, key: Tensor, value: Tensor, call: AttentionCall, scores: ScoreOptions | None
+    ) -> Tensor:
+        """Attend."""
+        if call.is_causal and (call.queries == call.keys or query.is_cuda):
+            return self.attend(query, key=key, value=value)
+        return TileKernel()(query, key=key, value=value, call=call, scores=scores)
+
+
+class DenseKernel:
+    """`attend` with a dense mask of all queries and keys, for few queries or as a reference.
+
+    Args:
+        backend: the kernel of SDPA, as of `SdpaKernel`.
+    """
+
+    takes_scores = True
+
+    def __init__(self, backend: str | None = None) -> None:
+        self.backend = backend
+
+    def __call__(
+        self, query: Tensor, *, key: Tensor, value: Tensor, call: AttentionCall, scores: ScoreOptions | None
+    ) -> Tensor:
+        """Attend."""
+        if scores is None:
+            with restricted(self.backend):
+                return attend(query, key=key, value=value, mask=call.masked_tile.mask())
+        return attend_tiles(query, key=key, value=value, plan=call.masked_tile, scores=scores)
+
+
+@dataclass(frozen=True)
+class LayerKernels:
+    """The kernels of layers that attend to all earlier keys, and of layers with a window."""
+
+    full: AttentionKernel = field(default_factory=SdpaKernel)
+    window: AttentionKernel = field(default_factory=TileKernel)
+
+    def of(self, window: int | None) -> AttentionKernel:
+        """The kernel of a layer with this window."""
+        return self.full if window is None else self.window
+
+
+class SDPAttention:
+    """Attention to full sequences, as a core attention."""
+
+    def __init__(self, kernels: LayerKernels | None = None) -> None:
+        self.kernels = kernels or LayerKernels()
+
+    def plan_mask(
+        self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None
+    ) -> AttentionCall | None:
+        """The call; None for plain causal attention, which compiled code can contain."""
+        return self.plan_full_mask(segment_ids, length=tokens.shape[1], device=tokens.device, window=window)
+
+    def plan_full_mask(
+        self, segment_ids: Tensor | None, *, length: int, device: torch.device, window: int | None
+    ) -> AttentionCall | None:
+        """`plan_mask` for sequences of `length` tokens."""
+        kernel, positions = self.kernels.of(window), range(length)
+        if segment_ids is None and window is None and isinstance(kernel, SdpaKernel):
+            return None
+        return AttentionCall(
+            kernel, Spans.of(segment_ids, length=length, window=window), positions, positions, device=device
+        )
+
+    def __call__(
+        self,
+        query: Tensor,
+        *,
+        key: Tensor,
+        value: Tensor,
+        mask: AttentionCall | None,
+        observe: LogitObserver | None = None,
+        scores: ScoreOptions | None = None,
+    ) -> Tensor:
+        """Attend: plain causal attention, or the planned call."""
+        kernel = self.kernels.full
+        if mask is None and scores is None and observe is None and isinstance(kernel, SdpaKernel):
+            return kernel.attend(query, key=key, value=value)
+        call = mask or AttentionCall(
+            kernel,
+            Spans.of(None, length=query.shape[1]),
+            range(query.shape[1]),
+            range(key.shape[1]),
+            device=query.device,
+        )
+        return call(query, key=key, value=value, observe=observe, scores=scores)

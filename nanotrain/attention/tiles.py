@@ -1,0 +1,217 @@
+r"""Tiles: rectangles of queries and keys that need no mask, or a small one, instead of one dense mask.
+
+A query attends to the keys from its first key, which a document or a window bounds, up to its own position:
+
+    documents          a chunk of queries inside a document          a window
+
+    \                 x x \                                         x
+    x\                x x x\                                        x x         masked tiles of at least
+       \              before  causal, of                              x x       QUERIES_PER_MASK queries
+       x\            it      its own keys                               x x
+
+    Spans        the first key of every query
+    Tile         queries and keys of some samples
+    TilePlan     the tiles of one call, and the positions of its queries and keys
+    plan_tiles   spans -> tiles (pure)
+
+    B batch   S sequence   N query heads   G key/value heads   Q queries   K keys   D, Dv head dims
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanotrain.attention.chunk_attention import AttentionChunk
+from nanotrain.attention.scores import ScoreOptions
+
+# Runs of queries with the same first key that are shorter share a masked tile of about this many queries.
+QUERIES_PER_MASK = 128
+
+Inputs = tuple[Tensor, Tensor, Tensor]  # query [B, N, Q, D], key [B, G, K, D], value [B, G, K, Dv]
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Queries of full sequences attend to the keys from their first key up to their own position."""
+
+    first_keys: np.ndarray  # [B or 1, S] int64, ascending along S; one row where it is the same for all samples
+    starts: np.ndarray | None = None  # [B or 1, S] int64, of the segments; None for first_keys
+    window: int | None = None  # earlier keys that a query attends to inside its segment; None for all of them
+
+    @classmethod
+    def of(cls, segment_ids: Tensor | None, *, length: int, window: int | None = None) -> "Spans":
+        """The spans of segments and a window.
+
+        Args:
+            segment_ids: [B, S] integers in host memory, equal within a segment; None if attention crosses segments.
+            length: S.
+            window: earlier keys that a query attends to; None for all of them.
+
+        >>> Spans.of(torch.tensor([[0, 0, 0, 1, 1]]), length=5, window=1).first_keys.tolist()
+        [[0, 0, 1, 3, 3]]
+        """
+        positions = np.arange(length)
+        first_keys = np.zeros((1, length), dtype=np.int64)
+        if segment_ids is not None:
+            ids = np.asarray(segment_ids)  # raises for a tensor on a GPU, which the host would have to wait for
+            starts = np.where(ids[:, 1:] != ids[:, :-1], positions[1:], 0)
+            first_keys = np.zeros(ids.shape, dtype=np.int64)
+            first_keys[:, 1:] = np.maximum.accumulate(starts, axis=1)
+        starts = first_keys
+        return cls(starts if window is None else np.maximum(starts, positions - window), starts, window)
+
+    def on(self, device: torch.device) -> Tensor:
+        """`first_keys` as a tensor on a device, without a host sync."""
+        return on_device(self.first_keys, device)
+
+
+def on_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy of a host array on a device, without a host sync."""
+    host = torch.from_numpy(np.ascontiguousarray(array))
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Attention of some queries to some keys, by local indices."""
+
+    samples: slice
+    queries: slice
+    keys: slice
+    is_causal: bool = False  # query i attends to keys 0..i of the tile
+    is_masked: bool = False  # by the spans
+    is_first: bool = True  # whether no earlier tile has these queries
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """The tiles of one call, and the positions of its queries and keys in their sequence."""
+
+    tiles: tuple[Tile, ...]
+    queries: Tensor  # [Q] int64
+    keys: Tensor  # [K] int64
+    first_keys: Tensor | None = None  # [B or 1, S] int64, where a tile is masked
+
+    @cached_property
+    def has_repeated_queries(self) -> bool:
+        """Whether a query is in several tiles."""
+        return not all(tile.is_first for tile in self.tiles)
+
+    @cached_property
+    def has_repeated_keys(self) -> bool:
+        """Whether a key is in several tiles."""
+        ends: dict[int | None, int] = {}
+        for tile in sorted(self.tiles, key=lambda tile: tile.keys.start):
+            if tile.keys.start < ends.get(tile.samples.start, 0):
+                return True
+            ends[tile.samples.start] = tile.keys.stop
+        return False
+
+    @property
+    def is_one_tile(self) -> bool:
+        """Whether one tile has all queries and keys."""
+        only = self.tiles[0]
+        everything = (slice(0, len(self.queries)), slice(0, len(self.keys)))
+        return len(self.tiles) == 1 and only.is_first and (only.queries, only.keys) == everything
+
+    def chunk(self, tile: Tile, inputs: Inputs, *, scores: ScoreOptions | None) -> AttentionChunk:
+        """The attention of a tile.
+
+        Args:
+            tile: one of the tiles.
+            inputs: of the call.
+            scores: options beside mask and scale.
+        """
+        query, key, value = inputs
+        query = query[tile.samples, :, tile.queries]
+        key, value = (x[tile.samples, :, tile.keys] for x in (key, value))
+        mask = self.mask(tile) if tile.is_masked else None
+        chunk = AttentionChunk(query, key, value, mask, tile.is_causal, scale=query.shape[-1] ** -0.5)
+        if scores is None:
+            return chunk
+        queries, keys = self.queries[tile.queries], self.keys[tile.keys]
+        return scores.of_samples(tile.samples).apply_to(chunk, queries=queries, keys=keys)
+
+    def mask(self, tile: Tile | None = None) -> Tensor:
+        """[samples or 1, 1, queries, keys] bool, True where the queries of a tile attend to its keys; of the first."""
+        tile = tile or self.tiles[0]
+        assert self.first_keys is not None, "masked tiles are planned with their spans"
+        queries, keys = self.queries[tile.queries], self.keys[tile.keys]
+        first_keys = self.first_keys[tile.samples][:, queries, None]
+        return ((keys <= queries[:, None]) & (keys >= first_keys))[:, None]
+
+
+@dataclass(frozen=True)
+class LocalChunk:
+    """Consecutive positions of sequences, and the local index of the first."""
+
+    positions: range
+    offset: int = 0
+
+    def local(self, start: int, stop: int) -> slice:
+        """The local indices of positions [start, stop)."""
+        shift = self.offset - self.positions.start
+        return slice(start + shift, stop + shift)
+
+
+def plan_tiles(spans: Spans, *, queries: LocalChunk, keys: LocalChunk, is_first: bool = True) -> Iterator[Tile]:
+    """The tiles of queries and keys.
+
+    Args:
+        spans: of full sequences.
+        queries: their positions.
+        keys: positions that all lie before the queries, or that include the queries.
+        is_first: whether the queries have no tiles with other keys.
+    """
+    includes = keys.positions.start <= queries.positions.start and keys.positions.stop >= queries.positions.stop
+    assert includes or keys.positions.stop <= queries.positions.start, "keys lie before the queries or include them"
+    for row, first_keys in enumerate(spans.first_keys):
+        samples = slice(None) if len(spans.first_keys) == 1 else slice(row, row + 1)
+        for start, stop, is_run in _groups(first_keys, queries.positions):
+            low = max(int(first_keys[start]), keys.positions.start)
+            before = start if includes else keys.positions.stop
+            tile = Tile(samples, queries.local(start, stop), keys.local(low, before), is_first=is_first)
+            if not is_run:
+                end = stop if includes else before
+                if low < end:
+                    yield replace(tile, keys=keys.local(low, end), is_masked=True)
+                continue
+            if low < before:
+                yield tile
+            if includes:
+                yield replace(
+                    tile, keys=keys.local(start, stop), is_causal=True, is_first=is_first and not low < before
+                )
+
+
+def _groups(first_keys: np.ndarray, queries: range) -> Iterator[tuple[int, int, bool]]:
+    """Bounds of runs of queries with the same first key, or of several short ones, and whether it is one run."""
+    local = first_keys[queries.start : queries.stop]
+    bounds = [0, *(np.flatnonzero(local[1:] != local[:-1]) + 1).tolist(), len(local)]
+    start, number = 0, 0
+    for bound, after in zip(bounds[1:], [*bounds[2:], None], strict=True):
+        number += 1
+        is_followed = after is not None and after - bound < QUERIES_PER_MASK  # by a short run
+        if bound - start >= QUERIES_PER_MASK or not is_followed:
+            yield queries.start + start, queries.start + bound, number == 1
+            start, number = bound, 0
+
+
+def plan_chunks(
+    spans: Spans, pairs: Iterable[tuple[LocalChunk, LocalChunk, bool]], *, queries: Tensor, keys: Tensor
+) -> TilePlan:
+    """The plan of pairs of chunks: queries, keys, and whether the queries have no tiles before.
+
+    Args:
+        spans: of full sequences.
+        pairs: in the order of computation.
+        queries: [Q] int64, the positions of the queries, on the device.
+        keys: [K] int64, those of the keys.
+    """
+    tiles = tuple(tile for q, k, is_first in pairs for tile in plan_tiles(spans, queries=q, keys=k, is_first=is_first))
+    is_masked = any(tile.is_masked for tile in tiles)
+    return TilePlan(tiles, queries, keys, spans.on(queries.device) if is_masked else None)

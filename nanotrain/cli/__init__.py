@@ -1,0 +1,1 @@
+"""The command line: `nanotrain COMMAND`, one file per command that needs one."""

@@ -1,0 +1,193 @@
+"""`nanotrain train --nproc-per-node N ...`: torchrun's options among the arguments; also of evaluate and generate.
+
+    argv -> torchrun's options, training arguments       split_arguments, without torch
+         -> mistakes, --help, --cfg job                   answered once, before any rank starts
+         -> one process per rank                          train/start/start_ranks.py
+
+Without one of torchrun's options, `nanotrain train` trains in this process.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, MutableMapping, Sequence
+from functools import partial
+
+from nanotrain.config.config import Config
+from nanotrain.config.flags import begins_argument, known_flags, parse
+from nanotrain.config.load import Loaded, load_line, reply
+from nanotrain.config.schema import ENTRIES, value_of
+from nanotrain.config.suggest import by_spelling
+from nanotrain.config.validate import OPEN_NAMES, validate_for_world
+from nanotrain.errors import ConfigError
+from nanotrain.start_up import importing_torch
+
+# The options of torchrun that are accepted; each takes a value, except those in SWITCHES.
+OPTIONS = (
+    "--nproc-per-node",
+    "--nnodes",
+    "--node-rank",
+    "--master-addr",
+    "--master-port",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "--rdzv-conf",
+    "--max-restarts",
+    "--monitor-interval",
+    "--local-addr",
+    "--log-dir",
+    "--redirects",
+    "--tee",
+    "--local-ranks-filter",
+    "--numa-binding",
+)
+SWITCHES = ("--standalone",)
+
+
+def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Torchrun's options, in its spelling with hyphens, and the training arguments.
+
+    >>> split_arguments(["--nproc_per_node=2", "+config=tiny", "--nnodes", "1", "--lr", "1e-3"])
+    (['--nproc-per-node=2', '--nnodes=1'], ['+config=tiny', '--lr', '1e-3'])
+
+    Raises:
+        ConfigError: an option without its value, or a misspelled one.
+    """
+    options, rest = take_options(argv)
+    require_no_misspelled(rest)
+    return options, rest
+
+
+def require_no_misspelled(arguments: Sequence[str]) -> None:
+    """Check that no argument is a misspelled option of torchrun.
+
+    Raises:
+        ConfigError: one is.
+    """
+    for argument in arguments:
+        if (meant := misspelled_option(argument)) is not None:
+            what, why = f"unknown flag {argument.partition('=')[0]}", "neither nanotrain nor torchrun has such a flag"
+            raise ConfigError(what, why=why, fix=f"did you mean {meant}?")
+
+
+def take_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Torchrun's options, in its spelling with hyphens, and all other arguments as they are.
+
+    Raises:
+        ConfigError: an option without its value.
+    """
+    options: list[str] = []
+    rest: list[str] = []
+    arguments = iter(argv)
+    for argument in arguments:
+        name, has_value, value = argument.partition("=")
+        name = name.replace("_", "-")
+        if name in SWITCHES:
+            options.append(name)
+        elif name in OPTIONS:
+            following = value if has_value else next(arguments, "")
+            if not following or (not has_value and begins_argument(following)):
+                raise ConfigError(f"{argument} has no value", why="torchrun's option takes one", fix=f"{name} VALUE")
+            options.append(f"{name}={following}")
+        else:
+            rest.append(argument)
+    return options, rest
+
+
+def misspelled_option(argument: str) -> str | None:
+    """The option of torchrun that an unknown flag probably is; None for a training flag, also a misspelled one.
+
+    >>> misspelled_option("--nproc-per-nod"), misspelled_option("--num-layer")
+    ('--nproc-per-node', None)
+    """
+    flag = argument.partition("=")[0]
+    known = known_flags()
+    if not flag.startswith("--") or flag in known or by_spelling(flag, known):
+        return None
+    return by_spelling(flag, (*OPTIONS, *SWITCHES))
+
+
+def launch(options: Sequence[str], arguments: Sequence[str], *, environment: MutableMapping[str, str]) -> int:
+    """Check the training arguments, then train on one process per rank.
+
+    Args:
+        options: torchrun's, from `split_arguments`.
+        arguments: of the training.
+        environment: of this process, which the ranks inherit; OMP_NUM_THREADS is set in it.
+
+    Returns:
+        The exit code: 0 after the last step or a saved stop, otherwise that of the rank that failed first.
+
+    Raises:
+        NanotrainError: a mistake in the options or the arguments, or machines that do not meet.
+    """
+    _refuse_inside_torchrun("train", options=options, environment=environment)
+    line = parse(arguments)
+    text = reply(line)
+    if text is not None:
+        print(text)
+        return 0
+    loaded = load_line(line)
+    with importing_torch():
+        from nanotrain.launch.start_ranks import start_ranks
+
+    check = partial(validate_for_world, loaded.config, expected_dp=loaded.data_parallel_size)
+    return start_ranks(["nanotrain.train", *arguments], options=options, environment=environment, check=check)
+
+
+def launch_command(
+    args: Namespace,
+    loaded: Loaded,
+    *,
+    command: Sequence[str],
+    options: Sequence[str],
+    environment: MutableMapping[str, str],
+    check: Callable[..., object],
+) -> int:
+    """Run a command on a trained model on one process per rank.
+
+    Args:
+        args: `path` of the model, and `ema`.
+        loaded: the settings of the command line.
+        command: its name and its arguments.
+        options: torchrun's, from `take_options`.
+        environment: of this process, as for `launch`.
+        check: called with the model's configuration, `loaded` and `world_size=`; raises for ranks that do not fit.
+
+    Returns:
+        The exit code, as of `launch`.
+    """
+    _refuse_inside_torchrun(command[0], options=options, environment=environment)
+    with importing_torch():
+        from nanotrain.inference.checkpoint import open_model
+        from nanotrain.launch.start_ranks import start_ranks
+
+    trained = open_model(args.path, ema=args.ema).config
+    return start_ranks(
+        ["nanotrain", *command],
+        options=options,
+        environment=environment,
+        check=lambda world_size: check(trained, loaded, world_size=world_size),
+    )
+
+
+def check_names(config: Config) -> None:
+    """Check the names of implementations that are not the defaults; their tables are imported with torch.
+
+    Raises:
+        ConfigError: unknown names.
+    """
+    names = [ENTRIES[name] for name in OPEN_NAMES]
+    if any(value_of(config, entry.key) != entry.default for entry in names):
+        with importing_torch():
+            from nanotrain.train.plans import plan
+
+        plan.check_names(config)
+
+
+def _refuse_inside_torchrun(name: str, *, options: Sequence[str], environment: MutableMapping[str, str]) -> None:
+    if "TORCHELASTIC_RUN_ID" in environment:
+        raise ConfigError(
+            f"{options[0]} inside torchrun",
+            why="this process is a rank that torchrun started, and every rank would start ranks of its own",
+            fix=f"leave it out, or start `nanotrain {name}` without torchrun",
+        )

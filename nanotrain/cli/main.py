@@ -1,0 +1,302 @@
+"""`nanotrain COMMAND ...`: one function per command, which parses its arguments and calls another package.
+
+    train | prepare | parity | topology | evaluate | generate | report | watch | runs | compare | timeline | config
+    sweep (sweep.py), checkpoint COMMAND (checkpoint.py), completion (completion.py)
+
+Packages are imported inside the commands, so that `--help` does not load torch.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from nanotrain.cli.checkpoint import CHECKPOINT_COMMANDS
+from nanotrain.cli.completion import completion_script
+from nanotrain.cli.evaluate import evaluate as evaluate_command
+from nanotrain.cli.generate import generate as generate_command
+from nanotrain.cli.launch import check_names, launch, split_arguments
+from nanotrain.cli.parser import (
+    Command,
+    CommandParser,
+    count,
+    png_file,
+    port,
+    positive,
+    processes,
+    run_command,
+    whole_numbers,
+    world_size,
+)
+from nanotrain.cli.sweep import sweep
+from nanotrain.config.derive import data_parallel_size
+from nanotrain.config.flags import parse
+from nanotrain.config.help import CONFIG_USAGE
+from nanotrain.config.load import load_line, reply, to_yaml
+from nanotrain.config.schema import check_choice
+from nanotrain.config.validate import check_data_parallel_size
+from nanotrain.errors import EXIT_CODE, INTERRUPTED, ConfigError, NanotrainError, report
+from nanotrain.output import guard_output, open_closed_streams
+from nanotrain.start_up import end_without_collection, require_folders
+
+CONFIG_FLAGS = "any configuration flag may follow, for example --tensor-model-parallel-size 2"
+
+
+def train(argv: Sequence[str]) -> int:
+    """Train on one rank, or on N of this machine: --nproc-per-node N and torchrun's other options."""
+    options, arguments = split_arguments(argv)
+    if options:
+        return launch(options, arguments, environment=os.environ)
+    from nanotrain.train.__main__ import main as train_main
+
+    return train_main(arguments)
+
+
+def prepare(argv: Sequence[str]) -> int:
+    """Tokenize text into token files (.bin/.idx) for --data-path."""
+    from nanotrain.cli.prepare import run
+    from nanotrain.prepare.options import PREPROCESS_DATA, add_arguments
+
+    parser = CommandParser("prepare", prepare, elsewhere=PREPROCESS_DATA)
+    add_arguments(parser)
+    run(parser.parse_args(argv))
+    return 0
+
+
+def parity(argv: Sequence[str]) -> int:
+    """Compare the training of a parallel layout with one rank: a shrunk model, on CPU processes of this machine."""
+    parser = CommandParser("parity", parity, epilog=CONFIG_FLAGS)
+    ranks_help = "number of ranks, one process per rank"
+    parser.add_argument("--world-size", type=processes, metavar="N", required=True, help=ranks_help)
+    parser.add_argument("--steps", type=count, default=3, metavar="K", help="optimizer steps (default: 3)")
+    tolerance_help = "largest relative difference; ten times that for gradients (default: 1e-5)"
+    parser.add_argument("--tolerance", type=positive, default=1e-5, metavar="T", help=tolerance_help)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    args, rest = parser.parse_known_args(argv)
+    loaded = load_line(parse(rest))
+    from nanotrain.parity.check import check_parity
+
+    result = check_parity(loaded, args.world_size, num_steps=args.steps, tolerance=args.tolerance)
+    print(result.to_json() if args.json else result.text())
+    return 0 if result.holds else EXIT_CODE
+
+
+def topology(argv: Sequence[str]) -> int:
+    """Print the process groups of a number of ranks, or draw a pipeline schedule."""
+    parser = CommandParser("topology", topology, epilog=CONFIG_FLAGS)
+    parser.add_argument("--world-size", type=world_size, metavar="N", help="print the process groups of N ranks")
+    parser.add_argument("--schedule", metavar="NAME", help="draw this pipeline schedule")
+    parser.add_argument("--json", action="store_true", help="print the groups as JSON: {name: [[rank, ...], ...]}")
+    microbatches_help = "microbatches of the schedule (default: 2 per rank)"
+    parser.add_argument("--num-microbatches", type=count, metavar="M", help=microbatches_help)
+    parser.add_argument("--png", type=png_file, metavar="FILE", help="also write the schedule to a PNG file")
+    args, rest = parser.parse_known_args(argv)
+    if args.world_size is None and args.schedule is None:
+        parser.error("give --world-size N, --schedule NAME or both")
+    if args.json and (args.schedule is not None or args.world_size is None):
+        parser.error("--json prints groups: it needs --world-size and excludes --schedule")
+    if args.schedule is None and (args.num_microbatches is not None or args.png is not None):
+        parser.error("--num-microbatches and --png belong to --schedule")
+    if args.schedule is not None:
+        from nanotrain.parallel.pp.schedules import SCHEDULES
+
+        check_choice("pipeline_schedule", args.schedule, known=SCHEDULES)
+    loaded = load_line(parse(rest), to_train=False)
+    if args.schedule is not None and "parallel.pipeline_schedule" in loaded.explicit:
+        parser.error("--schedule and --pipeline-schedule are both given")
+    parallel = loaded.config.parallel
+    if args.world_size is not None:
+        from nanotrain.topology.picture import run_topology
+
+        wide = parallel.expert_model_parallel_size > 1 or parallel.expert_tensor_parallel_size is not None
+        has_experts = wide or loaded.config.model.moe.num_experts is not None
+        text = run_topology(parallel, args.world_size, as_json=args.json, has_experts=has_experts)
+        dp = data_parallel_size(parallel, args.world_size)
+        check_data_parallel_size(dp, loaded.data_parallel_size, world_size=args.world_size)
+        print(text)
+    if args.schedule is not None:
+        from nanotrain.parallel.pp.actions import PipelineShape
+        from nanotrain.parallel.pp.draw import draw_schedule
+
+        num_ranks = parallel.pipeline_model_parallel_size
+        stages_per_rank = parallel.num_virtual_stages_per_pipeline_rank
+        shape = PipelineShape(num_ranks, stages_per_rank, args.num_microbatches or 2 * num_ranks)
+        print(draw_schedule(args.schedule, shape, png=args.png))
+    return 0
+
+
+def checkpoint(argv: Sequence[str]) -> int:
+    """Inspect, verify, compare, average, prune, import or export checkpoints."""
+    return run_command("nanotrain checkpoint", argv, commands=CHECKPOINT_COMMANDS)
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Compute loss, perplexity and bits per byte of a model on a corpus, or run tasks of lm-eval."""
+    return evaluate_command(argv, environment=os.environ)
+
+
+def generate(argv: Sequence[str]) -> int:
+    """Continue texts with the model of a checkpoint or Hugging Face folder."""
+    return generate_command(argv, environment=os.environ)
+
+
+def write_report(argv: Sequence[str]) -> int:
+    """Write an HTML report of one or several runs: curves, settings, memory, checkpoints, samples."""
+    parser = CommandParser("report", write_report)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder; several are compared")
+    output_help = "the HTML file (default: report.html in the first run folder)"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=output_help)
+    args = parser.parse_args(argv)
+    from nanotrain.report.history import RunHistory
+    from nanotrain.report.page import require_html
+    from nanotrain.report.page import write_report as write
+
+    output = args.output or args.runs[0] / "report.html"
+    read = [RunHistory.read(folder) for folder in args.runs]
+    require_html(output)
+    write(read, output, fix="choose another file with --output")
+    print(output)
+    return 0
+
+
+def watch(argv: Sequence[str]) -> int:
+    """Serve the report of runs on this machine; reload the page for the newest steps."""
+    parser = CommandParser("watch", watch)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder; several are compared")
+    parser.add_argument("--port", type=port, default=6007, metavar="P", help="port; 0 chooses one (default: 6007)")
+    args = parser.parse_args(argv)
+    from nanotrain.report.serve import LOCALHOST, open_server
+
+    with open_server(args.runs, args.port) as server:
+        print(f"http://{LOCALHOST}:{server.server_address[1]}  (Ctrl-C ends)", flush=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
+    return 0
+
+
+def runs(argv: Sequence[str]) -> int:
+    """List the runs in a folder: state, step, loss, tokens per second, last change, size."""
+    parser = CommandParser("runs", runs)
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path("runs"), help="folder of run folders (default: runs)"
+    )
+    args = parser.parse_args(argv)
+    if not args.folder.is_dir():
+        raise ConfigError(f"there is no folder {args.folder}", why="it should hold run folders", fix="name another")
+    from nanotrain.report.history import find_runs
+    from nanotrain.report.terminal import list_runs, terminal
+
+    list_runs(find_runs(args.folder), console=terminal())
+    return 0
+
+
+def compare(argv: Sequence[str]) -> int:
+    """Compare runs in the terminal: results, the settings that differ, losses at common steps."""
+    parser = CommandParser("compare", compare)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
+    args = parser.parse_args(argv)
+    if len(args.runs) < 2:
+        parser.error("name at least two run folders")
+    from nanotrain.report.history import RunHistory
+    from nanotrain.report.terminal import compare_runs, terminal
+
+    compare_runs([RunHistory.read(folder) for folder in args.runs], console=terminal())
+    return 0
+
+
+def timeline(argv: Sequence[str]) -> int:
+    """Draw a profiled step: compute, communication and copies of every rank, and what overlaps."""
+    parser = CommandParser("timeline", timeline)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run that was trained with --profile")
+    parser.add_argument("--step", type=count, metavar="N", help="a profiled step (default: the last one)")
+    ranks_help = "ranks to draw, as 0,1,8 (default: the first 8)"
+    parser.add_argument("--ranks", type=whole_numbers, default=(), metavar="LIST", help=ranks_help)
+    png_help = "the picture (default: profile/timeline.png in the run folder)"
+    parser.add_argument("--png", type=png_file, metavar="FILE", help=png_help)
+    args = parser.parse_args(argv)
+    from nanotrain.report.terminal import print_timeline, terminal
+    from nanotrain.report.timeline import read_timeline, save, save_png
+
+    picture = args.png or args.run / "profile" / "timeline.png"
+    read = read_timeline(args.run, step=args.step, ranks=args.ranks)
+    print_timeline(read, console=terminal())
+    save_png(read, picture)
+    save(read, args.run)
+    print(picture)
+    return 0
+
+
+def config(argv: Sequence[str]) -> int:
+    """Print the resolved configuration; with --explain, the origin of each value."""
+    line = parse(argv)
+    text = reply(line, usage=CONFIG_USAGE)
+    if text is None:
+        loaded = load_line(line, to_train=False)
+        check_names(loaded.config)
+        text = to_yaml(loaded.config).rstrip()
+        for note in loaded.notes:
+            print(f"note: {note}", file=sys.stderr)
+    print(text)
+    return 0
+
+
+def completion(argv: Sequence[str]) -> int:
+    """Print the completion script of bash or zsh: source <(nanotrain completion bash)."""
+    parser = CommandParser("completion", completion)
+    parser.add_argument("shell", choices=("bash", "zsh"), help="the shell that reads the script")
+    print(completion_script(parser.parse_args(argv).shell, commands=COMMANDS))
+    return 0
+
+
+COMMANDS: dict[str, Command] = {
+    "train": train,
+    "prepare": prepare,
+    "sweep": sweep,
+    "parity": parity,
+    "topology": topology,
+    "checkpoint": checkpoint,
+    "evaluate": evaluate,
+    "generate": generate,
+    "report": write_report,
+    "watch": watch,
+    "runs": runs,
+    "compare": compare,
+    "timeline": timeline,
+    "config": config,
+    "completion": completion,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is 2 for a user error, which is printed on standard error."""
+    if argv is None:
+        open_closed_streams()
+        guard_output()
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        if list(arguments) == ["--version"]:
+            from importlib.metadata import version
+
+            print(f"nanotrain {version('nanotrain')}", flush=True)
+            return 0
+        require_folders()
+        exit_code = run_command("nanotrain", arguments, commands=COMMANDS)
+        print(end="", flush=True)  # a closed pipe is found here, not when the interpreter ends
+        return exit_code
+    except BrokenPipeError:  # the reader of the pipe has closed it, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except NanotrainError as error:
+        return report(error, quiet=os.environ.get("RANK", "0") != "0")
+    finally:
+        if argv is None:  # this process is the command's
+            end_without_collection()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

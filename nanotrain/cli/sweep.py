@@ -1,0 +1,274 @@
+"""`nanotrain sweep --over NAME=V1,V2 ...`: one training for each value, each in a run folder of its own.
+
+    --over lr=1e-3,3e-4 --over seed=1,2      split_axis, once for each
+         -> lr=1e-3,seed=1 | lr=1e-3,seed=2 | ...          plan_trials: every combination
+         -> mistakes of all of them, before the first      check_trials
+         -> one after another, each a process              run_trials
+
+A trial that has finished is not run again, so the same command continues a sweep that was stopped.
+"""
+
+import itertools
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from nanotrain.cli.launch import check_names, split_arguments
+from nanotrain.cli.parser import CommandParser
+from nanotrain.config.config import Config
+from nanotrain.config.flags import parse
+from nanotrain.config.load import Loaded, load_line
+from nanotrain.config.schema import nest, to_dict
+from nanotrain.config.validate import validate_for_world
+from nanotrain.errors import ConfigError, NanotrainError
+from nanotrain.start_up import stop_signals
+
+MAX_TRIALS = 1000
+MAX_NAME = 200  # bytes of a folder name; file systems take 255
+RUN_DIR = ("run_dir", "train.run_dir")
+AXIS = re.compile(r"(?P<name>(--|\+)?[A-Za-z][\w.-]*)=(?P<values>.+)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One combination of values."""
+
+    name: str  # of the folder, as lr=1e-3,seed=2
+    settings: tuple[str, ...]  # arguments of the training that choose its values
+    folder: Path = Path()
+    train_iters: int = 0
+
+    def arguments(self, shared: Sequence[str]) -> list[str]:
+        """The arguments of the training: the last of two settings of a field counts."""
+        return [*shared, *self.settings, f"--run-dir={self.folder}"]
+
+
+def sweep(argv: Sequence[str]) -> int:
+    """Train once for each of several values: one run after another, each in its own folder."""
+    epilog = "the arguments of `nanotrain train` follow, for example --nproc-per-node 2 +config=tiny --run-dir runs/lr"
+    parser = CommandParser("sweep", sweep, epilog=epilog)
+    over_help = "a setting and its values, as lr=1e-3,3e-4; may be repeated, and every combination is run"
+    parser.add_argument("--over", action="append", required=True, metavar="NAME=V1,V2", help=over_help)
+    launch_help = "start each run with this instead of `nanotrain train`, as 'sbatch scripts/launch_slurm'"
+    parser.add_argument("--launch-with", type=shlex.split, metavar="COMMAND", help=launch_help)
+    parser.add_argument("--print", action="store_true", help="print the command of each run and start none")
+    args, rest = parser.parse_known_args(argv)
+    options, shared = split_arguments(rest)
+    trials = check_trials(plan_trials(args.over), shared=shared, options=options)
+    command = args.launch_with or [sys.executable, "-m", "nanotrain", "train"]
+    if args.print:
+        shown = args.launch_with or ["nanotrain", "train"]
+        print("\n".join(shlex.join([*shown, *options, *trial.arguments(shared)]) for trial in trials))
+        return 0
+    if args.launch_with is None and any(re.fullmatch("--nnodes=(?!1$).*", option) for option in options):
+        why, fix = "the machines would not agree on the trial", "submit a job per trial with --launch-with, or --print"
+        raise ConfigError("a sweep on several machines", why=why, fix=fix)
+    return run_trials(trials, [*command, *options], shared=shared, is_local=args.launch_with is None)
+
+
+def plan_trials(axes: Sequence[str]) -> list[Trial]:
+    """Every combination of the values.
+
+    >>> [trial.name for trial in plan_trials(["lr=1,2", "data.split=969,30,1 9,1,0"])]
+    ['lr=1,split=969,30,1', 'lr=1,split=9,1,0', 'lr=2,split=969,30,1', 'lr=2,split=9,1,0']
+
+    Raises:
+        ConfigError: a setting without values, or given twice; too many combinations.
+    """
+    by_name: dict[str, list[str]] = {}
+    for axis in axes:
+        name, values = split_axis(axis)
+        if name in by_name:
+            raise ConfigError(f"--over {name} is given twice", fix=f"--over {name}=V1,V2,... with all its values")
+        by_name[name] = values
+    combinations = list(itertools.islice(itertools.product(*by_name.values()), MAX_TRIALS + 1))
+    if len(combinations) > MAX_TRIALS:
+        raise ConfigError(f"a sweep of more than {MAX_TRIALS:,} runs", why="every combination is run", fix="sweep less")
+    trials = []
+    for chosen in combinations:
+        pairs = list(zip(by_name, chosen, strict=True))
+        label = ",".join(f"{name.rpartition('.')[2].lstrip('-+')}={value}" for name, value in pairs)
+        name = re.sub(r"[^\w.+=,-]", "_", label)[:MAX_NAME]
+        trials.append(Trial(name, tuple(setting(name, value) for name, value in pairs)))
+    same = next((one.name for one, other in itertools.combinations(trials, 2) if one.name == other.name), None)
+    if same is not None:
+        raise ConfigError(f"two runs of the sweep would be in a folder {same}", fix="give each value once")
+    return trials
+
+
+def split_axis(axis: str) -> tuple[str, list[str]]:
+    """The name of `--over NAME=V1,V2` and its values; with spaces between the values, they may hold commas.
+
+    Raises:
+        ConfigError: no name, or no value.
+    """
+    match = AXIS.fullmatch(axis.strip())
+    if match is None:
+        raise ConfigError(f"--over {axis}", why="it takes a setting and its values", fix="--over lr=1e-3,3e-4")
+    name = match["name"].removeprefix("--").replace("-", "_")
+    text = match["values"].strip()
+    values = text.split() if re.search(r"\s", text) else text.split(",")
+    if not all(values):
+        raise ConfigError(f"--over {axis} has an empty value", fix=f"--over {name}=V1,V2")
+    if name in RUN_DIR:
+        raise ConfigError("--over run_dir", why="a sweep names the run folders itself", fix="--run-dir for all of them")
+    return name, values
+
+
+def setting(name: str, value: str) -> str:
+    """The argument that sets a field, by key, by flag, or `+config=NAME`.
+
+    >>> setting("optim.lr", "1"), setting("weight_decay", "0"), setting("+config", "tiny")
+    ('optim.lr=1', '--weight-decay=0', '+config=tiny')
+    """
+    files = {"config", *(section.name for section in fields(Config))}  # model=NAME chooses a file of a section
+    by_key = "." in name or name.startswith("+") or name in files
+    return f"{name}={value}" if by_key else f"--{name.replace('_', '-')}={value}"
+
+
+def check_trials(trials: Sequence[Trial], *, shared: Sequence[str], options: Sequence[str]) -> list[Trial]:
+    """The trials with their folders, after a check of all of them.
+
+    Args:
+        trials: from `plan_trials`.
+        shared: arguments of every training; a `--run-dir` is the folder of the folders.
+        options: torchrun's.
+
+    Raises:
+        ConfigError: the first trial that cannot be trained, and why.
+    """
+    placed: list[Trial] = []
+    for trial in trials:
+        try:
+            arguments = [*shared, *trial.settings]
+            loaded = load_line(parse(arguments))
+            check_names(loaded.config)
+            if options:
+                from nanotrain.launch.start_ranks import check_ranks
+
+                check = partial(validate_for_world, loaded.config, expected_dp=loaded.data_parallel_size)
+                check_ranks(["nanotrain.train", *arguments], options=options, check=check)
+        except NanotrainError as error:
+            raise ConfigError(f"run {trial.name}: {error}") from None
+        run_dir = str(loaded.config.train.run_dir)
+        named = run_dir if "train.run_dir" in loaded.explicit else f"{run_dir}-sweep"
+        base = placed[0].folder.parent if placed else Path(named)
+        folder = base / trial.name
+        if (folder / "config.yaml").is_file():
+            _check_same_run(folder, loaded)
+        placed.append(replace(trial, folder=folder, train_iters=loaded.config.train.train_iters))
+    return placed
+
+
+def _check_same_run(folder: Path, loaded: Loaded) -> None:
+    """Refuse a run folder that was trained with other values of the settings that a command line gives."""
+    from nanotrain.report.history import RunHistory
+    from nanotrain.train.resume.restore import changed_settings
+
+    saved, given = nest(RunHistory.read(folder).config), to_dict(loaded.config)
+    changed = [each for each in changed_settings(saved, given) if each.split()[0] in loaded.explicit]
+    if changed:
+        why, fix = f"it was trained with others: {', '.join(changed)}", "choose another --run-dir, or remove the folder"
+        raise ConfigError(f"run folder {folder} is not of these settings", why=why, fix=fix)
+
+
+@dataclass
+class _Current:
+    """The process of the trial that runs, and whether the sweep is to end after it."""
+
+    process: subprocess.Popen[bytes] | None = None
+    stopped: bool = False
+    failures: list[tuple[str, int]] = field(default_factory=list)  # name and exit code
+
+
+def run_trials(trials: Sequence[Trial], command: Sequence[str], *, shared: Sequence[str], is_local: bool) -> int:
+    """Run the trials one after another; one that fails does not end the others.
+
+    Args:
+        trials: with their folders.
+        command: of a training, to which its arguments are added.
+        shared: arguments of every training.
+        is_local: whether the command returns when the training has ended, not when it was submitted.
+
+    Returns:
+        The exit code: 0, or that of the first trial that failed.
+    """
+    current = _Current()
+    with _signals_passed_on(current):
+        for number, trial in enumerate(trials, start=1):
+            if current.stopped:
+                break
+            progress = f"run {number} of {len(trials)}: {trial.name}"
+            if is_local and _is_finished(trial):
+                print(f"{progress} has finished before", flush=True)
+                continue
+            print(progress, flush=True)
+            code = _run(current, [*command, *trial.arguments(shared)])
+            if code:
+                current.failures.append((trial.name, code))
+    if is_local:
+        _list(trials)
+    for name, code in current.failures:
+        print(f"error: run {name} ended with exit code {code}", file=sys.stderr)
+    return current.failures[0][1] if current.failures else 0
+
+
+def _run(current: _Current, command: Sequence[str]) -> int:
+    """The exit code of a command in a process group of its own, so that a signal reaches it once, from here."""
+    try:
+        current.process = subprocess.Popen(command, process_group=0)
+    except OSError as error:
+        fix = "--launch-with names a program and its first arguments, as 'sbatch scripts/launch_slurm'"
+        raise ConfigError(f"{command[0]} cannot be started", why=error.strerror or str(error), fix=fix) from None
+    if current.stopped:  # a signal came while it was started
+        current.process.send_signal(signal.SIGTERM)
+    code = current.process.wait()
+    current.process = None
+    return 128 - code if code < 0 else code
+
+
+@contextmanager
+def _signals_passed_on(current: _Current) -> Iterator[None]:
+    """Forward signals to the training: stops as SIGTERM (save and end), and SIGUSR1 (save and continue)."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        current.stopped |= number in stops
+        if current.process is not None:
+            current.process.send_signal(signal.SIGTERM if number in stops else number)
+
+    stops = stop_signals()
+    before = {number: signal.signal(number, handle) for number in (*stops, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_finished(trial: Trial) -> bool:
+    from nanotrain.report.history import RunHistory
+
+    is_there = (trial.folder / "config.yaml").is_file()
+    return is_there and RunHistory.read(trial.folder).last_step >= trial.train_iters
+
+
+def _list(trials: Sequence[Trial]) -> None:
+    """The runs there are, the lowest validation or training loss first."""
+    from nanotrain.report.history import RunHistory
+    from nanotrain.report.terminal import list_runs, terminal
+
+    runs = [RunHistory.read(trial.folder) for trial in trials if (trial.folder / "config.yaml").is_file()]
+    losses = [run.last("valid_loss") or run.last("loss") or float("inf") for run in runs]
+    ranked = [run for _, run in sorted(zip(losses, runs, strict=True), key=lambda pair: pair[0])]
+    list_runs(ranked, console=terminal())
+    if len(ranked) > 1:
+        print(f"nanotrain compare {shlex.join(str(run.folder) for run in ranked[:2])}")
+        print(f"nanotrain report {ranked[0].folder.parent}/*")

@@ -1,0 +1,66 @@
+"""Write a checkpoint in the format of torch.distributed.checkpoint, which `dcp.load` reads on any number of ranks.
+
+The tensors are given to torch on the meta device and read from the checkpoint when it writes them, one at a time. A
+tensor keeps its name ("model/layers.0.mlp.up.weight"); counters and configuration are under "objects" and "config".
+"""
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from nanotrain.checkpoint.manifest import Manifest
+from nanotrain.checkpoint.read import read_box
+from nanotrain.checkpoint.store import find_checkpoint, require_complete
+from nanotrain.interop.export_folder import export_folder
+from nanotrain.precision.dtypes import TORCH_DTYPES
+from nanotrain.spec.boxes import TensorBox
+
+
+class _ReadingPlanner(DefaultSavePlanner):
+    """Reads a tensor when it is written."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.path, self.manifest = path, manifest
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The values of one item of the plan."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            data: torch.Tensor | io.BytesIO = super().resolve_data(write_item)
+            return data
+        name = write_item.index.fqn
+        box = TensorBox.full(name, self.manifest.tensors[name].shape)
+        return read_box(self.path, self.manifest, box=box)
+
+
+def export_dcp(path: Path, output: Path) -> str:
+    """Write a checkpoint for torch.distributed.checkpoint; returns a summary line.
+
+    Args:
+        path: step folder, or run folder for its newest.
+        output: the folder to write; must not exist or be empty.
+
+    Raises:
+        CheckpointError: no complete checkpoint, a damaged chunk, or `output` has files.
+        EnvironmentFault: `output` cannot be written; nothing is left there.
+    """
+    found = find_checkpoint(Path(path))
+    manifest = require_complete(found)
+    state: dict[str, Any] = {
+        name: torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="meta")
+        for name, entry in manifest.tensors.items()
+    }
+    state |= {"objects": dict(manifest.objects), "config": dict(manifest.config)}
+    nbytes = sum(entry.nbytes for entry in manifest.tensors.values())
+    with export_folder(output, nbytes=nbytes) as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there are no process groups, which no_dist asks for
+        writer = FileSystemWriter(folder, thread_count=1)
+        save(state, storage_writer=writer, planner=_ReadingPlanner(found, manifest), no_dist=True)
+    return f"{output}: {len(manifest.tensors)} tensors of step {manifest.step}, from {found}"

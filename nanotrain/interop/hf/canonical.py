@@ -1,0 +1,102 @@
+"""Canonical form of a model section: equal for sections that describe the same model."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from nanotrain.config.config import MLAConfig, ModelConfig, MoEConfig, PositionEmbedding, RouterScore
+from nanotrain.config.derive import GATED, has_rope, is_rope_scaled, no_rope_layers, window_layers
+from nanotrain.config.pattern import write_pattern
+from nanotrain.spec.shape import ModelShape, MoEShape
+
+# Keys that may differ from the weights: they change training or memory layout, not what the model computes.
+FREE_KEYS = (
+    "make_vocab_size_divisible_by",
+    "init_method_std",
+    "attention_dropout",
+    "hidden_dropout",
+    "mtp.loss_scaling_factor",
+)
+FREE_EXPERT_KEYS = (
+    "moe.router_load_balancing_type",
+    "moe.aux_loss_coeff",
+    "moe.z_loss_coeff",
+    "moe.router_bias_update_rate",
+    "moe.router_force_load_balancing",
+    "moe.expert_capacity_factor",
+)
+
+
+def free_keys(model_config: ModelConfig) -> tuple[str, ...]:
+    """Keys of the model section that do not depend on the weights."""
+    return FREE_KEYS if model_config.moe.num_experts is None else FREE_KEYS + FREE_EXPERT_KEYS
+
+
+def canonical(model_config: ModelConfig) -> ModelConfig:
+    """The same model with derived sizes resolved and fields without effect at their defaults."""
+    shape = ModelShape.of(model_config)
+    moe = shape.moe if shape.moe is not None and any(shape.moe.layers) else None
+    model_config = replace(
+        model_config,
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.head_dim,
+        add_qkv_bias=model_config.add_qkv_bias and not model_config.add_bias_linear,
+        ffn_hidden_size=None if moe is not None and all(moe.layers) else shape.ffn_size,
+        mla=model_config.mla if model_config.multi_latent_attention else MLAConfig(),
+        mtp=replace(model_config.mtp, num_layers=shape.num_mtp_layers or None),
+        moe=MoEConfig() if moe is None else _canonical_experts(model_config.moe, moe),
+    )
+    scale = model_config.softmax_scale
+    if scale is not None and math.isclose(scale, shape.head_dim**-0.5) and not model_config.multi_latent_attention:
+        model_config = replace(model_config, softmax_scale=None)
+    if not has_rope(model_config):
+        model_config = replace(model_config, rotary_base=_DEFAULT.rotary_base, rotary_base_local=None, no_rope_freq="0")
+    without = no_rope_layers(model_config)
+    model_config = replace(model_config, no_rope_freq=write_pattern(without) if any(without) else "0")
+    if not has_rope(model_config) or model_config.multi_latent_attention:
+        model_config = replace(model_config, rotary_percent=_DEFAULT.rotary_percent)
+    if model_config.position_embedding_type is not PositionEmbedding.rope or not model_config.use_rope_scaling:
+        model_config = replace(model_config, use_rope_scaling=False, **_DEFAULT_ROPE_SCALING)
+    if model_config.position_embedding_type is not PositionEmbedding.yarn:
+        model_config = replace(model_config, **_DEFAULT_YARN)
+    if model_config.position_embedding_type is not PositionEmbedding.rope:
+        model_config = replace(model_config, rotary_seq_len_interpolation_factor=1.0)
+    if model_config.activation not in GATED:
+        model_config = replace(model_config, glu_linear_offset=0.0, activation_func_clamp_value=None)
+    if not model_config.qk_layernorm:
+        model_config = replace(model_config, qk_layernorm_across_heads=False)
+    if model_config.window_size is None:
+        return replace(model_config, window_attn_skip_freq=_DEFAULT.window_attn_skip_freq, rotary_base_local=None)
+    if model_config.rotary_base_local == model_config.rotary_base and not is_rope_scaled(model_config):
+        model_config = replace(model_config, rotary_base_local=None)
+    layers = window_layers(model_config)
+    return replace(model_config, window_attn_skip_freq="0" if all(layers) else write_pattern(layers))
+
+
+def _canonical_experts(moe: MoEConfig, shape: MoEShape) -> MoEConfig:
+    moe = replace(moe, ffn_hidden_size=shape.ffn_size, layer_freq=write_pattern(shape.layers))
+    if moe.shared_expert_intermediate_size is None:
+        moe = replace(moe, shared_expert_gate=_DEFAULT.moe.shared_expert_gate)
+    if not moe.router_enable_expert_bias:
+        moe = replace(moe, router_bias_update_rate=_DEFAULT.moe.router_bias_update_rate)
+    if moe.router_score_function is RouterScore.sigmoid:
+        moe = replace(moe, router_pre_softmax=_DEFAULT.moe.router_pre_softmax)
+    return moe
+
+
+_DEFAULT = ModelConfig()
+_DEFAULT_ROPE_SCALING: dict[str, Any] = {
+    name: value for name, value in vars(_DEFAULT).items() if name.startswith("rope_")
+}
+_DEFAULT_YARN: dict[str, Any] = {
+    name: getattr(_DEFAULT, name)
+    for name in (
+        "rotary_scaling_factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "yarn_correction_range_round_to_int",
+        "mscale",
+        "mscale_all_dim",
+    )
+}

@@ -1,0 +1,116 @@
+"""Read weights from a Hugging Face folder; each rank reads only the boxes of its shards.
+
+check       the files contain exactly the tensors of the model, with their shapes
+fill        every wanted box from slices of the files, transposed, offset or per expert as the family names them
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from nanotrain.config.config import ModelConfig
+from nanotrain.errors import HuggingFaceError
+from nanotrain.interop.hf.families import FAMILIES, Family, read_config
+from nanotrain.interop.hf.naming import map_parameters, mtp_copies
+from nanotrain.interop.hf.tensor_mapping import TensorMapping
+from nanotrain.interop.hf.weights import WeightFiles, fp8_block_size
+from nanotrain.spec.boxes import Box, TensorBox
+
+# How many names an error lists.
+SHOWN = 5
+
+
+def import_weights(folder: Path, model_config: ModelConfig, *, wanted: Mapping[TensorBox, Tensor]) -> None:
+    """Read boxes of parameters from a Hugging Face folder.
+
+    Args:
+        model_config: as read by `model_from_hf`.
+        wanted: boxes of parameters -> tensors of the same shapes, any dtype or device; filled in place. Rows of the
+            vocabulary's padding become zero.
+
+    Raises:
+        HuggingFaceError: a missing, superfluous or mis-shaped tensor, a damaged file.
+    """
+    reader = WeightReader(folder, model_config)
+    for tensor_box, target in wanted.items():
+        reader.fill(target.detach(), tensor_box)
+
+
+class WeightReader:
+    """The weights of a Hugging Face folder, opened and checked once; arguments and errors as for `import_weights`."""
+
+    def __init__(self, folder: Path, model_config: ModelConfig) -> None:
+        raw = read_config(folder)
+        family = FAMILIES[raw["model_type"]]
+        self._files = WeightFiles(folder, prefix=family.prefix, block_size=fp8_block_size(raw))
+        self._mappings = _mappings_of(self._files, family, model_config=model_config)
+        copies = {copy for names in mtp_copies(model_config, family.naming).values() for copy in names}
+        _check(self._files, self._mappings, family=family, needless=copies)
+
+    def fill(self, target: Tensor, wanted: TensorBox) -> None:
+        """Read one box of a parameter into a tensor of its shape."""
+        assert wanted.name in self._mappings, f"{wanted.name} is not a parameter of this model and would stay unset"
+        _fill(target, wanted, mapping=self._mappings[wanted.name], files=self._files)
+
+
+def _fill(target: Tensor, wanted: TensorBox, *, mapping: TensorMapping, files: WeightFiles) -> None:
+    unpadded = wanted.box.intersect(Box.full(mapping.shape))
+    if unpadded != wanted.box:
+        target.zero_()
+    if unpadded is None:
+        return
+    for part in mapping.slices(unpadded):
+        stored = files.read(part.tensor, part.stored)
+        target[part.box.within(wanted.box).slices()].copy_(part.as_parameter(stored))
+
+
+def _mappings_of(files: WeightFiles, family: Family, *, model_config: ModelConfig) -> dict[str, TensorMapping]:
+    """The mappings by the naming of the family that matches most of the files' tensors."""
+    candidates = [map_parameters(model_config, naming) for naming in (family.naming, *family.other_namings)]
+    return max(candidates, key=lambda mappings: len(_tensors(mappings).keys() & files.shapes.keys()))
+
+
+def _tensors(mappings: Mapping[str, TensorMapping]) -> dict[str, tuple[int, ...]]:
+    return {name: shape for mapping in mappings.values() for name, shape in mapping.tensor_shapes.items()}
+
+
+def _check(
+    files: WeightFiles, mappings: Mapping[str, TensorMapping], *, family: Family, needless: Collection[str]
+) -> None:
+    expected = _tensors(mappings)
+    # Files often contain a tied head as well.
+    needless = {*needless, *(["lm_head.weight"] if "head.weight" not in mappings else [])}
+    found = {
+        name: shape
+        for name, shape in files.shapes.items()
+        if not name.endswith(family.ignored) and name not in needless - expected.keys()
+    }
+    if family.ignores_later_layers:
+        found = {name: shape for name, shape in found.items() if not _is_later_layer(name, expected)}
+    complaints = []
+    for label, shapes, others in (("missing", expected, found), ("unknown", found, expected)):
+        if names := sorted(shapes.keys() - others.keys()):
+            complaints.append(f"{label}: {_listed([f'{name} {list(shapes[name])}' for name in names])}")
+    wrong = [name for name in sorted(expected.keys() & found.keys()) if expected[name] != found[name]]
+    if wrong:
+        texts = [f"{name} is {list(found[name])} and should be {list(expected[name])}" for name in wrong]
+        complaints.append(f"mis-shaped: {_listed(texts)}")
+    if complaints:
+        raise HuggingFaceError(
+            f"the weights in {files.folder} are not those its config.json describes",
+            why="; ".join(complaints),
+            fix="use a folder whose config.json and weights were saved together",
+        )
+
+
+def _is_later_layer(name: str, expected: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether a tensor belongs to a layer, and the model has none of this number."""
+    layer = re.match(r"(.*\.layers\.\d+\.)", name)
+    return layer is not None and not any(other.startswith(layer[1]) for other in expected)
+
+
+def _listed(items: list[str]) -> str:
+    more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+    return ", ".join(items[:SHOWN]) + more

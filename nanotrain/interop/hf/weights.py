@@ -1,0 +1,153 @@
+"""The weight files of a Hugging Face folder, opened lazily and read by box.
+
+`WeightFiles` is one view of one or many safetensors files. Names have the family's prefix, whether the file has it or
+not. pytorch_model.bin is a pickle, whose reader can be made to run code: it is refused, with the command that converts
+it.
+
+MXFP4 weights of gpt-oss are dequantized by mxfp4.py.
+fp8 weights of DeepSeek-V3 have one factor per block of 128 x 128 in a second tensor, NAME_scale_inv. It is no weight of
+its own: `read` multiplies by it.
+"""
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from nanotrain.errors import HuggingFaceError
+from nanotrain.interop.hf.mxfp4 import dequantized
+from nanotrain.spec.boxes import Box
+from nanotrain.untrusted import object_of, parse_json, plain_file_name, read_file, shown
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"  # in order of preference
+PICKLES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+
+
+SCALE = "_scale_inv"  # ending of the names of block factors
+
+
+def fp8_block_size(raw: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of a block of fp8 weights, from a parsed config.json; None without quantization.
+
+    Raises:
+        HuggingFaceError: another quantization.
+    """
+    quantization = raw.get("quantization_config")
+    if not quantization or quantization.get("quant_method") == "mxfp4":  # whose tensors show it
+        return None
+    method, size = quantization.get("quant_method"), quantization.get("weight_block_size")
+    if method != "fp8" or not isinstance(size, list) or len(size) != 2:
+        fix = "choose a checkpoint without quantization"
+        why = "weights are read in fp32, bf16, fp16, or fp8 with a factor per block (weight_block_size)"
+        raise HuggingFaceError(f"config.json has quantization_config: {method!r}", why=why, fix=fix)
+    return int(size[0]), int(size[1])
+
+
+def has_mtp_weights(folder: Path) -> bool:
+    """Whether the files of a folder have layers of multi-token prediction; False where it has no weights."""
+    try:
+        files = _weight_files(folder)
+    except HuggingFaceError:
+        return False
+    return any(name.endswith(".eh_proj.weight") for path in files for name in _open(path))
+
+
+class WeightFiles:
+    """All weights of a Hugging Face folder; the prefix is added to names without it, except that of the head.
+
+    Args:
+        folder: with the files.
+        prefix: of the family.
+        block_size: of fp8 weights, from `fp8_block_size`.
+
+    Raises:
+        HuggingFaceError: no weights, or a missing or damaged file.
+    """
+
+    def __init__(self, folder: Path, *, prefix: str, block_size: tuple[int, int] | None = None) -> None:
+        self.folder, self.block_size = folder, block_size
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._tensors: dict[str, Any] = {}
+        for path in _weight_files(folder):
+            for stored, tensor in _open(path).items():
+                name = stored if stored.startswith((prefix, "lm_head.")) else prefix + stored
+                self._tensors[name] = tensor
+        self._tensors = dequantized(self._tensors)
+        for name, tensor in self._tensors.items():
+            self.shapes[name] = tuple(tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape())
+        if block_size is not None:
+            self.shapes = {name: shape for name, shape in self.shapes.items() if not name.endswith(SCALE)}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """One box of a tensor, on the CPU, in the file's dtype; fp8 weights are dequantized to fp32.
+
+        Raises:
+            HuggingFaceError: integers, or fp8 without factors.
+        """
+        values: Tensor = self._tensors[name][box.slices()]
+        if not values.is_floating_point():
+            fix = "give a folder with weights in fp32, bf16 or fp16"
+            raise HuggingFaceError(f"{name} is stored as {values.dtype}", why="weights are floating-point", fix=fix)
+        if values.itemsize > 1:
+            return values
+        if self.block_size is None or name + SCALE not in self._tensors:
+            why = "fp8 weights need quantization_config in config.json and a factor per block"
+            fix = f"use a folder that has {name}{SCALE}"
+            raise HuggingFaceError(f"{name} is stored as {values.dtype}", why=why, fix=fix)
+        blocks = [
+            torch.arange(start, stop) // size
+            for start, stop, size in zip(box.start, box.stop, self.block_size, strict=True)
+        ]
+        factors: Tensor = self._tensors[name + SCALE][:]
+        return values.float() * factors[blocks[0]][:, blocks[1]]
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / INDEX).exists():
+        return [folder / name for name in _indexed(folder / INDEX)]
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    for name in PICKLES:
+        if (folder / name).exists():
+            raise HuggingFaceError(
+                f"{folder / name} is not read",
+                why=f"it is a pickle, which can hold code, and the folder has no {SINGLE}",
+                fix=f"if you trust it, convert it and copy its tokenizer files into OUT: {_conversion(folder)}",
+            )
+    raise HuggingFaceError(
+        f"{folder} contains no weights",
+        why=f"neither {INDEX} nor {SINGLE} exists",
+        fix="give a folder as `save_pretrained` writes it",
+    )
+
+
+def _conversion(folder: Path) -> str:
+    """A command of transformers, which reads a pickle with torch's `weights_only`."""
+    load = f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype='auto')"
+    program = f"from transformers import AutoModelForCausalLM; {load}.save_pretrained('OUT')"
+    return "python -c " + (shlex.quote(program) if set('"$`\\!') & set(program) else f'"{program}"')
+
+
+def _indexed(index: Path) -> list[str]:
+    try:
+        table = object_of(parse_json(read_file(index), allow_nan=True), "it")
+        weight_map = object_of(table.get("weight_map"), "weight_map")
+        return sorted({plain_file_name(file, f"weight_map[{shown(name)}]") for name, file in weight_map.items()})
+    except (OSError, ValueError) as error:
+        why = str(error)
+        raise HuggingFaceError(f"{index} is no index of weights", why=why, fix="fetch the folder again") from None
+
+
+def _open(path: Path) -> Mapping[str, Any]:
+    """Name -> what a box can be read from by indexing."""
+    try:
+        file: Any = safe_open(path, framework="pt", device="cpu")
+        return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    except Exception as error:  # SafetensorError, KeyError, OSError: depends on the damage
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        fix = "fetch the folder again; every file of its index has to be there and complete"
+        raise HuggingFaceError(f"cannot read {path}", why=reason, fix=fix) from None

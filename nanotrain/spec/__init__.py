@@ -1,0 +1,1 @@
+"""The model as data: boxes of tensors, parameter declarations, sizes, pipeline stages, counts; without torch."""

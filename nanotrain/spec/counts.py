@@ -1,0 +1,70 @@
+"""Parameter counts and FLOPs of a model, from its declared parameters; without the padding of the vocabulary."""
+
+from dataclasses import replace
+
+from nanotrain.spec.parameters import declare_model
+from nanotrain.spec.params import ParamSpec
+from nanotrain.spec.shape import ModelShape
+
+
+def num_parameters(shape: ModelShape) -> int:
+    """Elements of all parameters.
+
+    >>> from nanotrain.config.config import ModelConfig
+    >>> small = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=10)
+    >>> num_parameters(ModelShape.of(small)) == 10 * 8 + 4 * 8 * 8 + 3 * 8 * 64 + 3 * 8
+    True
+    """
+    return sum(spec.numel for spec in _unpadded(shape))
+
+
+def num_active_parameters(shape: ModelShape) -> int:
+    """Elements of the parameters that one token uses; of the routed experts only its top k count.
+
+    >>> from nanotrain.config.config import ModelConfig
+    >>> shape = ModelShape.of(ModelConfig(vocab_size=10))
+    >>> num_active_parameters(shape) == num_parameters(shape)
+    True
+    """
+    return sum(_active(spec, shape) for spec in _unpadded(shape))
+
+
+def flops_per_token(shape: ModelShape, seq_length: int) -> int:
+    """Floating-point operations of forward and backward per trained token.
+
+    6 per active weight of a matrix product (2 forward, 4 backward), plus causal attention: half of the S x S pairs in
+    the scores and in the weighted sum of values, or those within the window of a layer. Multi-token prediction counts
+    with its blocks, projections and uses of the head. As usual, norms (including those of MLA), activations, softmaxes,
+    routers and embedding look-ups are left out.
+
+    >>> from nanotrain.config.config import ModelConfig
+    >>> llama7b = ModelConfig(num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32,
+    ...                       vocab_size=32000)
+    >>> flops_per_token(ModelShape.of(llama7b), 4096)
+    42863689728
+    """
+    weights = shape.num_mtp_layers * shape.vocab_size * shape.hidden_size  # each of them uses the head again
+    weights += sum(_active(spec, shape) for spec in _unpadded(shape) if _is_multiplied(spec, shape))
+    pairs_width = shape.num_heads * (shape.head_dim + shape.value_head_dim)
+    window = seq_length if shape.window_size is None else min(shape.window_size, seq_length)
+    num_layers = shape.num_layers + shape.num_mtp_layers
+    num_windows = sum(shape.has_window(layer) for layer in range(num_layers))
+    pairs = (num_layers - num_windows) * seq_length**2 + num_windows * window * (2 * seq_length - window)
+    return 6 * weights + 3 * pairs_width * pairs // max(1, seq_length)
+
+
+def _unpadded(shape: ModelShape) -> tuple[ParamSpec, ...]:
+    return declare_model(replace(shape, padded_vocab_size=shape.vocab_size))
+
+
+def _active(spec: ParamSpec, shape: ModelShape) -> int:
+    if not spec.is_expert or shape.moe is None:
+        return spec.numel
+    return spec.numel // shape.moe.num_experts * shape.moe.topk
+
+
+def _is_multiplied(spec: ParamSpec, shape: ModelShape) -> bool:
+    """Whether a parameter is the weight of a counted matrix product; a tied word embedding is the head's."""
+    is_lookup = spec.unit == "embedding" and not (shape.is_tied and spec.is_embedding_or_output)
+    is_bias = spec.name.endswith(".bias")
+    return len(spec.shape) >= 2 and not is_lookup and not is_bias and ".router." not in spec.name

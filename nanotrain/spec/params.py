@@ -1,0 +1,138 @@
+"""Parameters as plans see them: global shape, sharding and initialization, without storage.
+
+ParamSpec    a parameter over all ranks: name, shape, how it is sharded and initialized
+LocalParam   what one rank holds of it: a box and a replica id
+localize     the LocalParam of a rank
+"""
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from math import prod
+from typing import Self
+
+from nanotrain.errors import TopologyError
+from nanotrain.spec.boxes import Box, TensorBox
+from nanotrain.topology.groups import GroupName
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Ranks along `axis` hold equal consecutive shards of `dim`."""
+
+    dim: int
+    axis: GroupName
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Initial values from a normal distribution with mean 0."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same initial value for every element."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter over all ranks.
+
+    >>> spec = ParamSpec("layers.0.mlp.up.weight", (8, 4), dtype="bf16", init=Normal(0.02), weight_decay=True,
+    ...                  shards=(Shard(0, "tp"),))
+    >>> spec.box({"tp": 1}, {"tp": 2})
+    Box(start=(4, 0), stop=(8, 4))
+    """
+
+    name: str  # global name, the same in every topology ("layers.3.mlp.up.weight")
+    shape: tuple[int, ...]  # global shape
+    _: KW_ONLY
+    dtype: str  # "fp32", "bf16" or "fp16"
+    init: Normal | Constant  # distribution of the initial values
+    weight_decay: bool  # whether weight decay applies
+    # the axis that shards each sharded dim; two shards of one dim nest, the first is the outer one
+    shards: tuple[Shard, ...] = ()
+    grad_sum_axes: tuple[str, ...] = ()  # axes over which the gradient is summed besides data parallelism
+    stage: int = 0  # pipeline stage
+    unit: str = ""  # FSDP unit: "embedding", "layers.3", "final_norm", "head" or "mtp.0"
+    group: str = ""  # of the layers it belongs to: "embedding", "attention", "mlp", "experts", "norms", "head", "mtp"
+    is_expert: bool = False  # data-parallel over expert_dp instead of dp_cp
+    # several units read it: a tied word embedding; with multi-token prediction word embedding and head
+    is_shared: bool = False
+    is_embedding_or_output: bool = False  # the word embedding or the output layer: `--decoupled-lr` applies
+    in_fp8: bool = False  # a weight whose products are in fp8 if the run and the layer use fp8
+    # a matrix rule (Muon) updates it and needs all of its elements; False for embeddings and the head
+    needs_whole_matrix: bool = False
+
+    @property
+    def is_last_stage_replica(self) -> bool:
+        """Whether it is the word embedding of the last stage, a replica of the first stage's."""
+        return self.unit == "embedding" and self.stage > 0
+
+    @property
+    def numel(self) -> int:
+        """Elements over all ranks."""
+        return prod(self.shape)
+
+    def box(self, coords: Mapping[str, int], sizes: Mapping[str, int]) -> Box:
+        """The box of one rank, from its coordinate and the number of ranks per axis that shards this parameter.
+
+        Raises:
+            TopologyError: a dim that an axis does not divide.
+        """
+        start, stop = [0] * len(self.shape), list(self.shape)
+        for shard in self.shards:
+            length, size = stop[shard.dim] - start[shard.dim], sizes[shard.axis]
+            if length % size:
+                raise TopologyError(
+                    f"{self.name} of shape {self.shape} cannot be sharded over {shard.axis}={size}",
+                    why=f"dim {shard.dim} has {length} elements and {size} does not divide {length}",
+                    fix=f"choose {shard.axis} among the divisors of {length}, or a model whose sizes {size} divides",
+                )
+            start[shard.dim] += coords[shard.axis] * (length // size)
+            stop[shard.dim] = start[shard.dim] + length // size
+        return Box(tuple(start), tuple(stop))
+
+
+@dataclass(frozen=True)
+class LocalParam:
+    """The part of a parameter that one rank holds.
+
+    `replica_id` numbers the ranks of one data-parallel replica that hold the same box. Replicas come from an axis that
+    does not shard the parameter, and for a word embedding from the last stage. Replica 0 counts in the gradient norm
+    and is saved.
+    """
+
+    spec: ParamSpec
+    box: Box  # what this rank holds of it
+    replica_id: int = 0
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this is replica 0."""
+        return self.replica_id == 0
+
+    @property
+    def tensor_box(self) -> TensorBox:
+        """The box with the parameter's global name and shape, as checkpoints and Hugging Face files are read by it."""
+        return TensorBox(self.spec.name, self.spec.shape, self.box)
+
+    @classmethod
+    def unsharded(cls, spec: ParamSpec) -> Self:
+        """All of a parameter, without model parallelism."""
+        return cls(spec, Box.full(spec.shape))
+
+
+def localize(spec: ParamSpec, *, coords: Mapping[str, int], sizes: Mapping[str, int]) -> LocalParam:
+    """The part of a parameter that a rank of its stage holds, from its coordinate and the number of ranks per axis.
+
+    Raises:
+        TopologyError: a dim that an axis does not divide.
+    """
+    axis = "etp" if spec.is_expert else "tp"  # inside one model replica, this one may leave a parameter unsharded
+    is_sharded = any(shard.axis == axis for shard in spec.shards)
+    index, num_replicas = (0, 1) if is_sharded else (coords[axis], sizes[axis])
+    return LocalParam(spec, spec.box(coords, sizes), index + num_replicas * spec.is_last_stage_replica)

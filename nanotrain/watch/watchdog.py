@@ -1,0 +1,302 @@
+"""`Watchdog`: a thread per rank that ends a run without progress, and reports which rank is behind.
+
+    this rank began nothing for timeout_s  --+
+    a rank of this machine ended           --+-->  alarm: hang-TIME/rank-N.txt   the stacks of this rank
+    a rank of this machine gave an alarm   --+            hang-TIME/host-M.json  the records of this machine
+                                                   one rank, after GRACE_S:      hang-report.txt, a message
+                                                   every rank:                   exit code 2
+
+A frozen rank cannot report, but its record is in shared memory, so other ranks report it. The ranks of every machine
+write files into the run folder, from which the ranks of other machines read; no network is used.
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from nanotrain.comm.collectives import all_gather_object
+from nanotrain.comm.flight_recorder import RecordedCollective, recorded_collectives
+from nanotrain.comm.heartbeat import Beat, Collective, Waiting, read_record
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.comm.work import CommunicationFault
+from nanotrain.errors import EXIT_CODE, EnvironmentFault, ReportedFault
+from nanotrain.quantities import count_of
+from nanotrain.runs.files import write_text
+from nanotrain.watch.processes import RankProcess, share_heartbeats, state_of
+from nanotrain.watch.recorder import unmatched_collectives
+from nanotrain.watch.report import Diagnosis, RankView, diagnose, report_text
+
+REPORT = "hang-report.txt"
+MAX_POLL_S = 1.0
+ALARM = "another rank of this machine gave an alarm"  # a reason that leaves the cause to the diagnosis
+MAX_LINES = 4  # process groups whose collectives the message lists; the report lists all
+GRACE_S = 3.0  # from the first alarm to the report, so that the other ranks can notice it and write their files
+LOST_S = 2.0  # from the end of a rank to the alarm; a failed collective usually ends this rank before
+UNTIMED_PHASES = ("start", "checkpoint")  # their duration depends on the disk
+SHARE_OF_TIMEOUT = 0.9  # of the timeout of collectives, after which torch would end the run without a report
+
+
+class Watchdog:
+    """Watches the ranks of this machine from a separate thread.
+
+    Args:
+        context: of this rank.
+        folder: the run folder, for the report.
+        timeout_s: a rank that begins nothing for this long hangs; 0 watches only for lost ranks; None: a share of the
+            timeout of collectives, which may be lowered during the run.
+        end: ends this process; replaced in tests.
+    """
+
+    def __init__(
+        self, context: ParallelContext, folder: Path, *, timeout_s: float | None, end: Callable[[int], Any] = os._exit
+    ) -> None:
+        self._topology, self._rank, self._heartbeat = context.topology, context.rank, context.heartbeat
+        self._context, self._folder, self._hang_timeout_s, self._end = context, folder, timeout_s, end
+        self._processes, self._records = share_heartbeats(context.heartbeat, context.control)
+        now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        self._hang_folder = folder / f"hang-{all_gather_object(now, context.control)[0]}"
+        self._stopped, self._reporting = threading.Event(), threading.Lock()
+        self._beats, self._moved = -1, time.monotonic()
+        self._lost_since: float | None = None
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, *, phase: str) -> None:
+        """End the thread; `phase` is "finished" or "failed"."""
+        self._heartbeat.begin(phase)
+        self._stopped.set()
+        self._thread.join()
+
+    def explain(self, fault: CommunicationFault) -> EnvironmentFault:
+        """Report a failed collective with the rank that was lost; the fault itself if no report can be written."""
+        self._stopped.set()
+        deadline = time.monotonic() + GRACE_S
+        while not self._lost() and time.monotonic() < deadline:  # a killed process ends a moment later than its sockets
+            time.sleep(0.05)
+        with self._reporting:
+            diagnosis = self._report(f"{fault.what}: {fault.why}")
+        return fault if diagnosis is None else ReportedFault(diagnosis.headline)
+
+    @contextmanager
+    def reporting_before_sigterm(self) -> Iterator[None]:
+        """Ignore SIGTERM once a rank is lost: torchrun sends it immediately, but the report takes a moment.
+
+        Without effect outside the main thread, because other threads cannot handle signals.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+
+        def on_signal(number: int, _frame: FrameType | None) -> None:
+            if not self._lost():
+                signal.signal(number, before)
+                signal.raise_signal(number)
+
+        signal.signal(signal.SIGTERM, on_signal)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    @property
+    def _timeout_s(self) -> float:
+        return timeout_of(self._hang_timeout_s, self._context.timeout_s)
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(min(MAX_POLL_S, self._timeout_s / 10 or MAX_POLL_S)):
+            reason = self.reason_to_end(time.monotonic())
+            if reason:
+                # The lock is held until the process ends: killing a frozen rank fails the collective that the main
+                # thread waits for, which would begin a second report and overwrite the stacks of this one.
+                with self._reporting:
+                    if self._stopped.is_set():  # the main thread reported meanwhile
+                        return
+                    self._report(reason)
+                    sys.stdout.flush()
+                    self._end_frozen()
+                    self._end(EXIT_CODE)
+                return
+
+    def reason_to_end(self, now: float) -> str:
+        """Why the run has to end; "" if it may continue. `now` is in seconds and never decreases."""
+        is_slow_by_nature = read_record(self._records[self._rank]).phase in UNTIMED_PHASES
+        if self._heartbeat.beats != self._beats or is_slow_by_nature:
+            self._beats, self._moved = self._heartbeat.beats, now
+        lost, still_s = self._lost(), now - self._moved
+        self._lost_since = (now if self._lost_since is None else self._lost_since) if lost else None
+        if self._timeout_s and still_s >= self._timeout_s:
+            return f"rank {self._rank} began nothing for {still_s:.0f} s (--hang-timeout-s {self._timeout_s:g})"
+        if self._lost_since is not None and now - self._lost_since >= LOST_S:
+            return f"rank {lost[0].rank} ended"
+        return ALARM if self._is_alarmed() else ""
+
+    def _lost(self) -> list[RankProcess]:
+        """The ranks of this machine whose process ended before the run did."""
+        return [
+            process
+            for process in self._processes
+            if process.rank in self._records
+            and not state_of(process)
+            and read_record(self._records[process.rank]).phase not in ("finished", "failed")
+        ]
+
+    def _is_alarmed(self) -> bool:
+        return any(read_record(record).is_alarmed for record in self._records.values())
+
+    def _report(self, reason: str) -> Diagnosis | None:
+        """Write the files of this rank and, on one rank, the report; None if the run folder cannot be written."""
+        self._heartbeat.alarm()
+        try:
+            self._hang_folder.mkdir(exist_ok=True)
+            with (self._hang_folder / f"rank-{self._rank:05d}.txt").open("w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+            self._write_records()
+            self._write_collectives()
+            self._wait_for_others()
+            self._write_records()  # the states of frozen and lost processes as they are now
+            views = self._views()
+            diagnosis = diagnose(views, self._topology)
+            if self._is_writer():
+                self._write_report(reason, diagnosis, views=views)
+            else:
+                self._wait_for_report()
+            return diagnosis
+        except (OSError, EnvironmentFault) as error:
+            print(f"error: {reason}; no report: {self._folder} cannot be written: {error}", file=sys.stderr, flush=True)
+            return None
+
+    def _write_records(self) -> None:
+        """The records of all ranks of this machine; each of its ranks writes the same."""
+        records = {
+            process.rank: {"state": state_of(process), "beat": asdict(read_record(self._records[process.rank]))}
+            for process in self._processes
+            if process.rank in self._records
+        }
+        write_text(self._hang_folder / f"host-of-rank-{min(records):05d}.json", json.dumps(records))
+
+    def _write_collectives(self) -> None:
+        """Write the collectives in torch's flight recorder of this rank."""
+        collectives = [asdict(each) for each in recorded_collectives()]
+        write_text(self._hang_folder / f"collectives-{self._rank:05d}.json", json.dumps(collectives))
+
+    def _recorded(self) -> dict[int, list[RecordedCollective]]:
+        """The collectives in the flight recorders of all ranks that could write theirs."""
+        recorded = {}
+        for path in sorted(self._hang_folder.glob("collectives-*.json")):
+            with suppress(ValueError, KeyError, TypeError):
+                collectives = [_collective_of(each) for each in json.loads(path.read_text())]
+                recorded[int(path.stem.removeprefix("collectives-"))] = collectives
+        return recorded
+
+    def _wait_for_others(self) -> None:
+        """Wait for the other ranks to write their stacks, and for other machines to write their records."""
+        deadline = time.monotonic() + GRACE_S
+        machines = {process.machine for process in self._processes}
+        while time.monotonic() < deadline:
+            stacks = len(list(self._hang_folder.glob("rank-*.txt")))
+            hosts = len(list(self._hang_folder.glob("host-of-rank-*.json")))
+            collectives = len(list(self._hang_folder.glob("collectives-*.json")))
+            if stacks == collectives == len(self._processes) and hosts >= len(machines):
+                return
+            time.sleep(0.1)
+
+    def _views(self) -> dict[int, RankView]:
+        views = {each.rank: RankView(each.rank, each.host, each.pid, "?") for each in self._processes}
+        for path in sorted(self._hang_folder.glob("host-of-rank-*.json")):
+            with suppress(ValueError, KeyError, TypeError):
+                for rank, entry in json.loads(path.read_text()).items():
+                    process = self._processes[int(rank)]
+                    beat = _beat_of(entry["beat"])
+                    views[process.rank] = RankView(process.rank, process.host, process.pid, entry["state"], beat)
+        return views
+
+    def _is_writer(self) -> bool:
+        """Whether this rank writes the report: the first rank that calls this does."""
+        try:
+            os.close(os.open(self._hang_folder / "writer", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        except FileExistsError:
+            return False
+        return True
+
+    def _write_report(self, reason: str, diagnosis: Diagnosis, *, views: Mapping[int, RankView]) -> None:
+        title = [
+            f"nanotrain hang report, {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
+            f"run folder {self._folder}, {count_of(len(views), 'rank')}",
+            f"reason: {reason}",
+            f"stacks: {self._hang_folder}/rank-*.txt; a rank without a file was frozen or lost",
+        ]
+        path = self._folder / REPORT
+        recorded = unmatched_collectives(self._recorded(), self._topology)
+        write_text(path, report_text(diagnosis, views, topology=self._topology, title=title, recorded=recorded))
+        facts = [diagnosis.headline] if reason == ALARM else [reason, diagnosis.headline]  # an alarm explains nothing
+        lines = [f"error: {facts[0]}", *facts[1:], *recorded[:MAX_LINES], f"see {path}"]
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        write_text(self._hang_folder / "written", "")
+
+    def _wait_for_report(self) -> None:
+        """Wait until the report is written: torchrun ends all ranks as soon as one has ended."""
+        deadline = time.monotonic() + GRACE_S
+        while not (self._hang_folder / "written").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _end_frozen(self) -> None:
+        """Kill stopped ranks of this machine: they cannot handle torchrun's SIGTERM, and it would wait for 30 s."""
+        for process in self._processes:
+            if process.rank in self._records and process.rank != self._rank and state_of(process) == "T":
+                with suppress(OSError):
+                    os.kill(process.pid, signal.SIGKILL)
+
+
+def timeout_of(hang_timeout_s: float | None, distributed_timeout_s: float) -> float:
+    """The timeout of the watchdog: as set, else shorter than that of collectives, so that the report comes first."""
+    return distributed_timeout_s * SHARE_OF_TIMEOUT if hang_timeout_s is None else hang_timeout_s
+
+
+@contextmanager
+def watch_ranks(context: ParallelContext, folder: Path, *, timeout_s: float | None) -> Iterator[None]:
+    """Watch the ranks while the block runs; a collective that fails in it is reported with the lost rank.
+
+    `timeout_s` is as for `Watchdog`.
+    """
+    watchdog = Watchdog(context, folder, timeout_s=timeout_s)
+    watchdog.start()
+    with watchdog.reporting_before_sigterm():
+        try:
+            yield
+        except CommunicationFault as fault:
+            explained = watchdog.explain(fault)
+            watchdog.stop(phase="failed")
+            raise explained from fault
+        except BaseException:
+            watchdog.stop(phase="failed")
+            raise
+    watchdog.stop(phase="finished")
+
+
+def _collective_of(values: dict[str, Any]) -> RecordedCollective:
+    ranks, sizes, dtypes = values.pop("ranks"), values.pop("input_sizes"), values.pop("dtypes")
+    return RecordedCollective(**values, ranks=tuple(ranks), input_sizes=tuple(map(tuple, sizes)), dtypes=tuple(dtypes))
+
+
+def _beat_of(values: dict[str, Any]) -> Beat:
+    waiting, collectives = values.pop("waiting"), values.pop("collectives")
+    return Beat(
+        **values,
+        waiting=Waiting(**waiting) if waiting else None,
+        collectives={name: Collective(**each) for name, each in collectives.items()},
+    )

@@ -1,0 +1,173 @@
+"""`nanotrain COMMAND ...`: what each command prints and how a mistake ends."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from nanotrain.cli.main import CHECKPOINT_COMMANDS, COMMANDS, main
+from nanotrain.config.load import load_config, to_yaml
+
+
+def run(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "nanotrain.cli.main", *argv]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
+
+
+def test_help_answers_within_a_second():
+    began = os.times()
+    done = run("train", "--help")
+    ended = os.times()
+    assert done.returncode == 0 and "--train-iters N" in done.stdout and done.stderr == ""
+    # Processor time of the child: a busy machine does not stretch it.
+    assert ended.children_user + ended.children_system - began.children_user - began.children_system < 1
+
+
+def test_a_mistake_is_one_line_and_exit_code_2():
+    done = run("train", "+config=tiny", "--train-iter", "5")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == ("error: unknown flag --train-iter; did you mean --train-iters?\n")
+
+
+@pytest.mark.parametrize(("rank", "output"), [("0", "interrupted\n"), ("1", "")])
+def test_an_interrupt_is_one_line_of_the_first_rank(rank, output, monkeypatch, capsys):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr("nanotrain.cli.main.run_command", interrupted)
+    assert main(["evaluate", "run"]) == 130
+    assert capsys.readouterr().err == output
+
+
+def test_of_many_ranks_the_first_alone_speaks():
+    done = run("config", "--train-iter", "5", RANK="1", WORLD_SIZE="2")
+    assert done.returncode == 2 and done.stdout == done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trian"], "error: unknown command 'trian': nanotrain takes train, prepare"),
+        (["trian"], "; did you mean nanotrain train?"),
+        (["sing"], "; nanotrain --help lists them"),
+        (["checkpoint", "export"], "error: unknown command 'export'"),
+        (["checkpoint", "inspect"], "error: nanotrain checkpoint inspect: the following arguments are required: path"),
+        (["topology"], "give --world-size N, --schedule NAME or both"),
+        (["topology", "--world-size", "x"], "argument --world-size: 'x' is no whole number of at least 1"),
+        (["topology", "--world-size", "6", "--tensor-model-parallel-size", "4"], "6 ranks cannot form tp=4"),
+        (["topology", "--schedule", "2f2b"], "parallel.pipeline_schedule is '2f2b': the known names are"),
+        (["topology", "--schedule", "1f1b", "--json"], "--json prints groups"),
+        (["topology", "--schedule", "1f1b", "--num-microbatches", "100000000"], "x 100,000,000 microbatches cannot be"),
+        (["topology", "--schedule", "gpipe", "--pipeline-schedule", "1f1b"], "are both given"),
+        (["topology", "--schedule", "1f1b", "--png", "notes.txt"], "argument --png: 'notes.txt' does not end in .png"),
+        (["runs", "/nowhere"], "error: there is no folder /nowhere"),
+        (["topology", "--world-size", "2", "--png", "a.png"], "--num-microbatches and --png belong to --schedule"),
+        (["generate", "runs/x", "--temperature", "-1"], "argument --temperature: '-1' is no number of at least 0"),
+        (["generate", "/nowhere"], "error: /nowhere is not a checkpoint"),
+        (["checkpoint", "verify", "/nowhere"], "error: /nowhere is not a checkpoint"),
+        (["prepare", "--input", "a"], "--output"),
+        (["config", "optim.lr=fast"], "error: optim.lr is 'fast': it takes a number"),
+    ],
+)
+def test_bad_words_end_with_code_2_and_one_message(argv, message, capsys):
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("error:") == 1 and captured.out == ""
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"nanotrain {version('nanotrain')}\n"
+
+
+def test_the_package_is_a_program():
+    done = subprocess.run([sys.executable, "-m", "nanotrain", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("nanotrain ")
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], []])
+def test_help_names_every_command(argv, capsys):
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in COMMANDS)
+    assert main(["checkpoint", *argv]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in CHECKPOINT_COMMANDS)
+
+
+def test_topology_prints_the_groups_as_json(capsys):
+    argv = "topology --world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --json"
+    assert main(argv.split()) == 0
+    groups = json.loads(capsys.readouterr().out)
+    assert groups["tp"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert groups["pp"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert groups["dp"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+def test_topology_shows_optimizer_instances_without_a_strategy(capsys):
+    assert main(["topology", "--world-size", "8", "--num-distributed-optimizer-instances", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dp_shard"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_topology_draws_a_schedule_in_place_of_the_groups(capsys, tmp_path):
+    argv = "topology --schedule 1f1b --num-microbatches 8 --pipeline-model-parallel-size 4"
+    assert main([*argv.split(), "--png", str(tmp_path / "schedule.png")]) == 0
+    out = capsys.readouterr().out
+    assert "1f1b: 4 ranks, 4 stages, 8 microbatches" in out and "bubble     3/11 = 27.3%" in out
+    assert (tmp_path / "schedule.png").stat().st_size > 1000
+
+    argv = "topology --schedule interleaved --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
+    assert main([*argv.split(), "--num-layers", "8"]) == 0
+    assert "8 microbatches" in (out := capsys.readouterr().out) and "bubble     3/19 = 15.8%" in out
+
+
+def test_a_schedule_is_drawn_on_one_rank_too(capsys):
+    assert main(["topology", "--schedule", "zb-h1"]) == 0
+    assert "zb-h1: 1 rank, 1 stage, 2 microbatches" in capsys.readouterr().out
+
+
+def test_groups_of_experts_are_those_of_a_model_with_experts(capsys):
+    argv = "topology --world-size 8 --context-parallel-size 2 --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
+    assert main(argv.split()) == 0  # with experts the two grids would not agree
+    assert "expert_dp" not in capsys.readouterr().out
+    assert main([*argv.split(), "--expert-model-parallel-size", "2"]) == 0
+    assert "expert_dp" in capsys.readouterr().out
+
+
+def test_config_prints_what_a_run_would_use(capsys):
+    assert main(["config", "+config=tiny", "--bf16"]) == 0
+    assert capsys.readouterr().out == to_yaml(load_config(["+config=tiny", "--bf16"]))
+    assert main(["config", "--explain", "+config=tiny", "--bf16"]) == 0
+    assert "command line: --bf16" in capsys.readouterr().out
+
+
+def test_cfg_job_prints_and_does_not_train(capsys):
+    assert main(["train", "+config=tiny", "--cfg", "job"]) == 0
+    assert capsys.readouterr().out == to_yaml(load_config(["+config=tiny"]))
+
+
+@pytest.mark.parametrize("argv", [["--version"], ["config", "--explain", "+config=tiny"]])
+def test_a_reader_that_has_gone_is_no_mistake(argv):
+    """With the buffer of a pipe, which a short output leaves only at the end."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "nanotrain.cli.main", *argv]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_groups_and_schedule_can_be_asked_for_together(capsys):
+    assert main(["topology", "--world-size", "2", "--pipeline-model-parallel-size", "2", "--schedule", "gpipe"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 ranks = tp 1 x cp 1 x dp 1 x pp 2" in printed and "gpipe: 2 ranks, 2 stages, 4 microbatches" in printed
+
+
+def test_the_help_of_config_names_its_own_usage(capsys):
+    assert main(["config", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: nanotrain config [--explain] ")

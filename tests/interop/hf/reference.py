@@ -1,0 +1,187 @@
+"""Hugging Face models of random weights, the oracle of these tests."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from nanotrain.interop.hf.families import model_from_hf
+from nanotrain.interop.hf.import_weights import import_weights
+from nanotrain.model.router_stats import expert_biases
+from nanotrain.model.transformer import Stage, build_stage
+from nanotrain.spec.boxes import TensorBox
+from tests.model.building import VOCAB, give_storage
+
+LLAMA_SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": VOCAB,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+GPT2_SHAPE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": VOCAB}
+SMALL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+GPT2_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+
+QWEN3_EXPERTS = {"moe_intermediate_size": 24, "head_dim": 16}
+
+DEEPSEEK_V3 = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+}
+GLM4_MOE = {
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 2.5,
+}
+
+LAYERED = ["sliding_attention", "full_attention"]
+GEMMA3 = {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16}
+
+GPT_OSS = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7, "swiglu_limit": 0.4}
+
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", LLAMA_SHAPE | {"num_local_experts": 4, "rope_parameters": {"rope_theta": 5e5}}),
+    "mixtral-window": ("Mixtral", LLAMA_SHAPE | {"num_local_experts": 4, "sliding_window": 9}),
+    "mixtral-tied": ("Mixtral", LLAMA_SHAPE | {"num_local_experts": 6, "tie_word_embeddings": True, "head_dim": 16}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        LLAMA_SHAPE
+        | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+        | {"num_experts": 6, "num_experts_per_tok": 3, "mlp_only_layers": [1]},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        LLAMA_SHAPE | QWEN3_EXPERTS | {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    ),
+    "qwen3_moe-dense-layer": (
+        "Qwen3Moe",
+        LLAMA_SHAPE | QWEN3_EXPERTS | {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
+    ),
+}
+
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", GPT2_SHAPE | GPT2_DROPOUT),
+    "gpt2-untied-gelu": (
+        "GPT2",
+        GPT2_SHAPE | GPT2_DROPOUT | {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 80},
+    ),
+    "llama": ("Llama", LLAMA_SHAPE),
+    "llama-tied": ("Llama", LLAMA_SHAPE | {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    "llama-biased": ("Llama", LLAMA_SHAPE | {"attention_bias": True, "mlp_bias": True}),
+    "llama3": ("Llama", LLAMA_SHAPE | {"rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 1}),
+    "llama-yarn": ("Llama", LLAMA_SHAPE | {"rope_parameters": YARN, "head_dim": 32}),
+    "qwen2": ("Qwen2", LLAMA_SHAPE),
+    "qwen2-tied": ("Qwen2", LLAMA_SHAPE | {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", LLAMA_SHAPE | {"head_dim": 16}),
+    "qwen3-tied": ("Qwen3", LLAMA_SHAPE | {"head_dim": 16, "tie_word_embeddings": True}),
+    "smollm3": ("SmolLM3", LLAMA_SHAPE | SMALL_TOKENS | {"no_rope_layer_interval": 2}),
+    "smollm3-untied": (
+        "SmolLM3",
+        LLAMA_SHAPE | SMALL_TOKENS | {"no_rope_layers": [0, 1], "tie_word_embeddings": False},
+    ),
+    "mistral": ("Mistral", LLAMA_SHAPE | {"head_dim": 16, "sliding_window": None}),
+    "mistral-window": ("Mistral", LLAMA_SHAPE | {"sliding_window": 7}),
+    "phi3": ("Phi3", LLAMA_SHAPE | SMALL_TOKENS | {"partial_rotary_factor": 0.5}),
+    "phi3-whole-heads": ("Phi3", LLAMA_SHAPE | SMALL_TOKENS | {"tie_word_embeddings": True}),
+    "deepseek_v3": ("DeepseekV3", LLAMA_SHAPE | DEEPSEEK_V3),
+    "deepseek_v3-direct": ("DeepseekV3", LLAMA_SHAPE | DEEPSEEK_V3 | {"q_lora_rank": None, "rope_parameters": None}),
+    "glm4_moe": ("Glm4Moe", LLAMA_SHAPE | GLM4_MOE),
+    "glm4_moe-plain": ("Glm4Moe", LLAMA_SHAPE | GLM4_MOE | {"use_qk_norm": False, "attention_bias": False}),
+    "olmo2": ("Olmo2", LLAMA_SHAPE | SMALL_TOKENS | {"num_key_value_heads": 2}),
+    "olmo3": ("Olmo3", LLAMA_SHAPE | SMALL_TOKENS | {"num_hidden_layers": 4, "sliding_window": 6}),
+    "olmo3-yarn": (
+        "Olmo3",
+        LLAMA_SHAPE
+        | SMALL_TOKENS
+        | {"sliding_window": 6, "layer_types": LAYERED, "rope_parameters": {"full_attention": YARN}},
+    ),
+    "gpt_oss": ("GptOss", LLAMA_SHAPE | SMALL_TOKENS | GPT_OSS),
+    "gpt_oss-unscaled": (
+        "GptOss",
+        LLAMA_SHAPE | SMALL_TOKENS | GPT_OSS | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}},
+    ),
+    "gemma3": ("Gemma3", LLAMA_SHAPE | GEMMA3 | {"layer_types": LAYERED}),
+    "gemma3-linear": (
+        "Gemma3",
+        LLAMA_SHAPE
+        | GEMMA3
+        | {
+            "layer_types": LAYERED,
+            "query_pre_attn_scalar": 24,
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}},
+            "tie_word_embeddings": False,
+        },
+    ),
+    **MIXTURES,
+}
+CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig"}
+
+
+def reference(name: str, *, seed: int = 0) -> torch.nn.Module:
+    """A Hugging Face model in fp32 whose every parameter, biases and norms too, is random."""
+    family, fields = CONFIGS[name]
+    config = getattr(transformers, CONFIG_CLASSES.get(family, f"{family}Config"))(**fields)
+    architecture = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    torch.manual_seed(seed)
+    model = getattr(transformers, architecture)(config)
+    with torch.no_grad():
+        biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for parameter in (*model.parameters(), *biases):
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.eval()
+
+
+def load(folder: Path) -> Stage:
+    """The whole nanotrain model of a folder, in fp32."""
+    model = model_from_hf(folder)
+    stage = give_storage(build_stage(model))
+    parameters = dict(stage.named_parameters())
+    wanted = {
+        TensorBox.full(spec.name, spec.shape): parameters[spec.name] for spec in (local.spec for local in stage.params)
+    }
+    wanted |= {TensorBox.full(name, bias.shape): bias for name, bias in biases_of(stage).items()}
+    import_weights(folder, model, wanted=wanted)
+    return stage
+
+
+def biases_of(stage: Stage) -> dict[str, torch.Tensor]:
+    """The expert biases of the routers."""
+    return {name.removeprefix("router/"): bias for name, bias in expert_biases(stage).items()}
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint of the model holds: parameters, and the biases of routers."""
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    return {name: parameter.detach() for name, parameter in model.named_parameters()} | biases

@@ -1,0 +1,121 @@
+"""The oracle is transformers itself: same weights, same numbers, both ways."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import save_file
+from tests.hf.reference import CONFIGS, biases_of, load, reference, tensors_of
+
+from nanotrain.interop.hf.export import export_weights
+from nanotrain.interop.hf.families import FAMILIES, family_of
+from nanotrain.interop.hf.naming import map_parameters
+from nanotrain.model.context import BatchContext
+from nanotrain.spec.boxes import Box
+from tests.model.building import random_batch
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_and_every_gradient_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    theirs, batch = reference(name), random_batch(length=40)
+    theirs.save_pretrained(tmp_path)
+    ours = load(tmp_path)
+
+    expected = theirs(batch.tokens).logits
+    torch.testing.assert_close(ours.logits(batch.tokens), expected, rtol=0, atol=1e-5)
+
+    each = F.cross_entropy(expected.flatten(0, 1), batch.labels.flatten(), reduction="none")
+    loss = (each * batch.loss_mask.flatten()).sum()
+    found = ours(None, BatchContext(batch))
+    torch.testing.assert_close(found, loss, rtol=1e-5, atol=0)
+    (loss / 40).backward()
+    (found / 40).backward()
+    gradients = {key: parameter.grad for key, parameter in theirs.named_parameters()}
+    family = FAMILIES[family_of(ours.model_config, name=theirs.config.model_type)]
+    naming = (*family.other_namings, family.naming)[0]  # of transformers 5: experts are fused in memory
+    mappings = map_parameters(ours.model_config, naming)
+    trained = {name for name in tensors_of(theirs) if name in gradients}
+    tensors = {tensor for mapping in mappings.values() for tensor in mapping.tensor_shapes}
+    assert tensors == tensors_of(theirs).keys() and trained == gradients.keys()
+    for key, parameter in ours.named_parameters():
+        for piece in mappings[key].slices(Box.full(mappings[key].shape)):
+            part = piece.as_parameter(gradients[piece.tensor][piece.stored.slices()])
+            found_part = parameter.grad[piece.box.slices()]
+            torch.testing.assert_close(found_part, part, rtol=1e-3, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_import_then_export_is_the_identity_to_the_bit(name: str, tmp_path: Path) -> None:
+    theirs = reference(name)
+    theirs.save_pretrained(tmp_path / "in")
+    ours = load(tmp_path / "in")
+    kind = theirs.config.model_type
+    named = None if family_of(ours.model_config) == kind else kind  # some are Llamas under another name
+    assert named in (None, "mistral", "phi3")
+    tensors = tensors_of(ours) | biases_of(ours)
+    family = export_weights(tmp_path / "out", ours.model_config, tensors=tensors.items(), family=named)
+    assert family == kind
+
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(back) is type(theirs)
+    expected, found = tensors_of(theirs), tensors_of(back)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    batch = random_batch()
+    assert torch.equal(back(batch.tokens).logits, theirs(batch.tokens).logits)
+    again = load(tmp_path / "out")
+    assert all(torch.equal(again.get_parameter(key), value) for key, value in tensors_of(ours).items())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
+def test_sharded_bf16_files_load_alike(name: str, tmp_path: Path) -> None:
+    theirs = reference(name).bfloat16()
+    theirs.save_pretrained(tmp_path / "one")
+    theirs.save_pretrained(tmp_path / "many", max_shard_size="10KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    one, found = tensors_of(load(tmp_path / "one")), tensors_of(load(tmp_path / "many"))
+    assert all(torch.equal(found[key], one[key]) for key in one)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
+def test_files_of_the_bare_transformer_and_old_buffers_load(name: str, tmp_path: Path) -> None:
+    theirs = reference(name)
+    theirs.save_pretrained(tmp_path / "whole")
+    bare = getattr(theirs, theirs.base_model_prefix)
+    buffer = "h.0.attn.bias" if name == "gpt2" else "layers.0.self_attn.rotary_emb.inv_freq"
+    state = bare.state_dict() | {buffer: torch.ones(3)}
+    (tmp_path / "bare").mkdir()
+    theirs.config.save_pretrained(tmp_path / "bare")
+    save_file(state, tmp_path / "bare" / "model.safetensors")
+    expected, found = tensors_of(load(tmp_path / "whole")), tensors_of(load(tmp_path / "bare"))
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_ten_steps_of_adamw_on_the_same_weights_give_the_same_losses(tmp_path: Path) -> None:
+    theirs = reference("llama3")
+    theirs.save_pretrained(tmp_path)
+    ours = load(tmp_path)
+    theirs.train()
+    losses: dict[str, list[float]] = {"theirs": [], "ours": []}
+    optimizers = {
+        "theirs": torch.optim.AdamW(theirs.parameters(), lr=1e-3),
+        "ours": torch.optim.AdamW(ours.parameters(), lr=1e-3),
+    }
+    for step in range(10):
+        batch = random_batch(seed=step)
+        count = batch.loss_mask.sum()
+        logits = theirs(batch.tokens).logits.flatten(0, 1)
+        each = F.cross_entropy(logits, batch.labels.flatten(), reduction="none")
+        for who, loss in (
+            ("theirs", (each * batch.loss_mask.flatten()).sum()),
+            ("ours", ours(None, BatchContext(batch))),
+        ):
+            mean = loss / count
+            mean.backward()
+            optimizers[who].step()
+            optimizers[who].zero_grad()
+            losses[who].append(mean.item())
+    assert losses["ours"] == pytest.approx(losses["theirs"], rel=1e-5)
+    assert losses["ours"][-1] != losses["ours"][0]

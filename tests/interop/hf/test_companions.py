@@ -1,0 +1,78 @@
+"""Files beside exported weights: of the model's origin, as far as they hold for what is exported."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tests.hf.test_round_trip import write_source
+
+from nanotrain.inference import checkpoint as checkpoint_module
+from nanotrain.inference.checkpoint import export_checkpoint
+from nanotrain.inference.import_hf import import_hf
+from nanotrain.interop.hf.companions import SPECIAL_TOKENS, Companions, is_same_tokenizer
+
+
+def test_another_model_or_tokenizer_keeps_what_still_holds(tmp_path: Path) -> None:
+    source, checkpoint = write_source("llama", tmp_path / "in"), tmp_path / "step-00000000"
+    raw = json.loads((source / "config.json").read_text())
+    raw |= {
+        "pad_token_id": 7,
+        "quantization_config": {"quant_method": "mxfp4"},
+        "auto_map": {"AutoConfig": "mine.Config"},
+    }
+    (source / "config.json").write_text(json.dumps(raw))
+    import_hf(source, checkpoint)
+
+    export_checkpoint(checkpoint, tmp_path / "half", dtype="fp16")
+    found = json.loads((tmp_path / "half" / "config.json").read_text())
+    left = {key: value for key, value in raw.items() if key not in ("quantization_config", "auto_map")}
+    assert found == left | {"dtype": "float16"}  # no code is copied, and nothing is quantized
+
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tokenizer.json").write_text('{"added_tokens": [{"id": 9, "content": "<stop>"}]}')
+    (tmp_path / "other" / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    export_checkpoint(checkpoint, tmp_path / "retokenized", tokenizer=tmp_path / "other")
+    found = json.loads((tmp_path / "retokenized" / "config.json").read_text())
+    assert found["eos_token_id"] == 9 and "pad_token_id" not in found
+    assert json.loads((tmp_path / "retokenized" / "generation_config.json").read_text()) == {"eos_token_id": 9}
+
+    longer = raw | {"max_position_embeddings": 4096, "pad_token_id": 8}  # no longer the model of the checkpoint
+    (source / "config.json").write_text(json.dumps(longer))
+    export_checkpoint(checkpoint, tmp_path / "changed")
+    found = json.loads((tmp_path / "changed" / "config.json").read_text())
+    assert (found["max_position_embeddings"], found["pad_token_id"]) == (raw["max_position_embeddings"], 8)
+
+    shutil.rmtree(source)
+    export_checkpoint(checkpoint, tmp_path / "lost", tokenizer=tmp_path / "other")
+    found = json.loads((tmp_path / "lost" / "config.json").read_text())
+    assert found["eos_token_id"] == 9 and "pad_token_id" not in found
+
+
+def test_a_copy_of_the_tokenizer_beside_a_corpus_is_the_one_of_the_origin(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 5}, unk_token="a"))
+    for name in ("origin", "copy"):
+        (tmp_path / name).mkdir()
+    backend.save(str(tmp_path / "copy" / "tokenizer.json"), pretty=False)
+    backend.enable_truncation(8)  # not used in training
+    backend.save(str(tmp_path / "origin" / "tokenizer.json"))
+    assert is_same_tokenizer(tmp_path / "copy" / "tokenizer.json", tmp_path / "origin")
+    assert Companions(tmp_path / "copy", tmp_path / "origin").has_own_tokenizer
+    backend.add_tokens(["b"])
+    backend.save(str(tmp_path / "copy" / "tokenizer.json"))
+    assert not Companions(tmp_path / "copy", tmp_path / "origin").has_own_tokenizer
+
+
+@pytest.mark.parametrize("name", ["bytes", "vocab.json,merges.txt", "gpt2"])
+def test_a_model_trained_with_another_tokenizer_gets_none_of_the_origin(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_source("llama", tmp_path / "in")
+    import_hf(source, tmp_path / "step-00000000")
+    monkeypatch.setattr(checkpoint_module, "tokenizer_name", lambda checkpoint: name)
+    export_checkpoint(tmp_path / "step-00000000", tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not found.keys() & set(SPECIAL_TOKENS)
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert "config.json" in written and not written & {"tokenizer.json", "generation_config.json"}

@@ -1,0 +1,74 @@
+"""Weight files: one or several, safetensors or torch, with the prefix or without, read by box."""
+
+import json
+import pickle
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import nanotrain
+from nanotrain.errors import HuggingFaceError
+from nanotrain.interop.hf.weights import WeightFiles
+from nanotrain.spec.boxes import Box
+
+MATRIX, HEAD = torch.arange(12.0).reshape(3, 4), torch.ones(2, 4)
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_box_is_read_by_the_name_with_the_prefix(prefix: str, tmp_path: Path) -> None:
+    tensors = {f"{prefix}norm.weight": MATRIX, "lm_head.weight": HEAD}
+    save_file(tensors, tmp_path / "model.safetensors")
+    files = WeightFiles(tmp_path, prefix="model.")
+    assert files.shapes == {"model.norm.weight": (3, 4), "lm_head.weight": (2, 4)}
+    assert torch.equal(files.read("model.norm.weight", Box((1, 2), (3, 4))), MATRIX[1:, 2:])
+
+
+def test_an_index_names_the_files_and_is_preferred_to_a_single_one(tmp_path: Path) -> None:
+    save_file({"model.a": MATRIX}, tmp_path / "first.safetensors")
+    save_file({"model.b": HEAD}, tmp_path / "second.safetensors")
+    save_file({"model.c": HEAD}, tmp_path / "model.safetensors")
+    index = {"weight_map": {"model.a": "first.safetensors", "model.b": "second.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    files = WeightFiles(tmp_path, prefix="model.")
+    assert files.shapes == {"model.a": (3, 4), "model.b": (2, 4)}
+    assert torch.equal(files.read("model.b", Box((0, 0), (2, 4))), HEAD)
+
+
+def test_a_folder_without_weights_lists_the_names_that_it_could_have(tmp_path: Path) -> None:
+    with pytest.raises(HuggingFaceError, match=r"contains no weights: neither .* nor model\.safetensors exists"):
+        WeightFiles(tmp_path, prefix="")
+
+
+class Touch:
+    """A pickle that makes a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
+def test_a_pickle_is_refused_unread_with_the_command_that_converts_it(name: str, tmp_path: Path) -> None:
+    (tmp_path / "it's").mkdir()
+    (tmp_path / "it's" / name).write_bytes(pickle.dumps(Touch(tmp_path / "run")))
+    with pytest.raises(HuggingFaceError, match=f"{name} is not read: it is a pickle") as error:
+        WeightFiles(tmp_path / "it's", prefix="")
+    assert not (tmp_path / "run").exists()
+    *python, program = shlex.split(error.value.fix.partition(": ")[2])
+    assert python == ["python", "-c"] and f'from_pretrained("{tmp_path}/it\'s", ' in program
+    compile(program, "fix", "exec")
+    save_file({"norm.weight": MATRIX}, tmp_path / "it's" / "model.safetensors")
+    assert WeightFiles(tmp_path / "it's", prefix="").shapes  # the pickle beside it is left alone
+
+
+def test_no_file_of_the_product_calls_a_reader_of_pickles() -> None:
+    readers = re.compile(r"torch\.load\(|np\.load\(|pickle\.load\(|allow_pickle=True|read_pickle")
+    sources = list(Path(nanotrain.__file__).parent.rglob("*.py"))
+    assert len(sources) > 200
+    assert not [str(path) for path in sources if readers.search(path.read_text())]

@@ -1,0 +1,80 @@
+"""Worlds of local processes: every rank runs, the first failure is raised and ends the others."""
+
+import os
+import pickle
+import time
+from multiprocessing import Pipe
+
+import pytest
+import torch
+
+from nanotrain.comm.collectives import all_reduce, barrier
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.config import ParallelConfig
+from nanotrain.errors import ConfigError, EnvironmentFault
+from nanotrain.launch.local_world import _gather, _Reply, run_ranks
+from nanotrain.topology.topology import Topology
+from tests.harness import HANG_S
+
+FOUR = Topology.of(ParallelConfig(tensor_model_parallel_size=2), 4)
+TWO = Topology.of(ParallelConfig(), 2)
+
+
+def sum_over_tp(context: ParallelContext, factor: float) -> tuple[int, float]:
+    tensor = torch.tensor([factor * context.rank])
+    all_reduce(tensor, context.group("tp"))
+    return os.getpid(), tensor.item()
+
+
+def refuse_on_rank_1(context: ParallelContext) -> None:
+    if context.rank == 1:
+        raise ConfigError("a mistake", why="of one rank", fix="correct it")
+    barrier(context.control)
+
+
+def fail_on_rank_1(context: ParallelContext) -> None:
+    if context.rank == 1:
+        raise ZeroDivisionError("planted")
+    barrier(context.control)
+
+
+def die_on_rank_1(context: ParallelContext) -> None:
+    if context.rank == 1:
+        os._exit(3)
+    time.sleep(2 * HANG_S)
+
+
+def test_every_rank_runs_in_its_own_process_and_results_are_by_rank() -> None:
+    results = run_ranks(FOUR, sum_over_tp, arguments=[10.0])
+    assert [value for _, value in results] == [10.0, 10.0, 50.0, 50.0]
+    assert len({pid for pid, _ in results} | {os.getpid()}) == 5
+
+
+def test_a_world_of_one_needs_no_process_group() -> None:
+    ((_, value),) = run_ranks(Topology.of(ParallelConfig(), 1), sum_over_tp, arguments=[10.0])
+    assert value == 0.0
+
+
+def test_an_error_of_one_rank_is_raised_as_it_is() -> None:
+    with pytest.raises(ConfigError, match="a mistake: of one rank; correct it"):
+        run_ranks(TWO, refuse_on_rank_1)
+
+
+def test_any_other_failure_shows_the_ranks_traceback() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1: Traceback.*ZeroDivisionError: planted"):
+        run_ranks(TWO, fail_on_rank_1)
+
+
+def test_a_rank_that_dies_ends_the_others() -> None:
+    began = time.monotonic()
+    with pytest.raises(EnvironmentFault, match="rank 1 died"):
+        run_ranks(TWO, die_on_rank_1)
+    assert time.monotonic() - began < HANG_S, "before the other rank would have ended by itself"
+
+
+def test_a_rank_that_died_is_the_cause_though_its_peer_is_read_first() -> None:
+    (survivor, sends), (dead, ends) = Pipe(duplex=False), Pipe(duplex=False)
+    sends.send_bytes(pickle.dumps(_Reply(error=EnvironmentFault("an all_reduce failed", why="connection closed"))))
+    ends.close()
+    with pytest.raises(EnvironmentFault, match="rank 1 died"):
+        _gather([survivor, dead])

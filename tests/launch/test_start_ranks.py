@@ -1,0 +1,248 @@
+"""The launcher of ranks: torchrun's options, exit codes, signals. The ranks here are programs of a few lines."""
+
+import errno
+import os
+import signal
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.run import get_args_parser
+
+from nanotrain.cli.launch import launch
+from nanotrain.errors import ConfigError, EnvironmentFault, TopologyError
+from nanotrain.launch import start_ranks as launcher
+from nanotrain.launch.start_ranks import (
+    DEFAULT_PORT,
+    exit_code,
+    local_world_size,
+    passing_signals_on,
+    read_options,
+    run_agent,
+)
+from tests.harness import HANG_S
+
+NAMES = ("OMP_NUM_THREADS", "LOGLEVEL", "TORCHELASTIC_SIGNALS_TO_HANDLE")
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Start two ranks that run a text as Python, with the folder of the test as first argument."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # so that what is set in the test is taken back
+        monkeypatch.delenv(name)
+
+    def start(program: str, *options: str) -> int:
+        header = "import os, signal, sys, time\nfrom pathlib import Path\nrank = int(os.environ['RANK'])\n"
+        (tmp_path / "rank_program.py").write_text(header + program)
+        return launcher.start_ranks(
+            ["rank_program", str(tmp_path)],
+            options=["--nproc-per-node=2", *options],
+            environment=os.environ,
+            check=lambda world_size: None,
+        )
+
+    return start
+
+
+def test_more_processes_than_fit_into_memory_are_refused_before_one_starts(start, tmp_path, monkeypatch):
+    program = "Path(sys.argv[1], 'started').touch()"
+    monkeypatch.setattr(launcher, "memory_per_rank", lambda device, num_ranks: 290_000_000 // num_ranks)
+    with pytest.raises(
+        EnvironmentFault, match=r"2 ranks .* each has 145.0 MB .* takes 150.0 MB; start at most 1 on it"
+    ):
+        start(program)
+    assert not (tmp_path / "started").exists()
+    monkeypatch.setattr(launcher, "memory_per_rank", lambda device, num_ranks: 300_000_000 // num_ranks)
+    assert start(program) == 0 and (tmp_path / "started").exists()
+
+
+WAITS = """
+def stop(number, frame):
+    Path(sys.argv[1], f"saved {rank} {signal.Signals(number).name}").touch()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGUSR1, lambda *_: Path(sys.argv[1], f"kept {rank}").touch())
+Path(sys.argv[1], f"ready {rank}").touch()
+time.sleep(300)
+"""
+
+
+def test_ranks_find_each_other_and_their_threads_and_nothing_is_printed(start, tmp_path, capfd):
+    program = "names = ('WORLD_SIZE', 'LOCAL_RANK', 'OMP_NUM_THREADS', 'TORCHELASTIC_RUN_ID')\n"
+    program += "Path(sys.argv[1], f'rank {rank}').write_text(' '.join(os.environ[name] for name in names))"
+    assert start(program) == 0
+    threads = str(launcher.threads_per_rank(2))
+    written = [(tmp_path / f"rank {rank}").read_text().split() for rank in (0, 1)]
+    assert [row[:3] for row in written] == [["2", "0", threads], ["2", "1", threads]]
+    assert written[0][3] == written[1][3]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_is_passed_on_and_ends_with_zero(start, tmp_path, capfd, number):
+    def stop_when_ready() -> None:
+        deadline = time.monotonic() + HANG_S / 2
+        while len(list(tmp_path.glob("ready *"))) < 2:
+            if time.monotonic() > deadline:
+                return  # the ranks end by themselves; the signals could end this process
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while len(list(tmp_path.glob("kept *"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=stop_when_ready)
+    before = signal.getsignal(number)
+    thread.start()
+    assert start(WAITS, "--max-restarts=2") == 0
+    thread.join()
+    assert sorted(path.name for path in tmp_path.glob("saved *")) == [f"saved {r} {number.name}" for r in (0, 1)]
+    assert len(list(tmp_path.glob("kept *"))) == 2
+    assert signal.getsignal(number) == before and capfd.readouterr() == ("", "")
+
+
+def test_the_code_is_that_of_the_rank_that_failed_and_its_message_the_only_one(start, capfd):
+    program = "if rank == 1:\n    print('error: no disk', file=sys.stderr)\n    sys.exit(2)\ntime.sleep(300)"
+    assert start(program) == 2
+    assert capfd.readouterr() == ("", "error: no disk\n")
+
+
+def test_a_rank_that_was_killed_is_named(start, capfd):
+    assert start("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(300)") == 128 + signal.SIGKILL
+    assert capfd.readouterr().err.startswith("error: rank 1 was ended by SIGKILL")
+
+
+def test_ranks_are_started_again(start, tmp_path):
+    program = "mark = Path(sys.argv[1], 'second')\nagain = os.environ['TORCHELASTIC_RESTART_COUNT'] == '1'\n"
+    program += "mark.touch() if again else None\nsys.exit(0 if again else 3)"
+    assert start(program, "--max-restarts=1") == 0 and (tmp_path / "second").exists()
+
+
+def test_ranks_that_cannot_form_the_layout_are_not_started():
+    line = ["+config=tiny", "--tensor-model-parallel-size", "2"]
+    with pytest.raises(TopologyError, match="3 ranks cannot form tp=2"):
+        launch(["--nproc-per-node=3"], line, environment={})
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--max-restarts=x", "invalid int value: 'x'"),
+        ("--nnodes=one", "torchrun's parser refuses it"),
+        ("--nnodes=1:2:3", "torchrun's parser refuses it"),
+    ],
+)
+def test_a_wrong_option_is_a_config_error(option, message):
+    with pytest.raises(ConfigError, match=message):
+        read_options([option], ["nanotrain.train"])
+
+
+@pytest.mark.parametrize("number", ["two", "0", "-1", ""])
+def test_a_wrong_number_of_ranks_is_a_config_error(number):
+    with pytest.raises(ConfigError, match=f"--nproc-per-node {number}"):
+        local_world_size(number)
+
+
+@pytest.mark.parametrize("port", [None, DEFAULT_PORT])  # torch 2.10 states its own
+def test_one_machine_takes_a_free_port_and_several_meet_where_they_are_told(port, monkeypatch):
+    parser = get_args_parser()
+    parser.set_defaults(master_port=port)
+    monkeypatch.setattr(launcher, "get_args_parser", lambda: parser)
+    one_machine = read_options(["--nproc-per-node=2"], ["nanotrain.train", "--save", "x"])
+    assert (one_machine.rdzv_backend, one_machine.rdzv_endpoint) == ("c10d", "localhost:0")
+    assert one_machine.local_addr == "localhost", "not the name of the machine, which may not be known"
+    assert read_options(["--nproc-per-node=2", "--local-addr=a"], ["nanotrain"]).local_addr == "a"
+    assert one_machine.log_dir == os.devnull and one_machine.training_script_args == ["--save", "x"]
+    many = read_options(["--nnodes=2", "--node-rank=1", "--master-addr=host", "--tee=3"], ["nanotrain"])
+    assert (many.rdzv_backend, many.rdzv_endpoint, many.master_addr, many.log_dir) == ("static", "", "host", None)
+    assert many.local_addr is None
+
+
+def test_a_machine_that_cannot_connect_to_itself_is_one_error_at_once(monkeypatch):
+    def fail(*_arguments, **_options):
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", fail)
+    message = "ranks of this machine cannot meet: a connection to localhost fails: Network is unreachable; turn the"
+    with pytest.raises(EnvironmentFault, match=message):
+        read_options(["--nproc-per-node=2"], ["nanotrain.train"])
+    assert read_options(["--nnodes=2", "--node-rank=1", "--master-addr=host"], ["nanotrain"]).nnodes == "2"
+
+
+def failed(**codes: int) -> RunResult:
+    """A result whose ranks (`r0`, `r1`, ...) ended with these codes, in this order."""
+    rows = {int(name[1:]): SimpleNamespace(exitcode=code, timestamp=i) for i, (name, code) in enumerate(codes.items())}
+    return RunResult(state=WorkerState.FAILED, failures=rows)
+
+
+def test_exit_codes(capfd):
+    assert exit_code(RunResult(state=WorkerState.SUCCEEDED), is_stopped=False) == 0
+    assert exit_code(failed(r3=1, r0=2), is_stopped=False) == 1
+    assert exit_code(failed(r3=-9, r0=2), is_stopped=False) == 2  # a rank that lost rank 3 reported it
+    assert exit_code(failed(r3=-15), is_stopped=True) == 143  # before it could save
+    assert capfd.readouterr().err == ""
+    with pytest.raises(EnvironmentFault, match="not admitted"):
+        exit_code(None, is_stopped=False)
+
+
+def stub(workers=(), run=None):
+    """An agent without processes."""
+    handler = SimpleNamespace(shutdown=lambda: None)
+    group = SimpleNamespace(workers=workers, spec=SimpleNamespace(rdzv_handler=handler))
+    return SimpleNamespace(get_worker_group=lambda: group, run=run, _remaining_restarts=3)
+
+
+def test_a_signal_before_the_ranks_start_ends_the_launcher():
+    agent = stub([SimpleNamespace(id=None)])
+    with pytest.raises(SystemExit) as caught, passing_signals_on(agent):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+    assert caught.value.code == 143 and agent._remaining_restarts == 0
+
+
+def test_a_closed_terminal_is_passed_on_as_a_stop_but_not_under_nohup(monkeypatch):
+    sent = []
+    monkeypatch.setattr(launcher, "send", lambda pid, number: sent.append(number) or True)
+    before = signal.getsignal(signal.SIGHUP)
+    with passing_signals_on(stub([SimpleNamespace(id=1)])) as stops:
+        signal.raise_signal(signal.SIGHUP)
+    assert stops == sent == [signal.SIGHUP] and signal.getsignal(signal.SIGHUP) == before
+    assert "SIGHUP" not in launcher.TORCH_SIGNALS
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with passing_signals_on(stub([SimpleNamespace(id=1)])) as stops:
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert stops == [] and len(sent) == 1
+
+
+def test_machines_that_do_not_meet_are_a_fault():
+    def run():
+        raise RendezvousTimeoutError
+
+    with pytest.raises(EnvironmentFault, match="did not meet: RendezvousTimeoutError; give all machines the same"):
+        run_agent(stub(run=run))
+
+
+def test_a_port_that_another_program_uses_is_one_error(start):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(EnvironmentFault, match=rf"meet at this port: .* port: {port}, .*; set --master"):
+            start("", f"--master-port={port}")
+
+
+def test_a_meeting_point_that_does_not_answer_is_one_error(start, monkeypatch):
+    def unreachable(_parameters):
+        raise RendezvousConnectionError("The connection to the C10d store has failed.")
+
+    monkeypatch.setattr(launcher.rendezvous_registry, "get_rendezvous_handler", unreachable)
+    with pytest.raises(EnvironmentFault, match="did not meet: RendezvousConnectionError: The connection .* check that"):
+        start("", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=nosuch:1")

@@ -1,0 +1,52 @@
+"""Derived sizes of a model."""
+
+from dataclasses import replace
+
+import pytest
+
+from nanotrain.config.config import Activation, ModelConfig
+from nanotrain.errors import ConfigError
+from nanotrain.spec.shape import MLAShape, ModelShape
+from tests.model.building import GPT2, LLAMA
+
+
+def test_sizes_follow_from_the_configuration() -> None:
+    shape = ModelShape.of(ModelConfig(hidden_size=256, num_attention_heads=4, vocab_size=50257))
+    assert (shape.head_dim, shape.value_head_dim, shape.num_query_groups) == (64, 64, 4)
+    assert (shape.ffn_size, shape.padded_vocab_size) == (704, 50304)
+    assert shape.is_gated and shape.is_tied and not shape.has_norm_bias
+
+
+def test_learned_positions_and_biases_of_gpt2() -> None:
+    shape = ModelShape.of(GPT2)
+    assert (shape.num_positions, shape.ffn_size, shape.is_gated) == (64, 128, False)
+    assert shape.has_linear_bias and shape.has_qkv_bias and shape.has_norm_bias
+
+
+def test_latent_attention_has_two_head_widths() -> None:
+    model = replace(
+        LLAMA,
+        multi_latent_attention=True,
+        mla=replace(LLAMA.mla, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4),
+    )
+    shape = ModelShape.of(replace(model, mla=replace(model.mla, v_head_dim=6)))
+    assert (shape.head_dim, shape.value_head_dim) == (12, 6)
+    assert shape.mla == MLAShape(q_lora_rank=None, kv_lora_rank=16, nope_dim=8, rope_dim=4)
+    assert ModelShape.of(LLAMA).mla is None
+
+
+def test_layers_with_experts_are_resolved_per_layer() -> None:
+    shape = ModelShape.of(replace(LLAMA, num_layers=4, moe=replace(LLAMA.moe, num_experts=8, layer_freq="[0]+[1]*3")))
+    assert [shape.has_experts(layer) for layer in range(4)] == [False, True, True, True]
+    assert shape.moe is not None and shape.moe.ffn_size == 48
+    assert not ModelShape.of(LLAMA).has_experts(0)
+
+
+def test_heads_fewer_than_ranks_are_replicated() -> None:
+    shape = ModelShape.of(LLAMA)  # two key/value heads
+    assert [shape.replicates_kv_heads(size) for size in (1, 2, 4)] == [False, False, True]
+
+
+def test_an_unknown_vocabulary_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="vocab"):
+        ModelShape.of(ModelConfig(activation=Activation.gelu))
