@@ -35,6 +35,7 @@ RESERVED = {
         "nanotrain/cli/main.py",
         "nanotrain/config/compose.py",
         "nanotrain/comm/",
+        "nanotrain/launch/",
     ),
     "hydra": ("nanotrain/config/",),
 }
