@@ -2,7 +2,6 @@
 
     python benchmarks/zero3.py                       # the 10m shape, fp32, two processes with one thread each
     python benchmarks/zero3.py --model 25m --rounds 20
-    python benchmarks/zero3.py --equal-products      # large fp32 products by torch, as FSDP2's, not by oneDNN
 
 The plain Llama of baselines.py under `fully_shard`, one unit per block, and nanotrain's `train_step` with
 optim_grads_params, both with AdamW and gradient clipping. A round is one step of every contender, in alternating order,
@@ -27,7 +26,6 @@ from throughput import Job, nanotrain_command
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
-from nanotrain.kernels import onednn
 from nanotrain.train.build import build_run
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.start.inputs import open_inputs
@@ -98,11 +96,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="10m")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--equal-products", action="store_true")
     args = parser.parse_args()
     job = Job(args.model, "fp32", warmup=2, steps=args.rounds)
-    if args.equal_products:
-        onednn.MIN_PRODUCTS = sys.maxsize
     if "RANK" in os.environ:
         run_rank(job, rounds=args.rounds)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -1,10 +1,9 @@
 """A parameter's view of the gradient buffer, where products write weight gradients themselves.
 
 Megatron-LM calls it gradient accumulation fusion. Without it autograd allocates every gradient and a hook copies or
-adds it to the buffer: a second pass over memory, and in 16 bits a rounding in between. On CPUs it gains nothing if
-large products run by oneDNN (`onednn.py`), which cannot add to a matrix, and otherwise only for large weights (measured
-on one core, fp32 by MKL: 0.75 of the speed of a layer of 64 x 128, 1.00 of 256 x 768, 1.03 of 768 x 2048 and 1.06 of
-2048 x 5632).
+adds it to the buffer: a second pass over memory, and in 16 bits a rounding in between. On CPUs it gains only for large
+weights (measured on one core, fp32: 0.75 of the speed of a layer of 64 x 128, 1.00 of 256 x 768, 1.03 of 768 x 2048 and
+1.06 of 2048 x 5632).
 
 A backward that has written a gradient returns None for it. Autograd still runs the hooks of the parameter once all its
 uses are complete, so some uses of a parameter may write their gradient and others return it to autograd.

@@ -6,8 +6,8 @@
     Linear   the same for the parameters of one layer, the gradient of the bias included
     Linears  the same for layers that share an input
 
-All dense linear layers, the output layer included, multiply here, large fp32 matrices on CPUs by oneDNN (`onednn.py`);
-`Linears` has other implementations for fp8 and for weights that lie next to each other (`joined.py`).
+All dense linear layers, the output layer included, multiply here; `Linears` has other implementations for fp8 and for
+weights that lie next to each other (`joined.py`).
 
     T tokens   I inputs   O outputs
 """
@@ -19,10 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanotrain.kernels import onednn
 from nanotrain.kernels.fp8.layer import Fp8Layer
 from nanotrain.kernels.grad_view import GradView, grad_view_of
-from nanotrain.kernels.onednn import uses_onednn
 
 # A copy of this size stays in the cache, and its memory is used again: measured on one core, adding [8192, 384] from
 # bf16 to fp32 took 1.8 to 4.0 ms at once and 1.1 to 1.4 ms in parts of this size.
@@ -31,24 +29,16 @@ CAST_ELEMENTS = 2**18
 
 def fprop(x: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """[..., I], [O, I], [O] -> [..., O]."""
-    if uses_onednn(x, weight.shape[0]):
-        return onednn.linear(x, weight, bias=bias)
     return F.linear(x, weight, bias)
 
 
 def dgrad(grad: Tensor, weight: Tensor, *, add_to: Tensor | None = None) -> Tensor:
     """[T, O], [O, I] -> [T, I], added to `add_to` in place where it is given."""
-    if uses_onednn(grad, weight.shape[1]):
-        product = onednn.multiply(grad, weight.t())
-        return product if add_to is None else add_to.add_(product)
     return grad @ weight if add_to is None else add_to.addmm_(grad, weight)
 
 
 def wgrad(grad: Tensor, x: Tensor, *, add_to: Tensor | None = None) -> Tensor:
     """[T, O], [T, I] -> [O, I], added to `add_to` in place where it is given, perhaps in fp32 from 16 bit."""
-    if uses_onednn(grad, x.shape[1]):
-        product = onednn.multiply(grad.t(), x.t())
-        return product if add_to is None else add_to.add_(product)
     if add_to is None:
         return grad.t() @ x
     if add_to.dtype is grad.dtype:
@@ -70,7 +60,7 @@ def write_wgrad(grad: Tensor, x: Tensor, *, out: Tensor) -> None:
     """[T, O], [T, I] -> `out` [O, I], perhaps in fp32 from 16 bit."""
     if out.dtype is not grad.dtype and adds_wider(grad.device.type):
         torch.mm(grad.t(), x, out_dtype=out.dtype, out=out)
-    elif out.dtype is not grad.dtype or uses_onednn(grad, x.shape[1]):
+    elif out.dtype is not grad.dtype:
         out.copy_(wgrad(grad, x))
     else:
         torch.mm(grad.t(), x, out=out)
