@@ -129,5 +129,5 @@ def test_a_script_for_another_device_runs_with_a_warning() -> None:
 
 
 def test_the_docs_have_the_table() -> None:
-    page = Path(__file__).parents[3] / "docs" / "gpu.md"
+    page = Path(__file__).parents[2] / "docs" / "gpu.md"
     assert backend_table() in page.read_text(), "copy what nanotrain.attention.backends.backend_table() returns"

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import save_file
-from tests.hf.reference import CONFIGS, biases_of, load, reference, tensors_of
+from tests.interop.hf.reference import CONFIGS, biases_of, load, reference, tensors_of
 
 from nanotrain.interop.hf.export import export_weights
 from nanotrain.interop.hf.families import FAMILIES, family_of

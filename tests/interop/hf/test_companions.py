@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from tests.hf.test_round_trip import write_source
+from tests.interop.hf.test_round_trip import write_source
 
 from nanotrain.inference import checkpoint as checkpoint_module
 from nanotrain.inference.checkpoint import export_checkpoint

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.hf.reference import CONFIGS, LLAMA_SHAPE, biases_of, load, reference, tensors_of
+from tests.interop.hf.reference import CONFIGS, LLAMA_SHAPE, biases_of, load, reference, tensors_of
 from transformers import Glm4MoeForCausalLM
 
 from nanotrain.config.config import ModelConfig, MTPConfig

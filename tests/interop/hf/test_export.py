@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tests.hf.reference import load
+from tests.interop.hf.reference import load
 from transformers import GenerationConfig
 
 from nanotrain.errors import EnvironmentFault, HuggingFaceError

@@ -9,7 +9,7 @@ import pytest
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.hf.reference import CONFIG_CLASSES, CONFIGS, LLAMA3_ROPE, LLAMA_SHAPE, YARN
+from tests.interop.hf.reference import CONFIG_CLASSES, CONFIGS, LLAMA3_ROPE, LLAMA_SHAPE, YARN
 
 from nanotrain.config.config import Activation, ModelConfig, MoEConfig, PositionEmbedding, RouterScore
 from nanotrain.config.derive import moe_layers

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tests.hf.reference import load, reference
+from tests.interop.hf.reference import load, reference
 
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.families import model_from_hf

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from tests.hf.reference import LLAMA3_ROPE, LLAMA_SHAPE
+from tests.interop.hf.reference import LLAMA3_ROPE, LLAMA_SHAPE
 
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.families import config_from_hf

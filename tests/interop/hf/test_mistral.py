@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.hf.reference import LLAMA_SHAPE
+from tests.interop.hf.reference import LLAMA_SHAPE
 
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical

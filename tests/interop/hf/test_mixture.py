@@ -12,7 +12,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tests.hf.reference import MIXTURES, reference
+from tests.interop.hf.reference import MIXTURES, reference
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from nanotrain.comm.group import Group

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.hf.reference import load, reference
+from tests.interop.hf.reference import load, reference
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nanotrain.errors import HuggingFaceError

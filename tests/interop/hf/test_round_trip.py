@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tests.hf.reference import CONFIG_CLASSES, CONFIGS, reference
+from tests.interop.hf.reference import CONFIG_CLASSES, CONFIGS, reference
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.data.build import DatasetSplits
