@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import save_file
-from tests.interop.hf.reference import CONFIGS, biases_of, load, reference, tensors_of
 
 from nanotrain.interop.hf.export import export_weights
 from nanotrain.interop.hf.families import FAMILIES, family_of
 from nanotrain.interop.hf.naming import map_parameters
 from nanotrain.model.context import BatchContext
 from nanotrain.spec.boxes import Box
+from tests.interop.hf.reference import CONFIGS, biases_of, load, reference, tensors_of
 from tests.model.building import random_batch
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from tests.interop.hf.test_round_trip import write_source
 
 from nanotrain.inference import checkpoint as checkpoint_module
 from nanotrain.inference.checkpoint import export_checkpoint
 from nanotrain.inference.import_hf import import_hf
 from nanotrain.interop.hf.companions import SPECIAL_TOKENS, Companions, is_same_tokenizer
+from tests.interop.hf.test_round_trip import write_source
 
 
 def test_another_model_or_tokenizer_keeps_what_still_holds(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.interop.hf.reference import CONFIGS, LLAMA_SHAPE, biases_of, load, reference, tensors_of
 from transformers import Glm4MoeForCausalLM
 
 from nanotrain.config.config import ModelConfig, MTPConfig
@@ -20,6 +19,7 @@ from nanotrain.interop.hf.canonical import canonical
 from nanotrain.interop.hf.export import export_weights
 from nanotrain.interop.hf.families import check_against, config_from_hf, config_to_hf, family_of, model_from_hf
 from nanotrain.model.transformer import Stage
+from tests.interop.hf.reference import CONFIGS, LLAMA_SHAPE, biases_of, load, reference, tensors_of
 
 DEEPSEEK = LLAMA_SHAPE | CONFIGS["deepseek_v3"][1] | {"model_type": "deepseek_v3"}
 GLM = LLAMA_SHAPE | CONFIGS["glm4_moe"][1] | {"model_type": "glm4_moe"}

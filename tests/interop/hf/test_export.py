@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tests.interop.hf.reference import load
 from transformers import GenerationConfig
 
 from nanotrain.errors import EnvironmentFault, HuggingFaceError
@@ -19,6 +18,7 @@ from nanotrain.interop.hf.export import export_weights
 from nanotrain.model.transformer import Stage
 from nanotrain.spec.counts import num_parameters
 from nanotrain.spec.shape import ModelShape
+from tests.interop.hf.reference import load
 from tests.model.building import LLAMA, MODELS, build, random_batch, randomize
 from tests.runs.test_metrics_file import file_size_limit
 

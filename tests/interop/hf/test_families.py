@@ -9,7 +9,6 @@ import pytest
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.interop.hf.reference import CONFIG_CLASSES, CONFIGS, LLAMA3_ROPE, LLAMA_SHAPE, YARN
 
 from nanotrain.config.config import Activation, ModelConfig, MoEConfig, PositionEmbedding, RouterScore
 from nanotrain.config.derive import moe_layers
@@ -18,6 +17,7 @@ from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical
 from nanotrain.interop.hf.families import check_against, config_from_hf, config_to_hf, family_of, model_from_hf
 from nanotrain.interop.hf.gpt_oss import YARN as GPT_OSS_YARN
+from tests.interop.hf.reference import CONFIG_CLASSES, CONFIGS, LLAMA3_ROPE, LLAMA_SHAPE, YARN
 from tests.model.building import FAMILIES as MODELS
 from tests.model.building import GPT2, LLAMA, LLAMA3, QWEN2, QWEN3
 

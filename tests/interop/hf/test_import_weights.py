@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tests.interop.hf.reference import load, reference
 
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.families import model_from_hf
 from nanotrain.interop.hf.import_weights import import_weights
 from nanotrain.spec.boxes import TensorBox, flat_range_to_boxes
+from tests.interop.hf.reference import load, reference
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
-from tests.interop.hf.reference import LLAMA3_ROPE, LLAMA_SHAPE
 
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.families import config_from_hf
 from nanotrain.interop.hf.llama import read_llama, read_qwen2, read_qwen3, write_llama, write_qwen2, write_qwen3
+from tests.interop.hf.reference import LLAMA3_ROPE, LLAMA_SHAPE
 
 LLAMA_JSON = LLAMA_SHAPE | {"model_type": "llama"}
 SCALING = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}

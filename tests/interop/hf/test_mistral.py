@@ -4,11 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.interop.hf.reference import LLAMA_SHAPE
 
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical
 from nanotrain.interop.hf.families import config_from_hf, config_to_hf, family_of
+from tests.interop.hf.reference import LLAMA_SHAPE
 
 MISTRAL = LLAMA_SHAPE | {"model_type": "mistral", "sliding_window": None}
 PHI3 = LLAMA_SHAPE | {"model_type": "phi3"}

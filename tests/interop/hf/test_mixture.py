@@ -12,7 +12,6 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tests.interop.hf.reference import MIXTURES, reference
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from nanotrain.comm.group import Group
@@ -28,6 +27,7 @@ from nanotrain.interop.hf.naming import map_parameters
 from nanotrain.interop.hf.weights import WeightFiles
 from nanotrain.model.router_loss import balance_loss, count_tokens
 from nanotrain.spec.boxes import Box, TensorBox, flat_range_to_boxes
+from tests.interop.hf.reference import MIXTURES, reference
 
 
 def read_whole(folder: Path, model: ModelConfig) -> dict[str, torch.Tensor]:

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.interop.hf.reference import load, reference
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.mxfp4 import Mxfp4Tensor, dequantized
+from tests.interop.hf.reference import load, reference
 
 
 def random_packed(experts: int, inputs: int, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:

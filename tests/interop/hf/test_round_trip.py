@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tests.interop.hf.reference import CONFIG_CLASSES, CONFIGS, reference
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.data.build import DatasetSplits
@@ -23,6 +22,7 @@ from nanotrain.train.build import build_run
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.start.inputs import RunInputs
 from tests.harness import SHORT_NAMES, run_ranks
+from tests.interop.hf.reference import CONFIG_CLASSES, CONFIGS, reference
 from tests.laws.test_any_topology import save_step
 from tests.laws.worlds import Case, UnevenDataset, config_of
 
