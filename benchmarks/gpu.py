@@ -43,12 +43,6 @@ DENSE = (
     Contender("nanotrain", 1, nanotrain_command("--no-torch-compile"), ("torch",)),
     Contender("torch, compiled", 1, torch_command("single", "--compile")),
     Contender("nanotrain, compiled", 1, nanotrain_command("--torch-compile"), ("torch, compiled",)),
-    Contender(
-        "nanotrain, compiled, a product per weight",
-        1,
-        nanotrain_command("--torch-compile", "--no-projection-fusion"),
-        ("nanotrain, compiled",),
-    ),
 )
 EXPERTS = ("--num-experts=4", "--moe-router-topk=2")
 MIXTURE = (

@@ -19,8 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from nanotrain.attention import sdpa
 from nanotrain.kernels import linear
-from nanotrain.kernels.side_by_side import empty_sides, order_of_sides
-from nanotrain.model import activations, attention, norm, rope, transformer
+from nanotrain.model import activations, norm, rope, transformer
 from nanotrain.parallel.tp import loss as vocabulary_loss
 
 # Operators that allocate or look at a tensor and touch none of its memory.
@@ -33,7 +32,6 @@ KERNELS = (
     (norm, "rms_norm"),
     (norm, "add_rms_norm"),
     (rope, "rotate"),
-    (attention, "rotate_sides"),
     (activations, "swiglu"),
     (vocabulary_loss, "softmax_gradient"),
 )
@@ -120,11 +118,7 @@ class _Kernel(torch.autograd.Function):
         work = ctx.work
         # Attention: five products instead of two, as the scores are computed again.
         ctx.count.add(work.name, flops=2.5 * work.flops, num_bytes=work.backward_bytes, launches=work.backward_launches)
-        saved = ctx.saved_tensors
-        order = order_of_sides(saved)
-        if order is not None:  # the kernels write the gradients of slices of one tensor as slices of one
-            return None, None, *empty_sides([tensor.shape[-1] for tensor in saved], order, like=saved[0])
-        return None, None, *(torch.empty_like(tensor) for tensor in saved)
+        return None, None, *(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
 
 
 @dataclass(frozen=True)
@@ -180,15 +174,6 @@ class FusedOperators:
     def rotate(self, x: Tensor, **_: Tensor) -> Tensor:
         """Read and written; the tables are read from the cache."""
         return self._run(_Work("elementwise", [x.shape], 2 * x.nbytes, 2 * x.nbytes), x)[0]
-
-    def rotate_sides(self, query: Tensor, *, key: Tensor, value: Tensor, **_: Tensor) -> tuple[Tensor, ...]:
-        """All read and written: values are copied."""
-        heads = query, key, value
-        flat = [x.flatten(-2) for x in heads]
-        num_bytes = 2 * sum(x.nbytes for x in heads)
-        work = _Work("elementwise", [x.shape for x in heads], num_bytes, num_bytes, backward_launches=3)
-        self._count.add("elementwise", launches=2)  # three kernels
-        return self._run(work, *flat)
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """Both read, one written; backward reads a gradient more and writes two."""

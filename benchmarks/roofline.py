@@ -39,7 +39,6 @@ from nanotrain.config.derive import recomputed_modules
 from nanotrain.config.load import load
 from nanotrain.data.batch import Batch
 from nanotrain.errors import NanotrainError, report
-from nanotrain.kernels.joined import JoinedWeight
 from nanotrain.memory.block_transforms import transform_blocks
 from nanotrain.memory.recompute import Recompute
 from nanotrain.model import transformer
@@ -49,7 +48,6 @@ from nanotrain.parallel.ep import token_dispatcher
 from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.parallel.pp.schedules import build_schedule
 from nanotrain.parallel.pp.simulate import simulate
-from nanotrain.parallel.tp.layers import ColumnParallelLinears
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.precision.policy import Precision
@@ -173,12 +171,6 @@ def _count_microbatches(
     tokens = torch.empty((batch_size, length), dtype=torch.int64, device="meta")
     batch = BatchContext(Batch(tokens, tokens, torch.empty(tokens.shape, device="meta"), None, None))
     module = transformer.Stage(config.model, stage.spec, params=stage.params, parallel=parallel)
-    if (
-        has_triton
-        and plan.config.parallel.projection_fusion is not False
-        and not plan.config.parallel.fsdp_double_buffer
-    ):
-        _join_projections(module, stage)
     module.layer_functions = transform_blocks(module.layers.values(), config, recompute=parallel.recompute)
     hidden = None
     if not stage.spec.has_embedding:
@@ -192,20 +184,6 @@ def _count_microbatches(
     if group.size > 1:
         sent = group.traffic.bytes("tp") - before
         budget.send(plan.groups["tp"], sent * plan.num_microbatches / num_cp)
-
-
-def _join_projections(module: transformer.Stage, stage: StagePlan) -> None:
-    """Join the projections of a stage on the meta device that are joined on the GPU (`nanotrain/train/stages.py`)."""
-    names = {id(param): name for name, param in module.named_parameters()}
-    for projections in module.modules():
-        if not isinstance(projections, ColumnParallelLinears) or len(projections.layers) == 1:
-            continue
-        weights = [layer.weight for layer in projections.layers]
-        wanted = {names[id(weight)] for weight in weights}
-        if projections.can_join and any(buffer.layout.are_neighbours(wanted) for buffer in stage.buffers):
-            rows = weights[0].new_empty((sum(map(len, weights)), weights[0].shape[1]))
-            in_reverse = rows.split([len(weight) for weight in reversed(weights)])
-            projections.joined = JoinedWeight.of(in_reverse[::-1])
 
 
 @contextmanager

@@ -146,7 +146,6 @@ class ParallelConfig:
     fsdp_prefetch_depth: int = option(1, "optim_grads_params with overlap_param_gather: units gathered ahead", check=at_least(1))
     fsdp_double_buffer: bool = option(False, "optim_grads_params: gather units in turn into fixed memory, of 1 + fsdp_prefetch_depth units")
     gradient_accumulation_fusion: bool | None = option(None, "matrix products add weight gradients to the gradient buffer; unset: on GPUs")
-    projection_fusion: bool | None = option(None, "compute query, key and value, and gate and up, by one matrix product each where their weights are adjacent in the parameter buffer; unset: on GPUs")
     overlap_grad_reduce: bool = option(False, "overlap the gradient reduction with the backward pass")
     overlap_param_gather: bool = option(False, "overlap the parameter all-gather with the next forward pass; optim_grads_params: with the unit before")
     distributed_timeout_minutes: float = option(10.0, "timeout of collectives", check=above(0, at_most=525_600))

@@ -99,6 +99,8 @@ ENTRIES: dict[str, Entry] = {
     for entry in (Entry(section, field, prefix) for field in fields(kind) if "meaning" in field.metadata)
 }
 KEYS: dict[str, Entry] = {entry.key: entry for entry in ENTRIES.values()}
+# fields of earlier versions that changed no value: ignored where a stored configuration has them
+REMOVED = frozenset({"parallel.projection_fusion"})
 
 
 def config_from_dict(values: Mapping[str, Any]) -> Config:
@@ -155,7 +157,8 @@ def flatten(values: Mapping[str, Any], *, errors: ErrorCollector, path: str = ""
         if key in KEYS:
             yield key, value
         elif key not in SECTIONS:
-            errors.errors.append(unknown_key(key))
+            if key not in REMOVED:
+                errors.errors.append(unknown_key(key))
         elif isinstance(value, Mapping | None):
             yield from flatten(value or {}, errors=errors, path=f"{key}.")
         else:

@@ -30,6 +30,7 @@ ALWAYS_LOGGED = "leave it out: it is always logged"
 VALIDATION = "--eval-interval N, or --eval-iters 0 for no validation"
 VALIDATION_SIZE = "leave it out: validation takes --eval-iters global batches of training's size"
 JOINED = "leave it out: samples are --seq-length tokens of joined documents"
+APART = "leave it out: query, key and value, and gate and up, are products of their own"
 WHOLE = "leave it out: every step has a whole global batch"
 EVALUATE = "leave it out: nanotrain evaluate RUN computes the loss of a checkpoint"
 BACKEND = "leave it out: NCCL on GPUs, gloo on CPUs"
@@ -163,6 +164,7 @@ NAMES = {
     "--train-data-path, --valid-data-path and --test-data-path": "train_weighted_split_paths valid_weighted_split_paths test_weighted_split_paths train_weighted_split_paths_path valid_weighted_split_paths_path test_weighted_split_paths_path",
     STOPS: "kill_switch_file trigger_path",
     FUSED: "bias_activation_fusion masked_softmax_fusion persist_layer_norm memory_efficient_layer_norm bias_dropout_fusion apply_rope_fusion fused_single_qkv_rope gradient_reduce_div_fusion use_fused_rmsnorm use_fused_swiglu use_fused_rotary_pos_emb use_fused_moe_token_permute_and_unpermute abort_on_unmet_fused_kernel_constraints use_liger_kernel",
+    APART: "projection_fusion no_projection_fusion",
     DEEPSPEED: "deepspeed_config deepspeed_mpi",
     TUNING: "tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs overlap_p2p_comm overlap_p2p_comm_warmup_flush batch_p2p_comm batch_p2p_sync deallocate_pipeline_outputs cpu_offloading_double_buffering pin_cpu_grads pin_cpu_params align_param_gather barrier_with_l1_time cuda_graph_use_single_mempool cuda_graph_retain_backward_graph clone_scatter_output_in_embedding disable_parameter_transpose_cache store_param_remainders fsdp_all_gather_in_start_param_sync moe_permutation_async_comm moe_fb_overlap moe_alltoall_overlap_comm moe_unperm2_mem_optim_swap no_shared_storage use_cp_send_recv_overlap use_ascend_coc reuse_fp32_param mtp_mem_efficient_logits mla_fa_divide_qk mla_fa_without_pad use_fused_ring_attention_update coc_fused_kernel disable_gloo_group create_moe_param_group ddp_find_unused_parameters dataloader_pin_memory dataloader_prefetch_factor dataloader_persistent_workers low_cpu_mem_usage use_cache disable_tqdm disable_color_printing enable_async_tensor_parallel disable_loss_parallel implementation",
     "nanotrain --version": "version",

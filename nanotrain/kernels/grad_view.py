@@ -38,7 +38,7 @@ class GradView:
 
 
 def attach(view: GradView, param: Tensor) -> None:
-    """Let products of this parameter, or of joined ones, write to the view."""
+    """Let products of this parameter write to the view."""
     param.grad_view = view  # type: ignore[attr-defined]
     storage = param.untyped_storage()
     # Weak: Python's garbage collector cannot follow what a storage refers to.
@@ -54,7 +54,7 @@ def grad_view_in_graph(weight: Tensor) -> GradView | None:
 
 
 def _range(weight: Tensor) -> tuple[int, int]:
-    """First element and number of elements: joined weights begin where one of them does (`joined.py`)."""
+    """First element and number of elements."""
     return int(weight.storage_offset()), weight.numel()
 
 

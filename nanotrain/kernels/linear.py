@@ -6,8 +6,7 @@
     Linear   the same for the parameters of one layer, the gradient of the bias included
     Linears  the same for layers that share an input
 
-All dense linear layers, the output layer included, multiply here; `Linears` has other implementations for fp8 and for
-weights that lie next to each other (`joined.py`).
+All dense linear layers, the output layer included, multiply here; `Linears` has another implementation for fp8.
 
     T tokens   I inputs   O outputs
 """
@@ -153,10 +152,6 @@ class Linears:
     def fprop(self, x: Tensor) -> tuple[Tensor, ...]:
         """[..., I] -> one [..., O] per layer."""
         return tuple(linear.fprop(x) for linear in self.linears)
-
-    def join(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-        """One [T, O] per layer -> the same as `dgrad` and `wgrad` read them."""
-        return grads
 
     def dgrad(self, grads: Sequence[Tensor]) -> Tensor:
         """One [T, O] per layer -> [T, I], their sum."""

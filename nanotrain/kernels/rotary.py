@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from nanotrain.kernels.choice import uses_triton
-from nanotrain.kernels.side_by_side import empty_sides, order_of_sides
 
 
 def rotate(x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
@@ -37,21 +36,6 @@ def rotate(x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated
 
 
-def rotate_sides(
-    query: Tensor, *, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate queries [B, S, N, D] and keys [B, S, G, D] that one product computed with the values [B, S, G, D].
-
-    Returns:
-        Queries, keys and values, each contiguous; the gradients of the arguments are slices of one tensor.
-    """
-    if torch.compiler.is_compiling():  # the compiler joins the gradients where it writes them
-        query, key = rotate(query, cos=cos, sin=sin), rotate(key, cos=cos, sin=sin)
-        return query, key, value.clone(memory_format=torch.contiguous_format)
-    sides: tuple[Tensor, Tensor, Tensor] = _RotateSides.apply(query, key, value, cos, sin)
-    return sides
-
-
 class _Rotate(torch.autograd.Function):
     """Saves no activation, as the backward is the transpose."""
 
@@ -64,30 +48,6 @@ class _Rotate(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _rotate(grads[0], cos=cos, sin=sin, sign=-1), None, None
-
-
-class _RotateSides(torch.autograd.Function):
-    """The gradients are written into one tensor, as the projections are slices of one."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
-        projections = [x.flatten(-2) for x in (query, key, value)]
-        ctx.sizes, ctx.order = [x.shape[-1] for x in projections], order_of_sides(projections)
-        # A copy: attention keeps it, and as a slice it would keep queries and keys before the rotation too.
-        query, key = (_rotate(x, cos=cos, sin=sin, sign=1) for x in (query, key))
-        return query, key, value.clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        sides = empty_sides(ctx.sizes, ctx.order, like=grads[0][..., 0])
-        query, key, value = (x.unflatten(-1, grad.shape[-2:]) for x, grad in zip(sides, grads, strict=True))
-        _rotate(grads[0], cos=cos, sin=sin, sign=-1, out=query)
-        _rotate(grads[1], cos=cos, sin=sin, sign=-1, out=key)
-        return query, key, value.copy_(grads[2]), None, None
 
 
 def _rotate(x: Tensor, *, cos: Tensor, sin: Tensor, sign: int, out: Tensor | None = None) -> Tensor:

@@ -8,8 +8,6 @@ import math
 from torch import Tensor, nn
 
 from nanotrain.config.config import ModelConfig
-from nanotrain.kernels.choice import uses_triton
-from nanotrain.kernels.rotary import rotate_sides
 from nanotrain.model.context import LayerContext
 from nanotrain.model.norm import build_head_norm
 from nanotrain.model.parallel import ModelParallel
@@ -87,15 +85,10 @@ class Attention(nn.Module):
         query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)  # [B, S, N, D]
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-            if self.projections.joined is not None and uses_triton(value):
-                # The norms keep copies of queries and keys, and a slice would keep the memory of all three.
-                value = value.contiguous()
         if self.query_factor != 1.0:
             query = query * self.query_factor
         rotary = context.rotary_of(has_window=self.has_window) if self.has_rope else None
-        if rotary is not None and self.projections.joined is not None and self.query_norm is None:
-            query, key, value = rotate_sides(query, key=key, value=value, cos=rotary.cos, sin=rotary.sin)
-        elif rotary is not None:
+        if rotary is not None:
             query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
         mask = context.mask_of(has_window=self.has_window)
         scores = self.scores(context, sink=self.softmax_offset, device=query.device)

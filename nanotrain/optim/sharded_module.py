@@ -296,9 +296,6 @@ def _check_settings(module: nn.Module, *, parallel: ParallelConfig, optim: Optim
     if sparse:
         why = "gradients are added and reduced in flat buffers, which are dense"
         raise ConfigError(f"{sparse[0]} has sparse gradients", why=why, fix="build it with sparse=False")
-    if parallel.projection_fusion:
-        why = "it joins layers of the trainer's own models"
-        raise ConfigError("projection_fusion has no effect", why=why, fix="leave it out")
     if optim.decoupled_lr is not None:
         why = "a module does not declare which parameters are its embedding and its output layer"
         raise ConfigError("decoupled_lr has no effect", why=why, fix="leave it out")

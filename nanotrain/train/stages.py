@@ -1,9 +1,7 @@
 """This rank's stages with storage: modules on the meta device, then one `DataParallel` per planned buffer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-
-from torch import nn
 
 from nanotrain.attention.backends import AttentionChoice, AttentionDevice
 from nanotrain.comm.device import compute_capability
@@ -12,7 +10,6 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.derive import recomputed_modules
 from nanotrain.kernels.deferred_wgrad import WgradQueue
-from nanotrain.log import get_logger
 from nanotrain.memory.recompute import Recompute
 from nanotrain.model.fp8 import fp8_options, layers_in_bf16
 from nanotrain.model.parallel import ModelParallel
@@ -22,14 +19,11 @@ from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.options import DataParallelOptions
 from nanotrain.parallel.dp.reduction import ReduceGroups
 from nanotrain.parallel.pp.executor import RunnableStage
-from nanotrain.parallel.tp.layers import ColumnParallelLinears
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.precision.fp8 import RECIPES
 from nanotrain.precision.policy import Precision
 from nanotrain.spec.params import LocalParam
 from nanotrain.train.plans.plan import BufferPlan, Plan, StagePlan
-
-log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -89,36 +83,8 @@ def _build_stage(plan: Plan, stage: StagePlan, *, context: ParallelContext) -> B
         )
         for buffer in stage.buffers
     )
-    fuses = config.parallel.projection_fusion
-    if fuses or (fuses is None and context.device.type == "cuda"):
-        counts = join_projections(module, data_parallel)
-        log.info("projection fusion, stage %d: %s", stage.spec.index, counts)
     module.to(context.device)  # moves registered buffers such as router biases; parameters are on the device already
     return BuiltStage(module, stage.params, data_parallel, wgrad_queue)
-
-
-def join_projections(module: nn.Module, wrappers: Sequence[DataParallel]) -> str:
-    """Join the weights of layers that share an input, where they lie next to each other; returns how many.
-
-    Memory that several units use in turn (`--fsdp-double-buffer`) may hold another unit where code reads a weight
-    outside of the forward, so weights in it stay apart.
-    """
-    names = {id(param): name for name, param in module.named_parameters()}
-    shared = [found for found in module.modules() if isinstance(found, ColumnParallelLinears) and len(found.layers) > 1]
-    num_joined = 0
-    for projections in shared if not any(dp.options.num_gather_blocks for dp in wrappers) else ():
-        wanted = {names[id(layer.weight)] for layer in projections.layers}
-        owner = next((dp for dp in wrappers if dp.layout.are_neighbours(wanted)), None)
-        if owner is None or not projections.can_join:
-            continue
-        buckets = [bucket for bucket in owner.buckets if wanted & {entry.name for entry in bucket.layout.params}]
-        for bucket in buckets:
-            bucket.params.allocate()
-        projections.join()
-        for bucket in buckets:
-            bucket.params.free()
-        num_joined += 1
-    return f"{num_joined} of {len(shared)} groups of layers that share an input multiply with one weight"
 
 
 def _amax_groups(config: Config, buffer: BufferPlan, *, context: ParallelContext) -> tuple[Group, ...]:

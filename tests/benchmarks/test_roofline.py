@@ -48,18 +48,6 @@ def test_flops_are_those_of_the_plan(roofline: ModuleType) -> None:
     assert budget.costs["loss"].num_bytes > 0 < budget.costs["elementwise"].num_bytes
 
 
-def test_joined_projections_are_fewer_and_the_same_products_and_their_gradients_need_no_copy(
-    roofline: ModuleType,
-) -> None:
-    plans = plan_of(1, "--global-batch-size=2"), plan_of(1, "--global-batch-size=2", "--no-projection-fusion")
-    joined, apart = (roofline.budget_of(plan, roofline.CARDS["H100"]).costs for plan in plans)
-    num_layers = plans[0].shape.num_layers
-    assert apart["GEMM"].launches - joined["GEMM"].launches == num_layers * 3 * (2 + 1)
-    assert joined["GEMM"].flops == apart["GEMM"].flops and joined["GEMM"].num_bytes < apart["GEMM"].num_bytes
-    # Three sums of input gradients less, and values copied in either direction.
-    assert joined["elementwise"].launches - apart["elementwise"].launches == num_layers * (2 - 3)
-
-
 def test_bytes_of_gradients_optimizer_and_communication(roofline: ModuleType) -> None:
     plan = plan_of(4, "--global-batch-size=16", "--use-distributed-optimizer")
     budget = roofline.budget_of(plan, roofline.CARDS["A100"], has_triton=False)

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from nanotrain.kernels.rotary import rotate, rotate_sides
-from nanotrain.kernels.side_by_side import order_of_sides
+from nanotrain.kernels.rotary import rotate
 
 
 @pytest.mark.parametrize("is_compiling", [False, True])
@@ -25,20 +24,3 @@ def test_pairs_rotate_as_complex_numbers_and_the_gradient_rotates_back(
         turned = torch.complex(low, high) * torch.polar(torch.ones_like(turn), turn)
         expected = torch.cat((turned.real, turned.imag, rest), dim=-1)
         torch.testing.assert_close(found.detach().double(), expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("is_joined", [False, True])
-def test_projections_of_one_product_rotate_alike_and_their_gradients_are_slices_of_one_tensor(is_joined: bool) -> None:
-    torch.manual_seed(1)
-    angles = 3 * torch.randn(5, 1, 3)
-    tables = {"cos": angles.cos(), "sin": angles.sin()}
-    value, key, query = (x.data.unflatten(-1, (-1, 9)) for x in torch.randn(2, 5, 72).split((18, 18, 36), -1))
-    leaves = [(x if is_joined else x.contiguous()).requires_grad_() for x in (query, key, value)]
-    grads = [torch.randn(x.shape) for x in leaves]
-    outs = rotate_sides(leaves[0], key=leaves[1], value=leaves[2], **tables)
-    assert all(out.is_contiguous() for out in outs) and outs[2].data_ptr() != leaves[2].data_ptr()
-    expected = (*(rotate(x, **tables) for x in leaves[:2]), leaves[2])
-    found = torch.autograd.grad(outs, leaves, grads)
-    assert (order_of_sides([x.flatten(-2) for x in found]) == (2, 1, 0)) == is_joined
-    for one, other in zip((*outs, *found), (*expected, *torch.autograd.grad(expected, leaves, grads)), strict=True):
-        assert torch.equal(one, other)

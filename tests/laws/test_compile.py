@@ -1,8 +1,5 @@
 """Law L7 for `--torch-compile`: compiled blocks train as eager ones do, and a dense block is one graph.
 
-Compiled blocks multiply with joined weights (`--projection-fusion`), in the first row with all that can be, eager ones
-with each.
-
 The backends trace graphs and run them as they are: no code is generated, which takes minutes on a CPU.
 """
 
@@ -26,7 +23,7 @@ EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
 # Every graph of a block with many breaks is traced: there the backend only runs what was traced, which takes half as
 # long as differentiating it too.
 ROWS = [
-    ("aot_eager", {"strategy": "no_shard"}, {"kv_channels": 16}),  # weights of query, key and value that can be joined
+    ("aot_eager", {"strategy": "no_shard"}, {}),
     ("aot_eager", {"strategy": "optim_grads_params"}, EXPERTS),
     ("eager", {"strategy": "optim", "tp": 2}, {}),
 ]
@@ -52,7 +49,7 @@ def train_compiled(ctx: ParallelContext, case: Case, backend_name: str) -> tuple
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_transforms.torch, "compile", partial(torch.compile, backend=backend))
         patch.setattr(traced_wgrad, "accumulate_wgrad", write)
-        compiled = train_here(ctx, case.but(train={"torch_compile": True}, parallel={"projection_fusion": True}))
+        compiled = train_here(ctx, case.but(train={"torch_compile": True}))
     assert all(writes)
     return eager, compiled, len(graphs), len(writes)
 
@@ -71,9 +68,9 @@ def test_compiled_blocks_train_as_eager_ones_do(backend, sizes, model) -> None:
         outcomes = run_ranks(2, train_compiled, case, backend, threads=False, **sizes)
     for eager, compiled, num_graphs, num_writes in outcomes:
         assert num_graphs > 0
-        # query with key and value, output, gate with up, down; query, key, value and output beside experts. Experts and
-        # linear layers over tp are outside of graphs, with torch 2.10 all of these.
-        num_products = 4 if traced_wgrad.CAN_TRACE and "tp" not in sizes else 0
+        # query, key, value, output, and gate, up, down of a dense MLP. Experts and linear layers over tp are outside of
+        # graphs, with torch 2.10 all of these.
+        num_products = (4 if model else 7) if traced_wgrad.CAN_TRACE and "tp" not in sizes else 0
         num_microbatches = 2 if sizes["strategy"] == "no_shard" else 1
         assert num_writes == 2 * num_microbatches * num_products
         assert compiled.losses == pytest.approx(eager.losses, rel=1e-5)

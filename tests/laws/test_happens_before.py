@@ -27,7 +27,6 @@ from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.stores import GradPool, ShardGather
 from nanotrain.parallel.pp import executor
 from nanotrain.parallel.pp.executor import run_forward
-from nanotrain.parallel.tp.layers import ColumnParallelLinears
 from nanotrain.topology.topology import Topology
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
@@ -42,8 +41,6 @@ VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank
 ZB, GATHER, HEADS = {"pipeline_schedule": "zb-h1"}, {"cp_comm_type": "allgather"}, {"cp_comm_type": "a2a"}
 OUTER, BLOCKS = {"outer_dp_sharding_strategy": "optim"}, {"fsdp_double_buffer": True, "fsdp_prefetch_depth": 2}
 BF16 = {"params_dtype": "bf16"}
-# weights of projections that fill multiples of 64 elements on two tp ranks, so that they are joined
-FUSED, SIZES = {"projection_fusion": True}, {"model": {"kv_channels": 16, "ffn_hidden_size": 64}}
 
 
 @dataclass(frozen=True)
@@ -103,9 +100,6 @@ def trains(row: Row, folder: Path) -> Recorder:
         patch.setattr(optimizer_offload, "BufferCopies", lambda device: RecordedCopies(recorder))
         patch.setattr(collectives, "MIN_SLICE_BYTES", 1)  # samples of a microbatch are gathered one by one
         run = build_here(context, row.case, folder=folder)
-        modules = [module for stage in run.stages.values() for module in stage.modules()]
-        is_joined = any(isinstance(module, ColumnParallelLinears) and module.joined for module in modules)
-        assert is_joined == row.options.get("projection_fusion", False)
         try:
             for _ in range(2):
                 batch = run.batch_iterator.next()
@@ -125,20 +119,20 @@ def trains(row: Row, folder: Path) -> Recorder:
 MOE, FULL = {"model": EXPERTS}, {"memory": {"recompute_granularity": "full"}}
 ROWS = [
     Row(2, "no_shard", options=OVERLAP),
-    Row(2, "optim", options=OVERLAP | FUSED, sections=SIZES, rank=1),
+    Row(2, "optim", options=OVERLAP, rank=1),
     Row(2, "optim", options=OVERLAP, sections={"precision": BF16}, backend="gloo"),
-    Row(3, "optim_grads", options=OVERLAP | FUSED, sections=SIZES | {"precision": BF16}),
+    Row(3, "optim_grads", options=OVERLAP, sections={"precision": BF16}),
     Row(2, "optim_grads", options=OVERLAP, backend="gloo"),
     Row(4, "optim", {"instances": 2}, OVERLAP),
     Row(4, "optim_grads", {"instances": 2}, OVERLAP | OUTER, rank=3),
-    Row(2, "optim_grads_params", options=OVERLAP | FUSED, sections=SIZES),
+    Row(2, "optim_grads_params", options=OVERLAP),
     Row(4, "optim_grads_params", {"instances": 2}, OVERLAP | OUTER),
     Row(2, "optim_grads_params", options=OVERLAP | BLOCKS, sections=FULL),
-    Row(4, "optim", {"tp": 2}, OVERLAP | SP | FUSED, sections=SIZES),
+    Row(4, "optim", {"tp": 2}, OVERLAP | SP),
     Row(4, "optim", {"tp": 2}, OVERLAP | SP, sections={"train": {"micro_batch_size": 2}}),
     Row(4, "optim_grads_params", {"tp": 2}, OVERLAP | SP, rank=1, backend="gloo"),
     Row(4, "optim", {"pp": 2}, OVERLAP),
-    Row(4, "optim_grads", {"pp": 2}, OVERLAP | ZB | FUSED, sections=SIZES, rank=3),
+    Row(4, "optim_grads", {"pp": 2}, OVERLAP | ZB, rank=3),
     Row(4, "optim", {"pp": 2}, OVERLAP | VPP, sections={"memory": {"recompute_granularity": "selective"}}),
     Row(2, "no_shard", {"cp": 2}),
     Row(4, "optim_grads", {"cp": 2}, OVERLAP | GATHER),

@@ -21,17 +21,16 @@ from tests.laws.worlds import Case, build_here
 from tests.train.small_run import metrics_of, small_run
 
 MOE = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_router_bias_update_rate": 1e-3}
-FUSED, SIZES = {"projection_fusion": True}, {"model": {"kv_channels": 16, "ffn_hidden_size": 64}}
 LAYOUTS = {
     "one rank": (1, {}, {}),
     "dp, optim": (4, {"strategy": "optim"}, {}),
     "dp, optim_grads": (4, {"strategy": "optim_grads", "instances": 2}, {}),
     "dp, optim_grads_params": (4, {"strategy": "optim_grads_params", "overlap_param_gather": True}, {}),
-    "tp and sp": (4, {"tp": 2, "sequence_parallel": True, "strategy": "optim"} | FUSED, SIZES),
+    "tp and sp": (4, {"tp": 2, "sequence_parallel": True, "strategy": "optim"}, {}),
     "pp": (4, {"pp": 2, "strategy": "optim", "overlap_grad_reduce": True}, {}),
     "cp": (4, {"cp": 2, "strategy": "optim"}, {}),
     "fp16": (2, {"strategy": "optim"}, {"precision": {"params_dtype": "fp16"}}),
-    "bf16": (2, {"strategy": "optim"} | FUSED, SIZES | {"precision": {"params_dtype": "bf16"}}),
+    "bf16": (2, {"strategy": "optim"}, {"precision": {"params_dtype": "bf16"}}),
     "lion": (2, {"strategy": "optim"}, {"optim": {"optimizer": "lion"}}),
     "muon": (2, {"strategy": "optim"}, {"optim": {"optimizer": "muon"}}),
     "documents": (2, {"strategy": "optim"}, {"data": {"reset_attention_mask": True}}),

@@ -200,9 +200,6 @@ def refuse_misuse(context: ParallelContext) -> None:
     decoupled = OptimConfig(decoupled_lr=0.1)
     with pytest.raises(ConfigError, match="decoupled_lr has no effect"):
         ShardedModule(Model(), context, parallel=parallel, unit_classes=units, optim=decoupled)
-    fused = replace(parallel, projection_fusion=True)
-    with pytest.raises(ConfigError, match="projection_fusion has no effect"):
-        ShardedModule(Model(), context, parallel=fused, unit_classes=units)
     sparse = Model(tied=False)
     sparse.embedding = nn.Embedding(50, 24, sparse=True)
     with pytest.raises(ConfigError, match="embedding has sparse gradients: .*; build it with sparse=False"):

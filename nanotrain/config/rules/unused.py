@@ -219,15 +219,6 @@ UNUSED = (
         "fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather "
         "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
         "fp8_format", lambda v: v.fp8_format is None, "no matrix product is in fp8: fp8_format is unset"),
-    Unused("projection_fusion", "fp8_format",
-        lambda v: v.projection_fusion and v.fp8_format is not None and not v.first_last_layers_bf16,
-        "fp8 products have a scale per weight"),
-    Unused("projection_fusion", "fsdp_double_buffer", lambda v: v.projection_fusion and v.fsdp_double_buffer,
-        "weights in memory that units use in turn stay apart"),
-    Unused("projection_fusion", "multi_latent_attention add_qkv_bias add_bias_linear activation",
-        lambda v: v.projection_fusion and (v.multi_latent_attention or v.add_qkv_bias or v.add_bias_linear)
-        and (v.add_bias_linear or v.activation not in GATED),
-        "no two layers without biases read one input"),
     Unused("fp8_param_gather", "data_parallel_sharding_strategy",
         lambda v: v.data_parallel_sharding_strategy is ShardingStrategy.no_shard, "no_shard gathers no parameters",
         "set --data-parallel-sharding-strategy optim, optim_grads or optim_grads_params"),

@@ -21,7 +21,7 @@ Source: Megatron-LM core 0.20, `param_and_grad_buffer.py`; checked against its w
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanotrain.spec.params import LocalParam
@@ -211,15 +211,6 @@ class BufferLayout:
         numel = {block: max(filled[unit] for unit in turn if turn[unit] == block) for block in turn.values()}
         shared = {f"shared {min(b.units)}": b.numel for b in self.buckets if b.is_shared}
         return GatherBlocks(numel | shared, tuple(reversed(places)))
-
-    def are_neighbours(self, names: Collection[str]) -> bool:
-        """Whether these parameters are in one bucket, in any order, with nothing between them: no alignment either."""
-        for bucket in self.buckets:
-            found = [entry for entry in bucket.params if entry.name in names]
-            if found:
-                pairs = zip(found, found[1:], strict=False)
-                return len(found) == len(names) and all(one.stop == other.start for one, other in pairs)
-        return False
 
     @property
     def params(self) -> tuple[LocalParam, ...]:

@@ -5,7 +5,7 @@
     ReplicatedHeadsLinear     weight [O, I] on every rank, which computes some of its rows (fewer heads than ranks)
     VocabParallelEmbedding    weight [Vp/tp, H]: each rank looks up the tokens of its shard
     column_parallel           several column-parallel layers that read one input
-    ColumnParallelLinears     the same, by one product where their weights can be joined
+    ColumnParallelLinears     the same as a module
 
             enter                                               leave
     x ------+--- query, key, value (column) --- attention --- output (row) ---+--- y
@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanotrain.kernels.fp8.layer import Fp8Layer
-from nanotrain.kernels.joined import JoinedWeight
 from nanotrain.kernels.linear import Linear
 from nanotrain.parallel.tp.linears import column_linears, row_linear
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
@@ -86,29 +85,10 @@ class ColumnParallelLinears(nn.Module):
     def __init__(self, *layers: ColumnParallelLinear) -> None:
         super().__init__()
         self.layers = layers  # a tuple, so that the parameters are not registered twice
-        self.joined: JoinedWeight | None = None  # the weights as one, where they lie next to each other
-
-    @property
-    def can_join(self) -> bool:
-        """Whether one product could compute all layers."""
-        linears = [layer.linear for layer in self.layers]
-        return all(
-            linear.fp8 is None
-            and not isinstance(linear, _LinearRows)
-            and linear.weight.dtype is linears[0].weight.dtype
-            and linear.bias is None  # biases lie between the weights
-            and linear.weight.requires_grad
-            for linear in linears
-        )
-
-    def join(self) -> None:
-        """Multiply with one weight from now on; the weights and their gradients have their final storage."""
-        self.joined = JoinedWeight.of([layer.weight for layer in self.layers])
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """[B, S or S/tp, I] -> one [B, S, O/tp] per layer."""
-        linears, tensor_parallel = [layer.linear for layer in self.layers], self.layers[0].tensor_parallel
-        return column_linears(x, linears, tensor_parallel=tensor_parallel, joined=self.joined)
+        return column_parallel(x, self.layers)
 
 
 class RowParallelLinear(nn.Module):

@@ -11,7 +11,6 @@ write weight gradients to the gradient buffer) and eagerly if autograd returns t
                 start reduce-scatter of dx   dW_i = dy_i^T x, db_i         (wgrad) while dx is reduced
 
 Layers that read one input (query, key and value; gate and up) share its all-gather and the reduction of its gradient.
-Where their weights lie next to each other in the parameter buffer, they are one product (`kernels/joined.py`).
 Only the local shard of x is saved for the backward and gathered again there (Korthikanti et al. 2022, section 4.2.2).
 Without sequence parallelism nothing is gathered and dx is all-reduced.
 
@@ -29,21 +28,16 @@ from nanotrain.comm.eager import eager
 from nanotrain.comm.work import Work
 from nanotrain.kernels.deferred_wgrad import is_deferring
 from nanotrain.kernels.fp8.products import Fp8Linears
-from nanotrain.kernels.joined import JoinedLinears, JoinedWeight, traced_linears
 from nanotrain.kernels.linear import Linear, Linears
 from nanotrain.kernels.traced_wgrad import traced_linear
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 
 
-def column_linears(
-    x: Tensor, linears: Sequence[Linear], *, tensor_parallel: TensorParallel, joined: JoinedWeight | None = None
-) -> tuple[Tensor, ...]:
-    """[B, S or S/tp, I] -> one [B, S, O] per layer; by one product where the weights are joined."""
-    if _is_plain(linears, tensor_parallel=tensor_parallel, joined=joined):
-        if joined is not None:
-            return traced_linears(x, linears, joined=joined)
+def column_linears(x: Tensor, linears: Sequence[Linear], *, tensor_parallel: TensorParallel) -> tuple[Tensor, ...]:
+    """[B, S or S/tp, I] -> one [B, S, O] per layer."""
+    if _is_plain(linears, tensor_parallel=tensor_parallel):
         return tuple(_plain(x, linear) for linear in linears)
-    return _linears(x, linears, tensor_parallel=tensor_parallel, joined=joined)
+    return _linears(x, linears, tensor_parallel=tensor_parallel)
 
 
 def row_linear(x: Tensor, linear: Linear, *, tensor_parallel: TensorParallel) -> Tensor:
@@ -55,15 +49,13 @@ def row_linear(x: Tensor, linear: Linear, *, tensor_parallel: TensorParallel) ->
     return out if linear.bias is None else out + linear.bias
 
 
-def _is_plain(
-    linears: Sequence[Linear], *, tensor_parallel: TensorParallel, joined: JoinedWeight | None = None
-) -> bool:
+def _is_plain(linears: Sequence[Linear], *, tensor_parallel: TensorParallel) -> bool:
     """Whether torch's operator computes the layers."""
     if tensor_parallel.group.size > 1 or tensor_parallel.wgrad_queue is not None or tensor_parallel.fp8 is not None:
         return False
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return True
-    return joined is None and not any(linear.writes_wgrad for linear in linears)
+    return not any(linear.writes_wgrad for linear in linears)
 
 
 def _plain(x: Tensor, linear: Linear) -> Tensor:
@@ -71,20 +63,16 @@ def _plain(x: Tensor, linear: Linear) -> Tensor:
     return traced_linear(x, linear) if torch.compiler.is_compiling() else linear.fprop(x)
 
 
-def _build_products(linears: Sequence[Linear], *, joined: JoinedWeight | None, records: bool) -> Linears:
+def _build_products(linears: Sequence[Linear], *, records: bool) -> Linears:
     """The products of one microbatch; `records`: whether amaxes of fp8 count for the history."""
-    if joined is not None:
-        return JoinedLinears(linears, joined)
     return Linears(linears) if linears[0].fp8 is None else Fp8Linears(linears, records=records)
 
 
 @eager  # collectives and the wgrad queue stay out of compiled graphs
-def _linears(
-    x: Tensor, linears: Sequence[Linear], *, tensor_parallel: TensorParallel, joined: JoinedWeight | None = None
-) -> tuple[Tensor, ...]:
+def _linears(x: Tensor, linears: Sequence[Linear], *, tensor_parallel: TensorParallel) -> tuple[Tensor, ...]:
     params = [param for linear in linears for param in (linear.weight, linear.bias)]
     # Inside of the function gradients are always off.
-    products = _build_products(linears, joined=joined, records=torch.is_grad_enabled())
+    products = _build_products(linears, records=torch.is_grad_enabled())
     outputs: tuple[Tensor, ...] = _LinearsFunction.apply(x, tensor_parallel, products, *params)
     return outputs
 
@@ -104,13 +92,12 @@ class _LinearsFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph; the detached tensors below would give wrong second derivatives
             raise RuntimeError(
-                "second derivatives of linear layers need one tp rank, --no-gradient-accumulation-fusion and"
-                " --no-projection-fusion"
+                "second derivatives of linear layers need one tp rank and --no-gradient-accumulation-fusion"
             )
         # Detached: when deferred, x would keep the graph that it comes from alive.
         x, *params = ctx.saved_tensors
         tensor_parallel, products = ctx.tensor_parallel, ctx.products
-        flat_grads = products.join([grad.reshape(-1, grad.shape[-1]) for grad in grads])
+        flat_grads = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         wgrad = _LinearsWgrad(x.detach(), tensor_parallel, products=products, flat_grads=flat_grads)
         deferred = is_deferring(tensor_parallel.wgrad_queue)
         if not deferred:

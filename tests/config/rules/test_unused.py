@@ -170,18 +170,3 @@ def test_rules_on_a_model_that_is_read_later_wait_for_it():
     assert config.model.mtp.loss_scaling_factor == 0.3
     assert config.model.moe.router_bias_update_rate == 0.01
     assert not origins
-
-
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        ({"fsdp_double_buffer": True, "data_parallel_sharding_strategy": "optim_grads_params"}, "in turn stay apart"),
-        ({"fp8_format": "e4m3"}, "fp8 products have a scale per weight"),
-        ({"multi_latent_attention": True, "activation": "gelu"}, "no two layers without biases read one input"),
-        ({"add_bias_linear": True}, "no two layers without biases read one input"),
-    ],
-)
-def test_projection_fusion_where_nothing_can_be_joined_is_an_error_and_without_it_none(fields, why):
-    with pytest.raises(ConfigError, match=why):
-        reset(config_of(projection_fusion=True, **fields), frozenset())
-    assert reset(config_of(projection_fusion=False, **fields), frozenset())

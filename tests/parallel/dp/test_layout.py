@@ -65,18 +65,6 @@ def test_ten_matrices_in_four_buckets_as_worked_out():
     assert unpadded(layout) == [27201, 27201, 27201, 9025]
 
 
-def test_neighbours_are_in_one_bucket_with_nothing_between_them():
-    layout = plan_layout(params((128,), (64,), (100,), (128,), (64,)), LayoutRules(bucket_size=290))
-    assert names_in(layout) == [["p4", "p3", "p2"], ["p1", "p0"]]
-    assert layout.are_neighbours(["p3", "p4"]) and layout.are_neighbours(["p2", "p3", "p4"])
-    assert layout.are_neighbours(["p0", "p1"])
-    assert not layout.are_neighbours(["p2", "p4"]), "p3 is between"
-    assert not layout.are_neighbours(["p1", "p2"]), "a bucket ends"
-    assert not layout.are_neighbours(["p3", "p9"]), "another buffer has p9"
-    aligned = plan_layout(params((128,), (64,), (100,)), LayoutRules())
-    assert not aligned.are_neighbours(["p1", "p2"]), "alignment is between"
-
-
 def test_padding_for_busbw_rounds_every_bucket_up_to_65536():
     rules = LayoutRules(num_shards=8, bucket_size=20000, pad_for_high_busbw=True)
     layout = plan_layout(params(*[(95, 95)] * 10), rules)

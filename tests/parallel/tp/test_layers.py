@@ -10,7 +10,6 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.kernels.deferred_wgrad import WgradQueue
 from nanotrain.parallel.tp.layers import (
     ColumnParallelLinear,
-    ColumnParallelLinears,
     RowParallelLinear,
     VocabParallelEmbedding,
     column_parallel,
@@ -157,18 +156,3 @@ def test_recomputed_layers_give_the_same_gradients(ctx):
     forward = network.forward
     network.forward = lambda x: torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False)
     compare(network, sharded_pass(network))
-
-
-def test_joined_layers_compute_the_same_with_and_without_gradients():
-    rows = draw("rows", 7, H)
-    up, gate = (nn.Parameter(part) for part in rows.split((4, 3)))
-    layers = [ColumnParallelLinear(weight, None, tensor_parallel=TensorParallel.single_rank()) for weight in (gate, up)]
-    projections, x = ColumnParallelLinears(*layers), draw("x", B, S, H)
-    apart = projections(x)
-    assert projections.can_join and not list(projections.parameters()), "the parent has the parameters"
-    projections.join()
-    with torch.no_grad():
-        unrecorded = projections(x)
-        assert torch._dynamo.explain(projections)(x).graph_break_count == 0
-    for outputs in (projections(x), unrecorded):
-        torch.testing.assert_close(outputs, apart)
