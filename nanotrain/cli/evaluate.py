@@ -105,7 +105,7 @@ def _run_corpus(args: Namespace, loaded: Loaded, *, environment: MutableMapping[
     """Evaluate on a corpus, on all ranks."""
     with importing_torch():
         from nanotrain.comm.parallel_context import Launch, ParallelContext
-        from nanotrain.data.same_tokenizer import require_tokenizer_of
+        from nanotrain.data.corpus_info import require_tokenizer_of
         from nanotrain.data.tokenizer import load_tokenizer
         from nanotrain.inference.checkpoint import open_model, tokenizer_name
         from nanotrain.train.evaluate import evaluate_model

@@ -12,14 +12,11 @@ from nanotrain.config.config import DataConfig
 from nanotrain.config.data_stages import read_stages
 from nanotrain.data.batch import SampleDataset
 from nanotrain.data.blend import BlendedDataset
-from nanotrain.data.corpus_info import recorded_tokenizer
-from nanotrain.data.data_path import WeightedPrefix, parse_data_path
-from nanotrain.data.gpt import GPTDataset, GPTDatasetConfig
+from nanotrain.data.corpus_info import recorded_tokenizer, require_same_tokenizer
+from nanotrain.data.data_path import WeightedPrefix, parse_data_path, split_documents
+from nanotrain.data.gpt import GPTDataset, GPTDatasetConfig, SyntheticDataset
 from nanotrain.data.indexed import IndexedTokens
-from nanotrain.data.same_tokenizer import require_same_tokenizer
-from nanotrain.data.split import split_documents
 from nanotrain.data.staged import StageBlend, StagedDataset
-from nanotrain.data.synthetic import SyntheticDataset
 from nanotrain.errors import ConfigError, DataError, ErrorCollector
 from nanotrain.quantities import count_of
 
@@ -188,3 +185,16 @@ def _blend(datasets: Sequence[GPTDataset], prefixes: Sequence[WeightedPrefix]) -
         entry.weight if entry.weight is not None else Fraction(dataset.samples_per_epoch) for dataset, entry in filled
     ]
     return BlendedDataset([dataset for dataset, _ in filled], weights)
+
+
+def source_names(dataset: SampleDataset) -> tuple[str, ...]:
+    """One name per corpus, in the order of `source_of`: the shortest path endings that differ; () if not a blend."""
+    if not isinstance(dataset, BlendedDataset | StagedDataset):
+        return ()
+    paths = [part.corpus.prefix if isinstance(part, GPTDataset) else None for part in dataset.datasets]
+    parts = [("source", str(index)) if path is None else path.parts for index, path in enumerate(paths)]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-length:]) for each in parts]
+        if len(set(names)) == len(names):
+            return tuple(names)
+    return tuple(f"{name} ({index})" for index, name in enumerate(names))  # one corpus twice

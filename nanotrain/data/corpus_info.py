@@ -1,15 +1,21 @@
 """How a corpus was prepared: `PREFIX.nanotrain.json`, written beside its `.bin/.idx` pair.
 
-The tokenizer named there is "bytes" or a folder beside the pair.
+The tokenizer named there is "bytes" or a folder beside the pair. A token id means a different text in every vocabulary:
+a blend of two would train on noise, and validation on another vocabulary would measure nothing, so corpora of different
+tokenizers are refused. Corpora without a recorded tokenizer, such as Megatron-LM's, are not checked.
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nanotrain.errors import DataError
+import tokenizers
+
+from nanotrain.data.token_format import prefix_of
+from nanotrain.errors import ConfigError, DataError
 from nanotrain.runs.files import write_text
-from nanotrain.untrusted import object_of, parse_json, read_file, text_of, whole_number
+from nanotrain.untrusted import MAX_TOKENIZER_BYTES, object_of, parse_json, read_file, text_of, whole_number
 
 
 @dataclass(frozen=True)
@@ -74,3 +80,84 @@ def recorded_tokenizer(prefix: Path | str) -> str | None:
 
 def _info_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".nanotrain.json")
+
+
+_PARTS = ("model", "added_tokens", "normalizer", "pre_tokenizer")  # parts of tokenizer.json that determine the ids
+
+
+def require_same_tokenizer(prefixes: Iterable[Path]) -> None:
+    """Check the recorded tokenizers of all corpora of a run.
+
+    Raises:
+        ConfigError: two of them differ.
+    """
+    recorded = {prefix: recorded_tokenizer(prefix) for prefix in prefixes}
+    known = [(prefix, tokenizer) for prefix, tokenizer in recorded.items() if tokenizer is not None]
+    if len(known) < 2:
+        return
+    (first, tokenizer), *others = known
+    content = _content(tokenizer)
+    for prefix, other in others:
+        if other != tokenizer and not _may_be_same(content, _content(other)):
+            raise ConfigError(
+                f"{first} and {prefix} were prepared with different tokenizers",
+                why=f"those are {tokenizer} and {other}, in which the same id is different text",
+                fix=f"prepare one of them again, for example {prefix} with --tokenizer {tokenizer}",
+            )
+
+
+def require_tokenizer_of(model: str | None, source: str) -> None:
+    """Check that the token files that a model is evaluated on have its tokenizer.
+
+    Args:
+        model: its tokenizer, as `load_tokenizer` takes it; None if unknown.
+        source: prefix of the token files; a text has no tokenizer.
+
+    Raises:
+        ConfigError: they have another one.
+    """
+    corpus = recorded_tokenizer(prefix_of(source))
+    if model is not None and corpus is not None and not may_be_same_tokenizer(model, corpus):
+        raise ConfigError(
+            f"{source} was prepared with another tokenizer than the model's",
+            why=f"those are {corpus} and {model}, in which the same id is different text",
+            fix=f"evaluate on the text itself, or prepare it with --tokenizer {model}",
+        )
+
+
+def may_be_same_tokenizer(one: str, other: str) -> bool:
+    """Whether two tokenizers, as `load_tokenizer` takes them, give the same ids; true where that is not known."""
+    return one == other or _may_be_same(_content(one), _content(other))
+
+
+def _content(tokenizer: str) -> bytes | None:
+    """The definition of a tokenizer; None if it is unknown or cannot be read."""
+    if tokenizer == "bytes":
+        return b""
+    try:
+        return read_file(Path(tokenizer) / "tokenizer.json", most=MAX_TOKENIZER_BYTES)
+    except (OSError, ValueError):
+        return None
+
+
+def _normalized(content: bytes) -> bytes:
+    """A tokenizer.json as the installed library writes it: older ones wrote merges in another form."""
+    try:
+        return tokenizers.Tokenizer.from_buffer(content).to_str().encode()
+    except BaseException as error:  # the library raises bare Exception, and its panics are no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        return content
+
+
+def _may_be_same(first: bytes | None, second: bytes | None) -> bool:
+    """Whether two tokenizers may give the same ids; False only if their definitions differ."""
+    if first is None or second is None or first == second:  # equal files are not parsed: that of Gemma 3 takes a second
+        return True
+    if not (first and second):
+        return False
+    try:
+        contents = [object_of(parse_json(_normalized(content)), "it") for content in (first, second)]
+    except ValueError:
+        return True  # reported where it is loaded
+    return all(contents[0].get(part) == contents[1].get(part) for part in _PARTS)

@@ -1,4 +1,4 @@
-"""Fixed-length samples from a token stream.
+"""Fixed-length samples from a token stream: `GPTDataset`, `AllWindows` for evaluation, `SyntheticDataset`.
 
     sample index --(divmod by samples_per_epoch)--> epoch, position
     position --(keyed permutation of the epoch, or unchanged)--> window i
@@ -13,14 +13,19 @@ A window crosses document boundaries. The `.idx` stores them, so no tokenizer is
     loss_mask     1  1  1  0  1  1  0  1  1     eod_mask_loss: the next document cannot be predicted from E
 """
 
-from dataclasses import dataclass
+import hashlib
+import struct
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from nanotrain.data.batch import Sample
 from nanotrain.data.indexed import IndexedTokens
-from nanotrain.data.permutation import Permutation
 from nanotrain.errors import DataError
+
+_ROUNDS = 6  # of the Feistel network
+_MASK64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -103,3 +108,113 @@ class GPTDataset:
             why=f"the model's vocabulary has ids 0 to {self.config.vocab_size - 1}",
             fix="set --vocab-size to the tokenizer's, or prepare the corpus with the model's tokenizer",
         )
+
+
+class AllWindows(GPTDataset):
+    """The windows of tokens [start, stop) of a corpus in file order: every token but the first is predicted once.
+
+        tokens     t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9           S = 4
+        labels     t1 t2 t3 t4 | t5 t6 t7 t8 | t9 .. .. ..     the last window is padded, its padding masked
+
+    An index after the last window is a fully masked sample: a global batch may pass the end.
+    """
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Windows, the last one padded."""
+        return -(-max(0, self.stop - self.start - 1) // self.config.seq_length)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Window `index` >= 0.
+
+        Raises:
+            DataError: the window holds a token id outside the vocabulary.
+        """
+        config, seq_length = self.config, self.config.seq_length
+        first = min(self.start + index * seq_length, self.stop)
+        last = min(first + seq_length + 1, self.stop)
+        ids, count = np.zeros(0, dtype=np.int64), last - first
+        if count:
+            ids = self.corpus.read(first, last).astype(np.int64)
+            self._check_vocabulary(ids, first)
+        ids = np.pad(ids, (0, seq_length + 1 - count))
+        sample = Sample(ids[:-1], ids[1:], loss_mask=np.ones(seq_length, dtype=np.float32))
+        if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
+            starts = self.corpus.document_starts(first + 1, last) - first
+            sample = self._with_documents(ids, starts)
+        mask = sample.loss_mask.copy()
+        mask[max(0, count - 1) :] = 0.0
+        return replace(sample, loss_mask=mask)
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """A random permutation of [0, size) selected by a key; computed, not stored.
+
+    A Feistel network is a bijection of [0, 4**h) for any round function. Following its cycle until the value is below
+    `size` restricts it to [0, size). With 4**h < 4 * size this takes fewer than four steps on average, so one index
+    costs a few microseconds and no memory, for 10 samples or 10**15.
+
+    Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), section 4. The round function is a keyed
+    splitmix64 finalizer: it mixes well but is not a cipher.
+
+    >>> order = Permutation(5, seed=1, epoch=0)
+    >>> sorted(order[i] for i in range(5))
+    [0, 1, 2, 3, 4]
+    """
+
+    size: int  # number of elements, at least 1
+    seed: int  # first half of the key
+    epoch: int  # second half of the key; every epoch has its own order
+
+    @cached_property
+    def _half_bits(self) -> int:
+        return max(1, ((self.size - 1).bit_length() + 1) // 2)
+
+    @cached_property
+    def _round_keys(self) -> tuple[int, ...]:
+        key = hashlib.blake2b(f"{self.seed} {self.epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+        return struct.unpack(f"<{_ROUNDS}Q", key)
+
+    def __getitem__(self, index: int) -> int:
+        """The element at `index` of the permuted order."""
+        assert 0 <= index < self.size, f"index {index} is outside [0, {self.size}): the loop might not end"
+        value = self._feistel(index)
+        while value >= self.size:
+            value = self._feistel(value)
+        return value
+
+    def _feistel(self, value: int) -> int:
+        bits = self._half_bits
+        mask = (1 << bits) - 1
+        left, right = value >> bits, value & mask
+        for key in self._round_keys:
+            left, right = right, left ^ (_mix(right + key) & mask)
+        return left << bits | right
+
+
+def _mix(value: int) -> int:
+    value &= _MASK64
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK64
+    return value ^ value >> 31
+
+
+@dataclass(frozen=True)
+class SyntheticDataset:
+    """Uniformly random tokens (`--mock-data`), a pure function of (seed, sample index)."""
+
+    vocab_size: int  # tokens are in [0, vocab_size)
+    seq_length: int  # S, tokens per sample
+    seed: int  # key of the random generator
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """More than any run reads, so that the data never repeats."""
+        return 1 << 62
+
+    def __getitem__(self, index: int) -> Sample:
+        """Sample `index`, at the same cost for any index: Philox is counter-based."""
+        random = np.random.Generator(np.random.Philox(key=[self.seed, index]))
+        ids = random.integers(0, self.vocab_size, self.seq_length + 1, dtype=np.int64)
+        return Sample(tokens=ids[:-1], labels=ids[1:], loss_mask=np.ones(self.seq_length, dtype=np.float32))

@@ -17,11 +17,11 @@ windows of 2048 tokens), and it needs no file position. The `.idx` is memory-map
 import os
 from bisect import bisect_left, bisect_right
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from nanotrain.data.missing import missing_pair
 from nanotrain.data.token_format import HEADER, bin_path, idx_path, read_header
 from nanotrain.errors import DataError
 from nanotrain.quantities import count_of
@@ -30,6 +30,7 @@ from nanotrain.quantities import count_of
 # are checked, and those of each window when it is read.
 _CHECK_ALL = 1_000_000
 _CHECK_SOME = 4096
+_SHOWN = 4  # pairs that are named where one is missing
 
 
 class IndexedTokens:
@@ -225,3 +226,44 @@ class IndexedTokens:
                 why="the pointers checked on opening are contiguous, these are not, so offsets would be wrong",
                 fix="write the corpus again with sequences in file order",
             )
+
+
+def missing_pair(prefix: Path) -> DataError:
+    """The error for a prefix of which the .bin, the .idx or both are missing: what the path is, and the command to run.
+
+    --data-path story.txt       a text: prepare it
+    --data-path folder          a folder: its pairs, or prepare the texts in it
+    --data-path folder/pre      neither: the pairs in the folder, if there are any
+    """
+    missing, other = sorted((idx_path(prefix), bin_path(prefix)), key=Path.is_file)
+    what = f"{missing} does not exist"
+    why = "--data-path names prefixes of .bin/.idx pairs"
+    if other.is_file():
+        return DataError(what, why=f"{why}; {other.name} is there", fix="check the path, or copy the missing file")
+    if prefix.is_file():
+        return DataError(what, why=f"{why}; {prefix} is a file", fix=_prepare(prefix, prefix.with_suffix("")))
+    why = f"{why}; {other.name} is missing too"
+    folder, fix = prefix.parent, "check the path, or write the pair with `nanotrain prepare --output PREFIX`"
+    if prefix.is_dir():
+        folder, fix = prefix, _prepare(prefix, prefix.with_name(prefix.name + "-tokens"))
+    if names := _pairs(folder):
+        fix = f"write --data-path {names[0]}" if len(names) == 1 else "name one of them, or several to blend them"
+        why = f"{why}; the folder {folder} has {', '.join(map(str, names))}"
+    return DataError(what, why=why, fix=fix)
+
+
+def _prepare(text: Path, output: Path) -> str:
+    """The commands that prepare a text or a folder of texts and train on it."""
+    return (
+        f"make token files: nanotrain prepare --input {text} --output {output} --tokenizer bpe:8192, "
+        f"then train with --data-path {output}"
+    )
+
+
+def _pairs(folder: Path) -> list[Path]:
+    """Prefixes of the first pairs in a folder."""
+    try:
+        found = sorted(path.with_suffix("") for path in islice(folder.glob("*.idx"), 100))
+    except OSError:  # a folder that may not be listed
+        return []
+    return [prefix for prefix in found if bin_path(prefix).is_file()][:_SHOWN]

@@ -25,10 +25,9 @@ import torch
 import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from nanotrain.data.batch import Batch, Sample, SampleDataset, collate
+from nanotrain.data.batch import Batch, Sample, SampleDataset, collate, split_sequences
 from nanotrain.data.blend import BlendedDataset
 from nanotrain.data.sampler import MicrobatchSampler, SamplerConfig
-from nanotrain.data.sequences import split_sequences
 from nanotrain.data.staged import StagedDataset
 from nanotrain.data.worker import exit_with_parent
 from nanotrain.errors import EnvironmentFault, LocalFault, NanotrainError

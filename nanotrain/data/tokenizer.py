@@ -3,26 +3,29 @@
     "bytes"                                one token per byte, and one end-of-document token
     tokenizer.json, a folder with one      loaded by `tokenizers` alone, in milliseconds
     vocab.json,merges.txt                  GPT-2's two files, by `tokenizers`
-    any other folder, a Hugging Face name  loaded by transformers (data/hf.py)
+    any other folder, a Hugging Face name  loaded by transformers, which takes seconds to import
 
 Encoding adds no special tokens; `prepare` ends each document with `eod`.
 """
 
 import json
+import socket
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import tokenizers
 
-from nanotrain.data import hf
 from nanotrain.errors import DataError
 from nanotrain.runs.files import write_text
 from nanotrain.untrusted import MAX_TOKENIZER_BYTES, parse_json, read_file, require_file
 
 # Usual names of the end-of-document token, for a bare tokenizer.json, which does not name it.
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "[EOS]", "[SEP]")
+_CONNECT_TIMEOUT_S = 3.0  # to the hub
 
 
 class Tokenizer(Protocol):
@@ -121,7 +124,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     vocab_file, comma, merge_file = name.partition(",")
     if comma:
         return _load_gpt2(vocab_file, merge_file)
-    loaded = hf.load_tokenizer(str(path) if path.is_dir() else name)
+    loaded = _load_pretrained(str(path) if path.is_dir() else name)
     backend = getattr(loaded, "backend_tokenizer", None)
     return FastTokenizer(backend, eod_text=loaded.eos_token) if backend is not None else _SlowTokenizer(loaded)
 
@@ -198,3 +201,42 @@ def _eos_of(settings: Path) -> str | None:
         why = f"eos_token is {eos!r}, not a text"
         raise DataError(f"{settings} names no end-of-document token", why=why, fix="correct or remove it")
     return eos
+
+
+def _load_pretrained(name: str) -> Any:
+    """Load a transformers tokenizer by Hugging Face name or folder; never runs code from the repository."""
+    if not Path(name).is_dir():
+        go_offline_if_unreachable()
+    from transformers import AutoTokenizer
+
+    try:
+        # False, not None: None asks on the terminal, and "y" would run the repository's code.
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # OSError, ValueError, ImportError, KeyError: depends on the repository
+        what = "is a folder without tokenizer.json" if Path(name).is_dir() else "is no local tokenizer.json or folder"
+        raise DataError(
+            f"the tokenizer {name} cannot be loaded",
+            why=f"it {what}, and Hugging Face reports: {first_line(error)}",
+            fix="without a network give a folder with a tokenizer.json, 'bytes', or in prepare bpe:8192",
+        ) from None
+
+
+def go_offline_if_unreachable() -> None:
+    """Switch the hub client to its cache if the hub does not accept a connection.
+
+    The client itself would try five times, half a minute (measured), before it reports that there is no network.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or urllib.request.getproxies():
+        return
+    hub = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((hub.hostname or "", hub.port or 443), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type."""
+    return (str(error).strip().splitlines() or [""])[0] or type(error).__name__

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanotrain.data.hf import first_line, go_offline_if_unreachable
+from nanotrain.data.tokenizer import first_line, go_offline_if_unreachable
 from nanotrain.errors import DataError, NanotrainError
 
 

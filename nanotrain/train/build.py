@@ -18,8 +18,8 @@ from nanotrain.config.batch_schedule import samples_of_steps
 from nanotrain.config.config import Config
 from nanotrain.config.data_stages import read_stages, stage_starts
 from nanotrain.data.batch import Batch
+from nanotrain.data.build import source_names
 from nanotrain.data.loader import GlobalBatchLoader
-from nanotrain.data.sources import source_names
 from nanotrain.data.staged import StagedDataset
 from nanotrain.log import get_logger
 from nanotrain.memory.block_transforms import WITHOUT_OFFLOAD, transform_blocks

@@ -23,12 +23,11 @@ from nanotrain.comm.collectives import all_reduce_scalars
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.data.batch import Batch
-from nanotrain.data.gpt import GPTDatasetConfig
+from nanotrain.data.gpt import AllWindows, GPTDatasetConfig
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.data.token_bytes import bytes_per_token
 from nanotrain.data.tokenizer import Tokenizer
-from nanotrain.data.windows import AllWindows
 from nanotrain.errors import DataError
 from nanotrain.inference.checkpoint import OpenedCheckpoint
 from nanotrain.model.context import BatchContext

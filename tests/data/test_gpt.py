@@ -1,13 +1,16 @@
 """Windows equal slices of the concatenated stream; masks follow document boundaries."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanotrain.data.gpt import GPTDataset, GPTDatasetConfig
+from nanotrain.data.gpt import AllWindows, GPTDataset, GPTDatasetConfig, Permutation, SyntheticDataset
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.errors import DataError
+from nanotrain.prepare.token_writer import TokenWriter
 from tests.data.conftest import WriteCorpus, random_documents
 
 
@@ -75,3 +78,83 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_position_and_file(
     assert samples[3].tokens[-1] == 31
     with pytest.raises(DataError, match=rf"token id {bad} at position 37 of .*corpus\.bin.*ids 0 to 63"):
         samples[4]
+
+
+@pytest.mark.parametrize("length", [2, 5, 9, 10])
+def test_every_token_but_the_first_is_a_label_once(tmp_path: Path, length: int) -> None:
+    with TokenWriter(tmp_path / "tokens", np.dtype(np.int32)) as writer:
+        writer.add_document(range(length))
+    windows = AllWindows(IndexedTokens(tmp_path / "tokens"), 0, length, GPTDatasetConfig(seq_length=4, vocab_size=50))
+    assert windows.samples_per_epoch == {2: 1, 5: 1, 9: 2, 10: 3}[length]
+    samples = [windows[index] for index in range(windows.samples_per_epoch + 2)]
+    labels = [sample.labels[sample.loss_mask > 0].tolist() for sample in samples]
+    assert sum(labels, []) == list(range(1, length))
+    assert all(sample.tokens.shape == (4,) for sample in samples) and labels[-2:] == [[], []]
+
+
+def test_masks_of_documents_stay(tmp_path: Path) -> None:
+    with TokenWriter(tmp_path / "tokens", np.dtype(np.int32)) as writer:
+        for document in ([1, 2, 0], [3, 4, 5, 0]):
+            writer.add_document(document)
+    config = GPTDatasetConfig(seq_length=4, vocab_size=50, eod_mask_loss=True, reset_attention_mask=True)
+    first, second = (AllWindows(IndexedTokens(tmp_path / "tokens"), 0, 7, config)[index] for index in (0, 1))
+    assert first.loss_mask.tolist() == [1, 1, 0, 1] and second.loss_mask.tolist() == [1, 1, 0, 0]
+    assert first.segment_ids is not None and first.segment_ids.tolist() == [0, 0, 0, 1]
+
+
+KEYS = st.integers(0, 2**64 - 1)
+
+
+@settings(deadline=None)
+@given(size=st.integers(1, 400), seed=KEYS, epoch=st.integers(0, 1000))
+def test_every_size_and_key_gives_a_bijection(size: int, seed: int, epoch: int) -> None:
+    order = Permutation(size, seed=seed, epoch=epoch)
+    assert sorted(order[index] for index in range(size)) == list(range(size))
+
+
+@settings(deadline=None)
+@given(size=st.integers(2**30, 2**60), data=st.data(), seed=KEYS)
+def test_huge_sizes_stay_in_range_and_never_collide(size: int, data: st.DataObject, seed: int) -> None:
+    order = Permutation(size, seed=seed, epoch=0)
+    indices = data.draw(st.sets(st.integers(0, size - 1), max_size=20))
+    images = {order[index] for index in indices}
+    assert len(images) == len(indices)
+    assert all(0 <= image < size for image in images)
+
+
+def test_epochs_and_seeds_have_different_orders() -> None:
+    orders = {
+        tuple(Permutation(50, seed=seed, epoch=epoch)[index] for index in range(50))
+        for seed in range(4)
+        for epoch in range(4)
+    }
+    assert len(orders) == 16
+
+
+def test_the_order_does_not_change_between_versions() -> None:
+    # A run that resumes under a newer nanotrain must go on with the same data.
+    order = Permutation(1000, seed=1234, epoch=3)
+    assert [order[index] for index in range(6)] == [529, 905, 47, 504, 990, 313]
+
+
+def test_images_are_spread_evenly() -> None:
+    # Mean image of each tenth of the indices, against the standard error of a random order.
+    size, order = 10_000, Permutation(10_000, seed=5, epoch=0)
+    images = np.array([order[index] for index in range(size)]).reshape(10, -1)
+    standard_error = size / np.sqrt(12) / np.sqrt(size / 10)
+    assert np.all(np.abs(images.mean(axis=1) - size / 2) < 4 * standard_error)
+    correlation = np.corrcoef(images.ravel()[:-1], images.ravel()[1:])[0, 1]
+    assert abs(correlation) < 0.04
+
+
+def test_a_sample_depends_on_seed_and_number_only() -> None:
+    samples = SyntheticDataset(vocab_size=50, seq_length=16, seed=1)
+    assert np.array_equal(samples[10**15].tokens, SyntheticDataset(50, 16, 1)[10**15].tokens)
+    assert not np.array_equal(samples[3].tokens, samples[4].tokens)
+    assert not np.array_equal(samples[3].tokens, SyntheticDataset(50, 16, 2)[3].tokens)
+
+
+def test_tokens_fill_the_vocabulary_and_labels_follow() -> None:
+    samples = SyntheticDataset(vocab_size=50, seq_length=4000, seed=1)
+    assert set(samples[0].tokens.tolist()) == set(range(50))
+    assert np.array_equal(samples[0].tokens[1:], samples[0].labels[:-1])

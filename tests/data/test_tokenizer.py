@@ -2,14 +2,23 @@
 
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
 import tokenizers
+from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanotrain.data.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer, load_tokenizer
+from nanotrain.data.tokenizer import (
+    ByteTokenizer,
+    FastTokenizer,
+    Tokenizer,
+    first_line,
+    go_offline_if_unreachable,
+    load_tokenizer,
+)
 from nanotrain.errors import DataError
 from nanotrain.prepare.bpe import EOD_TEXT, train_bpe
 from nanotrain.untrusted import MAX_TOKENIZER_BYTES
@@ -144,3 +153,32 @@ def test_gpt2_s_two_files_make_the_same_tokenizer(tmp_path: Path) -> None:
     assert (loaded.vocab_size, loaded.eod) == (TRAINED.vocab_size, TRAINED.eod)
     with pytest.raises(DataError, match="are no tokenizer"):
         load_tokenizer(f"{tmp_path}/vocab.json,{tmp_path}/none.txt")
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+
+
+@pytest.mark.usefixtures("online")
+def test_a_refused_connection_switches_the_client_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: tuple[str, int], timeout: float) -> None:
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    go_offline_if_unreachable()
+    assert constants.HF_HUB_OFFLINE
+
+
+@pytest.mark.usefixtures("online")
+def test_behind_a_proxy_the_client_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("urllib.request.getproxies", lambda: {"https": "http://proxy"})
+    monkeypatch.setattr(socket, "create_connection", lambda *a, **k: pytest.fail("no direct connection"))
+    go_offline_if_unreachable()
+    assert not constants.HF_HUB_OFFLINE
+
+
+def test_an_error_without_a_message_has_its_type() -> None:
+    assert first_line(ValueError("  one\ntwo")) == "one"
+    assert first_line(ValueError()) == "ValueError"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nanotrain.data.hf import first_line, go_offline_if_unreachable
+from nanotrain.data.tokenizer import first_line, go_offline_if_unreachable
 from nanotrain.errors import ConfigError, EnvironmentFault
 
 

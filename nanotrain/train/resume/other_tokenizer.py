@@ -7,9 +7,8 @@ from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.config.config import DataConfig
 from nanotrain.config.schema import config_from_dict
 from nanotrain.data.build import first_blend, uses_quickstart
-from nanotrain.data.corpus_info import recorded_tokenizer
+from nanotrain.data.corpus_info import may_be_same_tokenizer, recorded_tokenizer
 from nanotrain.data.data_path import parse_data_path
-from nanotrain.data.same_tokenizer import may_be_same_tokenizer
 from nanotrain.errors import NanotrainError
 from nanotrain.inference.checkpoint import OpenedCheckpoint, tokenizer_name
 from nanotrain.log import get_logger

@@ -12,8 +12,7 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import DataConfig
 from nanotrain.data.batch import Batch, collate
 from nanotrain.data.blend import BlendedDataset
-from nanotrain.data.build import build_data
-from nanotrain.data.sources import source_names
+from nanotrain.data.build import build_data, source_names
 from nanotrain.model.context import BatchContext
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.train.metrics.source_losses import SourceLosses
