@@ -166,7 +166,7 @@ def watch(argv: Sequence[str]) -> int:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder; several are compared")
     parser.add_argument("--port", type=port, default=6007, metavar="P", help="port; 0 chooses one (default: 6007)")
     args = parser.parse_args(argv)
-    from nanotrain.report.serve import LOCALHOST, open_server
+    from nanotrain.report.page import LOCALHOST, open_server
 
     with open_server(args.runs, args.port) as server:
         print(f"http://{LOCALHOST}:{server.server_address[1]}  (Ctrl-C ends)", flush=True)

@@ -26,10 +26,9 @@ from nanotrain.data.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
 from nanotrain.errors import DataError
 from nanotrain.prepare.bpe import train_bpe
 from nanotrain.prepare.chunks import InputChunk, plan_chunks, streamed_dataset
-from nanotrain.prepare.hub import load_rows
+from nanotrain.prepare.inputs import load_rows
 from nanotrain.prepare.options import PrepareOptions, add_arguments
-from nanotrain.prepare.parts import CURE, PartJob, is_complete, open_parts, part_prefix, write_parts
-from nanotrain.prepare.progress import PrepareProgress
+from nanotrain.prepare.parts import CURE, PartJob, PrepareProgress, is_complete, open_parts, part_prefix, write_parts
 from nanotrain.prepare.readers import DocumentReader, pick_text
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.quantities import count_of

@@ -19,8 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from nanotrain.errors import DataError
-from nanotrain.prepare.compressed import check_zstandard, is_compressed, uncompressed_suffix
-from nanotrain.prepare.hub import HubDataset, is_saved_dataset, load_rows
+from nanotrain.prepare.inputs import (
+    HubDataset,
+    check_zstandard,
+    is_compressed,
+    is_saved_dataset,
+    load_rows,
+    uncompressed_suffix,
+)
 
 # The input is split into about this many chunks, within these bounds in bytes: enough to keep every core busy.
 _NUM_CHUNKS, _MIN_BYTES, _MAX_BYTES = 512, 1 << 20, 256 << 20

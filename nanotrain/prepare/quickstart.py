@@ -5,25 +5,28 @@ them. It is real text without a network, ready in seconds.
 
 The folder's name contains everything the corpus depends on. It is taken from the user's cache where an earlier run has
 left it there, which saves 10 s of CPU time or more. It is built under a temporary name and renamed when
-complete, so an outdated corpus is never used, and of two processes that build at once one wins.
+complete, so an outdated corpus is never used, and of two processes that build at once one wins. Folders appear in the
+cache complete, and are copied out, so that no run depends on it. A cache that cannot be read or written is as if empty.
 """
 
 import hashlib
 import os
 import platform
 import secrets
+import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from platformdirs import user_cache_path
+
 from nanotrain.data.corpus_info import CorpusInfo, read_info, tokenizer_path, write_info
 from nanotrain.data.token_format import idx_path, smallest_dtype
 from nanotrain.errors import DataError
 from nanotrain.prepare.bpe import train_bpe
-from nanotrain.prepare.cache import fetch, keep
 from nanotrain.prepare.token_writer import TokenWriter
-from nanotrain.runs.files import disk_errors, make_folder, remove_folder
+from nanotrain.runs.files import MARKER, disk_errors, make_folder, remove_folder
 
 _VERSION = 1  # increase it when the same Python and vocabulary would give other files
 _CURE = "choose another --run-dir"
@@ -136,3 +139,33 @@ def _rename(building: Path, folder: Path) -> None:
     except OSError:
         if not idx_path(folder / "corpus").is_file():  # else another process was first, and its corpus is equal
             raise
+
+
+def user_cache(kind: str) -> Path:
+    """The folder of the user's cache for one kind of content; it need not exist."""
+    return user_cache_path("nanotrain", appauthor=False) / kind
+
+
+def fetch(cached: Path, target: Path) -> bool:
+    """Copy a cached folder into an existing one; whether it was there. A partial copy is removed."""
+    if not cached.is_dir():
+        return False
+    before = set(target.iterdir())
+    try:
+        shutil.copytree(cached, target, dirs_exist_ok=True)
+    except (OSError, shutil.Error):
+        for path in set(target.iterdir()) - before:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return False
+    return True
+
+
+def keep(folder: Path, cached: Path) -> None:
+    """Copy a complete folder into the cache; does nothing where that fails or where it is already."""
+    partial = cached.with_name(f".{cached.name}.{secrets.token_hex(4)}.partial")
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(folder, partial, ignore=shutil.ignore_patterns(MARKER))
+        partial.rename(cached)
+    except (OSError, shutil.Error):
+        shutil.rmtree(partial, ignore_errors=True)

@@ -6,8 +6,7 @@ from typing import Any
 
 from nanotrain.errors import DataError, NanotrainError
 from nanotrain.prepare.chunks import InputChunk
-from nanotrain.prepare.compressed import open_input
-from nanotrain.prepare.hub import HubDataset, load_rows
+from nanotrain.prepare.inputs import HubDataset, load_rows, open_input
 from nanotrain.untrusted import parse_json
 
 _ROWS_PER_READ = 256

@@ -1,21 +1,30 @@
-"""`write_report`: one HTML file about one or several runs. It holds its data and plotly, and loads nothing."""
+"""`write_report`: one HTML file about one or several runs, with its data and plotly. `open_server`: the same served."""
 
 import base64
 import gzip
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from html import escape
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from string import Template
 
-from nanotrain.errors import EnvironmentFault
+from nanotrain.config.config import ParallelConfig, TrainConfig
+from nanotrain.config.derive import data_parallel_size, num_microbatches
+from nanotrain.config.schema import with_values
+from nanotrain.errors import EnvironmentFault, NanotrainError
+from nanotrain.parallel.pp.actions import PipelineShape
+from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule
+from nanotrain.parallel.pp.simulate import simulate
 from nanotrain.report import figures, tables, timeline
 from nanotrain.report.history import RunHistory
-from nanotrain.report.layout import layout_html
 from nanotrain.runs.files import OTHER_FOLDER, write_text
+from nanotrain.topology.picture import run_topology
 
 MAX_SAMPLES = 20  # newest generated texts of each run
 
@@ -118,3 +127,78 @@ def _plotly() -> bytes:
     spec = find_spec("plotly")
     assert spec is not None and spec.submodule_search_locations, "plotly is a dependency"
     return (Path(spec.submodule_search_locations[0]) / "package_data" / "plotly.min.js").read_bytes()
+
+
+MICROBATCHES_PER_RANK = 4  # a picture of more would not be legible; the rest repeats the middle
+
+
+def layout_html(run: RunHistory) -> str:
+    """Groups and schedule; empty where the run folder does not have a layout of this version."""
+    world_size = run.environment.get("world_size")
+    if not isinstance(world_size, int):
+        return ""
+    try:
+        parallel = with_values(ParallelConfig(), _section(run, "parallel"))
+        train = with_values(TrainConfig(), _section(run, "train"))
+        groups = f"<pre>{escape(run_topology(parallel, world_size, as_json=False))}</pre>"
+        if parallel.pipeline_model_parallel_size == 1 or parallel.pipeline_schedule not in SCHEDULES:
+            return groups
+        count = num_microbatches(train, data_parallel_size(parallel, world_size))
+        return groups + _schedule(parallel, count, name=run.name)
+    except NanotrainError:  # written by another version
+        return ""
+
+
+def _schedule(parallel: ParallelConfig, count: int, *, name: str) -> str:
+    from nanotrain.parallel.pp.draw_png import save_png  # matplotlib takes half a second to import
+
+    num_ranks = parallel.pipeline_model_parallel_size
+    shape = PipelineShape(num_ranks, parallel.num_virtual_stages_per_pipeline_rank, count)
+    shape = replace(shape, num_microbatches=min(count, MICROBATCHES_PER_RANK * num_ranks))
+    title = f"{parallel.pipeline_schedule}, {shape.num_microbatches} of {count} microbatches"
+    picture = BytesIO()
+    save_png(simulate(build_schedule(parallel.pipeline_schedule, shape)), picture, title=title)
+    encoded = base64.b64encode(picture.getvalue()).decode()
+    return f'<img alt="pipeline schedule of {escape(name)}" src="data:image/png;base64,{encoded}">'
+
+
+def _section(run: RunHistory, name: str) -> dict[str, object]:
+    prefix = f"{name}."
+    return {key.removeprefix(prefix): value for key, value in run.config.items() if key.startswith(prefix)}
+
+
+LOCALHOST = "127.0.0.1"  # never another address: a run's configuration and texts are not for everyone
+
+
+def open_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
+    """A server of the report of these run folders; port 0 chooses a free one.
+
+    Raises:
+        EnvironmentFault: a folder is not a run folder, or the port is taken.
+    """
+    for folder in folders:
+        RunHistory.read(folder)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path not in ("/", "/index.html"):
+                self.send_error(404)
+                return
+            try:
+                body, status = render([RunHistory.read(folder) for folder in folders]).encode(), 200
+            except NanotrainError as error:  # the folder is gone
+                body, status = str(error).encode(), 500
+            self.send_response(status)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Visits are not logged."""
+
+    try:
+        return ThreadingHTTPServer((LOCALHOST, port), Handler)
+    except OSError as error:
+        fix = "choose another --port, or 0 for a free one"
+        raise EnvironmentFault(f"port {port} cannot be opened", why=error.strerror or str(error), fix=fix) from error

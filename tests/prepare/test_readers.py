@@ -9,7 +9,7 @@ import pytest
 from nanotrain.errors import DataError
 from nanotrain.prepare import readers
 from nanotrain.prepare.chunks import InputChunk, plan_chunks
-from nanotrain.prepare.hub import HubDataset
+from nanotrain.prepare.inputs import HubDataset
 from nanotrain.prepare.readers import DocumentReader
 
 

@@ -23,8 +23,7 @@ from nanotrain.data.data_path import parse_data_path
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.errors import ConfigError, EnvironmentFault
-from nanotrain.prepare.cache import user_cache
-from nanotrain.prepare.quickstart import prepare_quickstart
+from nanotrain.prepare.quickstart import prepare_quickstart, user_cache
 from nanotrain.runs.files import OTHER_FOLDER, open_append
 from nanotrain.runs.folder import RunFolder
 from nanotrain.train.start.checkpoint_model import with_checkpoint_model
