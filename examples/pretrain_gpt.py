@@ -9,7 +9,8 @@ docs/from_megatron.md lists what becomes of each flag; `nanotrain config FLAGS` 
 
 import sys
 
-from nanotrain.train.__main__ import run_program
+from nanotrain.system.process import run_program
+from nanotrain.train.main import main
 
 if __name__ == "__main__":
-    run_program(["--megatron-defaults", *sys.argv[1:]])
+    run_program(lambda: main(["--megatron-defaults", *sys.argv[1:]]))

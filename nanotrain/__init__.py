@@ -1,7 +1,7 @@
 """Pretraining of GPT models: configuration, topology, data, model, sharded optimizer, checkpoints.
 
     config = nanotrain.configure("tiny", train_iters=100)
-    history = nanotrain.train(config)
+    history = nanotrain.pretrain(config)
     print(nanotrain.load_checkpoint(history.folder).generate("def "))
 
 The names below are imported on first use, so `import nanotrain` stays cheap.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nanotrain.errors import NanotrainError
     from nanotrain.inference.checkpoint import load_checkpoint
     from nanotrain.topology.topology import Topology
-    from nanotrain.train.__main__ import train_config as train
+    from nanotrain.train.main import pretrain
 
 MODULES = {
     "Config": "nanotrain.config.config",
@@ -27,6 +27,7 @@ MODULES = {
     "configure": "nanotrain.config.load",
     "load_checkpoint": "nanotrain.inference.checkpoint",
     "load_config": "nanotrain.config.load",
+    "pretrain": "nanotrain.train.main",
 }
 __all__ = [
     "Config",
@@ -36,14 +37,12 @@ __all__ = [
     "configure",
     "load_checkpoint",
     "load_config",
-    "train",
+    "pretrain",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its module; `train` is a package that can be called."""
-    if name == "train":
-        return import_module("nanotrain.train")
+    """Import a public name from its module."""
     if name not in MODULES:
         raise AttributeError(f"nanotrain has no public name {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(MODULES[name]), name)

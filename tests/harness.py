@@ -58,7 +58,7 @@ PRELOADED = [
         "pytest",
         "hypothesis",
         "numpy",
-        "nanotrain.train.start.launch",
+        "nanotrain.train.open_run",
         "nanotrain.config.compose",
         "tests.harness",
     ),

@@ -85,7 +85,7 @@ def test_every_file_and_module_named_exists(page: Path) -> None:
 
 def is_module(name: str) -> bool:
     """Whether a dotted name is a module or package of ours, or a file name (`PREFIX.nanotrain.json` is no hit)."""
-    place = ROOT / re.sub(r"(\.[a-z_]+)\.(configure|load_config|load_checkpoint|train_config)$", r"\1", name).replace(
+    place = ROOT / re.sub(r"(\.[a-z_]+)\.(configure|load_config|load_checkpoint|pretrain)$", r"\1", name).replace(
         ".", "/"
     )
     return place.is_dir() or place.with_name(place.name + ".py").is_file()

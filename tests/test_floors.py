@@ -24,14 +24,15 @@ FLOORS = {
     **dict.fromkeys(["precision", "prepare"], 5),
     **dict.fromkeys(["comm", "data", "spec"], 4),
     **dict.fromkeys(["topology", "runs"], 3),
-    **dict.fromkeys(["config", "output", "start_up"], 2),
-    **dict.fromkeys(["errors", "host", "log", "quantities", "untrusted"], 1),
+    **dict.fromkeys(["config", "system"], 2),
+    **dict.fromkeys(["errors", "log", "quantities", "untrusted"], 1),
 }
 # names that only some files may use
 RESERVED = {
     "torch.cuda": ("nanotrain/comm/device.py",),
     "os.environ": (
-        "nanotrain/train/__main__.py",
+        "nanotrain/train/main.py",
+        "nanotrain/system/",
         "nanotrain/cli/main.py",
         "nanotrain/config/compose.py",
         "nanotrain/comm/",
@@ -41,8 +42,7 @@ RESERVED = {
 }
 NO_TORCH = (
     *("nanotrain/__init__.py", "nanotrain/cli/", "nanotrain/config/", "nanotrain/topology/", "nanotrain/spec/"),
-    *("nanotrain/errors.py", "nanotrain/host.py", "nanotrain/log.py", "nanotrain/output.py"),
-    *("nanotrain/start_up.py", "nanotrain/untrusted.py"),
+    *("nanotrain/errors.py", "nanotrain/log.py", "nanotrain/system/", "nanotrain/untrusted.py"),
 )
 ALIASES = {"os.getenv": "os.environ", "os.environb": "os.environ", "os.putenv": "os.environ"}
 

@@ -10,7 +10,7 @@ import nanotrain
 from nanotrain.config.config import Config
 from nanotrain.config.load import configure, load_config, load_object
 from nanotrain.errors import ConfigError
-from nanotrain.train.__main__ import main
+from nanotrain.train.main import main
 from tests.train.conftest import logging_as_before  # noqa: F401
 from tests.train.small_run import arguments, metrics_of
 
@@ -37,9 +37,9 @@ def test_a_configuration_in_python_gives_the_run_of_the_command_line_to_the_bit(
     more = ["--train-iters", "3", "--bf16", "--clip-grad", "0.5", "--lr", "1e-2", "--global-batch-size", "2"]
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert main(arguments(tmp_path / "line", *more)) == 0
-    nanotrain.train(load_config(arguments(tmp_path / "object", *more)))
+    nanotrain.pretrain(load_config(arguments(tmp_path / "object", *more)))
     written = configure(str(tmp_path / "line" / "config.yaml"), run_dir=str(tmp_path / "python"))
-    history = nanotrain.train(written)
+    history = nanotrain.pretrain(written)
     rows = [metrics_of(tmp_path / name) for name in ("line", "object", "python")]
     assert len({tuple((row["loss"], row["grad_norm"], row["lr"]) for row in run) for run in rows}) == 1
     assert history.column("loss").tolist() == [row["loss"] for row in rows[0]]

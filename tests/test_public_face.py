@@ -38,8 +38,8 @@ def test_the_pure_rooms_come_without_torch():
     assert not {"torch", "transformers", "wandb"} & set(loaded)
 
 
-def test_train_is_a_package_that_can_be_called():
-    code = "from nanotrain import Config, train; import sys; print(callable(train), 'torch' in sys.modules)"
+def test_the_entry_from_python_comes_without_torch():
+    code = "from nanotrain import Config, pretrain; import sys; print(callable(pretrain), 'torch' in sys.modules)"
     assert run_python(code).split() == ["True", "False"]
 
 

@@ -24,7 +24,7 @@ from nanotrain.config.schema import nest_flat_values
 from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.spec.boxes import Box
-from nanotrain.start_up import without_collection
+from nanotrain.system.process import without_collection
 from nanotrain.untrusted import list_of, object_of, parse_json, plain_file_name, shown, text_of, whole_number
 
 FORMAT = "nanotrain-checkpoint"

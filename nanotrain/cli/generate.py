@@ -16,7 +16,7 @@ from nanotrain.config.load import Loaded, load_line
 from nanotrain.config.validate import check_layout, validate_for_world
 from nanotrain.errors import ConfigError, TopologyError
 from nanotrain.quantities import count_of
-from nanotrain.start_up import importing_torch
+from nanotrain.system.process import importing_torch
 
 # Flags that other programs, and the settings of a training, have for the number of tokens to sample.
 OF_TOKENS = dict.fromkeys(

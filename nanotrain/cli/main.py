@@ -37,8 +37,7 @@ from nanotrain.config.load import load_line, reply, to_yaml
 from nanotrain.config.schema import check_choice
 from nanotrain.config.validate import check_data_parallel_size
 from nanotrain.errors import EXIT_CODE, INTERRUPTED, ConfigError, NanotrainError, report
-from nanotrain.output import guard_output, open_closed_streams
-from nanotrain.start_up import end_without_collection, require_folders
+from nanotrain.system.process import require_folders, run_program
 
 CONFIG_FLAGS = "any configuration flag may follow, for example --tensor-model-parallel-size 2"
 
@@ -48,7 +47,7 @@ def train(argv: Sequence[str]) -> int:
     options, arguments = split_arguments(argv)
     if options:
         return launch(options, arguments, environment=os.environ)
-    from nanotrain.train.__main__ import main as train_main
+    from nanotrain.train.main import main as train_main
 
     return train_main(arguments)
 
@@ -270,32 +269,22 @@ COMMANDS: dict[str, Command] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 2 for a user error, which is printed on standard error."""
-    if argv is None:
-        open_closed_streams()
-        guard_output()
-    arguments = sys.argv[1:] if argv is None else argv
+    if argv is None:  # this process is the command's
+        run_program(lambda: main(sys.argv[1:]))
     try:
-        if list(arguments) == ["--version"]:
+        if list(argv) == ["--version"]:
             from importlib.metadata import version
 
             print(f"nanotrain {version('nanotrain')}", flush=True)
             return 0
         require_folders()
-        exit_code = run_command("nanotrain", arguments, commands=COMMANDS)
-        print(end="", flush=True)  # a closed pipe is found here, not when the interpreter ends
-        return exit_code
-    except BrokenPipeError:  # the reader of the pipe has closed it, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return run_command("nanotrain", argv, commands=COMMANDS)
     except KeyboardInterrupt:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except NanotrainError as error:
         return report(error, quiet=os.environ.get("RANK", "0") != "0")
-    finally:
-        if argv is None:  # this process is the command's
-            end_without_collection()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import os
 
-from nanotrain.host import usable_cores
+from nanotrain.system.host import usable_cores
 
 
 def cores_per_rank() -> int:

@@ -30,10 +30,10 @@ from torch.distributed.run import config_from_args, determine_local_world_size, 
 
 from nanotrain.comm.device import memory_per_rank
 from nanotrain.errors import ConfigError, EnvironmentFault
-from nanotrain.host import usable_cores
 from nanotrain.quantities import count_of, describe_bytes
 from nanotrain.runs.open_files import require_open_files
-from nanotrain.start_up import stop_signals
+from nanotrain.system.host import usable_cores
+from nanotrain.system.process import stop_signals
 
 SAVE = signal.SIGUSR1  # sent on to the ranks, which save and continue
 TORCH_SIGNALS = "SIGQUIT"  # torch ends the ranks

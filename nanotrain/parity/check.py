@@ -44,8 +44,7 @@ from nanotrain.topology.topology import Topology
 from nanotrain.train.build import build_run
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.run import Run
-from nanotrain.train.start.checkpoint_model import with_checkpoint_model
-from nanotrain.train.start.inputs import RunInputs, with_pretrained_model
+from nanotrain.train.start.inputs import RunInputs, with_checkpoint_model, with_pretrained_model
 from nanotrain.train.step import train_step
 
 NOISE_FLOOR = 0.01

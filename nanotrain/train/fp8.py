@@ -1,59 +1,16 @@
-"""fp8 in a run: the devices that have its products, and the amax histories of delayed scaling.
-
-The histories are appended once per step and kept in checkpoints.
-"""
+"""fp8 in a run: the amax histories of delayed scaling, appended once per step and kept in checkpoints."""
 
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 
 from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import Fp8Format, PrecisionConfig
-from nanotrain.errors import EnvironmentFault
 from nanotrain.model.fp8 import fp8_layers, update_amax_histories
 from nanotrain.model.transformer import Stage
-from nanotrain.precision.fp8 import RECIPES
 from nanotrain.spec.boxes import TensorBox
 
 HISTORY = "fp8/"  # of the names of the histories in a checkpoint
-
-
-def require_fp8(precision: PrecisionConfig, capability: tuple[int, int] | None) -> None:
-    """Check that a device has the matrix products of the recipe.
-
-    Args:
-        precision: section of the configuration.
-        capability: CUDA compute capability; None on a CPU, which emulates every recipe.
-
-    Raises:
-        EnvironmentFault: the GPU or torch lacks them.
-    """
-    if precision.fp8_format is None or capability is None:
-        return
-    if not hasattr(F, "scaled_mm"):
-        raise EnvironmentFault(
-            f"torch {torch.__version__} has no torch.nn.functional.scaled_mm",
-            why="fp8 products on GPUs are torch's",
-            fix="install torch 2.10 or newer, or leave out --fp8-format",
-        )
-    recipe, found = RECIPES[precision.fp8_recipe], ".".join(map(str, capability))
-    if recipe.capability <= capability <= (recipe.last_capability or capability):
-        return
-    first = ".".join(map(str, recipe.capability))
-    needed = f"{first} or newer" if recipe.last_capability is None else f"{recipe.capability[0]}.x"
-    fitting = [
-        name
-        for name, row in RECIPES.items()
-        if row.capability <= capability <= (row.last_capability or capability)
-        and (precision.fp8_format is Fp8Format.e4m3 or not row.e4m3_only)
-    ]
-    raise EnvironmentFault(
-        f"fp8_recipe {precision.fp8_recipe} on a GPU of compute capability {found}",
-        why=f"its products need compute capability {needed}",
-        fix=f"set --fp8-recipe {' or '.join(fitting)}" if fitting else "leave out --fp8-format",
-    )
 
 
 def finish_fp8_step(stages: Mapping[int, Stage], context: ParallelContext) -> None:

@@ -27,7 +27,7 @@ from nanotrain.errors import CorruptState, NanotrainError, TrainingFault
 from nanotrain.log import get_logger
 from nanotrain.quantities import count_of
 from nanotrain.runs.files import FolderVanished
-from nanotrain.start_up import stop_signals
+from nanotrain.system.process import stop_signals
 from nanotrain.train.batches import GlobalBatch, raise_on_all
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics.spikes import SpikeScore

@@ -10,7 +10,7 @@ from nanotrain.config.flags import OWN_FLAGS
 from nanotrain.config.megatron import MEGATRON
 from nanotrain.errors import ConfigError
 from nanotrain.launch import start_ranks
-from nanotrain.train import __main__ as entry
+from nanotrain.train import main as entry
 
 
 def test_the_options_are_found_anywhere_and_in_both_spellings():

@@ -32,10 +32,11 @@ from nanotrain.checkpoint.store import find_checkpoint, read_manifest
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import Loaded, load
 from nanotrain.config.validate import validate_for_world
-from nanotrain.train import __main__ as entry
+from nanotrain.train import main as entry
+from nanotrain.train.open_run import open_run
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.start.inputs import open_inputs
-from nanotrain.train.start.launch import run_training
+from nanotrain.train.trainer import Trainer
 from tests.harness import HANG_S, ROOT, forkserver
 from tests.laws.megatron_file import write_tokens
 
@@ -190,7 +191,8 @@ def run_command_lines(ctx: ParallelContext, *lines: Sequence[str]) -> None:
             validate_for_world(loaded.config, world_size)
             config, inputs = open_inputs(loaded)
             plan = plan_run(config, world_size, rank=ctx.rank)
-            run_training(plan, inputs, context=ParallelContext.attach(plan.topology))
+            with open_run(plan, inputs, context=ParallelContext.attach(plan.topology)) as (run, hooks):
+                Trainer(run, hooks).fit()
 
 
 def _load_once(number: int, line: tuple[str, ...]) -> Loaded:

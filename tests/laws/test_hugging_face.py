@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nanotrain.train.__main__ import main
+from nanotrain.train.main import main
 from tests.laws.megatron_file import write_tokens
 
 STEPS, BATCH, SEQ_LENGTH, VOCAB_SIZE, CLIP = 10, 8, 64, 1000, 0.5

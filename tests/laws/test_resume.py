@@ -20,7 +20,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nanotrain.train import trainer
-from nanotrain.train.__main__ import main
+from nanotrain.train.main import main
 from tests.harness import HANG_S, run_ranks
 from tests.laws.command_line import (
     GLOBAL_BATCH,

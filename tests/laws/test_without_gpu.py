@@ -98,7 +98,7 @@ import nanotrain
 from nanotrain.config.load import load
 
 for folder in ("first", "second"):
-    nanotrain.train(load({words} + ["--run-dir", folder]).config)
+    nanotrain.pretrain(load({words} + ["--run-dir", folder]).config)
 """
 
 

@@ -1,4 +1,4 @@
-"""fp8 in a run: devices, amax histories in checkpoints, and training that follows that of bf16."""
+"""fp8 in a run: amax histories in checkpoints, and training that follows that of bf16."""
 
 from pathlib import Path
 
@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from nanotrain.checkpoint.store import read_manifest
-from nanotrain.config.config import Fp8Format, PrecisionConfig
-from nanotrain.errors import EnvironmentFault
 from nanotrain.model.fp8 import fp8_layers
-from nanotrain.train.fp8 import require_fp8
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.resume.rollback import roll_back
 from nanotrain.train.run import Run
@@ -18,40 +15,6 @@ from tests.train.small_run import Spy, small_run, train
 
 DELAYED = ["--fp8", "--fp8-amax-history-len", "3", "--fp8-amax-compute-algo", "max"]
 STEPS = ["--lr-decay-iters", "5", "--global-batch-size", "4", "--micro-batch-size", "2"]
-
-
-def precision(recipe: str, name: Fp8Format = Fp8Format.e4m3) -> PrecisionConfig:
-    return PrecisionConfig(fp8_format=name, fp8_recipe=recipe)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "capability", "cure"),
-    [
-        ("delayed", (8, 0), "leave out --fp8-format"),
-        ("blockwise", (8, 9), "set --fp8-recipe tensorwise or delayed or rowwise"),
-        ("blockwise", (10, 0), "set --fp8-recipe tensorwise or delayed or rowwise or mxfp8"),
-        ("mxfp8", (9, 0), "set --fp8-recipe tensorwise or delayed or rowwise or blockwise"),
-    ],
-)
-def test_a_gpu_without_the_products_is_an_error(recipe: str, capability: tuple[int, int], cure: str) -> None:
-    with pytest.raises(EnvironmentFault, match=f"compute capability {capability[0]}.{capability[1]}") as caught:
-        require_fp8(precision(recipe), capability)
-    assert caught.value.fix == cure
-
-
-@pytest.mark.parametrize(
-    ("recipe", "capability"), [("delayed", (8, 9)), ("blockwise", (9, 0)), ("mxfp8", (12, 0)), ("mxfp8", None)]
-)
-def test_other_devices_pass(recipe: str, capability: tuple[int, int] | None) -> None:
-    require_fp8(precision(recipe), capability)
-    require_fp8(PrecisionConfig(), (7, 0))
-
-
-def test_a_torch_without_the_products_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.nn.functional, "scaled_mm")
-    with pytest.raises(EnvironmentFault, match="scaled_mm"):
-        require_fp8(precision("tensorwise"), (9, 0))
-    require_fp8(precision("tensorwise"), None)
 
 
 def histories(run: Run) -> dict[str, torch.Tensor]:

@@ -7,8 +7,8 @@ import pytest
 
 from nanotrain.comm import device
 from nanotrain.config.load import load
-from nanotrain.train import __main__ as entry
-from nanotrain.train.__main__ import INTERRUPTED, WAIT_FOR_FIRST_RANK_S, main
+from nanotrain.train import main as entry
+from nanotrain.train.main import INTERRUPTED, WAIT_FOR_FIRST_RANK_S, main
 from tests.train.small_run import arguments, metrics_of
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -130,7 +130,7 @@ def test_a_world_size_that_is_no_number_of_ranks_is_a_mistake(tmp_path, capfd, m
 
 
 def test_an_interrupt_before_the_first_step_is_reported_without_a_traceback(tmp_path, capfd, monkeypatch):
-    def interrupted(loaded, world_size):
+    def interrupted(loaded):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(entry, "train", interrupted)
@@ -139,30 +139,12 @@ def test_an_interrupt_before_the_first_step_is_reported_without_a_traceback(tmp_
 
 
 def test_an_error_of_our_own_keeps_its_traceback(tmp_path, monkeypatch):
-    def broken(loaded, world_size):
+    def broken(loaded):
         raise AssertionError("an invariant")
 
     monkeypatch.setattr(entry, "train", broken)
     with pytest.raises(AssertionError, match="an invariant"):
         main(arguments(tmp_path))
-
-
-@pytest.mark.parametrize(("world_size", "ends_at_once"), [("1", False), ("2", True)])
-def test_one_of_several_ranks_ends_at_once_after_an_error(monkeypatch, capfd, world_size, ends_at_once):
-    codes: list[int] = []
-
-    def end_at_once(code: int) -> None:
-        codes.append(code)
-        raise SystemExit(code)
-
-    monkeypatch.setattr(entry.os, "_exit", end_at_once)
-    monkeypatch.setattr(entry, "end_without_collection", lambda: None)
-    monkeypatch.setenv("WORLD_SIZE", world_size)
-    for run, code in ((lambda: 2, 2), (lambda: 1 / 0, 1)):
-        with pytest.raises(SystemExit, match=str(code)):
-            entry._end(run)
-    assert codes == ([2, 1] if ends_at_once else [])
-    assert "ZeroDivisionError" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("question", ["--help", "--cfg job"])

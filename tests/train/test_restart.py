@@ -10,14 +10,15 @@ from tests.laws.command_line import arguments, assert_same_to_the_bit, run_comma
 # What nanotrain.train is, but rank 1 kills itself in its first life, at the beginning of step 6.
 MORTAL = """
 import os, signal
-from nanotrain.train import __main__ as entry, trainer
+from nanotrain.system.process import run_program
+from nanotrain.train import main as entry, trainer
 train_step = trainer.train_step
 def die_in_step_6(run, batch, **options):
     if run.context.rank == 1 and run.state.step == 5 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     return train_step(run, batch, **options)
 trainer.train_step = die_in_step_6
-entry._end(entry.main)
+run_program(entry.main)
 """
 FLAGS = "--train-iters 8 --save-interval 4 --data-parallel-sharding-strategy optim_grads --overlap-grad-reduce"
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanotrain.errors import LocalFault
-from nanotrain.train import __main__ as entry
+from nanotrain.train import main as entry
 from nanotrain.train import trainer
 from nanotrain.watch.out_of_memory import explaining_memory_errors
 from tests.train.small_run import arguments

@@ -3,11 +3,8 @@
 Needs the package prometheus_client: `pip install 'nanotrain[prometheus]'`.
 """
 
-from importlib.util import find_spec
 from typing import Any
 
-from nanotrain.config.config import TrainConfig
-from nanotrain.errors import ConfigError
 from nanotrain.log import get_logger
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics.step_report import StepReport, UnreadReports
@@ -15,20 +12,6 @@ from nanotrain.train.run import Run
 
 log = get_logger(__name__)
 PACKAGE = "prometheus_client"
-
-
-def require_client(train: TrainConfig) -> None:
-    """Check that the package is there, if the endpoint is wanted.
-
-    Raises:
-        ConfigError: it is missing.
-    """
-    if train.prometheus_port is not None and find_spec(PACKAGE) is None:
-        raise ConfigError(
-            f"--prometheus-port {train.prometheus_port} needs the package {PACKAGE}",
-            why="it is optional and not installed",
-            fix="pip install 'nanotrain[prometheus]', or leave the flag out",
-        )
 
 
 class PrometheusHook(Hook):

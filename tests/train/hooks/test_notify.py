@@ -13,8 +13,8 @@ from nanotrain.config.flags import parse
 from nanotrain.config.load import configure, explain, load, load_config, load_object, to_yaml
 from nanotrain.config.schema import config_from_dict, to_dict
 from nanotrain.errors import ConfigError
-from nanotrain.train.__main__ import main
 from nanotrain.train.hooks.notify import NotifyHook, Sender
+from nanotrain.train.main import main
 from nanotrain.train.metrics.spikes import SpikeScore
 from tests.harness import HANG_S
 from tests.train.small_run import arguments, report_of

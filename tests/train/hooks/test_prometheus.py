@@ -8,8 +8,7 @@ import pytest
 
 from nanotrain.config.load import configure
 from nanotrain.errors import ConfigError
-from nanotrain.train.hooks import prometheus
-from nanotrain.train.hooks.prometheus import PrometheusHook, require_client
+from nanotrain.train.hooks.prometheus import PrometheusHook
 from tests.harness import HANG_S
 from tests.train.small_run import report_of
 
@@ -61,15 +60,6 @@ def test_only_the_first_rank_serves(tmp_path, monkeypatch):
     hook.before_training(run)
     hook.after_step(run, report_of())
     hook.close(failed=False)
-
-
-def test_a_missing_package_is_named_before_the_run(monkeypatch):
-    train = configure("tiny", prometheus_port=9400).train
-    require_client(train)
-    monkeypatch.setattr(prometheus, "find_spec", lambda name: None)
-    require_client(configure("tiny").train)
-    with pytest.raises(ConfigError, match=r"pip install 'nanotrain\[prometheus\]'"):
-        require_client(train)
 
 
 def test_an_address_without_a_port_has_no_effect():

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nanotrain.errors import ConfigError
-from nanotrain.train.start.launch import choose_hooks
+from nanotrain.train.open_run import choose_hooks
 from nanotrain.watch.watchdog import Watchdog
 from tests.train.small_run import Spy, arguments, load, small_run, train
 

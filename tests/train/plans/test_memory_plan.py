@@ -11,7 +11,7 @@ from nanotrain.config.config import RecomputeGranularity
 from nanotrain.config.load import load
 from nanotrain.config.schema import with_values
 from nanotrain.errors import ConfigError
-from nanotrain.train.__main__ import main
+from nanotrain.train.main import main
 from nanotrain.train.plans import memory_plan
 from nanotrain.train.plans.memory_plan import plan_memory, require_memory, worst_memory
 from nanotrain.train.plans.plan import plan_run

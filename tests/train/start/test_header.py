@@ -7,10 +7,10 @@ import pytest
 from nanotrain.config.load import load
 from nanotrain.data.corpus_info import CorpusInfo, write_info
 from nanotrain.train.hooks.evaluate import EvaluateHook
+from nanotrain.train.open_run import choose_hooks
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.start.header import header
 from nanotrain.train.start.inputs import open_inputs
-from nanotrain.train.start.launch import choose_hooks
 from tests.train.small_run import SEQ_LENGTH, arguments
 from tests.train.start.test_inputs import write_corpus
 

@@ -1,8 +1,10 @@
-"""Train a planned run on this rank: build it, choose the hooks, run the steps, close the data loader."""
+"""Open a planned run on this rank: the same start on all ranks, the built run, its header, its hooks, the watchdog."""
 
 import shutil
 import sys
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -32,67 +34,67 @@ from nanotrain.train.hooks.timeout import TimeoutHook
 from nanotrain.train.hooks.track import TrackHook
 from nanotrain.train.plans.memory_plan import MemoryPlan
 from nanotrain.train.plans.plan import Plan
+from nanotrain.train.run import Run
 from nanotrain.train.start.header import header
 from nanotrain.train.start.inputs import RunInputs
-from nanotrain.train.trainer import Trainer
 from nanotrain.watch.out_of_memory import explaining_memory_errors
 from nanotrain.watch.watchdog import watch_ranks
 
 log = get_logger(__name__)
 
 
-def run_training(plan: Plan, inputs: RunInputs, *, context: ParallelContext, planned: MemoryPlan | None = None) -> None:
-    """Train on this rank until the run ends.
+@contextmanager
+def open_run(
+    plan: Plan, inputs: RunInputs, *, context: ParallelContext, planned: MemoryPlan | None = None
+) -> Iterator[tuple[Run, list[Hook]]]:
+    """Build a run and its hooks, and watch its ranks until the block ends.
 
     Args:
-        plan: of this rank.
+        plan: plan of this rank.
         inputs: open datasets, run folder and checkpoint.
-        context: this rank's device and process groups.
+        context: device and process groups of this rank.
         planned: memory of the worst rank, for the summary.
     """
-    inputs = require_same_start(plan, inputs, context=context)
+    inputs, config, device = require_same_start(plan, inputs, context=context), plan.config, context.device
     coords = f" ({context.coords_text})" if context.coords_text else ""
     with (
-        watch_ranks(context, inputs.folder.path, timeout_s=plan.config.train.hang_timeout_s),
+        watch_ranks(context, inputs.folder.path, timeout_s=config.train.hang_timeout_s),
         explaining_memory_errors(f"rank {context.rank}{coords}"),
     ):
-        _run(plan, inputs, context=context, planned=planned)
+        manual_seed(config.train.seed, device)
+        reset_peak_memory(device)
+        peak = PlannedPeak(planned.total, before=peak_memory(device)) if planned else None
+        run = build_run(plan, inputs, context=context)
+        try:
+            if context.rank == 0:
+                describe(run, planned=planned)
+            yield run, choose_hooks(config, inputs.tokenizer, planned=peak)
+        finally:
+            run.batches.close()
 
 
-def _run(plan: Plan, inputs: RunInputs, *, context: ParallelContext, planned: MemoryPlan | None) -> None:
-    """Build the run and train."""
-    config = plan.config
-    manual_seed(config.train.seed, context.device)
-    reset_peak_memory(context.device)
-    peak = PlannedPeak(planned.total, before=peak_memory(context.device)) if planned else None
-    run = build_run(plan, inputs, context=context)
-    try:
-        if context.rank == 0:
-            facts = {
-                "device": device_name(context.device),
-                "world_size": context.topology.world_size,
-                "memory": asdict(planned) if planned else None,
-                "origins": dict(inputs.origins),
-            }
-            secrets = [config.train.notify] if config.train.notify else []
-            inputs.folder.write_description(to_yaml(config), facts, secrets=secrets)
-            width = shutil.get_terminal_size().columns if sys.stderr.isatty() else MAX_WIDTH
-            attention = str(AttentionChoice.of(config, AttentionDevice.of(context.device)))
-            name, width = device_name(context.device), max(width, MIN_WIDTH)
-            log.info("%s", header(plan, inputs, device=name, attention=attention, width=width))
-            if inputs.is_resumed:
-                log.info("resuming; --no-auto-resume starts a new run")
-        if config.train.train_iters == 0:
-            log.info("--train-iters 0: everything is built, nothing is trained")
-        elif run.state.step >= config.train.train_iters:
-            log.info(
-                "nothing to do: step %d of %d is done; a larger --train-iters goes on from there",
-                run.state.step,
-                config.train.train_iters,
-            )
-        Trainer(run, choose_hooks(config, inputs.tokenizer, planned=peak)).fit()
-    finally:
-        run.batches.close()
+def describe(run: Run, *, planned: MemoryPlan | None) -> None:
+    """Write the configuration of the run and facts about it into its folder, and log its header."""
+    config, inputs, context = run.config, run.inputs, run.context
+    name = device_name(context.device)
+    facts = {
+        "device": name,
+        "world_size": context.topology.world_size,
+        "memory": asdict(planned) if planned else None,
+        "origins": dict(inputs.origins),
+    }
+    secrets = [config.train.notify] if config.train.notify else []
+    inputs.folder.write_description(to_yaml(config), facts, secrets=secrets)
+    width = max(shutil.get_terminal_size().columns if sys.stderr.isatty() else MAX_WIDTH, MIN_WIDTH)
+    attention = str(AttentionChoice.of(config, AttentionDevice.of(context.device)))
+    log.info("%s", header(run.plan, inputs, device=name, attention=attention, width=width))
+    if inputs.is_resumed:
+        log.info("resuming; --no-auto-resume starts a new run")
+    done, steps = run.state.step, config.train.train_iters
+    if steps == 0:
+        log.info("--train-iters 0: everything is built, nothing is trained")
+    elif done >= steps:
+        log.info("nothing to do: step %d of %d is done; a larger --train-iters goes on from there", done, steps)
 
 
 def require_same_start(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> RunInputs:

@@ -6,10 +6,10 @@ import pytest
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
+from nanotrain.train.open_run import choose_hooks, open_run
 from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.start.inputs import open_inputs
-from nanotrain.train.start.launch import choose_hooks, run_training
-from tests.train.small_run import arguments, metrics_of
+from tests.train.small_run import arguments, metrics_of, train
 
 
 def names_of(*more: str) -> list[str]:
@@ -39,7 +39,8 @@ def test_a_hook_that_is_switched_off_is_left_out(flags, hook):
 def test_a_run_writes_its_configuration_and_environment(tmp_path):
     config, inputs = open_inputs(load(arguments(tmp_path, "--train-iters", "1", "--generate-tokens", "0")))
     plan = plan_run(config, 1, rank=0)
-    run_training(plan, inputs, context=ParallelContext.attach(plan.topology))
+    with open_run(plan, inputs, context=ParallelContext.attach(plan.topology)) as (run, hooks):
+        train(run, *hooks)
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["world_size"] == 1 and environment["origins"]["train.train_iters"] != "default"
     assert load([f"+config={tmp_path / 'config.yaml'}"]).config.train.train_iters == 1

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, hung up, not read any more, or on a full disk."""
+"""Standard output that is not read any more, whose terminal has hung up, or whose disk is full."""
 
 import fcntl
 import os
@@ -10,44 +10,29 @@ from pathlib import Path
 
 import pytest
 
-from nanotrain.output import guard_output
+from nanotrain.system.output import guard_output, outlive_output
 
-ROOT = Path(__file__).parents[1]
-
-
-@pytest.mark.parametrize("closed", [(2,), (1,), (0, 1, 2)])
-def test_closed_standard_streams_take_no_file(tmp_path, closed):
-    code = """if True:
-        import os, sys
-        from nanotrain.output import open_closed_streams
-        open_closed_streams()
-        with open(sys.argv[1], "w") as file:
-            print("out"), print("error", file=sys.stderr), os.write(1, b"o"), os.write(2, b"e"), sys.stdin.read(0)
-            file.write(str(file.fileno() > 2))
-    """
-    redirections = " ".join(f"{number}>&-" for number in closed)
-    command = f'exec "{sys.executable}" -c "$0" "$1" {redirections}'
-    subprocess.run(["sh", "-c", command, code, str(tmp_path / "file")], check=True, capture_output=True)
-    assert (tmp_path / "file").read_text() == "True"
+ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", ["stdout", "stderr"])
-def test_what_is_printed_after_a_terminal_has_hung_up_is_dropped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_goes_on_after_its_terminal_has_hung_up(monkeypatch: pytest.MonkeyPatch) -> None:
     master, terminal = pty.openpty()
     with open(terminal, "w", encoding="latin-1") as stream:
-        monkeypatch.setattr(sys, name, stream)
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, stream)
         guard_output()
-        print("a ä €", file=getattr(sys, name))
-        assert os.read(master, 100) == b"a \xe4 \\u20ac\r\n" and getattr(sys, name) is not stream
+        outlive_output("it goes on")
+        print("a ä €")
+        sys.stdout.flush()
+        assert os.read(master, 100) == b"a \xe4 \\u20ac\r\n" and sys.stdout is not stream
         os.close(master)
-        for _ in range(2):
+        for name in ("stdout", "stderr", "stdout"):
             print("more", file=getattr(sys, name), flush=True)
-        assert os.path.samestat(os.fstat(terminal), os.stat(os.devnull))
 
 
 def _run(code: str, redirection: str) -> subprocess.CompletedProcess[str]:
     """Run Python with guarded output, through a shell's redirection."""
-    code = f"from nanotrain.output import guard_output, outlive_output\nguard_output()\n{code}"
+    code = f"from nanotrain.system.output import guard_output, outlive_output\nguard_output()\n{code}"
     command = ["bash", "-c", f'set -o pipefail; "{sys.executable}" -c "$0" {redirection}', code]
     return subprocess.run(command, check=False, capture_output=True, text=True)
 
@@ -57,7 +42,8 @@ NOTE = "outlive_output('it goes on')\n"
 
 
 def test_output_that_is_needed_is_one_error_on_a_full_disk() -> None:
-    done = _run("from nanotrain.cli.main import main\nraise SystemExit(main(['--help']))", "> /dev/full")
+    code = "from nanotrain.cli.main import main\nfrom nanotrain.system.process import run_program\n"
+    done = _run(f"{code}run_program(lambda: main(['--help']))", "> /dev/full")
     reason = "No space left on device; free space, or send the output elsewhere"
     assert (done.returncode, done.stderr) == (2, f"error: standard output cannot be written: {reason}\n")
 
@@ -73,7 +59,7 @@ def test_a_training_goes_on_without_its_output_and_says_so_once(redirection: str
 
 @pytest.mark.parametrize(("unbuffered", "printed"), [("1", ["first"]), ("", [])])
 def test_what_is_printed_appears_at_once_where_python_is_unbuffered(unbuffered: str, printed: list[str]) -> None:
-    code = "import os\nfrom nanotrain.output import guard_output\nguard_output()\nprint('first')\nos._exit(0)"
+    code = "import os\nfrom nanotrain.system.output import guard_output\nguard_output()\nprint('first')\nos._exit(0)"
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
     assert done.stdout.split() == printed
@@ -105,7 +91,7 @@ def test_a_full_pipe_that_does_not_block_gets_everything(monkeypatch: pytest.Mon
 
 
 def test_a_program_that_trains_by_a_function_goes_on_without_its_output() -> None:
-    code = "import sys\nfrom nanotrain.output import outlive_output\noutlive_output('it goes on')\n" + LINES
+    code = "import sys\nfrom nanotrain.system.output import outlive_output\noutlive_output('it goes on')\n" + LINES
     command = ["bash", "-c", f'set -o pipefail; "{sys.executable}" -c "$0" | true', code]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "standard output cannot be written: Broken pipe; it goes on\n")

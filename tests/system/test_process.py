@@ -1,10 +1,13 @@
-"""What a process imports: nothing that its command does not need, and without garbage collection."""
+"""A process from its start to its end: what it imports, without garbage collection, its exit code, its launcher."""
 
 import errno
 import gc
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -12,7 +15,9 @@ import pytest
 
 from nanotrain.cli import main as cli
 from nanotrain.errors import EnvironmentFault
-from nanotrain.start_up import end_without_collection, importing_torch, require_folders, without_collection
+from nanotrain.system import process
+from nanotrain.system.process import end_without_collection, importing_torch, require_folders, without_collection
+from tests.harness import HANG_S
 
 # of torch, of Hugging Face, of pictures and reports, and of what hooks need only where they are asked for
 NEVER = ("torch._dynamo", "torch._inductor", "transformers", "datasets", "matplotlib", "pandas", "scipy", "pyarrow")
@@ -31,7 +36,7 @@ CODE = """
 import gc, sys
 from types import SimpleNamespace
 from nanotrain.config.load import load, load_config
-from nanotrain.train.__main__ import main
+from nanotrain.train.main import main
 line, never, built = {line!r}, {never!r}, {built!r}
 
 def imported(names):
@@ -115,3 +120,60 @@ def test_the_last_collection_runs_only_where_triton_would_report_what_is_left(
         assert (gc.isenabled(), gc.get_freeze_count() == 0) == (has_triton, has_triton)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(("world_size", "ends_at_once"), [("1", False), ("2", True)])
+def test_one_of_several_ranks_ends_at_once_after_an_error(monkeypatch, capfd, world_size, ends_at_once):
+    codes: list[int] = []
+
+    def end_at_once(code: int) -> None:
+        codes.append(code)
+        raise SystemExit(code)
+
+    monkeypatch.setattr(process.os, "_exit", end_at_once)
+    monkeypatch.setattr(process, "end_without_collection", lambda: None)
+    monkeypatch.setattr(process, "guard_output", lambda: None)
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    before = signal.getsignal(signal.SIGUSR1)
+    for run, code in ((lambda: 2, 2), (lambda: 1 / 0, 1)):
+        with pytest.raises(SystemExit, match=str(code)):
+            process.run_program(run)
+    signal.signal(signal.SIGUSR1, before)
+    assert codes == ([2, 1] if ends_at_once else [])
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+RANK = """
+import os, sys, time
+from nanotrain.system.process import end_with_launcher
+end_with_launcher({"TORCHELASTIC_RUN_ID": "1"} if sys.argv[1] != "shell" else {})
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], sys.argv[2]])"
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    status = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return bool(status.stdout.strip()) and not status.stdout.startswith("Z")
+
+
+@pytest.mark.parametrize(("by", "survives"), [("torchrun", False), ("shell", True)])
+def test_a_killed_launcher_leaves_no_rank(by, survives):
+    command = [sys.executable, "-c", LAUNCHER, RANK, by]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    rank = int(launcher.stdout.readline())
+    try:
+        launcher.send_signal(signal.SIGKILL)
+        launcher.wait()
+        end = time.monotonic() + (0.5 if survives else HANG_S)
+        while is_running(rank) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert is_running(rank) is survives
+    finally:
+        if is_running(rank):
+            os.kill(rank, signal.SIGKILL)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nanotrain import host
+from nanotrain.system import host
 
 MEMORY = "MemTotal:       9000000 kB\nMemFree:         1000 kB\nMemAvailable:    8000000 kB\n"
 

@@ -1,0 +1,148 @@
+"""Begin and end of a process: signals, its launcher, no garbage collection where it only costs time.
+
+run_program                a program from its first line to its exit code
+end_with_launcher          a rank does not outlive torchrun
+stop_signals               that save and end a run
+require_folders            at the start of a command
+importing_torch            during `import torch`, which saves 0.4 s and more
+without_collection         while many objects are made
+end_without_collection     at the end of the process
+"""
+
+import ctypes
+import gc
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NoReturn
+
+from nanotrain.errors import EnvironmentFault, NanotrainError, report
+from nanotrain.system.output import guard_output
+
+PR_SET_PDEATHSIG = 1  # of man 2 prctl
+OF_TORCHRUN = "TORCHELASTIC_RUN_ID"  # set for ranks; a process that a user started from a shell outlives it (nohup)
+
+
+def run_program(main: Callable[[], int]) -> NoReturn:
+    """Run `main` as all that this process does, and exit with the code that it returns.
+
+    After an error one of several ranks ends at once: the interpreter's own end destroys process groups, which waits for
+    peers that may be inside a collective.
+    """
+    guard_output()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it would end this process before the training handles it
+    end_with_launcher(os.environ)
+    try:
+        code = main()
+        print(end="", flush=True)  # a closed pipe is found here, not when the interpreter ends
+    except SystemExit:
+        raise
+    except BrokenPipeError:  # the reader of the pipe has closed it, as `| head` does
+        code = 0
+    except NanotrainError as error:
+        code = report(error)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if code and os.environ.get("WORLD_SIZE", "1") != "1":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    end_without_collection()
+    sys.exit(code)
+
+
+def end_with_launcher(environment: Mapping[str, str]) -> None:
+    """End this process with SIGKILL when torchrun, which started it, ends: no rank may continue to write.
+
+    The kernel sends the signal (Linux). Checkpoints are committed by a rename, so it loses no complete one.
+
+    Args:
+        environment: environment of this process.
+    """
+    if OF_TORCHRUN in environment and sys.platform == "linux":
+        launcher = os.getppid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != launcher:  # it ended before the request
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """SIGTERM, SIGINT, and SIGHUP, which a closed terminal sends; not where it is ignored, as under `nohup`."""
+    hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGTERM, signal.SIGINT, *hang_up)
+
+
+def require_folders() -> None:
+    """Check that temporary files can be made, and that the working folder exists.
+
+    torch and the start of processes require the first; without the second, torch's first product of matrices ends the
+    process.
+
+    Raises:
+        EnvironmentFault: no folder for temporary files can be written, or the working folder was deleted.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        why = f"{error.strerror}: it was deleted, or its disk is gone"
+        fix = "enter one: cd, or cd . if it was made again"
+        raise EnvironmentFault("the working folder cannot be found", why=why, fix=fix) from None
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        fix = "mount a folder that can be written at /tmp, or name one with TMPDIR"
+        raise EnvironmentFault("there is no folder for temporary files", why=str(error.strerror), fix=fix) from None
+
+
+@contextmanager
+def importing_torch() -> Iterator[None]:
+    """Import in the block without garbage collection, unless torch is imported already.
+
+    Torch and what is built on it are half a million objects of which none is garbage. Collections visit all of them
+    repeatedly: a third of the CPU time of `import torch`. What was imported is then left out of later collections.
+
+    Raises:
+        EnvironmentFault: as `require_folders`.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    require_folders()
+    with without_collection():
+        try:
+            yield
+        finally:
+            gc.freeze()
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Make many objects in the block, or in the decorated function, of which none is garbage.
+
+    Collections visit all of them repeatedly: a manifest of 16,384 chunks was parsed in 0.54 s and received in
+    0.26 s, without collections in 0.33 s and 0.05 s (measured).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def end_without_collection() -> None:
+    """Skip the last collection of the interpreter, which visits all objects (0.4 s of CPU); call it last.
+
+    Not where Triton was imported: what is not collected its bindings print as leaks, 25 lines per process (Triton 3.9).
+    """
+    if "triton" in sys.modules:
+        gc.unfreeze()
+        return
+    gc.disable()
+    gc.freeze()

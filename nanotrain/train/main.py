@@ -1,0 +1,144 @@
+"""`main`, `pretrain` and `train`: from a command line or a configuration to the end of training, on one rank.
+
+    argv -> Loaded      without torch, so that mistakes show at once
+         -> RunInputs   datasets, tokenizer, run folder, checkpoint; completes the config
+         -> Plan        groups, parameters, buffers, pipeline schedule of this rank; pure
+         -> Run         on the device, with process groups
+         -> fit
+
+A user error is one message and exit code 2, without a traceback. Nearly all of them are raised by every rank, so local
+rank 0 prints first and the other ranks wait: torchrun ends them once it has exited. A rank that is still alive after
+the wait is the only one with the error and prints it.
+"""
+
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanotrain.config.config import Config
+from nanotrain.config.flags import parse
+from nanotrain.config.load import Loaded, load_line, load_object, reply
+from nanotrain.config.validate import validate_for_world
+from nanotrain.errors import INTERRUPTED, EnvironmentFault, LocalFault, NanotrainError, ReportedFault, report
+from nanotrain.log import get_logger, start_logging
+from nanotrain.runs.folder import RunFolder
+from nanotrain.runs.lock import lock_run
+from nanotrain.system.host import core_limit, usable_cores
+from nanotrain.system.output import outlive_output
+from nanotrain.system.process import importing_torch
+
+if TYPE_CHECKING:
+    from nanotrain.report.history import RunHistory
+
+# Ranks reach the same error at different times: imports alone differ by a second on a busy machine. If a silent rank
+# exited first, torchrun would end local rank 0 before it prints. When rank 0 has exited, torchrun ends those that wait.
+# 4 s were too short where two worlds shared two cores.
+WAIT_FOR_FIRST_RANK_S = 10.0
+
+log = get_logger("nanotrain.train")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train with the settings of a command line.
+
+    Args:
+        argv: arguments after the program name; None for `sys.argv[1:]`.
+
+    Returns:
+        The exit code: 0 on success, 2 for a user error, 130 for an interrupt.
+    """
+    is_first_local = os.environ.get("LOCAL_RANK", "0") == "0"
+    try:
+        line = parse(sys.argv[1:] if argv is None else argv)
+        text = reply(line)
+        if text is None:
+            train(load_line(line))
+        elif is_first_local:
+            print(text)
+    except NanotrainError as error:
+        if not is_first_local and not isinstance(error, LocalFault | ReportedFault):
+            time.sleep(WAIT_FOR_FIRST_RANK_S)
+        return report(error)
+    except KeyboardInterrupt:  # before the first step, or the second Ctrl-C: the training handles the first
+        if is_first_local:
+            print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def pretrain(config: Config) -> "RunHistory":
+    """Train with a configuration made in Python, in this process: `nanotrain.pretrain(config)`.
+
+    Under torchrun this process is one rank. The run is that of a command line with the same settings.
+
+    Returns:
+        What the run wrote into its folder: metrics by column, checkpoints, samples.
+
+    Raises:
+        NanotrainError: what a command line would report.
+    """
+    from nanotrain.report.history import RunHistory
+
+    loaded = load_object(config)
+    train(loaded)
+    return RunHistory.read(Path(str(loaded.config.train.run_dir)))
+
+
+def train(loaded: Loaded) -> None:
+    """Train a configuration and its origins on this rank."""
+    world_size = _world_size(os.environ.get("WORLD_SIZE", "1"))
+    validate_for_world(loaded.config, world_size, expected_dp=loaded.data_parallel_size)
+    _prepare_environment()
+    with importing_torch():
+        from nanotrain.comm.parallel_context import Launch, ParallelContext
+        from nanotrain.train.open_run import open_run
+        from nanotrain.train.plans.memory_plan import require_memory
+        from nanotrain.train.plans.plan import plan_run
+        from nanotrain.train.start.checks import Start, check
+        from nanotrain.train.start.inputs import open_inputs
+        from nanotrain.train.trainer import Trainer
+
+    launch = Launch.of(os.environ)
+    is_first = launch.rank == 0
+    start_logging(is_first=is_first, level=logging.INFO if is_first else logging.ERROR)  # all ranks log the same
+    for note in loaded.notes:
+        log.info("%s", note)
+    start = Start(loaded.config, launch)
+    check(start)
+    folder = RunFolder(Path(str(loaded.config.train.run_dir)))
+    folder.require_writable()
+    if is_first:  # the others would race with it for the lock file
+        folder.require_own()
+    with lock_run(folder.path) if is_first else nullcontext():
+        outlive_output("training goes on, its steps are in metrics.jsonl")
+        config, inputs = open_inputs(loaded, reads_checkpoint=launch.local_rank == 0)
+        memory = require_memory(config, world_size, device=start.device.type, available=start.available)
+        log.info("%s", memory.table(start.available, pp_size=config.parallel.pipeline_model_parallel_size))
+        plan = plan_run(config, world_size, rank=launch.rank)
+        timeout_s = config.parallel.distributed_timeout_minutes * 60
+        with ParallelContext.start(plan.topology, device=config.train.device.value, timeout_s=timeout_s) as context:
+            start_logging(coordinates=context.coords_text, is_first=is_first)
+            with open_run(plan, inputs, context=context, planned=memory) as (run, hooks):
+                Trainer(run, hooks).fit()
+
+
+def _world_size(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,7}", text) or int(text) < 1:
+        raise EnvironmentFault(f"WORLD_SIZE is {text!r}", why="it is the number of ranks", fix="start with torchrun")
+    return int(text)
+
+
+def _prepare_environment() -> None:
+    """Set variables that libraries read when torch is imported, unless they are set."""
+    # Spinning idle OpenMP threads take cores from the other ranks: measured 10x on a busy machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if core_limit() is not None:  # OpenMP starts as many threads as the machine has cores; a container may have fewer
+        os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
+    # torch's profiler prints a line for its own tracing tools whenever it starts and stops; its errors are exceptions.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")

@@ -1,0 +1,198 @@
+"""The checks before a run: what can be found wrong without process groups and data, as rows of `CHECKS`.
+
+Every rank runs them on its own and finds the same mistakes. Nothing is written, and only the last group of rows asks
+for the device.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from nanotrain.attention.backends import AttentionChoice, AttentionDevice
+from nanotrain.comm import device
+from nanotrain.comm.parallel_context import Launch
+from nanotrain.config.config import Config, Fp8Format, PrecisionConfig
+from nanotrain.config.derive import is_model_known
+from nanotrain.data.build import uses_quickstart
+from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
+from nanotrain.log import get_logger
+from nanotrain.memory import offload as activation_offload
+from nanotrain.optim import offload as optimizer_offload
+from nanotrain.precision.fp8 import RECIPES
+from nanotrain.runs.folder import RunFolder, check_writable
+from nanotrain.runs.open_files import require_open_files
+from nanotrain.train.plans.memory_plan import require_memory
+from nanotrain.train.plans.plan import check_names
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a check reads: the configuration, this rank and its device."""
+
+    config: Config
+    launch: Launch
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device of this rank; the first access touches it."""
+        return device.pick_device(self.config.train.device.value, self.launch.local_rank)
+
+    @cached_property
+    def available(self) -> int | None:
+        """Bytes of memory for this rank; None if unknown."""
+        return device.memory_per_rank(self.device, self.launch.local_world_size)
+
+
+def check(start: Start) -> None:
+    """Run all checks of `CHECKS`.
+
+    Raises:
+        ConfigError: all mistakes of a group of rows.
+        EnvironmentFault: the machine lacks something.
+    """
+    for group in CHECKS:
+        errors = ErrorCollector()
+        for row in group:
+            with errors:
+                row(start)
+        errors.raise_errors()
+
+
+def check_open_files(start: Start) -> None:
+    """The limit of open files allows the data workers."""
+    require_open_files(num_workers=start.config.data.num_workers)
+
+
+def check_table_names(start: Start) -> None:
+    """Names of implementations are in their tables."""
+    check_names(start.config)
+
+
+def check_folders(start: Start) -> None:
+    """Every folder that the run writes can be written; none is created yet."""
+    train, fallback = start.config.train, start.config.checkpoint.save_fallback_dir
+    RunFolder(Path(str(train.run_dir))).check_writable()
+    folders = {
+        ("the fallback folder", "--save-fallback-dir"): fallback,
+        ("the TensorBoard folder", "--tensorboard-dir"): train.tensorboard_dir if train.tensorboard else None,
+    }
+    for (name, flag), path in folders.items():
+        if path is not None:
+            check_writable(Path(path), name=name, fix=f"choose another folder with {flag}, or free space")
+
+
+def check_device(start: Start) -> None:
+    """The device is there; GPUs that stay idle are a warning."""
+    if start.device.type == "cpu" and (warning := device.describe_unused_gpus(start.config.train.device.value)):
+        log.warning("%s", warning)
+
+
+def check_fp8(start: Start) -> None:
+    """The device has the fp8 products of the recipe."""
+    require_fp8(start.config.precision, device.compute_capability(start.device))
+
+
+def check_attention(start: Start) -> None:
+    """The device has an attention backend for every kind of layer; a slow one is a warning."""
+    if warning := AttentionChoice.of(start.config, AttentionDevice.of(start.device)).warning:
+        log.warning("%s", warning)
+
+
+def check_corpus(start: Start) -> None:
+    """A corpus is set, or the run uses the quick-start corpus or mock data."""
+    if uses_quickstart(start.config.data) and not start.config.data.quickstart:
+        raise ConfigError(
+            "there is no corpus to train on",
+            why="data_path is empty, and only the recipes tiny* set quickstart",
+            fix="prepare one with `nanotrain prepare` and set --data-path PREFIX, or set --mock-data",
+        )
+
+
+def check_prometheus(start: Start) -> None:
+    """The package of the Prometheus client is installed, if the endpoint is wanted."""
+    port = start.config.train.prometheus_port
+    if port is not None and find_spec("prometheus_client") is None:
+        raise ConfigError(
+            f"--prometheus-port {port} needs the package prometheus_client",
+            why="it is optional and not installed",
+            fix="pip install 'nanotrain[prometheus]', or leave the flag out",
+        )
+
+
+def check_optimizer_offload(start: Start) -> None:
+    """Offloading of the optimizer has an effect on the device."""
+    if start.config.optim.optimizer_cpu_offload:
+        optimizer_offload.require_gpu(start.device.type)
+
+
+def check_activation_offload(start: Start) -> None:
+    """Offloading of activations has an effect on the device."""
+    if start.config.memory.cpu_offloading:
+        activation_offload.require_gpu(start.device.type)
+
+
+def check_memory(start: Start) -> None:
+    """The run fits into the memory of the device, as far as its model is known."""
+    if start.config.model.vocab_size is not None and is_model_known(start.config):
+        world_size = start.launch.world_size
+        require_memory(start.config, world_size, device=start.device.type, available=start.available)
+
+
+def require_fp8(precision: PrecisionConfig, capability: tuple[int, int] | None) -> None:
+    """Check that a device has the matrix products of the recipe.
+
+    Args:
+        precision: section of the configuration.
+        capability: CUDA compute capability; None on a CPU, which emulates every recipe.
+
+    Raises:
+        EnvironmentFault: the GPU or torch lacks them.
+    """
+    if precision.fp8_format is None or capability is None:
+        return
+    if not hasattr(F, "scaled_mm"):
+        raise EnvironmentFault(
+            f"torch {torch.__version__} has no torch.nn.functional.scaled_mm",
+            why="fp8 products on GPUs are torch's",
+            fix="install torch 2.10 or newer, or leave out --fp8-format",
+        )
+    recipe, found = RECIPES[precision.fp8_recipe], ".".join(map(str, capability))
+    if recipe.capability <= capability <= (recipe.last_capability or capability):
+        return
+    first = ".".join(map(str, recipe.capability))
+    needed = f"{first} or newer" if recipe.last_capability is None else f"{recipe.capability[0]}.x"
+    fitting = [
+        name
+        for name, row in RECIPES.items()
+        if row.capability <= capability <= (row.last_capability or capability)
+        and (precision.fp8_format is Fp8Format.e4m3 or not row.e4m3_only)
+    ]
+    raise EnvironmentFault(
+        f"fp8_recipe {precision.fp8_recipe} on a GPU of compute capability {found}",
+        why=f"its products need compute capability {needed}",
+        fix=f"set --fp8-recipe {' or '.join(fitting)}" if fitting else "leave out --fp8-format",
+    )
+
+
+# Groups of rows: a later group relies on what an earlier one has checked.
+CHECKS: tuple[tuple[Callable[[Start], None], ...], ...] = (
+    (check_open_files, check_table_names),
+    (check_folders,),
+    (
+        check_device,
+        check_fp8,
+        check_attention,
+        check_corpus,
+        check_prometheus,
+        check_optimizer_offload,
+        check_activation_offload,
+        check_memory,
+    ),
+)

@@ -1,0 +1,73 @@
+"""What is found before a run: all mistakes in one message, on the device that it has."""
+
+import pytest
+import torch
+
+from nanotrain.comm.parallel_context import Launch
+from nanotrain.config.config import Fp8Format, PrecisionConfig
+from nanotrain.config.load import load
+from nanotrain.errors import ConfigError, EnvironmentFault
+from nanotrain.train.start import checks
+from nanotrain.train.start.checks import CHECKS, Start, check, check_prometheus, require_fp8
+from tests.train.small_run import SIZES
+
+
+def start_of(*flags: str) -> Start:
+    return Start(load([*SIZES, *flags]).config, Launch())
+
+
+def test_all_mistakes_of_a_group_are_one_message(tmp_path) -> None:
+    flags = ["--optimizer-cpu-offload", "--run-dir", str(tmp_path / "run")]
+    with pytest.raises(ConfigError, match="(?s)2 mistakes:.*there is no corpus to train on.*optimizer_cpu_offload has"):
+        check(start_of(*flags))
+    assert not list(tmp_path.iterdir()), "nothing is written"
+
+
+def test_only_the_last_group_asks_for_the_device(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(checks.device, "pick_device", lambda *_: pytest.fail("a device was touched"))
+    start = start_of("--mock-data", "--run-dir", str(tmp_path))
+    for row in (row for group in CHECKS[:-1] for row in group):
+        row(start)
+
+
+def test_a_missing_package_is_named_before_the_run(monkeypatch):
+    start = start_of("--mock-data", "--prometheus-port", "9400")
+    check_prometheus(start)
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    check_prometheus(start_of("--mock-data"))
+    with pytest.raises(ConfigError, match=r"pip install 'nanotrain\[prometheus\]'"):
+        check_prometheus(start)
+
+
+def precision(recipe: str, name: Fp8Format = Fp8Format.e4m3) -> PrecisionConfig:
+    return PrecisionConfig(fp8_format=name, fp8_recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "cure"),
+    [
+        ("delayed", (8, 0), "leave out --fp8-format"),
+        ("blockwise", (8, 9), "set --fp8-recipe tensorwise or delayed or rowwise"),
+        ("blockwise", (10, 0), "set --fp8-recipe tensorwise or delayed or rowwise or mxfp8"),
+        ("mxfp8", (9, 0), "set --fp8-recipe tensorwise or delayed or rowwise or blockwise"),
+    ],
+)
+def test_a_gpu_without_the_products_is_an_error(recipe: str, capability: tuple[int, int], cure: str) -> None:
+    with pytest.raises(EnvironmentFault, match=f"compute capability {capability[0]}.{capability[1]}") as caught:
+        require_fp8(precision(recipe), capability)
+    assert caught.value.fix == cure
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability"), [("delayed", (8, 9)), ("blockwise", (9, 0)), ("mxfp8", (12, 0)), ("mxfp8", None)]
+)
+def test_other_devices_pass(recipe: str, capability: tuple[int, int] | None) -> None:
+    require_fp8(precision(recipe), capability)
+    require_fp8(PrecisionConfig(), (7, 0))
+
+
+def test_a_torch_without_the_products_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.nn.functional, "scaled_mm")
+    with pytest.raises(EnvironmentFault, match="scaled_mm"):
+        require_fp8(precision("tensorwise"), (9, 0))
+    require_fp8(precision("tensorwise"), None)
