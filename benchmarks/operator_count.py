@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from nanotrain.attention import sdpa
 from nanotrain.kernels import linear
-from nanotrain.model import activations, norm, rope, transformer
+from nanotrain.model import transformer
 from nanotrain.parallel.tp import loss as vocabulary_loss
 
 # Operators that allocate or look at a tensor and touch none of its memory.
@@ -27,14 +27,6 @@ FREE = {"empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view", "li
 WRITES_ONLY = {"fill_", "zero_", "zeros", "ones", "full", "arange", "zeros_like", "ones_like", "full_like", "new_zeros"}
 LOOK_UPS = {"embedding", "gather", "index", "index_select"}
 SCATTERS = {"scatter_add_", "index_add_", "index_put_"}  # touch of their target what is scattered
-# The seams of nanotrain/kernels, where the model calls them.
-KERNELS = (
-    (norm, "rms_norm"),
-    (norm, "add_rms_norm"),
-    (rope, "rotate"),
-    (activations, "swiglu"),
-    (vocabulary_loss, "softmax_gradient"),
-)
 
 
 class Budget(Protocol):
@@ -104,14 +96,14 @@ def _bytes(name: str, args: Sequence[Any], out: Any) -> int:
 
 
 class _Kernel(torch.autograd.Function):
-    """One operator forward and one backward; the outputs have the shapes of the work."""
+    """One operator forward and one backward; the output has the shape of the work."""
 
     @staticmethod
-    def forward(ctx: Any, count: "OperatorCount", work: "_Work", *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, count: "OperatorCount", work: "_Work", *inputs: Tensor) -> Tensor:
         ctx.save_for_backward(*inputs)
         ctx.count, ctx.work = count, work
         count.add(work.name, flops=work.flops, num_bytes=work.forward_bytes)
-        return tuple(inputs[0].new_empty(shape) for shape in work.shapes)
+        return inputs[0].new_empty(work.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -126,7 +118,7 @@ class _Work:
     """What one fused operator does, in one microbatch."""
 
     name: str
-    shapes: Sequence[Sequence[int]]  # of its outputs
+    shape: Sequence[int]  # of its output
     forward_bytes: float
     backward_bytes: float
     flops: float = 0.0  # forward
@@ -143,9 +135,9 @@ class FusedOperators:
     def __init__(self, count: OperatorCount) -> None:
         self._count = count
 
-    def _run(self, work: _Work, *inputs: Tensor) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = _Kernel.apply(self._count, work, *inputs)
-        return outputs
+    def _run(self, work: _Work, *inputs: Tensor) -> Tensor:
+        output: Tensor = _Kernel.apply(self._count, work, *inputs)
+        return output
 
     def attend(self, query: Tensor, *, key: Tensor, value: Tensor, **_: Any) -> Tensor:
         """Causal attention without scores in memory."""
@@ -154,30 +146,12 @@ class FusedOperators:
         flops = batch * heads * length**2 * (width + value.shape[3])
         shape = (batch, length, heads, value.shape[3])
         num_bytes = query.nbytes + key.nbytes + value.nbytes + math.prod(shape) * query.itemsize
-        return self._run(_Work("attention", [shape], num_bytes, 2 * num_bytes, flops), query, key, value)[0]
+        return self._run(_Work("attention", shape, num_bytes, 2 * num_bytes, flops), query, key, value)
 
     def torch_rms_norm(self, x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
         """torch's RMSNorm of CUDA: one operator forward, two backward (the gradients of input and weight)."""
-        work = _Work("elementwise", [x.shape], 2 * x.nbytes, 5 * x.nbytes, backward_launches=2)
-        return self._run(work, x, weight)[0]
-
-    def rms_norm(self, x: Tensor, weight: Tensor, **_: Any) -> Tensor:
-        """Gradient and input read, and written; the parts of the weight's gradient summed."""
-        work = _Work("elementwise", [x.shape], 2 * x.nbytes, 3 * x.nbytes, backward_launches=2)
-        return self._run(work, x, weight)[0]
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, *, weight: Tensor, **_: Any) -> tuple[Tensor, ...]:
-        """Both read, norm and sum written; backward reads both gradients and the sum, and writes one."""
-        work = _Work("elementwise", [x.shape] * 2, 4 * x.nbytes, 4 * x.nbytes, backward_launches=2)
-        return self._run(work, x, residual, weight)
-
-    def rotate(self, x: Tensor, **_: Tensor) -> Tensor:
-        """Read and written; the tables are read from the cache."""
-        return self._run(_Work("elementwise", [x.shape], 2 * x.nbytes, 2 * x.nbytes), x)[0]
-
-    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Both read, one written; backward reads a gradient more and writes two."""
-        return self._run(_Work("elementwise", [gate.shape], 3 * gate.nbytes, 5 * gate.nbytes), gate, up)[0]
+        work = _Work("elementwise", x.shape, 2 * x.nbytes, 5 * x.nbytes, backward_launches=2)
+        return self._run(work, x, weight)
 
     def softmax_gradient(self, logits: Tensor, **given: Tensor | Any) -> tuple[Tensor, Tensor]:
         """One read for the log-sum-exp, then the gradient in place."""
@@ -194,7 +168,7 @@ def on_meta(count: OperatorCount, *, has_triton: bool = True) -> Iterator[None]:
 
     Args:
         count: of the operators.
-        has_triton: count the Triton kernels of nanotrain/kernels and products added in fp32, not their plain forms.
+        has_triton: count the Triton kernels of the loss and products added in fp32, not their plain forms.
     """
     cross_entropy, fused = transformer.vocab_parallel_cross_entropy, FusedOperators(count)
 
@@ -212,6 +186,6 @@ def on_meta(count: OperatorCount, *, has_triton: bool = True) -> Iterator[None]:
         stack.enter_context(patch.object(transformer, "vocab_parallel_cross_entropy", marked))
         chunk_elements = {"meta": vocabulary_loss.CHUNK_ELEMENTS["cuda"]}
         stack.enter_context(patch.dict(vocabulary_loss.CHUNK_ELEMENTS, chunk_elements))
-        for module, name in KERNELS if has_triton else ():
-            stack.enter_context(patch.object(module, name, getattr(fused, name)))
+        if has_triton:
+            stack.enter_context(patch.object(vocabulary_loss, "softmax_gradient", fused.softmax_gradient))
         yield

@@ -145,8 +145,8 @@ def budget_of(plan: Plan, card: Card, *, has_triton: bool = True) -> Budget:
     Args:
         plan: of the rank; its groups inside of layers lie where those of rank 0 do.
         card: the device.
-        has_triton: count the Triton kernels of nanotrain/kernels, products that write weight gradients and joined
-            projections, not their torch forms.
+        has_triton: count the Triton kernels of the loss, products that write weight gradients and joined projections,
+            not their torch forms.
     """
     budget = Budget(card, plan.config.precision.params_dtype.value)
     with _model_parallel(plan) as parallel:
@@ -298,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the budget."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--card", choices=CARDS, default="H100")
-    parser.add_argument("--torch-forms", action="store_true", help="count torch's operators, no Triton kernels")
+    parser.add_argument("--torch-forms", action="store_true", help="count torch's operators alone")
     parser.add_argument("--world-size", type=int, default=1)
     parser.add_argument("--rank", type=int, default=0, help="the rank that is counted; the last one has the loss")
     known, flags = parser.parse_known_args(arguments)

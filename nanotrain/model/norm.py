@@ -7,7 +7,7 @@
     build_head_norm, WideRMSNorm   norms of queries and keys
 
 With `apply_layernorm_1p` the stored weight is the difference from 1, which is added in fp32. torch has a fused
-LayerNorm on every device; the forms of RMSNorm are in kernels/rms_norm.py.
+LayerNorm on every device, and a fused RMSNorm on GPUs.
 """
 
 from functools import partial
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from nanotrain.comm.autograd import copy_to, reduce_from
 from nanotrain.comm.group import Group
 from nanotrain.config.config import ModelConfig, Normalization
-from nanotrain.kernels.rms_norm import add_rms_norm, rms_norm
 from nanotrain.memory.recompute import Recompute, TensorFunction
 from nanotrain.model.parameters import Parameters
 
@@ -47,11 +46,44 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight, self.eps, self.is_offset = weight, eps, is_offset
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """[..., size] -> [..., size], same dtype; with a residual the norm of the sum, and the sum."""
-        if residual is None:
-            return rms_norm(x, self.weight, eps=self.eps, is_offset=self.is_offset)
-        return add_rms_norm(x, residual, weight=self.weight, eps=self.eps, is_offset=self.is_offset)
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size], same dtype."""
+        weight = _fp32(self.weight) + 1 if self.is_offset else self.weight
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+            out: Tensor = _RMSNormOnCPU.apply(x, weight, self.eps)
+            return out
+        return F.rms_norm(_fp32(x) if self.is_offset else x, weight.shape, weight, self.eps).to(x.dtype)
+
+
+class _RMSNormOnCPU(torch.autograd.Function):
+    """Keeps its input and one number per row; torch's operators keep the input and the normalized rows in fp32 too.
+
+    With r = 1 / sqrt(mean(x^2) + eps) and n = x * r: out = n * w, and for the gradient g of out
+
+        grad_x = r * (g * w - n * mean(g * w * n))
+        grad_w = sum over rows of g * n
+
+    LayerNorm's backward at mean 0 differs by a term -r * mean(g * w) in grad_x, which is added back. Measured, 2048 x
+    384, forward and backward on one core: fp32 4.3 -> 1.5 ms, bf16 5.3 -> 2.6 ms.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x32 = _fp32(x)
+        norm = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return torch.mul(x32, scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        grad, weight32, size = _fp32(grads[0]), _fp32(weight), x.shape[-1]
+        grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
+            grad, _fp32(x), [size], torch.zeros_like(scale), scale, weight32, None, [True, True, False]
+        )
+        grad_x += (grad @ weight32)[..., None].mul_(scale).div_(size)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
 class WideRMSNorm(nn.Module):
@@ -123,20 +155,7 @@ def after_norm(norm: nn.Module | None, second: TensorFunction, *, recompute: Rec
 
 
 def after_sum(norm: nn.Module | None, second: TensorFunction, *, recompute: Recompute) -> TensorFunction:
-    """The function `(hidden, change, **options) -> (total, second(norm(total), **options))` of the sum of both.
-
-    Args:
-        norm: None for none.
-        second: what follows the norm.
-        recompute: a norm that is recomputed is not one kernel with the sum, which would keep both summands.
-    """
-    if isinstance(norm, RMSNorm) and not recompute.includes("layernorm"):
-
-        def run_fused(hidden: Tensor, change: Tensor, **options: Any) -> tuple[Tensor, Any]:
-            normalized, total = norm(change, residual=hidden)
-            return total, second(normalized, **options)
-
-        return run_fused
+    """The function `(hidden, change, **options) -> (total, second(norm(total), **options))` of the sum of both."""
     follow = after_norm(norm, second, recompute=recompute)
 
     def run(hidden: Tensor, change: Tensor, **options: Any) -> tuple[Tensor, Any]:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from nanotrain.config.config import ModelConfig, PositionEmbedding
 from nanotrain.config.derive import rotary_dim, rotary_mscale
-from nanotrain.kernels.rotary import rotate
 
 
 @dataclass(frozen=True)
@@ -127,4 +126,6 @@ def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
     Returns:
         [B, S, N, D], same dtype.
     """
-    return rotate(x, cos=rotary.cos, sin=rotary.sin)
+    cos, sin, num_pairs = rotary.cos, rotary.sin, rotary.cos.shape[-1]
+    low, high, rest = x.split((num_pairs, num_pairs, x.shape[-1] - 2 * num_pairs), dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)

@@ -1,10 +1,11 @@
 """Activation functions against their formulas."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 from nanotrain.config.config import Activation, ModelConfig
-from nanotrain.model.activations import ACTIVATIONS, Glu
+from nanotrain.model.activations import ACTIVATIONS, Glu, swiglu
 
 
 def test_every_activation_is_its_formula() -> None:
@@ -30,3 +31,20 @@ def test_a_gate_is_bounded_from_above_and_the_linear_part_on_both_sides() -> Non
     torch.testing.assert_close(Glu.of(model)(gate, up), expected)
     plain = Glu.of(ModelConfig(activation=Activation.swiglu))
     assert torch.equal(plain(gate, up), silu(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu_is_that_of_autograd_and_keeps_two_tensors(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    gate, up = (torch.randn(5, 33).to(dtype).requires_grad_() for _ in range(2))
+    grad = torch.randn(33, 5).to(dtype).t()
+    expected = F.silu(gate) * up
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = swiglu(gate, up)
+    assert [x.data_ptr() for x in kept] == [gate.data_ptr(), up.data_ptr()]
+    assert torch.equal(out, expected)
+    for computed, autograds in zip(
+        torch.autograd.grad(out, (gate, up), grad), torch.autograd.grad(expected, (gate, up), grad), strict=True
+    ):
+        assert torch.equal(computed, autograds)

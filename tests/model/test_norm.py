@@ -6,7 +6,7 @@ from torch import nn
 
 from nanotrain.comm.group import Group
 from nanotrain.config.config import ModelConfig, Normalization
-from nanotrain.model.norm import build_head_norm, build_norm
+from nanotrain.model.norm import RMSNorm, build_head_norm, build_norm
 from nanotrain.model.parameters import Parameters
 
 
@@ -56,3 +56,22 @@ def test_norms_of_heads_are_of_the_kind_of_the_others(kind: Normalization) -> No
     heads = torch.randn(2, 5, 3, 8, dtype=torch.float64)
     assert of_heads is not None and torch.equal(of_heads(heads), like(heads))
     assert build_head_norm(model_config, params, name="key_norm", heads=slice(0, 24), group=tp) is None
+
+
+@pytest.mark.parametrize("is_offset", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+)
+def test_rms_norm_and_its_gradients_equal_fp64(dtype: torch.dtype, tolerance: float, is_offset: bool) -> None:
+    torch.manual_seed(1)
+    x, weight = torch.randn(3, 5, 16).to(dtype).requires_grad_(), nn.Parameter(torch.randn(16).to(dtype))
+    exact_x, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
+    grad = torch.randn(3, 5, 16).to(dtype)
+    scale = (exact_x.square().mean(-1, keepdim=True) + 1e-3).rsqrt()
+    expected = exact_x * scale * (exact_weight + 1 if is_offset else exact_weight)
+    expected.backward(grad.double())
+    out = RMSNorm(weight, eps=1e-3, is_offset=is_offset)(x)
+    out.backward(grad)
+    assert out.dtype is dtype
+    for computed, exact in ((out, expected.detach()), (x.grad, exact_x.grad), (weight.grad, exact_weight.grad)):
+        torch.testing.assert_close(computed.double(), exact, rtol=tolerance, atol=tolerance)
