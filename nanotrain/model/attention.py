@@ -90,8 +90,6 @@ class Attention(nn.Module):
         rotary = context.rotary_of(has_window=self.has_window) if self.has_rope else None
         if rotary is not None:
             query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
-            if self.projections.joined is not None:  # as a slice it would keep queries and keys before the rotation
-                value = value.contiguous()
         mask = context.mask_of(has_window=self.has_window)
         scores = self.scores(context, sink=self.softmax_offset, device=query.device)
         options = {} if scores is None else {"scores": scores}
