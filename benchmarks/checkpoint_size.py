@@ -33,7 +33,7 @@ from nanotrain.config.config import Config
 from nanotrain.config.derive import data_parallel_size
 from nanotrain.config.load import load
 from nanotrain.errors import NanotrainError, report
-from nanotrain.optim.parts import clip_ranges, host_fraction, range_boxes, ranges_to_save, split_shard
+from nanotrain.optim.state import clip_ranges, host_fraction, range_boxes, ranges_to_save, split_shard
 from nanotrain.optim.stored import num_scales
 from nanotrain.precision.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from nanotrain.precision.policy import Precision
@@ -41,7 +41,7 @@ from nanotrain.spec.boxes import TensorBox
 from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.params import ParamSpec
 from nanotrain.spec.shape import ModelShape
-from nanotrain.topology.start import control_levels
+from nanotrain.topology.topology import control_levels
 from nanotrain.train.plans.plan import BufferPlan, Plan, plan_run
 
 NO_CHECKSUM = "0" * 8

@@ -32,9 +32,8 @@ from roofline import CARDS, budget_of
 from throughput import Contender, Job, Outcome, launch, nanotrain_command, torch_command
 
 from nanotrain.config.load import load
-from nanotrain.spec.counts import flops_per_token
+from nanotrain.spec.counts import flops_per_token, peak_flops
 from nanotrain.spec.shape import ModelShape
-from nanotrain.topology.hardware import peak_flops
 from nanotrain.train.plans.plan import plan_run
 
 DENSE = (

@@ -57,10 +57,8 @@ from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
-from nanotrain.parallel.dp.options import DataParallelOptions
-from nanotrain.parallel.dp.reduction import ReduceGroups
+from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups
 from nanotrain.parallel.dp.stores import GradPool, OwnMemory
-from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.precision.dtypes import DTYPE_NAMES
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision

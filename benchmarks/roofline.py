@@ -51,8 +51,8 @@ from nanotrain.parallel.pp.simulate import simulate
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.precision.policy import Precision
+from nanotrain.spec.counts import peak_flops
 from nanotrain.topology.groups import GroupSpec
-from nanotrain.topology.hardware import peak_flops
 from nanotrain.topology.topology import Topology
 from nanotrain.train.plans.plan import Plan, StagePlan, plan_run
 from nanotrain.train.plans.traffic import sent_bytes

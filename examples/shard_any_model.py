@@ -14,11 +14,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from nanotrain import ParallelContext, ShardedModule, Topology
 from nanotrain.comm.collectives import all_gather_object
-from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import OptimConfig, ParallelConfig, ShardingStrategy
-from nanotrain.optim.sharded_module import ShardedModule
-from nanotrain.topology.topology import Topology
 
 PARALLEL = ParallelConfig(data_parallel_sharding_strategy=ShardingStrategy.optim_grads_params)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from nanotrain.config.load import configure, load_config
     from nanotrain.errors import NanotrainError
     from nanotrain.inference.checkpoint import load_checkpoint
+    from nanotrain.sharded_module import ShardedModule
     from nanotrain.topology.topology import Topology
     from nanotrain.train.main import pretrain
 
@@ -23,6 +24,7 @@ MODULES = {
     "Config": "nanotrain.config.config",
     "NanotrainError": "nanotrain.errors",
     "ParallelContext": "nanotrain.comm.parallel_context",
+    "ShardedModule": "nanotrain.sharded_module",
     "Topology": "nanotrain.topology.topology",
     "configure": "nanotrain.config.load",
     "load_checkpoint": "nanotrain.inference.checkpoint",
@@ -33,6 +35,7 @@ __all__ = [
     "Config",
     "NanotrainError",
     "ParallelContext",
+    "ShardedModule",
     "Topology",
     "configure",
     "load_checkpoint",

@@ -65,7 +65,7 @@ CONVENTIONS: dict[str, tuple[str, ...]] = {
     ),
     "rank order tp-cp-ep-pp-dp (Megatron-LM)": (
         "tests/topology/test_topology.py::test_worked_example_of_eight_ranks_tp2_pp2_with_pp_before_dp",
-        "tests/topology/test_arrange.py::test_pp_before_dp_needs_no_expert_grid_without_experts",
+        "tests/topology/test_grid.py::test_pp_before_dp_needs_no_expert_grid_without_experts",
     ),
     "buffers and buckets (Megatron-LM)": (
         "tests/parallel/dp/test_layout.py::test_three_small_parameters_as_worked_out",
@@ -90,8 +90,8 @@ CONVENTIONS: dict[str, tuple[str, ...]] = {
         "tests/spec/test_stages.py::test_virtual_stages_share_the_layers_of_their_rank",
     ),
     "interleaved steps as short as torch's": (
-        "tests/parallel/pp/test_interleaved.py::test_nine_microbatches_on_eight_ranks_take_the_time_of_torch",
-        "tests/parallel/pp/test_interleaved.py::test_no_step_is_longer_than_that_of_torch_or_of_a_shorter_last_round",
+        "tests/parallel/pp/test_schedules.py::test_nine_microbatches_on_eight_ranks_take_the_time_of_torch",
+        "tests/parallel/pp/test_schedules.py::test_no_step_is_longer_than_that_of_torch_or_of_a_shorter_last_round",
     ),
     "warmup below the decay (Megatron-LM)": (
         f"{LR}::test_warmup_and_decay_of_equal_length_do_not_divide_by_zero",

@@ -16,7 +16,7 @@ from nanotrain.attention.max_logits import LogitObserver
 from nanotrain.attention.scores import ScoreOptions
 from nanotrain.attention.tile_attention import attend_tiles
 from nanotrain.attention.tiles import LocalChunk, Spans, Tile, TilePlan, plan_chunks
-from nanotrain.comm.eager import eager
+from nanotrain.comm.autograd import eager
 
 
 class AttentionKernel(Protocol):

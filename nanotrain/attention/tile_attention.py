@@ -27,7 +27,7 @@ from nanotrain.attention.chunk_attention import (
 from nanotrain.attention.max_logits import LogitObserver
 from nanotrain.attention.scores import ScoreOptions, add_sink, sink_grad
 from nanotrain.attention.tiles import Inputs, Tile, TilePlan
-from nanotrain.comm.eager import eager
+from nanotrain.comm.autograd import eager
 
 
 def forward_tiles(

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanotrain.comm.eager import eager
+from nanotrain.comm.autograd import eager
 from nanotrain.comm.group import Group
 from nanotrain.comm.work import Work, translate_errors
 

@@ -13,6 +13,7 @@ Objects are sent along the tree of a group if it has one (`Group.tree`; objects.
 is the input and no process group is used. `group.traffic` counts the bytes sent.
 """
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -24,9 +25,7 @@ from torch import Tensor
 
 from nanotrain.comm import gloo
 from nanotrain.comm.device import HostCopy, process_group_device, to_device
-from nanotrain.comm.group import Group
-from nanotrain.comm.objects import broadcast_along, gather_along, reduce_along
-from nanotrain.comm.traffic import reduced_bytes
+from nanotrain.comm.group import Group, reduced_bytes
 from nanotrain.comm.work import Work, translate_errors
 
 # torch 2.13 renamed both and warns on the old names; 2.10 has only the old ones.
@@ -295,3 +294,103 @@ def _is_local(output: Tensor, tensor: Tensor, *, full: Tensor, group: Group) -> 
     if group.size == 1 and (output.data_ptr() != tensor.data_ptr() or output.is_meta):
         output.copy_(tensor.view_as(output))
     return group.size == 1
+
+
+PACKET_BYTES = 2**15  # sent whatever the length; on one machine 16 to 64 KiB take equally long (measured)
+LENGTH_BYTES = 8  # of its length, at the beginning of a packet
+_REDUCE: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+
+
+def gather_along(levels: Sequence[Group], obj: Any) -> list[Any] | None:
+    """Every rank's object, in group order, on the root; None on the others."""
+    messages = [pickle.dumps(obj)]
+    for level in levels:
+        gathered = _gather(pickle.dumps(messages), level)
+        if gathered is None:
+            return None
+        messages = [message for part in gathered for message in pickle.loads(part)]
+    return [pickle.loads(message) for message in messages]
+
+
+def broadcast_along(levels: Sequence[Group], obj: Any) -> Any:
+    """The root's object; every other rank passes any."""
+    is_root = all(level.is_first for level in levels)
+    message = pickle.dumps(obj) if is_root else b""
+    for level in reversed(levels):
+        message = _broadcast(message, level)
+    return obj if is_root else pickle.loads(message)
+
+
+def reduce_along(levels: Sequence[Group], numbers: Sequence[float], *, op: str) -> list[float]:
+    """Numbers reduced elementwise, the same bits on every rank; `op` is "sum", "max" or "min"."""
+    total = torch.tensor(numbers, dtype=torch.float64)
+    for level in levels:
+        parts = [torch.empty_like(total) for _ in level.ranks] if level.is_first else None
+        dist.gather(total, parts, group=level.process_group, group_dst=0)
+        if parts is None:
+            break
+        total = _REDUCE[op](torch.stack(parts), dim=0)
+    for level in reversed(levels):
+        dist.broadcast(total, group=level.process_group, group_src=0)
+    reduced: list[float] = total.tolist()
+    return reduced
+
+
+def _broadcast(message: bytes, group: Group) -> bytes:
+    """The first rank's message: a packet, and what does not fit into it in a second broadcast."""
+    packet = _packet(message)
+    dist.broadcast(packet, group=group.process_group, group_src=0)
+    start, missing = _start_of(packet)
+    if missing:
+        rest = _rest(message) if group.is_first else torch.empty(missing, dtype=torch.uint8)
+        dist.broadcast(rest, group=group.process_group, group_src=0)
+        start += _bytes(rest)
+    return start
+
+
+def _gather(message: bytes, group: Group) -> list[bytes] | None:
+    """Every rank's message on the first rank: packets, and what does not fit into them from rank after rank."""
+    packets = [torch.empty(PACKET_BYTES, dtype=torch.uint8) for _ in group.ranks] if group.is_first else None
+    dist.gather(_packet(message), packets, group=group.process_group, group_dst=0)
+    if packets is None:
+        rest = _rest(message)
+        if len(rest):
+            group.wait(_started(dist.isend(rest, group=group.process_group, group_dst=0)))
+        return None
+    messages = [message]
+    for index, packet in enumerate(packets[1:], start=1):
+        start, missing = _start_of(packet)
+        if missing:
+            rest = torch.empty(missing, dtype=torch.uint8)
+            group.wait(_started(dist.irecv(rest, group=group.process_group, group_src=index)))
+            start += _bytes(rest)
+        messages.append(start)
+    return messages
+
+
+def _packet(message: bytes) -> Tensor:
+    """The length of a message and as much of it as fits."""
+    start = len(message).to_bytes(LENGTH_BYTES, "little") + message[: PACKET_BYTES - LENGTH_BYTES]
+    return torch.frombuffer(bytearray(start.ljust(PACKET_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def _start_of(packet: Tensor) -> tuple[bytes, int]:
+    """The part of a message that is in its packet, and the number of its bytes that are not."""
+    content = _bytes(packet)
+    length = int.from_bytes(content[:LENGTH_BYTES], "little")
+    start = content[LENGTH_BYTES:][:length]
+    return start, length - len(start)
+
+
+def _rest(message: bytes) -> Tensor:
+    rest = bytearray(message[PACKET_BYTES - LENGTH_BYTES :])
+    return torch.frombuffer(rest, dtype=torch.uint8) if rest else torch.empty(0, dtype=torch.uint8)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.numpy().tobytes()
+
+
+def _started(handle: dist.Work | None) -> dist.Work:
+    assert handle is not None, "torch returns None only on ranks outside the group"
+    return handle

@@ -20,14 +20,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
 from nanotrain.comm import flight_recorder
-from nanotrain.comm.attempt import require_host
 from nanotrain.comm.device import pick_device, process_group_device
-from nanotrain.comm.group import Group
+from nanotrain.comm.group import Group, TrafficCounter
 from nanotrain.comm.heartbeat import Heartbeat
 from nanotrain.comm.host_memory import keep_freed_memory
-from nanotrain.comm.process_groups import create_control, create_groups, join_world
+from nanotrain.comm.process_groups import create_control, create_groups, join_world, require_host
 from nanotrain.comm.scratch import Scratch
-from nanotrain.comm.traffic import TrafficCounter
 from nanotrain.errors import EnvironmentFault
 from nanotrain.quantities import count_of
 from nanotrain.topology.groups import GroupName, GroupSpec

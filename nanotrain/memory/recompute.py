@@ -24,7 +24,7 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint
 
-from nanotrain.comm.eager import eager
+from nanotrain.comm.autograd import eager
 from nanotrain.memory.discard import discard_output
 
 TensorFunction = Callable[..., Any]

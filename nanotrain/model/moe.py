@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanotrain.comm.autograd import concat_along, split_along
-from nanotrain.comm.eager import eager
+from nanotrain.comm.autograd import concat_along, eager, split_along
 from nanotrain.comm.group import Group
 from nanotrain.config.config import ModelConfig
 from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Options

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from nanotrain.attention.chunk_attention import AttentionChunk
 from nanotrain.attention.max_logits import largest_logits
+from nanotrain.comm.autograd import eager
 from nanotrain.comm.collectives import all_reduce
-from nanotrain.comm.eager import eager
 from nanotrain.comm.group import Group
 from nanotrain.config.config import OptimConfig
 from nanotrain.model.parallel import ModelParallel

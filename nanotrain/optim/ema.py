@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nanotrain.optim.part_state import PartState
+from nanotrain.optim.state import PartState
 from nanotrain.optim.stored import StoredTensor
 
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.group import Group
-from nanotrain.optim.clip import squared_norm
-from nanotrain.optim.distributed import DistributedOptimizer
+from nanotrain.optim.distributed import DistributedOptimizer, squared_norm
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.spec.params import ParamSpec
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from nanotrain.config.config import MatmulPrecision, MuonScaleMode, OptimConfig
-from nanotrain.optim.adam import ADAM
-from nanotrain.optim.lion import LION
+from nanotrain.optim.elementwise import ADAM, LION
 from nanotrain.optim.rule import MatrixRule, ParamRange, Shape, UpdateRule, UpdateStep
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial

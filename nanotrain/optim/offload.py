@@ -15,7 +15,7 @@ import torch
 
 from nanotrain.comm.device import BufferCopies, BufferCopy
 from nanotrain.errors import ConfigError
-from nanotrain.optim.part_state import HostBuffers, PartState
+from nanotrain.optim.state import HostBuffers, PartState
 
 
 class HostUpdate:

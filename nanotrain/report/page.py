@@ -19,6 +19,7 @@ from nanotrain.config.derive import data_parallel_size, num_microbatches
 from nanotrain.config.schema import with_values
 from nanotrain.errors import EnvironmentFault, NanotrainError
 from nanotrain.parallel.pp.actions import PipelineShape
+from nanotrain.parallel.pp.draw import save_png
 from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule
 from nanotrain.parallel.pp.simulate import simulate
 from nanotrain.report import figures, tables, timeline
@@ -150,8 +151,6 @@ def layout_html(run: RunHistory) -> str:
 
 
 def _schedule(parallel: ParallelConfig, count: int, *, name: str) -> str:
-    from nanotrain.parallel.pp.draw_png import save_png  # matplotlib takes half a second to import
-
     num_ranks = parallel.pipeline_model_parallel_size
     shape = PipelineShape(num_ranks, parallel.num_virtual_stages_per_pipeline_rank, count)
     shape = replace(shape, num_microbatches=min(count, MICROBATCHES_PER_RANK * num_ranks))

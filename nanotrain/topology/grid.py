@@ -1,19 +1,33 @@
-"""A grid of ranks with named axes, the fastest-varying first.
+"""Grids of ranks with named axes, the fastest-varying first, and their arrangement from the sizes of a configuration.
 
     Grid(("tp", "pp"), (2, 2))        pp 0: ranks 0 1
                                       pp 1: ranks 2 3
 
 A rank is the mixed-radix number of its coordinates. The methods about one rank compute with the strides of the axes, so
 their cost does not depend on the number of ranks; `groups` lists all of them.
+
+`arrange` returns a dense and an expert grid, or refuses sizes that do not fit:
+
+    dense   tp + TP*(cp + CP*(dp + DP*pp))                        order tp-cp-ep-dp-pp
+    expert  etp + ETP*(ep + EP*(expert_dp + EXPERT_DP*pp))
+
+dp and expert_dp are the world size divided by the other axes. `--use-tp-pp-dp-mapping` swaps dp and pp in both grids.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import lcm, prod
+from typing import Any
 
 import numpy as np
 from einops import rearrange
 from numpy.typing import NDArray
+
+from nanotrain.config.config import ParallelConfig
+from nanotrain.config.option import flag_of
+from nanotrain.errors import TopologyError
+from nanotrain.quantities import count_of
 
 
 @dataclass(frozen=True)
@@ -76,3 +90,122 @@ class Grid:
         sizes = dict(zip(self.axes, self.sizes, strict=True))
         ranks: NDArray[np.int64] = np.arange(self.world_size)
         return tuple(tuple(group) for group in rearrange(ranks, pattern, **sizes).tolist())
+
+
+# the axes that a flag sizes, in the order in which a smaller size is suggested
+FIELDS = {
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "tp": "tensor_model_parallel_size",
+}
+
+
+def arrange(
+    parallel: ParallelConfig, world_size: int, *, is_sharded: bool, has_experts: bool = True
+) -> tuple[Grid, Grid]:
+    """Arrange ranks in the dense and the expert grid.
+
+    Args:
+        parallel: sizes of the axes.
+        world_size: number of ranks.
+        is_sharded: whether optimizer state is sharded over data-parallel ranks.
+        has_experts: whether the expert grid is used, so that a rank must have the same stage in both.
+
+    Raises:
+        TopologyError: the ranks cannot form the groups; names the numbers and a fix.
+    """
+    if world_size < 1:
+        raise TopologyError(f"{world_size} ranks cannot run a job", fix="run on at least 1 rank")
+    if not _fits(parallel, world_size):
+        raise _misfit(parallel, world_size)
+    dense, expert = _dense_sizes(parallel), _expert_sizes(parallel)
+    dense["dp"], expert["expert_dp"] = world_size // prod(dense.values()), world_size // prod(expert.values())
+    ranks = {"dp*cp": dense["dp"] * dense["cp"], "expert_dp": expert["expert_dp"]}
+    _check_instances(parallel.num_distributed_optimizer_instances, ranks, is_sharded=is_sharded)
+    if not parallel.use_tp_pp_dp_mapping:
+        return _grid(dense, ("tp", "cp", "dp", "pp")), _grid(expert, ("etp", "ep", "expert_dp", "pp"))
+    if has_experts:
+        _check_same_stages(dense, expert)
+    return _grid(dense, ("tp", "cp", "pp", "dp")), _grid(expert, ("etp", "ep", "pp", "expert_dp"))
+
+
+def _dense_sizes(parallel: ParallelConfig) -> dict[str, int]:
+    return {
+        "tp": parallel.tensor_model_parallel_size,
+        "cp": parallel.context_parallel_size,
+        "pp": parallel.pipeline_model_parallel_size,
+    }
+
+
+def _expert_sizes(parallel: ParallelConfig) -> dict[str, int]:
+    return {
+        "etp": parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
+        "ep": parallel.expert_model_parallel_size,
+        "pp": parallel.pipeline_model_parallel_size,
+    }
+
+
+def _grid(sizes: dict[str, int], axes: tuple[str, ...]) -> Grid:
+    return Grid(axes, tuple(sizes[axis] for axis in axes))
+
+
+def _fits(parallel: ParallelConfig, world_size: int, **changes: Any) -> bool:
+    parallel = replace(parallel, **changes)
+    return all(world_size % prod(sizes(parallel).values()) == 0 for sizes in (_dense_sizes, _expert_sizes))
+
+
+def _misfit(parallel: ParallelConfig, world_size: int) -> TopologyError:
+    """The error for axes whose product does not divide the world size; the fix is one smaller axis, or other ranks."""
+    dense, expert = _dense_sizes(parallel), _expert_sizes(parallel)
+    wrong = dense if world_size % prod(dense.values()) else expert
+    current = dense | expert
+    smaller_axes: Iterator[tuple[str, int]] = (
+        (field, smaller)
+        for axis, field in FIELDS.items()
+        for smaller in range(current[axis] - 1, 0, -1)
+        if _fits(parallel, world_size, **{field: smaller})
+    )
+    if wrong is expert and _fits(parallel, world_size, expert_tensor_parallel_size=1):
+        smaller_axes = iter([("expert_tensor_parallel_size", 1)])  # whole experts, the usual layout
+    fixes = [f"set {flag_of(field)} {size}" for field, size in islice(smaller_axes, 1)]
+    unit = lcm(prod(dense.values()), prod(expert.values()))
+    shown = " x ".join(f"{axis}={size}" for axis, size in wrong.items() if size > 1)
+    return TopologyError(
+        f"{count_of(world_size, 'rank')} cannot form {shown}",
+        why=f"{'*'.join(wrong)} = {prod(wrong.values())} must divide the world size",
+        fix=" or ".join([*fixes, f"run on {count_of(unit * -(-world_size // unit), 'rank')}"]),
+    )
+
+
+def _check_same_stages(dense: dict[str, int], expert: dict[str, int]) -> None:
+    """With pp before dp, a rank has the same stage in both grids only if pp has the same stride in both."""
+    if dense["pp"] == 1 or dense["dp"] == expert["expert_dp"]:
+        return
+    flag = flag_of("use_tp_pp_dp_mapping")
+    raise TopologyError(
+        f"{flag} cannot arrange dp={dense['dp']} and expert_dp={expert['expert_dp']} with pp={dense['pp']}",
+        why=f"tp*cp = {dense['tp'] * dense['cp']} and etp*ep = {expert['etp'] * expert['ep']} differ, "
+        "so a rank would hold the experts of one stage and the other layers of another",
+        fix=f"drop {flag} or choose sizes with tp*cp = etp*ep",
+    )
+
+
+def _check_instances(instances: int, ranks: dict[str, int], *, is_sharded: bool) -> None:
+    """The number of optimizer instances must divide the data-parallel ranks of both grids, given by name."""
+    flag = flag_of("num_distributed_optimizer_instances")
+    if instances > 1 and not is_sharded:
+        raise TopologyError(
+            f"{flag} {instances} has no effect with no_shard",
+            why="no_shard replicates the optimizer state on every rank, so there are no shards to replicate",
+            fix=f"set {flag_of('data_parallel_sharding_strategy')} optim or {flag} 1",
+        )
+    for name, count in ranks.items():
+        if count % instances:
+            fitting = max(n for n in range(1, instances) if all(other % n == 0 for other in ranks.values()))
+            raise TopologyError(
+                f"{instances} optimizer instances cannot share {name} = {count_of(count, 'rank')}",
+                why=f"{flag} must divide " + " and ".join(f"{name} = {count}" for name, count in ranks.items()),
+                fix=f"set {flag} {fitting}",
+            )

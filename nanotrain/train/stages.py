@@ -16,8 +16,7 @@ from nanotrain.model.parallel import ModelParallel
 from nanotrain.model.transformer import Stage
 from nanotrain.parallel.cp.attention import build_core_attention
 from nanotrain.parallel.dp.data_parallel import DataParallel
-from nanotrain.parallel.dp.options import DataParallelOptions
-from nanotrain.parallel.dp.reduction import ReduceGroups
+from nanotrain.parallel.dp.options import DataParallelOptions, ReduceGroups
 from nanotrain.parallel.pp.executor import RunnableStage
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel
 from nanotrain.precision.fp8 import RECIPES

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+import torch._dynamo
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from nanotrain.comm.autograd import concat_along, copy_to, gather_along, reduce_from, scatter_along, split_along
+from nanotrain.comm.autograd import concat_along, copy_to, eager, gather_along, reduce_from, scatter_along, split_along
 from nanotrain.comm.group import Group
 from tests.harness import ranks
 
@@ -125,3 +128,37 @@ def test_in_a_group_of_one_the_output_is_the_input_without_a_graph_node():
     single, x = Group.single_rank("tp"), torch.ones(2, 3, requires_grad=True)
     assert all(function(x, single) is x for function in (copy_to, reduce_from))
     assert all(function(x, single, dim=1) is x for function in ALONG)
+
+
+class _Double(torch.autograd.Function):
+    """Doubles; fails where it is traced."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        assert not torch.compiler.is_compiling()
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> Tensor:
+        assert not torch.compiler.is_compiling()
+        return 2 * grads[0]
+
+
+@eager
+def double(x: Tensor) -> Tensor:
+    out: Tensor = _Double.apply(x)
+    return out
+
+
+def test_runs_between_two_graphs_without_compiling_again() -> None:
+    def function(x: Tensor) -> Tensor:
+        return double(x.relu()).sigmoid()
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, backend=counter)
+    for _ in range(12):
+        x, y = (torch.linspace(-1, 1, 6, requires_grad=True) for _ in range(2))
+        compiled(x).sum().backward()
+        function(y).sum().backward()
+        assert x.grad is not None and y.grad is not None and torch.equal(x.grad, y.grad)
+    assert counter.frame_count == 2, "one graph before the call and one after it"

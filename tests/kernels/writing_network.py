@@ -10,9 +10,7 @@ from nanotrain.comm.group import Group
 from nanotrain.kernels.deferred_wgrad import WgradQueue, accumulate_wgrads
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
-from nanotrain.parallel.dp.options import DataParallelOptions
-from nanotrain.parallel.dp.reduction import ReduceGroups
-from nanotrain.parallel.dp.strategy import STRATEGIES
+from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
 from nanotrain.parallel.tp.loss import Targets, Vocabulary, vocab_parallel_cross_entropy
 from nanotrain.parallel.tp.tensor_parallel import TensorParallel

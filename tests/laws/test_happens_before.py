@@ -24,7 +24,7 @@ from nanotrain.model.context import BatchContext
 from nanotrain.optim import offload as optimizer_offload
 from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.parallel.dp.data_parallel import DataParallel
-from nanotrain.parallel.dp.stores import GradPool, ShardGather
+from nanotrain.parallel.dp.stores import GradPool, ParamStore
 from nanotrain.parallel.pp import executor
 from nanotrain.parallel.pp.executor import run_forward
 from nanotrain.topology.topology import Topology
@@ -195,7 +195,7 @@ def test_the_rows_have_every_axis_strategy_and_backend() -> None:
 
 
 def _no_wait_for_params(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ShardGather, "wait", lambda self: None)
+    patch.setattr(ParamStore, "wait", lambda self: None)
 
 
 def _no_wait_for_grads(patch: pytest.MonkeyPatch) -> None:

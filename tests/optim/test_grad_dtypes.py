@@ -14,9 +14,7 @@ from nanotrain.config.config import OptimConfig, PrecisionConfig
 from nanotrain.optim.distributed import DistributedOptimizer
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
-from nanotrain.parallel.dp.options import DataParallelOptions
-from nanotrain.parallel.dp.reduction import ReduceGroups
-from nanotrain.parallel.dp.strategy import STRATEGIES
+from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
 from tests.harness import run_ranks

@@ -15,10 +15,9 @@ from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import OptimConfig
-from nanotrain.optim.adam import ADAM
-from nanotrain.optim.part_state import PartState
-from nanotrain.optim.parts import ShardPart
+from nanotrain.optim.elementwise import ADAM
 from nanotrain.optim.rule import UpdateStep
+from nanotrain.optim.state import PartState, ShardPart
 from nanotrain.optim.stored import SCALE_BLOCK, StoredTensor
 from nanotrain.parallel.dp.layout import ShardRange
 from nanotrain.precision.policy import Precision

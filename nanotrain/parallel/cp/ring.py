@@ -33,7 +33,7 @@ from nanotrain.attention.scores import ScoreOptions, add_sink, sink_grad
 from nanotrain.attention.sdpa import LayerKernels
 from nanotrain.attention.tile_attention import forward_tiles, tile_gradients
 from nanotrain.attention.tiles import LocalChunk, Spans, Tile, TilePlan, plan_chunks
-from nanotrain.comm.eager import eager
+from nanotrain.comm.autograd import eager
 from nanotrain.comm.group import Group
 from nanotrain.comm.send_recv import start_ring_send_recv
 from nanotrain.comm.work import Work

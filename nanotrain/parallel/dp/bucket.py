@@ -1,6 +1,6 @@
 """A bucket: consecutive parameters of the flat buffers whose gradients are reduced, and which are gathered, together.
 
-A bucket is composed of a parameter store and a gradient store (`stores.py`) and drives the reduction (`reduction.py`):
+A bucket is composed of a parameter store and a gradient store (`stores.py`) and drives a `Reduction`:
 
     add_grad ...            one gradient per parameter and microbatch, or
     start_write ...         a product writes it, and mark_ready follows the last use of the parameter
@@ -11,10 +11,51 @@ A bucket is composed of a parameter store and a gradient store (`stores.py`) and
 
 from torch import Tensor
 
+from nanotrain.comm.all_to_all import start_reduce_scatter_by_all_to_all
+from nanotrain.comm.collectives import start_all_reduce, start_reduce_scatter_into
 from nanotrain.comm.work import Work
 from nanotrain.parallel.dp.layout import BucketLayout
-from nanotrain.parallel.dp.reduction import Reduction
+from nanotrain.parallel.dp.options import DataParallelOptions, ReduceGroups, shard_of
 from nanotrain.parallel.dp.stores import GradStore, ParamStore
+
+
+class Reduction:
+    """The collectives that reduce the gradients of one buffer.
+
+        inside an instance     reduce-scatter over `shard`, after every microbatch or after the last
+        across instances       all-reduce of the shard over `replicate`, or a reduce-scatter where optimizer state is
+                               sharded across instances too; once per step
+
+    With `no_shard` the shard group is one rank, so only the all-reduce across instances communicates. With one
+    optimizer instance the replicate group is one rank, so only the reduce-scatter does. With several instances (HSDP)
+    both do.
+    """
+
+    def __init__(self, groups: ReduceGroups, options: DataParallelOptions) -> None:
+        self.groups, self.keeps_full = groups, options.keeps_full_grads
+        self._scale, self._op = options.grad_scale, "avg" if options.averages else "sum"
+        by_all_to_all = options.by_all_to_all
+        self._reduce_scatter = start_reduce_scatter_by_all_to_all if by_all_to_all else start_reduce_scatter_into
+
+    def start_inside(self, full: Tensor) -> Work[Tensor]:
+        """Start to sum `full` [numel] inside the instance, into this rank's slice of it."""
+        if self._scale != 1.0:
+            full.mul_(self._scale)
+        if self.keeps_full:
+            return start_all_reduce(full, self.groups.shard, op=self._op)
+        shard = shard_of(full, self.groups.shard)
+        return self._reduce_scatter(shard, full, group=self.groups.shard, op=self._op)
+
+    def start_across(self, shard: Tensor) -> Work[Tensor]:
+        """Start to sum `shard` across instances, in place; where it is sharded across, into this rank's slice of it.
+
+        The result is `shard`.
+        """
+        replicate = self.groups.replicate
+        if not self.groups.shards_across or self.keeps_full:
+            return start_all_reduce(shard, replicate, op=self._op)
+        work = self._reduce_scatter(shard_of(shard, replicate), shard, group=replicate, op=self._op)
+        return work.then(lambda _: shard)
 
 
 class Bucket:

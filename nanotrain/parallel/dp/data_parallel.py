@@ -12,7 +12,7 @@
     no_shard             all-reduce after the last microbatch       -
     optim                reduce-scatter after the last microbatch   all-gather after the step
     optim_grads          reduce-scatter after every microbatch      all-gather after the step
-    optim_grads_params   reduce-scatter after every microbatch      all-gather per unit, `unit_gather.py`
+    optim_grads_params   reduce-scatter after every microbatch      all-gather per unit, `units.py`
 
 Reduce-scatter and all-gather run inside the shard group. With several optimizer instances (HSDP) an all-reduce of the
 shard across the replicate group follows the last reduce-scatter. Where optimizer state is sharded across instances too,
@@ -37,15 +37,19 @@ import torch
 from torch import Tensor, nn
 
 from nanotrain.kernels.grad_view import GradView, attach
-from nanotrain.parallel.dp.bucket import Bucket
+from nanotrain.parallel.dp.bucket import Bucket, Reduction
 from nanotrain.parallel.dp.fp8_weights import Fp8Weights, placeholder
-from nanotrain.parallel.dp.gather_order import GatherOrder
 from nanotrain.parallel.dp.layout import BufferLayout
-from nanotrain.parallel.dp.options import MAX_FULL_BUCKETS, DataParallelOptions
-from nanotrain.parallel.dp.reduction import ReduceGroups, Reduction, shard_of
-from nanotrain.parallel.dp.storage import build_grads, build_params
-from nanotrain.parallel.dp.unit_gather import UnitGather
-from nanotrain.parallel.dp.units import child_units, given_units, traced_units, wait_before_forward
+from nanotrain.parallel.dp.options import MAX_FULL_BUCKETS, DataParallelOptions, ReduceGroups, shard_of
+from nanotrain.parallel.dp.stores import build_grads, build_params
+from nanotrain.parallel.dp.units import (
+    GatherOrder,
+    UnitGather,
+    child_units,
+    given_units,
+    traced_units,
+    wait_before_forward,
+)
 from nanotrain.precision.fp8 import WEIGHT_DTYPE
 from nanotrain.precision.policy import Precision
 from nanotrain.spec.params import LocalParam
@@ -173,7 +177,7 @@ class DataParallel:
         if self.fp8_weights is not None:
             self.fp8_weights.quantize()
         for bucket in reversed(self.buckets):
-            bucket.params.gather.start_across()
+            bucket.params.start_across()
         if not self.options.strategy.shard_params:  # else each unit is gathered when it runs
             for bucket in reversed(self.buckets):
                 bucket.params.start_all_gather()
@@ -339,13 +343,7 @@ class DataParallel:
 
     def _build_buckets(self, precision: Precision) -> tuple[Bucket, ...]:
         options = self.options
-        reduction = Reduction(
-            self.groups,
-            averages=options.averages,
-            scale=options.grad_scale,
-            by_all_to_all=options.by_all_to_all,
-            keeps_full=options.keeps_full_grads,
-        )
+        reduction = Reduction(self.groups, options)
         params = build_params(
             self.layout,
             self.param_buffer,

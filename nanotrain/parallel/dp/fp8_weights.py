@@ -3,7 +3,7 @@
     update [update_numel]   params_dtype   what this rank's optimizer writes
         amax of every weight or block: of this rank's elements, then the largest over the ranks that share it
         fp8 values with the scales of the whole weight
-    gather.update           fp8            the same elements of the bucket; all-gathers send these
+    params.sent           fp8            the same elements of the bucket; all-gathers send these
     Fp8Layer.stored         fp8            the weight as the products read it
 
 Every element is rounded as if the whole weight were quantized from params_dtype, so results equal those of a run
@@ -25,7 +25,7 @@ from nanotrain.comm.group import Group
 from nanotrain.kernels.fp8.layer import Fp8Layer, StoredWeight
 from nanotrain.kernels.fp8.quantize import block_amax, quantize
 from nanotrain.parallel.dp.bucket import Bucket
-from nanotrain.parallel.dp.reduction import ReduceGroups
+from nanotrain.parallel.dp.options import ReduceGroups
 from nanotrain.precision.fp8 import Block
 
 
@@ -179,7 +179,7 @@ class Fp8Weights:
         for weight, amax in zip(self._weights, amaxes, strict=True):
             inverse, params = weight.layer.weight_scales(amax), weight.bucket.params
             for part in weight.parts():
-                part.quantize(params.update, params.gather.update, inverse=inverse)
+                part.quantize(params.update, params.sent, inverse=inverse)
             weight.layer.stored = replace(weight.stored, inverse_scales=inverse, amax=amax.amax((1, 2)))
 
     def gather_updates(self, bucket: Bucket) -> Tensor:

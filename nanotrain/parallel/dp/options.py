@@ -1,20 +1,69 @@
-"""`DataParallelOptions`: how one data-parallel wrapper shards, reduces and gathers; read by the plan and by the run."""
+"""What a data-parallel wrapper shards, over which ranks, and how; read by the plan and by the run.
+
+STRATEGIES             the sharding strategies as traits; no other code compares their names
+ReduceGroups           the groups that gradients are summed over
+DataParallelOptions    options of one wrapper
+"""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
-from torch import nn
+from torch import Tensor, nn
 
 from nanotrain.comm.group import Group
 from nanotrain.config.config import ParallelConfig, PrecisionConfig
-from nanotrain.parallel.dp.strategy import STRATEGIES, Strategy
 from nanotrain.precision.policy import Precision
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What a `--data-parallel-sharding-strategy` shards."""
+
+    # main params and optimizer state are sharded over the shard group (ZeRO-1; Rajbhandari et al. 2020, section 5.1).
+    shard_optim: bool
+    shard_grads: bool  # gradients are sharded too and never stored at full size (ZeRO-2; section 5.2)
+    shard_params: bool  # parameters are sharded too and all-gathered per unit (ZeRO-3; section 5.3)
+
+    @property
+    def gathers_by_unit(self) -> bool:
+        """Whether parameters are all-gathered per FSDP unit; then no bucket may span two units."""
+        return self.shard_params
+
+
+STRATEGIES = {
+    "no_shard": Strategy(shard_optim=False, shard_grads=False, shard_params=False),
+    "optim": Strategy(shard_optim=True, shard_grads=False, shard_params=False),
+    "optim_grads": Strategy(shard_optim=True, shard_grads=True, shard_params=False),
+    "optim_grads_params": Strategy(shard_optim=True, shard_grads=True, shard_params=True),
+}
+
 
 MAX_GRAD_BYTES = 4  # bytes of an fp32 gradient
 # Buckets with full-size gradients at once where gradients are sharded: one fills while another is being reduced; a
 # third would only hold memory.
 MAX_FULL_BUCKETS = 2
+
+
+@dataclass(frozen=True)
+class ReduceGroups:
+    """The two groups a gradient is summed over."""
+
+    shard: Group  # the ranks that a bucket is sharded over
+    replicate: Group  # the ranks with the same shard
+    shards_across: bool = False  # optimizer state is sharded over `replicate` too
+
+    @cached_property
+    def outer(self) -> Group:
+        """The ranks that a shard is sharded over: `replicate`, or this rank only."""
+        return self.replicate if self.shards_across else Group.single_rank(self.replicate.name, self.replicate.rank)
+
+
+def shard_of(full: Tensor, group: Group) -> Tensor:
+    """View of this rank's shard of a flat tensor: the index-th of `group.size` equal slices."""
+    numel = full.numel() // group.size
+    return full[group.index * numel : (group.index + 1) * numel]
 
 
 @dataclass(frozen=True)

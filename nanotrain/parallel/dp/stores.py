@@ -1,11 +1,12 @@
 """Storage of one bucket: a parameter store and a gradient store, chosen from the strategy's traits.
 
-    parameters   ResidentParams    full size all the time
+    parameters   ParamStore        full size all the time
                  ShardedParams     this rank's shard all the time, full size while a unit is gathered
     gradients    ResidentGrads     full size all the time; microbatches accumulate at full size, one reduction per step
                  TransientGrads    full size while a microbatch fills it, then only this rank's shard accumulates
 
 Transient stores take full-size storage from a `GradPool` and return it, so that few buckets exist at full size.
+`build_params` and `build_grads` allocate the stores of all buckets of a layout.
 """
 
 from collections.abc import Sequence
@@ -16,81 +17,69 @@ from torch import Tensor
 from nanotrain.comm.collectives import start_all_gather_into
 from nanotrain.comm.work import Work
 from nanotrain.parallel.dp.layout import BufferLayout
-from nanotrain.parallel.dp.reduction import ReduceGroups, shard_of
+from nanotrain.parallel.dp.options import ReduceGroups, shard_of
+from nanotrain.precision.policy import Precision
 
 
-class ShardGather:
-    """The all-gathers of one bucket's parameters: first of the shard across instances, then of the bucket inside one.
+class ParamStore:
+    """Parameters of one bucket at full size; each rank updates a part and all-gathers the others.
+
+    Updated parts are collected in `shard` across instances (`start_across`), then shards in `full` inside an instance.
 
     Args:
         full: [numel] the bucket.
-        shard: [shard_numel] this rank's shard of it.
-        groups: inside the instance and across instances.
+        groups: groups of the bucket.
+        shard: [shard_numel] this rank's shard, by default its part of `full`.
+        update: [update_numel] what this rank's optimizer writes, by default its part of `shard`.
     """
 
-    def __init__(self, full: Tensor, shard: Tensor, *, groups: ReduceGroups) -> None:
-        self.full, self.shard, self._groups = full, shard, groups
-        self.update = shard_of(shard, groups.outer)  # [update_numel] what this rank updates
-        self._outer: Work[Tensor] | None = None
-        self._inner: Work[Tensor] | None = None
+    apart: Tensor | None = None  # [numel] parameters gathered outside `full`
+
+    def __init__(
+        self, full: Tensor, *, groups: ReduceGroups, shard: Tensor | None = None, update: Tensor | None = None
+    ) -> None:
+        self.full, self.shard = full, shard_of(full, groups.shard) if shard is None else shard
+        self.sent = shard_of(self.shard, groups.outer)  # [update_numel] what this rank sends to the others
+        self.update = self.sent if update is None else update
+        self._groups = groups
+        self._across: Work[Tensor] | None = None
+        self._inside: Work[Tensor] | None = None
+
+    @property
+    def has_storage(self) -> bool:
+        """Whether `full` has memory."""
+        return True
 
     @property
     def is_gathering(self) -> bool:
         """Whether an all-gather was started and not yet waited for."""
-        return self._outer is not None or self._inner is not None
+        return self._across is not None or self._inside is not None
 
     def start_across(self) -> None:
         """Start to collect the updated parts of the shard of all instances in `shard`."""
-        self._outer = start_all_gather_into(self.shard, self.update, group=self._groups.outer)
+        self._across = start_all_gather_into(self.shard, self.sent, group=self._groups.outer)
 
-    def start_inside(self) -> None:
+    def start_all_gather(self) -> None:
         """Start to collect the shards of all ranks of the instance in `full`."""
-        self.wait_across()
-        self._inner = start_all_gather_into(self.full, self.shard, group=self._groups.shard)
-
-    def wait_across(self) -> None:
-        """Wait until `shard` holds the updated parameters."""
-        work, self._outer = self._outer, None
-        if work is not None:
-            work.wait()
+        self._wait_across()
+        self._inside = start_all_gather_into(self.full, self.shard, group=self._groups.shard)
 
     def wait(self) -> None:
         """Wait until `shard`, and `full` where its all-gather was started, hold the updated parameters."""
-        self.wait_across()
-        work, self._inner = self._inner, None
+        self._wait_across()
+        work, self._inside = self._inside, None
         if work is not None:
             work.wait()
-
-
-class ResidentParams:
-    """Parameters at full size; each rank updates a part and all-gathers the others.
-
-    Args:
-        full: [numel] the bucket's slice of the parameter buffer.
-        groups: of the bucket.
-        update: [update_numel] what this rank's optimizer writes, by default its part of `full`.
-    """
-
-    has_storage = True
-
-    def __init__(self, full: Tensor, *, groups: ReduceGroups, update: Tensor | None = None) -> None:
-        self.full, self.shard = full, shard_of(full, groups.shard)
-        self.apart: Tensor | None = None  # `full` is never gathered elsewhere
-        self.gather = ShardGather(full, self.shard, groups=groups)
-        self.update = self.gather.update if update is None else update
 
     def allocate(self) -> None:
         """Do nothing: `full` always has storage. The same holds for `keep_shard`, `free` and `gather_apart`."""
 
     keep_shard = free = gather_apart = allocate
 
-    def start_all_gather(self) -> None:
-        """Start to collect the shards of all ranks in `full`."""
-        self.gather.start_inside()
-
-    def wait(self) -> None:
-        """Wait until `full` holds the updated parameters."""
-        self.gather.wait()
+    def _wait_across(self) -> None:
+        work, self._across = self._across, None
+        if work is not None:
+            work.wait()
 
 
 class OwnMemory:
@@ -168,29 +157,21 @@ def gather_memory(layout: BufferLayout, shards: Sequence[Tensor], *, num_blocks:
     ]
 
 
-class ShardedParams:
+class ShardedParams(ParamStore):
     """This rank's shard of the parameters (`optim_grads_params`); `full` has memory only while it is gathered.
 
     Args:
+        memory: memory of the whole bucket.
+        groups: groups of the bucket.
         shard: [shard_numel] this rank's part.
-        memory: of the whole bucket.
-        groups: of the bucket.
         update: [update_numel] what this rank's optimizer writes, by default its part of `shard`.
     """
 
     def __init__(
-        self,
-        shard: Tensor,
-        memory: OwnMemory | PooledMemory,
-        *,
-        groups: ReduceGroups,
-        update: Tensor | None = None,
+        self, memory: OwnMemory | PooledMemory, *, groups: ReduceGroups, shard: Tensor, update: Tensor | None = None
     ) -> None:
-        self.shard, self.full, self.memory = shard, memory.full, memory
-        self.apart: Tensor | None = None  # [numel] parameters gathered outside `full`
-        self.gather = ShardGather(self.full, shard, groups=groups)
-        self.update = self.gather.update if update is None else update
-        self._groups = groups
+        super().__init__(memory.full, groups=groups, shard=shard, update=update)
+        self.memory = memory
         memory.free()
 
     @property
@@ -206,22 +187,18 @@ class ShardedParams:
         """Start to collect the shards of all ranks in `full`, unless they are there or being collected."""
         if not self.has_storage:
             self.allocate()
-            self.gather.start_inside()
+            super().start_all_gather()
 
     def gather_apart(self) -> None:
         """Collect the parameters in `full`, or in new memory (`apart`) if other units share the block."""
         self.apart = None
         if isinstance(self.memory, PooledMemory):
-            self.gather.wait()
+            self.wait()
             self.apart = torch.empty_like(self.full)
             start_all_gather_into(self.apart, self.shard, group=self._groups.shard).wait()
             return
         self.start_all_gather()
         self.wait()
-
-    def wait(self) -> None:
-        """Wait until `full` holds the parameters."""
-        self.gather.wait()
 
     def keep_shard(self) -> None:
         """Copy this rank's part of `full` to `shard` and free the rest."""
@@ -339,5 +316,61 @@ class TransientGrads:
             self.main.copy_(shard_of(shard, self._groups.outer))
 
 
-ParamStore = ResidentParams | ShardedParams
 GradStore = ResidentGrads | TransientGrads
+
+
+def build_params(
+    layout: BufferLayout,
+    param_buffer: Tensor,
+    *,
+    groups: ReduceGroups,
+    is_sharded: bool,
+    update_buffer: Tensor | None = None,
+    num_blocks: int = 0,
+) -> list[ParamStore]:
+    """One parameter store per bucket.
+
+    Args:
+        layout: of the buffers.
+        param_buffer: [numel], or this rank's shard of it where parameters are sharded.
+        groups: of the buckets.
+        is_sharded: whether a bucket has full size only while it is gathered.
+        update_buffer: what this rank updates, apart from the parameters; None where it is a part of these.
+        num_blocks: blocks of memory that gathered units use in turn; 0: allocated with every gather.
+    """
+    numels = [bucket.update_numel for bucket in layout.buckets]
+    updates = [None] * len(numels) if update_buffer is None else update_buffer.split(numels)
+    if not is_sharded:
+        fulls = param_buffer.split([bucket.numel for bucket in layout.buckets])
+        pairs = zip(fulls, updates, strict=True)
+        return [ParamStore(full, groups=groups, update=update) for full, update in pairs]
+    shards = param_buffer.split([bucket.shard_numel for bucket in layout.buckets])
+    memory = gather_memory(layout, shards, num_blocks=num_blocks)
+    return [
+        ShardedParams(full, groups=groups, shard=shard, update=update)
+        for full, shard, update in zip(memory, shards, updates, strict=True)
+    ]
+
+
+def build_grads(
+    layout: BufferLayout, *, groups: ReduceGroups, precision: Precision, device: torch.device, is_transient: bool
+) -> list[GradStore]:
+    """One gradient store per bucket.
+
+    Args:
+        layout: of the buffers.
+        groups: of the buckets.
+        precision: dtypes of unreduced gradients and of those that the optimizer reads.
+        device: of the storage.
+        is_transient: whether a bucket has full size only from the first write to the reduction.
+    """
+    if not is_transient:
+        buffer = torch.zeros(layout.numel, dtype=precision.grads, device=device)
+        fulls = buffer.split([bucket.numel for bucket in layout.buckets])
+        return [ResidentGrads(full, groups=groups, main_dtype=precision.main_grads) for full in fulls]
+    pool = GradPool(max(bucket.numel for bucket in layout.buckets), device=device, dtype=precision.grads)
+    shards = torch.zeros(layout.numel // groups.shard.size, dtype=precision.main_grads, device=device)
+    return [
+        TransientGrads(bucket.numel, part, pool=pool, groups=groups)
+        for bucket, part in zip(layout.buckets, shards.split([b.shard_numel for b in layout.buckets]), strict=True)
+    ]

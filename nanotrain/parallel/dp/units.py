@@ -1,18 +1,154 @@
-"""FSDP units: modules that run one after another, each with the buckets that hold its parameters.
+"""FSDP units: modules that run one after another, and the all-gather of their parameters (`optim_grads_params`).
 
 child_units    the children of a pipeline stage
 given_units    modules named by the caller, of any model
 traced_units   the units whose compiled graphs write weight gradients
+GatherOrder    which buckets are all-gathered and freed when, by index; the plan counts what the run carries out
+UnitGather     hooks that carry out a `GatherOrder`
+
+    before the forward of unit i     all-gather i, start the next ones, free all others
+    after it                         free i
+    before the backward of unit i    all-gather i, start the previous ones, free all others
+    before unit i is run again       all-gather i; keep what the backward that runs it again has gathered
+    after the last                   free all
+
+Only the parameters of the current unit and of those gathered ahead have storage. Weight gradients that are computed
+later (W of a zero-bubble schedule) read no parameters. Without resharding after the forward a unit is kept until the
+backwards of all microbatches that ran forward are complete, and the backward gathers nothing.
+
+A backward that recomputes a group of layers first runs the group forward. Besides the running layer only the layer
+whose backward waits, and the units that it has gathered ahead, stay gathered:
+
+    group 1 2 3    backward 3: gather 3 | forward 1: gather 1 | forward 2: gather 2, free 1 | forward 3, backward 3
+                   backward 2: gather 2, if it was not kept as the one ahead | backward 1: gather 1
+
+Source: Zhao et al. 2023 (PyTorch FSDP), sections 3.2 and 3.3.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
 
 from nanotrain.parallel.dp.layout import BufferLayout
+from nanotrain.parallel.dp.options import DataParallelOptions
 from nanotrain.parallel.dp.stores import ParamStore
+
+
+@dataclass(frozen=True)
+class GatherChange:
+    """Buckets by index."""
+
+    freed: tuple[int, ...]
+    started: tuple[int, ...] = ()  # their all-gathers, in this order
+
+
+class GatherOrder:
+    """The gathered buckets of one buffer, while its units run one after another.
+
+    Args:
+        units: the buckets that each unit reads, in forward order; two units may read the same bucket.
+        num_prefetched: units gathered ahead.
+        reshards: free a unit after its forward and gather it again for its backward.
+        blocks: of every bucket, the block of memory that it shares with others; empty where each has its own.
+    """
+
+    def __init__(
+        self, units: Iterable[Sequence[int]], *, num_prefetched: int, reshards: bool = True, blocks: Sequence[str] = ()
+    ) -> None:
+        self.units = [tuple(unit) for unit in units]
+        self._num_next, self._reshards, self._blocks = num_prefetched, reshards, blocks
+        self._gathered: dict[int, None] = {}  # in the order in which they were gathered
+        self._num_backwards: Counter[int] = Counter()  # by bucket: backwards that are still to read it
+        self._last_backward = 0  # the unit whose backward began last
+        self._keeps_all = False  # between `gather_all` and `free_all`
+
+    @classmethod
+    def of(cls, units: Iterable[Sequence[int]], layout: BufferLayout, *, options: DataParallelOptions) -> Self:
+        """The order of the units of a buffer."""
+        blocks = layout.gather_blocks(options.num_gather_blocks).places if options.num_gather_blocks else ()
+        return cls(
+            units,
+            num_prefetched=options.num_prefetched_units,
+            reshards=options.reshards_after_forward,
+            blocks=[name for name, _ in blocks],
+        )
+
+    def begin_step(self) -> GatherChange:
+        """Expect no backward of an earlier step."""
+        self._num_backwards.clear()
+        return self.free()
+
+    def gather_all(self) -> tuple[int, ...]:
+        """Keep every bucket gathered until `free_all`; returns all of them."""
+        self._keeps_all = True
+        self._gathered |= dict.fromkeys(bucket for unit in self.units for bucket in unit)
+        return tuple(self._gathered)
+
+    def free_all(self) -> GatherChange:
+        """End what `gather_all` began."""
+        self._keeps_all = False
+        return self.free()
+
+    def free(self, *, but: Collection[int] = ()) -> GatherChange:
+        """Free all buckets except `but` and those that still wait for a backward."""
+        if self._keeps_all:
+            return GatherChange(())
+        freed = tuple(bucket for bucket in self._gathered if bucket not in but and not self._num_backwards[bucket])
+        for bucket in freed:
+            del self._gathered[bucket]
+        return GatherChange(freed)
+
+    def before_forward(self, index: int) -> GatherChange:
+        """Gather a unit for its forward."""
+        return self._gather(index, ahead=range(index + 1, index + 1 + self._num_next))
+
+    def after_forward(self, index: int, *, has_backward: bool) -> GatherChange:
+        """Free a unit after its forward, unless a backward is to find it gathered."""
+        if has_backward and not self._reshards:
+            self._num_backwards.update(self.units[index])
+        return self.free(but=self._of(range(index + 1, index + 1 + self._num_next)))
+
+    def before_backward(self, index: int) -> GatherChange:
+        """Gather a unit for its backward."""
+        self._last_backward = index
+        if not self._reshards:
+            self._num_backwards.subtract(self.units[index])
+        return self._gather(index, ahead=range(index - self._num_next, index))
+
+    def before_recomputation(self, index: int) -> GatherChange:
+        """Gather a unit that runs again inside a backward."""
+        last, current = self._last_backward, self.units[index]
+        num_ahead = self._num_next if index == last else 0
+        # A unit that shares its block with the current one is recomputed later, and gathered again then.
+        in_use = [
+            bucket
+            for bucket in self._of(range(last - num_ahead, last + 1))
+            if bucket in self._gathered and not self._is_excluded(bucket, current)
+        ]
+        return GatherChange(self.free(but=(*current, *in_use)).freed, self._start(current))
+
+    def _gather(self, index: int, *, ahead: range) -> GatherChange:
+        wanted = (*self.units[index], *self._of(ahead))
+        return GatherChange(self.free(but=wanted).freed, self._start(wanted))
+
+    def _start(self, buckets: Iterable[int]) -> tuple[int, ...]:
+        started = tuple(bucket for bucket in dict.fromkeys(buckets) if bucket not in self._gathered)
+        self._gathered |= dict.fromkeys(started)
+        return started
+
+    def _of(self, indices: range) -> list[int]:
+        return [bucket for index in indices if 0 <= index < len(self.units) for bucket in self.units[index]]
+
+    def _is_excluded(self, bucket: int, current: Sequence[int]) -> bool:
+        """Whether a bucket lies in the memory of the unit that is to be gathered."""
+        return bool(self._blocks) and any(self._blocks[bucket] == self._blocks[other] for other in current)
 
 
 @dataclass(frozen=True)
@@ -88,3 +224,79 @@ def wait_before_forward(params: Iterable[ParamStore], *_hook_arguments: Any) -> 
     """Wait until the parameters of a unit are gathered; a hook."""
     for store in params:
         store.wait()
+
+
+class UnitGather:
+    """Hooks of the units of one module, which run one after another.
+
+    Args:
+        modules: in forward order.
+        stores: of every bucket.
+        order: of the buckets that these modules read.
+        before_backward: called with the index of a unit when the backward of all later units is complete.
+        is_recomputing: whether a forward pass is one that a backward runs again.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        stores: Sequence[ParamStore],
+        *,
+        order: GatherOrder,
+        before_backward: Callable[[int], None],
+        is_recomputing: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._stores, self._order = stores, order
+        self._notify, self._is_recomputing = before_backward, is_recomputing
+        for index, module in enumerate(modules):
+            module.register_forward_pre_hook(partial(self._before_forward, index))
+            module.register_forward_hook(partial(self._after_forward, index))
+
+    def begin_step(self) -> None:
+        """Expect no backward of an earlier step."""
+        self._carry_out(self._order.begin_step())
+
+    def free(self) -> None:
+        """Free the storage of all units except those that still wait for a backward."""
+        self._carry_out(self._order.free())
+
+    @contextmanager
+    def all_gathered(self) -> Iterator[None]:
+        """Gather all units for the time of the block; forward passes inside it communicate nothing."""
+        for bucket in self._order.gather_all():
+            self._stores[bucket].gather_apart()
+        try:
+            yield
+        finally:
+            self._carry_out(self._order.free_all())
+
+    def _before_forward(self, index: int, *_: Any) -> None:
+        again = self._is_recomputing()
+        gather = self._order.before_recomputation if again else self._order.before_forward
+        self._gather(index, gather(index))
+
+    def _after_forward(self, index: int, *hook_arguments: Any) -> None:
+        if self._is_recomputing():
+            return  # the next forward or backward frees the unit; hooks of this output would never be called
+        leaves = tree_leaves(hook_arguments[-1])
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        self._carry_out(self._order.after_forward(index, has_backward=bool(outputs)))
+        if len(outputs) == 1:
+            outputs[0].register_hook(partial(self._before_backward, index))
+        elif outputs:  # the backward begins with the first gradient of any output
+            register_multi_grad_hook(outputs, partial(self._before_backward, index), mode="any")
+
+    def _before_backward(self, index: int, _grad: Tensor) -> None:
+        self._notify(index)
+        self._gather(index, self._order.before_backward(index))
+
+    def _gather(self, index: int, change: GatherChange) -> None:
+        self._carry_out(change)
+        for bucket in self._order.units[index]:
+            self._stores[bucket].wait()
+
+    def _carry_out(self, change: GatherChange) -> None:
+        for bucket in change.freed:
+            self._stores[bucket].free()
+        for bucket in change.started:
+            self._stores[bucket].start_all_gather()

@@ -1,8 +1,9 @@
-"""Text drawings of schedules: one row per rank, time from left to right, wrapped at a fixed width.
+"""Drawings of schedules as text and PNG: one row per rank, time from left to right.
 
     draw_schedule     the output of `nanotrain topology --schedule`
-    draw_timeline     the rows
+    draw_timeline     the rows, wrapped at a fixed width
     describe          duration, bubble and memory
+    save_png          a picture; later stages of a rank are darker
 
 `F0` is the forward of microbatch 0, `B` a full backward, `I` and `W` one for the input and for the weights; `F0b` is on
 the rank's second stage.
@@ -10,19 +11,27 @@ the rank's second stage.
 
 from fractions import Fraction
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
-from nanotrain.errors import ScheduleError
+from nanotrain.errors import EnvironmentFault, ScheduleError
 from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape
 from nanotrain.parallel.pp.schedules import SCHEDULES
 from nanotrain.parallel.pp.simulate import UNIT_COSTS, Costs, Timeline, simulate
+from nanotrain.quantities import count_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 WIDTH = 110  # characters per row
 MAX_CELLS = 20_000  # stages x microbatches of a drawing; this many take a second to draw
-FILL = {
-    ActionKind.forward: ".",
-    ActionKind.full_backward: "=",
-    ActionKind.backward_input: "=",
-    ActionKind.backward_weight: "-",
+MAX_INCHES = 60.0
+READABLE_INCHES, MAX_SCALE = 16.0, 2.0  # the width up to which text of 8 points is readable; texts grow beyond it
+# by kind: fill of the bars in a text, color and legend in a picture
+STYLES = {
+    ActionKind.forward: (".", "#8ecae6", "F forward"),
+    ActionKind.full_backward: ("=", "#95d5b2", "B full backward"),
+    ActionKind.backward_input: ("=", "#95d5b2", "I backward for the input"),
+    ActionKind.backward_weight: ("-", "#ffd166", "W backward for the weights"),
 }
 
 
@@ -38,12 +47,10 @@ def draw_schedule(name: str, shape: PipelineShape, *, png: Path | None = None) -
         fix = "lower --num-microbatches or --pipeline-model-parallel-size"
         raise ScheduleError(what, why=f"a drawing has at most {MAX_CELLS:,} of both together", fix=fix)
     timeline = simulate(SCHEDULES[name](shape))
-    title = f"{name}: {_counted(shape.num_ranks, 'rank')}, {_counted(shape.num_stages, 'stage')}, "
-    title += _counted(shape.num_microbatches, "microbatch", plural="es")
+    title = f"{name}: {count_of(shape.num_ranks, 'rank')}, {count_of(shape.num_stages, 'stage')}, "
+    title += count_of(shape.num_microbatches, "microbatch")
     parts = [title, draw_timeline(timeline), describe(timeline)]
     if png is not None:
-        from nanotrain.parallel.pp.draw_png import save_png  # matplotlib takes half a second to import
-
         save_png(timeline, png, title=title)
         parts.append(f"written to {png}")
     return "\n\n".join(parts)
@@ -52,7 +59,7 @@ def draw_schedule(name: str, shape: PipelineShape, *, png: Path | None = None) -
 def draw_timeline(timeline: Timeline, *, width: int = WIDTH) -> str:
     """The rows of a timeline; a column is at least as wide as the label of the shortest action.
 
-    >>> from nanotrain.parallel.pp.one_f_one_b import one_f_one_b
+    >>> from nanotrain.parallel.pp.schedules import one_f_one_b
     >>> print(draw_timeline(simulate(one_f_one_b(PipelineShape(2, 1, 2)))))
     time    0  1  2  3  4  5  6  7  8  9
     rank 0  F0.F1.      B0====   B1====
@@ -69,7 +76,7 @@ def draw_timeline(timeline: Timeline, *, width: int = WIDTH) -> str:
     for rank, of_rank in enumerate(timeline.spans):
         for span in of_rank:
             start, end = round(span.start * scale), round(span.end * scale)
-            bar = names[span.action].ljust(end - start, FILL[span.action.kind])
+            bar = names[span.action].ljust(end - start, STYLES[span.action.kind][0])
             rows[rank] = rows[rank].ljust(start) + bar
     ruler = "".join(f"{index * shortest:g}".ljust(column) for index in range(num_columns + 1))
     lines = ["time".ljust(margin), *(f"rank {rank}".ljust(margin) for rank in range(len(rows)))]
@@ -84,7 +91,7 @@ def draw_timeline(timeline: Timeline, *, width: int = WIDTH) -> str:
 def labels(timeline: Timeline) -> dict[Action, str]:
     """Kind and microbatch of every action, and a letter for the stage where a rank has several.
 
-    >>> from nanotrain.parallel.pp.interleaved import interleaved
+    >>> from nanotrain.parallel.pp.schedules import interleaved
     >>> timeline = simulate(interleaved(PipelineShape(2, 2, 1)))
     >>> list(labels(timeline).values())
     ['F0a', 'F0b', 'B0b', 'B0a', 'F0a', 'F0b', 'B0b', 'B0a']
@@ -99,23 +106,68 @@ def describe(timeline: Timeline, *, costs: Costs = UNIT_COSTS) -> str:
     """Duration, bubble and memory of a timeline."""
     bubble = Fraction(timeline.bubble_fraction).limit_denominator(10**6)
     is_split = timeline.peak_until_wgrad != timeline.peak_in_flight
+    in_flight, until_wgrad = (" ".join(map(str, n)) for n in (timeline.peak_in_flight, timeline.peak_until_wgrad))
     forward, backward = f"forward {costs.forward:g}", f"backward {costs.backward:g}"
     if is_split:
         backward += f" ({costs.backward - costs.weight:g} for I and {costs.weight:g} for W)"
     lines = [
         f"duration   {timeline.duration:g}   ({forward}, {backward})",
         f"bubble     {bubble}" + (f" = {float(bubble):.1%}" if bubble else "") + " of the time of all ranks",
-        f"in flight  {_listed(timeline.peak_in_flight)}   peak microbatches between F and {'I' if is_split else 'B'}, "
-        "per rank",
+        f"in flight  {in_flight}   peak microbatches between F and {'I' if is_split else 'B'}, per rank",
     ]
     if is_split:
-        lines.append(f"until W    {_listed(timeline.peak_until_wgrad)}   peak microbatches between F and W, per rank")
+        lines.append(f"until W    {until_wgrad}   peak microbatches between F and W, per rank")
     return "\n".join(lines)
 
 
-def _listed(numbers: tuple[int, ...]) -> str:
-    return " ".join(map(str, numbers))
+def save_png(timeline: Timeline, path: Path | BinaryIO, *, title: str) -> None:
+    """Draw a timeline to a PNG file, by path or open.
+
+    Raises:
+        EnvironmentFault: the file cannot be written.
+    """
+    try:
+        draw_figure(timeline, title=title).savefig(path, format="png", dpi=120, bbox_inches="tight")
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{path} cannot be written", why=error.strerror or str(error), fix="choose another file for --png"
+        ) from error
 
 
-def _counted(count: int, noun: str, *, plural: str = "s") -> str:
-    return f"{count} {noun}{plural if count != 1 else ''}"
+def draw_figure(timeline: Timeline, *, title: str) -> "Figure":
+    """Draw a timeline with a legend below it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # matplotlib takes half a second to import
+    from matplotlib.colors import to_rgb
+    from matplotlib.figure import Figure
+
+    num_ranks = len(timeline.spans)
+    num_stages = 1 + max(span.action.stage for spans in timeline.spans for span in spans) // num_ranks
+    width = min(MAX_INCHES, 2 + timeline.duration * 0.3)
+    scale = min(MAX_SCALE, max(1.0, width / READABLE_INCHES))  # a wide picture is seen smaller
+    figure = Figure(figsize=(width, 1.2 + num_ranks * 0.4))
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for rank, spans in enumerate(timeline.spans):
+        for span in spans:
+            shade = 1 - 0.45 * (span.action.stage // num_ranks) / max(1, num_stages - 1)
+            color = tuple(channel * shade for channel in to_rgb(STYLES[span.action.kind][1]))
+            axes.barh(rank, span.end - span.start, left=span.start, height=0.9, color=color, edgecolor="white")
+            middle = (span.start + span.end) / 2
+            ink = "black" if shade > 0.75 else "white"
+            axes.text(middle, rank, str(span.action.microbatch), ha="center", va="center", fontsize=7, color=ink)
+    kinds = [kind for kind in ActionKind if any(s.action.kind is kind for spans in timeline.spans for s in spans)]
+    for kind in kinds:
+        axes.barh(0, 0, color=STYLES[kind][1], label=STYLES[kind][2])
+    if num_stages > 1:
+        axes.barh(0, 0, color="gray", label="the darker, the later the virtual stage")
+    # measured in font sizes, so that the distance does not grow with the ranks
+    columns = {"ncols": len(kinds) + (num_stages > 1), "columnspacing": 1.2, "borderaxespad": 4.5}
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 0), frameon=False, fontsize=8 * scale, **columns)
+    axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
+    axes.tick_params(labelsize=8 * scale)
+    axes.invert_yaxis()
+    axes.set_xlim(0, timeline.duration)
+    axes.set_xlabel("time, one forward of a stage = 1; digits: microbatches", fontsize=8 * scale)
+    axes.set_title(f"{title}; bubble {timeline.bubble_fraction:.1%}", fontsize=10 * scale)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    return figure

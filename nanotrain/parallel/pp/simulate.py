@@ -81,7 +81,7 @@ def simulate(schedule: Schedule, *, costs: Costs = UNIT_COSTS) -> Timeline:
         ScheduleError: an action that is missing, repeated or on the wrong rank, or a deadlock.
 
     >>> from nanotrain.parallel.pp.actions import PipelineShape
-    >>> from nanotrain.parallel.pp.one_f_one_b import one_f_one_b
+    >>> from nanotrain.parallel.pp.schedules import one_f_one_b
     >>> simulate(one_f_one_b(PipelineShape(4, 1, 8))).bubble_fraction == 3 / 11
     True
     """

@@ -65,7 +65,7 @@ def plan_rank(schedule: Schedule, pp_rank: int) -> RankPlan:
         ScheduleError: a schedule that is incomplete or deadlocks.
 
     >>> from nanotrain.parallel.pp.actions import PipelineShape
-    >>> from nanotrain.parallel.pp.gpipe import forward_only
+    >>> from nanotrain.parallel.pp.schedules import forward_only
     >>> for step in plan_rank(forward_only(PipelineShape(2, 1, 2)), 1).steps:
     ...     print(step if isinstance(step, Action) else [str(transfer.to) for transfer in step.receives])
     ['F1.0']

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanotrain.comm.eager import eager
+from nanotrain.comm.autograd import eager
 from nanotrain.comm.work import Work
 from nanotrain.kernels.deferred_wgrad import is_deferring
 from nanotrain.kernels.fp8.products import Fp8Linears

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanotrain.comm.autograd import eager
 from nanotrain.comm.collectives import start_all_gather, start_all_reduce
-from nanotrain.comm.eager import eager
 from nanotrain.comm.group import Group
 from nanotrain.kernels.grad_view import grad_view_of
 from nanotrain.kernels.linear import dgrad, fprop, wgrad

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from nanotrain.comm.collectives import all_reduce
 from nanotrain.model.qk_clip import logits_of
-from nanotrain.optim.clip import squared_norm
+from nanotrain.optim.distributed import squared_norm
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.metrics.step_report import StepReport
 from nanotrain.train.run import Run

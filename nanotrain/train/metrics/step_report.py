@@ -14,8 +14,7 @@ from typing import Any, Protocol
 from nanotrain.comm.device import Stopwatch, device_name
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.model.router_stats import RouterMetrics
-from nanotrain.spec.counts import flops_per_token
-from nanotrain.topology.hardware import peak_flops
+from nanotrain.spec.counts import flops_per_token, peak_flops
 from nanotrain.train.metrics.spikes import SpikeScore
 from nanotrain.train.plans.plan import Plan
 from nanotrain.train.step import StepResult

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from nanotrain.config.config import RecomputeGranularity
 from nanotrain.memory.block_transforms import recomputed_groups
-from nanotrain.parallel.dp.gather_order import GatherChange, GatherOrder
 from nanotrain.parallel.dp.layout import BufferLayout
+from nanotrain.parallel.dp.units import GatherChange, GatherOrder
 from nanotrain.parallel.pp.actions import Action, ActionKind
 from nanotrain.train.plans.plan import Plan, StagePlan
 

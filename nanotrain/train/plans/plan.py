@@ -24,15 +24,13 @@ from nanotrain.model.fp8 import layers_in_bf16
 from nanotrain.optim.lr import LR_DECAYS
 from nanotrain.optim.muon import SCALAR_RULES
 from nanotrain.optim.optimizers import OPTIMIZERS
-from nanotrain.optim.parts import ShardPart, host_fraction, split_shard, state_bytes
 from nanotrain.optim.rule import UpdateRule
+from nanotrain.optim.state import ShardPart, host_fraction, split_shard, state_bytes
 from nanotrain.parallel.cp.attention import CORE_ATTENTIONS
 from nanotrain.parallel.dp.layout import BufferLayout, LayoutRules, plan_layout
-from nanotrain.parallel.dp.options import MAX_FULL_BUCKETS, DataParallelOptions
-from nanotrain.parallel.dp.strategy import STRATEGIES
+from nanotrain.parallel.dp.options import MAX_FULL_BUCKETS, STRATEGIES, DataParallelOptions
 from nanotrain.parallel.pp.actions import PipelineShape
-from nanotrain.parallel.pp.gpipe import forward_only
-from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule
+from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule, forward_only
 from nanotrain.parallel.pp.transfers import RankPlan, plan_rank
 from nanotrain.precision.fp8 import RECIPES, WEIGHT_DTYPE
 from nanotrain.precision.policy import Precision

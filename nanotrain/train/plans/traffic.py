@@ -7,7 +7,7 @@
     experts         tokens: ep, etp; for routers that choose every expert equally often
     matrices        hidden matrices of Muon: shard and replicate groups, tp, etp
 
-The counts equal those of `comm/traffic.py` in a run; a recomputed forward counts twice. Not included: tensor
+The counts equal those of `comm/group.py` in a run; a recomputed forward counts twice. Not included: tensor
 parallelism, fp8 amaxes over its groups, router statistics, attention logits of QK-clip, control traffic, and core
 attentions without an entry in `ATTENTION_BYTES`.
 """
@@ -17,12 +17,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from nanotrain.comm.traffic import reduced_bytes
+from nanotrain.comm.group import reduced_bytes
 from nanotrain.config.config import RecomputeGranularity
 from nanotrain.config.derive import recomputed_modules
 from nanotrain.memory.block_transforms import recomputed_groups
-from nanotrain.optim.matrix_update import grid_groups, plan_matrices
-from nanotrain.optim.whole_matrices import WholeMatrices
+from nanotrain.optim.matrix_update import WholeMatrices, grid_groups, plan_matrices
 from nanotrain.parallel.dp.fp8_weights import scales_shape
 from nanotrain.parallel.pp.transfers import TransferBatch
 from nanotrain.precision.fp8 import RECIPES

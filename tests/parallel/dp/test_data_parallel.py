@@ -11,9 +11,8 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import ParallelConfig
 from nanotrain.parallel.dp.data_parallel import MAX_REDUCTIONS, DataParallel, gathered
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
-from nanotrain.parallel.dp.options import DataParallelOptions
+from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions
 from nanotrain.parallel.dp.stores import TransientGrads
-from nanotrain.parallel.dp.strategy import STRATEGIES
 from nanotrain.parallel.dp.units import unit_modules
 from nanotrain.precision.policy import Precision
 from nanotrain.topology.topology import Topology
@@ -260,23 +259,23 @@ def test_a_forward_pass_waits_for_the_parameters_of_its_unit_only(ctx):
     for bucket in parallel.buckets:
         bucket.params.shard.fill_(ctx.rank + 1)
     parallel.start_param_gather()
-    waiting = [bucket for bucket in parallel.buckets if bucket.params.gather.is_gathering]
+    waiting = [bucket for bucket in parallel.buckets if bucket.params.is_gathering]
     assert len(waiting) == NUM_BUCKETS
     # when the units run one after the other,
     for name, unit in unit_modules(stage):
         unit(1.0)
         # then the unit's weight is complete, half of its bucket from either rank,
         (bucket,) = [b for b in parallel.buckets for entry in b.layout.params if entry.name == f"{name}.weight"]
-        assert not bucket.params.gather.is_gathering
+        assert not bucket.params.is_gathering
         one, two = bucket.params.full.chunk(2)
         assert (one == 1).all() and (two == 2).all()
     # and a step without a forward of a unit waits for its parameters before the optimizer updates them.
     parallel.start_param_gather()
     parallel.begin_step()
     backward(parallel, stage(1.0, [0]))
-    assert any(bucket.params.gather.is_gathering for bucket in parallel.buckets)
+    assert any(bucket.params.is_gathering for bucket in parallel.buckets)
     parallel.finish_grad_reduce()
-    assert not any(bucket.params.gather.is_gathering for bucket in parallel.buckets)
+    assert not any(bucket.params.is_gathering for bucket in parallel.buckets)
 
 
 @ranks(2, strategy="optim")

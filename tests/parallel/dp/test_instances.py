@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from nanotrain.parallel.dp import reduction as reduction_module
+from nanotrain.parallel.dp import bucket as bucket_module
 from nanotrain.parallel.dp.data_parallel import MAX_REDUCTIONS
 from tests.harness import run_ranks
 from tests.parallel.dp.test_data_parallel import SETTINGS, patterns, reduce_two_steps
@@ -36,14 +36,14 @@ def test_two_instances_of_two_ranks_sum_exactly_and_reduce_across_instances_once
 def started_collectives(ctx) -> dict[tuple[str, int], list[str]]:
     """Groups of the started collectives, in order, with gradients ready in another order on every rank."""
     started: list[str] = []
-    starts = {name: getattr(reduction_module, name) for name in ("start_reduce_scatter_into", "start_all_reduce")}
+    starts = {name: getattr(bucket_module, name) for name in ("start_reduce_scatter_into", "start_all_reduce")}
 
     def record(name: str, *tensors, group, op):
         started.append(group.name)
         return starts[name](*tensors, group=group, op=op)
 
-    reduction_module.start_reduce_scatter_into = partial(record, "start_reduce_scatter_into")
-    reduction_module.start_all_reduce = lambda shard, group, op: record("start_all_reduce", shard, group=group, op=op)
+    bucket_module.start_reduce_scatter_into = partial(record, "start_reduce_scatter_into")
+    bucket_module.start_all_reduce = lambda shard, group, op: record("start_all_reduce", shard, group=group, op=op)
     orders = {}
     for strategy in ("optim", "optim_grads"):
         for num_microbatches in (1, 3):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from nanotrain.config.config import DType, ParallelConfig, PrecisionConfig
-from nanotrain.parallel.dp.options import DataParallelOptions
+from nanotrain.config.config import DType, ParallelConfig, PrecisionConfig, ShardingStrategy
+from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions
 
 
 @pytest.mark.parametrize(("overlaps", "depth"), [(False, 0), (True, 3)])
@@ -18,3 +18,16 @@ def test_only_gradients_below_fp32_are_reduced_by_all_to_all(in_bf16: bool) -> N
     parallel = ParallelConfig(reduce_scatter_with_fp32_accumulation=True)
     precision = PrecisionConfig(params_dtype=DType.bf16, grad_reduce_in_bf16=in_bf16)
     assert DataParallelOptions.of(parallel, precision).by_all_to_all is in_bf16
+
+
+def test_every_strategy_of_the_configuration_has_traits():
+    assert set(STRATEGIES) == {strategy.value for strategy in ShardingStrategy}
+
+
+def test_each_strategy_shards_what_the_one_before_it_shards_and_more():
+    traits = [(s.shard_optim, s.shard_grads, s.shard_params) for s in STRATEGIES.values()]
+    assert traits == [(False, False, False), (True, False, False), (True, True, False), (True, True, True)]
+
+
+def test_only_sharded_params_are_gathered_by_unit():
+    assert [name for name, strategy in STRATEGIES.items() if strategy.gathers_by_unit] == ["optim_grads_params"]

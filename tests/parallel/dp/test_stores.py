@@ -3,9 +3,18 @@
 import torch
 
 from nanotrain.comm.group import Group
-from nanotrain.parallel.dp.reduction import ReduceGroups, shard_of
-from nanotrain.parallel.dp.stores import GradPool, ResidentGrads, ResidentParams, TransientGrads
+from nanotrain.parallel.dp.options import ReduceGroups, shard_of
+from nanotrain.parallel.dp.stores import (
+    GradPool,
+    ParamStore,
+    ResidentGrads,
+    TransientGrads,
+    build_grads,
+    build_params,
+)
+from nanotrain.precision.policy import Precision
 from tests.harness import ranks
+from tests.parallel.dp.toys import NUM_BUCKETS, Toy, layout_of
 
 SINGLE = ReduceGroups(Group.single_rank("dp_shard"), Group.single_rank("dp_replicate"))
 NUMEL = 192
@@ -54,12 +63,40 @@ def test_a_resident_shard_is_a_view_of_the_full_gradients(ctx):
 
 @ranks(2, strategy="optim")
 def test_resident_params_are_complete_after_the_wait(ctx):
-    params = ResidentParams(torch.zeros(NUMEL), groups=ReduceGroups(ctx.group("dp_shard"), ctx.group("dp_replicate")))
+    params = ParamStore(torch.zeros(NUMEL), groups=ReduceGroups(ctx.group("dp_shard"), ctx.group("dp_replicate")))
     params.shard.fill_(ctx.rank + 1)
-    assert not params.gather.is_gathering
+    assert not params.is_gathering
     params.start_all_gather()
-    assert params.gather.is_gathering
+    assert params.is_gathering
     params.wait()
-    assert not params.gather.is_gathering
+    assert not params.is_gathering
     assert params.full.chunk(2)[0].eq(1).all() and params.full.chunk(2)[1].eq(2).all()
     params.wait()  # without a gather there is nothing to wait for
+
+
+GROUPS = ReduceGroups(Group.single_rank("dp_shard"), Group.single_rank("dp_replicate"))
+CPU = torch.device("cpu")
+
+
+def test_parameter_stores_share_the_buffer_unless_they_are_sharded():
+    layout = layout_of(Toy())
+    buffer = torch.arange(float(layout.numel))
+    updates = torch.zeros(layout.numel)
+    resident = build_params(layout, buffer, groups=GROUPS, is_sharded=False, update_buffer=updates)
+    assert torch.equal(torch.cat([store.full for store in resident]), buffer) and len(resident) == NUM_BUCKETS
+    assert all(store.full.untyped_storage().data_ptr() == buffer.data_ptr() for store in resident)
+    assert all(store.update.untyped_storage().data_ptr() == updates.data_ptr() for store in resident)
+    sharded = build_params(layout, buffer, groups=GROUPS, is_sharded=True)
+    assert torch.equal(torch.cat([store.shard for store in sharded]), buffer)
+    assert not any(store.has_storage for store in sharded)
+
+
+def test_gradient_stores_have_their_storage_or_borrow_it():
+    layout, precision = layout_of(Toy()), Precision(params=torch.bfloat16)
+    for is_transient, kind in ((False, ResidentGrads), (True, TransientGrads)):
+        stores = build_grads(layout, groups=GROUPS, precision=precision, device=CPU, is_transient=is_transient)
+        fulls = [store.full() for store in stores]
+        assert all(isinstance(store, kind) for store in stores)
+        assert [full.numel() for full in fulls] == [bucket.numel for bucket in layout.buckets]
+        assert {full.dtype for full in fulls} == {precision.grads} == {torch.float32}
+        assert len({full.untyped_storage().data_ptr() for full in fulls}) == (NUM_BUCKETS if is_transient else 1)

@@ -1,10 +1,32 @@
 """Which modules are units, and which buckets they read."""
 
-from torch import nn
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.model.context import BatchContext
+from nanotrain.parallel.dp import bucket as bucket_module
+from nanotrain.parallel.dp import stores
+from nanotrain.parallel.dp.data_parallel import DataParallel, gathered
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
-from nanotrain.parallel.dp.units import child_units, given_units, traced_units, unit_modules
+from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions
+from nanotrain.parallel.dp.stores import OwnMemory, ShardedParams
+from nanotrain.parallel.dp.units import GatherChange, GatherOrder, child_units, given_units, traced_units, unit_modules
+from nanotrain.parallel.pp.executor import run_forward
+from nanotrain.precision.policy import Precision
 from nanotrain.spec.params import Constant, LocalParam, ParamSpec
+from nanotrain.train.plans.traffic import sent_bytes
+from nanotrain.train.run import Run
+from nanotrain.train.step import train_step
+from tests.harness import ranks, run_ranks
+from tests.laws.worlds import Case, build_here, train_cases, train_here
+from tests.parallel.dp.toys import backward, groups_of, local_params
 
 
 def layout_of(*names: str, bucket_size: int | None = None):
@@ -49,3 +71,320 @@ def test_graphs_write_gradients_of_units_that_borrow_one_bucket():
     assert traced_units(layout, is_transient=True, num_blocks=0) == {"x", "z"}
     # Units in the same memory cannot be told apart by the memory of a weight.
     assert traced_units(layout, is_transient=True, num_blocks=2) == set()
+
+
+STRATEGY = "optim_grads_params"
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+EXPERTS = {"num_experts": 4, "num_layers": 4}
+# overlap, and options of the gathers
+OPTIONS: list[tuple[bool, dict[str, Any]]] = [
+    (False, {}),
+    (True, {}),
+    (True, {"fsdp_prefetch_depth": 3}),
+    (False, {"reshard_after_forward": False}),
+    (True, {"reshard_after_forward": False}),
+    (False, {"fsdp_double_buffer": True}),
+    (True, {"fsdp_double_buffer": True}),
+    (True, {"fsdp_double_buffer": True, "fsdp_prefetch_depth": 2}),
+]
+
+
+def case_of(strategy: str = STRATEGY, *, overlap: bool = True, **model: Any) -> Case:
+    parallel = {"data_parallel_sharding_strategy": strategy} | (OVERLAP if overlap else {})
+    train = {"micro_batch_size": 2, "global_batch_size": 8}
+    return Case(2).but(train=train, parallel=parallel, model=model, optim={"clip_grad": 0.0})
+
+
+def stores_of(run: Run) -> list[ShardedParams]:
+    return [bucket.params for dp in run.data_parallel for bucket in dp.buckets]
+
+
+def bytes_with_storage(run: Run) -> int:
+    return sum(store.full.untyped_storage().nbytes() for store in stores_of(run))
+
+
+def gathered_bytes(ctx: ParallelContext, case: Case) -> dict[str, int]:
+    """The most bytes of gathered parameters in a training step, and the planned ones."""
+    run = build_here(ctx, case)
+    peak = bytes_with_storage(run)
+    assert peak == 0, "initialized without storage for all parameters"
+    allocate = ShardedParams.allocate
+
+    def measure(store: ShardedParams) -> None:
+        nonlocal peak
+        allocate(store)
+        peak = max(peak, bytes_with_storage(run))
+
+    ShardedParams.allocate = measure
+    batch = run.batch_iterator.next()
+    assert batch is not None
+    train_step(run, batch)
+    assert bytes_with_storage(run) == 0
+    planned = run.plan.resident_bytes
+    full = sum(bucket.layout.numel for dp in run.data_parallel for bucket in dp.buckets) * 4
+    return {"peak": peak, "units": planned.units, "params": planned.params, "full": full}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("schedule", [None, "1f1b", "zb-h1"])
+def test_no_more_than_two_units_are_gathered(schedule: str | None, overlap: bool) -> None:
+    pp = 1 if schedule is None else 2
+    pipeline = {"pipeline_schedule": schedule} if schedule else {}
+    case = case_of(overlap=overlap, num_layers=8).but(parallel={"pipeline_model_parallel_size": pp} | pipeline)
+    for measured in run_ranks(2 * pp, gathered_bytes, case, threads=False, strategy=STRATEGY, pp=pp):
+        assert 0 < measured["peak"] <= measured["units"]
+        assert measured["params"] == measured["full"] // 2
+        assert measured["peak"] + measured["params"] < measured["full"]
+
+
+@pytest.mark.parametrize("model", [{}, EXPERTS, {"untie_embeddings_and_output_weights": True}], ids=str)
+def test_weights_are_those_of_optim_grads_to_the_bit(model: dict[str, Any]) -> None:
+    cases = [case_of(overlap=overlap, **model).but(parallel=options) for overlap, options in OPTIONS]
+    reference = run_ranks(2, train_here, case_of("optim_grads", overlap=False, **model), strategy="optim_grads")
+    for one, outcomes in zip(reference, run_ranks(2, train_cases, cases, strategy=STRATEGY), strict=True):
+        for case, two in zip(cases, outcomes, strict=True):
+            assert one.losses == two.losses, case
+            assert all(torch.equal(one.weights[box], two.weights[box]) for box in one.weights), case
+
+
+def test_units_are_gathered_again_where_a_backward_recomputes_several_layers() -> None:
+    """With a double buffer the layers of a chunk share blocks with the one whose backward has begun."""
+    model = {"num_layers": 6}
+    chunks = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 3}
+    cases = [case_of(overlap=on, **model).but(parallel=options, memory=chunks) for on, options in OPTIONS]
+    reference = run_ranks(2, train_here, case_of("optim_grads", overlap=False, **model), strategy="optim_grads")
+    for one, outcomes in zip(reference, run_ranks(2, train_cases, cases, strategy=STRATEGY), strict=True):
+        for case, two in zip(cases, outcomes, strict=True):
+            assert all(torch.equal(one.weights[box], two.weights[box]) for box in one.weights), case
+    for (row,) in run_ranks(2, measure_options, cases[:1], threads=False, strategy=STRATEGY):
+        assert 0 < row["peak"] <= row["units"]
+
+
+@pytest.mark.parametrize(
+    ("pp", "parallel"),
+    [
+        (1, {}),
+        (2, {"pipeline_schedule": "1f1b"}),
+        (2, {"pipeline_schedule": "zb-h1"}),
+        (2, {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}),
+    ],
+    ids=str,
+)
+def test_options_of_gathers_change_planned_memory_and_traffic_and_no_bit(pp: int, parallel: dict[str, Any]) -> None:
+    """Stages of several units, tied and untied ends, accumulation: sent bytes are exact, and so is a fixed pool."""
+    for model in ({}, {"untie_embeddings_and_output_weights": True}):
+        cases = [
+            case_of(overlap=overlap, num_layers=8 if pp > 1 else 5, **model).but(
+                parallel={"pipeline_model_parallel_size": pp} | parallel | options
+            )
+            for overlap, options in OPTIONS
+        ]
+        for measured in run_ranks(2 * pp, measure_options, cases, threads=False, strategy=STRATEGY, pp=pp):
+            for case, row in zip(cases, measured, strict=True):
+                assert row["sent"] == row["planned sent"], case
+                assert row["weights"] == measured[0]["weights"] and row["loss"] == measured[0]["loss"], case
+                if case.overrides["parallel"].get("fsdp_double_buffer"):
+                    assert row["pool"] == row["units"], case
+                else:
+                    assert 0 < row["peak"] <= row["units"], case
+
+
+def measure_options(ctx: ParallelContext, cases: list[Case]) -> list[dict[str, Any]]:
+    """Bytes gathered at once and sent in one step, and hashes of what was computed."""
+    rows = []
+    for case in cases:
+        run, peak = build_here(ctx, case), 0
+        allocate = OwnMemory.allocate
+
+        def measure(memory: OwnMemory, run: Run = run, allocate: Any = allocate) -> None:
+            nonlocal peak
+            allocate(memory)
+            peak = max(peak, bytes_with_storage(run))
+
+        OwnMemory.allocate = measure  # type: ignore[method-assign]
+        batch = run.batch_iterator.next()
+        assert batch is not None
+        ctx.traffic.reset()
+        loss = train_step(run, batch).read().loss
+        OwnMemory.allocate = allocate  # type: ignore[method-assign]
+        sent = sum(ctx.traffic.bytes("dp_shard", op) for op in ("all_gather", "reduce_scatter"))
+        weights = [bucket.params.shard.double().sum().item() for dp in run.data_parallel for bucket in dp.buckets]
+        fulls = [store.full.untyped_storage() for store in stores_of(run)]
+        rows.append(
+            {
+                "peak": peak,
+                "pool": sum({full.data_ptr(): full.nbytes() for full in fulls if full.nbytes()}.values()),
+                "units": run.plan.resident_bytes.units,
+                "sent": sent,
+                "planned sent": sum(n for (group, _), n in sent_bytes(run.plan).items() if group == "dp_shard"),
+                "loss": loss,
+                "weights": weights,
+            }
+        )
+    return rows
+
+
+@ranks(2, strategy=STRATEGY)
+def test_evaluation_leaves_nothing_gathered_and_a_gathered_model_communicates_nothing(ctx: ParallelContext) -> None:
+    run = build_here(ctx, case_of())
+    batch = run.batch_iterator.next()
+    assert batch is not None
+    microbatches = [BatchContext.of(part, cp=ctx.group("cp"), aux_loss_scale=0.0) for part in batch.microbatches]
+    evaluate = partial(
+        run_forward, run.plan.valid_schedule, run.runnable, microbatches=microbatches, pipeline=run.pipeline
+    )
+    loss = evaluate()
+    assert bytes_with_storage(run) == 0
+    with gathered(run.data_parallel), gathered(run.data_parallel):
+        ctx.traffic.reset()
+        assert torch.equal(evaluate(), loss)
+        assert ctx.traffic.bytes("dp_shard") == 0
+        assert all(store.has_storage for store in stores_of(run))
+    assert bytes_with_storage(run) == 0
+    with suppress(KeyError), gathered(run.data_parallel):
+        raise KeyError
+    assert bytes_with_storage(run) == 0
+    with gathered(run.data_parallel):
+        assert torch.equal(evaluate(), loss), "gathered again after an error inside"
+
+
+@ranks(2, strategy=STRATEGY)
+def test_a_forward_without_a_backward_leaves_nothing_gathered_in_the_next_step(ctx: ParallelContext) -> None:
+    """Units that stay gathered for their backward would hold the weights of before the update."""
+    run = build_here(ctx, case_of().but(parallel={"reshard_after_forward": False}))
+    batch = run.batch_iterator.next()
+    assert batch is not None
+    context = BatchContext.of(batch.microbatches[0], cp=ctx.group("cp"), aux_loss_scale=0.0)
+    run.stages[0](None, context)
+    assert bytes_with_storage(run) > 0
+    for dp in run.data_parallel:
+        dp.begin_step()
+    assert bytes_with_storage(run) == 0
+
+
+class Layer(nn.Module):
+    """x * weight + bias, the bias only where it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(130)), nn.Parameter(torch.ones(130))
+
+    def forward(self, x: Tensor, *, with_bias: bool) -> Tensor:
+        return x * self.weight + self.bias if with_bias else x * self.weight
+
+
+class Layers(nn.Module):
+    """Four layers, one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+
+@ranks(2, threads=False, strategy=STRATEGY)
+def test_collectives_start_in_one_order_where_gradients_are_missing_on_one_rank(ctx: ParallelContext) -> None:
+    started: list[str] = []
+
+    def record(name: str, start: Any, *tensors: Tensor, **group: Any) -> Any:
+        started.append(f"{name} {tensors[0].numel()}")
+        return start(*tensors, **group)
+
+    stores.start_all_gather_into = partial(record, "gather", stores.start_all_gather_into)
+    bucket_module.start_reduce_scatter_into = partial(record, "reduce", bucket_module.start_reduce_scatter_into)
+    module = Layers()
+    params = [
+        replace(local, spec=replace(local.spec, unit=local.spec.name.rpartition(".")[0]))
+        for local in local_params(module)
+    ]
+    parallel = DataParallel(
+        module,
+        plan_layout(params, LayoutRules(num_shards=2, bucket_size=10_000, gathers_by_unit=True)),
+        groups=groups_of(ctx, STRATEGY),
+        options=DataParallelOptions(
+            STRATEGIES[STRATEGY], overlap_grad_reduce=True, overlap_param_gather=True, num_prefetched_units=1
+        ),
+        precision=Precision(params=torch.float32),
+        device=torch.device("cpu"),
+    )
+    parallel.fill_params(lambda local: [p.data.fill_(1.0) for p in module.parameters() if p.untyped_storage().nbytes()])
+    parallel.begin_step()
+    x = torch.ones(130, requires_grad=True)
+    for layer in module.layers:
+        x = layer(x, with_bias=ctx.rank == 0)
+    backward(parallel, x.sum())
+    parallel.finish_grad_reduce()
+    # forward gathers 0 to 3; backward gathers 3 to 0, and reduces a layer before the one after the next is gathered
+    assert [entry.split()[0] for entry in started] == [*["gather"] * 6, *["reduce", "gather"] * 2, *["reduce"] * 2]
+
+
+UNITS = [(3,), (2,), (1,), (0,)]
+
+
+def forward_all(order: GatherOrder) -> list[tuple[int, ...]]:
+    """The all-gathers of one forward, per unit."""
+    started = []
+    for index in range(len(order.units)):
+        started.append(order.before_forward(index).started)
+        order.after_forward(index, has_backward=True)
+    return started
+
+
+def backward_all(order: GatherOrder) -> list[tuple[int, ...]]:
+    """The all-gathers of one backward, per unit."""
+    return [order.before_backward(index).started for index in reversed(range(len(order.units)))]
+
+
+@pytest.mark.parametrize(
+    ("ahead", "of_forward", "of_backward"),
+    [
+        (0, [(3,), (2,), (1,), (0,)], [(0,), (1,), (2,), (3,)]),
+        (1, [(3, 2), (1,), (0,), ()], [(0, 1), (2,), (3,), ()]),
+        (2, [(3, 2, 1), (0,), (), ()], [(0, 2, 1), (3,), (), ()]),
+    ],
+)
+def test_a_unit_is_gathered_before_it_runs_and_those_ahead_start_after_it(
+    ahead: int, of_forward: list[tuple[int, ...]], of_backward: list[tuple[int, ...]]
+) -> None:
+    order = GatherOrder(UNITS, num_prefetched=ahead)
+    assert forward_all(order) == of_forward and order.free() == GatherChange(())
+    assert backward_all(order) == of_backward
+    assert order.free().freed
+
+
+def test_without_resharding_a_unit_is_kept_until_its_last_backward() -> None:
+    order = GatherOrder(UNITS, num_prefetched=0, reshards=False)
+    assert forward_all(order) == [(3,), (2,), (1,), (0,)] and forward_all(order) == [()] * 4
+    assert backward_all(order) == [()] * 4 and order.free() == GatherChange(())
+    assert backward_all(order) == [()] * 4 and order.free().freed == (3,)
+    forward_all(order)
+    assert len(order.begin_step().freed) == 4, "a forward without a backward"
+
+
+def test_a_forward_without_a_backward_keeps_no_unit() -> None:
+    order = GatherOrder(UNITS, num_prefetched=0, reshards=False)
+    order.before_forward(0)
+    assert order.after_forward(0, has_backward=False).freed == (3,)
+
+
+def test_a_bucket_of_two_units_is_kept_between_neighbours() -> None:
+    order = GatherOrder([(1, 0), (0,)], num_prefetched=0)
+    assert order.before_forward(0).started == (1, 0)
+    assert order.before_forward(1) == GatherChange(freed=(1,))
+
+
+def test_while_all_are_gathered_nothing_is_started_or_freed() -> None:
+    order = GatherOrder(UNITS, num_prefetched=1, reshards=False)
+    order.before_forward(0)
+    assert sorted(order.gather_all()) == [0, 1, 2, 3]
+    assert forward_all(order) == backward_all(order) == [()] * 4 and order.free() == GatherChange(())
+    assert sorted(order.free_all().freed) == [0, 1, 2, 3]
+
+
+def test_a_unit_that_runs_again_takes_the_block_of_one_that_comes_later() -> None:
+    order = GatherOrder(UNITS, num_prefetched=1, blocks=["odd", "even", "odd", "even"])
+    assert order.before_backward(2).started == (1, 2)
+    assert order.before_recomputation(0) == GatherChange(freed=(1, 2), started=(3,))
+    assert order.before_recomputation(1) == GatherChange(freed=(3,), started=(2,))
+    apart = GatherOrder(UNITS, num_prefetched=1)
+    apart.before_backward(2)
+    assert apart.before_recomputation(0) == GatherChange(freed=(2,), started=(3,)), "that of the waiting backward stays"

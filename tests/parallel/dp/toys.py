@@ -10,16 +10,14 @@ from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import BufferLayout, LayoutRules, plan_layout
-from nanotrain.parallel.dp.options import DataParallelOptions
-from nanotrain.parallel.dp.reduction import ReduceGroups
-from nanotrain.parallel.dp.strategy import STRATEGIES
+from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups
 from nanotrain.precision.policy import Precision
 from nanotrain.spec.boxes import Box
 from nanotrain.spec.params import LocalParam, Normal, ParamSpec
 
 # Products and lengths that neither 64 nor a number of ranks divides.
 SHAPES = ((7, 19), (13,), (11, 23), (5, 5, 5), (301,), (2, 3))
-# Strategies whose modules may run in any order; tests of optim_grads_params are in test_unit_gather.py.
+# Strategies whose modules may run in any order; tests of optim_grads_params are in test_units.py.
 RESIDENT_STRATEGIES = [name for name, strategy in STRATEGIES.items() if not strategy.shard_params]
 BUCKET_SIZE = 200  # three buckets of these units, all of them padded
 NUM_BUCKETS = 3

@@ -11,8 +11,7 @@ from nanotrain.kernels.deferred_wgrad import Wgrad, WgradQueue
 from nanotrain.parallel.pp import executor
 from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape, Schedule
 from nanotrain.parallel.pp.executor import Pipeline, RunnableStage, run_schedule
-from nanotrain.parallel.pp.gpipe import gpipe
-from nanotrain.parallel.pp.one_f_one_b import one_f_one_b
+from nanotrain.parallel.pp.schedules import gpipe, one_f_one_b
 from nanotrain.parallel.pp.transfers import plan_rank
 from tests.parallel.pp.toys import ToyStage, batches
 

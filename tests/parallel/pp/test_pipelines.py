@@ -12,8 +12,7 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.kernels.deferred_wgrad import WgradQueue
 from nanotrain.parallel.pp.actions import PipelineShape, Schedule
 from nanotrain.parallel.pp.executor import MAX_SENDS, Pipeline, RunnableStage, run_forward, run_schedule
-from nanotrain.parallel.pp.gpipe import forward_only
-from nanotrain.parallel.pp.schedules import SCHEDULES
+from nanotrain.parallel.pp.schedules import SCHEDULES, forward_only
 from nanotrain.parallel.pp.simulate import simulate
 from nanotrain.parallel.pp.transfers import TransferBatch, plan_rank
 from tests.harness import ranks

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from nanotrain.parallel.dp.gather_order import GatherOrder
+from nanotrain.parallel.dp.units import GatherOrder
 from nanotrain.parallel.pp.actions import ActionKind
 from nanotrain.train.plans.gathers import step_gathers
 

@@ -26,9 +26,7 @@ from nanotrain.errors import ConfigError
 from nanotrain.optim.distributed import DistributedOptimizer, Update
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
-from nanotrain.parallel.dp.options import DataParallelOptions
-from nanotrain.parallel.dp.reduction import ReduceGroups
-from nanotrain.parallel.dp.strategy import STRATEGIES, Strategy
+from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups, Strategy
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.precision.policy import Precision
 from nanotrain.quantities import count_of

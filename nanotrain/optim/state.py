@@ -1,0 +1,395 @@
+"""Parts of a shard: consecutive elements whose optimizer state is stored together. Pure.
+
+    split_shard   the parts of what one rank updates of a bucket: its shard, or the part of it of its instance
+    clip_range    the elements of a param range inside an interval
+    ranges_to_save, range_boxes   what one of the ranks with the same shard writes to a checkpoint
+    state_bytes   bytes of main params, state and average of parts
+
+Parts cover the shard, gaps and padding included. Without a rule for matrices and without offload a shard is one part.
+
+    shard                     |norm ..|query ..key ..value |norm ..|gate ..up ..down |ppp|     . gap  p padding
+    with a rule for matrices  |  0    |        1           |   2   |         3           |
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from nanotrain.comm.device import host_zeros
+from nanotrain.config.config import OptimConfig
+from nanotrain.optim.optimizers import OPTIMIZERS
+from nanotrain.optim.rule import ParamRange, UpdateRule
+from nanotrain.optim.stored import SCALE_BLOCK, StoredTensor, stored_bytes
+from nanotrain.parallel.dp.bucket import Bucket
+from nanotrain.parallel.dp.data_parallel import DataParallel
+from nanotrain.parallel.dp.layout import ShardRange
+from nanotrain.precision.policy import Precision
+from nanotrain.spec.boxes import TensorBox, flat_range_to_boxes
+
+
+@dataclass(frozen=True)
+class ShardPart:
+    """Elements [start, stop) of a shard."""
+
+    start: int
+    stop: int
+    ranges: tuple[ShardRange, ...]  # the params in it, in coordinates of the shard
+    is_matrix: bool = False  # whether the rule for matrices updates it
+    on_host: bool = False  # whether its main params and state are in host memory
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    def state_names(self, rule: UpdateRule, config: OptimConfig) -> tuple[str, ...]:
+        """Names of the state tensors per element."""
+        if not self.is_matrix:
+            return rule.state_names(config)
+        assert rule.matrix is not None, "only such rules have parts of matrices"
+        return rule.matrix.state_names
+
+
+def split_shard(
+    ranges: Iterable[ShardRange], numel: int, *, rule: UpdateRule, host_fraction: float = 0.0
+) -> tuple[ShardPart, ...]:
+    """The parts of a shard of `numel` elements with these param ranges, in order.
+
+    State of the first `host_fraction` of the elements is in host memory; a part at the border is divided.
+    """
+
+    def is_matrix(part: ShardRange) -> bool:
+        return rule.matrix is not None and part.param.spec.needs_whole_matrix
+
+    kinds = [(kind, tuple(group)) for kind, group in groupby(ranges, key=is_matrix)]
+    edges = [0, *(group[-1].elements.stop for _, group in kinds[:-1]), numel]
+    parts = [
+        ShardPart(start, stop, group, is_matrix=kind)
+        for (kind, group), start, stop in zip(kinds or [(False, ())], edges[:-1], edges[1:], strict=True)
+    ]
+    border = int(numel * host_fraction)
+    return tuple(divided for part in parts for divided in _divide(part, border=border))
+
+
+def host_fraction(config: OptimConfig) -> float:
+    """The fraction of each shard whose state is in host memory."""
+    return config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
+
+
+def clip_range(part: ShardRange, *, start: int, stop: int) -> ShardRange | None:
+    """The elements of a param range inside [start, stop) of the shard, or None."""
+    first, last = max(part.shard_start, start), min(part.elements.stop, stop)
+    if first >= last:
+        return None
+    return ShardRange(part.param, first, part.param_start + first - part.shard_start, last - first)
+
+
+def clip_ranges(parts: Iterable[ShardRange], *, start: int, stop: int) -> Iterator[ShardRange]:
+    """`clip_range` of several, without those outside."""
+    for part in parts:
+        clipped = clip_range(part, start=start, stop=stop)
+        if clipped is not None:
+            yield clipped
+
+
+def ranges_to_save(ranges: Iterable[ShardRange], replica: tuple[int, int]) -> list[ShardRange]:
+    """This rank's share of every range to save: ranks with equal shards save nearly equal parts of it.
+
+    Args:
+        ranges: of the shard; only replica 0 of a parameter is saved.
+        replica: index and number of the ranks with the same shard.
+    """
+    index, size = replica
+    parts = []
+    for full in ranges:
+        if full.param.is_first_replica:
+            first, last = full.numel * index // size, full.numel * (index + 1) // size
+            parts.append(ShardRange(full.param, full.shard_start + first, full.param_start + first, last - first))
+    return parts
+
+
+def range_boxes(name: str, part: ShardRange) -> Iterator[TensorBox]:
+    """A range as boxes of the global tensor `name`, in the order of its elements."""
+    local = part.param
+    for box in flat_range_to_boxes(local.box.shape, start=part.param_start, stop=part.param_start + part.numel):
+        yield TensorBox(name, local.spec.shape, box.shifted(local.box.start))
+
+
+def state_bytes(parts: Iterable[ShardPart], rule: UpdateRule, *, config: OptimConfig, precision: Precision) -> int:
+    """Bytes on the device of the state, of the average, and of main params that are separate from the model params."""
+    total = 0
+    for part in parts:
+        if part.on_host:
+            continue
+        names = part.state_names(rule, config)
+        total += sum(stored_bytes(part.numel, precision.state_dtype(name)) for name in names)
+        if config.ema_decay is not None:
+            total += stored_bytes(part.numel, torch.float32)
+        if precision.has_separate_main_params:
+            total += stored_bytes(part.numel, precision.main)
+    return total
+
+
+def _divide(part: ShardPart, *, border: int) -> Iterator[ShardPart]:
+    """The elements of a part before the border, on the host, and those from there on."""
+    edges = [part.start, min(max(border, part.start), part.stop), part.stop]
+    for start, stop, on_host in zip(edges[:-1], edges[1:], (True, False), strict=True):
+        if start < stop:
+            ranges = tuple(clip_ranges(part.ranges, start=start, stop=stop))
+            yield ShardPart(start, stop, ranges, is_matrix=part.is_matrix, on_host=on_host)
+
+
+CHUNK_NUMEL = 1024 * SCALE_BLOCK  # elements that are converted to fp32 at once: 8 MiB per tensor
+
+
+@dataclass(frozen=True)
+class HostBuffers:
+    """What a part with state in host memory is copied from and to."""
+
+    device_grad: Tensor  # [numel] reduced gradients on the device
+    params: Tensor  # [numel] model params in their dtype, on the host
+
+
+class PartState:
+    """Optimizer state of one part.
+
+    Args:
+        part: its elements and params.
+        main: [numel] main params.
+        state: [numel] state tensors by name.
+        grad: [numel] reduced gradients, fp32 or `--main-grads-dtype`.
+        model_params: [numel] model params; the values of `main` where they have its dtype.
+        host: buffers of a part whose tensors, except `model_params`, are in host memory; None on the device.
+    """
+
+    def __init__(
+        self,
+        part: ShardPart,
+        *,
+        main: StoredTensor,
+        state: Mapping[str, StoredTensor],
+        grad: Tensor,
+        model_params: Tensor,
+        host: HostBuffers | None = None,
+    ) -> None:
+        self.host = host
+        self.part, self.main, self.state, self.grad, self.model_params = part, main, state, grad, model_params
+        self.ema: StoredTensor | None = None  # [numel] fp32 moving average of `main`, of runs with `--ema-decay`
+        self.grad_factor: Tensor | None = None  # of gradients that are not fp32, from unscaling and clipping
+        self.is_fp32 = grad.dtype is torch.float32 and all(stored.is_fp32 for stored in (main, *state.values()))
+
+    @property
+    def stored(self) -> dict[str, StoredTensor]:
+        """Main params, state tensors and average by their prefix in checkpoints."""
+        average = {} if self.ema is None else {"ema": self.ema}
+        return {"model": self.main} | {f"optimizer/{name}": tensor for name, tensor in self.state.items()} | average
+
+    def ranges(self) -> list[ParamRange]:
+        """The ranges of a part that is stored in fp32, as views."""
+        assert self.is_fp32, "changes of copies would be lost"
+        with self.loaded(0, self.part.numel) as ranges:
+            return ranges
+
+    def copy_main_to_model_params(self) -> None:
+        """Round the main params to the model params, where they are stored apart."""
+        if self.main.values is not self.model_params:
+            self.main_in_chunks_to(self.model_params)
+
+    def main_in_chunks_to(self, params: Tensor) -> None:
+        """Round the main params to a tensor of the dtype of the model params."""
+        for start, stop in self.chunks():
+            params[start:stop].copy_(self.main.read(start, stop))
+
+    def scale_rows(self, factors: Mapping[str, Tensor]) -> bool:
+        """Multiply main params by factors per row of the global parameter; returns whether this part has any of them.
+
+        Args:
+            factors: by parameter name, [rows].
+        """
+        first, found = self.part.start, False
+        for start, stop in self.chunks():
+            ranges = clip_ranges(self.part.ranges, start=first + start, stop=first + stop)
+            chosen = [part for part in ranges if part.name in factors]
+            if chosen:
+                main, found = self.main.read(start, stop), True
+                for part in chosen:
+                    elements = main[part.shard_start - first - start :][: part.numel]
+                    elements.mul_(_element_factors(part, factors[part.name]).to(main.device))
+                self.main.write(main, start)
+        return found
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """Start and stop of the chunks of this part."""
+        for start in range(0, self.part.numel, CHUNK_NUMEL):
+            yield start, min(start + CHUNK_NUMEL, self.part.numel)
+
+    @contextmanager
+    def loaded(self, start: int, stop: int) -> Iterator[list[ParamRange]]:
+        """The fp32 ranges of elements [start, stop) of the part; their changes are stored at the end of the block."""
+        main = self.main.read(start, stop)
+        state = {name: stored.read(start, stop) for name, stored in self.state.items()}
+        grad = self.grad[start:stop]
+        if grad.dtype is not torch.float32:
+            grad = grad.float()
+            grad = grad if self.grad_factor is None else grad.mul_(self.grad_factor)
+        ranges = []
+        for example, first, last in self._segments(start, stop):
+            elements = slice(first - start, last - start)
+            ranges.append(
+                ParamRange(
+                    main[elements],
+                    grad[elements],
+                    {name: values[elements] for name, values in state.items()},
+                    weight_decay=example is not None and example.param.spec.weight_decay,
+                    is_decoupled=example is not None and example.param.spec.is_embedding_or_output,
+                )
+            )
+        yield ranges
+        self.main.write(main, start)
+        for name, values in state.items():
+            self.state[name].write(values, start)
+
+    def _segments(self, start: int, stop: int) -> Iterator[tuple[ShardRange | None, int, int]]:
+        """Split [start, stop) of the part by hyperparameters: a param range of each segment, its start and its stop."""
+
+        def key(param_range: ShardRange) -> tuple[bool, bool]:
+            spec = param_range.param.spec
+            return spec.weight_decay, spec.is_embedding_or_output
+
+        offset = self.part.start
+        inside = clip_ranges(self.part.ranges, start=offset + start, stop=offset + stop)
+        groups = [list(group) for _, group in groupby(inside, key=key)]
+        if not groups:
+            yield None, start, stop
+            return
+        for group in groups:
+            end = stop if group is groups[-1] else group[-1].elements.stop - offset
+            yield group[0], start, end
+            start = end
+
+
+def _element_factors(part: ShardRange, of_rows: Tensor) -> Tensor:
+    """[numel of the range] from the factors of the rows of the global parameter."""
+    box = part.param.box
+    width = box.numel // box.shape[0]  # of a local row
+    first, last = part.param_start // width, -(-(part.param_start + part.numel) // width)
+    rows = of_rows[box.start[0] + first : box.start[0] + last]
+    return rows.repeat_interleave(width)[part.param_start - first * width :][: part.numel]
+
+
+@dataclass(frozen=True)
+class BucketState:
+    """The part of one bucket that this rank updates."""
+
+    bucket: Bucket  # model params and gradients
+    replica: tuple[int, int]  # index and number of the ranks that update the same part
+    parts: tuple[PartState, ...]  # main params and state; they cover what this rank updates
+
+    @classmethod
+    def build(
+        cls, wrapper: DataParallel, bucket: Bucket, *, precision: Precision, config: OptimConfig
+    ) -> "BucketState":
+        """Allocate the state of one bucket."""
+        rule, replicate = OPTIMIZERS[config.optimizer], wrapper.groups.replicate
+        parts = tuple(
+            _build_part(part, bucket, precision=precision, names=part.state_names(rule, config))
+            for part in split_shard(
+                bucket.update_ranges, bucket.layout.update_numel, rule=rule, host_fraction=host_fraction(config)
+            )
+        )
+        return cls(bucket, (0, 1) if wrapper.groups.shards_across else (replicate.index, replicate.size), parts)
+
+    @property
+    def ranges(self) -> tuple[ShardRange, ...]:
+        """The param ranges."""
+        return self.bucket.update_ranges
+
+    @property
+    def grads(self) -> Tensor:
+        """[update_numel] reduced gradients."""
+        return self.bucket.grads.main
+
+    @property
+    def ranges_to_save(self) -> list[ShardRange]:
+        """The param ranges that this rank saves; every element is saved by one rank."""
+        return ranges_to_save(self.ranges, self.replica)
+
+    def grads_for_norm(self) -> Iterator[Tensor]:
+        """Gradients that this rank adds to the norm: replica 0 of every element.
+
+        Gaps and padding are zero and included, so that a bucket without other replicas is one tensor.
+        """
+        if self.replica[0] > 0:
+            return
+        start, end = 0, self.bucket.layout.update_numel
+        for part in self.ranges:
+            if not part.param.is_first_replica:
+                if start < part.shard_start:
+                    yield self.grads[start : part.shard_start]
+                start = part.elements.stop
+        if start < end:
+            yield self.grads[start:end]
+
+    def grad_tensors(self, ranges: Sequence[ShardRange]) -> Iterator[tuple[TensorBox, Tensor]]:
+        """Reduced gradients of these parameters, as views."""
+        for part in ranges:
+            yield from _boxes(part.name, part, flat=self.grads, first=0)
+
+    def tensors(
+        self, ranges: Sequence[ShardRange], *, copies: list[tuple[StoredTensor, Tensor]], only: str | None = None
+    ) -> Iterator[tuple[TensorBox, Tensor]]:
+        """Main params and state by their names in checkpoints.
+
+        Args:
+            ranges: of the parameters.
+            copies: tensors that are stored with scales are yielded as fp32 copies, which are appended here.
+            only: a prefix of names ("model"); None for all.
+        """
+        for state in self.parts:
+            start, stop = state.part.start, state.part.stop
+            inside = list(clip_ranges(ranges, start=start, stop=stop))
+            for prefix, stored in state.stored.items():
+                if only not in (None, prefix):
+                    continue
+                flat = stored.values
+                if stored.scales is not None:
+                    flat = stored.read()
+                    copies.append((stored, flat))
+                for part in inside:
+                    yield from _boxes(f"{prefix}/{part.name}", part, flat=flat, first=start)
+
+
+def _boxes(name: str, part: ShardRange, *, flat: Tensor, first: int) -> Iterator[tuple[TensorBox, Tensor]]:
+    """A range as boxes of the global tensor, with their views of a flat tensor that begins at element `first`."""
+    begin = part.shard_start - first
+    for box in range_boxes(name, part):
+        yield box, flat[begin : begin + box.box.numel].view(box.box.shape)
+        begin += box.box.numel
+
+
+def _build_part(part: ShardPart, bucket: Bucket, *, precision: Precision, names: Sequence[str]) -> PartState:
+    """Allocate main params, unless the model param shard has their dtype, and state tensors."""
+    model_params = bucket.params.update[part.start : part.stop]
+    device, on_host = model_params.device, part.on_host
+    main = StoredTensor(model_params)
+    if precision.has_separate_main_params:
+        main = StoredTensor.zeros(part.numel, precision.main, device=device, on_host=on_host)
+    elif on_host:  # as on the device: fp16 model params have no scales
+        main = StoredTensor(host_zeros(part.numel, dtype=precision.main, device=device))
+    if main.values is not model_params:
+        main.write(model_params.to(main.values.device, torch.float32))
+    state = {
+        name: StoredTensor.zeros(
+            part.numel, precision.state_dtype(name), device=device, is_square=name == "exp_avg_sq", on_host=on_host
+        )
+        for name in names
+    }
+    grad, host = bucket.grads.main[part.start : part.stop], None
+    if on_host:
+        host = HostBuffers(grad, host_zeros(part.numel, dtype=model_params.dtype, device=device))
+        grad = host_zeros(part.numel, dtype=grad.dtype, device=device)
+    return PartState(part, main=main, state=state, grad=grad, model_params=model_params, host=host)
