@@ -20,7 +20,7 @@ from nanotrain.cli.parser import CommandParser
 from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS, SWITCHES
 from nanotrain.config.flags import OWN_FLAGS
 from nanotrain.config.load import load
-from nanotrain.config.megatron import MEGATRON
+from nanotrain.config.megatron import megatron
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
@@ -48,7 +48,7 @@ def quoted(page: Path) -> set[str]:
 @cache
 def known_flags() -> frozenset[str]:
     """Every flag of the configuration, of the commands' help and of the programs in benchmarks/ and examples/."""
-    configuration = {*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *SWITCHES, *MEGATRON}
+    configuration = {*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *SWITCHES, *megatron().flags}
     text = io.StringIO()
     for words in [[name] for name in COMMANDS if name != "checkpoint"] + [
         ["checkpoint", n] for n in CHECKPOINT_COMMANDS

@@ -2,8 +2,7 @@
 
 from nanotrain.config.arguments import ALIASES
 from nanotrain.config.help import KINDS, meaning, metavar
-from nanotrain.config.megatron import MEGATRON
-from nanotrain.config.megatron_rare import PATTERNS
+from nanotrain.config.megatron import megatron
 from nanotrain.config.option import flag_of
 from nanotrain.config.schema import SECTIONS, Entry, entries_of, typed
 
@@ -62,7 +61,7 @@ def document() -> str:
     parts.append(
         "\n## Flags of Megatron-LM\n\nThey are no field of the same name; see [from_megatron.md](from_megatron.md)."
     )
-    table = MEGATRON | PATTERNS
+    table = megatron().flags | megatron().patterns
     for kind, (title, sentence) in KINDS.items():
         parts += [f"\n### {title.capitalize()}\n\n{sentence}\n", "| flag | here |", "|---|---|"]
         parts += [table_row(f"`{flag}`", entry.meaning) for flag, entry in table.items() if entry.kind == kind]

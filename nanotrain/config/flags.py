@@ -10,8 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS, SWITCHES, VALUES, choice_of
-from nanotrain.config.megatron import MEGATRON, row_of
-from nanotrain.config.megatron_kinds import MANY, MegatronFlag
+from nanotrain.config.megatron import MANY, MegatronFlag, megatron, row_of
 from nanotrain.config.mistakes import NO_HYPHENS, no_hyphen, no_value, spaced, unexpected, unknown_flag
 from nanotrain.config.schema import BOOLEANS, ENTRIES, KEYS, SECTIONS, Entry, unknown_key
 from nanotrain.config.suggest import LISTED_BY
@@ -32,7 +31,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class MegatronArgument:
-    """A flag of Megatron-LM that is no field: a row of `megatron.MEGATRON`."""
+    """A flag of Megatron-LM that is no field: a row of `tables/megatron.yaml`."""
 
     flag: str
     value: str = ""  # several values are separated by spaces
@@ -163,7 +162,7 @@ def split_settings(
 
 def known_flags() -> list[str]:
     """Every flag of a training but --help."""
-    return [*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *SWITCHES, *MEGATRON]
+    return [*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *SWITCHES, *megatron().flags]
 
 
 def read_field(entry: Entry, flag: str, *, value: str | None, rest: list[str]) -> Setting:
@@ -196,7 +195,7 @@ def read_megatron(flag: str, row: MegatronFlag, *, value: str | None, rest: list
         values += take_values(rest)
     elif arity == 1 and not values:
         values = [take_value(flag, rest)]
-    if arity and not values and flag in MEGATRON:
+    if arity and not values and flag in megatron().flags:
         raise no_value(flag)
     return MegatronArgument(flag, " ".join(values))
 

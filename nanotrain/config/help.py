@@ -12,9 +12,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 
 from nanotrain.config.arguments import ALIASES, ARGUMENTS
-from nanotrain.config.megatron import MEGATRON
-from nanotrain.config.megatron_kinds import Kind
-from nanotrain.config.megatron_rare import PATTERNS
+from nanotrain.config.megatron import Kind, megatron
 from nanotrain.config.schema import ENTRIES, SECTIONS, Entry, entries_of, typed
 from nanotrain.config.suggest import did_you_mean
 from nanotrain.errors import ConfigError
@@ -119,8 +117,9 @@ def megatron_lines(width: int) -> Iterator[str]:
     """Megatron-LM's flags that are no field, by what becomes of them."""
     text = "Flags of Megatron-LM that are no option of the same name here. --help=all lists those that are."
     yield from textwrap.wrap(text, width)
+    table = megatron()
     for kind, (title, sentence) in KINDS.items():
-        pairs = ((flag, row.meaning) for flag, row in (MEGATRON | PATTERNS).items() if row.kind == kind)
+        pairs = ((flag, row.meaning) for flag, row in (table.flags | table.patterns).items() if row.kind == kind)
         yield from panel(title, [sentence, "", *rows(pairs, width)], width=width)
 
 

@@ -1,283 +1,99 @@
-"""Megatron-LM's flags that are no field here, as a table: what each one is, how many values it takes, one sentence.
+"""Megatron-LM's flags that are no field here: the rows of `tables/megatron.yaml`, and the conversions that they name.
 
-The kinds of rows are those of `megatron_kinds.py`; flags that training scripts rarely have, and flags by pattern, are
-in `megatron_rare.py`, those of earlier versions in `megatron_old.py`. `translate.py` applies the table to a command
-line. A flag that becomes a field leaves the table.
+always     it names what is always so; another value than those listed is an error
+no effect  it tunes an implementation that does not exist here; accepted, changes nothing that is computed
+rename     it becomes values of fields
+not yet    an error, with the nearest alternative; values that ask for nothing are accepted
+
+A conversion is an exact function of the configuration and the text of a value; it returns values by unique name.
+`translate.py` applies the rows in the order of the command line, on a configuration that already has the values of all
+fields that were set.
 """
 
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args
 
-from nanotrain.config import conversions
-from nanotrain.config.megatron_kinds import (
-    FUSED,
-    MANY,
-    MegatronFlag,
-    always,
-    no_effect,
-    not_yet,
-    rename,
-    sets,
-)
-from nanotrain.config.megatron_old import OLD
-from nanotrain.config.megatron_rare import PATTERNS, RARE
+from nanotrain.config.batch_schedule import batch_schedule, steps_of_samples
+from nanotrain.config.config import Config, RecomputeGranularity
+from nanotrain.config.derive import counted_ends, has_rope
+from nanotrain.config.tables import read_table
+from nanotrain.errors import ConfigError
+from nanotrain.quantities import count_of, step_name
+from nanotrain.untrusted import list_of, object_of, parse_json, read_file, text_of, unreadable
 
-# Source: Megatron-LM, `post_training/model_builder.py`.
-GPT_OSS = {
-    "position_embedding_type": "yarn",
-    "rotary_scaling_factor": 32.0,
-    "original_max_position_embeddings": 131072,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.0,
-    "yarn_correction_range_round_to_int": False,
-}
+Kind = Literal["always", "no effect", "rename", "not yet"]
+MANY = -1  # arity of a flag that takes all arguments up to the next flag
+LARGEST = 10**18  # of whole numbers, as of samples
 
-# fmt: off
-MODEL = {
-    "--use-mcore-models": always("there is one implementation of the models"),
-    "--use-legacy-models": no_effect("there is one implementation of the models"),
-    "--transformer-impl": no_effect("there is one implementation of the layers", arity=1),
-    "--use-flash-attn": no_effect("--attention-backend auto takes flash kernels where they can be used"),
-    "--disable-bias-linear": sets("--no-add-bias-linear", add_bias_linear=False),
-    "--group-query-attention": MegatronFlag("rename", "--num-query-groups sets the number, 1 where it is left out", convert=conversions.group_query_attention),
-    "--use-rotary-position-embeddings": sets("--position-embedding-type rope", position_embedding_type="rope"),
-    "--no-position-embedding": MegatronFlag("rename", "it is accepted with --position-embedding-type rope only", convert=conversions.no_position_embedding, is_check=True),
-    "--rope-type": rename("--position-embedding-type with the same value", conversions.rope_type),
-    "--rotary-interleaved": no_effect("RoPE pairs the two halves of a head: the same model, with the channels of queries and keys in another order"),
-    "--apply-query-key-layer-scaling": always("scores are never stored in 16 bits; Megatron-LM divides them by the number of the layer while they are, and multiplies by it again inside the fp32 softmax, so the softmax is the same"),
-    "--attention-softmax-in-fp32": always("core attention computes its softmax in fp32"),
-    "--no-persist-layer-norm": no_effect(FUSED),
-    "--no-rope-fusion": no_effect(FUSED),
-    "--no-masked-softmax-fusion": no_effect(FUSED),
-    "--no-bias-gelu-fusion": MegatronFlag("rename", "with --megatron-defaults the GELU is exact, where it is the tanh approximation of the fused kernel without this flag", convert=lambda config, text: {}),
-    "--no-bias-swiglu-fusion": no_effect(FUSED),
-    "--no-bias-dropout-fusion": no_effect(FUSED),
-    "--cross-entropy-loss-fusion": no_effect("the head and the loss are always computed together, in chunks"),
-    "--cross-entropy-fusion-impl": no_effect("the head and the loss are always computed together, in chunks", arity=1),
-    "--padded-vocab-size": MegatronFlag("rename", "--make-vocab-size-divisible-by with the same number, whatever the line has for that flag", 1, convert=conversions.padded_vocab_size, overrules=True),
-    "--add-qkv-bias-linear": sets("--add-qkv-bias", add_qkv_bias=True),
-    "--enable-gpt-oss": MegatronFlag("rename", "YaRN with factor 32 from 131072 positions, not rounded, whatever position flags the line has; OpenAI's files have 4096: set the YaRN flags instead to train from them", convert=lambda config, text: dict(GPT_OSS), fields=tuple(GPT_OSS), overrules=True),
-    "--export-force-local-attention": no_effect("torch chooses the attention kernel"),
-    "--init-model-with-meta-device": always("no rank allocates parameters that it does not keep"),
-    "--use-cpu-initialization": always("initial weights are the same on every device"),
-    "--perform-initialization": always("weights are always initialized"),
-    "--onnx-safe": no_effect("models are not exported to ONNX", arity=1),
-    "--openai-gelu": sets("--activation gelu_tanh", activation="gelu_tanh"),
-    "--fp16-lm-cross-entropy": no_effect("the loss is computed in fp32"),
-    "--mla-down-proj-fusion": no_effect(FUSED),
-    "--encoder-num-layers": rename("--num-layers with the same number", lambda config, text: {"num_layers": text}),
-    "--encoder-seq-length": rename("--seq-length with the same number", lambda config, text: {"seq_length": text}),
-    "--decoder-num-layers": not_yet("models have decoder layers only: set --num-layers", arity=1),
-    "--decoder-seq-length": not_yet("models have decoder layers only: set --seq-length", arity=1),
-    "--spec": not_yet("no Python file of layers is imported; without it the other flags describe the layers", arity=MANY),
-    "--init-method-xavier-uniform": not_yet("initial weights are normal: set --init-method-std"),
-    "--apply-residual-connection-post-layernorm": not_yet("the residual connection is before the norm: leave it out"),
-    "--fp32-residual-connection": not_yet("residuals have params_dtype: leave it out"),
-}
-MOE = {
-    "--moe-grouped-gemm": always("the experts of a rank are one grouped product"),
-    "--moe-token-dispatcher-type": no_effect("tokens are sent by all-to-all", arity=1),
-    "--moe-flex-dispatcher-backend": no_effect("tokens are sent by all-to-all", arity=1),
-    "--moe-hybridep-num-sms": no_effect("tokens are sent by all-to-all", arity=1),
-    "--moe-deepep-num-sms": no_effect("tokens are sent by all-to-all", arity=1),
-    "--moe-enable-deepep": no_effect("tokens are sent by all-to-all"),
-    "--moe-router-dtype": always("router logits and scores are fp32", "fp32"),
-    "--moe-permute-fusion": no_effect(FUSED),
-    "--moe-router-fusion": no_effect(FUSED),
-    "--moe-per-layer-logging": always("metrics.jsonl has the load of every router"),
-    "--moe-use-legacy-grouped-gemm": no_effect("the experts of a rank are one grouped product"),
-    "--moe-token-drop-policy": always("an expert at its capacity keeps the tokens with the highest router weights", "probs"),
-    "--moe-pad-expert-input-to-capacity": no_effect("tokens are dropped at the capacity; padding to it would only cost time"),
-    "--moe-shared-expert-overlap": no_effect("the shared expert is computed before the tokens are sent"),
-    "--overlap-moe-expert-parallel-comm": no_effect("the all-to-all of tokens is not overlapped", saves=True),
-    "--delay-wgrad-compute": no_effect("--pipeline-schedule zb-h1 defers weight gradients"),
-}
-PARALLEL = {
-    "--use-megatron-fsdp": always("all sharding strategies have one implementation: --data-parallel-sharding-strategy"),
-    "--use-custom-fsdp": always("all sharding strategies have one implementation: --data-parallel-sharding-strategy"),
-    "--use-torch-fsdp2": sets("--data-parallel-sharding-strategy optim_grads_params", data_parallel_sharding_strategy="optim_grads_params"),
-    "--fsdp-manual-registration": no_effect("buffers are not registered with NCCL"),
-    "--use-nccl-ub": no_effect("buffers are not registered with NCCL"),
-    "--nccl-ub": no_effect("buffers are not registered with NCCL"),
-    "--DDP-impl": no_effect("data parallelism has one implementation: --data-parallel-sharding-strategy", arity=1),
-    "--distributed-backend": always("NCCL on GPUs, gloo on CPUs", "nccl", "gloo"),
-    "--disable-gloo-process-groups": no_effect("small objects are sent by gloo"),
-    "--num-layers-per-virtual-pipeline-stage": rename("--num-virtual-stages-per-pipeline-rank: num_layers / pipeline ranks / the number", conversions.layers_per_virtual_stage),
-    "--no-overlap-p2p-communication": no_effect("the schedule sends as soon as a microbatch is ready"),
-    "--overlap-p2p-communication-warmup-flush": no_effect("the schedule sends as soon as a microbatch is ready"),
-    "--microbatch-group-size-per-virtual-pipeline-stage": no_effect("interleaved runs groups of as many microbatches as pipeline ranks", arity=1),
-    "--hierarchical-context-parallel-sizes": not_yet("set --cp-comm-type a2a or p2p", arity=MANY),
-    "--tp-comm-overlap": no_effect("communication of tensor parallelism is not overlapped with its products", saves=True),
-    "--tp-comm-overlap-cfg": no_effect("communication of tensor parallelism is not overlapped with its products", arity=1),
-    "--tp-comm-bootstrap-backend": no_effect("communication of tensor parallelism is not overlapped with its products", arity=1),
-    "--defer-embedding-wgrad-compute": no_effect("--pipeline-schedule zb-h1 defers weight gradients"),
-    "--wgrad-deferral-limit": no_effect("--pipeline-schedule zb-h1 defers weight gradients", arity=1),
-    "--overlap-param-gather-with-optimizer-step": no_effect("parameters are gathered after the step, with --overlap-param-gather beside the next forward"),
-    "--no-align-grad-reduce": no_effect("buckets are reduced as they become ready"),
-    "--ddp-num-buckets": not_yet("set --ddp-bucket-size, in elements", arity=1),
-    "--no-async-tensor-model-parallel-allreduce": no_effect("the input gradient is reduced while the weight gradient is computed"),
-    "--use-contiguous-parameters-in-local-ddp": always("parameters and gradients lie in flat buffers"),
-    "--local-rank": no_effect("torchrun sets LOCAL_RANK", arity=1),
-    "--lazy-mpu-init": no_effect("the layout is planned before process groups exist"),
-    "--torch-fsdp2-no-reshard-after-forward": sets("--no-reshard-after-forward", reshard_after_forward=False),
-    "--ddp-reduce-scatter-with-fp32-accumulation": sets("--reduce-scatter-with-fp32-accumulation", reduce_scatter_with_fp32_accumulation=True),
-    "--no-align-param-gather": no_effect("parameters are gathered when the next forward needs them"),
-    "--no-gradient-reduce-div-fusion": no_effect("gradients are scaled once"),
-    "--suggested-communication-unit-size": no_effect("--ddp-bucket-size and units set what is communicated at once", arity=1),
-    "--create-all-gather-group": no_effect("process groups are made as they are used"),
-    "--high-priority-stream-groups": no_effect("streams are chosen by the kind of communication", arity=MANY),
-    "--disable-symmetric-registration": no_effect("buffers are not registered with NCCL"),
-    "--data-parallel-random-init": not_yet("initial weights are a function of the seed and the name: leave it out"),
-}
-PRECISION = {
-    "--disable-bf16-reduced-precision-matmul": always("products of bf16 accumulate in fp32"),
-    "--fp8-dot-product-attention": not_yet("the core attention is in params_dtype: leave it out"),
-    "--fp8-multi-head-attention": not_yet("the core attention is in params_dtype: leave it out"),
-    "--fp8-interval": no_effect("the scales of fp8 change after every step", arity=1),
-    "--tp-only-amax-red": no_effect("amaxes are reduced over all ranks that share a tensor"),
-    "--keep-fp8-weight-transpose-cache": no_effect("weights are quantized for every product"),
-    "--keep-fp8-transpose-cache": no_effect("weights are quantized for every product"),
-    "--moe-router-padding-for-fp8": always("the tokens of each expert are padded as its products need it"),
-    "--reuse-grad-buf-for-mxfp8-param-ag": always("with mxfp8 parameters are gathered in bf16"),
-    "--moe-router-padding-for-quantization": always("the tokens of each expert are padded as its products need it"),
-    "--cuda-graph-impl": no_effect("there are no CUDA graphs; --torch-compile fuses kernels", arity=1),
-    "--cuda-graph-scope": no_effect("there are no CUDA graphs; --torch-compile fuses kernels", arity=MANY),
-    "--cuda-graph-modules": no_effect("there are no CUDA graphs; --torch-compile fuses kernels", arity=MANY),
-    "--cuda-graph-warmup-steps": no_effect("there are no CUDA graphs; --torch-compile fuses kernels", arity=1),
-    "--enable-cuda-graph": no_effect("there are no CUDA graphs; --torch-compile fuses kernels", saves=True),
-    "--te-rng-tracker": always("there is no random state: all random numbers are functions of the seed and their place"),
-    "--use-te-rng-tracker": always("there is no random state: all random numbers are functions of the seed and their place"),
-    "--empty-unused-memory-level": no_effect("cached memory stays with the process", arity=1),
-    "--optimizer-cuda-graph": no_effect("there are no CUDA graphs; --torch-compile fuses kernels"),
-}
-KEPT = "activations stay on the device: set --recompute-granularity"
-MEMORY = {
-    "--moe-layer-recompute": MegatronFlag("rename", "--recompute-granularity selective with moe in --recompute-modules", convert=conversions.moe_layer_recompute),
-    "--distribute-saved-activations": not_yet(KEPT),
-    "--overlap-cpu-optimizer-d2h-h2d": always("copies of --optimizer-cpu-offload run beside the updates"),
-    "--use-torch-optimizer-for-cpu-offload": always("the host updates with the kernels of torch"),
-    "--no-pin-cpu-grads": no_effect("host memory is pinned where a GPU copies from it"),
-    "--no-pin-cpu-params": no_effect("host memory is pinned where a GPU copies from it"),
-}
-REDUCED_PRECISION = {
-    "--fp4-format": not_yet("set --fp8-format e4m3 or leave it out", arity=1),
-    "--preserve-fp32-weights": always("main parameters are fp32"),
-    "--megatron-fsdp-main-params-dtype": always("main parameters are fp32", "fp32", "auto"),
-    "--megatron-fsdp-main-grads-dtype": rename("--main-grads-dtype", conversions.main_grads_dtype),
-    "--megatron-fsdp-grad-comm-dtype": rename("--grad-reduce-in-bf16 for bf16, nothing for fp32 and auto", conversions.grad_comm_dtype),
-}
-OPTIM = {
-    "--train-samples": rename("--train-iters: the number / global_batch_size, rounded down, or the steps of the batch size's schedule; also the length of the schedule", conversions.train_samples),
-    "--apply-wd-to-qk-layernorm": not_yet("parameters of one dimension are not decayed: leave it out"),
-    "--override-opt-param-scheduler": always("the schedule follows from the command line, also on resume"),
-    "--use-checkpoint-opt-param-scheduler": no_effect("the schedule follows from the command line; what differs from the checkpoint is printed on resume"),
-    "--calculate-per-token-loss": always("the loss is the sum over target tokens of the global batch / their number"),
-    "--check-for-nan-in-loss-and-grad": always("a step whose gradient norm is not finite is skipped"),
-    "--no-check-for-nan-in-loss-and-grad": no_effect("a step whose gradient norm is not finite is skipped"),
-}
-DATA = {
-    "--tokenizer-type": no_effect("the files of --tokenizer-model determine the tokenizer", arity=1),
-    "--vocab-extra-ids": not_yet("add the tokens to tokenizer.json before nanotrain prepare", "0"),
-    "--tiktoken-pattern": no_effect("the files of --tokenizer-model determine the tokenizer", arity=1),
-    "--data-cache-path": no_effect("the order of samples is computed, not stored", arity=1),
-    "--no-mmap-bin-files": always("token files are read, not mapped into memory"),
-    "--no-create-attention-mask-in-dataloader": always("the data loader makes no masks"),
-    "--create-attention-mask-in-dataloader": no_effect("the attention makes its masks"),
-    "--dataloader-type": always("samples are shuffled once per epoch, unless --no-shuffle", "single", "cyclic"),
-    "--data-args-path": rename("--data-path with the words of the file", conversions.data_args_path),
-    "--num-dataset-builder-threads": no_effect("the order of samples is computed, not stored", arity=1),
-    "--dataloader-fast-cache-load": no_effect("the order of samples is computed, not stored"),
-    "--dataloader-defer-npy-index-mmap": no_effect("the order of samples is computed, not stored"),
-    "--mid-level-dataset-surplus": no_effect("the order of samples is computed, not stored", arity=1),
-    "--per-split-data-args-path": rename("--train-data-path, --valid-data-path and --test-data-path, from a JSON file with the keys train, valid and test", conversions.per_split_data_args_path),
-    "--trust-remote-code": no_effect("code of a tokenizer is never run; one that needs it is refused"),
-}
-CHECKPOINT = {
-    "--use-dist-ckpt": always("every rank writes its shards"),
-    "--ckpt-format": no_effect("there is one format: a manifest and one shard file per rank", arity=1),
-    "--dist-ckpt-format": no_effect("there is one format: a manifest and one shard file per rank", arity=1),
-    "--auto-detect-ckpt-format": no_effect("there is one format: a manifest and one shard file per rank"),
-    "--dist-ckpt-strictness": no_effect("a checkpoint with missing or unknown tensors is always refused", arity=1),
-    "--dist-ckpt-optim-fully-reshardable": always("any layout loads any checkpoint"),
-    "--ckpt-fully-parallel-save": always("every rank writes its shards"),
-    "--no-ckpt-fully-parallel-save": no_effect("every rank writes its shards"),
-    "--ckpt-fully-parallel-load": always("every rank reads what it needs"),
-    "--ckpt-assume-constant-structure": no_effect("the shards are planned once per run"),
-    "--disable-msc": always("files are read and written by the file system"),
-    "--use-persistent-ckpt-worker": no_effect("no worker process is used"),
-    "--async-strategy": no_effect("no worker process is used", arity=1),
-    "--async-ckpt-use-cpu-shm": no_effect("no worker process is used"),
-    "--verify-integrity": always("every shard has checksums"),
-    "--no-load-rng": always("there is no random state: all random numbers are functions of the seed and their place"),
-    "--no-save-rng": always("there is no random state: all random numbers are functions of the seed and their place"),
-    "--no-save-optim": no_effect("the optimizer state is always saved; --no-load-optim does not load it"),
-    "--non-persistent-save-interval": not_yet("set --save-interval", arity=1),
-    "--exit-on-missing-checkpoint": always("a --load without a checkpoint is an error"),
-    "--dist-ckpt-workers": no_effect("no worker process is used", arity=1),
-    "--dist-ckpt-save-pre-mcore-014": no_effect("there is one format: a manifest and one shard file per rank"),
-    "--ckpt-fully-parallel-load-exchange-algo": no_effect("every rank reads what it needs", arity=1),
-    "--no-use-tokenizer-model-from-checkpoint-args": always("the tokenizer follows from the command line and the data"),
-}
-RUN = {
-    "--log-throughput": always("tokens per second and MFU are always logged"),
-    "--log-timers-to-tensorboard": always("TensorBoard has the time of a step and of waiting for data"),
-    "--log-memory-to-tensorboard": always("TensorBoard has the peak memory"),
-    "--log-validation-ppl-to-tensorboard": always("TensorBoard has the validation loss, whose exponential is the perplexity"),
-    "--log-loss-scale-to-tensorboard": always("TensorBoard has the loss scale"),
-    "--log-learning-rate-to-tensorboard": always("TensorBoard has the learning rate"),
-    "--no-log-loss-scale-to-tensorboard": no_effect("TensorBoard has the loss scale"),
-    "--no-log-learning-rate-to-tensorboard": no_effect("TensorBoard has the learning rate"),
-    "--no-log-learnig-rate-to-tensorboard": no_effect("TensorBoard has the learning rate"),
-    "--log-world-size-to-tensorboard": no_effect("the world size is logged at the start"),
-    "--log-batch-size-to-tensorboard": always("TensorBoard has the global batch size"),
-    "--log-progress": always("metrics.jsonl has one line per step"),
-    "--log-straggler": no_effect("stragglers are not searched for"),
-    "--straggler-minmax-count": no_effect("stragglers are not searched for", arity=1),
-    "--straggler-ctrlr-port": no_effect("stragglers are not searched for", arity=1),
-    "--log-energy": no_effect("energy is not measured"),
-    "--timing-log-level": no_effect("the time of a step and of waiting for data are logged", arity=1),
-    "--timing-log-option": no_effect("the time of a step and of waiting for data are logged", arity=1),
-    "--tensorboard-log-interval": no_effect("every step is written", arity=1),
-    "--tensorboard-queue-size": no_effect("TensorBoard's own default", arity=1),
-    "--logging-level": no_effect("progress and warnings are logged", arity=1),
-    "--wandb-save-dir": no_effect("wandb writes into the run folder", arity=1),
-    "--profile-ranks": no_effect("every rank is profiled", arity=MANY),
-    "--use-pytorch-profiler": always("--profile uses torch's profiler"),
-    "--record-memory-history": no_effect("the peak memory is logged; the history is not recorded"),
-    "--manual-gc": always("garbage is collected every --manual-gc-interval steps"),
-    "--exit-signal-handler": always("SIGTERM saves a checkpoint and ends the run"),
-    "--enable-experimental": no_effect("no feature is behind such a switch"),
-    "--rerun-mode": no_effect("steps are not repeated to find faulty hardware", arity=1),
-    "--disable-straggler-on-startup": no_effect("stragglers are not searched for"),
-    "--use-ring-exchange-p2p": not_yet("stages send by torch's point-to-point operations: leave it out"),
-    "--deterministic-mode": no_effect("runs on CPUs are deterministic; on GPUs torch's own kernels decide"),
-    "--skip-train": not_yet("nanotrain evaluate RUN computes the loss of a checkpoint"),
-    "--test-mode": no_effect("training is the same with it"),
-    "--one-logger-project": no_effect("there is no OneLogger", arity=1),
-    "--one-logger-run-name": no_effect("there is no OneLogger", arity=1),
-    "--enable-one-logger": no_effect("there is no OneLogger"),
-    "--no-one-logger": no_effect("there is no OneLogger"),
-    "--one-logger-async": no_effect("there is no OneLogger"),
-    "--app-tag-run-name": no_effect("there is no OneLogger", arity=1),
-    "--app-tag-run-version": no_effect("there is no OneLogger", arity=1),
-    "--adlr-autoresume": no_effect("the same command resumes"),
-    "--adlr-autoresume-interval": no_effect("the same command resumes", arity=1),
-    "--enable-ft-package": no_effect("--hang-timeout-s ends a run that hangs"),
-    "--calc-ft-timeouts": no_effect("--hang-timeout-s ends a run that hangs"),
-    "--max-tokens-to-oom": no_effect("it belongs to a server of text generation", arity=1),
-    "--inference-max-seq-length": no_effect("it belongs to a server of text generation", arity=1),
-}
-# fmt: on
-MEGATRON: dict[str, MegatronFlag] = (
-    MODEL | MOE | PARALLEL | PRECISION | MEMORY | REDUCED_PRECISION | OPTIM | DATA | CHECKPOINT | RUN | RARE | OLD
-)
-# Megatron-LM spells two flags with an underscore.
-MEGATRON |= {
-    flag.replace("opt-param", "opt_param"): MEGATRON[flag]
-    for flag in ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler")
-}
+
+@dataclass(frozen=True)
+class MegatronFlag:
+    """One flag of Megatron-LM."""
+
+    kind: Kind
+    meaning: str  # what it is here; of `not yet`, the cure
+    arity: int = 0  # values it takes
+    accepts: tuple[str, ...] = ()  # the values that are accepted; empty: all, of `not yet` none
+    saves: bool = False  # of `no effect`: in Megatron-LM it saves time or memory, so the log names it
+    sets: Mapping[str, Any] = field(default_factory=dict)  # of a rename: constant values by unique name,
+    to: str = ""  # or the unique name of the field that takes its value,
+    convert: str = ""  # or the name of a function of CONVERSIONS
+    overrules: bool = False  # of a rename: its values replace those of other flags, as in Megatron-LM
+    is_check: bool = False  # of a rename: it depends on what the other flags set, so it is converted last
+
+    def values(self, config: Config, text: str) -> dict[str, Any]:
+        """The values of fields that the flag stands for, by unique name."""
+        if self.convert:
+            return CONVERSIONS[self.convert](config, text)
+        return {self.to: text} if self.to else dict(self.sets)
+
+
+@dataclass(frozen=True)
+class MegatronTable:
+    """The content of `tables/megatron.yaml`."""
+
+    flags: dict[str, MegatronFlag]
+    patterns: dict[str, MegatronFlag]  # rows of the flags of a whole part of Megatron-LM, by a pattern
+    defaults: dict[str, Any]  # Megatron-LM's defaults of the fields where ours differ, by unique name
+    required: list[str]  # fields without a default in Megatron-LM
+    shaping: list[str]  # fields that decide which model is trained
+
+
+@cache
+def megatron() -> MegatronTable:
+    """The table, read once."""
+    table = read_table("megatron")
+    return MegatronTable(
+        flags=rows_of(table, saves=table["saves"]),
+        patterns=rows_of(table["patterns"]),
+        defaults=table["defaults"],
+        required=table["required"],
+        shaping=table["shaping"],
+    )
+
+
+def rows_of(table: Mapping[str, Any], *, saves: Collection[str] = ()) -> dict[str, MegatronFlag]:
+    """The rows of a table, by flag.
+
+    >>> rows_of({"always": {"--exit-signal {SIGTERM,15}": "SIGTERM saves"}})["--exit-signal"].accepts
+    ('SIGTERM', '15')
+    """
+    rows = {}
+    for kind in get_args(Kind):
+        for usage, row in table.get(kind, {}).items():
+            flag, _, values = usage.partition(" ")
+            rows[flag] = MegatronFlag(
+                kind,
+                arity={"": 0, "VALUES": MANY}.get(values, 1),
+                accepts=tuple(values[1:-1].split(",")) if values.startswith("{") else (),
+                saves=flag in saves,
+                **(row if isinstance(row, dict) else {"meaning": row}),
+            )
+    return rows
 
 
 def row_of(flag: str) -> MegatronFlag | None:
@@ -286,33 +102,193 @@ def row_of(flag: str) -> MegatronFlag | None:
     >>> row_of("--mamba-head-dim").kind, row_of("--lr")
     ('not yet', None)
     """
-    patterns = (row for pattern, row in PATTERNS.items() if fnmatchcase(flag, pattern))
-    return MEGATRON.get(flag) or next(patterns, None)
+    patterns = (row for pattern, row in megatron().patterns.items() if fnmatchcase(flag, pattern))
+    return megatron().flags.get(flag) or next(patterns, None)
 
 
-# Megatron-LM's defaults of the fields where ours differ, by unique name; `--megatron-defaults` takes them.
-MEGATRON_DEFAULTS: dict[str, Any] = {
-    "position_embedding_type": "learned_absolute",
-    "normalization": "LayerNorm",
-    "activation": "gelu",
-    "add_bias_linear": True,
-    "attention_dropout": 0.1,
-    "hidden_dropout": 0.1,
-    "adam_beta2": 0.999,
-    "muon_momentum": 0.9,
-    "weight_decay": 0.01,
-    "lr_decay_style": "linear",
-    "log_interval": 100,
-    "eval_interval": 1000,
-    "eval_iters": 100,
-    "keep_last": 0,
-    "moe_router_load_balancing_type": ["aux_loss"],
-    "kv_lora_rank": 32,
+def whole_number(flag: str, text: str) -> int:
+    """A value of at least 1, also written 1e9.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    try:
+        number = int(text) if text.isdecimal() else float(text)
+        if 1 <= number <= LARGEST and number == int(number):
+            return int(number)
+    except (ValueError, OverflowError):
+        pass
+    raise ConfigError(f"{flag} is {text!r}", why="it takes a whole number from 1 to 10^18")
+
+
+def train_samples(config: Config, text: str) -> dict[str, Any]:
+    """Steps from the number of training samples, counted as in Megatron-LM; also the end of the lr schedule."""
+    samples, schedule = whole_number("--train-samples", text), batch_schedule(config)
+    batch_size = schedule.size_at(0) if schedule else config.train.global_batch_size
+    if batch_size is None:
+        why = "the number of steps is train_samples / global_batch_size, which is unset"
+        raise ConfigError(f"--train-samples {text} has no number of steps", why=why, fix="set --global-batch-size")
+    if samples < batch_size:
+        why = f"the first step takes {count_of(batch_size, 'sample')}"
+        raise ConfigError(f"--train-samples {text} is no whole step", why=why, fix="raise it")
+    steps = steps_of_samples(schedule, samples) if schedule else samples // batch_size
+    values: dict[str, Any] = {"train_iters": steps}
+    optim = config.optim
+    has_length = optim.lr_decay_style != "constant" or optim.lr_warmup_fraction is not None
+    if has_length and optim.lr_decay_iters is None and optim.lr_decay_samples is None:
+        values["lr_decay_samples"] = samples
+    return values
+
+
+def layers_per_virtual_stage(config: Config, text: str) -> dict[str, Any]:
+    """Virtual stages per pipeline rank from the layers of one of them."""
+    flag = "--num-layers-per-virtual-pipeline-stage"
+    layers, parallel = whole_number(flag, text), config.parallel
+    num_layers = config.model.num_layers + sum(counted_ends(parallel))
+    pp = parallel.pipeline_model_parallel_size
+    ends = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    if ends != (None, None):
+        why = "with a first or last length the stages have different numbers of layers"
+        raise ConfigError(f"{flag} {text}", why=why, fix="set --num-virtual-stages-per-pipeline-rank")
+    if num_layers % (pp * layers):
+        why = f"{count_of(num_layers, 'layer', verb='is')} not a multiple of {pp} x {layers}"
+        fix = "set a number that divides num_layers / pipeline_model_parallel_size"
+        raise ConfigError(f"{flag} {text} does not split the model evenly", why=why, fix=fix)
+    return {"num_virtual_stages_per_pipeline_rank": num_layers // pp // layers}
+
+
+def padded_vocab_size(config: Config, text: str) -> dict[str, Any]:
+    """The multiple that pads the vocabulary to exactly this size."""
+    size, vocab_size = whole_number("--padded-vocab-size", text), config.model.vocab_size
+    if vocab_size is not None and vocab_size > size:
+        why = f"the vocabulary has {count_of(vocab_size, 'token')}"
+        raise ConfigError(f"--padded-vocab-size is {text}", why=why, fix="raise it or leave it out")
+    return {"make_vocab_size_divisible_by": size}
+
+
+def group_query_attention(config: Config, text: str) -> dict[str, Any]:
+    """One key/value head if their number is not set, Megatron-LM's default."""
+    return {} if config.model.num_query_groups is not None else {"num_query_groups": 1}
+
+
+def rope_type(config: Config, text: str) -> dict[str, Any]:
+    """The position embedding, rope or yarn."""
+    if text not in ("rope", "yarn"):
+        raise ConfigError(f"--rope-type is {text!r}", why="it takes rope or yarn")
+    return {"position_embedding_type": text}
+
+
+def no_position_embedding(config: Config, text: str) -> dict[str, Any]:
+    """No values; Megatron-LM takes the flag with RoPE only."""
+    if not has_rope(config.model):
+        why = f"position_embedding_type is {config.model.position_embedding_type.value}"
+        raise ConfigError("--no-position-embedding", why=why, fix="set --position-embedding-type none instead")
+    return {}
+
+
+def main_grads_dtype(config: Config, text: str) -> dict[str, Any]:
+    """The data type of Megatron-FSDP's main gradients; "auto" leaves the default."""
+    return {} if text == "auto" else {"main_grads_dtype": text}
+
+
+def grad_comm_dtype(config: Config, text: str) -> dict[str, Any]:
+    """Reduction in bf16 if Megatron-FSDP reduces in bf16.
+
+    Raises:
+        ConfigError: fp16, which gradients are never reduced in.
+    """
+    if text not in ("auto", "fp32", "bf16"):
+        flag = "--megatron-fsdp-grad-comm-dtype"
+        raise ConfigError(f"{flag} is {text!r}", why="gradients are reduced in fp32 or bf16", fix=f"set {flag} bf16")
+    return {"grad_reduce_in_bf16": True} if text == "bf16" else {}
+
+
+def moe_layer_recompute(config: Config, text: str) -> dict[str, Any]:
+    """Selective recomputation of MoE layers, in addition to modules that are already recomputed."""
+    is_selective = config.memory.recompute_granularity is RecomputeGranularity.selective
+    modules = config.memory.recompute_modules or (["core_attn"] if is_selective else [])
+    return {"recompute_granularity": "selective", "recompute_modules": [*dict.fromkeys([*modules, "moe"])]}
+
+
+def ckpt_step(config: Config, text: str) -> dict[str, Any]:
+    """The step folder of a run to load, from the run folder of `--load` or its folder of checkpoints.
+
+    Raises:
+        ConfigError: `--load` is unset, or names a step folder itself.
+    """
+    flag, load = "--ckpt-step", config.checkpoint.load
+    name = step_name(whole_number(flag, text))
+    if load is None:
+        why = "it is a step of the run that --load names"
+        raise ConfigError(f"{flag} {text} without --load", why=why, fix="set --load RUN, also for the run's own folder")
+    folder = Path(load)
+    if folder.name.startswith("step-"):
+        why = f"{folder.name} is the checkpoint of one step"
+        raise ConfigError(f"{flag} {text} with --load {load}", why=why, fix=f"leave {flag} out or set --load RUN")
+    return {"load": str((folder if folder.name == "checkpoints" else folder / "checkpoints") / name)}
+
+
+def checkpoint_activations(config: Config, text: str) -> dict[str, Any]:
+    """Full recomputation, uniform as in Megatron-LM's earlier versions unless the line has a method."""
+    values = {"recompute_granularity": "full"}
+    return values if config.memory.recompute_method is not None else values | {"recompute_method": "uniform"}
+
+
+def data_args_path(config: Config, text: str) -> dict[str, Any]:
+    """The prefixes and weights of `--data-path`, separated by white space in a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds none.
+    """
+    flag, fix = "--data-args-path", "write what would follow --data-path into the file"
+    try:
+        words = read_file(Path(text)).decode().split()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{flag} {text} cannot be read", why=unreadable(error), fix=fix) from None
+    if not words:
+        raise ConfigError(f"{flag} {text} names no data", why="the file is empty", fix=fix)
+    return {"data_path": words}
+
+
+def per_split_data_args_path(config: Config, text: str) -> dict[str, Any]:
+    """The prefixes and weights of each split, from a JSON file: a text or a list of texts for train, valid and test.
+
+    Raises:
+        ConfigError: the file cannot be read, or has another form.
+    """
+    flag, fix = "--per-split-data-args-path", 'write {"train": "0.7 a 0.3 b", "valid": "c", "test": "d"} into the file'
+    try:
+        splits = object_of(parse_json(read_file(Path(text))), "the file")
+        if unknown := splits.keys() - {"train", "valid", "test"}:
+            raise ValueError(f"it has the key {min(unknown)!r}")
+        if not splits.get("train"):
+            raise ValueError("train has no data")
+        return {f"{split}_data_path": _words(value, split) for split, value in splits.items() if value is not None}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{flag} {text} cannot be read", why=unreadable(error), fix=fix) from None
+
+
+def _words(value: Any, name: str) -> list[str]:
+    if isinstance(value, str):
+        return value.split()
+    return [str(word) if isinstance(word, int | float) else text_of(word, name) for word in list_of(value, name)]
+
+
+CONVERSIONS: dict[str, Callable[[Config, str], dict[str, Any]]] = {
+    conversion.__name__: conversion
+    for conversion in (
+        train_samples,
+        layers_per_virtual_stage,
+        padded_vocab_size,
+        group_query_attention,
+        rope_type,
+        no_position_embedding,
+        main_grads_dtype,
+        grad_comm_dtype,
+        moe_layer_recompute,
+        ckpt_step,
+        checkpoint_activations,
+        data_args_path,
+        per_split_data_args_path,
+    )
 }
-# fields without a default in Megatron-LM
-MEGATRON_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "seq_length")
-# the fields that decide which model is trained
-SHAPING = (
-    *("position_embedding_type", "normalization", "activation", "add_bias_linear"),
-    *("attention_dropout", "hidden_dropout", "adam_beta2", "weight_decay"),
-)

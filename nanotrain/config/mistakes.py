@@ -7,7 +7,7 @@ from pathlib import PurePath
 from nanotrain.config.arguments import ALIASES, ARGUMENTS, FLAGS, NEGATIONS, SWITCHES, is_file
 from nanotrain.config.megatron import row_of
 from nanotrain.config.option import flag_of
-from nanotrain.config.suggest import LISTED_BY, advise, by_meaning, by_misspelled_meaning, nearest
+from nanotrain.config.suggest import LISTED_BY, advise, by_meaning, cure_of, nearest
 from nanotrain.errors import ConfigError
 
 NO_HYPHENS = (
@@ -28,8 +28,10 @@ def unknown_flag(flag: str, *, known: Collection[str], listed_by: str = LISTED_B
     'did you mean --lr?'
     """
     field = flag_of(flag.rpartition(".")[2].strip("-"))
-    is_field = field in known  # a key, a flag with a section, or another number of dashes
-    cure = by_meaning(flag) or (field if is_field else nearest(flag, known) or by_misspelled_meaning(flag))
+    if field in known and not by_meaning(flag):  # a key, a flag with a section, or another number of dashes
+        cure: str | None = field
+    else:
+        cure = cure_of(flag, known) or nearest(flag, known)
     return ConfigError(f"unknown flag {flag}", fix=advise(cure) if cure else f"{listed_by} lists the flags")
 
 

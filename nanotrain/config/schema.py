@@ -17,8 +17,7 @@ from typing import Any, get_args, get_origin
 from nanotrain.config.config import Config
 from nanotrain.config.option import flag_of
 from nanotrain.config.references import MARK, FromEnvironment, as_written
-from nanotrain.config.suggest import advise, by_meaning, by_misspelled_meaning, did_you_mean, nearest, nearest_choice
-from nanotrain.config.synonyms import VALUES
+from nanotrain.config.suggest import advise, cure_of, did_you_mean, nearest_choice, other_value
 from nanotrain.errors import ConfigError, ErrorCollector
 from nanotrain.untrusted import LARGEST
 
@@ -180,8 +179,7 @@ def unknown_key(key: str) -> ConfigError:
         why = "a key names its section" if is_short else ""
         return ConfigError(f"unknown key {key}", why=why, fix=f"did you mean {ENTRIES[name].key}?")
     known = KEYS if "." in key else SECTIONS
-    cure = by_meaning(key) or (None if nearest(key, known) else by_misspelled_meaning(key))
-    if cure is not None:
+    if cure := cure_of(key, known):
         entry = next((entry for entry in ENTRIES.values() if entry.flag == cure), None)
         fix = advise(entry.key if entry else cure)
         return ConfigError(f"unknown key {key}", fix=fix)
@@ -248,7 +246,7 @@ def check_choice(name: str, value: str, *, known: Iterable[str], why: str = "the
     """
     if value not in known:
         prefix, known = f"{ENTRIES[name].flag} ", list(known)
-        meant = VALUES.get(name, {}).get(value)
+        meant = other_value(name, value)
         near = nearest_choice(value, known)
         if meant in known:
             fix = f"write {prefix}{meant}"

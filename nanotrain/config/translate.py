@@ -14,8 +14,7 @@ from typing import Any
 from nanotrain.config.arguments import choice_of, is_file
 from nanotrain.config.config import Activation, Config, PositionEmbedding
 from nanotrain.config.flags import CommandLine, MegatronArgument
-from nanotrain.config.megatron import MEGATRON_DEFAULTS, MEGATRON_REQUIRED, SHAPING, row_of
-from nanotrain.config.megatron_kinds import MegatronFlag
+from nanotrain.config.megatron import MegatronFlag, megatron, row_of
 from nanotrain.config.option import flag_of
 from nanotrain.config.pipeline_layout import read_pipeline_layout
 from nanotrain.config.schema import ENTRIES, argument_of, convert, plain, typed, value_of, with_values
@@ -122,9 +121,7 @@ def convert_flag(result: Translation, argument: MegatronArgument) -> None:
         ConfigError: a field has another value on the command line.
     """
     row = row_for(argument.flag)
-    if row.convert is None:
-        return
-    for name, value in row.convert(result.config, argument.value).items():
+    for name, value in row.values(result.config, argument.value).items():
         key = ENTRIES[name].key
         current, new = value_of(result.config, key), convert(ENTRIES[name], value)
         is_extended = isinstance(current, list) and set(current) <= set(new)
@@ -164,7 +161,7 @@ def check_defaults(line: CommandLine, *, errors: ErrorCollector) -> None:
             what = f"--megatron-defaults with {choice_of(group)}={name}"
             why = f"{group}/{name}.yaml is written for nanotrain's defaults: with Megatron-LM's it means something else"
             errors.errors.append(ConfigError(what, why=why, fix="leave one of them out"))
-    unset = [name for name in MEGATRON_REQUIRED if ENTRIES[name].key not in line.explicit]
+    unset = [name for name in megatron().required if ENTRIES[name].key not in line.explicit]
     if unset and not line.choices and "checkpoint.use_checkpoint_args" not in line.explicit:
         flags = ", ".join(map(flag_of, unset))
         why = "Megatron-LM has no defaults for them"
@@ -228,6 +225,8 @@ def layout_stages(text: str) -> int:
 
 def notes(line: CommandLine) -> Iterator[str]:
     """Lines for the log: how many flags change nothing, and which settings of the model keep other defaults."""
+    if not line.megatron:
+        return
     kinds = [row_for(flag).kind for flag in flags_of(line)]
     if count := kinds.count("always"):
         yield f"{count_of(count, 'flag', verb='names')} what nanotrain always does (--help=megatron lists them)"
@@ -236,12 +235,12 @@ def notes(line: CommandLine) -> Iterator[str]:
     saving = [f"{flag} ({row_for(flag).meaning})" for flag in flags_of(line) if row_for(flag).saves]
     if saving:
         yield f"Megatron-LM saves time or memory by what is not here: {'; '.join(saving)}"
-    left_out = [name for name in SHAPING if ENTRIES[name].key not in line.explicit and not is_set_by_flag(name, line)]
+    table, of_flags = megatron(), {name for flag in flags_of(line) for name in row_for(flag).sets}
+    left_out = [name for name in table.shaping if ENTRIES[name].key not in line.explicit and name not in of_flags]
     takes_model = "checkpoint.use_checkpoint_args" in line.explicit  # from the checkpoint
-    if line.megatron and left_out and not (line.choices or line.wants_megatron_defaults or takes_model):
+    if left_out and not (line.choices or line.wants_megatron_defaults or takes_model):
         values = ", ".join(
-            f"{name} {typed(ENTRIES[name].default)} (Megatron-LM: {typed(MEGATRON_DEFAULTS[name])})"
-            for name in left_out
+            f"{name} {typed(ENTRIES[name].default)} (Megatron-LM: {typed(table.defaults[name])})" for name in left_out
         )
         yield f"settings left out whose defaults differ from Megatron-LM's: {values}; --megatron-defaults takes those"
 
@@ -251,12 +250,6 @@ def flags_of(line: CommandLine) -> list[str]:
     return [*dict.fromkeys(argument.flag for argument in line.megatron)]
 
 
-def is_set_by_flag(name: str, line: CommandLine) -> bool:
-    """Whether one of Megatron-LM's flags stands for a value of this field."""
-    rows = (row_for(argument.flag) for argument in line.megatron)
-    return any(name in row.fields for row in rows)
-
-
 def megatron_values() -> Mapping[str, Any]:
     """Megatron-LM's defaults by key."""
-    return {ENTRIES[name].key: value for name, value in MEGATRON_DEFAULTS.items()}
+    return {ENTRIES[name].key: value for name, value in megatron().defaults.items()}

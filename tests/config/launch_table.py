@@ -6,7 +6,7 @@ from collections import Counter
 from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS
 from nanotrain.config.document import table_row
 from nanotrain.config.flags import OWN_FLAGS
-from nanotrain.config.megatron import MEGATRON
+from nanotrain.config.megatron import megatron
 from nanotrain.config.option import flag_of
 from tests.config.launch_scripts import SCRIPTS
 
@@ -49,8 +49,8 @@ def became(flag: str) -> tuple[str, str]:
         return SAME, f"`{NEGATIONS[flag].key}=false`"
     if flag in ALIASES:
         return "alias", f"`{flag_of(ALIASES[flag].name)} {ALIASES[flag].value}`"
-    if flag in MEGATRON:
-        return MEGATRON[flag].kind, MEGATRON[flag].meaning
+    if row := megatron().flags.get(flag):
+        return row.kind, row.meaning
     return ("own", "the program's own flag") if flag in OWN_FLAGS else ("unknown", "an error")
 
 

@@ -1,16 +1,44 @@
 """What was probably meant: by meaning and by spelling, never a far guess, an opposite or another quantity."""
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS
+from nanotrain.config import tables
+from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS, SWITCHES
 from nanotrain.config.flags import parse
 from nanotrain.config.load import load, load_line
-from nanotrain.config.suggest import by_meaning, by_spelling, by_words, did_you_mean, distance
+from nanotrain.config.megatron import megatron
+from nanotrain.config.schema import ENTRIES
+from nanotrain.config.suggest import LISTED_BY, by_meaning, by_spelling, by_words, did_you_mean
+from nanotrain.config.tables import read_table
 from nanotrain.errors import ConfigError
 
-KNOWN = [*FLAGS, *NEGATIONS, *ALIASES]
+KNOWN = [*FLAGS, *NEGATIONS, *ALIASES, *megatron().flags]
+# Settings that users of other frameworks write, all names of their own.
+ELSEWHERE = """
+out_dir eval_only always_save_checkpoint init_from wandb_log batch_size block_size n_layer n_head n_embd dropout bias
+learning_rate max_iters beta1 grad_clip decay_lr warmup_iters backend dtype compile
+overwrite_output_dir do_train do_eval eval_strategy per_device_eval_batch_size eval_accumulation_steps eval_delay
+max_grad_norm num_train_epochs lr_scheduler_kwargs logging_strategy logging_first_step save_strategy save_total_limit
+save_safetensors save_only_model data_seed tf32 ddp_backend ddp_find_unused_parameters dataloader_drop_last
+dataloader_pin_memory disable_tqdm remove_unused_columns load_best_model_at_end fsdp_config label_smoothing_factor
+adafactor group_by_length push_to_hub gradient_checkpointing_kwargs torch_compile_mode neftune_noise_alpha
+auto_find_batch_size full_determinism use_liger_kernel average_tokens_across_devices attn_implementation packing
+job.config_file job.dump_folder job.print_config profiling.profile_freq metrics.log_freq metrics.save_tb_folder
+optimizer.implementation lr_scheduler.decay_ratio lr_scheduler.decay_type lr_scheduler.min_lr_factor training.steps
+training.enable_cpu_offload training.mixed_precision_reduce training.gc_freq debug.deterministic
+parallelism.fsdp_reshard_after_forward parallelism.module_fqns_per_model_part parallelism.tensor_parallel_degree
+parallelism.pipeline_parallel_microbatch_size parallelism.context_parallel_rotate_method checkpoint.enable
+checkpoint.folder checkpoint.last_save_model_only checkpoint.async_mode checkpoint.load_step compile.components
+num_layers_in_first_pipeline_stage virtual_pipeline_model_parallel_size gated_linear_unit activation_func init_method
+layernorm_zero_centered_gamma bias_activation_fusion apply_rope_fusion pipeline_dtype variable_seq_lengths
+batch_p2p_comm deallocate_pipeline_outputs moe_token_dropping decoupled_weight_decay align_param_gather
+activation_checkpoint.selective_ac_option float8.enable_fsdp_float8_all_gather comm.trace_buf_size
+"""
 
 # arguments, what the message must have, what it must not have
 MESSAGES = [
@@ -45,7 +73,7 @@ MESSAGES = [
     ("--warmup-iters 5", "did you mean --lr-warmup-iters?", "--help"),
     ("--add-linear-bias", "nanotrain train --help=all lists the flags", "did you mean"),
     ("--disable-linear", "nanotrain train --help=all lists the flags", "--add-bias-linear"),
-    ("--num-mtp-layers 1", "nanotrain train --help=all lists the flags", "--num-layers"),
+    ("--num-mtp-layers 1", "did you mean --mtp-num-layers?", "--help"),
     ("--tensor-parallel-layers 1", "nanotrain train --help=all lists the flags", "did you mean"),
     ("--save ck --run-dirr x", "did you mean --run-dir?", "--save=ck"),
     ("optim=muon", "write optim.FIELD=muon or --optimizer muon", "did you mean optim?"),
@@ -104,10 +132,11 @@ def test_one_slip_in_a_flag_is_found(flag, data):
     position = data.draw(st.integers(3, len(flag) - 1))
     letter = data.draw(st.sampled_from("aeiouxyz"))
     slip = flag[:position] + letter + flag[position + 1 :]
-    if slip in KNOWN or len(flag) < 8 or flag[position].isdigit():
+    if slip in KNOWN or len(flag) < 10 or flag[position].isdigit():
         return
+    assert by_spelling(slip, [flag, "--lr", "--seed"]) == flag
     found = by_spelling(slip, KNOWN)
-    assert found is not None and distance(found, slip) <= 1
+    assert found is not None and abs(len(found) - len(flag)) <= 2
 
 
 def test_numbers_opposites_and_extra_words_are_never_guessed():
@@ -133,6 +162,47 @@ def test_names_of_torchtitan_lead_to_what_to_write(name: str, cure: str) -> None
 
 
 def test_a_swap_of_neighbours_is_one_slip():
-    assert distance("trian", "train") == 1 and distance("", "abc") == 3 and distance("abc", "abc") == 0
     assert did_you_mean("trian", ["train", "data"]) == "did you mean train?"
     assert did_you_mean("completely-else", ["train"]) == "nanotrain train --help=all lists them"
+
+
+def test_settings_of_other_frameworks_are_one_error_that_says_what_to_write():
+    errors = [parse([f"--{name}", "3"]).errors.errors for name in ELSEWHERE.split()]
+    assert all(len(each) == 1 and LISTED_BY not in str(each[0]) for each in errors)
+
+
+@pytest.mark.parametrize(
+    ("flag", "cure"),
+    [
+        ("--validation.steps", "--eval-iters"),  # training.steps are --train-iters
+        ("--training.dataset", "--data-path PREFIX"),  # --dataset is a flag of a fork of Megatron-LM
+        ("--moe-loss-coeff", "--moe-aux-loss-coeff"),  # of DeepSpeed, near --moe-z-loss-coeff
+        ("--training.seq-length", "--seq-length"),
+        ("--dist-url", "--master-addr and --master-port of torchrun"),  # no option of torchrun itself
+    ],
+)
+def test_a_meaning_goes_before_a_spelling_and_before_the_name_without_its_section(flag, cure):
+    (error,) = parse([flag, "3"]).errors.errors
+    assert cure in str(error)
+
+
+def test_every_cure_by_meaning_names_flags_that_exist_and_no_name_is_a_flag():
+    table = read_table("other_frameworks")
+    for cure in table["cures"]:
+        flag = cure.split()[0].rstrip(",:")
+        assert not flag.startswith("--") or flag in {*KNOWN, *SWITCHES, "--data-parallel-size", "--config-dir"}, cure
+    names = " ".join(table["cures"].values()).split()
+    assert len(names) == len(set(names)), "a name has one meaning"
+    assert not {name for name in names if f"--{name.replace('_', '-')}" in KNOWN}
+
+
+def test_every_other_value_leads_to_one_of_its_field():
+    for name, values in read_table("other_frameworks")["values"].items():
+        choices = ENTRIES[name].choices
+        assert not {*values} & {*choices} and (not choices or {*values.values()} <= {*choices}), name
+
+
+def test_no_cure_replaces_another():
+    text = (Path(tables.__file__).parent / "other_frameworks.yaml").read_text()
+    cures = re.findall(r'^  ("[^"]+"|[^ ].*?):(?: |$)', text, re.MULTILINE)
+    assert len(cures) == sum(map(len, read_table("other_frameworks").values()))
