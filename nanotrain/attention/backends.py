@@ -83,7 +83,7 @@ class AttentionNeed:
             "ring cp": cp_comm_type == "p2p",
         }
         width = head_dim(model)
-        value_width = model.mla.v_head_dim if model.multi_latent_attention else width
+        value_width = width if model.mla is None else model.mla.v_head_dim
         features = frozenset(name for name, wanted in is_wanted.items() if wanted)
         return cls(config.precision.params_dtype.value, width, value_width, features)
 

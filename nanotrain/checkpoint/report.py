@@ -118,7 +118,7 @@ def _model_line(manifest: Manifest) -> str:
             count_of(model.num_attention_heads, "head"),
             f"vocabulary {model.vocab_size:,}" if model.vocab_size else "vocabulary unknown",
         ]
-        if model.moe.num_experts:
+        if model.moe is not None:
             parts.append(f"{model.moe.num_experts} experts, top {model.moe.router_topk}")
     except ConfigError as error:
         return f"unreadable configuration ({error.what})"

@@ -78,7 +78,7 @@ def _run(args: Namespace, loaded: Loaded, *, environment: MutableMapping[str, st
 
     launch, checkpoint = Launch.of(environment), open_model(args.path, ema=args.ema)
     config = generation_config(checkpoint.config, loaded, world_size=launch.world_size)
-    has_experts = config.model.moe.num_experts is not None
+    has_experts = config.model.moe is not None
     topology = Topology.of(config.parallel, launch.world_size, has_experts=has_experts)
     timeout_s = config.parallel.distributed_timeout_minutes * 60
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
@@ -138,7 +138,7 @@ def generation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
     config = replace(loaded.config, model=with_padding_for(trained.model, tp), data=DataConfig(seq_length=tp))
     check_layout(config)
     etp = parallel.expert_tensor_parallel_size or tp
-    ranks = lcm(tp, parallel.expert_model_parallel_size * etp) if trained.model.moe.num_experts is not None else tp
+    ranks = lcm(tp, parallel.expert_model_parallel_size * etp) if trained.model.moe is not None else tp
     if world_size != ranks:
         raise TopologyError(
             f"generation on {count_of(world_size, 'rank')} with tp={tp} and ep={parallel.expert_model_parallel_size}",

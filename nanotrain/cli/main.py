@@ -109,7 +109,7 @@ def topology(argv: Sequence[str]) -> int:
         from nanotrain.topology.picture import run_topology
 
         wide = parallel.expert_model_parallel_size > 1 or parallel.expert_tensor_parallel_size is not None
-        has_experts = wide or loaded.config.model.moe.num_experts is not None
+        has_experts = wide or loaded.config.model.moe is not None
         text = run_topology(parallel, args.world_size, as_json=args.json, has_experts=has_experts)
         dp = data_parallel_size(parallel, args.world_size)
         check_data_parallel_size(dp, loaded.data_parallel_size, world_size=args.world_size)

@@ -30,7 +30,7 @@ def head_dim(model_config: ModelConfig) -> int:
     >>> head_dim(ModelConfig(hidden_size=256, num_attention_heads=4))
     64
     """
-    if model_config.multi_latent_attention:
+    if model_config.mla is not None:
         return model_config.mla.qk_head_dim + model_config.mla.qk_pos_emb_head_dim
     return model_config.kv_channels or model_config.hidden_size // model_config.num_attention_heads
 
@@ -89,7 +89,7 @@ def rotary_dim(model_config: ModelConfig) -> int:
     >>> rotary_dim(ModelConfig(kv_channels=64, rotary_percent=0.5))
     32
     """
-    if model_config.multi_latent_attention:
+    if model_config.mla is not None:
         return model_config.mla.qk_pos_emb_head_dim
     return int(head_dim(model_config) * model_config.rotary_percent)
 
@@ -171,14 +171,15 @@ def moe_layers(model_config: ModelConfig) -> tuple[bool, ...]:
     >>> moe_layers(ModelConfig(num_layers=4, moe=MoEConfig(num_experts=8, layer_freq="[0]*1+[1]*3")))
     (False, True, True, True)
     """
-    if model_config.moe.num_experts is None:
+    moe = model_config.moe
+    if moe is None or moe.num_experts is None:  # a model that is not complete yet has other settings of experts
         return (False,) * model_config.num_layers
-    pattern = read_pattern(model_config.moe.layer_freq)
+    pattern = read_pattern(moe.layer_freq)
     if isinstance(pattern, int):
         return tuple(layer % pattern == 0 for layer in range(model_config.num_layers))
     if len(pattern) != model_config.num_layers:
         raise ConfigError(
-            f"moe_layer_freq {model_config.moe.layer_freq} is for {count_of(len(pattern), 'layer')}",
+            f"moe_layer_freq {moe.layer_freq} is for {count_of(len(pattern), 'layer')}",
             why=f"num_layers is {model_config.num_layers}, and the pattern has one 0 or 1 for each",
             fix=f"set --moe-layer-freq '[1]*{model_config.num_layers}' with a 0 for every dense layer",
         )
@@ -223,10 +224,11 @@ def moe_ffn_size(model_config: ModelConfig) -> int:
     """Inner width of an expert.
 
     >>> from nanotrain.config.config import MoEConfig
-    >>> moe_ffn_size(ModelConfig(ffn_hidden_size=512)), moe_ffn_size(ModelConfig(moe=MoEConfig(ffn_hidden_size=96)))
-    (512, 96)
+    >>> moe_ffn_size(ModelConfig(moe=MoEConfig(num_experts=2, ffn_hidden_size=96)))
+    96
     """
-    return model_config.moe.ffn_hidden_size or ffn_size(model_config)
+    moe = model_config.moe
+    return ffn_size(model_config) if moe is None or moe.ffn_hidden_size is None else moe.ffn_hidden_size
 
 
 def accumulates_grads_in_fp32(precision: PrecisionConfig) -> bool:

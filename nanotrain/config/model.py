@@ -69,7 +69,7 @@ class MLAConfig:
 class MoEConfig:
     """Mixture-of-experts layers and their router; used when num_experts is set."""
 
-    num_experts: int | None = option(None, "experts per MoE layer; unset: every layer is dense", name="num_experts", check=at_least(1))
+    num_experts: int = option(None, "experts per MoE layer; unset: every layer is dense", name="num_experts", check=at_least(1))
     layer_freq: str = option("1", "MoE layers: N for every Nth layer from the first, or a pattern such as [0]*3+[1]*58")
     ffn_hidden_size: int | None = option(None, "inner width of an expert; unset: ffn_hidden_size", check=at_least(1))
     shared_expert_intermediate_size: int | None = option(None, "inner width of the shared expert; unset: no shared expert", check=at_least(1))
@@ -151,6 +151,6 @@ class ModelConfig:
     final_logit_softcapping: float | None = option(None, "soft-cap logits by c * tanh(logits / c); unset: none", check=above(0))
     multi_latent_attention: bool = option(False, "multi-latent attention: low-rank compression of keys and values (DeepSeek)")
     init_method_std: float = option(0.02, "standard deviation of the initial weights; output projections get std / sqrt(2 * num_layers)", check=above(0))
-    mla: MLAConfig = section(MLAConfig)
-    moe: MoEConfig = section(MoEConfig, prefix="moe_")
+    mla: MLAConfig | None = section(MLAConfig, switch="multi_latent_attention")
+    moe: MoEConfig | None = section(MoEConfig, prefix="moe_", switch="num_experts")
     mtp: MTPConfig = section(MTPConfig, prefix="mtp_")

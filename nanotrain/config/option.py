@@ -30,9 +30,17 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-def section(kind: type, *, prefix: str = "") -> Any:
-    """Declare a nested section by its frozen dataclass; flags begin with the prefix ("moe_": `--moe-router-topk`)."""
-    return field(default_factory=kind, metadata={"section": kind, "prefix": prefix})
+def section(kind: type, *, prefix: str = "", switch: str = "", value: str = "") -> Any:
+    """Declare a nested section by its frozen dataclass; flags begin with the prefix ("moe_": `--moe-router-topk`).
+
+    Args:
+        kind: the dataclass.
+        prefix: prefix of the unique names of its fields.
+        switch: field, of the section or of its parent, without which the section is absent (None); empty: never absent.
+        value: value of the switch with which the section is present; empty: any but unset and off.
+    """
+    metadata = {"section": kind, "prefix": prefix, "switch": switch, "value": value}
+    return field(default=None, metadata=metadata) if switch else field(default_factory=kind, metadata=metadata)
 
 
 def flag_of(name: str) -> str:

@@ -9,9 +9,8 @@ check_choice       refuse a name that a table does not hold
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from enum import Enum
-from functools import reduce
 from typing import Any, get_args, get_origin
 
 from nanotrain.config.config import Config
@@ -56,7 +55,7 @@ class Entry:
 
     @property
     def is_optional(self) -> bool:
-        return type(None) in get_args(self.field.type)
+        return self.default is None
 
     @property
     def kind(self) -> Any:
@@ -82,20 +81,22 @@ class Entry:
         return self.field.default if factory is MISSING else factory()
 
 
-def walk_sections(kind: Any = Config, *, path: str = "", prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Dotted name, class and flag prefix of every section below `kind`, nested ones after their parent."""
+def walk_sections(kind: Any = Config, *, path: str = "", prefix: str = "") -> Iterator[tuple[str, Field[Any], str]]:
+    """Dotted name, field and flag prefix of every section below `kind`, nested ones after their parent."""
     for field in fields(kind):
         if inner := field.metadata.get("section"):
             name, inner_prefix = f"{path}{field.name}", prefix + field.metadata["prefix"]
-            yield name, inner, inner_prefix
+            yield name, field, inner_prefix
             yield from walk_sections(inner, path=f"{name}.", prefix=inner_prefix)
 
 
-SECTIONS: dict[str, Any] = {name: kind for name, kind, _ in walk_sections()}
+SECTIONS: dict[str, Any] = {name: field.metadata["section"] for name, field, _ in walk_sections()}
 ENTRIES: dict[str, Entry] = {
     entry.name: entry
-    for section, kind, prefix in walk_sections()
-    for entry in (Entry(section, field, prefix) for field in fields(kind) if "meaning" in field.metadata)
+    for section, parent, prefix in walk_sections()
+    for entry in (
+        Entry(section, field, prefix) for field in fields(parent.metadata["section"]) if "meaning" in field.metadata
+    )
 }
 KEYS: dict[str, Entry] = {entry.key: entry for entry in ENTRIES.values()}
 # fields of earlier versions that changed no value: ignored where a stored configuration has them
@@ -138,7 +139,10 @@ def read_config(
 
 
 def build_section(kind: Any, converted: Mapping[str, Any], *, path: str = "") -> Any:
-    """An instance of a section, with its fields from converted values by key."""
+    """An instance of a section, with its fields from converted values by key.
+
+    A nested section whose switch is off is None, unless one of its fields is set: `reset_unused` refuses or resets it.
+    """
     values = {}
     for field in fields(kind):
         key = f"{path}{field.name}"
@@ -146,7 +150,36 @@ def build_section(kind: Any, converted: Mapping[str, Any], *, path: str = "") ->
             values[field.name] = converted[key]
         elif "section" in field.metadata:
             values[field.name] = build_section(field.metadata["section"], converted, path=f"{key}.")
-    return kind(**values)
+    section = kind(**values)
+    unset = [
+        field.name
+        for field in fields(kind)
+        if _is_off(section, field) and values[field.name] == field.metadata["section"]()
+    ]
+    return replace(section, **dict.fromkeys(unset)) if unset else section
+
+
+def without_absent(config: Any) -> Any:
+    """The configuration (or section) with None for every section whose switch is off."""
+    inner = [
+        field for field in fields(config) if "section" in field.metadata and getattr(config, field.name) is not None
+    ]
+    return replace(
+        config,
+        **{
+            field.name: None if _is_off(config, field) else without_absent(getattr(config, field.name))
+            for field in inner
+        },
+    )
+
+
+def _is_off(section: Any, field: Field[Any]) -> bool:
+    """Whether a field is a nested section that its switch turns off."""
+    name, value = field.metadata.get("switch"), field.metadata.get("value")
+    if not name:
+        return False
+    switch = getattr(section if hasattr(section, name) else _inner(section, field.name), name)
+    return bool(switch != value if value else not switch)
 
 
 def flatten(values: Mapping[str, Any], *, errors: ErrorCollector, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -187,15 +220,24 @@ def unknown_key(key: str) -> ConfigError:
 
 
 def value_of(config: Any, key: str) -> Any:
-    """The value of a field of a configuration (or section)."""
-    return reduce(getattr, key.split("."), config)
+    """The value of a field of a configuration (or section); of an absent section the default."""
+    for name in key.split("."):
+        config = _inner(config, name)
+    return config
+
+
+def _inner(config: Any, name: str) -> Any:
+    """A field of a section; in place of an absent section its defaults."""
+    value = getattr(config, name)
+    kind = type(config).__dataclass_fields__[name].metadata.get("section") if value is None else None
+    return value if kind is None else kind()
 
 
 def flat_values(config: Any, *, path: str = "") -> dict[str, Any]:
-    """The values of a configuration (or section) by key."""
+    """The values of a configuration (or section) by key; of absent sections the defaults."""
     values: dict[str, Any] = {}
     for field in fields(config):
-        key, value = f"{path}{field.name}", getattr(config, field.name)
+        key, value = f"{path}{field.name}", _inner(config, field.name)
         values |= flat_values(value, path=f"{key}.") if "section" in field.metadata else {key: value}
     return values
 

@@ -65,7 +65,7 @@ def model_rules(config: Config) -> tuple[Rule, ...]:
         *POSITION_RULES,
         *YARN_RULES,
         *MTP_RULES,
-        *(MOE_RULES if config.model.moe.num_experts is not None else ()),
+        *(MOE_RULES if config.model.moe is not None else ()),
     )
 
 

@@ -64,7 +64,9 @@ class Generation:
         self._positions = stage.model_config.max_position_embeddings
         longest = max(map(len, prompts))
         self._cache: KVCache | None = None
-        if use_cache and stage.model_config.moe.expert_capacity_factor is None and longest <= self._positions:
+        moe = stage.model_config.moe
+        drops_tokens = moe is not None and moe.expert_capacity_factor is not None
+        if use_cache and not drops_tokens and longest <= self._positions:
             capacity = min(longest + num_tokens, self._positions)
             self._cache = KVCache(stage, [len(prompt) for prompt in prompts], capacity=capacity)
         self._num_unread = longest  # tokens that the cache has not read

@@ -44,7 +44,8 @@ def log_likelihoods(
     """
     limit = max_length or stage.model_config.max_position_embeddings
     order = sorted(range(len(requests)), key=lambda index: -sum(map(len, requests[index])))
-    size = 1 if stage.model_config.moe.expert_capacity_factor is not None else batch_size
+    moe = stage.model_config.moe
+    size = 1 if moe is not None and moe.expert_capacity_factor is not None else batch_size
     found: dict[int, Scored] = {}
     for start in range(0, len(order), size):
         chosen = order[start : start + size]

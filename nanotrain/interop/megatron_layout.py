@@ -111,8 +111,8 @@ def plan_chunks(model_config: ModelConfig) -> Iterator[MegatronChunk]:
                 yield MegatronChunk(key + leaf, size, Box.full(size), (TensorBox.full(module + leaf, size),))
     for layer in range(shape.num_layers):
         yield from _layer(layer, sizes, shape=shape)
-        if model_config.moe.router_enable_expert_bias and shape.moe is not None and shape.has_experts(layer):
-            name, size = f"layers.{layer}.mlp.router.expert_bias", (shape.moe.num_experts,)
+        if (moe := model_config.moe) is not None and moe.router_enable_expert_bias and shape.has_experts(layer):
+            name, size = f"layers.{layer}.mlp.router.expert_bias", (moe.num_experts,)
             source = (TensorBox.full(f"router/{name}", size),)
             yield _chunk("mlp.router.expert_bias", size, sources=source, layer=layer, shape=shape)
 

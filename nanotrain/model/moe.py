@@ -49,20 +49,20 @@ class MoELayer(nn.Module):
         shared: nn.Module | None,
     ) -> None:
         super().__init__()
-        num_experts, single = model_config.moe.num_experts, Group.single_rank("tp")
-        assert num_experts is not None, "a dense layer has no experts"
+        moe, single = model_config.moe, Group.single_rank("tp")
+        assert moe is not None, "a dense layer has no experts"
         self._tp = single if parallel.sequence.size == 1 else parallel.tp.group
         self._split = single if parallel.tp.sequence_parallel else self._tp
         self.router = Router(
-            model_config.moe,
+            moe,
             params["router.weight"],
             bias=params.get("router.bias"),
             sequence=parallel.sequence,
             dp=parallel.dp,
             recompute=parallel.recompute,
         )
-        experts = _local_experts(num_experts, parallel.ep)
-        self._dispatcher = build_token_dispatcher(num_experts, ep=parallel.ep, etp=parallel.etp)
+        experts = _local_experts(moe.num_experts, parallel.ep)
+        self._dispatcher = build_token_dispatcher(moe.num_experts, ep=parallel.ep, etp=parallel.etp)
         gate = params.get("experts.gate.weight")
         self.experts = Experts(
             gate=gate,
@@ -71,7 +71,7 @@ class MoELayer(nn.Module):
             activation=ACTIVATIONS[model_config.activation] if gate is None else Glu.of(model_config),
             biases={name: bias for name in EXPERT_LINEARS if (bias := params.get(f"experts.{name}.bias")) is not None},
             options=ExpertOptions(
-                may_drop=self._dispatcher.keeps_dropped and model_config.moe.expert_capacity_factor is not None,
+                may_drop=self._dispatcher.keeps_dropped and moe.expert_capacity_factor is not None,
                 wgrad_queue=parallel.tp.wgrad_queue,
                 recompute=parallel.recompute,
                 experts=experts,

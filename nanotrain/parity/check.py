@@ -121,7 +121,7 @@ def check_parity(loaded: Loaded, world_size: int, *, num_steps: int, tolerance: 
         config = complete(config, loaded.explicit)
         check_model(config)
         check_layout(config)
-    topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe.num_experts is not None)
+    topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe is not None)
     small = shrink(config, world_size, num_steps=num_steps)
     validate_for_world(small, world_size, expected_dp=loaded.data_parallel_size)
     check_model(small)

@@ -209,12 +209,14 @@ def shrink_model(config: Config, seq_length: int) -> ModelConfig:
         make_vocab_size_divisible_by=multiple if multiple <= 128 and multiple % tp == 0 else lcm(16, tp),
         **sizes,
     )
-    if model_config.moe.ffn_hidden_size is None or not all(moe_layers(model_config)):  # else no layer is dense
+    moe = model_config.moe
+    if moe is None or moe.ffn_hidden_size is None or not all(moe_layers(model_config)):  # else no layer is dense
         ranks = lcm(tp, parallel.expert_tensor_parallel_size or 1)
         small = replace(small, ffn_hidden_size=_width(2 * small.hidden_size, ranks=ranks))
-    if model_config.moe.num_experts is None:
+    if moe is None:
         return small
-    return replace(small, moe=shrink_experts(model_config, parallel, num_layers=num_layers, ffn_size=small.hidden_size))
+    pattern = shrink_pattern(moe.layer_freq, moe_layers(model_config), num_layers)
+    return replace(small, moe=shrink_experts(replace(moe, layer_freq=pattern), parallel, ffn_size=small.hidden_size))
 
 
 class Lengths(NamedTuple):
@@ -254,7 +256,7 @@ def shrink_attention(model_config: ModelConfig, parallel: ParallelConfig) -> dic
     """Shrink heads and widths; query heads per group stay, and a rank has two groups if it had several."""
     tp, mla = parallel.tensor_model_parallel_size, model_config.mla
     unit = tp * parallel.context_parallel_size if parallel.cp_comm_type == "a2a" else tp
-    if model_config.multi_latent_attention:
+    if mla is not None:
         heads = _first(unit, least=2 * unit, most=model_config.num_attention_heads)
         return {
             "hidden_size": 48,
@@ -280,10 +282,9 @@ def shrink_attention(model_config: ModelConfig, parallel: ParallelConfig) -> dic
     }
 
 
-def shrink_experts(model_config: ModelConfig, parallel: ParallelConfig, *, num_layers: int, ffn_size: int) -> MoEConfig:
+def shrink_experts(moe: MoEConfig, parallel: ParallelConfig, *, ffn_size: int) -> MoEConfig:
     """Shrink the experts; at least twice as many as a token is routed to, of about the width `ffn_size`."""
-    moe, tp, ep = model_config.moe, parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
-    assert moe.num_experts is not None, "called only for MoE models"
+    tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     groups, group_topk, topk = moe.router_num_groups or 1, moe.router_group_topk or 1, moe.router_topk
     num_experts = _first(
         lcm(ep, groups),
@@ -296,23 +297,21 @@ def shrink_experts(model_config: ModelConfig, parallel: ParallelConfig, *, num_l
     return replace(
         moe,
         num_experts=num_experts,
-        layer_freq=shrink_pattern(model_config, num_layers),
         ffn_hidden_size=width if has_own_width else None,
         shared_expert_intermediate_size=_width(ffn_size, ranks=tp) if has_shared else None,
     )
 
 
-def shrink_pattern(model_config: ModelConfig, num_layers: int) -> str:
+def shrink_pattern(pattern: str, full: tuple[bool, ...], num_layers: int) -> str:
     """The MoE pattern of fewer layers: evenly sampled from the full one, with both kinds of layers if it has both.
 
-    >>> shrink_pattern(ModelConfig(num_layers=61, moe=MoEConfig(num_experts=8, layer_freq="[0]*3+[1]*58")), 4)
+    >>> shrink_pattern("[0]*3+[1]*58", (False,) * 3 + (True,) * 58, 4)
     '[0]+[1]*3'
-    >>> shrink_pattern(ModelConfig(num_layers=61, moe=MoEConfig(num_experts=8, layer_freq="[0]+[1]*59+[0]")), 4)
+    >>> shrink_pattern("[0]+[1]*59+[0]", (False, *(True,) * 59, False), 4)
     '[0]+[1]*3'
     """
-    if isinstance(read_pattern(model_config.moe.layer_freq), int):
-        return model_config.moe.layer_freq
-    full = moe_layers(model_config)
+    if isinstance(read_pattern(pattern), int):
+        return pattern
     small = [full[layer * len(full) // num_layers] for layer in range(num_layers)]
     for kind in set(full) - set(small):
         small[full.index(kind) * num_layers // len(full)] = kind

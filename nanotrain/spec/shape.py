@@ -102,7 +102,7 @@ class ModelShape:
             num_heads=model_config.num_attention_heads,
             num_query_groups=query_groups(model_config),
             head_dim=width,
-            value_head_dim=model_config.mla.v_head_dim if model_config.multi_latent_attention else width,
+            value_head_dim=width if model_config.mla is None else model_config.mla.v_head_dim,
             ffn_size=ffn_size(model_config),
             is_gated=model_config.activation in GATED,
             has_linear_bias=model_config.add_bias_linear,
@@ -156,24 +156,26 @@ class ModelShape:
 
 
 def _mla_shape(model_config: ModelConfig) -> MLAShape | None:
-    if not model_config.multi_latent_attention:
+    mla = model_config.mla
+    if mla is None:
         return None
     return MLAShape(
-        q_lora_rank=model_config.mla.q_lora_rank,
-        kv_lora_rank=model_config.mla.kv_lora_rank,
-        nope_dim=model_config.mla.qk_head_dim,
-        rope_dim=model_config.mla.qk_pos_emb_head_dim,
+        q_lora_rank=mla.q_lora_rank,
+        kv_lora_rank=mla.kv_lora_rank,
+        nope_dim=mla.qk_head_dim,
+        rope_dim=mla.qk_pos_emb_head_dim,
     )
 
 
 def _moe_shape(model_config: ModelConfig) -> MoEShape | None:
-    if model_config.moe.num_experts is None:
+    moe = model_config.moe
+    if moe is None:
         return None
     return MoEShape(
         layers=moe_layers(model_config),
-        num_experts=model_config.moe.num_experts,
-        topk=model_config.moe.router_topk,
+        num_experts=moe.num_experts,
+        topk=moe.router_topk,
         ffn_size=moe_ffn_size(model_config),
-        shared_ffn_size=model_config.moe.shared_expert_intermediate_size,
-        has_shared_gate=model_config.moe.shared_expert_gate,
+        shared_ffn_size=moe.shared_expert_intermediate_size,
+        has_shared_gate=moe.shared_expert_gate,
     )

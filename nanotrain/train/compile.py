@@ -27,7 +27,7 @@ BREAKS: dict[str, Callable[[Config], object]] = {
     "attention with context parallelism, segments, a window, sinks, soft-capped scores or dropout (parallel/cp)": (
         lambda config: _has_special_attention(config)
     ),
-    "the routed experts (model/moe.py)": lambda config: config.model.moe.num_experts is not None,
+    "the routed experts (model/moe.py)": lambda config: config.model.moe is not None,
     "recomputed modules (memory/recompute.py)": lambda config: recomputed_modules(config.memory),
 }
 # settings that compiled blocks do not support; together with an explicit --torch-compile they are errors (config/rules)

@@ -30,12 +30,13 @@ class ModelRouters:
     """
 
     def __init__(self, stages: Mapping[int, Stage], model_config: ModelConfig, *, context: ParallelContext) -> None:
-        self._rate = model_config.moe.router_bias_update_rate
+        moe = model_config.moe
+        self._rate = 0.0 if moe is None else moe.router_bias_update_rate
         self._routers = {name: router for stage in stages.values() for name, router in routers_of(stage).items()}
         self._groups, self._pp = (context.group("tp"), context.group("dp_cp")), context.group("pp")
-        self._device, self._length = context.device, (model_config.moe.num_experts or 0) + NUM_SCALARS
+        self._device, self._length = context.device, NUM_SCALARS + (0 if moe is None else moe.num_experts)
         self._names: tuple[str, ...] = ()  # of the whole model
-        if model_config.moe.num_experts is not None:
+        if moe is not None:
             self._names = tuple(name for names in all_gather_object([*self._routers], self._pp) for name in names)
 
     def balance(self) -> Tensor | None:

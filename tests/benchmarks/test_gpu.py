@@ -63,7 +63,7 @@ def test_the_command_lines_of_nanotrain_load(gpu: ModuleType, name: str, num_mic
     for command in commands:
         config = load(command[1:]).config
         assert plan_run(config, 1, rank=0).num_microbatches == num_microbatches
-        assert config.model.moe.num_experts == (4 if name == "moe4" else None)
+        assert (config.model.moe and config.model.moe.num_experts) == (4 if name == "moe4" else None)
 
 
 @pytest.mark.skipif(installed_torch() < (2, 11), reason="torch 2.10: as in test_roofline.py")

@@ -10,7 +10,7 @@ from nanotrain.errors import ErrorCollector
 def validate(config: Config, *, to_train: bool = False) -> None:
     """Check a configuration as if the command line had set every field; raises all errors in one."""
     errors = ErrorCollector()
-    reset_unused(config, explicit=frozenset(KEYS), errors=errors)
+    config, _ = reset_unused(config, explicit=frozenset(KEYS), errors=errors)
     collect_errors(config, to_train=to_train, errors=errors)
     errors.raise_errors()
 

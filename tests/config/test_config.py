@@ -6,15 +6,18 @@ import pytest
 
 from nanotrain.config import config as config_module
 from nanotrain.config.config import Config, MLAConfig, ModelConfig, MoEConfig
+from nanotrain.config.schema import with_values
 
 
 def test_a_configuration_cannot_be_changed():
     with pytest.raises(FrozenInstanceError):
-        Config().model.moe.router_topk = 3
+        Config().model.mtp.num_layers = 3
 
 
-def test_experts_and_latent_attention_are_sections_of_the_model():
-    assert ModelConfig().moe == MoEConfig() and ModelConfig().mla == MLAConfig()
+def test_experts_and_latent_attention_are_sections_that_a_model_may_not_have():
+    assert ModelConfig().moe is None and ModelConfig().mla is None
+    model = with_values(Config(), {"model.moe.num_experts": 2, "model.multi_latent_attention": True}).model
+    assert model.mla == MLAConfig() and model.moe == MoEConfig(num_experts=2)
     assert [field.name for field in fields(ModelConfig)][-3:] == ["mla", "moe", "mtp"]
 
 

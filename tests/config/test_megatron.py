@@ -159,7 +159,7 @@ def test_flags_with_one_cure_are_named_together():
 def test_other_spellings_set_the_field(arguments, key, value):
     model = load(arguments.split()).config.model
     found = {"original": model.original_max_position_embeddings, "beta_fast": model.beta_fast}
-    assert (found | {"qk_head_dim": model.mla.qk_head_dim})[key] == value
+    assert (found | {"qk_head_dim": model.mla and model.mla.qk_head_dim})[key] == value
 
 
 def test_the_padded_vocabulary_overrules_its_multiple():

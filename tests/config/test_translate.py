@@ -128,7 +128,7 @@ def test_values_that_ask_for_nothing_are_accepted():
     loaded("--mtp-num-layers 0 --mtp-loss-scaling-factor 0.3 --rotary-scaling-factor 1.0")
     loaded("--softmax-type vanilla --vocab-extra-ids 0")
     model = loaded("--num-experts 0 --window-size -1,0 --moe-expert-capacity-factor -1").config.model
-    assert model.moe.num_experts is model.window_size is model.moe.expert_capacity_factor is None
+    assert model.moe is model.window_size is None
 
 
 def test_flags_without_effect_are_counted_once():

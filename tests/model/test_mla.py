@@ -12,7 +12,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 
 from nanotrain.comm.collectives import all_reduce
-from nanotrain.config.config import ModelConfig, Normalization
+from nanotrain.config.config import MLAConfig, ModelConfig, Normalization
 from nanotrain.config.load import load_config
 from nanotrain.kernels.deferred_wgrad import WgradQueue, accumulate_wgrads
 from nanotrain.model.context import LayerContext
@@ -37,7 +37,7 @@ LATENT = replace(
     num_layers=1,
     num_query_groups=None,
     multi_latent_attention=True,
-    mla=replace(LLAMA.mla, q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6),
+    mla=MLAConfig(q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6),
 )
 DIRECT = replace(LATENT, mla=replace(LATENT.mla, q_lora_rank=None))
 SHAPES = {

@@ -52,7 +52,7 @@ def assert_valid_and_alike(config: Config, world: int) -> None:
     if not before.multi_latent_attention:
         assert before.num_attention_heads * query_groups(after) == after.num_attention_heads * query_groups(before)
     assert set(moe_layers(before)) == set(moe_layers(after))
-    assert (before.moe.num_experts is None) == (after.moe.num_experts is None)
+    assert (before.moe is None) == (after.moe is None)
     dp = world // (Topology.of(small.parallel, world).size("model") * small.parallel.context_parallel_size)
     assert num_microbatches(small.train, dp) >= 2
     assert small.precision.params_dtype is DType.fp32
@@ -70,7 +70,7 @@ def test_every_recipe_shrinks_for_its_own_layout(name: str) -> None:
 def layouts(draw: st.DrawFn, config: Config) -> Config:
     """The recipe with another layout, which may be invalid."""
     tp, pp, cp, ep = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 3, 4, 8), (1, 2, 4), (1, 2, 4), (1, 2, 4, 8)))
-    has_experts = config.model.moe.num_experts is not None
+    has_experts = config.model.moe is not None
     schedule = draw(st.sampled_from(sorted(SCHEDULES.keys() - {"one_stage"}))) if pp > 1 else "1f1b"
     is_interleaved = schedule == "interleaved"
     ends = st.none() if pp == 1 or is_interleaved else st.none() | st.integers(1, 6)

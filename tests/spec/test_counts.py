@@ -4,16 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from nanotrain.config.config import MLAConfig, ModelConfig, MTPConfig
+from nanotrain.config.config import MLAConfig, ModelConfig, MoEConfig, MTPConfig
 from nanotrain.spec.counts import flops_per_token, num_active_parameters, num_parameters, peak_flops
 from nanotrain.spec.shape import ModelShape
 from tests.model.building import GPT2, LLAMA
 
 SMALL = ModelConfig(num_layers=4, hidden_size=8, num_attention_heads=1, vocab_size=10)
 # An expert has three matrices of 8 x 16, the router 6 rows of 8.
-EXPERTS = replace(
-    SMALL, moe=replace(SMALL.moe, num_experts=6, router_topk=2, ffn_hidden_size=16, layer_freq="[0]+[1]*3")
-)
+EXPERTS = replace(SMALL, moe=MoEConfig(num_experts=6, router_topk=2, ffn_hidden_size=16, layer_freq="[0]+[1]*3"))
 EXPERT, ROUTER, DENSE = 3 * 8 * 16, 6 * 8, 3 * 8 * 64
 
 
@@ -84,13 +82,11 @@ def test_an_mlp_without_gate_has_two_matrices_and_tying_saves_nothing() -> None:
     assert flops(replace(GPT2, untie_embeddings_and_output_weights=True), 0) == 6 * matrices
 
 
-MIXTRAL_8X7B = replace(
-    LLAMA_7B, ffn_hidden_size=14336, num_query_groups=8, moe=replace(LLAMA_7B.moe, num_experts=8, router_topk=2)
-)
+MIXTRAL_8X7B = replace(LLAMA_7B, ffn_hidden_size=14336, num_query_groups=8, moe=MoEConfig(num_experts=8, router_topk=2))
 
 
 def test_a_mixture_costs_what_its_active_experts_cost() -> None:
-    dense = replace(MIXTRAL_8X7B, moe=replace(MIXTRAL_8X7B.moe, num_experts=None), ffn_hidden_size=2 * 14336)
+    dense = replace(MIXTRAL_8X7B, moe=None, ffn_hidden_size=2 * 14336)
     assert flops(MIXTRAL_8X7B, 4096) == flops(dense, 4096)
     # 12.88 B active parameters less the embedding, norms and routers, and causal attention.
     matrices = 32 * (4096 * (2 * 4096 + 2 * 1024) + 2 * 3 * 4096 * 14336) + 4096 * 32000
@@ -98,9 +94,7 @@ def test_a_mixture_costs_what_its_active_experts_cost() -> None:
 
 
 def test_dense_layers_among_those_with_experts_and_the_shared_expert_count() -> None:
-    mixed = replace(
-        LLAMA, moe=replace(LLAMA.moe, num_experts=8, layer_freq="[0]*1+[1]*1", router_topk=3, ffn_hidden_size=20)
-    )
+    mixed = replace(LLAMA, moe=MoEConfig(num_experts=8, layer_freq="[0]*1+[1]*1", router_topk=3, ffn_hidden_size=20))
     shared = replace(mixed, moe=replace(mixed.moe, shared_expert_intermediate_size=12))
     attention = 32 * (32 + 2 * 16) + 32 * 32
     assert flops(mixed, 0) == 6 * (2 * attention + 3 * 32 * 48 + 3 * 3 * 32 * 20 + 32 * 131)
@@ -113,7 +107,7 @@ def test_latent_attention_counts_its_two_steps_and_its_own_widths() -> None:
         LLAMA,
         num_query_groups=None,
         multi_latent_attention=True,
-        mla=replace(LLAMA.mla, q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6),
+        mla=MLAConfig(q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6),
     )
     query, keys_and_values, out = 24 * (32 + 4 * 12), 32 * (16 + 4) + 16 * 4 * (8 + 6), 4 * 6 * 32
     matrices = 2 * (query + keys_and_values + out + 3 * 32 * 48) + 32 * 131

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nanotrain.config.config import ModelConfig, MoEConfig, MTPConfig
+from nanotrain.config.config import MLAConfig, ModelConfig, MoEConfig, MTPConfig
 from nanotrain.spec.counts import num_parameters
 from nanotrain.spec.parameters import declare_model, declare_stage
 from nanotrain.spec.params import Constant, Normal, ParamSpec, Shard
@@ -12,14 +12,12 @@ from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec, split_layers
 from tests.model.building import GPT2, LLAMA, MODELS, QWEN3
 
-MOE = replace(
-    LLAMA, moe=replace(LLAMA.moe, num_experts=8, layer_freq="[0]*1+[1]*1", shared_expert_intermediate_size=16)
-)
+MOE = replace(LLAMA, moe=MoEConfig(num_experts=8, layer_freq="[0]*1+[1]*1", shared_expert_intermediate_size=16))
 MLA = replace(
     LLAMA,
     num_query_groups=None,
     multi_latent_attention=True,
-    mla=replace(LLAMA.mla, q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6),
+    mla=MLAConfig(q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6),
 )
 
 

@@ -15,7 +15,7 @@ def odd_sizes(v: Values) -> list[tuple[str, int]]:
     """The sizes of a rank's fp8 matrices that are no multiple of 16, with their names."""
     mla, tp = v.config.model.mla, v.tp
     sizes = [("hidden_size", v.hidden_size)]
-    if v.multi_latent_attention:
+    if mla is not None:
         heads = v.num_attention_heads // tp
         sizes += [
             ("q_lora_rank", mla.q_lora_rank or 0),

@@ -40,9 +40,9 @@ class Values:
         self.etp = parallel.expert_tensor_parallel_size or self.tp
         # settings of stages without effect on one rank are an error of their own (unused.py)
         self.num_stages = 1 if self.pp == 1 else self.pp * parallel.num_virtual_stages_per_pipeline_rank
-        self.has_experts = model.moe.num_experts is not None
-        self.num_groups, self.group_topk = model.moe.router_num_groups or 1, model.moe.router_group_topk or 1
-        self.experts_per_group = (model.moe.num_experts or 0) // self.num_groups
+        self.has_experts = self.num_experts is not None
+        self.num_groups, self.group_topk = self.moe_router_num_groups or 1, self.moe_router_group_topk or 1
+        self.experts_per_group = (self.num_experts or 0) // self.num_groups
         self.head_dim, self.query_groups = head_dim(model), query_groups(model)
         self.has_rope, self.rotary_dim = has_rope(model), rotary_dim(model)
         self.ffn_size, self.moe_ffn_size = ffn_size(model), moe_ffn_size(model)

@@ -6,8 +6,9 @@ gather). What published scripts of Megatron-LM set without effect (`is_harmless`
 `nanotrain config --explain` names the reason.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from nanotrain.config.config import (
     Config,
@@ -21,7 +22,18 @@ from nanotrain.config.config import (
 )
 from nanotrain.config.derive import GATED, is_model_known
 from nanotrain.config.rules.rule import Values
-from nanotrain.config.schema import ENTRIES, Entry, argument_of, entries_of, typed, value_of, with_values
+from nanotrain.config.schema import (
+    ENTRIES,
+    KEYS,
+    Entry,
+    argument_of,
+    entries_of,
+    typed,
+    value_of,
+    walk_sections,
+    with_values,
+    without_absent,
+)
 from nanotrain.errors import ConfigError, ErrorCollector
 
 
@@ -37,9 +49,27 @@ class Unused:
     is_harmless: bool = False  # published scripts of Megatron-LM set the fields all the same: reset, not refused
 
 
-def names_in(section: str, *, but: str = "") -> str:
-    """The unique names of a section's fields, separated by spaces."""
-    return " ".join(entry.name for entry in entries_of(section) if entry.name != but)
+def is_off(name: str, value: str, v: Values) -> bool:
+    """Whether the switch of a section is off."""
+    return bool(v[name] != value if value else not v[name])
+
+
+def of_absent_sections() -> Iterator[Unused]:
+    """A row per section that a model may not have: its fields belong to the switch."""
+    for section, field, _ in walk_sections():
+        name, value = field.metadata["switch"], field.metadata["value"]
+        if not name:
+            continue
+        switch = KEYS.get(f"{section}.{name}") or KEYS[f"{section.rpartition('.')[0]}.{name}"]
+        names = " ".join(entry.name for entry in entries_of(section) if entry is not switch)
+        owner = f"{switch.name} {value}" if value else switch.name
+        yield Unused(
+            names,
+            switch.name,
+            partial(is_off, switch.name, value),
+            f"it belongs to {owner}{', which is unset' if switch.is_optional else ''}",
+            f"set {switch.flag}{f' {value}' if value else ''}",
+        )
 
 
 def update_rules(v: Values) -> set[str]:
@@ -93,8 +123,6 @@ UNUSED = (
         "position_embedding_type none has no positions"),
     Unused("add_qkv_bias", "add_bias_linear", lambda v: v.add_bias_linear,
         "add_bias_linear already adds these biases"),
-    Unused(names_in("model.mla"), "multi_latent_attention", lambda v: not v.multi_latent_attention,
-        "it belongs to multi_latent_attention"),
     Unused("num_query_groups", "multi_latent_attention", lambda v: v.multi_latent_attention,
         "with multi_latent_attention qk_head_dim and v_head_dim give the width of the heads"),
     Unused("add_qkv_bias", "multi_latent_attention", lambda v: v.multi_latent_attention,
@@ -105,8 +133,6 @@ UNUSED = (
         "multi_latent_attention always normalizes the compressed queries, keys and values", is_harmless=True),
     Unused("use_checkpoint_args", "pretrained_checkpoint", lambda v: v.pretrained_checkpoint is not None,
         "config.json of pretrained_checkpoint sets the model section", is_harmless=True),
-    Unused(names_in("model.moe", but="num_experts"), "num_experts", lambda v: v.num_experts is None,
-        "the model has no experts: num_experts is unset"),
     # with ep > 1 there are experts: of the checkpoint that a command reads, or their absence is an error
     Unused("expert_tensor_parallel_size", "num_experts", lambda v: v.num_experts is None and v.ep == 1,
         "the model has no experts: num_experts is unset", is_harmless=True),
@@ -279,7 +305,7 @@ def reset_unused(
         The configuration, and the origin of each value that was reset.
     """
     origins: dict[str, str] = {}
-    for rule in UNUSED:
+    for rule in (*of_absent_sections(), *UNUSED):
         causes = [ENTRIES[name] for name in rule.causes.split()]
         if not unreadable.isdisjoint(cause.name for cause in causes):
             continue
@@ -302,7 +328,7 @@ def reset_unused(
             source = "the command line" if entry.key in explicit else "the YAML"
             source = "Megatron-LM" if entry.key in defaults else source
             origins[entry.key] = f"default, not {source}'s {typed(value)}: {rule.why}"
-    return config, origins
+    return without_absent(config) if is_model_known(config) else config, origins
 
 
 def without_effect(config: Config, entry: Entry, *, rule: Unused) -> ConfigError:

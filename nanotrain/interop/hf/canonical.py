@@ -4,9 +4,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from nanotrain.config.config import MLAConfig, ModelConfig, MoEConfig, PositionEmbedding, RouterScore
+from nanotrain.config.config import ModelConfig, MoEConfig, PositionEmbedding, RouterScore
 from nanotrain.config.derive import GATED, has_rope, is_rope_scaled, no_rope_layers, window_layers
 from nanotrain.config.pattern import write_pattern
+from nanotrain.config.schema import without_absent
 from nanotrain.spec.shape import ModelShape, MoEShape
 
 # Keys that may differ from the weights: they change training or memory layout, not what the model computes.
@@ -29,11 +30,12 @@ FREE_EXPERT_KEYS = (
 
 def free_keys(model_config: ModelConfig) -> tuple[str, ...]:
     """Keys of the model section that do not depend on the weights."""
-    return FREE_KEYS if model_config.moe.num_experts is None else FREE_KEYS + FREE_EXPERT_KEYS
+    return FREE_KEYS if model_config.moe is None else FREE_KEYS + FREE_EXPERT_KEYS
 
 
 def canonical(model_config: ModelConfig) -> ModelConfig:
     """The same model with derived sizes resolved and fields without effect at their defaults."""
+    model_config = without_absent(model_config)
     shape = ModelShape.of(model_config)
     moe = shape.moe if shape.moe is not None and any(shape.moe.layers) else None
     model_config = replace(
@@ -42,9 +44,8 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
         kv_channels=shape.head_dim,
         add_qkv_bias=model_config.add_qkv_bias and not model_config.add_bias_linear,
         ffn_hidden_size=None if moe is not None and all(moe.layers) else shape.ffn_size,
-        mla=model_config.mla if model_config.multi_latent_attention else MLAConfig(),
         mtp=replace(model_config.mtp, num_layers=shape.num_mtp_layers or None),
-        moe=MoEConfig() if moe is None else _canonical_experts(model_config.moe, moe),
+        moe=None if moe is None or model_config.moe is None else _canonical_experts(model_config.moe, moe),
     )
     scale = model_config.softmax_scale
     if scale is not None and math.isclose(scale, shape.head_dim**-0.5) and not model_config.multi_latent_attention:
@@ -76,11 +77,11 @@ def canonical(model_config: ModelConfig) -> ModelConfig:
 def _canonical_experts(moe: MoEConfig, shape: MoEShape) -> MoEConfig:
     moe = replace(moe, ffn_hidden_size=shape.ffn_size, layer_freq=write_pattern(shape.layers))
     if moe.shared_expert_intermediate_size is None:
-        moe = replace(moe, shared_expert_gate=_DEFAULT.moe.shared_expert_gate)
+        moe = replace(moe, shared_expert_gate=MoEConfig().shared_expert_gate)
     if not moe.router_enable_expert_bias:
-        moe = replace(moe, router_bias_update_rate=_DEFAULT.moe.router_bias_update_rate)
+        moe = replace(moe, router_bias_update_rate=MoEConfig().router_bias_update_rate)
     if moe.router_score_function is RouterScore.sigmoid:
-        moe = replace(moe, router_pre_softmax=_DEFAULT.moe.router_pre_softmax)
+        moe = replace(moe, router_pre_softmax=MoEConfig().router_pre_softmax)
     return moe
 
 

@@ -119,7 +119,7 @@ def read_experts(raw: Mapping[str, Any], shared: dict[str, Any]) -> dict[str, An
 
 def write_deepseek_v3(model_config: ModelConfig) -> dict[str, Any]:
     """Write the config.json of a DeepSeek-V3; what it cannot represent is detected by reading it back."""
-    mla = model_config.mla
+    mla = model_config.mla or MLAConfig()
     attention = {
         "attention_bias": False,
         "kv_lora_rank": mla.kv_lora_rank,
@@ -147,7 +147,7 @@ def write_glm4_moe(model_config: ModelConfig) -> dict[str, Any]:
 
 def write_experts(model_config: ModelConfig) -> dict[str, Any]:
     """Entries of config.json about the experts."""
-    shape, moe = ModelShape.of(model_config), model_config.moe
+    shape, moe = ModelShape.of(model_config), model_config.moe or MoEConfig()
     ffn_size = shape.ffn_size if shape.moe is None else shape.moe.ffn_size
     return {
         "first_k_dense_replace": next(

@@ -16,7 +16,16 @@ from typing import Any
 
 from nanotrain.config.config import ModelConfig, MTPConfig
 from nanotrain.config.derive import moe_layers
-from nanotrain.config.schema import KEYS, config_from_dict, flat_values, to_dict, typed, value_of, with_values
+from nanotrain.config.schema import (
+    KEYS,
+    config_from_dict,
+    flat_values,
+    to_dict,
+    typed,
+    value_of,
+    with_values,
+    without_absent,
+)
 from nanotrain.errors import ConfigError, HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical, free_keys
 from nanotrain.interop.hf.deepseek import (
@@ -128,7 +137,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     try:
         described = family.read(raw)
         # The same bounds as for a configuration: a size may be text, negative or a fraction in a damaged file.
-        return config_from_dict({"model": to_dict(described)}).model
+        return without_absent(config_from_dict({"model": to_dict(described)}).model)
     except ConfigError as error:
         why = str(error)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:

@@ -71,7 +71,7 @@ def read_gpt_oss(raw: Mapping[str, Any]) -> ModelConfig:
 
 def write_gpt_oss(model_config: ModelConfig) -> dict[str, Any]:
     """Write the config.json of a gpt-oss; what it cannot represent is detected by reading it back."""
-    shape, moe = ModelShape.of(model_config), model_config.moe
+    shape, moe = ModelShape.of(model_config), model_config.moe or MoEConfig()
     special = {
         "attention_bias": True,
         "intermediate_size": shape.ffn_size if shape.moe is None else shape.moe.ffn_size,

@@ -102,10 +102,11 @@ def _with_expert_layers(model_config: ModelConfig, raw: Mapping[str, Any]) -> Mo
     """The model with the layers that have experts in a Qwen."""
     dense, step = set(raw.get("mlp_only_layers") or ()), raw.get("decoder_sparse_step", 1)
     layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(model_config.num_layers))
-    if not model_config.moe.num_experts or not any(layers):
-        reject("num_experts", model_config.moe.num_experts, instead="above 0, with experts in some layer,")
+    moe = model_config.moe or MoEConfig()
+    if not moe.num_experts or not any(layers):
+        reject("num_experts", moe.num_experts, instead="above 0, with experts in some layer,")
     ffn = None if all(layers) else model_config.ffn_hidden_size  # the width of an MLP that no layer has
-    return replace(model_config, moe=replace(model_config.moe, layer_freq=write_pattern(layers)), ffn_hidden_size=ffn)
+    return replace(model_config, moe=replace(moe, layer_freq=write_pattern(layers)), ffn_hidden_size=ffn)
 
 
 def write_mixtral(model_config: ModelConfig) -> dict[str, Any]:
@@ -113,7 +114,7 @@ def write_mixtral(model_config: ModelConfig) -> dict[str, Any]:
     shape = ModelShape.of(model_config)
     experts = {
         "intermediate_size": shape.ffn_size if shape.moe is None else shape.moe.ffn_size,
-        "num_local_experts": model_config.moe.num_experts or 0,
+        "num_local_experts": 0 if shape.moe is None else shape.moe.num_experts,
         "router_jitter_noise": 0.0,
     }
     return write_shared(model_config) | _write_router(model_config) | experts | write_window(model_config)
@@ -121,10 +122,8 @@ def write_mixtral(model_config: ModelConfig) -> dict[str, Any]:
 
 def write_qwen2_moe(model_config: ModelConfig) -> dict[str, Any]:
     """Write the config.json of a Qwen2-MoE; see `write_mixtral`."""
-    shared = {
-        "qkv_bias": True,
-        "shared_expert_intermediate_size": model_config.moe.shared_expert_intermediate_size or 0,
-    }
+    width = (model_config.moe or MoEConfig()).shared_expert_intermediate_size
+    shared = {"qkv_bias": True, "shared_expert_intermediate_size": width or 0}
     return write_shared(model_config) | _write_experts(model_config) | shared
 
 
@@ -140,15 +139,15 @@ def _write_experts(model_config: ModelConfig) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [layer for layer in range(shape.num_layers) if not shape.has_experts(layer)],
         "moe_intermediate_size": shape.ffn_size if shape.moe is None else shape.moe.ffn_size,
-        "norm_topk_prob": not model_config.moe.router_pre_softmax,
-        "num_experts": model_config.moe.num_experts or 0,
+        "norm_topk_prob": not (model_config.moe or MoEConfig()).router_pre_softmax,
+        "num_experts": 0 if shape.moe is None else shape.moe.num_experts,
         "use_sliding_window": False,
     }
 
 
 def _write_router(model_config: ModelConfig) -> dict[str, Any]:
     # transformers multiplies by the top k and takes the mean over layers, where the layers are summed here
-    moe, num_layers = model_config.moe, sum(moe_layers(model_config))
+    moe, num_layers = model_config.moe or MoEConfig(), sum(moe_layers(model_config))
     return {
         "num_experts_per_tok": moe.router_topk,
         "output_router_logits": False,

@@ -52,11 +52,11 @@ def map_parameters(model_config: ModelConfig, naming: Naming) -> dict[str, Tenso
     shape = ModelShape.of(model_config)
     declared = declare_model(replace(shape, padded_vocab_size=shape.vocab_size))
     sizes = {spec.name: spec.shape for spec in declared}
-    if model_config.moe.router_enable_expert_bias and shape.moe is not None:
+    if (moe := model_config.moe) is not None and moe.router_enable_expert_bias:
         blocks = {layer: f"layers.{layer}" for layer in range(shape.num_layers)}
         blocks |= {layer: f"mtp.{depth}.block" for depth, layer in enumerate(shape.mtp_layers)}
         with_experts = [block for layer, block in blocks.items() if shape.has_experts(layer)]
-        sizes |= {f"{block}.mlp.router.expert_bias": (shape.moe.num_experts,) for block in with_experts}
+        sizes |= {f"{block}.mlp.router.expert_bias": (moe.num_experts,) for block in with_experts}
     return {name: _map(name, sizes, naming=naming, shape=shape) for name in sizes}
 
 

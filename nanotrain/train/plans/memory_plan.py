@@ -102,7 +102,7 @@ def plan_memory(
             "train.step_batch_size_schedule": [],
         },
     )
-    topology = Topology.of(parallel, world_size, has_experts=config.model.moe.num_experts is not None)
+    topology = Topology.of(parallel, world_size, has_experts=config.model.moe is not None)
     rank = topology.group_specs(0)["pp"].ranks[pp_rank]
     plan = plan_run(few, world_size, rank=rank)
     kept, resident = Activations(plan, device), plan.resident_bytes

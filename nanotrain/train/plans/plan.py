@@ -205,7 +205,7 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
         TopologyError: a layout that does not fit the ranks or the model.
     """
     check_names(config)
-    topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe.num_experts is not None)
+    topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe is not None)
     groups, shape = topology.group_specs(rank), ModelShape.of(config.model)
     batch_size = global_batch_size(config.train, groups["dp"].size)
     # Saved with the configuration, so that a resume on other ranks reports that an unset size has changed.

@@ -115,7 +115,7 @@ def _batch(plan: Plan) -> str:
 def _layout(plan: Plan, device: str) -> str:
     topology, parallel = plan.topology, plan.config.parallel
     sizes = {axis: topology.size(axis) for axis in ("tp", "cp", "pp")}
-    if plan.config.model.moe.num_experts is not None:
+    if plan.config.model.moe is not None:
         sizes |= {axis: topology.size(axis) for axis in ("ep", "etp")}
     sizes["dp"] = data_parallel_size(parallel, topology.world_size)
     shown = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]

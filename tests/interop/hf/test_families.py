@@ -184,7 +184,7 @@ def test_both_names_of_the_number_of_experts_are_read() -> None:
     assert config_from_hf(raw | {"num_local_experts": 6}).moe.num_experts == 6
 
 
-MIXTRAL = replace(LLAMA, moe=replace(LLAMA.moe, num_experts=4, ffn_hidden_size=24))
+MIXTRAL = replace(LLAMA, moe=MoEConfig(num_experts=4, ffn_hidden_size=24))
 
 
 def test_losses_of_the_router_are_free_beside_pretrained_experts() -> None:
