@@ -214,7 +214,8 @@ def assert_sent_as_planned(run: Run, *, name: str) -> None:
     for dp in run.data_parallel:
         dp.wait_for_params()
     for (group, operation), planned in sent_bytes(run.plan).items():
-        if group in ("ep", "etp") and not run.config.model.moe.router_force_load_balancing:
+        moe = run.config.model.moe
+        if group in ("ep", "etp") and not (moe and moe.router_force_load_balancing):
             continue
         sent = run.context.traffic.bytes(group, operation)
         assert sent == planned, f"{name}: {sent} bytes in {group} {operation}, {planned} are planned"
